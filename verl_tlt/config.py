@@ -1,0 +1,234 @@
+"""Every setting of the plugin: typed dataclasses, one default each, and one clear sentence for a wrong one.
+
+A user's settings arrive as the `tlt` node of verl's Hydra config. The driver turns them into a `TLTConfig`,
+which checks them, and passes them on as a plain dict in `actor_rollout_ref.rollout.custom.tlt`, the only
+place verl hands to every process. Nothing here imports verl, torch or vLLM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+
+class TLTConfigError(ValueError):
+    """A setting is wrong; the message names the key and says what is allowed."""
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """What drafts, and how it learns."""
+
+    path: str | None = None
+    """Directory of a drafter to start from (speculators format, servable by vLLM); null: a random head."""
+    aux_layers: tuple[int, ...] | None = None
+    """Layer *inputs* of the policy fed to the drafter; null: (2, L/2, L-3), spread out for shallow models."""
+    ttt_steps: int = 3
+    """Training-time-test passes per step: 1 trains as EAGLE does, more as HASS and EAGLE-3 do."""
+    loss: Literal["kl_div", "ce", "tv", "nla", "lk_hybrid"] = "kl_div"
+    """Loss of `speculators.losses`."""
+    learning_rate: float = 1e-3
+    """AdamW's learning rate after warm-up."""
+    warmup_steps: int = 20
+    """Optimizer steps over which the learning rate rises linearly."""
+    batch_tokens: int = 1024
+    """Tokens in one packed micro-batch: also the longest a stop request waits."""
+    seed: int = 0
+    """Seeds the random head and the choice of training sequences."""
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """How many tokens to draft, decided once per engine step before drafting."""
+
+    enable: bool = True
+    """False: decode as stock verl does; spot training can still run."""
+    policy: Literal["goodput", "table", "fixed", "off"] = "goodput"
+    """Who chooses the draft length K: measured goodput, a table measured at start, one K, or nobody."""
+    max_draft_length: int = 3
+    """K_max: the longest draft; the drafter's context must hold the rollout length plus this."""
+    arms: tuple[int, ...] | None = None
+    """Draft lengths the policy may use, ascending, starting with 0; null: 0..K_max on eager engines, else {0, 1, 3}."""
+    fixed: int | None = None
+    """The K of policy=fixed; null: K_max."""
+    calibrate: bool = True
+    """Measure step latency by batch and K at start (seconds; stored and reused by hardware and model)."""
+    table_dir: str | None = None
+    """Where measured latency tables persist across runs; null: `~/.cache/verl_tlt/tables`."""
+
+
+@dataclass(frozen=True)
+class SpotConfig:
+    """Training the drafter on replicas that have finished while others decode."""
+
+    enable: bool = True
+    """False: the drafter stays as it was loaded."""
+    poll_s: float = 0.05
+    """Seconds between two looks at the replicas' load."""
+    settle_s: float = 0.1
+    """A replica must have been empty this long before it is asked to leave."""
+    stop_timeout_s: float = 5.0
+    """A spot worker that has not stopped by then is killed and restarted; RL does not wait longer."""
+    max_epochs: float = 3.0
+    """Passes over the buffer's tokens per session at most (a small buffer is memorised otherwise)."""
+    min_merge_steps: int = 8
+    """A session of fewer optimizer steps is not merged: AdamW's first steps are sign-like."""
+    max_failures: int = 3
+    """Failed sessions in a row after which spot training stays off for the run."""
+
+
+@dataclass(frozen=True)
+class BufferConfig:
+    """The hidden states of recent rollouts, kept on the node that made them."""
+
+    max_mb: int = 2048
+    """Bytes of hidden states per spot worker, in MiB; the oldest step is evicted first."""
+    keep_steps: int = 8
+    """RL steps a sequence stays."""
+    min_tokens: int = 2000
+    """Below this many tokens no session starts."""
+    tokens_per_step: int = 8192
+    """Tokens captured per worker and RL step; long sequences first in line, all lengths represented."""
+    window: int = 4096
+    """Longest stretch kept of one sequence, at its true positions."""
+    held_out: float = 0.1
+    """Share of sequences that only the publish gate sees."""
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """Whether a merged drafter is served."""
+
+    enable: bool = True
+    """False: every merged drafter is published."""
+    margin: float = 0.0025
+    """Publish unless the candidate is worse than the served drafter beyond this share of its accept length."""
+    revert: float = 0.01
+    """Go back to the best of served and frozen when the candidate is worse than it by this share."""
+    min_tokens: int = 512
+    """Held-out positions needed to judge; below it a candidate is published."""
+
+
+@dataclass(frozen=True)
+class TraceConfig:
+    """What is written down."""
+
+    dir: str | None = None
+    """Directory of the JSONL trace; null: `<trainer.default_local_dir>/tlt_trace`."""
+    engine_steps: bool = True
+    """One line per engine step (about 150 bytes)."""
+
+
+@dataclass(frozen=True)
+class TLTConfig:
+    """The `tlt` node."""
+
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    spot: SpotConfig = field(default_factory=SpotConfig)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
+    gate: GateConfig = field(default_factory=GateConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
+
+    @classmethod
+    def from_dict(cls, node: Mapping[str, Any] | None) -> TLTConfig:
+        """Build from nested mappings (YAML, Hydra, JSON).
+
+        Raises:
+            TLTConfigError: an unknown key, a value of the wrong type, or values that contradict each other.
+        """
+        config = _build(cls, node or {}, "tlt")
+        _check(config)
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists and scalars: survives OmegaConf, JSON and Ray."""
+        return typing.cast(dict[str, Any], _plain(dataclasses.asdict(self)))
+
+
+T = TypeVar("T")
+
+
+def _build(cls: type[T], node: Mapping[str, Any], where: str) -> T:
+    if not isinstance(node, Mapping):
+        raise TLTConfigError(f"{where} must be a mapping of settings, not {node!r}.")
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(typing.cast(Any, cls))]
+    values: dict[str, Any] = {}
+    for key, value in node.items():
+        if key not in names:
+            close = difflib.get_close_matches(str(key), names, n=1)
+            hint = f" Did you mean {where}.{close[0]}?" if close else f" Known keys: {', '.join(names)}."
+            raise TLTConfigError(f"{where}.{key} is not a setting of verl-tlt.{hint}")
+        hint_type = hints[key]
+        path = f"{where}.{key}"
+        values[key] = _build(hint_type, value, path) if dataclasses.is_dataclass(hint_type) else _cast(value, hint_type, path)
+    return cls(**values)
+
+
+def _cast(value: Any, hint: Any, where: str) -> Any:
+    """`value` as the annotated type; ints pass for floats, lists for tuples; everything else must match."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        return _cast(value, next(a for a in args if a is not type(None)), where)
+    if origin is Literal:
+        if value not in args:
+            raise TLTConfigError(f"{where} must be one of {', '.join(map(str, args))}, not {value!r}.")
+        return value
+    if origin is tuple:
+        if isinstance(value, str) or not hasattr(value, "__iter__"):
+            raise TLTConfigError(f"{where} must be a list of {args[0].__name__}, not {value!r}.")
+        return tuple(_cast(v, args[0], where) for v in value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise TLTConfigError(f"{where} must be of type {hint.__name__}, not {value!r}.")
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _check(c: TLTConfig) -> None:
+    """Bounds and contradictions that types cannot say."""
+    s = c.speculation
+    if not 1 <= s.max_draft_length <= 16:
+        raise TLTConfigError(f"tlt.speculation.max_draft_length must be 1..16, not {s.max_draft_length}.")
+    if s.arms is not None:
+        if list(s.arms) != sorted(set(s.arms)) or not s.arms or s.arms[0] != 0:
+            raise TLTConfigError(f"tlt.speculation.arms must be ascending and start with 0, not {list(s.arms)}.")
+        if s.arms[-1] > s.max_draft_length:
+            raise TLTConfigError(
+                f"tlt.speculation.arms goes up to {s.arms[-1]}, above tlt.speculation.max_draft_length={s.max_draft_length}."
+            )
+    if s.fixed is not None and not 0 <= s.fixed <= s.max_draft_length:
+        raise TLTConfigError(
+            f"tlt.speculation.fixed must be 0..max_draft_length={s.max_draft_length}, not {s.fixed}."
+        )
+    positive = {
+        "drafter.ttt_steps": c.drafter.ttt_steps,
+        "drafter.learning_rate": c.drafter.learning_rate,
+        "drafter.batch_tokens": c.drafter.batch_tokens,
+        "spot.poll_s": c.spot.poll_s,
+        "spot.stop_timeout_s": c.spot.stop_timeout_s,
+        "spot.max_epochs": c.spot.max_epochs,
+        "buffer.max_mb": c.buffer.max_mb,
+        "buffer.keep_steps": c.buffer.keep_steps,
+        "buffer.tokens_per_step": c.buffer.tokens_per_step,
+        "buffer.window": c.buffer.window,
+    }
+    for key, value in positive.items():
+        if value <= 0:
+            raise TLTConfigError(f"tlt.{key} must be above 0, not {value}.")
+    if not 0.0 < c.buffer.held_out < 0.9:
+        raise TLTConfigError(f"tlt.buffer.held_out must be between 0 and 0.9, not {c.buffer.held_out}.")
