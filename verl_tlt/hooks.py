@@ -1,0 +1,104 @@
+"""Run a function right after a module has been imported, whenever that will be.
+
+verl loads plugins while it is half imported itself, and importing its trainers or vLLM at that moment would be
+slow, circular or, in processes that never need them, wasteful. So a plugin only notes what it wants to do, here,
+and the import system calls back when the module in question really arrives. Standard library only.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+Callback = Callable[[ModuleType], None]
+
+
+def when_imported(module_name: str, callback: Callback) -> None:
+    """Call `callback(module)` once `module_name` has been executed; at once if it already is.
+
+    Callbacks of one module run in the order they were given, and again if the module is reloaded (its new body
+    knows nothing of what they changed). A module that is being executed right now is treated as not yet imported.
+    A namespace package runs no code and therefore never calls back.
+
+    Raises:
+        Exception: whatever `callback` raises; out of the import statement if the module is imported later.
+    """
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+    _FINDER.callbacks.setdefault(module_name, []).append(callback)
+    module = sys.modules.get(module_name)
+    if module is None:
+        return
+    if _is_executing(module):
+        _FINDER.unfinished.append((module, callback))
+    else:
+        callback(module)
+
+
+def _is_executing(module: ModuleType) -> bool:
+    """Whether the import system is still inside the module's body (a private mark of the spec since Python 3.3)."""
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+class _Watch(Loader):
+    """Stands in for a module's loader until the module has been executed, then steps out of sight."""
+
+    def __init__(self, real: Loader) -> None:
+        self.real = real
+
+    def __getattr__(self, name: str) -> object:
+        # Somebody may look at a spec without importing (`importlib.util.find_spec`, runpy): answer as the real loader.
+        return getattr(self.real, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.real.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self.real
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.real
+        self.real.exec_module(module)
+        name = module.__name__
+        arrived = sys.modules.get(name, module)  # a module may replace itself while it is executed
+        for callback in list(_FINDER.callbacks.get(name, ())):
+            callback(arrived)
+
+
+class _Finder(MetaPathFinder):
+    """First on `sys.meta_path`: finds watched modules through the finders behind it, and nothing else."""
+
+    def __init__(self) -> None:
+        self.callbacks: dict[str, list[Callback]] = {}
+        self.unfinished: list[tuple[ModuleType, Callback]] = []
+        self.looking = threading.local()
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        self.settle()
+        busy: set[str] = self.looking.__dict__.setdefault("names", set())
+        if name not in self.callbacks or name in busy:
+            return None
+        busy.add(name)  # another plugin's finder may ask all finders too, including this one
+        try:
+            found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+            spec = next((s for s in found if s is not None), None)
+        finally:
+            busy.discard(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Watch(spec.loader)
+        return spec
+
+    def settle(self) -> None:
+        """Serve the callbacks whose module was mid-execution when they were given, as soon as it has finished."""
+        if not self.unfinished:
+            return
+        ready = [entry for entry in self.unfinished if not _is_executing(entry[0])]
+        self.unfinished = [entry for entry in self.unfinished if entry not in ready]
+        for module, callback in ready:
+            callback(sys.modules.get(module.__name__, module))
+
+
+_FINDER = _Finder()
