@@ -1,1 +1,15 @@
-"""."""
+"""`verl.plugins` entry point of the CPU platform: does something only where `VERL_PLATFORM=cpu`.
+
+verl loads it in every process, half imported, and swallows its errors at debug level. So a failure is
+kept in the environment's own terms: without the registration verl stops with "Unknown platform 'cpu'".
+"""
+
+import os
+
+if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
+    # verl looks engines up by device; its FSDP engines are registered under "cuda" and run on any torch device.
+    os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")
+    from verl_tlt.platform import cpu, verl_shims
+
+    cpu.register()
+    verl_shims.register()

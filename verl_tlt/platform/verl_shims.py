@@ -1,0 +1,56 @@
+"""What verl 0.9 needs to run on a CPU, one function each; `patches/verl` holds the upstream form of both.
+
+Every shim is applied after the module it changes was imported, so importing verl costs nothing more.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+from verl_tlt.hooks import when_imported
+
+
+def dedupe_backend(backend: str) -> str:
+    """'cpu:gloo,cpu:gloo' as 'cpu:gloo': torch rejects a device named twice.
+
+    verl builds `cpu:gloo,<device>:<backend>` (verl/utils/distributed.py), which names the CPU twice there.
+    """
+    return ",".join(dict.fromkeys(backend.split(",")))
+
+
+def _patch_init_process_group(module: ModuleType) -> None:
+    original = module.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("backend"), str):
+            kwargs["backend"] = dedupe_backend(kwargs["backend"])
+        return original(*args, **kwargs)
+
+    module.init_process_group = init_process_group
+
+
+def clone_buckets(module: ModuleType) -> None:
+    """Give the weight receiver copies of a bucket, not views of the shared memory it closes next.
+
+    `BucketedWeightReceiver.receive_weights` copies with `tensor.to(device)`, which on a CPU copies nothing, and
+    closing the buffer under a live view raises BufferError.
+    """
+    original = module.BucketedWeightReceiver.receive_weights
+
+    @functools.wraps(original)
+    def receive_weights(self: Any, on_bucket_received: Any) -> Any:
+        def copy_first(weights: list[tuple[str, Any]], is_last: bool) -> None:
+            on_bucket_received([(name, tensor.clone()) for name, tensor in weights], is_last)
+
+        return original(self, copy_first)
+
+    module.BucketedWeightReceiver.receive_weights = receive_weights
+
+
+def register() -> None:
+    """Arm every shim in this process."""
+    when_imported("torch.distributed", _patch_init_process_group)
+    when_imported("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", clone_buckets)
