@@ -1,0 +1,131 @@
+"""The metric arithmetic, each number worked out by hand."""
+
+import pytest
+
+from verl_tlt.trace.events import Publish, Reload, Session
+from verl_tlt.trace.line import step_line
+from verl_tlt.trace.metrics import ReplicaStats, StepObservations, saved_seconds, step_metrics
+
+A = ReplicaStats(
+    steps=10, produced=100, drafts=40, accepted=(30, 20, 6), draft_lengths={-1: 2, 0: 3, 3: 5}, busy_s=8.0,
+    saved_s=4.0, offered=(40, 40, 20),
+)  # fmt: skip
+B = ReplicaStats(steps=10, produced=20, drafts=10, accepted=(2,), draft_lengths={1: 10}, busy_s=10.0, saved_s=1.0)
+
+
+def session(**fields):
+    base = {"t": 0.0, "step": 4, "replica": "a", "worker": 0, "start": 0.0, "end": 1.0, "steps": 10, "tokens": 100}
+    return Session(**(base | {"outcome": "stopped"} | fields))
+
+
+def test_acceptance_is_weighted_by_tokens_over_replicas():
+    metrics = step_metrics(StepObservations(replicas={"a": A, "b": B}, rollout_s=12.0))
+    assert metrics["tlt/accept_length"] == pytest.approx(1 + 58 / 50)
+    assert metrics["tlt/accept_rate_pos_1"] == pytest.approx(32 / 50)
+    assert metrics["tlt/accept_rate_pos_2"] == pytest.approx(20 / 40)  # offered by the first replica alone
+    assert metrics["tlt/accept_rate_pos_3"] == pytest.approx(6 / 20)
+    assert "tlt/accept_rate_pos_4" not in metrics
+    assert metrics["tlt/rollout_tok_per_s"] == pytest.approx(10.0)
+
+
+def test_draft_lengths_are_shares_of_engine_steps():
+    metrics = step_metrics(StepObservations(replicas={"a": A, "b": B}))
+    assert [metrics[f"tlt/draft_length_frac_{k}"] for k in range(4)] == pytest.approx([0.15, 0.5, 0.0, 0.25])
+    assert metrics["tlt/drafter_off_frac"] == pytest.approx(0.1)
+    assert metrics["tlt/spec_off_frac"] == pytest.approx(0.25)
+    assert metrics["tlt/draft_length_mean"] == pytest.approx((3 * 5 + 10) / 20)
+    assert "tlt/rollout_tok_per_s" not in metrics
+
+
+def test_saved_seconds_count_the_last_replica():
+    assert saved_seconds([A, B]) == pytest.approx(max(12.0, 11.0) - 10.0)
+    unknown = ReplicaStats(steps=1, produced=1, drafts=0, accepted=(), draft_lengths={}, busy_s=1.0)
+    assert saved_seconds([A, unknown]) is None
+    assert "tlt/saved_s" not in step_metrics(StepObservations(replicas={"a": A, "b": unknown}))
+
+
+def test_without_a_draft_each_pass_gives_one_token():
+    off = ReplicaStats(steps=5, produced=50, drafts=0, accepted=(), draft_lengths={-1: 5}, busy_s=1.0)
+    metrics = step_metrics(StepObservations(replicas={"a": off}))
+    assert metrics["tlt/accept_length"] == 1.0
+    assert metrics["tlt/spec_off_frac"] == 1.0
+
+
+def test_bubbles_and_what_was_stolen():
+    seen = StepObservations(
+        bubble_s={"a": 6.0, "b": 2.0}, bubble_trained_s={"a": 5.0, "b": 0.0}, stop_latency_s={"a": 0.02, "b": 0.05},
+        stolen={"stop": 0.05, "tap": 0.1},
+    )  # fmt: skip
+    metrics = step_metrics(seen)
+    assert metrics["tlt/bubble_s"] == 8.0
+    assert metrics["tlt/bubble_trained_s"] == 5.0
+    assert metrics["tlt/bubble_used_frac"] == pytest.approx(5 / 8)
+    assert metrics["tlt/stop_latency_s"] == 0.05
+    assert metrics["tlt/stolen_s"] == pytest.approx(0.15)
+    assert metrics["tlt/stolen_tap_s"] == 0.1
+
+
+def test_no_bubble_has_no_used_fraction():
+    metrics = step_metrics(StepObservations(bubble_s={"a": 0.0}, bubble_trained_s={"a": 0.0}))
+    assert metrics["tlt/bubble_s"] == 0.0 and "tlt/bubble_used_frac" not in metrics
+
+
+def test_drafter_loss_is_weighted_by_tokens_and_leaves_failed_sessions_out():
+    sessions = [
+        session(loss_last=2.0, tokens=100),
+        session(loss_last=5.0, tokens=300, skipped=1),
+        session(loss_last=99.0, tokens=900, outcome="failed"),
+        session(loss_last=float("nan"), tokens=900),
+    ]
+    metrics = step_metrics(StepObservations(sessions=sessions, spot_failures=1))
+    assert metrics["tlt/drafter_loss"] == pytest.approx((2 * 100 + 5 * 300) / 400)
+    assert metrics["tlt/spot_steps"] == 30 and metrics["tlt/spot_skipped_steps"] == 1
+    assert metrics["tlt/spot_failures"] == 1.0
+
+
+TAU = {"candidate": 2.5, "served": 2.2, "frozen": 2.3}
+
+
+@pytest.mark.parametrize(
+    ("decision", "skipped", "tau"), [("published", 0.0, 2.5), ("kept", 1.0, 2.2), ("reverted", 1.0, 2.3)]
+)
+def test_publication(decision, skipped, tau):
+    publish = Publish(t=0.0, step=4, version=3, decision=decision, tau=TAU, seconds=0.02)
+    reload = Reload(t=0.0, step=4, replica="a", version=2, fingerprint="f", ok=False)
+    metrics = step_metrics(
+        StepObservations(
+            publish=publish, reloads=[reload], step=9, served_since=4, published_version=3, served_version=2
+        )
+    )
+    assert metrics["tlt/publish_skipped"] == skipped
+    assert metrics["tlt/drafter_sim_accept_length"] == tau
+    assert metrics["tlt/drafter_staleness"] == 5.0
+    assert (metrics["tlt/drafter_version_published"], metrics["tlt/drafter_version"]) == (3.0, 2.0)
+    assert metrics["tlt/reload_failures"] == 1.0
+
+
+def test_nothing_seen_gives_no_key_and_values_are_finite_floats():
+    assert step_metrics(StepObservations()) == {}
+    nan = StepObservations(rollout_s=1.0, stolen={"tap": float("nan")}, replicas={"a": A})
+    metrics = step_metrics(nan)
+    assert "tlt/stolen_s" not in metrics
+    assert all(type(value) is float for value in metrics.values())
+
+
+def test_stats_from_the_channel():
+    sent = {"steps": 10, "produced": 20, "drafts": 10, "accepted": [2], "draft_lengths": {"1": 10}, "busy_s": 10.0}
+    assert ReplicaStats.from_dict(sent | {"saved_s": 1.0}) == B
+    assert ReplicaStats.from_dict({}) is None
+    assert ReplicaStats.from_dict({"error": "engine is gone"}) is None
+
+
+def test_the_line_of_a_step():
+    metrics = {"critic/score/mean": 0.9375, "timing_s/gen": 16.03, "tlt/accept_length": 2.314}
+    metrics |= {"tlt/draft_length_mean": 2.25, "tlt/spec_off_frac": 0.25, "tlt/bubble_s": 7.4}
+    metrics |= {"tlt/bubble_trained_s": 5.9, "tlt/drafter_version": 4.0, "tlt/saved_s": -0.25}
+    assert step_line(metrics, 3, 10) == (
+        "step  3/10 | reward 0.94 | rollout 16.0 s | accept 2.31 | K 3.0 (off 25%) | bubble 7.4 s (5.9 trained)"
+        " | drafter v4 | lost 0.2 s"
+    )
+    assert step_line({}, 3) == "step 3"
+    assert "K off" in step_line({"tlt/draft_length_mean": 0.0, "tlt/spec_off_frac": 1.0}, 1)

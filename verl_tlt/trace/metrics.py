@@ -1,0 +1,200 @@
+"""From what was seen in one RL step to the numbers in the trainer's logger. Pure: no clock, no files, no Ray.
+
+What could not be measured yields no key: a dashboard shows a gap, never a NaN or an invented zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_tlt.trace.events import Publish, Reload, Session
+
+
+@dataclass(frozen=True)
+class ReplicaStats:
+    """One engine's work during one rollout, as its scheduler counted it."""
+
+    steps: int
+    """Engine steps that decoded something."""
+    produced: int
+    """Tokens of responses produced."""
+    drafts: int
+    """Drafts verified: one per request and step that verified."""
+    accepted: tuple[int, ...]
+    """accepted[i]: drafts whose first i+1 tokens were all accepted."""
+    draft_lengths: Mapping[int, int]
+    """Engine steps by the K they drafted; -1: the drafter did not run."""
+    busy_s: float
+    """Seconds with a request in the engine."""
+    saved_s: float | None = None
+    """Seconds that stock decoding would have taken on top of `busy_s` for the same tokens; None: no baseline known."""
+    offered: tuple[int, ...] | None = None
+    """offered[i]: drafts of at least i+1 tokens; None: every draft had `len(accepted)`."""
+
+    @classmethod
+    def from_dict(cls, stats: Mapping[str, Any]) -> ReplicaStats | None:
+        """Read the scheduler channel's answer; None if it holds no statistics (speculation off, or an error)."""
+        if "steps" not in stats:
+            return None
+        saved, offered = stats.get("saved_s"), stats.get("offered")
+        return cls(
+            steps=int(stats["steps"]),
+            produced=int(stats.get("produced", 0)),
+            drafts=int(stats.get("drafts", 0)),
+            accepted=tuple(int(n) for n in stats.get("accepted", ())),
+            draft_lengths={int(k): int(n) for k, n in stats.get("draft_lengths", {}).items()},
+            busy_s=float(stats.get("busy_s", 0.0)),
+            saved_s=None if saved is None else float(saved),
+            offered=None if offered is None else tuple(int(n) for n in offered),
+        )
+
+
+@dataclass(frozen=True)
+class StepObservations:
+    """All that was seen in one RL step. Mappings are by replica; None and empty mean not measured."""
+
+    rollout_s: float | None = None
+    """Seconds from the first dispatch to the last response."""
+    replicas: Mapping[str, ReplicaStats] = field(default_factory=dict)
+    bubble_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds each replica was empty while another still decoded."""
+    bubble_trained_s: Mapping[str, float] = field(default_factory=dict)
+    """The part of `bubble_s` in which its spot worker trained."""
+    stop_latency_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds from the stop command to the spot worker's answer."""
+    sessions: Sequence[Session] = ()
+    publish: Publish | None = None
+    reloads: Sequence[Reload] = ()
+    stolen: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of TLT's own work on the critical path, by what it was: stop, tap, merge, publish, reload, ..."""
+    published_version: int | None = None
+    """Drafter version the engines should serve after this step."""
+    served_version: int | None = None
+    """The oldest version that any engine serves after this step."""
+    served_since: int | None = None
+    """RL step that published the version in `served_version`."""
+    step: int | None = None
+    """This RL step."""
+    spot_failures: int | None = None
+    """Sessions that raised or were killed in this step."""
+
+
+def step_metrics(seen: StepObservations) -> dict[str, float]:
+    """The `tlt/*` metrics of one RL step: finite floats under the names listed in docs/metrics.md."""
+    metrics: dict[str, float | None] = {
+        **speculation_metrics(list(seen.replicas.values()), seen.rollout_s),
+        **_bubble_metrics(seen),
+        **_spot_metrics(seen),
+        **_drafter_metrics(seen),
+    }
+    return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}
+
+
+def speculation_metrics(replicas: Sequence[ReplicaStats], rollout_s: float | None = None) -> dict[str, float | None]:
+    """Acceptance, draft lengths and speed over all engines, weighted by tokens rather than by engine.
+
+    The accept length counts the token that the target adds itself (tokens per verified draft). Where no draft was
+    verified it is 1: each pass of the target gave one token, as without speculation.
+    """
+    steps = sum(r.steps for r in replicas)
+    if not steps:
+        return {}
+    drafts = sum(r.drafts for r in replicas)
+    metrics: dict[str, float | None] = {
+        "tlt/accept_length": 1.0 + sum(sum(r.accepted) for r in replicas) / drafts if drafts else 1.0
+    }
+    for i in range(max(len(r.accepted) for r in replicas)):
+        offered = sum(_offered(r, i) for r in replicas)
+        if offered:
+            metrics[f"tlt/accept_rate_pos_{i + 1}"] = (
+                sum(r.accepted[i] for r in replicas if i < len(r.accepted)) / offered
+            )
+    lengths: dict[int, int] = {}
+    for r in replicas:
+        for k, count in r.draft_lengths.items():
+            lengths[k] = lengths.get(k, 0) + count
+    if total := sum(lengths.values()):
+        for k in range(max(0, *lengths) + 1):
+            metrics[f"tlt/draft_length_frac_{k}"] = lengths.get(k, 0) / total
+        metrics["tlt/drafter_off_frac"] = sum(n for k, n in lengths.items() if k < 0) / total
+        metrics["tlt/spec_off_frac"] = sum(n for k, n in lengths.items() if k <= 0) / total
+        metrics["tlt/draft_length_mean"] = sum(max(k, 0) * n for k, n in lengths.items()) / total
+    if rollout_s:
+        metrics["tlt/rollout_tok_per_s"] = sum(r.produced for r in replicas) / rollout_s
+    metrics["tlt/saved_s"] = saved_seconds(replicas)
+    return metrics
+
+
+def saved_seconds(replicas: Sequence[ReplicaStats]) -> float | None:
+    """Seconds by which the rollout ended earlier than with stock decoding; negative if it ended later.
+
+    A rollout ends with its last replica: what another one saved does not count. None without a baseline.
+    """
+    if not replicas or any(r.saved_s is None for r in replicas):
+        return None
+    stock = max(r.busy_s + (r.saved_s or 0.0) for r in replicas)
+    return stock - max(r.busy_s for r in replicas)
+
+
+def _offered(stats: ReplicaStats, position: int) -> int:
+    if stats.offered is None:
+        return stats.drafts if position < len(stats.accepted) else 0
+    return stats.offered[position] if position < len(stats.offered) else 0
+
+
+def _bubble_metrics(seen: StepObservations) -> dict[str, float | None]:
+    metrics: dict[str, float | None] = {}
+    if seen.bubble_s:
+        bubble, trained = sum(seen.bubble_s.values()), sum(seen.bubble_trained_s.values())
+        metrics["tlt/bubble_s"] = bubble
+        metrics["tlt/bubble_trained_s"] = trained
+        metrics["tlt/bubble_used_frac"] = trained / bubble if bubble > 0 else None
+    if seen.stop_latency_s:
+        metrics["tlt/stop_latency_s"] = max(seen.stop_latency_s.values())
+    if seen.stolen:
+        metrics["tlt/stolen_s"] = sum(seen.stolen.values())
+        metrics |= {f"tlt/stolen_{name}_s": seconds for name, seconds in seen.stolen.items()}
+    return metrics
+
+
+def _spot_metrics(seen: StepObservations) -> dict[str, float | None]:
+    metrics: dict[str, float | None] = {"tlt/spot_failures": seen.spot_failures}
+    trained = [s for s in seen.sessions if s.steps > 0 and s.outcome != "failed"]
+    if seen.sessions:
+        metrics["tlt/spot_steps"] = sum(s.steps for s in trained)
+        metrics["tlt/spot_tokens"] = sum(s.tokens for s in trained)
+        metrics["tlt/spot_skipped_steps"] = sum(s.skipped for s in seen.sessions)
+    losses = [(s.loss_last, s.tokens) for s in trained if s.loss_last is not None and math.isfinite(s.loss_last)]
+    if weight := sum(tokens for _, tokens in losses):
+        metrics["tlt/drafter_loss"] = sum(loss * tokens for loss, tokens in losses) / weight
+    return metrics
+
+
+def _drafter_metrics(seen: StepObservations) -> dict[str, float | None]:
+    metrics: dict[str, float | None] = {
+        "tlt/drafter_version_published": seen.published_version,
+        "tlt/drafter_version": seen.served_version,
+    }
+    if seen.step is not None and seen.served_since is not None:
+        metrics["tlt/drafter_staleness"] = seen.step - seen.served_since
+    if seen.publish is not None:
+        metrics["tlt/publish_s"] = seen.publish.seconds
+        metrics["tlt/publish_skipped"] = 0.0 if seen.publish.decision == "published" else 1.0
+        metrics["tlt/drafter_sim_accept_length"] = _served_tau(seen.publish)
+    if seen.reloads:
+        metrics["tlt/reload_failures"] = sum(not r.ok for r in seen.reloads)
+    return metrics
+
+
+def _served_tau(publish: Publish) -> float | None:
+    """Held-out accept length of the drafter that is served after the decision."""
+    tau = publish.tau
+    if publish.decision == "published":
+        return tau.get("candidate")
+    if publish.decision == "kept":
+        return tau.get("served")
+    known = [t for t in (tau.get("served"), tau.get("frozen")) if t is not None]
+    return max(known, default=None)
