@@ -15,18 +15,22 @@ from verl_tlt.trace.events import Publish, Reload, Session
 
 @dataclass(frozen=True)
 class ReplicaStats:
-    """One engine's work during one rollout, as its scheduler counted it."""
+    """One engine's work during one rollout, as its scheduler counted it (`verl_tlt.rollout.step_stats`)."""
 
     steps: int
-    """Engine steps that decoded something."""
+    """Engine steps."""
+    emitted: int
+    """Tokens handed to requests."""
     produced: int
-    """Tokens of responses produced."""
+    """The part of `emitted` that decode-phase requests got."""
+    rows: int
+    """Decode-phase requests summed over engine steps: passes of the target, one per request and step."""
     drafts: int
     """Drafts verified: one per request and step that verified."""
     accepted: tuple[int, ...]
     """accepted[i]: drafts whose first i+1 tokens were all accepted."""
-    draft_lengths: Mapping[int, int]
-    """Engine steps by the K they drafted; -1: the drafter did not run."""
+    k_steps: Mapping[int, int]
+    """Engine steps by draft length K; -1: the drafter did not run."""
     busy_s: float
     """Seconds with a request in the engine."""
     saved_s: float | None = None
@@ -39,15 +43,13 @@ class ReplicaStats:
         """Read the scheduler channel's answer; None if it holds no statistics (speculation off, or an error)."""
         if "steps" not in stats:
             return None
-        saved, offered = stats.get("saved_s"), stats.get("offered")
+        offered = stats.get("offered")
         return cls(
-            steps=int(stats["steps"]),
-            produced=int(stats.get("produced", 0)),
-            drafts=int(stats.get("drafts", 0)),
-            accepted=tuple(int(n) for n in stats.get("accepted", ())),
-            draft_lengths={int(k): int(n) for k, n in stats.get("draft_lengths", {}).items()},
-            busy_s=float(stats.get("busy_s", 0.0)),
-            saved_s=None if saved is None else float(saved),
+            **{name: int(stats[name]) for name in ("steps", "emitted", "produced", "rows", "drafts")},
+            accepted=tuple(int(n) for n in stats["accepted"]),
+            k_steps={int(k): int(n) for k, n in stats["k_steps"].items()},
+            busy_s=float(stats["busy_s"]),
+            saved_s=float(stats["saved_s"]) if stats.get("compared_s") else None,
             offered=None if offered is None else tuple(int(n) for n in offered),
         )
 
@@ -96,8 +98,9 @@ def step_metrics(seen: StepObservations) -> dict[str, float]:
 def speculation_metrics(replicas: Sequence[ReplicaStats], rollout_s: float | None = None) -> dict[str, float | None]:
     """Acceptance, draft lengths and speed over all engines, weighted by tokens rather than by engine.
 
-    The accept length counts the token that the target adds itself (tokens per verified draft). Where no draft was
-    verified it is 1: each pass of the target gave one token, as without speculation.
+    The accept length is tokens per verified draft, the one that the target adds itself included. Where no draft was
+    verified it is 1: each pass of the target gave one token, as without speculation. `tlt/tokens_per_pass` is the same
+    over all passes, with and without a draft.
     """
     steps = sum(r.steps for r in replicas)
     if not steps:
@@ -112,9 +115,11 @@ def speculation_metrics(replicas: Sequence[ReplicaStats], rollout_s: float | Non
             metrics[f"tlt/accept_rate_pos_{i + 1}"] = (
                 sum(r.accepted[i] for r in replicas if i < len(r.accepted)) / offered
             )
+    if rows := sum(r.rows for r in replicas):
+        metrics["tlt/tokens_per_pass"] = sum(r.produced for r in replicas) / rows
     lengths: dict[int, int] = {}
     for r in replicas:
-        for k, count in r.draft_lengths.items():
+        for k, count in r.k_steps.items():
             lengths[k] = lengths.get(k, 0) + count
     if total := sum(lengths.values()):
         for k in range(max(0, *lengths) + 1):
@@ -123,7 +128,7 @@ def speculation_metrics(replicas: Sequence[ReplicaStats], rollout_s: float | Non
         metrics["tlt/spec_off_frac"] = sum(n for k, n in lengths.items() if k <= 0) / total
         metrics["tlt/draft_length_mean"] = sum(max(k, 0) * n for k, n in lengths.items()) / total
     if rollout_s:
-        metrics["tlt/rollout_tok_per_s"] = sum(r.produced for r in replicas) / rollout_s
+        metrics["tlt/rollout_tok_per_s"] = sum(r.emitted for r in replicas) / rollout_s
     metrics["tlt/saved_s"] = saved_seconds(replicas)
     return metrics
 

@@ -119,7 +119,7 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3) -> MadeRun:
             stolen={"stop": 0.05, "publish": 0.02}, published_version=version, served_version=version,
             served_since=published, spot_failures=0,
         )  # fmt: skip
-        tokens = sum(s.produced for s in stats.values())
+        tokens = sum(s.emitted for s in stats.values())
         clock.now += 0.2
         verl = {
             "critic/score/mean": 0.70 + 0.03 * step, "timing_s/step": clock.now - start,
@@ -145,8 +145,9 @@ def _stats(rows: list[dict], start: float) -> ReplicaStats:
         accepted[: len(row["accepted"])] += np.array(row["accepted"], dtype=int)
     ks = [row["k"] for row in rows]
     return ReplicaStats(
-        steps=len(rows), produced=sum(r["produced"] for r in rows), drafts=sum(r["drafts"] for r in rows),
-        accepted=tuple(accepted.tolist()), draft_lengths={k: ks.count(k) for k in set(ks)},
+        steps=len(rows), emitted=sum(r["produced"] for r in rows), produced=sum(r["produced"] for r in rows),
+        rows=sum(r["batch"] for r in rows), drafts=sum(r["drafts"] for r in rows),
+        accepted=tuple(accepted.tolist()), k_steps={k: ks.count(k) for k in set(ks)},
         offered=tuple(sum(r["drafts"] for r in rows if r["k"] > i) for i in range(KMAX)),
         busy_s=rows[-1]["t"] - start, saved_s=0.5,
     )  # fmt: skip

@@ -1,16 +1,23 @@
 """The metric arithmetic, each number worked out by hand."""
 
+import dataclasses
+import json
+
 import pytest
 
+from verl_tlt.control.types import StepRecord
+from verl_tlt.rollout.step_stats import Aggregates
 from verl_tlt.trace.events import Publish, Reload, Session
 from verl_tlt.trace.line import step_line
 from verl_tlt.trace.metrics import ReplicaStats, StepObservations, saved_seconds, step_metrics
 
 A = ReplicaStats(
-    steps=10, produced=100, drafts=40, accepted=(30, 20, 6), draft_lengths={-1: 2, 0: 3, 3: 5}, busy_s=8.0,
-    saved_s=4.0, offered=(40, 40, 20),
+    steps=10, emitted=100, produced=96, rows=40, drafts=40, accepted=(30, 20, 6), k_steps={-1: 2, 0: 3, 3: 5},
+    busy_s=8.0, saved_s=4.0, offered=(40, 40, 20),
 )  # fmt: skip
-B = ReplicaStats(steps=10, produced=20, drafts=10, accepted=(2,), draft_lengths={1: 10}, busy_s=10.0, saved_s=1.0)
+B = ReplicaStats(
+    steps=10, emitted=20, produced=12, rows=10, drafts=10, accepted=(2,), k_steps={1: 10}, busy_s=10.0, saved_s=1.0
+)
 
 
 def session(**fields):
@@ -25,6 +32,7 @@ def test_acceptance_is_weighted_by_tokens_over_replicas():
     assert metrics["tlt/accept_rate_pos_2"] == pytest.approx(20 / 40)  # offered by the first replica alone
     assert metrics["tlt/accept_rate_pos_3"] == pytest.approx(6 / 20)
     assert "tlt/accept_rate_pos_4" not in metrics
+    assert metrics["tlt/tokens_per_pass"] == pytest.approx(108 / 50)
     assert metrics["tlt/rollout_tok_per_s"] == pytest.approx(10.0)
 
 
@@ -39,13 +47,13 @@ def test_draft_lengths_are_shares_of_engine_steps():
 
 def test_saved_seconds_count_the_last_replica():
     assert saved_seconds([A, B]) == pytest.approx(max(12.0, 11.0) - 10.0)
-    unknown = ReplicaStats(steps=1, produced=1, drafts=0, accepted=(), draft_lengths={}, busy_s=1.0)
+    unknown = dataclasses.replace(B, saved_s=None)
     assert saved_seconds([A, unknown]) is None
     assert "tlt/saved_s" not in step_metrics(StepObservations(replicas={"a": A, "b": unknown}))
 
 
 def test_without_a_draft_each_pass_gives_one_token():
-    off = ReplicaStats(steps=5, produced=50, drafts=0, accepted=(), draft_lengths={-1: 5}, busy_s=1.0)
+    off = ReplicaStats(steps=5, emitted=50, produced=50, rows=50, drafts=0, accepted=(), k_steps={-1: 5}, busy_s=1.0)
     metrics = step_metrics(StepObservations(replicas={"a": off}))
     assert metrics["tlt/accept_length"] == 1.0
     assert metrics["tlt/spec_off_frac"] == 1.0
@@ -112,9 +120,20 @@ def test_nothing_seen_gives_no_key_and_values_are_finite_floats():
     assert all(type(value) is float for value in metrics.values())
 
 
-def test_stats_from_the_channel():
-    sent = {"steps": 10, "produced": 20, "drafts": 10, "accepted": [2], "draft_lengths": {"1": 10}, "busy_s": 10.0}
-    assert ReplicaStats.from_dict(sent | {"saved_s": 1.0}) == B
+def test_stats_as_the_scheduler_sends_them():
+    sums = Aggregates()
+    step = StepRecord(
+        batch=2, kv_tokens=9, drafted=0, verified=2, drafts=2, accepted=(2, 1), produced=5, latency_s=0.5, clean=True
+    )
+    sums.add(step, emitted=6, draft_tokens=4)
+    sent = json.loads(json.dumps(sums.to_dict()))
+    expected = ReplicaStats(
+        steps=1, emitted=6, produced=5, rows=2, drafts=2, accepted=(2, 1), k_steps={2: 1}, busy_s=0.5
+    )
+    stats = ReplicaStats.from_dict(sent)
+    assert dataclasses.replace(stats, offered=None) == expected
+    sums.add(step, emitted=6, draft_tokens=4, off_latency=[(1, 0.4), (2, 0.4)])
+    assert ReplicaStats.from_dict(sums.to_dict()).saved_s == pytest.approx(2.5 * 0.4 - 0.5)
     assert ReplicaStats.from_dict({}) is None
     assert ReplicaStats.from_dict({"error": "engine is gone"}) is None
 
