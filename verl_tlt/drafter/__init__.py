@@ -1,0 +1,57 @@
+"""The EAGLE-style drafter: build, align, pack, train, evaluate, save. No verl, vLLM or Ray.
+
+    from verl_tlt.drafter import build_drafter, refresh_frozen, DrafterTrainer, save_drafter
+
+Names load on first use: `speculators` takes seconds to import, and the driver's checks need none of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "DrafterError": "errors",
+    "PolicyShape": "policy",
+    "policy_shape": "policy",
+    "read_policy_config": "policy",
+    "aux_layers_for": "layers",
+    "build_drafter": "build",
+    "drafter_config": "build",
+    "most_frequent": "build",
+    "trainable_parameters": "build",
+    "FrozenParts": "frozen",
+    "refresh_frozen": "frozen",
+    "Sequence": "sample",
+    "from_numpy16": "sample",
+    "to_numpy16": "sample",
+    "Batch": "data",
+    "align": "data",
+    "batches": "data",
+    "pack": "data",
+    "shuffled": "data",
+    "split": "data",
+    "DrafterTrainer": "train",
+    "StepResult": "train",
+    "TrainSummary": "train",
+    "train_until": "train",
+    "SequenceScore": "evaluate",
+    "accept_length": "evaluate",
+    "acceptance": "evaluate",
+    "check_drafter": "check",
+    "fingerprint": "digest",
+    "load_drafter": "checkpoint",
+    "save_drafter": "checkpoint",
+    "serving_tensors": "checkpoint",
+    "to_drafter_file": "checkpoint",
+    "load_training_state": "checkpoint",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    """Import the submodule a public name lives in (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,170 @@
+"""Make an EAGLE-3 drafter that fits a policy.
+
+One Llama-architecture layer whichever the policy's family, because that is the head every vLLM release serves; heads,
+head size and RoPE are the policy's, so that drafter and policy share one KV-cache layout. The model, its
+training-time-test loss and its file format are those of `speculators.models.eagle3`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl_tlt.drafter.errors import DrafterError
+from verl_tlt.drafter.layers import aux_layers_for, check_aux_layers
+from verl_tlt.drafter.policy import SUPPORTED, PolicyLike, policy_shape
+
+if TYPE_CHECKING:
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+
+DEFAULT_DRAFT_LENGTH = 3
+"""Written into the config for `vllm serve DRAFTER`; `--speculative-config` overrides it."""
+
+
+def default_attention(device: torch.device | str) -> str:
+    """Block-sparse flex attention on CUDA; `sdpa` elsewhere, since flex has no backward pass on the CPU."""
+    return "simple_flex_attention" if torch.device(device).type == "cuda" else "sdpa"
+
+
+def drafter_config(
+    policy: PolicyLike,
+    *,
+    aux_layers: tuple[int, ...] | None = None,
+    max_position_embeddings: int | None = None,
+    draft_vocab_size: int | None = None,
+) -> Eagle3SpeculatorConfig:
+    """The drafter's config for a Qwen2, Qwen3 or Llama policy.
+
+    Args:
+        policy: config object, mapping or directory of the policy.
+        aux_layers: layer inputs to read; None: `aux_layers_for`.
+        max_position_embeddings: longest context to draft at; None: the policy's. vLLM before 0.28 stops drafting
+            for the whole batch when one request comes within K of it.
+        draft_vocab_size: tokens the drafter can propose; None: the policy's whole vocabulary.
+
+    Raises:
+        DrafterError: an unsupported policy, or aux layers it does not have.
+    """
+    from speculators import SpeculatorsConfig, VerifierConfig
+    from speculators.models.eagle3 import Eagle3SpeculatorConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from transformers import LlamaConfig
+
+    shape = policy_shape(policy)
+    if shape.model_type not in SUPPORTED:
+        raise DrafterError(
+            f"{shape.source}: model_type {shape.model_type!r} is not supported; drafters are built for "
+            f"{', '.join(SUPPORTED)} policies."
+        )
+    layers = aux_layers_for(shape.num_layers) if aux_layers is None else aux_layers
+    check_aux_layers(layers, shape.num_layers, "aux_layers")
+    layer = LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        hidden_act=shape.hidden_act,
+        rms_norm_eps=shape.rms_norm_eps,
+        max_position_embeddings=max_position_embeddings or shape.max_position_embeddings,
+        rope_parameters=dict(shape.rope),
+        tie_word_embeddings=False,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return Eagle3SpeculatorConfig(
+        transformer_layer_config=layer,
+        draft_vocab_size=draft_vocab_size or shape.vocab_size,
+        norm_before_residual=True,
+        eagle_aux_hidden_state_layer_ids=list(layers),
+        speculators_config=SpeculatorsConfig(
+            algorithm="eagle3",
+            default_proposal_method="greedy",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=DEFAULT_DRAFT_LENGTH)],
+            # Without a path the library reads no policy weights of its own: `refresh_frozen` supplies them.
+            verifier=VerifierConfig(name_or_path=None, architectures=list(shape.architectures)),
+        ),
+    )
+
+
+def build_drafter(
+    policy: PolicyLike,
+    *,
+    aux_layers: tuple[int, ...] | None = None,
+    seed: int = 0,
+    attention: str | None = None,
+    device: torch.device | str = "cpu",
+    max_position_embeddings: int | None = None,
+    draft_ids: torch.Tensor | None = None,
+) -> Eagle3DraftModel:
+    """A drafter with random trainable weights, float32, the same for the same seed on every machine.
+
+    Its embedding and head are NaN until `refresh_frozen` has copied the policy's: forgetting shows at once.
+
+    Args:
+        policy: config object, mapping or directory of the policy.
+        aux_layers: see `drafter_config`.
+        seed: seeds the weights; the process's random state is left as it was.
+        attention: "sdpa", "eager" or "simple_flex_attention"; None: `default_attention(device)`.
+        device: where the drafter goes after it was made on the CPU.
+        max_position_embeddings: see `drafter_config`.
+        draft_ids: int64 [DV], ascending target ids the drafter may propose; None: all of them.
+
+    Raises:
+        DrafterError: see `drafter_config`; or draft ids out of order or outside the vocabulary.
+    """
+    size = None if draft_ids is None else len(draft_ids)
+    config = drafter_config(
+        policy, aux_layers=aux_layers, max_position_embeddings=max_position_embeddings, draft_vocab_size=size
+    )
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        model = instantiate(config, attention or default_attention(device))
+    if draft_ids is not None:
+        model.load_vocab_mappings(*vocabulary_maps(draft_ids, model.verifier_vocab_size))
+    return model.to(device)
+
+
+def instantiate(config: Eagle3SpeculatorConfig, attention: str) -> Eagle3DraftModel:
+    """The model of `config` in float32 on the current device, its two heads one tensor."""
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+    config.transformer_layer_config._attn_implementation = attention
+    model = Eagle3DraftModel(config).float()
+    # Both are frozen copies of the policy's head; one tensor saves V x H floats and one copy per refresh.
+    model.verifier_lm_head.weight = model.lm_head.weight
+    return model
+
+
+def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """What is trained, merged and published, by name: everything but the policy's embedding, head and norm."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def most_frequent(counts: torch.Tensor, size: int) -> torch.Tensor:
+    """int64 [size]: the `size` most frequent token ids, ascending; ties go to the lower id.
+
+    Args:
+        counts: int64 [V], how often each token occurs in the policy's responses.
+        size: tokens to keep, at most V.
+    """
+    order = torch.sort(counts, descending=True, stable=True).indices  # [V]
+    return order[:size].sort().values
+
+
+def vocabulary_maps(draft_ids: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(t2d, d2t)` as speculators and vLLM store them: bool [V] "is kept", int64 [DV] target id minus draft id.
+
+    Raises:
+        DrafterError: ids that are not ascending, distinct and within the vocabulary.
+    """
+    ids: Any = draft_ids.to(torch.int64).cpu()
+    if ids.ndim != 1 or len(ids) == 0 or bool((ids.diff() <= 0).any()) or ids[0] < 0 or ids[-1] >= vocab_size:
+        raise DrafterError(f"draft_ids must be ascending distinct token ids within 0..{vocab_size - 1}.")
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)  # [V]
+    t2d[ids] = True
+    return t2d, ids - torch.arange(len(ids))

@@ -1,0 +1,175 @@
+"""Drafters on disk, in the speculators format that stock vLLM serves.
+
+    config.json  model.safetensors  provenance.json  README.md  (training_state.pt, to resume)
+
+By default the weights carry neither embedding nor head: vLLM then shares the policy's own, which stay current through
+every weight sync, while a copy would go stale (and, with a dummy-loaded policy, never compare equal to it). A
+stand-alone export adds them. A pruned draft vocabulary always brings its own head and its maps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl_tlt.drafter.atomic import replaced
+from verl_tlt.drafter.build import default_attention, instantiate
+from verl_tlt.drafter.check import CONFIG, WEIGHTS, check_drafter
+from verl_tlt.drafter.digest import fingerprint
+from verl_tlt.drafter.errors import DrafterError
+from verl_tlt.drafter.policy import PolicyLike
+
+if TYPE_CHECKING:
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+STATE = "training_state.pt"
+_VERIFIER = ("verifier_lm_head.", "verifier_norm.")
+
+
+def serving_tensors(
+    model: Eagle3DraftModel, dtype: torch.dtype | None = None, *, standalone: bool = False
+) -> dict[str, torch.Tensor]:
+    """What vLLM loads, by speculators' names, on the host.
+
+    Args:
+        model: the drafter.
+        dtype: cast floats to this; None: as held (float32). Publishing in the serving dtype halves the bytes.
+        standalone: with the policy's embedding and head.
+    """
+    policy_owned = () if standalone else ("embed_tokens.",) + (() if model.use_draft_vocab else ("lm_head.",))
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if name.startswith(_VERIFIER + policy_owned):
+            continue
+        tensor = tensor.detach().cpu()
+        # A clone: float32 tensors on the host would otherwise be the live weights, which training moves on.
+        tensors[name] = tensor.to(dtype or tensor.dtype, copy=True) if tensor.is_floating_point() else tensor.clone()
+    return tensors
+
+
+def to_drafter_file(model: Eagle3DraftModel, dtype: torch.dtype | str) -> tuple[str, bytes, str]:
+    """A drafter as one value that travels through the object store, without a shared disk.
+
+    Args:
+        model: the drafter.
+        dtype: of the weights, e.g. torch.bfloat16 or "bfloat16": what the engine serves in.
+
+    Returns:
+        (text of `config.json`, bytes of `model.safetensors` as `serving_tensors` has it, `fingerprint` of the weights).
+    """
+    from safetensors.torch import save
+
+    tensors = serving_tensors(model, _dtype(dtype))
+    return model.config.to_json_string(), save(tensors, metadata={"format": "pt"}), fingerprint(tensors)
+
+
+def save_drafter(
+    model: Eagle3DraftModel,
+    directory: str | os.PathLike,
+    provenance: Mapping[str, Any],
+    *,
+    standalone: bool = False,
+    dtype: torch.dtype | str | None = None,
+    training_state: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write the drafter so that `directory` is either complete or what it was before.
+
+    Args:
+        model: the drafter.
+        directory: where; an existing one is replaced whole.
+        provenance: JSON-able facts for `provenance.json` and the model card: policy, steps, tokens, data, acceptance.
+        standalone: add the policy's embedding and head, for use without this policy's own.
+        dtype: of the weights; None: as held.
+        training_state: `DrafterTrainer.state()`, to resume from.
+
+    Raises:
+        DrafterError: the weights to be written hold NaN.
+        TypeError: provenance that is not JSON; nothing is left under the name.
+    """
+    from safetensors.torch import save_file
+
+    target = Path(directory)
+    tensors = serving_tensors(model, _dtype(dtype), standalone=standalone)
+    if any(bool(t.isnan().any()) for t in tensors.values() if t.is_floating_point()):
+        raise DrafterError(
+            f"{target} was not written: the drafter holds NaN (refresh_frozen fills head and embedding)."
+        )
+    with replaced(target) as draft:
+        save_file(tensors, draft / WEIGHTS, metadata={"format": "pt"})
+        if training_state is not None:
+            torch.save(dict(training_state), draft / STATE)
+        (draft / CONFIG).write_text(model.config.to_json_string())
+        (draft / "provenance.json").write_text(json.dumps(dict(provenance), indent=1, sort_keys=True) + "\n")
+        (draft / "README.md").write_text(_card(model, target.name, provenance, standalone))
+    return target
+
+
+def load_drafter(
+    directory: str | os.PathLike,
+    policy: PolicyLike,
+    *,
+    min_context: int = 0,
+    attention: str | None = None,
+    device: torch.device | str = "cpu",
+) -> Eagle3DraftModel:
+    """A drafter from `directory` that fits `policy`, in float32; fill its frozen parts with `refresh_frozen`.
+
+    A stand-alone file's own embedding and head are loaded, ready until the policy changes.
+
+    Raises:
+        DrafterError: see `check_drafter`.
+    """
+    from safetensors.torch import load_file
+    from speculators.models.eagle3 import Eagle3SpeculatorConfig
+
+    path = Path(directory)
+    check_drafter(path, policy, min_context)
+    config = Eagle3SpeculatorConfig.from_pretrained(path)
+    with torch.device("cpu"):
+        model = instantiate(config, attention or default_attention(device))
+    model.load_state_dict(load_file(path / WEIGHTS), strict=False)  # names and shapes were checked
+    return model.to(device)
+
+
+def load_training_state(directory: str | os.PathLike) -> dict[str, Any] | None:
+    """The `DrafterTrainer.state()` saved beside a drafter; None where there is none.
+
+    Raises:
+        DrafterError: the file is damaged, or holds anything but tensors and plain values.
+    """
+    file = Path(directory) / STATE
+    if not file.is_file():
+        return None
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise DrafterError(f"{file} is damaged: {str(error).splitlines()[0]}") from error
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+
+
+def _card(model: Eagle3DraftModel, name: str, provenance: Mapping[str, Any], standalone: bool) -> str:
+    """The model card: what it is, how to serve it, where it comes from."""
+    config = json.dumps({"method": "eagle3", "model": name, "num_speculative_tokens": 3})
+    own = "with" if standalone else "without"
+    facts = "\n".join(f"| {key} | {value} |" for key, value in sorted(provenance.items()))
+    layers = ", ".join(map(str, model.target_layer_ids))
+    return f"""# EAGLE-3 drafter
+
+Trained by verl-tlt beside a policy in RL, saved {own} the policy's embedding and head. Reads the inputs of layers
+{layers}; hidden size {model.hidden_size}, draft vocabulary {model.draft_vocab_size} of {model.verifier_vocab_size}.
+
+    vllm serve POLICY --speculative-config '{config}'
+
+| | |
+|---|---|
+{facts}
+"""

@@ -1,0 +1,118 @@
+"""What a drafter needs to know of the policy it drafts for: its shape, read without loading the model.
+
+The doctor asks on the driver, where neither torch nor transformers should be imported for it, so a directory is
+read as JSON; inside a worker the `transformers` config object at hand says the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_tlt.drafter.errors import DrafterError
+
+SUPPORTED = ("llama", "qwen2", "qwen3")
+"""Policies whose hidden states vLLM hands to an EAGLE-3 head and whose final norm is a plain RMSNorm."""
+
+PolicyLike = Any
+"""A `transformers` config, a mapping of its fields, a `PolicyShape`, or the policy's directory."""
+
+
+@dataclass(frozen=True)
+class PolicyShape:
+    """The fields of a policy's config that decide the shape of its drafter."""
+
+    source: str
+    """Where the fields were read: a path for messages, or the name of the config class."""
+    model_type: str
+    architectures: tuple[str, ...]
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    hidden_act: str
+    max_position_embeddings: int
+    rope: dict[str, Any]
+    """RoPE as transformers 5 spells it: `rope_type`, `rope_theta` and what the type needs."""
+    tied: bool
+    """Whether the policy's head is its embedding."""
+
+
+def policy_shape(policy: PolicyLike) -> PolicyShape:
+    """The shape of `policy`, whichever way it is given.
+
+    Raises:
+        DrafterError: the directory has no readable `config.json`, or a field is missing.
+    """
+    if isinstance(policy, PolicyShape):
+        return policy
+    if isinstance(policy, str | os.PathLike):
+        return read_policy_config(policy)
+    if isinstance(policy, Mapping):
+        return _from_fields(policy, "the policy's config")
+    return _from_fields(policy.to_dict(), type(policy).__name__)
+
+
+def read_policy_config(directory: str | os.PathLike) -> PolicyShape:
+    """The shape of the policy in a Hugging Face directory.
+
+    Raises:
+        DrafterError: `config.json` is missing, unreadable or lacks a field.
+    """
+    path = Path(directory) / "config.json"
+    return _from_fields(read_json(path), str(path))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`, or a `DrafterError` that says what is wrong with the file."""
+    if not path.is_file():
+        raise DrafterError(f"{path} does not exist.")
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise DrafterError(f"{path} is not readable JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise DrafterError(f"{path} must hold a JSON object, not a {type(value).__name__}.")
+    return value
+
+
+def _from_fields(fields: Mapping[str, Any], source: str) -> PolicyShape:
+    fields = fields.get("text_config") or fields  # multi-modal policies nest the language model's config
+    try:
+        heads, hidden = int(fields["num_attention_heads"]), int(fields["hidden_size"])
+        return PolicyShape(
+            source=source,
+            model_type=str(fields["model_type"]),
+            architectures=tuple(fields.get("architectures") or ()),
+            hidden_size=hidden,
+            vocab_size=int(fields["vocab_size"]),
+            num_layers=int(fields["num_hidden_layers"]),
+            num_heads=heads,
+            num_kv_heads=int(fields.get("num_key_value_heads") or heads),
+            head_dim=int(fields.get("head_dim") or hidden // heads),
+            intermediate_size=int(fields["intermediate_size"]),
+            rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+            hidden_act=str(fields.get("hidden_act", "silu")),
+            max_position_embeddings=int(fields["max_position_embeddings"]),
+            rope=_rope(fields),
+            tied=bool(fields.get("tie_word_embeddings", False)),
+        )
+    except KeyError as error:
+        raise DrafterError(f"{source} has no field {error.args[0]!r}, which a drafter's shape depends on.") from error
+
+
+def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE settings in the one-dict form; files older than transformers 5 keep `rope_theta` and `rope_scaling`."""
+    if fields.get("rope_parameters"):
+        return dict(fields["rope_parameters"])
+    scaling = dict(fields.get("rope_scaling") or {})
+    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+    return {"rope_type": kind, "rope_theta": float(fields.get("rope_theta", 10000.0)), **scaling}

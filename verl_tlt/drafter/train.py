@@ -1,0 +1,279 @@
+"""Train a drafter in steps that can be stopped between any two of them.
+
+AdamW on the drafter's own parameters only, with the loss of `speculators` over `ttt_steps` training-time-test passes
+(1 trains as EAGLE does; more feed the drafter its own hidden state, as HASS and EAGLE-3 do). Sessions are short and
+restart often, so beta2 is 0.95 and the state resumes to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from verl_tlt.drafter.build import trainable_parameters
+from verl_tlt.drafter.data import Batch
+from verl_tlt.drafter.errors import DrafterError
+
+if TYPE_CHECKING:
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+FLEX_BLOCK = 128
+"""Rows of a CUDA batch are padded to a multiple of this: flex attention's block, and fewer recompilations."""
+
+_MAX_EMPTY = 100
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One micro-batch."""
+
+    loss: float
+    """Summed over the passes, mean over the rows with a loss; NaN or infinite when skipped for it."""
+    tokens: int
+    """Rows with a loss."""
+    acc_by_position: tuple[float, ...]
+    """[k]: share of rows whose argmax at draft position k is the policy's, given that those before were; length ttt."""
+    skipped: bool
+    """True: the loss or a gradient was not finite and nothing was changed."""
+
+
+@dataclass(frozen=True)
+class TrainSummary:
+    """What `train_until` did."""
+
+    steps: int
+    """Optimizer steps taken."""
+    tokens: int
+    """Rows learned from."""
+    skipped: int
+    """Micro-batches left out because they were not finite."""
+    stopped: bool
+    """True: the stop flag ended it; False: tokens or data ran out."""
+    loss: float
+    """Mean over the steps; NaN without any."""
+    acc_by_position: tuple[float, ...]
+    """Mean over the steps."""
+
+
+class DrafterTrainer:
+    """The drafter, its optimizer and its place in the learning-rate schedule."""
+
+    def __init__(
+        self,
+        model: Eagle3DraftModel,
+        *,
+        learning_rate: float = 1e-3,
+        warmup_steps: int = 20,
+        ttt_steps: int = 3,
+        loss: str = "kl_div",
+        betas: tuple[float, float] = (0.9, 0.95),
+        clip: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        """Args:
+        model: from `build_drafter` or `load_drafter`, its frozen parts filled.
+        learning_rate: after the linear warm-up.
+        warmup_steps: optimizer steps of warm-up, counted over all sessions.
+        ttt_steps: passes per step.
+        loss: a name of `speculators.losses`, or a JSON object of names and weights.
+        betas: AdamW's.
+        clip: largest gradient norm.
+        seed: seeds `rng`.
+        """
+        self.model = model
+        self.learning_rate, self.warmup_steps = learning_rate, warmup_steps
+        self.ttt_steps, self.clip = ttt_steps, clip
+        self.parameters = trainable_parameters(model)
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(), lr=learning_rate, betas=betas, weight_decay=0.0, foreach=False
+        )
+        self.steps = 0
+        """Optimizer steps taken, over all sessions."""
+        self.skipped = 0
+        """Micro-batches left out, over all sessions."""
+        self.rng = np.random.default_rng(seed)
+        """Draws the order of sequences; part of the state, so that a resumed run sees the same batches."""
+        self._loss = loss
+        model.train()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the trainable parameters are."""
+        return next(iter(self.parameters.values())).device
+
+    def step(self, batch: Batch) -> StepResult:
+        """Learn from one packed batch.
+
+        Raises:
+            ValueError: the batch has no row with a loss.
+        """
+        batch = self._prepare(batch)
+        tokens = batch.tokens
+        if tokens == 0:
+            raise ValueError("No row of this batch has a loss: its sequences lie in prompts or are too short.")
+        loss, metrics = self._forward(batch)
+        value = float(loss.detach())
+        finite = math.isfinite(value) and self._backward(loss)
+        accuracy = _conditional_accuracy(metrics, self.ttt_steps)
+        if not finite:
+            self.optimizer.zero_grad(set_to_none=True)
+            self.skipped += 1
+            return StepResult(value, tokens, accuracy, skipped=True)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate * min(1.0, (self.steps + 1) / max(1, self.warmup_steps))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        return StepResult(value, tokens, accuracy, skipped=False)
+
+    def state(self) -> dict[str, Any]:
+        """Everything a bit-exact resume needs, on the host: weights, optimizer, counters, random state."""
+        return {
+            "parameters": {name: p.detach().cpu().clone() for name, p in self.parameters.items()},
+            "optimizer": _to_host(self.optimizer.state_dict()),
+            "steps": self.steps,
+            "skipped": self.skipped,
+            "rng": self.rng.bit_generator.state,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from `state()`.
+
+        Raises:
+            DrafterError: the state is of a drafter with other parameters.
+        """
+        self._copy_in(state["parameters"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps, self.skipped = state["steps"], state["skipped"]
+        self.rng.bit_generator.state = state["rng"]
+
+    def parameters_numpy(self) -> dict[str, np.ndarray]:
+        """A float32 host copy of every trainable parameter, by name."""
+        return {name: p.detach().float().cpu().numpy().copy() for name, p in self.parameters.items()}
+
+    def load_parameters(self, parameters: dict[str, np.ndarray]) -> None:
+        """Take over weights (a merge, a revert); the optimizer's moments stay, as local SGD keeps them.
+
+        Raises:
+            DrafterError: a parameter is missing, unknown or of another shape.
+        """
+        self._copy_in({name: torch.from_numpy(np.array(value)) for name, value in parameters.items()})
+
+    def to(self, device: torch.device | str) -> None:
+        """Move model and optimizer: between sessions they live on the host."""
+        self.model.to(device)
+        for moments in self.optimizer.state.values():
+            for key, value in moments.items():
+                if isinstance(value, torch.Tensor) and key != "step":  # AdamW keeps its step count on the host
+                    moments[key] = value.to(device)
+
+    def _prepare(self, batch: Batch) -> Batch:
+        batch = batch.to(self.device, torch.float32)
+        batch = batch.padded(FLEX_BLOCK) if self.device.type == "cuda" else batch
+        return batch.for_passes(self.ttt_steps)
+
+    def _forward(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        from speculators.losses import resolve_loss_config
+
+        kind = "fused" if self.device.type == "cuda" else "eager"  # the fused losses are Triton kernels
+        with mixed_precision(self.device):
+            _, loss, metrics = self.model(
+                hidden_states=batch.hidden_states,
+                input_ids=batch.input_ids,
+                document_ids=batch.document_ids,
+                loss_mask=batch.loss_mask,
+                position_ids=batch.position_ids,
+                verifier_last_hidden_states=batch.last_hidden,
+                ttt_steps=self.ttt_steps,
+                loss_config=resolve_loss_config(self._loss, kind),
+            )
+        return loss, metrics
+
+    def _backward(self, loss: torch.Tensor) -> bool:
+        """Clipped gradients in place; False when their norm is not finite."""
+        torch.autograd.backward(loss)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.clip)
+        return math.isfinite(float(norm))
+
+    def _copy_in(self, values: dict[str, torch.Tensor]) -> None:
+        if set(values) != set(self.parameters):
+            different = sorted(set(values) ^ set(self.parameters))
+            raise DrafterError(f"These parameters are not those of the drafter: {', '.join(different[:4])}.")
+        for name, value in values.items():
+            if value.shape != self.parameters[name].shape:
+                raise DrafterError(
+                    f"{name} is {list(value.shape)}, but the drafter's is {list(self.parameters[name].shape)}."
+                )
+        with torch.no_grad():
+            for name, value in values.items():
+                self.parameters[name].copy_(value)
+
+
+def train_until(
+    trainer: DrafterTrainer,
+    batches: Iterable[Batch],
+    should_stop: Callable[[], bool],
+    max_tokens: float = math.inf,
+) -> TrainSummary:
+    """Step through `batches` until told to stop, out of data, or `max_tokens` rows have been learned from.
+
+    The flag is read before each micro-batch, so a stop waits for one micro-batch at most.
+
+    Raises:
+        ValueError: batch after batch has nothing to learn from (an endless stream would spin otherwise).
+    """
+    first, skipped = trainer.steps, trainer.skipped
+    tokens, stopped = 0, False
+    empty = 0  # batches in a row without a loss
+    losses: list[float] = []
+    accuracies: list[tuple[float, ...]] = []
+    source = iter(batches)
+    while tokens < max_tokens:
+        stopped = should_stop()
+        if stopped or (batch := next(source, None)) is None:
+            break
+        if batch.for_passes(trainer.ttt_steps).tokens == 0:
+            empty += 1
+            if empty == _MAX_EMPTY:
+                raise ValueError(f"{empty} batches in a row had no row with a loss: the sequences hold no response.")
+            continue
+        empty = 0
+        result = trainer.step(batch)
+        if not result.skipped:
+            tokens += result.tokens
+            losses.append(result.loss)
+            accuracies.append(result.acc_by_position)
+    mean = tuple(float(np.mean(column)) for column in zip(*accuracies, strict=True))
+    return TrainSummary(
+        steps=trainer.steps - first,
+        tokens=tokens,
+        skipped=trainer.skipped - skipped,
+        stopped=stopped,
+        loss=float(np.mean(losses)) if losses else math.nan,
+        acc_by_position=mean,
+    )
+
+
+def mixed_precision(device: torch.device) -> AbstractContextManager:
+    """bfloat16 matrix products on CUDA over float32 master weights; plain float32 elsewhere."""
+    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
+
+
+def _conditional_accuracy(metrics: dict[str, torch.Tensor], ttt_steps: int) -> tuple[float, ...]:
+    pairs = [(metrics[f"cond_acc_{k}_sum"], metrics[f"cond_acc_{k}_total"]) for k in range(ttt_steps)]
+    return tuple(float(right) / max(1.0, float(total)) for right, total in pairs)
+
+
+def _to_host(value: Any) -> Any:
+    """A deep copy with every tensor on the host."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {key: _to_host(item) for key, item in value.items()}
+    return [_to_host(item) for item in value] if isinstance(value, list) else value
