@@ -1,0 +1,127 @@
+"""Average what several workers learned, weighted by the tokens they learned it from.
+
+Workers train alone on their own data (local SGD; no process group exists), each hands in the change of its parameters
+since the version all agree on. A hand-in that would spoil the average is left out and named: too few optimizer steps
+(AdamW's first steps go by sign alone), nothing in it, or a number that is not finite.
+
+`prepare` and `combine` are the two halves of `merge`; `pairwise` joins anything by two, so that the same average also
+runs as a tree of Ray tasks over object references: `pairwise([prepare_.remote(r, n) for r in refs], combine_.remote)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+
+Delta = dict[str, np.ndarray]
+"""Change of each trainable parameter by name, float32 [any shape]."""
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one worker hands in. Its arrays are only read: they may be views into the object store."""
+
+    worker: str
+    tokens: int
+    """Tokens it trained on: its weight."""
+    steps: int
+    """Optimizer steps it made."""
+    delta: Delta
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A weighted average, final or partial."""
+
+    delta: Delta | None
+    """None when everything was excluded."""
+    tokens: int
+    """Tokens behind it."""
+    included: tuple[str, ...]
+    """Workers in it, in order."""
+    excluded: dict[str, str] = field(default_factory=dict)
+    """Worker -> why it is not in it."""
+
+
+def merge(contributions: Sequence[Contribution], *, min_steps: int) -> Merged:
+    """Token-weighted average of the usable contributions; the same bits in whatever order they come.
+
+    Raises:
+        ValueError: a worker appears twice, or two workers' deltas differ in names or shapes.
+    """
+    ordered = sorted(contributions, key=lambda c: c.worker)
+    names = [c.worker for c in ordered]
+    if len(set(names)) != len(names):
+        raise ValueError(f"A worker hands in once per merge, but these did: {', '.join(names)}.")
+    if not ordered:
+        return Merged(None, 0, ())
+    return pairwise([prepare(c, min_steps) for c in ordered], combine)
+
+
+def prepare(contribution: Contribution, min_steps: int) -> Merged:
+    """One contribution as an average of itself, or as an exclusion."""
+    reason = _unusable(contribution, min_steps)
+    if reason is not None:
+        return Merged(None, 0, (), {contribution.worker: reason})
+    delta = {name: np.asarray(value, dtype=np.float32) for name, value in contribution.delta.items()}
+    return Merged(delta, contribution.tokens, (contribution.worker,))
+
+
+def combine(left: Merged, right: Merged) -> Merged:
+    """Two averages as one, weighted by their tokens; an empty one only adds its exclusions.
+
+    Raises:
+        ValueError: the deltas differ in names or shapes.
+    """
+    excluded = {**left.excluded, **right.excluded}
+    if left.delta is None or right.delta is None:
+        side = left if right.delta is None else right
+        return Merged(side.delta, side.tokens, side.included, excluded)
+    _check_alike(left, right)
+    tokens = left.tokens + right.tokens
+    share = np.float32(right.tokens / tokens)
+    # A running average stays within the range of its inputs, whatever the number of workers.
+    delta = {name: a + share * (right.delta[name] - a) for name, a in left.delta.items()}
+    return Merged(delta, tokens, left.included + right.included, excluded)
+
+
+def pairwise(items: Sequence[T], join: Callable[[T, T], T]) -> T:
+    """Join neighbours until one is left: log2(n) rounds, a fixed order.
+
+    Raises:
+        ValueError: no items.
+    """
+    if not items:
+        raise ValueError("There is nothing to join.")
+    level = list(items)
+    while len(level) > 1:
+        odd = [level[-1]] if len(level) % 2 else []
+        level = [join(a, b) for a, b in zip(level[::2], level[1::2], strict=False)] + odd
+    return level[0]
+
+
+def _unusable(c: Contribution, min_steps: int) -> str | None:
+    if c.steps < min_steps:
+        return f"{c.steps} optimizer steps, fewer than {min_steps}"
+    if c.tokens <= 0:
+        return "it trained on no tokens"
+    if not c.delta:
+        return "its delta is empty"
+    for name, value in c.delta.items():
+        if not np.isfinite(value).all():
+            return f"{name} is not finite"
+    return None
+
+
+def _check_alike(left: Merged, right: Merged) -> None:
+    shapes = [{name: value.shape for name, value in (side.delta or {}).items()} for side in (left, right)]
+    if shapes[0] != shapes[1]:
+        different = sorted(n for n in shapes[0].keys() | shapes[1].keys() if shapes[0].get(n) != shapes[1].get(n))
+        raise ValueError(
+            f"Deltas of {', '.join(left.included)} and {', '.join(right.included)} differ in {', '.join(different)}."
+        )
