@@ -48,6 +48,10 @@ class Run:
     """`TLTConfig.to_dict()`."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Installed versions by distribution."""
+    policy: str = ""
+    """Where the policy was loaded from: what the drafter is served with."""
+    drafter: str = ""
+    """Directory in which the run keeps its latest servable drafter."""
 
 
 @dataclass(frozen=True, kw_only=True)
