@@ -1,1 +1,102 @@
-"""."""
+"""`verl.plugins` entry point: with `trainer.plugin=tlt` the run becomes a TLT run or does not start.
+
+verl loads this module in every process, while verl itself is half imported, and drops its errors at debug level.
+So it uses the standard library only, cannot raise, and merely arms post-import hooks: the driver's
+`verl.utils.config.validate_config`, which `main_ppo` calls before Ray starts, and the trainer lookup of the
+process that builds the trainer. Whether that worked is `armed()`; the Hydra search-path plugin
+(`hydra_plugins/verl_tlt_search.py`) asks, because an entry point that failed cannot refuse anything itself.
+Without the flag both hooks call straight through, and nothing else of verl-tlt is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from typing import Any
+
+NAME = "tlt"
+MODE_PREFIX = "tlt_"
+CONFIG_MODULE = "verl.utils.config"
+TRAINER_MODULE = "verl.trainer.ppo.v1.trainer_base"
+
+logger = logging.getLogger(__name__)
+_state = {"armed": False}
+
+
+def wanted(config: Any) -> bool:
+    """Whether a verl config asks for TLT: `trainer.plugin=tlt`, or a trainer mode that only TLT has."""
+    trainer = config.get("trainer") or {}
+    if str(trainer.get("plugin") or "").strip().lower() == NAME:
+        return True
+    return str((trainer.get("v1") or {}).get("trainer_mode") or "").startswith(MODE_PREFIX)
+
+
+def armed() -> bool:
+    """Whether a driver in this process would see the flag: the hook waits, or sits on `validate_config` already."""
+    module = sys.modules.get(CONFIG_MODULE)
+    if module is None or not hasattr(module, "validate_config"):
+        return _state["armed"]
+    return getattr(module.validate_config, "_verl_tlt", False)
+
+
+def _wrap_validate_config(module: Any) -> None:
+    original = module.validate_config
+    if getattr(original, "_verl_tlt", False):
+        return
+
+    @functools.wraps(original)
+    def validate_config(config: Any, *args: Any, **kwargs: Any) -> Any:
+        if not wanted(config):
+            return original(config, *args, **kwargs)
+        try:
+            import verl_tlt.activation as activation
+        except Exception as error:
+            raise SystemExit(
+                f"verl-tlt: trainer.plugin=tlt cannot run because verl_tlt.activation does not import "
+                f"({type(error).__name__}: {error})."
+            ) from error
+        settings = activation.check(config)
+        result = original(config, *args, **kwargs)
+        activation.apply(config, settings)
+        return result
+
+    validate_config._verl_tlt = True  # type: ignore[attr-defined]
+    module.validate_config = validate_config
+    package: Any = sys.modules.get(CONFIG_MODULE.rpartition(".")[0])
+    if package is not None and getattr(package, "validate_config", None) is original:
+        package.validate_config = validate_config  # verl.utils re-exports it
+
+
+def _wrap_get_trainer_cls(module: Any) -> None:
+    """Register the TLT trainers when one is asked for, in the process that will build it (Ray's TaskRunner)."""
+    original = module.get_trainer_cls
+    if getattr(original, "_verl_tlt", False):
+        return
+
+    @functools.wraps(original)
+    def get_trainer_cls(name: str) -> Any:
+        if str(name).startswith(MODE_PREFIX):
+            from verl_tlt.trainer.register import register_trainers
+
+            register_trainers()
+        return original(name)
+
+    get_trainer_cls._verl_tlt = True  # type: ignore[attr-defined]
+    module.get_trainer_cls = get_trainer_cls
+
+
+def arm() -> None:
+    """Install both hooks; calling it again changes nothing that is already wrapped."""
+    from verl_tlt.hooks import when_imported
+
+    when_imported(CONFIG_MODULE, _wrap_validate_config)
+    when_imported(TRAINER_MODULE, _wrap_get_trainer_cls)
+    _state["armed"] = True
+
+
+try:
+    arm()
+except Exception:
+    # verl would hide this; `armed()` stays False, so a run with the flag is refused and any other run is stock.
+    logger.warning("verl-tlt could not install its hooks; runs with trainer.plugin=tlt will be refused.", exc_info=True)

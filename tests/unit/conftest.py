@@ -1,0 +1,60 @@
+"""A verl config as `main_ppo` would compose it, reduced to what verl-tlt reads, with its files on disk."""
+
+import json
+
+import pytest
+from omegaconf import OmegaConf
+
+POLICY = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 64,
+    "vocab_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """A runnable recipe with the flag set; struct mode as Hydra sets it."""
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    (policy / "config.json").write_text(json.dumps(POLICY))
+    (tmp_path / "train.parquet").touch()
+    config = OmegaConf.create(
+        {
+            "data": {
+                "train_files": str(tmp_path / "train.parquet"),
+                "val_files": [str(tmp_path / "train.parquet")],
+                "custom_cls": {"path": None},
+            },
+            "algorithm": {"rollout_correction": {"bypass_mode": False}},
+            "actor_rollout_ref": {
+                "model": {"path": str(policy), "mtp": {"enable": False, "enable_rollout": False}},
+                "actor": {"strategy": "fsdp2"},
+                "rollout": {
+                    "name": "vllm",
+                    "data_parallel_size": 1,
+                    "prompt_length": 64,
+                    "response_length": 128,
+                    "max_model_len": None,
+                    "engine_kwargs": {"vllm": {}},
+                    "val_kwargs": {"temperature": 0},
+                },
+            },
+            "ray_kwargs": {"ray_init": {"num_cpus": None}},
+            "trainer": {
+                "use_v1": True,
+                "v1": {"trainer_mode": "sync"},
+                "plugin": "tlt",
+                "default_local_dir": str(tmp_path / "checkpoints"),
+            },
+        }
+    )
+    OmegaConf.set_struct(config, True)
+    return config

@@ -1,0 +1,72 @@
+"""What the flag does to a config, and how a run that cannot be a TLT run ends."""
+
+import pytest
+from omegaconf import OmegaConf, open_dict
+
+from verl_tlt import activation
+from verl_tlt.config import TLTConfig
+
+
+def activate(config):
+    activation.apply(config, activation.check(config))
+    return OmegaConf.to_container(config.actor_rollout_ref.rollout, resolve=True)["custom"]
+
+
+def test_settings_travel_beside_a_users_own_custom_node(recipe):
+    with open_dict(recipe):
+        recipe.actor_rollout_ref.rollout.custom = {"mine": {"a": 1}}
+        recipe.tlt = {"speculation": {"policy": "fixed", "fixed": 2}}
+    custom = activate(recipe)
+    assert custom["mine"] == {"a": 1}
+    assert TLTConfig.from_dict(custom["tlt"]).speculation.fixed == 2
+    assert recipe.trainer.v1.trainer_mode == "tlt_sync"
+
+
+def test_doing_it_twice_is_doing_it_once(recipe):
+    once = activate(recipe)
+    assert activate(recipe) == once
+    assert recipe.trainer.v1.trainer_mode == "tlt_sync"
+
+
+def test_the_config_stays_closed_to_unknown_keys(recipe):
+    activate(recipe)
+    with pytest.raises(AttributeError):
+        recipe.actor_rollout_ref.rollout.typo = 1
+
+
+def test_paths_are_absolute_because_workers_start_elsewhere(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe.trainer.default_local_dir = "relative"
+    assert activate(recipe)["tlt"]["trace"]["dir"] == str(tmp_path / "relative" / "tlt_trace")
+
+
+def test_no_spot_training_where_nothing_can_feed_it(recipe, capsys):
+    recipe.actor_rollout_ref.actor.strategy = "megatron"
+    assert activate(recipe)["tlt"]["spot"]["enable"] is False
+    assert "actor_rollout_ref.actor.strategy=megatron has no hidden-state tap" in capsys.readouterr().err
+
+
+def test_every_reason_is_one_line_and_nothing_is_rewritten(recipe):
+    recipe.data.train_files = "/nowhere/train.parquet"
+    recipe.actor_rollout_ref.rollout.name = "sglang"
+    with pytest.raises(SystemExit) as stop:
+        activate(recipe)
+    lines = str(stop.value).splitlines()
+    assert len(lines) == 2 and all(line.startswith("verl-tlt: ") and line.endswith(".") for line in lines)
+    assert "actor_rollout_ref.rollout.name=sglang" in lines[0] and "/nowhere/train.parquet" in lines[1]
+    assert recipe.trainer.v1.trainer_mode == "sync"
+
+
+@pytest.mark.parametrize(
+    ("tlt", "sentence"),
+    [
+        ({"spot": {"polls": 1}}, "tlt.spot.polls is not a setting"),
+        ({"drafter": {"path": "${nowhere.at.all}"}}, "cannot be read"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence(recipe, tlt, sentence):
+    with open_dict(recipe):
+        recipe.tlt = tlt
+    with pytest.raises(SystemExit, match=sentence) as stop:
+        activate(recipe)
+    assert len(str(stop.value).splitlines()) == 1

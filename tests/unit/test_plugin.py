@@ -1,0 +1,119 @@
+"""The entry point: light, silent without the flag, and in the way with it."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_tlt import plugin
+
+
+def stock_module():
+    """Stands for `verl.utils.config`: the wrapper must not care what the stock function does."""
+    module = types.ModuleType("stock")
+    module.calls = []
+
+    def validate_config(config, use_reference_policy, use_critic):
+        module.calls.append((config, use_reference_policy, use_critic))
+        return "stock"
+
+    module.validate_config = validate_config
+    return module
+
+
+@pytest.mark.parametrize(
+    ("trainer", "expected"),
+    [
+        ({"plugin": "tlt"}, True),
+        ({"plugin": "TLT"}, True),
+        ({"plugin": None}, False),
+        ({"plugin": "other"}, False),
+        ({"v1": {"trainer_mode": "tlt_sync"}}, True),
+        ({"v1": {"trainer_mode": "sync"}}, False),
+        ({}, False),
+        (None, False),
+    ],
+)
+def test_the_flag_is_recognised(trainer, expected):
+    config = OmegaConf.create({"trainer": trainer})
+    OmegaConf.set_struct(config, True)
+    assert plugin.wanted(config) is expected
+
+
+def test_importing_the_plugin_loads_the_standard_library_only():
+    code = (
+        "import sys; before = set(sys.modules); import verl_tlt.plugin\n"
+        "new = {m.partition('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)\n"
+        "assert verl_tlt.plugin.armed() and new == {'verl_tlt'}, new"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_plugin_that_cannot_arm_does_not_raise_and_says_it_is_not_armed():
+    code = (
+        "import sys; sys.modules['verl_tlt.hooks'] = None; import verl_tlt.plugin; assert not verl_tlt.plugin.armed()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    assert "could not install its hooks" in done.stderr
+
+
+def test_without_the_flag_the_call_goes_straight_through(recipe, monkeypatch):
+    monkeypatch.setitem(sys.modules, "verl_tlt.activation", None)  # an import would fail
+    recipe.trainer.plugin = None
+    before = OmegaConf.to_container(recipe)
+    module = stock_module()
+    plugin._wrap_validate_config(module)
+    assert module.validate_config(recipe, True, use_critic=False) == "stock"
+    assert module.calls == [(recipe, True, False)]
+    assert OmegaConf.to_container(recipe) == before
+
+
+def test_with_the_flag_the_run_is_rewritten_after_stock_validation(recipe):
+    module = stock_module()
+    plugin._wrap_validate_config(module)
+    assert module.validate_config(config=recipe, use_reference_policy=True, use_critic=False) == "stock"
+    assert recipe.trainer.v1.trainer_mode == "tlt_sync"
+
+
+def test_a_config_that_stock_verl_rejects_is_not_rewritten(recipe):
+    module = stock_module()
+
+    def validate_config(*_args, **_kwargs):
+        raise ValueError("stock says no")
+
+    module.validate_config = validate_config
+    plugin._wrap_validate_config(module)
+    with pytest.raises(ValueError, match="stock says no"):
+        module.validate_config(recipe, True, False)
+    assert recipe.trainer.v1.trainer_mode == "sync"
+
+
+def test_with_the_flag_a_broken_install_refuses(recipe, monkeypatch):
+    monkeypatch.setitem(sys.modules, "verl_tlt.activation", None)
+    module = stock_module()
+    plugin._wrap_validate_config(module)
+    with pytest.raises(SystemExit, match="does not import"):
+        module.validate_config(recipe, True, False)
+    assert module.calls == []
+
+
+def test_wrapping_twice_is_wrapping_once():
+    module = stock_module()
+    plugin._wrap_validate_config(module)
+    once = module.validate_config
+    plugin._wrap_validate_config(module)
+    assert module.validate_config is once
+
+
+def test_trainers_are_registered_only_when_one_is_asked_for(monkeypatch):
+    registered = []
+    register = types.ModuleType("verl_tlt.trainer.register")
+    register.register_trainers = lambda: registered.append(1)
+    monkeypatch.setitem(sys.modules, "verl_tlt.trainer.register", register)
+    module = types.ModuleType("stock")
+    module.get_trainer_cls = lambda name: f"class of {name}"
+    plugin._wrap_get_trainer_cls(module)
+    assert module.get_trainer_cls("sync") == "class of sync" and registered == []
+    assert module.get_trainer_cls("tlt_sync") == "class of tlt_sync" and registered == [1]

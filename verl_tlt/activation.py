@@ -1,0 +1,67 @@
+"""What the flag does to a run: check everything, then rewrite the config so that it cannot train without TLT.
+
+Called in the driver by the wrapped `validate_config` (see `verl_tlt.plugin`), before Ray starts. The trainer
+mode becomes `tlt_<mode>`, a name that only an installed plugin registers: the process that builds the trainer,
+which may be on another node, then either finds TLT or stops. Settings travel in
+`actor_rollout_ref.rollout.custom.tlt`, because verl hands workers and servers that node and nothing of `trainer`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+import verl_tlt
+from verl_tlt import doctor, facts
+from verl_tlt.config import TLTConfig, TLTConfigError
+from verl_tlt.plugin import MODE_PREFIX
+
+
+def check(config: DictConfig) -> TLTConfig:
+    """Run the doctor on a composed verl config and return the validated settings; warnings go to stderr.
+
+    Raises:
+        SystemExit: TLT cannot run; the message is one sentence per reason, naming the key or file.
+    """
+    try:
+        settings = facts.read_settings(config)
+        run = facts.read_run(config, settings)
+    except TLTConfigError as error:
+        raise SystemExit(f"verl-tlt: {error}") from None
+    findings = doctor.examine(facts.read_environment(), run, settings)
+    for finding in findings:
+        if finding.level == "warn":
+            print(f"verl-tlt: {finding.sentence}", file=sys.stderr, flush=True)
+    refusals = [f"verl-tlt: {finding.sentence}" for finding in findings if finding.level == "refuse"]
+    if refusals:
+        raise SystemExit("\n".join(refusals))
+    return settings
+
+
+def apply(config: DictConfig, settings: TLTConfig) -> None:
+    """Rewrite `config` in place; doing it twice is the same as once."""
+    rollout = config.actor_rollout_ref.rollout
+    final = resolve(config, settings).to_dict()
+    custom = OmegaConf.to_container(rollout.custom, resolve=True) if rollout.get("custom") else {}
+    with open_dict(config):
+        rollout.custom = {**dict(custom), "tlt": final}
+        mode = str(config.trainer.v1.trainer_mode).removeprefix(MODE_PREFIX)
+        config.trainer.v1.trainer_mode = MODE_PREFIX + mode
+    print(f"[verl-tlt {verl_tlt.__version__}] on: trainer mode {MODE_PREFIX}{mode}", flush=True)
+
+
+def resolve(config: DictConfig, settings: TLTConfig) -> TLTConfig:
+    """Settings as the workers need them: absolute paths, and no spot training where nothing can feed it."""
+    trace_dir = settings.trace.dir or os.path.join(str(config.trainer.default_local_dir), "tlt_trace")
+    drafter_path = settings.drafter.path
+    spot = doctor.has_tap(str(config.actor_rollout_ref.actor.strategy)) and settings.spot.enable
+    return dataclasses.replace(
+        settings,
+        # Ray workers start in another directory.
+        trace=dataclasses.replace(settings.trace, dir=facts.absolute(trace_dir)),
+        drafter=dataclasses.replace(settings.drafter, path=facts.absolute(drafter_path) if drafter_path else None),
+        spot=dataclasses.replace(settings.spot, enable=spot),
+    )

@@ -1,0 +1,220 @@
+"""Everything the doctor looks at, read from a composed verl config, the disk and the environment.
+
+The reading is here and the judging in `verl_tlt.doctor`, so that each rule can be tested on plain values. No key
+of verl's config is read anywhere else before Ray starts. Imports omegaconf, but not verl, vLLM or torch.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_tlt.config import TLTConfig, TLTConfigError
+from verl_tlt.versions import SUPPORTED, installed
+
+REFUSED_SAMPLING = ("min_p", "logit_bias")
+"""Sampling settings vLLM rejects while a drafter is configured (`SamplingParams._validate_spec_decode`)."""
+
+OWN_ENGINE_KEYS = ("speculative_config", "scheduler_cls", "worker_extension_cls")
+"""Engine arguments that verl-tlt sets itself."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What is installed in this interpreter."""
+
+    python: str
+    versions: Mapping[str, str | None]
+    """By package name of `versions.SUPPORTED`; None where it is missing."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run asks for. Paths are as the user wrote them; problems name key and file already."""
+
+    trainer_mode: str = "sync"
+    use_v1: bool = True
+    other_trainer: str | None = None
+    """A top-level node that only verl's experimental trainers have."""
+    strategy: str = "fsdp2"
+    rollout: str = "vllm"
+    disaggregation: bool = False
+    data_parallel: int = 1
+    refused_sampling: tuple[str, ...] = ()
+    """Full names of `min_p`/`logit_bias` keys that are set."""
+    own_engine_keys: tuple[str, ...] = ()
+    """Full names of engine arguments the user set although verl-tlt sets them."""
+    mtp_rollout: bool = False
+    bypass_old_log_prob: bool = False
+    missing_data: tuple[tuple[str, str], ...] = ()
+    """(key, path) of data files that are not there."""
+    policy_problem: str | None = None
+    drafter_problem: str | None = None
+    remote_driver: bool = False
+    """The driver talks to Ray through a client: its disk is not the cluster's, so no file was looked at."""
+
+
+def read_environment() -> Environment:
+    """Versions of this interpreter's packages."""
+    return Environment(platform.python_version(), {s.name: installed(s.name) for s in SUPPORTED})
+
+
+def read_settings(config: DictConfig) -> TLTConfig:
+    """The `tlt` node as checked settings; all defaults where it is absent.
+
+    Raises:
+        TLTConfigError: an unknown key or a wrong value, named.
+    """
+    node = _select(config, "tlt", {})
+    try:
+        plain = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+    except OmegaConfBaseException as error:
+        raise TLTConfigError(
+            f"{error.full_key or 'tlt'} cannot be read from the configuration: {_first(error)}"
+        ) from error
+    return TLTConfig.from_dict(plain)
+
+
+def read_run(config: DictConfig, settings: TLTConfig) -> Run:
+    """Look up every key, and on disk every file, that decides whether TLT can run.
+
+    Raises:
+        TLTConfigError: a key of the config cannot be resolved.
+    """
+    rollout = "actor_rollout_ref.rollout"
+    remote = _is_remote(config)
+    return Run(
+        trainer_mode=str(_select(config, "trainer.v1.trainer_mode", "sync")).removeprefix("tlt_"),
+        use_v1=bool(_select(config, "trainer.use_v1", True)),
+        other_trainer=next((node for node in ("async_training", "rollout") if node in config), None),
+        strategy=str(_select(config, "actor_rollout_ref.actor.strategy", "")),
+        rollout=str(_select(config, f"{rollout}.name", "")),
+        disaggregation=bool(_select(config, f"{rollout}.disaggregation.enabled", False)),
+        data_parallel=max(
+            int(_select(config, f"{rollout}.data_parallel_size", 1)),
+            int(_select(config, f"{rollout}.engine_kwargs.vllm.data_parallel_size", 1)),
+        ),
+        refused_sampling=tuple(
+            f"{node}.{name}"
+            for node in (rollout, f"{rollout}.val_kwargs")
+            for name in REFUSED_SAMPLING
+            if _select(config, f"{node}.{name}")
+        ),
+        own_engine_keys=tuple(
+            f"{rollout}.engine_kwargs.vllm.{name}"
+            for name in OWN_ENGINE_KEYS
+            if _select(config, f"{rollout}.engine_kwargs.vllm.{name}") is not None
+        ),
+        mtp_rollout=bool(_select(config, "actor_rollout_ref.model.mtp.enable", False))
+        and bool(_select(config, "actor_rollout_ref.model.mtp.enable_rollout", False)),
+        bypass_old_log_prob=bool(_select(config, "algorithm.rollout_correction.bypass_mode", False)),
+        missing_data=() if remote else _missing_data(config),
+        policy_problem=None if remote else _policy_problem(str(_select(config, "actor_rollout_ref.model.path", ""))),
+        drafter_problem=None if remote else _drafter_problem(config, settings),
+        remote_driver=remote,
+    )
+
+
+def absolute(path: str) -> str:
+    """`path` with `~` and the working directory filled in."""
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def _select(config: DictConfig, key: str, default: Any = None) -> Any:
+    """The value at a dotted key; `default` where it is absent, null or still `???`."""
+    try:
+        value = OmegaConf.select(config, key)
+    except OmegaConfBaseException as error:
+        raise TLTConfigError(f"{key} cannot be read from the configuration: {_first(error)}") from error
+    return default if value is None else value
+
+
+def _first(error: Exception) -> str:
+    """The first line of an error, as the end of a sentence."""
+    return str(error).strip().splitlines()[0].rstrip(".") + "."
+
+
+def _is_remote(config: DictConfig) -> bool:
+    address = _select(config, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS", "")
+    return str(address).startswith("ray://")
+
+
+def _missing_data(config: DictConfig) -> tuple[tuple[str, str], ...]:
+    """Data files that verl's own dataset would look for here and not find; a custom dataset reads what it likes."""
+    if _select(config, "data.custom_cls.path"):
+        return ()
+    missing = []
+    for key in ("data.train_files", "data.val_files"):
+        value = _select(config, key, [])
+        for path in [value] if isinstance(value, str) else value:
+            if "://" not in str(path) and not glob.glob(os.path.expanduser(str(path))):
+                missing.append((key, str(path)))
+    return tuple(missing)
+
+
+def _local_policy(path: str) -> str | None:
+    """The policy's directory on this disk; None for a Hugging Face name that was not downloaded, or a remote path."""
+    if os.path.isdir(os.path.expanduser(path)):
+        return os.path.expanduser(path)
+    if "://" in path or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(path, "config.json")
+    return os.path.dirname(cached) if isinstance(cached, str) else None
+
+
+def _policy_problem(path: str) -> str | None:
+    """Why the policy cannot be used, as far as this disk can tell."""
+    key = f"actor_rollout_ref.model.path={path}"
+    if not path:
+        return "actor_rollout_ref.model.path is not set."
+    local = path.startswith(("/", ".", "~")) or path.count("/") > 1
+    if "://" in path or (not local and not os.path.exists(path)):
+        return None  # a remote path, or a name on the Hugging Face hub
+    if not os.path.isdir(os.path.expanduser(path)):
+        return f"{key} is not a directory on this machine."
+    if not os.path.isfile(os.path.join(os.path.expanduser(path), "config.json")):
+        return f"{key} holds no config.json, so it is not a Hugging Face model."
+    from verl_tlt.drafter.errors import DrafterError
+    from verl_tlt.drafter.policy import SUPPORTED as ARCHITECTURES
+    from verl_tlt.drafter.policy import policy_shape
+
+    try:
+        kind = policy_shape(os.path.expanduser(path)).model_type
+    except DrafterError as error:
+        return f"actor_rollout_ref.model.path: {error}"
+    if kind not in ARCHITECTURES:
+        return f"{key} is a {kind} model, and drafters exist for {', '.join(ARCHITECTURES)}."
+    return None
+
+
+def _drafter_problem(config: DictConfig, settings: TLTConfig) -> str | None:
+    """Why the drafter the user named cannot draft for this policy; None if it can, or if there is none."""
+    path = settings.drafter.path
+    if path is None:
+        return None
+    if not os.path.isdir(os.path.expanduser(path)):
+        return f"tlt.drafter.path={path} is not a directory on this machine."
+    policy = _local_policy(str(_select(config, "actor_rollout_ref.model.path", "")))
+    if policy is None:
+        return None  # its config is not here yet; the trainer checks again after the download
+    from verl_tlt.drafter.check import check_drafter
+    from verl_tlt.drafter.errors import DrafterError
+
+    rollout = "actor_rollout_ref.rollout"
+    length = int(_select(config, f"{rollout}.prompt_length", 0)) + int(_select(config, f"{rollout}.response_length", 0))
+    length = int(_select(config, f"{rollout}.max_model_len", length))
+    try:
+        check_drafter(absolute(path), policy, length + settings.speculation.max_draft_length)
+    except DrafterError as error:
+        return f"tlt.drafter.path: {error}"
+    return None

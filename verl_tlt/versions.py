@@ -1,0 +1,55 @@
+"""Which releases verl-tlt works with, and what is installed here. Reads metadata only: imports none of them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import sys
+from dataclasses import dataclass
+
+Release = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Supported:
+    """A dependency that belongs to the user's own environment, and its acceptable releases (major, minor)."""
+
+    name: str
+    lowest: Release
+    below: Release | None
+    """First release known not to work; null: none known."""
+    newest_tested: Release
+    remedy: str
+
+
+SUPPORTED = (
+    Supported("verl", (0, 9), (0, 10), (0, 9), "install verl 0.9.1"),
+    Supported("vllm", (0, 24), None, (0, 28), "install the vLLM that your verl release names, 0.24 or later"),
+    Supported("speculators", (0, 9), (0, 10), (0, 9), "pip install 'speculators>=0.9,<0.10'"),
+)
+
+
+def release(version: str) -> Release | None:
+    """(major, minor) of a version string; None if it does not start with two numbers."""
+    match = re.match(r"\s*v?(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def installed(name: str) -> str | None:
+    """Version of an importable top-level package; None if it is not there, "unknown" if it does not say.
+
+    Metadata alone does not count: a distribution called `vllm` without modules cannot serve.
+    """
+    module = sys.modules.get(name)
+    if module is None:
+        try:
+            spec = importlib.util.find_spec(name)
+        except (ImportError, ValueError):
+            spec = None
+        if spec is None:
+            return None
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return str(getattr(module, "__version__", "unknown"))
