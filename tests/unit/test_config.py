@@ -1,0 +1,75 @@
+"""Settings: one default each, in the dataclass and in the YAML alike; a wrong one is one clear sentence."""
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+import verl_tlt
+from verl_tlt import config as module
+from verl_tlt.config import TLTConfig, TLTConfigError
+
+YAML = Path(verl_tlt.__file__).parent / "conf" / "tlt" / "default.yaml"
+
+
+def leaves(tree, prefix=""):
+    for key, value in tree.items():
+        yield from leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"]
+
+
+def test_the_yaml_lists_every_key_at_its_default():
+    node = OmegaConf.to_container(OmegaConf.load(YAML))
+    assert node["trainer"] == {"plugin": "tlt"}
+    assert list(leaves(node["tlt"])) == list(leaves(TLTConfig().to_dict()))
+    assert TLTConfig.from_dict(node["tlt"]) == TLTConfig()
+    assert YAML.read_text().startswith("# @package _global_\n")
+
+
+def test_there_are_few_enough_settings_and_each_is_documented():
+    assert len(list(leaves(TLTConfig().to_dict()))) < 40
+    for node in ast.parse(Path(module.__file__).read_text()).body:
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Config") and node.name != "TLTConfig":
+            fields = [i for i, statement in enumerate(node.body) if isinstance(statement, ast.AnnAssign)]
+            for i in fields:
+                follows = node.body[i + 1] if i + 1 < len(node.body) else None
+                assert isinstance(follows, ast.Expr), f"{node.name}.{node.body[i].target.id} has no docstring"
+
+
+def test_plain_values_come_back_as_the_same_settings():
+    settings = TLTConfig.from_dict({"speculation": {"arms": [0, 2], "max_draft_length": 2}, "spot": {"poll_s": 1}})
+    assert settings.speculation.arms == (0, 2) and settings.spot.poll_s == 1.0
+    assert TLTConfig.from_dict(settings.to_dict()) == settings
+    assert TLTConfig.from_dict(None) == TLTConfig()
+
+
+def test_settings_do_not_change():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TLTConfig().drafter.seed = 1
+
+
+@pytest.mark.parametrize(
+    ("tree", "sentence"),
+    [
+        ({"spott": {}}, "tlt.spott is not a setting of verl-tlt. Did you mean tlt.spot?"),
+        ({"spot": {"wibble": 1}}, "tlt.spot.wibble is not a setting of verl-tlt. Known keys: enable,"),
+        ({"spot": 3}, "tlt.spot must be a mapping"),
+        ({"spot": {"enable": 1}}, "tlt.spot.enable must be of type bool, not 1"),
+        ({"spot": {"max_failures": True}}, "tlt.spot.max_failures must be of type int"),
+        ({"spot": {"poll_s": "fast"}}, "tlt.spot.poll_s must be of type float, not 'fast'"),
+        ({"spot": {"poll_s": 0}}, "tlt.spot.poll_s must be above 0"),
+        ({"drafter": {"loss": "l2"}}, "tlt.drafter.loss must be one of kl_div,"),
+        ({"drafter": {"path": 3}}, "tlt.drafter.path must be of type str"),
+        ({"speculation": {"arms": "0,1"}}, "tlt.speculation.arms must be a list of int"),
+        ({"speculation": {"arms": [1, 2]}}, "tlt.speculation.arms must be ascending and start with 0"),
+        ({"speculation": {"arms": [0, 7]}}, "goes up to 7, above tlt.speculation.max_draft_length=3"),
+        ({"speculation": {"fixed": 4}}, "tlt.speculation.fixed must be 0..max_draft_length=3"),
+        ({"speculation": {"max_draft_length": 17}}, "tlt.speculation.max_draft_length must be 1..16"),
+        ({"buffer": {"held_out": 1.0}}, "tlt.buffer.held_out must be between"),
+    ],
+)
+def test_a_wrong_setting_names_its_key(tree, sentence):
+    with pytest.raises(TLTConfigError) as error:
+        TLTConfig.from_dict(tree)
+    assert sentence in str(error.value) and "\n" not in str(error.value)

@@ -1,0 +1,97 @@
+"""The Hydra side: it finds the config group, refuses what it must, and leaves every other application alone."""
+
+import importlib.util
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import verl_tlt
+
+spec = importlib.util.spec_from_file_location(
+    "verl_tlt_search_under_test", Path(verl_tlt.__file__).parents[1] / "hydra_plugins" / "verl_tlt_search.py"
+)
+search = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(search)
+
+FLAG = ["+trainer.plugin=tlt"]
+
+
+def plugin(armed):
+    return types.SimpleNamespace(armed=lambda: armed)
+
+
+def main(name):
+    return types.SimpleNamespace(__spec__=types.SimpleNamespace(name=name))
+
+
+STOCK = {"verl": object(), "__main__": main("verl.trainer.main_ppo")}
+ARMED = STOCK | {"verl_tlt.plugin": plugin(True)}
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["+trainer.plugin=tlt", "trainer.plugin=tlt", "++trainer.plugin=tlt", "+trainer.plugin='tlt'", "+tlt=default"],
+)
+def test_every_spelling_of_the_flag_is_guarded(argument):
+    assert search.refusal([argument], STOCK, {}) is not None
+    assert search.refusal([argument], ARMED, {}) is None
+
+
+@pytest.mark.parametrize(
+    "argument", ["trainer.plugin=null", "+trainer.plugin=other", "tlt.spot.enable=False", "tltx=1"]
+)
+def test_other_arguments_are_not_the_flag(argument):
+    assert search.refusal([argument], STOCK, {}) is None
+
+
+def test_other_hydra_applications_are_left_alone():
+    assert search.refusal(FLAG, {"__main__": main("some.app")}, {}) is None
+
+
+def test_a_plugin_that_did_not_arm_is_refused():
+    assert "could not load the plugin" in search.refusal(FLAG, STOCK | {"verl_tlt.plugin": plugin(False)}, {})
+
+
+@pytest.mark.parametrize("value", ["none", "tlt_cpu,other"])
+def test_verls_own_switch_is_named(value):
+    assert f"VERL_USE_EXTERNAL_PLUGINS={value}" in search.refusal(FLAG, STOCK, {"VERL_USE_EXTERNAL_PLUGINS": value})
+
+
+def test_verls_other_trainers_are_refused():
+    modules = ARMED | {"__main__": main("verl.experimental.fully_async_policy.fully_async_main")}
+    assert "works with verl.trainer.main_ppo" in search.refusal(FLAG, modules, {})
+
+
+def test_a_users_own_script_may_use_the_flag():
+    assert search.refusal(FLAG, ARMED | {"__main__": types.SimpleNamespace()}, {}) is None
+
+
+def test_only_the_refusal_leaves(monkeypatch):
+    class Broken:
+        def append(self, **_kwargs):
+            raise RuntimeError("a Hydra that has changed")
+
+    search.VerlTLTSearchPath().manipulate_search_path(Broken())
+    monkeypatch.setattr(search, "refusal", lambda *_: "No.")
+    with pytest.raises(SystemExit, match="verl-tlt: No"):
+        search.VerlTLTSearchPath().manipulate_search_path(types.SimpleNamespace(append=lambda **_: None))
+
+
+def test_a_real_hydra_application_finds_the_group_and_nothing_else_changes(tmp_path):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "app.yaml").write_text("trainer: {}\nx: 1\n")
+    (tmp_path / "app.py").write_text(
+        "import hydra\nfrom omegaconf import OmegaConf\n"
+        "@hydra.main(config_path='conf', config_name='app', version_base=None)\n"
+        "def main(config): print(OmegaConf.to_yaml(config))\nmain()\n"
+    )
+
+    def run(*arguments):
+        command = [sys.executable, "app.py", "hydra.run.dir=.", *arguments]
+        return subprocess.run(command, cwd=tmp_path, check=True, timeout=60, capture_output=True, text=True).stdout
+
+    assert run() == "trainer: {}\nx: 1\n\n"
+    assert "plugin: tlt" in run("+tlt=default")
