@@ -101,7 +101,8 @@ def write_report(
         parts += ["<h2>Serve the drafter</h2>", f"<pre>{html.escape(serving.command())}</pre>"]
     body = "\n".join(parts)
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><style>{CSS}</style>'
-    page = f'<!DOCTYPE html>\n<html lang="en"><head><title>verl-tlt run</title>{head}</head>\n<body>\n{body}\n</body></html>'
+    start = f'<!DOCTYPE html>\n<html lang="en"><head><title>verl-tlt run</title>{head}</head>'
+    page = f"{start}\n<body>\n{body}\n</body></html>\n"
     Path(path).write_text(page, encoding="utf-8")
     return Path(path)
 
