@@ -1,0 +1,51 @@
+# `make demo` and `make test` do their own set-up; everything runs in .venv on the CPU.
+SHELL := /bin/bash
+VENV ?= .venv
+PYTHON ?= python3.11
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+
+# One thread per process: engines, trainers and workers that spin against each other cost 10-60x.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup test test-fast lint demo demo-compare bench-control clean distclean
+
+help:
+	@echo "make demo           GRPO on the toy task with TLT, a line per step, pictures in demo-out/"
+	@echo "make demo-compare   the same beside the same run without TLT"
+	@echo "make test           lint, types and every test"
+	@echo "make test-fast      lint, types and the unit tests"
+	@echo "make bench-control  draft-length policies against oracles and on a real engine"
+	@echo "make setup          only the virtual environment"
+	@echo "make clean          remove what runs left behind; make distclean removes the environment too"
+
+setup: $(STAMP)
+
+$(STAMP): requirements/cpu.lock requirements/setup.sh requirements/vllm-metadata/pyproject.toml pyproject.toml
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" requirements/setup.sh
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest
+
+test-fast: lint
+	$(BIN)/pytest tests/unit
+
+demo: $(STAMP)
+	$(BIN)/verl-tlt demo
+
+demo-compare: $(STAMP)
+	$(BIN)/verl-tlt demo --compare
+
+bench-control: $(STAMP)
+	$(BIN)/python -m benchmarks.control
+
+clean:
+	rm -rf demo-out outputs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+distclean: clean
+	rm -rf $(VENV)

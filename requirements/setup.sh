@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Builds .venv: the CPU environment of the demo and the tests, from released wheels pinned in cpu.lock (4 GB, minutes).
+#
+#   PYTHON=/path/to/python3.11 VENV=/path/to/venv requirements/setup.sh
+#
+# `make setup` calls it once; a finished environment is marked by $VENV/.setup-done, which names what it was built from.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+PYTHON=${PYTHON:-python3.11}
+VENV=${VENV:-.venv}
+TORCH=2.13.0+cpu
+TORCH_INDEX=https://download.pytorch.org/whl/cpu
+STAMP=$VENV/.setup-done
+
+fail() { echo "setup: $*" >&2; exit 1; }
+say() { echo "setup: $*"; }
+
+inputs=$(cat requirements/cpu.lock requirements/setup.sh requirements/vllm-metadata/pyproject.toml pyproject.toml | cksum)
+if [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$inputs" ]; then
+  touch "$STAMP"
+  exit 0
+fi
+
+[ "$(uname -sm)" = "Linux x86_64" ] || fail "the CPU build of vLLM exists for Linux x86_64 only, and this is $(uname -sm)."
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null ||
+  fail "Python 3.11 is needed and '$PYTHON' is not it; install python3.11 or say where it is: make setup PYTHON=/path/to/python3.11"
+"$PYTHON" -c 'import venv, ensurepip' 2>/dev/null ||
+  fail "'$PYTHON' cannot make virtual environments; install its venv module (Debian, Ubuntu: apt install python3.11-venv)."
+
+rm -f "$STAMP"
+[ -x "$VENV/bin/python" ] || { say "making $VENV"; "$PYTHON" -m venv "$VENV"; }
+pip=("$VENV/bin/python" -m pip --disable-pip-version-check --quiet install --no-deps)
+
+# torch first and alone: asking PyTorch's index for every other package too would cost seconds each where it is slow.
+if ! "$VENV/bin/python" -c "import importlib.metadata as m, sys; sys.exit(m.version('torch') != '$TORCH')" 2>/dev/null; then
+  say "installing torch $TORCH"
+  "${pip[@]}" "torch==$TORCH" 2>/dev/null || "${pip[@]}" --index-url "$TORCH_INDEX" "torch==$TORCH" ||
+    fail "torch $TORCH is neither where pip is configured to look nor at $TORCH_INDEX; put its wheel where pip finds it (PIP_FIND_LINKS)."
+fi
+say "installing $(grep -c == requirements/cpu.lock) pinned packages"
+"${pip[@]}" --requirement requirements/cpu.lock || fail "a package of requirements/cpu.lock could not be installed; pip says which above."
+say "installing verl-tlt itself"
+"${pip[@]}" --no-build-isolation ./requirements/vllm-metadata
+"${pip[@]}" --no-build-isolation --editable .
+# torch's and vLLM's platform choice is what goes wrong first: see it now rather than in a worker.
+"$VENV/bin/python" - <<'PY' || fail "the environment does not hold together; remove it and run make setup again."
+import importlib.metadata as metadata
+assert metadata.version("vllm").endswith("+cpu") and metadata.version("verl") == "0.9.1"
+import verl_tlt.plugin
+assert verl_tlt.plugin.armed()
+PY
+printf '%s\n' "$inputs" > "$STAMP"
+say "done: $VENV"
