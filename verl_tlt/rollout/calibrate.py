@@ -1,0 +1,140 @@
+"""Measure, at start, what an engine step costs by batch and draft length, with the drafter switched off included.
+
+A policy cannot weigh accepted tokens against time before it knows both; and what speculation saved can be said only
+against stock decoding on this very machine (arm OFF). So the engine decodes short random prompts at a few batches with
+the draft length held, and its own step clock (`rollout/step_stats.py`) tells the medians. Costs are linear in K between
+measured lengths, so three of them do. Tokens are random and the weights may be anything: only time is looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+from uuid import uuid4
+
+from verl_tlt.control.types import OFF
+from verl_tlt.rollout.channel import ChannelClient
+from verl_tlt.rollout.latency_table import Table, fill_arms
+
+logger = logging.getLogger(__name__)
+
+BATCHES = (1, 2, 4, 8, 16, 32)
+STEPS = 6  # clean steps wanted of each probe; their median is taken
+PROMPT_TOKENS = 16
+
+Generate = Callable[[list[int], int], Awaitable[None]]
+SetDrafting = Callable[[bool], Awaitable[bool]]
+
+
+def plan_arms(arms: Sequence[int]) -> list[int]:
+    """Arms worth measuring: OFF, then the ends of the range, then 1, whose step from 0 is the largest."""
+    chosen = [OFF, 0, max(arms), 1]
+    return [k for i, k in enumerate(chosen) if (k == OFF or k in arms) and k not in chosen[:i]]
+
+
+def plan_batches(max_batch: int) -> list[int]:
+    """Batches to measure, ends first, so that a measurement cut short still spans the range."""
+    batches = [b for b in BATCHES if b <= max_batch] or [1]
+    return [batches[0], batches[-1], *batches[-2:0:-1]] if len(batches) > 1 else batches
+
+
+async def calibrate(
+    engine: Any, channel: ChannelClient, arms: Sequence[int], max_batch: int, vocab_size: int, budget_s: float = 20.0
+) -> Table:
+    """Measure a live vLLM engine that has no other work; it is left drafting, unforced, with an empty prefix cache.
+
+    Args:
+        engine: vLLM's AsyncLLM.
+        channel: to that engine's scheduler.
+        arms: the policy's draft lengths, ascending.
+        max_batch: the engine's `max_num_seqs`.
+        vocab_size: prompts are random ids below it.
+        budget_s: no probe starts after this many seconds.
+
+    Returns:
+        seconds by arm and batch, unmeasured arms interpolated; an arm without a clean step is missing.
+
+    Raises:
+        ChannelError: the scheduler does not answer.
+    """
+    from vllm import SamplingParams
+
+    async def generate(prompt: list[int], tokens: int) -> None:
+        params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        async for _ in engine.generate({"prompt_token_ids": prompt}, params, request_id=f"calibrate-{uuid4().hex}"):
+            pass
+
+    async def set_drafting(enabled: bool) -> bool:
+        results = await engine.collective_rpc(method="tlt_set_drafting", args=(enabled,))
+        # The drafter's cache has holes where it did not run; start both ways from nothing.
+        await engine.reset_prefix_cache()
+        return all(result["ok"] for result in results)
+
+    table = await measure(generate, set_drafting, channel, arms, max_batch, vocab_size, budget_s)
+    await engine.reset_prefix_cache()
+    return table
+
+
+async def measure(
+    generate: Generate,
+    set_drafting: SetDrafting,
+    channel: ChannelClient,
+    arms: Sequence[int],
+    max_batch: int,
+    vocab_size: int,
+    budget_s: float,
+) -> Table:
+    """`calibrate` over any engine.
+
+    Args:
+        generate: decodes a prompt (token ids) to so many new tokens, and returns when it has.
+        set_drafting: switches the drafter's own pass on or off, and says whether it could.
+        channel: to the engine's scheduler.
+        arms: as in `calibrate`, like the rest.
+        max_batch: largest batch.
+        vocab_size: of the prompts.
+        budget_s: shared evenly by the measured arms.
+    """
+    rng = random.Random(0)
+    planned = plan_arms(arms)
+    measured: Table = {}
+    try:
+        for arm in planned:
+            deadline = time.monotonic() + budget_s / len(planned)
+            if not await set_drafting(arm != OFF):
+                continue  # this engine cannot switch its drafter off: there is no OFF arm to know
+            await channel.call("control", drafting=arm != OFF, force_k=max(arm, 0))
+            await _decode(generate, rng, 1, 2, vocab_size)  # first use of the arm, not measured
+            for batch in plan_batches(max_batch):
+                if time.monotonic() > deadline:
+                    logger.info(
+                        "calibration of K=%d stopped at %d batches, out of time", arm, len(measured.get(arm, []))
+                    )
+                    break
+                seconds = await _probe(generate, channel, rng, arm, batch, vocab_size)
+                if seconds is not None:
+                    measured.setdefault(arm, []).append((batch, seconds))
+    finally:
+        await set_drafting(True)
+        await channel.call("control", drafting=True, force_k=None)
+    return fill_arms({arm: sorted(points) for arm, points in measured.items()}, arms)
+
+
+async def _probe(
+    generate: Generate, channel: ChannelClient, rng: random.Random, arm: int, batch: int, vocab_size: int
+) -> float | None:
+    """Median seconds of the clean steps at exactly this batch and arm; None if there was none."""
+    await channel.call("stats", reset=True)
+    # A request may gain arm + 1 tokens a step; all must still be there when enough steps have been seen.
+    await _decode(generate, rng, batch, 2 + STEPS * (max(arm, 0) + 1), vocab_size)
+    stats = await channel.call("stats", reset=True)
+    return next((float(median) for k, b, _, median in stats["latency"] if (k, b) == (arm, batch)), None)
+
+
+async def _decode(generate: Generate, rng: random.Random, batch: int, tokens: int, vocab_size: int) -> None:
+    prompts = [[rng.randrange(vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
+    await asyncio.gather(*(generate(prompt, tokens) for prompt in prompts))

@@ -1,0 +1,301 @@
+"""vLLM's scheduler with a draft length that is chosen anew in every engine step.
+
+The hook: `Scheduler.schedule` asks `self.dynamic_sd_lookup[batch]` once per step how many tokens to draft, and sends
+the answer to the workers in `SchedulerOutput.num_spec_tokens_to_schedule` (stock vLLM ≥ 0.24, sync and async
+scheduling). Here an object stands in for that list and asks the policy. K is thus fixed before anything is drafted,
+from batch, context and past acceptance only, which is what keeps speculative sampling exact. The K drafted in one step
+is verified in the next.
+
+Each finished step becomes one `StepRecord`, for the policy, the account and the trace (`rollout/step_control.py`). That
+costs tens of microseconds at batch 256, so the hot paths below are comprehensions over plain attributes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from verl_tlt.control.policy import make_policy
+from verl_tlt.control.types import Load, Policy, StepRecord
+from verl_tlt.rollout.channel import ChannelServer
+from verl_tlt.rollout.step_control import StepControl
+from verl_tlt.rollout.step_stats import StepTrace
+
+logger = logging.getLogger(__name__)
+
+PAUSE_FLOOR_S = 0.002  # a gap shorter than this between two steps is vLLM's own work
+PAUSE_SHARE = 0.5  # a gap longer than this share of the step itself means that the engine was held up
+
+
+def scheduler_path(async_scheduling: bool) -> str:
+    """The `scheduler_cls` for vLLM. A wrong base would silently draft nothing, so the class checks it again."""
+    return f"{__name__}.{'TLTAsyncScheduler' if async_scheduling else 'TLTScheduler'}"
+
+
+def load_policy(settings: Mapping[str, Any]) -> Policy:
+    """The policy that `additional_config["tlt"]` asks for.
+
+    Args:
+        settings: `speculation` (dict of `SpeculationConfig`), `arms` (ascending K), `seed`, and optionally
+            `policy_factory`: "module:function" taking the same three, for a policy of one's own.
+
+    Raises:
+        ControlError: the policy's name, arms or settings cannot be right.
+        ValueError: the factory cannot be found.
+    """
+    speculation, arms, seed = settings["speculation"], tuple(settings["arms"]), settings.get("seed", 0)
+    own = settings.get("policy_factory")
+    if own is None:
+        fixed = {"fixed": speculation["fixed"]} if speculation["policy"] == "fixed" else {}
+        return make_policy(speculation["policy"], arms, settings=fixed, seed=seed)
+    module, _, name = own.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"additional_config.tlt.policy_factory={own} cannot be loaded: {error}") from error
+    return factory(speculation, arms, seed)
+
+
+class _DraftLengthLookup:
+    """Stands where vLLM keeps its table of draft lengths by batch size."""
+
+    def __init__(self, choose: Callable[[], int]) -> None:
+        self._choose = choose
+
+    def __getitem__(self, batch: int) -> int:
+        # vLLM counts prefill chunks in `batch`; the scheduler counts decode-phase requests itself.
+        return self._choose()
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What was known of a step when it was scheduled; completed by what came back."""
+
+    output: SchedulerOutput
+    started_s: float
+    paused_s: float
+    batch: int
+    kv_tokens: int
+    arm: int
+    previous_arm: int
+    blocked: bool
+    prefilling: set[str]
+
+
+class TLTScheduler(Scheduler):
+    """For `async_scheduling=False` (every CPU engine). `schedule` and `update_from_output` bracket each engine step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._tlt_check()
+        settings = dict(self.vllm_config.additional_config["tlt"])
+        replica = os.environ.get("TLT_REPLICA", "0")
+        trace_dir = os.environ.get("TLT_TRACE_DIR")
+        trace = StepTrace(Path(trace_dir) / f"engine-{replica}.jsonl") if trace_dir else None
+        self.tlt = StepControl(load_policy(settings), self.num_spec_tokens, trace)
+        self.dynamic_sd_lookup = _DraftLengthLookup(self._tlt_choose)
+        draft_config = self.vllm_config.speculative_config.draft_model_config
+        self._tlt_longest = getattr(draft_config, "max_model_len", None) or self.max_model_len
+        self._tlt_plans: deque[_Plan] = deque()  # one under sync scheduling, two or more in flight under async
+        self._tlt_known = 0  # requests that were running before this step admitted new ones
+        self._tlt_load = Load(0, 0)
+        self._tlt_prefilling: set[str] = set()
+        self._tlt_arm = 0
+        self._tlt_blocked = False
+        self._tlt_finished_s = self._tlt_idle_since_s = time.perf_counter()
+        self._tlt_hits = [0] * (self.num_spec_tokens + 1)  # [K_max + 1]: drafts with exactly i tokens accepted
+        self._tlt_draft_tokens = 0
+        self._tlt_shortest = 0
+        address = os.environ.get("TLT_CHANNEL")
+        operations = {"stats": self.tlt.stats, "control": self.tlt.control, "policy": self.tlt.policy_summary}
+        self._tlt_channel = ChannelServer(address, operations) if address else None
+
+    def _tlt_check(self) -> None:
+        """Raises ValueError where this scheduler would not do what it says."""
+        config = self.vllm_config
+        if isinstance(self, AsyncScheduler) != bool(config.scheduler_config.async_scheduling):
+            raise ValueError(
+                f"{type(self).__name__} with async_scheduling={config.scheduler_config.async_scheduling} would draft "
+                "nothing; pass scheduler_cls=scheduler_path(async_scheduling)."
+            )
+        if config.parallel_config.data_parallel_size > 1:
+            raise ValueError(
+                "TLT needs data_parallel_size=1 inside an engine: ranks would choose different K and hang."
+            )
+        if self.num_spec_tokens < 1:
+            raise ValueError("TLT's scheduler needs a speculative_config with num_speculative_tokens of at least 1.")
+        if not hasattr(self, "dynamic_sd_lookup"):
+            raise ValueError(
+                "This vLLM has no per-step draft length (Scheduler.dynamic_sd_lookup); TLT needs 0.24 or later."
+            )
+
+    # ------------------------------------------------------------------ before the step
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """As vLLM's, with K chosen by the policy on the way (`_tlt_choose`)."""
+        started = time.perf_counter()
+        previous = self._tlt_arm
+        self._tlt_known = len(self.running)
+        output = super().schedule(*args, **kwargs)
+        scheduled = output.num_scheduled_tokens
+        if not scheduled:
+            return output
+        if len(scheduled) < len(self.running):
+            self._tlt_drop_stale_drafts(scheduled)
+        prefilling = self._tlt_prefilling & scheduled.keys() if self._tlt_prefilling else self._tlt_prefilling
+        self._tlt_plans.append(
+            _Plan(
+                output=output,
+                started_s=started,
+                paused_s=0.0 if self._tlt_plans else started - self._tlt_idle_since_s,
+                batch=len(scheduled) - len(prefilling),
+                kv_tokens=self._tlt_load.kv_tokens,
+                arm=self._tlt_arm,
+                previous_arm=previous,
+                blocked=self._tlt_blocked,
+                prefilling=prefilling,
+            )
+        )
+        return output
+
+    def _tlt_choose(self) -> int:
+        """K for the step being scheduled, keyed on decode-phase requests: a prefill that joins must not flip it.
+
+        Requests admitted in this step stand at the end of `running` and compute their prompt first; of the others
+        vLLM knows (`is_prefill_chunk`) which still do.
+        """
+        running, known = self.running, self._tlt_known
+        old = running[:known] if len(running) > known else running
+        contexts = [r.num_computed_tokens for r in old if not r.is_prefill_chunk]  # tokens, [batch]
+        longest = max(contexts, default=0) + 1 + max(self._tlt_arm, 0)
+        self._tlt_prefilling = set()
+        if len(contexts) < len(running):
+            prefills = [r for i, r in enumerate(running) if i >= known or r.is_prefill_chunk]
+            self._tlt_prefilling = {r.request_id for r in prefills}
+            longest = max(longest, *(r.num_tokens for r in prefills))
+            if not contexts:  # nobody decodes yet: plan for those who will in the next step
+                contexts = [r.num_tokens for r in prefills]
+        self._tlt_load = Load(len(contexts), sum(contexts))
+        # One request that could outgrow the drafter stops it for the whole batch (vLLM `_input_fits_in_drafter`).
+        self._tlt_blocked = longest + self.num_spec_tokens > self._tlt_longest
+        arm = self.tlt.choose(self._tlt_load)
+        self._tlt_arm = 0 if self._tlt_blocked and arm > 0 else arm
+        return max(self._tlt_arm, 0)
+
+    def _tlt_drop_stale_drafts(self, scheduled: dict[str, int]) -> None:
+        """Forget drafts of requests that this step leaves out.
+
+        The worker keeps draft probabilities of the last step only. A draft verified later would make it treat every
+        draft of that step as certain ("Missing cached draft probabilities"), which is no longer lossless.
+        """
+        for request in self.running:
+            if request.spec_token_ids and request.request_id not in scheduled:
+                request.spec_token_ids = []
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """As vLLM's, cut to the K that was asked for.
+
+        A V2 model runner before 0.32 always drafts K_max, and any runner returns K_max zeros where it could not draft.
+        """
+        k = max(self._tlt_arm, 0)
+        rows = draft_token_ids.draft_token_ids
+        if rows and len(rows[0]) > k:
+            draft_token_ids.draft_token_ids = [row[:k] for row in rows]
+        super().update_draft_token_ids(draft_token_ids)
+
+    # ------------------------------------------------------------------ after the step
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
+        """As vLLM's, and one `StepRecord` for each step that did work."""
+        now = time.perf_counter()
+        self._tlt_hits = [0] * len(self._tlt_hits)
+        self._tlt_draft_tokens = 0
+        self._tlt_shortest = self.num_spec_tokens
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if scheduler_output.num_scheduled_tokens:
+            self._tlt_record(scheduler_output, outputs, now)
+        self._tlt_finished_s = now
+        self._tlt_idle_since_s = time.perf_counter()
+        if not self.running:
+            self.tlt.flush()
+        return outputs
+
+    def make_spec_decoding_stats(
+        self, spec_decoding_stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """VLLM's accounting of one verified draft, called per request with or without log statistics."""
+        self._tlt_hits[num_accepted_tokens] += 1
+        self._tlt_draft_tokens += num_draft_tokens
+        if num_draft_tokens < self._tlt_shortest:
+            self._tlt_shortest = num_draft_tokens
+        if not self.log_stats:
+            return None
+        return super().make_spec_decoding_stats(
+            spec_decoding_stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs
+        )
+
+    def _tlt_record(self, scheduler_output: SchedulerOutput, outputs: Any, now: float) -> None:
+        plan = self._tlt_plans.popleft()
+        while plan.output is not scheduler_output:  # a step whose result vLLM threw away
+            plan = self._tlt_plans.popleft()
+        paused = plan.paused_s > max(PAUSE_FLOOR_S, PAUSE_SHARE * (now - plan.started_s))
+        drafts = sum(self._tlt_hits)
+        verified = plan.previous_arm if drafts else 0
+        emitted = produced = sum([len(o.new_token_ids) for client in outputs.values() for o in client.outputs])
+        if plan.prefilling:
+            produced = sum(
+                len(o.new_token_ids)
+                for client in outputs.values()
+                for o in client.outputs
+                if o.request_id not in plan.prefilling
+            )
+        decode_only = not plan.prefilling and not paused
+        clean = (
+            decode_only
+            and not plan.blocked
+            and plan.arm == plan.previous_arm
+            and (plan.arm <= 0 or (drafts == plan.batch and self._tlt_shortest == verified))
+        )
+        step = StepRecord(
+            batch=plan.batch,
+            kv_tokens=plan.kv_tokens if plan.batch else 0,
+            drafted=plan.arm,
+            verified=verified,
+            drafts=drafts,
+            # reversed running sums of [K_max .. 1] hits: how many drafts had at least i + 1 tokens accepted
+            accepted=tuple(accumulate(self._tlt_hits[:0:-1]))[::-1][:verified],
+            produced=produced,
+            latency_s=now - (plan.started_s if paused else self._tlt_finished_s),
+            clean=clean,
+        )
+        self.tlt.record(
+            step,
+            emitted=emitted,
+            draft_tokens=self._tlt_draft_tokens,
+            blocked=plan.blocked,
+            decode_only=decode_only,
+        )
+
+    def shutdown(self) -> None:
+        """As vLLM's; the channel closes and the trace is written out."""
+        if self._tlt_channel is not None:
+            self._tlt_channel.close()
+            self._tlt_channel = None
+        self.tlt.flush()
+        super().shutdown()
+
+
+class TLTAsyncScheduler(TLTScheduler, AsyncScheduler):
+    """For `async_scheduling=True` (vLLM's default with EAGLE drafters on a GPU)."""

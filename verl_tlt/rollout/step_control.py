@@ -1,0 +1,147 @@
+"""The controller's side of one engine: asks the policy for K, keeps the account, answers the control channel.
+
+Between the policy (pure, `verl_tlt/control`) and vLLM's scheduler (`rollout/scheduler.py`), and free of both, so that
+it runs in a test without an engine. The scheduler's loop and the channel's thread meet here, under one lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from verl_tlt.control.types import OFF, Load, Policy, StepRecord
+from verl_tlt.rollout.latency_table import Table, fill_arms, for_policy, parse
+from verl_tlt.rollout.step_stats import Aggregates, StepTrace
+
+logger = logging.getLogger(__name__)
+
+
+class StepControl:
+    """Chooses the draft length of each step and remembers what came of it.
+
+    Args:
+        policy: who decides; asked once per step with decode-phase requests, unless overruled by `control`.
+        max_draft_length: K_max of the engine; nothing longer is ever returned.
+        trace: where each step is written; None: nowhere.
+    """
+
+    def __init__(self, policy: Policy, max_draft_length: int, trace: StepTrace | None = None) -> None:
+        self.policy = policy
+        self.max_draft_length = max_draft_length
+        self.trace = trace
+        self.drafting = True
+        self.force_k: int | None = None
+        self.latency: Table = {}
+        self.policy_error: str | None = None
+        self._sums = Aggregates()
+        self._lock = threading.Lock()
+
+    def choose(self, load: Load) -> int:
+        """The arm of the coming step: 0..K_max, or OFF while the engine runs without its drafter."""
+        with self._lock:
+            if not self.drafting:
+                return OFF
+            if self.force_k is not None:
+                return min(self.force_k, self.max_draft_length)
+            if self.policy_error is not None:
+                return 0
+            try:
+                return max(0, min(self.policy.choose(load), self.max_draft_length))
+            except Exception as error:
+                self._give_up(error)
+                return 0
+
+    def record(
+        self, step: StepRecord, *, emitted: int, draft_tokens: int, blocked: bool = False, decode_only: bool = True
+    ) -> None:
+        """Account for one finished step, and let the policy learn from it; arguments as in `Aggregates.add`."""
+        with self._lock:
+            self._sums.add(
+                step,
+                emitted=emitted,
+                draft_tokens=draft_tokens,
+                blocked=blocked,
+                decode_only=decode_only,
+                off_latency=self.latency.get(OFF),
+            )
+            if self.policy_error is None:
+                try:
+                    self.policy.observe(step)
+                except Exception as error:
+                    self._give_up(error)
+            if self.trace is not None:
+                self.trace.add(step, time.time())
+
+    def _give_up(self, error: Exception) -> None:
+        """A policy that raises costs speculation, never the rollout: K=0 from here on, said in every `stats`."""
+        self.policy_error = f"{type(error).__name__}: {error}"
+        logger.error("The speculation policy failed; this engine decodes with K=0 from here on.", exc_info=error)
+
+    def flush(self) -> None:
+        """Write out the trace; called whenever the engine runs out of work."""
+        with self._lock:
+            if self.trace is not None:
+                self.trace.flush()
+
+    # ------------------------------------------------------------------ operations of the control channel
+
+    def stats(self, reset: bool = False) -> dict[str, Any]:
+        """Sums since the last reset (`Aggregates.to_dict`), with `drafting`, `force_k` and `policy_error`."""
+        with self._lock:
+            sums = self._sums
+            if reset:
+                self._sums = Aggregates()
+            if self.trace is not None:
+                self.trace.flush()
+            state = {"drafting": self.drafting, "force_k": self.force_k, "policy_error": self.policy_error}
+            return {**sums.to_dict(), **state}
+
+    def control(self, **settings: Any) -> dict[str, Any]:
+        """Overrule or inform the policy.
+
+        Args:
+            **settings: any of `force_k` (this K in every step, until set to None), `drafting` (False while the worker's
+                drafter is switched off, `TLTWorkerExtension.tlt_set_drafting`), `acceptance` (conditional, per draft
+                position, expected of a drafter just published; empty: nothing known) and `latency` (a measured
+                `latency_table.Table`, its arms as strings).
+
+        Raises:
+            ValueError: an unknown setting or a value that cannot be.
+        """
+        unknown = set(settings) - {"force_k", "drafting", "acceptance", "latency"}
+        if unknown:
+            raise ValueError(f"control does not know {', '.join(sorted(unknown))}.")
+        with self._lock:
+            if "force_k" in settings:
+                self.force_k = self._checked_k(settings["force_k"])
+            if "drafting" in settings:
+                self.drafting = bool(settings["drafting"])
+            if settings.get("latency"):
+                self._set_latency(settings["latency"])
+            if settings.get("acceptance"):
+                self._tell_policy("set_acceptance", [float(a) for a in settings["acceptance"]])
+            return {"drafting": self.drafting, "force_k": self.force_k}
+
+    def policy_summary(self) -> dict[str, Any]:
+        """What the policy believes at the moment (its `summary()`), in its own words."""
+        with self._lock:
+            summary = getattr(self.policy, "summary", None)
+            return {"policy": type(self.policy).__name__, **(summary() if summary else {})}
+
+    def _checked_k(self, k: int | None) -> int | None:
+        if k is not None and (not isinstance(k, int) or not 0 <= k <= self.max_draft_length):
+            raise ValueError(f"force_k must be 0..{self.max_draft_length} or null, not {k!r}.")
+        return k
+
+    def _set_latency(self, node: Mapping[str, Any]) -> None:
+        self.latency = fill_arms(parse(node), range(self.max_draft_length + 1))
+        self._tell_policy("set_latency", for_policy(self.latency))
+
+    def _tell_policy(self, method: str, value: Any) -> None:
+        """Call an optional method of the policy; a fixed policy has no use for estimates."""
+        hear = getattr(self.policy, method, None)
+        if hear is not None:
+            hear(value)

@@ -1,0 +1,154 @@
+"""What an engine did since it was last asked: sums over engine steps, and one trace line per step.
+
+Pure Python, no vLLM, so that the account can be tested by itself. The scheduler feeds it (`rollout/scheduler.py`),
+the server asks for it over the control channel once per RL step.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections import Counter, defaultdict, deque
+from pathlib import Path
+from typing import Any
+
+from verl_tlt.control.types import OFF, StepRecord
+from verl_tlt.rollout.latency_table import interpolate
+
+logger = logging.getLogger(__name__)
+
+LATENCY_SAMPLES = 64  # per (arm, batch): enough for a median, bounded however long the rollout is
+FLUSH_S = 0.5  # seconds of engine steps between two writes of the trace
+
+
+class Aggregates:
+    """Sums over engine steps since construction."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.clean_steps = 0
+        self.blocked_steps = 0
+        self.busy_s = 0.0
+        self.emitted = 0
+        self.produced = 0
+        self.rows = 0
+        self.drafts = 0
+        self.draft_tokens = 0
+        self.offered: list[int] = []
+        self.accepted: list[int] = []
+        self.k_steps: Counter[int] = Counter()
+        self.k_tokens: Counter[int] = Counter()
+        self.saved_s = 0.0
+        self.compared_s = 0.0
+        self._latency: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=LATENCY_SAMPLES))
+
+    def add(
+        self,
+        step: StepRecord,
+        *,
+        emitted: int,
+        draft_tokens: int,
+        blocked: bool = False,
+        decode_only: bool = True,
+        off_latency: list[tuple[int, float]] | None = None,
+    ) -> None:
+        """Account for one finished step.
+
+        Args:
+            step: what the policy sees of it.
+            emitted: tokens handed to requests, first tokens after a prefill included.
+            draft_tokens: tokens verified over all requests.
+            blocked: vLLM could not draft in this step.
+            decode_only: no prefill in the step and no pause before it, so that stock's time for it is known.
+            off_latency: the OFF arm's (batch, seconds) points, where it was measured.
+        """
+        arm = OFF if step.drafted == OFF else step.verified
+        self.steps += 1
+        self.blocked_steps += blocked
+        self.busy_s += step.latency_s
+        self.emitted += emitted
+        self.produced += step.produced
+        self.rows += step.batch
+        self.drafts += step.drafts
+        self.draft_tokens += draft_tokens
+        while len(self.accepted) < len(step.accepted):
+            self.accepted.append(0)
+            self.offered.append(0)
+        for i, count in enumerate(step.accepted):
+            self.offered[i] += step.drafts
+            self.accepted[i] += count
+        self.k_steps[arm] += 1
+        self.k_tokens[arm] += step.produced
+        if step.clean:
+            self.clean_steps += 1
+            self._latency[arm, step.batch].append(step.latency_s)
+        if off_latency and decode_only and step.batch:
+            # Stock would have spent one step of this batch for every `batch` tokens.
+            self.saved_s += step.produced / step.batch * interpolate(off_latency, step.batch) - step.latency_s
+            self.compared_s += step.latency_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready sums.
+
+        Returns:
+            steps, clean_steps, blocked_steps (vLLM could not draft); busy_s; emitted (all tokens), produced and rows
+            (tokens and request-steps of decode-phase requests); drafts, draft_tokens; offered and accepted per position
+            (drafts of at least i+1 tokens, and those of them whose first i+1 tokens were accepted: K varies, so a rate
+            needs both); k_steps and k_tokens by verified K as strings, "-1" for OFF; saved_s against stock, over the
+            compared_s seconds of decode-only steps for which the OFF latency is known; latency as
+            [arm, batch, samples, median seconds] of clean steps.
+        """
+        return {
+            "steps": self.steps,
+            "clean_steps": self.clean_steps,
+            "blocked_steps": self.blocked_steps,
+            "busy_s": self.busy_s,
+            "emitted": self.emitted,
+            "produced": self.produced,
+            "rows": self.rows,
+            "drafts": self.drafts,
+            "draft_tokens": self.draft_tokens,
+            "offered": list(self.offered),
+            "accepted": list(self.accepted),
+            "k_steps": {str(k): n for k, n in sorted(self.k_steps.items())},
+            "k_tokens": {str(k): n for k, n in sorted(self.k_tokens.items())},
+            "saved_s": self.saved_s,
+            "compared_s": self.compared_s,
+            "latency": [[k, b, len(v), statistics.median(v)] for (k, b), v in sorted(self._latency.items())],
+        }
+
+
+class StepTrace:
+    """Appends one JSON line per engine step to a file, a buffer at a time. A disk that fails costs only the trace."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.failed: str | None = None
+        self._lines: list[str] = []
+        self._flushed_at = 0.0
+
+    def add(self, step: StepRecord, unix_s: float) -> None:
+        """Queue one line; written out after `FLUSH_S` seconds of steps, or by `flush`."""
+        accepted = ",".join(map(str, step.accepted))
+        self._lines.append(
+            f'{{"t":{unix_s:.4f},"batch":{step.batch},"kv":{step.kv_tokens},"k":{step.drafted},"verified":{step.verified},'
+            f'"drafts":{step.drafts},"accepted":[{accepted}],"produced":{step.produced},"latency_s":{step.latency_s:.6f},'
+            f'"clean":{"true" if step.clean else "false"}}}\n'
+        )
+        if unix_s - self._flushed_at > FLUSH_S:
+            self.flush(unix_s)
+
+    def flush(self, unix_s: float | None = None) -> None:
+        """Write what is queued."""
+        if unix_s is not None:
+            self._flushed_at = unix_s
+        lines, self._lines = self._lines, []
+        if not lines or self.failed:
+            return
+        try:
+            with self.path.open("a") as file:
+                file.writelines(lines)
+        except OSError as error:
+            self.failed = str(error)
+            logger.warning("The engine trace %s stops here: %s", self.path, error)
