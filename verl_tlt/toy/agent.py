@@ -1,0 +1,50 @@
+"""Responses of a given length, so that two runs are compared on the same number of tokens.
+
+With sampling, an arm that happens to draw one long response looks slow. Here response i of a prompt stops after exactly
+`extra_info["forced_lengths"][i]` tokens and not at `<eos>`. Used by
+`actor_rollout_ref.rollout.agent.agent_loop_config_path=<agent_loop.yaml>` and `.default_agent_loop=forced_length`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+
+
+def forced_sampling_params(
+    sampling_params: Mapping[str, Any], extra_info: Mapping[str, Any], session_id: int, response_length: int
+) -> dict[str, Any]:
+    """A copy of `sampling_params` that ends the response after its forced length, at most `response_length` tokens.
+
+    Args:
+        sampling_params: shared by all samples of a group, so it is copied.
+        extra_info: the prompt's row; `forced_lengths` holds one length per sample.
+        session_id: the sample's index within its group.
+        response_length: `data.max_response_length`.
+
+    Raises:
+        ValueError: the row has no `forced_lengths`, or fewer than the group has samples.
+    """
+    lengths = extra_info.get("forced_lengths")
+    if lengths is None:
+        raise ValueError("agent loop forced_length needs extra_info.forced_lengths in every row of data.train_files.")
+    if session_id >= len(lengths):
+        raise ValueError(
+            f"extra_info.forced_lengths has {len(lengths)} lengths: too few for actor_rollout_ref.rollout.n samples."
+        )
+    length = min(int(lengths[session_id]), response_length)
+    return {**sampling_params, "max_tokens": length, "ignore_eos": True}
+
+
+class ForcedLengthAgentLoop(SingleTurnAgentLoop):
+    """verl's single-turn loop with the response length set per sample."""
+
+    async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> AgentLoopOutput:
+        """Generate one response; `session_id` (0..n-1) comes from verl's `AgentLoopWorkerTQ._run_prompt`."""
+        forced = forced_sampling_params(
+            sampling_params, kwargs["extra_info"], int(kwargs["session_id"]), self.response_length
+        )
+        return await super().run(forced, priority=priority, **kwargs)
