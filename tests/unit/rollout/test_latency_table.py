@@ -1,0 +1,40 @@
+import pytest
+
+from verl_tlt.control.types import OFF
+from verl_tlt.rollout.latency_table import fill_arms, for_policy, interpolate, parse
+
+
+def test_a_table_survives_json_keys_and_comes_back_sorted():
+    assert parse({"-1": [[4, 0.2], [1, 0.1]], "3": [[2, 0.3]], "1": []}) == {OFF: [(1, 0.1), (4, 0.2)], 3: [(2, 0.3)]}
+
+
+@pytest.mark.parametrize("point", [[0, 0.1], [1, 0.0], [1, -1.0], [1, float("nan")], [1, float("inf")]])
+def test_points_that_cannot_be_are_refused(point):
+    with pytest.raises(ValueError, match="arm 1: batch"):
+        parse({"1": [point]})
+
+
+@pytest.mark.parametrize(
+    ("batch", "seconds"), [(1, 0.1), (2, 0.1), (3, 0.15), (4, 0.2), (6, 0.4), (8, 0.6), (10, 0.8), (0.5, 0.1)]
+)
+def test_interpolation_is_linear_flat_below_and_continues_the_last_slope(batch, seconds):
+    assert interpolate([(2, 0.1), (4, 0.2), (8, 0.6)], batch) == pytest.approx(seconds)
+
+
+def test_noise_never_makes_a_larger_batch_cheaper_than_the_largest_measured():
+    assert interpolate([(2, 0.3), (4, 0.2)], 100) == 0.2
+    assert interpolate([(2, 0.3)], 100) == 0.3
+
+
+def test_missing_arms_are_linear_in_k_and_off_is_never_made_up():
+    table = {0: [(1, 0.1), (8, 0.2)], 1: [(1, 0.2), (8, 0.4)], 5: [(1, 0.6), (8, 1.2)]}
+    filled = fill_arms(table, (0, 1, 2, 3, 5, 7, OFF))
+    assert set(filled) == {0, 1, 2, 3, 5}
+    assert filled[3] == [(1, pytest.approx(0.4)), (8, pytest.approx(0.8))]
+    assert filled[1] == table[1]
+
+
+def test_policies_get_the_same_seconds_with_a_context():
+    points = for_policy({OFF: [(4, 0.2)]}).points
+    assert [(p.batch, p.draft_length, p.seconds) for p in points] == [(4, OFF, 0.2)]
+    assert points[0].kv_tokens > points[0].batch
