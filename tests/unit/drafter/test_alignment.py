@@ -1,0 +1,111 @@
+"""What the drafter is fed and scored on, against the naive reference and against the policy itself."""
+
+import pytest
+import torch
+from tiny_policy import FAMILIES, VOCAB, frozen_parts, make_policy, observe
+from vllm_by_hand import Reference, passes
+
+from verl_tlt.drafter import DrafterTrainer, Sequence, align, build_drafter, pack, refresh_frozen
+
+PASSES = 3
+
+
+def test_every_pass_is_what_vllm_computes_at_that_draft_position(drafter, sequences):
+    reference = Reference(drafter)
+    for sequence in sequences[:2]:
+        seen = passes(drafter, align(sequence))
+        for t in range(len(sequence) - 1 - PASSES):
+            drafted = reference.draft(sequence, t, PASSES)
+            for k in range(PASSES):
+                logits, targets = seen[k]
+                torch.testing.assert_close(logits[t], drafted[k], rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(targets[t], reference.policy(sequence, t + 1 + k), rtol=1e-4, atol=1e-4)
+
+
+def test_the_passes_depend_on_what_is_fed_back(drafter, sequences):
+    """The comparison above would not notice a recurrence that ignores its own hidden state; this model does not."""
+    sequence, t = sequences[0], 6
+    changed = Sequence(sequence.tokens, sequence.prompt_len, sequence.aux.clone(), sequence.last)
+    changed.aux[t + 1 :] = 0  # hidden states a draft from t has not seen
+    before, after = passes(drafter, align(sequence)), passes(drafter, align(changed))
+    for k in range(PASSES):
+        torch.testing.assert_close(before[k][0][t], after[k][0][t])
+    assert not torch.allclose(before[0][0][t + 1], after[0][0][t + 1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_aux_layers_are_layer_inputs_and_last_is_before_the_norm(family):
+    policy = make_policy(family)
+    tokens = torch.arange(12) % VOCAB
+    sequence = observe(policy, tokens, 3, layers=(1, 2, 3))
+    out = policy(tokens[None], output_hidden_states=True)
+    # transformers: hidden_states[i] is the input of layer i; the last entry is *after* the final norm.
+    torch.testing.assert_close(sequence.aux, torch.cat([out.hidden_states[i][0] for i in (1, 2, 3)], -1))
+    assert not torch.allclose(sequence.last, out.hidden_states[-1][0], atol=1e-3)
+    model = build_drafter(policy.config, aux_layers=(1, 2, 3))
+    refresh_frozen(model, frozen_parts(policy))
+    _, targets = passes(model, align(sequence), 1)[0]
+    torch.testing.assert_close(targets, out.logits[0, 1:], rtol=1e-4, atol=1e-4)
+
+
+def test_loss_only_where_vllm_drafts(sequences):
+    sequence = sequences[0]
+    batch = align(sequence)
+    length, prompt = len(sequence), sequence.prompt_len
+    assert batch.rows == length - 1
+    for row in range(batch.rows):
+        assert batch.input_ids[0, row] == sequence.tokens[row + 1]
+        known = prompt <= row + 1 and row + 2 < length
+        assert bool(batch.loss_mask[0, row]) == known
+        if known:
+            assert batch.next_ids[0, row] == sequence.tokens[row + 2]
+    assert batch.position_ids[0].tolist() == list(range(length - 1))
+
+
+def test_a_window_keeps_true_positions_and_its_share_of_the_prompt(sequences):
+    sequence = sequences[1]  # 25 tokens, 9 of them prompt
+    window = sequence.window(4, 20)
+    assert (len(window), window.prompt_len, window.start) == (16, 5, 4)
+    assert align(window).position_ids[0, 0] == 4
+    assert sequence.window(12, 20).prompt_len == 0
+    whole, part = align(sequence), align(window)
+    assert torch.equal(part.input_ids[0], whole.input_ids[0, 4:19])
+    assert torch.equal(part.loss_mask[0, :-1], whole.loss_mask[0, 4:18])
+
+
+def test_left_padding_cut_away_gives_the_same_rows(policy, sequences):
+    """verl left-pads prompts; the policy's hidden states of a left-padded row, cut, are those of the bare sequence."""
+    sequence = sequences[0]
+    padding = 7
+    tokens = torch.cat([torch.zeros(padding, dtype=torch.int64), sequence.tokens])
+    mask = torch.cat([torch.zeros(padding, dtype=torch.int64), torch.ones(len(sequence), dtype=torch.int64)])
+    positions = (mask.cumsum(0) - 1).clamp_min(0)
+    out = policy(tokens[None], attention_mask=mask[None], position_ids=positions[None], output_hidden_states=True)
+    aux = torch.cat([out.hidden_states[i][0, padding:] for i in (1, 2, 3)], -1)
+    torch.testing.assert_close(aux, sequence.aux, rtol=1e-4, atol=1e-5)
+
+
+def test_packed_equals_one_by_one_in_loss_and_gradient(policy, drafter, sequences):
+    trainer = DrafterTrainer(drafter, ttt_steps=PASSES)
+
+    def loss_and_gradients(batch):
+        prepared = trainer._prepare(batch)
+        loss, _ = trainer._forward(prepared)
+        gradients = torch.autograd.grad(loss, list(trainer.parameters.values()))
+        return prepared.tokens, loss.detach(), gradients
+
+    alone = [loss_and_gradients(align(s)) for s in sequences]
+    rows, loss, gradients = loss_and_gradients(pack(sequences))
+    assert rows == sum(n for n, _, _ in alone)
+    torch.testing.assert_close(loss, sum(n * x for n, x, _ in alone) / rows, rtol=1e-4, atol=1e-6)
+    for i, gradient in enumerate(gradients):
+        expected = sum(n * g[i] for n, _, g in alone) / rows
+        torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-6)
+
+
+def test_padding_rows_change_nothing(drafter, sequences):
+    trainer = DrafterTrainer(drafter, ttt_steps=2)
+    bare = pack(sequences[:2])
+    loss, _ = trainer._forward(trainer._prepare(bare))
+    filled, _ = trainer._forward(trainer._prepare(bare.padded(64)))
+    torch.testing.assert_close(filled, loss)

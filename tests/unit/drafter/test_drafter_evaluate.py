@@ -1,0 +1,180 @@
+"""Simulated acceptance against speculative sampling itself, enumerated over every text a three-token policy can say."""
+
+import itertools
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from tiny_policy import frozen_parts, make_policy, observe
+from vllm_by_hand import passes
+
+from verl_tlt.drafter import (
+    DrafterError,
+    accept_length,
+    acceptance,
+    align,
+    build_drafter,
+    most_frequent,
+    refresh_frozen,
+)
+
+V, PROMPT, RESPONSE, K = 3, (0, 2, 1), 5, 2
+SEED = 2  # greedy drafts of this head are right sometimes
+SETTINGS = [(1.0, 1.0, 0), (0.7, 1.0, 2), (1.3, 0.8, 0), (0.0, 1.0, 0)]
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A drafter, every text as a recorded sequence, and the logits of every pass over each."""
+    policy = make_policy(vocab_size=V)
+    with torch.no_grad():
+        policy.lm_head.weight.mul_(0.3)
+    drafter = build_drafter(policy.config, seed=SEED)
+    refresh_frozen(drafter, frozen_parts(policy))
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.requires_grad and parameter.ndim == 2:
+                parameter.mul_(8)
+    texts = [PROMPT + response for response in itertools.product(range(V), repeat=RESPONSE)]
+    recorded = {text: observe(policy, torch.tensor(text), len(PROMPT)) for text in texts}
+    return drafter, recorded, {text: passes(drafter, align(sequence), K) for text, sequence in recorded.items()}
+
+
+def naive_probabilities(logits, temperature, top_p=1.0, top_k=0):
+    """Temperature, then top-k, then the smallest set whose mass reaches top-p; one list at a time."""
+    logits = np.asarray(logits, dtype=np.float64)
+    if temperature == 0:
+        return np.eye(len(logits))[logits.argmax()]
+    p = np.exp(logits / temperature - (logits / temperature).max())
+    if top_k:
+        p[np.argsort(-p)[top_k:]] = 0
+    p /= p.sum()
+    kept, mass = np.zeros_like(p), 0.0
+    for i in np.argsort(-p):
+        if mass >= top_p:
+            break
+        kept[i], mass = p[i], mass + p[i]
+    return kept / kept.sum()
+
+
+def tables(logits_of, setting):
+    """p[prefix] after it, and q[prefix, k]: the drafter's k-th distribution with the draft begun k tokens earlier."""
+    temperature, top_p, top_k = setting
+    p, q = {}, {}
+    for text, seen in logits_of.items():
+        for k, (logits, targets) in enumerate(seen):
+            for row in range(len(text) - 1 - k):
+                prefix = text[: row + 2 + k]
+                q[prefix, k] = naive_probabilities(logits[row], temperature)
+                p[prefix] = naive_probabilities(targets[row], temperature, top_p, top_k)
+    return p, q
+
+
+def enumerate_speculative_sampling(p, q, stop):
+    """Expected (drafts, accepted by position) of decoding on from a text; drafts count that start before row `stop`."""
+
+    def residual(p_now, q_now):
+        rest = np.maximum(p_now - q_now, 0)
+        return rest / rest.sum() if rest.sum() > 0 else p_now
+
+    @cache
+    def decode(text):
+        if len(text) - 2 >= stop:
+            return np.zeros(K + 1)
+        return np.eye(K + 1)[0] + draft(text, 0)
+
+    def draft(text, k):
+        if k == K:
+            return sum(p[text][token] * decode((*text, token)) for token in range(V))
+        total = np.zeros(K + 1)
+        p_now, q_now = p[text], q[text, k]
+        for token in range(V):
+            if q_now[token] == 0:
+                continue
+            accepted = min(1.0, p_now[token] / q_now[token])
+            if accepted:
+                total += q_now[token] * accepted * (np.eye(K + 1)[k + 1] + draft((*text, token), k + 1))
+            if accepted < 1:
+                recovered = residual(p_now, q_now)
+                after = sum(recovered[other] * decode((*text, other)) for other in range(V) if recovered[other])
+                total += q_now[token] * (1 - accepted) * after
+        return total
+
+    return decode
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_expectation_over_all_texts_is_that_of_speculative_sampling(small, setting):
+    drafter, recorded, logits_of = small
+    temperature, top_p, top_k = setting
+    p, q = tables(logits_of, setting)
+    texts = list(recorded)
+    scores = acceptance(
+        drafter, list(recorded.values()), temperature=temperature, top_p=top_p, top_k=top_k, max_draft=K, budget=512
+    )
+    stop = len(texts[0]) - 1 - K
+    decode = enumerate_speculative_sampling(p, q, stop)
+    first = {text[len(PROMPT)]: 1.0 / V for text in texts}  # any weights do: both sides start from the same ones
+    ours, exact = np.zeros(K + 1), np.zeros(K + 1)
+    for token, weight in first.items():
+        exact += weight * decode((*PROMPT, token))
+    for text, score in zip(texts, scores, strict=True):
+        weight = first[text[len(PROMPT)]]
+        for i in range(len(PROMPT) + 1, len(text)):
+            weight *= p[text[:i]][text[i]]
+        ours += weight * np.array([score.drafts, *score.accepted])
+    np.testing.assert_allclose(ours, exact, rtol=1e-4)
+    assert 1.0 < 1 + exact[1:].sum() / exact[0] < K + 1
+
+
+def test_batches_do_not_matter_and_repeats_agree(drafter, sequences):
+    together = acceptance(drafter, sequences, max_draft=3)
+    alone = [acceptance(drafter, [s], max_draft=3)[0] for s in sequences]
+    for a, b in zip(together, alone, strict=True):
+        assert a.positions == b.positions
+        np.testing.assert_allclose(a.accepted, b.accepted, rtol=1e-5)
+        np.testing.assert_allclose(a.drafts, b.drafts, rtol=1e-5)
+    again = acceptance(drafter, sequences, max_draft=3)
+    assert all((a.accepted == b.accepted).all() for a, b in zip(together, again, strict=True))
+    assert 1.0 <= accept_length(together) <= 4.0
+
+
+def test_longer_than_the_budget_is_scored_in_pieces(drafter, sequences):
+    scores = acceptance(drafter, sequences, max_draft=2, budget=10)
+    assert [s.positions for s in scores[:1]] == [sum(_starts(piece, 2) for piece in _pieces(sequences[0], 10))]
+    assert len(scores) == len(sequences)
+
+
+def _pieces(sequence, budget):
+    return [(i, min(i + budget, len(sequence) - 1), sequence.prompt_len) for i in range(0, len(sequence) - 1, budget)]
+
+
+def _starts(piece, k):
+    begin, end, prompt = piece
+    return max(end - begin - k - max(prompt - begin - 1, 0), 0)
+
+
+def test_too_short_to_know(drafter, sequences):
+    score = acceptance(drafter, [sequences[0].window(0, 6)], max_draft=3)[0]
+    assert (score.positions, score.drafts, score.accept_length) == (0, 0.0, 1.0)
+    assert score.accept.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_pruned_vocabulary_counts_the_mass_it_cannot_propose(policy, sequences):
+    counts = torch.zeros(policy.config.vocab_size, dtype=torch.int64)
+    for sequence in sequences:
+        counts += torch.bincount(sequence.tokens, minlength=len(counts))
+    kept = most_frequent(counts, 20)
+    drafter = build_drafter(policy.config, draft_ids=kept)
+    refresh_frozen(drafter, frozen_parts(policy))
+    with pytest.raises(DrafterError, match="lm_head"):
+        acceptance(drafter, sequences)
+    pruned = acceptance(drafter, sequences, lm_head=policy.lm_head.weight, max_draft=1)
+    inside = torch.isin(torch.arange(len(counts)), kept)
+    upper = [
+        policy.lm_head(policy.model.norm(s.last)).softmax(-1)[s.prompt_len : len(s) - 1, inside].sum(-1).max()
+        for s in sequences
+    ]
+    for score, bound in zip(pruned, upper, strict=True):
+        assert 0 < score.accept[0] <= float(bound) < 1
