@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -32,3 +33,31 @@ def doctor(
     findings = diagnose(overrides or [], config_name)
     Console().print(table(findings))
     raise typer.Exit(1 if any(finding.level == "refuse" for finding in findings) else 0)
+
+
+@app.command()
+def demo(
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also run stock verl, and TLT with the trained drafter, on the same seed.")
+    ] = False,
+    steps: Annotated[int, typer.Option(help="GRPO steps of each run.")] = 10,
+    out: Annotated[Path, typer.Option(help="Where runs, summary, picture and report go.")] = Path("demo-out"),
+    seed: Annotated[int, typer.Option(help="Seed of prompts and sampling.")] = 0,
+) -> None:
+    """Run GRPO with TLT on a toy task, on this machine's CPU, and show what it did."""
+    from verl_tlt.demo.command import demo as run
+
+    raise typer.Exit(run(compare=compare, steps=steps, out=out, seed=seed))
+
+
+@app.command()
+def report(
+    trace_dir: Annotated[Path, typer.Argument(help="Trace directory of a run (tlt.trace.dir).")],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for page and picture; the trace's parent if not given.")
+    ] = None,
+) -> None:
+    """Write the HTML page and the picture of a traced run."""
+    from verl_tlt.trace.command import report as run
+
+    raise typer.Exit(run(trace_dir, out))

@@ -1,0 +1,35 @@
+"""What a container grants is what counts."""
+
+import pytest
+
+from verl_tlt.demo.machine import DemoError, Machine, check_packages, find_machine
+
+
+def test_a_container_limits_memory_and_cores(tmp_path):
+    (tmp_path / "memory.max").write_text("2000000000\n")
+    (tmp_path / "memory.current").write_text("1500000000\n")
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 500000000\n")
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    machine = find_machine(tmp_path)
+    assert machine.memory_gb == pytest.approx(1.0)
+    assert machine.cores == pytest.approx(0.5)
+
+
+def test_without_a_container_the_machine_counts(tmp_path):
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    machine = find_machine(tmp_path)
+    assert machine.memory_gb > 0.1 and machine.cores >= 1
+
+
+def test_too_little_memory_is_refused_and_little_is_said():
+    with pytest.raises(DemoError, match=r"3\.0 GB are available"):
+        Machine(3.0, 2).check()
+    assert Machine(32.0, 4).check() == []
+    warnings = Machine(15.0, 1).check()
+    assert len(warnings) == 2 and "15.0 GB" in warnings[0] and "cores" in warnings[1]
+
+
+def test_missing_packages_are_named():
+    with pytest.raises(DemoError, match="needs not_a_package, nor_this, not installed"):
+        check_packages(("json", "not_a_package", "nor_this"))

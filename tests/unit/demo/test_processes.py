@@ -1,0 +1,126 @@
+"""Nothing outlives a stopped tree: real processes that detach themselves in the ways Ray and vLLM do."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+
+from verl_tlt.demo.processes import ProcessTree
+
+FAMILY = """
+import os, signal, subprocess, sys, time
+note = lambda name: open(sys.argv[1] + "/" + name, "w").write(str(os.getpid()))
+
+def child(name, new_session, stubborn=False, then=lambda: None):
+    if os.fork():
+        return
+    if new_session:
+        os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if stubborn else signal.SIG_DFL)
+    then()
+    note(name)
+    time.sleep(600)
+
+note("root")
+child("session", True)
+child("stubborn", True, stubborn=True)
+if os.fork() == 0:  # a daemon: its parent is gone at once, and so is its environment
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    os.execve(sys.executable, [sys.executable, "-c",
+        "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)",
+        sys.argv[1] + "/daemon"], {})
+child("nested", True, then=lambda: child("grandchild", True))
+"""
+NAMES = ("root", "session", "stubborn", "daemon", "nested", "grandchild")
+
+
+@pytest.fixture
+def family(tmp_path):
+    """A script whose processes note their ids in a folder; whatever a failing test leaves is killed."""
+    script, notes = tmp_path / "family.py", tmp_path / "notes"
+    notes.mkdir()
+    script.write_text(FAMILY + "time.sleep(600) if len(sys.argv) < 3 else time.sleep(1)\n")
+
+    def pids():
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            found = {name: (notes / name).read_text() for name in NAMES if (notes / name).exists()}
+            if len(found) == len(NAMES) and all(found.values()):
+                return {name: int(pid) for name, pid in found.items()}
+            time.sleep(0.05)
+        raise AssertionError(f"only {sorted(found)} came up")
+
+    yield [sys.executable, str(script), str(notes)], pids
+    for note in notes.iterdir():
+        if psutil.pid_exists(pid := int(note.read_text() or 0)) and pid:
+            os.kill(pid, signal.SIGKILL)
+
+
+def living(pids):
+    return {
+        name
+        for name, pid in pids.items()
+        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    }
+
+
+def test_stop_ends_every_descendant(family, tmp_path):
+    argv, pids = family
+    tree = ProcessTree(argv, env=os.environ, log=tmp_path / "log")
+    started = pids()
+    assert living(started) == set(NAMES)
+    assert {p.pid for p in tree.alive()} >= set(started.values())
+    assert tree.stop() == []
+    assert living(started) == set()
+
+
+def test_what_a_finished_command_leaves_behind_is_ended_too(family, tmp_path):
+    argv, pids = family
+    tree = ProcessTree([*argv, "short"], env=os.environ, log=tmp_path / "log")
+    started = pids()
+    assert tree.process.wait(timeout=20) == 0
+    assert living(started) == set(NAMES) - {"root"}
+    assert tree.stop() == []
+    assert living(started) == set()
+
+
+def test_others_children_are_left_alone(tmp_path):
+    mine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        tree = ProcessTree(["sleep", "60"], env=os.environ, log=tmp_path / "log")
+        assert [p.pid for p in tree.alive()] == [tree.process.pid]
+        assert tree.stop() == []
+        assert mine.poll() is None
+    finally:
+        mine.kill()
+        mine.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_no_process_behind(family, tmp_path, number):
+    argv, pids = family
+    recipe = tmp_path / "recipe.sh"
+    recipe.write_text("exec " + " ".join(argv))
+    program = textwrap.dedent(f"""
+        from pathlib import Path
+        from verl_tlt.demo.arm import Arm, run_arm
+        from verl_tlt.demo.processes import interruptible
+        from verl_tlt.demo.screen import Screen, make_console
+        with interruptible(), Screen(make_console()) as screen:
+            run_arm(Arm("a run", Path({str(tmp_path / "out")!r}), steps=1, seed=0), Path({str(recipe)!r}), screen)
+    """)
+    demo = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, start_new_session=True)
+    started = pids()
+    demo.send_signal(number)
+    time.sleep(0.2)
+    demo.send_signal(number)  # impatience must not cut the cleaning up short
+    _, errors = demo.communicate(timeout=40)
+    assert b"KeyboardInterrupt" in errors
+    assert living(started) == set()

@@ -1,0 +1,152 @@
+"""A made-up run with the shape of a real one: two replicas, long-tailed responses, a drafter that learns.
+
+What the tests need to know of it is returned beside the directory, so that they compare with numbers and not with
+what the code under test computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from verl_tlt.trace.events import TraceWriter
+from verl_tlt.trace.metrics import ReplicaStats, StepObservations, step_metrics
+
+KMAX = 5
+REPLICAS = ("replica-0", "replica-1")
+BATCH = 32
+
+
+@dataclass
+class MadeRun:
+    """Where the run is, and the truth about it."""
+
+    directory: Path
+    steps: int
+    rollout_s: dict[int, float] = field(default_factory=dict)
+    idle_replica: dict[int, str] = field(default_factory=dict)
+    bubble_s: dict[int, float] = field(default_factory=dict)
+    accept_length: dict[int, float] = field(default_factory=dict)
+
+
+class _Clock:
+    now = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def choose_k(batch: int, alpha: float) -> int:
+    """A table as a policy would measure it: nothing with a bad drafter, longer drafts in the tail."""
+    if alpha < 0.3:
+        return 0
+    return 1 if batch > 24 else 3 if batch > 8 else KMAX
+
+
+def decode(rng, start: float, alpha: float, lengths) -> tuple[list[dict], float]:
+    """Engine steps of one replica until its last response is done, and when that was."""
+    left = np.array(lengths, dtype=float)
+    t, kv, rows = start, 20.0 * len(left), []
+    while (left > 0).any():
+        batch = int((left > 0).sum())
+        k = choose_k(batch, alpha)
+        taken = np.minimum(rng.geometric(1 - alpha, size=batch) - 1, k) if k else np.zeros(batch, int)
+        accepted = [int((taken >= i + 1).sum()) for i in range(k)]
+        latency = 0.018 + 0.0007 * batch * (1 + k) + 0.002 * k
+        t += latency
+        left[left > 0] -= 1 + taken
+        kv += batch + int(taken.sum())
+        row = {"t": t, "batch": batch, "kv": int(kv), "k": k, "verified": k, "drafts": batch if k else 0}
+        row |= {"accepted": accepted, "produced": batch + int(taken.sum()), "latency_s": latency, "clean": True}
+        rows.append(row)
+    return rows, t
+
+
+def make_run(directory: Path, steps: int = 6, seed: int = 3) -> MadeRun:
+    """Write a whole run's trace."""
+    rng = np.random.default_rng(seed)
+    made, clock = MadeRun(directory, steps), _Clock()
+    driver = TraceWriter(directory, "driver", clock)
+    engines = {r: TraceWriter(directory, f"engine-{r}") for r in REPLICAS}
+    speculation = {"max_draft_length": KMAX}
+    driver.emit("run", step0=1, mode="tlt", replicas=REPLICAS, gpus=2, config={"speculation": speculation}, versions={})
+    alpha, version, published = 0.01, 0, 0
+    for step in range(1, steps + 1):
+        start = clock.now
+        lengths = {r: np.clip(rng.lognormal(4.4, 0.75, BATCH), 20, 900) for r in REPLICAS}
+        lengths[REPLICAS[step % 2]][0] = 450 + 60 * (step % 3)  # the long one that keeps its replica busy
+        lengths[REPLICAS[1 - step % 2]] = np.minimum(lengths[REPLICAS[1 - step % 2]], 180)
+        decoded = {r: decode(rng, start, alpha, lengths[r]) for r in REPLICAS}
+        end = max(t for _, t in decoded.values())
+        idle = min(REPLICAS, key=lambda r: decoded[r][1])
+        idle_from = decoded[idle][1]
+        for r in REPLICAS:
+            for row in decoded[r][0]:
+                engines[r].write(row)
+        for now in np.arange(start, end, 0.1):
+            clock.now = float(now)
+            inflight = {r: next((w["batch"] for w in decoded[r][0] if w["t"] >= now), 0) for r in REPLICAS}
+            driver.emit("load", step=step, inflight=inflight)
+        driver.emit("idle", step=step, replica=idle, start=idle_from)
+        begin = idle_from + 0.35
+        sessions = step > 1 and end - begin > 0.5
+        clock.now = end + 0.06
+        driver.emit("phase", step=step, name="rollout", start=start, end=clock.now)
+        if sessions:
+            spot_steps = int((end - begin) / 0.2)
+            session = {"worker": REPLICAS.index(idle), "start": begin, "end": end + 0.05, "steps": spot_steps}
+            session |= {"tokens": spot_steps * 512, "epochs": 1.2, "loss_first": 9.0 / step, "loss_last": 6.0 / step}
+            session |= {"acc": [alpha], "skipped": 0, "stop_latency_s": 0.05, "outcome": "stopped"}
+            driver.emit("session", step=step, replica=idle, **session)
+        for name, seconds in (("old_log_prob", 1.2), ("update_actor", 2.9), ("update_weights", 0.25)):
+            driver.emit("phase", step=step, name=name, start=clock.now, end=clock.now + seconds)
+            clock.now += seconds
+        if sessions:
+            version, published = version + 1, step
+            tau = {"candidate": 1.0 + step / 4, "served": 1.0 + (step - 1) / 4, "frozen": 1.01}
+            driver.emit("publish", step=step, version=version, decision="published", tau=tau, seconds=0.02, bytes=2**20)
+            driver.emit("phase", step=step, name="publish", start=clock.now, end=clock.now + 0.02)
+        for r in REPLICAS:
+            driver.emit("reload", step=step, replica=r, version=version, fingerprint="f", ok=True, seconds=0.01)
+        stats = {r: _stats(decoded[r][0], start) for r in REPLICAS}
+        bubble = end - idle_from
+        seen = StepObservations(
+            step=step, rollout_s=end - start, replicas=stats, bubble_s={idle: bubble},
+            bubble_trained_s={idle: end - begin if sessions else 0.0}, stop_latency_s={idle: 0.05} if sessions else {},
+            stolen={"stop": 0.05, "publish": 0.02}, published_version=version, served_version=version,
+            served_since=published, spot_failures=0,
+        )  # fmt: skip
+        tokens = sum(s.emitted for s in stats.values())
+        clock.now += 0.2
+        verl = {
+            "critic/score/mean": 0.70 + 0.03 * step, "timing_s/step": clock.now - start,
+            "timing_s/gen": end + 0.06 - start, "timing_s/old_log_prob": 1.2, "timing_s/update_actor": 2.9,
+            "response_length/mean": tokens / 64, "prompt_length/mean": 20.0, "perf/total_num_tokens": tokens + 20 * 64,
+            "training/rollout_probs_diff_max": 2e-6,
+        }  # fmt: skip
+        driver.emit("step", step=step, metrics={**verl, **step_metrics(seen)})
+        made.rollout_s[step], made.idle_replica[step], made.bubble_s[step] = end - start, idle, bubble
+        drafts = sum(w["drafts"] for r in REPLICAS for w in decoded[r][0])
+        accepted = sum(sum(w["accepted"]) for r in REPLICAS for w in decoded[r][0])
+        made.accept_length[step] = 1 + accepted / drafts if drafts else 1.0
+        alpha = (0.01, 0.18, 0.42, 0.58, 0.64, 0.67, 0.69)[min(step, 6)]
+    for writer in (driver, *engines.values()):
+        assert writer.failures == 0
+        writer.close()
+    return made
+
+
+def _stats(rows: list[dict], start: float) -> ReplicaStats:
+    accepted = np.zeros(KMAX, int)
+    for row in rows:
+        accepted[: len(row["accepted"])] += np.array(row["accepted"], dtype=int)
+    ks = [row["k"] for row in rows]
+    return ReplicaStats(
+        steps=len(rows), emitted=sum(r["produced"] for r in rows), produced=sum(r["produced"] for r in rows),
+        rows=sum(r["batch"] for r in rows), drafts=sum(r["drafts"] for r in rows),
+        accepted=tuple(accepted.tolist()), k_steps={k: ks.count(k) for k in set(ks)},
+        offered=tuple(sum(r["drafts"] for r in rows if r["k"] > i) for i in range(KMAX)),
+        busy_s=rows[-1]["t"] - start, saved_s=0.5,
+    )  # fmt: skip
