@@ -19,7 +19,7 @@ from verl_tlt.drafter import (
     refresh_frozen,
 )
 
-V, PROMPT, RESPONSE, K = 3, (0, 2, 1), 5, 2
+V, PROMPT, RESPONSE, K = 3, (0, 2, 1), 4, 2
 SEED = 2  # greedy drafts of this head are right sometimes
 SETTINGS = [(1.0, 1.0, 0), (0.7, 1.0, 2), (1.3, 0.8, 0), (0.0, 1.0, 0)]
 

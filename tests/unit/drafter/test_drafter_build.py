@@ -1,0 +1,153 @@
+"""The drafter's shape follows the policy; its weights follow the seed; its frozen parts follow the policy's."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_policy import FAMILIES, frozen_parts, make_policy
+
+from verl_tlt.drafter import (
+    DrafterError,
+    FrozenParts,
+    aux_layers_for,
+    build_drafter,
+    drafter_config,
+    most_frequent,
+    refresh_frozen,
+    trainable_parameters,
+)
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [(3, (0, 1, 2)), (4, (1, 2, 3)), (5, (1, 2, 4)), (6, (1, 3, 5)), (7, (2, 3, 4)), (8, (2, 4, 5)), (36, (2, 18, 33))],
+)
+def test_aux_layers_are_distinct_and_exist(layers, expected):
+    assert aux_layers_for(layers) == expected
+
+
+def test_too_shallow_a_policy_is_refused():
+    with pytest.raises(DrafterError, match="2 layers"):
+        aux_layers_for(2)
+
+
+@pytest.mark.parametrize("layers", [(1, 1, 2), (2, 1, 3), (1, 2), (1, 2, 4), (-1, 1, 2)])
+def test_aux_layers_the_policy_cannot_give_are_refused(policy, layers):
+    with pytest.raises(DrafterError, match="aux_layers"):
+        drafter_config(policy.config, aux_layers=layers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_llama_layer_with_the_policys_heads(family):
+    policy = make_policy(family)
+    config = drafter_config(policy.config, max_position_embeddings=77)
+    layer = config.transformer_layer_config
+    assert (layer.model_type, layer.num_hidden_layers, layer.max_position_embeddings) == ("llama", 1, 77)
+    assert (layer.num_attention_heads, layer.num_key_value_heads) == (4, 2)
+    assert layer.head_dim == (16 if family == "qwen3" else 8)
+    assert layer.rope_parameters == policy.config.rope_parameters
+    assert config.eagle_aux_hidden_state_layer_ids == [1, 2, 3]
+
+
+def test_other_policies_are_refused_by_name(policy):
+    with pytest.raises(DrafterError, match="model_type 'gemma3'"):
+        drafter_config({**policy.config.to_dict(), "model_type": "gemma3"})
+    with pytest.raises(DrafterError, match="'vocab_size'"):
+        drafter_config({k: v for k, v in policy.config.to_dict().items() if k != "vocab_size"})
+
+
+def test_older_configs_spell_rope_differently(policy):
+    fields = policy.config.to_dict()
+    del fields["rope_parameters"]
+    scaling = {"type": "linear", "factor": 2.0}
+    layer = drafter_config({**fields, "rope_theta": 5e5, "rope_scaling": scaling}).transformer_layer_config
+    assert layer.rope_parameters == {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
+
+
+def test_the_seed_alone_decides_the_weights(policy):
+    torch.manual_seed(5)
+    one = trainable_parameters(build_drafter(policy.config, seed=1))
+    after = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(after, torch.rand(3))  # the process's random state was left alone
+    two = trainable_parameters(build_drafter(policy.config, seed=1))
+    other = trainable_parameters(build_drafter(policy.config, seed=2))
+    assert all(torch.equal(one[n], two[n]) for n in one)
+    assert not torch.equal(one["fc.weight"], other["fc.weight"])
+    assert all(p.dtype == torch.float32 for p in one.values())
+
+
+def test_only_the_drafters_own_parameters_train(drafter):
+    names = trainable_parameters(drafter).keys()
+    assert "fc.weight" in names and "norm.weight" in names
+    assert not any(part in name for name in names for part in ("embed_tokens", "lm_head", "verifier"))
+
+
+def test_forgotten_frozen_parts_show_as_nan(policy):
+    assert build_drafter(policy.config).lm_head.weight.isnan().all()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_frozen_parts_from_a_directory(tied, tmp_path):
+    policy = make_policy(tie_word_embeddings=tied)
+    policy.save_pretrained(tmp_path)
+    parts = FrozenParts.from_policy_dir(tmp_path)
+    assert torch.equal(parts.embed, policy.model.embed_tokens.weight)
+    assert torch.equal(parts.lm_head, policy.lm_head.weight)
+    assert torch.equal(parts.norm, policy.model.norm.weight)
+    model = build_drafter(tmp_path)
+    refresh_frozen(model, parts)
+    assert torch.equal(model.verifier_lm_head.weight, policy.lm_head.weight)
+
+
+def test_frozen_parts_from_shards_read_only_the_owners(policy, tmp_path):
+    policy.save_pretrained(tmp_path, max_shard_size="20KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    needed = {index[name] for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight")}
+    for shard in set(index.values()) - needed:
+        (tmp_path / shard).write_bytes(b"not read")
+    assert torch.equal(FrozenParts.from_policy_dir(tmp_path).norm, policy.model.norm.weight)
+
+
+def test_policies_without_the_tensors_are_named(policy, policy_dir, tmp_path):
+    policy.config.save_pretrained(tmp_path)
+    with pytest.raises(DrafterError, match=r"model\.safetensors does not exist"):
+        FrozenParts.from_policy_dir(tmp_path)
+    tensors = load_file(policy_dir / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(DrafterError, match=r"no tensor 'model\.norm\.weight'"):
+        FrozenParts.from_policy_dir(tmp_path)
+
+
+def test_refresh_refuses_another_policys_tensors(drafter):
+    with pytest.raises(DrafterError, match=r"FrozenParts\.embed is \[50, 32\]"):
+        refresh_frozen(drafter, frozen_parts(make_policy(vocab_size=50)))
+
+
+def test_pruned_vocabulary_maps_ids_and_slices_the_head(policy):
+    counts = torch.zeros(48, dtype=torch.int64)
+    counts[[40, 3, 7]] = torch.tensor([9, 5, 5])
+    kept = most_frequent(counts, 4)
+    assert kept.tolist() == [0, 3, 7, 40]  # the tie among unseen tokens goes to the lowest id
+    model = build_drafter(policy.config, draft_ids=kept)
+    refresh_frozen(model, frozen_parts(policy))
+    assert (torch.arange(4) + model.d2t).tolist() == kept.tolist()
+    assert model.t2d.nonzero()[:, 0].tolist() == kept.tolist()
+    assert torch.equal(model.lm_head.weight, policy.lm_head.weight[kept])
+    with pytest.raises(DrafterError, match="ascending"):
+        build_drafter(policy.config, draft_ids=torch.tensor([5, 3]))
+
+
+def test_importing_the_package_loads_neither_speculators_nor_torch():
+    """The driver's checks run where a slow import would be felt by every command."""
+    code = (
+        "import sys, verl_tlt.drafter as d; d.check_drafter, d.DrafterError, d.aux_layers_for;"
+        "print([m for m in ('torch', 'speculators', 'transformers') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+    with pytest.raises(AttributeError, match="no_such_name"):
+        __import__("verl_tlt.drafter").drafter.no_such_name  # noqa: B018

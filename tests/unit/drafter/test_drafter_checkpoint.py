@@ -1,0 +1,240 @@
+"""On disk: complete or absent, the same after loading, and one sentence for everything that does not fit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from safetensors.torch import load, load_file, save_file
+from tiny_policy import frozen_parts, make_policy
+
+from verl_tlt.drafter import (
+    DrafterError,
+    build_drafter,
+    check_drafter,
+    fingerprint,
+    load_drafter,
+    load_training_state,
+    refresh_frozen,
+    save_drafter,
+    serving_tensors,
+    to_drafter_file,
+)
+
+
+@pytest.fixture
+def saved(drafter, tmp_path):
+    return save_drafter(drafter, tmp_path / "drafter", {"policy": "tiny", "rl_steps": 7})
+
+
+def edit(directory, **changes):
+    """Change fields of config.json; a dotted name reaches into transformer_layer_config."""
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    for name, value in changes.items():
+        owner = config["transformer_layer_config"] if name in config["transformer_layer_config"] else config
+        owner[name] = value
+    file.write_text(json.dumps(config))
+
+
+def test_round_trip_without_the_policys_tensors(drafter, saved, policy, policy_dir):
+    names = load_file(saved / "model.safetensors").keys()
+    assert not any("embed" in n or "lm_head" in n or "verifier" in n for n in names)
+    loaded = load_drafter(saved, policy_dir, min_context=200)
+    assert fingerprint(serving_tensors(loaded)) == fingerprint(serving_tensors(drafter))
+    assert loaded.lm_head.weight.isnan().all()  # until refreshed from the policy
+    refresh_frozen(loaded, frozen_parts(policy))
+    assert loaded.config.to_json_string() == drafter.config.to_json_string()
+    assert json.loads((saved / "provenance.json").read_text()) == {"policy": "tiny", "rl_steps": 7}
+    card = (saved / "README.md").read_text()
+    assert "vllm serve" in card and "| rl_steps | 7 |" in card
+
+
+def test_standalone_brings_the_policys_tensors(drafter, policy, tmp_path):
+    saved = save_drafter(drafter, tmp_path / "alone", {}, standalone=True)
+    loaded = load_drafter(saved, policy.config)
+    assert torch.equal(loaded.embed_tokens.weight, policy.model.embed_tokens.weight)
+    assert torch.equal(loaded.lm_head.weight, policy.lm_head.weight)
+
+
+def test_pruned_vocabulary_always_brings_its_head_and_maps(policy, tmp_path):
+    model = build_drafter(policy.config, draft_ids=torch.tensor([1, 4, 30]))
+    refresh_frozen(model, frozen_parts(policy))
+    saved = save_drafter(model, tmp_path / "pruned", {})
+    loaded = load_drafter(saved, policy.config)
+    assert torch.equal(loaded.d2t, model.d2t) and torch.equal(loaded.t2d, model.t2d)
+    assert torch.equal(loaded.lm_head.weight, policy.lm_head.weight[[1, 4, 30]])
+
+
+def test_sixteen_bit_files_are_half_as_large_and_load_as_float32(drafter, policy, tmp_path):
+    full = save_drafter(drafter, tmp_path / "a", {})
+    half = save_drafter(drafter, tmp_path / "b", {}, dtype="bfloat16")
+    sizes = [os.path.getsize(d / "model.safetensors") for d in (full, half)]
+    assert sizes[1] < 0.6 * sizes[0]
+    loaded = load_drafter(half, policy.config)
+    assert loaded.fc.weight.dtype == torch.float32
+    assert fingerprint(serving_tensors(loaded), torch.bfloat16) == fingerprint(serving_tensors(drafter), torch.bfloat16)
+
+
+def test_as_one_value_for_the_object_store(drafter, policy, tmp_path):
+    config, weights, digest = to_drafter_file(drafter, "bfloat16")
+    tensors = load(weights)
+    assert all(t.dtype == torch.bfloat16 for t in tensors.values())
+    assert fingerprint(tensors) == digest
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    check_drafter(tmp_path, policy.config)
+
+
+def test_what_is_handed_out_does_not_change_as_training_goes_on(drafter):
+    tensors = serving_tensors(drafter)
+    before = fingerprint(tensors)
+    with torch.no_grad():
+        drafter.fc.weight.add_(1)
+    assert fingerprint(tensors) == before
+
+
+def test_replacing_leaves_nothing_beside(drafter, saved, policy):
+    with torch.no_grad():
+        drafter.fc.weight.add_(1)
+    save_drafter(drafter, saved, {"rl_steps": 8})
+    assert [p.name for p in saved.parent.iterdir()] == ["drafter"]
+    assert torch.equal(load_drafter(saved, policy.config).fc.weight, drafter.fc.weight)
+
+
+def test_a_failure_in_the_middle_leaves_the_old_one(drafter, saved, policy):
+    before = load_file(saved / "model.safetensors")["fc.weight"]
+    with torch.no_grad():
+        drafter.fc.weight.add_(1)
+    with pytest.raises(TypeError):
+        save_drafter(drafter, saved, {"not": object()})  # found out after the weights were written
+    assert [p.name for p in saved.parent.iterdir()] == ["drafter"]
+    assert torch.equal(load_drafter(saved, policy.config).fc.weight, before)
+    with pytest.raises(TypeError):
+        save_drafter(drafter, saved.parent / "new", {"not": object()})
+    assert not (saved.parent / "new").exists()
+
+
+def test_killed_in_the_middle_leaves_the_old_one(tmp_path):
+    target = tmp_path / "drafter"
+    target.mkdir()
+    (target / "model.safetensors").write_text("old")
+    code = f"""
+        import os, pathlib, signal
+        from verl_tlt.drafter.atomic import replaced
+        with replaced(pathlib.Path({str(target)!r})) as draft:
+            (draft / "model.safetensors").write_text("new")
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    assert subprocess.run([sys.executable, "-c", textwrap.dedent(code)]).returncode == -signal.SIGKILL
+    assert [p.name for p in target.iterdir()] == ["model.safetensors"]
+    assert (target / "model.safetensors").read_text() == "old"
+
+
+def test_file_systems_without_an_exchange(tmp_path, monkeypatch):
+    from verl_tlt.drafter import atomic
+
+    monkeypatch.setattr(atomic, "_exchange", lambda a, b: False)
+    for text in ("old", "new"):
+        with atomic.replaced(tmp_path / "d") as draft:
+            (draft / "file").write_text(text)
+    assert (tmp_path / "d" / "file").read_text() == "new"
+    assert [p.name for p in tmp_path.iterdir()] == ["d"]
+
+
+def test_nan_is_not_saved(policy, tmp_path):
+    model = build_drafter(policy.config)  # its head and embedding were never filled
+    save_drafter(model, tmp_path / "own", {})
+    with pytest.raises(DrafterError, match="NaN"):
+        save_drafter(model, tmp_path / "alone", {}, standalone=True)
+    assert not (tmp_path / "alone").exists()
+
+
+def refusal(directory, policy, **arguments):
+    """The sentence of `check_drafter`, which `load_drafter` repeats."""
+    with pytest.raises(DrafterError) as caught:
+        check_drafter(directory, policy, **arguments)
+    with pytest.raises(DrafterError) as again:
+        load_drafter(directory, policy, **arguments)
+    sentence = str(caught.value)
+    assert str(again.value) == sentence and sentence.endswith(".") and "\n" not in sentence
+    return sentence
+
+
+def test_missing_pieces(saved, policy, tmp_path):
+    assert f"{tmp_path / 'nowhere'} is not a directory" in refusal(tmp_path / "nowhere", policy.config)
+    (saved / "config.json").rename(tmp_path / "config.json")
+    assert "config.json does not exist" in refusal(saved, policy.config)
+    (saved / "config.json").write_text("{")
+    assert "config.json is not readable JSON" in refusal(saved, policy.config)
+    (tmp_path / "config.json").rename(saved / "config.json")
+    (saved / "model.safetensors").unlink()
+    assert "model.safetensors does not exist" in refusal(saved, policy.config)
+    torch.save({}, saved / "pytorch_model.bin")
+    assert "pytorch_model.bin is pickled" in refusal(saved, policy.config)
+
+
+def test_truncated_or_pickled_under_the_right_name(saved, policy):
+    file = saved / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    assert "model.safetensors is truncated" in refusal(saved, policy.config)
+    torch.save({"fc.weight": torch.zeros(2)}, file)
+    assert "not a safetensors file" in refusal(saved, policy.config)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"hidden_size": 64}, "hidden_size=32, but the policy's is 64"),
+        ({"vocab_size": 50}, "vocab_size=48, but the policy's is 50"),
+        ({"num_hidden_layers": 3}, r"eagle_aux_hidden_state_layer_ids=[1, 2, 3] is outside 0..2"),
+    ],
+)
+def test_a_drafter_for_another_policy(saved, change, field):
+    sentence = refusal(saved, make_policy(**change).config)
+    assert field in sentence and "config.json" in sentence
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "eagle_aux_hidden_state_layer_ids must be 3"),
+        ({"eagle_aux_hidden_state_layer_ids": None}, "eagle_aux_hidden_state_layer_ids must be a list"),
+        ({"speculators_model_type": "dflash"}, "speculators_model_type must be 'eagle3'"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers must be 1"),
+        ({"draft_vocab_size": 99}, "draft_vocab_size must be 1..48"),
+        ({"draft_vocab_size": 20}, "no tensor 'lm_head.weight'"),
+        ({"head_dim": 32}, "q_proj.weight is [64, 64], but config.json asks for [128, 64]"),
+        ({"num_key_value_heads": 1}, "k_proj.weight is [32, 64], but config.json asks for [16, 64]"),
+        ({"intermediate_size": 60}, "gate_proj.weight is [64, 32], but config.json asks for [60, 32]"),
+        ({"num_attention_heads": None}, "num_attention_heads must be a positive integer"),
+        ({"transformer_layer_config": None}, "transformer_layer_config must be an object"),
+    ],
+)
+def test_a_config_that_contradicts_itself(saved, policy, change, field):
+    edit(saved, **change)
+    assert field in refusal(saved, policy.config)
+
+
+def test_too_short_a_context(saved, policy):
+    check_drafter(saved, policy.config, min_context=256)
+    assert "max_position_embeddings=256 is below 257" in refusal(saved, policy.config, min_context=257)
+
+
+def test_a_missing_tensor_is_named(saved, policy):
+    tensors = load_file(saved / "model.safetensors")
+    del tensors["norm.weight"]
+    save_file(tensors, saved / "model.safetensors")
+    assert "model.safetensors has no tensor 'norm.weight'" in refusal(saved, policy.config)
+
+
+def test_training_state_is_optional_and_its_damage_named(saved, drafter):
+    assert load_training_state(saved) is None
+    (saved / "training_state.pt").write_bytes(b"cut off")
+    with pytest.raises(DrafterError, match=r"training_state\.pt is damaged"):
+        load_training_state(saved)

@@ -1,0 +1,184 @@
+"""Training: it learns, stops when told, resumes to the bit, and a bad step changes nothing."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from tiny_policy import frozen_parts
+
+from verl_tlt.drafter import (
+    DrafterError,
+    DrafterTrainer,
+    Sequence,
+    batches,
+    build_drafter,
+    from_numpy16,
+    load_training_state,
+    pack,
+    refresh_frozen,
+    save_drafter,
+    shuffled,
+    split,
+    to_numpy16,
+    train_until,
+)
+
+
+def stream(trainer, sequences, budget=48):
+    return batches(shuffled(sequences, trainer.rng), budget)
+
+
+def test_it_learns(drafter, sequences):
+    trainer = DrafterTrainer(drafter, learning_rate=3e-3, ttt_steps=2)
+    first = trainer.step(pack(sequences))
+    summary = train_until(trainer, stream(trainer, sequences), lambda: trainer.steps >= 40)
+    last = trainer.step(pack(sequences))
+    assert (summary.steps, summary.stopped, summary.skipped) == (39, True, 0)
+    assert last.loss < first.loss / 2
+    assert last.acc_by_position[0] > first.acc_by_position[0]
+    assert len(last.acc_by_position) == 2
+
+
+@pytest.mark.parametrize("loss", ["ce", "tv", "nla", "lk_hybrid", '{"ce": 0.1, "tv": 0.9}'])
+def test_every_loss_of_the_settings_trains(drafter, sequences, loss):
+    result = DrafterTrainer(drafter, ttt_steps=1, loss=loss).step(pack(sequences))
+    assert math.isfinite(result.loss) and not result.skipped
+
+
+def test_only_own_parameters_move_and_warm_up_is_linear(policy, drafter, sequences):
+    before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
+    trainer = DrafterTrainer(drafter, learning_rate=1e-3, warmup_steps=4)
+    rates = []
+    for _ in range(5):
+        trainer.step(pack(sequences))
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+    np.testing.assert_allclose(rates, [2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3])
+    for name, parameter in drafter.named_parameters():
+        assert torch.equal(parameter, before[name]) == (name not in trainer.parameters), name
+
+
+def test_resume_is_bit_exact(policy, sequences, tmp_path):
+    def fresh():
+        model = build_drafter(policy.config, seed=1)
+        refresh_frozen(model, frozen_parts(policy))
+        return DrafterTrainer(model, warmup_steps=6, ttt_steps=2, seed=4)
+
+    straight = fresh()
+    train_until(straight, stream(straight, sequences), lambda: straight.steps >= 4)
+    save_drafter(straight.model, tmp_path / "half", {}, training_state=straight.state())
+    train_until(straight, stream(straight, sequences), lambda: straight.steps >= 9)
+
+    resumed = fresh()
+    resumed.load_state(load_training_state(tmp_path / "half"))
+    assert resumed.steps == 4
+    train_until(resumed, stream(resumed, sequences), lambda: resumed.steps >= 9)
+    one, two = straight.state(), resumed.state()
+    assert all(torch.equal(one["parameters"][n], two["parameters"][n]) for n in one["parameters"])
+    for i, moments in one["optimizer"]["state"].items():
+        assert all(torch.equal(moments[key], two["optimizer"]["state"][i][key]) for key in moments)
+    assert one["rng"] == two["rng"]
+
+
+@pytest.mark.parametrize("poison", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_is_skipped_and_changes_nothing(drafter, sequences, poison):
+    trainer = DrafterTrainer(drafter)
+    trainer.step(pack(sequences))
+    bad = Sequence(sequences[0].tokens, 5, sequences[0].aux.clone(), sequences[0].last)
+    if poison == "loss":
+        bad.aux[7] = torch.nan
+    else:
+        hook = drafter.norm.weight.register_hook(lambda gradient: gradient * torch.inf)
+    before = trainer.state()
+    result = trainer.step(pack([bad]))
+    after = trainer.state()
+    assert result.skipped and trainer.skipped == 1
+    assert math.isfinite(result.loss) == (poison == "gradient")
+    assert (after["steps"], before["steps"]) == (1, 1)
+    assert all(torch.equal(after["parameters"][n], before["parameters"][n]) for n in before["parameters"])
+    for i, moments in before["optimizer"]["state"].items():
+        assert all(torch.equal(moments[key], after["optimizer"]["state"][i][key]) for key in moments)
+    if poison == "gradient":
+        hook.remove()
+    assert not trainer.step(pack(sequences)).skipped
+
+
+def test_the_stop_flag_is_read_between_micro_batches(drafter, sequences):
+    trainer = DrafterTrainer(drafter, ttt_steps=1)
+    asked = itertools.count()
+    summary = train_until(trainer, stream(trainer, sequences), lambda: next(asked) >= 3)
+    assert (summary.steps, summary.stopped) == (3, True)
+
+
+def test_token_budget_and_end_of_data_end_a_session(drafter, sequences):
+    trainer = DrafterTrainer(drafter, ttt_steps=1)
+    each = pack(sequences).tokens
+    summary = train_until(trainer, itertools.repeat(pack(sequences)), lambda: False, max_tokens=2 * each)
+    assert (summary.steps, summary.tokens, summary.stopped) == (2, 2 * each, False)
+    summary = train_until(trainer, [pack(sequences)], lambda: False)
+    assert (summary.steps, summary.stopped) == (1, False)
+    nothing = train_until(trainer, [], lambda: False)
+    assert nothing.steps == 0 and math.isnan(nothing.loss)
+
+
+def test_prompts_alone_teach_nothing(drafter, sequences):
+    prompt = sequences[1].window(0, 8)
+    trainer = DrafterTrainer(drafter)
+    with pytest.raises(ValueError, match="No row of this batch has a loss"):
+        trainer.step(pack([prompt]))
+    with pytest.raises(ValueError, match="in a row"):
+        train_until(trainer, itertools.repeat(pack([prompt])), lambda: False)
+
+
+def test_parameters_travel_as_numpy(policy, drafter, sequences):
+    trainer = DrafterTrainer(drafter)
+    trainer.step(pack(sequences))
+    sent = trainer.parameters_numpy()
+    other_model = build_drafter(policy.config, seed=9)
+    refresh_frozen(other_model, frozen_parts(policy))
+    other = DrafterTrainer(other_model)
+    for value in sent.values():
+        value.flags.writeable = False  # as arrays out of Ray's store are
+    other.load_parameters(sent)
+    assert all((other.parameters_numpy()[n] == sent[n]).all() for n in sent)
+    trainer.step(pack(sequences))
+    assert (other.parameters_numpy()["fc.weight"] == sent["fc.weight"]).all()  # copies, not views
+    with pytest.raises(DrafterError, match=r"fc\.weight"):
+        other.load_parameters({n: v for n, v in sent.items() if n != "fc.weight"})
+    with pytest.raises(DrafterError, match=r"norm\.weight is \[3\]"):
+        other.load_parameters({**sent, "norm.weight": np.zeros(3, np.float32)})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_arrays_round_trip(dtype):
+    tensor = torch.randn(5, 3).to(dtype)
+    array = to_numpy16(tensor)
+    assert array.dtype == (np.uint16 if dtype == torch.bfloat16 else np.float16)
+    assert torch.equal(from_numpy16(array), tensor)
+    array.flags.writeable = False
+    assert torch.equal(from_numpy16(array), tensor)
+    assert torch.equal(from_numpy16(to_numpy16(torch.ones(2))), torch.ones(2, dtype=torch.bfloat16))
+
+
+def test_sixteen_bit_states_train(drafter, sequences):
+    halves = [Sequence(s.tokens, s.prompt_len, s.aux.bfloat16(), s.last.bfloat16()) for s in sequences]
+    full = DrafterTrainer(drafter).step(pack(sequences)).loss
+    assert DrafterTrainer(drafter).step(pack(halves)).loss == pytest.approx(full, rel=0.05)
+
+
+def test_long_sequences_are_cut_and_no_row_is_lost(sequences):
+    longest = sequences[3]  # 30 tokens
+    pieces = split(longest, 8)
+    assert [len(p) - 1 for p in pieces] == [8, 8, 8, 5]
+    rows = [(t, int(x)) for p in pieces for t, x in enumerate(p.tokens[1:], p.start + 1)]
+    assert rows == list(enumerate(longest.tokens[1:].tolist(), 1))
+    assert all(b.rows <= 8 for b in batches(sequences, 8))
+    with pytest.raises(ValueError, match="above the budget"):
+        pack(sequences, 20)
+    with pytest.raises(ValueError, match="no sequence"):
+        pack([])
+    with pytest.raises(ValueError, match="at least 2"):
+        pack([longest.window(0, 1)])
+    with pytest.raises(ValueError, match="4 aux"):
+        Sequence(longest.tokens, 3, longest.aux[:4], longest.last)
