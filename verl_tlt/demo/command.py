@@ -14,7 +14,8 @@ import verl_tlt
 from verl_tlt.demo.arm import Arm, run_arm
 from verl_tlt.demo.machine import DemoError, check_packages, find_machine
 from verl_tlt.demo.processes import interruptible
-from verl_tlt.demo.screen import Screen, make_console
+from verl_tlt.demo.screen import Screen
+from verl_tlt.trace.console import make_console
 from verl_tlt.trace.picture import main_figure, save_png
 from verl_tlt.trace.reader import TraceError, read_trace
 from verl_tlt.trace.report import MAX_DRAFT_LENGTH, Serving, write_report
@@ -126,10 +127,10 @@ def _show(
     warm: Sequence[StepRow] | None,
     serving: Serving | None,
 ) -> None:
-    console.print(rich_table(rows, "With verl-tlt"))
+    console.print(rich_table(rows, "With verl-tlt", console.width))
     if stock is not None and warm is not None:
-        console.print(rich_table(stock, "Stock verl, same seed"))
-        console.print(rich_table(warm, "With the drafter just trained"))
+        console.print(rich_table(stock, "Stock verl, same seed", console.width))
+        console.print(rich_table(warm, "With the drafter just trained", console.width))
         for name, run, column in (
             ("rollout", rows, "rollout_s"),
             ("whole step", rows, "step_s"),

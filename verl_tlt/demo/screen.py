@@ -12,15 +12,6 @@ from rich.status import Status
 LOG_EVERY_S = 15.0
 """Seconds between two status lines where there is no terminal to redraw."""
 
-LOG_WIDTH = 150
-"""Columns where there is no terminal to ask."""
-
-
-def make_console() -> Console:
-    """A console that does not squeeze tables into 80 columns when its output goes to a file."""
-    console = Console()
-    return console if console.is_terminal else Console(width=LOG_WIDTH)
-
 
 class Screen:
     """A context manager around a long part; `status` may be called as often as one likes."""

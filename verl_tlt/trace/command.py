@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
-
+from verl_tlt.trace.console import make_console
 from verl_tlt.trace.picture import main_figure, save_png
 from verl_tlt.trace.reader import TraceError, read_trace
 from verl_tlt.trace.report import Serving, write_report
@@ -14,7 +13,7 @@ from verl_tlt.trace.summary import rich_table, rows_of_trace
 
 def report(trace_dir: Path, out: Path | None) -> int:
     """Write `report.html` and `picture.png` into `out` (the trace directory's parent); returns the exit status."""
-    console = Console()
+    console = make_console()
     try:
         trace = read_trace(trace_dir)
         rows = rows_of_trace(trace)
@@ -25,7 +24,7 @@ def report(trace_dir: Path, out: Path | None) -> int:
     except (TraceError, OSError) as error:
         console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
-    console.print(rich_table(rows, str(trace_dir)))
+    console.print(rich_table(rows, str(trace_dir), console.width))
     if trace.skipped:
         console.print(f"{trace.skipped} lines of the trace could not be read.")
     console.print(

@@ -163,22 +163,32 @@ COLUMNS: dict[str, tuple[str, str]] = {
 """Field of `StepRow` -> heading and format, for tables."""
 
 
+DROPPED_FIRST = (
+    "probs_diff_max", "stop_latency_s", "drafter_version_published", "tokens", "train_s", "stolen_s", "step_s"
+)  # fmt: skip
+"""Columns that a narrow terminal does without, the least missed first."""
+
+
 def cells(row: StepRow) -> list[str]:
     """The row as text, in the order of `COLUMNS`; "-" for what was not measured."""
     values = ((getattr(row, name), form) for name, (_, form) in COLUMNS.items())
     return ["-" if value is None else form.format(value) for value, form in values]
 
 
-def rich_table(rows: Sequence[StepRow], title: str) -> Table:
-    """The rows for a terminal; columns that no row filled are left out."""
-    table = Table(title=title, title_justify="left")
-    filled = [i for i in range(len(COLUMNS)) if any(cells(row)[i] != "-" for row in rows)]
+def rich_table(rows: Sequence[StepRow], title: str, width: int) -> Table:
+    """The rows for a terminal of `width` columns; what no row filled and what does not fit is left out."""
+    text = [cells(row) for row in rows]
     headings = [heading for heading, _ in COLUMNS.values()]
-    for i in filled:
-        table.add_column(headings[i], justify="right")
-    for row in rows:
-        text = cells(row)
-        table.add_row(*(text[i] for i in filled))
+    filled = [i for i in range(len(COLUMNS)) if any(line[i] != "-" for line in text)]
+    needed = {i: max(len(word) for line in text for word in [line[i], *headings[i].split()]) for i in filled}
+    for name in DROPPED_FIRST:
+        if sum(needed.values()) + 3 * len(needed) + 1 > width:  # a border and two blanks each
+            needed.pop(list(COLUMNS).index(name), None)
+    table = Table(title=title, title_justify="left")
+    for i, least in needed.items():
+        table.add_column(headings[i], justify="right", min_width=least)
+    for line in text:
+        table.add_row(*(line[i] for i in needed))
     return table
 
 

@@ -112,7 +112,8 @@ def test_an_interrupted_run_leaves_no_process_behind(family, tmp_path, number):
         from pathlib import Path
         from verl_tlt.demo.arm import Arm, run_arm
         from verl_tlt.demo.processes import interruptible
-        from verl_tlt.demo.screen import Screen, make_console
+        from verl_tlt.demo.screen import Screen
+        from verl_tlt.trace.console import make_console
         with interruptible(), Screen(make_console()) as screen:
             run_arm(Arm("a run", Path({str(tmp_path / "out")!r}), steps=1, seed=0), Path({str(recipe)!r}), screen)
     """)

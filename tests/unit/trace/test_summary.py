@@ -89,7 +89,18 @@ def test_a_missing_or_empty_metrics_file_is_named(tmp_path):
 def test_the_table_leaves_out_columns_nothing_filled(tmp_path):
     console = Console(width=160, record=True, file=(tmp_path / "out").open("w"))
     rows = rows_of_metrics_file(metrics_file(tmp_path / "m.jsonl", (1, VERL)))
-    console.print(rich_table(rows, "stock verl"))
+    console.print(rich_table(rows, "stock verl", 160))
     text = console.export_text()
     assert "969" in text and "reward" in text
     assert "bubble" not in text and "served" not in text
+
+
+@pytest.mark.parametrize("width", [80, 100, 150])
+def test_the_table_fits_the_terminal(made_run, tmp_path, width):
+    console = Console(width=width, record=True, file=(tmp_path / "out").open("w"))
+    console.print(rich_table(rows_of_trace(read_trace(made_run.directory)), "run", console.width))
+    text = console.export_text()
+    assert "…" not in text and max(map(len, text.splitlines())) <= width
+    for wanted in ("reward", "rollout", "accept", "bubble", "served"):
+        assert wanted in text
+    assert ("diff" in text) == (width == 150)
