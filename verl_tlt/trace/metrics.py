@@ -12,6 +12,37 @@ from typing import Any
 
 from verl_tlt.trace.events import Publish, Reload, Session
 
+METRICS = {
+    "tlt/accept_length": "tokens per verified draft, the target's own included; 1 while nothing is drafted",
+    "tlt/tokens_per_pass": "tokens per request and pass of the target, with and without a draft",
+    "tlt/accept_rate_pos_<i>": "share of the drafts that reach position i whose first i tokens were all accepted",
+    "tlt/draft_length_frac_<k>": "share of engine steps with draft length k",
+    "tlt/draft_length_mean": "mean draft length over engine steps, 0 where nothing was drafted",
+    "tlt/spec_off_frac": "share of engine steps that drafted nothing",
+    "tlt/drafter_off_frac": "the part of spec_off_frac in which the drafter did not even run, as in stock verl",
+    "tlt/rollout_tok_per_s": "tokens of responses per second of rollout, over all replicas",
+    "tlt/saved_s": "seconds by which the rollout ended before stock decoding would have; negative: after",
+    "tlt/bubble_s": "seconds replicas were empty while another still decoded, summed over replicas",
+    "tlt/bubble_trained_s": "the part of bubble_s in which a spot worker trained",
+    "tlt/bubble_used_frac": "bubble_trained_s / bubble_s",
+    "tlt/stop_latency_s": "seconds from the stop command to the slowest spot worker's answer",
+    "tlt/stolen_s": "seconds of TLT's own work on the critical path",
+    "tlt/stolen_<part>_s": "the same by what it was: stop, tap, merge, publish, reload, ...",
+    "tlt/spot_steps": "optimizer steps of the drafter, over all spot workers",
+    "tlt/spot_tokens": "tokens the drafter was trained on",
+    "tlt/spot_skipped_steps": "optimizer steps skipped for a non-finite loss or gradient",
+    "tlt/spot_failures": "sessions that raised or were killed",
+    "tlt/drafter_loss": "training loss at the end of the sessions, weighted by tokens",
+    "tlt/drafter_sim_accept_length": "accept length of the served drafter, simulated on held-out sequences",
+    "tlt/drafter_version": "oldest drafter version that an engine serves after the step",
+    "tlt/drafter_version_published": "version the engines should serve after the step",
+    "tlt/drafter_staleness": "RL steps since the served version was published",
+    "tlt/publish_s": "seconds publication took",
+    "tlt/publish_skipped": "1 if a merged drafter was not published",
+    "tlt/reload_failures": "replicas that did not accept the drafter and run without speculation",
+}
+"""Every metric and its meaning; <i>, <k> and <part> stand for a number or a name."""
+
 
 @dataclass(frozen=True)
 class ReplicaStats:
@@ -85,7 +116,7 @@ class StepObservations:
 
 
 def step_metrics(seen: StepObservations) -> dict[str, float]:
-    """The `tlt/*` metrics of one RL step: finite floats under the names listed in docs/metrics.md."""
+    """The `tlt/*` metrics of one RL step: finite floats under the names of `METRICS`."""
     metrics: dict[str, float | None] = {
         **speculation_metrics(list(seen.replicas.values()), seen.rollout_s),
         **_bubble_metrics(seen),

@@ -94,7 +94,7 @@ def draw_replicas(ax: Axes, trace: RunTrace, step: int) -> None:
         sessions = [s for s in trace.sessions if s.step == step and s.replica == name and s.steps]
         bubble = "" if idle is None else f" of a {rollout.end - idle:.1f} s bubble"
         for s in sessions:
-            trained.append(name)
+            trained.append(trace.label(name))
             _draw_training(ax, s, zero, lane, bubble, rollout.end, total)
         if idle is not None and not sessions and rollout.end - idle > 0.1 * total:
             middle = (idle + rollout.end) / 2 - zero
@@ -109,14 +109,21 @@ def draw_replicas(ax: Axes, trace: RunTrace, step: int) -> None:
         f"rollout ends: {end:.1f} s", (end, len(names) - 1 + LANE), (-5, 4), textcoords="offset points",
         ha="right", va="bottom", fontsize=9, color=INK,
     )  # fmt: skip
-    ax.set_yticks([lane + LANE / 2 for lane in range(len(names))], list(reversed(names)))
+    ax.set_yticks([lane + LANE / 2 for lane in range(len(names))], [trace.label(name) for name in reversed(names)])
     ax.set_xlim(0, total * 1.005)
     ax.set_ylim(-0.05, len(names) + 0.1)
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
     ax.set_xlabel("time since the step began (s)")
-    what = f"{' and '.join(trained)} trained the drafter in the bubble" if trained else "the replicas over time"
-    ax.set_title(f"RL step {step}: {what}")
+    ax.set_title(f"RL step {step}: {_who_trained(sorted(set(trained)))}")
+
+
+def _who_trained(labels: Sequence[str]) -> str:
+    if not labels:
+        return "the replicas over time"
+    if len(labels) == 1:
+        return f"{labels[0]} trained the drafter in its bubble"
+    return f"{len(labels)} replicas trained the drafter in their bubbles"
 
 
 def _draw_decoding(ax: Axes, times: Floats, counts: Ints, lane: int, most: int) -> None:
@@ -164,7 +171,7 @@ def _label_phase(ax: Axes, phase: Phase, zero: float, lane: int, total: float) -
     if seconds > 0.1 * total:
         _label(ax, middle, lane + LANE / 2, f"{name}\n{seconds:.1f} s", "white")
     elif seconds > 0.025 * total:
-        text = f"{name}\n{seconds:.1f} s" if seconds > 0.04 * total else f"{name} {seconds:.1f} s"
+        text = f"{name}\n{seconds:.1f} s" if seconds > 0.04 * total else name
         _label(ax, middle, lane + LANE / 2, text, "white", rotation=90)
     else:
         ax.annotate(
@@ -222,7 +229,7 @@ def draw_draft_length(batch_ax: Axes, k_ax: Axes, trace: RunTrace, step: int) ->
     for i, (name, part) in enumerate(parts.items()):
         assert rollout is not None
         color, dashes, t = COLORS[i % len(COLORS)], ("-", (0, (5, 2)))[i % 2], part.t - rollout.start
-        batch_ax.step(t, part.batch, where="pre", color=color, linewidth=1.8, linestyle=dashes, label=name)
+        batch_ax.step(t, part.batch, where="pre", color=color, linewidth=1.8, linestyle=dashes, label=trace.label(name))
         k_ax.step(t, part.k, where="pre", color=color, linewidth=1.8, linestyle=dashes, gid=f"k-{name}")
     if not parts:
         return False
@@ -259,9 +266,10 @@ def draw_reward(ax: Axes, rows: Sequence[StepRow], stock: Sequence[StepRow] | No
 def main_figure(trace: RunTrace, rows: Sequence[StepRow], warm: Sequence[StepRow] | None = None) -> Figure:
     """The demo's picture: the replicas in one rollout above, the accept length by step below."""
     with matplotlib.rc_context(STYLE):
-        lanes = max(2, len(trace.replicas))
-        figure = Figure(figsize=(11, 3.6 + 1.15 * lanes), layout="constrained")
-        upper, lower = figure.subplots(2, 1, height_ratios=[1.05 * lanes, 2.2])
+        count = max(2, len(trace.replicas))
+        lanes = count * min(1.15, max(0.55, 4.6 / count))  # inches; many replicas get narrower lanes
+        figure = Figure(figsize=(11, 3.6 + lanes), layout="constrained")
+        upper, lower = figure.subplots(2, 1, height_ratios=[lanes, 2.4])
         draw_replicas(upper, trace, pick_step(trace))
         draw_accept_length(lower, rows, warm)
     return figure

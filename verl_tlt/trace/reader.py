@@ -91,13 +91,16 @@ class RunTrace:
 
     @property
     def replicas(self) -> list[str]:
-        """Names of all replicas seen, sorted."""
-        names = set(self.engines)
-        for run in self.runs:
-            names.update(run.replicas)
-        for load in self.loads:
-            names.update(load.inflight)
-        return sorted(names)
+        """Names of all replicas seen: in the order of the `run` event, then any others by name."""
+        named = list(self.run.replicas) if self.run else []
+        others = {name for load in self.loads for name in load.inflight} - set(named)
+        return named + sorted(others)
+
+    def label(self, replica: str) -> str:
+        """What to call a replica in pictures; its name may be an address, an engine's file may carry its number."""
+        if replica in self.replicas:
+            return f"replica {self.replicas.index(replica)}"
+        return f"replica {replica}" if replica.isdigit() else replica
 
     def phase(self, step: int, name: str) -> Phase | None:
         """The phase of that name in that step, or None."""

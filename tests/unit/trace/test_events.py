@@ -23,7 +23,7 @@ def test_round_trip_of_a_whole_run(made_run):
         assert phase.end - phase.start == pytest.approx(seconds + 0.06)
         assert trace.steps[step]["tlt/accept_length"] == pytest.approx(made_run.accept_length[step])
     assert {s.step for s in trace.sessions} == set(range(2, made_run.steps + 1))
-    assert trace.run.replicas == ["replica-0", "replica-1"]
+    assert [trace.label(name) for name in trace.replicas] == ["replica 0", "replica 1"]
 
 
 def test_engine_steps_come_back_as_columns(made_run):
@@ -122,3 +122,13 @@ def test_a_missing_or_empty_directory_is_named(tmp_path):
         read_trace(tmp_path / "nowhere")
     with pytest.raises(TraceError, match="holds no trace"):
         read_trace(tmp_path)
+
+
+def test_replicas_are_numbered_in_the_runs_order_whatever_their_names(tmp_path):
+    writer = TraceWriter(tmp_path, "driver")
+    writer.emit("run", step0=1, replicas=["10.0.0.9:1", "10.0.0.1:2"])
+    writer.emit("load", step=1, inflight={"10.0.0.1:2": 3, "10.0.0.9:1": 1})
+    TraceWriter(tmp_path, "engine-1").write({"t": 0.0, "batch": 1, "k": 0})
+    trace = read_trace(tmp_path)
+    assert [trace.label(name) for name in ("10.0.0.9:1", "10.0.0.1:2")] == ["replica 0", "replica 1"]
+    assert [trace.label(name) for name in trace.engines] == ["replica 1"]

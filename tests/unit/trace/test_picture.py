@@ -28,7 +28,9 @@ def test_lanes_show_decoding_bubble_and_training(trace, made_run):
     step = 3
     picture.draw_replicas(ax, trace, step)
     idle, rollout = made_run.idle_replica[step], made_run.rollout_s[step]
-    names = [t.get_text() for t in ax.get_yticklabels()]
+    names = {
+        int(y): t.get_text().replace("replica ", "replica-") for y, t in zip(ax.get_yticks(), ax.get_yticklabels())
+    }
     (training,) = patches(ax, "training")
     assert names[int(training.get_y())] == idle
     start, end = training.get_x(), training.get_x() + training.get_width()
@@ -37,11 +39,12 @@ def test_lanes_show_decoding_bubble_and_training(trace, made_run):
     assert training.get_hatch()
     decoding = {names[int(p.get_y())]: p.get_width() for p in patches(ax, "decoding")}
     assert decoding[idle] == pytest.approx(rollout - made_run.bubble_s[step], abs=0.2)  # sampled ten times a second
-    other = next(n for n in names if n != idle)
+    other = next(n for n in names.values() if n != idle)
     assert decoding[other] == pytest.approx(rollout, abs=0.2)
     assert len(patches(ax, "update_actor")) == 2
     assert f"of a {made_run.bubble_s[step] + 0.06:.1f} s bubble" in texts(ax)
     assert "peak: 32 in flight" in texts(ax)
+    assert ax.get_title() == f"RL step 3: {idle.replace('-', ' ')} trained the drafter in its bubble"
 
 
 def test_a_bubble_nobody_trained_in_is_drawn_as_idle(trace):

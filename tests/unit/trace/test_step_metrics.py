@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -9,7 +10,7 @@ from verl_tlt.control.types import StepRecord
 from verl_tlt.rollout.step_stats import Aggregates
 from verl_tlt.trace.events import Publish, Reload, Session
 from verl_tlt.trace.line import step_line
-from verl_tlt.trace.metrics import ReplicaStats, StepObservations, saved_seconds, step_metrics
+from verl_tlt.trace.metrics import METRICS, ReplicaStats, StepObservations, saved_seconds, step_metrics
 
 A = ReplicaStats(
     steps=10, emitted=100, produced=96, rows=40, drafts=40, accepted=(30, 20, 6), k_steps={-1: 2, 0: 3, 3: 5},
@@ -148,3 +149,17 @@ def test_the_line_of_a_step():
     )
     assert step_line({}, 3) == "step 3"
     assert "K off" in step_line({"tlt/draft_length_mean": 0.0, "tlt/spec_off_frac": 1.0}, 1)
+
+
+def test_every_metric_is_documented():
+    seen = StepObservations(
+        rollout_s=12.0, replicas={"a": A, "b": B}, bubble_s={"a": 6.0}, bubble_trained_s={"a": 5.0},
+        stop_latency_s={"a": 0.02}, sessions=[session(loss_last=2.0)], stolen={"tap": 0.1}, step=9, served_since=4,
+        publish=Publish(t=0.0, step=4, version=3, decision="kept", tau=TAU), published_version=3, served_version=2,
+        reloads=[Reload(t=0.0, step=4, replica="a", version=2, fingerprint="f", ok=True)], spot_failures=0,
+    )  # fmt: skip
+    names = {
+        re.sub(r"(pos|frac)_\d+$", lambda m: f"{m[1]}_<{'i' if m[1] == 'pos' else 'k'}>", n) for n in step_metrics(seen)
+    }
+    names = {re.sub(r"stolen_\w+_s$", "stolen_<part>_s", name) for name in names}
+    assert names == set(METRICS)
