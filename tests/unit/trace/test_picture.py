@@ -28,9 +28,7 @@ def test_lanes_show_decoding_bubble_and_training(trace, made_run):
     step = 3
     picture.draw_replicas(ax, trace, step)
     idle, rollout = made_run.idle_replica[step], made_run.rollout_s[step]
-    names = {
-        int(y): t.get_text().replace("replica ", "replica-") for y, t in zip(ax.get_yticks(), ax.get_yticklabels())
-    }
+    names = dict(enumerate(label.get_text().replace("replica ", "replica-") for label in ax.get_yticklabels()))
     (training,) = patches(ax, "training")
     assert names[int(training.get_y())] == idle
     start, end = training.get_x(), training.get_x() + training.get_width()
