@@ -140,7 +140,12 @@ def engine_of(models) -> Callable[..., Any]:
     utils.set_death_signal = lambda: None  # it would end pytest itself when pytest's parent is the container's init
 
     @contextmanager
-    def start(drafter: str | None = "good", policy: str | None = None, **kwargs: Any) -> Iterator[Engine]:
+    def start(
+        drafter: str | None = "good",
+        policy: str | None = None,
+        speculation: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Iterator[Engine]:
         from vllm import LLM
 
         from verl_tlt.config import TLTConfig
@@ -152,7 +157,8 @@ def engine_of(models) -> Callable[..., Any]:
             disable_log_stats=False,
         )  # fmt: skip
         if drafter is not None:
-            tlt = TLTConfig.from_dict({"speculation": {"max_draft_length": K_MAX, "policy": "fixed"}})
+            settings = {"max_draft_length": K_MAX, "policy": "fixed", **(speculation or {})}
+            tlt = TLTConfig.from_dict({"speculation": settings})
             ours = engine_kwargs(tlt, str(models[drafter]), SimpleNamespace(enforce_eager=True), {})
             if policy:
                 ours["additional_config"]["tlt"]["policy_factory"] = policy

@@ -45,7 +45,7 @@ async def test_a_failing_operation_is_an_error_with_its_reason_and_the_next_one_
         raise ValueError("no table for K=9")
 
     client = serve(refuse=refuse, ping=lambda: {"ok": True})
-    with pytest.raises(ChannelError, match="refuse.*no table for K=9"):
+    with pytest.raises(ChannelError, match=r"refuse.*no table for K=9"):
         await client.call("refuse")
     with pytest.raises(ChannelError, match="unknown operation 'reboot'; known: ping, refuse"):
         await client.call("reboot")

@@ -1,0 +1,107 @@
+"""A drafter that changes under a running engine: no token changes, and nothing but the drafter is written."""
+
+import pytest
+import torch
+from conftest import H, prompts, sampled
+from safetensors.torch import load_file, save_file
+
+from verl_tlt.drafter import fingerprint
+
+pytestmark = pytest.mark.engine
+
+TOKENS = 96
+
+
+@pytest.fixture(scope="module")
+def engine(engine_of):
+    with engine_of("bad", policy="policies:longest") as started:
+        yield started
+
+
+def weights(models, name):
+    return str(models[name] / "model.safetensors")
+
+
+def test_swapped_in_mid_request_it_changes_acceptance_and_no_token(engine, models, stock_tokens):
+    control, vllm_engine = engine.scheduler.tlt, engine.llm.llm_engine
+    assert engine.rpc("tlt_load_drafter", weights(models, "bad"))["ok"]
+    control.stats(reset=True)
+    lengths = [max(8, TOKENS * (i + 1) // 8) for i in range(8)]
+    for i, (prompt, length) in enumerate(zip(prompts(8), lengths, strict=True)):
+        vllm_engine.add_request(str(i), prompt, sampled(length))
+    tokens, step = {}, 0
+    while vllm_engine.has_unfinished_requests():
+        for output in vllm_engine.step():
+            if output.finished:
+                tokens[int(output.request_id.partition("-")[0])] = list(output.outputs[0].token_ids)
+        step += 1
+        if step == 20:
+            before = control.stats(reset=True)
+            assert engine.rpc("tlt_load_drafter", weights(models, "good"))["ok"]
+    after = control.stats()
+    assert [tokens[i] for i in range(8)] == stock_tokens[TOKENS]
+    assert before["accepted"][0] < 0.1 * before["drafts"]
+    assert after["accepted"][0] > 0.5 * after["drafts"]
+
+
+def test_what_is_live_is_what_the_file_holds(engine, models):
+    for name in ("good", "bad"):
+        answer = engine.rpc("tlt_load_drafter", weights(models, name))
+        assert answer["ok"]
+        assert answer["shared"] == ["embed_tokens", "lm_head"]
+        assert answer["fingerprint"] == engine.rpc("tlt_fingerprint") == fingerprint(load_file(weights(models, name)))
+        assert 0 < answer["seconds"] < 5
+
+
+def test_the_policys_own_tensors_are_never_written(engine, models, tmp_path):
+    policy = engine.runner.get_model()
+    before = {n: p.clone() for n, p in policy.named_parameters()}
+    tensors = load_file(weights(models, "good"))
+    tensors["embed_tokens.weight"] = torch.zeros_like(policy.model.embed_tokens.weight)
+    tensors["lm_head.weight"] = torch.zeros_like(policy.lm_head.weight)
+    save_file(tensors, tmp_path / "standalone.safetensors")
+    assert engine.rpc("tlt_load_drafter", str(tmp_path / "standalone.safetensors"))["ok"]
+    assert all(torch.equal(p, before[n]) for n, p in policy.named_parameters())
+    assert engine.runner.drafter.model.lm_head is policy.lm_head
+
+
+def test_weights_ruined_by_sleep_are_all_restored(engine, models):
+    engine.rpc("tlt_load_drafter", weights(models, "good"))
+    fine = engine.rpc("tlt_fingerprint")
+    drafter = engine.runner.drafter.model
+    shared = {id(p) for p in engine.runner.get_model().parameters()}
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if id(parameter) not in shared:
+                parameter.fill_(7)
+    assert engine.rpc("tlt_fingerprint") != fine
+    assert engine.rpc("tlt_load_drafter", weights(models, "good"))["fingerprint"] == fine
+    assert not drafter.draft_id_to_target_id.any()  # offsets of a full vocabulary
+
+
+@pytest.mark.parametrize("wrong", ["missing", "truncated", "lacks", "surplus", "shape"])
+def test_a_file_that_does_not_fit_is_refused_and_the_drafter_stays(engine, models, tmp_path, wrong):
+    engine.rpc("tlt_load_drafter", weights(models, "good"))
+    fine = engine.rpc("tlt_fingerprint")
+    path, tensors = tmp_path / "model.safetensors", load_file(weights(models, "bad"))
+    sentence = {
+        "missing": "does not exist",
+        "truncated": "is no complete safetensors file",
+        "lacks": "lacks model.fc.weight, which the served drafter has",
+        "surplus": "holds model.layers.1.mlp.down_proj.weight, which the served drafter does not have",
+        "shape": f"model.fc.weight is [{H}, {H}], the served drafter's is [{H}, {3 * H}]",
+    }[wrong]
+    if wrong == "lacks":
+        del tensors["fc.weight"]
+    if wrong == "surplus":
+        tensors["layers.1.mlp.down_proj.weight"] = torch.zeros(H, H)
+    if wrong == "shape":
+        tensors["fc.weight"] = torch.zeros(H, H)
+    if wrong != "missing":
+        save_file(tensors, path)
+    if wrong == "truncated":
+        path.write_bytes(path.read_bytes()[:-100])
+    answer = engine.rpc("tlt_load_drafter", str(path))
+    assert not answer["ok"]
+    assert sentence in answer["error"]
+    assert engine.rpc("tlt_fingerprint") == fine

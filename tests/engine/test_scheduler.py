@@ -1,0 +1,130 @@
+"""What the scheduler tells the policy, counts and writes down, on real engines."""
+
+import json
+
+import pytest
+from conftest import prompts, sampled
+
+from verl_tlt.control.types import OFF
+from verl_tlt.rollout.channel import ChannelClient
+
+pytestmark = pytest.mark.engine
+
+TOKENS = 96
+
+
+def spec_counters(llm):
+    counters = {m.name: m for m in llm.get_metrics() if "spec_decode" in m.name}
+    per_position = counters["vllm:spec_decode_num_accepted_tokens_per_pos"].values
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    return [*(counters[f"vllm:spec_decode_{name}"].value for name in names), *per_position]
+
+
+def test_the_account_is_vllms_own(engine_of, monkeypatch, tmp_path):
+    monkeypatch.setenv("TLT_TRACE_DIR", str(tmp_path))
+    monkeypatch.setenv("TLT_REPLICA", "5")
+    with engine_of("good", policy="policies:rand") as engine:
+        before = spec_counters(engine.llm)
+        outputs = engine.generate(8, TOKENS)
+        drafts, draft_tokens, accepted, *per_position = (
+            b - a for a, b in zip(before, spec_counters(engine.llm), strict=True)
+        )
+        stats = engine.scheduler.tlt.stats()
+        assert stats["emitted"] == sum(map(len, outputs))
+        assert stats["produced"] == stats["emitted"] - len(outputs)  # the first token comes from the prefill
+        assert (stats["drafts"], stats["draft_tokens"]) == (drafts, draft_tokens)
+        assert stats["accepted"] == per_position
+        assert sum(stats["accepted"]) == accepted
+        assert sum(stats["offered"]) == draft_tokens
+        steps = engine.scheduler.tlt.policy.steps
+    lines = [json.loads(line) for line in (tmp_path / "engine-5.jsonl").read_text().splitlines()]
+    assert len(lines) == len(steps) == stats["steps"]
+    assert sum(line["produced"] for line in lines) == stats["produced"]
+    assert sum(line["latency_s"] for line in lines) == pytest.approx(stats["busy_s"], rel=1e-3)
+
+
+def test_the_account_does_not_need_log_statistics(engine_of):
+    with engine_of("good", policy="policies:longest", disable_log_stats=True) as engine:
+        outputs = engine.generate(8, TOKENS)
+        stats = engine.scheduler.tlt.stats()
+        assert stats["emitted"] == sum(map(len, outputs))
+        assert sum(stats["accepted"]) > 0.5 * stats["drafts"]
+
+
+def test_only_steady_decode_steps_teach(engine_of):
+    with engine_of("good", policy="policies:up_to_four") as engine:
+        engine.generate(8, TOKENS)
+        steps = engine.scheduler.tlt.policy.steps
+    assert not steps[0].clean  # the prefill
+    assert all(s.verified == s.drafted for s in steps if s.clean)
+    assert all(s.drafts in (0, s.batch) for s in steps if s.clean)
+    switch = next(i for i, s in enumerate(steps) if s.drafted > 0 and s.batch)
+    assert (steps[switch - 1].clean, steps[switch].clean, steps[switch + 1].clean) == (True, False, True)
+    assert (steps[switch].verified, steps[switch + 1].verified) == (0, 3)
+
+
+def test_a_prefill_that_joins_does_not_flip_the_draft_length(engine_of):
+    with engine_of("good", policy="policies:up_to_four", max_num_batched_tokens=48, max_num_seqs=8) as engine:
+        vllm_engine, policy = engine.llm.llm_engine, engine.scheduler.tlt.policy
+        for i, prompt in enumerate(prompts(4)):
+            vllm_engine.add_request(f"early-{i}", prompt, sampled(120))
+        for _ in range(8):
+            vllm_engine.step()
+        steady = len(policy.loads)
+        # 32 tokens a step are left beside the four drafting requests, so this prompt takes several steps.
+        vllm_engine.add_request("late", {"prompt_token_ids": list(range(5, 205))}, sampled(8))
+        vllm_engine.step()
+        late = engine.scheduler.running[-1]
+        while late.is_prefill_chunk:
+            vllm_engine.step()
+        during = slice(steady, len(policy.loads))
+        assert len(policy.loads) - steady >= 4
+        assert {load.batch for load in policy.loads[during]} == {4}
+        assert set(policy.chosen[during]) == {3}
+        vllm_engine.step()
+        assert (policy.loads[-1].batch, policy.chosen[-1]) == (5, 0)
+        mixed = policy.steps[steady : len(policy.steps) - 1]
+        assert all(s.batch == 4 and not s.clean for s in mixed)
+        assert all(s.produced <= 16 for s in mixed)  # the late request's first token is not theirs
+        engine.llm.llm_engine.abort_request([f"early-{i}" for i in range(4)] + ["late"], internal=False)
+
+
+def test_off_runs_no_drafter_and_decodes_the_same(engine_of, stock_tokens):
+    with engine_of("good", policy="policies:longest", enable_prefix_caching=True) as engine:
+        passes = []
+        engine.runner.drafter.model.register_forward_hook(lambda *_: passes.append(1))
+
+        engine.scheduler.tlt.control(force_k=0)
+        assert engine.generate(8, TOKENS) == stock_tokens[TOKENS]
+        assert len(passes) >= TOKENS  # K=0 keeps the drafter's cache in step
+        assert engine.scheduler.tlt.stats(reset=True)["k_steps"].keys() == {"0"}
+
+        engine.llm.reset_prefix_cache()
+        passes.clear()
+        assert engine.rpc("tlt_set_drafting", False) == {"ok": True, "drafting": False}
+        engine.scheduler.tlt.control(drafting=False)
+        assert engine.generate(8, TOKENS) == stock_tokens[TOKENS]
+        assert passes == []
+        assert engine.scheduler.tlt.stats(reset=True)["k_steps"].keys() == {str(OFF)}
+        assert all(s.drafted == OFF for s in engine.scheduler.tlt.policy.steps[-TOKENS + 5 :])
+
+        engine.llm.reset_prefix_cache()
+        assert engine.rpc("tlt_set_drafting", True)["ok"]
+        engine.scheduler.tlt.control(drafting=True, force_k=None)
+        assert engine.generate(8, TOKENS) == stock_tokens[TOKENS]
+        stats = engine.scheduler.tlt.stats()
+        assert stats["accepted"][0] > 0.5 * stats["drafts"]
+
+
+async def test_the_channel_reaches_a_running_engine(engine_of, monkeypatch, tmp_path):
+    monkeypatch.setenv("TLT_CHANNEL", f"ipc://{tmp_path}/c/s.sock")
+    with engine_of("good", speculation={"policy": "goodput"}) as engine:
+        client = ChannelClient(f"ipc://{tmp_path}/c/s.sock")
+        await client.call("control", force_k=2, acceptance=[0.8, 0.7, 0.6], latency={"-1": [[1, 0.004], [8, 0.005]]})
+        engine.generate(8, TOKENS)
+        stats = await client.call("stats", reset=True)
+        assert stats["k_steps"].keys() == {"0", "2"}
+        assert stats["compared_s"] > 0
+        assert (await client.call("policy"))["policy"] == "goodput"
+        assert (await client.call("stats"))["steps"] == 0
+        client.close()
