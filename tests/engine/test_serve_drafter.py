@@ -75,9 +75,9 @@ def trained(request, tmp_path_factory):
     policy = make_policy(request.param)
     policy.save_pretrained(root / "policy")
     torch.manual_seed(1)
-    texts = policy.generate(
-        torch.randint(3, 96, (16, PROMPT)), do_sample=True, top_k=0, max_new_tokens=64, min_new_tokens=64
-    )
+    prompts = torch.randint(3, 96, (16, PROMPT))
+    mask = torch.ones_like(prompts)
+    texts = policy.generate(prompts, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=64, min_new_tokens=64)
     sequences = observe(policy, texts)
     model = build_drafter(root / "policy", seed=0)
     refresh_frozen(model, FrozenParts.from_policy_dir(root / "policy"))
@@ -153,6 +153,5 @@ def test_sampled_acceptance_is_as_predicted(trained, engine, sampling):
     refresh_frozen(model, FrozenParts.from_policy_dir(policy_dir))
     scores = acceptance(model, observe(policy, texts), max_draft=K, **sampling)
     served = 1 + counted[1:].sum() / counted[0]
-    print(sampling, "served", served, "simulated", accept_length(scores), counted / counted[0])
     assert accept_length(scores) == pytest.approx(served, rel=0.05)
     assert served > 1.2
