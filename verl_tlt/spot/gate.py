@@ -129,8 +129,10 @@ def decide(scores: Scores, config: GateConfig, *, seed: int) -> Decision:
         return decision("publish", f"{positions} positions in {sequences} held-out sequences are too few to judge")
 
     weights = _resample(sequences, seed)
-    interval = _interval(scores, "served", weights)
-    high = interval[1] if best == "served" else _interval(scores, best, weights)[1]
+    interval = _interval(scores, "served", weights, ERROR)
+    # The better of two references is partly the luckier one: with two that differ, each gets half the error.
+    references = 1 if np.array_equal(scores.served, scores.frozen) else 2
+    high = _interval(scores, best, weights, ERROR / references)[1]
     if high < -config.revert:
         return decision(back, f"at least {-high:.2%} worse than the {best} drafter")
     if interval[0] > -config.margin:
@@ -146,8 +148,8 @@ def _resample(sequences: int, seed: int) -> np.ndarray:
     return counts.reshape(RESAMPLES, sequences).astype(np.float64)
 
 
-def _interval(scores: Scores, against: str, weights: np.ndarray) -> tuple[float, float]:
-    """Percentile interval of (accept length of the candidate / of `against`) - 1, both from the same resamples."""
+def _interval(scores: Scores, against: str, weights: np.ndarray, error: float) -> tuple[float, float]:
+    """Interval of (accept length of the candidate / of `against`) - 1, missed with a chance of `error` on each side."""
     judged = scores.positions > 0
 
     def accept_lengths(which: str) -> np.ndarray:  # [RESAMPLES]
@@ -155,13 +157,13 @@ def _interval(scores: Scores, against: str, weights: np.ndarray) -> tuple[float,
         return (weights @ counts.sum(axis=1)) / (weights @ counts[:, 0])
 
     relative = accept_lengths("candidate") / accept_lengths(against) - 1.0
-    level = _level(scores.positions[judged].astype(np.float64))
+    level = _level(scores.positions[judged].astype(np.float64), error)
     low, high = np.quantile(relative, [level, 1.0 - level])
     return float(low), float(high)
 
 
-def _level(n: np.ndarray) -> float:
-    """The percentile at which a bootstrap over sequences of `n` [S] positions errs with a chance of `ERROR`.
+def _level(n: np.ndarray, error: float) -> float:
+    """The percentile at which a bootstrap over sequences of `n` [S] positions errs with a chance of `error`.
 
     A plain percentile is too narrow for few sequences; this is the expanded percentile interval (Hesterberg, "What
     Teachers Should Know About the Bootstrap", 2015), with the number of sequences replaced by the effective number of
@@ -169,7 +171,7 @@ def _level(n: np.ndarray) -> float:
     """
     effective = float(n.sum() ** 2 / np.square(n).sum())
     freedom = max(1.0, effective - 1.0)
-    return NormalDist().cdf(-math.sqrt((freedom + 1.0) / freedom) * _student(1.0 - ERROR, freedom))
+    return NormalDist().cdf(-math.sqrt((freedom + 1.0) / freedom) * _student(1.0 - error, freedom))
 
 
 def _student(p: float, freedom: float) -> float:
