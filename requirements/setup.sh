@@ -30,19 +30,25 @@ fi
 
 rm -f "$STAMP"
 [ -x "$VENV/bin/python" ] || { say "making $VENV"; "$PYTHON" -m venv "$VENV"; }
-pip=("$VENV/bin/python" -m pip --disable-pip-version-check --quiet install --no-deps)
+pip=("$VENV/bin/python" -m pip --disable-pip-version-check install --no-deps)
+
+# pip's own output is thousands of lines: every 25th package and whatever went wrong is enough to see it move.
+watched() {
+  "$@" 2>&1 | awk '/^Collecting/ && ++n % 25 == 0 { print "setup:   " n " packages found"; fflush() }
+    /^Installing collected/ { print "setup:   unpacking"; fflush() }
+    /^ERROR|^error|[Nn]o space left/ { print; fflush() }'
+}
 
 # torch first and alone: asking PyTorch's index for every other package too would cost seconds each where it is slow.
 if ! "$VENV/bin/python" -c "import importlib.metadata as m, sys; sys.exit(m.version('torch') != '$TORCH')" 2>/dev/null; then
   say "installing torch $TORCH"
-  "${pip[@]}" "torch==$TORCH" 2>/dev/null || "${pip[@]}" --index-url "$TORCH_INDEX" "torch==$TORCH" ||
+  "${pip[@]}" --quiet "torch==$TORCH" 2>/dev/null || watched "${pip[@]}" --index-url "$TORCH_INDEX" "torch==$TORCH" ||
     fail "torch $TORCH is neither where pip is configured to look nor at $TORCH_INDEX; put its wheel where pip finds it (PIP_FIND_LINKS)."
 fi
 say "installing $(grep -c == requirements/cpu.lock) pinned packages"
-"${pip[@]}" --requirement requirements/cpu.lock || fail "a package of requirements/cpu.lock could not be installed; pip says which above."
+watched "${pip[@]}" --requirement requirements/cpu.lock || fail "a package of requirements/cpu.lock could not be installed; pip says which above."
 say "installing verl-tlt itself"
-"${pip[@]}" --no-build-isolation ./requirements/vllm-metadata
-"${pip[@]}" --no-build-isolation --editable .
+watched "${pip[@]}" --no-build-isolation ./requirements/vllm-metadata --editable .
 # torch's and vLLM's platform choice is what goes wrong first: see it now rather than in a worker.
 "$VENV/bin/python" - <<'PY' || fail "the environment does not hold together; remove it and run make setup again."
 import importlib.metadata as metadata

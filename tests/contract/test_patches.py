@@ -1,0 +1,119 @@
+"""The upstream form of every shim: each diff says what it is for and applies to the pinned release.
+
+A diff that no longer applies means that upstream changed those lines: see whether the shim is still needed.
+"""
+
+import ast
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PATCHES = sorted((ROOT / "patches").rglob("*.patch"))
+FIELDS = ("What", "Why", "Upstream", "Shim", "Needed-by")
+
+
+def header(patch):
+    """{field: text} from the lines before the diff."""
+    text = patch.read_text().partition("\n---\n")[0]
+    parts = re.split(rf"^({'|'.join(FIELDS)}): ", text, flags=re.MULTILINE)
+    return {name: body.strip() for name, body in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def touched(patch):
+    return re.findall(r"^diff --git a/(\S+) b/", patch.read_text(), flags=re.MULTILINE)
+
+
+def apply(patch, directory):
+    """Copy the files the patch touches out of the installed release and apply it; returns the patched files."""
+    for name in touched(patch):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        package, _, rest = name.partition("/")
+        source = Path(importlib.util.find_spec(package).submodule_search_locations[0]) / rest
+        if source.exists():
+            shutil.copy(source, directory / name)
+    command = ["git", "apply", "--whitespace=error", str(patch)]
+    environment = os.environ | {
+        "GIT_CEILING_DIRECTORIES": str(directory.parent)
+    }  # not relative to some outer repository
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=60)
+    shim = header(patch)["Shim"]
+    assert done.returncode == 0, f"{patch.name} no longer applies: is {shim} still needed?\n{done.stderr}"
+    return [directory / name for name in touched(patch)]
+
+
+def test_there_is_a_patch_for_every_shim():
+    for package in ("verl", "vllm"):
+        shims = (ROOT / "verl_tlt" / "platform" / f"{package}_shims.py").read_text()
+        module = f"verl_tlt.platform.{package}_shims"
+        assert shims.count("    when_imported(") == sum(header(p)["Shim"].startswith(module) for p in PATCHES)
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.stem)
+def test_header(patch):
+    fields = header(patch)
+    assert tuple(fields) == FIELDS and all(fields.values())
+    assert "github.com/" in fields["Upstream"]
+    module, _, function = fields["Shim"].partition(":")
+    source = ROOT / (module.replace(".", "/") + ".py")
+    assert function in {n.name for n in ast.parse(source.read_text()).body if isinstance(n, ast.FunctionDef)}
+    package, version = fields["Needed-by"].split()
+    assert package == patch.parent.name
+    assert importlib.metadata.version(package).partition("+")[0] == version, "another release: check the shim again"
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.stem)
+def test_applies_to_the_installed_release(patch, tmp_path):
+    for path in apply(patch, tmp_path):
+        if path.suffix == ".py":
+            ast.parse(path.read_text())
+
+
+def test_the_expand_patch_does_what_the_shim_does(tmp_path):
+    torch = pytest.importorskip("torch")
+    from verl_tlt.platform.vllm_shims import expand_batch_to_tokens
+
+    (file,) = apply(next(p for p in PATCHES if "expand" in p.name), tmp_path)
+    patched = types.ModuleType("patched")
+    exec(compile(file.read_text(), str(file), "exec"), patched.__dict__)
+    cumulative = torch.tensor([2, 2, 5], dtype=torch.int32)
+    for values in (torch.tensor([0.7, 0.0, 0.2]), torch.tensor([50, 7, 0], dtype=torch.int32)):
+        expected = expand_batch_to_tokens(values, cumulative, 5, replace_from=0, replace_to=1)
+        output = torch.full_like(expected, -1)
+        patched.expand_kernel[(3,)](output, values, cumulative, 0, 1, MAX_NUM_TOKENS=8)
+        assert torch.equal(output, expected) and output.dtype == values.dtype
+
+
+def test_the_backend_patch_names_the_cpu_once(tmp_path):
+    (file,) = apply(next(p for p in PATCHES if "backend" in p.name), tmp_path)
+    function = next(n for n in ast.parse(file.read_text()).body if getattr(n, "name", "") == "get_default_backend")
+    for device, comm, expected in (("cpu", "gloo", "cpu:gloo"), ("cuda", "nccl", "cpu:gloo,cuda:nccl")):
+        names = {"get_device_name": lambda device=device: device, "get_nccl_backend": lambda comm=comm: comm}
+        exec(compile(ast.Module([function], []), "patched", "exec"), names)
+        assert names["get_default_backend"]() == expected
+
+
+def test_the_plugin_patch_refuses_what_is_not_installed(tmp_path):
+    apply(next(p for p in PATCHES if "plugin" in p.name), tmp_path)
+    spec = importlib.util.spec_from_file_location("patched_plugin", tmp_path / "verl" / "trainer" / "plugin.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.raises(ValueError, match="absent is not installed"):
+        module.load_trainer_plugin("absent")
+    info = tmp_path / "provider-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: provider\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[verl.trainer_plugins]\nmine = json\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        assert module.load_trainer_plugin("mine").__name__ == "json"
+    finally:
+        sys.path.remove(str(tmp_path))
