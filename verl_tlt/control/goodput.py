@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_tlt.control.acceptance import AcceptanceEstimate
+from verl_tlt.control.base import BasePolicy
 from verl_tlt.control.costs import LatencyTable
 from verl_tlt.control.errors import ControlError
 from verl_tlt.control.latency import LatencyModel
@@ -57,17 +58,17 @@ class GoodputSettings:
             raise ControlError("Speculation settings need probe_share in 0..0.5, switch_gain >= 0 and optimism >= 0.")
 
 
-class GoodputPolicy:
+class GoodputPolicy(BasePolicy):
     """Maximises expected tokens per second at the load at hand."""
 
     def __init__(self, arms: Sequence[int], settings: GoodputSettings | None = None) -> None:
+        super().__init__()
         self._arms = tuple(arms)
         self._set = settings or GoodputSettings()
         self._set.check()
         self.acceptance = AcceptanceEstimate(self._arms[-1])
         self.latency = LatencyModel(self._arms)
         self._current = 0
-        self._off = False
         self._held = 0
         self._steps = 0
         self._widest = [0.0] * len(self._arms)
@@ -80,18 +81,15 @@ class GoodputPolicy:
         self._switches = 0
         self._histogram = [0] * len(self._arms)
 
-    def choose(self, load: Load) -> int:
+    def decide(self, load: Load) -> int:
         """K for the coming step: the probe in progress, else the argmax with hysteresis."""
         self._steps += 1
-        if self._off or load.batch <= 0:
-            return 0
         arm = self._pick(load)
         self._histogram[arm] += 1
         return self._arms[arm]
 
-    def observe(self, step: StepRecord) -> None:
+    def learn(self, step: StepRecord) -> None:
         """Learn acceptance from any verified draft and latency from clean steady steps."""
-        self._off = step.drafted == OFF
         if step.drafts > 0 and step.verified > 0:
             self.acceptance.observe(step.drafts, step.accepted)
         else:
@@ -139,12 +137,12 @@ class GoodputPolicy:
             self._held -= 1
             return self._current
         cost = self.latency.predict(load.batch, load.kv_tokens)[1:]
-        if cost[0][0] <= 0.0:
+        if cost[0] <= 0.0:
             return 0
         tau = self.acceptance.accept_lengths()
-        goodput = [tau[k] / seconds for k, (seconds, _) in zip(self._arms, cost, strict=True)]
+        goodput = [tau[k] / seconds for k, seconds in zip(self._arms, cost, strict=True)]
         self._move(goodput, self._reachable(load.batch))
-        if self._probe_due(load, goodput, cost):
+        if self._steps >= self._next_probe and self._held == 0 and self._start_probe(load, goodput, cost):
             self._probe_left -= 1
             return self._probe_arm
         return self._current
@@ -175,16 +173,15 @@ class GoodputPolicy:
             self._switches += 1
             self._interval = max(self._set.probe_interval, self._interval // 2)
 
-    def _probe_due(self, load: Load, goodput: list[float], cost: list[tuple[float, float]]) -> bool:
+    def _start_probe(self, load: Load, goodput: list[float], cost: list[float]) -> bool:
         """Start a probe of the nearest arm, up or down, that could beat the current one, if it is affordable."""
-        if self._steps < self._next_probe or self._held > 0:
-            return False
         optimism, now = self._set.optimism, self._current
         tau = self.acceptance.optimistic_accept_lengths(optimism)
         bar = goodput[now] * (1.0 + self._set.switch_gain)
+        sigmas = self.latency.uncertainty(load.batch, load.kv_tokens)[1:]
         reachable = self._reachable(load.batch)
         for arm in (*range(now + 1, reachable), *range(now - 1, -1, -1)):
-            seconds, sigma = cost[arm]
+            seconds, sigma = cost[arm], sigmas[arm]
             hope = (tau[self._arms[arm]] if arm > now else goodput[arm] * seconds) / (
                 seconds * (1.0 - optimism * sigma)
             )

@@ -34,15 +34,17 @@ _UNSEEN_SPREAD = 0.08
 Key = tuple[int, int, int]
 
 
-class _Factor(NamedTuple):
-    """What one bucket says about one draft length."""
+class _Bucket(NamedTuple):
+    """What one (batch, context) bucket says about OFF and every arm, by position."""
 
-    factor: float
-    """Multiplies the roofline; the common pace is included."""
-    sigma: float
+    factors: list[float]
+    """Multiply the roofline."""
+    sigmas: list[float]
     """Relative uncertainty."""
-    ceiling: tuple[int, float] | tuple[()] | None
-    """None where measured; else (K, factor) of the next longer draft measured here, empty if there is none."""
+    unmeasured: list[int]
+    """Positions that borrow from neighbours, ascending."""
+    ceilings: dict[int, int | None]
+    """For each of those: position of the next longer draft measured here."""
 
 
 class _Cell:
@@ -69,14 +71,16 @@ class LatencyModel:
     """
 
     def __init__(self, arms: Sequence[int], *, table: LatencyTable | None = None, memory: float = 96.0) -> None:
-        self._arms = tuple(arms)
+        self._all = (OFF, *arms)
         self._memory = memory
         self._shape = Roofline()
         self._cells: dict[Key, _Cell] = {}
         self._pace = 0.0
         self._count = 0
         self._next_fit = 1
-        self._cache: dict[tuple[int, int], list[_Factor]] = {}
+        self._buckets: dict[tuple[int, int], _Bucket] = {}
+        self._base_batch = 0
+        self._base: list[float] = []
         if table is not None:
             self.seed(table)
 
@@ -110,32 +114,34 @@ class LatencyModel:
         share = 1.0 / min(cell.samples, self._memory)
         cell.batch += share * (batch - cell.batch)
         cell.kv_tokens += share * (kv_tokens - cell.kv_tokens)
-        self._cache.pop(key[:2], None)
+        self._update_cache(key, cell)
         self._count += 1
         if self._count >= self._next_fit:
             self._refit()
 
     def seconds(self, batch: int, kv_tokens: int, draft_length: int) -> float:
         """Expected seconds of one steady step at this load; 0.0 while nothing at all was measured."""
-        position = 0 if draft_length == OFF else 1 + self._arms.index(draft_length)
-        return self.predict(batch, kv_tokens)[position][0]
+        return self.predict(batch, kv_tokens)[self._all.index(draft_length)]
 
-    def predict(self, batch: int, kv_tokens: int) -> list[tuple[float, float]]:
-        """(seconds, relative uncertainty) for OFF and then every arm."""
+    def predict(self, batch: int, kv_tokens: int) -> list[float]:
+        """Seconds for OFF and then every arm; zeros while nothing at all was measured."""
         if not self._cells:
-            return [(0.0, 1.0)] * (1 + len(self._arms))
-        factors = self._factors(*_key(batch, kv_tokens, 0)[:2])
-        found, floor = [], 0.0
-        for k, (factor, sigma, ceiling_of) in zip((OFF, *self._arms), factors, strict=True):
-            seconds = self._shape.seconds(batch, kv_tokens, k) * factor
-            if ceiling_of is None:
-                floor = seconds
-            else:
-                # Not measured here: at least as slow as the shorter draft that was, at most as slow as the longer.
-                above = ceiling_of and self._shape.seconds(batch, kv_tokens, ceiling_of[0]) * ceiling_of[1]
-                seconds = max(floor, min(seconds, above) if above else seconds)
-            found.append((seconds, sigma))
+            return [0.0] * len(self._all)
+        pace, kv = math.exp(self._pace), self._shape.kv_token_s * kv_tokens
+        known = self._bucket(batch, kv_tokens)
+        found = [(base + kv) * factor * pace for base, factor in zip(self._bases(batch), known.factors, strict=True)]
+        for arm in known.unmeasured:
+            # Not measured here: at most as slow as the next longer draft that was, at least as slow as a shorter one.
+            ceiling = known.ceilings[arm]
+            if ceiling is not None:
+                found[arm] = min(found[arm], found[ceiling])
+            if arm > 0:
+                found[arm] = max(found[arm], found[arm - 1])
         return found
+
+    def uncertainty(self, batch: int, kv_tokens: int) -> list[float]:
+        """Relative standard deviation of `predict`, arm by arm."""
+        return list(self._bucket(batch, kv_tokens).sigmas) if self._cells else [1.0] * len(self._all)
 
     def to_table(self) -> LatencyTable:
         """Every measured cell as one point, for the store."""
@@ -169,25 +175,43 @@ class LatencyModel:
         else:
             cell.level += clipped / cell.samples
 
-    def _factors(self, batch_bucket: int, context_bucket: int) -> list[_Factor]:
-        """Correction of OFF and every arm in one bucket, cached until the bucket or the shape changes."""
-        found = self._cache.get((batch_bucket, context_bucket))
+    def _bases(self, batch: int) -> list[float]:
+        """Shape without KV for OFF and every arm; the batch changes rarely, so the last answer is kept."""
+        if batch != self._base_batch:
+            self._base_batch, self._base = batch, [self._shape.without_kv(batch, k) for k in self._all]
+        return self._base
+
+    def _bucket(self, batch: int, kv_tokens: int) -> _Bucket:
+        """The bucket of a load, put together on first use after a refit or a first measurement."""
+        where = _key(batch, kv_tokens, 0)[:2]
+        found = self._buckets.get(where)
         if found is None:
-            found = []
-            ceiling: tuple[int, float] | tuple[()] = ()
-            for k in reversed((OFF, *self._arms)):
-                cell = self._cells.get((batch_bucket, context_bucket, k))
-                if cell is not None and cell.samples >= 1:
-                    factor = math.exp(cell.level + self._pace)
-                    young = 0.02 if cell.samples < _HOLD_BACK else 0.0
-                    found.append(_Factor(factor, cell.spread / math.sqrt(cell.samples) + young, None))
-                    ceiling = (k, factor)
+            found = self._buckets[where] = _Bucket([], [], [], {})
+            for position, k in enumerate(self._all):
+                cell = self._cells.get((*where, k))
+                if cell is None:
+                    found.unmeasured.append(position)
+                level, sigma = _level_of(cell) if cell else self._borrowed((*where, k))
+                found.factors.append(math.exp(level))
+                found.sigmas.append(sigma)
+            ceiling = None
+            for position in reversed(range(len(self._all))):
+                if position in found.unmeasured:
+                    found.ceilings[position] = ceiling
                 else:
-                    level, sigma = self._borrowed((batch_bucket, context_bucket, k))
-                    found.append(_Factor(math.exp(level + self._pace), sigma, ceiling))
-            found.reverse()
-            self._cache[batch_bucket, context_bucket] = found
+                    ceiling = position
         return found
+
+    def _update_cache(self, key: Key, cell: _Cell) -> None:
+        bucket = self._buckets.get(key[:2])
+        if bucket is None:
+            return
+        position = self._all.index(key[2])
+        if position in bucket.unmeasured:
+            del self._buckets[key[:2]]
+            return
+        level, sigma = _level_of(cell)
+        bucket.factors[position], bucket.sigmas[position] = math.exp(level), sigma
 
     def _borrowed(self, key: Key) -> tuple[float, float]:
         """Correction of an unmeasured cell: the average of its neighbours, by distance."""
@@ -210,8 +234,15 @@ class LatencyModel:
             shift = math.log(seconds / max(self._shape.seconds(*row), 1e-12)) - cell.level
             cell.level += shift
             cell.first = [x + shift for x in cell.first]
-        self._cache.clear()
+        self._buckets.clear()
+        self._base_batch = 0
         self._next_fit = max(self._count + 1, min(2 * self._count, self._count + _REFIT_EVERY))
+
+
+def _level_of(cell: _Cell) -> tuple[float, float]:
+    """Log correction of a measured cell and its uncertainty."""
+    young = 0.02 if cell.samples < _HOLD_BACK else 0.0
+    return cell.level, cell.spread / math.sqrt(max(cell.samples, 1.0)) + young
 
 
 def _key(batch: float, kv_tokens: float, draft_length: int) -> Key:

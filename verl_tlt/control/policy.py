@@ -5,46 +5,29 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
-from verl_tlt.control.costs import LatencyTable
+from verl_tlt.control.base import BasePolicy
+from verl_tlt.control.beg import BegPolicy, BegSettings
+from verl_tlt.control.ema import EmaPolicy, EmaSettings
 from verl_tlt.control.errors import ControlError
 from verl_tlt.control.goodput import GoodputPolicy, GoodputSettings
 from verl_tlt.control.simple import FixedPolicy, TablePolicy
-from verl_tlt.control.types import Policy
 
-POLICIES = ("goodput", "table", "fixed", "off")
+POLICIES = ("goodput", "beg", "ema", "table", "fixed", "off")
 """Names `make_policy` knows."""
-
-
-@runtime_checkable
-class TakesAcceptance(Protocol):
-    """A policy that can use an expectation of acceptance."""
-
-    def set_acceptance(self, conditional: list[float]) -> None:
-        """Conditional acceptance per draft position."""
-        ...
-
-
-@runtime_checkable
-class TakesLatency(Protocol):
-    """A policy that can use measured latencies."""
-
-    def set_latency(self, table: LatencyTable) -> None:
-        """Latencies of a calibration or an earlier run."""
-        ...
 
 
 def make_policy(
     name: str, arms: tuple[int, ...], *, settings: Mapping[str, Any] | None = None, seed: int = 0
-) -> Policy:
+) -> BasePolicy:
     """Build a policy.
 
     Args:
         name: one of `POLICIES`.
         arms: draft lengths it may choose, ascending, starting with 0.
-        settings: the policy's own settings by name (`GoodputSettings`; `fixed` for policy fixed); besides,
-            `max_draft_length`, the drafter's limit, may be given to any policy and is checked against the arms.
+        settings: the policy's own settings by name (`GoodputSettings`, `BegSettings`, `EmaSettings`; `fixed` for policy
+            fixed); besides, any policy takes `max_draft_length`, the drafter's limit, to be checked against the arms.
         seed: makes policies that draw random numbers repeatable.
 
     Raises:
@@ -58,6 +41,10 @@ def make_policy(
     _check_arms(arms, options.pop("max_draft_length", None))
     if name == "goodput":
         return GoodputPolicy(arms, _settings(GoodputSettings, options, name))
+    if name == "beg":
+        return BegPolicy(arms, _settings(BegSettings, options, name), seed)
+    if name == "ema":
+        return EmaPolicy(arms, _settings(EmaSettings, options, name))
     if name == "fixed":
         draft_length = options.pop("fixed", None)
         draft_length = arms[-1] if draft_length is None else draft_length
@@ -73,9 +60,23 @@ S = TypeVar("S")
 
 
 def _settings(cls: type[S], options: Mapping[str, Any], name: str) -> S:
-    fields = tuple(f.name for f in dataclasses.fields(cls))  # type: ignore[arg-type]
-    _refuse_unknown(options, fields, name)
+    defaults = {f.name: f.default for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    _refuse_unknown(options, tuple(defaults), name)
+    for key, value in options.items():
+        if not _fits(value, defaults[key]):
+            raise ControlError(f"Speculation setting {key} of policy {name} cannot be {value!r}.")
     return cls(**options)
+
+
+def _fits(value: Any, default: Any) -> bool:
+    """Whether a value is of the kind of its setting's default."""
+    if default is None:
+        return value is None or (isinstance(value, int) and not isinstance(value, bool))
+    if isinstance(default, tuple):
+        return isinstance(value, list | tuple)
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    return isinstance(value, int) or (isinstance(default, float) and isinstance(value, float))
 
 
 def _refuse_unknown(options: Mapping[str, Any], known: tuple[str, ...], name: str) -> None:

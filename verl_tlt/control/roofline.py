@@ -18,6 +18,9 @@ _KNEES = (0.0, 16.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 _KV_UNIT = 1e-5
 _TOKEN_UNIT = 1e-2
 FEATURES = 4 + len(_KNEES)
+_RIDGE = np.array([1e-5, 1e-4, 1e-2, 1e-2] + [1e-4] * len(_KNEES))
+"""Decides between explanations the data cannot tell apart. Extra cost of a draft seen at one batch size only is put
+down to its tokens, not to the drafter's passes: at smaller batches drafting then looks cheap and gets measured."""
 
 
 def features(batch: float, kv_tokens: float, draft_length: int) -> list[float]:
@@ -37,10 +40,19 @@ class Roofline:
 
     def seconds(self, batch: float, kv_tokens: float, draft_length: int) -> float:
         """Latency by shape alone; 0.0 before the first fit."""
+        return self.without_kv(batch, draft_length) + self.kv_token_s * kv_tokens
+
+    @property
+    def kv_token_s(self) -> float:
+        """Seconds per token of KV cache."""
+        return self.weights[1] * _KV_UNIT
+
+    def without_kv(self, batch: float, draft_length: int) -> float:
+        """The part of the latency that does not depend on KV tokens."""
         passes = draft_length if draft_length > 0 else 0
         tokens = batch * (passes + 1)
         w = self.weights
-        total = w[0] + w[1] * kv_tokens * _KV_UNIT + w[3] * passes
+        total = w[0] + w[3] * passes
         if draft_length >= 0:
             total += w[2]
         for knee, weight in zip(_KNEES, w[4:], strict=True):
@@ -68,9 +80,7 @@ class Roofline:
         root = np.sqrt(np.asarray(votes))  # [n]
         design = np.array([features(*row) for row in rows]) * (root / target)[:, None]  # [n, FEATURES]
         gram = design.T @ design  # [FEATURES, FEATURES]
-        # A whisper of ridge decides between explanations the data cannot tell apart: constants before slopes.
-        scale = np.maximum(np.diag(gram), 1e-12)
-        gram[np.diag_indices(FEATURES)] += 1e-4 * scale + 1e-12
+        gram[np.diag_indices(FEATURES)] += _RIDGE * np.maximum(np.diag(gram), 1e-9)
         right = (design.T @ root).tolist()  # [FEATURES]; relative error: every target is 1
         self.weights = _descend(gram.tolist(), right, self.weights, sweeps)
 

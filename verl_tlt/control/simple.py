@@ -6,58 +6,51 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl_tlt.control.acceptance import AcceptanceEstimate
+from verl_tlt.control.base import BasePolicy
 from verl_tlt.control.costs import LatencyTable
 from verl_tlt.control.latency import LatencyModel
-from verl_tlt.control.types import OFF, Load, StepRecord
+from verl_tlt.control.types import Load
 
 
-class FixedPolicy:
+class FixedPolicy(BasePolicy):
     """Always the same K (0: the policy `off`)."""
 
     def __init__(self, draft_length: int) -> None:
+        super().__init__()
         self._draft_length = draft_length
-        self._off = False
 
-    def choose(self, load: Load) -> int:
-        """The K it was built with; 0 while the engine runs without its drafter."""
-        return 0 if self._off else self._draft_length
-
-    def observe(self, step: StepRecord) -> None:
-        """Nothing to learn but whether the drafter runs at all."""
-        self._off = step.drafted == OFF
+    def decide(self, load: Load) -> int:
+        """The K it was built with."""
+        return self._draft_length
 
     def summary(self) -> dict[str, Any]:
         """The K in use."""
         return {"policy": "fixed" if self._draft_length else "off", "draft_length": self._draft_length}
 
 
-class TablePolicy:
+class TablePolicy(BasePolicy):
     """argmax τ(K) / T(batch, kv, K) over a measured latency table and a given acceptance; learns nothing online.
 
     Until both are given it drafts nothing. Draft lengths the table does not hold are not used.
     """
 
     def __init__(self, arms: Sequence[int]) -> None:
+        super().__init__()
         self._arms = tuple(arms)
         self._usable: tuple[int, ...] = (0,)
         self._latency: LatencyModel | None = None
         self._tau: list[float] | None = None
-        self._off = False
 
-    def choose(self, load: Load) -> int:
+    def decide(self, load: Load) -> int:
         """The best K by the table."""
-        if self._off or self._latency is None or self._tau is None or load.batch <= 0:
+        if self._latency is None or self._tau is None:
             return 0
         cost = self._latency.predict(load.batch, load.kv_tokens)[1:]
         best, goodput = 0, 0.0
-        for k, (seconds, _) in zip(self._usable, cost, strict=True):
+        for k, seconds in zip(self._usable, cost, strict=True):
             if self._tau[k] > goodput * seconds:
                 best, goodput = k, self._tau[k] / seconds
         return best
-
-    def observe(self, step: StepRecord) -> None:
-        """Nothing to learn but whether the drafter runs at all."""
-        self._off = step.drafted == OFF
 
     def set_acceptance(self, conditional: Sequence[float]) -> None:
         """Acceptance per position, for example the drafter's held-out score."""

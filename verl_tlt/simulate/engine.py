@@ -1,0 +1,215 @@
+"""A simulated engine: drives a policy through rollouts that drain from many requests to one.
+
+It keeps what makes control hard on a real engine: K is chosen before drafting and verified one step later, so a
+step that changes K pays for the old draft and the new one and teaches no latency; the policy sees latencies with
+noise and stalls; requests that wait join as places free up and make a step unclean. Time is accounted without the
+noise, which hits every policy alike.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from verl_tlt.control.types import OFF, Load, Policy, StepRecord
+from verl_tlt.simulate.hardware import CostModel
+from verl_tlt.simulate.workload import Rollout, Workload
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How measured latencies differ from true ones."""
+
+    sigma: float = 0.03
+    """Log-normal jitter."""
+    stall_chance: float = 0.0
+    """Share of steps that stall."""
+    stall_factor: float = 4.0
+    """How much longer a stalled step takes."""
+    swing: float = 0.0
+    """Slow machine-wide drift: +-this share over `swing_steps`; real, so it is charged to the makespan."""
+    swing_steps: int = 3000
+
+    def pace(self, step: int) -> float:
+        """The machine's true slowness at a step."""
+        return 1.0 + self.swing * float(np.sin(2.0 * np.pi * step / self.swing_steps))
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What no real policy can know; oracles ask for it."""
+
+    accept_lengths: npt.NDArray[np.float64]
+    """τ(0), τ(1), ... of the requests at hand."""
+    cost: CostModel
+
+
+@runtime_checkable
+class SeesTruth(Protocol):
+    """A policy that is shown the truth before each choice."""
+
+    def see(self, truth: Truth) -> None:
+        """Called before `choose`."""
+        ...
+
+
+@dataclass
+class Bucket:
+    """Account of one octave of batch sizes."""
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    off_seconds: float = 0.0
+    """What the same tokens would have cost at K=0."""
+    stock_seconds: float = 0.0
+    """What they would have cost with no drafter at all."""
+
+
+@dataclass
+class Run:
+    """Result of one policy over all rollouts."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    steps: int = 0
+    switches: int = 0
+    buckets: dict[int, Bucket] = field(default_factory=dict)
+    """By floor(log2(batch))."""
+    lengths: list[tuple[int, int, int]] = field(default_factory=list)
+    """(rollout, batch, K) per step, if asked for."""
+
+    def worst_bucket_vs_off(self) -> float:
+        """Lowest speed relative to the engine's own K=0 over all octaves of batch size."""
+        return min(b.off_seconds / b.seconds for b in self.buckets.values())
+
+    def worst_bucket_vs_stock(self) -> float:
+        """The same against an engine without drafter."""
+        return min(b.stock_seconds / b.seconds for b in self.buckets.values())
+
+
+class SimulatedEngine:
+    """One engine with its cost model, workload and noise.
+
+    Args:
+        observe_lag: records reach the policy this many steps late (1: async scheduling).
+        keep_lengths: record (rollout, batch, K) of every step.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        cost: CostModel,
+        noise: Noise | None = None,
+        *,
+        observe_lag: int = 0,
+        keep_lengths: bool = False,
+    ) -> None:
+        self.workload, self.cost, self.noise = workload, cost, noise or Noise()
+        self.observe_lag, self.keep_lengths = observe_lag, keep_lengths
+
+    def run(self, policy: Policy) -> Run:
+        """Drive `policy` through all rollouts; it keeps what it learned from one to the next."""
+        run = Run()
+        rng = np.random.default_rng([self.workload.seed, 99])
+        for index in range(self.workload.rollouts):
+            _Drain(self, self.workload.rollout(index), index, rng, run).to_the_end(policy)
+        return run
+
+
+class _Drain:
+    """State of one rollout in progress."""
+
+    def __init__(
+        self, engine: SimulatedEngine, rollout: Rollout, index: int, rng: np.random.Generator, run: Run
+    ) -> None:
+        self.engine, self.rollout, self.index, self.rng, self.run = engine, rollout, index, rng, run
+        self.done = np.zeros(rollout.lengths.size, dtype=np.int64)  # tokens produced, [requests]
+        self.rows = np.arange(min(engine.workload.max_batch, rollout.lengths.size))  # decoding, [batch]
+        self.next_row = self.rows.size
+        self.joining = 0
+        self.drafted = 0
+        self.late: deque[StepRecord] = deque()
+
+    def to_the_end(self, policy: Policy) -> None:
+        prefill = True
+        while self.rows.size:
+            kv_tokens = int(self.done[self.rows].sum()) + self.rows.size * self.engine.workload.prompt
+            scales = self.rollout.scales(self.rows, self.done[self.rows])
+            if isinstance(policy, SeesTruth):
+                tau = self.rollout.accept_lengths(scales, self.rollout.acceptance.size)
+                policy.see(Truth(tau, self.engine.cost))
+            k = policy.choose(Load(self.rows.size, kv_tokens))
+            self.late.append(self._step(k, kv_tokens, scales, prefill))
+            prefill = self._admit()
+            if len(self.late) > self.engine.observe_lag:
+                policy.observe(self.late.popleft())
+        while self.late:
+            policy.observe(self.late.popleft())
+
+    def _step(self, k: int, kv_tokens: int, scales: npt.NDArray[np.float64], prefill: bool) -> StepRecord:
+        verified, batch = self.drafted, self.rows.size
+        done = self.done[self.rows]
+        if verified > 0:
+            kept = self.rollout.verify(self.rows, done, scales, verified)  # [batch, verified]
+            accepted = tuple(int(n) for n in kept.sum(axis=0))
+            gain = kept.sum(axis=1) + 1  # [batch]
+        else:
+            accepted, gain = (), np.ones(batch, dtype=np.int64)
+        left = self.rollout.lengths[self.rows] - done
+        gain = np.minimum(gain, left)
+        produced = int(gain.sum())
+        pace = self.engine.noise.pace(self.run.steps)
+        seconds = pace * self.engine.cost.seconds(batch, kv_tokens, verified, k)
+        self._account(batch, kv_tokens, produced, seconds, pace, verified != max(k, 0), k)
+        self.done[self.rows] = done + gain
+        self.rows = self.rows[gain < left]
+        self.drafted = max(k, 0)
+        return StepRecord(
+            batch=batch,
+            kv_tokens=kv_tokens,
+            drafted=k,
+            verified=verified,
+            drafts=batch if verified > 0 else 0,
+            accepted=accepted,
+            produced=produced,
+            latency_s=seconds * self._jitter(),
+            clean=verified == max(k, 0) and not prefill,
+        )
+
+    def _admit(self) -> bool:
+        """Fill free places from the queue; True when somebody joined, whose prefill makes the next step unclean."""
+        free = self.engine.workload.max_batch - self.rows.size
+        joining = min(free, self.rollout.lengths.size - self.next_row)
+        if joining > 0:
+            self.rows = np.concatenate((self.rows, np.arange(self.next_row, self.next_row + joining)))
+            self.next_row += joining
+        return joining > 0
+
+    def _account(
+        self, batch: int, kv_tokens: int, produced: int, seconds: float, pace: float, switched: bool, k: int
+    ) -> None:
+        run, cost = self.run, self.engine.cost
+        bucket = run.buckets.setdefault(batch.bit_length() - 1, Bucket())
+        bucket.steps += 1
+        bucket.tokens += produced
+        bucket.seconds += seconds
+        bucket.off_seconds += pace * cost.seconds(batch, kv_tokens, 0, 0) * produced / batch
+        bucket.stock_seconds += pace * cost.seconds(batch, kv_tokens, 0, OFF) * produced / batch
+        run.seconds += seconds
+        run.tokens += produced
+        run.steps += 1
+        run.switches += switched
+        if self.engine.keep_lengths:
+            run.lengths.append((self.index, batch, k))
+
+    def _jitter(self) -> float:
+        noise = self.engine.noise
+        factor = float(self.rng.lognormal(0.0, noise.sigma)) if noise.sigma else 1.0
+        if noise.stall_chance and self.rng.random() < noise.stall_chance:
+            factor *= noise.stall_factor
+        return factor

@@ -1,0 +1,70 @@
+"""What a policy is compared with: the best that hindsight or perfect knowledge allows.
+
+O1: the best single K. O2: the best K per octave of batch size, which is what a bucketed bandit can at best reach.
+O3: the argmax of true τ(K) over true T(batch, kv, K) at every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from verl_tlt.control.simple import FixedPolicy
+from verl_tlt.control.types import Load, StepRecord
+from verl_tlt.simulate.engine import Run, SimulatedEngine, Truth
+
+
+class TrueGoodput:
+    """O3: sees true acceptance and true costs before every step."""
+
+    def __init__(self, arms: Sequence[int]) -> None:
+        self._arms = tuple(arms)
+        self._truth: Truth | None = None
+
+    def see(self, truth: Truth) -> None:
+        """Take in the truth about the coming step."""
+        self._truth = truth
+
+    def choose(self, load: Load) -> int:
+        """The argmax; RuntimeError outside the simulator."""
+        if self._truth is None:
+            raise RuntimeError("The true-goodput oracle runs in the simulator only.")
+        tau: npt.NDArray[np.float64] = self._truth.accept_lengths
+        cost = self._truth.cost
+        return max(self._arms, key=lambda k: tau[k] / cost.seconds(load.batch, load.kv_tokens, k, k))
+
+    def observe(self, step: StepRecord) -> None:
+        """Nothing left to learn."""
+
+
+class PerBucket:
+    """O2: one K per octave of batch size."""
+
+    def __init__(self, lengths: Mapping[int, int]) -> None:
+        self._lengths = dict(lengths)
+
+    def choose(self, load: Load) -> int:
+        """K of the octave; the nearest known octave where it was never measured."""
+        octave = load.batch.bit_length() - 1
+        return self._lengths[min(self._lengths, key=lambda known: abs(known - octave))]
+
+    def observe(self, step: StepRecord) -> None:
+        """Nothing to learn: hindsight."""
+
+
+def static_runs(engine: SimulatedEngine, arms: Sequence[int]) -> dict[int, Run]:
+    """One run per fixed K; the fastest is O1."""
+    return {k: engine.run(FixedPolicy(k)) for k in arms}
+
+
+def best_per_bucket(runs: Mapping[int, Run]) -> PerBucket:
+    """O2 from the fixed runs: in every octave, the K that saved most against K=0 there."""
+    octaves = {octave for run in runs.values() for octave in run.buckets}
+
+    def speed(k: int, octave: int) -> float:
+        bucket = runs[k].buckets.get(octave)
+        return bucket.off_seconds / bucket.seconds if bucket else 0.0
+
+    return PerBucket({octave: max(runs, key=lambda k: speed(k, octave)) for octave in octaves})
