@@ -57,11 +57,16 @@ def resolve(config: DictConfig, settings: TLTConfig) -> TLTConfig:
     """Settings as the workers need them: absolute paths, and no spot training where nothing can feed it."""
     trace_dir = settings.trace.dir or os.path.join(str(config.trainer.default_local_dir), "tlt_trace")
     drafter_path = settings.drafter.path
+    save_dir = settings.drafter.save_dir or os.path.join(str(config.trainer.default_local_dir), "tlt_drafter")
     spot = doctor.has_tap(str(config.actor_rollout_ref.actor.strategy)) and settings.spot.enable
     return dataclasses.replace(
         settings,
         # Ray workers start in another directory.
         trace=dataclasses.replace(settings.trace, dir=facts.absolute(trace_dir)),
-        drafter=dataclasses.replace(settings.drafter, path=facts.absolute(drafter_path) if drafter_path else None),
+        drafter=dataclasses.replace(
+            settings.drafter,
+            path=facts.absolute(drafter_path) if drafter_path else None,
+            save_dir=facts.absolute(save_dir),
+        ),
         spot=dataclasses.replace(settings.spot, enable=spot),
     )

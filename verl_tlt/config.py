@@ -26,6 +26,8 @@ class DrafterConfig:
 
     path: str | None = None
     """Directory of a drafter to start from (speculators format, servable by vLLM); null: a random head."""
+    save_dir: str | None = None
+    """Where the drafter is left at the end of the run; null: `<trainer.default_local_dir>/tlt_drafter`."""
     aux_layers: tuple[int, ...] | None = None
     """Layer *inputs* of the policy fed to the drafter; null: (2, L/2, L-3), spread out for shallow models."""
     ttt_steps: int = 3
@@ -79,7 +81,7 @@ class SpotConfig:
     min_merge_steps: int = 8
     """A session of fewer optimizer steps is not merged: AdamW's first steps are sign-like."""
     max_failures: int = 3
-    """Failed sessions in a row after which spot training stays off for the run."""
+    """Failed sessions in a row after which a replica's spot training stays off for the run."""
 
 
 @dataclass(frozen=True)
@@ -167,17 +169,18 @@ def _build(cls: type[T], node: Mapping[str, Any], where: str) -> T:
             raise TLTConfigError(f"{where}.{key} is not a setting of verl-tlt.{hint}")
         hint_type = hints[key]
         path = f"{where}.{key}"
-        values[key] = _build(hint_type, value, path) if dataclasses.is_dataclass(hint_type) else _cast(value, hint_type, path)
+        convert: Any = _build if dataclasses.is_dataclass(hint_type) else _cast
+        values[key] = convert(hint_type, value, path)
     return cls(**values)
 
 
-def _cast(value: Any, hint: Any, where: str) -> Any:
+def _cast(hint: Any, value: Any, where: str) -> Any:
     """`value` as the annotated type; ints pass for floats, lists for tuples; everything else must match."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
-        return _cast(value, next(a for a in args if a is not type(None)), where)
+        return _cast(next(a for a in args if a is not type(None)), value, where)
     if origin is Literal:
         if value not in args:
             raise TLTConfigError(f"{where} must be one of {', '.join(map(str, args))}, not {value!r}.")
@@ -185,7 +188,7 @@ def _cast(value: Any, hint: Any, where: str) -> Any:
     if origin is tuple:
         if isinstance(value, str) or not hasattr(value, "__iter__"):
             raise TLTConfigError(f"{where} must be a list of {args[0].__name__}, not {value!r}.")
-        return tuple(_cast(v, args[0], where) for v in value)
+        return tuple(_cast(args[0], v, where) for v in value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
@@ -209,12 +212,11 @@ def _check(c: TLTConfig) -> None:
             raise TLTConfigError(f"tlt.speculation.arms must be ascending and start with 0, not {list(s.arms)}.")
         if s.arms[-1] > s.max_draft_length:
             raise TLTConfigError(
-                f"tlt.speculation.arms goes up to {s.arms[-1]}, above tlt.speculation.max_draft_length={s.max_draft_length}."
+                f"tlt.speculation.arms goes up to {s.arms[-1]}, above "
+                f"tlt.speculation.max_draft_length={s.max_draft_length}."
             )
     if s.fixed is not None and not 0 <= s.fixed <= s.max_draft_length:
-        raise TLTConfigError(
-            f"tlt.speculation.fixed must be 0..max_draft_length={s.max_draft_length}, not {s.fixed}."
-        )
+        raise TLTConfigError(f"tlt.speculation.fixed must be 0..max_draft_length={s.max_draft_length}, not {s.fixed}.")
     positive = {
         "drafter.ttt_steps": c.drafter.ttt_steps,
         "drafter.learning_rate": c.drafter.learning_rate,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 OFF = -1
-"""The arm "no drafter at all": the drafter's own pass is skipped too, as if the engine were stock. K=0 still runs it."""
+"""The arm "no drafter at all": the drafter's own pass is skipped too, as in stock vLLM. K=0 still runs it."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StepRecord:
     latency_s: float
     """Seconds since the step before finished."""
     clean: bool
-    """False for steps that must not teach: mixed with prefill, K just changed, after an idle pause, drafting impossible."""
+    """False for steps that must not teach: mixed with prefill, K just changed, after a pause, drafting impossible."""
 
 
 class Policy(Protocol):

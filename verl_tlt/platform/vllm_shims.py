@@ -38,7 +38,7 @@ def expand_batch_to_tokens(
     replace_from: int = 0,
     replace_to: int = 0,
 ) -> torch.Tensor:
-    """x[i] repeated for each draft token of request i, `replace_from` turned into `replace_to`: [num_tokens], x's dtype."""
+    """x[i] for each draft token of request i, `replace_from` turned into `replace_to`: [num_tokens], x's dtype."""
     import torch
 
     counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1, dtype=torch.long))  # [batch]

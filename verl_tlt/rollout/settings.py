@@ -164,7 +164,9 @@ def worth_drafting(acceptance: Sequence[float], latency: Table, policy: str) -> 
     if not arms:
         return True
     shares = [
-        min(interpolate(latency[k], batch) / lengths[k] for k in arms) / seconds for batch, seconds in off
+        # A step with a drafter never takes less than one without; where it was measured so, that was noise.
+        min(max(interpolate(latency[k], batch) / seconds, 1.0) / lengths[k] for k in arms)
+        for batch, seconds in off
     ]  # time against OFF, one per measured batch
     return sum(shares) / len(shares) < WORTH
 

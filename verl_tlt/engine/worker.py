@@ -1,0 +1,139 @@
+"""verl's actor worker with a tap and a tee: hidden states from old-log-prob, frozen parts from the weight sync.
+
+The tap lives in the worker subclass, which the TLT trainer alone installs; an engine registered under a vendor key
+would replace the engine in every process, with the flag or without.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+import torch
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+
+from verl_tlt.config import TLTConfig
+from verl_tlt.drafter import to_numpy16
+from verl_tlt.engine.tap import ROW, HiddenStateTap, response_lengths
+from verl_tlt.spot.buffer import choose_window, select_for_tap
+
+FROZEN = {"embed": "embed_tokens.weight", "lm_head": "lm_head.weight", "norm": "model.norm.weight"}
+"""The policy's parts the drafter shares, by the end of their Hugging Face names."""
+
+
+class TLTTrainingWorker(TrainingWorker):  # type: ignore[misc]
+    """The actor's training worker: chooses sequences before the old-log-prob forward and lets the tap copy them."""
+
+    tap: HiddenStateTap | None = None
+    tap_budget = 0
+    tap_window = 0
+    tap_seen = 0
+
+    def infer_batch(self, data: Any) -> Any:
+        """As verl's; `data` is a TensorDict with jagged `input_ids` [B, L_b]."""
+        reference = bool(data.get("no_lora_adapter", False))  # a LoRA actor also answers for the reference policy
+        if self.tap is None or reference or "input_ids" not in data:
+            return super().infer_batch(data)
+        lengths = data["input_ids"].offsets().diff().tolist()
+        rng = random.Random(self.tap_seen)
+        self.tap_seen += 1
+        rows = select_for_tap(lengths, self.tap_budget, rng, self.tap_window)
+        # The response is what ends a row; verl pads nothing into jagged ids.
+        prompts = [n - r for n, r in zip(lengths, response_lengths(data), strict=True)]
+        self.tap.arm({row: choose_window(lengths[row], prompts[row], self.tap_window, rng) for row in rows})
+        data[ROW] = torch.arange(len(lengths))
+        return super().infer_batch(data)
+
+
+class TLTActorWorker(ActorRolloutRefWorker):  # type: ignore[misc]
+    """Adds `tlt_setup`, `tlt_take` and the weight-sync tee to verl's hybrid worker."""
+
+    actor_worker_cls = TLTTrainingWorker
+    _tlt_frozen: dict[str, torch.Tensor] | None = None
+    _tlt_tee = False
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def tlt_setup(self, config: dict[str, Any], aux_layers: list[int]) -> dict[str, Any]:
+        """Install the tap on this rank's engine.
+
+        Args:
+            config: `TLTConfig.to_dict()`.
+            aux_layers: layer inputs the drafter wants.
+
+        Returns:
+            {"node": str, "pid": int}, for placing the spot worker beside it.
+        """
+        tlt = TLTConfig.from_dict(config)
+        dtype = getattr(torch, str(self.config.rollout.dtype).replace("torch.", ""), torch.bfloat16)
+        self._tlt_dtype = dtype if dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
+        self.actor.tap = HiddenStateTap(self.actor.engine, aux_layers, self._tlt_dtype)
+        self.actor.tap_budget = tlt.buffer.tokens_per_step
+        self.actor.tap_window = tlt.buffer.window
+        self._tlt_tee = True
+        return {"node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def tlt_take(self) -> dict[str, Any]:
+        """Hand over what the last old-log-prob forward was tapped for.
+
+        Returns:
+            {"sequences": ObjectRef of a list of dicts (tokens int64 [L], prompt_len, start, aux uint16 [L, 3H],
+            last uint16 [L, H]) in this node's object store, "frozen": ObjectRef of {embed, lm_head, norm} or None,
+            "count", "tokens", "bytes", "seconds"}.
+        """
+        tap = self.actor.tap
+        assert tap is not None
+        taken = [
+            {
+                "tokens": s.tokens.numpy(),
+                "prompt_len": s.prompt_len,
+                "start": s.start,
+                "aux": to_numpy16(s.aux),
+                "last": to_numpy16(s.last),
+            }
+            for s in tap.take()
+        ]
+        frozen, self._tlt_frozen = self._tlt_frozen, None
+        # References inside containers are handed on as references instead of being resolved.
+        return {
+            "sequences": [ray.put(taken)],
+            "frozen": [ray.put({k: to_numpy16(v) for k, v in frozen.items()})] if frozen else [],
+            "count": len(taken),
+            "tokens": sum(len(t["tokens"]) for t in taken),
+            "bytes": sum(t["aux"].nbytes + t["last"].nbytes for t in taken),
+            "seconds": tap.seconds,
+        }
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:
+        """As verl's; the parts the drafter shares are copied to the host as they stream past."""
+        if not self._tlt_tee:
+            return await super().update_weights(global_steps=global_steps, mode=mode)
+        engine, kept = self.actor.engine, {}
+        original = engine.get_per_tensor_param
+
+        def teed(*args: Any, **kwargs: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], Any]:
+            params, peft = original(*args, **kwargs)
+            return self._tlt_tee_params(params, kept), peft
+
+        engine.get_per_tensor_param = teed
+        try:
+            return await super().update_weights(global_steps=global_steps, mode=mode)
+        finally:
+            del engine.get_per_tensor_param  # the instance attribute; the class's method shows again
+            if {"embed", "norm"} <= kept.keys():
+                kept.setdefault("lm_head", kept["embed"])  # tied embeddings stream once
+                self._tlt_frozen = kept
+
+    def _tlt_tee_params(
+        self, params: Iterator[tuple[str, torch.Tensor]], kept: dict[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in params:
+            for part, suffix in FROZEN.items():
+                if name.endswith(suffix) and ".layers." not in name:
+                    kept[part] = tensor.detach().to("cpu", self._tlt_dtype, copy=True)
+            yield name, tensor

@@ -1,0 +1,229 @@
+"""verl's vLLM server and replica, with a drafter: speculation settings in, drafter reloads, an orderly early leave.
+
+Three things differ from stock verl here. The engine is launched with our scheduler and an EAGLE-3 drafter. After
+every weight sync the drafter is loaded again from this node's staged file and compared by fingerprint, because
+vLLM's sleep level 2 (verl's default) discards drafter weights and verl re-sends only the policy. And the server
+itself decides whether it may leave early, behind its own submission gate, since only it knows what is on its way.
+
+Nothing in here may fail a run: an engine whose drafter cannot be trusted decodes with K=0 and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+
+from verl_tlt.config import TLTConfig
+from verl_tlt.control.types import OFF
+from verl_tlt.rollout.calibrate import calibrate
+from verl_tlt.rollout.channel import ChannelClient
+from verl_tlt.rollout.settings import engine_arms, engine_environment, engine_kwargs, worth_drafting
+from verl_tlt.spot.store import STORE_NAME, DrafterFile, stage
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
+
+ADMISSION_TIMEOUT_S = 2.0  # an admission takes milliseconds; a stuck one means "busy", not "wait"
+
+
+@dataclass
+class DrafterState:
+    """What this server serves, as it last proved it."""
+
+    version: int = -1
+    fingerprint: str = ""
+    ok: bool = False
+    seconds: float = 0.0
+    error: str | None = None
+    drafting: bool = False
+    reloads: int = 0
+    failures: int = 0
+    acceptance: list[float] = field(default_factory=list)
+
+
+class TLTvLLMHttpServer(vLLMHttpServer):  # type: ignore[misc]
+    """One engine's server. Methods prefixed `tlt_` are called by the trainer; the others are verl's hooks."""
+
+    def _post_init(self, cuda_visible_devices: str) -> None:
+        super()._post_init(cuda_visible_devices)
+        self.tlt = TLTConfig.from_dict((self.config.custom or {})["tlt"])
+        job = ray.get_runtime_context().get_job_id()
+        self._tlt_dir = Path(tempfile.gettempdir()) / f"verl-tlt-{os.getuid()}-{job}" / f"replica-{self.replica_rank}"
+        self._tlt_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._tlt_staged: DrafterFile | None = None
+        self._tlt_served = DrafterState()
+        self._tlt_channel: ChannelClient | None = None
+        self._tlt_latency: dict[int, list[tuple[int, float]]] = {}
+        self._tlt_left = False
+
+    # ------------------------------------------------------------------ verl's hooks
+
+    def _preprocess_engine_kwargs(self, kwargs: dict[str, Any]) -> None:
+        super()._preprocess_engine_kwargs(kwargs)
+        if not self.tlt.speculation.enable:
+            return
+        store = ray.get_actor(STORE_NAME)
+        self.tlt_stage(ray.get(store.latest.remote()))
+        kwargs.update(engine_kwargs(self.tlt, str(self._tlt_dir / "drafter"), self.config, kwargs))
+        # The engine core is a child of this process and inherits these; they differ per replica, so they cannot
+        # travel in vLLM's config, which is part of its compile-cache key.
+        address = f"ipc://{self._tlt_dir}/channel.sock"
+        os.environ.update(TLT_CHANNEL=address, TLT_REPLICA=str(self.replica_rank), **engine_environment())
+        if self.tlt.trace.dir and self.tlt.trace.engine_steps:
+            os.environ["TLT_TRACE_DIR"] = self.tlt.trace.dir
+        if self.node_rank == 0:
+            self._tlt_channel = ChannelClient(address)
+
+    def _get_worker_extension_cls(self) -> str:
+        if not self.tlt.speculation.enable:
+            return super()._get_worker_extension_cls()
+        return "verl_tlt.rollout.extension.TLTWorkerExtension"
+
+    async def clear_kv_cache(self) -> None:
+        """The last call of every weight sync, in every trainer mode: the moment to put the drafter back."""
+        await super().clear_kv_cache()
+        await self._tlt_reload()
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """As stock; a server that left early opens its gate again once it holds weights and cache."""
+        await super().wake_up(tags=tags)
+        if self._tlt_left and (tags is None or "kv_cache" in tags):
+            self._tlt_left = False
+            await self.open_submission_gate()
+
+    # ------------------------------------------------------------------ leaving early
+
+    async def tlt_try_sleep(self) -> dict[str, Any]:
+        """Sleep if and only if no request is in the engine or on its way into it.
+
+        Closing the gate and looking happen on the actor's one event loop: whoever was admitted before is seen in the
+        engine, whoever comes after is rejected and re-routed by the client (`rollout/client.py`).
+
+        Returns:
+            {"slept": bool, "inflight": int}; not slept means the gate is open again, as if nothing had happened.
+        """
+        if self.node_rank != 0:
+            return {"slept": False, "inflight": -1}
+        self._submission_paused, self._rejecting = True, True
+        self._resume_event.clear()
+        deadline = time.monotonic() + ADMISSION_TIMEOUT_S
+        while self._admitting > 0 and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+        inflight = self._admitting + len(self.engine.output_processor.request_states)
+        if inflight:
+            await self.open_submission_gate()
+            return {"slept": False, "inflight": inflight}
+        self._tlt_left = True
+        await self.sleep()
+        return {"slept": True, "inflight": 0}
+
+    # ------------------------------------------------------------------ the drafter
+
+    def tlt_stage(self, drafter: DrafterFile) -> None:
+        """Write a published drafter to this node's private directory; it is loaded at the next reload.
+
+        Args:
+            drafter: the file, or (through Ray) a reference to it.
+        """
+        stage(drafter, self._tlt_dir / "drafter")
+        self._tlt_staged = drafter
+
+    async def _tlt_reload(self) -> None:
+        """Load the staged drafter into the engine; on any failure this engine drafts nothing until the next sync."""
+        if self._tlt_channel is None or self._tlt_staged is None:
+            return
+        state, staged, start = self._tlt_served, self._tlt_staged, time.perf_counter()
+        try:
+            results = await self.engine.collective_rpc(
+                method="tlt_load_drafter", args=(str(self._tlt_dir / "drafter" / "model.safetensors"),)
+            )
+            bad = next((r for r in results if not r.get("ok")), None)
+            fingerprint = results[0].get("fingerprint", "")
+            state.error = bad.get("error", "load failed") if bad else None
+            if state.error is None and len(results) == 1 and fingerprint != staged.fingerprint:
+                state.error = f"fingerprint {fingerprint} differs from the published {staged.fingerprint}"
+            state.fingerprint = fingerprint
+        except Exception as error:  # the engine still holds the policy: decode without a drafter
+            state.error = f"{type(error).__name__}: {error}"
+        state.reloads += 1
+        state.ok = state.error is None
+        if state.ok:
+            state.version, state.acceptance = staged.version, list(staged.acceptance)
+        else:
+            state.failures += 1
+            logger.error("replica %d cannot use drafter v%d: %s", self.replica_rank, staged.version, state.error)
+        drafting = state.ok and worth_drafting(staged.acceptance, self._tlt_latency, self.tlt.speculation.policy)
+        await self._tlt_set_drafting(drafting, state.acceptance)
+        state.seconds = time.perf_counter() - start
+
+    async def _tlt_set_drafting(self, drafting: bool, acceptance: list[float] | None = None) -> None:
+        """Turn the drafter's own pass on or off; only between rollouts, right after the caches were cleared."""
+        assert self._tlt_channel is not None
+        try:
+            await self.engine.collective_rpc(method="tlt_set_drafting", args=(drafting,))
+            await self._tlt_channel.call("control", drafting=drafting, acceptance=acceptance or [])
+            self._tlt_served.drafting = drafting
+        except Exception as error:
+            logger.error("replica %d: the engine did not take the drafting switch: %s", self.replica_rank, error)
+            self._tlt_served.error = f"{type(error).__name__}: {error}"
+
+    async def tlt_status(self) -> dict[str, Any]:
+        """What is served: version, fingerprint, whether it was accepted, reload seconds, failures."""
+        return {"replica": self.replica_rank, **vars(self._tlt_served)}
+
+    async def tlt_stats(self) -> dict[str, Any]:
+        """The scheduler's aggregates since the last call (`rollout/scheduler.py`); empty without speculation."""
+        if self._tlt_channel is None:
+            return {}
+        try:
+            return await self._tlt_channel.call("stats", reset=True)
+        except Exception as error:
+            logger.warning("replica %d: no engine statistics this step: %s", self.replica_rank, error)
+            return {"error": str(error)}
+
+    # ------------------------------------------------------------------ costs
+
+    async def tlt_calibrate(self, known: dict[int, list[tuple[int, float]]] | None = None) -> dict[str, Any]:
+        """Measure (or take over) step latency by batch and draft length, the stock-like OFF arm included.
+
+        Args:
+            known: a table measured before on the same hardware, model and vLLM, to be used as it is.
+
+        Returns:
+            {"latency": {arm: [(batch, seconds)]}, "seconds": float}; the scheduler has it too.
+        """
+        start = time.perf_counter()
+        if self._tlt_channel is None:
+            return {"latency": {}, "seconds": 0.0}
+        if known:
+            self._tlt_latency = known
+        else:
+            self._tlt_latency = await calibrate(
+                engine=self.engine,
+                channel=self._tlt_channel,
+                arms=engine_arms(self.tlt, self.config.enforce_eager),
+                max_batch=self.config.max_num_seqs,
+                vocab_size=len(self.model_config.tokenizer),
+            )
+        await self._tlt_channel.call("control", latency={str(k): v for k, v in self._tlt_latency.items()})
+        await self._tlt_reload()  # the switch may now be decided by cost
+        await self._tlt_channel.call("stats", reset=True)
+        return {"latency": self._tlt_latency, "off": OFF, "seconds": time.perf_counter() - start}
+
+
+class TLTvLLMReplica(vLLMReplica):  # type: ignore[misc]
+    """verl's replica with our server; reward and teacher models keep the stock one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not (self.is_reward_model or self.is_teacher_model):
+            self.server_class = ray.remote(TLTvLLMHttpServer)

@@ -1,0 +1,83 @@
+"""The drafter a run starts with: resumed, given, or random; built once on the driver and handed to everybody.
+
+Servers need it before the first weight sync, spot workers before the first session, and both must hold the same one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_tlt.config import TLTConfig
+from verl_tlt.spot.store import DrafterFile
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINT = "tlt_drafter"
+"""Name of the drafter's directory inside verl's `global_step_N`."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run starts with."""
+
+    trainable: DrafterFile
+    """float32, for spot workers."""
+    served: DrafterFile
+    """In the rollout's dtype, for engines."""
+    aux_layers: tuple[int, ...]
+    origin: str
+    """One phrase for the log: where it came from."""
+
+
+def first_drafter(config: TLTConfig, policy_dir: str, dtype: str, context: int, resume_from: Path | None) -> Start:
+    """Build or load the drafter.
+
+    Args:
+        config: all settings.
+        policy_dir: local Hugging Face directory of the policy.
+        dtype: the rollout's dtype, e.g. "bfloat16".
+        context: longest sequence of the rollout plus the longest draft, in tokens.
+        resume_from: a `global_step_N` directory being resumed, if any.
+
+    Raises:
+        verl_tlt.drafter.DrafterError: the given drafter does not fit; one sentence naming file and field.
+    """
+    from verl_tlt.drafter import build_drafter, load_drafter, read_policy_config, to_drafter_file
+
+    checkpoint = resume_from / CHECKPOINT if resume_from else None
+    acceptance: tuple[float, ...] = ()
+    version = 0
+    if checkpoint is not None and checkpoint.is_dir():
+        model, origin = load_drafter(str(checkpoint), policy_dir, min_context=context), f"checkpoint {checkpoint}"
+        facts = _provenance(checkpoint)
+        version, acceptance = int(facts.get("version", 0)), tuple(facts.get("acceptance", ()))
+    elif config.drafter.path:
+        model, origin = load_drafter(config.drafter.path, policy_dir, min_context=context), config.drafter.path
+        acceptance = tuple(_provenance(Path(config.drafter.path)).get("acceptance", ()))
+    else:
+        model = build_drafter(
+            read_policy_config(policy_dir),
+            aux_layers=config.drafter.aux_layers,
+            max_position_embeddings=context,
+            seed=config.drafter.seed,
+        )
+        origin = "a random head"
+        # Known without measuring: nothing is accepted, so the engines need not find out.
+        acceptance = (0.0,) * config.speculation.max_draft_length
+    aux_layers = tuple(model.config.eagle_aux_hidden_state_layer_ids)
+
+    def file(as_dtype: str) -> DrafterFile:
+        text, weights, fingerprint = to_drafter_file(model, as_dtype)
+        return DrafterFile(version, text, weights, fingerprint, acceptance)
+
+    return Start(file("float32"), file(dtype), aux_layers, origin)
+
+
+def _provenance(directory: Path) -> dict[str, Any]:
+    """The facts saved beside a drafter; a drafter from elsewhere has none."""
+    path = directory / "provenance.json"
+    return json.loads(path.read_text()) if path.is_file() else {}

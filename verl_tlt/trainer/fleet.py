@@ -1,0 +1,118 @@
+"""Every Ray actor the trainer talks to: rollout servers, and one spot worker per replica in verl's own placement group.
+
+A spot worker shares its replica's first bundle (verl's workers take a third of a GPU each), so it sees the same
+device and dies with the job. It is created directly rather than as a worker group, because it must be possible to
+kill and restart one alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from verl.plugin.platform.platform_manager import get_platform
+
+from verl_tlt.spot.store import DrafterFile
+from verl_tlt.spot.worker import SpotWorker
+
+logger = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 120.0  # for calls that take seconds at most: a longer one means the actor is gone
+
+
+@dataclass
+class Replica:
+    """One rollout replica as the trainer sees it."""
+
+    name: str
+    """Its address, by which verl's load balancer knows it."""
+    server: Any
+    """Handle of the server that owns the engine."""
+    servers: Sequence[Any]
+    """Handles of its servers on all nodes."""
+    rank: int
+    """First worker rank of the replica: where its spot worker lives."""
+    ranks: Sequence[int] = ()
+    """All its worker ranks."""
+    worker: Any = None
+    """Handle of the spot worker, once started."""
+    restarts: int = field(default=0)
+
+
+class Fleet:
+    """Replicas, their spot workers, and calls to all of them at once."""
+
+    def __init__(self, llm_server_manager: Any, worker_count: int) -> None:
+        replicas = llm_server_manager.get_replicas()
+        width = max(1, worker_count // max(1, len(replicas)))
+        self.balancer = llm_server_manager.global_load_balancer
+        self.replicas = {
+            r._server_address: Replica(
+                r._server_address, r._server_handle, list(r.servers), i * width, range(i * width, (i + 1) * width)
+            )
+            for i, r in enumerate(replicas)
+        }
+        self._new_worker: Callable[[Replica], Any] | None = None
+
+    def start_workers(self, pool: Any, **arguments: Any) -> None:
+        """Create a spot worker per replica in the bundles of `pool` (verl's RayResourcePool)."""
+        bundles = [(group, i) for group in pool.get_placement_groups() for i in range(group.bundle_count)]
+        share = get_platform().ray_resource_options(1.0 / pool.max_colocate_count)
+
+        def create(replica: Replica) -> Any:
+            group, index = bundles[replica.rank]
+            placed = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
+            options = {"scheduling_strategy": placed, "num_cpus": 0, **share}
+            return ray.remote(SpotWorker).options(**options).remote(name=replica.name, **arguments)
+
+        self._new_worker = create
+        for replica in self.replicas.values():
+            replica.worker = create(replica)
+
+    def restart(self, name: str) -> None:
+        """Kill a replica's spot worker and start an empty one in its place."""
+        assert self._new_worker is not None
+        replica = self.replicas[name]
+        ray.kill(replica.worker)
+        replica.worker = self._new_worker(replica)
+        replica.restarts += 1
+        logger.warning("spot worker of %s was killed and restarted (%d times so far)", name, replica.restarts)
+
+    def workers(self) -> dict[str, Any]:
+        """Spot workers by replica."""
+        return {name: r.worker for name, r in self.replicas.items() if r.worker is not None}
+
+    def on_workers(self, method: str, *args: Any) -> dict[str, Any]:
+        """Call every spot worker and wait; the result by replica."""
+        calls = {name: getattr(worker, method).remote(*args) for name, worker in self.workers().items()}
+        return dict(zip(calls, ray.get(list(calls.values()), timeout=CALL_TIMEOUT_S), strict=True))
+
+    def on_servers(self, method: str, *args: Any, timeout: float = CALL_TIMEOUT_S) -> dict[str, Any]:
+        """Call the engine-owning server of every replica and wait; the result by replica."""
+        calls = {name: getattr(r.server, method).remote(*args) for name, r in self.replicas.items()}
+        return dict(zip(calls, ray.get(list(calls.values()), timeout=timeout), strict=True))
+
+    def stage(self, drafter: DrafterFile) -> None:
+        """Hand a published drafter to every server actor of every replica, on every node."""
+        reference = ray.put(drafter)
+        calls = [s.tlt_stage.remote(reference) for r in self.replicas.values() for s in r.servers]
+        ray.get(calls, timeout=CALL_TIMEOUT_S)
+
+    def inflight(self) -> dict[str, int]:
+        """Requests in flight by replica, of those that are in the load balancer."""
+        return ray.get(self.balancer.get_status.remote(), timeout=CALL_TIMEOUT_S)["servers"]
+
+    def leave(self, name: str) -> None:
+        """Take a replica out of the load balancer."""
+        ray.get(self.balancer.remove_servers.remote([name]), timeout=CALL_TIMEOUT_S)
+
+    def join(self, names: Sequence[str]) -> None:
+        """Put replicas into the load balancer; those that are in it already stay as they are."""
+        present = self.inflight()
+        missing = {n: self.replicas[n].server for n in names if n not in present}
+        if missing:
+            ray.get(self.balancer.add_servers.remote(missing), timeout=CALL_TIMEOUT_S)

@@ -1,0 +1,336 @@
+"""The TLT side of one RL step, as overrides of the hooks verl's v1 trainers offer.
+
+    prepare_step        stock
+    on_sample_begin     watch the fleet; replicas that run dry leave, sleep and train
+    on_sample_end       stop them (bounded), start merging in the background, then stock: sleep the rest
+    old_log_prob        stock forward, tapped; captured states go to the spot workers
+    update_actor        stock
+    on_step_end         publish what was merged in time, then stock: weight sync, during which every engine
+                        reloads its drafter; whoever left rejoins
+
+Whatever fails in here costs speed: it is logged once per kind, counted in `tlt/errors`, and the step goes on as stock.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from omegaconf import OmegaConf, open_dict
+from verl.trainer.ppo.utils import Role
+from verl.utils.fs import copy_to_local
+from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+from verl_tlt.config import TLTConfig
+from verl_tlt.spot.session import FailureBudget, SessionPlanner
+from verl_tlt.spot.store import STORE_NAME, DrafterStore
+from verl_tlt.spot.worker import Sampling
+from verl_tlt.trace.events import TraceWriter
+from verl_tlt.trainer.bootstrap import CHECKPOINT, Start, first_drafter
+from verl_tlt.trainer.costs import shared_calibration
+from verl_tlt.trainer.fleet import Fleet
+from verl_tlt.trainer.learn import Learned, learn
+from verl_tlt.trainer.observe import StepLog
+from verl_tlt.trainer.watch import Outlook, PhaseReport, SamplingWatch
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
+
+
+def _tlt_replica() -> type:
+    from verl_tlt.rollout.server import TLTvLLMReplica
+
+    return TLTvLLMReplica
+
+
+class TLTMixin:
+    """Mixed in before one of verl's `PPOTrainer` subclasses."""
+
+    tlt_base_mode: str
+    """The verl trainer mode this class extends."""
+
+    # What verl's `PPOTrainer` brings.
+    config: Any
+    global_steps: int
+    actor_rollout_wg: Any
+    llm_server_manager: Any
+    replay_buffer: Any
+    resource_pool_manager: Any
+    role_worker_mapping: dict[Any, Any]
+
+    def __init__(self, config: Any) -> None:
+        with open_dict(config):
+            # verl's base classes compare the mode with their own names.
+            config.trainer.v1.trainer_mode = self.tlt_base_mode
+        rollout = config.actor_rollout_ref.rollout
+        self.tlt = TLTConfig.from_dict(OmegaConf.to_container(rollout.custom.tlt, resolve=True))
+        RolloutReplicaRegistry.register("vllm", _tlt_replica)
+        self._tlt_errors: dict[str, int] = {}
+        self._tlt_spot = False
+        self._tlt_watch: SamplingWatch | None = None
+        self._tlt_merging: Future[Learned] | None = None
+        self._tlt_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tlt-merge")
+        self._tlt_budget = FailureBudget(self.tlt.spot.max_failures)
+        self._tlt_buffers: dict[str, dict[str, Any]] = {}
+        self._tlt_taking: dict[str, Any] = {}
+        self._tlt_tokens = 0
+        super().__init__(config)  # type: ignore[call-arg]
+        self._tlt_trace = TraceWriter(str(self.tlt.trace.dir), "trainer")
+        self._tlt_log = StepLog(self._tlt_trace)
+
+    # ------------------------------------------------------------------ set-up
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()  # type: ignore[misc]
+        from verl_tlt.engine.worker import TLTActorWorker
+
+        for role in (Role.ActorRollout, Role.ActorRolloutRef, Role.Actor):
+            if role in self.role_worker_mapping:
+                self.role_worker_mapping[role] = ray.remote(TLTActorWorker)
+
+    def _setup(self) -> None:
+        rollout, model = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.model
+        policy = copy_to_local(model.path, use_shm=model.get("use_shm", False))
+        context = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+        self._tlt_start: Start = first_drafter(
+            self.tlt,
+            policy,
+            _dtype(rollout.dtype),
+            context + self.tlt.speculation.max_draft_length,
+            self._tlt_resume_dir(),
+        )
+        self._tlt_policy_dir = policy
+        self._tlt_version = self._tlt_start.served.version
+        self._tlt_acceptance = list(self._tlt_start.served.acceptance)
+        self._tlt_published_at = 0
+        logger.info("TLT starts from %s", self._tlt_start.origin)
+        self._tlt_store = ray.remote(DrafterStore).options(name=STORE_NAME, num_cpus=0).remote(self._tlt_start.served)
+        super()._setup()  # type: ignore[misc]
+
+    def _tlt_resume_dir(self) -> Path | None:
+        """The `global_step_N` directory that verl's `_load_checkpoint` is going to choose."""
+        from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+
+        trainer = self.config.trainer
+        if trainer.resume_mode == "auto":
+            found = find_latest_ckpt_path(os.path.abspath(trainer.default_local_dir))
+            return Path(found) if found else None
+        if trainer.resume_mode == "resume_path":
+            return Path(os.path.abspath(trainer.resume_from_path))
+        return None
+
+    def get_llm_client(self) -> Any:
+        """verl's client, re-routing requests that a leaving replica rejects."""
+        from verl_tlt.rollout.client import TLTLLMServerClient
+
+        if self.tlt_base_mode != "sync":
+            return super().get_llm_client()  # type: ignore[misc]
+        return self.llm_server_manager.get_client(client_cls=TLTLLMServerClient)
+
+    def on_init_end(self) -> None:
+        self._tlt_fleet = Fleet(self.llm_server_manager, self.actor_rollout_wg.world_size)
+        with self._tlt_guard("start of spot training"):
+            if self.tlt.spot.enable:
+                self._tlt_start_spot()  # before the first weight sync, so that it brings the frozen parts
+        super().on_init_end()  # type: ignore[misc]
+        with self._tlt_guard("calibration"):
+            if self.tlt.speculation.enable:
+                shared_calibration(self._tlt_fleet, self.tlt, self._tlt_policy_dir)
+        self._tlt_log.run_started(self.global_steps + 1, self.tlt, list(self._tlt_fleet.replicas), self.config)
+
+    def _tlt_start_spot(self) -> None:
+        rollout = self.config.actor_rollout_ref.rollout
+        self.actor_rollout_wg.tlt_setup(self.tlt.to_dict(), list(self._tlt_start.aux_layers))
+        self._tlt_fleet.start_workers(
+            self.resource_pool_manager.resource_pool_dict["global_pool"],
+            config=self.tlt.to_dict(),
+            policy_dir=self._tlt_policy_dir,
+            drafter=self._tlt_start.trainable,
+            sampling=Sampling(rollout.temperature, rollout.top_p, rollout.top_k),
+            device="cuda" if self.config.trainer.device == "cuda" else "cpu",
+        )
+        resumed = self._tlt_resume_dir()
+        if resumed and (resumed / CHECKPOINT).is_dir():
+            self._tlt_fleet.on_workers("resume", str(resumed / CHECKPOINT))
+        self._tlt_spot = True
+
+    # ------------------------------------------------------------------ sampling
+
+    def on_sample_begin(self) -> None:
+        super().on_sample_begin()  # type: ignore[misc]
+        with self._tlt_guard("watch"):
+            self._tlt_settle_buffers()
+            fleet = self._tlt_fleet
+            allowed = [n for n in fleet.replicas if self._tlt_spot and self._tlt_budget.allows(n, self.global_steps)]
+            ready = [
+                n for n in allowed if self._tlt_buffers.get(n, {}).get("train_tokens", 0) >= self.tlt.buffer.min_tokens
+            ]
+            planner = SessionPlanner(
+                list(fleet.replicas),
+                expected_requests=self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n,
+                settle_s=self.tlt.spot.settle_s,
+                # While a late merge is still running, the workers' weights are not theirs to train.
+                buffer_ready=bool(ready) and self._tlt_merging is None,
+                spot_workers=ready,
+            )
+            self._tlt_watch = SamplingWatch(
+                fleet, planner, self._tlt_outlook, self.tlt.spot.poll_s, self._tlt_trace, self.global_steps
+            )
+
+    def _tlt_outlook(self) -> Outlook:
+        """What may still arrive, from verl's replay buffer (as fresh as its last poll)."""
+        buffer = self.replay_buffer
+        multi_turn = self.config.actor_rollout_ref.rollout.multi_turn.enable
+        refills = buffer.filter_groups_metric is not None or buffer.sync_refill_failed_groups
+        enough = len(buffer.finished_keys["train"]) >= self.config.data.train_batch_size
+        return Outlook(
+            pending=len(buffer.pending_keys["train"]),
+            open_loops=len(buffer.running_keys["train"]) if multi_turn else 0,
+            refill_possible=refills and not enough,
+        )
+
+    def on_sample_end(self) -> None:
+        report: PhaseReport | None = None
+        with self._tlt_guard("end of sampling"):
+            watch, self._tlt_watch = self._tlt_watch, None
+            if watch is not None:
+                report = watch.finish(self.tlt.spot.stop_timeout_s)
+                self._tlt_log.sampled(self.global_steps, report)
+                self._tlt_charge(report)
+            if self.tlt.speculation.enable:
+                self._tlt_log.engine_stats(self._tlt_fleet.on_servers("tlt_stats"))
+        if report is not None and report.sessions:
+            version, dtype = self._tlt_version + 1, _dtype(self.config.actor_rollout_ref.rollout.dtype)
+            self._tlt_merging = self._tlt_pool.submit(learn, self._tlt_fleet, self.tlt, report.sessions, version, dtype)
+        super().on_sample_end()  # type: ignore[misc]
+
+    def _tlt_charge(self, report: PhaseReport) -> None:
+        """Count failures; three in a row on one replica turn its spot training off, loudly."""
+        for session in report.sessions:
+            self._tlt_tokens += session.result["tokens"] if session.result else 0
+            if session.error is None:
+                self._tlt_budget.succeeded(session.replica)
+            elif self._tlt_budget.failed(session.replica, self.global_steps):
+                logger.error(
+                    "spot training on %s is off for the rest of the run after %d failures in a row; the last one: %s",
+                    session.replica, self.tlt.spot.max_failures, session.error,
+                )  # fmt: skip
+
+    # ------------------------------------------------------------------ inference and update
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        with self._tlt_log.phase("old_log_prob", self.global_steps):
+            batch = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
+        if self._tlt_spot:
+            with self._tlt_guard("tap"), self._tlt_log.stolen("tap"):
+                self._tlt_hand_over()
+        return batch
+
+    def _tlt_hand_over(self) -> None:
+        """Send what the tap captured on each rank to the spot worker beside it; nobody waits for the copy."""
+        taken = ray.get(self.actor_rollout_wg.tlt_take())
+        for name, replica in self._tlt_fleet.replicas.items():
+            parts = [taken[rank] for rank in replica.ranks]
+            sequences = [ref for part in parts for ref in part["sequences"]]
+            self._tlt_taking[name] = replica.worker.add.remote(self.global_steps, sequences, parts[0]["frozen"])
+        self._tlt_log.tapped(taken)
+
+    def _tlt_settle_buffers(self) -> None:
+        """Learn how full the buffers are; their copies ran behind the update."""
+        for name, reference in list(self._tlt_taking.items()):
+            self._tlt_buffers[name] = ray.get(reference)
+            del self._tlt_taking[name]
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        with self._tlt_log.phase("update_actor", self.global_steps):
+            return super()._update_actor(batch, metrics)  # type: ignore[misc]
+
+    # ------------------------------------------------------------------ the end of a step
+
+    def on_step_end(self) -> None:
+        with self._tlt_guard("publish"), self._tlt_log.stolen("publish"):
+            self._tlt_publish()
+        with self._tlt_log.phase("update_weights", self.global_steps):
+            super().on_step_end()  # type: ignore[misc]
+        with self._tlt_guard("rejoin"), self._tlt_log.stolen("rejoin"):
+            self._tlt_fleet.join(list(self._tlt_fleet.replicas))
+            if self.tlt.speculation.enable:
+                self._tlt_log.reloaded(self.global_steps, self._tlt_fleet.on_servers("tlt_status"), self._tlt_version)
+
+    def _tlt_publish(self) -> None:
+        """Take the merge if it is there; a late one keeps the served version and is looked at again next step."""
+        merging = self._tlt_merging
+        if merging is None or not merging.done():
+            return
+        self._tlt_merging = None
+        learned = merging.result()
+        if learned.drafter is not None:
+            self._tlt_fleet.stage(learned.drafter)
+            self._tlt_store.put.remote(learned.drafter)
+            self._tlt_version, self._tlt_published_at = learned.drafter.version, self.global_steps
+        if learned.acceptance:
+            self._tlt_acceptance = learned.acceptance
+        self._tlt_log.published(self.global_steps, learned, self._tlt_version, self._tlt_published_at)
+
+    def _save_checkpoint(self) -> None:
+        # Before the policy's: verl marks a step as the latest only after this, so a marked step has its drafter.
+        if self._tlt_spot:
+            with self._tlt_guard("checkpoint"), self._tlt_log.stolen("save"):
+                self._tlt_save(
+                    Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}" / CHECKPOINT
+                )
+        super()._save_checkpoint()  # type: ignore[misc]
+
+    def _tlt_save(self, directory: Path) -> None:
+        """The served drafter, its training state and where they come from, atomically."""
+        worker = next(iter(self._tlt_fleet.workers().values()))
+        facts = {
+            "version": self._tlt_version,
+            "policy_step": self.global_steps,
+            "policy": self.config.actor_rollout_ref.model.path,
+            "acceptance": self._tlt_acceptance,
+            "tokens_trained": self._tlt_tokens,
+        }
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        ray.get(worker.save.remote(str(directory.absolute()), facts))
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        """verl's training loop; the drafter is left behind as a directory that vLLM serves."""
+        try:
+            super().fit(agent_loop_manager)  # type: ignore[misc]
+        finally:
+            if self._tlt_spot:
+                with self._tlt_guard("final drafter"):
+                    self._tlt_save(Path(str(self.tlt.drafter.save_dir)))
+
+    def _compute_metrics(self, batch: Any, metrics: dict[str, Any], timing_raw: dict[str, float], **kwargs: Any) -> Any:
+        result = super()._compute_metrics(batch, metrics, timing_raw, **kwargs)  # type: ignore[misc]
+        with self._tlt_guard("metrics"):
+            metrics.update(self._tlt_log.finish(self.global_steps, metrics))
+        if self._tlt_errors:
+            metrics["tlt/errors"] = float(sum(self._tlt_errors.values()))
+        return result
+
+    @contextmanager
+    def _tlt_guard(self, what: str) -> Iterator[None]:
+        """A failure inside is logged (in full the first time), counted and contained."""
+        try:
+            yield
+        except Exception as error:
+            first = what not in self._tlt_errors
+            self._tlt_errors[what] = self._tlt_errors.get(what, 0) + 1
+            if first:
+                logger.exception("TLT: %s failed; the run goes on without it", what)
+            else:
+                logger.error("TLT: %s failed again (%d times): %s", what, self._tlt_errors[what], error)
+
+
+def _dtype(name: Any) -> str:
+    """A rollout dtype as torch spells it; engines compute in 16 bits unless told otherwise."""
+    return {"auto": "bfloat16", "half": "float16", "float": "float32"}.get(str(name), str(name))

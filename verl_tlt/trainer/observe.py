@@ -1,0 +1,177 @@
+"""Collects what happens in one RL step and turns it into trace events and metrics.
+
+A thin recorder: it holds facts until the step is over and hands them to the pure `trace.metrics`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from verl_tlt.config import TLTConfig
+from verl_tlt.trace.events import Publish, Reload, Session, TraceWriter
+from verl_tlt.trace.line import step_line
+from verl_tlt.trace.metrics import ReplicaStats, StepObservations, step_metrics
+from verl_tlt.trainer.learn import Learned
+from verl_tlt.trainer.watch import Ended, PhaseReport
+
+DISTRIBUTIONS = ("verl-tlt", "verl", "vllm", "torch", "ray", "transformers", "speculators")
+
+
+class StepLog:
+    """One step's facts; `finish` empties it for the next."""
+
+    def __init__(self, trace: TraceWriter) -> None:
+        self.trace = trace
+        self._reset()
+        self._version = self._since = 0
+
+    def _reset(self) -> None:
+        self._report: PhaseReport | None = None
+        self._stats: dict[str, ReplicaStats] = {}
+        self._stolen: dict[str, float] = {}
+        self._publish: Publish | None = None
+        self._reloads: list[Reload] = []
+        self._sessions: list[Session] = []
+        self._served: int | None = None
+
+    def run_started(self, step0: int, config: TLTConfig, replicas: list[str], verl_config: Any) -> None:
+        """Write the trace's first event."""
+        versions = {}
+        for name in DISTRIBUTIONS:
+            try:
+                versions[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                versions[name] = "not installed"
+        gpus = verl_config.trainer.n_gpus_per_node * verl_config.trainer.nnodes
+        self.trace.emit(
+            "run",
+            step0=step0,
+            mode="tlt",
+            replicas=replicas,
+            gpus=gpus,
+            config=config.to_dict(),
+            versions=versions,
+            policy=verl_config.actor_rollout_ref.model.path,
+            drafter=config.drafter.save_dir,
+        )
+
+    @contextmanager
+    def phase(self, name: str, step: int) -> Iterator[None]:
+        """Trace one stretch of the driver's step."""
+        start = time.time()
+        try:
+            yield
+        finally:
+            self.trace.emit("phase", step=step, name=name, start=start, end=time.time())
+
+    @contextmanager
+    def stolen(self, name: str) -> Iterator[None]:
+        """Charge TLT's own time on the critical path."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._stolen[name] = self._stolen.get(name, 0.0) + time.perf_counter() - start
+
+    def sampled(self, step: int, report: PhaseReport) -> None:
+        """The sampling phase is over."""
+        end = time.time() - report.stop_s
+        self._report = report
+        self._stolen["stop"] = report.stop_s
+        start = report.first_dispatch or end
+        self.trace.emit("phase", step=step, name="rollout", start=start, end=end)
+        for replica, seconds in report.account.bubble_s.items():
+            if seconds > 0:
+                self.trace.emit("idle", step=step, replica=replica, start=end - seconds)
+        for ended in report.sessions:
+            session = _session(step, ended)
+            self._sessions.append(session)
+            self.trace.emit("session", **{k: v for k, v in vars(session).items() if k != "t"})
+
+    def engine_stats(self, stats: dict[str, dict[str, Any]]) -> None:
+        """The schedulers' counters of this rollout."""
+        found = {name: ReplicaStats.from_dict(s) for name, s in stats.items()}
+        self._stats = {name: s for name, s in found.items() if s is not None}
+
+    def tapped(self, taken: list[dict[str, Any]]) -> None:
+        """What the tap copied; its own time is part of the forward and counts as stolen."""
+        self._stolen["tap"] = self._stolen.get("tap", 0.0) + max((t["seconds"] for t in taken), default=0.0)
+
+    def published(self, step: int, learned: Learned, version: int, since: int) -> None:
+        """A merge arrived in time."""
+        self._version, self._since = version, since
+        self._publish = Publish(
+            t=time.time(),
+            step=step,
+            version=version,
+            decision=learned.decision,  # type: ignore[arg-type]
+            tau=learned.tau,
+            seconds=learned.seconds,
+            bytes=len(learned.drafter.weights) if learned.drafter else 0,
+        )
+        self.trace.emit("publish", **{k: v for k, v in vars(self._publish).items() if k != "t"})
+
+    def reloaded(self, step: int, statuses: dict[str, dict[str, Any]], wanted: int) -> None:
+        """Every engine has loaded a drafter again, and says which."""
+        for name, s in statuses.items():
+            ok = bool(s["ok"]) and s["version"] == wanted
+            reload = Reload(
+                t=time.time(), step=step, replica=name, version=s["version"], fingerprint=s["fingerprint"], ok=ok,
+                seconds=s["seconds"],
+            )  # fmt: skip
+            self._reloads.append(reload)
+            self.trace.emit("reload", **{k: v for k, v in vars(reload).items() if k != "t"})
+        self._served = min((s["version"] for s in statuses.values()), default=None)
+        self._version = wanted
+        self._stolen["reload"] = max((r.seconds for r in self._reloads), default=0.0)
+
+    def finish(self, step: int, metrics: dict[str, Any]) -> dict[str, float]:
+        """The step's `tlt/*` metrics; prints the step's line and closes the step in the trace."""
+        report = self._report
+        seen = StepObservations(
+            step=step,
+            rollout_s=metrics.get("timing_s/gen"),
+            replicas=self._stats,
+            bubble_s=report.account.bubble_s if report else {},
+            bubble_trained_s=report.account.used_s if report else {},
+            stop_latency_s=report.account.stop_s if report else {},
+            sessions=self._sessions,
+            publish=self._publish,
+            reloads=self._reloads,
+            stolen=self._stolen,
+            published_version=self._version,
+            served_version=self._served,
+            served_since=self._since,
+            spot_failures=report.account.failures if report else None,
+        )
+        tlt = step_metrics(seen)
+        everything = {k: v for k, v in {**metrics, **tlt}.items() if isinstance(v, int | float) or hasattr(v, "item")}
+        self.trace.emit("step", step=step, metrics=everything)
+        print(step_line(everything, step), flush=True)
+        self._reset()
+        return tlt
+
+
+def _session(step: int, ended: Ended) -> Session:
+    r = ended.result or {}
+    return Session(
+        t=time.time(),
+        step=step,
+        replica=ended.replica,
+        worker=ended.replica,
+        start=ended.start,
+        end=ended.end,
+        steps=r.get("steps", 0),
+        tokens=r.get("tokens", 0),
+        outcome="failed" if ended.error else r["outcome"],
+        epochs=r.get("epochs", 0.0),
+        loss_last=r.get("loss"),
+        acc=r.get("acc", ()),
+        skipped=r.get("skipped", 0),
+        stop_latency_s=ended.stop_latency_s,
+        error=ended.error,
+    )

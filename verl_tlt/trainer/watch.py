@@ -1,0 +1,208 @@
+"""One sampling phase, watched from a thread: looks at the fleet, asks the planner, carries out its commands.
+
+All decisions are `spot.session.SessionPlanner`'s. This file only turns its commands into Ray calls and their results
+back into reports, and keeps what happened for metrics and trace. An error in here ends spot training for the phase
+and nothing else; whoever left the balancer comes back with the weight sync.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from verl_tlt.spot.session import (
+    Command,
+    LeaveBalancer,
+    PhaseAccount,
+    Rejoin,
+    SessionPlanner,
+    StartTraining,
+    StopTraining,
+    TrySleep,
+)
+from verl_tlt.trace.events import TraceWriter
+from verl_tlt.trainer.fleet import Fleet
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What the trainer knows about work still to come."""
+
+    pending: int = 0
+    open_loops: int = 0
+    refill_possible: bool = False
+
+
+@dataclass
+class Ended:
+    """A session that is over, on the trainer's clock (unix seconds)."""
+
+    replica: str
+    start: float
+    end: float
+    result: dict[str, Any] | None
+    error: str | None = None
+    stop_latency_s: float | None = None
+
+
+@dataclass
+class PhaseReport:
+    """What one sampling phase brought."""
+
+    account: PhaseAccount
+    sessions: list[Ended] = field(default_factory=list)
+    killed: list[str] = field(default_factory=list)
+    stop_s: float = 0.0
+    """Seconds the trainer waited for workers to stop."""
+    first_dispatch: float | None = None
+    error: str | None = None
+
+
+class SamplingWatch:
+    """Runs from `on_sample_begin` to `on_sample_end`.
+
+    Args:
+        fleet: replicas and spot workers.
+        planner: this phase's decisions.
+        outlook: what may still arrive; called at every look.
+        poll_s: seconds between two looks.
+        trace: where load and idle events go.
+        step: the RL step, for the trace.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        planner: SessionPlanner,
+        outlook: Callable[[], Outlook],
+        poll_s: float,
+        trace: TraceWriter,
+        step: int,
+    ) -> None:
+        self.fleet, self.planner, self.outlook, self.poll_s, self.trace, self.step = (
+            fleet,
+            planner,
+            outlook,
+            poll_s,
+            trace,
+            step,
+        )
+        self._running: dict[str, tuple[Any, float]] = {}  # replica -> (result reference, start)
+        self._report = PhaseReport(planner.account(time.time()))
+        self._end = threading.Event()
+        self._load: dict[str, int] = {}
+        self._thread = threading.Thread(target=self._watch, name="tlt-sampling-watch", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ the thread
+
+    def _watch(self) -> None:
+        try:
+            while not self._end.wait(self.poll_s):
+                self._look()
+        except Exception as error:  # sampling goes on without spot training
+            self._report.error = f"{type(error).__name__}: {error}"
+            logger.exception("spot training stops for this sampling phase")
+
+    def _look(self) -> None:
+        load, now, outlook = self.fleet.inflight(), time.time(), self.outlook()
+        if load != self._load:
+            self._load = load
+            self.trace.emit("load", step=self.step, inflight=load)
+            if self._report.first_dispatch is None and any(load.values()):
+                self._report.first_dispatch = now
+        self._do(self.planner.observe(now, load, outlook.pending, outlook.open_loops, outlook.refill_possible))
+        for name in [n for n, (ref, _) in self._running.items() if ray.wait([ref], timeout=0)[0]]:
+            if self._collect(name).error is None:
+                self._do(self.planner.done(name, time.time()))
+            else:
+                self._do(self.planner.failed(name, time.time()))
+
+    def _do(self, commands: list[Command]) -> None:
+        queue = list(commands)
+        while queue:
+            queue += self._carry_out(queue.pop(0))
+
+    def _carry_out(self, command: Command) -> list[Command]:
+        name, replica = command.replica, self.fleet.replicas[command.replica]
+        match command:
+            case LeaveBalancer():
+                self.fleet.leave(name)
+                return self.planner.left(name)
+            case Rejoin():
+                self.fleet.join([name])
+                return []
+            case TrySleep():
+                try:
+                    reply = ray.get(replica.server.tlt_try_sleep.remote())
+                except ray.exceptions.RayError as error:
+                    logger.warning("replica %s did not answer whether it may sleep: %s", name, error)
+                    return self.planner.failed(name, time.time())
+                return self.planner.slept(name) if reply["slept"] else self.planner.refused(name, time.time())
+            case StartTraining():
+                self._running[name] = (replica.worker.train.remote(), time.time())
+                return self.planner.training(name, time.time())
+            case StopTraining():
+                return []  # `finish` stops them together
+        raise AssertionError(command)
+
+    def _collect(self, name: str, stop_latency_s: float | None = None) -> Ended:
+        """The result of a session that has ended, however it ended."""
+        reference, start = self._running.pop(name)
+        ended = Ended(name, start, time.time(), None, stop_latency_s=stop_latency_s)
+        try:
+            ended.result = ray.get(reference)
+        except ray.exceptions.RayError as error:
+            ended.error = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
+            logger.warning("spot training on %s failed: %s", name, ended.error)
+        self._report.sessions.append(ended)
+        return ended
+
+    # ------------------------------------------------------------------ the end
+
+    def finish(self, stop_timeout_s: float) -> PhaseReport:
+        """End of sampling: stop what trains, wait at most `stop_timeout_s`, kill what does not answer.
+
+        Called from the trainer's thread.
+        """
+        self._end.set()
+        self._thread.join()
+        start = time.time()
+        commands = self.planner.end(start)
+        stopping = [c.replica for c in commands if c.replica in self._running]
+        for name in stopping:
+            self.fleet.replicas[name].worker.stop.remote()
+        deadline = start + stop_timeout_s
+        while waiting := [n for n in stopping if n in self._running]:
+            left = deadline - time.time()
+            if left <= 0:
+                break
+            done, _ = ray.wait([self._running[n][0] for n in waiting], num_returns=1, timeout=left)
+            for name in [n for n in waiting if self._running[n][0] in done]:
+                now = time.time()
+                if self._collect(name, stop_latency_s=now - start).error is None:
+                    self.planner.stopped(name, now)
+                else:
+                    self.planner.failed(name, now)
+        for name in list(self._running):
+            self._kill(name, stop_timeout_s)
+        self._report.stop_s = time.time() - start
+        self._report.account = self.planner.account(time.time())
+        return self._report
+
+    def _kill(self, name: str, stop_timeout_s: float) -> None:
+        _, begin = self._running.pop(name)
+        self.fleet.restart(name)
+        self.planner.failed(name, time.time())
+        self._report.killed.append(name)
+        self._report.sessions.append(
+            Ended(name, begin, time.time(), None, error=f"did not stop within {stop_timeout_s} s and was killed")
+        )
