@@ -1,0 +1,164 @@
+"""The flag on stock verl, in real processes: a run that cannot be a TLT run ends in one sentence before Ray starts,
+and without the flag nothing differs from a verl without the plugin.
+
+Every process imports verl, which takes longest by far, so all of them start at once, two at a time.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+POLICY = {
+    "model_type": "qwen3", "hidden_size": 64, "vocab_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "max_position_embeddings": 512,
+}  # fmt: skip
+
+BROKEN_PLUGIN = """
+import sys
+
+class Breaks:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "verl_tlt.plugin":
+            raise OSError("half an installation")
+
+sys.meta_path.insert(0, Breaks)
+"""
+
+# What a process without the flag sees of verl: the composed config before and after validation, and the registries.
+FACTS = """
+    import inspect, json, sys
+    from hydra import compose, initialize_config_module
+    from omegaconf import OmegaConf
+    from verl.utils.config import validate_config
+    import verl.trainer.ppo.v1 as v1
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+    from verl.workers.engine.base import EngineRegistry
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=sys.argv[1:])
+    before = OmegaConf.to_container(config)
+    validate_config(config, use_reference_policy=False, use_critic=False)
+    facts = {
+        "config": before,
+        "unchanged": OmegaConf.to_container(config) == before,
+        "signature": f"{validate_config.__module__}.{validate_config.__qualname__}{inspect.signature(validate_config)}",
+        "trainers": {name: str(cls) for name, cls in TRAINER_REGISTRY.items()},
+        "replicas": {name: loader.__module__ for name, loader in RolloutReplicaRegistry._registry.items()},
+        "engines": {m: {b: {str(k): str(c) for k, c in keys.items()} for b, keys in backends.items()}
+                    for m, backends in EngineRegistry._engines.items()},
+    }
+    ours = sorted(name for name in sys.modules if name.startswith("verl_tlt"))
+    try:
+        found = [cls.__module__ for cls in v1.get_trainer_cls("tlt_sync").__mro__]
+    except ValueError as error:
+        found = str(error)
+    print(json.dumps({"facts": facts, "ours": ours, "tlt_sync": found}))
+"""
+
+FLAG = "+trainer.plugin=tlt"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A policy, a data file and an installation whose plugin does not import."""
+    path = tmp_path_factory.mktemp("activation")
+    (path / "policy").mkdir()
+    (path / "policy" / "config.json").write_text(json.dumps(POLICY))
+    (path / "data.parquet").touch()
+    (path / "broken").mkdir()
+    (path / "broken" / "sitecustomize.py").write_text(BROKEN_PLUGIN)
+    return path
+
+
+@pytest.fixture(scope="module")
+def ended(place):
+    """Starts every process of this file; {name: finished process}."""
+    recipe = [
+        f"data.train_files={place / 'data.parquet'}", f"data.val_files={place / 'data.parquet'}",
+        f"actor_rollout_ref.model.path={place / 'policy'}", "actor_rollout_ref.rollout.name=vllm",
+        "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "trainer.device=cpu",
+    ]  # fmt: skip
+    main = ["-m", "verl.trainer.main_ppo", f"hydra.run.dir={place / 'hydra'}", *recipe]
+    facts = ["-c", textwrap.dedent(FACTS), *recipe]
+    broken = os.pathsep.join(filter(None, [str(place / "broken"), os.environ.get("PYTHONPATH")]))
+    commands = {
+        "broken plugin": ([*main, FLAG], {"PYTHONPATH": broken}),
+        "plugins off": ([*main, "+tlt=default"], {"VERL_USE_EXTERNAL_PLUGINS": "none"}),
+        "unknown key": ([*main, FLAG, "+tlt.speculation.polcy=fixed"], {}),
+        "missing files": (
+            [*main, "+tlt=default", "data.train_files=/nowhere/train.parquet", "tlt.drafter.path=/nowhere/drafter"],
+            {},
+        ),
+        "no flag": (facts, {}),
+        "no plugin": (facts, {"VERL_USE_EXTERNAL_PLUGINS": "none"}),
+    }
+
+    def run(command):
+        arguments, variables = command
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("VERL_", "VLLM_", "RAY_"))}
+        environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_TMPDIR": str(place / "ray")} | variables
+        return subprocess.run(
+            [sys.executable, *arguments], env=environment, cwd=place, capture_output=True, text=True, timeout=300
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(commands, pool.map(run, commands.values()), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "sentences"),
+    [
+        (
+            "broken plugin",
+            ["trainer.plugin=tlt was asked for, but verl could not load the plugin (OSError: half an installation)."],
+        ),
+        (
+            "plugins off",
+            ["trainer.plugin=tlt needs the plugin that VERL_USE_EXTERNAL_PLUGINS=none keeps verl from loading."],
+        ),
+        ("unknown key", ["tlt.speculation.polcy is not a setting of verl-tlt. Did you mean tlt.speculation.policy?"]),
+        (
+            "missing files",
+            [
+                "data.train_files=/nowhere/train.parquet does not exist on this machine.",
+                "tlt.drafter.path=/nowhere/drafter is not a directory on this machine.",
+            ],
+        ),
+    ],
+)
+def test_a_run_that_cannot_be_a_tlt_run_does_not_start(ended, place, name, sentences):
+    process = ended[name]
+    said = [line for line in process.stderr.splitlines() if line.startswith("verl-tlt: ")]
+    assert said == [f"verl-tlt: {sentence}" for sentence in sentences], process.stderr
+    assert process.returncode == 1
+    assert "Traceback" not in process.stderr
+    assert "ray init" not in process.stdout and not (place / "ray").exists()
+
+
+def report(process):
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def test_without_the_flag_verl_is_as_without_the_plugin(ended):
+    with_plugin, without = report(ended["no flag"]), report(ended["no plugin"])
+    assert with_plugin["facts"] == without["facts"]
+    assert with_plugin["facts"]["unchanged"] and set(with_plugin["facts"]["trainers"]) >= {"sync"}
+    hydra = {"verl_tlt", "verl_tlt.conf"}  # the search path
+    assert set(without["ours"]) == hydra
+    assert set(with_plugin["ours"]) == hydra | {
+        "verl_tlt.plugin", "verl_tlt.hooks", "verl_tlt.platform", "verl_tlt.platform.entry"
+    }  # fmt: skip
+
+
+def test_the_process_that_builds_the_trainer_finds_tlt_or_stops(ended):
+    assert "verl_tlt.trainer.mixin" in report(ended["no flag"])["tlt_sync"]
+    assert report(ended["no plugin"])["tlt_sync"].startswith("Unknown trainer 'tlt_sync'.")
