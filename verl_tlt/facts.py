@@ -1,7 +1,8 @@
 """Everything the doctor looks at, read from a composed verl config, the disk and the environment.
 
 The reading is here and the judging in `verl_tlt.doctor`, so that each rule can be tested on plain values. No key
-of verl's config is read anywhere else before Ray starts. Imports omegaconf, but not verl, vLLM or torch.
+of verl's config is read anywhere else before Ray starts. Imports neither verl nor vLLM nor torch, and omegaconf only
+once there is a config: `verl-tlt doctor` has to work where nothing is installed yet.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from typing import TYPE_CHECKING, Any
 
 from verl_tlt.config import TLTConfig, TLTConfigError
 from verl_tlt.versions import SUPPORTED, installed
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 REFUSED_SAMPLING = ("min_p", "logit_bias")
 """Sampling settings vLLM rejects while a drafter is configured (`SamplingParams._validate_spec_decode`)."""
@@ -73,6 +74,9 @@ def read_settings(config: DictConfig) -> TLTConfig:
     Raises:
         TLTConfigError: an unknown key or a wrong value, named.
     """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     node = _select(config, "tlt", {})
     try:
         plain = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
@@ -130,6 +134,9 @@ def absolute(path: str) -> str:
 
 def _select(config: DictConfig, key: str, default: Any = None) -> Any:
     """The value at a dotted key; `default` where it is absent, null or still `???`."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
         value = OmegaConf.select(config, key)
     except OmegaConfBaseException as error:

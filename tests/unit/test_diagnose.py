@@ -50,3 +50,12 @@ def test_asking_for_help_imports_no_framework():
         "assert not {'torch', 'verl', 'vllm', 'ray', 'omegaconf', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_where_nothing_is_installed_the_doctor_says_so():
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['omegaconf', 'hydra', 'verl', 'vllm', 'torch']))\n"
+        "from verl_tlt.diagnose import diagnose\n"
+        "assert [f.level for f in diagnose(['+tlt=default'], 'ppo_trainer')][:2] == ['refuse', 'refuse']"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
