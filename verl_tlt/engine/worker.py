@@ -25,7 +25,7 @@ FROZEN = {"embed": "embed_tokens.weight", "lm_head": "lm_head.weight", "norm": "
 """The policy's parts the drafter shares, by the end of their Hugging Face names."""
 
 
-class TLTTrainingWorker(TrainingWorker):  # type: ignore[misc]
+class TLTTrainingWorker(TrainingWorker):
     """The actor's training worker: chooses sequences before the old-log-prob forward and lets the tap copy them."""
 
     tap: HiddenStateTap | None = None
@@ -49,7 +49,7 @@ class TLTTrainingWorker(TrainingWorker):  # type: ignore[misc]
         return super().infer_batch(data)
 
 
-class TLTActorWorker(ActorRolloutRefWorker):  # type: ignore[misc]
+class TLTActorWorker(ActorRolloutRefWorker):
     """Adds `tlt_setup`, `tlt_take` and the weight-sync tee to verl's hybrid worker."""
 
     actor_worker_cls = TLTTrainingWorker
@@ -113,7 +113,8 @@ class TLTActorWorker(ActorRolloutRefWorker):  # type: ignore[misc]
         """As verl's; the parts the drafter shares are copied to the host as they stream past."""
         if not self._tlt_tee:
             return await super().update_weights(global_steps=global_steps, mode=mode)
-        engine, kept = self.actor.engine, {}
+        engine = self.actor.engine
+        kept: dict[str, torch.Tensor] = {}
         original = engine.get_per_tensor_param
 
         def teed(*args: Any, **kwargs: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], Any]:

@@ -6,7 +6,6 @@ Every shim is applied after the module it changes was imported, so importing ver
 from __future__ import annotations
 
 import functools
-from types import ModuleType
 from typing import Any
 
 from verl_tlt.hooks import when_imported
@@ -20,7 +19,7 @@ def dedupe_backend(backend: str) -> str:
     return ",".join(dict.fromkeys(backend.split(",")))
 
 
-def _patch_init_process_group(module: ModuleType) -> None:
+def _patch_init_process_group(module: Any) -> None:
     original = module.init_process_group
 
     @functools.wraps(original)
@@ -32,7 +31,7 @@ def _patch_init_process_group(module: ModuleType) -> None:
     module.init_process_group = init_process_group
 
 
-def clone_buckets(module: ModuleType) -> None:
+def clone_buckets(module: Any) -> None:
     """Give the weight receiver copies of a bucket, not views of the shared memory it closes next.
 
     `BucketedWeightReceiver.receive_weights` copies with `tensor.to(device)`, which on a CPU copies nothing, and

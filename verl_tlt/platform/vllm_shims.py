@@ -7,8 +7,7 @@ vLLM calls `register` in each of its processes (entry point `vllm.general_plugin
 from __future__ import annotations
 
 import os
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl_tlt.hooks import when_imported
 
@@ -16,13 +15,13 @@ if TYPE_CHECKING:
     import torch
 
 
-def _plain_linear(layer: torch.nn.Module, remove_weight: bool = False) -> None:
+def _plain_linear(layer: Any, remove_weight: bool = False) -> None:
     import torch
 
     layer.cpu_linear = torch.nn.functional.linear
 
 
-def keep_linear_weights(module: ModuleType) -> None:
+def keep_linear_weights(module: Any) -> None:
     """Leave linear weights as they were loaded.
 
     `dispatch_cpu_unquantized_gemm` repacks them and empties `.weight`, after which no weight sync can load into the
@@ -46,7 +45,7 @@ def expand_batch_to_tokens(
     return expanded.masked_fill(expanded == replace_from, replace_to)
 
 
-def fix_expand_batch(module: ModuleType) -> None:
+def fix_expand_batch(module: Any) -> None:
     """Give the rejection sampler per-token temperature, top-k and top-p that are set.
 
     The CPU kernel writes into an int64 copy that never returns (vllm/utils/cpu_triton_utils.py), so sampling above

@@ -50,7 +50,7 @@ class DrafterState:
     acceptance: list[float] = field(default_factory=list)
 
 
-class TLTvLLMHttpServer(vLLMHttpServer):  # type: ignore[misc]
+class TLTvLLMHttpServer(vLLMHttpServer):
     """One engine's server. Methods prefixed `tlt_` are called by the trainer; the others are verl's hooks."""
 
     def _post_init(self, cuda_visible_devices: str) -> None:
@@ -220,7 +220,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):  # type: ignore[misc]
         return {"latency": self._tlt_latency, "off": OFF, "seconds": time.perf_counter() - start}
 
 
-class TLTvLLMReplica(vLLMReplica):  # type: ignore[misc]
+class TLTvLLMReplica(vLLMReplica):
     """verl's replica with our server; reward and teacher models keep the stock one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
