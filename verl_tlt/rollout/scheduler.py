@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from verl_tlt.control.types import Load, Policy, StepRecord
 from verl_tlt.rollout.channel import ChannelServer
 from verl_tlt.rollout.step_control import StepControl
 from verl_tlt.rollout.step_stats import StepTrace
+from verl_tlt.rollout.verified import Verified, count_verified
 
 logger = logging.getLogger(__name__)
 
@@ -115,9 +115,6 @@ class TLTScheduler(Scheduler):
         self._tlt_arm = 0
         self._tlt_blocked = False
         self._tlt_finished_s = self._tlt_idle_since_s = time.perf_counter()
-        self._tlt_hits = [0] * (self.num_spec_tokens + 1)  # [K_max + 1]: drafts with exactly i tokens accepted
-        self._tlt_draft_tokens = 0
-        self._tlt_shortest = 0
         address = os.environ.get("TLT_CHANNEL")
         operations = {"stats": self.tlt.stats, "control": self.tlt.control, "policy": self.tlt.policy_summary}
         self._tlt_channel = ChannelServer(address, operations) if address else None
@@ -220,62 +217,53 @@ class TLTScheduler(Scheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         """As vLLM's, and one `StepRecord` for each step that did work."""
         now = time.perf_counter()
-        self._tlt_hits = [0] * len(self._tlt_hits)
-        self._tlt_draft_tokens = 0
-        self._tlt_shortest = self.num_spec_tokens
+        verified = count_verified(
+            scheduler_output.num_scheduled_tokens,
+            scheduler_output.scheduled_spec_decode_tokens,
+            model_runner_output.sampled_token_ids,
+            model_runner_output.req_id_to_index,
+            self.requests,
+        )
+        before = len(self.requests)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if scheduler_output.num_scheduled_tokens:
-            self._tlt_record(scheduler_output, outputs, now)
+            # Only a request that ends has fewer tokens than were sampled for it.
+            emitted = verified.tokens if len(self.requests) == before else None
+            self._tlt_record(scheduler_output, outputs, verified, emitted, now)
         self._tlt_finished_s = now
         self._tlt_idle_since_s = time.perf_counter()
         if not self.running:
             self.tlt.flush()
         return outputs
 
-    def make_spec_decoding_stats(
-        self, spec_decoding_stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        """VLLM's accounting of one verified draft, called per request with or without log statistics."""
-        self._tlt_hits[num_accepted_tokens] += 1
-        self._tlt_draft_tokens += num_draft_tokens
-        if num_draft_tokens < self._tlt_shortest:
-            self._tlt_shortest = num_draft_tokens
-        if not self.log_stats:
-            return None
-        return super().make_spec_decoding_stats(
-            spec_decoding_stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs
-        )
-
-    def _tlt_record(self, scheduler_output: SchedulerOutput, outputs: Any, now: float) -> None:
+    def _tlt_record(
+        self, scheduler_output: SchedulerOutput, outputs: Any, verified: Verified, emitted: int | None, now: float
+    ) -> None:
         plan = self._tlt_plans.popleft()
         while plan.output is not scheduler_output:  # a step whose result vLLM threw away
             plan = self._tlt_plans.popleft()
+        if emitted is None or plan.prefilling:
+            counts = [(o.request_id, len(o.new_token_ids)) for client in outputs.values() for o in client.outputs]
+            emitted = sum(n for _, n in counts)
+            produced = sum(n for request, n in counts if request not in plan.prefilling)
+        else:
+            produced = emitted
         paused = plan.paused_s > max(PAUSE_FLOOR_S, PAUSE_SHARE * (now - plan.started_s))
-        drafts = sum(self._tlt_hits)
-        verified = plan.previous_arm if drafts else 0
-        emitted = produced = sum([len(o.new_token_ids) for client in outputs.values() for o in client.outputs])
-        if plan.prefilling:
-            produced = sum(
-                len(o.new_token_ids)
-                for client in outputs.values()
-                for o in client.outputs
-                if o.request_id not in plan.prefilling
-            )
+        length = plan.previous_arm if verified.drafts else 0
         decode_only = not plan.prefilling and not paused
         clean = (
             decode_only
             and not plan.blocked
             and plan.arm == plan.previous_arm
-            and (plan.arm <= 0 or (drafts == plan.batch and self._tlt_shortest == verified))
+            and (plan.arm <= 0 or (verified.drafts == plan.batch and verified.draft_tokens == length * plan.batch))
         )
         step = StepRecord(
             batch=plan.batch,
             kv_tokens=plan.kv_tokens if plan.batch else 0,
             drafted=plan.arm,
-            verified=verified,
-            drafts=drafts,
-            # reversed running sums of [K_max .. 1] hits: how many drafts had at least i + 1 tokens accepted
-            accepted=tuple(accumulate(self._tlt_hits[:0:-1]))[::-1][:verified],
+            verified=length,
+            drafts=verified.drafts,
+            accepted=verified.accepted(length),
             produced=produced,
             latency_s=now - (plan.started_s if paused else self._tlt_finished_s),
             clean=clean,
@@ -283,7 +271,7 @@ class TLTScheduler(Scheduler):
         self.tlt.record(
             step,
             emitted=emitted,
-            draft_tokens=self._tlt_draft_tokens,
+            draft_tokens=verified.draft_tokens,
             blocked=plan.blocked,
             decode_only=decode_only,
         )

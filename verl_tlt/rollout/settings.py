@@ -22,6 +22,8 @@ GRAPH_ARMS = (0, 1, 3, 7)
 OLDEST = (0, 24)
 V2_DRAFTS_TO_LENGTH = (0, 32)
 """First release whose V2 model runner drafts the K asked for; before it drafts K_max whatever the scheduler says."""
+HOPELESS = 0.05
+"""A drafter accepted less often than this nowhere pays, whatever a step costs: each draft token costs more than 5 %."""
 WORTH = 0.97
 """Drafting must be expected to cut the time of a draining rollout to this share before the drafter runs at all."""
 
@@ -156,7 +158,11 @@ def worth_drafting(acceptance: Sequence[float], latency: Table, policy: str) -> 
     """
     if policy == "off":
         return False
-    if policy == "fixed" or not acceptance or OFF not in latency:
+    if policy == "fixed" or not acceptance:
+        return True
+    if max(acceptance) < HOPELESS:
+        return False
+    if OFF not in latency:
         return True
     lengths = accept_lengths(acceptance, max(latency))
     arms = [k for k in latency if k >= 0]

@@ -1,0 +1,143 @@
+"""The schedulers without a model: a made worker accepts drafts at random, under sync and async scheduling.
+
+vLLM forces sync scheduling on the CPU, so this is the only place where the async one runs here.
+"""
+
+import random
+from collections import deque
+
+import pytest
+import torch
+
+from verl_tlt.config import TLTConfig
+
+pytestmark = pytest.mark.engine
+
+REQUESTS, PROMPT = 12, 9
+
+
+class MadeWorker:
+    """Answers scheduled steps as a model runner would: one token and a random number of accepted drafts each."""
+
+    def __init__(self, rng):
+        self.rng = rng
+        self.widths, self.accepted, self.rows = [], [], 0
+        self.seen = {}  # request → prompt tokens computed
+
+    def step(self, output):
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        ids, tokens = list(output.num_scheduled_tokens), []
+        for request in ids:
+            draft = output.scheduled_spec_decode_tokens.get(request, [])
+            self.seen[request] = self.seen.get(request, 0) + output.num_scheduled_tokens[request]
+            taken = self.rng.randint(0, len(draft))
+            tokens.append([7] * (1 + taken) if self.seen[request] >= PROMPT else [])
+        self.widths.append({len(d) for d in output.scheduled_spec_decode_tokens.values()})
+        return ModelRunnerOutput(
+            req_ids=ids, req_id_to_index={r: i for i, r in enumerate(ids)}, sampled_token_ids=tokens
+        )
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def scheduler(request, models):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from verl_tlt.rollout.scheduler import scheduler_path
+    from verl_tlt.rollout.settings import speculative_config
+
+    tlt = TLTConfig.from_dict({"speculation": {"policy": "fixed"}}).to_dict()
+    config = EngineArgs(
+        model=str(models["target"]), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=512,
+        max_num_seqs=REQUESTS, max_num_batched_tokens=64, enable_prefix_caching=False,
+        speculative_config=speculative_config(str(models["good"]), 3),
+        additional_config={
+            "tlt": {"speculation": tlt["speculation"], "arms": [0, 1, 2, 3], "policy_factory": "policies:rand"}
+        },
+    ).create_engine_config()  # fmt: skip
+    config.scheduler_config.async_scheduling = request.param  # the CPU platform has just switched it off
+    config.cache_config.num_gpu_blocks = 2000
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=32, dtype=torch.float32)
+    config.cache_config.block_size = 16
+    made = resolve_obj_by_qualname(scheduler_path(request.param))(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(2000, [], [KVCacheGroupSpec(["layer"], spec)]),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=16,
+    )
+    yield made
+    made.shutdown()
+
+
+def add_requests(scheduler, rng):
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    lengths = {f"r{i}": rng.randint(20, 120) for i in range(REQUESTS)}
+    for name, tokens in lengths.items():
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        scheduler.add_request(Request(name, [5] * PROMPT, params, None))
+    return lengths
+
+
+def drain(scheduler, worker, depth):
+    """Run all requests with `depth` steps in flight, as EngineCore.step and step_with_batch_queue do."""
+    from vllm.v1.outputs import DraftTokenIds
+
+    got, in_flight = {}, deque()
+    while scheduler.has_unfinished_requests() or in_flight:
+        output = scheduler.schedule() if len(in_flight) < depth and scheduler.has_unfinished_requests() else None
+        if output is not None and output.num_scheduled_tokens:
+            in_flight.append(output)
+            if len(in_flight) < depth:
+                continue
+        done = in_flight.popleft()
+        for client in scheduler.update_from_output(done, worker.step(done)).values():
+            for o in client.outputs:
+                got[o.request_id] = got.get(o.request_id, 0) + len(o.new_token_ids)
+        if depth == 1:
+            live = [r for r in done.num_scheduled_tokens if r in scheduler.requests]
+            drafts = [[7] * scheduler.num_spec_tokens for _ in live]  # a runner that always drafts K_max
+            scheduler.update_draft_token_ids(DraftTokenIds(live, drafts))
+    return got
+
+
+def test_every_request_gets_its_tokens_and_every_step_is_counted(scheduler):
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    rng = random.Random(3)
+    worker = MadeWorker(rng)
+    lengths = add_requests(scheduler, rng)
+    got = drain(scheduler, worker, depth=2 if isinstance(scheduler, AsyncScheduler) else 1)
+    assert got == lengths
+    policy, stats = scheduler.tlt.policy, scheduler.tlt.stats()
+    assert stats["policy_error"] is None
+    assert stats["steps"] == len(policy.chosen) == len(worker.widths)
+    for chosen, verified in zip(policy.chosen, worker.widths[1:], strict=False):
+        assert verified <= {chosen}  # the K of a step is the width of the next, cut to size where K_max was drafted
+    assert stats["emitted"] == sum(lengths.values())
+    # The first token is the prefill's, in the batch in which the prompt ended.
+    assert stats["produced"] == stats["emitted"] - REQUESTS
+    assert stats["rows"] >= stats["drafts"] > 100
+    assert all(a <= o for a, o in zip(stats["accepted"], stats["offered"], strict=True))
+    assert stats["accepted"] == sorted(stats["accepted"], reverse=True)
+    assert sum(s.clean for s in policy.steps) > 5
+    assert all(s.verified == s.drafted for s in policy.steps if s.clean)
+
+
+def test_what_was_accepted_explains_what_was_produced(scheduler):
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    rng = random.Random(4)
+    add_requests(scheduler, rng)
+    drain(scheduler, MadeWorker(rng), depth=2 if isinstance(scheduler, AsyncScheduler) else 1)
+    for step in scheduler.tlt.policy.steps:
+        if step.clean:
+            # Less only where a request reached its length in the middle of a draft, or had ended in flight.
+            assert step.produced <= step.batch + sum(step.accepted)
+            assert step.produced >= step.batch + sum(step.accepted) - (step.verified + 1) * REQUESTS
+    full = [s for s in scheduler.tlt.policy.steps if s.clean and s.batch == REQUESTS]
+    assert any(s.produced == s.batch + sum(s.accepted) for s in full)
