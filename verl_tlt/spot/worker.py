@@ -330,7 +330,7 @@ def _sequence(window: Any) -> Any:
 
     item, begin, end = window.payload, window.begin, window.end
     return Sequence(
-        tokens=torch.from_numpy(item["tokens"][begin:end]),  # [L]
+        tokens=torch.from_numpy(item["tokens"][begin:end].copy()),  # [L]; the store's arrays are read-only
         prompt_len=max(0, window.prompt_len - window.start),
         aux=from_numpy16(item["aux"][begin:end]),  # [L, 3H]
         last=from_numpy16(item["last"][begin:end]),  # [L, H]

@@ -40,7 +40,8 @@ from verl_tlt.trainer.observe import StepLog
 from verl_tlt.trainer.watch import Outlook, PhaseReport, SamplingWatch
 
 logger = logging.getLogger(__name__)
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
+# Ray's worker processes log warnings only; what TLT does in a run belongs in its log.
+logging.getLogger("verl_tlt").setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 
 def _tlt_replica() -> type:

@@ -1,0 +1,86 @@
+"""What the whole loop promises, read off a real run (see conftest.py)."""
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+
+def test_an_idle_replica_trained_inside_its_bubble(run):
+    sessions = [s for s in run.trace.sessions if s.steps > 0]
+    assert sessions, "no spot training happened"
+    for s in sessions:
+        rollout = run.trace.phase(s.step, "rollout")
+        idle = next(i for i in run.trace.idles if i.step == s.step and i.replica == s.replica)
+        assert idle.start <= s.start < rollout.end
+        # The other replica was still decoding while this one trained.
+        busy = [load for load in run.trace.loads if s.start <= load.t <= rollout.end]
+        others = {name for load in busy for name, n in load.inflight.items() if n and name != s.replica}
+        assert others or not busy
+
+
+def test_most_of_the_bubble_was_used_once_the_buffer_was_worth_it(run):
+    later = [m for step, m in run.steps.items() if step >= 3 and m["tlt/bubble_s"] > 1.0]
+    assert later
+    assert sum(m["tlt/bubble_trained_s"] for m in later) >= 0.5 * sum(m["tlt/bubble_s"] for m in later)
+
+
+def test_the_published_version_is_the_one_that_is_served(run):
+    for metrics in run.steps.values():
+        assert metrics["tlt/drafter_version"] == metrics["tlt/drafter_version_published"]
+    assert run.steps[5]["tlt/drafter_version"] >= 2
+    by_version = {}
+    for reload in run.trace.reloads:
+        assert reload.ok
+        by_version.setdefault(reload.version, set()).add(reload.fingerprint)
+    assert all(len(fingerprints) == 1 for fingerprints in by_version.values())
+    assert len(set.union(*by_version.values())) == len(by_version), "another version, but the same weights"
+
+
+def test_rollout_and_actor_agree_on_probabilities_under_speculation(run):
+    for step, metrics in run.steps.items():
+        assert metrics["training/rollout_probs_diff_max"] < 1e-4, step
+    assert all(m["tlt/draft_length_frac_2"] > 0.5 for m in run.steps.values()), "nothing was drafted"
+
+
+def test_acceptance_rose_from_a_random_head(run):
+    assert run.steps[1]["tlt/accept_length"] == pytest.approx(1.0, abs=0.15)
+    assert run.steps[5]["tlt/accept_length"] > run.steps[1]["tlt/accept_length"] + 0.3
+
+
+def test_nothing_failed_and_no_response_was_lost(run):
+    for metrics in run.steps.values():
+        assert metrics.get("tlt/errors", 0.0) == 0.0
+        assert metrics["tlt/spot_failures"] == 0.0
+        # Forced lengths: one long response and fifteen short ones a step; a lost or truncated one would show.
+        assert metrics["response_length/max"] == 600.0
+        assert metrics["response_length/min"] == 40.0
+
+
+def test_stopping_took_less_than_one_micro_batch_and_a_tenth_of_a_second(run):
+    for s in run.trace.sessions:
+        if s.steps and s.stop_latency_s is not None:
+            assert s.stop_latency_s < (s.end - s.start) / s.steps * 2 + 0.1
+
+
+def test_the_run_leaves_a_drafter_that_loads(run):
+    drafter = run.out / "drafter"
+    assert {"config.json", "model.safetensors", "provenance.json", "README.md"} <= {p.name for p in drafter.iterdir()}
+    from verl_tlt.drafter import check_drafter
+
+    check_drafter(drafter, run.out.parent / "assets" / "policy-small", 643)
+
+
+def test_metrics_reach_tensorboard(run):
+    assert list((run.out / "tensorboard").rglob("events.out.tfevents.*"))
+
+
+def test_resume_continues_the_drafter(run, resumed):
+    saved = json.loads((run.out / "checkpoints" / "global_step_5" / "tlt_drafter" / "provenance.json").read_text())
+    assert saved["version"] >= 1
+    assert min(resumed.steps) == 6
+    first = min(resumed.trace.reloads, key=lambda r: r.t)
+    assert first.version >= saved["version"]
+    # A fresh random head would accept nothing in the first resumed step.
+    assert resumed.steps[6]["tlt/accept_length"] > 1.25

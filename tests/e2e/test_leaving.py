@@ -1,0 +1,163 @@
+"""A replica that leaves while requests are on their way to it: none is lost, none is cut short.
+
+Two real servers with real engines, verl's real load balancer, and our client, without a trainer. Requests are fired
+all the time while one server is taken out of the balancer, asked to sleep, woken and put back, over and over: so many
+are between the balancer's answer and the server's gate when the gate closes.
+"""
+
+import asyncio
+import random
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+ENVIRONMENT = {
+    "VERL_PLATFORM": "cpu",
+    "VERL_ENGINE_DEVICE": "cuda",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+REQUESTS, TOKENS = 120, 24
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory):
+    """(servers by name, balancer, config) on a Ray of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in ENVIRONMENT.items():
+            patch.setenv(key, value)
+        patch.delenv("RAY_ADDRESS", raising=False)
+        import ray
+        from hydra import compose, initialize_config_module
+        from omegaconf import open_dict
+        from verl.utils.config import omega_conf_to_dataclass
+        from verl.workers.rollout.replica import RolloutMode
+        from verl.workers.rollout.router import GlobalRequestLoadBalancer
+
+        from verl_tlt.config import TLTConfig
+        from verl_tlt.rollout.server import TLTvLLMHttpServer
+        from verl_tlt.spot.store import STORE_NAME, DrafterStore
+        from verl_tlt.toy.assets import build_assets
+        from verl_tlt.trainer.bootstrap import first_drafter
+
+        assets = build_assets(tmp_path_factory.mktemp("assets"), width="small", train_rows=4, val_rows=4)
+        tlt = TLTConfig.from_dict(
+            {"drafter": {"aux_layers": assets.aux_layers}, "speculation": {"policy": "fixed", "max_draft_length": 2}}
+        )
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            config = compose(
+                "ppo_trainer",
+                overrides=[
+                    f"actor_rollout_ref.model.path={assets.policy}",
+                    "actor_rollout_ref.rollout.name=vllm",
+                    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+                    "actor_rollout_ref.rollout.dtype=float32",
+                    "actor_rollout_ref.rollout.load_format=auto",
+                    "actor_rollout_ref.rollout.enforce_eager=True",
+                    "+actor_rollout_ref.rollout.enable_sleep_mode=False",
+                    "actor_rollout_ref.rollout.max_model_len=256",
+                    "actor_rollout_ref.rollout.max_num_seqs=16",
+                    "actor_rollout_ref.rollout.max_num_batched_tokens=512",
+                    "data.max_prompt_length=64",
+                    "data.max_response_length=128",
+                ],
+            )
+        with open_dict(config):
+            config.actor_rollout_ref.rollout.custom = {"tlt": tlt.to_dict()}
+        rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+        model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
+        # The test process takes no GPU into account; servers are placed without resources, as verl places them.
+        ray.init(num_cpus=8, include_dashboard=False, object_store_memory=300_000_000, log_to_driver=False)
+        try:
+            start = first_drafter(tlt, str(assets.policy), "float32", 260, None)
+            store = ray.remote(DrafterStore).options(name=STORE_NAME, num_cpus=0).remote(start.served)
+            servers = {}
+            for rank in range(2):
+                server = ray.remote(TLTvLLMHttpServer).options(max_concurrency=100, num_cpus=0).remote(
+                    config=rollout, model_config=model, rollout_mode=RolloutMode.HYBRID, workers=[], replica_rank=rank,
+                    node_rank=0, gpus_per_node=1, nnodes=1, cuda_visible_devices=str(rank),
+                )  # fmt: skip
+                servers[f"server-{rank}"] = server
+            ray.get([s.launch_server.remote() for s in servers.values()], timeout=300)
+            balancer = ray.remote(GlobalRequestLoadBalancer).options(num_cpus=0).remote(servers=dict(servers))
+            yield servers, balancer, config
+            del store
+        finally:
+            ray.shutdown()
+
+
+def prompt(rng: random.Random) -> list[int]:
+    return [rng.randrange(10, 60) for _ in range(rng.randint(4, 20))]
+
+
+async def storm(servers, balancer, config) -> tuple[list, list[dict], int]:
+    from verl_tlt.rollout.client import TLTLLMServerClient
+
+    client = TLTLLMServerClient(config=config, load_balancer_handle=balancer)
+    rng = random.Random(0)
+    answers: list[dict] = []
+
+    async def one(i: int):
+        await asyncio.sleep(rng.random() * 12)
+        params = {"max_tokens": TOKENS, "ignore_eos": True, "logprobs": True, "temperature": 1.0}
+        return await client.generate(f"request-{i}", prompt_ids=prompt(rng), sampling_params=params)
+
+    async def leave_and_return(stop: asyncio.Event) -> int:
+        cycles = 0
+        while not stop.is_set():
+            name = f"server-{cycles % 2}"
+            await balancer.remove_servers.remote([name])
+            answers.append(await servers[name].tlt_try_sleep.remote())
+            if answers[-1]["slept"]:
+                await asyncio.sleep(0.1)
+                await servers[name].wake_up.remote()
+            await balancer.add_servers.remote({name: servers[name]})
+            cycles += 1
+            await asyncio.sleep(0.02)
+        return cycles
+
+    stop = asyncio.Event()
+    leaving = asyncio.create_task(leave_and_return(stop))
+    outputs = await asyncio.gather(*(one(i) for i in range(REQUESTS)))
+    stop.set()
+    return outputs, answers, await leaving
+
+
+def test_no_request_is_lost_or_truncated_while_replicas_leave_and_return(fleet):
+    outputs, answers, cycles = asyncio.run(asyncio.wait_for(storm(*fleet), 240))
+    assert cycles > 5
+    assert len(outputs) == REQUESTS
+    assert {len(o.token_ids) for o in outputs} == {TOKENS}
+    assert {len(o.log_probs) for o in outputs} == {TOKENS}
+    assert {o.stop_reason for o in outputs} == {"completed"}
+    # Both answers of a server occurred: it slept, and it refused because of a request the balancer no longer showed.
+    assert any(a["slept"] for a in answers)
+    assert any(not a["slept"] and a["inflight"] > 0 for a in answers)
+
+
+def test_stock_client_would_have_lost_requests(fleet):
+    """The same gate with verl's own client: a rejected request comes back empty, which is why ours exists."""
+    from verl.workers.rollout.llm_server import LLMServerClient
+
+    servers, balancer, config = fleet
+
+    async def rejected():
+        client = LLMServerClient(config=config, load_balancer_handle=balancer)
+        for name, server in servers.items():
+            assert (await server.tlt_try_sleep.remote())["slept"], name
+        try:
+            params = {"max_tokens": TOKENS, "ignore_eos": True}
+            return await client.generate("late", prompt_ids=[11, 12, 13], sampling_params=params)
+        finally:
+            for server in servers.values():
+                await server.wake_up.remote()
+
+    output = asyncio.run(asyncio.wait_for(rejected(), 60))
+    assert output.stop_reason == "aborted" and not output.token_ids
