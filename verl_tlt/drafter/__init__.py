@@ -17,6 +17,7 @@ _HOME = {
     "read_policy_config": "policy",
     "aux_layers_for": "layers",
     "build_drafter": "build",
+    "default_attention": "build",
     "drafter_config": "build",
     "most_frequent": "build",
     "trainable_parameters": "build",

@@ -90,9 +90,7 @@ class DrafterTrainer:
         self.learning_rate, self.warmup_steps = learning_rate, warmup_steps
         self.ttt_steps, self.clip = ttt_steps, clip
         self.parameters = trainable_parameters(model)
-        self.optimizer = torch.optim.AdamW(
-            self.parameters.values(), lr=learning_rate, betas=betas, weight_decay=0.0, foreach=False
-        )
+        self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=learning_rate, betas=betas, weight_decay=0.0)
         self.steps = 0
         """Optimizer steps taken, over all sessions."""
         self.skipped = 0
