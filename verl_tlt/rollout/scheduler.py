@@ -27,8 +27,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from verl_tlt.control.policy import make_policy
-from verl_tlt.control.types import Load, Policy, StepRecord
+from verl_tlt.control.types import Policy, StepRecord
 from verl_tlt.rollout.channel import ChannelServer
+from verl_tlt.rollout.decode_load import DecodeLoad
 from verl_tlt.rollout.step_control import StepControl
 from verl_tlt.rollout.step_stats import StepTrace
 from verl_tlt.rollout.verified import Verified, count_verified
@@ -107,11 +108,12 @@ class TLTScheduler(Scheduler):
         self.tlt = StepControl(load_policy(settings), self.num_spec_tokens, trace)
         self.dynamic_sd_lookup = _DraftLengthLookup(self._tlt_choose)
         draft_config = self.vllm_config.speculative_config.draft_model_config
-        self._tlt_longest = getattr(draft_config, "max_model_len", None) or self.max_model_len
+        longest = getattr(draft_config, "max_model_len", None) or self.max_model_len
+        self._tlt_load = DecodeLoad(longest - self.num_spec_tokens)
         self._tlt_plans: deque[_Plan] = deque()  # one under sync scheduling, two or more in flight under async
         self._tlt_known = 0  # requests that were running before this step admitted new ones
-        self._tlt_load = Load(0, 0)
-        self._tlt_prefilling: set[str] = set()
+        self._tlt_kv_tokens = 0
+        self._tlt_grown = 0  # tokens emitted since the last choice
         self._tlt_arm = 0
         self._tlt_blocked = False
         self._tlt_finished_s = self._tlt_idle_since_s = time.perf_counter()
@@ -151,14 +153,14 @@ class TLTScheduler(Scheduler):
             return output
         if len(scheduled) < len(self.running):
             self._tlt_drop_stale_drafts(scheduled)
-        prefilling = self._tlt_prefilling & scheduled.keys() if self._tlt_prefilling else self._tlt_prefilling
+        prefilling = self._tlt_load.prefilling & scheduled.keys() if self._tlt_load.prefilling else set()
         self._tlt_plans.append(
             _Plan(
                 output=output,
                 started_s=started,
                 paused_s=0.0 if self._tlt_plans else started - self._tlt_idle_since_s,
                 batch=len(scheduled) - len(prefilling),
-                kv_tokens=self._tlt_load.kv_tokens,
+                kv_tokens=self._tlt_kv_tokens,
                 arm=self._tlt_arm,
                 previous_arm=previous,
                 blocked=self._tlt_blocked,
@@ -168,26 +170,13 @@ class TLTScheduler(Scheduler):
         return output
 
     def _tlt_choose(self) -> int:
-        """K for the step being scheduled, keyed on decode-phase requests: a prefill that joins must not flip it.
-
-        Requests admitted in this step stand at the end of `running` and compute their prompt first; of the others
-        vLLM knows (`is_prefill_chunk`) which still do.
-        """
-        running, known = self.running, self._tlt_known
-        old = running[:known] if len(running) > known else running
-        contexts = [r.num_computed_tokens for r in old if not r.is_prefill_chunk]  # tokens, [batch]
-        longest = max(contexts, default=0) + 1 + max(self._tlt_arm, 0)
-        self._tlt_prefilling = set()
-        if len(contexts) < len(running):
-            prefills = [r for i, r in enumerate(running) if i >= known or r.is_prefill_chunk]
-            self._tlt_prefilling = {r.request_id for r in prefills}
-            longest = max(longest, *(r.num_tokens for r in prefills))
-            if not contexts:  # nobody decodes yet: plan for those who will in the next step
-                contexts = [r.num_tokens for r in prefills]
-        self._tlt_load = Load(len(contexts), sum(contexts))
+        """K for the step being scheduled; vLLM's lookup calls it once per step that has work."""
+        load = self._tlt_load.count(self.running, self._tlt_known, self._tlt_grown, max(self._tlt_arm, 0))
+        self._tlt_grown = 0
+        self._tlt_kv_tokens = load.kv_tokens
         # One request that could outgrow the drafter stops it for the whole batch (vLLM `_input_fits_in_drafter`).
-        self._tlt_blocked = longest + self.num_spec_tokens > self._tlt_longest
-        arm = self.tlt.choose(self._tlt_load)
+        self._tlt_blocked = self._tlt_load.longest > self._tlt_load.context_limit
+        arm = self.tlt.choose(load)
         self._tlt_arm = 0 if self._tlt_blocked and arm > 0 else arm
         return max(self._tlt_arm, 0)
 
@@ -220,6 +209,7 @@ class TLTScheduler(Scheduler):
         verified = count_verified(
             scheduler_output.num_scheduled_tokens,
             scheduler_output.scheduled_spec_decode_tokens,
+            scheduler_output.total_num_scheduled_tokens,
             model_runner_output.sampled_token_ids,
             model_runner_output.req_id_to_index,
             self.requests,
@@ -248,6 +238,7 @@ class TLTScheduler(Scheduler):
             produced = sum(n for request, n in counts if request not in plan.prefilling)
         else:
             produced = emitted
+        self._tlt_grown += emitted
         paused = plan.paused_s > max(PAUSE_FLOOR_S, PAUSE_SHARE * (now - plan.started_s))
         length = plan.previous_arm if verified.drafts else 0
         decode_only = not plan.prefilling and not paused

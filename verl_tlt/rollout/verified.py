@@ -34,6 +34,7 @@ NOTHING = Verified()
 def count_verified(
     scheduled: Mapping[str, int],
     drafts: Mapping[str, Sequence[int]],
+    total: int,
     sampled: Sequence[Sequence[int]],
     row_of: Mapping[str, int],
     alive: Mapping[str, object],
@@ -43,6 +44,7 @@ def count_verified(
     Args:
         scheduled: request → tokens scheduled (`SchedulerOutput.num_scheduled_tokens`).
         drafts: request → its draft (`SchedulerOutput.scheduled_spec_decode_tokens`).
+        total: sum of `scheduled`.
         sampled: tokens by row (`ModelRunnerOutput.sampled_token_ids`).
         row_of: request → row.
         alive: requests that vLLM still knows; the others ended while this step ran, and do not count.
@@ -52,7 +54,8 @@ def count_verified(
     if len(drafts) == len(scheduled) and scheduled.keys() <= alive.keys():
         lengths = Counter(map(len, sampled))
         if 0 not in lengths:
-            draft_tokens = sum(map(len, drafts.values()))
-            return Verified(len(drafts), draft_tokens, sum(n * count for n, count in lengths.items()), lengths)
+            tokens = sum(n * count for n, count in lengths.items())
+            # Each request with a draft also computes the one token that it was sampled last.
+            return Verified(len(drafts), total - len(drafts), tokens, lengths)
     rows = [(len(draft), len(sampled[row_of[r]])) for r, draft in drafts.items() if r in alive and sampled[row_of[r]]]
     return Verified(len(rows), sum(width for width, _ in rows), None, Counter(n for _, n in rows))

@@ -124,6 +124,7 @@ def test_a_good_drafter_is_worth_running_and_a_random_one_is_not():
 
 def test_the_unknown_is_tried_and_orders_are_followed():
     assert worth_drafting([], COSTS, "goodput")
-    assert worth_drafting([0.0], {}, "table")
+    assert worth_drafting([0.3], {}, "table")
+    assert not worth_drafting([0.02, 0.0], {}, "table")  # hopeless whatever a step costs
     assert worth_drafting([0.0], COSTS, "fixed")
     assert not worth_drafting([0.9], COSTS, "off")

@@ -5,7 +5,8 @@ ROWS = {"a": 0, "b": 1, "c": 2}
 
 
 def count(drafts, sampled, alive=ALIVE):
-    return count_verified({r: 1 + len(drafts.get(r, ())) for r in ROWS}, drafts, sampled, ROWS, alive)
+    scheduled = {r: 1 + len(drafts.get(r, ())) for r in ROWS}
+    return count_verified(scheduled, drafts, sum(scheduled.values()), sampled, ROWS, alive)
 
 
 def test_positions_count_every_draft_that_got_as_far():
@@ -29,7 +30,7 @@ def test_requests_that_ended_or_got_nothing_do_not_count():
 
 
 def test_rows_are_found_by_request_and_not_by_order():
-    seen = count_verified({"x": 1, "a": 3}, {"a": [1, 2]}, [[9, 9, 9], [9]], {"a": 0, "x": 1}, {"a": 0, "x": 0})
+    seen = count_verified({"x": 1, "a": 3}, {"a": [1, 2]}, 4, [[9, 9, 9], [9]], {"a": 0, "x": 1}, {"a": 0, "x": 0})
     assert seen.accepted(2) == (1, 1)
 
 
