@@ -105,13 +105,14 @@ class AcceptanceEstimate:
         """τ(0), τ(1), ... τ(positions): tokens per request and step, the bonus token included."""
         return list(self._tau)
 
-    def optimistic_accept_lengths(self, sigmas: float) -> list[float]:
-        """τ(K) if every position were `sigmas` standard deviations better than believed."""
-        tau, chain = [1.0], 1.0
-        for i, mean in enumerate(self._mean):
-            chain *= min(1.0, mean + sigmas * self.uncertainty(i))
-            tau.append(tau[-1] + chain)
-        return tau
+    def accept_length_uncertainty(self) -> list[float]:
+        """Standard deviation of τ(0), τ(1), ...: positions err independently, each moves all that follow it."""
+        sigma = [self.uncertainty(i) / max(p, 1e-3) for i, p in enumerate(self._mean)]
+        # dτ(K)/dp_i = (τ(K) - τ(i)) / p_i
+        return [
+            math.sqrt(sum(((self._tau[k] - self._tau[i]) * sigma[i]) ** 2 for i in range(k)))
+            for k in range(self.positions + 1)
+        ]
 
     def uncertainty(self, position: int) -> float:
         """Standard deviation of the belief about one position; widens while nobody looks."""

@@ -12,6 +12,8 @@ so there is little left to explore. What remains is bounded:
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,16 +23,27 @@ from verl_tlt.control.base import BasePolicy
 from verl_tlt.control.costs import LatencyTable
 from verl_tlt.control.errors import ControlError
 from verl_tlt.control.latency import LatencyModel
+from verl_tlt.control.probing import ProbeBudget
 from verl_tlt.control.types import OFF, Load, StepRecord
+
+_BLIND = "blind"
+"""Subject of the probes that ask whether a drafter that was not looked at for long has become useful."""
+_WORTHWHILE = 1.01
+"""Relative goodput an arm must be able to have for a probe."""
+_PROBE_FEE = 0.05
+"""Steps charged for any probe, for the change of K."""
+_SHARP = 0.02
+"""Relative uncertainty of a latency below which a probe is about acceptance alone."""
 
 
 @dataclass(frozen=True)
 class GoodputSettings:
     """Knobs of the goodput policy; the defaults are meant to be left alone."""
 
-    switch_gain: float = 0.01
-    """Relative goodput another draft length must promise before K changes."""
-    on_gain: float = 0.02
+    switch_price: float = 0.15
+    """What a change of K costs at least, in steps; what it is measured to cost beyond two steady halves is added.
+    K changes once staying has lost as much by the estimates."""
+    on_gain: float = 0.01
     """Relative goodput over K=0 that drafting must promise before it starts."""
     off_gain: float = 0.0
     """Relative goodput over K=0 below which drafting stops; must not exceed `on_gain`."""
@@ -40,7 +53,7 @@ class GoodputSettings:
     """Share of the engine's time that probing may cost."""
     probe_interval: int = 64
     """Steps between probes; doubles after each probe that changed nothing."""
-    probe_interval_max: int = 2048
+    probe_interval_max: int = 512
     """Where the doubling ends: how late a drafter that became useful is noticed at worst, in engine steps."""
     optimism: float = 1.5
     """Standard deviations by which an arm's estimate is stretched to see whether a probe could pay."""
@@ -54,8 +67,8 @@ class GoodputSettings:
             )
         if self.hold < 1 or self.probe_interval < 1 or self.probe_interval_max < self.probe_interval:
             raise ControlError("Speculation settings need hold >= 1 and 1 <= probe_interval <= probe_interval_max.")
-        if not 0.0 <= self.probe_share < 0.5 or self.switch_gain < 0.0 or self.optimism < 0.0:
-            raise ControlError("Speculation settings need probe_share in 0..0.5, switch_gain >= 0 and optimism >= 0.")
+        if not 0.0 <= self.probe_share < 0.5 or self.switch_price < 0.0 or self.optimism < 0.0:
+            raise ControlError("Speculation settings need probe_share in 0..0.5, switch_price >= 0 and optimism >= 0.")
 
 
 class GoodputPolicy(BasePolicy):
@@ -72,18 +85,19 @@ class GoodputPolicy(BasePolicy):
         self._held = 0
         self._steps = 0
         self._widest = [0.0] * len(self._arms)
+        self._regret = 0.0
+        self._probes = ProbeBudget(self._set.probe_share, self._set.probe_interval, self._set.probe_interval_max)
         self._probe_left = 0
         self._probe_arm = 0
-        self._next_probe = 0
-        self._interval = self._set.probe_interval
-        self._allowance = 0.0
-        self._probes = 0
         self._switches = 0
+        self._surcharges: deque[float] = deque(maxlen=15)
+        self._surcharge = 0.0
         self._histogram = [0] * len(self._arms)
 
     def decide(self, load: Load) -> int:
         """K for the coming step: the probe in progress, else the argmax with hysteresis."""
         self._steps += 1
+        self._probes.step()
         arm = self._pick(load)
         self._histogram[arm] += 1
         return self._arms[arm]
@@ -92,11 +106,13 @@ class GoodputPolicy(BasePolicy):
         """Learn acceptance from any verified draft and latency from clean steady steps."""
         if step.drafts > 0 and step.verified > 0:
             self.acceptance.observe(step.drafts, step.accepted)
+            if step.clean:
+                self._probes.postpone(_BLIND)
         else:
             self.acceptance.skip(step.batch)
         if not step.clean:
+            self._learn_surcharge(step)
             return
-        self._allowance = min(self._allowance + self._set.probe_share, 8.0)
         if step.drafted == OFF:
             self.latency.observe(step.batch, step.kv_tokens, OFF, step.latency_s)
         elif step.drafted == step.verified and step.drafted in self._arms:
@@ -107,8 +123,7 @@ class GoodputPolicy(BasePolicy):
     def set_acceptance(self, conditional: Sequence[float]) -> None:
         """A new drafter with this expected acceptance per position: start from it and look again soon."""
         self.acceptance.set_prior(conditional, weight=24.0)
-        self._interval = self._set.probe_interval
-        self._next_probe = self._steps
+        self._probes.clear()
 
     def set_latency(self, table: LatencyTable) -> None:
         """Seed the latency model from a calibration or an earlier run."""
@@ -125,7 +140,9 @@ class GoodputPolicy(BasePolicy):
             "policy": "goodput",
             "draft_length_share": {str(k): n / steps for k, n in zip(self._arms, self._histogram, strict=True)},
             "conditional_acceptance": self.acceptance.conditional(),
-            "probes": self._probes,
+            "probes": self._probes.count,
+            "probe_steps": self._probes.spent,
+            "switch_surcharge_steps": self._surcharge,
             "switches": self._switches,
         }
 
@@ -141,8 +158,8 @@ class GoodputPolicy(BasePolicy):
             return 0
         tau = self.acceptance.accept_lengths()
         goodput = [tau[k] / seconds for k, seconds in zip(self._arms, cost, strict=True)]
-        self._move(goodput, self._reachable(load.batch))
-        if self._steps >= self._next_probe and self._held == 0 and self._start_probe(load, goodput, cost):
+        self._move(goodput, self._reachable(load.batch), load.batch.bit_length())
+        if self._held == 0 and self._steps % 4 == 0 and self._start_probe(load, goodput, cost):
             self._probe_left -= 1
             return self._probe_arm
         return self._current
@@ -158,46 +175,79 @@ class GoodputPolicy(BasePolicy):
                 last = arm
         return min(last + 2, len(self._arms))
 
-    def _move(self, goodput: list[float], reachable: int) -> None:
+    def _move(self, goodput: list[float], reachable: int, octave: int) -> None:
+        """Change K once staying has cost, by the estimates, what a change costs."""
         best = max(range(reachable), key=goodput.__getitem__)
         now = self._current
-        if best == now:
-            return
-        margin = self._set.switch_gain
+        lead = goodput[best] / goodput[now] - 1.0
         if now == 0:
-            margin = max(margin, self._set.on_gain)
+            lead -= self._set.on_gain
         elif best == 0:
-            margin = self._set.off_gain
-        if goodput[best] > goodput[now] * (1.0 + margin):
-            self._current, self._held = best, self._set.hold - 1
+            lead += self._set.off_gain
+        if best == now or lead <= 0.0:
+            self._regret = 0.0
+            return
+        self._regret += lead
+        if self._regret >= self._set.switch_price + self._surcharge:
+            self._current, self._held, self._regret = best, self._set.hold - 1, 0.0
             self._switches += 1
-            self._interval = max(self._set.probe_interval, self._interval // 2)
+            for subject in ((now, octave), (best, octave), _BLIND):
+                self._probes.restart(subject)
 
     def _start_probe(self, load: Load, goodput: list[float], cost: list[float]) -> bool:
         """Start a probe of the nearest arm, up or down, that could beat the current one, if it is affordable."""
-        optimism, now = self._set.optimism, self._current
-        tau = self.acceptance.optimistic_accept_lengths(optimism)
-        bar = goodput[now] * (1.0 + self._set.switch_gain)
-        sigmas = self.latency.uncertainty(load.batch, load.kv_tokens)[1:]
-        reachable = self._reachable(load.batch)
-        for arm in (*range(now + 1, reachable), *range(now - 1, -1, -1)):
-            seconds, sigma = cost[arm], sigmas[arm]
-            hope = (tau[self._arms[arm]] if arm > now else goodput[arm] * seconds) / (
-                seconds * (1.0 - optimism * sigma)
-            )
-            if hope <= bar:
-                continue
-            # Long enough to see a draft verified, a clean step, and a few drafts where the batch is small.
-            steps = max(3, min(8, -(-8 // load.batch)))
-            price = steps * max(0.0, 1.0 - goodput[arm] / goodput[now]) + 0.05
-            if price > self._allowance and self._probes > 0:
-                continue
-            self._allowance -= price
-            self._probe_arm, self._probe_left = arm, steps
-            self._probes += 1
-            break
-        else:
+        now, octave = self._current, load.batch.bit_length()
+        if now == 0 and len(self._arms) > 1 and self._probes.due(_BLIND) and self._look_again(load, goodput, cost):
+            return True
+        arms = (*range(now + 1, self._reachable(load.batch)), *range(now - 1, -1, -1))
+        due = [arm for arm in arms if self._probes.due((arm, octave))]
+        if not due:
             return False
-        self._next_probe = self._steps + self._interval
-        self._interval = min(2 * self._interval, self._set.probe_interval_max)
+        tau, spread = self.acceptance.accept_lengths(), self.acceptance.accept_length_uncertainty()
+        sigmas = self.latency.uncertainty(load.batch, load.kv_tokens)[1:]
+        for arm in due:
+            k, stretch = self._arms[arm], self._set.optimism
+            vague = spread[k] / tau[k] if arm > now else 0.0
+            hope = goodput[arm] * (1.0 + stretch * math.hypot(sigmas[arm], vague))
+            if arm > now:
+                # However little is known of its latency, a longer draft is not hoped to be cheaper than this one.
+                hope = min(hope, (tau[k] + stretch * spread[k]) / min(cost[arm], cost[now]))
+            if hope > goodput[now] * _WORTHWHILE:
+                steps = self._probe_steps(load, sigmas[arm])
+                price = self._probe_price(steps, goodput[arm] / goodput[now])
+                if self._probes.spend((arm, octave), price):
+                    self._probe_arm, self._probe_left = arm, steps
+                    return True
+        return False
+
+    def _look_again(self, load: Load, goodput: list[float], cost: list[float]) -> bool:
+        """After a long time at K=0, draft once with the shortest arm if a perfect drafter would pay here."""
+        k = self._arms[1]
+        if (k + 1) / cost[1] <= (1.0 + self._set.on_gain) / cost[0] or self._reachable(load.batch) < 2:
+            return False
+        steps = min(8, -(-8 // load.batch))
+        if not self._probes.spend(_BLIND, self._probe_price(steps, goodput[1] / goodput[0])):
+            return False
+        self._probe_arm, self._probe_left = 1, steps
         return True
+
+    def _probe_price(self, steps: int, relative_goodput: float) -> float:
+        """Steps of goodput lost: while probing, and by changing K there and back."""
+        return steps * max(0.0, 1.0 - relative_goodput) + 2.0 * self._surcharge + _PROBE_FEE
+
+    def _learn_surcharge(self, step: StepRecord) -> None:
+        """What a change of K cost beyond half a step of each kind, in steps; the median forgives joining prefills."""
+        if step.verified == step.drafted or not {step.verified, step.drafted} <= set(self._arms):
+            return
+        cost = self.latency.predict(step.batch, step.kv_tokens)[1:]
+        usual = 0.5 * (cost[self._arms.index(step.verified)] + cost[self._arms.index(step.drafted)])
+        if usual > 0.0:
+            self._surcharges.append(step.latency_s / usual - 1.0)
+            self._surcharge = max(0.0, sorted(self._surcharges)[len(self._surcharges) // 2])
+
+    def _probe_steps(self, load: Load, sigma: float) -> int:
+        """Steps a probe needs: enough drafts to judge acceptance, and clean steps to judge latency if that is vague."""
+        drafts = min(8, -(-8 // load.batch))
+        if sigma <= _SHARP:
+            return drafts
+        return max(drafts, 1 + max(2, min(12, round((self.latency.jitter / _SHARP) ** 2))))

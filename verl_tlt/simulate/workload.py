@@ -32,13 +32,13 @@ class Workload:
     """Responses per rollout."""
     acceptance: tuple[float, ...]
     """Conditional acceptance per draft position, before drift."""
-    rollouts: int = 6
+    rollouts: int = 4
     max_batch: int = 256
     """Requests decoding at once; the others wait and join as places free up."""
     median_length: float = 1000.0
     length_sigma: float = 0.8
     """Spread of the log-normal response lengths: the long tail."""
-    max_length: int = 6144
+    max_length: int = 4096
     prompt: int = 300
     """Prompt tokens of every request."""
     drift: Sequence[float] = (0.0,)
