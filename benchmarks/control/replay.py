@@ -24,7 +24,7 @@ from verl_tlt.control.costs import LatencyPoint, LatencyTable
 from verl_tlt.control.policy import make_policy
 from verl_tlt.control.types import OFF, Load, StepRecord
 from verl_tlt.simulate.engine import Noise, Run, SimulatedEngine
-from verl_tlt.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, CostModel, SwitchCost, TableCost
+from verl_tlt.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, VLLM_CAPTURE, CostModel, SwitchCost, TableCost
 from verl_tlt.simulate.oracles import TrueGoodput, best_per_bucket, static_runs
 from verl_tlt.simulate.workload import FIG16_ADAPTIVE, FIG16_VANILLA, Workload, geometric
 
@@ -70,6 +70,8 @@ def replays() -> list[Replay]:
     found.append(Replay("8B B0=128 drafter wakes up", woken, QWEN3_8B_H100, stationary=False))
     cliff = dataclasses.replace(QWEN3_8B_H100, extra_s={0: 1.0e-3, 1: 1.0e-3})
     found.append(Replay("8B B0=128 graphs {0,1,3}", Workload(128, geometric(0.7)), cliff, GRAPH_ARMS))
+    padded = dataclasses.replace(QWEN3_8B_H100, sharpness=8.0, capture=VLLM_CAPTURE[::2], eager_s=2.0e-3)
+    found.append(Replay("8B B0=256 padded graphs to 512", Workload(256, geometric(0.7)), padded))
     queue = Workload(384, geometric(0.7), max_batch=128)
     found.append(Replay("8B B0=384 queue, 128 at once", queue, QWEN3_8B_H100, lag=1))
     thrash = SwitchCost(QWEN3_8B_H100, 5e-3)

@@ -28,6 +28,8 @@ from verl_tlt.control.types import OFF, Load, StepRecord
 
 _BLIND = "blind"
 """Subject of the probes that ask whether a drafter that was not looked at for long has become useful."""
+_GROWTH = 1.25
+"""A batch that grew by this factor in one step is a new situation."""
 _WORTHWHILE = 1.01
 """Relative goodput an arm must be able to have for a probe."""
 _PROBE_FEE = 0.05
@@ -83,6 +85,7 @@ class GoodputPolicy(BasePolicy):
         self.latency = LatencyModel(self._arms)
         self._current = 0
         self._held = 0
+        self._batch = 0
         self._steps = 0
         self._widest = [0.0] * len(self._arms)
         self._regret = 0.0
@@ -147,6 +150,10 @@ class GoodputPolicy(BasePolicy):
         }
 
     def _pick(self, load: Load) -> int:
+        if load.batch > _GROWTH * self._batch:
+            # A new rollout began: what was decided for the tail of the last one does not bind.
+            self._probe_left = self._held = 0
+        self._batch = load.batch
         if self._probe_left > 0:
             self._probe_left -= 1
             return self._probe_arm

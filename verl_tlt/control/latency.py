@@ -17,6 +17,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from verl_tlt.control.cells import Cell
 from verl_tlt.control.costs import LatencyPoint, LatencyTable
 from verl_tlt.control.roofline import Roofline
@@ -25,13 +27,14 @@ from verl_tlt.control.types import OFF
 _MATURE = 24
 """Samples after which a persistent surprise is put down to the machine's pace rather than to the cell."""
 _PACE_GAIN = 0.04
-_REFIT_EVERY = 256
+_REFIT_EVERY = 1024
+"""Samples between fits, after a start in which the interval doubles from 1."""
 _SEED_SAMPLES = 8
 """Samples a point of a stored table is worth at most."""
 _NEAR, _FAR = 0.02, 0.10
 """Relative uncertainty of a cell known from its neighbours: beside one, and with none in reach."""
 _REACH = 9.0
-"""Squared distance up to which a cell is a neighbour."""
+"""Squared distance beyond which neighbours say next to nothing."""
 
 Key = tuple[int, int, int]
 
@@ -98,7 +101,7 @@ class LatencyModel:
         key = _key(batch, kv_tokens, draft_length)
         cell = self._cells.get(key)
         if cell is None:
-            prior, sigma = self._borrowed(key)
+            prior, sigma = self._borrowed(*key[:2], (draft_length,))[0]
             cell = self._cells[key] = Cell(draft_length, prior, sigma, self._jitter)
         log_ratio = math.log(seconds / self._shape.seconds(batch, kv_tokens, draft_length)) - self._pace
         mature = cell.samples >= _MATURE
@@ -164,11 +167,12 @@ class LatencyModel:
         found = self._buckets.get(where)
         if found is None:
             found = self._buckets[where] = _Bucket([], [], [], {})
+            borrowed = self._borrowed(*where, self._all)
             for position, k in enumerate(self._all):
                 cell = self._cells.get((*where, k))
                 if cell is None:
                     found.unmeasured.append(position)
-                level, sigma = (cell.level, cell.sigma()) if cell else self._borrowed((*where, k))
+                level, sigma = (cell.level, cell.sigma()) if cell else borrowed[position]
                 found.factors.append(math.exp(level))
                 found.sigmas.append(sigma)
             ceiling = None
@@ -190,18 +194,19 @@ class LatencyModel:
         else:
             bucket.factors[position], bucket.sigmas[position] = math.exp(cell.level), cell.sigma()
 
-    def _borrowed(self, key: Key) -> tuple[float, float]:
-        """Correction of an unmeasured cell and its uncertainty: its neighbours' average, by distance."""
+    def _borrowed(self, batch: int, context: int, arms: Sequence[int]) -> list[tuple[float, float]]:
+        """Corrections of unmeasured cells and their uncertainties: the neighbours' average, by distance."""
         if not self._cells:
-            return 0.0, math.inf
-        total, votes, nearest = 0.0, 0.5, _REACH
-        for (b, c, k), cell in self._cells.items():
-            distance = (0.5 * (b - key[0])) ** 2 + (0.5 * (c - key[1])) ** 2 + (0.7 * (k - key[2])) ** 2
-            if distance < _REACH:
-                vote = math.exp(-distance) * min(cell.samples, 8.0)
-                total, votes = total + vote * cell.level, votes + vote
-                nearest = min(nearest, distance)
-        return total / votes, _NEAR + (_FAR - _NEAR) * math.sqrt(nearest / _REACH)
+            return [(0.0, math.inf)] * len(arms)
+        keys = np.array(list(self._cells), dtype=np.float64)  # [cells, 3]
+        known = np.array([(cell.level, min(cell.samples, 8.0)) for cell in self._cells.values()])  # [cells, 2]
+        here = 0.25 * ((keys[:, 0] - batch) ** 2 + (keys[:, 1] - context) ** 2)  # [cells]
+        distance = here + 0.5 * (keys[:, 2] - np.asarray(arms, dtype=np.float64)[:, None]) ** 2  # [arms, cells]
+        votes = np.exp(-distance) * known[:, 1]
+        level = (votes @ known[:, 0]) / (votes.sum(axis=1) + 0.5)
+        nearest = np.minimum(distance.min(axis=1), _REACH)
+        sigma = _NEAR + (_FAR - _NEAR) * np.sqrt(nearest / _REACH)
+        return list(zip(level.tolist(), sigma.tolist(), strict=True))
 
     def _refit(self, iterations: int = 3) -> None:
         """Fit the shape to what the cells believe, then restate the cells relative to the new shape."""

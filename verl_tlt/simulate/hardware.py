@@ -6,6 +6,7 @@ drafter's passes, plus a fixed overhead. The 32B model is calibrated to Table 4 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -48,6 +49,10 @@ class RooflineCost:
     """Per request and draft token."""
     extra_s: Mapping[int, float] = field(default_factory=dict)
     """Penalty by verified K, for draft lengths without full CUDA graphs."""
+    capture: tuple[int, ...] = ()
+    """Token counts with a CUDA graph, ascending: a step is padded up to the next; beyond the last none applies."""
+    eager_s: float = 0.0
+    """Penalty of a step beyond the last graph."""
 
     def seconds(self, batch: int, kv_tokens: int, verified: int, drafted: int) -> float:
         """Seconds of one step."""
@@ -58,8 +63,17 @@ class RooflineCost:
     def verify_s(self, batch: int, kv_tokens: int, tokens: int) -> float:
         """The target's pass over `tokens` tokens per request."""
         memory = self.weights_s + self.kv_token_s * kv_tokens
-        compute = self.token_s * batch * tokens
-        return self.overhead_s + float((memory**self.sharpness + compute**self.sharpness) ** (1.0 / self.sharpness))
+        count, eager_s = batch * tokens, 0.0
+        if self.capture and count <= self.capture[-1]:
+            count = self.capture[bisect_left(self.capture, count)]
+        elif self.capture:
+            eager_s = self.eager_s
+        compute = self.token_s * count
+        return (
+            self.overhead_s
+            + eager_s
+            + float((memory**self.sharpness + compute**self.sharpness) ** (1.0 / self.sharpness))
+        )
 
     def draft_s(self, batch: int, drafted: int) -> float:
         """The drafter's passes for `drafted` tokens per request."""
@@ -121,6 +135,9 @@ QWEN3_8B_H100 = RooflineCost(
     request_pass_s=0.6e-6,
 )
 """8B in bf16 on one H100: 3.0 TB/s and 400 TFLOP/s achieved, 147 KB of KV per token."""
+
+VLLM_CAPTURE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+"""CUDA-graph sizes vLLM captures by default."""
 
 QWEN_32B_TP4 = RooflineCost(
     weights_s=5.5e-3,
