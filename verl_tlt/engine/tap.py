@@ -26,9 +26,17 @@ class HiddenStateTap:
         engine: verl's FSDP engine (`verl/workers/engine/fsdp/transformer_impl.py`): `.module`, `.forward_step`.
         aux_layers: layers whose inputs are kept, as `eagle_aux_hidden_state_layer_ids` counts them.
         dtype: 16-bit dtype of what is kept (the rollout's).
+
+    Raises:
+        ValueError: the engine splits sequences over ranks; no rank then sees a whole one.
     """
 
     def __init__(self, engine: Any, aux_layers: Sequence[int], dtype: torch.dtype) -> None:
+        if getattr(engine, "use_ulysses_sp", False):
+            raise ValueError(
+                "Spot training cannot tap sequences that are split over ranks; set "
+                "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=1 or tlt.spot.enable=False."
+            )
         self.engine, self.aux_layers, self.dtype = engine, tuple(aux_layers), dtype
         self.chosen: dict[int, tuple[int, int]] = {}
         self.taken: dict[int, DrafterSequence] = {}

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 import torch
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_tlt.config import TLTConfig
@@ -35,7 +36,7 @@ class TLTTrainingWorker(TrainingWorker):
 
     def infer_batch(self, data: Any) -> Any:
         """As verl's; `data` is a TensorDict with jagged `input_ids` [B, L_b]."""
-        reference = bool(data.get("no_lora_adapter", False))  # a LoRA actor also answers for the reference policy
+        reference = tu.get(data, "no_lora_adapter", False)  # a LoRA actor also answers for the reference policy
         if self.tap is None or reference or "input_ids" not in data:
             return super().infer_batch(data)
         lengths = data["input_ids"].offsets().diff().tolist()
