@@ -1,0 +1,114 @@
+"""The pages say what the code says: settings, metrics, trace events and links are compared with it."""
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+import verl_tlt
+from verl_tlt.config import TLTConfig
+from verl_tlt.trace.events import EVENT_TYPES
+from verl_tlt.trace.metrics import METRICS
+
+PACKAGE = Path(verl_tlt.__file__).parent
+ROOT = PACKAGE.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+BY_THE_TRAINER = {"tlt/errors"}  # counted by TLTMixin over the run, not computed from one step's observations
+
+
+@pytest.fixture(scope="module")
+def generate():
+    """docs/generate.py, which is no package."""
+    spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def keys(tree, prefix="tlt"):
+    """Full names of all settings and of their sections."""
+    for key, value in tree.items():
+        name = f"{prefix}.{key}"
+        yield name
+        yield from keys(value, name) if isinstance(value, dict) else ()
+
+
+def names_read(*, outside):
+    """Attributes and strings in the package's code, one module left out."""
+    for path in PACKAGE.rglob("*.py"):
+        if path == outside:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                yield node.attr
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_settings_page_is_the_generated_one(generate):
+    assert generate.PAGE.read_text() == generate.render(), "run `python docs/generate.py`"
+
+
+def test_every_setting_of_the_yaml_is_on_the_settings_page():
+    tree = OmegaConf.to_container(OmegaConf.load(PACKAGE / "conf" / "tlt" / "default.yaml"))["tlt"]
+    page = (DOCS / "configuration.md").read_text()
+    for section, settings in tree.items():
+        for key in settings:
+            assert f"| `tlt.{section}.{key}` |" in page
+
+
+def test_the_settings_page_admits_what_nothing_reads(generate):
+    noted = set(re.findall(r"`(\w+)` has no effect", generate.render()))
+    read = set(names_read(outside=PACKAGE / "config.py"))
+    leaves = {name.rpartition(".")[2] for name in keys(TLTConfig().to_dict())}
+    assert noted == leaves - read, "a note in docs/generate.py is missing, or no longer true"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_settings_named_in_a_page_exist(page):
+    known = set(keys(TLTConfig().to_dict()))
+    found = set(re.findall(r"\btlt\.[a-z]+(?:\.[a-z_]+)*", page.read_text()))
+    assert found <= known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_relative_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target.partition("#")[0]).exists(), f"{page.name} links to {target}"
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    seen, todo = set(), [ROOT / "README.md"]
+    while todo:
+        page = todo.pop()
+        seen.add(page)
+        links = (page.parent / target for target in re.findall(r"\]\(([^)\s#]+\.md)\)", page.read_text()))
+        todo += {link.resolve() for link in links} - seen
+    assert seen >= set(PAGES)
+
+
+def test_the_metrics_page_has_a_row_for_every_metric_and_names_no_other():
+    page = (DOCS / "metrics.md").read_text()
+    assert set(re.findall(r"^\| `(tlt/[^`]+)` \|", page, flags=re.MULTILINE)) == set(METRICS) - BY_THE_TRAINER
+    assert set(re.findall(r"`(tlt/[^`]+)`", page)) == set(METRICS) | BY_THE_TRAINER
+    assert set(names_read(outside=PACKAGE / "trace" / "metrics.py")) >= BY_THE_TRAINER
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_metrics_named_in_a_page_exist(page):
+    def pattern(name):
+        return "".join(r"\w+" if part.startswith("<") else re.escape(part) for part in re.split(r"(<\w+>)", name))
+
+    known = [re.compile(pattern(name)) for name in {*METRICS, *BY_THE_TRAINER}]
+    for name in re.findall(r"`(tlt/[a-z_0-9<>]+)`", page.read_text()):
+        assert name in METRICS or any(p.fullmatch(name) for p in known), f"{page.name} names {name}"
+
+
+def test_the_metrics_page_describes_every_trace_event():
+    rows = re.findall(r"^\| `(\w+)` \|", (DOCS / "metrics.md").read_text(), flags=re.MULTILINE)
+    assert set(rows) == set(EVENT_TYPES)
