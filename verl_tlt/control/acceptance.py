@@ -22,6 +22,9 @@ DECAY_GUESS = 0.95
 """Conditional acceptance of a position relative to the one before it when nothing is known (EAGLE heads: 0.8-1)."""
 JUMP_SIGMAS = 4.0
 """A recent window this far from the long one means the drafter or the text changed: the long one is dropped."""
+_JUMP_VOTES = 16.0
+_RATIO_DRAFTS = 16.0
+"""Unseen drafts that count as one vote for a position's ratio to the one before."""
 
 
 class AcceptanceEstimate:
@@ -81,16 +84,16 @@ class AcceptanceEstimate:
         """
         if drafts <= 0 or not accepted:
             return
-        self._drafts_seen += drafts
         keep = math.exp(-min(drafts / self._window_drafts, 1.0 / self._window_steps))
         trials = drafts
         for i, hits in enumerate(accepted[: self.positions]):
             self._discount_stale(i)
-            self._seen_at[i], self._skipped_at[i] = self._drafts_seen, self._requests_skipped
+            self._seen_at[i], self._skipped_at[i] = self._drafts_seen + drafts, self._requests_skipped
             if trials <= 0:
                 continue
             self._add(i, trials, min(hits, trials), keep)
             trials = min(hits, trials)
+        self._drafts_seen += drafts
         self._refresh(observed=min(len(accepted), self.positions))
 
     def skip(self, requests: int) -> None:
@@ -149,20 +152,23 @@ class AcceptanceEstimate:
         self._recent_trials[i] = self._recent_trials[i] * short + trials
         self._recent_hits[i] = self._recent_hits[i] * short + hits
         n, m = self._trials[i], self._recent_trials[i]
-        if m < 12.0 or n < 2.0 * m:
+        if m < 12.0 or n < 1.5 * m:
             return
         long, recent = self._hits[i] / n, self._recent_hits[i] / m
         pooled = (self._hits[i] + 1.0) / (n + 2.0)
         if abs(recent - long) > JUMP_SIGMAS * math.sqrt(pooled * (1.0 - pooled) / m):
-            self._trials[i], self._hits[i] = m, self._recent_hits[i]
+            # The window still holds some of the past: it is the direction, and worth few votes.
+            self._trials[i], self._hits[i] = _JUMP_VOTES, _JUMP_VOTES * recent
 
     def _refresh(self, observed: int = 0) -> None:
         """Recompute means and τ; the ratio of an observed position to the one before follows the evidence."""
         mean: list[float] = []
         tau, chain, before = [1.0], 1.0, 1.0
         for i in range(self.positions):
-            n = self._trials[i] * self._freshness(i, self._unseen(i))
-            p = (n * self._rate(i) + self._weight * min(1.0, before * self._ratio[i])) / (n + self._weight)
+            # The longer a position is out of sight, the more its ratio to the one before speaks for it.
+            unseen = self._unseen(i)
+            n, votes = self._trials[i] * self._freshness(i, unseen), self._weight + unseen / _RATIO_DRAFTS
+            p = (n * self._rate(i) + votes * min(1.0, before * self._ratio[i])) / (n + votes)
             if i < observed and n > 10.0 * self._weight:
                 self._ratio[i] = p / max(before, 1e-6)
             mean.append(p)

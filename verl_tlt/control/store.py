@@ -89,7 +89,7 @@ def _checked(content: object, key: TableKey) -> LatencyTable:
         raise ControlError(f"it is not a latency table of schema {SCHEMA}")
     if content.get("key") != asdict(key):
         raise ControlError(f"it was measured for {content.get('key')}")
-    return LatencyTable.from_list(content.get("points", None))
+    return LatencyTable.from_list(content.get("points", []))
 
 
 def _set_aside(path: Path, reason: str) -> None:

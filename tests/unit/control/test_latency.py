@@ -1,0 +1,140 @@
+"""The latency model: few samples suffice, it extrapolates, forgives stalls, and lets measurements overrule shapes."""
+
+import numpy as np
+import pytest
+
+from verl_tlt.control.costs import LatencyPoint, LatencyTable
+from verl_tlt.control.errors import ControlError
+from verl_tlt.control.latency import LatencyModel
+from verl_tlt.control.types import OFF
+from verl_tlt.simulate.hardware import QWEN3_8B_H100
+
+ARMS = (0, 1, 2, 3, 5, 7)
+
+
+def true(batch, kv, k):
+    return QWEN3_8B_H100.seconds(batch, kv, max(k, 0), k)
+
+
+def measure(model, batch, k, steps, rng, context=1000, sigma=0.03, cost=true):
+    for _ in range(steps):
+        model.observe(batch, batch * context, k, cost(batch, batch * context, k) * rng.lognormal(0.0, sigma))
+
+
+def test_it_knows_what_it_measured():
+    model, rng = LatencyModel(ARMS), np.random.default_rng(0)
+    for batch in (256, 64, 16, 4, 1):
+        for k in (0, 1, 3):
+            measure(model, batch, k, 24, rng)
+    for batch in (256, 64, 16, 4, 1):
+        for k in (0, 1, 3):
+            assert model.seconds(batch, batch * 1000, k) == pytest.approx(true(batch, batch * 1000, k), rel=0.03)
+
+
+def test_three_arms_at_some_batches_predict_the_others():
+    model, rng = LatencyModel(ARMS), np.random.default_rng(1)
+    for batch in (128, 32, 8, 2):
+        for k in (0, 1, 3):
+            measure(model, batch, k, 10, rng)
+    for batch, k in ((64, 1), (64, 3), (16, 2), (4, 3), (1, 1), (8, 5), (2, 5)):
+        assert model.seconds(batch, batch * 1000, k) == pytest.approx(true(batch, batch * 1000, k), rel=0.12)
+
+
+def test_it_follows_the_context():
+    model, rng = LatencyModel(ARMS), np.random.default_rng(2)
+    for context in (300, 600, 1200, 2400):
+        measure(model, 64, 0, 12, rng, context=context)
+    longer = model.seconds(64, 64 * 5000, 0)
+    assert longer == pytest.approx(true(64, 64 * 5000, 0), rel=0.15)
+
+
+def test_latency_rises_with_k_where_nothing_was_measured():
+    model, rng = LatencyModel(ARMS), np.random.default_rng(3)
+    measure(model, 32, 0, 6, rng)
+    measure(model, 32, 3, 6, rng)
+    for batch in (1, 8, 32, 200):
+        seconds = model.predict(batch, batch * 1000)
+        assert seconds == sorted(seconds)
+
+
+def test_it_rises_with_the_batch():
+    model, rng = LatencyModel(ARMS), np.random.default_rng(3)
+    measure(model, 16, 1, 6, rng)
+    seconds = [model.seconds(b, b * 1000, 1) for b in (1, 4, 16, 64, 256)]
+    assert seconds == sorted(seconds)
+
+
+def test_a_measurement_overrules_the_shape():
+    """Full CUDA graphs only for K=3: it is faster than K=1, and the model says so."""
+    cliff = {0: 3e-3, 1: 3e-3, 3: 0.0}
+    model, rng = LatencyModel((0, 1, 3)), np.random.default_rng(4)
+    for k in (0, 1, 3):
+        measure(model, 8, k, 8, rng, cost=lambda b, kv, k: true(b, kv, k) + cliff[k])
+    assert model.seconds(8, 8000, 3) < model.seconds(8, 8000, 1)
+
+
+def test_first_use_of_a_shape_and_stalls_do_not_teach():
+    model, rng = LatencyModel(ARMS), np.random.default_rng(5)
+    measure(model, 16, 0, 20, rng)
+    model.observe(16, 16000, 1, 4.0)
+    measure(model, 16, 1, 2, rng)
+    for step in range(60):
+        stall = 6.0 if step % 10 == 0 else 1.0
+        model.observe(16, 16000, 1, stall * true(16, 16000, 1))
+    assert model.seconds(16, 16000, 1) == pytest.approx(true(16, 16000, 1), rel=0.06)
+
+
+def test_a_slower_machine_is_slower_for_every_arm():
+    model, rng = LatencyModel(ARMS), np.random.default_rng(6)
+    for k in (0, 3):
+        measure(model, 16, k, 60, rng)
+    for _ in range(300):
+        model.observe(16, 16000, 3, 1.3 * true(16, 16000, 3) * rng.lognormal(0.0, 0.03))
+    assert model.seconds(16, 16000, 3) == pytest.approx(1.3 * true(16, 16000, 3), rel=0.05)
+    assert model.seconds(16, 16000, 0) > 1.15 * true(16, 16000, 0)
+
+
+def test_off_is_an_arm_of_its_own():
+    model, rng = LatencyModel(ARMS), np.random.default_rng(7)
+    for batch in (1, 16, 64):
+        measure(model, batch, 0, 8, rng)
+        measure(model, batch, OFF, 8, rng)
+    assert model.seconds(16, 16000, OFF) == pytest.approx(true(16, 16000, OFF), rel=0.03)
+
+
+def test_unknown_until_the_first_sample():
+    assert LatencyModel(ARMS).predict(8, 8000) == [0.0] * 7
+
+
+def test_a_table_seeds_it_and_is_outvoted():
+    points = [LatencyPoint(b, b * 1000, k, 2.0 * true(b, b * 1000, k), 50) for b in (1, 8, 64) for k in (0, 1, 3)]
+    model, rng = LatencyModel(ARMS, table=LatencyTable(tuple(points))), np.random.default_rng(8)
+    assert model.seconds(8, 8000, 1) == pytest.approx(2.0 * true(8, 8000, 1), rel=0.03)
+    measure(model, 8, 1, 150, rng)
+    assert model.seconds(8, 8000, 1) == pytest.approx(true(8, 8000, 1), rel=0.05)
+
+
+def test_what_it_learned_survives_as_a_table():
+    model, rng = LatencyModel(ARMS), np.random.default_rng(9)
+    for batch in (1, 4, 16, 64):
+        for k in (0, 1, 3):
+            measure(model, batch, k, 12, rng)
+    again = LatencyModel(ARMS, table=LatencyTable.from_list(model.to_table().to_list()))
+    for batch in (1, 4, 16, 64):
+        assert again.seconds(batch, batch * 1000, 1) == pytest.approx(model.seconds(batch, batch * 1000, 1), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"batch": 1},
+        {"batch": 0, "kv_tokens": 1, "draft_length": 0, "seconds": 1.0},
+        {"batch": 1, "kv_tokens": 1, "draft_length": -2, "seconds": 1.0},
+        {"batch": 1, "kv_tokens": 1, "draft_length": 0, "seconds": float("nan")},
+        {"batch": 1, "kv_tokens": 1, "draft_length": 0, "seconds": -1.0},
+        "row",
+    ],
+)
+def test_rows_that_are_no_measurement_are_refused(row):
+    with pytest.raises(ControlError, match="latency row"):
+        LatencyTable.from_list([row])

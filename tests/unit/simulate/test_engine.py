@@ -1,0 +1,116 @@
+"""The simulated engine keeps what makes control hard: delay, unclean changes, joins; and counts every token once."""
+
+from itertools import cycle, pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from verl_tlt.control.simple import FixedPolicy
+from verl_tlt.control.types import OFF, Load
+from verl_tlt.simulate.engine import Noise, SimulatedEngine
+from verl_tlt.simulate.hardware import QWEN3_8B_H100
+from verl_tlt.simulate.oracles import TrueGoodput, best_per_bucket, static_runs
+from verl_tlt.simulate.workload import FIG16_ADAPTIVE, Workload, geometric
+
+SMALL = Workload(24, geometric(0.7), rollouts=2, median_length=120, max_length=500)
+
+
+def scripted(*lengths):
+    """A policy that cycles through given lengths and keeps what it was told."""
+    loads, records, turns = [], [], cycle(lengths)
+
+    def choose(load):
+        loads.append(load)
+        return next(turns)
+
+    return SimpleNamespace(choose=choose, observe=records.append, loads=loads, records=records)
+
+
+def test_every_token_is_produced_once_whatever_k():
+    tokens = {k: SimulatedEngine(SMALL, QWEN3_8B_H100).run(FixedPolicy(k)).tokens for k in (0, 1, 5)}
+    assert len(set(tokens.values())) == 1
+    assert tokens[0] == sum(int(SMALL.rollout(i).lengths.sum()) for i in range(2))
+
+
+def test_what_is_drafted_is_verified_one_step_later():
+    policy = scripted(0, 3, 3, 1)
+    SimulatedEngine(SMALL, QWEN3_8B_H100).run(policy)
+    drafted = [r.drafted for r in policy.records]
+    assert drafted[:8] == [0, 3, 3, 1, 0, 3, 3, 1]
+    starts = {0} | {i for i, (a, b) in enumerate(pairwise(policy.records), 1) if b.batch > a.batch}
+    assert [r.verified for r in policy.records] == [0 if i in starts else k for i, k in enumerate([0, *drafted[:-1]])]
+    for record in policy.records:
+        assert len(record.accepted) == record.verified
+        assert record.drafts == (record.batch if record.verified else 0)
+        assert list(record.accepted) == sorted(record.accepted, reverse=True)
+        assert record.produced <= record.batch + sum(record.accepted)
+
+
+def test_only_steady_steps_without_prefill_are_clean():
+    policy = scripted(2, 2, 2, 0)
+    SimulatedEngine(SMALL, QWEN3_8B_H100).run(policy)
+    assert not policy.records[0].clean
+    assert all(r.clean <= (r.drafted == r.verified) for r in policy.records)
+    assert any(r.clean for r in policy.records)
+
+
+def test_true_acceptance_is_what_the_records_show():
+    policy = scripted(5)
+    SimulatedEngine(Workload(64, FIG16_ADAPTIVE, rollouts=2, max_length=800), QWEN3_8B_H100).run(policy)
+    accepted = np.sum([r.accepted for r in policy.records if r.verified], axis=0)
+    trials = sum(r.drafts for r in policy.records)
+    shares = accepted / np.concatenate(([trials], accepted[:-1]))
+    assert shares == pytest.approx(FIG16_ADAPTIVE[:5], abs=0.01)
+
+
+def test_all_policies_meet_the_same_luck():
+    engine = SimulatedEngine(SMALL, QWEN3_8B_H100)
+    assert engine.run(FixedPolicy(3)) == engine.run(FixedPolicy(3))
+
+
+def test_noise_moves_what_is_seen_not_what_is_charged():
+    quiet, loud = (scripted(1), scripted(1))
+    calm = SimulatedEngine(SMALL, QWEN3_8B_H100, Noise(0.0)).run(quiet)
+    shaken = SimulatedEngine(SMALL, QWEN3_8B_H100, Noise(0.3, stall_chance=0.1)).run(loud)
+    assert calm.seconds == shaken.seconds
+    assert [r.latency_s for r in quiet.records] != [r.latency_s for r in loud.records]
+
+
+def test_waiting_requests_join_and_make_the_step_unclean():
+    policy = scripted(0)
+    SimulatedEngine(Workload(30, geometric(0.7), rollouts=1, max_batch=8, max_length=200), QWEN3_8B_H100).run(policy)
+    batches = [load.batch for load in policy.loads]
+    assert max(batches) == 8 and batches.count(8) > len(batches) // 3
+    joined = [r for before, r in zip(policy.loads, policy.records[1:], strict=False) if r.kv_tokens < before.kv_tokens]
+    assert joined and not any(r.clean for r in joined if r.batch == 8)
+
+
+def test_records_may_arrive_late():
+    policy = scripted(0, 1)
+    SimulatedEngine(SMALL, QWEN3_8B_H100, observe_lag=1).run(policy)
+    assert len(policy.records) == len(policy.loads)
+
+
+def test_off_costs_less_than_zero_and_buckets_say_so():
+    run = SimulatedEngine(SMALL, QWEN3_8B_H100).run(FixedPolicy(0))
+    assert run.worst_bucket_vs_off() == pytest.approx(1.0)
+    assert run.worst_bucket_vs_stock() < 1.0
+    off = SimulatedEngine(SMALL, QWEN3_8B_H100).run(scripted(OFF))
+    assert off.worst_bucket_vs_stock() == pytest.approx(1.0)
+
+
+def test_oracles_are_ordered():
+    """O3 is never behind O2 nor O2 behind O1 by more than the greedy choice at the very end can cost."""
+    arms = (0, 1, 2, 3, 5, 7)
+    engine = SimulatedEngine(Workload(128, geometric(0.6), rollouts=2, max_length=1500), QWEN3_8B_H100)
+    static = static_runs(engine, arms)
+    o1 = min(run.seconds for run in static.values())
+    o2 = engine.run(best_per_bucket(static)).seconds
+    o3 = engine.run(TrueGoodput(arms)).seconds
+    assert o3 <= 1.005 * o2 <= 1.005 * 1.005 * o1
+
+
+def test_the_oracle_runs_in_the_simulator_only():
+    with pytest.raises(RuntimeError, match="simulator"):
+        TrueGoodput((0, 1)).choose(Load(1, 1))

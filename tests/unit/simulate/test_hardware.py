@@ -1,0 +1,67 @@
+"""Simulated costs: calibrated to the paper where it has numbers, monotone, padded, recorded."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from verl_tlt.control.costs import LatencyPoint, LatencyTable
+from verl_tlt.control.types import OFF
+from verl_tlt.simulate.hardware import (
+    QWEN3_8B_H100,
+    QWEN_32B_TP4,
+    TABLE4_BATCHES,
+    TABLE4_SPEEDUP,
+    SwitchCost,
+    TableCost,
+    table4_speedup,
+)
+
+
+def test_the_32b_model_reproduces_table_4():
+    """Each of the paper's 24 speed-ups within 7 %, 3 % rms."""
+    errors = [
+        np.log(table4_speedup(batch, verify) / paper)
+        for verify, row in TABLE4_SPEEDUP.items()
+        for batch, paper in zip(TABLE4_BATCHES, row, strict=True)
+    ]
+    assert np.max(np.abs(errors)) < 0.07
+    assert np.sqrt(np.mean(np.square(errors))) < 0.03
+
+
+def test_large_verify_wins_at_small_batches_and_small_verify_at_large_ones():
+    best = {batch: max(TABLE4_SPEEDUP, key=lambda v: table4_speedup(batch, v)) for batch in TABLE4_BATCHES}
+    assert best[1] == 64 and best[32] == 16
+    assert [best[b] for b in TABLE4_BATCHES] == sorted(best.values(), reverse=True)
+
+
+@pytest.mark.parametrize("model", [QWEN3_8B_H100, QWEN_32B_TP4])
+def test_cost_rises_with_batch_context_and_k(model):
+    by_k = [model.seconds(16, 16000, max(k, 0), k) for k in (OFF, 0, 1, 2, 3, 7)]
+    assert by_k == sorted(by_k)
+    assert model.seconds(32, 32000, 1, 1) > model.seconds(16, 16000, 1, 1)
+    assert model.seconds(16, 32000, 1, 1) > model.seconds(16, 16000, 1, 1)
+
+
+def test_a_change_of_k_pays_for_the_old_draft_and_the_new():
+    m = QWEN3_8B_H100
+    there, back = m.seconds(8, 8000, 0, 3), m.seconds(8, 8000, 3, 0)
+    assert there + back == pytest.approx(m.seconds(8, 8000, 0, 0) + m.seconds(8, 8000, 3, 3))
+    priced = SwitchCost(m, 1e-3)
+    assert priced.seconds(8, 8000, 0, 3) == pytest.approx(there + 1e-3)
+    assert priced.seconds(8, 8000, 3, 3) == m.seconds(8, 8000, 3, 3)
+
+
+def test_graphs_pad_and_end():
+    padded = dataclasses.replace(QWEN3_8B_H100, capture=(64, 512), eager_s=1e-3)
+    assert padded.verify_s(65, 0, 1) == padded.verify_s(128, 0, 4) == QWEN3_8B_H100.verify_s(512, 0, 1)
+    assert padded.verify_s(513, 0, 1) == pytest.approx(QWEN3_8B_H100.verify_s(513, 0, 1) + 1e-3)
+
+
+def test_a_recorded_table_is_interpolated():
+    table = LatencyTable(tuple(LatencyPoint(b, 100 * b, k, 0.001 * (b + k), 3) for b in (1, 9) for k in (0, 2)))
+    cost = TableCost(table)
+    assert cost.seconds(5, 0, 2, 2) == pytest.approx(0.007)
+    assert cost.seconds(5, 0, 0, 2) == pytest.approx(0.006)
+    with pytest.raises(KeyError):
+        cost.seconds(5, 0, 3, 3)
