@@ -217,9 +217,7 @@ class TLTScheduler(Scheduler):
         before = len(self.requests)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if scheduler_output.num_scheduled_tokens:
-            # Only a request that ends has fewer tokens than were sampled for it.
-            emitted = verified.tokens if len(self.requests) == before else None
-            self._tlt_record(scheduler_output, outputs, verified, emitted, now)
+            self._tlt_record(scheduler_output, outputs, verified, len(self.requests) != before, now)
         self._tlt_finished_s = now
         self._tlt_idle_since_s = time.perf_counter()
         if not self.running:
@@ -227,12 +225,13 @@ class TLTScheduler(Scheduler):
         return outputs
 
     def _tlt_record(
-        self, scheduler_output: SchedulerOutput, outputs: Any, verified: Verified, emitted: int | None, now: float
+        self, scheduler_output: SchedulerOutput, outputs: Any, verified: Verified, ended: bool, now: float
     ) -> None:
         plan = self._tlt_plans.popleft()
         while plan.output is not scheduler_output:  # a step whose result vLLM threw away
             plan = self._tlt_plans.popleft()
-        if emitted is None or plan.prefilling:
+        emitted = verified.tokens
+        if emitted is None or ended or plan.prefilling:  # a request that ends gets fewer tokens than were sampled
             counts = [(o.request_id, len(o.new_token_ids)) for client in outputs.values() for o in client.outputs]
             emitted = sum(n for _, n in counts)
             produced = sum(n for request, n in counts if request not in plan.prefilling)
