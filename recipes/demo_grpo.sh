@@ -20,6 +20,7 @@ POLICY=${POLICY:-$ASSETS/policy-wide}
 
 mkdir -p "$OUT"
 OUT=$(cd "$OUT" && pwd)
+case $ASSETS in /*) ;; *) ASSETS=$PWD/$ASSETS ;; esac
 
 # The CPU stands in for the accelerator; each process computes on one thread, since threads that spin against each
 # other cost far more than they bring.
@@ -32,7 +33,7 @@ export TENSORBOARD_DIR=${TENSORBOARD_DIR:-$OUT/tensorboard}
 
 tlt=()
 if [ "$TLT" = 1 ]; then
-  tlt=(+tlt=default tlt.trace.dir="$OUT/trace" tlt.drafter.batch_tokens=512 tlt.drafter.path="${DRAFTER:-null}"
+  tlt=(+tlt=default tlt.trace.dir="$OUT/trace" tlt.drafter.batch_tokens=512 tlt.drafter.learning_rate=2e-3 tlt.drafter.path="${DRAFTER:-null}"
        tlt.drafter.save_dir="$OUT/drafter" tlt.drafter.aux_layers="[${AUX_LAYERS:-3,5,7}]")
 fi
 
@@ -40,22 +41,25 @@ exec python -m verl.trainer.main_ppo \
   algorithm.adv_estimator=grpo \
   data.train_files="${TRAIN:-$ASSETS/train.parquet}" data.val_files="${VAL:-$ASSETS/val.parquet}" data.seed="$SEED" \
   data.train_batch_size=8 data.max_prompt_length=64 data.max_response_length=1408 data.dataloader_num_workers=0 \
-  actor_rollout_ref.model.path="$POLICY" actor_rollout_ref.model.use_remove_padding=False \
+  actor_rollout_ref.model.path="$POLICY" actor_rollout_ref.model.use_remove_padding=True \
   actor_rollout_ref.model.enable_gradient_checkpointing=False \
   +actor_rollout_ref.model.override_config.attn_implementation=sdpa \
   actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.actor.use_torch_compile=False \
   actor_rollout_ref.actor.fsdp_config.use_torch_compile=False actor_rollout_ref.actor.fsdp_config.model_dtype=fp32 \
-  +actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32 \
+  +actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16 \
   +actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype=fp32 \
   +actor_rollout_ref.actor.fsdp_config.mixed_precision.buffer_dtype=fp32 \
-  actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 \
+  actor_rollout_ref.actor.ppo_mini_batch_size=8 \
+  actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2560 \
   actor_rollout_ref.actor.optim.lr=1e-5 \
   actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.dtype=bfloat16 \
   actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.n_gpus_per_node="$REPLICAS" \
-  actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1 actor_rollout_ref.rollout.calculate_log_probs=True \
+  actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True \
+  actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=2560 actor_rollout_ref.rollout.calculate_log_probs=True \
   actor_rollout_ref.rollout.enforce_eager=True +actor_rollout_ref.rollout.enable_sleep_mode=False \
   actor_rollout_ref.rollout.max_model_len=1536 actor_rollout_ref.rollout.max_num_seqs=32 \
   actor_rollout_ref.rollout.max_num_batched_tokens=2048 actor_rollout_ref.rollout.gpu_memory_utilization=0.1 \
+  +actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend=uni \
   actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=64 \
   actor_rollout_ref.rollout.agent.num_workers=1 \
   reward.num_workers=1 reward.custom_reward_function.path=pkg://verl_tlt.toy.reward \

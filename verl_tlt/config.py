@@ -41,7 +41,7 @@ class DrafterConfig:
     batch_tokens: int = 1024
     """Tokens in one packed micro-batch: also the longest a stop request waits."""
     seed: int = 0
-    """Seeds the random head and the choice of training sequences."""
+    """Seeds the random head and the order of training sequences."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class SpeculationConfig:
     max_draft_length: int = 3
     """K_max: the longest draft; the drafter's context must hold the rollout length plus this."""
     arms: tuple[int, ...] | None = None
-    """Draft lengths the policy may use, ascending, starting with 0; null: 0..K_max on eager engines, else {0, 1, 3}."""
+    """Draft lengths the policy may use, ascending, starting with 0; null: 0..K_max on eager engines, else those with
+    CUDA graphs ({0, 1, 3} on vLLM 0.24, {0, 1, 3, 7} later), up to K_max."""
     fixed: int | None = None
     """The K of policy=fixed; null: K_max."""
     calibrate: bool = True
@@ -79,7 +80,7 @@ class SpotConfig:
     max_epochs: float = 3.0
     """Passes over the buffer's tokens per session at most (a small buffer is memorised otherwise)."""
     min_merge_steps: int = 8
-    """A session of fewer optimizer steps is not merged: AdamW's first steps are sign-like."""
+    """Fewer optimizer steps than this are not merged but kept for later: AdamW's first steps are sign-like."""
     max_failures: int = 3
     """Failed sessions in a row after which a replica's spot training stays off for the run."""
 
@@ -95,7 +96,7 @@ class BufferConfig:
     min_tokens: int = 2000
     """Below this many tokens no session starts."""
     tokens_per_step: int = 8192
-    """Tokens captured per worker and RL step; long sequences first in line, all lengths represented."""
+    """Tokens captured per worker and RL step; each length gets its share of the tokens."""
     window: int = 4096
     """Longest stretch kept of one sequence, at its true positions."""
     held_out: float = 0.1
@@ -109,9 +110,9 @@ class GateConfig:
     enable: bool = True
     """False: every merged drafter is published."""
     margin: float = 0.0025
-    """Publish unless the candidate is worse than the served drafter beyond this share of its accept length."""
+    """Publish when the candidate is surely not worse than the served drafter by this share of its accept length."""
     revert: float = 0.01
-    """Go back to the best of served and frozen when the candidate is worse than it by this share."""
+    """Go back to the best of served and frozen when the candidate is surely worse than it by this share."""
     min_tokens: int = 512
     """Held-out positions needed to judge; below it a candidate is published."""
 

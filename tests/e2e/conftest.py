@@ -67,6 +67,7 @@ def grpo(out: Path, assets: Path, steps: int, *overrides: str, **environment: st
         "data.max_response_length=640",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}",
         "actor_rollout_ref.actor.optim.lr=1e-5",
+        "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32",
         "actor_rollout_ref.rollout.dtype=float32",
         "actor_rollout_ref.rollout.max_model_len=720",
         "actor_rollout_ref.rollout.max_num_seqs=16",

@@ -7,6 +7,7 @@ forward hooks copy the chosen rows and nothing else: sequences that were not cho
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 
 from verl_tlt.drafter import Sequence as DrafterSequence
+
+logger = logging.getLogger(__name__)
 
 ROW = "tlt_row"
 """Key under which each sequence's row number rides through verl's micro-batching, which reorders rows."""
@@ -41,6 +44,7 @@ class HiddenStateTap:
         self.chosen: dict[int, tuple[int, int]] = {}
         self.taken: dict[int, DrafterSequence] = {}
         self.seconds = 0.0
+        self.errors = 0
         self._states: dict[int, torch.Tensor] = {}
         self._recording = False
         model = engine.module.model
@@ -79,7 +83,12 @@ class HiddenStateTap:
             recording, self._recording = self._recording, False
         if recording:
             start = time.perf_counter()
-            self._collect(micro_batch, rows, states)
+            try:
+                self._collect(micro_batch, rows, states)
+            except Exception as error:  # the log-probs are right; only the drafter goes without these sequences
+                self.errors += 1
+                log = logger.exception if self.errors == 1 else logger.debug
+                log("the tap could not keep the hidden states of a micro-batch: %s", error)
             self.seconds += time.perf_counter() - start
         return output
 

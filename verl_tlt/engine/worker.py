@@ -98,6 +98,7 @@ class TLTActorWorker(ActorRolloutRefWorker):
             }
             for s in tap.take()
         ]
+        errors, tap.errors = tap.errors, 0
         frozen, self._tlt_frozen = self._tlt_frozen, None
         # References inside containers are handed on as references instead of being resolved.
         return {
@@ -107,6 +108,7 @@ class TLTActorWorker(ActorRolloutRefWorker):
             "tokens": sum(len(t["tokens"]) for t in taken),
             "bytes": sum(t["aux"].nbytes + t["last"].nbytes for t in taken),
             "seconds": tap.seconds,
+            "errors": errors,
         }
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

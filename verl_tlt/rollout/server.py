@@ -92,6 +92,9 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         """The last call of every weight sync, in every trainer mode: the moment to put the drafter back."""
         await super().clear_kv_cache()
         await self._tlt_reload()
+        if self._tlt_left and not self.config.free_cache_engine:  # then verl wakes nobody up
+            self._tlt_left = False
+            await self.open_submission_gate()
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """As stock; a server that left early opens its gate again once it holds weights and cache."""
@@ -169,7 +172,10 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         """Turn the drafter's own pass on or off; only between rollouts, right after the caches were cleared."""
         assert self._tlt_channel is not None
         try:
-            await self.engine.collective_rpc(method="tlt_set_drafting", args=(drafting,))
+            results = await self.engine.collective_rpc(method="tlt_set_drafting", args=(drafting,))
+            if refusal := next((r["error"] for r in results if not r["ok"]), None):
+                logger.warning("replica %d: %s", self.replica_rank, refusal)
+                drafting = True  # its pass runs whatever is asked; the policy may still choose K=0
             await self._tlt_channel.call("control", drafting=drafting, acceptance=acceptance or [])
             self._tlt_served.drafting = drafting
         except Exception as error:

@@ -78,14 +78,22 @@ class SpotWorker:
         drafter: the first drafter, float32.
         sampling: the rollout's.
         device: where training runs during a session.
+        agreed: for one that replaces another: `agreed()` of a worker that lives on.
     """
 
     def __init__(
-        self, name: str, config: dict[str, Any], policy_dir: str, drafter: DrafterFile, sampling: Sampling, device: str
+        self,
+        name: str,
+        config: dict[str, Any],
+        policy_dir: str,
+        drafter: DrafterFile,
+        sampling: Sampling,
+        device: str,
+        agreed: dict[str, Params] | None = None,
     ) -> None:
         import torch
 
-        from verl_tlt.drafter import DrafterTrainer, load_drafter
+        from verl_tlt.drafter import DrafterTrainer, default_attention, load_drafter
 
         torch.set_num_threads(1)  # several processes share this machine's cores; spinning threads cost all of them
         self.name, self.device, self.sampling = name, torch.device(device), sampling
@@ -93,7 +101,8 @@ class SpotWorker:
         directory = Path(tempfile.mkdtemp(prefix="verl-tlt-spot-"))
         stage(drafter, directory)
         d = self.config.drafter
-        self.model = load_drafter(str(directory), policy_dir, attention=None if self.device.type == "cuda" else "sdpa")
+        # Loaded on the host, but trained on the device.
+        self.model = load_drafter(str(directory), policy_dir, attention=default_attention(self.device))
         self.trainer = DrafterTrainer(
             self.model, learning_rate=d.learning_rate, warmup_steps=d.warmup_steps, ttt_steps=d.ttt_steps, loss=d.loss
         )
@@ -101,21 +110,30 @@ class SpotWorker:
         self.buffer: Buffer[Any] = Buffer(max_bytes=b.max_mb << 20, keep_steps=b.keep_steps, held_out=b.held_out)
         self.base: Params = self.trainer.parameters_numpy()
         self.kept: dict[str, Params] = {"served": dict(self.base), "frozen": dict(self.base)}
+        self.unmerged_steps = self.unmerged_tokens = 0
+        if agreed is not None:
+            own = {which: {name: np.array(value) for name, value in params.items()} for which, params in agreed.items()}
+            self._start_from(own.pop("candidate"))
+            self.kept = own
         self.rng = random.Random(f"{d.seed}-{name}")
         self.stopping = threading.Event()
         self.busy = threading.Lock()  # the model has one set of weights: training, scoring and merging take turns
         self.frozen_known = False
-        self.unmerged_steps = self.unmerged_tokens = 0
 
     # ------------------------------------------------------------------ buffer
 
     async def add(self, step: int, sequences: list[Any], frozen: list[Any]) -> dict[str, Any]:
-        """Take over what the tap captured in one step (lists of one ObjectRef each, resolved on this node).
+        """Take over what the tap captured in one step.
+
+        Args:
+            step: the RL step.
+            sequences: an ObjectRef for each of the replica's ranks, of a list of what `tlt_take` describes.
+            frozen: an ObjectRef of the policy's frozen parts, or nothing where they are as before.
 
         Returns:
             Buffer statistics: {"tokens", "bytes", "sequences", ...}.
         """
-        items = await sequences[0] if sequences else []
+        items = [item for reference in sequences for item in await reference]
         parts = await frozen[0] if frozen else None
         return await asyncio.to_thread(self._add, step, items, parts)
 
@@ -193,7 +211,8 @@ class SpotWorker:
         return await asyncio.to_thread(self._contribute)
 
     def _contribute(self) -> Contribution:
-        return Contribution(self.name, self.unmerged_tokens, self.unmerged_steps, self._own_delta())
+        with self.busy:
+            return Contribution(self.name, self.unmerged_tokens, self.unmerged_steps, self._own_delta())
 
     def _own_delta(self) -> Params:
         now = self.trainer.parameters_numpy()
@@ -207,25 +226,32 @@ class SpotWorker:
         """Move to the new agreed version: base plus the merged delta, on every worker alike.
 
         A worker left out for too few steps keeps its own progress on top and hands it in later; one left out for
-        broken numbers starts again from the agreed version.
+        broken numbers starts again from the agreed version, with fresh moments: they may be what broke it.
         """
         await asyncio.to_thread(self._adopt, merged)
 
     def _adopt(self, merged: Merged) -> None:
         with self.busy:
             own = self._own_delta()
-            waits = self.name not in merged.included and all(np.isfinite(v).all() for v in own.values())
+            sound = all(np.isfinite(v).all() for v in own.values())
             if merged.delta is not None:
                 self.base = {name: self.base[name] + merged.delta[name] for name in self.base}
-            if waits:
+            if sound and self.name not in merged.included:
                 self.trainer.load_parameters({name: self.base[name] + own[name] for name in own})
-            else:
-                self._start_from(self.base)
+                return
+            self._start_from(self.base)
+            if not sound:
+                self.trainer.optimizer.state.clear()
+                self.trainer.steps = 0  # warm up again
 
     def _start_from(self, params: Params) -> None:
         self.base = dict(params)
         self.trainer.load_parameters(self.base)
         self.unmerged_steps = self.unmerged_tokens = 0
+
+    async def agreed(self) -> dict[str, Params]:
+        """What all workers hold alike, for one that joins them: candidate, served and frozen parameters."""
+        return {"candidate": self.base, **self.kept}
 
     async def keep(self, which: str) -> None:
         """The agreed version is published: remember it as the served one."""
@@ -252,34 +278,34 @@ class SpotWorker:
     def _score(self, max_draft: int) -> dict[str, Any]:
         from verl_tlt.drafter import acceptance
 
-        sequences = [_sequence(w) for w in self.buffer.held_out(HELD_OUT_TOKENS) if w.tokens > 1]
-        if not self.frozen_known or not sequences:
-            return {"positions": []}
-        out: dict[str, Any] = {}
-        for which in WHICH:
-            with self._holding(self.base if which == "candidate" else self.kept[which]):
-                scores = acceptance(
-                    self.model,
-                    sequences,
-                    temperature=self.sampling.temperature,
-                    top_p=self.sampling.top_p,
-                    top_k=self.sampling.top_k,
-                    max_draft=max_draft,
-                )
-            out["positions"] = np.array([s.positions for s in scores], dtype=np.int64)
-            out[which] = np.array([[s.drafts, *s.accepted] for s in scores])
+        out: dict[str, Any] = {"positions": []}
+        with self.busy:  # all three on the same sequences, under the same frozen parts
+            sequences = [_sequence(w) for w in self.buffer.held_out(HELD_OUT_TOKENS) if w.tokens > 1]
+            if not self.frozen_known or not sequences:
+                return out
+            for which in WHICH:
+                with self._holding(self.base if which == "candidate" else self.kept[which]):
+                    scores = acceptance(
+                        self.model,
+                        sequences,
+                        temperature=self.sampling.temperature,
+                        top_p=self.sampling.top_p,
+                        top_k=self.sampling.top_k,
+                        max_draft=max_draft,
+                    )
+                out["positions"] = np.array([s.positions for s in scores], dtype=np.int64)
+                out[which] = np.array([[s.drafts, *s.accepted] for s in scores])
         return out
 
     @contextmanager
     def _holding(self, params: Params) -> Iterator[None]:
-        """The model with other parameters for a moment; the worker's own come back."""
-        with self.busy:
-            own = self.trainer.parameters_numpy()
-            self.trainer.load_parameters(params)
-            try:
-                yield
-            finally:
-                self.trainer.load_parameters(own)
+        """The model with other parameters for a moment, for whoever holds `busy`; the worker's own come back."""
+        own = self.trainer.parameters_numpy()
+        self.trainer.load_parameters(params)
+        try:
+            yield
+        finally:
+            self.trainer.load_parameters(own)
 
     async def export(self, version: int, dtype: str, acceptance: list[float]) -> DrafterFile:
         """The agreed version as vLLM loads it."""
@@ -288,7 +314,7 @@ class SpotWorker:
     def _export(self, version: int, dtype: str, acceptance: list[float]) -> DrafterFile:
         from verl_tlt.drafter import to_drafter_file
 
-        with self._holding(self.base):
+        with self.busy, self._holding(self.base):
             config, weights, fingerprint = to_drafter_file(self.model, dtype)
         return DrafterFile(version, config, weights, fingerprint, tuple(acceptance))
 
@@ -301,9 +327,10 @@ class SpotWorker:
     def _save(self, directory: str, provenance: dict[str, Any]) -> str:
         from verl_tlt.drafter import save_drafter
 
-        state = self.trainer.state()  # of the candidate, which may be ahead of what is served
-        with self._holding(self.kept["served"]):
-            save_drafter(self.model, directory, provenance, training_state=state)
+        with self.busy:
+            state = self.trainer.state()  # of the candidate, which may be ahead of what is served
+            with self._holding(self.kept["served"]):
+                save_drafter(self.model, directory, provenance, training_state=state)
         return directory
 
     async def resume(self, directory: str) -> bool:

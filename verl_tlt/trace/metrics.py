@@ -13,6 +13,7 @@ from typing import Any
 from verl_tlt.trace.events import Publish, Reload, Session
 
 METRICS = {
+    "tlt/errors": "failures of TLT contained since the run began; each kind is logged in full once",
     "tlt/accept_length": "tokens per verified draft, the target's own included; 1 while nothing is drafted",
     "tlt/tokens_per_pass": "tokens per request and pass of the target, with and without a draft",
     "tlt/accept_rate_pos_<i>": "share of the drafts that reach position i whose first i tokens were all accepted",

@@ -8,7 +8,7 @@ kill and restart one alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,40 +56,55 @@ class Fleet:
             )
             for i, r in enumerate(replicas)
         }
-        self._new_worker: Callable[[Replica], Any] | None = None
+        self._new_worker: Callable[..., Any] | None = None
 
     def start_workers(self, pool: Any, **arguments: Any) -> None:
         """Create a spot worker per replica in the bundles of `pool` (verl's RayResourcePool)."""
         bundles = [(group, i) for group in pool.get_placement_groups() for i in range(group.bundle_count)]
         share = get_platform().ray_resource_options(1.0 / pool.max_colocate_count)
 
-        def create(replica: Replica) -> Any:
+        def create(replica: Replica, agreed: Any = None) -> Any:
             group, index = bundles[replica.rank]
             placed = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
             options = {"scheduling_strategy": placed, "num_cpus": 0, **share}
-            return ray.remote(SpotWorker).options(**options).remote(name=replica.name, **arguments)
+            return ray.remote(SpotWorker).options(**options).remote(name=replica.name, agreed=agreed, **arguments)
 
         self._new_worker = create
         for replica in self.replicas.values():
             replica.worker = create(replica)
 
-    def restart(self, name: str) -> None:
-        """Kill a replica's spot worker and start an empty one in its place."""
+    def restart(self, names: Collection[str]) -> None:
+        """Kill these replicas' spot workers and start others in their places; nobody waits for them to be up.
+
+        A new worker's buffer is empty until the next step, but it starts from what the others agree on, or else its
+        changes would be measured from another version than theirs. Without others it starts from the first drafter.
+        """
         assert self._new_worker is not None
-        replica = self.replicas[name]
-        ray.kill(replica.worker)
-        replica.worker = self._new_worker(replica)
-        replica.restarts += 1
-        logger.warning("spot worker of %s was killed and restarted (%d times so far)", name, replica.restarts)
+        for name in names:
+            ray.kill(self.replicas[name].worker)
+        others = [worker for name, worker in self.workers().items() if name not in names]
+        for name in names:
+            replica = self.replicas[name]
+            replica.worker = self._new_worker(replica, others[0].agreed.remote() if others else None)
+            replica.restarts += 1
+            logger.warning("spot worker of %s was killed and restarted (%d times so far)", name, replica.restarts)
 
     def workers(self) -> dict[str, Any]:
         """Spot workers by replica."""
         return {name: r.worker for name, r in self.replicas.items() if r.worker is not None}
 
     def on_workers(self, method: str, *args: Any) -> dict[str, Any]:
-        """Call every spot worker and wait; the result by replica."""
+        """Call every spot worker and wait; the result by replica. One that has died is restarted and left out."""
         calls = {name: getattr(worker, method).remote(*args) for name, worker in self.workers().items()}
-        return dict(zip(calls, ray.get(list(calls.values()), timeout=CALL_TIMEOUT_S), strict=True))
+        done, dead = {}, []
+        for name, reference in calls.items():
+            try:
+                done[name] = ray.get(reference, timeout=CALL_TIMEOUT_S)
+            except ray.exceptions.RayActorError as error:
+                logger.warning("spot worker of %s died: %s", name, error)
+                dead.append(name)
+        self.restart(dead)
+        return done
 
     def on_servers(self, method: str, *args: Any, timeout: float = CALL_TIMEOUT_S) -> dict[str, Any]:
         """Call the engine-owning server of every replica and wait; the result by replica."""

@@ -59,8 +59,8 @@ def learn(fleet: Fleet, config: TLTConfig, sessions: list[Ended], version: int, 
         return out
     lead = workers[trained[0]]
     merging = lead.merge.remote(*[workers[name].contribute.remote() for name in trained])
-    ray.get([w.adopt.remote(merging) for w in workers.values()], timeout=CALL_TIMEOUT_S)
     merged = ray.get(merging, timeout=CALL_TIMEOUT_S)
+    fleet.on_workers("adopt", merging)
     out.excluded = merged.excluded
     for name, reason in out.excluded.items():
         logger.info("the session of %s is not merged yet: %s", name, reason)
@@ -70,9 +70,7 @@ def learn(fleet: Fleet, config: TLTConfig, sessions: list[Ended], version: int, 
     _judge(out, fleet, config, version, dtype)
     action = out.decision
     if action == "published":
-        lead_file = lead.export.remote(version, dtype, out.acceptance)
-        fleet.on_workers("keep", "served")
-        out.drafter = ray.get(lead_file, timeout=CALL_TIMEOUT_S)
+        out.drafter = ray.get(lead.export.remote(version, dtype, out.acceptance), timeout=CALL_TIMEOUT_S)
     out.seconds = time.perf_counter() - start
     return out
 
@@ -100,7 +98,6 @@ def _judge(out: Learned, fleet: Fleet, config: TLTConfig, version: int, dtype: s
         if which == "frozen":
             worker = next(iter(fleet.workers().values()))
             out.drafter = ray.get(worker.export.remote(version, dtype, out.acceptance), timeout=CALL_TIMEOUT_S)
-            fleet.on_workers("keep", "served")
 
 
 def gather(by_worker: dict[str, dict[str, Any]]) -> Scores | None:

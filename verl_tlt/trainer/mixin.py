@@ -143,6 +143,7 @@ class TLTMixin:
         with self._tlt_guard("calibration"):
             if self.tlt.speculation.enable:
                 shared_calibration(self._tlt_fleet, self.tlt, self._tlt_policy_dir)
+        self._tlt_published_at = self.global_steps
         self._tlt_log.run_started(self.global_steps + 1, self.tlt, list(self._tlt_fleet.replicas), self.config)
 
     def _tlt_start_spot(self) -> None:
@@ -236,6 +237,8 @@ class TLTMixin:
     def _tlt_hand_over(self) -> None:
         """Send what the tap captured on each rank to the spot worker beside it; nobody waits for the copy."""
         taken = ray.get(self.actor_rollout_wg.tlt_take())
+        if errors := sum(t["errors"] for t in taken):
+            self._tlt_errors["tap"] = self._tlt_errors.get("tap", 0) + errors
         for name, replica in self._tlt_fleet.replicas.items():
             parts = [taken[rank] for rank in replica.ranks]
             sequences = [ref for part in parts for ref in part["sequences"]]
@@ -244,9 +247,14 @@ class TLTMixin:
 
     def _tlt_settle_buffers(self) -> None:
         """Learn how full the buffers are; their copies ran behind the update."""
-        for name, reference in list(self._tlt_taking.items()):
-            self._tlt_buffers[name] = ray.get(reference)
-            del self._tlt_taking[name]
+        taking, self._tlt_taking = self._tlt_taking, {}
+        for name, reference in taking.items():
+            self._tlt_buffers.pop(name, None)
+            try:
+                self._tlt_buffers[name] = ray.get(reference)
+            except ray.exceptions.RayActorError as error:
+                logger.warning("the spot worker of %s died while it took over hidden states: %s", name, error)
+                self._tlt_fleet.restart([name])
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         with self._tlt_log.phase("update_actor", self.global_steps):
@@ -273,11 +281,14 @@ class TLTMixin:
         learned = merging.result()
         if learned.drafter is not None:
             self._tlt_fleet.stage(learned.drafter)
+            self._tlt_fleet.on_workers("keep", "served")
             self._tlt_store.put.remote(learned.drafter)
             self._tlt_version, self._tlt_published_at = learned.drafter.version, self.global_steps
         if learned.acceptance:
             self._tlt_acceptance = learned.acceptance
         self._tlt_log.published(self.global_steps, learned, self._tlt_version, self._tlt_published_at)
+        taus = ", ".join(f"{which} {tau:.2f}" for which, tau in learned.tau.items())
+        logger.info("drafter %s (%s); held-out accept length: %s", learned.decision, learned.reason, taus or "unknown")
 
     def _save_checkpoint(self) -> None:
         # Before the policy's: verl marks a step as the latest only after this, so a marked step has its drafter.
@@ -312,11 +323,16 @@ class TLTMixin:
 
     def _compute_metrics(self, batch: Any, metrics: dict[str, Any], timing_raw: dict[str, float], **kwargs: Any) -> Any:
         result = super()._compute_metrics(batch, metrics, timing_raw, **kwargs)  # type: ignore[misc]
+        metrics["tlt/errors"] = float(sum(self._tlt_errors.values()))
         with self._tlt_guard("metrics"):
             metrics.update(self._tlt_log.finish(self.global_steps, metrics))
-        if self._tlt_errors:
-            metrics["tlt/errors"] = float(sum(self._tlt_errors.values()))
         return result
+
+    def on_validate_end(self) -> None:
+        super().on_validate_end()  # type: ignore[misc]
+        with self._tlt_guard("validation"):
+            if self.tlt.speculation.enable:
+                self._tlt_fleet.on_servers("tlt_stats")  # validation's engine steps are not the next rollout's
 
     @contextmanager
     def _tlt_guard(self, what: str) -> Iterator[None]:

@@ -6,6 +6,7 @@ A thin recorder: it holds facts until the step is over and hands them to the pur
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,11 @@ from verl_tlt.trace.metrics import ReplicaStats, StepObservations, step_metrics
 from verl_tlt.trainer.learn import Learned
 from verl_tlt.trainer.watch import Ended, PhaseReport
 
+logger = logging.getLogger(__name__)
+
+USELESS = 1.05
+"""Accept length up to which a drafter only costs."""
+
 DISTRIBUTIONS = ("verl-tlt", "verl", "vllm", "torch", "ray", "transformers", "speculators")
 
 
@@ -26,6 +32,7 @@ class StepLog:
 
     def __init__(self, trace: TraceWriter) -> None:
         self.trace = trace
+        self._warned = False
         self._reset()
         self._version = self._since = 0
 
@@ -149,11 +156,23 @@ class StepLog:
             spot_failures=report.account.failures if report else None,
         )
         tlt = step_metrics(seen)
+        self._warn_if_useless(tlt)
         everything = {k: v for k, v in {**metrics, **tlt}.items() if isinstance(v, int | float) or hasattr(v, "item")}
         self.trace.emit("step", step=step, metrics=everything)
         print(step_line(everything, step), flush=True)
         self._reset()
         return tlt
+
+    def _warn_if_useless(self, tlt: dict[str, float]) -> None:
+        """Say once that a drafter is drafting and nothing of it is accepted: vLLM says nothing about that."""
+        drafted = tlt.get("tlt/spec_off_frac", 1.0) < 0.5
+        if drafted and tlt.get("tlt/accept_length", 2.0) <= USELESS and not self._warned:
+            self._warned = True
+            logger.warning(
+                "The accept length is %.2f with speculation on for a whole rollout. Likely causes: a drafter trained "
+                "for another policy or other aux layers, one not trained yet under policy=fixed, or stale weights "
+                "(see tlt/reload_failures).", tlt["tlt/accept_length"],
+            )  # fmt: skip
 
 
 def _session(step: int, ended: Ended) -> Session:

@@ -163,6 +163,8 @@ class SamplingWatch:
         except ray.exceptions.RayError as error:
             ended.error = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
             logger.warning("spot training on %s failed: %s", name, ended.error)
+            if isinstance(error, ray.exceptions.RayActorError):
+                self.fleet.restart([name])
         self._report.sessions.append(ended)
         return ended
 
@@ -192,17 +194,16 @@ class SamplingWatch:
                     self.planner.stopped(name, now)
                 else:
                     self.planner.failed(name, now)
-        for name in list(self._running):
-            self._kill(name, stop_timeout_s)
+        self._kill(list(self._running), stop_timeout_s)
         self._report.stop_s = time.time() - start
         self._report.account = self.planner.account(time.time())
         return self._report
 
-    def _kill(self, name: str, stop_timeout_s: float) -> None:
-        _, begin = self._running.pop(name)
-        self.fleet.restart(name)
-        self.planner.failed(name, time.time())
-        self._report.killed.append(name)
-        self._report.sessions.append(
-            Ended(name, begin, time.time(), None, error=f"did not stop within {stop_timeout_s} s and was killed")
-        )
+    def _kill(self, names: list[str], stop_timeout_s: float) -> None:
+        self.fleet.restart(names)
+        error = f"did not stop within {stop_timeout_s} s and was killed"
+        for name in names:
+            _, begin = self._running.pop(name)
+            self.planner.failed(name, time.time())
+            self._report.killed.append(name)
+            self._report.sessions.append(Ended(name, begin, time.time(), None, error=error))
