@@ -114,6 +114,8 @@ class StepObservations:
     """This RL step."""
     spot_failures: int | None = None
     """Sessions that raised or were killed in this step."""
+    errors: int | None = None
+    """Failures of TLT contained since the run began."""
 
 
 def step_metrics(seen: StepObservations) -> dict[str, float]:
@@ -123,6 +125,7 @@ def step_metrics(seen: StepObservations) -> dict[str, float]:
         **_bubble_metrics(seen),
         **_spot_metrics(seen),
         **_drafter_metrics(seen),
+        "tlt/errors": seen.errors,
     }
     return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}
 

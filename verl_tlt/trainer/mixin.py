@@ -323,9 +323,8 @@ class TLTMixin:
 
     def _compute_metrics(self, batch: Any, metrics: dict[str, Any], timing_raw: dict[str, float], **kwargs: Any) -> Any:
         result = super()._compute_metrics(batch, metrics, timing_raw, **kwargs)  # type: ignore[misc]
-        metrics["tlt/errors"] = float(sum(self._tlt_errors.values()))
         with self._tlt_guard("metrics"):
-            metrics.update(self._tlt_log.finish(self.global_steps, metrics))
+            metrics.update(self._tlt_log.finish(self.global_steps, metrics, sum(self._tlt_errors.values())))
         return result
 
     def on_validate_end(self) -> None:

@@ -136,7 +136,7 @@ class StepLog:
         self._version = wanted
         self._stolen["reload"] = max((r.seconds for r in self._reloads), default=0.0)
 
-    def finish(self, step: int, metrics: dict[str, Any]) -> dict[str, float]:
+    def finish(self, step: int, metrics: dict[str, Any], errors: int) -> dict[str, float]:
         """The step's `tlt/*` metrics; prints the step's line and closes the step in the trace."""
         report = self._report
         seen = StepObservations(
@@ -154,6 +154,7 @@ class StepLog:
             served_version=self._served,
             served_since=self._since,
             spot_failures=report.account.failures if report else None,
+            errors=errors,
         )
         tlt = step_metrics(seen)
         self._warn_if_useless(tlt)
