@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import H, prompts, sampled
 from safetensors.torch import load_file, save_file
+from tiny_engine import H, prompts, sampled
 
 from verl_tlt.drafter import fingerprint
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import prompts, sampled
+from tiny_engine import prompts, sampled
 
 from verl_tlt.control.types import OFF
 from verl_tlt.rollout.channel import ChannelClient

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from conftest import V, sampled
+from tiny_engine import V, sampled
 
 from verl_tlt.control.types import OFF
 from verl_tlt.rollout.calibrate import measure

@@ -1,0 +1,105 @@
+"""Tiny real models and in-process vLLM engines on the CPU.
+
+The target is a random Qwen3 whose next token depends mostly on the present one; the good drafter is built by hand to
+know just that, so that drafts are accepted often but not always. The bad one is a random head.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch
+
+V, H, LAYERS, HEADS, HEAD_DIM, MLP = 512, 128, 4, 4, 32, 256
+
+
+def build_target(path: Path) -> None:
+    """A Qwen3 with random weights, saved to `path`."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=V, hidden_size=H, intermediate_size=MLP, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        num_key_value_heads=HEADS, head_dim=HEAD_DIM, max_position_embeddings=1024, tie_word_embeddings=False,
+        bos_token_id=0, eos_token_id=2, pad_token_id=0, dtype="float32",
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).float()
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(torch.randn(V, H))
+        model.lm_head.weight.mul_(10.0)
+        for layer in model.model.layers:  # how much the context counts beside the present token
+            layer.self_attn.o_proj.weight.mul_(2.0)
+            layer.mlp.down_proj.weight.mul_(2.0)
+    model.save_pretrained(path)
+
+
+def build_drafter_dir(path: Path, target: Path, informed: bool) -> None:
+    """A drafter of it: one that knows the present token, or a random head."""
+    from verl_tlt.drafter import FrozenParts, build_drafter, refresh_frozen, save_drafter
+
+    model = build_drafter(target, seed=1)
+    refresh_frozen(model, FrozenParts.from_policy_dir(target))
+    if informed:
+        with torch.no_grad():
+            _pass_the_token_through(model)
+    save_drafter(model, path, {"made for": "tests"})
+
+
+def _pass_the_token_through(model: torch.nn.Module) -> None:
+    """Make the drafter's output the embedding of the present token: attention to itself, nothing else."""
+    weights = dict(model.named_parameters())
+    attention = "layers.0.self_attn."
+    for name, scale in (("q", 4.0), ("k", 4.0), ("v", 1.0)):
+        weight = weights[f"{attention}{name}_proj.weight"]  # [H, 2H]: embedding, then hidden state
+        weight.zero_()
+        weight[:, :H] = scale * torch.eye(H)
+    weights[f"{attention}o_proj.weight"].copy_(8.0 * torch.eye(H))
+    weights["layers.0.mlp.down_proj.weight"].zero_()
+    weights["fc.weight"].mul_(0.1)
+
+
+def sampled(tokens: int, **kwargs: Any) -> Any:
+    """Sampling parameters that run to the full length."""
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, **{"temperature": 0.0, **kwargs})
+
+
+def prompts(count: int) -> list[dict[str, list[int]]]:
+    """Ragged prompts, different from each other from the first token on."""
+    return [{"prompt_token_ids": [(7 * i + 13 * j) % (V - 10) + 5 for j in range(5 + i)]} for i in range(count)]
+
+
+class Engine:
+    """An in-process vLLM engine, with its insides at hand."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.core = llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+
+    @property
+    def runner(self) -> Any:
+        """The worker's model runner."""
+        return self.core.model_executor.driver_worker.worker.model_runner
+
+    def rpc(self, method: str, *args: Any) -> Any:
+        """One worker's answer to `collective_rpc`."""
+        return self.llm.collective_rpc(method, args=args)[0]
+
+    def generate(self, count: int, tokens: int, **kwargs: Any) -> list[list[int]]:
+        """Tokens of `count` ragged prompts, ragged lengths up to `tokens`."""
+        lengths = [max(8, tokens * (i + 1) // count) for i in range(count)]
+        params = [sampled(n, **kwargs) for n in lengths]
+        return [list(o.outputs[0].token_ids) for o in self.llm.generate(prompts(count), params, use_tqdm=False)]
+
+    def close(self) -> None:
+        """Free the engine and vLLM's process-wide state, for the next one."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.core.shutdown()
+        del self.llm, self.core, self.scheduler
+        cleanup_dist_env_and_memory()
+        gc.collect()
