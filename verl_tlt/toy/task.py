@@ -29,7 +29,7 @@ MAX_RESPONSE = 1400
 """Longest worked response in tokens, `<eos>` included."""
 MAX_PROMPT = 4 * MAX_DIGITS + 3
 """Longest prompt in tokens."""
-SLIP = 0.04
+SLIP = 0.03
 """Share of first-pass columns that a demonstration gets wrong."""
 
 PAD, BOS, EOS, NEWLINE, IM_END = "<pad>", "<bos>", "<eos>", "\n", "<|im_end|>"
@@ -85,15 +85,12 @@ def answer_tokens(problem: Problem) -> list[str]:
     return [t for i, d in enumerate(digits) for t in (f"z{i}", str(d))]
 
 
-def sample_response(
-    problem: Problem, rng: random.Random, max_checks: int = MAX_CHECKS, slip: float = SLIP, rounds: int = 1
-) -> list[str]:
+def sample_response(problem: Problem, rng: random.Random, slip: float = SLIP, rounds: int = 1) -> list[str]:
     """One demonstration, `<eos>` included: at most MAX_RESPONSE tokens.
 
     Args:
         problem: what to solve.
         rng: source of the slips, of the number of checks and of where they start.
-        max_checks: fewer checks than the task's own limit make short sequences for the start of training.
         slip: share of first-pass columns with a wrong digit; only a check of that column repairs it.
         rounds: above 1, the response goes on after `<eos>` with more checks and the answer again. No request asks for
             that, but a run that ignores `<eos>` to reach a given length then still produces the task's own text.
@@ -108,7 +105,7 @@ def sample_response(
     for _ in range(rounds):
         if len(text) + closing > MAX_RESPONSE:
             break
-        checks = _sample_checks(problem, columns, rng, max_checks, MAX_RESPONSE - len(text) - closing)
+        checks = _sample_checks(problem, columns, rng, MAX_RESPONSE - len(text) - closing)
         for left, check in zip(range(len(checks), 0, -1), checks, strict=True):
             text += [CHECK, str(left // 10), str(left % 10)]
             for i in check:
@@ -149,11 +146,9 @@ def _column_tokens(problem: Problem, columns: list[tuple[int, int, int]], i: int
     return [f"x{i}", str(problem.a[i]), f"y{i}", str(problem.b[i]), *marks, f"z{i}", str(digit)]
 
 
-def _sample_checks(
-    problem: Problem, columns: list[tuple[int, int, int]], rng: random.Random, limit: int, room: int
-) -> list[range]:
+def _sample_checks(problem: Problem, columns: list[tuple[int, int, int]], rng: random.Random, room: int) -> list[range]:
     """The column ranges of all checks, as many as fit into `room` tokens."""
-    wanted = min(limit, int(rng.lognormvariate(_CHECKS_MU, _CHECKS_SIGMA)))
+    wanted = min(MAX_CHECKS, int(rng.lognormvariate(_CHECKS_MU, _CHECKS_SIGMA)))
     checks: list[range] = []
     for _ in range(wanted):
         start = end = rng.randrange(problem.digits)

@@ -24,11 +24,11 @@ def test_a_seed_fixes_the_policy(policy):
 def test_the_loss_falls_on_the_response_alone():
     for tokens, targets in itertools.islice(train._batches(SHORT), 5):
         for row, wanted in zip(tokens.tolist(), targets.tolist(), strict=True):
-            words = [task.TOKENS[i] for i in row]
-            first = words.index(task.SOLVE)
+            first = row.index(task.TOKEN_ID[task.SOLVE])
             assert set(wanted[:first]) == {train.IGNORE}
-            end = len(words) - words[::-1].index(task.EOS) - 1
-            assert wanted[first:end] == row[first + 1 : end + 1]
+            padded = len(row) - row.index(task.TOKEN_ID[task.PAD]) if task.TOKEN_ID[task.PAD] in row else 0
+            end = len(row) - padded - 1
+            assert wanted[first:end] == row[first + 1 : end + 1] != []
             assert set(wanted[end:]) == {train.IGNORE}
 
 
