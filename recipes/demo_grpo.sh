@@ -40,7 +40,7 @@ fi
 exec python -m verl.trainer.main_ppo \
   algorithm.adv_estimator=grpo \
   data.train_files="${TRAIN:-$ASSETS/train.parquet}" data.val_files="${VAL:-$ASSETS/val.parquet}" data.seed="$SEED" \
-  data.train_batch_size=8 data.max_prompt_length=64 data.max_response_length=1408 data.dataloader_num_workers=0 \
+  data.train_batch_size=8 data.max_prompt_length=64 data.max_response_length=1024 data.dataloader_num_workers=0 \
   actor_rollout_ref.model.path="$POLICY" actor_rollout_ref.model.use_remove_padding=True \
   actor_rollout_ref.model.enable_gradient_checkpointing=False \
   +actor_rollout_ref.model.override_config.attn_implementation=sdpa \
@@ -57,7 +57,7 @@ exec python -m verl.trainer.main_ppo \
   actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True \
   actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=2560 actor_rollout_ref.rollout.calculate_log_probs=True \
   actor_rollout_ref.rollout.enforce_eager=True +actor_rollout_ref.rollout.enable_sleep_mode=False \
-  actor_rollout_ref.rollout.max_model_len=1536 actor_rollout_ref.rollout.max_num_seqs=32 \
+  actor_rollout_ref.rollout.max_model_len=1152 actor_rollout_ref.rollout.max_num_seqs=32 \
   actor_rollout_ref.rollout.max_num_batched_tokens=2048 actor_rollout_ref.rollout.gpu_memory_utilization=0.1 \
   +actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend=uni \
   actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=64 \
