@@ -1,17 +1,21 @@
-"""One cell of the latency model: what a load bucket and a draft length taught beyond the fitted shape."""
+"""One cell of the latency model: what a load bucket and a draft length taught beyond the fitted shape.
+
+A scalar Kalman filter on the log of measured over expected latency. Its companion, the machine's pace, is a second
+one that all cells share; every sample is divided between the two by what each is unsure of.
+"""
 
 from __future__ import annotations
 
 import math
 
-_HOLD_BACK = 3
-"""First samples judged by their median: the first use of a shape often compiles or allocates."""
+_FIRST = 3
+"""First samples, whose median is compared with what the neighbours suggest."""
 _CLIP = 2.5
-"""Huber's threshold in standard deviations."""
+"""Huber's threshold in standard deviations: stalls are felt no more than this."""
+_COARSE = 0.01
+"""A cell is never known better than this: the shape is not exact across its width."""
 _PLAUSIBLE = 0.12
-"""First samples this close to the neighbours (log ratio; or 2.5 jitters) are averaged with them, else replace them."""
-_MOST_VOTES = 12.0
-"""Samples that a neighbourhood is worth at most."""
+"""Log ratio (or 2.5 jitters) by which the first median may differ; beyond it the neighbours are disregarded."""
 
 
 class Cell:
@@ -24,44 +28,50 @@ class Cell:
         jitter: relative noise of a single step, as known so far.
     """
 
-    __slots__ = ("batch", "draft_length", "first", "kv_tokens", "level", "prior", "samples", "spread", "votes")
+    __slots__ = (
+        "batch", "draft_length", "first", "kv_tokens", "level",
+        "prior", "prior_variance", "samples", "spread", "variance",
+    )  # fmt: skip
 
     def __init__(self, draft_length: int, prior: float, prior_sigma: float, jitter: float) -> None:
         self.draft_length = draft_length
         self.level = self.prior = prior
-        self.votes = min((jitter / prior_sigma) ** 2, _MOST_VOTES)
+        self.variance = self.prior_variance = prior_sigma**2
         self.spread = jitter
         self.samples = 0.0
         self.first: list[float] = []
         self.batch, self.kv_tokens = 0.0, 0.0
 
-    def learn(self, log_ratio: float, memory: float, share: float = 1.0) -> float:
-        """Take in log(measured / shape), the common pace removed.
+    def learn(self, log_ratio: float, pace: float, pace_variance: float, memory: float) -> float:
+        """Take in log(measured / shape).
 
         Args:
             log_ratio: the sample.
+            pace: log slowness of the machine at present.
+            pace_variance: of that.
             memory: samples after which older ones count 1/e.
-            share: part of the surprise that is put down to this cell.
 
         Returns:
-            The clipped surprise; 0.0 while the cell is young.
+            What the sample says about the pace: add it to the pace.
         """
         self.samples = min(self.samples + 1.0, memory)
-        if len(self.first) < _HOLD_BACK:
-            self.first.append(log_ratio)
-            self.level = self._first_level()
+        if len(self.first) < _FIRST:
+            self.first.append(log_ratio - pace)
+            self._begin()
             return 0.0
-        surprise, clip = log_ratio - self.level, _CLIP * self.spread
+        surprise = log_ratio - pace - self.level
+        expected = self.spread**2 + pace_variance + self.variance
+        clip = _CLIP * math.sqrt(expected)
         clipped = max(-clip, min(clip, surprise))
         # 1.3 keeps the scale estimate unbiased under the clip for Gaussian noise; stalls move it little.
         self.spread = max(self.spread + 0.05 * (1.3 * min(abs(surprise), 2.0 * clip) - self.spread), 0.002)
-        self.level += share * clipped / min(self.samples + self.votes, memory)
-        return clipped
+        self.level += self.variance / expected * clipped
+        self.variance = max(self.variance - self.variance**2 / expected, self.spread**2 / memory, _COARSE**2)
+        return pace_variance / expected * clipped
 
     def sigma(self) -> float:
         """Uncertainty of the level."""
-        young = 0.0 if len(self.first) == _HOLD_BACK else 0.02
-        return self.spread / math.sqrt(self.samples + self.votes) + young
+        return math.sqrt(self.variance) + (0.02 if len(self.first) < _FIRST else 0.0)
 
     def place(self, batch: float, kv_tokens: float) -> None:
         """Move the cell's centre towards a sample's load."""
@@ -75,16 +85,19 @@ class Cell:
         self.prior += offset
         self.first = [x + offset for x in self.first]
 
-    def _first_level(self) -> float:
-        # The lower median: a stalled first sample is forgotten as soon as there is a second.
-        level = sorted(self.first)[(len(self.first) - 1) // 2]
-        if self.votes == 0.0:
-            return level
+    def _begin(self) -> None:
+        """Level from one to three samples: their lower median, weighed against what the neighbours suggest.
+
+        The lower median, because a first use may stall but never hurries; one slow sample alone is believed in part.
+        """
+        count = len(self.first)
+        median, noise = sorted(self.first)[(count - 1) // 2], self.spread**2 / count
         plausible = max(_PLAUSIBLE, _CLIP * self.spread)
-        if abs(level - self.prior) < plausible:
-            return level + (self.prior - level) * self.votes / (self.votes + self.samples)
-        if len(self.first) == 1:
-            # Stalls lengthen steps and nothing shortens them: a single slow sample is believed in part only.
-            return min(level, self.prior + plausible)
-        self.votes = 0.0
-        return level
+        if not math.isfinite(self.prior_variance):
+            self.level, self.variance = median, noise
+        elif abs(median - self.prior) < plausible:
+            trust = self.prior_variance / (self.prior_variance + noise)
+            self.level, self.variance = self.prior + trust * (median - self.prior), trust * noise
+        else:
+            self.level = min(median, self.prior + plausible) if count == 1 else median
+            self.variance = noise

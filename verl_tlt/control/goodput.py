@@ -212,10 +212,11 @@ class GoodputPolicy(BasePolicy):
             return False
         tau, spread = self.acceptance.accept_lengths(), self.acceptance.accept_length_uncertainty()
         sigmas = self.latency.uncertainty(load.batch, load.kv_tokens)[1:]
+        at_best = self.latency.optimistic(load.batch, load.kv_tokens)[1:]
         for arm in due:
             k, stretch = self._arms[arm], self._set.optimism
             vague = spread[k] / tau[k] if arm > now else 0.0
-            hope = goodput[arm] * (1.0 + stretch * math.hypot(sigmas[arm], vague))
+            hope = tau[k] / at_best[arm] * (1.0 + stretch * math.hypot(sigmas[arm], vague))
             if arm > now:
                 # However little is known of its latency, a longer draft is not hoped to be cheaper than this one.
                 hope = min(hope, (tau[k] + stretch * spread[k]) / min(cost[arm], cost[now]))

@@ -24,9 +24,8 @@ from verl_tlt.control.costs import LatencyPoint, LatencyTable
 from verl_tlt.control.roofline import Roofline
 from verl_tlt.control.types import OFF
 
-_MATURE = 24
-"""Samples after which a persistent surprise is put down to the machine's pace rather than to the cell."""
-_PACE_GAIN = 0.04
+_PACE_DRIFT = 4e-5
+"""Variance that the log of the machine's pace gains per step: 6 % in a hundred steps."""
 _REFIT_EVERY = 1024
 """Samples between fits, after a start in which the interval doubles from 1."""
 _SEED_SAMPLES = 8
@@ -68,7 +67,9 @@ class LatencyModel:
         self._shape = Roofline()
         self._cells: dict[Key, Cell] = {}
         self._pace = 0.0
+        self._pace_variance = 0.0
         self._jitter = 0.05
+        self._narrowest: dict[int, int] = {}
         self._count = 0
         self._next_fit = 1
         self._buckets: dict[tuple[int, int], _Bucket] = {}
@@ -83,11 +84,12 @@ class LatencyModel:
             if not self._shape.ready:
                 self._shape.start(p.batch, p.kv_tokens, p.seconds)
             key = _key(p.batch, p.kv_tokens, p.draft_length)
+            self._narrowest[p.draft_length] = min(self._narrowest.get(p.draft_length, p.batch), p.batch)
             cell = self._cells.get(key) or Cell(p.draft_length, 0.0, math.inf, self._jitter)
             self._cells[key] = cell
             shape = self._shape.seconds(p.batch, p.kv_tokens, p.draft_length)
             for _ in range(min(p.samples, _SEED_SAMPLES)):
-                cell.learn(math.log(p.seconds / shape) - self._pace, self._memory)
+                cell.learn(math.log(p.seconds / shape), self._pace, 0.0, self._memory)
                 cell.place(p.batch, p.kv_tokens)
         if table.points:
             self._refit(iterations=30)
@@ -103,13 +105,9 @@ class LatencyModel:
         if cell is None:
             prior, sigma = self._borrowed(*key[:2], (draft_length,))[0]
             cell = self._cells[key] = Cell(draft_length, prior, sigma, self._jitter)
-        log_ratio = math.log(seconds / self._shape.seconds(batch, kv_tokens, draft_length)) - self._pace
-        mature = cell.samples >= _MATURE
-        surprise = cell.learn(log_ratio, self._memory, 0.5 if mature else 1.0)
+        self._narrowest[draft_length] = min(self._narrowest.get(draft_length, batch), batch)
+        self._learn(cell, math.log(seconds / self._shape.seconds(batch, kv_tokens, draft_length)))
         cell.place(batch, kv_tokens)
-        if mature:
-            self._pace += _PACE_GAIN * surprise
-            self._jitter += 0.05 * (cell.spread - self._jitter)
         self._update_bucket(key, cell)
         self._count += 1
         if self._count >= self._next_fit:
@@ -140,6 +138,20 @@ class LatencyModel:
         """Relative standard deviation of `predict`, arm by arm."""
         return list(self._bucket(batch, kv_tokens).sigmas) if self._cells else [1.0] * len(self._all)
 
+    def optimistic(self, batch: int, kv_tokens: int) -> list[float]:
+        """`predict`, with draft lengths measured at larger batches only taken to cost in proportion to the batch.
+
+        What a draft cost extra over K=0 at a large batch may have been its tokens, which shrink with the batch, or the
+        drafter's passes, which do not; until it is measured nearer, nobody knows.
+        """
+        found = self.predict(batch, kv_tokens)
+        zero = found[1]
+        for arm in self._bucket(batch, kv_tokens).unmeasured if self._cells else ():
+            nearest = self._narrowest.get(self._all[arm], 0)
+            if nearest > batch and found[arm] > zero:
+                found[arm] = zero + (found[arm] - zero) * batch / nearest
+        return found
+
     @property
     def jitter(self) -> float:
         """Relative noise of a single step."""
@@ -154,6 +166,14 @@ class LatencyModel:
             where = round(cell.batch), round(cell.kv_tokens)
             points.append(LatencyPoint(*where, cell.draft_length, seconds, round(cell.samples)))
         return LatencyTable(tuple(points))
+
+    def _learn(self, cell: Cell, log_ratio: float) -> None:
+        """Divide a sample between its cell and the machine's pace."""
+        self._pace_variance += _PACE_DRIFT
+        expected = cell.spread**2 + self._pace_variance + cell.variance
+        self._pace += cell.learn(log_ratio, self._pace, self._pace_variance, self._memory)
+        self._pace_variance -= self._pace_variance**2 / expected
+        self._jitter += 0.02 * (cell.spread - self._jitter)
 
     def _parts(self, batch: int) -> list[tuple[float, float]]:
         """Roofline terms of OFF and every arm; the batch changes rarely, so the last answer is kept."""

@@ -27,8 +27,11 @@ def test_it_knows_what_it_measured():
         for k in (0, 1, 3):
             measure(model, batch, k, 24, rng)
     for batch in (256, 64, 16, 4, 1):
-        for k in (0, 1, 3):
-            assert model.seconds(batch, batch * 1000, k) == pytest.approx(true(batch, batch * 1000, k), rel=0.03)
+        for k in (1, 3):
+            seconds, at_zero = (model.seconds(batch, batch * 1000, arm) for arm in (k, 0))
+            assert seconds == pytest.approx(true(batch, batch * 1000, k), rel=0.06)
+            truth = true(batch, batch * 1000, k) / true(batch, batch * 1000, 0)
+            assert seconds / at_zero == pytest.approx(truth, rel=0.06)
 
 
 def test_three_arms_at_some_batches_predict_the_others():
