@@ -59,7 +59,6 @@ NOTES = {
         "On engines with CUDA graphs, vLLM releases after 0.24 also get the arm 7 where `max_draft_length` allows it.",
         "`enable=false` starts engines without a drafter; `policy=off` starts them with one that never runs.",
         "`policy=fixed` drafts in every step, however little is accepted: for tests and comparisons.",
-        "Step latency is measured at every start. `table_dir` has no effect: nothing is stored in it or read from it.",
     ],
     "spot": [
         "A session below `min_merge_steps` is not lost: its worker goes on from there and hands it in later.",

@@ -37,7 +37,7 @@ if [ "$TLT" = 1 ]; then
        tlt.drafter.save_dir="$OUT/drafter" tlt.drafter.aux_layers="[${AUX_LAYERS:-3,5,7}]")
 fi
 
-exec python -m verl.trainer.main_ppo \
+exec python -m verl.trainer.main_ppo hydra.run.dir="$OUT/hydra" \
   algorithm.adv_estimator=grpo \
   data.train_files="${TRAIN:-$ASSETS/train.parquet}" data.val_files="${VAL:-$ASSETS/val.parquet}" data.seed="$SEED" \
   data.train_batch_size=8 data.max_prompt_length=64 data.max_response_length=1024 data.dataloader_num_workers=0 \
@@ -59,7 +59,6 @@ exec python -m verl.trainer.main_ppo \
   actor_rollout_ref.rollout.enforce_eager=True +actor_rollout_ref.rollout.enable_sleep_mode=False \
   actor_rollout_ref.rollout.max_model_len=1152 actor_rollout_ref.rollout.max_num_seqs=32 \
   actor_rollout_ref.rollout.max_num_batched_tokens=2048 actor_rollout_ref.rollout.gpu_memory_utilization=0.1 \
-  +actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend=uni \
   actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=64 \
   actor_rollout_ref.rollout.agent.num_workers=1 \
   reward.num_workers=1 reward.custom_reward_function.path=pkg://verl_tlt.toy.reward \

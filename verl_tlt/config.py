@@ -60,9 +60,7 @@ class SpeculationConfig:
     fixed: int | None = None
     """The K of policy=fixed; null: K_max."""
     calibrate: bool = True
-    """Measure step latency by batch and K at start (seconds; stored and reused by hardware and model)."""
-    table_dir: str | None = None
-    """Where measured latency tables persist across runs; null: `~/.cache/verl_tlt/tables`."""
+    """Measure step latency by batch and K at start, about 20 seconds; false: learn it from the rollout alone."""
 
 
 @dataclass(frozen=True)

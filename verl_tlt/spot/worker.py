@@ -119,6 +119,7 @@ class SpotWorker:
         self.stopping = threading.Event()
         self.busy = threading.Lock()  # the model has one set of weights: training, scoring and merging take turns
         self.frozen_known = False
+        self.whole_head: Any = None
 
     # ------------------------------------------------------------------ buffer
 
@@ -157,7 +158,10 @@ class SpotWorker:
     def _refresh(self, parts: dict[str, np.ndarray]) -> None:
         from verl_tlt.drafter import FrozenParts, from_numpy16, refresh_frozen
 
-        refresh_frozen(self.model, FrozenParts(**{k: from_numpy16(v) for k, v in parts.items()}))
+        frozen = FrozenParts(**{k: from_numpy16(v) for k, v in parts.items()})
+        refresh_frozen(self.model, frozen)
+        # A pruned draft vocabulary is judged against the policy's whole head, which the drafter does not hold.
+        self.whole_head = frozen.lm_head if self.model.use_draft_vocab else None
         self.frozen_known = True
 
     # ------------------------------------------------------------------ sessions
@@ -292,6 +296,7 @@ class SpotWorker:
                         top_p=self.sampling.top_p,
                         top_k=self.sampling.top_k,
                         max_draft=max_draft,
+                        lm_head=self.whole_head,
                     )
                 out["positions"] = np.array([s.positions for s in scores], dtype=np.int64)
                 out[which] = np.array([[s.drafts, *s.accepted] for s in scores])
