@@ -5,3 +5,6 @@ Importing this package loads nothing but the standard library, because verl impo
 """
 
 __version__ = "0.1.0"
+
+MODE_PREFIX = "tlt_"
+"""`trainer.v1.trainer_mode` of a TLT run is this before verl's own mode: a name that only this package registers."""

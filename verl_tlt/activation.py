@@ -15,9 +15,8 @@ import sys
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 import verl_tlt
-from verl_tlt import doctor, facts
+from verl_tlt import MODE_PREFIX, doctor, facts
 from verl_tlt.config import TLTConfig, TLTConfigError
-from verl_tlt.plugin import MODE_PREFIX
 
 
 def check(config: DictConfig) -> TLTConfig:

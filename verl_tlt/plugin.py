@@ -15,8 +15,9 @@ import logging
 import sys
 from typing import Any
 
+from verl_tlt import MODE_PREFIX
+
 NAME = "tlt"
-MODE_PREFIX = "tlt_"
 CONFIG_MODULE = "verl.utils.config"
 TRAINER_MODULE = "verl.trainer.ppo.v1.trainer_base"
 
