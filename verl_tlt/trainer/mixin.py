@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -40,8 +41,6 @@ from verl_tlt.trainer.observe import StepLog
 from verl_tlt.trainer.watch import Outlook, PhaseReport, SamplingWatch
 
 logger = logging.getLogger(__name__)
-# Ray's worker processes log warnings only; what TLT does in a run belongs in its log.
-logging.getLogger("verl_tlt").setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 
 def _tlt_replica() -> type:
@@ -66,6 +65,7 @@ class TLTMixin:
     role_worker_mapping: dict[Any, Any]
 
     def __init__(self, config: Any) -> None:
+        _log_to_stderr()
         with open_dict(config):
             # verl's base classes compare the mode with their own names.
             config.trainer.v1.trainer_mode = self.tlt_base_mode
@@ -345,6 +345,15 @@ class TLTMixin:
                 logger.exception("TLT: %s failed; the run goes on without it", what)
             else:
                 logger.error("TLT: %s failed again (%d times): %s", what, self._tlt_errors[what], error)
+
+
+def _log_to_stderr() -> None:
+    """What TLT does belongs in the run's log, whatever libraries do to the root logger; verl does the same."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s:%(asctime)s:%(message)s"))
+    ours = logging.getLogger("verl_tlt")
+    ours.handlers, ours.propagate = [handler], False
+    ours.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 
 def _dtype(name: Any) -> str:
