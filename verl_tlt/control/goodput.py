@@ -12,7 +12,6 @@ so there is little left to explore. What remains is bounded:
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,19 +22,18 @@ from verl_tlt.control.base import BasePolicy
 from verl_tlt.control.costs import LatencyTable
 from verl_tlt.control.errors import ControlError
 from verl_tlt.control.latency import LatencyModel
+from verl_tlt.control.prober import Probe, Prober, Situation
 from verl_tlt.control.probing import ProbeBudget
 from verl_tlt.control.types import OFF, Load, StepRecord
 
-_BLIND = "blind"
-"""Subject of the probes that ask whether a drafter that was not looked at for long has become useful."""
 _GROWTH = 1.25
 """A batch that grew by this factor in one step is a new situation."""
-_WORTHWHILE = 1.01
-"""Relative goodput an arm must be able to have for a probe."""
-_PROBE_FEE = 0.05
-"""Steps charged for any probe, for the change of K."""
-_SHARP = 0.02
-"""Relative uncertainty of a latency below which a probe is about acceptance alone."""
+_BEYOND = 1.5
+"""An arm may be used at batches up to this many times the largest at which it was measured."""
+_LOOK_EVERY = 4
+"""Steps between two looks for something worth probing."""
+_DEAREST_CHANGE = 1.0
+"""Steps a change of K may be believed to cost; prefills that join can make it look dearer."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +85,10 @@ class GoodputPolicy(BasePolicy):
         self._held = 0
         self._batch = 0
         self._steps = 0
-        self._widest = [0.0] * len(self._arms)
         self._regret = 0.0
-        self._probes = ProbeBudget(self._set.probe_share, self._set.probe_interval, self._set.probe_interval_max)
-        self._probe_left = 0
-        self._probe_arm = 0
+        budget = ProbeBudget(self._set.probe_share, self._set.probe_interval, self._set.probe_interval_max)
+        self._prober = Prober(self._arms, self.acceptance, self.latency, budget, self._set.optimism)
+        self._probe = Probe(0, 0)
         self._switches = 0
         self._surcharges: deque[float] = deque(maxlen=15)
         self._surcharge = 0.0
@@ -100,7 +97,7 @@ class GoodputPolicy(BasePolicy):
     def decide(self, load: Load) -> int:
         """K for the coming step: the probe in progress, else the argmax with hysteresis."""
         self._steps += 1
-        self._probes.step()
+        self._prober.budget.step()
         arm = self._pick(load)
         self._histogram[arm] += 1
         return self._arms[arm]
@@ -109,32 +106,23 @@ class GoodputPolicy(BasePolicy):
         """Learn acceptance from any verified draft and latency from clean steady steps."""
         if step.drafts > 0 and step.verified > 0:
             self.acceptance.observe(step.drafts, step.accepted)
-            if step.clean:
-                self._probes.postpone(_BLIND)
+            self._prober.looked()
         else:
             self.acceptance.skip(step.batch)
         if not step.clean:
             self._learn_surcharge(step)
             return
-        if step.drafted == OFF:
-            self.latency.observe(step.batch, step.kv_tokens, OFF, step.latency_s)
-        elif step.drafted == step.verified and step.drafted in self._arms:
+        if step.drafted in (OFF, step.verified):
             self.latency.observe(step.batch, step.kv_tokens, step.drafted, step.latency_s)
-            arm = self._arms.index(step.drafted)
-            self._widest[arm] = max(self._widest[arm], step.batch)
 
     def set_acceptance(self, conditional: Sequence[float]) -> None:
         """A new drafter with this expected acceptance per position: start from it and look again soon."""
         self.acceptance.set_prior(conditional, weight=24.0)
-        self._probes.clear()
+        self._prober.budget.clear()
 
     def set_latency(self, table: LatencyTable) -> None:
         """Seed the latency model from a calibration or an earlier run."""
         self.latency.seed(table)
-        for point in table.points:
-            if point.draft_length in self._arms:
-                arm = self._arms.index(point.draft_length)
-                self._widest[arm] = max(self._widest[arm], point.batch)
 
     def summary(self) -> dict[str, Any]:
         """What was learned and done so far, JSON-able."""
@@ -143,8 +131,8 @@ class GoodputPolicy(BasePolicy):
             "policy": "goodput",
             "draft_length_share": {str(k): n / steps for k, n in zip(self._arms, self._histogram, strict=True)},
             "conditional_acceptance": self.acceptance.conditional(),
-            "probes": self._probes.count,
-            "probe_steps": self._probes.spent,
+            "probes": self._prober.budget.count,
+            "probe_steps": self._prober.budget.spent,
             "switch_surcharge_steps": self._surcharge,
             "switches": self._switches,
         }
@@ -152,24 +140,30 @@ class GoodputPolicy(BasePolicy):
     def _pick(self, load: Load) -> int:
         if load.batch > _GROWTH * self._batch:
             # A new rollout began: what was decided for the tail of the last one does not bind.
-            self._probe_left = self._held = 0
+            self._probe, self._held = Probe(0, 0), 0
         self._batch = load.batch
-        if self._probe_left > 0:
-            self._probe_left -= 1
-            return self._probe_arm
+        if self._probe.steps > 0:
+            return self._probe_on()
         if self._held > 0:
             self._held -= 1
             return self._current
-        cost = self.latency.predict(load.batch, load.kv_tokens)[1:]
-        if cost[0] <= 0.0:
+        seconds = self.latency.predict(load.batch, load.kv_tokens)[1:]
+        if seconds[0] <= 0.0:
             return 0
         tau = self.acceptance.accept_lengths()
-        goodput = [tau[k] / seconds for k, seconds in zip(self._arms, cost, strict=True)]
-        self._move(goodput, self._reachable(load.batch), load.batch.bit_length())
-        if self._held == 0 and self._steps % 4 == 0 and self._start_probe(load, goodput, cost):
-            self._probe_left -= 1
-            return self._probe_arm
+        goodput = [tau[k] / s for k, s in zip(self._arms, seconds, strict=True)]
+        reachable = self._reachable(load.batch)
+        self._move(goodput, reachable, load.batch)
+        if self._held == 0 and self._steps % _LOOK_EVERY == 0:
+            here = Situation(load, self._current, reachable, seconds, goodput)
+            self._probe = self._prober.find(here, self._surcharge) or self._probe
+            if self._probe.steps > 0:
+                return self._probe_on()
         return self._current
+
+    def _probe_on(self) -> int:
+        self._probe = self._probe._replace(steps=self._probe.steps - 1)
+        return self._probe.arm
 
     def _reachable(self, batch: int) -> int:
         """Arms that may be chosen: no unmeasured draft length is reached by jumping over another.
@@ -177,12 +171,12 @@ class GoodputPolicy(BasePolicy):
         A measurement at a larger batch counts, because it bounds the latency here from above.
         """
         last = 0
-        for arm, widest in enumerate(self._widest):
-            if widest * 1.5 >= batch:
+        for arm, k in enumerate(self._arms):
+            if self.latency.largest_batch(k) * _BEYOND >= batch:
                 last = arm
         return min(last + 2, len(self._arms))
 
-    def _move(self, goodput: list[float], reachable: int, octave: int) -> None:
+    def _move(self, goodput: list[float], reachable: int, batch: int) -> None:
         """Change K once staying has cost, by the estimates, what a change costs."""
         best = max(range(reachable), key=goodput.__getitem__)
         now = self._current
@@ -198,64 +192,18 @@ class GoodputPolicy(BasePolicy):
         if self._regret >= self._set.switch_price + self._surcharge:
             self._current, self._held, self._regret = best, self._set.hold - 1, 0.0
             self._switches += 1
-            for subject in ((now, octave), (best, octave), _BLIND):
-                self._probes.restart(subject)
-
-    def _start_probe(self, load: Load, goodput: list[float], cost: list[float]) -> bool:
-        """Start a probe of the nearest arm, up or down, that could beat the current one, if it is affordable."""
-        now, octave = self._current, load.batch.bit_length()
-        if now == 0 and len(self._arms) > 1 and self._probes.due(_BLIND) and self._look_again(load, goodput, cost):
-            return True
-        arms = (*range(now + 1, self._reachable(load.batch)), *range(now - 1, -1, -1))
-        due = [arm for arm in arms if self._probes.due((arm, octave))]
-        if not due:
-            return False
-        tau, spread = self.acceptance.accept_lengths(), self.acceptance.accept_length_uncertainty()
-        sigmas = self.latency.uncertainty(load.batch, load.kv_tokens)[1:]
-        at_best = self.latency.optimistic(load.batch, load.kv_tokens)[1:]
-        for arm in due:
-            k, stretch = self._arms[arm], self._set.optimism
-            vague = spread[k] / tau[k] if arm > now else 0.0
-            hope = tau[k] / at_best[arm] * (1.0 + stretch * math.hypot(sigmas[arm], vague))
-            if arm > now:
-                # However little is known of its latency, a longer draft is not hoped to be cheaper than this one.
-                hope = min(hope, (tau[k] + stretch * spread[k]) / min(cost[arm], cost[now]))
-            if hope > goodput[now] * _WORTHWHILE:
-                steps = self._probe_steps(load, sigmas[arm])
-                price = self._probe_price(steps, goodput[arm] / goodput[now])
-                if self._probes.spend((arm, octave), price):
-                    self._probe_arm, self._probe_left = arm, steps
-                    return True
-        return False
-
-    def _look_again(self, load: Load, goodput: list[float], cost: list[float]) -> bool:
-        """After a long time at K=0, draft once with the shortest arm if a perfect drafter would pay here."""
-        k = self._arms[1]
-        if (k + 1) / cost[1] <= (1.0 + self._set.on_gain) / cost[0] or self._reachable(load.batch) < 2:
-            return False
-        steps = min(8, -(-8 // load.batch))
-        if not self._probes.spend(_BLIND, self._probe_price(steps, goodput[1] / goodput[0])):
-            return False
-        self._probe_arm, self._probe_left = 1, steps
-        return True
-
-    def _probe_price(self, steps: int, relative_goodput: float) -> float:
-        """Steps of goodput lost: while probing, and by changing K there and back."""
-        return steps * max(0.0, 1.0 - relative_goodput) + 2.0 * self._surcharge + _PROBE_FEE
+            self._prober.news(now, best, batch=batch)
 
     def _learn_surcharge(self, step: StepRecord) -> None:
-        """What a change of K cost beyond half a step of each kind, in steps; the median forgives joining prefills."""
+        """What a change of K cost beyond half a step of each kind, in steps.
+
+        The lower quartile of the latest changes, because a prefill that joins makes a change look dear.
+        """
         if step.verified == step.drafted or not {step.verified, step.drafted} <= set(self._arms):
             return
         cost = self.latency.predict(step.batch, step.kv_tokens)[1:]
         usual = 0.5 * (cost[self._arms.index(step.verified)] + cost[self._arms.index(step.drafted)])
         if usual > 0.0:
             self._surcharges.append(step.latency_s / usual - 1.0)
-            self._surcharge = max(0.0, sorted(self._surcharges)[len(self._surcharges) // 2])
-
-    def _probe_steps(self, load: Load, sigma: float) -> int:
-        """Steps a probe needs: enough drafts to judge acceptance, and clean steps to judge latency if that is vague."""
-        drafts = min(8, -(-8 // load.batch))
-        if sigma <= _SHARP:
-            return drafts
-        return max(drafts, 1 + max(2, min(12, round((self.latency.jitter / _SHARP) ** 2))))
+            quartile = sorted(self._surcharges)[len(self._surcharges) // 4]
+            self._surcharge = max(0.0, min(quartile, _DEAREST_CHANGE))

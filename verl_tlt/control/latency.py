@@ -28,6 +28,8 @@ _PACE_DRIFT = 4e-5
 """Variance that the log of the machine's pace gains per step: 6 % in a hundred steps."""
 _REFIT_EVERY = 1024
 """Samples between fits, after a start in which the interval doubles from 1."""
+_ANCHOR_UNTIL = 16
+"""Samples during which the usual coefficients are still set anew."""
 _SEED_SAMPLES = 8
 """Samples a point of a stored table is worth at most."""
 _NEAR, _FAR = 0.02, 0.10
@@ -69,7 +71,7 @@ class LatencyModel:
         self._pace = 0.0
         self._pace_variance = 0.0
         self._jitter = 0.05
-        self._narrowest: dict[int, int] = {}
+        self._span: dict[int, tuple[int, int]] = {}
         self._count = 0
         self._next_fit = 1
         self._buckets: dict[tuple[int, int], _Bucket] = {}
@@ -84,7 +86,7 @@ class LatencyModel:
             if not self._shape.ready:
                 self._shape.start(p.batch, p.kv_tokens, p.seconds)
             key = _key(p.batch, p.kv_tokens, p.draft_length)
-            self._narrowest[p.draft_length] = min(self._narrowest.get(p.draft_length, p.batch), p.batch)
+            self._note_batch(p.draft_length, p.batch)
             cell = self._cells.get(key) or Cell(p.draft_length, 0.0, math.inf, self._jitter)
             self._cells[key] = cell
             shape = self._shape.seconds(p.batch, p.kv_tokens, p.draft_length)
@@ -96,7 +98,7 @@ class LatencyModel:
 
     def observe(self, batch: int, kv_tokens: int, draft_length: int, seconds: float) -> None:
         """Learn from one clean step that verified `draft_length` and drafted as many again."""
-        if seconds <= 0.0 or batch <= 0 or draft_length not in self._all:
+        if not 0.0 < seconds < math.inf or batch <= 0 or draft_length not in self._all:
             return
         if not self._shape.ready:
             self._shape.start(batch, kv_tokens, seconds)
@@ -105,7 +107,7 @@ class LatencyModel:
         if cell is None:
             prior, sigma = self._borrowed(*key[:2], (draft_length,))[0]
             cell = self._cells[key] = Cell(draft_length, prior, sigma, self._jitter)
-        self._narrowest[draft_length] = min(self._narrowest.get(draft_length, batch), batch)
+        self._note_batch(draft_length, batch)
         self._learn(cell, math.log(seconds / self._shape.seconds(batch, kv_tokens, draft_length)))
         cell.place(batch, kv_tokens)
         self._update_bucket(key, cell)
@@ -147,10 +149,14 @@ class LatencyModel:
         found = self.predict(batch, kv_tokens)
         zero = found[1]
         for arm in self._bucket(batch, kv_tokens).unmeasured if self._cells else ():
-            nearest = self._narrowest.get(self._all[arm], 0)
+            nearest = self._span.get(self._all[arm], (0, 0))[0]
             if nearest > batch and found[arm] > zero:
                 found[arm] = zero + (found[arm] - zero) * batch / nearest
         return found
+
+    def largest_batch(self, draft_length: int) -> int:
+        """Largest batch at which a draft length was measured; 0 if never."""
+        return self._span.get(draft_length, (0, 0))[1]
 
     @property
     def jitter(self) -> float:
@@ -166,6 +172,10 @@ class LatencyModel:
             where = round(cell.batch), round(cell.kv_tokens)
             points.append(LatencyPoint(*where, cell.draft_length, seconds, round(cell.samples)))
         return LatencyTable(tuple(points))
+
+    def _note_batch(self, draft_length: int, batch: int) -> None:
+        smallest, largest = self._span.get(draft_length, (batch, batch))
+        self._span[draft_length] = min(smallest, batch), max(largest, batch)
 
     def _learn(self, cell: Cell, log_ratio: float) -> None:
         """Divide a sample between its cell and the machine's pace."""
@@ -233,6 +243,10 @@ class LatencyModel:
         cells = list(self._cells.values())
         rows = [(c.batch, c.kv_tokens, c.draft_length) for c in cells]
         believed = [self._shape.seconds(*row) * math.exp(c.level) for row, c in zip(rows, cells, strict=True)]
+        if self._count <= _ANCHOR_UNTIL:
+            # The very first step may have compiled: what is usual is told by the best-known cell, without draft.
+            anchor = max(cells, key=lambda c: (c.draft_length <= 0, c.samples))
+            self._shape.start(anchor.batch, anchor.kv_tokens, believed[cells.index(anchor)])
         # A single sample may be a stall: it hardly counts.
         self._shape.fit(rows, believed, [min(c.samples, 16.0) if c.samples > 1 else 0.25 for c in cells], iterations)
         for row, seconds, cell in zip(rows, believed, cells, strict=True):

@@ -60,6 +60,10 @@ class ProbeBudget:
         self._next[subject] = self._steps + wait
         self._wait[subject] = min(2 * wait, self._interval_max)
 
+    def rest(self, subject: Hashable) -> None:
+        """The question answered itself: its interval, unchanged, begins now."""
+        self._next[subject] = self._steps + self._wait.get(subject, self._interval)
+
     def restart(self, subject: Hashable) -> None:
         """Let the subject's intervals begin small again; the current one runs on."""
         self._wait.pop(subject, None)

@@ -7,6 +7,7 @@ import pytest
 
 from verl_tlt.control.goodput import GoodputPolicy
 from verl_tlt.control.policy import make_policy
+from verl_tlt.control.prober import Probe
 from verl_tlt.control.types import OFF, Load, StepRecord
 from verl_tlt.simulate.engine import Noise, SimulatedEngine
 from verl_tlt.simulate.hardware import QWEN3_8B_H100
@@ -121,7 +122,7 @@ def test_a_probe_does_not_outlive_its_rollout():
     large = engine.usual()
     engine.batch = 1
     engine.run(800)
-    policy._probe_arm, policy._probe_left = len(ARMS) - 1, 8
+    policy._probe = Probe(len(ARMS) - 1, 8)
     engine.batch = 256
     assert engine.run(5).lengths[-5:] != [7] * 5
     assert engine.run(40).usual(last=20) == large
@@ -170,3 +171,19 @@ def test_it_is_near_the_oracle_on_a_draining_batch(acceptance, b0):
     simulated = SimulatedEngine(workload, QWEN3_8B_H100, Noise(0.03))
     mine, oracle = simulated.run(GoodputPolicy(ARMS)), simulated.run(TrueGoodput(ARMS))
     assert oracle.seconds / mine.seconds > 0.97
+
+
+def test_a_first_step_that_compiles_does_not_spoil_the_rest():
+    policy = GoodputPolicy(ARMS)
+    policy.observe(StepRecord(16, 4800, 0, 0, 0, (), 16, 30.0, clean=True))
+    assert bench(policy, 0.7, 16).run(300).usual(last=100) > 0
+
+
+def test_prefills_that_join_at_every_change_do_not_freeze_k():
+    """A change of K looks dear when a prefill sits in its step; K still follows the load."""
+    policy = GoodputPolicy(ARMS)
+    engine = bench(policy, 0.7, 256).run(400)
+    for _ in range(30):
+        policy.observe(StepRecord(256, 256_000, 1, 0, 0, (), 256, 0.5, clean=False))
+    engine.batch = 4
+    assert engine.run(200).usual(last=100) >= 2

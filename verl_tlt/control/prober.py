@@ -1,0 +1,141 @@
+"""Which draft length is worth trying although the estimates do not favour it, and for how long.
+
+An arm is a candidate only if it could beat the one in use, given how uncertain or stale its estimate is, and if the
+budget (`probing.py`) can pay for the goodput the attempt will probably cost. Near neighbours come first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from verl_tlt.control.acceptance import AcceptanceEstimate
+from verl_tlt.control.latency import LatencyModel
+from verl_tlt.control.probing import ProbeBudget
+from verl_tlt.control.types import Load
+
+_BLIND = "blind"
+"""Subject of the probes that ask whether a drafter that was not looked at for long has become useful."""
+_WORTHWHILE = 1.01
+"""Relative goodput an arm must be able to have for a probe."""
+_FEE = 0.05
+"""Steps charged for any probe."""
+_SHARP = 0.02
+"""Relative uncertainty of a latency below which a probe is about acceptance alone."""
+_ENOUGH_DRAFTS, _MOST_STEPS = 8, 8
+
+
+class Probe(NamedTuple):
+    """An arm to use for some steps."""
+
+    arm: int
+    """Index into the arms."""
+    steps: int
+
+
+class Situation(NamedTuple):
+    """What the policy believes at one load; lists by arm."""
+
+    load: Load
+    current: int
+    """Arm in use."""
+    reachable: int
+    """Arms below this index may be used."""
+    seconds: Sequence[float]
+    """Expected step latency."""
+    goodput: Sequence[float]
+    """Expected tokens per second and request."""
+
+
+class Prober:
+    """Finds probes.
+
+    Args:
+        arms: draft lengths.
+        acceptance: the policy's estimate.
+        latency: the policy's model.
+        budget: what may be spent.
+        optimism: standard deviations by which an estimate is stretched.
+    """
+
+    def __init__(
+        self,
+        arms: Sequence[int],
+        acceptance: AcceptanceEstimate,
+        latency: LatencyModel,
+        budget: ProbeBudget,
+        optimism: float,
+    ) -> None:
+        self._arms, self._acceptance, self._latency = tuple(arms), acceptance, latency
+        self.budget, self._optimism = budget, optimism
+
+    def find(self, here: Situation, surcharge: float) -> Probe | None:
+        """The probe to make now, paid for; None in nearly every step.
+
+        Args:
+            here: beliefs at the present load.
+            surcharge: what a change of K costs beyond its two halves, in steps.
+        """
+        if here.current == 0 and len(self._arms) > 1 and self.budget.due(_BLIND):
+            probe = self._look_again(here, surcharge)
+            if probe is not None:
+                return probe
+        octave = here.load.batch.bit_length()
+        nearest_first = (*range(here.current + 1, here.reachable), *range(here.current - 1, -1, -1))
+        due = [arm for arm in nearest_first if self.budget.due((arm, octave))]
+        if not due:
+            return None
+        sigmas = self._latency.uncertainty(here.load.batch, here.load.kv_tokens)[1:]
+        for arm, hope in zip(due, self._hopes(here, due, sigmas), strict=True):
+            if hope > here.goodput[here.current] * _WORTHWHILE:
+                steps = self._steps(here.load, sigmas[arm])
+                if self.budget.spend((arm, octave), _price(here, arm, steps, surcharge)):
+                    return Probe(arm, steps)
+        return None
+
+    def looked(self) -> None:
+        """A draft was verified: the drafter has been seen."""
+        self.budget.rest(_BLIND)
+
+    def news(self, *arms: int, batch: int) -> None:
+        """K changed between these arms: their intervals, and those of looking again, begin anew."""
+        for subject in (*((arm, batch.bit_length()) for arm in arms), _BLIND):
+            self.budget.restart(subject)
+
+    def _hopes(self, here: Situation, due: Sequence[int], sigmas: Sequence[float]) -> list[float]:
+        """Goodput each arm could have at best, within reason."""
+        tau, spread = self._acceptance.accept_lengths(), self._acceptance.accept_length_uncertainty()
+        at_best = self._latency.optimistic(here.load.batch, here.load.kv_tokens)[1:]
+        hopes = []
+        for arm in due:
+            k, longer = self._arms[arm], arm > here.current
+            # Of shorter drafts the acceptance is known: it is part of what the longer one shows.
+            vague = spread[k] / tau[k] if longer else 0.0
+            hope = tau[k] / at_best[arm] * (1.0 + self._optimism * math.hypot(sigmas[arm], vague))
+            if longer:
+                # However little is known of its latency, a longer draft is not hoped to be cheaper than this one.
+                cheapest = min(here.seconds[arm], here.seconds[here.current])
+                hope = min(hope, (tau[k] + self._optimism * spread[k]) / cheapest)
+            hopes.append(hope)
+        return hopes
+
+    def _look_again(self, here: Situation, surcharge: float) -> Probe | None:
+        """After a long time at K=0, one look with the shortest draft, if a perfect drafter would pay here."""
+        perfect = (self._arms[1] + 1) / here.seconds[1]
+        if here.reachable < 2 or perfect <= _WORTHWHILE * here.goodput[0]:
+            return None
+        steps = self._steps(here.load, 0.0)
+        return Probe(1, steps) if self.budget.spend(_BLIND, _price(here, 1, steps, surcharge)) else None
+
+    def _steps(self, load: Load, sigma: float) -> int:
+        """Steps a probe needs: a few drafts to judge acceptance, clean steps to judge latency if that is vague."""
+        drafts = min(_MOST_STEPS, -(-_ENOUGH_DRAFTS // load.batch))
+        if sigma <= _SHARP:
+            return drafts
+        return max(drafts, 1 + max(2, min(12, round((self._latency.jitter / _SHARP) ** 2))))
+
+
+def _price(here: Situation, arm: int, steps: int, surcharge: float) -> float:
+    """Steps of goodput lost: while probing, and by changing K there and back."""
+    return steps * max(0.0, 1.0 - here.goodput[arm] / here.goodput[here.current]) + 2.0 * surcharge + _FEE

@@ -1,0 +1,82 @@
+"""What a real engine showed, made ready for replay: latency by batch and draft length, acceptance, jitter.
+
+Input is the engine trace that `rollout/step_stats.py` writes, one JSON line per engine step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from verl_tlt.control.costs import LatencyPoint, LatencyTable
+from verl_tlt.control.types import OFF, StepRecord
+
+_FEWEST = 3
+"""Clean steps a point of the table needs."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One engine's steps, condensed."""
+
+    table: LatencyTable
+    """Median seconds by half-octave of batch and draft length."""
+    acceptance: tuple[float, ...]
+    """Conditional acceptance per draft position over the whole recording."""
+    jitter: float
+    """Typical relative deviation of a step from the median of its kind."""
+
+
+def step_records(lines: Iterable[str]) -> Iterator[StepRecord]:
+    """Steps of an engine trace; lines that are cut short or empty are skipped.
+
+    Raises:
+        KeyError: a line lacks a field of the trace.
+    """
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        yield StepRecord(
+            batch=row["batch"],
+            kv_tokens=row["kv"],
+            drafted=row["k"],
+            verified=row["verified"],
+            drafts=row["drafts"],
+            accepted=tuple(row["accepted"]),
+            produced=row["produced"],
+            latency_s=row["latency_s"],
+            clean=row["clean"],
+        )
+
+
+def recording(steps: Iterable[StepRecord]) -> Recording:
+    """Condense steps; only clean ones with a steady draft length say what a step costs."""
+    kinds: dict[tuple[int, int], list[StepRecord]] = defaultdict(list)
+    drafts: dict[int, int] = defaultdict(int)
+    accepted: dict[int, int] = defaultdict(int)
+    for step in steps:
+        if step.clean and step.batch > 0 and (step.drafted == OFF or step.drafted == step.verified):
+            kinds[round(2.0 * math.log2(step.batch)), step.drafted].append(step)
+        trials = step.drafts
+        for position, hits in enumerate(step.accepted):
+            drafts[position] += trials
+            accepted[position] += hits
+            trials = hits
+    points, deviations = [], []
+    for (_, draft_length), same in sorted(kinds.items()):
+        if len(same) < _FEWEST:
+            continue
+        seconds = np.array([s.latency_s for s in same])
+        median = float(np.median(seconds))
+        batch, kv_tokens = (round(float(np.mean([getattr(s, name) for s in same]))) for name in ("batch", "kv_tokens"))
+        points.append(LatencyPoint(batch, kv_tokens, draft_length, median, len(same)))
+        deviations.append(float(np.median(np.abs(seconds / median - 1.0))) * 1.48)
+    rates = tuple(accepted[i] / drafts[i] for i in sorted(drafts) if drafts[i] > 0)
+    return Recording(LatencyTable(tuple(points)), rates, float(np.median(deviations)) if deviations else 0.0)
