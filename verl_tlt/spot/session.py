@@ -101,6 +101,8 @@ class PhaseAccount:
     """Sessions that failed at any stage."""
     obstacles: dict[str, str]
     """Why a replica with a bubble did not leave, as last seen."""
+    end: float
+    """When the last request anywhere had finished (the planner's clock): where every bubble ends."""
 
     @property
     def used_frac(self) -> float:
@@ -303,6 +305,7 @@ class SessionPlanner:
             refusals=self._refusals,
             failures=self._failures,
             obstacles={n: r.obstacle for n, r in self._replicas.items() if r.obstacle and bubble[n] > 0},
+            end=end,
         )
 
     def _first_obstacle(self, name: str, now: float) -> str | None:

@@ -86,7 +86,7 @@ class StepLog:
 
     def sampled(self, step: int, report: PhaseReport) -> None:
         """The sampling phase is over."""
-        end = time.time() - report.stop_s
+        end = report.account.end
         self._report = report
         self._stolen["stop"] = report.stop_s
         start = report.first_dispatch or end
