@@ -81,9 +81,7 @@ def make_batch(rows: list[tuple[torch.Tensor, int]], max_tokens: int, padded: bo
     tensors = {
         "input_ids": jagged(tokens),
         "position_ids": jagged([torch.arange(len(t)) for t in tokens]),
-        "loss_mask": jagged(
-            [torch.cat([torch.zeros(p, dtype=torch.int64), m]) for (_, p), m in zip(rows, masks, strict=True)]
-        ),
+        "loss_mask": jagged([torch.cat(pair) for pair in zip(prompts, masks, strict=True)]),
     }
     if padded:
         tensors["response_mask"] = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)

@@ -1,0 +1,173 @@
+"""Ray, rollouts of the toy's task with the policy's hidden states, and spot workers to learn from them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_tlt.config import TLTConfig
+from verl_tlt.drafter import FrozenParts, to_numpy16
+from verl_tlt.spot.worker import Sampling, SpotWorker
+from verl_tlt.toy import task
+from verl_tlt.toy.assets import AUX_LAYERS, SHIPPED_POLICY
+from verl_tlt.trainer.bootstrap import first_drafter
+
+LAYERS = AUX_LAYERS["small"]
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VERL_PLATFORM": "cpu",
+    "VERL_ENGINE_DEVICE": "cuda",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_prestart_worker_first_driver": "0",  # a worker process per CPU would start at once
+    "PYTHONPATH": str(Path(__file__).parent),  # workers import this module
+}
+CONFIG = TLTConfig.from_dict(
+    {
+        "drafter": {"aux_layers": LAYERS, "batch_tokens": 384, "learning_rate": 2e-3, "warmup_steps": 5},
+        "buffer": {"min_tokens": 300, "held_out": 0.25},
+        "spot": {"min_merge_steps": 3},
+        "speculation": {"max_draft_length": 3},
+        "gate": {"min_tokens": 64},
+    }
+)
+
+
+@contextmanager
+def ray_cluster(monkeypatch: Any) -> Iterator[None]:
+    """A Ray of its own with three pretended GPUs."""
+    for key, value in ENVIRONMENT.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    import ray
+
+    ray.init(num_cpus=8, num_gpus=3, include_dashboard=False, object_store_memory=300_000_000, log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def record(count: int, seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Demonstrations as the tap would hand them over (see `tlt_take`): (sequences, frozen parts)."""
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(SHIPPED_POLICY, dtype=torch.float32).eval()
+    last: list[torch.Tensor] = []
+    policy.model.norm.register_forward_pre_hook(lambda _module, args: last.append(args[0][0]))
+    rng = random.Random(seed)
+    items = []
+    for _ in range(count):
+        problem = task.sample_problem(rng, max_digits=6)
+        prompt = task.prompt_tokens(problem)
+        text = [*prompt, *task.sample_response(problem, rng)][:160]
+        tokens = torch.tensor([task.TOKEN_ID[t] for t in text])
+        with torch.no_grad():
+            states = policy.model(tokens[None], output_hidden_states=True).hidden_states
+        items.append(
+            {
+                "tokens": tokens.numpy(),
+                "prompt_len": len(prompt),
+                "start": 0,
+                "aux": to_numpy16(torch.cat([states[i][0] for i in LAYERS], dim=-1)),
+                "last": to_numpy16(last.pop()),
+            }
+        )
+    parts = FrozenParts.from_policy_dir(SHIPPED_POLICY)
+    return items, {f.name: to_numpy16(getattr(parts, f.name)) for f in dataclasses.fields(parts)}
+
+
+def worker_arguments(resume_from: Path | None = None) -> dict[str, Any]:
+    """What the trainer gives every spot worker."""
+    return {
+        "config": CONFIG.to_dict(),
+        "policy_dir": str(SHIPPED_POLICY),
+        "drafter": first_drafter(CONFIG, str(SHIPPED_POLICY), "bfloat16", 1024, resume_from).trainable,
+        "sampling": Sampling(temperature=1.0, top_p=1.0, top_k=-1),
+        "device": "cpu",
+    }
+
+
+def begin_anew(worker: SpotWorker) -> None:
+    """Everything but the buffer as after the start; sessions of one pass."""
+    worker._revert("frozen")
+    worker.kept["served"] = dict(worker.base)
+    worker.trainer.optimizer.state.clear()
+    worker.trainer.steps = 0
+    set_epochs(worker, 1.0)
+
+
+def set_epochs(worker: SpotWorker, epochs: float) -> None:
+    """How long a session lasts where nobody stops it."""
+    worker.config = dataclasses.replace(worker.config, spot=dataclasses.replace(worker.config.spot, max_epochs=epochs))
+
+
+def poison(worker: SpotWorker) -> None:
+    """A parameter that is not a number, and moments that would make it so again."""
+    next(iter(worker.trainer.parameters.values())).data.view(-1)[0] = torch.nan
+    for moments in worker.trainer.optimizer.state.values():
+        moments["exp_avg"].fill_(torch.inf)
+
+
+def steps_taken(worker: SpotWorker) -> int:
+    """Optimizer steps so far, also during a session."""
+    return worker.trainer.steps
+
+
+def optimizer_steps(worker: SpotWorker) -> tuple[int, float]:
+    """(steps taken, sum of the first moments' magnitudes)."""
+    moments = worker.trainer.optimizer.state.values()
+    return worker.trainer.steps, sum(float(m["exp_avg"].abs().sum()) for m in moments)
+
+
+class Odd(SpotWorker):
+    """A real spot worker that misbehaves in the way it is told."""
+
+    fault = ""
+
+    async def be(self, fault: str) -> None:
+        """Misbehave in the coming sessions: "deaf" to stops, "broken", "dying", or not at all ("")."""
+        self.fault = fault
+
+    async def stop(self) -> float:
+        """Not heard."""
+        return 0.0 if self.fault == "deaf" else await super().stop()
+
+    async def train(self) -> dict[str, Any]:
+        """As told."""
+        if self.fault == "broken":
+            raise RuntimeError("out of luck")
+        if self.fault == "dying":
+            threading.Timer(0.2, os._exit, (1,)).start()
+            await asyncio.sleep(60)
+        return await super().train()
+
+
+class Server:
+    """The parts of a rollout server that the fleet calls."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+
+    def tlt_try_sleep(self) -> dict[str, Any]:
+        """Always willing: the gate has its own tests."""
+        return {"slept": True, "inflight": 0}
+
+    def tlt_stage(self, drafter: Any) -> None:
+        """Remember the version."""
+        self.version = drafter.version
+
+    def staged(self) -> int | None:
+        """What was staged last."""
+        return self.version

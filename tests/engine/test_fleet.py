@@ -1,0 +1,205 @@
+"""Sampling watched on real actors: verl's balancer and placement groups, real spot workers, one of which misbehaves.
+
+The servers are stand-ins that always agree to sleep; tests/e2e/test_leaving.py has the real ones.
+"""
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from recorded import CONFIG, Odd, Server, begin_anew, ray_cluster, record, set_epochs, steps_taken, worker_arguments
+
+from verl_tlt.spot.session import SessionPlanner, State
+from verl_tlt.trace.events import TraceWriter
+
+pytestmark = pytest.mark.engine
+
+ray = pytest.importorskip("ray")
+
+REPLICAS = ("long", "short", "brief")
+BOUND_S = 2.0
+"""What the trainer waits for a stop: many micro-batches, also on a loaded machine."""
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return record(36, seed=0)
+
+
+@pytest.fixture(scope="module")
+def fleet(recorded):
+    """Three replicas in verl's own placement groups."""
+    with pytest.MonkeyPatch.context() as patch, ray_cluster(patch):
+        from verl.single_controller.ray import RayResourcePool
+        from verl.workers.rollout.router import GlobalRequestLoadBalancer
+
+        from verl_tlt.trainer import fleet as module
+
+        patch.setattr(module, "SpotWorker", Odd)
+        servers = {name: ray.remote(Server).options(num_cpus=0).remote() for name in REPLICAS}
+        manager = SimpleNamespace(
+            get_replicas=lambda: [
+                SimpleNamespace(_server_address=name, _server_handle=server, servers=[server])
+                for name, server in servers.items()
+            ],
+            global_load_balancer=ray.remote(GlobalRequestLoadBalancer).options(num_cpus=0).remote(dict(servers)),
+        )
+        fleet = module.Fleet(manager, worker_count=3)
+        fleet.start_workers(RayResourcePool([3], max_colocate_count=2), **worker_arguments())
+        fill(fleet, recorded, fleet.replicas)
+        yield fleet
+
+
+def fill(fleet, recorded, names):
+    items, frozen = recorded
+    sequences, parts = ray.put(items), ray.put(frozen)
+    ray.get([fleet.replicas[n].worker.add.remote(1, [sequences], [parts]) for n in names], timeout=120)
+
+
+@pytest.fixture
+def phase(fleet, recorded, tmp_path):
+    """Start watching a phase in which only `long` is still serving; whoever left comes back afterwards."""
+    from verl_tlt.trainer.watch import Outlook, SamplingWatch
+
+    ray.get([w.__ray_call__.remote(begin_anew) for w in fleet.workers().values()], timeout=60)
+    requests = [(f"request-{time.time()}-{i}", None) for i in range(2 * len(REPLICAS))]
+    held = [(ray.get(fleet.balancer.acquire_server.remote(request))[0], request) for request, _ in requests]
+    watches = []
+
+    def start(**faults):
+        """Sessions last until they are stopped."""
+        ray.get([w.__ray_call__.remote(set_epochs, 1e9) for w in fleet.workers().values()], timeout=60)
+        for name, fault in faults.items():
+            ray.get(fleet.replicas[name].worker.be.remote(fault), timeout=60)
+        planner = SessionPlanner(REPLICAS, expected_requests=6, settle_s=0.05, buffer_ready=True)
+        watch = SamplingWatch(fleet, planner, Outlook, 0.02, TraceWriter(tmp_path, "trainer"), step=1)
+        watches.append(watch)
+        wait_for(lambda: watch._report.first_dispatch)
+        for server, request in held:
+            if server != "long":
+                ray.get(fleet.balancer.release_server.remote(server, request))
+        return watch
+
+    yield start
+    for server, request in held:
+        ray.get(fleet.balancer.release_server.remote(server, request))
+    for watch in watches:
+        watch._end.set()
+        watch._thread.join(10)
+    fleet.join(REPLICAS)
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.time() + seconds
+    while not condition():
+        assert time.time() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def trained(fleet, name, steps=12):
+    """Whether a session has come that far."""
+    return ray.get(fleet.replicas[name].worker.__ray_call__.remote(steps_taken), timeout=60) >= steps
+
+
+def move_on(fleet):
+    """Bring all workers to an agreed version that is not the first one."""
+    worker = fleet.replicas["long"].worker
+    ray.get(worker.__ray_call__.remote(set_epochs, 0.7))
+    assert ray.get(worker.train.remote(), timeout=60)["steps"] >= CONFIG.spot.min_merge_steps
+    fleet.on_workers("adopt", worker.merge.remote(worker.contribute.remote()))
+    candidate = ray.get(worker.agreed.remote())
+    assert any((value != candidate["frozen"][name]).any() for name, value in candidate["candidate"].items())
+
+
+def assert_alike(fleet):
+    """All workers hold the same candidate, served and frozen parameters."""
+    first, *others = ray.get([w.agreed.remote() for w in fleet.workers().values()], timeout=120)
+    for other in others:
+        for which in first:
+            for name, value in first[which].items():
+                np.testing.assert_array_equal(other[which][name], value)
+
+
+def test_idle_replicas_train_and_what_they_learned_is_published(fleet, phase):
+    from verl_tlt.trainer.learn import learn
+
+    watch = phase()
+    wait_for(lambda: watch.planner.state("short") is watch.planner.state("brief") is State.TRAINING)
+    assert set(fleet.inflight()) == {"long"}, "a replica that left is still in the balancer"
+    wait_for(lambda: trained(fleet, "short") and trained(fleet, "brief"))
+    report = watch.finish(BOUND_S)
+    assert report.error is None
+    assert {s.replica for s in report.sessions} == {"short", "brief"}
+    assert all(s.error is None and s.result["steps"] > 0 for s in report.sessions)
+    assert report.account.failures == 0
+    assert report.account.used_s["short"] > 0.5 * report.account.bubble_s["short"]
+    learned = learn(fleet, CONFIG, report.sessions, 1, "bfloat16")
+    assert (learned.decision, learned.excluded) == ("published", {})
+    assert learned.tau["candidate"] > learned.tau["served"]
+    assert len(learned.acceptance) == 3
+    assert_alike(fleet)
+    fleet.stage(learned.drafter)
+    assert ray.get([r.server.staged.remote() for r in fleet.replicas.values()]) == [1, 1, 1]
+
+
+def test_a_session_that_raises_costs_its_replica_the_phase_and_nothing_else(fleet, phase):
+    watch = phase(short="broken")
+    wait_for(lambda: watch._report.sessions)
+    wait_for(lambda: watch.planner.state("brief") is State.TRAINING)
+    report = watch.finish(BOUND_S)
+    assert report.error is None
+    assert report.account.failures == 1
+    assert report.killed == []
+    by_replica = {s.replica: s for s in report.sessions}
+    assert "out of luck" in by_replica["short"].error
+    assert by_replica["brief"].error is None
+    ray.get(fleet.replicas["short"].worker.be.remote(""))
+
+
+def test_a_worker_that_does_not_stop_is_killed_and_its_successor_joins_the_others(fleet, phase, recorded):
+    from verl_tlt.trainer.learn import learn
+
+    restarts = fleet.replicas["short"].restarts
+    move_on(fleet)
+    watch = phase(short="deaf")
+    wait_for(lambda: trained(fleet, "short") and trained(fleet, "brief"))
+    start = time.time()
+    report = watch.finish(BOUND_S)
+    assert time.time() - start < BOUND_S + 1.0, "the trainer waited longer than its bound"
+    assert BOUND_S <= report.stop_s < BOUND_S + 1.0
+    assert report.killed == ["short"]
+    assert fleet.replicas["short"].restarts == restarts + 1
+    by_replica = {s.replica: s for s in report.sessions}
+    assert f"did not stop within {BOUND_S} s" in by_replica["short"].error
+    assert by_replica["brief"].stop_latency_s < BOUND_S
+    assert report.account.failures == 1
+    # The others have moved on from the first drafter; one that starts there would merge and publish another version.
+    learned = learn(fleet, CONFIG, report.sessions, 2, "bfloat16")
+    assert learned.drafter is not None
+    assert_alike(fleet)
+    fill(fleet, recorded, ["short"])
+    assert ray.get(fleet.replicas["short"].worker.train.remote(), timeout=60)["steps"] > 0
+
+
+def test_a_worker_whose_process_dies_is_replaced(fleet, phase, recorded):
+    restarts = fleet.replicas["brief"].restarts
+    move_on(fleet)
+    watch = phase(brief="dying")
+    wait_for(lambda: fleet.replicas["brief"].restarts == restarts + 1)
+    report = watch.finish(BOUND_S)
+    assert report.error is None
+    assert report.killed == []
+    by_replica = {s.replica: s for s in report.sessions}
+    assert "Actor" in by_replica["brief"].error
+    assert report.account.failures == 1
+    assert_alike(fleet)
+
+
+def test_a_worker_found_dead_between_phases_is_replaced_too(fleet):
+    restarts = fleet.replicas["long"].restarts
+    ray.kill(fleet.replicas["long"].worker)
+    answers = fleet.on_workers("stop")
+    assert set(answers) == {"short", "brief"}
+    assert fleet.replicas["long"].restarts == restarts + 1
+    assert_alike(fleet)

@@ -1,0 +1,228 @@
+"""Real spot workers in Ray: they learn, stop, merge, judge, publish and resume."""
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+from recorded import (
+    CONFIG,
+    begin_anew,
+    optimizer_steps,
+    poison,
+    ray_cluster,
+    record,
+    set_epochs,
+    worker_arguments,
+)
+
+from verl_tlt.drafter import fingerprint, load_training_state
+from verl_tlt.spot.gate import Scores
+from verl_tlt.spot.worker import WHICH, SpotWorker
+
+pytestmark = pytest.mark.engine
+
+ray = pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module")
+def arguments():
+    return worker_arguments()
+
+
+@pytest.fixture(scope="module")
+def actors(arguments):
+    """Two workers with sequences of their own."""
+    with pytest.MonkeyPatch.context() as patch, ray_cluster(patch):
+        items, frozen = record(72, seed=0)
+        actors = [ray.remote(SpotWorker).options(num_cpus=0).remote(name, **arguments) for name in ("a", "b")]
+        shares = [items[::2], items[1::2]]
+        # Each replica has two ranks, and each rank's capture is an object of its own.
+        adds = [
+            actor.add.remote(1, [ray.put(share[:20]), ray.put(share[20:])], [ray.put(frozen)])
+            for actor, share in zip(actors, shares, strict=True)
+        ]
+        for stats, share in zip(ray.get(adds, timeout=120), shares, strict=True):
+            assert stats["sequences"] == len(share), "a rank's capture was left out"
+            assert stats["held_out_tokens"] > 300
+        yield actors
+
+
+@pytest.fixture
+def pair(actors):
+    ray.get([a.__ray_call__.remote(begin_anew) for a in actors])
+    return actors
+
+
+def get(*references):
+    results = ray.get(list(references), timeout=60)
+    return results if len(results) > 1 else results[0]
+
+
+def merge(pair):
+    """What `learn` does with two sessions."""
+    merged = pair[0].merge.remote(*[a.contribute.remote() for a in pair])
+    get(*[a.adopt.remote(merged) for a in pair])
+    return get(merged)
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
+
+
+def taus(score):
+    return Scores(score["positions"], *(score[which] for which in WHICH)).taus()
+
+
+def test_training_lowers_the_loss_and_raises_held_out_acceptance(pair):
+    get(pair[0].__ray_call__.remote(set_epochs, 2.5))
+    first = get(pair[0].train.remote())
+    assert first["outcome"] == "exhausted"
+    assert first["steps"] >= 10
+    assert first["skipped"] == 0
+    assert first["epochs"] == pytest.approx(2.5, abs=0.2)
+    second = get(pair[0].train.remote())
+    assert second["loss"] < first["loss"]
+    assert second["acc"][0] > first["acc"][0]
+    merge(pair)
+    tau = taus(get(pair[0].score.remote(3)))
+    assert tau["candidate"] > tau["served"] + 0.2
+    assert tau["served"] == tau["frozen"]
+
+
+def test_a_stop_costs_one_micro_batch(pair):
+    get(pair[0].__ray_call__.remote(set_epochs, 1e9))
+    running = pair[0].train.remote()
+    time.sleep(1.5)
+    assert not ray.wait([running], timeout=0)[0]
+    start = time.time()
+    get(pair[0].stop.remote())
+    answered = time.time() - start
+    result = get(running)
+    ended = time.time() - start
+    assert result["outcome"] == "stopped"
+    assert result["steps"] > 0
+    micro_batch = result["seconds"] / result["steps"]
+    assert answered < 0.5, "the stop itself waited"
+    assert ended < 3 * micro_batch + 0.3  # one micro-batch and 100 ms, with room for a loaded machine
+
+
+def test_workers_that_trained_end_on_the_same_version(pair):
+    before = get(pair[0].agreed.remote())
+    get(*[a.train.remote() for a in pair])
+    a, b = get(*[p.contribute.remote() for p in pair])
+    assert not same(a.delta, b.delta)
+    merged = merge(pair)
+    assert merged.included == ("a", "b")
+    after = get(*[p.agreed.remote() for p in pair])
+    assert same(after[0]["candidate"], after[1]["candidate"])
+    for name, base in before["candidate"].items():
+        mean = (a.tokens * a.delta[name] + b.tokens * b.delta[name]) / (a.tokens + b.tokens)
+        np.testing.assert_allclose(after[0]["candidate"][name], base + mean, atol=1e-6)
+    for contribution in get(*[p.contribute.remote() for p in pair]):
+        assert contribution.steps == contribution.tokens == 0
+        assert all(not delta.any() for delta in contribution.delta.values())
+
+
+def test_too_few_steps_wait_for_the_next_merge(pair):
+    get(pair[1].__ray_call__.remote(set_epochs, 0.01))  # one micro-batch
+    get(*[a.train.remote() for a in pair])
+    early = get(pair[1].contribute.remote())
+    assert 0 < early.steps < CONFIG.spot.min_merge_steps
+    merged = merge(pair)
+    assert merged.included == ("a",)
+    assert "optimizer steps" in merged.excluded["b"]
+    bases = get(*[a.agreed.remote() for a in pair])
+    assert same(bases[0]["candidate"], bases[1]["candidate"])
+    waiting = get(pair[1].contribute.remote())
+    assert (waiting.steps, waiting.tokens) == (early.steps, early.tokens)
+    for name, delta in early.delta.items():
+        np.testing.assert_allclose(waiting.delta[name], delta, atol=1e-6)
+    get(pair[1].__ray_call__.remote(set_epochs, 1.0))
+    later = get(pair[1].train.remote())
+    assert get(pair[1].contribute.remote()).steps == early.steps + later["steps"]
+    assert merge(pair).included == ("b",)
+
+
+def test_a_worker_with_broken_numbers_starts_again(pair):
+    get(*[a.train.remote() for a in pair])
+    get(pair[1].__ray_call__.remote(poison))
+    merged = merge(pair)
+    assert merged.included == ("a",)
+    assert "not finite" in merged.excluded["b"]
+    bases = get(*[a.agreed.remote() for a in pair])
+    assert same(bases[0]["candidate"], bases[1]["candidate"])
+    again = get(pair[1].train.remote())
+    assert again["skipped"] == 0
+    assert np.isfinite(again["loss"])
+    assert merge(pair).included == ("b",)
+
+
+def test_keep_and_revert(pair):
+    frozen = get(pair[0].agreed.remote())["frozen"]
+    get(pair[0].train.remote())
+    merge(pair)
+    get(*[a.keep.remote("served") for a in pair])
+    kept = get(pair[0].agreed.remote())
+    assert same(kept["served"], kept["candidate"])
+    score = get(pair[0].score.remote(3))
+    np.testing.assert_array_equal(score["candidate"], score["served"])
+    assert taus(score)["served"] > taus(score)["frozen"]
+    get(pair[0].train.remote())
+    get(pair[0].revert.remote("served"))
+    assert get(pair[0].contribute.remote()).steps == 0
+    assert same(get(pair[0].agreed.remote())["candidate"], kept["served"])
+    get(pair[0].revert.remote("frozen"))
+    assert same(get(pair[0].agreed.remote())["candidate"], frozen)
+
+
+def test_an_export_is_what_its_fingerprint_says(pair):
+    from safetensors.torch import load
+
+    get(pair[0].train.remote())  # ahead of the agreed version
+    file = get(pair[0].export.remote(7, "bfloat16", [0.5, 0.25]))
+    tensors = load(file.weights)
+    assert file.fingerprint == fingerprint(tensors)
+    assert (file.version, file.acceptance) == (7, (0.5, 0.25))
+    base = get(pair[0].agreed.remote())["candidate"]
+    assert {str(t.dtype) for t in tensors.values() if t.is_floating_point()} == {"torch.bfloat16"}
+    for name, value in base.items():
+        np.testing.assert_allclose(tensors[name].float().numpy(), value, rtol=2**-8)
+
+
+def test_a_checkpoint_continues_candidate_optimizer_and_served(pair, tmp_path):
+    get(pair[0].train.remote())
+    merge(pair)
+    get(pair[0].keep.remote("served"))
+    trained = get(pair[0].train.remote())
+    candidate = get(pair[0].contribute.remote())
+    agreed = get(pair[0].agreed.remote())
+    # The gate may be at work meanwhile; while it scores, the model holds other parameters.
+    scoring = pair[0].score.remote(3)
+    directory = tmp_path / "global_step_3" / "tlt_drafter"
+    get(pair[0].save.remote(str(directory), {"version": 2, "acceptance": [0.5, 0.4, 0.3]}), scoring)
+    worker = SpotWorker("a", **worker_arguments(resume_from=directory.parent))
+    assert same(worker.kept["served"], agreed["served"])
+    assert asyncio.run(worker.resume(str(directory)))
+    assert optimizer_steps(worker) == get(pair[0].__ray_call__.remote(optimizer_steps))
+    assert worker.trainer.steps >= trained["steps"]
+    for name, base in agreed["candidate"].items():
+        np.testing.assert_allclose(worker.base[name], base + candidate.delta[name], atol=1e-6)
+    assert load_training_state(tmp_path) is None
+    assert not asyncio.run(worker.resume(str(tmp_path)))
+
+
+def test_a_worker_without_frozen_parts_or_data_does_not_train(arguments):
+    worker = SpotWorker("new", **arguments)
+    assert asyncio.run(worker.train())["steps"] == 0
+    items, frozen = record(6, seed=1)
+    worker._add(1, items, None)
+    assert asyncio.run(worker.train())["steps"] == 0
+    assert len(asyncio.run(worker.score(3))["positions"]) == 0
+    worker._add(2, [], frozen)
+    assert asyncio.run(worker.train())["steps"] > 0
+
+
+def test_on_a_gpu_attention_is_block_sparse(arguments):
+    worker = SpotWorker("gpu", **{**arguments, "device": "cuda"})
+    assert worker.model.config.transformer_layer_config._attn_implementation == "simple_flex_attention"
