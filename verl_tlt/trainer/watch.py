@@ -31,6 +31,10 @@ from verl_tlt.trainer.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 
+SLEEP_TIMEOUT_S = (
+    30.0  # sleeping takes milliseconds to seconds; the end of sampling waits at most this for a hung server
+)
+
 
 @dataclass(frozen=True)
 class Outlook:
@@ -142,7 +146,7 @@ class SamplingWatch:
                 return []
             case TrySleep():
                 try:
-                    reply = ray.get(replica.server.tlt_try_sleep.remote())
+                    reply = ray.get(replica.server.tlt_try_sleep.remote(), timeout=SLEEP_TIMEOUT_S)
                 except ray.exceptions.RayError as error:
                     logger.warning("replica %s did not answer whether it may sleep: %s", name, error)
                     return self.planner.failed(name, time.time())
