@@ -83,8 +83,11 @@ class Aggregates:
             self.clean_steps += 1
             self._latency[arm, step.batch].append(step.latency_s)
         if off_latency and decode_only and step.batch:
-            # Stock would have spent one step of this batch for every `batch` tokens.
-            self.saved_s += step.produced / step.batch * interpolate(off_latency, step.batch) - step.latency_s
+            # Stock would have spent one step of this batch for every `batch` tokens. An OFF step is just that: it saves
+            # nothing, whatever the calibration's noise says.
+            if arm != OFF:
+                stock_s = step.produced / step.batch * interpolate(off_latency, step.batch)
+                self.saved_s += stock_s - step.latency_s
             self.compared_s += step.latency_s
 
     def to_dict(self) -> dict[str, Any]:
