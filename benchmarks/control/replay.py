@@ -31,8 +31,8 @@ from verl_tlt.simulate.workload import FIG16_ADAPTIVE, FIG16_VANILLA, Workload, 
 EAGER_ARMS = (0, 1, 2, 3, 5, 7)
 GRAPH_ARMS = (0, 1, 3)
 """Draft lengths with CUDA graphs on vLLM 0.24."""
-DRIFT = (0.0, -0.10, -0.04, 0.06)
-"""Relative acceptance over four rollouts: falls and recovers as policy and drafter are updated."""
+DRIFT = (0.0, -0.10, -0.04, 0.06, 0.0, -0.08)
+"""Relative acceptance over six rollouts: falls and recovers as policy and drafter are updated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ def replays() -> list[Replay]:
         found.append(
             Replay(f"8B B0={b0} throttling", Workload(b0, geometric(0.7)), QWEN3_8B_H100, noise=swing, stationary=False)
         )
-    woken = Workload(128, geometric(0.7), drift=(-1.0, -0.6, 0.0, 0.0))
+    woken = Workload(128, geometric(0.7), drift=(-1.0, -1.0, -0.6, 0.0, 0.0, 0.0))
     found.append(Replay("8B B0=128 drafter wakes up", woken, QWEN3_8B_H100, stationary=False))
     cliff = dataclasses.replace(QWEN3_8B_H100, extra_s={0: 1.0e-3, 1: 1.0e-3})
     found.append(Replay("8B B0=128 graphs {0,1,3}", Workload(128, geometric(0.7)), cliff, GRAPH_ARMS))

@@ -40,7 +40,7 @@ _DEAREST_CHANGE = 1.0
 class GoodputSettings:
     """Knobs of the goodput policy; the defaults are meant to be left alone."""
 
-    switch_price: float = 0.15
+    switch_price: float = 0.2
     """What a change of K costs at least, in steps; what it is measured to cost beyond two steady halves is added.
     K changes once staying has lost as much by the estimates."""
     on_gain: float = 0.01
@@ -55,7 +55,7 @@ class GoodputSettings:
     """Steps between probes; doubles after each probe that changed nothing."""
     probe_interval_max: int = 512
     """Where the doubling ends: how late a drafter that became useful is noticed at worst, in engine steps."""
-    optimism: float = 1.5
+    optimism: float = 1.25
     """Standard deviations by which an arm's estimate is stretched to see whether a probe could pay."""
 
     def check(self) -> None:

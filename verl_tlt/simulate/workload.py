@@ -32,7 +32,7 @@ class Workload:
     """Responses per rollout."""
     acceptance: tuple[float, ...]
     """Conditional acceptance per draft position, before drift."""
-    rollouts: int = 4
+    rollouts: int = 6
     max_batch: int = 256
     """Requests decoding at once; the others wait and join as places free up."""
     median_length: float = 1000.0
