@@ -30,7 +30,7 @@ _GROWTH = 1.25
 """A batch that grew by this factor in one step is a new situation."""
 _BEYOND = 1.5
 """An arm may be used at batches up to this many times the largest at which it was measured."""
-_LOOK_EVERY = 4
+_LOOK_EVERY = 8
 """Steps between two looks for something worth probing."""
 _DEAREST_CHANGE = 1.0
 """Steps a change of K may be believed to cost; prefills that join can make it look dearer."""

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from verl_tlt.control.cells import Cell
 from verl_tlt.control.costs import LatencyPoint, LatencyTable
@@ -38,6 +39,7 @@ _REACH = 9.0
 """Squared distance beyond which neighbours say next to nothing."""
 
 Key = tuple[int, int, int]
+Floats = npt.NDArray[np.float64]
 
 
 class _Bucket(NamedTuple):
@@ -51,6 +53,32 @@ class _Bucket(NamedTuple):
     """Positions that borrow from neighbours, ascending."""
     ceilings: dict[int, int | None]
     """For each of those: position of the next longer draft measured here."""
+
+
+class _Map:
+    """Where all cells lie and what they say, as columns that grow by doubling, for quick looks at neighbours."""
+
+    def __init__(self) -> None:
+        self._data = np.zeros((5, 64))  # batch bucket, context bucket, K, level, votes
+        self._rows: dict[int, int] = {}
+
+    def append(self, key: Key, cell: Cell) -> None:
+        """Add a cell; its level and votes are 0 until `update`."""
+        row = len(self._rows)
+        if row == self._data.shape[1]:
+            self._data = np.concatenate((self._data, np.zeros_like(self._data)), axis=1)
+        self._data[:3, row] = key
+        self._rows[id(cell)] = row
+
+    def update(self, cell: Cell) -> None:
+        """Take over a cell's level."""
+        row = self._rows[id(cell)]
+        self._data[3, row], self._data[4, row] = cell.level, min(cell.samples, 8.0)
+
+    def columns(self) -> tuple[Floats, Floats, Floats]:
+        """Keys [3, cells], levels [cells] and votes [cells]."""
+        used = self._data[:, : len(self._rows)]
+        return used[:3], used[3], used[4]
 
 
 class LatencyModel:
@@ -68,6 +96,7 @@ class LatencyModel:
         self._memory = memory
         self._shape = Roofline()
         self._cells: dict[Key, Cell] = {}
+        self._map = _Map()
         self._pace = 0.0
         self._pace_variance = 0.0
         self._jitter = 0.05
@@ -87,8 +116,7 @@ class LatencyModel:
                 self._shape.start(p.batch, p.kv_tokens, p.seconds)
             key = _key(p.batch, p.kv_tokens, p.draft_length)
             self._note_batch(p.draft_length, p.batch)
-            cell = self._cells.get(key) or Cell(p.draft_length, 0.0, math.inf, self._jitter)
-            self._cells[key] = cell
+            cell = self._cells.get(key) or self._add(key, Cell(p.draft_length, 0.0, math.inf, self._jitter))
             shape = self._shape.seconds(p.batch, p.kv_tokens, p.draft_length)
             for _ in range(min(p.samples, _SEED_SAMPLES)):
                 cell.learn(math.log(p.seconds / shape), self._pace, 0.0, self._memory)
@@ -106,10 +134,11 @@ class LatencyModel:
         cell = self._cells.get(key)
         if cell is None:
             prior, sigma = self._borrowed(*key[:2], (draft_length,))[0]
-            cell = self._cells[key] = Cell(draft_length, prior, sigma, self._jitter)
+            cell = self._add(key, Cell(draft_length, prior, sigma, self._jitter))
         self._note_batch(draft_length, batch)
         self._learn(cell, math.log(seconds / self._shape.seconds(batch, kv_tokens, draft_length)))
         cell.place(batch, kv_tokens)
+        self._map.update(cell)
         self._update_bucket(key, cell)
         self._count += 1
         if self._count >= self._next_fit:
@@ -173,6 +202,11 @@ class LatencyModel:
             points.append(LatencyPoint(*where, cell.draft_length, seconds, round(cell.samples)))
         return LatencyTable(tuple(points))
 
+    def _add(self, key: Key, cell: Cell) -> Cell:
+        self._cells[key] = cell
+        self._map.append(key, cell)
+        return cell
+
     def _note_batch(self, draft_length: int, batch: int) -> None:
         smallest, largest = self._span.get(draft_length, (batch, batch))
         self._span[draft_length] = min(smallest, batch), max(largest, batch)
@@ -228,12 +262,11 @@ class LatencyModel:
         """Corrections of unmeasured cells and their uncertainties: the neighbours' average, by distance."""
         if not self._cells:
             return [(0.0, math.inf)] * len(arms)
-        keys = np.array(list(self._cells), dtype=np.float64)  # [cells, 3]
-        known = np.array([(cell.level, min(cell.samples, 8.0)) for cell in self._cells.values()])  # [cells, 2]
-        here = 0.25 * ((keys[:, 0] - batch) ** 2 + (keys[:, 1] - context) ** 2)  # [cells]
-        distance = here + 0.5 * (keys[:, 2] - np.asarray(arms, dtype=np.float64)[:, None]) ** 2  # [arms, cells]
-        votes = np.exp(-distance) * known[:, 1]
-        level = (votes @ known[:, 0]) / (votes.sum(axis=1) + 0.5)
+        keys, levels, samples = self._map.columns()
+        here = 0.25 * ((keys[0] - batch) ** 2 + (keys[1] - context) ** 2)  # [cells]
+        distance = here + 0.5 * (keys[2] - np.asarray(arms, dtype=np.float64)[:, None]) ** 2  # [arms, cells]
+        votes = np.exp(-distance) * samples
+        level = (votes @ levels) / (votes.sum(axis=1) + 0.5)
         nearest = np.minimum(distance.min(axis=1), _REACH)
         sigma = _NEAR + (_FAR - _NEAR) * np.sqrt(nearest / _REACH)
         return list(zip(level.tolist(), sigma.tolist(), strict=True))
@@ -251,6 +284,7 @@ class LatencyModel:
         self._shape.fit(rows, believed, [min(c.samples, 16.0) if c.samples > 1 else 0.25 for c in cells], iterations)
         for row, seconds, cell in zip(rows, believed, cells, strict=True):
             cell.shift(math.log(seconds / max(self._shape.seconds(*row), 1e-12)) - cell.level)
+            self._map.update(cell)
         self._buckets.clear()
         self._parts_batch = 0
         self._next_fit = max(self._count + 1, min(2 * self._count, self._count + _REFIT_EVERY))
