@@ -51,6 +51,28 @@ def demo(
 
 
 @app.command()
+def switch(
+    trace_dir: Annotated[Path, typer.Argument(help="Trace directory of a running run (tlt.trace.dir).")],
+    speculation: Annotated[str | None, typer.Option(help="on or off: drafting, in every engine.")] = None,
+    spot: Annotated[str | None, typer.Option(help="on or off: training the drafter in idle time.")] = None,
+) -> None:
+    """Stop or resume TLT in a run that goes on, from its next rollout; without options, say what is on."""
+    from verl_tlt.trainer.live import SwitchError, read_switch, write_switch
+
+    states = {"on": True, "off": False, None: None}
+    if not {speculation, spot} <= states.keys():
+        raise typer.BadParameter("a switch is on or off")
+    try:
+        changed = speculation or spot
+        now = write_switch(trace_dir, speculation=states[speculation], spot=states[spot]) if changed else None
+        now = now or read_switch(trace_dir)
+    except SwitchError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    typer.echo(f"speculation {'on' if now.speculation else 'off'}, spot training {'on' if now.spot else 'off'}")
+
+
+@app.command()
 def report(
     trace_dir: Annotated[Path, typer.Argument(help="Trace directory of a run (tlt.trace.dir).")],
     out: Annotated[

@@ -61,6 +61,8 @@ class SpeculationConfig:
     """The K of policy=fixed; null: K_max."""
     calibrate: bool = True
     """Measure step latency by batch and K at start, about 20 seconds; false: learn it from the rollout alone."""
+    audit_every: int = 0
+    """Every so many steps one replica decodes without the drafter, and the true saving is reported; 0: never."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,8 @@ def _check(c: TLTConfig) -> None:
             )
     if s.fixed is not None and not 0 <= s.fixed <= s.max_draft_length:
         raise TLTConfigError(f"tlt.speculation.fixed must be 0..max_draft_length={s.max_draft_length}, not {s.fixed}.")
+    if s.audit_every < 0:
+        raise TLTConfigError(f"tlt.speculation.audit_every must be 0 or above, not {s.audit_every}.")
     positive = {
         "drafter.ttt_steps": c.drafter.ttt_steps,
         "drafter.learning_rate": c.drafter.learning_rate,

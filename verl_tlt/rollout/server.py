@@ -64,6 +64,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self._tlt_channel: ChannelClient | None = None
         self._tlt_latency: dict[int, list[tuple[int, float]]] = {}
         self._tlt_left = False
+        self._tlt_resting = False
 
     # ------------------------------------------------------------------ verl's hooks
 
@@ -164,7 +165,8 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         else:
             state.failures += 1
             logger.error("replica %d cannot use drafter v%d: %s", self.replica_rank, staged.version, state.error)
-        drafting = state.ok and worth_drafting(staged.acceptance, self._tlt_latency, self.tlt.speculation.policy)
+        worth = worth_drafting(staged.acceptance, self._tlt_latency, self.tlt.speculation.policy)
+        drafting = state.ok and worth and not self._tlt_resting
         await self._tlt_set_drafting(drafting, state.acceptance)
         state.seconds = time.perf_counter() - start
 
@@ -176,11 +178,17 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             if refusal := next((r["error"] for r in results if not r["ok"]), None):
                 logger.warning("replica %d: %s", self.replica_rank, refusal)
                 drafting = True  # its pass runs whatever is asked; the policy may still choose K=0
-            await self._tlt_channel.call("control", drafting=drafting, acceptance=acceptance or [])
+            # Where the pass cannot be skipped, a resting engine at least drafts nothing.
+            force_k = 0 if self._tlt_resting else None
+            await self._tlt_channel.call("control", drafting=drafting, force_k=force_k, acceptance=acceptance or [])
             self._tlt_served.drafting = drafting
         except Exception as error:
             logger.error("replica %d: the engine did not take the drafting switch: %s", self.replica_rank, error)
             self._tlt_served.error = f"{type(error).__name__}: {error}"
+
+    def tlt_rest(self, resting: bool) -> None:
+        """Decode without the drafter, as stock would, from the next weight sync on, or go back to drafting."""
+        self._tlt_resting = resting
 
     async def tlt_status(self) -> dict[str, Any]:
         """What is served: version, fingerprint, whether it was accepted, reload seconds, failures."""

@@ -40,6 +40,7 @@ class Aggregates:
         self.k_tokens: Counter[int] = Counter()
         self.saved_s = 0.0
         self.compared_s = 0.0
+        self._work: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._latency: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=LATENCY_SAMPLES))
 
     def add(
@@ -82,6 +83,10 @@ class Aggregates:
         if step.clean:
             self.clean_steps += 1
             self._latency[arm, step.batch].append(step.latency_s)
+        if decode_only and step.batch:
+            work = self._work[step.batch]
+            work[0] += step.latency_s
+            work[1] += step.produced
         if off_latency and decode_only and step.batch:
             # Stock would have spent one step of this batch for every `batch` tokens. An OFF step is just that: it saves
             # nothing, whatever the calibration's noise says.
@@ -98,8 +103,8 @@ class Aggregates:
             (tokens and request-steps of decode-phase requests); drafts, draft_tokens; offered and accepted per position
             (drafts of at least i+1 tokens, and those of them whose first i+1 tokens were accepted: K varies, so a rate
             needs both); k_steps and k_tokens by verified K as strings, "-1" for OFF; saved_s against stock, over the
-            compared_s seconds of decode-only steps for which the OFF latency is known; latency as
-            [arm, batch, samples, median seconds] of clean steps.
+            compared_s seconds of decode-only steps for which the OFF latency is known; work as [batch, seconds,
+            tokens] of decode-only steps; latency as [arm, batch, samples, median seconds] of clean steps.
         """
         return {
             "steps": self.steps,
@@ -117,6 +122,7 @@ class Aggregates:
             "k_tokens": {str(k): n for k, n in sorted(self.k_tokens.items())},
             "saved_s": self.saved_s,
             "compared_s": self.compared_s,
+            "work": [[batch, *sums] for batch, sums in sorted(self._work.items())],
             "latency": [[k, b, len(v), statistics.median(v)] for (k, b), v in sorted(self._latency.items())],
         }
 

@@ -23,6 +23,7 @@ METRICS = {
     "tlt/drafter_off_frac": "the part of spec_off_frac in which the drafter did not even run, as in stock verl",
     "tlt/rollout_tok_per_s": "tokens of responses per second of rollout, over all replicas",
     "tlt/saved_s": "seconds by which the rollout ended before stock decoding would have; negative: after",
+    "tlt/audit_saved_frac": "share of stock's decoding seconds that was saved, against a replica that ran without",
     "tlt/bubble_s": "seconds replicas were empty while another still decoded, summed over replicas",
     "tlt/bubble_trained_s": "the part of bubble_s in which a spot worker trained",
     "tlt/bubble_used_frac": "bubble_trained_s / bubble_s",
@@ -114,6 +115,8 @@ class StepObservations:
     """This RL step."""
     spot_failures: int | None = None
     """Sessions that raised or were killed in this step."""
+    audit_saved_frac: float | None = None
+    """Saving that an audit showed; None: no audit in this step, or too little to compare."""
     errors: int | None = None
     """Failures of TLT contained since the run began."""
 
@@ -125,6 +128,7 @@ def step_metrics(seen: StepObservations) -> dict[str, float]:
         **_bubble_metrics(seen),
         **_spot_metrics(seen),
         **_drafter_metrics(seen),
+        "tlt/audit_saved_frac": seen.audit_saved_frac,
         "tlt/errors": seen.errors,
     }
     return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}

@@ -111,6 +111,11 @@ class Fleet:
         calls = {name: getattr(r.server, method).remote(*args) for name, r in self.replicas.items()}
         return dict(zip(calls, ray.get(list(calls.values()), timeout=timeout), strict=True))
 
+    def rest(self, names: Collection[str]) -> None:
+        """These replicas, and no others, decode without a drafter from the next weight sync on."""
+        calls = [r.server.tlt_rest.remote(name in names) for name, r in self.replicas.items()]
+        ray.get(calls, timeout=CALL_TIMEOUT_S)
+
     def stage(self, drafter: DrafterFile) -> None:
         """Hand a published drafter to every server actor of every replica, on every node."""
         reference = ray.put(drafter)

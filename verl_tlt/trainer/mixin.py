@@ -37,6 +37,7 @@ from verl_tlt.trainer.bootstrap import CHECKPOINT, Start, first_drafter
 from verl_tlt.trainer.costs import shared_calibration
 from verl_tlt.trainer.fleet import Fleet
 from verl_tlt.trainer.learn import Learned, learn
+from verl_tlt.trainer.live import LiveControl
 from verl_tlt.trainer.observe import StepLog
 from verl_tlt.trainer.watch import Outlook, PhaseReport, SamplingWatch
 
@@ -136,6 +137,10 @@ class TLTMixin:
 
     def on_init_end(self) -> None:
         self._tlt_fleet = Fleet(self.llm_server_manager, self.actor_rollout_wg.world_size)
+        self._tlt_live = LiveControl(
+            str(self.tlt.trace.dir), list(self._tlt_fleet.replicas), self.tlt.speculation.audit_every
+        )
+        self._tlt_steer(self.global_steps + 1)
         with self._tlt_guard("start of spot training"):
             if self.tlt.spot.enable:
                 self._tlt_start_spot()  # before the first weight sync, so that it brings the frozen parts
@@ -145,6 +150,13 @@ class TLTMixin:
                 shared_calibration(self._tlt_fleet, self.tlt, self._tlt_policy_dir)
         self._tlt_published_at = self.global_steps
         self._tlt_log.run_started(self.global_steps + 1, self.tlt, list(self._tlt_fleet.replicas), self.config)
+
+    def _tlt_steer(self, step: int) -> None:
+        """Tell the engines who decodes the rollout of `step` without a drafter; the coming weight sync makes it so."""
+        with self._tlt_guard("live control"):
+            resting = self._tlt_live.resting(step)
+            if self.tlt.speculation.enable:
+                self._tlt_fleet.rest(resting)
 
     def _tlt_start_spot(self) -> None:
         rollout = self.config.actor_rollout_ref.rollout
@@ -169,7 +181,8 @@ class TLTMixin:
         with self._tlt_guard("watch"):
             self._tlt_settle_buffers()
             fleet = self._tlt_fleet
-            allowed = [n for n in fleet.replicas if self._tlt_spot and self._tlt_budget.allows(n, self.global_steps)]
+            spot = self._tlt_spot and self._tlt_live.switch.spot
+            allowed = [n for n in fleet.replicas if spot and self._tlt_budget.allows(n, self.global_steps)]
             ready = [
                 n for n in allowed if self._tlt_buffers.get(n, {}).get("train_tokens", 0) >= self.tlt.buffer.min_tokens
             ]
@@ -206,7 +219,9 @@ class TLTMixin:
                 self._tlt_log.sampled(self.global_steps, report)
                 self._tlt_charge(report)
             if self.tlt.speculation.enable:
-                self._tlt_log.engine_stats(self._tlt_fleet.on_servers("tlt_stats"))
+                stats = self._tlt_fleet.on_servers("tlt_stats")
+                self._tlt_log.engine_stats(stats)
+                self._tlt_log.audited(self._tlt_live.report(stats))
         if report is not None and report.sessions:
             version, dtype = self._tlt_version + 1, _dtype(self.config.actor_rollout_ref.rollout.dtype)
             self._tlt_merging = self._tlt_pool.submit(learn, self._tlt_fleet, self.tlt, report.sessions, version, dtype)
@@ -265,6 +280,7 @@ class TLTMixin:
     def on_step_end(self) -> None:
         with self._tlt_guard("publish"), self._tlt_log.stolen("publish"):
             self._tlt_publish()
+        self._tlt_steer(self.global_steps + 1)
         with self._tlt_log.phase("update_weights", self.global_steps):
             super().on_step_end()  # type: ignore[misc]
         with self._tlt_guard("rejoin"), self._tlt_log.stolen("rejoin"):

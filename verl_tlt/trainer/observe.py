@@ -44,6 +44,7 @@ class StepLog:
         self._reloads: list[Reload] = []
         self._sessions: list[Session] = []
         self._served: int | None = None
+        self._audit: float | None = None
 
     def run_started(self, step0: int, config: TLTConfig, replicas: list[str], verl_config: Any) -> None:
         """Write the trace's first event."""
@@ -104,6 +105,10 @@ class StepLog:
         found = {name: ReplicaStats.from_dict(s) for name, s in stats.items()}
         self._stats = {name: s for name, s in found.items() if s is not None}
 
+    def audited(self, saving: float | None) -> None:
+        """What an audit of this rollout showed (`trainer.live`)."""
+        self._audit = saving
+
     def tapped(self, taken: list[dict[str, Any]]) -> None:
         """What the tap copied; its own time is part of the forward and counts as stolen."""
         self._stolen["tap"] = self._stolen.get("tap", 0.0) + max((t["seconds"] for t in taken), default=0.0)
@@ -154,6 +159,7 @@ class StepLog:
             served_version=self._served,
             served_since=self._since,
             spot_failures=report.account.failures if report else None,
+            audit_saved_frac=self._audit,
             errors=errors,
         )
         tlt = step_metrics(seen)

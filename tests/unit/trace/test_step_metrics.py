@@ -157,6 +157,7 @@ def test_every_metric_is_documented():
         stop_latency_s={"a": 0.02}, sessions=[session(loss_last=2.0)], stolen={"tap": 0.1}, step=9, served_since=4,
         publish=Publish(t=0.0, step=4, version=3, decision="kept", tau=TAU), published_version=3, served_version=2,
         reloads=[Reload(t=0.0, step=4, replica="a", version=2, fingerprint="f", ok=True)], spot_failures=0, errors=0,
+        audit_saved_frac=0.2,
     )  # fmt: skip
     names = {
         re.sub(r"(pos|frac)_\d+$", lambda m: f"{m[1]}_<{'i' if m[1] == 'pos' else 'k'}>", n) for n in step_metrics(seen)
