@@ -191,9 +191,8 @@ def _policy_problem(path: str) -> str | None:
         return f"{key} is not a directory on this machine."
     if not os.path.isfile(os.path.join(os.path.expanduser(path), "config.json")):
         return f"{key} holds no config.json, so it is not a Hugging Face model."
-    from verl_tlt.drafter.errors import DrafterError
     from verl_tlt.drafter.policy import SUPPORTED as ARCHITECTURES
-    from verl_tlt.drafter.policy import policy_shape
+    from verl_tlt.drafter.policy import DrafterError, policy_shape
 
     try:
         kind = policy_shape(os.path.expanduser(path)).model_type
@@ -214,8 +213,7 @@ def _drafter_problem(config: DictConfig, settings: TLTConfig) -> str | None:
     policy = _local_policy(str(_select(config, "actor_rollout_ref.model.path", "")))
     if policy is None:
         return None  # its config is not here yet; the trainer checks again after the download
-    from verl_tlt.drafter.check import check_drafter
-    from verl_tlt.drafter.errors import DrafterError
+    from verl_tlt.drafter import DrafterError, check_drafter
 
     rollout = "actor_rollout_ref.rollout"
     length = int(_select(config, f"{rollout}.prompt_length", 0)) + int(_select(config, f"{rollout}.response_length", 0))

@@ -11,9 +11,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from verl_tlt.drafter.errors import DrafterError
-from verl_tlt.drafter.layers import NUM_AUX, check_aux_layers
-from verl_tlt.drafter.policy import PolicyLike, PolicyShape, policy_shape, read_json
+from verl_tlt.drafter.policy import (
+    NUM_AUX,
+    DrafterError,
+    PolicyLike,
+    PolicyShape,
+    check_aux_layers,
+    policy_shape,
+    read_json,
+)
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

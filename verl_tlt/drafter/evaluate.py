@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from verl_tlt.drafter.data import Batch, groups, pack
-from verl_tlt.drafter.errors import DrafterError
-from verl_tlt.drafter.sample import Sequence
+from verl_tlt.drafter.data import Batch, Sequence, groups, pack
+from verl_tlt.drafter.policy import DrafterError
 from verl_tlt.drafter.train import FLEX_BLOCK, mixed_precision
 
 if TYPE_CHECKING:

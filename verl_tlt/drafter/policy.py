@@ -1,25 +1,33 @@
-"""What a drafter needs to know of the policy it drafts for: its shape, read without loading the model.
+"""What a drafter needs to know of the policy it drafts for: its shape, and the layers it reads; and how to say no.
 
 The doctor asks on the driver, where neither torch nor transformers should be imported for it, so a directory is
 read as JSON; inside a worker the `transformers` config object at hand says the same.
+
+An aux layer id i means the residual stream *before* layer i, the layer's input: 0 is the embeddings. vLLM collects it
+there (`EagleModelMixin._maybe_add_hidden_state`), ascending; `hidden_states[i]` of transformers is the same tensor.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_tlt.drafter.errors import DrafterError
-
 SUPPORTED = ("llama", "qwen2", "qwen3")
 """Policies whose hidden states vLLM hands to an EAGLE-3 head and whose final norm is a plain RMSNorm."""
 
+NUM_AUX = 3
+"""Hidden states of the policy the drafter sees at each position (EAGLE-3 section 3: low, middle, high)."""
+
 PolicyLike = Any
 """A `transformers` config, a mapping of its fields, a `PolicyShape`, or the policy's directory."""
+
+
+class DrafterError(ValueError):
+    """A drafter, a policy or a file does not fit; the message says which, what it holds and what is needed."""
 
 
 @dataclass(frozen=True)
@@ -116,3 +124,32 @@ def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
     scaling = dict(fields.get("rope_scaling") or {})
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     return {"rope_type": kind, "rope_theta": float(fields.get("rope_theta", 10000.0)), **scaling}
+
+
+def aux_layers_for(num_layers: int) -> tuple[int, int, int]:
+    """The default aux layers of a policy with `num_layers` layers.
+
+    vLLM's own default where its three ids are distinct; shallower policies get them spread out, because vLLM keeps ids
+    in a set and equal ones would collapse.
+
+    Raises:
+        DrafterError: fewer than three layers.
+    """
+    if num_layers < NUM_AUX:
+        raise DrafterError(f"The policy has {num_layers} layers; a drafter needs at least {NUM_AUX} to read from.")
+    if num_layers >= 7:
+        return (2, num_layers // 2, num_layers - 3)
+    return (0, 1, 2) if num_layers == 3 else (1, num_layers // 2, num_layers - 1)
+
+
+def check_aux_layers(layers: Sequence[int], num_layers: int, where: str) -> None:
+    """Return when vLLM would hand over these layers, in this order.
+
+    Raises:
+        DrafterError: another number than three, an order that is not ascending, or layers the policy does not have;
+            the message begins with `where`.
+    """
+    if len(layers) != NUM_AUX or list(layers) != sorted(set(layers)):
+        raise DrafterError(f"{where} must be {NUM_AUX} ascending distinct layers, not {list(layers)}.")
+    if layers[0] < 0 or layers[-1] >= num_layers:
+        raise DrafterError(f"{where}={list(layers)} is outside 0..{num_layers - 1}, the layers of the policy.")

@@ -18,7 +18,7 @@ import torch
 
 from verl_tlt.drafter.build import trainable_parameters
 from verl_tlt.drafter.data import Batch
-from verl_tlt.drafter.errors import DrafterError
+from verl_tlt.drafter.policy import DrafterError
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel

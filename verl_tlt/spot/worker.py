@@ -184,13 +184,9 @@ class SpotWorker:
             result.outcome = "exhausted"
             return result
         with self.busy:
-            self.trainer.to(self.device)
             self.buffer.begin_session(max_epochs=self.config.spot.max_epochs)
-            try:
+            with self._visiting(self.trainer):
                 done = train_until(self.trainer, self._batches(), self.stopping.is_set)
-            finally:
-                self.trainer.to("cpu")  # the engine maps fixed sizes when it wakes: leave nothing behind
-                _release(self.device)
         result.steps, result.tokens, result.skipped = done.steps, done.tokens, done.skipped
         self.unmerged_steps += done.steps
         self.unmerged_tokens += done.tokens
@@ -199,6 +195,16 @@ class SpotWorker:
         result.outcome = "stopped" if done.stopped else "exhausted"
         result.seconds = time.perf_counter() - start
         return result
+
+    @contextmanager
+    def _visiting(self, what: Any) -> Iterator[None]:
+        """Model or trainer on the training device for a moment, for whoever holds `busy`."""
+        what.to(self.device)
+        try:
+            yield
+        finally:
+            what.to("cpu")  # the engine maps fixed sizes when it wakes: leave nothing behind
+            _release(self.device)
 
     def _batches(self) -> Iterator[Any]:
         from verl_tlt.drafter import pack
@@ -287,19 +293,22 @@ class SpotWorker:
             sequences = [_sequence(w) for w in self.buffer.held_out(HELD_OUT_TOKENS) if w.tokens > 1]
             if not self.frozen_known or not sequences:
                 return out
-            for which in WHICH:
-                with self._holding(self.base if which == "candidate" else self.kept[which]):
-                    scores = acceptance(
-                        self.model,
-                        sequences,
-                        temperature=self.sampling.temperature,
-                        top_p=self.sampling.top_p,
-                        top_k=self.sampling.top_k,
-                        max_draft=max_draft,
-                        lm_head=self.whole_head,
-                    )
-                out["positions"] = np.array([s.positions for s in scores], dtype=np.int64)
-                out[which] = np.array([[s.drafts, *s.accepted] for s in scores])
+            with self._visiting(self.model):  # without the optimizer: scoring shares the device with the policy
+                head = None if self.whole_head is None else self.whole_head.to(self.device)
+                for which in WHICH:
+                    with self._holding(self.base if which == "candidate" else self.kept[which]):
+                        scores = acceptance(
+                            self.model,
+                            sequences,
+                            temperature=self.sampling.temperature,
+                            top_p=self.sampling.top_p,
+                            top_k=self.sampling.top_k,
+                            max_draft=max_draft,
+                            lm_head=head,
+                        )
+                    out["positions"] = np.array([s.positions for s in scores], dtype=np.int64)
+                    out[which] = np.array([[s.drafts, *s.accepted] for s in scores])
+                del head
         return out
 
     @contextmanager

@@ -125,7 +125,7 @@ def test_killed_in_the_middle_leaves_the_old_one(tmp_path):
     (target / "model.safetensors").write_text("old")
     code = f"""
         import os, pathlib, signal
-        from verl_tlt.drafter.atomic import replaced
+        from verl_tlt.drafter.checkpoint import replaced
         with replaced(pathlib.Path({str(target)!r})) as draft:
             (draft / "model.safetensors").write_text("new")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -136,7 +136,7 @@ def test_killed_in_the_middle_leaves_the_old_one(tmp_path):
 
 
 def test_file_systems_without_an_exchange(tmp_path, monkeypatch):
-    from verl_tlt.drafter import atomic
+    from verl_tlt.drafter import checkpoint as atomic
 
     monkeypatch.setattr(atomic, "_exchange", lambda a, b: False)
     for text in ("old", "new"):
