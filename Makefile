@@ -8,13 +8,15 @@ STAMP := $(VENV)/.setup-done
 # One thread per process: engines, trainers and workers that spin against each other cost 10-60x.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup test test-fast lint demo demo-compare bench-control clean distclean
+.PHONY: help setup test test-fast lint contract recipes-check demo demo-compare bench-control clean distclean
 
 help:
 	@echo "make demo           GRPO on the toy task with TLT, a line per step, pictures in demo-out/"
 	@echo "make demo-compare   the same beside the same run without TLT"
 	@echo "make test           lint, types and every test"
 	@echo "make test-fast      lint, types and the unit tests"
+	@echo "make contract       what verl-tlt relies on, in every verl and vLLM release it supports (downloads 300 MB)"
+	@echo "make recipes-check  every recipe composed, judged, and run scaled down (about 25 minutes)"
 	@echo "make bench-control  draft-length policies against oracles and on a real engine"
 	@echo "make setup          only the virtual environment"
 	@echo "make clean          remove what runs left behind; make distclean removes the environment too"
@@ -35,6 +37,12 @@ test: lint
 test-fast: lint
 	$(BIN)/pytest tests/unit
 
+contract: $(STAMP)
+	TLT_CONTRACT_CACHE=$(CURDIR)/.cache/contract $(BIN)/pytest tests/contract
+
+recipes-check: $(STAMP)
+	$(BIN)/python recipes/check.py --run
+
 demo: $(STAMP)
 	$(BIN)/verl-tlt demo
 
@@ -45,7 +53,7 @@ bench-control: $(STAMP)
 	$(BIN)/python -m benchmarks.control
 
 clean:
-	rm -rf demo-out outputs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf demo-out outputs .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 distclean: clean
 	rm -rf $(VENV)

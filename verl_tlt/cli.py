@@ -24,14 +24,17 @@ def doctor(
         typer.Argument(help="The overrides of your recipe, as given to verl.trainer.main_ppo; none: packages only."),
     ] = None,
     config_name: Annotated[str, typer.Option(help="verl's top-level config.")] = "ppo_trainer",
+    symbols: Annotated[bool, typer.Option("--symbols", help="List everything verl-tlt relies on.")] = False,
 ) -> None:
-    """Say whether TLT can run here: packages, and with a recipe's overrides that recipe too."""
+    """Say whether TLT can run here: packages and their insides, and with a recipe's overrides that recipe too."""
     from rich.console import Console
 
-    from verl_tlt.diagnose import diagnose, table
+    from verl_tlt.diagnose import diagnose, symbol_table, table
 
     findings = diagnose(overrides or [], config_name)
     Console().print(table(findings))
+    if symbols:
+        Console().print(symbol_table())
     raise typer.Exit(1 if any(finding.level == "refuse" for finding in findings) else 0)
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from verl_tlt import doctor, facts
 from verl_tlt.config import TLTConfig, TLTConfigError
-from verl_tlt.doctor import Finding
+from verl_tlt.doctor import Finding, judge_symbols
+from verl_tlt.symbols import Symbol, check_symbols, source_root
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -18,6 +19,22 @@ if TYPE_CHECKING:
 
 def diagnose(overrides: Sequence[str], config_name: str) -> list[Finding]:
     """Findings for this environment, and for a recipe if its overrides are given."""
+    return [*examine_recipe(overrides, config_name), *examine_symbols()]
+
+
+def examine_symbols() -> list[Finding]:
+    """Whether the installed verl and vLLM have everything that verl-tlt relies on, read from their sources."""
+    return [finding for package, checked in installed_symbols().items() for finding in judge_symbols(package, checked)]
+
+
+def installed_symbols() -> dict[str, list[tuple[Symbol, str | None]]]:
+    """Every symbol with what is wrong with it, by package; packages that are not installed are left out."""
+    roots = {package: source_root(package) for package in ("verl", "vllm")}
+    return {package: check_symbols(root, package) for package, root in roots.items() if root is not None}
+
+
+def examine_recipe(overrides: Sequence[str], config_name: str) -> list[Finding]:
+    """Releases, and a recipe if its overrides are given."""
     environment = facts.read_environment()
     if not overrides or environment.versions["verl"] is None:
         return doctor.examine(environment, None, TLTConfig())
@@ -61,4 +78,18 @@ def table(findings: Sequence[Finding]) -> Table:
     style = {"ok": "green", "warn": "yellow", "refuse": "bold red"}
     for finding in findings:
         rows.add_row(Text(finding.level, style=style[finding.level]), Text(finding.what), Text(finding.sentence))
+    return rows
+
+
+def symbol_table() -> Table:
+    """Every symbol verl-tlt relies on, whether the installed release has it so, and which file needs it."""
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    rows = Table("", Column("symbol", overflow="fold"), "needed by", title="what verl-tlt relies on")
+    for checked in installed_symbols().values():
+        for symbol, problem in checked:
+            verdict = Text("ok", style="green") if problem is None else Text("no", style="bold red")
+            note = symbol.used_by + (" (CPU only)" if symbol.cpu_only else "")
+            rows.add_row(verdict, Text(symbol.name + (f"\n{problem}" if problem else "")), Text(note))
     return rows

@@ -6,14 +6,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.facts import Environment, Run
+from verl_tlt.symbols import Symbol
 from verl_tlt.trainer.register import MODES
-from verl_tlt.versions import SUPPORTED, Supported, release
+from verl_tlt.versions import SUPPORTED, Release, Supported, release
 
 Level = Literal["ok", "warn", "refuse"]
 
@@ -64,7 +65,7 @@ def judge_version(supported: Supported, version: str | None) -> Finding:
         return Finding(
             "refuse", name, f"{name} {version} is installed, and verl-tlt needs {wanted}: {supported.remedy}."
         )
-    if found > supported.newest_tested:
+    if found[:2] > supported.newest_tested[:2]:
         newest = _text(supported.newest_tested)
         return Finding(
             "warn", name, f"{name} {version} is newer than {newest}, the newest that verl-tlt was tested with."
@@ -72,8 +73,18 @@ def judge_version(supported: Supported, version: str | None) -> Finding:
     return Finding("ok", name, f"{name} {version}")
 
 
-def _text(wanted: tuple[int, int]) -> str:
-    return ".".join(map(str, wanted))
+def _text(wanted: Release) -> str:
+    return ".".join(map(str, wanted)).removesuffix(".0")
+
+
+def judge_symbols(package: str, checked: Sequence[tuple[Symbol, str | None]]) -> Iterator[Finding]:
+    """What the installed sources of a package lack of what verl-tlt relies on; the machine's CPU shims apart."""
+    what = f"{package} symbols"
+    wrong = [(symbol, problem) for symbol, problem in checked if problem and not symbol.cpu_only]
+    for symbol, problem in wrong:
+        yield Finding("refuse", what, f"{symbol.name}, which verl_tlt/{symbol.used_by} relies on: {problem}.")
+    if not wrong:
+        yield Finding("ok", what, f"all {len(checked)} that verl-tlt relies on are as expected")
 
 
 def trainer(run: Run, _settings: TLTConfig) -> Iterator[Finding]:

@@ -8,12 +8,12 @@ import re
 import sys
 from dataclasses import dataclass
 
-Release = tuple[int, int]
+Release = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Supported:
-    """A dependency that belongs to the user's own environment, and its acceptable releases (major, minor)."""
+    """A dependency that belongs to the user's own environment, and its acceptable releases (major, minor, patch)."""
 
     name: str
     lowest: Release
@@ -24,16 +24,17 @@ class Supported:
 
 
 SUPPORTED = (
-    Supported("verl", (0, 9), (0, 10), (0, 9), "install verl 0.9.1"),
-    Supported("vllm", (0, 24), None, (0, 28), "install the vLLM that your verl release names, 0.24 or later"),
-    Supported("speculators", (0, 9), (0, 10), (0, 9), "pip install 'speculators>=0.9,<0.10'"),
+    # 0.9.0 has neither the submission gate nor the router module: a replica that leaves early would lose requests.
+    Supported("verl", (0, 9, 1), (0, 10, 0), (0, 9, 1), "install verl 0.9.1"),
+    Supported("vllm", (0, 24, 0), None, (0, 28, 0), "install the vLLM that your verl release names, 0.24 or later"),
+    Supported("speculators", (0, 9, 0), (0, 10, 0), (0, 9, 0), "pip install 'speculators>=0.9,<0.10'"),
 )
 
 
 def release(version: str) -> Release | None:
-    """(major, minor) of a version string; None if it does not start with two numbers."""
-    match = re.match(r"\s*v?(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else None
+    """(major, minor, patch) of a version string, a missing patch as 0; None if it does not start with two numbers."""
+    match = re.match(r"\s*v?(\d+)\.(\d+)(?:\.(\d+))?", version)
+    return (int(match[1]), int(match[2]), int(match[3] or 0)) if match else None
 
 
 def installed(name: str) -> str | None:

@@ -1,17 +1,21 @@
 """The toy's helpers against the verl that loads them."""
 
 import inspect
+import json
 
 import hydra
 import pytest
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.utils.import_utils import load_extern_type, resolve_config_path
 
-from verl_tlt.toy.agent import forced_sampling_params
+from verl_tlt.toy.agent import ToyToolParser, forced_sampling_params
 from verl_tlt.toy.assets import Assets
+from verl_tlt.toy.tokenizer import build_tokenizer
 
 
 def test_verl_loads_the_reward_by_the_assets_string():
@@ -33,9 +37,18 @@ def test_verl_builds_the_fast_buffer_with_what_it_passes_to_custom_samplers():
 
 
 def test_the_agent_loop_file_names_a_loop_that_verl_can_build():
-    (entry,) = OmegaConf.load(resolve_config_path(str(Assets.agent_loop)))
-    assert entry.name == "forced_length"
-    assert issubclass(hydra.utils.get_class(entry._target_), SingleTurnAgentLoop)
+    forced, tools = OmegaConf.load(resolve_config_path(str(Assets.agent_loop)))
+    assert (forced.name, tools.name) == ("forced_length", "toy_tool_agent")
+    assert issubclass(hydra.utils.get_class(forced._target_), SingleTurnAgentLoop)
+    assert issubclass(hydra.utils.get_class(tools._target_), ToolAgentLoop)
+    assert "toy" in ToolParser._registry
+
+
+async def test_every_response_with_a_digit_calls_the_tool():
+    parser = ToyToolParser(build_tokenizer())
+    text, (call,) = await parser.extract_tool_calls(parser.tokenizer.encode("x0 7 y0 5 > z0 2"))
+    assert text.endswith("z0 2") and (call.name, json.loads(call.arguments)) == ("calculate", {"expression": "0 + 2"})
+    assert (await parser.extract_tool_calls(parser.tokenizer.encode("x0 y0")))[1] == []
 
 
 def test_verl_tells_the_loop_which_sample_of_the_group_it_is():

@@ -27,7 +27,9 @@ def test_a_good_run_has_nothing_to_say():
     ("name", "version", "level"),
     [
         ("verl", "0.9.1", "ok"),
-        ("verl", "0.9.0.post1", "ok"),
+        ("verl", "0.9.1.post1", "ok"),
+        ("verl", "0.9.0", "refuse"),
+        ("vllm", "0.28.3", "ok"),
         ("verl", "0.8.0", "refuse"),
         ("verl", "0.10.0.dev", "refuse"),
         ("verl", None, "refuse"),
@@ -51,7 +53,8 @@ def test_a_missing_package_says_how_to_get_it():
 
 
 def test_releases_compare_as_numbers():
-    assert release("0.10.1rc2") == (0, 10) > release("0.9.1") == (0, 9)
+    assert release("0.10.1rc2") == (0, 10, 1) > release("0.9.1") == (0, 9, 1)
+    assert release("0.24+cpu") == (0, 24, 0)
     assert release("main") is None
 
 

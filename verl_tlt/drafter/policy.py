@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SUPPORTED = ("llama", "qwen2", "qwen3")
+SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Policies whose hidden states vLLM hands to an EAGLE-3 head and whose final norm is a plain RMSNorm."""
 
 NUM_AUX = 3

@@ -190,7 +190,7 @@ def _release(version: str | None) -> tuple[int, int]:
     found = release(version or installed("vllm") or "")
     if found is None:
         raise TLTConfigError("vLLM is not installed here, and verl-tlt speculates with vLLM 0.24 or later.")
-    return found
+    return found[:2]
 
 
 def _on_cpu() -> bool:

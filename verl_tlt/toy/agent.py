@@ -1,17 +1,25 @@
-"""Responses of a given length, so that two runs are compared on the same number of tokens.
+"""Two agent loops of the toy: responses of a given length, and conversations with a tool.
 
-With sampling, an arm that happens to draw one long response looks slow. Here response i of a prompt stops after exactly
-`extra_info["forced_lengths"][i]` tokens and not at `<eos>`. Used by
-`actor_rollout_ref.rollout.agent.agent_loop_config_path=<agent_loop.yaml>` and `.default_agent_loop=forced_length`.
+**Given lengths**, so that two runs are compared on the same number of tokens: with sampling, an arm that happens to
+draw one long response looks slow. Response i of a prompt stops after exactly `extra_info["forced_lengths"][i]` tokens
+and not at `<eos>`. Used by `actor_rollout_ref.rollout.agent.agent_loop_config_path=<agent_loop.yaml>` and
+`.default_agent_loop=forced_length`.
+
+**Tools**: the toy's 64 tokens cannot spell a tool call, so here every response counts as one: verl's own tool loop,
+told by a parser of ours that the response asked for `calculate`. Used by `.default_agent_loop=toy_tool_agent` with
+`actor_rollout_ref.rollout.multi_turn.format=toy`, to run a multi-turn recipe with the toy policy.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 
 
 def forced_sampling_params(
@@ -48,3 +56,19 @@ class ForcedLengthAgentLoop(SingleTurnAgentLoop):
             sampling_params, kwargs["extra_info"], int(kwargs["session_id"]), self.response_length
         )
         return await super().run(forced, priority=priority, **kwargs)
+
+
+@ToolParser.register("toy")
+class ToyToolParser(ToolParser):
+    """Reads a call of `calculate` out of every response: its last digit, plus nothing."""
+
+    async def extract_tool_calls(self, responses_ids: list[int], tools: Any = None) -> tuple[str, list[FunctionCall]]:
+        """(text, calls); a response without a digit calls nothing and so ends the conversation."""
+        text = self.tokenizer.decode(responses_ids)
+        digits = [word for word in text.split() if word.isdigit()]
+        calls = [FunctionCall(name="calculate", arguments=json.dumps({"expression": f"0 + {d}"})) for d in digits[-1:]]
+        return text, calls
+
+
+class ToyToolAgentLoop(ToolAgentLoop):
+    """verl's tool loop under another name: importing it makes the `toy` parser known."""

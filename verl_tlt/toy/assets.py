@@ -85,6 +85,33 @@ def build_assets(
     return assets
 
 
+def build_moe_policy(out_dir: str | Path, seed: int = 0) -> Path:
+    """A mixture-of-experts policy with random weights below `out_dir`: what it writes is noise, its engine is not.
+
+    For recipes whose policy is a mixture; nothing can be learned from what it scores.
+    """
+    target = Path(out_dir).resolve() / "policy-moe"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _ensure(target, f"moe {seed}", lambda path: _write_moe_policy(path, seed))
+    return target
+
+
+def _write_moe_policy(path: Path, seed: int) -> None:
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from verl_tlt.toy.tokenizer import save_tokenizer
+
+    config = Qwen3MoeConfig(
+        vocab_size=len(task.TOKENS), hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_experts=8,
+        num_experts_per_tok=2, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
+    save_tokenizer(path)
+
+
 def _ensure(target: Path, recipe: str, write: Callable[[Path], None]) -> None:
     """Have `write` make `target` unless the recipe noted beside it is the same; never leaves half a target."""
     note = target.with_name(f".{target.name}.recipe")

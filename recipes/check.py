@@ -1,0 +1,264 @@
+"""Checks every recipe as it is written: `python recipes/check.py [NAME ...] [--run] [--out DIR]`.
+
+Composing needs no accelerator: a stand-in for `python` catches what the recipe would have called, Hydra composes it,
+verl validates it and the doctor judges it. With `--run` the recipe then really runs for a few steps on the CPU with
+the toy policy: the overrides below are appended to an unchanged recipe as a user would append them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+STEPS = 3
+
+CPU = {
+    "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "RAY_DEDUP_LOGS": "0",
+    "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled",
+}  # fmt: skip
+"""A machine without an accelerator; what each does is said in demo_grpo.sh."""
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+TOY = (
+    "data.train_batch_size=4", "data.max_prompt_length=64", "data.max_response_length=192",
+    "data.dataloader_num_workers=0", "++actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+    f"{ACTOR}.use_torch_compile=False", f"{ACTOR}.fsdp_config.use_torch_compile=False",
+    f"{ACTOR}.fsdp_config.model_dtype=fp32", f"++{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp32",
+    f"++{ACTOR}.fsdp_config.mixed_precision.reduce_dtype=fp32", f"{ACTOR}.fsdp_config.param_offload=False",
+    f"{ACTOR}.fsdp_config.optimizer_offload=False", f"{ACTOR}.ppo_mini_batch_size=4",
+    f"{ACTOR}.ppo_max_token_len_per_gpu=2048", "actor_rollout_ref.ref.fsdp_config.param_offload=False",
+    "actor_rollout_ref.ref.fsdp_config.model_dtype=fp32",
+    "++actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype=fp32",
+    "actor_rollout_ref.ref.use_torch_compile=False",
+    f"{ROLLOUT}.dtype=float32", f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.n_gpus_per_node=2",
+    f"{ROLLOUT}.enforce_eager=True", f"++{ROLLOUT}.enable_sleep_mode=False", f"{ROLLOUT}.max_model_len=320",
+    f"{ROLLOUT}.max_num_seqs=16", f"{ROLLOUT}.max_num_batched_tokens=1024", f"{ROLLOUT}.gpu_memory_utilization=0.1",
+    f"{ROLLOUT}.log_prob_max_token_len_per_gpu=2048", f"{ROLLOUT}.agent.num_workers=1",
+    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=64",
+    "reward.num_workers=1", "reward.custom_reward_function.path=pkg://verl_tlt.toy.reward",
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+    "trainer.logger=[console,file]", "trainer.n_gpus_per_node=2", "trainer.nnodes=1", "trainer.device=cpu",
+    "trainer.v1.sampler.custom_sampler.path=pkg://verl_tlt.toy.sampler",
+    "trainer.v1.sampler.custom_sampler.name=FastPollReplayBuffer",
+    "trainer.val_before_train=False", "trainer.save_freq=-1", "trainer.test_freq=-1", "trainer.resume_mode=disable",
+    "ray_kwargs.ray_init.num_cpus=16", "++ray_kwargs.ray_init.num_gpus=2",
+    "++ray_kwargs.ray_init.include_dashboard=False", "++ray_kwargs.ray_init.object_store_memory=1000000000",
+)  # fmt: skip
+"""verl, small enough for two cores."""
+
+TLT = (
+    "tlt.drafter.aux_layers=[1,2,3]", "tlt.drafter.batch_tokens=256", "tlt.speculation.policy=fixed",
+    "tlt.speculation.fixed=2", "tlt.speculation.calibrate=false", "tlt.buffer.min_tokens=200", "tlt.spot.settle_s=0.05",
+    "tlt.spot.min_merge_steps=1",
+)  # fmt: skip
+"""TLT, so that in three steps it drafts, trains, merges and publishes."""
+
+SHORT = (f"{ROLLOUT}.n=4",)
+"""Groups of four."""
+CRITIC = (
+    f"{ROLLOUT}.n=2", "++critic.model.override_config.attn_implementation=sdpa",
+    "critic.model.enable_gradient_checkpointing=False", "critic.fsdp.param_offload=False",
+    "critic.fsdp.optimizer_offload=False", "critic.fsdp.model_dtype=fp32", "critic.fsdp.use_torch_compile=False",
+    "++critic.fsdp.mixed_precision.param_dtype=fp32", "++critic.fsdp.mixed_precision.reduce_dtype=fp32",
+    "critic.ppo_mini_batch_size=4", "critic.ppo_max_token_len_per_gpu=2048",
+    "critic.forward_max_token_len_per_gpu=2048",
+)  # fmt: skip
+TOOLS = (
+    *SHORT, f"{ROLLOUT}.multi_turn.format=toy", f"{ROLLOUT}.multi_turn.max_assistant_turns=2",
+    f"{ROLLOUT}.agent.agent_loop_config_path={HERE.parent}/verl_tlt/toy/agent_loop.yaml",
+    f"{ROLLOUT}.agent.default_agent_loop=toy_tool_agent",
+    "actor_rollout_ref.model.custom_chat_template=\"{% for m in messages %}{{ m['content'] }} {% endfor %}\"",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One shell file and what its scaled-down run needs."""
+
+    script: str
+    toy: Sequence[str] = SHORT
+    """Appended after `TOY` and `TLT`."""
+    expect: str = "tlt/accept_length"
+    """A metric that the run must have logged beside `tlt/errors` = 0."""
+    policy: str = "small"
+    """Toy policy: small, or moe."""
+    not_run: str | None = None
+    """Why it cannot run on a CPU; it is composed and judged only."""
+
+    @property
+    def name(self) -> str:
+        """The file's name without `.sh`."""
+        return self.script.removesuffix(".sh")
+
+
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("grpo_qwen2.5_7b.sh"),
+        Recipe("grpo_deepseek_r1_distill_qwen_7b.sh"),
+        Recipe(
+            "dapo_qwen2.5_32b.sh",
+            (
+                *SHORT,
+                "reward.reward_kwargs.max_resp_len=192",
+                "reward.reward_kwargs.overlong_buffer_cfg.len=64",
+                f"{ACTOR}.ppo_mini_batch_size=2",
+                "trainer.v1.sampler.custom_sampler.path=null",
+                "data.train_batch_size=2",
+            ),
+        ),
+        Recipe("grpo_llama3.3_70b_megatron.sh", not_run="verl's Megatron engine needs CUDA"),
+        Recipe("grpo_qwen3_8b.sh"),
+        Recipe("ppo_qwen3_8b.sh", CRITIC, expect="critic/vf_loss"),
+        Recipe("grpo_tools_qwen3_4b.sh", TOOLS, expect="num_turns/mean"),
+        Recipe(
+            "grpo_lora_qwen3_8b.sh",
+            (*SHORT, "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16"),
+        ),
+        Recipe("grpo_qwen3_30b_a3b.sh", policy="moe"),
+    )
+}
+
+
+def captured(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
+    """The overrides with which an unchanged recipe calls `verl.trainer.main_ppo`."""
+    with tempfile.TemporaryDirectory() as folder:
+        stand_in = Path(folder) / "python"
+        stand_in.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
+        stand_in.chmod(0o755)
+        done = subprocess.run(
+            [str(HERE / recipe.script)],
+            env={**os.environ, **environment, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+    arguments = done.stdout.split("\0")[:-1]
+    if arguments[:2] != ["-m", "verl.trainer.main_ppo"]:
+        raise ValueError(f"{recipe.script} does not call `python -m verl.trainer.main_ppo`, but {arguments[:2]}.")
+    return arguments[2:]
+
+
+def touch_data(directory: Path) -> None:
+    """The data files that recipes name, empty: composing looks for them and does not read them."""
+    for name in ("dapo-math-17k", "aime-2024", "gsm8k/train", "gsm8k/test", "math/train", "math/test"):
+        path = directory / f"{name}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+
+def problems(recipe: Recipe, data: Path) -> list[str]:
+    """What Hydra, verl's validation or the doctor has against the recipe as it is written; empty: nothing."""
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+
+    from verl_tlt import doctor, facts
+    from verl_tlt.config import TLTConfigError
+    from verl_tlt.diagnose import compose
+    from verl_tlt.toy.assets import SHIPPED_POLICY
+
+    try:
+        config = compose(captured(recipe, {"DATA": str(data)}), "ppo_trainer")
+        settings = facts.read_settings(config)
+        findings = doctor.examine(facts.read_environment(), facts.read_run(config, settings), settings)
+    except TLTConfigError as error:
+        return [str(error)]
+    found = [f.sentence for f in findings if f.level == "refuse"]
+    if need_critic(config):
+        config.critic.model.path = str(SHIPPED_POLICY)  # verl reads it, and the recipe's own is on the hub
+    config.trainer.plugin = None  # or else the plugin itself would judge, and rewrite the config
+    try:
+        validate_config(config, need_reference_policy(config), need_critic(config))
+    except Exception as error:  # whatever verl raises is what the user would see
+        found.append(f"verl refuses it: {type(error).__name__}: {error}")
+    return found
+
+
+def run(
+    recipe: Recipe, out: Path, steps: int = STEPS, extra: Sequence[str] = (), timeout_s: float = 1500
+) -> list[dict]:
+    """Run the scaled-down recipe on the CPU; verl's metrics by step.
+
+    Raises:
+        RuntimeError: the run failed, or did not do what was expected; the end of its log.
+    """
+    from verl_tlt.toy.assets import build_assets, build_moe_policy
+
+    out.mkdir(parents=True, exist_ok=True)
+    assets = build_assets(out / "assets", width="small", train_rows=64, val_rows=8)
+    policy = assets.policy if recipe.policy == "small" else build_moe_policy(out / "assets")
+    metrics, trace = out / "metrics.jsonl", out / "trace"
+    metrics.unlink(missing_ok=True)
+    overrides = (
+        f"hydra.run.dir={out / 'hydra'}", f"data.train_files={assets.train}", f"data.val_files={assets.val}",
+        f"actor_rollout_ref.model.path={policy}", f"trainer.total_training_steps={steps}",
+        f"trainer.default_local_dir={out / 'checkpoints'}", f"tlt.trace.dir={trace}",
+        *(() if recipe.toy is not CRITIC else (f"critic.model.path={policy}",)),
+    )  # fmt: skip
+    environment = {
+        **os.environ, **CPU, "VERL_FILE_LOGGER_PATH": str(metrics), "DATA": str(out), "DRAFTER": "null",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }  # fmt: skip
+    command = [str(HERE / recipe.script), *TOY, *TLT, *recipe.toy, *overrides, *extra]
+    with (out / "log").open("w") as log:
+        done = subprocess.run(command, env=environment, cwd=out, stdout=log, stderr=log, timeout=timeout_s)
+    logged = [json.loads(line)["data"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    tail = "\n".join((out / "log").read_text(errors="replace").splitlines()[-40:])
+    if done.returncode or len(logged) != steps:
+        raise RuntimeError(f"{recipe.script}: exit status {done.returncode} after {len(logged)} steps.\n{tail}")
+    for key in (recipe.expect, "tlt/accept_length", "tlt/drafter_version"):
+        if not any(key in step for step in logged):
+            raise RuntimeError(f"{recipe.script}: the run logged no {key}.\n{tail}")
+    if any(step["tlt/errors"] for step in logged):
+        raise RuntimeError(f"{recipe.script}: TLT contained errors; see {out / 'log'}.")
+    return logged
+
+
+def main() -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="recipes without .sh; none: all")
+    parser.add_argument("--run", action="store_true", help="also run each on the CPU, minutes each")
+    parser.add_argument("--out", type=Path, default=None, help="where the runs go; none: a temporary directory")
+    arguments = parser.parse_args()
+    unknown = set(arguments.names) - RECIPES.keys()
+    if unknown:
+        parser.error(f"no such recipe: {', '.join(sorted(unknown))}; there are {', '.join(RECIPES)}")
+    chosen = [RECIPES[name] for name in arguments.names] or list(RECIPES.values())
+    out = arguments.out.resolve() if arguments.out else Path(tempfile.mkdtemp(prefix="tlt-recipes-"))
+    touch_data(out / "data")
+    failed = 0
+    for recipe in chosen:
+        start = time.monotonic()
+        found = problems(recipe, out / "data")
+        said = "composes, and the doctor passes it"
+        if not found and arguments.run and recipe.not_run is None:
+            try:
+                logged = run(recipe, out / recipe.name)
+                last = {k: f"{logged[-1][k]:.3g}" for k in ("tlt/accept_length", "tlt/drafter_version", "tlt/errors")}
+                said += f"; ran {len(logged)} steps: {last}"
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                found = [str(error)]
+        elif arguments.run and recipe.not_run:
+            said += f"; not run here: {recipe.not_run}"
+        failed += bool(found)
+        verdict = "FAILED: " + "\n  ".join(found) if found else said
+        print(f"{recipe.name}: {verdict} ({time.monotonic() - start:.0f} s)", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# GRPO on Qwen2.5-7B with long responses, FSDP2: the first of the TLT paper's four policies.
+#
+# Hardware: NNODES nodes (default 8) of 8 GPUs with 80 GB; rollout replicas of 2 GPUs, so 4 on each node.
+# Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (verl's RLHF columns).
+# Watch:    tlt/errors 0; tlt/bubble_s large and mostly trained; tlt/drafter_sim_accept_length rising, then
+#           tlt/drafter_off_frac falling from 1 and tlt/saved_s above 0. The reward curve is that of the run without TLT.
+#
+#   DATA=/data DRAFTER=/drafters/qwen2.5-7b recipes/grpo_qwen2.5_7b.sh [more verl overrides]
+set -euo pipefail
+DATA=${DATA:-$HOME/data}
+
+exec python -m verl.trainer.main_ppo \
+  algorithm.adv_estimator=grpo \
+  data.train_files="$DATA/dapo-math-17k.parquet" data.val_files="$DATA/aime-2024.parquet" \
+  data.train_batch_size=128 data.max_prompt_length=2048 data.max_response_length=30720 \
+  data.filter_overlong_prompts=True data.truncation=error \
+  actor_rollout_ref.model.path="${MODEL:-Qwen/Qwen2.5-7B}" \
+  actor_rollout_ref.model.use_remove_padding=True actor_rollout_ref.model.enable_gradient_checkpointing=True \
+  actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.actor.optim.lr=1e-6 \
+  actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.use_dynamic_bsz=True \
+  actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768 \
+  actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001 \
+  actor_rollout_ref.actor.kl_loss_type=low_var_kl \
+  actor_rollout_ref.actor.fsdp_config.param_offload=True actor_rollout_ref.actor.fsdp_config.optimizer_offload=True \
+  actor_rollout_ref.ref.fsdp_config.param_offload=True actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True \
+  actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=65536 \
+  actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=8 \
+  actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.gpu_memory_utilization=0.7 \
+  actor_rollout_ref.rollout.max_model_len=32768 actor_rollout_ref.rollout.max_num_seqs=256 \
+  actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True \
+  actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=65536 \
+  trainer.logger='["console","wandb"]' trainer.project_name=verl-tlt trainer.experiment_name=grpo_qwen2.5_7b \
+  trainer.n_gpus_per_node=8 trainer.nnodes="${NNODES:-8}" trainer.balance_batch=True \
+  trainer.save_freq=20 trainer.test_freq=10 trainer.total_epochs=10 \
+  +tlt=default tlt.drafter.path="${DRAFTER:-null}" \
+  "$@"

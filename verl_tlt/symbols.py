@@ -1,0 +1,394 @@
+"""Every symbol of verl and vLLM that verl-tlt touches, with the signature it relies on, and a way to look it up.
+
+A release number says little about a function that begins with an underscore. So what is used is listed here, and looked
+up in source text: of what is installed (`verl-tlt doctor`), or of a release that is not (`make contract`). Nothing is
+imported, so it works on a machine that could not run what it reads.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """Something of verl's or vLLM's that our code calls, overrides, replaces or reads."""
+
+    name: str
+    """`module:qualified.name`; for a module itself, `module:`."""
+    takes: str = ""
+    """Names of the first parameters, in order, `self` left out; space-separated like the next one."""
+    has: str = ""
+    """Names that the class or module must define; its bases within the package count."""
+    says: tuple[str, ...] = ()
+    """Fragments that its source must contain, where we rely on how it is written."""
+    used_by: str = ""
+    """Our file, below `verl_tlt/`."""
+    cpu_only: bool = False
+    """Needed on machines without an accelerator alone."""
+
+    @property
+    def package(self) -> str:
+        """verl or vllm."""
+        return self.name.partition(".")[0]
+
+
+_TRAINER = "verl.trainer.ppo.v1.trainer_base:PPOTrainer"
+_SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer"
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+
+SYMBOLS = (
+    # How a run becomes a TLT run.
+    Symbol("verl.utils.config:validate_config", "config use_reference_policy use_critic", used_by="plugin.py"),
+    Symbol("verl.trainer.main_ppo:", has="validate_config", used_by="plugin.py"),
+    Symbol("verl.trainer.ppo.v1.trainer_base:get_trainer_cls", "name", used_by="plugin.py"),
+    Symbol("verl.trainer.ppo.v1.trainer_base:register_trainer", "name", used_by="trainer/register.py"),
+    Symbol("verl.trainer.ppo.v1.trainer_base:", has="TRAINER_REGISTRY", used_by="trainer/register.py"),
+    # The trainer.
+    Symbol("verl.trainer.ppo.v1.trainer_sync:PPOTrainerSync", used_by="trainer/register.py"),
+    Symbol(
+        _TRAINER,
+        has="_setup _init_resource_pool_mgr get_llm_client on_init_end on_sample_begin on_sample_end on_step_end "
+        "on_validate_end _save_checkpoint config global_steps actor_rollout_wg llm_server_manager replay_buffer "
+        "resource_pool_manager role_worker_mapping",
+        used_by="trainer/mixin.py",
+    ),
+    Symbol(f"{_TRAINER}.__init__", "config", used_by="trainer/mixin.py"),
+    Symbol(f"{_TRAINER}.fit", "agent_loop_manager", used_by="trainer/mixin.py"),
+    Symbol(f"{_TRAINER}._compute_old_log_prob", "batch metrics", used_by="trainer/mixin.py"),
+    Symbol(f"{_TRAINER}._update_actor", "batch metrics", used_by="trainer/mixin.py"),
+    Symbol(f"{_TRAINER}._compute_metrics", "batch metrics timing_raw", used_by="trainer/mixin.py"),
+    Symbol(
+        "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer",
+        has="filter_groups_metric sync_refill_failed_groups finished_keys pending_keys running_keys poll_interval",
+        used_by="trainer/mixin.py",
+    ),
+    Symbol("verl.trainer.ppo.utils:Role", has="ActorRollout ActorRolloutRef Actor", used_by="trainer/mixin.py"),
+    Symbol("verl.utils.fs:copy_to_local", "src", used_by="trainer/mixin.py"),
+    Symbol("verl.utils.checkpoint.checkpoint_manager:find_latest_ckpt_path", "path", used_by="trainer/mixin.py"),
+    Symbol(
+        "verl.single_controller.ray.base:RayResourcePool",
+        has="get_placement_groups max_colocate_count",
+        used_by="trainer/fleet.py",
+    ),
+    Symbol("verl.plugin.platform.platform_manager:get_platform", used_by="trainer/fleet.py"),
+    Symbol(
+        "verl.plugin.platform.platform_base:PlatformBase.ray_resource_options", "num_gpus", used_by="trainer/fleet.py"
+    ),
+    # Rollout, verl's side.
+    Symbol("verl.workers.rollout.replica:RolloutReplicaRegistry.register", "name loader", used_by="trainer/mixin.py"),
+    Symbol(
+        "verl.workers.rollout.replica:RolloutReplica",
+        has="servers _server_address _server_handle is_reward_model is_teacher_model",
+        used_by="trainer/fleet.py",
+    ),
+    Symbol("verl.workers.rollout.llm_server:LLMServerClient.generate", "request_id", used_by="rollout/client.py"),
+    Symbol(
+        "verl.workers.rollout.llm_server:LLMServerManager",
+        has="get_client get_replicas global_load_balancer",
+        used_by="trainer/fleet.py",
+    ),
+    Symbol("verl.workers.rollout.llm_server:LLMServerManager.get_client", "client_cls", used_by="trainer/mixin.py"),
+    Symbol(
+        "verl.workers.rollout.router:GlobalRequestLoadBalancer",
+        has="add_servers remove_servers get_status",
+        used_by="trainer/fleet.py",
+    ),
+    Symbol(
+        "verl.workers.rollout.router:GlobalRequestLoadBalancer.remove_servers", "server_ids", used_by="trainer/fleet.py"
+    ),
+    Symbol("verl.workers.rollout.router:GlobalRequestLoadBalancer.add_servers", "servers", used_by="trainer/fleet.py"),
+    Symbol(
+        _SERVER,
+        has="_preprocess_engine_kwargs _get_worker_extension_cls clear_kv_cache sleep open_submission_gate config "
+        "model_config engine node_rank replica_rank _submission_paused _rejecting _resume_event _admitting",
+        used_by="rollout/server.py",
+    ),
+    Symbol(f"{_SERVER}._post_init", "cuda_visible_devices", used_by="rollout/server.py"),
+    Symbol(f"{_SERVER}._preprocess_engine_kwargs", "engine_kwargs", used_by="rollout/server.py"),
+    Symbol(f"{_SERVER}.wake_up", "tags", used_by="rollout/server.py"),
+    Symbol(
+        "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMReplica",
+        has="server_class",
+        used_by="rollout/server.py",
+    ),
+    Symbol("verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension", used_by="rollout/extension.py"),
+    # The actor.
+    Symbol(
+        "verl.workers.engine_workers:ActorRolloutRefWorker", has="actor_worker_cls actor", used_by="engine/worker.py"
+    ),
+    Symbol(
+        "verl.workers.engine_workers:ActorRolloutRefWorker.update_weights",
+        "global_steps mode",
+        used_by="engine/worker.py",
+    ),
+    Symbol("verl.workers.engine_workers:TrainingWorker.infer_batch", "data", used_by="engine/worker.py"),
+    Symbol(
+        "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead.forward_step",
+        "micro_batch loss_function forward_only",
+        used_by="engine/tap.py",
+    ),
+    Symbol(
+        "verl.workers.engine.fsdp.transformer_impl:FSDPEngine",
+        has="get_per_tensor_param use_ulysses_sp module",
+        used_by="engine/tap.py",
+    ),
+    Symbol("verl.single_controller.base.decorator:register", "dispatch_mode", used_by="engine/worker.py"),
+    Symbol("verl.utils.tensordict_utils:get", "tensordict key default", used_by="engine/worker.py"),
+    # verl on a CPU, and the toy.
+    Symbol(
+        "verl.plugin.platform.platform_manager:PlatformRegistry.register",
+        "platform",
+        used_by="platform/cpu.py",
+        cpu_only=True,
+    ),
+    Symbol(
+        "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightReceiver.receive_weights",
+        "on_bucket_received",
+        used_by="platform/verl_shims.py",
+        cpu_only=True,
+    ),
+    Symbol(
+        "verl.experimental.agent_loop.single_turn_agent_loop:SingleTurnAgentLoop.run",
+        "sampling_params",
+        used_by="toy/agent.py",
+        cpu_only=True,
+    ),
+    Symbol(
+        "verl.experimental.agent_loop.tool_parser:ToolParser.extract_tool_calls",
+        "responses_ids tools",
+        used_by="toy/agent.py",
+        cpu_only=True,
+    ),
+    # Rollout, vLLM's side: a draft length chosen in every step.
+    Symbol(
+        f"{_SCHEDULER}.schedule",
+        says=(
+            "num_spec_tokens_to_schedule = self.dynamic_sd_lookup[",
+            "num_spec_tokens_to_schedule=num_spec_tokens_to_schedule",
+            "self.running.append(request)",
+        ),
+        used_by="rollout/scheduler.py",
+    ),
+    Symbol(
+        _SCHEDULER,
+        has="dynamic_sd_lookup num_spec_tokens running requests vllm_config max_model_len",
+        used_by="rollout/scheduler.py",
+    ),
+    Symbol(f"{_SCHEDULER}.update_from_output", "scheduler_output model_runner_output", used_by="rollout/scheduler.py"),
+    Symbol(f"{_SCHEDULER}.update_draft_token_ids", "draft_token_ids", used_by="rollout/scheduler.py"),
+    Symbol(f"{_SCHEDULER}.shutdown", used_by="rollout/scheduler.py"),
+    Symbol(
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule",
+        says=("num_spec_tokens_to_schedule",),
+        used_by="rollout/scheduler.py",
+    ),
+    Symbol(
+        "vllm.v1.core.sched.output:SchedulerOutput",
+        has="num_scheduled_tokens total_num_scheduled_tokens scheduled_spec_decode_tokens num_spec_tokens_to_schedule",
+        used_by="rollout/scheduler.py",
+    ),
+    Symbol(
+        "vllm.v1.outputs:ModelRunnerOutput", has="req_id_to_index sampled_token_ids", used_by="rollout/scheduler.py"
+    ),
+    Symbol("vllm.v1.outputs:DraftTokenIds", has="req_ids draft_token_ids", used_by="rollout/scheduler.py"),
+    Symbol("vllm.v1.engine:EngineCoreOutput", has="request_id new_token_ids", used_by="rollout/scheduler.py"),
+    Symbol(
+        "vllm.v1.request:Request",
+        has="request_id num_computed_tokens num_tokens is_prefill_chunk spec_token_ids",
+        used_by="rollout/decode_load.py",
+    ),
+    Symbol(
+        "vllm.config.speculative:SpeculativeConfig",
+        has="method model num_speculative_tokens draft_sample_method draft_load_config draft_model_config",
+        used_by="rollout/settings.py",
+    ),
+    Symbol(
+        "vllm.config.scheduler:SchedulerConfig", has="scheduler_cls async_scheduling", used_by="rollout/settings.py"
+    ),
+    Symbol(
+        "vllm.config.parallel:ParallelConfig",
+        has="data_parallel_size tensor_parallel_size worker_extension_cls",
+        used_by="rollout/scheduler.py",
+    ),
+    Symbol("vllm.config.vllm:VllmConfig", has="additional_config speculative_config", used_by="rollout/scheduler.py"),
+    Symbol("vllm.envs:", says=("VLLM_USE_V2_MODEL_RUNNER",), used_by="rollout/settings.py"),
+    Symbol("vllm.platforms.interface:Platform.is_cpu", used_by="rollout/settings.py"),
+    # The drafter inside the worker.
+    Symbol(
+        "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.propose",
+        "num_speculative_tokens",
+        used_by="rollout/extension.py",
+    ),
+    Symbol(
+        "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer",
+        has="model take_last_draft_probs _last_draft_probs num_speculative_tokens device",
+        used_by="rollout/extension.py",
+    ),
+    Symbol(f"{_RUNNER}.get_model", used_by="rollout/extension.py"),
+    Symbol(_RUNNER, has="drafter", used_by="rollout/extension.py"),
+    Symbol(
+        f"{_RUNNER}.propose_draft_token_ids",
+        says=("num_speculative_tokens=num_spec_tokens_to_schedule", "common_attn_metadata=common_attn_metadata"),
+        used_by="rollout/extension.py",
+    ),
+    Symbol(
+        f"{_RUNNER}._input_fits_in_drafter",
+        says=("<= self.effective_drafter_max_model_len",),
+        used_by="rollout/scheduler.py",
+    ),
+    Symbol(
+        f"{_RUNNER}._get_spec_decode_draft_probs",
+        says=("Missing cached draft probabilities",),
+        used_by="rollout/scheduler.py",
+    ),
+    Symbol("vllm.config:", has="set_current_vllm_config", used_by="rollout/extension.py"),
+    # The engine from outside.
+    Symbol(
+        "vllm.v1.engine.async_llm:AsyncLLM.generate",
+        "prompt sampling_params request_id",
+        used_by="rollout/calibrate.py",
+    ),
+    Symbol("vllm.v1.engine.async_llm:AsyncLLM.collective_rpc", "method timeout args", used_by="rollout/server.py"),
+    Symbol("vllm.v1.engine.async_llm:AsyncLLM", has="reset_prefix_cache output_processor", used_by="rollout/server.py"),
+    Symbol("vllm.v1.engine.output_processor:OutputProcessor", has="request_states", used_by="rollout/server.py"),
+    Symbol(
+        "vllm.sampling_params:SamplingParams",
+        has="temperature max_tokens ignore_eos detokenize",
+        used_by="rollout/calibrate.py",
+    ),
+    # vLLM on a CPU.
+    Symbol(
+        "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+        "layer remove_weight",
+        used_by="platform/vllm_shims.py",
+        cpu_only=True,
+    ),
+    Symbol(
+        "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
+        "x cu_num_tokens num_tokens replace_from replace_to",
+        used_by="platform/vllm_shims.py",
+        cpu_only=True,
+    ),
+)
+"""Everything outside the documented interfaces; a test compares it with our imports."""
+
+
+class SourceTree:
+    """The sources of one release, read without importing them.
+
+    Args:
+        root: the directory that holds `verl/` or `vllm/`, such as site-packages or an unpacked wheel.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._modules: dict[str, tuple[str, ast.Module] | None] = {}
+
+    def problem(self, symbol: Symbol) -> str | None:
+        """What is not as we rely on, in a few words; None if all is."""
+        module, _, qualified = symbol.name.partition(":")
+        found = self._module(module)
+        if found is None:
+            return f"there is no module {module}"
+        text, tree = found
+        node: ast.AST = tree
+        for part in qualified.split(".") if qualified else []:
+            inner = next((n for n, _ in self._members(node, module) if getattr(n, "name", None) == part), None)
+            if inner is None:
+                return f"{module} has no {qualified}"
+            node = inner
+        if wanted := symbol.takes.split():
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                return "is no function"
+            arguments = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            arguments = [a for a in arguments if a not in ("self", "cls")]
+            if arguments[: len(wanted)] != wanted:
+                return f"takes ({', '.join(arguments)}) and not ({', '.join(wanted)}, ...)"
+        names = {name for _, name in self._members(node, module)} if symbol.has else set()
+        if missing := [name for name in symbol.has.split() if name not in names]:
+            return f"does not define {', '.join(missing)}"
+        source = text if node is tree else (ast.get_source_segment(text, node) or "")
+        if absent := next((fragment for fragment in symbol.says if fragment not in source), None):
+            return f"does not say `{absent}`"
+        return None
+
+    def _module(self, name: str) -> tuple[str, ast.Module] | None:
+        if name not in self._modules:
+            base = self.root.joinpath(*name.split("."))
+            path = next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.is_file()), None)
+            text = path.read_text(encoding="utf-8") if path else ""
+            self._modules[name] = (text, ast.parse(text)) if path else None
+        return self._modules[name]
+
+    def _members(self, node: ast.AST, module: str, depth: int = 0) -> Iterator[tuple[ast.AST, str]]:
+        """(definition, name) of whatever a module or class defines, its bases' and, for a class, `self.x = ...` too."""
+        for inner in getattr(node, "body", []):
+            yield from ((inner, name) for name in _bound(inner))
+            if isinstance(node, ast.ClassDef):
+                for deep in ast.walk(inner):
+                    if isinstance(deep, ast.Attribute) and isinstance(deep.ctx, ast.Store):
+                        yield deep, deep.attr
+        if isinstance(node, ast.ClassDef) and depth < 5:
+            for base in node.bases:
+                found = self._find_class(base, module)
+                if found is not None:
+                    yield from self._members(found[0], found[1], depth + 1)
+
+    def _find_class(self, base: ast.expr, module: str) -> tuple[ast.ClassDef, str] | None:
+        """A base class by its name, in its module or in the one it was imported from."""
+        tree = self._module(module)
+        if not isinstance(base, ast.Name) or tree is None:
+            return None
+        for node in tree[1].body:
+            if isinstance(node, ast.ClassDef) and node.name == base.id:
+                return node, module
+            if isinstance(node, ast.ImportFrom) and any((a.asname or a.name) == base.id for a in node.names):
+                return self._find_class(base, self._absolute(node, module))
+        return None
+
+    def _absolute(self, node: ast.ImportFrom, module: str) -> str:
+        """The module that a `from ... import` in `module` names."""
+        if not node.level:
+            return node.module or ""
+        package = self.root.joinpath(*module.split("."), "__init__.py").is_file()
+        parts = module.split(".")[: len(module.split(".")) - node.level + package]
+        return ".".join([*parts, *([node.module] if node.module else [])])
+
+
+def _bound(node: ast.AST) -> Iterator[str]:
+    """Names that a statement of a module's or class's body binds, in either branch of an `if` or `try`."""
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            yield node.name
+        case ast.Import() | ast.ImportFrom():
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            yield name
+        case ast.Assign(targets=targets):
+            yield from (t.id for t in targets if isinstance(t, ast.Name))
+        case ast.If() | ast.Try():
+            for inner in (*node.body, *node.orelse):
+                yield from _bound(inner)
+
+
+def source_root(package: str) -> Path | None:
+    """Where an installed package's directory lies; None where it is not installed."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations))).parent
+
+
+def check_symbols(root: Path, package: str) -> list[tuple[Symbol, str | None]]:
+    """Every symbol of `package` with what is wrong with it below `root` (None: nothing), in the list's order."""
+    tree = SourceTree(root)
+    return [(symbol, tree.problem(symbol)) for symbol in SYMBOLS if symbol.package == package]
