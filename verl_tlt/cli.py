@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -86,3 +88,134 @@ def report(
     from verl_tlt.trace.command import report as run
 
     raise typer.Exit(run(trace_dir, out))
+
+
+@app.command()
+def warmup(
+    model: Annotated[Path, typer.Option(help="The policy's Hugging Face directory.")],
+    prompts: Annotated[Path, typer.Option(help="Prompts: verl's .parquet, .jsonl with a field `prompt`, or .txt.")],
+    out: Annotated[Path, typer.Option(help="Where the drafter goes; work in progress is in OUT.warmup beside it.")],
+    drafter: Annotated[Path | None, typer.Option(help="A drafter to go on from, any EAGLE-3 layout.")] = None,
+    objective: Annotated[str, typer.Option(help="eagle, hass or eagle3: 1, 3 or 7 draft positions unrolled.")] = "hass",
+    loss: Annotated[str, typer.Option(help="Loss of speculators: kl_div, ce, tv, nla, lk_hybrid.")] = "kl_div",
+    aux_layers: Annotated[str | None, typer.Option(help="Policy layers to read, e.g. 2,18,33.")] = None,
+    draft_vocab: Annotated[int | None, typer.Option(help="Only the most frequent tokens can be drafted.")] = None,
+    samples: Annotated[int, typer.Option(help="Responses per prompt.")] = 1,
+    limit: Annotated[int | None, typer.Option(help="Use the first so many prompts.")] = None,
+    response_length: Annotated[int, typer.Option(help="Longest response, in tokens.")] = 1024,
+    temperature: Annotated[float, typer.Option(help="Of the rollout this drafter is for.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Of the rollout.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Of the rollout; 0: off.")] = 0,
+    epochs: Annotated[float, typer.Option(help="Budget: passes over the responses.")] = 4.0,
+    max_steps: Annotated[float, typer.Option(help="Budget: optimizer steps.")] = float("inf"),
+    max_tokens: Annotated[float, typer.Option(help="Budget: response tokens learned from.")] = float("inf"),
+    max_minutes: Annotated[float, typer.Option(help="Budget: minutes of training.")] = float("inf"),
+    batch_tokens: Annotated[int, typer.Option(help="Tokens of a packed batch.")] = 2048,
+    learning_rate: Annotated[float, typer.Option(help="AdamW's, at its peak.")] = 1e-3,
+    draft_length: Annotated[int, typer.Option(help="Draft length its accept length is reported for.")] = 3,
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    tensor_parallel: Annotated[int, typer.Option(help="GPUs vLLM generates on.")] = 1,
+    cache_gb: Annotated[float, typer.Option(help="Host memory for hidden states; the rest is computed again.")] = 8.0,
+    seed: Annotated[int, typer.Option(help="Seeds head, sampling and order.")] = 0,
+) -> None:
+    """Make a drafter for a policy from its own responses to prompts. The same command goes on after a kill."""
+    from rich.console import Console
+
+    from verl_tlt.warmup.command import Warmup, parse_layers
+    from verl_tlt.warmup.command import warmup as run
+    from verl_tlt.warmup.engine import Sampling
+    from verl_tlt.warmup.train import Budget
+
+    with _refusals():
+        settings = Warmup(
+            model=model,
+            prompts=prompts,
+            out=out,
+            start=drafter,
+            aux_layers=parse_layers(aux_layers),
+            objective=objective,
+            loss=loss,
+            draft_vocab=draft_vocab,
+            samples=samples,
+            limit=limit,
+            sampling=Sampling(temperature, top_p, top_k, response_length, seed),
+            budget=Budget(epochs, max_steps, max_tokens, max_minutes),
+            batch_tokens=batch_tokens,
+            learning_rate=learning_rate,
+            draft_length=draft_length,
+            device=device,
+            tensor_parallel=tensor_parallel,
+            cache_gb=cache_gb,
+            seed=seed,
+        )
+        run(settings, Console())
+
+
+@app.command()
+def evaluate(
+    drafter: Annotated[Path, typer.Argument(help="The drafter's directory.")],
+    model: Annotated[Path, typer.Option(help="The policy's Hugging Face directory.")],
+    prompts: Annotated[
+        Path | None, typer.Option(help="Prompts; if not given those of its warm-up, held-out ones only.")
+    ] = None,
+    limit: Annotated[int, typer.Option(help="Most prompts.")] = 64,
+    response_length: Annotated[int, typer.Option(help="Longest response, in tokens.")] = 1024,
+    temperature: Annotated[float, typer.Option(help="Of the rollout.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Of the rollout.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Of the rollout; 0: off.")] = 0,
+    draft_length: Annotated[int, typer.Option(help="Tokens per draft.")] = 3,
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    tensor_parallel: Annotated[int, typer.Option(help="GPUs vLLM serves on.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seeds sampling.")] = 0,
+) -> None:
+    """Accept length of a drafter: predicted from text, and counted by stock vLLM. Exits 1 if they disagree by 5 %."""
+    from rich.console import Console
+
+    from verl_tlt.warmup.engine import Sampling, find_device
+    from verl_tlt.warmup.evaluate import evaluate as run
+    from verl_tlt.warmup.evaluate import report as show
+
+    console = Console()
+    with _refusals():
+        verdict = run(
+            drafter,
+            model,
+            prompts,
+            Sampling(temperature, top_p, top_k, response_length, seed),
+            device=find_device(device),
+            draft_length=draft_length,
+            limit=limit,
+            tensor_parallel=tensor_parallel,
+            console=console,
+        )
+        show(verdict, console)
+        raise typer.Exit(0 if verdict.agrees else 1)
+
+
+@app.command()
+def convert(
+    drafter: Annotated[Path, typer.Argument(help="A drafter in SafeAILab's, SpecForge's or speculators' layout.")],
+    model: Annotated[Path, typer.Option(help="The policy's Hugging Face directory.")],
+    out: Annotated[Path, typer.Option(help="Where the converted drafter goes.")],
+) -> None:
+    """Write an existing EAGLE-3 drafter in the layout that vLLM serves, or say what is wrong with it."""
+    from verl_tlt.drafter import DrafterError, load_drafter, provenance, save_drafter
+
+    with _refusals():
+        if out.exists():
+            raise DrafterError(f"--out {out} exists; give another name, or remove it.")
+        facts = provenance(drafter) or {"policy": str(model), "converted from": str(drafter)}
+        save_drafter(load_drafter(drafter, model), out, facts, policy=model)
+        typer.echo(f"Wrote {out}.")
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Print what a user can put right as a sentence, not as a traceback, and exit with 1."""
+    from verl_tlt.drafter.policy import DrafterError
+
+    try:
+        yield
+    except DrafterError as error:
+        typer.secho(str(error), fg="red", err=True)
+        raise typer.Exit(1) from None

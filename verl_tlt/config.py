@@ -15,6 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+OBJECTIVES = {"eagle": 1, "hass": 3, "eagle3": 7}
+"""Passes of the training-time test by the name of the method that trains so; the costs of the TLT paper's Table 7."""
+
 
 class TLTConfigError(ValueError):
     """A setting is wrong; the message names the key and says what is allowed."""
@@ -30,8 +33,10 @@ class DrafterConfig:
     """Where the drafter is left at the end of the run; null: `<trainer.default_local_dir>/tlt_drafter`."""
     aux_layers: tuple[int, ...] | None = None
     """Layer *inputs* of the policy fed to the drafter; null: (2, L/2, L-3), spread out for shallow models."""
-    ttt_steps: int = 3
-    """Training-time-test passes per step: 1 trains as EAGLE does, more as HASS and EAGLE-3 do."""
+    objective: Literal["eagle", "hass", "eagle3"] = "hass"
+    """How many draft positions a training step unrolls: `eagle` 1, `hass` 3, `eagle3` 7."""
+    ttt_steps: int | None = None
+    """Training-time-test passes per step; null: the objective's."""
     loss: Literal["kl_div", "ce", "tv", "nla", "lk_hybrid"] = "kl_div"
     """Loss of `speculators.losses`."""
     learning_rate: float = 1e-3
@@ -42,6 +47,11 @@ class DrafterConfig:
     """Tokens in one packed micro-batch: also the longest a stop request waits."""
     seed: int = 0
     """Seeds the random head and the order of training sequences."""
+
+    @property
+    def passes(self) -> int:
+        """Training-time-test passes per step."""
+        return OBJECTIVES[self.objective] if self.ttt_steps is None else self.ttt_steps
 
 
 @dataclass(frozen=True)
@@ -221,7 +231,7 @@ def _check(c: TLTConfig) -> None:
     if s.audit_every < 0:
         raise TLTConfigError(f"tlt.speculation.audit_every must be 0 or above, not {s.audit_every}.")
     positive = {
-        "drafter.ttt_steps": c.drafter.ttt_steps,
+        "drafter.ttt_steps": c.drafter.passes,
         "drafter.learning_rate": c.drafter.learning_rate,
         "drafter.batch_tokens": c.drafter.batch_tokens,
         "spot.poll_s": c.spot.poll_s,

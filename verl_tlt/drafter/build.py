@@ -139,14 +139,20 @@ def build_drafter(
 
 
 def instantiate(config: Eagle3SpeculatorConfig, attention: str) -> Eagle3DraftModel:
-    """The model of `config` in float32 on the current device, its two heads one tensor."""
+    """The model of `config` in float32 on the current device; `config.own_head`: its head is not the policy's."""
     from speculators.models.eagle3 import Eagle3DraftModel
 
     config.transformer_layer_config._attn_implementation = attention
     model = Eagle3DraftModel(config).float()
-    # Both are frozen copies of the policy's head; one tensor saves V x H floats and one copy per refresh.
-    model.verifier_lm_head.weight = model.lm_head.weight
+    if not has_own_head(model):
+        # Both are frozen copies of the policy's head; one tensor saves V x H floats and one copy per refresh.
+        model.verifier_lm_head.weight = model.lm_head.weight
     return model
+
+
+def has_own_head(model: Eagle3DraftModel) -> bool:
+    """Whether it drafts through a head of its own, as SafeAILab's and SpecForge's drafters do, not the policy's."""
+    return bool(getattr(model.config, "own_head", False))
 
 
 def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -211,7 +217,8 @@ class FrozenParts:
 def refresh_frozen(model: Eagle3DraftModel, parts: FrozenParts) -> None:
     """Copy the policy's embedding, head and norm into the drafter, cast to its dtype and device.
 
-    A pruned draft vocabulary takes the rows of the head that it keeps.
+    A pruned draft vocabulary takes the rows of the head that it keeps. A drafter with a head of its own keeps that, and
+    takes the policy's for its teacher only.
 
     Raises:
         DrafterError: a tensor of another shape than the drafter's.
@@ -221,7 +228,7 @@ def refresh_frozen(model: Eagle3DraftModel, parts: FrozenParts) -> None:
         head = head[model.t2d.to(head.device)]  # [DV, H]
     pairs = {
         "embed": (model.embed_tokens.weight, parts.embed),
-        "lm_head": (model.lm_head.weight, head),
+        "lm_head": (model.verifier_lm_head.weight, head),  # one tensor with `lm_head` unless that is its own
         "norm": (model.verifier_norm.weight, parts.norm),
     }
     for part, (held, given) in pairs.items():

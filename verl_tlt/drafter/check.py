@@ -7,10 +7,14 @@ worker, or silence and an accept length of 1.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from verl_tlt.drafter.foreign import PICKLED, as_speculators, is_foreign, renamed
 from verl_tlt.drafter.policy import (
     NUM_AUX,
     DrafterError,
@@ -23,11 +27,17 @@ from verl_tlt.drafter.policy import (
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+PROVENANCE = "provenance.json"
+TOKENIZER = "tokenizer_sha256"
+"""Key in `provenance.json`: the vocabulary the drafter was trained for."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 
 
 def check_drafter(directory: str | os.PathLike, policy: PolicyLike, min_context: int = 0) -> None:
-    """Return when `directory` is a complete EAGLE-3 drafter, in speculators format, that fits `policy`.
+    """Return when `directory` is a complete EAGLE-3 drafter that fits `policy`.
+
+    It may be in speculators' layout or in SafeAILab's and SpecForge's. The tensors of a pickled file, which only those
+    have, are checked by `load_drafter`.
 
     Args:
         directory: the drafter.
@@ -40,26 +50,38 @@ def check_drafter(directory: str | os.PathLike, policy: PolicyLike, min_context:
     path = Path(directory)
     if not path.is_dir():
         raise DrafterError(f"{path} is not a directory: a drafter is a directory with {CONFIG} and {WEIGHTS}.")
-    shape = policy_shape(policy)
-    layer = _check_config(path / CONFIG, shape, min_context)
-    _check_weights(path, layer)
+    config = read_config(path, policy_shape(policy), min_context)
+    _check_tokenizer(path, policy)
+    foreign = is_foreign(read_json(path / CONFIG))
+    if not (foreign and (path / PICKLED).is_file() and not (path / WEIGHTS).is_file()):
+        shapes = _shapes(path)
+        check_tensors({renamed(n) or n: s for n, s in shapes.items()} if foreign else shapes, config, path / WEIGHTS)
 
 
-def _check_config(file: Path, policy: PolicyShape, min_context: int) -> dict[str, Any]:
-    """The config's fields against the policy; returns the layer's fields plus `draft_vocab_size`."""
+def read_config(path: Path, policy: PolicyShape, min_context: int = 0) -> dict[str, Any]:
+    """The drafter's config in speculators' form, its fields compared with the policy's.
+
+    Raises:
+        DrafterError: the first thing that does not fit.
+    """
+    file = path / CONFIG
     config = read_json(file)
+    foreign = is_foreign(config)
+    if foreign:
+        config = as_speculators(config, policy, file)
     kind = config.get("speculators_model_type")
     if kind != "eagle3":
         raise DrafterError(f"{file}: speculators_model_type must be 'eagle3', not {kind!r}.")
     layer = config.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise DrafterError(f"{file}: transformer_layer_config must be an object, not {layer!r}.")
-    _equal(file, layer, "hidden_size", policy.hidden_size, policy)
-    _equal(file, layer, "vocab_size", policy.vocab_size, policy)
+    prefix = f"{file}: " if foreign else f"{file}: transformer_layer_config."
+    for field, wanted in (("hidden_size", policy.hidden_size), ("vocab_size", policy.vocab_size)):
+        if layer.get(field) != wanted:
+            raise DrafterError(f"{prefix}{field}={layer.get(field)!r}, but the policy's is {wanted} ({policy.source}).")
     if layer.get("num_hidden_layers") != 1:
-        raise DrafterError(
-            f"{file}: transformer_layer_config.num_hidden_layers must be 1, not {layer.get('num_hidden_layers')!r}."
-        )
+        raise DrafterError(f"{prefix}num_hidden_layers must be 1, not {layer.get('num_hidden_layers')!r}.")
+    _check_heads(layer, prefix)
     ids = config.get("eagle_aux_hidden_state_layer_ids")
     where = f"{file}: eagle_aux_hidden_state_layer_ids"
     if not isinstance(ids, list):
@@ -68,28 +90,51 @@ def _check_config(file: Path, policy: PolicyShape, min_context: int) -> dict[str
     context = layer.get("max_position_embeddings")
     if not isinstance(context, int) or context < min_context:
         raise DrafterError(
-            f"{file}: transformer_layer_config.max_position_embeddings={context!r} is below {min_context}, the longest "
-            f"prompt, response and draft together."
+            f"{prefix}max_position_embeddings={context!r} is below {min_context}, the longest prompt, response and "
+            "draft together."
         )
     draft_vocab = config.get("draft_vocab_size")
     if not isinstance(draft_vocab, int) or not 0 < draft_vocab <= policy.vocab_size:
         raise DrafterError(f"{file}: draft_vocab_size must be 1..{policy.vocab_size}, not {draft_vocab!r}.")
-    return {**layer, "draft_vocab_size": draft_vocab}
+    return config
 
 
-def _equal(file: Path, layer: dict[str, Any], field: str, wanted: int, policy: PolicyShape) -> None:
-    if layer.get(field) != wanted:
+def _check_heads(layer: dict[str, Any], prefix: str) -> None:
+    for field in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+        if not isinstance(layer.get(field), int) or layer[field] < 1:
+            raise DrafterError(f"{prefix}{field} must be a positive integer, not {layer.get(field)!r}.")
+    if layer["num_attention_heads"] % layer["num_key_value_heads"]:
         raise DrafterError(
-            f"{file}: transformer_layer_config.{field}={layer.get(field)!r}, but the policy's is {wanted} "
-            f"({policy.source})."
+            f"{prefix}num_attention_heads={layer['num_attention_heads']} must be a multiple of "
+            f"num_key_value_heads={layer['num_key_value_heads']}."
         )
 
 
-def _check_weights(path: Path, layer: dict[str, Any]) -> None:
-    """Names and shapes in the weight file against the config beside it."""
-    shapes = _shapes(path)
-    file = path / WEIGHTS
-    for name, wanted in _wanted(layer, path / CONFIG).items():
+def _check_tokenizer(path: Path, policy: PolicyLike) -> None:
+    """Compare vocabularies where both sides say theirs: equal sizes do not make equal tokens."""
+    file = path / PROVENANCE
+    if not isinstance(policy, str | os.PathLike) or not file.is_file():
+        return
+    trained_for, present = read_json(file).get(TOKENIZER), tokenizer_hash(policy)
+    if trained_for and present and trained_for != present:
+        raise DrafterError(
+            f"{file}: {TOKENIZER}={trained_for}, but the vocabulary of {Path(policy) / 'tokenizer.json'} is {present}: "
+            "this drafter was trained for another tokenizer."
+        )
+
+
+def check_tensors(shapes: Mapping[str, list[int]], config: dict[str, Any], file: Path) -> None:
+    """Names and shapes in a weight file against its config.
+
+    Args:
+        shapes: by name in speculators' layout.
+        config: from `read_config`.
+        file: for messages.
+
+    Raises:
+        DrafterError: a tensor is missing or of another shape.
+    """
+    for name, wanted in _wanted(config).items():
         if name not in shapes:
             raise DrafterError(f"{file} has no tensor {name!r}.")
         if shapes[name] != wanted:
@@ -115,13 +160,9 @@ def _shapes(path: Path) -> dict[str, list[int]]:
         raise DrafterError(f"{file} is truncated or not a safetensors file: {error}.") from error
 
 
-def _wanted(layer: dict[str, Any], file: Path) -> dict[str, list[int]]:
+def _wanted(config: dict[str, Any]) -> dict[str, list[int]]:
     """Every tensor an EAGLE-3 head of this config has, except those that vLLM may share with the policy."""
-    for field in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
-        if not isinstance(layer.get(field), int) or layer[field] < 1:
-            raise DrafterError(
-                f"{file}: transformer_layer_config.{field} must be a positive integer, not {layer.get(field)!r}."
-            )
+    layer = config["transformer_layer_config"]
     hidden, inner = layer["hidden_size"], layer["intermediate_size"]
     queries = layer["num_attention_heads"] * layer["head_dim"]
     keys = layer["num_key_value_heads"] * layer["head_dim"]
@@ -140,10 +181,29 @@ def _wanted(layer: dict[str, Any], file: Path) -> dict[str, list[int]]:
         f"{mlp}up_proj.weight": [inner, hidden],
         f"{mlp}down_proj.weight": [hidden, inner],
     }
-    if layer["draft_vocab_size"] != layer["vocab_size"]:
-        wanted |= {
-            "lm_head.weight": [layer["draft_vocab_size"], hidden],
-            "d2t": [layer["draft_vocab_size"]],
-            "t2d": [layer["vocab_size"]],
-        }
+    if config.get("fc_norm"):
+        wanted |= {f"fc_norm.{i}.weight": [hidden] for i in range(NUM_AUX)}
+    if config.get("norm_before_fc"):
+        wanted["input_norm.weight"] = [NUM_AUX * hidden]
+    draft_vocab, vocab = config["draft_vocab_size"], layer["vocab_size"]
+    if draft_vocab != vocab or config.get("own_head"):
+        wanted["lm_head.weight"] = [draft_vocab, hidden]
+    if draft_vocab != vocab:
+        wanted |= {"d2t": [draft_vocab], "t2d": [vocab]}
     return wanted
+
+
+def tokenizer_hash(directory: str | os.PathLike) -> str | None:
+    """Sixteen hex digits over the tokenizer's vocabulary, tokens with their ids; None where there is no tokenizer.json.
+
+    Of what the file says, not of its bytes: saving a tokenizer again with another release changes its layout.
+    """
+    file = Path(directory) / "tokenizer.json"
+    if not file.is_file():
+        return None
+    content = read_json(file)
+    words = (content.get("model") or {}).get("vocab") or {}
+    pairs = list(words.items()) if isinstance(words, dict) else [(word, i) for i, (word, *_) in enumerate(words)]
+    pairs += [(token["content"], token["id"]) for token in content.get("added_tokens") or ()]
+    text = json.dumps(sorted(set(pairs)), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

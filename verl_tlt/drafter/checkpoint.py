@@ -4,28 +4,40 @@
 
 By default the weights carry neither embedding nor head: vLLM then shares the policy's own, which stay current through
 every weight sync, while a copy would go stale (and, with a dummy-loaded policy, never compare equal to it). A
-stand-alone export adds them. A pruned draft vocabulary always brings its own head and its maps.
+stand-alone export adds them. A pruned draft vocabulary always brings its rows of the head and its maps, a drafter from
+elsewhere the head it was trained with.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import json
 import os
 import pickle
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl_tlt.drafter.build import default_attention, instantiate
-from verl_tlt.drafter.check import CONFIG, WEIGHTS, check_drafter
+from verl_tlt.drafter.build import default_attention, has_own_head, instantiate
+from verl_tlt.drafter.check import (
+    CONFIG,
+    PROVENANCE,
+    TOKENIZER,
+    WEIGHTS,
+    check_drafter,
+    check_tensors,
+    read_config,
+    tokenizer_hash,
+)
 from verl_tlt.drafter.digest import fingerprint
-from verl_tlt.drafter.policy import DrafterError, PolicyLike
+from verl_tlt.drafter.foreign import PICKLED, is_foreign, read_tensors
+from verl_tlt.drafter.policy import DrafterError, PolicyLike, policy_shape, read_json
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -46,7 +58,8 @@ def serving_tensors(
         dtype: cast floats to this; None: as held (float32). Publishing in the serving dtype halves the bytes.
         standalone: with the policy's embedding and head.
     """
-    policy_owned = () if standalone else ("embed_tokens.",) + (() if model.use_draft_vocab else ("lm_head.",))
+    brings_head = model.use_draft_vocab or has_own_head(model)
+    policy_owned = () if standalone else ("embed_tokens.",) + (() if brings_head else ("lm_head.",))
     tensors = {}
     for name, tensor in model.state_dict().items():
         if name.startswith(_VERIFIER + policy_owned):
@@ -78,6 +91,7 @@ def save_drafter(
     directory: str | os.PathLike,
     provenance: Mapping[str, Any],
     *,
+    policy: str | os.PathLike | None = None,
     standalone: bool = False,
     dtype: torch.dtype | str | None = None,
     training_state: Mapping[str, Any] | None = None,
@@ -88,6 +102,8 @@ def save_drafter(
         model: the drafter.
         directory: where; an existing one is replaced whole.
         provenance: JSON-able facts for `provenance.json` and the model card: policy, steps, tokens, data, acceptance.
+            The releases it was made with are added.
+        policy: directory of the policy; its tokenizer is noted, so that a policy with another one is refused.
         standalone: add the policy's embedding and head, for use without this policy's own.
         dtype: of the weights; None: as held.
         training_state: `DrafterTrainer.state()`, to resume from.
@@ -104,13 +120,16 @@ def save_drafter(
         raise DrafterError(
             f"{target} was not written: the drafter holds NaN (refresh_frozen fills head and embedding)."
         )
+    facts = {**provenance, "versions": _versions()}
+    if policy is not None and (vocabulary := tokenizer_hash(policy)):
+        facts[TOKENIZER] = vocabulary
     with replaced(target) as draft:
         save_file(tensors, draft / WEIGHTS, metadata={"format": "pt"})
         if training_state is not None:
             torch.save(dict(training_state), draft / STATE)
         (draft / CONFIG).write_text(model.config.to_json_string())
-        (draft / "provenance.json").write_text(json.dumps(dict(provenance), indent=1, sort_keys=True) + "\n")
-        (draft / "README.md").write_text(_card(model, target.name, provenance, standalone))
+        (draft / PROVENANCE).write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
+        (draft / "README.md").write_text(_card(model, target.name, facts, standalone))
     return target
 
 
@@ -124,7 +143,8 @@ def load_drafter(
 ) -> Eagle3DraftModel:
     """A drafter from `directory` that fits `policy`, in float32; fill its frozen parts with `refresh_frozen`.
 
-    A stand-alone file's own embedding and head are loaded, ready until the policy changes.
+    A stand-alone file's own embedding and head are loaded, ready until the policy changes. SafeAILab's and SpecForge's
+    layouts are converted; `save_drafter` then writes the drafter in the layout that vLLM serves.
 
     Raises:
         DrafterError: see `check_drafter`.
@@ -134,10 +154,15 @@ def load_drafter(
 
     path = Path(directory)
     check_drafter(path, policy, min_context)
-    config = Eagle3SpeculatorConfig.from_pretrained(path)
+    if is_foreign(read_json(path / CONFIG)):
+        fields, tensors = read_config(path, policy_shape(policy), min_context), read_tensors(path)
+        check_tensors({name: list(tensor.shape) for name, tensor in tensors.items()}, fields, path / PICKLED)
+        config = Eagle3SpeculatorConfig.from_dict(fields)
+    else:
+        config, tensors = Eagle3SpeculatorConfig.from_pretrained(path), load_file(path / WEIGHTS)
     with torch.device("cpu"):
         model = instantiate(config, attention or default_attention(device))
-    model.load_state_dict(load_file(path / WEIGHTS), strict=False)  # names and shapes were checked
+    model.load_state_dict(tensors, strict=False)  # names and shapes were checked
     return model.to(device)
 
 
@@ -156,26 +181,61 @@ def load_training_state(directory: str | os.PathLike) -> dict[str, Any] | None:
         raise DrafterError(f"{file} is damaged: {str(error).splitlines()[0]}") from error
 
 
+def provenance(directory: str | os.PathLike) -> dict[str, Any]:
+    """The facts saved beside a drafter; empty for a drafter from elsewhere.
+
+    Raises:
+        DrafterError: the file is damaged.
+    """
+    file = Path(directory) / PROVENANCE
+    return read_json(file) if file.is_file() else {}
+
+
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
 
 
-def _card(model: Eagle3DraftModel, name: str, provenance: Mapping[str, Any], standalone: bool) -> str:
+def _versions() -> dict[str, str]:
+    """Releases a drafter depends on, as installed."""
+    import verl_tlt
+
+    found = {"verl_tlt": verl_tlt.__version__}
+    for name in ("torch", "transformers", "speculators", "vllm"):
+        with suppress(importlib.metadata.PackageNotFoundError):  # vLLM need not be there to train
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _card(model: Eagle3DraftModel, name: str, facts: Mapping[str, Any], standalone: bool) -> str:
     """The model card: what it is, how to serve it, where it comes from."""
-    config = json.dumps({"method": "eagle3", "model": name, "num_speculative_tokens": 3})
+    config = json.dumps(
+        {"method": "eagle3", "model": name, "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
+    )
     own = "with" if standalone else "without"
-    facts = "\n".join(f"| {key} | {value} |" for key, value in sorted(provenance.items()))
+    rows = {**facts, "versions": ", ".join(f"{k} {v}" for k, v in facts["versions"].items())}
+    table = "\n".join(f"| {key} | {value} |" for key, value in sorted(rows.items()))
     layers = ", ".join(map(str, model.target_layer_ids))
-    return f"""# EAGLE-3 drafter
+    own_head = " Its output head is its own, and does not follow the policy." if has_own_head(model) else ""
+    return f"""---
+library_name: speculators
+tags: [speculative-decoding, eagle3, vllm]
+---
+# EAGLE-3 drafter
 
-Trained by verl-tlt beside a policy in RL, saved {own} the policy's embedding and head. Reads the inputs of layers
-{layers}; hidden size {model.hidden_size}, draft vocabulary {model.draft_vocab_size} of {model.verifier_vocab_size}.
+Drafts tokens for one policy; it is no language model of its own. Saved by verl-tlt {own} the policy's embedding and
+head. It reads the inputs of the policy's layers {layers}; hidden size {model.hidden_size}, draft vocabulary
+{model.draft_vocab_size} of {model.verifier_vocab_size}.{own_head}
 
-    vllm serve POLICY --speculative-config '{config}'
+    vllm serve {facts.get("policy", "POLICY")} --speculative-config '{config}'
+
+Speculative decoding does not change what the policy answers, only how fast: with another policy, or another version of
+this one, fewer drafted tokens are accepted.
+
+## Where it comes from
 
 | | |
 |---|---|
-{facts}
+{table}
 """
 
 

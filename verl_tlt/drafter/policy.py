@@ -110,14 +110,14 @@ def _from_fields(fields: Mapping[str, Any], source: str) -> PolicyShape:
             rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
             hidden_act=str(fields.get("hidden_act", "silu")),
             max_position_embeddings=int(fields["max_position_embeddings"]),
-            rope=_rope(fields),
+            rope=rope_of(fields),
             tied=bool(fields.get("tie_word_embeddings", False)),
         )
     except KeyError as error:
         raise DrafterError(f"{source} has no field {error.args[0]!r}, which a drafter's shape depends on.") from error
 
 
-def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
+def rope_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     """RoPE settings in the one-dict form; files older than transformers 5 keep `rope_theta` and `rope_scaling`."""
     if fields.get("rope_parameters"):
         return dict(fields["rope_parameters"])

@@ -104,7 +104,7 @@ class SpotWorker:
         # Loaded on the host, but trained on the device.
         self.model = load_drafter(str(directory), policy_dir, attention=default_attention(self.device))
         self.trainer = DrafterTrainer(
-            self.model, learning_rate=d.learning_rate, warmup_steps=d.warmup_steps, ttt_steps=d.ttt_steps, loss=d.loss
+            self.model, learning_rate=d.learning_rate, warmup_steps=d.warmup_steps, ttt_steps=d.passes, loss=d.loss
         )
         b = self.config.buffer
         self.buffer: Buffer[Any] = Buffer(max_bytes=b.max_mb << 20, keep_steps=b.keep_steps, held_out=b.held_out)

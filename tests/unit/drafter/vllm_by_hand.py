@@ -50,6 +50,7 @@ class Reference:
         self.weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         layer = model.config.transformer_layer_config
         self.heads, self.kv_heads, self.dim = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim
+        self.norm_first = model.config.norm_before_residual
         self.eps, self.theta = layer.rms_norm_eps, layer.rope_parameters["rope_theta"]
 
     def __getitem__(self, name):
@@ -58,7 +59,9 @@ class Reference:
     def run(self, ids, hidden, positions, cache):
         """The layer over n tokens behind `cache`; returns (normed for the head, pre-norm fed back), both [n, H]."""
         n = len(ids)
-        hidden = residual = rms_norm(hidden, self["hidden_norm"], self.eps)
+        residual = hidden
+        hidden = rms_norm(hidden, self["hidden_norm"], self.eps)
+        residual = hidden if self.norm_first else residual
         embeds = rms_norm(self["embed_tokens"][ids], self["input_layernorm"], self.eps)
         x = torch.cat([embeds, hidden], -1)  # [n, 2H]
         q, k, v = (
@@ -94,4 +97,4 @@ class Reference:
     def policy(self, sequence, t):
         """The policy's logits [DV] for the token after t."""
         last = sequence.last[t].float()
-        return rms_norm(last, self.weights["verifier_norm.weight"], self.eps) @ self["lm_head"].T
+        return rms_norm(last, self.weights["verifier_norm.weight"], self.eps) @ self["verifier_lm_head"].T

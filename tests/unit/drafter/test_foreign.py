@@ -1,0 +1,197 @@
+"""Drafters of SafeAILab/EAGLE and SpecForge: the same network under other names, or one sentence."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_policy import VOCAB, frozen_parts
+from vllm_by_hand import Reference, passes
+
+from verl_tlt.drafter import (
+    DrafterError,
+    align,
+    check_drafter,
+    load_drafter,
+    pack,
+    refresh_frozen,
+    save_drafter,
+    serving_tensors,
+)
+
+H, DV = 32, 20
+FLAT = dict(  # the fields of SpecForge's configs/qwen3-*-eagle3.json
+    architectures=["LlamaForCausalLMEagle3"], attention_bias=False, bos_token_id=1, eos_token_id=2, head_dim=16,
+    hidden_act="silu", hidden_size=H, intermediate_size=40, max_position_embeddings=64, model_type="llama",
+    num_attention_heads=4, num_hidden_layers=1, num_key_value_heads=2, rms_norm_eps=1e-6, rope_scaling=None,
+    rope_theta=10000.0, tie_word_embeddings=False, torch_dtype="bfloat16", vocab_size=VOCAB, draft_vocab_size=DV,
+)  # fmt: skip
+
+
+def foreign_tensors(draft_vocab=DV):
+    """Names and shapes as `Model` in SafeAILab's cnets.py registers them; SpecForge's are the same."""
+    generator = torch.Generator().manual_seed(4)
+
+    def weight(*shape):
+        return torch.randn(*shape, generator=generator) * 0.2
+
+    block = "midlayer."
+    tensors = {
+        "embed_tokens.weight": weight(VOCAB, H),
+        "lm_head.weight": weight(draft_vocab, H),
+        f"{block}self_attn.q_proj.weight": weight(4 * 16, 2 * H),
+        f"{block}self_attn.k_proj.weight": weight(2 * 16, 2 * H),
+        f"{block}self_attn.v_proj.weight": weight(2 * 16, 2 * H),
+        f"{block}self_attn.o_proj.weight": weight(H, 4 * 16),
+        f"{block}mlp.gate_proj.weight": weight(40, H),
+        f"{block}mlp.up_proj.weight": weight(40, H),
+        f"{block}mlp.down_proj.weight": weight(H, 40),
+        f"{block}hidden_norm.weight": 1 + weight(H),
+        f"{block}input_layernorm.weight": 1 + weight(H),
+        f"{block}post_attention_layernorm.weight": 1 + weight(H),
+        "fc.weight": weight(H, 3 * H),
+        "norm.weight": 1 + weight(H),
+        "d2t": torch.arange(draft_vocab),  # draft id i stands for token 2i
+        "t2d": torch.zeros(VOCAB, dtype=torch.bool),
+    }
+    tensors["t2d"][: 2 * draft_vocab : 2] = True
+    return tensors
+
+
+@pytest.fixture(params=["specforge", "safeailab"])
+def foreign(request, tmp_path):
+    path = tmp_path / "foreign"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(FLAT))
+    if request.param == "specforge":
+        save_file(foreign_tensors(), path / "model.safetensors")
+    else:
+        torch.save(foreign_tensors(), path / "pytorch_model.bin")
+    return path
+
+
+def edit(path, **changes):
+    (path / "config.json").write_text(json.dumps({**FLAT, **changes}))
+
+
+def test_it_computes_what_its_own_project_computes(foreign, policy, sequences):
+    model = load_drafter(foreign, policy.config)
+    refresh_frozen(model, frozen_parts(policy))
+    theirs = foreign_tensors()
+    assert torch.equal(model.lm_head.weight, theirs["lm_head.weight"])  # its own head stays
+    assert torch.equal(model.verifier_lm_head.weight, policy.lm_head.weight[0 : 2 * DV : 2])  # its teacher is ours
+    assert torch.equal(model.layers[0].self_attn.q_proj.weight, theirs["midlayer.self_attn.q_proj.weight"])
+    reference = Reference(model)
+    sequence = sequences[0]
+    seen = passes(model, align(sequence), 2)
+    for t in range(4, 9):
+        drafted = reference.draft(sequence, t, 2)
+        for k in range(2):
+            torch.testing.assert_close(seen[k][0][t], drafted[k], rtol=1e-4, atol=1e-4)
+
+
+def test_converted_it_is_a_drafter_like_any_other(foreign, policy, policy_dir, sequences, tmp_path):
+    model = load_drafter(foreign, policy_dir, min_context=200)  # its own 64 positions are a training length
+    refresh_frozen(model, frozen_parts(policy))
+    save_drafter(model, tmp_path / "ours", {"converted from": "theirs"})
+    check_drafter(tmp_path / "ours", policy_dir)
+    again = load_drafter(tmp_path / "ours", policy_dir)
+    assert all(torch.equal(t, serving_tensors(again)[n]) for n, t in serving_tensors(model).items())
+    refresh_frozen(again, frozen_parts(policy))
+    batch = pack(sequences)
+    for (one, _), (two, _) in zip(passes(model, batch), passes(again, batch), strict=True):
+        assert torch.equal(one, two)
+    assert "head is its own" in (tmp_path / "ours" / "README.md").read_text()
+
+
+def test_a_whole_vocabulary_keeps_its_head_too(policy, policy_dir, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**FLAT, "draft_vocab_size": VOCAB}))
+    tensors = foreign_tensors(VOCAB)
+    tensors["d2t"].zero_()
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = load_drafter(tmp_path, policy_dir)
+    refresh_frozen(model, frozen_parts(policy))
+    assert not model.use_draft_vocab
+    assert torch.equal(serving_tensors(model)["lm_head.weight"], tensors["lm_head.weight"])
+    assert torch.equal(model.verifier_lm_head.weight, policy.lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    ("field", "expected"),
+    [
+        ({}, [1, 2, 3]),  # nothing said: the default of a policy with four layers
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}, [1, 2, 3]),  # SpecForge counts outputs
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, [0, 1, 2]),  # vLLM counts inputs
+    ],
+)
+def test_aux_layers_are_counted_as_inputs(policy, tmp_path, field, expected):
+    (tmp_path / "config.json").write_text(json.dumps({**FLAT, **field}))
+    save_file(foreign_tensors(), tmp_path / "model.safetensors")
+    assert load_drafter(tmp_path, policy.config).target_layer_ids == expected
+
+
+def test_newer_norms_are_carried_over(policy, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**FLAT, "fc_norm": True, "norm_output": True}))
+    save_file(foreign_tensors(), tmp_path / "model.safetensors")
+    with pytest.raises(DrafterError, match=r"no tensor 'fc_norm\.0\.weight'"):
+        load_drafter(tmp_path, policy.config)
+    norms = {f"fc_norm.{i}.weight": torch.full((H,), 1.0 + i) for i in range(3)}
+    save_file({**foreign_tensors(), **norms}, tmp_path / "model.safetensors")
+    model = load_drafter(tmp_path, policy.config)
+    assert model.config.norm_output and torch.equal(model.fc_norm[2].weight, norms["fc_norm.2.weight"])
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"hidden_size": 64}, "hidden_size=64, but the policy's is 32"),
+        ({"vocab_size": 50}, "vocab_size=50, but the policy's is 48"),
+        ({"num_attention_heads": 3}, "num_attention_heads=3 must be a multiple of num_key_value_heads=2"),
+        ({"num_attention_heads": 8}, "q_proj.weight is [64, 64], but config.json asks for [128, 64]"),
+        ({"num_hidden_layers": 4}, "num_hidden_layers must be 1, not 4"),
+        ({"target_hidden_size": 64}, "target_hidden_size=64 differs from hidden_size=32"),
+        ({"architectures": ["PEagleDraftModel"]}, "architectures must name one of"),
+        ({"intermediate_size": None}, "intermediate_size must be an integer, not None"),
+        ({"draft_vocab_size": 10}, "lm_head.weight is [20, 32], but config.json asks for [10, 32]"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "eagle_aux_hidden_state_layer_ids=[1, 2, 9] is outside 0..3"),
+    ],
+)
+def test_what_does_not_fit_is_named(foreign, policy, change, sentence):
+    edit(foreign, **change)
+    with pytest.raises(DrafterError) as caught:
+        load_drafter(foreign, policy.config)
+    assert sentence in str(caught.value) and str(foreign) in str(caught.value)
+
+
+def test_an_ordinary_model_is_no_drafter(policy, policy_dir):
+    with pytest.raises(DrafterError, match="is no EAGLE-3 drafter"):
+        check_drafter(policy_dir, policy.config)
+
+
+def test_pickled_code_is_not_run(policy, tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "ran"), "w"))
+
+    (tmp_path / "config.json").write_text(json.dumps(FLAT))
+    torch.save({**foreign_tensors(), "trap": Trap()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(DrafterError, match=r"pytorch_model\.bin is damaged, or not only tensors"):
+        load_drafter(tmp_path, policy.config)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_damage_is_named(foreign, policy):
+    file = next(p for p in foreign.iterdir() if p.name != "config.json")
+    file.write_bytes(file.read_bytes()[:2000])
+    with pytest.raises(DrafterError, match=r"truncated|damaged"):
+        load_drafter(foreign, policy.config)
+
+
+def test_nothing_is_lost_in_renaming(foreign, policy):
+    model = load_drafter(foreign, policy.config)
+    kept = {n: t for n, t in serving_tensors(model).items()}
+    wanted = foreign_tensors()
+    assert {n.replace("midlayer.", "layers.0.") for n in wanted} - {"embed_tokens.weight"} == kept.keys()
+    assert all(torch.equal(kept[n.replace("midlayer.", "layers.0.")], t) for n, t in wanted.items() if "embed" not in n)
+    if (foreign / "model.safetensors").is_file():
+        assert load_file(foreign / "model.safetensors").keys() == wanted.keys()

@@ -1,0 +1,166 @@
+"""`verl-tlt warmup` without its engine: training, resuming after a kill, what is saved, and what is refused."""
+
+import json
+import re
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from verl_tlt.cli import app
+from verl_tlt.drafter import check_drafter, load_drafter, provenance
+from verl_tlt.warmup import command, train
+from verl_tlt.warmup.command import Warmup, warmup
+from verl_tlt.warmup.engine import Sampling
+from verl_tlt.warmup.train import Budget
+
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture
+def settings(policy_dir, prompts_file, tmp_path):
+    def make(**changes):
+        defaults = dict(
+            model=policy_dir, prompts=prompts_file, out=tmp_path / "drafter", sampling=Sampling(max_tokens=24),
+            budget=Budget(epochs=3), batch_tokens=128, learning_rate=3e-3, device="cpu", objective="eagle",
+        )  # fmt: skip
+        return Warmup(**{**defaults, **changes})
+
+    return make
+
+
+def test_from_prompts_to_a_drafter(settings, answered, tmp_path):
+    wanted = settings()
+    answered(wanted.work)
+    assert warmup(wanted, QUIET) == wanted.out
+    check_drafter(wanted.out, wanted.model)
+    facts = provenance(wanted.out)
+    assert facts["tau_sim"] > 1.05 and len(facts["acceptance"]) == 3
+    assert facts["prompts_used"] == 40 and facts["response_tokens"] == 40 * 24
+    assert facts["versions"]["verl_tlt"] and facts["tokenizer_sha256"]
+    card = (wanted.out / "README.md").read_text()
+    assert "--speculative-config" in card and "tau_sim" in card
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "prompts.txt"]
+
+
+def test_killed_and_run_again_it_ends_where_it_would_have(settings, answered, monkeypatch):
+    straight = settings()
+    answered(straight.work)
+    warmup(straight, QUIET)
+    expected = load_drafter(straight.out, straight.model)
+
+    class Killed(BaseException):
+        pass
+
+    def save_and_die(run):
+        if run.trainer.steps == 5:
+            run.save()
+            raise Killed
+
+    other = settings(out=straight.out.with_name("other"))
+    answered(other.work)
+    with monkeypatch.context() as patch:
+        call = train.Run.__call__
+        patch.setattr(train.Run, "__call__", lambda run, tell: call(run, save_and_die))
+        with pytest.raises(Killed):
+            warmup(other, QUIET)
+    assert not other.out.exists() and (other.work / "state.pt").is_file()
+    warmup(other, QUIET)
+    found = load_drafter(other.out, other.model)
+    for (name, a), (_, b) in zip(expected.named_parameters(), found.named_parameters(), strict=True):
+        if a.requires_grad:
+            assert torch.equal(a, b), name
+    assert provenance(other.out)["steps_in_all"] == provenance(straight.out)["steps_in_all"]
+
+
+def test_other_settings_do_not_go_on_from_it(settings, answered):
+    wanted = settings()
+    command._begin(wanted, command._prompts(wanted))
+    with pytest.raises(command.DrafterError, match=r"drafter\.warmup belongs to a run with seed=0, not 1"):
+        warmup(settings(seed=1), QUIET)
+    answered(wanted.work)
+    warmup(settings(budget=Budget(epochs=1)), QUIET)  # a longer or shorter budget is no other run
+
+
+@pytest.mark.parametrize(
+    "budget", [Budget(epochs=0.4), Budget(steps=4), Budget(tokens=300), Budget(minutes=1e-9)], ids=str
+)
+def test_every_budget_ends_it(settings, answered, budget):
+    wanted = settings(budget=budget)
+    answered(wanted.work)
+    warmup(wanted, QUIET)
+    assert 0 < provenance(wanted.out)["steps_in_all"] <= 5
+
+
+def test_the_best_weights_are_saved_not_the_last(settings, answered, monkeypatch):
+    taus = iter([1.1, 1.4, *[1.2] * 20])
+    monkeypatch.setattr(train, "accept_length", lambda scores: next(taus))
+    wanted = settings()
+    answered(wanted.work)
+    warmup(wanted, QUIET)
+    facts = provenance(wanted.out)
+    assert facts["tau_sim"] == 1.4 and 0 < facts["steps"] < facts["steps_in_all"]
+
+
+def test_a_pruned_vocabulary_holds_the_most_frequent_tokens(settings, answered, answers):
+    wanted = settings(draft_vocab=12, budget=Budget(epochs=1))
+    answered(wanted.work)
+    warmup(wanted, QUIET)
+    model = load_drafter(wanted.out, wanted.model)
+    counts = torch.bincount(torch.tensor(answers).flatten(), minlength=48)
+    kept = model.t2d.nonzero()[:, 0]
+    assert len(kept) == 12 and counts[kept].min() >= counts[~model.t2d].max()
+
+
+def test_it_goes_on_from_a_drafter(settings, answered):
+    first = settings(budget=Budget(epochs=1))
+    answered(first.work)
+    warmup(first, QUIET)
+    second = settings(start=first.out, out=first.out.with_name("second"), budget=Budget(epochs=1))
+    answered(second.work)
+    warmup(second, QUIET)
+    assert provenance(second.out)["tau_sim"] >= provenance(first.out)["tau_sim"] - 0.02
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--aux-layers", "1,2,9"], "--aux-layers=[1, 2, 9] is outside 0..3, the layers of the policy."),
+        (["--aux-layers", "low"], "--aux-layers must be numbers like 2,18,33, not 'low'."),
+        (["--objective", "medusa"], "--objective must be eagle, hass, eagle3, not 'medusa'."),
+        (["--draft-vocab", "99"], "--draft-vocab must be 2..48, the policy's vocabulary, not 99."),
+        (["--max-steps", "0"], "--max-steps must be above 0, not 0.0."),
+        (["--response-length", "400"], "--response-length 400 leaves no room for a prompt"),
+        (["--device", "tpu"], "--device must be auto, cuda or cpu, not 'tpu'."),
+        (["--drafter", "nowhere"], "nowhere is not a directory"),
+        (["--model", "nowhere"], "nowhere/config.json does not exist."),
+        (["--prompts", "nowhere.txt"], "--prompts nowhere.txt does not exist."),
+    ],
+)
+def test_a_wrong_option_is_one_sentence_and_leaves_nothing(policy_dir, prompts_file, tmp_path, options, sentence):
+    given = {"--model": str(policy_dir), "--prompts": str(prompts_file), "--out": str(tmp_path / "drafter")}
+    given["--response-length"] = "24"
+    given.update(dict([options]))
+    result = CliRunner().invoke(app, ["warmup", *(word for pair in given.items() for word in pair)])
+    said = re.sub(r"\s+", " ", result.output)
+    assert result.exit_code == 1 and sentence in said, said
+    assert [p.name for p in tmp_path.iterdir()] == ["prompts.txt"]
+
+
+def test_nothing_is_overwritten(policy_dir, prompts_file, tmp_path):
+    (tmp_path / "drafter").mkdir()
+    arguments = ["--model", policy_dir, "--prompts", prompts_file, "--out", tmp_path / "drafter"]
+    result = CliRunner().invoke(app, ["warmup", *map(str, arguments)])
+    assert result.exit_code == 1 and "exists; give another name" in result.output
+
+
+def test_answers_too_short_to_learn_from(settings):
+    wanted = settings()
+    folder = wanted.work / "responses"
+    folder.mkdir(parents=True)
+    rows = [{"prompt": i, "sample": 0, "tokens": [3], "finished": True} for i in range(40)]
+    (folder / "responses.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(command.DrafterError, match=r"1\.0 tokens on average, too few to learn from"):
+        warmup(wanted, QUIET)
+    assert not wanted.out.exists()

@@ -1,0 +1,82 @@
+"""Prompts in every form they may come in, the part that is held out, and one sentence for every unusable file."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from verl_tlt.drafter import DrafterError
+from verl_tlt.warmup.prompts import load_tokenizer, read_prompts
+
+
+@pytest.fixture(scope="module")
+def tokenizer(policy_dir):
+    return load_tokenizer(policy_dir)
+
+
+def as_chat(lines):
+    return [[{"role": "user", "content": line}] for line in lines]
+
+
+def test_text_and_chat_in_three_formats(tokenizer, prompt_lines, prompts_file, tmp_path):
+    plain = read_prompts(prompts_file, tokenizer, 100)
+    expected = tuple(int(word[1:]) for word in prompt_lines[0].split())
+    assert plain.tokens[0] == expected
+    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"prompt": line}) for line in prompt_lines))
+    assert read_prompts(tmp_path / "p.jsonl", tokenizer, 100).tokens == plain.tokens
+    pq.write_table(pa.table({"prompt": as_chat(prompt_lines)}), tmp_path / "p.parquet")
+    chat = read_prompts(tmp_path / "p.parquet", tokenizer, 100)
+    assert chat.tokens[0] == (*expected, 47)  # through the chat template
+
+
+def test_a_tenth_is_held_out_whatever_else_is_in_the_file(tokenizer, tmp_path):
+    lines = [f"w{i} w{j}" for i in range(1, 40) for j in range(1, 20)]
+    (tmp_path / "all.txt").write_text("\n".join(lines))
+    (tmp_path / "half.txt").write_text("\n".join(lines[::2]))
+    whole, half = (read_prompts(tmp_path / f"{name}.txt", tokenizer, 100) for name in ("all", "half"))
+    assert len(whole.held_out) == pytest.approx(74, abs=25)  # three standard deviations
+    held = {whole.tokens[i] for i in whole.held_out}
+    assert {half.tokens[i] for i in half.held_out} == held & set(half.tokens)
+    assert whole.digest != half.digest
+
+
+def test_equal_prompts_count_once_and_long_ones_are_left_out(tokenizer, tmp_path, prompt_lines):
+    (tmp_path / "p.txt").write_text("\n".join([*prompt_lines, *prompt_lines, " ".join(["w3"] * 30)]))
+    found = read_prompts(tmp_path / "p.txt", tokenizer, 20)
+    assert (len(found.tokens), found.skipped) == (40, 1)
+    assert len(read_prompts(tmp_path / "p.txt", tokenizer, 20, limit=17).tokens) == 17
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("p.txt", "", "is empty"),
+        ("p.txt", "w1 w2\nw3 w4", "holds 2 different usable prompts, but at least 16 are needed"),
+        ("p.txt", "\n".join(" ".join(["w5"] * 101) + f" w{i}" for i in range(1, 40)), "39 are longer than 100 tokens"),
+        ("p.csv", "w1", "must end in .parquet, .jsonl or .txt"),
+        ("p.jsonl", '{"prompt": "w1"}\n{', "line 2 is not JSON"),
+        ("p.jsonl", '{"text": "w1"}', "line 1 has no field `prompt`"),
+        ("p.jsonl", '{"prompt": [1, 2]}', "prompt 1 is neither text nor a list of messages"),
+        ("p.parquet", "not parquet", "is not a readable parquet file"),
+    ],
+)
+def test_unusable_files_are_named(tokenizer, tmp_path, name, content, sentence):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DrafterError) as caught:
+        read_prompts(tmp_path / name, tokenizer, 100)
+    assert sentence in str(caught.value) and str(tmp_path / name) in str(caught.value)
+
+
+def test_a_missing_file_and_a_missing_tokenizer(tokenizer, tmp_path):
+    with pytest.raises(DrafterError, match="does not exist"):
+        read_prompts(tmp_path / "none.txt", tokenizer, 100)
+    with pytest.raises(DrafterError, match="holds no tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_chat_needs_a_template(tokenizer, tmp_path, prompt_lines, monkeypatch):
+    pq.write_table(pa.table({"prompt": as_chat(prompt_lines)}), tmp_path / "p.parquet")
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.raises(DrafterError, match="prompt 1 is a chat, but the policy's tokenizer has no chat template"):
+        read_prompts(tmp_path / "p.parquet", tokenizer, 100)

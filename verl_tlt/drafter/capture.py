@@ -1,0 +1,174 @@
+"""The policy's hidden states for recorded texts, from a plain transformers forward: the drafter's teacher without RL.
+
+RL taps these out of a forward that runs anyway (`verl_tlt.engine.tap`). Warming a drafter up and evaluating one need
+them for texts at rest: aux layers' inputs, and the last state before the final norm, at every position. They are heavy
+(28-64 KB a token for 7B-70B policies), so a `Library` keeps as many as its memory allows and computes the rest again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from verl_tlt.drafter import data
+from verl_tlt.drafter.policy import check_aux_layers, policy_shape
+
+FORWARD_TOKENS = 8192
+"""Tokens of one policy forward, padding included; a longer text goes alone."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt with its response."""
+
+    tokens: tuple[int, ...]
+    prompt_len: int
+
+
+def load_policy(directory: str | os.PathLike, device: torch.device | str, dtype: str = "auto") -> Any:
+    """The policy as a frozen transformers model on `device`; over all GPUs where there are several.
+
+    Args:
+        directory: Hugging Face directory.
+        device: where it computes.
+        dtype: of its weights, e.g. "bfloat16"; "auto": as saved, which is what vLLM serves.
+
+    Raises:
+        DrafterError: a model of a family that drafters are not built for.
+    """
+    from transformers import AutoModelForCausalLM
+
+    policy_shape(directory)
+    several = torch.device(device).type == "cuda" and torch.cuda.device_count() > 1
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation="sdpa", **({"device_map": "auto"} if several else {})
+    )
+    return (model if several else model.to(device)).eval().requires_grad_(False)
+
+
+class PolicyStates:
+    """Runs a policy over texts and hands out what a drafter learns from.
+
+    Args:
+        policy: a transformers causal language model (`.model.layers`, `.model.norm`).
+        aux_layers: layers whose inputs are kept, ascending.
+
+    Raises:
+        DrafterError: aux layers the policy does not have.
+    """
+
+    def __init__(self, policy: Any, aux_layers: Sequence[int]) -> None:
+        check_aux_layers(aux_layers, len(policy.model.layers), "aux_layers")
+        self.policy, self.aux_layers = policy, tuple(aux_layers)
+        self._seen: dict[int | str, torch.Tensor] = {}
+        for index in self.aux_layers:
+            policy.model.layers[index].register_forward_pre_hook(self._keep(index), with_kwargs=True)
+        # The final norm's input: what transformers returns as the last hidden state is already normed.
+        policy.model.norm.register_forward_pre_hook(self._keep("last"), with_kwargs=True)
+
+    def _keep(self, name: int | str) -> Any:
+        def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._seen[name] = args[0] if args else kwargs["hidden_states"]  # [B, L, H]
+
+        return hook
+
+    @torch.no_grad()
+    def __call__(self, texts: Sequence[Text]) -> list[data.Sequence]:
+        """One forward over all `texts`, right-padded: causal attention never looks at what follows.
+
+        Returns:
+            A sequence for each text, in order, on the host; states in 16 bits where the policy computes in 16 bits.
+        """
+        longest = max(len(text.tokens) for text in texts)
+        ids = torch.zeros(len(texts), longest, dtype=torch.int64)  # [B, L]
+        for row, text in zip(ids, texts, strict=True):
+            row[: len(text.tokens)] = torch.tensor(text.tokens)
+        self.policy.model(ids.to(self.policy.model.embed_tokens.weight.device), use_cache=False)
+        seen, self._seen = self._seen, {}
+        out = []
+        for i, text in enumerate(texts):
+            length = len(text.tokens)
+            aux = [seen[layer][i, :length].to("cpu", copy=True) for layer in self.aux_layers]
+            last = seen["last"][i, :length].to("cpu", copy=True)
+            out.append(data.Sequence(ids[i, :length].clone(), text.prompt_len, torch.cat(aux, dim=-1), last))
+        return out
+
+
+class Library:
+    """Texts with their states: captured when first asked for, kept while memory allows.
+
+    Args:
+        states: what captures.
+        texts: all texts, by number.
+        max_bytes: memory for states; texts captured beyond it are captured again each time.
+    """
+
+    def __init__(self, states: PolicyStates, texts: Sequence[Text], max_bytes: int) -> None:
+        self.states, self.texts, self.max_bytes = states, texts, max_bytes
+        self.nbytes = 0
+        self._held: dict[int, data.Sequence] = {}
+
+    def get(self, numbers: Sequence[int]) -> list[data.Sequence]:
+        """These texts' sequences, in this order."""
+        missing = sorted({n for n in numbers if n not in self._held}, key=lambda n: len(self.texts[n].tokens))
+        fresh: dict[int, data.Sequence] = {}
+        for group in _grouped(missing, [len(self.texts[n].tokens) for n in missing], FORWARD_TOKENS):
+            for number, sequence in zip(group, self.states([self.texts[n] for n in group]), strict=True):
+                fresh[number] = sequence
+                size = sequence.aux.nbytes + sequence.last.nbytes
+                if self.nbytes + size <= self.max_bytes:
+                    self._held[number] = sequence
+                    self.nbytes += size
+        return [self._held[n] if n in self._held else fresh[n] for n in numbers]
+
+
+def _grouped(numbers: Sequence[int], lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
+    """Neighbours in order of length, so that the padded rectangle of each group stays within `budget` tokens."""
+    group: list[int] = []
+    for number, length in zip(numbers, lengths, strict=True):
+        if group and (len(group) + 1) * length > budget:
+            yield group
+            group = []
+        group.append(number)
+    if group:
+        yield group
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens `begin:end` of text `number`."""
+
+    number: int
+    begin: int
+    end: int
+
+
+def plan_epoch(lengths: Sequence[int], budget: int, seed: Sequence[int]) -> list[list[Span]]:
+    """One pass over all texts in random order, as packed batches of at most `budget` rows.
+
+    Made from lengths alone, so that a resumed run finds its place without capturing what it has already seen.
+
+    Args:
+        lengths: tokens of each text.
+        budget: rows of a batch; a text of L tokens makes L - 1, and a longer one is cut.
+        seed: decides the order.
+    """
+    import numpy as np
+
+    batches: list[list[Span]] = [[]]
+    rows = 0
+    for number in np.random.default_rng(list(seed)).permutation(len(lengths)).tolist():
+        last = lengths[number] - 1
+        for begin in range(0, last, budget):
+            span = Span(number, begin, min(begin + budget, last) + 1)
+            size = span.end - span.begin - 1
+            if batches[-1] and rows + size > budget:
+                batches.append([])
+                rows = 0
+            batches[-1].append(span)
+            rows += size
+    return batches

@@ -1,0 +1,160 @@
+"""A user's prompts as token ids, in the form the rollout would give them to the policy.
+
+Three files are read: verl's own parquet (column `prompt`, chat messages), JSON lines with the same field or plain
+text in it, and plain text with one prompt a line. Messages go through the policy's chat template, as verl does it.
+A part of the prompts is held out by a hash of its tokens: the same whichever command reads the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_tlt.drafter.policy import DrafterError
+
+HELD_OUT = 0.1
+"""Share of the prompts that are never trained on."""
+MIN_PROMPTS = 16
+"""Fewer make no drafter: the responses would be learnt by heart, and nothing would be left to judge it on."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What a file held, and which part of it is for judging."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    """Token ids of each prompt; equal prompts once."""
+    digest: str
+    """Sixteen hex digits of the file's content, for provenance."""
+    skipped: int
+    """Prompts left out because they and a response do not fit the policy's context."""
+
+    held_out: frozenset[int]
+    """Numbers of the prompts that are for judging only."""
+
+
+def read_prompts(
+    file: Path, tokenizer: Any, longest: int, limit: int | None = None, least: int = MIN_PROMPTS
+) -> Prompts:
+    """Prompts of `file` as token ids.
+
+    Args:
+        file: .parquet, .jsonl or .txt.
+        tokenizer: the policy's.
+        longest: tokens a prompt may have.
+        limit: take the first so many; None: all.
+        least: prompts needed.
+
+    Raises:
+        DrafterError: the file is missing, unreadable, of another kind, or holds too few usable prompts.
+    """
+    if not file.is_file():
+        raise DrafterError(f"--prompts {file} does not exist.")
+    rows = list(_rows(file))
+    if not rows:
+        raise DrafterError(f"--prompts {file} is empty.")
+    kept: dict[tuple[int, ...], None] = {}
+    skipped = 0
+    for number, row in enumerate(rows[:limit]):
+        ids = _encode(row, tokenizer, f"--prompts {file}: prompt {number + 1}")
+        if len(ids) > longest:
+            skipped += 1
+        elif ids:
+            kept[ids] = None
+    if len(kept) < least:
+        long = f"; {skipped} are longer than {longest} tokens, which leaves no room for a response" if skipped else ""
+        raise DrafterError(
+            f"--prompts {file} holds {len(kept)} different usable prompts, but at least {least} are needed{long}."
+        )
+    marks = [_fraction(prompt) for prompt in kept]
+    held_out = frozenset(i for i, mark in enumerate(marks) if mark < HELD_OUT) or frozenset({marks.index(min(marks))})
+    return Prompts(tuple(kept), digest(file), skipped, held_out)
+
+
+def digest(file: Path) -> str:
+    """Sixteen hex digits of a file's content."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()[:16]
+
+
+def load_tokenizer(policy: Path) -> Any:
+    """The policy's tokenizer.
+
+    Raises:
+        DrafterError: the directory holds none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(policy)
+    except (OSError, ValueError) as error:
+        raise DrafterError(f"--model {policy} holds no tokenizer: {str(error).splitlines()[0]}") from error
+
+
+def _rows(file: Path) -> Iterator[Any]:
+    """Each prompt as text or as a list of messages."""
+    kind = file.suffix.lower()
+    if kind == ".parquet":
+        yield from _parquet(file)
+    elif kind in (".jsonl", ".json"):
+        yield from _json_lines(file)
+    elif kind == ".txt":
+        yield from (line for line in _text(file).splitlines() if line.strip())
+    else:
+        raise DrafterError(f"--prompts {file} must end in .parquet, .jsonl or .txt.")
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DrafterError(f"--prompts {file} is not a readable text file: {error}.") from error
+
+
+def _parquet(file: Path) -> Iterable[Any]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(file)
+    except (pa.ArrowException, OSError) as error:
+        raise DrafterError(f"--prompts {file} is not a readable parquet file: {str(error).splitlines()[0]}") from error
+    if "prompt" not in table.column_names:
+        raise DrafterError(f"--prompts {file} has no column `prompt`; it has {', '.join(table.column_names)}.")
+    return table.column("prompt").to_pylist()
+
+
+def _json_lines(file: Path) -> Iterator[Any]:
+    for number, line in enumerate(_text(file).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise DrafterError(f"--prompts {file}, line {number} is not JSON: {error}.") from error
+        if isinstance(value, dict):
+            if "prompt" not in value:
+                raise DrafterError(f"--prompts {file}, line {number} has no field `prompt`.")
+            value = value["prompt"]
+        yield value
+
+
+def _encode(row: Any, tokenizer: Any, where: str) -> tuple[int, ...]:
+    if isinstance(row, str):
+        return tuple(tokenizer(row)["input_ids"])
+    if isinstance(row, list) and row and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in row):
+        if not tokenizer.chat_template:
+            raise DrafterError(f"{where} is a chat, but the policy's tokenizer has no chat template.")
+        text = tokenizer.apply_chat_template(row, add_generation_prompt=True, tokenize=False)
+        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    raise DrafterError(f"{where} is neither text nor a list of messages with `role` and `content`.")
+
+
+def _fraction(tokens: tuple[int, ...]) -> float:
+    """A number in 0..1 that depends on the tokens alone."""
+    name = ",".join(map(str, tokens)).encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") / 2.0**64
