@@ -6,6 +6,7 @@ vLLM calls `register` in each of its processes (entry point `vllm.general_plugin
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +55,26 @@ def fix_expand_batch(module: Any) -> None:
     module.expand_batch_to_tokens = expand_batch_to_tokens
 
 
+def sleep_between_messages(module: Any) -> None:
+    """Let a process that waits for a message sleep until it comes, not look for it for a second first.
+
+    `SpinCondition` yields in a loop for `busy_loop_s` after each message, and in decoding the next one always comes
+    sooner: engine core and worker each keep a core busy while the other computes. Where the cores are the accelerator,
+    that time belongs to the model and to the spot trainer (vllm/distributed/device_communicators/shm_broadcast.py).
+    """
+    original = module.SpinCondition.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, is_reader: bool, context: Any, notify_address: str, busy_loop_s: float = 0.0) -> None:
+        original(self, is_reader, context, notify_address, busy_loop_s=busy_loop_s)
+
+    module.SpinCondition.__init__ = __init__
+
+
 def register() -> None:
     """Arm every shim in this process, on the CPU platform only."""
     if os.environ.get("VERL_PLATFORM", "").strip().lower() != "cpu":
         return
     when_imported("vllm.model_executor.layers.utils", keep_linear_weights)
     when_imported("vllm.v1.sample.rejection_sampler", fix_expand_batch)
+    when_imported("vllm.distributed.device_communicators.shm_broadcast", sleep_between_messages)
