@@ -45,6 +45,7 @@ _HOME = {
     "accept_length": "evaluate",
     "acceptance": "evaluate",
     "check_drafter": "check",
+    "files_digest": "check",
     "fingerprint": "digest",
     "load_drafter": "checkpoint",
     "provenance": "checkpoint",

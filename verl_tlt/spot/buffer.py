@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -229,6 +229,18 @@ class Buffer(Generic[P]):
     def _count(self, item: _Item[P], sign: int) -> None:
         self._nbytes += sign * item.nbytes
         self._train_tokens += sign * item.whole.tokens * (not item.held_out)
+
+
+def buffer_metrics(stats: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """`Buffer.stats` of several workers as trainer metrics; empty without any."""
+    held = [s for s in stats if s["bytes"]]
+    if not held:
+        return {}
+    sequences, nbytes = sum(s["sequences"] for s in held), sum(s["bytes"] for s in held)
+    return {
+        "tlt/buffer_tokens": sum(s["tokens"] for s in held),
+        "tlt/buffer_sequences_per_gb": sequences * 1e9 / nbytes,
+    }
 
 
 def _chances(size: np.ndarray, cost: np.ndarray, budget: int) -> np.ndarray:

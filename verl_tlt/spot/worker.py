@@ -97,7 +97,7 @@ class SpotWorker:
 
         torch.set_num_threads(1)  # several processes share this machine's cores; spinning threads cost all of them
         self.name, self.device, self.sampling = name, torch.device(device), sampling
-        self.config = TLTConfig.from_dict(config)
+        self.config, self.policy_dir = TLTConfig.from_dict(config), policy_dir
         directory = Path(tempfile.mkdtemp(prefix="verl-tlt-spot-"))
         stage(drafter, directory)
         d = self.config.drafter
@@ -343,8 +343,9 @@ class SpotWorker:
 
         with self.busy:
             state = self.trainer.state()  # of the candidate, which may be ahead of what is served
+            facts = {**provenance, "steps": self.trainer.steps}
             with self._holding(self.kept["served"]):
-                save_drafter(self.model, directory, provenance, training_state=state)
+                save_drafter(self.model, directory, facts, policy=self.policy_dir, training_state=state)
         return directory
 
     async def resume(self, directory: str) -> bool:

@@ -34,6 +34,8 @@ METRICS = {
     "tlt/spot_tokens": "tokens the drafter was trained on",
     "tlt/spot_skipped_steps": "optimizer steps skipped for a non-finite loss or gradient",
     "tlt/spot_failures": "sessions that raised or were killed",
+    "tlt/buffer_tokens": "tokens of hidden states in the buffers of all spot workers when sampling began",
+    "tlt/buffer_sequences_per_gb": "sequences that 1e9 bytes of buffer hold, at their present lengths",
     "tlt/drafter_loss": "training loss at the end of the sessions, weighted by tokens",
     "tlt/drafter_sim_accept_length": "accept length of the served drafter, simulated on held-out sequences",
     "tlt/drafter_version": "oldest drafter version that an engine serves after the step",

@@ -5,11 +5,9 @@ Servers need it before the first weight sync, spot workers before the first sess
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.spot.store import DrafterFile
@@ -46,23 +44,22 @@ def first_drafter(config: TLTConfig, policy_dir: str, dtype: str, context: int, 
     Raises:
         verl_tlt.drafter.DrafterError: the given drafter does not fit; one sentence naming file and field.
     """
-    from verl_tlt.drafter import build_drafter, load_drafter, read_policy_config, to_drafter_file
+    from verl_tlt.drafter import build_drafter, load_drafter, provenance, read_policy_config, to_drafter_file
 
     checkpoint = resume_from / CHECKPOINT if resume_from else None
     acceptance: tuple[float, ...] = ()
     version = 0
     if checkpoint is not None and checkpoint.is_dir():
         model, origin = load_drafter(str(checkpoint), policy_dir, min_context=context), f"checkpoint {checkpoint}"
-        facts = _provenance(checkpoint)
+        facts = provenance(checkpoint)
         version, acceptance = int(facts.get("version", 0)), tuple(facts.get("acceptance", ()))
     elif config.drafter.path:
         model, origin = load_drafter(config.drafter.path, policy_dir, min_context=context), config.drafter.path
-        acceptance = tuple(_provenance(Path(config.drafter.path)).get("acceptance", ()))
+        acceptance = tuple(provenance(config.drafter.path).get("acceptance", ()))
     else:
         model = build_drafter(
             read_policy_config(policy_dir),
             aux_layers=config.drafter.aux_layers,
-            intermediate_size=config.drafter.intermediate_size,
             max_position_embeddings=context,
             seed=config.drafter.seed,
         )
@@ -76,9 +73,3 @@ def first_drafter(config: TLTConfig, policy_dir: str, dtype: str, context: int, 
         return DrafterFile(version, text, weights, fingerprint, acceptance)
 
     return Start(file("float32"), file(dtype), aux_layers, origin)
-
-
-def _provenance(directory: Path) -> dict[str, Any]:
-    """The facts saved beside a drafter; a drafter from elsewhere has none."""
-    path = directory / "provenance.json"
-    return json.loads(path.read_text()) if path.is_file() else {}

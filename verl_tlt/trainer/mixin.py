@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from verl.utils.fs import copy_to_local
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from verl_tlt.config import TLTConfig
+from verl_tlt.drafter import files_digest
+from verl_tlt.spot.buffer import buffer_metrics
 from verl_tlt.spot.session import FailureBudget, SessionPlanner
 from verl_tlt.spot.store import STORE_NAME, DrafterStore
 from verl_tlt.spot.worker import Sampling
@@ -322,11 +325,22 @@ class TLTMixin:
             "version": self._tlt_version,
             "policy_step": self.global_steps,
             "policy": self.config.actor_rollout_ref.model.path,
+            "data": str(self.config.data.train_files),
+            "data_sha256": self._tlt_data_digest,
+            "objective": self.tlt.drafter.objective,
+            "temperature": self.config.actor_rollout_ref.rollout.temperature,
             "acceptance": self._tlt_acceptance,
             "tokens_trained": self._tlt_tokens,
         }
         directory.parent.mkdir(parents=True, exist_ok=True)
         ray.get(worker.save.remote(str(directory.absolute()), facts))
+
+    @cached_property
+    def _tlt_data_digest(self) -> str | None:
+        """Names the training data in the drafter's model card; None where it is not on this disk."""
+        named = self.config.data.train_files
+        files = [Path(str(f)) for f in ([named] if isinstance(named, str) else named)]
+        return files_digest(files) if all(f.is_file() for f in files) else None
 
     def fit(self, agent_loop_manager: Any) -> None:
         """verl's training loop; the drafter is left behind as a directory that vLLM serves."""
@@ -341,6 +355,7 @@ class TLTMixin:
         result = super()._compute_metrics(batch, metrics, timing_raw, **kwargs)  # type: ignore[misc]
         with self._tlt_guard("metrics"):
             metrics.update(self._tlt_log.finish(self.global_steps, metrics, sum(self._tlt_errors.values())))
+            metrics.update(buffer_metrics(self._tlt_buffers.values()))
         return result
 
     def on_validate_end(self) -> None:

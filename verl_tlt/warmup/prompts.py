@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_tlt.drafter.policy import DrafterError
+from verl_tlt.drafter import DrafterError, files_digest
 
 HELD_OUT = 0.1
 """Share of the prompts that are never trained on."""
@@ -72,13 +72,7 @@ def read_prompts(
         )
     marks = [_fraction(prompt) for prompt in kept]
     held_out = frozenset(i for i, mark in enumerate(marks) if mark < HELD_OUT) or frozenset({marks.index(min(marks))})
-    return Prompts(tuple(kept), digest(file), skipped, held_out)
-
-
-def digest(file: Path) -> str:
-    """Sixteen hex digits of a file's content."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()[:16]
+    return Prompts(tuple(kept), files_digest([file]), skipped, held_out)
 
 
 def load_tokenizer(policy: Path) -> Any:

@@ -30,7 +30,7 @@ from verl_tlt.drafter import (
 
 CHECKS = 10
 """Times the held-out responses are scored in a run."""
-JUDGED_TOKENS = 16_384
+JUDGED_TOKENS = 8_192
 """Most tokens of held-out responses scored in a check."""
 SAVE_EVERY_S = 60.0
 LAST_LR = 0.1
@@ -57,6 +57,7 @@ class Progress:
     """Batches done in this epoch."""
     tokens: int = 0
     seconds: float = 0.0
+    """Of training, without the checks."""
     loss: float = math.nan
     checks: list[dict[str, float]] = field(default_factory=list)
     """{"step", "tokens", "seconds", "tau"} of each check of the held-out responses."""
@@ -138,13 +139,13 @@ class Run:
 
     def __call__(self, tell: Callable[[Run], None] = lambda run: None) -> None:
         """Train to the end of the budget, then take the best weights; `tell` hears of every step."""
-        saved = started = time.perf_counter()
-        before = self.progress.seconds
+        saved = time.perf_counter()
         if not self.progress.checks:
             self.check()
         while self.spent < 1.0:
+            started = time.perf_counter()
             self._step()
-            self.progress.seconds = before + time.perf_counter() - started
+            self.progress.seconds += time.perf_counter() - started
             if self.spent >= len(self.progress.checks) / CHECKS:
                 self.check()
             tell(self)

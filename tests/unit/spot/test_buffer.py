@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from verl_tlt.spot.buffer import Buffer, choose_window, select_for_tap
+from verl_tlt.spot.buffer import Buffer, buffer_metrics, choose_window, select_for_tap
 
 
 def long_tailed(count, rng, median=300, sigma=1.0):
@@ -254,3 +254,10 @@ def test_an_empty_buffer_is_exhausted_and_gives_nothing():
     assert buffer.exhausted()
     assert buffer.sample_batch(random.Random(0), 100) == []
     assert buffer.stats()["sequences_per_gb"] == 0.0
+
+
+def test_what_the_buffers_hold_becomes_metrics():
+    long, short = filled([1000] * 3, bytes_per_token=100), filled([10] * 5, bytes_per_token=100)
+    found = buffer_metrics([long.stats(), short.stats(), filled([]).stats()])
+    assert found == {"tlt/buffer_tokens": 3050, "tlt/buffer_sequences_per_gb": pytest.approx(8e9 / 305_000)}
+    assert buffer_metrics([]) == {}

@@ -1,0 +1,48 @@
+"""examples/custom_worker.py as a user runs it: in verl's own worker group, on left-padded rollouts."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from recorded import ray_cluster
+from tiny_engine import build_target
+
+from verl_tlt.drafter import check_drafter
+
+pytestmark = pytest.mark.engine
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_worker.py"
+
+
+@pytest.fixture(scope="module")
+def example():
+    import sys
+
+    spec = importlib.util.spec_from_file_location("custom_worker", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["custom_worker"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["custom_worker"]
+
+
+def test_rows_lose_their_padding_and_nothing_else(example):
+    data = example.made_up_rollouts(100, count=7)
+    for i, row in enumerate(data):
+        text = example.DrafterWorker._text(None, row)
+        assert text.prompt_len == 6 - i % 6
+        assert len(text.tokens) == text.prompt_len + 24 - i
+        assert list(text.tokens) == [t for t in row.batch["input_ids"].tolist() if t]
+
+
+def test_it_learns_in_a_worker_group_and_saves_a_servable_drafter(example, tmp_path, monkeypatch):
+    build_target(tmp_path / "policy")
+    monkeypatch.setenv("PYTHONPATH", f"{EXAMPLE.parent}:{EXAMPLE.parents[1]}")
+    with ray_cluster(monkeypatch):
+        group = example.start(str(tmp_path / "policy"))
+        data = example.made_up_rollouts(500)
+        losses = [float(group.learn(data).batch["loss"][0]) for _ in range(6)]
+        group.save(str(tmp_path / "drafter"))
+    assert torch.tensor(losses).isfinite().all() and losses[-1] < losses[0]
+    check_drafter(tmp_path / "drafter", tmp_path / "policy")
