@@ -34,6 +34,8 @@ class DrafterConfig:
     """Where the drafter is left at the end of the run; null: `<trainer.default_local_dir>/tlt_drafter`."""
     aux_layers: tuple[int, ...] | None = None
     """Layer *inputs* of the policy fed to the drafter; null: (2, L/2, L-3), spread out for shallow models."""
+    intermediate_size: int | None = None
+    """Width of a new drafter's MLP; null: the policy's. A narrower one drafts and trains faster and learns less."""
     objective: Literal["eagle", "hass", "eagle3"] = "hass"
     """How many draft positions a training step unrolls: `eagle` 1, `hass` 3, `eagle3` 7."""
     ttt_steps: int | None = None

@@ -5,13 +5,16 @@ So it uses the standard library only, cannot raise, and merely arms post-import 
 `verl.utils.config.validate_config`, which `main_ppo` calls before Ray starts, and the trainer lookup of the
 process that builds the trainer. Whether that worked is `armed()`; the Hydra search-path plugin
 (`hydra_plugins/verl_tlt_search.py`) asks, because an entry point that failed cannot refuse anything itself.
-Without the flag both hooks call straight through, and nothing else of verl-tlt is imported.
+Without the flag both hooks call straight through, and nothing else of verl-tlt is imported. A verl with
+`patches/verl/0001` loads the plugin it is asked for by itself (`activation.configure`, entry point
+`verl.trainer_plugins`); then there is nothing to hook.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 from typing import Any
 
@@ -33,8 +36,16 @@ def wanted(config: Any) -> bool:
     return str((trainer.get("v1") or {}).get("trainer_mode") or "").startswith(MODE_PREFIX)
 
 
+def native() -> bool:
+    """Whether this verl knows `trainer.plugin` itself; looked up as a file, since verl is half imported here."""
+    folders = getattr(sys.modules.get("verl"), "__path__", [])
+    return any(os.path.isfile(os.path.join(folder, "trainer", "plugin.py")) for folder in folders)
+
+
 def armed() -> bool:
     """Whether a driver in this process would see the flag: the hook waits, or sits on `validate_config` already."""
+    if native():
+        return True
     module = sys.modules.get(CONFIG_MODULE)
     if module is None or not hasattr(module, "validate_config"):
         return _state["armed"]
@@ -88,7 +99,9 @@ def _wrap_get_trainer_cls(module: Any) -> None:
 
 
 def arm() -> None:
-    """Install both hooks; calling it again changes nothing that is already wrapped."""
+    """Install both hooks, unless verl needs none; calling it again changes nothing that is already wrapped."""
+    if native():
+        return
     from verl_tlt.hooks import when_imported
 
     when_imported(CONFIG_MODULE, _wrap_validate_config)

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import types
 from pathlib import Path
 
@@ -117,3 +118,93 @@ def test_the_plugin_patch_refuses_what_is_not_installed(tmp_path):
         assert module.load_trainer_plugin("mine").__name__ == "json"
     finally:
         sys.path.remove(str(tmp_path))
+
+
+# ---------------------------------------------------------------------- with a patch applied, its shim steps aside
+
+
+def load(file, name):
+    """A patched file as a module of its own, inside the package it came from."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    module.__package__ = name.rpartition(".")[0]
+    spec.loader.exec_module(module)
+    return module
+
+
+def patched(word, tmp_path):
+    return next(file for file in apply(next(p for p in PATCHES if word in p.name), tmp_path) if file.suffix == ".py")
+
+
+def test_the_plugin_hooks_nothing_in_a_verl_that_knows_the_key(tmp_path, monkeypatch):
+    from verl_tlt import hooks, plugin
+
+    apply(next(p for p in PATCHES if "plugin" in p.name), tmp_path)
+    stand_in = types.ModuleType("verl")
+    monkeypatch.setitem(sys.modules, "verl", stand_in)
+    asked = []
+    monkeypatch.setattr(hooks, "when_imported", lambda name, callback: asked.append(name))
+    stand_in.__path__ = [str(tmp_path / "verl")]
+    plugin.arm()
+    assert plugin.native() and plugin.armed() and asked == []
+    stand_in.__path__ = [str(tmp_path / "elsewhere")]
+    plugin.arm()
+    assert not plugin.native() and asked == [plugin.CONFIG_MODULE, plugin.TRAINER_MODULE]
+
+
+def test_such_a_verl_finds_a_plugin_with_both_functions():
+    tree = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    target = tree["project"]["entry-points"]["verl.trainer_plugins"]["tlt"]
+    module = importlib.import_module(target)
+    assert callable(module.configure) and callable(module.register_trainers)
+
+
+def test_the_backend_shim_changes_nothing_in_what_the_patch_builds():
+    from verl_tlt.platform.verl_shims import dedupe_backend
+
+    assert [dedupe_backend(b) for b in ("cpu:gloo", "cpu:gloo,cuda:nccl")] == ["cpu:gloo", "cpu:gloo,cuda:nccl"]
+
+
+def test_the_bucket_shim_leaves_a_receiver_that_copies(tmp_path):
+    pytest.importorskip("torch")
+    from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer as stock
+
+    from verl_tlt.platform.verl_shims import clone_buckets
+
+    module = load(patched("shared-memory", tmp_path), stock.__name__)
+    before = module.BucketedWeightReceiver.receive_weights
+    clone_buckets(module)
+    assert module.BucketedWeightReceiver.receive_weights is before
+    fresh = load(Path(stock.__file__), stock.__name__)
+    before = fresh.BucketedWeightReceiver.receive_weights
+    clone_buckets(fresh)
+    assert fresh.BucketedWeightReceiver.receive_weights is not before, "the shim must not step aside on the stock file"
+
+
+def test_the_linear_shim_asks_for_the_patchs_setting(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    from verl_tlt.platform.vllm_shims import keep_linear_weights
+
+    monkeypatch.setenv("VLLM_CPU_PREPACK_LINEAR", "1")
+    files = apply(next(p for p in PATCHES if "linear" in p.name), tmp_path)
+    module = load(next(f for f in files if f.name == "utils.py"), "vllm.model_executor.layers.utils")
+    before = module.dispatch_cpu_unquantized_gemm
+    keep_linear_weights(module)
+    assert module.dispatch_cpu_unquantized_gemm is before and os.environ["VLLM_CPU_PREPACK_LINEAR"] == "0"
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_the_expand_shim_leaves_a_kernel_that_fills_its_output(tmp_path, monkeypatch, fixed):
+    pytest.importorskip("vllm")
+    import vllm.utils
+    from vllm.utils import cpu_triton_utils
+
+    from verl_tlt.platform.vllm_shims import fix_expand_batch
+
+    if fixed:
+        kernel = load(patched("expand", tmp_path), "vllm.utils.cpu_triton_utils")
+        monkeypatch.setattr(vllm.utils, "cpu_triton_utils", kernel)
+        monkeypatch.setitem(sys.modules, cpu_triton_utils.__name__, kernel)
+    sampler = types.SimpleNamespace(expand_batch_to_tokens="stock")
+    fix_expand_batch(sampler)
+    assert (sampler.expand_batch_to_tokens == "stock") == fixed

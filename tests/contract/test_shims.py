@@ -117,3 +117,34 @@ BUCKETS = """
 @pytest.mark.parametrize("shimmed", WITH_AND_WITHOUT)
 def test_received_weights_outlive_their_shared_memory_only_with_the_shim(shimmed):
     assert run(BUCKETS, shimmed) == ("True" if shimmed else "BufferError")
+
+
+QUEUE = """
+    import os, threading, time
+    if os.environ["SHIM"]:
+        from verl_tlt.platform import vllm_shims
+        vllm_shims.register()
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+    writer = MessageQueue(1, 1)
+    got = []
+    def read():
+        reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+        reader.wait_until_ready()
+        got.append(reader.dequeue(timeout=20))
+        before = time.thread_time()
+        got.append(reader.dequeue(timeout=20))
+        got.append(time.thread_time() - before)
+    thread = threading.Thread(target=read)
+    thread.start()
+    writer.wait_until_ready()
+    writer.enqueue("one")
+    time.sleep(0.5)  # shorter than the second for which stock looks for the next message
+    writer.enqueue("two")
+    thread.join()
+    print(*got[:2], "slept" if got[2] < 0.1 else "spun")
+"""
+
+
+@pytest.mark.parametrize("shimmed", WITH_AND_WITHOUT)
+def test_a_reader_sleeps_between_messages_only_with_the_shim(shimmed):
+    assert run(QUEUE, shimmed) == ("one two slept" if shimmed else "one two spun")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,15 +11,6 @@ from typing import Any
 
 import pytest
 
-# Read by vLLM and verl when they are imported.
-os.environ.update(
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    OMP_NUM_THREADS="1",
-    HF_HUB_OFFLINE="1",
-    VERL_PLATFORM="cpu",
-    VLLM_LOGGING_LEVEL="WARNING",
-)
 sys.path.insert(0, str(Path(__file__).parent))  # policies.py, named in additional_config
 
 from tiny_engine import Engine, build_drafter_dir, build_target

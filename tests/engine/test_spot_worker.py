@@ -103,7 +103,7 @@ def test_a_stop_costs_one_micro_batch(pair):
     assert result["outcome"] == "stopped"
     assert result["steps"] > 0
     micro_batch = result["seconds"] / result["steps"]
-    assert answered < 0.5, "the stop itself waited"
+    assert answered < micro_batch + 0.5, "the stop itself waited"
     assert ended < 3 * micro_batch + 0.3  # one micro-batch and 100 ms, with room for a loaded machine
 
 

@@ -40,6 +40,7 @@ def drafter_config(
     policy: PolicyLike,
     *,
     aux_layers: tuple[int, ...] | None = None,
+    intermediate_size: int | None = None,
     max_position_embeddings: int | None = None,
     draft_vocab_size: int | None = None,
 ) -> Eagle3SpeculatorConfig:
@@ -48,6 +49,7 @@ def drafter_config(
     Args:
         policy: config object, mapping or directory of the policy.
         aux_layers: layer inputs to read; None: `aux_layers_for`.
+        intermediate_size: width of the MLP; None: the policy's.
         max_position_embeddings: longest context to draft at; None: the policy's. vLLM before 0.28 stops drafting
             for the whole batch when one request comes within K of it.
         draft_vocab_size: tokens the drafter can propose; None: the policy's whole vocabulary.
@@ -71,7 +73,7 @@ def drafter_config(
     layer = LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
+        intermediate_size=intermediate_size or shape.intermediate_size,
         num_hidden_layers=1,
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads,
@@ -104,6 +106,7 @@ def build_drafter(
     policy: PolicyLike,
     *,
     aux_layers: tuple[int, ...] | None = None,
+    intermediate_size: int | None = None,
     seed: int = 0,
     attention: str | None = None,
     device: torch.device | str = "cpu",
@@ -117,6 +120,7 @@ def build_drafter(
     Args:
         policy: config object, mapping or directory of the policy.
         aux_layers: see `drafter_config`.
+        intermediate_size: see `drafter_config`.
         seed: seeds the weights; the process's random state is left as it was.
         attention: "sdpa", "eager" or "simple_flex_attention"; None: `default_attention(device)`.
         device: where the drafter goes after it was made on the CPU.
@@ -128,7 +132,11 @@ def build_drafter(
     """
     size = None if draft_ids is None else len(draft_ids)
     config = drafter_config(
-        policy, aux_layers=aux_layers, max_position_embeddings=max_position_embeddings, draft_vocab_size=size
+        policy,
+        aux_layers=aux_layers,
+        intermediate_size=intermediate_size,
+        max_position_embeddings=max_position_embeddings,
+        draft_vocab_size=size,
     )
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)

@@ -1,11 +1,13 @@
 """What verl 0.9 needs to run on a CPU, one function each; `patches/verl` holds the upstream form of both.
 
-Every shim is applied after the module it changes was imported, so importing verl costs nothing more.
+Every shim is applied after the module it changes was imported, so importing verl costs nothing more; and it does
+nothing to a verl that has its patch.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 from verl_tlt.hooks import when_imported
@@ -38,6 +40,8 @@ def clone_buckets(module: Any) -> None:
     closing the buffer under a live view raises BufferError.
     """
     original = module.BucketedWeightReceiver.receive_weights
+    if "copy=True" in inspect.getsource(original):
+        return  # patches/verl/0003 is in: it copies itself
 
     @functools.wraps(original)
     def receive_weights(self: Any, on_bucket_received: Any) -> Any:

@@ -1,11 +1,14 @@
 """What vLLM's CPU backend needs for RL with speculation, one function each; `patches/vllm` has the upstream form.
 
 vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). It does nothing unless
-`VERL_PLATFORM=cpu`, so a GPU installation never sees it.
+`VERL_PLATFORM=cpu`, so a GPU installation never sees it; and nothing to a vLLM that has the patch.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +16,8 @@ from verl_tlt.hooks import when_imported
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 
 def _plain_linear(layer: Any, remove_weight: bool = False) -> None:
@@ -27,6 +32,9 @@ def keep_linear_weights(module: Any) -> None:
     `dispatch_cpu_unquantized_gemm` repacks them and empties `.weight`, after which no weight sync can load into the
     live model (vllm/model_executor/layers/utils.py; linear.py and vocab_parallel_embedding.py import it at call time).
     """
+    if "VLLM_CPU_PREPACK_LINEAR" in inspect.getsource(module.dispatch_cpu_unquantized_gemm):
+        os.environ["VLLM_CPU_PREPACK_LINEAR"] = "0"  # patches/vllm/0001 is in: ask for it by name
+        return
     module.dispatch_cpu_unquantized_gemm = _plain_linear
 
 
@@ -51,7 +59,40 @@ def fix_expand_batch(module: Any) -> None:
     The CPU kernel writes into an int64 copy that never returns (vllm/utils/cpu_triton_utils.py), so sampling above
     temperature 0 reads uninitialised memory: wrong distributions, NaN, or an index error.
     """
-    module.expand_batch_to_tokens = expand_batch_to_tokens
+    if not _expands():
+        module.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+def _expands() -> bool:
+    """Whether vLLM's own stand-in for the kernel fills what it is given, as with patches/vllm/0002."""
+    import torch
+    from vllm.utils import cpu_triton_utils
+
+    output = torch.full((1,), -1.0)
+    try:
+        cpu_triton_utils.expand_kernel[(1,)](
+            output, torch.tensor([0.5]), torch.tensor([1], dtype=torch.int32), 0, 1, MAX_NUM_TOKENS=1
+        )
+    except (AttributeError, RuntimeError) as error:  # the compiled operator is not there, or refuses floats
+        logger.debug("vLLM's expand_kernel does not run here: %s", error)
+        return False
+    return output.item() == 0.5
+
+
+def sleep_between_messages(module: Any) -> None:
+    """Let a process that waits for a message sleep until it comes, not look for it for a second first.
+
+    `SpinCondition` yields in a loop for `busy_loop_s` after each message, and in decoding the next one always comes
+    sooner: engine core and worker each keep a core busy while the other computes. Where the cores are the accelerator,
+    that time belongs to the model and to the spot trainer (vllm/distributed/device_communicators/shm_broadcast.py).
+    """
+    original = module.SpinCondition.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, is_reader: bool, context: Any, notify_address: str, busy_loop_s: float = 0.0) -> None:
+        original(self, is_reader, context, notify_address, busy_loop_s=busy_loop_s)
+
+    module.SpinCondition.__init__ = __init__
 
 
 def register() -> None:
@@ -60,3 +101,4 @@ def register() -> None:
         return
     when_imported("vllm.model_executor.layers.utils", keep_linear_weights)
     when_imported("vllm.v1.sample.rejection_sampler", fix_expand_batch)
+    when_imported("vllm.distributed.device_communicators.shm_broadcast", sleep_between_messages)

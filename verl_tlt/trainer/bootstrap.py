@@ -60,6 +60,7 @@ def first_drafter(config: TLTConfig, policy_dir: str, dtype: str, context: int, 
         model = build_drafter(
             read_policy_config(policy_dir),
             aux_layers=config.drafter.aux_layers,
+            intermediate_size=config.drafter.intermediate_size,
             max_position_embeddings=context,
             seed=config.drafter.seed,
         )
