@@ -1,0 +1,197 @@
+"""What control costs: CPU time that verl-tlt adds to an engine step of 256 requests, without running a model.
+
+    python -m benchmarks.control.overhead [--batch N] [--steps N]
+
+vLLM's real scheduler under ours, with a made worker that accepts drafts at random and a made clock that advances as a
+8B model on an H100 would, so that the policy sees believable latencies and chooses among several K. Counted is the CPU
+time of this thread in our code only: `schedule` and `update_from_output` less vLLM's own, with the policy's decision and
+learning, the account, and the trace line written to disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+ARMS = (0, 1, 2, 3, 5, 7)
+ACCEPTANCE = 0.6
+PROMPT = 16
+
+
+class Clock:
+    """Seconds that pass when told to; stands in for `time` in the scheduler's module."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        """The made time."""
+        return self.now
+
+
+class Ledger:
+    """CPU time inside our methods, less vLLM's own inside them."""
+
+    def __init__(self) -> None:
+        self.ours = 0.0
+        self.theirs = 0.0
+
+    def timed(self, method: Callable[..., Any], ours: bool) -> Callable[..., Any]:
+        """`method`, its thread time added to one side."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.thread_time()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                spent = time.thread_time() - start
+                if ours:
+                    self.ours += spent
+                else:
+                    self.theirs += spent
+
+        return run
+
+    def take(self) -> float:
+        """Seconds of ours since the last call."""
+        spent = self.ours - self.theirs
+        self.ours = self.theirs = 0.0
+        return spent
+
+
+@contextmanager
+def made_scheduler(batch: int, clock: Clock, ledger: Ledger, scratch: Path) -> Iterator[Any]:
+    """Our scheduler over vLLM's, with room for `batch` requests, on the made clock."""
+    import torch
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from verl_tlt.config import TLTConfig
+    from verl_tlt.drafter import FrozenParts, build_drafter, refresh_frozen, save_drafter
+    from verl_tlt.rollout import scheduler as module
+    from verl_tlt.rollout.settings import engine_kwargs
+    from verl_tlt.toy.assets import build_assets
+
+    assets = build_assets(scratch, width="small", train_rows=1, val_rows=1)
+    drafter = build_drafter(assets.policy, seed=0)
+    refresh_frozen(drafter, FrozenParts.from_policy_dir(assets.policy))
+    save_drafter(drafter, scratch / "drafter", {"made for": "benchmarks"})
+    tlt = TLTConfig.from_dict({"speculation": {"max_draft_length": ARMS[-1], "arms": list(ARMS)}})
+    config = EngineArgs(
+        model=str(assets.policy), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=2048,
+        max_num_seqs=batch, max_num_batched_tokens=batch * PROMPT * 2, enable_prefix_caching=False,
+        **engine_kwargs(tlt, str(scratch / "drafter"), SimpleNamespace(enforce_eager=True), {}),
+    ).create_engine_config()  # fmt: skip
+    blocks = batch * 2048 // 16
+    config.cache_config.num_gpu_blocks, config.cache_config.block_size = blocks, 16
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=64, dtype=torch.float32)
+    kept = {name: getattr(Scheduler, name) for name in ("schedule", "update_from_output", "update_draft_token_ids")}
+    real_time = module.time
+    for name, method in kept.items():
+        setattr(Scheduler, name, ledger.timed(method, ours=False))
+    module.time = clock  # type: ignore[assignment]
+    os.environ["TLT_TRACE_DIR"] = str(scratch)
+    made = module.TLTScheduler(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=16,
+    )
+    for name in kept:
+        setattr(made, name, ledger.timed(getattr(made, name), ours=True))
+    # vLLM asks for K in the middle of its own `schedule`: that time is ours.
+    choose = ledger.timed(made._tlt_choose, ours=True)
+    made.dynamic_sd_lookup = module._DraftLengthLookup(choose)
+    try:
+        yield made
+    finally:
+        made.shutdown()
+        module.time = real_time
+        for name, method in kept.items():
+            setattr(Scheduler, name, method)
+
+
+def step(scheduler: Any, clock: Clock, rng: np.random.Generator, verified: int) -> int:
+    """One engine step of a made worker; returns the K it drafted."""
+    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+
+    from verl_tlt.simulate.hardware import QWEN3_8B_H100
+
+    output = scheduler.schedule()
+    ids = list(output.num_scheduled_tokens)
+    drafted = output.num_spec_tokens_to_schedule
+    hits = rng.random((len(ids), max(verified, 1))) < ACCEPTANCE
+    accepted = np.logical_and.accumulate(hits, axis=1).sum(axis=1) if verified else np.zeros(len(ids), int)
+    tokens = [[7] * (1 + n) for n in accepted.tolist()]
+    if not output.scheduled_spec_decode_tokens:
+        tokens = [[7]] * len(ids)
+    seconds = QWEN3_8B_H100.seconds(len(ids), len(ids) * 500, verified, drafted)
+    clock.now += seconds * float(rng.lognormal(0.0, 0.03))
+    rows = {request: i for i, request in enumerate(ids)}
+    scheduler.update_from_output(
+        output, ModelRunnerOutput(req_ids=ids, req_id_to_index=rows, sampled_token_ids=tokens)
+    )
+    live = [request for request in ids if request in scheduler.requests]
+    if drafted:
+        scheduler.update_draft_token_ids(DraftTokenIds(live, [[7] * drafted for _ in live]))
+    return int(drafted)
+
+
+def measure(batch: int = 256, steps: int = 1200) -> dict[str, Any]:
+    """Microseconds per engine step at a batch that stays near `batch`: median, 99th percentile, worst; and the K used."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    clock, ledger, rng = Clock(), Ledger(), np.random.default_rng(0)
+    spent, lengths = [], []
+    with tempfile.TemporaryDirectory() as scratch, made_scheduler(batch, clock, ledger, Path(scratch)) as scheduler:
+        verified, number = 0, 0
+        for n in range(steps):
+            while len(scheduler.requests) < batch:  # those that end are replaced: prefills join all the time
+                params = SamplingParams(max_tokens=int(rng.integers(400, 1800)), ignore_eos=True)
+                scheduler.add_request(Request(f"r{number}", [5] * PROMPT, params, None))
+                number += 1
+            verified = step(scheduler, clock, rng, verified)
+            lengths.append(verified)
+            cost = ledger.take()
+            if n == 100:
+                gc.collect()
+                gc.freeze()
+            if n > 100:
+                spent.append(1e6 * cost)
+    share = {str(k): round(lengths.count(k) / len(lengths), 3) for k in sorted(set(lengths))}
+    p50, p99 = np.percentile(spent, [50, 99])
+    return {
+        "batch": batch,
+        "steps": len(spent),
+        "overhead_us_p50": round(float(p50), 1),
+        "overhead_us_p99": round(float(p99), 1),
+        "overhead_us_max": round(max(spent), 1),
+        "draft_length_share": share,
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=1200)
+    options = parser.parse_args()
+    print(json.dumps(measure(options.batch, options.steps), indent=1))
+
+
+if __name__ == "__main__":
+    main()

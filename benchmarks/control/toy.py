@@ -1,0 +1,124 @@
+"""What the drain benchmark decodes: the wide toy policy, and a drafter trained for it offline.
+
+    python -m benchmarks.control.toy DIR [--steps N]
+
+The policy is large enough to be memory-bound on one thread: 40M parameters in bfloat16. The drafter learns from the
+task's demonstrations, which the policy imitates, with `verl_tlt.drafter` alone: no engine, no RL. Both stay in DIR for
+the next call. The drafter's expected acceptance on held-out text is printed and kept beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen3ForCausalLM
+
+from verl_tlt.drafter import (
+    DrafterTrainer,
+    FrozenParts,
+    Sequence,
+    acceptance,
+    batches,
+    build_drafter,
+    refresh_frozen,
+    save_drafter,
+)
+from verl_tlt.toy import task
+from verl_tlt.toy.assets import build_assets
+
+LONGEST_DRAFT = 7
+STEPS = 300
+"""Optimizer steps of the drafter; about three seconds each on one core."""
+WINDOW = 512
+"""Tokens kept of each demonstration."""
+BATCH_TOKENS = 1024
+TTT_STEPS = 4
+_HELD_OUT = 24
+"""Demonstrations the drafter is scored on."""
+ACCEPTANCE = "acceptance.json"
+
+
+@dataclass(frozen=True)
+class Toy:
+    """Directories of policy and drafter, and what the drafter is expected to reach."""
+
+    policy: Path
+    drafter: Path
+    acceptance: list[float]
+    """P(position i accepted | all before accepted), held out, temperature 1; [LONGEST_DRAFT]."""
+
+
+def prepare(directory: Path, steps: int = STEPS) -> Toy:
+    """Make policy and drafter below `directory`, or find them there."""
+    assets = build_assets(directory, width="wide", train_rows=1, val_rows=1)
+    home = directory / f"drafter-{steps}"
+    if not (home / ACCEPTANCE).exists():
+        _train(assets.policy, home, assets.aux_layers, steps)
+    return Toy(assets.policy, home, json.loads((home / ACCEPTANCE).read_text()))
+
+
+def demonstration(rng: random.Random) -> tuple[list[int], int]:
+    """Token ids of a prompt with its response, going on with checks for `WINDOW` tokens, and the prompt's length."""
+    problem = task.sample_problem(rng)
+    prompt = task.prompt_tokens(problem)
+    words = prompt + task.sample_response(problem, rng, rounds=40)
+    return [task.TOKEN_ID[w] for w in words[:WINDOW]], len(prompt)
+
+
+def _train(policy_dir: Path, home: Path, aux_layers: tuple[int, ...], steps: int) -> None:
+    torch.manual_seed(0)
+    policy = Qwen3ForCausalLM.from_pretrained(policy_dir, dtype=torch.float32).eval().requires_grad_(False)
+    drafter = build_drafter(policy_dir, aux_layers=aux_layers, seed=0)
+    refresh_frozen(drafter, FrozenParts.from_policy_dir(policy_dir))
+    trainer = DrafterTrainer(drafter, learning_rate=2e-3, warmup_steps=20, ttt_steps=TTT_STEPS)
+    rng = random.Random(0)
+    stream = (observe(policy, *demonstration(rng), aux_layers) for _ in iter(int, 1))
+    for batch in batches(stream, BATCH_TOKENS):
+        trainer.learning_rate = 2e-3 * min(1.0, 2.0 * (1.0 - trainer.steps / steps) + 0.05)
+        result = trainer.step(batch)
+        if trainer.steps % 10 == 0:
+            print(f"step {trainer.steps}: loss {result.loss:.3f}, {result.acc_by_position}", flush=True)
+        if trainer.steps >= steps:
+            break
+    unseen = random.Random(10**6)
+    held_out = [observe(policy, *demonstration(unseen), aux_layers) for _ in range(_HELD_OUT)]
+    scores = acceptance(drafter, held_out, temperature=1.0, max_draft=LONGEST_DRAFT)
+    accepted, drafts = np.sum([s.accepted for s in scores], axis=0), sum(s.drafts for s in scores)  # [K]
+    conditional = accepted / np.concatenate([[drafts], accepted[:-1]])
+    save_drafter(drafter, home, {"made for": "benchmarks", "steps": steps})
+    (home / ACCEPTANCE).write_text(json.dumps([round(float(p), 4) for p in conditional]))
+
+
+@torch.no_grad()
+def observe(policy: Qwen3ForCausalLM, tokens: list[int], prompt_len: int, aux_layers: tuple[int, ...]) -> Sequence:
+    """One text as the policy sees it: the aux layers' inputs and the last layer's output before the final norm."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def keep(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        seen["last"] = args[0]
+
+    hook = policy.model.norm.register_forward_pre_hook(keep)
+    out = policy.model(torch.tensor([tokens]), output_hidden_states=True)
+    hook.remove()
+    aux = torch.cat([out.hidden_states[i][0] for i in aux_layers], dim=-1)  # [L, 3H]
+    return Sequence(torch.tensor(tokens), prompt_len, aux, seen["last"][0])
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps")
+    options = parser.parse_args()
+    toy = prepare(options.directory, options.steps)
+    print(f"acceptance by position {toy.acceptance}, drafter in {toy.drafter}")
+
+
+if __name__ == "__main__":
+    main()
