@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from verl_tlt.control.base import BasePolicy
-from verl_tlt.control.costs import LatencyPoint, LatencyTable
 from verl_tlt.control.policy import make_policy
+from verl_tlt.control.tables import LatencyPoint, LatencyTable
 from verl_tlt.control.types import OFF, Load, StepRecord
 from verl_tlt.simulate.engine import Noise, Run, SimulatedEngine
 from verl_tlt.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, VLLM_CAPTURE, CostModel, SwitchCost, TableCost

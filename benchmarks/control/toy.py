@@ -2,9 +2,11 @@
 
     python -m benchmarks.control.toy DIR [--steps N]
 
-The policy is large enough to be memory-bound on one thread: 40M parameters in bfloat16. The drafter learns from the
-task's demonstrations, which the policy imitates, with `verl_tlt.drafter` alone: no engine, no RL. Both stay in DIR for
-the next call. The drafter's expected acceptance on held-out text is printed and kept beside it.
+The policy is large enough to be memory-bound on one thread: 40M parameters in bfloat16. It computes what the small
+policy does, padded with zeros (`verl_tlt.toy.widen`), so the drafter is trained on the small one's hidden states, which
+are the same, and its MLP has the small one's width: 1.4M parameters, 4 % of the policy, as EAGLE heads of large models
+have. It learns from the task's demonstrations, which the policy imitates, with `verl_tlt.drafter` alone: no engine, no
+RL. Both stay in DIR for the next call; the drafter's acceptance on held-out text is printed and kept beside it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,16 +31,17 @@ from verl_tlt.drafter import (
     refresh_frozen,
     save_drafter,
 )
+from verl_tlt.drafter.policy import policy_shape
 from verl_tlt.toy import task
-from verl_tlt.toy.assets import build_assets
+from verl_tlt.toy.assets import SHIPPED_POLICY, build_assets
 
 LONGEST_DRAFT = 7
 STEPS = 300
-"""Optimizer steps of the drafter; about three seconds each on one core."""
+"""Optimizer steps of the drafter; about half a second each on one core."""
 WINDOW = 512
 """Tokens kept of each demonstration."""
-BATCH_TOKENS = 1024
-TTT_STEPS = 4
+BATCH_TOKENS = 512
+TTT_STEPS = 3
 _HELD_OUT = 24
 """Demonstrations the drafter is scored on."""
 ACCEPTANCE = "acceptance.json"
@@ -73,12 +76,13 @@ def demonstration(rng: random.Random) -> tuple[list[int], int]:
 
 def _train(policy_dir: Path, home: Path, aux_layers: tuple[int, ...], steps: int) -> None:
     torch.manual_seed(0)
-    policy = Qwen3ForCausalLM.from_pretrained(policy_dir, dtype=torch.float32).eval().requires_grad_(False)
-    drafter = build_drafter(policy_dir, aux_layers=aux_layers, seed=0)
+    policy = Qwen3ForCausalLM.from_pretrained(SHIPPED_POLICY, dtype=torch.float32).eval().requires_grad_(False)
+    shape = replace(policy_shape(policy_dir), intermediate_size=policy.config.intermediate_size)
+    drafter = build_drafter(shape, aux_layers=aux_layers, seed=0)
     refresh_frozen(drafter, FrozenParts.from_policy_dir(policy_dir))
     trainer = DrafterTrainer(drafter, learning_rate=2e-3, warmup_steps=20, ttt_steps=TTT_STEPS)
     rng = random.Random(0)
-    stream = (observe(policy, *demonstration(rng), aux_layers) for _ in iter(int, 1))
+    stream = (observe(policy, *demonstration(rng)) for _ in iter(int, 1))
     for batch in batches(stream, BATCH_TOKENS):
         trainer.learning_rate = 2e-3 * min(1.0, 2.0 * (1.0 - trainer.steps / steps) + 0.05)
         result = trainer.step(batch)
@@ -87,7 +91,7 @@ def _train(policy_dir: Path, home: Path, aux_layers: tuple[int, ...], steps: int
         if trainer.steps >= steps:
             break
     unseen = random.Random(10**6)
-    held_out = [observe(policy, *demonstration(unseen), aux_layers) for _ in range(_HELD_OUT)]
+    held_out = [observe(policy, *demonstration(unseen)) for _ in range(_HELD_OUT)]
     scores = acceptance(drafter, held_out, temperature=1.0, max_draft=LONGEST_DRAFT)
     accepted, drafts = np.sum([s.accepted for s in scores], axis=0), sum(s.drafts for s in scores)  # [K]
     conditional = accepted / np.concatenate([[drafts], accepted[:-1]])
@@ -96,8 +100,11 @@ def _train(policy_dir: Path, home: Path, aux_layers: tuple[int, ...], steps: int
 
 
 @torch.no_grad()
-def observe(policy: Qwen3ForCausalLM, tokens: list[int], prompt_len: int, aux_layers: tuple[int, ...]) -> Sequence:
-    """One text as the policy sees it: the aux layers' inputs and the last layer's output before the final norm."""
+def observe(policy: Qwen3ForCausalLM, tokens: list[int], prompt_len: int) -> Sequence:
+    """One text as the policy sees it: the outputs of its last three layers, the last of them before the final norm.
+
+    Those are the inputs of layers 3, 5 and 7 of the wide policy, each behind an empty layer.
+    """
     seen: dict[str, torch.Tensor] = {}
 
     def keep(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -106,7 +113,8 @@ def observe(policy: Qwen3ForCausalLM, tokens: list[int], prompt_len: int, aux_la
     hook = policy.model.norm.register_forward_pre_hook(keep)
     out = policy.model(torch.tensor([tokens]), output_hidden_states=True)
     hook.remove()
-    aux = torch.cat([out.hidden_states[i][0] for i in aux_layers], dim=-1)  # [L, 3H]
+    *_, before, middle, _ = out.hidden_states  # the last is normed
+    aux = torch.cat([before[0], middle[0], seen["last"][0]], dim=-1)  # [L, 3H]
     return Sequence(torch.tensor(tokens), prompt_len, aux, seen["last"][0])
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from verl_tlt.control.errors import ControlError
+from verl_tlt.control.types import ControlError
 
 FIRST_GUESS = 0.5
 """Conditional acceptance of the first position when nothing is known."""

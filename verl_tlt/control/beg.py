@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_tlt.control.base import BasePolicy
-from verl_tlt.control.errors import ControlError
-from verl_tlt.control.types import Load, StepRecord
+from verl_tlt.control.types import ControlError, Load, StepRecord
 
 RELEASED: dict[str, Any] = {"thresholds": (1, 2, 5, 21), "arms_per_bucket": 1, "off_arm": False, "off_above": 32}
 """Settings under which BEG is what TLT's released defaults are; needs exactly four draft lengths besides 0."""

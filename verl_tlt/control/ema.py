@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_tlt.control.base import BasePolicy
-from verl_tlt.control.errors import ControlError
-from verl_tlt.control.types import Load, StepRecord
+from verl_tlt.control.types import ControlError, Load, StepRecord
 
 
 @dataclass(frozen=True)

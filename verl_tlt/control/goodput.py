@@ -19,12 +19,10 @@ from typing import Any
 
 from verl_tlt.control.acceptance import AcceptanceEstimate
 from verl_tlt.control.base import BasePolicy
-from verl_tlt.control.costs import LatencyTable
-from verl_tlt.control.errors import ControlError
 from verl_tlt.control.latency import LatencyModel
-from verl_tlt.control.prober import Probe, Prober, Situation
-from verl_tlt.control.probing import ProbeBudget
-from verl_tlt.control.types import OFF, Load, StepRecord
+from verl_tlt.control.prober import Probe, ProbeBudget, Prober, Proposal, Situation
+from verl_tlt.control.tables import LatencyTable
+from verl_tlt.control.types import OFF, ControlError, Load, StepRecord
 
 _GROWTH = 1.25
 """A batch that grew by this factor in one step is a new situation."""
@@ -32,6 +30,8 @@ _BEYOND = 1.5
 """An arm may be used at batches up to this many times the largest at which it was measured."""
 _LOOK_EVERY = 8
 """Steps between two looks for something worth probing."""
+_SAME_LOAD = 1.0 / 32.0
+"""Relative change of the batch up to which what was prepared for the last step's load serves the next."""
 _DEAREST_CHANGE = 1.0
 """Steps a change of K may be believed to cost; prefills that join can make it look dearer."""
 
@@ -93,6 +93,8 @@ class GoodputPolicy(BasePolicy):
         self._surcharges: deque[float] = deque(maxlen=15)
         self._surcharge = 0.0
         self._histogram = [0] * len(self._arms)
+        self._ready: Situation | None = None
+        self._idea: Proposal | None = None
 
     def decide(self, load: Load) -> int:
         """K for the coming step: the probe in progress, else the argmax with hysteresis."""
@@ -114,6 +116,20 @@ class GoodputPolicy(BasePolicy):
             return
         if step.drafted in (OFF, step.verified):
             self.latency.observe(step.batch, step.kv_tokens, step.drafted, step.latency_s)
+
+    def prepare(self, load: Load) -> None:
+        """Work out what every arm promises at a load; `choose` for about the same load then only has to compare."""
+        self._ready, self._idea = None, None
+        if self._probe.steps > 0 or self._held > 0 or load.batch <= 0:
+            return
+        seconds = self.latency.predict(load.batch, load.kv_tokens)[1:]
+        if seconds[0] <= 0.0:
+            return
+        tau = self.acceptance.accept_lengths()
+        goodput = [tau[k] / s for k, s in zip(self._arms, seconds, strict=True)]
+        self._ready = Situation(load, self._current, self._reachable(load.batch), seconds, goodput)
+        if self._steps % _LOOK_EVERY == 0:
+            self._idea = self._prober.find(self._ready, self._surcharge)
 
     def set_acceptance(self, conditional: Sequence[float]) -> None:
         """A new drafter with this expected acceptance per position: start from it and look again soon."""
@@ -147,18 +163,16 @@ class GoodputPolicy(BasePolicy):
         if self._held > 0:
             self._held -= 1
             return self._current
-        seconds = self.latency.predict(load.batch, load.kv_tokens)[1:]
-        if seconds[0] <= 0.0:
+        if self._ready is None or abs(self._ready.load.batch - load.batch) > _SAME_LOAD * load.batch:
+            self.prepare(load)
+        here, self._ready = self._ready, None
+        if here is None:
             return 0
-        tau = self.acceptance.accept_lengths()
-        goodput = [tau[k] / s for k, s in zip(self._arms, seconds, strict=True)]
-        reachable = self._reachable(load.batch)
-        self._move(goodput, reachable, load.batch)
-        if self._held == 0 and self._steps % _LOOK_EVERY == 0:
-            here = Situation(load, self._current, reachable, seconds, goodput)
-            self._probe = self._prober.find(here, self._surcharge) or self._probe
-            if self._probe.steps > 0:
-                return self._probe_on()
+        self._move(here.goodput, here.reachable, load.batch)
+        idea = self._idea
+        if idea is not None and here.current == self._current and self._prober.budget.spend(idea.subject, idea.price):
+            self._probe = idea.probe
+            return self._probe_on()
         return self._current
 
     def _probe_on(self) -> int:
@@ -176,7 +190,7 @@ class GoodputPolicy(BasePolicy):
                 last = arm
         return min(last + 2, len(self._arms))
 
-    def _move(self, goodput: list[float], reachable: int, batch: int) -> None:
+    def _move(self, goodput: Sequence[float], reachable: int, batch: int) -> None:
         """Change K once staying has cost, by the estimates, what a change costs."""
         best = max(range(reachable), key=goodput.__getitem__)
         now = self._current

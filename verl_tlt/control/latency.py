@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_tlt.control.cells import Cell
-from verl_tlt.control.costs import LatencyPoint, LatencyTable
 from verl_tlt.control.roofline import Roofline
+from verl_tlt.control.tables import LatencyPoint, LatencyTable
 from verl_tlt.control.types import OFF
 
 _PACE_DRIFT = 4e-5

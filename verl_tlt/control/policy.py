@@ -7,12 +7,11 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from verl_tlt.control.base import BasePolicy
+from verl_tlt.control.base import BasePolicy, FixedPolicy, TablePolicy
 from verl_tlt.control.beg import BegPolicy, BegSettings
 from verl_tlt.control.ema import EmaPolicy, EmaSettings
-from verl_tlt.control.errors import ControlError
 from verl_tlt.control.goodput import GoodputPolicy, GoodputSettings
-from verl_tlt.control.simple import FixedPolicy, TablePolicy
+from verl_tlt.control.types import ControlError
 
 POLICIES = ("goodput", "beg", "ema", "table", "fixed", "off")
 """Names `make_policy` knows."""

@@ -43,6 +43,10 @@ class StepRecord:
     """False for steps that must not teach: mixed with prefill, K just changed, after a pause, drafting impossible."""
 
 
+class ControlError(ValueError):
+    """A policy name, an arm, a threshold or a table is wrong; the message is one sentence that names it."""
+
+
 class Policy(Protocol):
     """Chooses K before drafting; learns from finished steps. Deterministic given its inputs and seed."""
 

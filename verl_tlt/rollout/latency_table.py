@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from verl_tlt.control.costs import LatencyPoint, LatencyTable
+from verl_tlt.control.tables import LatencyPoint, LatencyTable
 
 Table = dict[int, list[tuple[int, float]]]
 CONTEXT_TOKENS = 32

@@ -6,8 +6,10 @@ scheduling). Here an object stands in for that list and asks the policy. K is th
 from batch, context and past acceptance only, which is what keeps speculative sampling exact. The K drafted in one step
 is verified in the next.
 
-Each finished step becomes one `StepRecord`, for the policy, the account and the trace (`rollout/step_control.py`). That
-costs tens of microseconds at batch 256, so the hot paths below are comprehensions over plain attributes.
+Each finished step becomes one `StepRecord`, for the policy, the account and the trace (`rollout/step_control.py`). A
+step waits only for K and for counting its drafts; the rest is done while the model runs the next one, in
+`get_grammar_bitmask`, which vLLM calls between handing a step to its workers and waiting for them. So K is chosen
+without the very latest step's news, as it is under async scheduling anyway.
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ from verl_tlt.rollout.channel import ChannelServer
 from verl_tlt.rollout.decode_load import DecodeLoad
 from verl_tlt.rollout.step_control import StepControl
 from verl_tlt.rollout.step_stats import StepTrace
-from verl_tlt.rollout.verified import Verified, count_verified
+from verl_tlt.rollout.verified import NOTHING, Verified, count_verified
 
 logger = logging.getLogger(__name__)
 
+UNLEARNED = 4  # finished steps that may wait; an engine that never asks for a grammar bitmask learns late
 PAUSE_FLOOR_S = 0.002  # a gap shorter than this between two steps is vLLM's own work
 PAUSE_SHARE = 0.5  # a gap longer than this share of the step itself means that the engine was held up
 
@@ -82,7 +85,7 @@ class _DraftLengthLookup:
 
 @dataclass(slots=True)
 class _Plan:
-    """What was known of a step when it was scheduled; completed by what came back."""
+    """What was known of a step when it was scheduled, and then what came back."""
 
     output: SchedulerOutput
     started_s: float
@@ -93,6 +96,49 @@ class _Plan:
     previous_arm: int
     blocked: bool
     prefilling: set[str]
+    outputs: Any = None
+    verified: Verified = NOTHING
+    ended: bool = False
+    finished_s: float = 0.0
+    previous_finished_s: float = 0.0
+    unix_s: float = 0.0
+
+    def record(self) -> tuple[StepRecord, dict[str, Any]]:
+        """The finished step, and what `StepControl.record` wants to know besides."""
+        verified, emitted = self.verified, self.verified.tokens
+        if emitted is None or self.ended or self.prefilling:  # one that ends gets fewer tokens than were sampled
+            counts = [(o.request_id, len(o.new_token_ids)) for client in self.outputs.values() for o in client.outputs]
+            emitted = sum(n for _, n in counts)
+            produced = sum(n for request, n in counts if request not in self.prefilling)
+        else:
+            produced = emitted
+        paused = self.paused_s > max(PAUSE_FLOOR_S, PAUSE_SHARE * (self.finished_s - self.started_s))
+        length = self.previous_arm if verified.drafts else 0
+        decode_only = not self.prefilling and not paused
+        clean = (
+            decode_only
+            and not self.blocked
+            and self.arm == self.previous_arm
+            and (self.arm <= 0 or (verified.drafts == self.batch and verified.draft_tokens == length * self.batch))
+        )
+        step = StepRecord(
+            batch=self.batch,
+            kv_tokens=self.kv_tokens if self.batch else 0,
+            drafted=self.arm,
+            verified=length,
+            drafts=verified.drafts,
+            accepted=verified.accepted(length),
+            produced=produced,
+            latency_s=self.finished_s - (self.started_s if paused else self.previous_finished_s),
+            clean=clean,
+        )
+        facts = {
+            "emitted": emitted,
+            "draft_tokens": verified.draft_tokens,
+            "blocked": self.blocked,
+            "decode_only": decode_only,
+        }
+        return step, facts
 
 
 class TLTScheduler(Scheduler):
@@ -111,6 +157,7 @@ class TLTScheduler(Scheduler):
         longest = getattr(draft_config, "max_model_len", None) or self.max_model_len
         self._tlt_load = DecodeLoad(longest - self.num_spec_tokens)
         self._tlt_plans: deque[_Plan] = deque()  # one under sync scheduling, two or more in flight under async
+        self._tlt_done: list[_Plan] = []  # finished steps to learn from
         self._tlt_known = 0  # requests that were running before this step admitted new ones
         self._tlt_kv_tokens = 0
         self._tlt_grown = 0  # tokens emitted since the last choice
@@ -201,6 +248,11 @@ class TLTScheduler(Scheduler):
             draft_token_ids.draft_token_ids = [row[:k] for row in rows]
         super().update_draft_token_ids(draft_token_ids)
 
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
+        """As vLLM's, which asks for it once the step was handed to the workers: the time to learn from the last one."""
+        self._tlt_learn()
+        return super().get_grammar_bitmask(scheduler_output)
+
     # ------------------------------------------------------------------ after the step
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
@@ -221,56 +273,38 @@ class TLTScheduler(Scheduler):
         self._tlt_finished_s = now
         self._tlt_idle_since_s = time.perf_counter()
         if not self.running:
+            self._tlt_learn()
             self.tlt.flush()
         return outputs
 
     def _tlt_record(
         self, scheduler_output: SchedulerOutput, outputs: Any, verified: Verified, ended: bool, now: float
     ) -> None:
+        """Complete the step's plan and queue it; all that costs time is left to `_tlt_learn`."""
         plan = self._tlt_plans.popleft()
         while plan.output is not scheduler_output:  # a step whose result vLLM threw away
             plan = self._tlt_plans.popleft()
-        emitted = verified.tokens
-        if emitted is None or ended or plan.prefilling:  # a request that ends gets fewer tokens than were sampled
-            counts = [(o.request_id, len(o.new_token_ids)) for client in outputs.values() for o in client.outputs]
-            emitted = sum(n for _, n in counts)
-            produced = sum(n for request, n in counts if request not in plan.prefilling)
-        else:
-            produced = emitted
-        self._tlt_grown += emitted
-        paused = plan.paused_s > max(PAUSE_FLOOR_S, PAUSE_SHARE * (now - plan.started_s))
-        length = plan.previous_arm if verified.drafts else 0
-        decode_only = not plan.prefilling and not paused
-        clean = (
-            decode_only
-            and not plan.blocked
-            and plan.arm == plan.previous_arm
-            and (plan.arm <= 0 or (verified.drafts == plan.batch and verified.draft_tokens == length * plan.batch))
-        )
-        step = StepRecord(
-            batch=plan.batch,
-            kv_tokens=plan.kv_tokens if plan.batch else 0,
-            drafted=plan.arm,
-            verified=length,
-            drafts=verified.drafts,
-            accepted=verified.accepted(length),
-            produced=produced,
-            latency_s=now - (plan.started_s if paused else self._tlt_finished_s),
-            clean=clean,
-        )
-        self.tlt.record(
-            step,
-            emitted=emitted,
-            draft_tokens=verified.draft_tokens,
-            blocked=plan.blocked,
-            decode_only=decode_only,
-        )
+        plan.outputs, plan.verified, plan.ended = outputs, verified, ended
+        plan.finished_s, plan.previous_finished_s, plan.unix_s = now, self._tlt_finished_s, time.time()
+        # Where requests ended this counts too much, but then the next choice looks at every request anyway.
+        self._tlt_grown += plan.batch if verified.tokens is None else verified.tokens
+        self._tlt_done.append(plan)
+        if len(self._tlt_done) > UNLEARNED:
+            self._tlt_learn()
+
+    def _tlt_learn(self) -> None:
+        """Turn finished steps into records."""
+        done, self._tlt_done = self._tlt_done, []
+        for plan in done:
+            step, facts = plan.record()
+            self.tlt.record(step, plan.unix_s, **facts)
 
     def shutdown(self) -> None:
         """As vLLM's; the channel closes and the trace is written out."""
         if self._tlt_channel is not None:
             self._tlt_channel.close()
             self._tlt_channel = None
+        self._tlt_learn()
         self.tlt.flush()
         super().shutdown()
 

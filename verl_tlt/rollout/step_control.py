@@ -2,6 +2,9 @@
 
 Between the policy (pure, `verl_tlt/control`) and vLLM's scheduler (`rollout/scheduler.py`), and free of both, so that
 it runs in a test without an engine. The scheduler's loop and the channel's thread meet here, under one lock.
+
+An engine step waits for `choose`, which has little left to do: `record`, which the scheduler calls while the model runs
+the following step, learns from the last one and lets the policy prepare its next choice.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from verl_tlt.control.latency import LatencyModel
 from verl_tlt.control.types import OFF, Load, Policy, StepRecord
 from verl_tlt.rollout.latency_table import Table, fill_arms, for_policy, parse
 from verl_tlt.rollout.step_stats import Aggregates, StepTrace
@@ -34,8 +38,11 @@ class StepControl:
         self.trace = trace
         self.drafting = True
         self.force_k: int | None = None
-        self.latency: Table = {}
         self.policy_error: str | None = None
+        shared = getattr(policy, "latency", None)
+        self._learns_costs = not isinstance(shared, LatencyModel)
+        self.costs: LatencyModel = shared if shared is not None else LatencyModel(range(max_draft_length + 1))
+        """What steps cost here, OFF included: the policy's own model where it has one."""
         self._sums = Aggregates()
         self._lock = threading.Lock()
 
@@ -54,37 +61,49 @@ class StepControl:
                 self._give_up(error)
                 return 0
 
-    def record(
-        self, step: StepRecord, *, emitted: int, draft_tokens: int, blocked: bool = False, decode_only: bool = True
-    ) -> None:
-        """Account for one finished step, and let the policy learn from it; arguments as in `Aggregates.add`."""
-        with self._lock:
-            self._sums.add(
-                step,
-                emitted=emitted,
-                draft_tokens=draft_tokens,
-                blocked=blocked,
-                decode_only=decode_only,
-                off_latency=self.latency.get(OFF),
-            )
-            if self.policy_error is None:
-                try:
-                    self.policy.observe(step)
-                except Exception as error:
-                    self._give_up(error)
-            if self.trace is not None:
-                self.trace.add(step, time.time())
+    def record(self, step: StepRecord, unix_s: float | None = None, **facts: Any) -> None:
+        """Account for one finished step, write it down, and let the policy learn from it.
 
-    def _give_up(self, error: Exception) -> None:
-        """A policy that raises costs speculation, never the rollout: K=0 from here on, said in every `stats`."""
-        self.policy_error = f"{type(error).__name__}: {error}"
-        logger.error("The speculation policy failed; this engine decodes with K=0 from here on.", exc_info=error)
+        Args:
+            step: what happened.
+            unix_s: when it finished; None: now.
+            **facts: the arguments of `Aggregates.add` besides.
+        """
+        with self._lock:
+            self._account(step, **facts)
+            if self.trace is not None:
+                self.trace.add(step, time.time() if unix_s is None else unix_s)
+            if self.policy_error is not None:
+                return
+            try:
+                self.policy.observe(step)
+                if self.drafting and self.force_k is None:
+                    self._tell_policy("prepare", Load(step.batch, step.kv_tokens))
+            except Exception as error:
+                self._give_up(error)
 
     def flush(self) -> None:
         """Write out the trace; called whenever the engine runs out of work."""
         with self._lock:
             if self.trace is not None:
                 self.trace.flush()
+
+    def _account(self, step: StepRecord, *, decode_only: bool = True, **facts: Any) -> None:
+        if self._learns_costs and step.clean and step.drafted in (OFF, step.verified):
+            self.costs.observe(step.batch, step.kv_tokens, step.drafted, step.latency_s)
+        stock_s = None
+        if decode_only and step.batch and self.costs.largest_batch(OFF):
+            # Stock would have spent one step of this batch for every `batch` tokens. An OFF step is just that: it saves
+            # nothing, whatever noise is in the model of its cost.
+            stock_s = step.latency_s
+            if step.drafted != OFF:
+                stock_s = step.produced / step.batch * self.costs.seconds(step.batch, step.kv_tokens, OFF)
+        self._sums.add(step, decode_only=decode_only, stock_s=stock_s, **facts)
+
+    def _give_up(self, error: Exception) -> None:
+        """A policy that raises costs speculation, never the rollout: K=0 from here on, said in every `stats`."""
+        self.policy_error = f"{type(error).__name__}: {error}"
+        logger.error("The speculation policy failed; this engine decodes with K=0 from here on.", exc_info=error)
 
     # ------------------------------------------------------------------ operations of the control channel
 
@@ -131,14 +150,21 @@ class StepControl:
             summary = getattr(self.policy, "summary", None)
             return {"policy": type(self.policy).__name__, **(summary() if summary else {})}
 
+    def learned(self) -> dict[str, Any]:
+        """What engine steps were found to cost, for the store: rows of `LatencyTable.to_list` under `points`."""
+        with self._lock:
+            return {"points": self.costs.to_table().to_list()}
+
     def _checked_k(self, k: int | None) -> int | None:
         if k is not None and (not isinstance(k, int) or not 0 <= k <= self.max_draft_length):
             raise ValueError(f"force_k must be 0..{self.max_draft_length} or null, not {k!r}.")
         return k
 
     def _set_latency(self, node: Mapping[str, Any]) -> None:
-        self.latency = fill_arms(parse(node), range(self.max_draft_length + 1))
-        self._tell_policy("set_latency", for_policy(self.latency))
+        table: Table = parse(node)
+        if self._learns_costs:
+            self.costs.seed(for_policy(table))
+        self._tell_policy("set_latency", for_policy(fill_arms(table, range(self.max_draft_length + 1))))
 
     def _tell_policy(self, method: str, value: Any) -> None:
         """Call an optional method of the policy; a fixed policy has no use for estimates."""

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from verl_tlt.control.types import OFF, StepRecord
-from verl_tlt.rollout.latency_table import interpolate
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ class Aggregates:
         draft_tokens: int,
         blocked: bool = False,
         decode_only: bool = True,
-        off_latency: list[tuple[int, float]] | None = None,
+        stock_s: float | None = None,
     ) -> None:
         """Account for one finished step.
 
@@ -60,8 +59,8 @@ class Aggregates:
             emitted: tokens handed to requests, first tokens after a prefill included.
             draft_tokens: tokens verified over all requests.
             blocked: vLLM could not draft in this step.
-            decode_only: no prefill in the step and no pause before it, so that stock's time for it is known.
-            off_latency: the OFF arm's (batch, seconds) points, where it was measured.
+            decode_only: no prefill in the step and no pause before it, so that its time is that of decoding.
+            stock_s: seconds stock would have needed for the step's tokens, where that is known.
         """
         arm = OFF if step.drafted == OFF else step.verified
         self.steps += 1
@@ -87,12 +86,8 @@ class Aggregates:
             work = self._work[step.batch]
             work[0] += step.latency_s
             work[1] += step.produced
-        if off_latency and decode_only and step.batch:
-            # Stock would have spent one step of this batch for every `batch` tokens. An OFF step is just that: it saves
-            # nothing, whatever the calibration's noise says.
-            if arm != OFF:
-                stock_s = step.produced / step.batch * interpolate(off_latency, step.batch)
-                self.saved_s += stock_s - step.latency_s
+        if stock_s is not None:
+            self.saved_s += stock_s - step.latency_s
             self.compared_s += step.latency_s
 
     def to_dict(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from verl_tlt.control.costs import LatencyTable
+from verl_tlt.control.tables import LatencyTable
 from verl_tlt.control.types import OFF
 
 

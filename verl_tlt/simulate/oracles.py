@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from verl_tlt.control.simple import FixedPolicy
+from verl_tlt.control.base import FixedPolicy
 from verl_tlt.control.types import Load, StepRecord
 from verl_tlt.simulate.engine import Run, SimulatedEngine, Truth
 

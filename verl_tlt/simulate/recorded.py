@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verl_tlt.control.costs import LatencyPoint, LatencyTable
+from verl_tlt.control.tables import LatencyPoint, LatencyTable
 from verl_tlt.control.types import OFF, StepRecord
 
 _FEWEST = 3

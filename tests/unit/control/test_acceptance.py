@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from verl_tlt.control.acceptance import AcceptanceEstimate
-from verl_tlt.control.errors import ControlError
+from verl_tlt.control.types import ControlError
 
 
 def feed(estimate, conditional, k, batch, steps, rng):

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from verl_tlt.control.costs import LatencyPoint, LatencyTable
-from verl_tlt.control.errors import ControlError
 from verl_tlt.control.latency import LatencyModel
-from verl_tlt.control.types import OFF
+from verl_tlt.control.tables import LatencyPoint, LatencyTable
+from verl_tlt.control.types import OFF, ControlError
 from verl_tlt.simulate.hardware import QWEN3_8B_H100
 
 ARMS = (0, 1, 2, 3, 5, 7)

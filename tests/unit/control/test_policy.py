@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from verl_tlt.control.costs import LatencyPoint, LatencyTable
-from verl_tlt.control.errors import ControlError
 from verl_tlt.control.policy import POLICIES, make_policy
-from verl_tlt.control.types import OFF, Load, StepRecord
+from verl_tlt.control.tables import LatencyPoint, LatencyTable
+from verl_tlt.control.types import OFF, ControlError, Load, StepRecord
 
 TABLE = LatencyTable(tuple(LatencyPoint(b, b * 500, k, 0.01 * (1 + 0.1 * k), 5) for b in (1, 64) for k in (0, 1, 3)))
 

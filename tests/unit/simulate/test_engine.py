@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from verl_tlt.control.simple import FixedPolicy
+from verl_tlt.control.base import FixedPolicy
 from verl_tlt.control.types import OFF, Load
 from verl_tlt.simulate.engine import Noise, SimulatedEngine
 from verl_tlt.simulate.hardware import QWEN3_8B_H100

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from verl_tlt.control.costs import LatencyPoint, LatencyTable
+from verl_tlt.control.tables import LatencyPoint, LatencyTable
 from verl_tlt.control.types import OFF
 from verl_tlt.simulate.hardware import (
     QWEN3_8B_H100,

@@ -1,8 +1,8 @@
-"""Learned latency tables on disk, one JSON file per hardware, model and vLLM version.
+"""Measured step latencies as data: what calibration writes, policies are seeded from, and the next run finds on disk.
 
-A later run on the same machine starts from them instead of measuring anew. A file that cannot be read, or that was
-written for something else, must never stop a run nor teach it nonsense: it is renamed `*.corrupt` with a warning, and
-the table is learned again.
+On disk they are one JSON file per hardware, model and vLLM version. A file that cannot be read, or that was written for
+something else, must never stop a run nor teach it nonsense: it is renamed `*.corrupt` with a warning, and the table is
+learned again.
 """
 
 from __future__ import annotations
@@ -10,19 +10,74 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from verl_tlt.control.costs import LatencyTable
-from verl_tlt.control.errors import ControlError
+from verl_tlt.control.types import OFF, ControlError
 
 SCHEMA = 1
 """Version of the file format; a file of another version is set aside."""
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LatencyPoint:
+    """One measured engine step: the batch verified a draft of `draft_length` and drafted as many again."""
+
+    batch: int
+    kv_tokens: int
+    draft_length: int
+    """K, or OFF (-1) for a step without any drafter."""
+    seconds: float
+    samples: int = 1
+    """Steps behind this figure."""
+
+
+@dataclass(frozen=True)
+class LatencyTable:
+    """Latency points of one machine, model and vLLM version, in no particular order."""
+
+    points: tuple[LatencyPoint, ...]
+
+    def arms(self) -> tuple[int, ...]:
+        """Draft lengths that were measured, ascending, OFF included."""
+        return tuple(sorted({p.draft_length for p in self.points}))
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """JSON-able rows."""
+        return [asdict(p) for p in self.points]
+
+    @classmethod
+    def from_list(cls, rows: Sequence[Mapping[str, Any]]) -> LatencyTable:
+        """Rows as `to_list` wrote them.
+
+        Raises:
+            ControlError: a row lacks a field, or a field cannot be a latency measurement.
+        """
+        if isinstance(rows, str | bytes) or not isinstance(rows, Sequence):
+            raise ControlError(f"A latency table must be a list of rows, not {type(rows).__name__}.")
+        return cls(tuple(_point(row) for row in rows))
+
+
+def _point(row: Mapping[str, Any]) -> LatencyPoint:
+    try:
+        point = LatencyPoint(
+            int(row["batch"]), int(row["kv_tokens"]), int(row["draft_length"]),
+            float(row["seconds"]), int(row.get("samples", 1)),
+        )  # fmt: skip
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ControlError(f"A latency row must hold batch, kv_tokens, draft_length, seconds: {row!r}.") from error
+    sane = point.batch >= 1 and point.kv_tokens >= 0 and point.draft_length >= OFF and point.samples >= 1
+    if not (sane and math.isfinite(point.seconds) and point.seconds > 0):
+        raise ControlError(f"A latency row is out of range: {row!r}.")
+    return point
 
 
 @dataclass(frozen=True)

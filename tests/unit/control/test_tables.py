@@ -5,8 +5,7 @@ import logging
 
 import pytest
 
-from verl_tlt.control.costs import LatencyPoint, LatencyTable
-from verl_tlt.control.store import TableKey, load_table, save_table, table_path
+from verl_tlt.control.tables import LatencyPoint, LatencyTable, TableKey, load_table, save_table, table_path
 
 KEY = TableKey("NVIDIA H100 80GB HBM3 x4", "Qwen/Qwen2.5-32B bf16", "0.24.0")
 TABLE = LatencyTable((LatencyPoint(1, 500, -1, 0.005, 9), LatencyPoint(64, 32000, 3, 0.02, 7)))

@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from verl_tlt.control.probing import ProbeBudget
+from verl_tlt.control.prober import ProbeBudget
 
 
 def test_spending_is_bounded_by_the_share():
