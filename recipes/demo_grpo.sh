@@ -50,12 +50,12 @@ exec python -m verl.trainer.main_ppo hydra.run.dir="$OUT/hydra" \
   +actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype=fp32 \
   +actor_rollout_ref.actor.fsdp_config.mixed_precision.buffer_dtype=fp32 \
   actor_rollout_ref.actor.ppo_mini_batch_size=8 \
-  actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2560 \
+  actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1152 \
   actor_rollout_ref.actor.optim.lr=1e-5 \
   actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.dtype=bfloat16 \
   actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.n_gpus_per_node="$REPLICAS" \
   actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True \
-  actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=2560 actor_rollout_ref.rollout.calculate_log_probs=True \
+  actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=1152 actor_rollout_ref.rollout.calculate_log_probs=True \
   actor_rollout_ref.rollout.enforce_eager=True +actor_rollout_ref.rollout.enable_sleep_mode=False \
   actor_rollout_ref.rollout.max_model_len=1152 actor_rollout_ref.rollout.max_num_seqs=32 \
   actor_rollout_ref.rollout.max_num_batched_tokens=2048 actor_rollout_ref.rollout.gpu_memory_utilization=0.1 \

@@ -146,5 +146,5 @@ QUEUE = """
 
 
 @pytest.mark.parametrize("shimmed", WITH_AND_WITHOUT)
-def test_a_reader_sleeps_between_messages_only_with_the_shim(shimmed):
+def test_a_reader_sleeps_between_looks_only_with_the_shim(shimmed):
     assert run(QUEUE, shimmed) == ("one two slept" if shimmed else "one two spun")

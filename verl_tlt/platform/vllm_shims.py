@@ -10,6 +10,7 @@ import functools
 import inspect
 import logging
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 from verl_tlt.hooks import when_imported
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+
+
+_LOOK_S = 2e-4
+"""Seconds between two looks for a message: 1-2 % of the shortest step, at 2-3 % of a core."""
 
 
 def _plain_linear(layer: Any, remove_weight: bool = False) -> None:
@@ -79,20 +84,25 @@ def _expands() -> bool:
     return output.item() == 0.5
 
 
-def sleep_between_messages(module: Any) -> None:
-    """Let a process that waits for a message sleep until it comes, not look for it for a second first.
+def sleep_between_looks(module: Any) -> None:
+    """Let a process that waits for a message sleep a moment between two looks for it.
 
-    `SpinCondition` yields in a loop for `busy_loop_s` after each message, and in decoding the next one always comes
-    sooner: engine core and worker each keep a core busy while the other computes. Where the cores are the accelerator,
-    that time belongs to the model and to the spot trainer (vllm/distributed/device_communicators/shm_broadcast.py).
+    `SpinCondition.wait` only yields for a second after each message, and in decoding the next one always comes sooner:
+    engine core and worker each keep a core busy while the other computes. Where the cores are the accelerator, that
+    time belongs to the model and to the spot trainer. Waiting for the notification instead is no way out: its socket
+    holds one message and drops the rest, so a wake-up can be lost while steps follow each other closely
+    (vllm/distributed/device_communicators/shm_broadcast.py).
     """
-    original = module.SpinCondition.__init__
+    original = module.SpinCondition.wait
 
     @functools.wraps(original)
-    def __init__(self: Any, is_reader: bool, context: Any, notify_address: str, busy_loop_s: float = 0.0) -> None:
-        original(self, is_reader, context, notify_address, busy_loop_s=busy_loop_s)
+    def wait(self: Any, timeout_ms: int | None = None) -> None:
+        if time.monotonic() <= self.last_read + self.busy_loop_s:
+            time.sleep(_LOOK_S)
+        else:
+            original(self, timeout_ms)
 
-    module.SpinCondition.__init__ = __init__
+    module.SpinCondition.wait = wait
 
 
 def register() -> None:
@@ -101,4 +111,4 @@ def register() -> None:
         return
     when_imported("vllm.model_executor.layers.utils", keep_linear_weights)
     when_imported("vllm.v1.sample.rejection_sampler", fix_expand_batch)
-    when_imported("vllm.distributed.device_communicators.shm_broadcast", sleep_between_messages)
+    when_imported("vllm.distributed.device_communicators.shm_broadcast", sleep_between_looks)
