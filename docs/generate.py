@@ -2,6 +2,8 @@
 
 Keys, types, defaults and meanings are read from the source, so that the page cannot differ from the code
 (tests/unit/test_docs.py compares). What concerns several keys at once is in `NOTES`.
+
+mkdocs loads this file too, as a hook (mkdocs.yml): pages link to source files, which a built site does not hold.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import itertools
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -96,6 +99,11 @@ def render() -> str:
         notes = "\n".join(f"* {note}" for note in NOTES[section.name])
         parts.append(f"## {section.name}\n\n{cls.__doc__}\n\n{table}\n\n{notes}\n")
     return "\n".join(parts)
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """A page for the built site: links that leave docs/ become the file's name in the repository."""
+    return re.sub(r"\[[^\]]*\]\(\.\./([^)\s]+)\)", r"`\1`", markdown)
 
 
 def _fields(class_name: str) -> list[tuple[str, str, str]]:

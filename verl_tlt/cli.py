@@ -27,17 +27,48 @@ def doctor(
     ] = None,
     config_name: Annotated[str, typer.Option(help="verl's top-level config.")] = "ppo_trainer",
     symbols: Annotated[bool, typer.Option("--symbols", help="List everything verl-tlt relies on.")] = False,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Also start the recipe's engine here and measure; takes minutes.")
+    ] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="With --gpu: on this machine's CPU.")] = False,
 ) -> None:
     """Say whether TLT can run here: packages and their insides, and with a recipe's overrides that recipe too."""
     from rich.console import Console
 
-    from verl_tlt.diagnose import diagnose, symbol_table, table
+    from verl_tlt.diagnose import diagnose, measured, symbol_table, table
 
     findings = diagnose(overrides or [], config_name)
+    if gpu and not any(finding.level == "refuse" for finding in findings):
+        findings += measured(overrides or [], config_name, cpu)
     Console().print(table(findings))
     if symbols:
         Console().print(symbol_table())
     raise typer.Exit(1 if any(finding.level == "refuse" for finding in findings) else 0)
+
+
+@app.command()
+def calibrate(
+    overrides: Annotated[list[str], typer.Argument(help="The overrides of your recipe.")],
+    config_name: Annotated[str, typer.Option(help="verl's top-level config.")] = "ppo_trainer",
+    out: Annotated[
+        Path | None, typer.Option(help="Where the table is kept; not given: where runs look for it.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="How long to measure, the engine's start apart.")] = 60.0,
+    cpu: Annotated[bool, typer.Option("--cpu", help="On this machine's CPU, even where there is a GPU.")] = False,
+) -> None:
+    """Measure what an engine step costs here by batch and draft length, and keep the table for later runs."""
+    from rich.console import Console
+
+    from verl_tlt.config import TLTConfigError
+    from verl_tlt.diagnose import calibrated, cost_table
+
+    try:
+        path, costs = calibrated(overrides, config_name, out, seconds, cpu)
+    except TLTConfigError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    Console().print(cost_table(costs))
+    typer.echo(f"Kept in {path}")
 
 
 @app.command()

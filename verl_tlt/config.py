@@ -74,6 +74,8 @@ class SpeculationConfig:
     """The K of policy=fixed; null: K_max."""
     calibrate: bool = True
     """Measure step latency by batch and K at start, about 20 seconds; false: learn it from the rollout alone."""
+    costs_dir: str | None = None
+    """Where `verl-tlt calibrate` kept step costs, so that they are not measured; null: `~/.cache/verl-tlt/costs`."""
     audit_every: int = 0
     """Every so many steps one replica decodes without the drafter, and the true saving is reported; 0: never."""
 

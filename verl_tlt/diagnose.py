@@ -1,10 +1,15 @@
-"""`verl-tlt doctor`: compose a recipe as `main_ppo` would, without importing verl, and print what the doctor finds."""
+"""`verl-tlt doctor` and `calibrate`: compose a recipe as `main_ppo` would, judge it, and measure its engine if asked.
+
+Composing and judging import neither verl nor torch. Measuring starts the recipe's engine in a process of its own.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_tlt import doctor, facts
@@ -93,3 +98,60 @@ def symbol_table() -> Table:
             note = symbol.used_by + (" (CPU only)" if symbol.cpu_only else "")
             rows.add_row(verdict, Text(symbol.name + (f"\n{problem}" if problem else "")), Text(note))
     return rows
+
+
+def measured(overrides: Sequence[str], config_name: str, cpu: bool) -> list[Finding]:
+    """What only a real engine on this machine can tell (`rollout.selftest`), as findings."""
+    from verl_tlt.rollout.alone import Job, run_job
+    from verl_tlt.rollout.selftest import found_from, judge
+
+    with tempfile.TemporaryDirectory(prefix="tlt-check-") as directory:
+        job = Job("check", list(overrides), config_name, cpu or not _has_gpu(), directory)
+        try:
+            return judge(found_from(run_job(job)))
+        except TLTConfigError as error:
+            return [Finding("refuse", "engine", str(error))]
+
+
+def calibrated(
+    overrides: Sequence[str], config_name: str, out: Path | None, seconds: float, cpu: bool
+) -> tuple[Path, dict[int, list[tuple[int, float]]]]:
+    """Measure the costs of a recipe's engine and keep them.
+
+    Args:
+        overrides: of the recipe.
+        config_name: verl's top-level config.
+        out: directory of the table; None: where runs look for it.
+        seconds: how long to measure.
+        cpu: on the CPU, even where there is a GPU.
+
+    Returns:
+        The file written, and seconds per step by draft length (-1: no drafter) and batch.
+
+    Raises:
+        TLTConfigError: the engine could not be started or measured.
+    """
+    from verl_tlt.rollout.alone import Job, keep_costs, run_job
+
+    with tempfile.TemporaryDirectory(prefix="tlt-calibrate-") as directory:
+        job = Job("calibrate", list(overrides), config_name, cpu or not _has_gpu(), directory, budget_s=seconds)
+        return keep_costs(run_job(job), out)
+
+
+def cost_table(costs: Mapping[int, Sequence[tuple[int, float]]]) -> Table:
+    """Milliseconds per engine step, a column per batch."""
+    from rich.table import Table
+
+    batches = sorted({batch for points in costs.values() for batch, _ in points})
+    rows = Table("draft length", *(f"batch {b}" for b in batches), title="milliseconds per engine step")
+    for k in sorted(costs):
+        row = dict(costs[k])
+        cells = (f"{1e3 * row[b]:.2f}" if b in row else "" for b in batches)
+        rows.add_row("no drafter" if k < 0 else str(k), *cells)
+    return rows
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())

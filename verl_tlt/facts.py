@@ -167,7 +167,7 @@ def _missing_data(config: DictConfig) -> tuple[tuple[str, str], ...]:
     return tuple(missing)
 
 
-def _local_policy(path: str) -> str | None:
+def local_policy(path: str) -> str | None:
     """The policy's directory on this disk; None for a Hugging Face name that was not downloaded, or a remote path."""
     if os.path.isdir(os.path.expanduser(path)):
         return os.path.expanduser(path)
@@ -210,7 +210,7 @@ def _drafter_problem(config: DictConfig, settings: TLTConfig) -> str | None:
         return None
     if not os.path.isdir(os.path.expanduser(path)):
         return f"tlt.drafter.path={path} is not a directory on this machine."
-    policy = _local_policy(str(_select(config, "actor_rollout_ref.model.path", "")))
+    policy = local_policy(str(_select(config, "actor_rollout_ref.model.path", "")))
     if policy is None:
         return None  # its config is not here yet; the trainer checks again after the download
     from verl_tlt.drafter import DrafterError, check_drafter

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import tomllib
 import types
 from pathlib import Path
@@ -208,3 +209,36 @@ def test_the_expand_shim_leaves_a_kernel_that_fills_its_output(tmp_path, monkeyp
     sampler = types.SimpleNamespace(expand_batch_to_tokens="stock")
     fix_expand_batch(sampler)
     assert (sampler.expand_batch_to_tokens == "stock") == fixed
+
+
+def test_the_pinning_shim_leaves_an_engine_that_does_not_pin(tmp_path):
+    pytest.importorskip("torch")
+    from verl_tlt.platform.verl_shims import offload_unpinned
+
+    fixed = patched("accelerators", tmp_path)
+    stock = Path(importlib.util.find_spec("verl").submodule_search_locations[0], *fixed.relative_to(tmp_path).parts[1:])
+    for file, aside in ((fixed, True), (stock, False)):
+        cls = next(n for n in ast.parse(file.read_text()).body if getattr(n, "name", "") == "FSDPEngine")
+        build = next(n for n in cls.body if getattr(n, "name", "") == "_build_fsdp_module")
+        alone = tmp_path / f"alone_{aside}.py"  # a file, because the shim reads the source
+        alone.write_text(textwrap.dedent("    " + ast.get_source_segment(file.read_text(), build)))
+        names = {}
+        exec(compile(alone.read_text(), str(alone), "exec"), names)
+        engine = types.SimpleNamespace(_build_fsdp_module=names["_build_fsdp_module"])
+        module = types.SimpleNamespace(FSDPEngine=engine, CPUOffloadPolicy=dict)
+        offload_unpinned(module)
+        assert (module.CPUOffloadPolicy is dict) == aside
+        assert aside or module.CPUOffloadPolicy(pin_memory=True) == {"pin_memory": False}
+
+
+def test_the_spinning_shim_asks_for_the_patchs_setting(monkeypatch):
+    from verl_tlt.platform.vllm_shims import sleep_between_looks
+
+    class SpinCondition:
+        def wait(self, timeout_ms=None):
+            return "VLLM_SHM_BROADCAST_BUSY_SLEEP_S"
+
+    monkeypatch.delenv("VLLM_SHM_BROADCAST_BUSY_SLEEP_S", raising=False)
+    before = SpinCondition.wait
+    sleep_between_looks(types.SimpleNamespace(SpinCondition=SpinCondition))
+    assert SpinCondition.wait is before and float(os.environ.pop("VLLM_SHM_BROADCAST_BUSY_SLEEP_S")) > 0

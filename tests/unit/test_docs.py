@@ -3,9 +3,12 @@
 import ast
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 import verl_tlt
@@ -79,6 +82,50 @@ def test_relative_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target.partition("#")[0]).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_to_a_heading_find_it(page):
+    for target in re.findall(r"\]\(([^)\s]*#[^)\s]+)\)", page.read_text()):
+        file, _, anchor = target.partition("#")
+        if "://" not in target:
+            headings = re.findall(r"^#+ (.+)$", ((page.parent / file) if file else page).read_text(), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in slugs, f"{page.name} links to {target}"
+
+
+def test_the_built_site_has_every_page():
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+
+    def listed(entry):
+        if isinstance(entry, str):
+            return [entry]
+        return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in listed(part)]
+
+    assert sorted(listed(site["nav"])) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
+def test_the_site_builds(tmp_path):
+    pytest.importorskip("mkdocs")
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "-q",
+        "-f",
+        str(ROOT / "mkdocs.yml"),
+        "-d",
+        str(tmp_path / "site"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "quickstart" / "index.html").is_file()
+
+
+def test_links_out_of_the_site_become_names(generate):
+    page = "see [scheduler.py](../verl_tlt/rollout/scheduler.py) and [metrics](metrics.md)"
+    assert generate.on_page_markdown(page) == "see `verl_tlt/rollout/scheduler.py` and [metrics](metrics.md)"
 
 
 def test_every_page_can_be_reached_from_the_readme():

@@ -53,7 +53,19 @@ def clone_buckets(module: Any) -> None:
     module.BucketedWeightReceiver.receive_weights = receive_weights
 
 
+def offload_unpinned(module: Any) -> None:
+    """Offload FSDP2 parameters to ordinary memory: pages are pinned for an accelerator, and torch refuses without one.
+
+    verl offloads every reference policy (`FSDPEngine._build_fsdp_module`), so no run with a KL loss would start.
+    """
+    if "pin_memory=True" not in inspect.getsource(module.FSDPEngine._build_fsdp_module):
+        return  # patches/verl/0004 is in
+    original = module.CPUOffloadPolicy
+    module.CPUOffloadPolicy = lambda pin_memory=False: original(pin_memory=False)
+
+
 def register() -> None:
     """Arm every shim in this process."""
     when_imported("torch.distributed", _patch_init_process_group)
     when_imported("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", clone_buckets)
+    when_imported("verl.workers.engine.fsdp.transformer_impl", offload_unpinned)

@@ -93,6 +93,9 @@ def sleep_between_looks(module: Any) -> None:
     holds one message and drops the rest, so a wake-up can be lost while steps follow each other closely
     (vllm/distributed/device_communicators/shm_broadcast.py).
     """
+    if "VLLM_SHM_BROADCAST_BUSY_SLEEP_S" in inspect.getsource(module.SpinCondition):
+        os.environ.setdefault("VLLM_SHM_BROADCAST_BUSY_SLEEP_S", str(_LOOK_S))  # patches/vllm/0003 is in: ask by name
+        return
     original = module.SpinCondition.wait
 
     @functools.wraps(original)

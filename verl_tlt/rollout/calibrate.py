@@ -9,16 +9,21 @@ measured lengths, so three of them do. Tokens are random and the weights may be 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from verl_tlt.control.tables import TableKey
 from verl_tlt.control.types import OFF
 from verl_tlt.rollout.channel import ChannelClient
 from verl_tlt.rollout.latency_table import Table, fill_arms
+from verl_tlt.versions import installed
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +31,35 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 STEPS = 6  # clean steps wanted of each probe; their median is taken
 PROMPT_TOKENS = 16
 
+COSTS_DIR = Path("~/.cache/verl-tlt/costs")
+"""Where `verl-tlt calibrate` keeps tables for later runs on this machine (`tlt.speculation.costs_dir`)."""
+
 Generate = Callable[[list[int], int], Awaitable[None]]
 SetDrafting = Callable[[bool], Awaitable[bool]]
+
+
+def cost_key(policy: str, rollout: Any) -> TableKey:
+    """What a table of step costs holds for: hardware, policy, precision, graphs or none, vLLM's release.
+
+    Args:
+        policy: its local directory; the configuration in it counts, not the path.
+        rollout: verl's `actor_rollout_ref.rollout`; `enforce_eager`, `dtype` and `tensor_model_parallel_size` are read.
+    """
+    from vllm.platforms import current_platform
+
+    device = _cpu_name() if current_platform.is_cpu() else current_platform.get_device_name()
+    shape = hashlib.sha256((Path(policy) / "config.json").read_bytes()).hexdigest()[:12]
+    model = f"policy {shape} {rollout.dtype} {'eager' if rollout.enforce_eager else 'graphs'}"
+    return TableKey(f"{device} x{rollout.tensor_model_parallel_size}", model, installed("vllm") or "")
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
+    return f"{name} ({os.cpu_count()} cores)"
 
 
 def plan_arms(arms: Sequence[int]) -> list[int]:

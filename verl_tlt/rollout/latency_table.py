@@ -83,3 +83,11 @@ def for_policy(table: Table) -> LatencyTable:
             for batch, seconds in row
         )
     )
+
+
+def from_stored(table: LatencyTable) -> Table:
+    """`for_policy` reversed: what `verl-tlt calibrate` kept, as a calibration would have returned it."""
+    found: Table = {}
+    for point in table.points:
+        found.setdefault(point.draft_length, []).append((point.batch, point.seconds))
+    return {arm: sorted(points) for arm, points in found.items()}

@@ -23,9 +23,11 @@ import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from verl_tlt.config import TLTConfig
+from verl_tlt.control.tables import load_table
 from verl_tlt.control.types import OFF
-from verl_tlt.rollout.calibrate import calibrate
+from verl_tlt.rollout.calibrate import COSTS_DIR, calibrate, cost_key
 from verl_tlt.rollout.channel import ChannelClient
+from verl_tlt.rollout.latency_table import from_stored
 from verl_tlt.rollout.settings import engine_arms, engine_environment, engine_kwargs, worth_drafting
 from verl_tlt.spot.store import STORE_NAME, DrafterFile, stage
 
@@ -218,20 +220,30 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         start = time.perf_counter()
         if self._tlt_channel is None:
             return {"latency": {}, "seconds": 0.0}
-        if known:
-            self._tlt_latency = known
-        else:
-            self._tlt_latency = await calibrate(
+        stored = None if known else self._tlt_stored_costs()
+        self._tlt_latency = (
+            known
+            or stored
+            or await calibrate(
                 engine=self.engine,
                 channel=self._tlt_channel,
                 arms=engine_arms(self.tlt, self.config.enforce_eager),
                 max_batch=self.config.max_num_seqs,
                 vocab_size=len(self.model_config.tokenizer),
             )
+        )
         await self._tlt_channel.call("control", latency={str(k): v for k, v in self._tlt_latency.items()})
         await self._tlt_reload()  # the switch may now be decided by cost
         await self._tlt_channel.call("stats", reset=True)
         return {"latency": self._tlt_latency, "off": OFF, "seconds": time.perf_counter() - start}
+
+    def _tlt_stored_costs(self) -> dict[int, list[tuple[int, float]]] | None:
+        """What `verl-tlt calibrate` kept for an engine like this one; None where it kept nothing."""
+        directory = self.tlt.speculation.costs_dir or COSTS_DIR
+        table = load_table(directory, cost_key(self.model_config.local_path, self.config))
+        if table is not None:
+            logger.info("replica %d takes its step costs from %s", self.replica_rank, directory)
+        return None if table is None else from_stored(table)
 
 
 class TLTvLLMReplica(vLLMReplica):
