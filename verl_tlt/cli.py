@@ -130,6 +130,9 @@ def warmup(
     objective: Annotated[str, typer.Option(help="eagle, hass or eagle3: 1, 3 or 7 draft positions unrolled.")] = "hass",
     loss: Annotated[str, typer.Option(help="Loss of speculators: kl_div, ce, tv, nla, lk_hybrid.")] = "kl_div",
     aux_layers: Annotated[str | None, typer.Option(help="Policy layers to read, e.g. 2,18,33.")] = None,
+    intermediate_size: Annotated[
+        int | None, typer.Option(help="Width of the drafter's MLP; the policy's if not given.")
+    ] = None,
     draft_vocab: Annotated[int | None, typer.Option(help="Only the most frequent tokens can be drafted.")] = None,
     samples: Annotated[int, typer.Option(help="Responses per prompt.")] = 1,
     limit: Annotated[int | None, typer.Option(help="Use the first so many prompts.")] = None,
@@ -164,6 +167,7 @@ def warmup(
             out=out,
             start=drafter,
             aux_layers=parse_layers(aux_layers),
+            intermediate_size=intermediate_size,
             objective=objective,
             loss=loss,
             draft_vocab=draft_vocab,

@@ -40,7 +40,7 @@ from verl_tlt.warmup.train import Budget, Run
 
 COMMAND = "python benchmarks/drafter/objectives.py"
 PROMPTS, RESPONSE, BATCH, DRAFT = 192, 384, 1024, 7
-TIMED_STEPS = 12
+TIMED_STEPS = 7
 
 
 def recorded(work: Path) -> tuple[Any, list[Text], list[int], list[int]]:
@@ -128,6 +128,7 @@ def main() -> None:
     assets, texts, train, held = recorded(work)
     library = Library(PolicyStates(load_policy(assets.policy, "cpu"), assets.aux_layers), texts, max_bytes=4 << 30)
     seconds = step_seconds(assets, library, train)
+    print("CPU seconds per step:", seconds, flush=True)
     found: dict[str, Any] = {}
     for seed in args.seeds:
         for objective, passes in OBJECTIVES.items():

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from verl_tlt.cli import app
-from verl_tlt.drafter import FrozenParts, build_drafter, provenance
+from verl_tlt.drafter import FrozenParts, build_drafter, provenance, refresh_frozen, save_drafter
 from verl_tlt.toy.assets import build_assets
 
 pytestmark = pytest.mark.engine
@@ -67,3 +67,21 @@ def test_from_prompts_to_an_accept_length_that_vllm_confirms(assets, specforge, 
     assert code == 0 and "within 5 %" in said, said
     lengths = re.search(r"accept length [│|] ([\d.]+) [│|] ([\d.]+)", said)
     assert float(lengths[2]) > 1.1, said
+
+
+def test_a_pruned_head_follows_the_live_policy_and_an_own_head_does_not(models, engine_of, tmp_path):
+    kept = torch.arange(3, 400, 5)
+    drafter = build_drafter(models["target"], draft_ids=kept)
+    refresh_frozen(drafter, FrozenParts.from_policy_dir(models["target"]))
+    for name, own_head in (("pruned", False), ("own", True)):
+        drafter.config.own_head = own_head
+        models[name] = save_drafter(drafter, tmp_path / name, {})
+    with engine_of("pruned", policy="policies:longest") as engine:
+        policy, served = engine.runner.get_model(), engine.runner.drafter.model
+        with torch.no_grad():
+            policy.lm_head.weight.mul_(1.5)  # a weight sync
+        for name in ("own", "pruned"):
+            assert engine.rpc("tlt_load_drafter", str(models[name] / "model.safetensors"))["ok"]
+            current = torch.equal(served.lm_head.weight[: len(kept)], policy.lm_head.weight[kept])
+            assert current == (name == "pruned")
+        assert len(engine.generate(2, 16)[1]) == 16

@@ -73,3 +73,11 @@ def test_a_wrong_setting_names_its_key(tree, sentence):
     with pytest.raises(TLTConfigError) as error:
         TLTConfig.from_dict(tree)
     assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_objective_says_how_many_positions_are_unrolled():
+    def passes(**drafter):
+        return TLTConfig.from_dict({"drafter": drafter}).drafter.passes
+
+    assert [passes(objective=name) for name in ("eagle", "hass", "eagle3")] == [1, 3, 7]
+    assert passes() == 3 and passes(objective="eagle", ttt_steps=5) == 5

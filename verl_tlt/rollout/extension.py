@@ -7,6 +7,7 @@ never a token. Methods return a verdict instead of raising: an exception in a wo
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -34,8 +35,9 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
         """Load a drafter's weights into the live one, in place; the policy's own tensors are never written.
 
         Args:
-            path: a safetensors file in speculators' or vLLM's names. Embedding and head in it are skipped where the
-                drafter shares the policy's modules.
+            path: a safetensors file in speculators' or vLLM's names, beside its config.json. Embedding and head in it
+                are skipped where the drafter shares the policy's modules; under a pruned vocabulary its head is cut
+                anew from the policy that is live here, which may be newer than the file.
 
         Returns:
             {"ok": True, "fingerprint": str of what is now live, "seconds": float, "shared": names of shared modules},
@@ -48,8 +50,11 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
                 return {"ok": True, "fingerprint": "", "seconds": 0.0, "shared": []}
             shared = _shared_modules(drafter, target)
             tensors = _read(Path(path), shared)
-            _check(tensors, drafter, shared, self.vllm_config.parallel_config.tensor_parallel_size, path)
+            shards = self.vllm_config.parallel_config.tensor_parallel_size
+            _check(tensors, drafter, shared, shards, path)
             self._tlt_copy(drafter, tensors)
+            if "d2t" in tensors and not _has_own_head(Path(path)):
+                _follow_head(drafter, target, shards)
         except Exception as error:
             logger.error("The drafter %s was not loaded.", path, exc_info=error)
             text = str(error) if isinstance(error, DrafterRefused) else f"{type(error).__name__}: {error}"
@@ -129,6 +134,34 @@ def _shared_modules(drafter: torch.nn.Module, target: torch.nn.Module) -> list[s
         for part in ("embed_tokens", "lm_head")
         if any(part in name and id(p) in theirs for name, p in drafter.named_parameters())
     ]
+
+
+def _has_own_head(path: Path) -> bool:
+    """Whether the drafter beside this config was trained with a head of its own, which is not the policy's."""
+    config = path.with_name("config.json")
+    return config.is_file() and bool(json.loads(config.read_text()).get("own_head"))
+
+
+def _follow_head(drafter: torch.nn.Module, target: torch.nn.Module, shards: int) -> None:
+    """Copy the rows of the policy's present head that a pruned draft vocabulary keeps.
+
+    Under tensor parallelism each rank holds some rows of the policy's vocabulary and others of the drafter's: what a
+    rank has is summed over all ranks, and each takes its part.
+    """
+    offsets = dict(drafter.named_parameters())[OFFSETS]  # [DV]
+    ids = torch.arange(len(offsets), device=offsets.device) + offsets
+    policy: Any = target
+    head = getattr(policy, "lm_head", None) or policy.model.embed_tokens  # the latter where they are tied
+    first, last = head.shard_indices.org_vocab_start_index, head.shard_indices.org_vocab_end_index
+    here = (ids >= first) & (ids < last)  # [DV]
+    rows = head.weight.new_zeros(len(ids), head.weight.shape[1])  # [DV, H]
+    rows[here] = head.weight[ids[here] - first]
+    if shards > 1:
+        from vllm.distributed import tensor_model_parallel_all_reduce
+
+        rows = tensor_model_parallel_all_reduce(rows)
+    own: Any = drafter.lm_head
+    own.weight_loader(own.weight, rows.to(own.weight.dtype))
 
 
 def _own_parameters(drafter: torch.nn.Module, shared: list[str]) -> dict[str, torch.Tensor]:

@@ -39,6 +39,8 @@ class Warmup:
     start: Path | None = None
     """A drafter to go on from; None: a random head."""
     aux_layers: tuple[int, ...] | None = None
+    intermediate_size: int | None = None
+    """Width of a new drafter's MLP; None: the policy's."""
     objective: str = "hass"
     loss: str = "kl_div"
     draft_vocab: int | None = None
@@ -118,12 +120,15 @@ def check(s: Warmup) -> None:
         "--max-tokens": s.budget.tokens,
         "--max-minutes": s.budget.minutes,
         "--draft-length": s.draft_length,
+        "--intermediate-size": 1 if s.intermediate_size is None else s.intermediate_size,
     }.items():
         if value <= 0:
             raise DrafterError(f"{name} must be above 0, not {value}.")
     if s.start is not None:
-        if s.aux_layers is not None or s.draft_vocab is not None:
-            raise DrafterError("--drafter brings its own aux layers and draft vocabulary: leave those options out.")
+        if (s.aux_layers, s.draft_vocab, s.intermediate_size) != (None, None, None):
+            raise DrafterError(
+                "--drafter brings its own shape: leave out --aux-layers, --draft-vocab and --intermediate-size."
+            )
         from verl_tlt.drafter import check_drafter
 
         check_drafter(s.start, s.model)
@@ -205,8 +210,11 @@ def _responses(s: Warmup, prompts: Prompts, device: str, bars: Progress) -> list
 
 def _prepare(s: Warmup, prompts: Prompts, responses: list[Response], device: str) -> Run:
     """Drafter, policy and texts, brought together; an earlier try's state is loaded."""
+    import transformers
+
     from verl_tlt.drafter import DrafterTrainer, FrozenParts, Library, PolicyStates, Text, load_policy, refresh_frozen
 
+    transformers.utils.logging.disable_progress_bar()  # there is one already
     texts = [Text((*prompts.tokens[r.prompt], *r.tokens), len(prompts.tokens[r.prompt])) for r in responses]
     drafter = _drafter(s, responses, device)
     parts = FrozenParts.from_policy_dir(s.model)
@@ -246,6 +254,7 @@ def _drafter(s: Warmup, responses: list[Response], device: str) -> Any:
     return build_drafter(
         s.model,
         aux_layers=s.aux_layers,
+        intermediate_size=s.intermediate_size,
         seed=s.seed,
         device=device,
         max_position_embeddings=shape.max_position_embeddings + CONTEXT_MARGIN,

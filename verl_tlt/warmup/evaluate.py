@@ -115,6 +115,8 @@ def score(
     draft_length: int,
 ) -> Verdict:
     """Predict acceptance on what vLLM answered; arguments as `evaluate`'s, `prompts` as token ids."""
+    import transformers
+
     from verl_tlt.drafter import (
         FrozenParts,
         Library,
@@ -127,6 +129,7 @@ def score(
         refresh_frozen,
     )
 
+    transformers.utils.logging.disable_progress_bar()  # there is one already
     texts = [Text((*prompts[r.prompt], *r.tokens), len(prompts[r.prompt])) for r in responses]
     draft_model = load_drafter(drafter, model, device=device)
     parts = FrozenParts.from_policy_dir(model)

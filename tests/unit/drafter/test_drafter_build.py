@@ -17,6 +17,7 @@ from verl_tlt.drafter import (
     drafter_config,
     most_frequent,
     refresh_frozen,
+    serving_tensors,
     trainable_parameters,
 )
 
@@ -140,6 +141,16 @@ def test_pruned_vocabulary_maps_ids_and_slices_the_head(policy):
     assert torch.equal(model.lm_head.weight, policy.lm_head.weight[kept])
     with pytest.raises(DrafterError, match="ascending"):
         build_drafter(policy.config, draft_ids=torch.tensor([5, 3]))
+
+
+def test_a_pruned_head_is_cut_anew_from_each_policy(policy):
+    kept = torch.tensor([2, 5, 41])
+    model = build_drafter(policy.config, draft_ids=kept)
+    for seed in (1, 2):
+        updated = make_policy(seed=seed)
+        refresh_frozen(model, frozen_parts(updated))
+        assert torch.equal(serving_tensors(model)["lm_head.weight"], updated.lm_head.weight[kept])
+        assert torch.equal(model.verifier_lm_head.weight, updated.lm_head.weight[kept])
 
 
 def test_importing_the_package_loads_neither_speculators_nor_torch():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -241,3 +242,26 @@ def test_training_state_is_optional_and_its_damage_named(saved, drafter):
     (saved / "training_state.pt").write_bytes(b"cut off")
     with pytest.raises(DrafterError, match=r"training_state\.pt is damaged"):
         load_training_state(saved)
+
+
+def test_another_tokenizer_of_the_same_size_is_refused(drafter, policy_dir, tmp_path):
+    def policy_with(words, layout):
+        path = shutil.copytree(policy_dir, tmp_path / f"policy-{'-'.join(words)}-{layout}")
+        content = {"model": {"vocab": {word: i for i, word in enumerate(words)}}, "added_tokens": []}
+        (path / "tokenizer.json").write_text(json.dumps(content, indent=layout))
+        return path
+
+    saved = save_drafter(drafter, tmp_path / "drafter", {}, policy=policy_with("ab", 1))
+    check_drafter(saved, policy_with("ab", 4))  # the same vocabulary, saved by another release
+    check_drafter(saved, policy_dir)  # nothing to compare with
+    assert "this drafter was trained for another tokenizer" in refusal(saved, policy_with("ba", 1))
+
+
+def test_the_model_card_says_what_it_is_and_where_it_comes_from(drafter, policy_dir, tmp_path):
+    facts = {"policy": "org/policy", "steps": 70, "tokens": 9, "data_sha256": "ab12", "tau_sim": 2.5}
+    card = (save_drafter(drafter, tmp_path / "d", facts, policy=policy_dir) / "README.md").read_text()
+    command = next(line for line in card.splitlines() if "vllm serve" in line)
+    config = json.loads(command.partition("--speculative-config '")[2].rstrip("'"))
+    assert "vllm serve org/policy" in command and config["method"] == "eagle3"
+    for row in ("| steps | 70 |", "| data_sha256 | ab12 |", "| tau_sim | 2.5 |", "speculators 0.9"):
+        assert row in card

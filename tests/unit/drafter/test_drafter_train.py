@@ -78,6 +78,7 @@ def test_resume_is_bit_exact(policy, sequences, tmp_path):
     assert all(torch.equal(one["parameters"][n], two["parameters"][n]) for n in one["parameters"])
     for i, moments in one["optimizer"]["state"].items():
         assert all(torch.equal(moments[key], two["optimizer"]["state"][i][key]) for key in moments)
+    assert one["optimizer"]["param_groups"] == two["optimizer"]["param_groups"]  # the schedule's rate among them
     assert one["rng"] == two["rng"]
 
 
