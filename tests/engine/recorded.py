@@ -16,7 +16,8 @@ import torch
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import FrozenParts, to_numpy16
-from verl_tlt.spot.worker import Sampling, SpotWorker
+from verl_tlt.spot.learner import Sampling
+from verl_tlt.spot.worker import SpotWorker
 from verl_tlt.toy import task
 from verl_tlt.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from verl_tlt.trainer.bootstrap import first_drafter
@@ -101,34 +102,36 @@ def worker_arguments(resume_from: Path | None = None) -> dict[str, Any]:
 
 def begin_anew(worker: SpotWorker) -> None:
     """Everything but the buffer as after the start; sessions of one pass."""
-    worker._revert("frozen")
-    worker.kept["served"] = dict(worker.base)
-    worker.trainer.optimizer.state.clear()
-    worker.trainer.steps = 0
+    learner = worker.learner
+    learner.revert("frozen")
+    learner.keep("served")
+    learner.trainer.optimizer.state.clear()
+    learner.trainer.steps = 0
     set_epochs(worker, 1.0)
 
 
 def set_epochs(worker: SpotWorker, epochs: float) -> None:
     """How long a session lasts where nobody stops it."""
-    worker.config = dataclasses.replace(worker.config, spot=dataclasses.replace(worker.config.spot, max_epochs=epochs))
+    config = worker.learner.config
+    worker.learner.config = dataclasses.replace(config, spot=dataclasses.replace(config.spot, max_epochs=epochs))
 
 
 def poison(worker: SpotWorker) -> None:
     """A parameter that is not a number, and moments that would make it so again."""
-    next(iter(worker.trainer.parameters.values())).data.view(-1)[0] = torch.nan
-    for moments in worker.trainer.optimizer.state.values():
+    next(iter(worker.learner.trainer.parameters.values())).data.view(-1)[0] = torch.nan
+    for moments in worker.learner.trainer.optimizer.state.values():
         moments["exp_avg"].fill_(torch.inf)
 
 
 def steps_taken(worker: SpotWorker) -> int:
     """Optimizer steps so far, also during a session."""
-    return worker.trainer.steps
+    return worker.learner.trainer.steps
 
 
 def optimizer_steps(worker: SpotWorker) -> tuple[int, float]:
     """(steps taken, sum of the first moments' magnitudes)."""
-    moments = worker.trainer.optimizer.state.values()
-    return worker.trainer.steps, sum(float(m["exp_avg"].abs().sum()) for m in moments)
+    moments = worker.learner.trainer.optimizer.state.values()
+    return worker.learner.trainer.steps, sum(float(m["exp_avg"].abs().sum()) for m in moments)
 
 
 class Odd(SpotWorker):

@@ -18,7 +18,8 @@ from recorded import (
 
 from verl_tlt.drafter import fingerprint, load_training_state
 from verl_tlt.spot.gate import Scores
-from verl_tlt.spot.worker import WHICH, SpotWorker
+from verl_tlt.spot.learner import WHICH
+from verl_tlt.spot.worker import SpotWorker
 
 pytestmark = pytest.mark.engine
 
@@ -202,12 +203,12 @@ def test_a_checkpoint_continues_candidate_optimizer_and_served(pair, tmp_path):
     directory = tmp_path / "global_step_3" / "tlt_drafter"
     get(pair[0].save.remote(str(directory), {"version": 2, "acceptance": [0.5, 0.4, 0.3]}), scoring)
     worker = SpotWorker("a", **worker_arguments(resume_from=directory.parent))
-    assert same(worker.kept["served"], agreed["served"])
+    assert same(worker.learner.kept["served"], agreed["served"])
     assert asyncio.run(worker.resume(str(directory)))
     assert optimizer_steps(worker) == get(pair[0].__ray_call__.remote(optimizer_steps))
-    assert worker.trainer.steps >= trained["steps"]
+    assert worker.learner.trainer.steps >= trained["steps"]
     for name, base in agreed["candidate"].items():
-        np.testing.assert_allclose(worker.base[name], base + candidate.delta[name], atol=1e-6)
+        np.testing.assert_allclose(worker.learner.base[name], base + candidate.delta[name], atol=1e-6)
     assert load_training_state(tmp_path) is None
     assert not asyncio.run(worker.resume(str(tmp_path)))
 
@@ -216,13 +217,13 @@ def test_a_worker_without_frozen_parts_or_data_does_not_train(arguments):
     worker = SpotWorker("new", **arguments)
     assert asyncio.run(worker.train())["steps"] == 0
     items, frozen = record(6, seed=1)
-    worker._add(1, items, None)
+    worker.learner.add(1, items, None)
     assert asyncio.run(worker.train())["steps"] == 0
     assert len(asyncio.run(worker.score(3))["positions"]) == 0
-    worker._add(2, [], frozen)
+    worker.learner.add(2, [], frozen)
     assert asyncio.run(worker.train())["steps"] > 0
 
 
 def test_on_a_gpu_attention_is_block_sparse(arguments):
     worker = SpotWorker("gpu", **{**arguments, "device": "cuda"})
-    assert worker.model.config.transformer_layer_config._attn_implementation == "simple_flex_attention"
+    assert worker.learner.model.config.transformer_layer_config._attn_implementation == "simple_flex_attention"

@@ -1,0 +1,264 @@
+"""Does training the drafter during RL pay? Accept length by RL step: none, frozen and online, from three starts.
+
+    python benchmarks/drafter/trajectory.py --out study      # the policy's runs, once
+    python benchmarks/drafter/study.py --out study           # every arm on them; interrupt and repeat at will
+
+The arms of a seed share its recorded trajectory (speculation is lossless, so they would have written the same text).
+At every RL step the frozen and the online drafter are scored on that step's responses under that step's policy; then
+the online one goes through what a run does: a session on the steps before, of as many tokens as a bubble gives, this
+step's capture into the buffer, merge, and the gate. Learner, buffer, merge and gate are the plugin's own.
+
+Starts: `random` is an untrained head (another one for each seed); `in_domain` was warmed up on responses of the start
+policy; `generic` learned from the same policy's hidden states on text of another kind, short additions without the
+re-checks that long responses are made of, with as many tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from trajectory import MAX_RESPONSE, SAVE_POLICY, Taught, capture, generate, load_step, start_engine
+
+from verl_tlt.config import TLTConfig
+from verl_tlt.drafter import (
+    DrafterTrainer,
+    FrozenParts,
+    build_drafter,
+    from_numpy16,
+    load_drafter,
+    pack,
+    refresh_frozen,
+    save_drafter,
+    to_drafter_file,
+    train_until,
+)
+from verl_tlt.spot.buffer import Buffer
+from verl_tlt.spot.gate import Scores, decide
+from verl_tlt.spot.learner import Sampling, SpotLearner, to_sequence
+from verl_tlt.spot.merge import merge
+from verl_tlt.spot.store import DrafterFile
+from verl_tlt.toy import task
+from verl_tlt.toy.assets import AUX_LAYERS, SHIPPED_POLICY
+
+STARTS = ("random", "generic", "in_domain")
+K = 3
+SESSION_STEPS = 8
+"""Micro-batches of a session: about 0.9 trained tokens per generated one, as in the demo's bubbles."""
+WARMUP_TEXTS, WARMUP_TOKENS = 256, 90_000
+BLOCK = 10
+"""RL steps between two states to resume from."""
+CONFIG = TLTConfig.from_dict(
+    {
+        "drafter": {"aux_layers": AUX_LAYERS["small"], "batch_tokens": 256, "learning_rate": 2e-3},
+        "buffer": {"min_tokens": 1000},
+        "speculation": {"max_draft_length": K},
+    }
+)
+"""The defaults, with the demo recipe's learning rate and micro-batches small enough for `SESSION_STEPS` of them."""
+
+
+def new_drafter(seed: int) -> Any:
+    """A random head for the toy's policy."""
+    return build_drafter(SHIPPED_POLICY, aux_layers=AUX_LAYERS["small"], seed=seed, max_position_embeddings=512)
+
+
+def own_texts(count: int) -> list[tuple[list[int], int]]:
+    """Responses of the start policy, as a user's warm-up generates them: (ids, prompt length)."""
+    rng = random.Random("warm-up")
+    prompts = [[task.TOKEN_ID[t] for t in task.prompt_tokens(task.sample_problem(rng))] for _ in range(count)]
+    llm = start_engine()
+    return generate(llm, prompts, 1, seed=10**6)
+
+
+def other_texts(count: int) -> list[tuple[list[int], int]]:
+    """Written by the task's generator: one to four columns, no re-checks, plain answer."""
+    rng = random.Random("generic")
+    texts = []
+    for _ in range(count):
+        problem = task.sample_problem(rng, max_digits=4)
+        prompt, response = task.prompt_tokens(problem), task.sample_response(problem, rng)
+        body = response[: response.index(task.CHECK)] if task.CHECK in response else response[: -2 * problem.digits - 4]
+        words = [*prompt, *body, task.ANSWER, *task.answer_tokens(problem), task.EOS]
+        texts.append(([task.TOKEN_ID[w] for w in words][: MAX_RESPONSE + len(prompt)], len(prompt)))
+    return texts
+
+
+def warm_up(texts: list[tuple[list[int], int]], directory: Path, name: str) -> None:
+    """Train a head on `texts` under the start policy and save it."""
+    policy = Taught()
+    items = capture(policy, texts)
+    model = new_drafter(seed=0)
+    parts = policy.frozen_parts()
+    refresh_frozen(model, FrozenParts(**{k: from_numpy16(v) for k, v in parts.items()}))
+    trainer = DrafterTrainer(model, learning_rate=2e-3, ttt_steps=CONFIG.drafter.ttt_steps)
+    buffer: Buffer[Any] = Buffer(max_bytes=2**31, keep_steps=1, held_out=0.05)
+    for i, one in enumerate(items):
+        buffer.add(step=0, index=i, prompt_len=one["prompt_len"], length=len(one["tokens"]), nbytes=1, payload=one)
+    rng = random.Random(0)
+
+    def batches() -> Iterator[Any]:
+        while True:
+            yield pack([to_sequence(w) for w in buffer.sample_batch(rng, 512) if w.tokens > 1])
+
+    done = train_until(trainer, batches(), lambda: False, max_tokens=WARMUP_TOKENS)
+    save_drafter(model, directory, {"start": name, "tokens": done.tokens, "loss": done.loss}, training_state=None)
+    print(f"{name}: {len(texts)} texts, {done.tokens} tokens trained", flush=True)
+
+
+def make_starts(out: Path) -> None:
+    """The two heads that were trained before the run."""
+    for name, texts in (("generic", other_texts), ("in_domain", own_texts)):
+        directory = out / "starts" / name
+        if not directory.exists():
+            # Texts of `generic` are about a third as long.
+            warm_up(texts(WARMUP_TEXTS * (3 if name == "generic" else 1)), directory, name)
+
+
+def start_file(out: Path, start: str, seed: int) -> DrafterFile:
+    """The drafter a run starts from."""
+    model = new_drafter(seed) if start == "random" else load_drafter(out / "starts" / start, SHIPPED_POLICY)
+    config, weights, fingerprint = to_drafter_file(model, "float32")
+    return DrafterFile(0, config, weights, fingerprint)
+
+
+class Arm:
+    """The online drafter of one start and seed, with its frozen twin, on a recorded trajectory."""
+
+    def __init__(self, out: Path, start: str, seed: int) -> None:
+        self.start, self.seed = start, seed
+        self.trajectory = out / f"seed-{seed}"
+        self.rows = out / "arms" / f"{start}-{seed}.jsonl"
+        self.saved = out / "arms" / f"{start}-{seed}.pt"
+        self.drafters = out / "arms" / f"{start}-{seed}"
+        self.learner = SpotLearner(
+            f"{start}-{seed}",
+            CONFIG,
+            str(SHIPPED_POLICY),
+            start_file(out, start, seed),
+            Sampling(temperature=1.0, top_p=1.0, top_k=-1),
+            "cpu",
+        )
+        self.step = self.version = 0
+        if self.saved.exists():
+            self._resume()
+
+    def available(self, steps: int) -> bool:
+        """Whether the next step has been recorded."""
+        return self.step < steps and self._file(self.step).exists()
+
+    def advance(self) -> dict[str, Any]:
+        """One RL step; returns what was seen."""
+        learner = self.learner
+        items, parts, _ = load_step(self._file(self.step))
+        learner.add(self.step, [], parts)  # engines share the policy's embedding and head, so both drafters follow them
+        scores = learner.score_on(items, ("served", "frozen"), K)
+        row: dict[str, Any] = {"step": self.step, "version": self.version}
+        for which in ("served", "frozen"):
+            counts = scores[which].sum(axis=0)  # [1+K]
+            row[which] = [round(float(c), 3) for c in counts]
+            row[f"{which}_tau"] = round(float(counts.sum() / counts[0]), 4)
+        if self.step % SAVE_POLICY == 0:
+            learner.save(str(self.drafters / f"step-{self.step:03d}"), {"step": self.step, "version": self.version})
+        first = learner.trainer.steps
+        session = learner.train(lambda: learner.trainer.steps - first >= SESSION_STEPS)
+        learner.add(self.step, items, None)
+        row |= {"trained_tokens": session.tokens, "train_s": round(session.seconds, 2)}
+        if session.steps:
+            row |= self._learn()
+        self.step += 1
+        return row
+
+    def _learn(self) -> dict[str, Any]:
+        """Merge, judge, and publish, hold or revert, as the trainer does between two rollouts."""
+        learner = self.learner
+        merged = merge([learner.contribute()], min_steps=CONFIG.spot.min_merge_steps)
+        learner.adopt(merged)
+        if merged.delta is None:
+            return {"decision": "waits"}
+        held_out = learner.score(K)
+        if not len(held_out["positions"]):
+            decision = "publish"
+        else:
+            verdict = decide(Scores(**held_out), CONFIG.gate, seed=self.version)
+            decision = verdict.action
+        if decision == "publish":
+            learner.keep("served")
+            self.version += 1
+        elif decision != "hold":
+            learner.revert(decision.removeprefix("revert_"))
+            if decision == "revert_frozen":
+                learner.keep("served")
+                self.version += 1
+        return {"decision": decision}
+
+    def save(self) -> None:
+        """State to resume from; the buffer is made again from the trajectory."""
+        learner = self.learner
+        state = {
+            "step": self.step,
+            "version": self.version,
+            "trainer": learner.trainer.state(),
+            "agreed": {w: {n: torch.from_numpy(v) for n, v in p.items()} for w, p in learner.agreed().items()},
+            "unmerged": (learner.unmerged_steps, learner.unmerged_tokens),
+            "rng": learner.rng.getstate(),
+        }
+        torch.save(state, self.saved.with_suffix(".tmp"))
+        os.replace(self.saved.with_suffix(".tmp"), self.saved)
+
+    def _resume(self) -> None:
+        learner = self.learner
+        state = torch.load(self.saved, weights_only=True)
+        agreed = {w: {n: v.numpy() for n, v in p.items()} for w, p in state["agreed"].items()}
+        learner.base, learner.kept = agreed.pop("candidate"), agreed
+        learner.trainer.load_state(state["trainer"])
+        learner.unmerged_steps, learner.unmerged_tokens = state["unmerged"]
+        version, internal, gauss = state["rng"]
+        learner.rng.setstate((version, tuple(internal), gauss))
+        self.step, self.version = state["step"], state["version"]
+        for step in range(max(0, self.step - CONFIG.buffer.keep_steps), self.step):
+            items, parts, _ = load_step(self._file(step))
+            learner.add(step, items, parts)
+        rows = self.rows.read_text().splitlines()[: self.step]  # a later, unsaved part is done again
+        self.rows.write_text("".join(f"{row}\n" for row in rows))
+
+    def _file(self, step: int) -> Path:
+        return self.trajectory / f"step-{step:03d}.npz"
+
+
+def run(out: Path, seeds: list[int], starts: list[str], steps: int) -> None:
+    """Advance every arm by blocks, as far as its trajectory has been recorded."""
+    (out / "arms").mkdir(parents=True, exist_ok=True)
+    for seed in seeds:
+        for start in starts:
+            arm = Arm(out, start, seed)
+            while arm.available(steps):
+                row = arm.advance()
+                with arm.rows.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(start, seed, row, flush=True)
+                if arm.step % BLOCK == 0:
+                    arm.save()
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="directory of the study")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
+    parser.add_argument("--steps", type=int, default=100)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    make_starts(options.out)
+    run(options.out, options.seeds, options.starts, options.steps)
+
+
+if __name__ == "__main__":
+    main()

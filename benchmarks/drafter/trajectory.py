@@ -1,0 +1,276 @@
+"""Records what the policy of a GRPO run looked like at every step, so that many drafters can be tried on the same run.
+
+    python benchmarks/drafter/trajectory.py --out study --seeds 0 1 2 --steps 100
+
+Speculative decoding is lossless: which drafter is served changes how fast a rollout is and not what is in it. So the
+arms of the study share one trajectory per seed, and it is made only once. It is a plain GRPO loop in one process: stock
+vLLM writes the responses with the policy's current weights, the toy's own reward judges them, one on-policy update
+follows (group-normalised advantages, token-mean loss, no KL term). The forward pass of the update also yields the
+hidden states that a tap would have kept. It may be interrupted at any time; the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.update(
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    OMP_NUM_THREADS="1",
+    HF_HUB_OFFLINE="1",
+    VERL_PLATFORM="cpu",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_LOGGING_LEVEL="ERROR",
+)
+
+import numpy as np
+import torch
+
+from verl_tlt.drafter import FrozenParts, to_numpy16
+from verl_tlt.toy import task
+from verl_tlt.toy.assets import AUX_LAYERS, SHIPPED_POLICY
+from verl_tlt.toy.reward import compute_score
+from verl_tlt.toy.train import save_policy
+
+PROMPTS, SAMPLES = 4, 4
+"""Groups a step and responses in each: small, because two cores carry the study."""
+MAX_RESPONSE = 384
+LEARNING_RATE = 3e-5
+MICRO_BATCH = 1536
+"""Padded tokens a forward."""
+SAVE_STATE, SAVE_POLICY = 5, 33
+"""Steps between states to resume from, and between policies kept for checks on a real engine."""
+
+
+def start_engine() -> Any:
+    """Stock vLLM in this process, with the policy's first weights."""
+    from vllm import LLM
+
+    return LLM(
+        model=str(SHIPPED_POLICY),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        enforce_eager=True,
+        seed=0,
+        max_model_len=512,
+        max_num_seqs=PROMPTS * SAMPLES,
+        enable_prefix_caching=False,
+        distributed_executor_backend="uni",
+    )
+
+
+def sync(llm: Any, model: torch.nn.Module) -> None:
+    """The engine takes over the policy's weights, as verl does after every update."""
+    weights = [(name, value.detach().to(torch.bfloat16)) for name, value in model.state_dict().items()]
+    llm.apply_model(lambda served: len(served.load_weights(weights)))
+
+
+def generate(llm: Any, prompts: list[list[int]], samples: int, seed: int) -> list[tuple[list[int], int]]:
+    """`samples` responses to each prompt at temperature 1: (prompt and response ids, prompt length), by group."""
+    from vllm import SamplingParams
+
+    end = task.TOKEN_ID[task.EOS]
+    requests = [
+        SamplingParams(
+            n=samples, temperature=1.0, max_tokens=MAX_RESPONSE, stop_token_ids=[end], seed=seed + i, detokenize=False
+        )
+        for i in range(len(prompts))
+    ]
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], requests, use_tqdm=False)
+    return [(p + list(o.token_ids), len(p)) for p, out in zip(prompts, outputs, strict=True) for o in out.outputs]
+
+
+class Taught:
+    """The policy under training, and the hidden states of its last forward passes."""
+
+    def __init__(self, directory: Path = SHIPPED_POLICY) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
+        self._states: dict[int, torch.Tensor] = {}
+        layers = self.model.model.layers
+        for index in (*AUX_LAYERS["small"], len(layers)):
+            module = self.model.model.norm if index == len(layers) else layers[index]
+            module.register_forward_pre_hook(self._hook(index), with_kwargs=True)
+
+    def _hook(self, index: int) -> Any:
+        def keep(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._states[index] = (args[0] if args else kwargs["hidden_states"]).detach()  # [B, T, H]
+
+        return keep
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [B, T, V] for tokens [B, T], padded on the right; weights float32, products bfloat16 as in verl."""
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(tokens).logits.float()
+
+    def captured(self, row: int, length: int) -> dict[str, np.ndarray]:
+        """What the tap keeps of one row of the last forward: aux [L, 3H] and last [L, H] in 16 bits."""
+        *aux, last = (self._states[i][row, :length] for i in sorted(self._states))
+        return {"aux": to_numpy16(torch.cat(aux, dim=-1)), "last": to_numpy16(last)}
+
+    def frozen_parts(self) -> dict[str, np.ndarray]:
+        """Embedding, head and final norm in 16 bits."""
+        state = self.model.state_dict()
+        parts = FrozenParts(state["model.embed_tokens.weight"], state["lm_head.weight"], state["model.norm.weight"])
+        return {f.name: to_numpy16(getattr(parts, f.name)) for f in dataclasses.fields(parts)}
+
+
+def micro_batches(texts: list[tuple[list[int], int]]) -> list[list[int]]:
+    """Row numbers, alike in length, together at most `MICRO_BATCH` padded tokens."""
+    groups: list[list[int]] = [[]]
+    for i in sorted(range(len(texts)), key=lambda i: len(texts[i][0])):
+        if groups[-1] and (len(groups[-1]) + 1) * len(texts[i][0]) > MICRO_BATCH:
+            groups.append([])
+        groups[-1].append(i)
+    return groups
+
+
+def padded(texts: list[tuple[list[int], int]], rows: list[int]) -> torch.Tensor:
+    """int64 [len(rows), T], padded on the right."""
+    width = max(len(texts[i][0]) for i in rows)
+    return torch.tensor([texts[i][0] + [task.TOKEN_ID[task.PAD]] * (width - len(texts[i][0])) for i in rows])
+
+
+def capture(policy: Taught, texts: list[tuple[list[int], int]]) -> list[dict[str, Any]]:
+    """Every text as the tap hands it over (`tlt_take`), without an update."""
+    items: dict[int, dict[str, Any]] = {}
+    for rows in micro_batches(texts):
+        with torch.no_grad():
+            policy.logits(padded(texts, rows))
+        for r, i in enumerate(rows):
+            items[i] = item(policy, texts[i], r)
+    return [items[i] for i in range(len(texts))]
+
+
+def item(policy: Taught, text: tuple[list[int], int], row: int) -> dict[str, Any]:
+    """One text with its row of the last forward's states."""
+    tokens, prompt_len = text
+    return {"tokens": np.array(tokens), "prompt_len": prompt_len, "start": 0, **policy.captured(row, len(tokens))}
+
+
+def update(policy: Taught, texts: list[tuple[list[int], int]], rewards: np.ndarray) -> list[dict[str, Any]]:
+    """One GRPO update on groups of `SAMPLES` rows; returns what the tap would have kept of its forward passes."""
+    groups = rewards.reshape(-1, SAMPLES)
+    spread = groups.std(axis=1, keepdims=True)
+    advantages = ((groups - groups.mean(axis=1, keepdims=True)) / (spread + 1e-6)).ravel()  # [N]
+    total = sum(len(tokens) - prompt_len for tokens, prompt_len in texts)
+    items: dict[int, dict[str, Any]] = {}
+    for rows in micro_batches(texts):
+        tokens = padded(texts, rows)
+        logp = policy.logits(tokens)[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]  # [B, T-1]
+        loss = logp.new_zeros(())
+        for r, i in enumerate(rows):
+            items[i] = item(policy, texts[i], r)
+            response = slice(texts[i][1] - 1, len(texts[i][0]) - 1)
+            loss = loss - float(advantages[i]) * logp[r, response].sum() / total
+        torch.autograd.backward(loss)
+    torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
+    policy.optimizer.step()
+    policy.optimizer.zero_grad(set_to_none=True)
+    return [items[i] for i in range(len(texts))]
+
+
+def save_step(file: Path, items: list[dict[str, Any]], parts: dict[str, np.ndarray], rewards: np.ndarray) -> None:
+    """One step of the trajectory in one file, written whole or not at all."""
+    arrays = {"lengths": np.array([len(i["tokens"]) for i in items]), "rewards": rewards}
+    arrays |= {name: np.concatenate([i[name] for i in items]) for name in ("tokens", "aux", "last")}
+    arrays["prompt_lens"] = np.array([i["prompt_len"] for i in items])
+    temporary = file.with_suffix(".tmp.npz")
+    np.savez(temporary, **arrays, **{f"frozen_{name}": value for name, value in parts.items()})
+    os.replace(temporary, file)
+
+
+def load_step(file: Path) -> tuple[list[dict[str, Any]], dict[str, np.ndarray], np.ndarray]:
+    """(sequences, frozen parts, rewards) of one step, as `SpotWorker.add` takes them."""
+    with np.load(file) as held:
+        arrays = dict(held)
+    cuts = np.cumsum(arrays["lengths"])[:-1]
+    split = {name: np.split(arrays[name], cuts) for name in ("tokens", "aux", "last")}
+    items = [
+        {"prompt_len": int(p), "start": 0, **{name: split[name][i] for name in split}}
+        for i, p in enumerate(arrays["prompt_lens"])
+    ]
+    parts = {name.removeprefix("frozen_"): v for name, v in arrays.items() if name.startswith("frozen_")}
+    return items, parts, arrays["rewards"]
+
+
+def judge(problem: task.Problem, text: tuple[list[int], int]) -> float:
+    """The toy's reward."""
+    words = [task.TOKENS[i] for i in text[0][text[1] :]]
+    return compute_score("toy_addition", " ".join(words), " ".join(task.answer_tokens(problem)))
+
+
+def record(llm: Any, directory: Path, seed: int, steps: int) -> None:
+    """One run of `steps` GRPO steps, from wherever an earlier call was interrupted."""
+    directory.mkdir(parents=True, exist_ok=True)
+    policy, state = Taught(), directory / "state.pt"
+    first = 0
+    if state.exists():
+        held = torch.load(state, weights_only=True)
+        policy.model.load_state_dict(held["model"])
+        policy.optimizer.load_state_dict(held["optimizer"])
+        first = held["step"]
+    for step in range(first, steps):
+        begin = time.perf_counter()
+        if step % SAVE_STATE == 0:
+            held = {"model": policy.model.state_dict(), "optimizer": policy.optimizer.state_dict(), "step": step}
+            torch.save(held, state.with_suffix(".tmp"))
+            os.replace(state.with_suffix(".tmp"), state)
+        if step % SAVE_POLICY == 0:
+            keep_policy(policy, directory / f"policy-{step:03d}")
+        sync(llm, policy.model)
+        rng = random.Random(f"{seed} {step}")
+        problems = [task.sample_problem(rng) for _ in range(PROMPTS)]
+        prompts = [[task.TOKEN_ID[t] for t in task.prompt_tokens(p)] for p in problems]
+        texts = generate(llm, prompts, SAMPLES, rng.randrange(2**31))
+        written = time.perf_counter()
+        rewards = np.array([judge(problems[i // SAMPLES], text) for i, text in enumerate(texts)])
+        parts = policy.frozen_parts()  # before the update: those of the policy that wrote the responses
+        items = update(policy, texts, rewards)
+        save_step(directory / f"step-{step:03d}.npz", items, parts, rewards)
+        row = {
+            "step": step,
+            "reward": float(rewards.mean()),
+            "tokens": sum(len(t) - p for t, p in texts),
+            "generate_s": round(written - begin, 2),
+            "step_s": round(time.perf_counter() - begin, 2),
+        }
+        with (directory / "log.jsonl").open("a") as log:
+            log.write(json.dumps({"seed": seed, **row}) + "\n")
+        print(row, flush=True)
+    keep_policy(policy, directory / f"policy-{steps:03d}")
+
+
+def keep_policy(policy: Taught, directory: Path) -> None:
+    """The policy as a directory that vLLM loads."""
+    shutil.rmtree(directory, ignore_errors=True)
+    copy = Taught()
+    copy.model.load_state_dict(policy.model.state_dict())
+    save_policy(copy.model, directory)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="directory of the study")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=100)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    llm = start_engine()
+    for seed in options.seeds:
+        record(llm, options.out / f"seed-{seed}", seed, options.steps)
+
+
+if __name__ == "__main__":
+    main()
