@@ -17,7 +17,7 @@ from verl_tlt.spot.merge import Contribution, Merged, merge
 from verl_tlt.spot.store import DrafterFile
 
 if TYPE_CHECKING:
-    from verl_tlt.spot.learner import Params, Sampling
+    from verl_tlt.spot.learner import Params
 
 
 class SpotWorker:

@@ -16,8 +16,8 @@ import ray
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.spot.gate import Scores, decide
-from verl_tlt.spot.store import DrafterFile
 from verl_tlt.spot.learner import WHICH
+from verl_tlt.spot.store import DrafterFile
 from verl_tlt.trainer.fleet import CALL_TIMEOUT_S, Fleet
 from verl_tlt.trainer.watch import Ended
 

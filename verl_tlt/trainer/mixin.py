@@ -32,9 +32,9 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import files_digest
 from verl_tlt.spot.buffer import buffer_metrics
+from verl_tlt.spot.learner import Sampling
 from verl_tlt.spot.session import FailureBudget, SessionPlanner
 from verl_tlt.spot.store import STORE_NAME, DrafterStore
-from verl_tlt.spot.learner import Sampling
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.bootstrap import CHECKPOINT, Start, first_drafter
 from verl_tlt.trainer.costs import shared_calibration
