@@ -51,6 +51,8 @@ STARTS = ("random", "generic", "in_domain")
 K = 3
 SESSION_STEPS = 8
 """Micro-batches of a session: about 0.9 trained tokens per generated one, as in the demo's bubbles."""
+SCORED = 2
+"""Every second response of a step is scored: half of each group."""
 WARMUP_TEXTS, WARMUP_TOKENS = 256, 90_000
 BLOCK = 10
 """RL steps between two states to resume from."""
@@ -112,11 +114,11 @@ def warm_up(texts: list[tuple[list[int], int]], directory: Path, name: str) -> N
     print(f"{name}: {len(texts)} texts, {done.tokens} tokens trained", flush=True)
 
 
-def make_starts(out: Path) -> None:
-    """The two heads that were trained before the run."""
+def make_starts(out: Path, starts: list[str]) -> None:
+    """Those heads among `starts` that are trained before the run."""
     for name, texts in (("generic", other_texts), ("in_domain", own_texts)):
         directory = out / "starts" / name
-        if not directory.exists():
+        if name in starts and not directory.exists():
             # Texts of `generic` are about a third as long.
             warm_up(texts(WARMUP_TEXTS * (3 if name == "generic" else 1)), directory, name)
 
@@ -158,7 +160,7 @@ class Arm:
         learner = self.learner
         items, parts, _ = load_step(self._file(self.step))
         learner.add(self.step, [], parts)  # engines share the policy's embedding and head, so both drafters follow them
-        scores = learner.score_on(items, ("served", "frozen"), K)
+        scores = learner.score_on(items[::SCORED], ("served", "frozen"), K)
         row: dict[str, Any] = {"step": self.step, "version": self.version}
         for which in ("served", "frozen"):
             counts = scores[which].sum(axis=0)  # [1+K]
@@ -256,7 +258,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    make_starts(options.out)
+    make_starts(options.out, options.starts)
     run(options.out, options.seeds, options.starts, options.steps)
 
 

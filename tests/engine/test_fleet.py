@@ -196,6 +196,23 @@ def test_a_worker_whose_process_dies_is_replaced(fleet, phase, recorded):
     assert_alike(fleet)
 
 
+def test_when_all_workers_die_their_successors_start_from_what_is_served(fleet):
+    move_on(fleet)
+    published = ray.get(fleet.replicas["long"].worker.export.remote(5, "bfloat16", []))
+    fleet.stage(published)
+    before = ray.get(fleet.replicas["long"].worker.agreed.remote())["frozen"]
+    for replica in fleet.replicas.values():
+        ray.kill(replica.worker)
+    assert fleet.on_workers("stop") == {}
+    assert_alike(fleet)
+    successor = fleet.replicas["brief"].worker
+    assert ray.get(successor.export.remote(6, "bfloat16", [])).fingerprint == published.fingerprint
+    agreed = ray.get(successor.agreed.remote())
+    for name, value in before.items():
+        np.testing.assert_array_equal(agreed["served"][name], agreed["candidate"][name])
+        np.testing.assert_array_equal(agreed["frozen"][name], value)
+
+
 def test_a_worker_found_dead_between_phases_is_replaced_too(fleet):
     restarts = fleet.replicas["long"].restarts
     ray.kill(fleet.replicas["long"].worker)

@@ -140,6 +140,11 @@ def decide(scores: Scores, config: GateConfig, *, seed: int) -> Decision:
     return decision("hold", f"perhaps {-interval[0]:.2%} worse than the served drafter")
 
 
+def relative_interval(scores: Scores, against: str, *, error: float, seed: int) -> tuple[float, float]:
+    """Around (accept length of the candidate / of `against`) - 1; the truth lies beyond either end with `error`."""
+    return _interval(scores, against, _resample(int((scores.positions > 0).sum()), seed), error)
+
+
 def _resample(sequences: int, seed: int) -> np.ndarray:
     """How often each sequence is drawn in each resample: [RESAMPLES, S], float64; the rows sum to S."""
     drawn = np.random.default_rng(seed).integers(sequences, size=(RESAMPLES, sequences))  # sequence numbers

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import (
@@ -90,6 +91,7 @@ class SpotLearner:
         sampling: the rollout's.
         device: where training runs during a session.
         agreed: for one that replaces another: `agreed()` of a learner that lives on.
+        published: for one that replaces another where none lives on: what the engines serve.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class SpotLearner:
         sampling: Sampling,
         device: str,
         agreed: dict[str, Params] | None = None,
+        published: DrafterFile | None = None,
     ) -> None:
         self.name, self.config, self.sampling, self.device = name, config, sampling, torch.device(device)
         d, b = config.drafter, config.buffer
@@ -119,6 +122,10 @@ class SpotLearner:
             own = {which: {name: np.array(value) for name, value in params.items()} for which, params in agreed.items()}
             self._start_from(own.pop("candidate"))
             self.kept = own
+        elif published is not None:
+            tensors = load(published.weights)
+            self._start_from({name: tensors[name].float().numpy() for name in self.base})
+            self.keep("served")
         self.rng = random.Random(f"{d.seed}-{name}")
         self._busy = threading.Lock()
         self._frozen_known = False

@@ -126,6 +126,12 @@ class Publish:
     version: int
     """The version every engine should serve from here on."""
     decision: Decision
+    reason: str = ""
+    """Why, in words: the gate's verdict, or what kept it from judging."""
+    gain: float | None = None
+    """The candidate's held-out accept length relative to the served drafter's, minus one; None: not judged."""
+    gain_low: float | None = None
+    """Lower end of the gate's interval around `gain`."""
     tau: Mapping[str, float | None] = field(default_factory=dict)
     """Simulated accept length on held-out positions of `candidate`, `served` and `frozen`; absent when not judged."""
     seconds: float = 0.0

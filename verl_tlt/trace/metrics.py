@@ -43,6 +43,8 @@ METRICS = {
     "tlt/drafter_staleness": "RL steps since the served version was published",
     "tlt/publish_s": "seconds publication took",
     "tlt/publish_skipped": "1 if a merged drafter was not published",
+    "tlt/gate_gain": "held-out accept length of the merged drafter relative to the served one's, minus one",
+    "tlt/gate_gain_low": "lower end of the gate's interval around gate_gain, which the decision goes by",
     "tlt/reload_failures": "replicas that did not accept the drafter and run without speculation",
 }
 """Every metric and its meaning; <i>, <k> and <part> stand for a number or a name."""
@@ -230,6 +232,7 @@ def _drafter_metrics(seen: StepObservations) -> dict[str, float | None]:
         metrics["tlt/publish_s"] = seen.publish.seconds
         metrics["tlt/publish_skipped"] = 0.0 if seen.publish.decision == "published" else 1.0
         metrics["tlt/drafter_sim_accept_length"] = _served_tau(seen.publish)
+        metrics["tlt/gate_gain"], metrics["tlt/gate_gain_low"] = seen.publish.gain, seen.publish.gain_low
     if seen.reloads:
         metrics["tlt/reload_failures"] = sum(not r.ok for r in seen.reloads)
     return metrics

@@ -57,17 +57,22 @@ class Fleet:
             for i, r in enumerate(replicas)
         }
         self._new_worker: Callable[..., Any] | None = None
+        self._published: Any = None  # ObjectRef of the latest published drafter; the driver owns the copy
 
     def start_workers(self, pool: Any, **arguments: Any) -> None:
         """Create a spot worker per replica in the bundles of `pool` (verl's RayResourcePool)."""
         bundles = [(group, i) for group in pool.get_placement_groups() for i in range(group.bundle_count)]
         share = get_platform().ray_resource_options(1.0 / pool.max_colocate_count)
 
-        def create(replica: Replica, agreed: Any = None) -> Any:
+        def create(replica: Replica, agreed: Any = None, published: Any = None) -> Any:
             group, index = bundles[replica.rank]
             placed = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
             options = {"scheduling_strategy": placed, "num_cpus": 0, **share}
-            return ray.remote(SpotWorker).options(**options).remote(name=replica.name, agreed=agreed, **arguments)
+            return (
+                ray.remote(SpotWorker)
+                .options(**options)
+                .remote(name=replica.name, agreed=agreed, published=published, **arguments)
+            )
 
         self._new_worker = create
         for replica in self.replicas.values():
@@ -77,7 +82,8 @@ class Fleet:
         """Kill these replicas' spot workers and start others in their places; nobody waits for them to be up.
 
         A new worker's buffer is empty until the next step, but it starts from what the others agree on, or else its
-        changes would be measured from another version than theirs. Without others it starts from the first drafter.
+        changes would be measured from another version than theirs. Without others it starts from what was published
+        last, which is what the engines serve.
         """
         assert self._new_worker is not None
         for name in names:
@@ -85,7 +91,8 @@ class Fleet:
         others = [worker for name, worker in self.workers().items() if name not in names]
         for name in names:
             replica = self.replicas[name]
-            replica.worker = self._new_worker(replica, others[0].agreed.remote() if others else None)
+            agreed = others[0].agreed.remote() if others else None
+            replica.worker = self._new_worker(replica, agreed, None if others else self._published)
             replica.restarts += 1
             logger.warning("spot worker of %s was killed and restarted (%d times so far)", name, replica.restarts)
 
@@ -118,7 +125,7 @@ class Fleet:
 
     def stage(self, drafter: DrafterFile) -> None:
         """Hand a published drafter to every server actor of every replica, on every node."""
-        reference = ray.put(drafter)
+        self._published = reference = ray.put(drafter)
         calls = [s.tlt_stage.remote(reference) for r in self.replicas.values() for s in r.servers]
         ray.get(calls, timeout=CALL_TIMEOUT_S)
 

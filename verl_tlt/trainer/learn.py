@@ -31,6 +31,10 @@ class Learned:
     decision: str = "kept"
     """published, kept (the served drafter stays, the candidate trains on) or reverted."""
     reason: str = ""
+    gain: float | None = None
+    """The candidate's held-out accept length relative to the served drafter's, minus one; None: not judged."""
+    gain_low: float | None = None
+    """Lower end of the gate's interval around it."""
     drafter: DrafterFile | None = None
     """What to publish; None: nothing changes for the engines."""
     tau: dict[str, float] = field(default_factory=dict)
@@ -85,6 +89,8 @@ def _judge(out: Learned, fleet: Fleet, config: TLTConfig, version: int, dtype: s
         return
     verdict = decide(scores, config.gate, seed=version)
     out.tau, out.reason = scores.taus(), verdict.reason
+    if verdict.interval is not None:
+        out.gain, out.gain_low = verdict.versus_served, verdict.interval[0]
     if verdict.action == "publish":
         out.decision, out.acceptance = "published", scores.conditional("candidate")
     elif verdict.action == "hold":

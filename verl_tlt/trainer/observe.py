@@ -121,6 +121,9 @@ class StepLog:
             step=step,
             version=version,
             decision=learned.decision,  # type: ignore[arg-type]
+            reason=learned.reason,
+            gain=learned.gain,
+            gain_low=learned.gain_low,
             tau=learned.tau,
             seconds=learned.seconds,
             bytes=len(learned.drafter.weights) if learned.drafter else 0,

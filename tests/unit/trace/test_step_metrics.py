@@ -99,7 +99,7 @@ TAU = {"candidate": 2.5, "served": 2.2, "frozen": 2.3}
     ("decision", "skipped", "tau"), [("published", 0.0, 2.5), ("kept", 1.0, 2.2), ("reverted", 1.0, 2.3)]
 )
 def test_publication(decision, skipped, tau):
-    publish = Publish(t=0.0, step=4, version=3, decision=decision, tau=TAU, seconds=0.02)
+    publish = Publish(t=0.0, step=4, version=3, decision=decision, tau=TAU, seconds=0.02, gain=0.1, gain_low=-0.02)
     reload = Reload(t=0.0, step=4, replica="a", version=2, fingerprint="f", ok=False)
     metrics = step_metrics(
         StepObservations(
@@ -108,6 +108,7 @@ def test_publication(decision, skipped, tau):
     )
     assert metrics["tlt/publish_skipped"] == skipped
     assert metrics["tlt/drafter_sim_accept_length"] == tau
+    assert (metrics["tlt/gate_gain"], metrics["tlt/gate_gain_low"]) == (0.1, -0.02)
     assert metrics["tlt/drafter_staleness"] == 5.0
     assert (metrics["tlt/drafter_version_published"], metrics["tlt/drafter_version"]) == (3.0, 2.0)
     assert metrics["tlt/reload_failures"] == 1.0
@@ -155,7 +156,8 @@ def test_every_metric_is_documented():
     seen = StepObservations(
         rollout_s=12.0, replicas={"a": A, "b": B}, bubble_s={"a": 6.0}, bubble_trained_s={"a": 5.0},
         stop_latency_s={"a": 0.02}, sessions=[session(loss_last=2.0)], stolen={"tap": 0.1}, step=9, served_since=4,
-        publish=Publish(t=0.0, step=4, version=3, decision="kept", tau=TAU), published_version=3, served_version=2,
+        publish=Publish(t=0.0, step=4, version=3, decision="kept", tau=TAU, gain=0.1, gain_low=0.0),
+        published_version=3, served_version=2,
         reloads=[Reload(t=0.0, step=4, replica="a", version=2, fingerprint="f", ok=True)], spot_failures=0, errors=0,
         audit_saved_frac=0.2,
     )  # fmt: skip

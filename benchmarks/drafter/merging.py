@@ -1,0 +1,129 @@
+"""What merging is worth: several workers that merge, against each alone and against one with all their tokens.
+
+    python benchmarks/drafter/merging.py --out benchmarks/results/drafter_merging.json
+
+Workers train on sequences of their own, in sessions as short as a bubble, and merge after each as in a run (local SGD,
+weighted by tokens). All are judged on the same held-out sequences; differences are paired and bootstrapped by sequence.
+The policy is the toy's, the texts are demonstrations of its task.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from study import CONFIG, K, new_drafter
+from trajectory import SHIPPED_POLICY, Taught, capture
+
+from verl_tlt.drafter import to_drafter_file
+from verl_tlt.spot.gate import Scores, relative_interval
+from verl_tlt.spot.learner import Sampling, SpotLearner
+from verl_tlt.spot.merge import merge
+from verl_tlt.spot.store import DrafterFile
+from verl_tlt.toy import task
+
+TEXTS, HELD_OUT = 160, 96
+"""Sequences of each worker, and those all are judged on."""
+STEPS = 12
+"""Micro-batches of a full session."""
+
+
+def demonstrations(count: int, seed: int) -> list[tuple[list[int], int]]:
+    """Worked additions, cut at 320 tokens: (ids, prompt length)."""
+    rng = random.Random(seed)
+    texts = []
+    for _ in range(count):
+        problem = task.sample_problem(rng)
+        prompt = task.prompt_tokens(problem)
+        words = [*prompt, *task.sample_response(problem, rng)][:320]
+        texts.append(([task.TOKEN_ID[w] for w in words], len(prompt)))
+    return texts
+
+
+class Team:
+    """Workers from one random head, each with its share of the sequences."""
+
+    def __init__(self, shares: list[list[dict[str, Any]]], parts: dict[str, np.ndarray], seed: int) -> None:
+        config = dataclasses.replace(CONFIG, buffer=dataclasses.replace(CONFIG.buffer, held_out=1e-6))
+        file = DrafterFile(0, *to_drafter_file(new_drafter(seed), "float32"))
+        sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1)
+        self.workers = [
+            SpotLearner(f"worker-{seed}-{i}", config, str(SHIPPED_POLICY), file, sampling, "cpu")
+            for i in range(len(shares))
+        ]
+        for worker, share in zip(self.workers, shares, strict=True):
+            worker.add(0, share, parts)
+
+    def session(self, steps: list[int]) -> None:
+        """Each worker trains that many micro-batches; then all merge."""
+        for worker, count in zip(self.workers, steps, strict=True):
+            last = worker.trainer.steps + count
+            worker.train(lambda w=worker, last=last: w.trainer.steps >= last)
+        merged = merge([w.contribute() for w in self.workers], min_steps=1)
+        for worker in self.workers:
+            worker.adopt(merged)
+
+    def counts(self, items: list[dict[str, Any]]) -> np.ndarray:
+        """[S, 1+K], see `spot.gate.Scores`: of the agreed version, on the held-out sequences."""
+        return self.workers[0].score_on(items, ("candidate",), K)["candidate"]
+
+
+def compare(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
+    """Accept length of `a` relative to `b`, minus one, with its paired 95 % interval."""
+    scores = Scores(np.ones(len(a), dtype=np.int64), a, b, b)
+    low, high = relative_interval(scores, "served", error=0.025, seed=0)
+    tau = scores.taus()
+    return {"mean": round(tau["candidate"] / tau["served"] - 1, 4), "low": round(low, 4), "high": round(high, 4)}
+
+
+def one_seed(seed: int, sessions: int) -> dict[str, Any]:
+    """All arms of one seed; two workers, with equal and with unequal bubbles."""
+    policy = Taught()
+    items = capture(policy, demonstrations(2 * TEXTS + HELD_OUT, seed))
+    parts = policy.frozen_parts()
+    left, right, held_out = items[:TEXTS], items[TEXTS : 2 * TEXTS], items[2 * TEXTS :]
+    quarter = STEPS // 4
+    arms = {
+        "merged": (Team([left, right], parts, seed), [STEPS, STEPS]),
+        "left_alone": (Team([left], parts, seed), [STEPS]),
+        "right_alone": (Team([right], parts, seed), [STEPS]),
+        "one_with_all_tokens": (Team([left + right], parts, seed), [2 * STEPS]),
+        "merged_unequal": (Team([left, right], parts, seed), [STEPS, quarter]),
+    }
+    out: dict[str, Any] = {"seed": seed, "sessions": []}
+    for _ in range(sessions):
+        seen = {}
+        for name, (team, steps) in arms.items():
+            team.session(steps)
+            seen[name] = team.counts(held_out)
+        row: dict[str, Any] = {f"tau_{n}": round(float(c.sum() / c[:, 0].sum()), 4) for n, c in seen.items()}
+        alone = max(("left_alone", "right_alone"), key=lambda n: row[f"tau_{n}"])
+        row["merged_vs_better_alone"] = compare(seen["merged"], seen[alone])
+        row["merged_vs_one_with_all_tokens"] = compare(seen["merged"], seen["one_with_all_tokens"])
+        row["merged_unequal_vs_better_alone"] = compare(seen["merged_unequal"], seen["left_alone"])
+        out["sessions"].append(row)
+        print(seed, row, flush=True)
+    return out
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--sessions", type=int, default=6)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    seeds = [one_seed(seed, options.sessions) for seed in options.seeds]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({"micro_batches": STEPS, "seeds": seeds}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
