@@ -28,7 +28,7 @@ from verl_tlt.spot.merge import merge
 from verl_tlt.spot.store import DrafterFile
 from verl_tlt.toy import task
 
-TEXTS, HELD_OUT = 160, 96
+TEXTS, HELD_OUT = 100, 48
 """Sequences of each worker, and those all are judged on."""
 STEPS = 12
 """Micro-batches of a full session."""
@@ -117,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--sessions", type=int, default=6)
+    parser.add_argument("--sessions", type=int, default=4)
     options = parser.parse_args()
     torch.set_num_threads(1)
     seeds = [one_seed(seed, options.sessions) for seed in options.seeds]
