@@ -16,7 +16,7 @@ import torch
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import FrozenParts, to_numpy16
-from verl_tlt.spot.learner import Sampling
+from verl_tlt.spot.learner import Sampling, SpotLearner
 from verl_tlt.spot.worker import SpotWorker
 from verl_tlt.toy import task
 from verl_tlt.toy.assets import AUX_LAYERS, SHIPPED_POLICY
@@ -102,12 +102,16 @@ def worker_arguments(resume_from: Path | None = None) -> dict[str, Any]:
 
 def begin_anew(worker: SpotWorker) -> None:
     """Everything but the buffer as after the start; sessions of one pass."""
-    learner = worker.learner
+    begin_learner_anew(worker.learner)
+    set_epochs(worker, 1.0)
+
+
+def begin_learner_anew(learner: SpotLearner) -> None:
+    """Parameters and optimizer as after the start."""
     learner.revert("frozen")
     learner.keep("served")
     learner.trainer.optimizer.state.clear()
     learner.trainer.steps = 0
-    set_epochs(worker, 1.0)
 
 
 def set_epochs(worker: SpotWorker, epochs: float) -> None:
@@ -117,9 +121,14 @@ def set_epochs(worker: SpotWorker, epochs: float) -> None:
 
 
 def poison(worker: SpotWorker) -> None:
+    """`poison_learner`, to be called in an actor."""
+    poison_learner(worker.learner)
+
+
+def poison_learner(learner: SpotLearner) -> None:
     """A parameter that is not a number, and moments that would make it so again."""
-    next(iter(worker.learner.trainer.parameters.values())).data.view(-1)[0] = torch.nan
-    for moments in worker.learner.trainer.optimizer.state.values():
+    next(iter(learner.trainer.parameters.values())).data.view(-1)[0] = torch.nan
+    for moments in learner.trainer.optimizer.state.values():
         moments["exp_avg"].fill_(torch.inf)
 
 

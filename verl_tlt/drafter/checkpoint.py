@@ -95,6 +95,7 @@ def save_drafter(
     standalone: bool = False,
     dtype: torch.dtype | str | None = None,
     training_state: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write the drafter so that `directory` is either complete or what it was before.
 
@@ -107,6 +108,8 @@ def save_drafter(
         standalone: add the policy's embedding and head, for use without this policy's own.
         dtype: of the weights; None: as held.
         training_state: `DrafterTrainer.state()`, to resume from.
+        tensors: what to write, taken earlier by `serving_tensors` so that training can go on meanwhile; None: the
+            model's present weights.
 
     Raises:
         DrafterError: the weights to be written hold NaN.
@@ -115,7 +118,8 @@ def save_drafter(
     from safetensors.torch import save_file
 
     target = Path(directory)
-    tensors = serving_tensors(model, _dtype(dtype), standalone=standalone)
+    if tensors is None:
+        tensors = serving_tensors(model, _dtype(dtype), standalone=standalone)
     if any(bool(t.isnan().any()) for t in tensors.values() if t.is_floating_point()):
         raise DrafterError(
             f"{target} was not written: the drafter holds NaN (refresh_frozen fills head and embedding)."
@@ -124,7 +128,7 @@ def save_drafter(
     if policy is not None and (vocabulary := tokenizer_hash(policy)):
         facts[TOKENIZER] = vocabulary
     with replaced(target) as draft:
-        save_file(tensors, draft / WEIGHTS, metadata={"format": "pt"})
+        save_file(dict(tensors), draft / WEIGHTS, metadata={"format": "pt"})
         if training_state is not None:
             torch.save(dict(training_state), draft / STATE)
         (draft / CONFIG).write_text(model.config.to_json_string())

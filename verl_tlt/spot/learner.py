@@ -35,6 +35,7 @@ from verl_tlt.drafter import (
     pack,
     refresh_frozen,
     save_drafter,
+    serving_tensors,
     to_drafter_file,
     train_until,
 )
@@ -312,12 +313,21 @@ class SpotLearner:
     # ------------------------------------------------------------------ checkpoint
 
     def save(self, directory: str, provenance: dict[str, Any]) -> str:
-        """Write the served drafter and the training state atomically under `directory`; returns it."""
-        with self._busy:
-            state = self.trainer.state()  # of the candidate, which may be ahead of what is served
-            with self._holding(self.kept["served"]):
-                save_drafter(self.model, directory, provenance, training_state=state)
+        """Write the served drafter and the training state atomically under `directory`; returns it.
+
+        Nothing but the copy in memory keeps training, merging or scoring waiting: only what is trained is copied (the
+        policy's embedding and head are not), and the disk is written afterwards.
+        """
+        tensors, state = self.snapshot()
+        save_drafter(self.model, directory, provenance, training_state=state, tensors=tensors)
         return directory
+
+    def snapshot(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """(the served drafter's tensors, `DrafterTrainer.state()`), copies on the host."""
+        with self._busy:
+            with self._holding(self.kept["served"]):
+                tensors = serving_tensors(self.model)
+            return tensors, self.trainer.state()  # of the candidate, which may be ahead of what is served
 
     def resume(self, directory: str) -> bool:
         """Continue candidate, moments and step count from a checkpoint; False where it holds none."""

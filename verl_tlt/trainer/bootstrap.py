@@ -46,10 +46,10 @@ def first_drafter(config: TLTConfig, policy_dir: str, dtype: str, context: int, 
     """
     from verl_tlt.drafter import build_drafter, load_drafter, provenance, read_policy_config, to_drafter_file
 
-    checkpoint = resume_from / CHECKPOINT if resume_from else None
+    checkpoint = saved_drafter(resume_from)
     acceptance: tuple[float, ...] = ()
     version = 0
-    if checkpoint is not None and checkpoint.is_dir():
+    if checkpoint is not None:
         model, origin = load_drafter(str(checkpoint), policy_dir, min_context=context), f"checkpoint {checkpoint}"
         facts = provenance(checkpoint)
         version, acceptance = int(facts.get("version", 0)), tuple(facts.get("acceptance", ()))
@@ -74,3 +74,29 @@ def first_drafter(config: TLTConfig, policy_dir: str, dtype: str, context: int, 
         return DrafterFile(version, text, weights, fingerprint, acceptance)
 
     return Start(file("float32"), file(dtype), aux_layers, origin)
+
+
+def saved_drafter(resume_from: Path | None) -> Path | None:
+    """The drafter's directory in a checkpoint; the newest earlier one where the run was killed while writing it.
+
+    Args:
+        resume_from: a `global_step_N` directory, which need not exist; None: nothing is resumed.
+    """
+    if resume_from is None:
+        return None
+    if (resume_from / CHECKPOINT).is_dir():
+        return resume_from / CHECKPOINT
+    steps = {p.name.removeprefix("global_step_"): p for p in resume_from.parent.glob("global_step_*")}
+    last = _number(resume_from.name)
+    earlier = [int(n) for n, p in steps.items() if n.isdigit() and int(n) < last and (p / CHECKPOINT).is_dir()]
+    if not earlier:
+        return None
+    found = steps[str(max(earlier))] / CHECKPOINT
+    logger.warning("%s has no complete drafter; the run goes on with %s", resume_from, found)
+    return found
+
+
+def _number(name: str) -> float:
+    digits = name.removeprefix("global_step_")
+    return int(digits) if digits.isdigit() else float("inf")
+

@@ -36,7 +36,7 @@ from verl_tlt.spot.learner import Sampling
 from verl_tlt.spot.session import FailureBudget, SessionPlanner
 from verl_tlt.spot.store import STORE_NAME, DrafterStore
 from verl_tlt.trace.events import TraceWriter
-from verl_tlt.trainer.bootstrap import CHECKPOINT, Start, first_drafter
+from verl_tlt.trainer.bootstrap import CHECKPOINT, Start, first_drafter, saved_drafter
 from verl_tlt.trainer.costs import shared_calibration
 from verl_tlt.trainer.fleet import Fleet
 from verl_tlt.trainer.learn import Learned, learn
@@ -172,9 +172,8 @@ class TLTMixin:
             sampling=Sampling(rollout.temperature, rollout.top_p, rollout.top_k),
             device="cuda" if self.config.trainer.device == "cuda" else "cpu",
         )
-        resumed = self._tlt_resume_dir()
-        if resumed and (resumed / CHECKPOINT).is_dir():
-            self._tlt_fleet.on_workers("resume", str(resumed / CHECKPOINT))
+        if resumed := saved_drafter(self._tlt_resume_dir()):
+            self._tlt_fleet.on_workers("resume", str(resumed))
         self._tlt_spot = True
 
     # ------------------------------------------------------------------ sampling
@@ -310,16 +309,20 @@ class TLTMixin:
         logger.info("drafter %s (%s); held-out accept length: %s", learned.decision, learned.reason, taus or "unknown")
 
     def _save_checkpoint(self) -> None:
-        # Before the policy's: verl marks a step as the latest only after this, so a marked step has its drafter.
+        # Written while the policy is, which takes longer. Killed before it is done, a resume takes the previous one.
+        saving = None
         if self._tlt_spot:
             with self._tlt_guard("checkpoint"), self._tlt_log.stolen("save"):
-                self._tlt_save(
+                saving = self._tlt_save(
                     Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}" / CHECKPOINT
                 )
         super()._save_checkpoint()  # type: ignore[misc]
+        if saving is not None:
+            with self._tlt_guard("checkpoint"), self._tlt_log.stolen("save"):
+                ray.get(saving)
 
-    def _tlt_save(self, directory: Path) -> None:
-        """The served drafter, its training state and where they come from, atomically."""
+    def _tlt_save(self, directory: Path) -> Any:
+        """The served drafter, its training state and where they come from, atomically; done when the reference is."""
         worker = next(iter(self._tlt_fleet.workers().values()))
         facts = {
             "version": self._tlt_version,
@@ -333,7 +336,7 @@ class TLTMixin:
             "tokens_trained": self._tlt_tokens,
         }
         directory.parent.mkdir(parents=True, exist_ok=True)
-        ray.get(worker.save.remote(str(directory.absolute()), facts))
+        return worker.save.remote(str(directory.absolute()), facts)
 
     @cached_property
     def _tlt_data_digest(self) -> str | None:
@@ -349,7 +352,7 @@ class TLTMixin:
         finally:
             if self._tlt_spot:
                 with self._tlt_guard("final drafter"):
-                    self._tlt_save(Path(str(self.tlt.drafter.save_dir)))
+                    ray.get(self._tlt_save(Path(str(self.tlt.drafter.save_dir))))
 
     def _compute_metrics(self, batch: Any, metrics: dict[str, Any], timing_raw: dict[str, float], **kwargs: Any) -> Any:
         result = super()._compute_metrics(batch, metrics, timing_raw, **kwargs)  # type: ignore[misc]

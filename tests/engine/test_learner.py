@@ -1,0 +1,135 @@
+"""Learners without Ray: merging pays, and who comes late, leaves early or breaks changes nothing it should not."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from recorded import CONFIG, begin_learner_anew, poison_learner, record, worker_arguments
+
+from verl_tlt.spot.gate import Scores, relative_interval
+from verl_tlt.spot.learner import SpotLearner
+from verl_tlt.spot.merge import merge
+
+pytestmark = pytest.mark.engine
+
+SESSION = 10
+"""Micro-batches."""
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """(one worker's sequences, another's, held-out ones, frozen parts)."""
+    items, frozen = record(100, seed=5)
+    return items[:36], items[36:72], items[72:], frozen
+
+
+@pytest.fixture(scope="module")
+def made(texts):
+    """Four learners; two by two they have the same sequences."""
+    config = dataclasses.replace(CONFIG, buffer=dataclasses.replace(CONFIG.buffer, held_out=1e-6))
+    arguments = worker_arguments() | {"config": config}
+    learners = [SpotLearner(name, **arguments) for name in ("a", "b", "a-alone", "b-alone")]
+    for learner, items in zip(learners, (*texts[:2], *texts[:2]), strict=True):
+        learner.add(1, items, texts[3])
+    return learners
+
+
+@pytest.fixture
+def team(made):
+    for learner in made:
+        begin_learner_anew(learner)
+    return made
+
+
+def train(learner, steps=SESSION):
+    until = learner.trainer.steps + steps
+    learner.train(lambda: learner.trainer.steps >= until)
+
+
+def merge_all(learners, min_steps=1):
+    merged = merge([learner.contribute() for learner in learners], min_steps=min_steps)
+    for learner in learners:
+        learner.adopt(merged)
+    return merged
+
+
+def against(learner, other, texts, error=0.025):
+    """(relative accept length, its paired 95 % interval) of two learners' agreed versions on the held-out sequences."""
+    ours, theirs = (one.score_on(texts[2], ("candidate",), 3) for one in (learner, other))
+    scores = Scores(ours["positions"], ours["candidate"], theirs["candidate"], theirs["candidate"])
+    tau = scores.taus()
+    return tau["candidate"] / tau["served"] - 1, relative_interval(scores, "served", error=error, seed=0)
+
+
+def same(left, right):
+    return all(np.array_equal(left[name], right[name]) for name in left)
+
+
+def test_equal_workers_merged_are_better_than_each_and_unequal_ones_not_worse_than_the_better(team, texts):
+    a, b, a_alone, b_alone = team
+    for _ in range(2):
+        for learner in team:
+            train(learner)
+        merge_all([a, b])
+        for learner in (a_alone, b_alone):
+            merge_all([learner])
+    assert same(a.base, b.base)
+    for alone in (a_alone, b_alone):
+        assert against(a, alone, texts)[0] > 0
+    for learner in (a, b):
+        begin_learner_anew(learner)
+    for _ in range(2):
+        train(a)
+        train(b, SESSION // 3)
+        merge_all([a, b])
+    low, high = against(a, a_alone, texts)[1]
+    assert high > 0, f"surely worse than the better worker alone: {low:+.1%} to {high:+.1%}"
+
+
+def test_a_worker_that_joins_late_starts_from_the_others_and_waits_for_its_turn(team, texts):
+    a, *_ = team
+    train(a)
+    merge_all([a])
+    b = SpotLearner("b", a.config, **_arguments(), agreed=a.agreed())
+    b.add(1, texts[1], texts[3])
+    assert same(b.base, a.base)
+    train(b, 2)
+    train(a)
+    expected = {name: a.base[name] + delta for name, delta in a.contribute().delta.items()}
+    merged = merge_all([a, b], min_steps=3)
+    assert merged.included == ("a",)
+    assert same(a.base, expected)
+    assert same(b.base, a.base)
+    assert b.unmerged_steps == 2
+
+
+def test_a_worker_that_leaves_early_or_breaks_leaves_the_average_to_the_others(team):
+    a, b, *_ = team
+    train(a, 4)
+    train(b, 4)
+    expected = {name: a.base[name] + delta for name, delta in a.contribute().delta.items()}
+    poison_learner(b)
+    merged = merge_all([a, b])
+    assert merged.included == ("a",)
+    assert same(a.base, expected)
+    assert same(b.base, expected)
+    train(a, 2)
+    train(b, 4)  # and then it is gone, before it hands in
+    expected = {name: a.base[name] + delta for name, delta in a.contribute().delta.items()}
+    assert merge_all([a]).included == ("a",)
+    assert same(a.base, expected)
+
+
+def test_without_other_workers_one_starts_from_what_is_served(team):
+    a, *_ = team
+    train(a, 4)
+    merge_all([a])
+    published = a.export(3, "bfloat16", [])
+    successor = SpotLearner("successor", a.config, **_arguments(), published=published)
+    assert successor.export(4, "bfloat16", []).fingerprint == published.fingerprint
+    assert same(successor.kept["served"], successor.base)
+    assert same(successor.kept["frozen"], a.kept["frozen"])
+
+
+def _arguments():
+    return {key: value for key, value in worker_arguments().items() if key != "config"}
