@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from trajectory import MAX_RESPONSE, SAVE_POLICY, Taught, capture, generate, load_step, start_engine
+from trajectory import MAX_RESPONSE, SAVE_POLICY, Taught, Text, TorchSampler, capture, load_step
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import (
@@ -71,15 +71,14 @@ def new_drafter(seed: int) -> Any:
     return build_drafter(SHIPPED_POLICY, aux_layers=AUX_LAYERS["small"], seed=seed, max_position_embeddings=512)
 
 
-def own_texts(count: int) -> list[tuple[list[int], int]]:
+def own_texts(count: int) -> list[Text]:
     """Responses of the start policy, as a user's warm-up generates them: (ids, prompt length)."""
     rng = random.Random("warm-up")
     prompts = [[task.TOKEN_ID[t] for t in task.prompt_tokens(task.sample_problem(rng))] for _ in range(count)]
-    llm = start_engine()
-    return generate(llm, prompts, 1, seed=10**6)
+    return TorchSampler().generate(Taught().model, prompts, 1, seed=10**6)
 
 
-def other_texts(count: int) -> list[tuple[list[int], int]]:
+def other_texts(count: int) -> list[Text]:
     """Written by the task's generator: one to four columns, no re-checks, plain answer."""
     rng = random.Random("generic")
     texts = []
@@ -92,7 +91,7 @@ def other_texts(count: int) -> list[tuple[list[int], int]]:
     return texts
 
 
-def warm_up(texts: list[tuple[list[int], int]], directory: Path, name: str) -> None:
+def warm_up(texts: list[Text], directory: Path, name: str) -> None:
     """Train a head on `texts` under the start policy and save it."""
     policy = Taught()
     items = capture(policy, texts)

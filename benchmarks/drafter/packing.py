@@ -1,0 +1,160 @@
+"""Packed against padded micro-batches: sequences a second in drafter training on a long-tailed mix of lengths.
+
+    python benchmarks/drafter/packing.py --out benchmarks/results/drafter_packing.json
+
+Same model, same loss, same sequences. Padded: groups of `--rows` sequences in random order, each filled up on the
+right to the longest of its group, one row of the batch per sequence, plain causal attention: what a training loop does
+that knows nothing of packing. Packed: the plugin's own micro-batches (`Buffer.sample_batch`, `pack`). Both sides' batch
+size is the best of those given. Runs alternate; the figure is the median of the ratios, with all of them beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_tlt.drafter import Batch, DrafterTrainer, Sequence, align, build_drafter, pack
+from verl_tlt.spot.buffer import Buffer
+
+
+def long_tailed(count: int, median: int, sigma: float, longest: int, seed: int) -> list[int]:
+    """Log-normal lengths, as rollouts of reasoning models have them."""
+    rng = random.Random(seed)
+    return [min(longest, max(8, round(median * rng.lognormvariate(0.0, sigma)))) for _ in range(count)]
+
+
+def trainer(hidden: int, vocabulary: int) -> DrafterTrainer:
+    """A random drafter of a policy of this size, its frozen parts random as well."""
+    policy = {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": hidden, "vocab_size": vocabulary,
+        "num_hidden_layers": 6, "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64,
+        "head_dim": 64, "intermediate_size": 3 * hidden, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+    }  # fmt: skip
+    model = build_drafter(policy, seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.isnan().any():
+                parameter.normal_(0.0, 0.02)
+    return DrafterTrainer(model, learning_rate=1e-4)
+
+
+def sequences_of(lengths: list[int], hidden: int, vocabulary: int) -> list[Sequence]:
+    """Random rollouts with a prompt of up to 32 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Sequence(
+            tokens=torch.randint(vocabulary, (n,), generator=generator),
+            prompt_len=min(32, n // 4),
+            aux=torch.randn(n, 3 * hidden, generator=generator).bfloat16(),
+            last=torch.randn(n, hidden, generator=generator).bfloat16(),
+        )
+        for n in lengths
+    ]
+
+
+def pad(group: list[Sequence]) -> Batch:
+    """[B, T]: one row per sequence. All rows share one plain causal mask, which a right-padded row cannot see past."""
+    parts = [align(s) for s in group]
+    longest = max(p.rows for p in parts)
+
+    def column(name: str) -> torch.Tensor:
+        values = [getattr(p, name) for p in parts]
+        filled = [torch.cat([v, v.new_zeros(1, longest - v.shape[1], *v.shape[2:])], dim=1) for v in values]
+        return torch.cat(filled)
+
+    columns = {n: column(n) for n in ("input_ids", "hidden_states", "last_hidden", "next_ids", "loss_mask")}
+    return Batch(
+        **columns,
+        position_ids=torch.arange(longest)[None],
+        document_ids=torch.zeros(1, longest, dtype=torch.int64),
+    )
+
+
+def padded_batches(sequences: list[Sequence], rows: int, rng: random.Random) -> list[Batch]:
+    """All sequences once, in random order."""
+    order = rng.sample(sequences, len(sequences))
+    return [pad(order[i : i + rows]) for i in range(0, len(order), rows)]
+
+
+def packed_batches(sequences: list[Sequence], budget: int, rng: random.Random) -> list[Batch]:
+    """All sequences once, as a session draws them."""
+    buffer: Buffer[Sequence] = Buffer(max_bytes=2**40, keep_steps=1, held_out=1e-9)
+    for i, s in enumerate(sequences):
+        buffer.add(step=0, index=i, prompt_len=s.prompt_len, length=len(s), nbytes=1, payload=s)
+    buffer.begin_session(max_epochs=1.0)
+    batches = []
+    while not buffer.exhausted():
+        windows = [w for w in buffer.sample_batch(rng, budget) if w.tokens > 1]
+        batches.append(pack([w.payload.window(w.begin, w.end) for w in windows]))
+    return batches
+
+
+def samples_per_second(learner: DrafterTrainer, batches: list[Batch], count: int) -> float:
+    """One pass."""
+    begin = time.perf_counter()
+    for batch in batches:
+        learner.step(batch)
+    return count / (time.perf_counter() - begin)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--sequences", type=int, default=48)
+    parser.add_argument("--median", type=int, default=96)
+    parser.add_argument("--sigma", type=float, default=1.0)
+    parser.add_argument("--longest", type=int, default=1024)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--vocabulary", type=int, default=1024)
+    parser.add_argument("--rows", type=int, nargs="+", default=[4, 8, 16], help="sequences in a padded batch")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[512, 1024], help="rows of a packed batch")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    lengths = long_tailed(options.sequences, options.median, options.sigma, options.longest, seed=0)
+    sequences = sequences_of(lengths, options.hidden, options.vocabulary)
+    learner = trainer(options.hidden, options.vocabulary)
+    arms: dict[str, Callable[[random.Random], list[Batch]]] = {
+        **{f"padded {n}": lambda rng, n=n: padded_batches(sequences, n, rng) for n in options.rows},
+        **{f"packed {n}": lambda rng, n=n: packed_batches(sequences, n, rng) for n in options.budgets},
+    }
+    speed: dict[str, list[float]] = {name: [] for name in arms}
+    rows: dict[str, int] = {}
+    learner.step(arms[f"packed {options.budgets[0]}"](random.Random(9))[0])  # first use of everything
+    for turn in range(options.repeats):
+        for name, make in arms.items():
+            batches = make(random.Random(turn))  # made outside of the clock on both sides
+            rows[name] = sum(b.input_ids.numel() for b in batches)
+            speed[name].append(samples_per_second(learner, batches, len(sequences)))
+        print({name: round(values[-1], 2) for name, values in speed.items()}, flush=True)
+    best = {
+        kind: max((n for n in arms if n.startswith(kind)), key=lambda n: statistics.median(speed[n]))
+        for kind in ("padded", "packed")
+    }
+    ratios = [a / b for a, b in zip(speed[best["packed"]], speed[best["padded"]], strict=True)]
+    result: dict[str, Any] = {
+        "samples_per_s": {name: [round(v, 3) for v in values] for name, values in speed.items()},
+        "computed_rows": rows,
+        "tokens": sum(lengths),
+        "best": best,
+        "ratio_median": round(statistics.median(ratios), 3),
+        "ratios": [round(r, 3) for r in ratios],
+        "settings": {k: v for k, v in vars(options).items() if k != "out"},
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"packed ({best['packed']}) over padded ({best['padded']}): {result['ratio_median']}x, {result['ratios']}")
+
+
+if __name__ == "__main__":
+    main()
