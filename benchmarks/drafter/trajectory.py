@@ -210,7 +210,7 @@ def micro_batches(texts: list[Text], rows: list[int]) -> list[list[int]]:
         if groups[-1] and (len(groups[-1]) + 1) * len(texts[i][0]) > MICRO_BATCH:
             groups.append([])
         groups[-1].append(i)
-    return groups
+    return [group for group in groups if group]
 
 
 def padded(texts: list[Text], rows: list[int]) -> torch.Tensor:
@@ -248,7 +248,7 @@ def update(policy: Taught, texts: list[Text], rewards: np.ndarray) -> list[dict[
     total = sum(len(tokens) - prompt_len for tokens, prompt_len in texts)
     taught = [i for i in range(len(texts)) if advantages[i]]  # a group of equal rewards teaches nothing
     items = _capture(policy, texts, [i for i in range(len(texts)) if not advantages[i]])
-    for rows in micro_batches(texts, taught) if taught else []:
+    for rows in micro_batches(texts, taught):
         tokens = padded(texts, rows)
         logp = policy.logits(tokens)[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]  # [B, T-1]
         loss = logp.new_zeros(())
