@@ -125,11 +125,12 @@ class GateConfig:
     enable: bool = True
     """False: every merged drafter is published."""
     margin: float = 0.0025
-    """Publish when the candidate is surely not worse than the served drafter by this share of its accept length."""
+    """Publish when the candidate is surely not worse than the served drafter by this share of its accept length (and
+    is not seen to be worse than the frozen one by as much)."""
     revert: float = 0.01
     """Go back to the best of served and frozen when the candidate is surely worse than it by this share."""
     min_tokens: int = 512
-    """Held-out positions needed to judge; below it a candidate is published."""
+    """Held-out positions needed to judge; with fewer a candidate is served only if what is served is useless."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,10 +186,8 @@ class Arm:
             return {"decision": "waits"}
         held_out = learner.score(K)
         if not len(held_out["positions"]):
-            decision = "publish"
-        else:
-            verdict = decide(Scores(**held_out), CONFIG.gate, seed=self.version)
-            decision = verdict.action
+            return {"decision": "hold"}
+        decision = decide(Scores(**held_out), CONFIG.gate, seed=self.version).action
         if decision == "publish":
             learner.keep("served")
             self.version += 1
@@ -234,18 +233,22 @@ class Arm:
 
 
 def run(out: Path, seeds: list[int], starts: list[str], steps: int) -> None:
-    """Advance every arm by blocks, as far as its trajectory has been recorded."""
+    """Advance all arms side by side; wait where a trajectory is still being recorded."""
     (out / "arms").mkdir(parents=True, exist_ok=True)
-    for seed in seeds:
-        for start in starts:
-            arm = Arm(out, start, seed)
-            while arm.available(steps):
-                row = arm.advance()
-                with arm.rows.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-                print(start, seed, row, flush=True)
-                if arm.step % BLOCK == 0:
-                    arm.save()
+    arms = [Arm(out, start, seed) for seed in seeds for start in starts]
+    while any(arm.step < steps for arm in arms):
+        moved = False
+        for arm in arms:
+            if not arm.available(steps):
+                continue
+            moved, row = True, arm.advance()
+            with arm.rows.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(arm.start, arm.seed, row, flush=True)
+            if arm.step % BLOCK == 0:
+                arm.save()
+        if not moved:
+            time.sleep(5.0)
 
 
 def main() -> None:

@@ -82,10 +82,13 @@ def learn(fleet: Fleet, config: TLTConfig, sessions: list[Ended], version: int, 
 def _judge(out: Learned, fleet: Fleet, config: TLTConfig, version: int, dtype: str) -> None:
     """Fill in decision, taus and acceptance; carry out a reversion on the workers."""
     scores = gather(fleet.on_workers("score", config.speculation.max_draft_length))
-    if scores is None or not config.gate.enable:
-        out.decision, out.reason = "published", "no held-out sequences yet" if scores is None else "the gate is off"
+    if not config.gate.enable:
+        out.decision, out.reason = "published", "the gate is off"
         if scores is not None:
             out.acceptance, out.tau = scores.conditional("candidate"), scores.taus()
+        return
+    if scores is None:
+        out.reason = "no held-out sequences yet"
         return
     verdict = decide(scores, config.gate, seed=version)
     out.tau, out.reason = scores.taus(), verdict.reason
