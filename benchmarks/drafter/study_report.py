@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from study import CONFIG, SESSION_STEPS, STARTS, K
 from trajectory import LEARNING_RATE, PROMPTS, SAMPLES, load_step
-
 from verl_tlt.control.costs import LatencyTable
+
 from verl_tlt.control.types import OFF
 from verl_tlt.simulate.hardware import TableCost
 

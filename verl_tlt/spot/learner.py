@@ -107,13 +107,14 @@ class SpotLearner:
         published: DrafterFile | None = None,
     ) -> None:
         self.name, self.config, self.sampling, self.device = name, config, sampling, torch.device(device)
+        self._policy_dir = policy_dir
         d, b = config.drafter, config.buffer
         with tempfile.TemporaryDirectory(prefix="verl-tlt-spot-") as directory:
             stage(drafter, Path(directory))
             # Loaded on the host, but trained on the device.
             self.model = load_drafter(directory, policy_dir, attention=default_attention(self.device))
         self.trainer = DrafterTrainer(
-            self.model, learning_rate=d.learning_rate, warmup_steps=d.warmup_steps, ttt_steps=d.ttt_steps, loss=d.loss
+            self.model, learning_rate=d.learning_rate, warmup_steps=d.warmup_steps, ttt_steps=d.passes, loss=d.loss
         )
         self.buffer: Buffer[Any] = Buffer(max_bytes=b.max_mb << 20, keep_steps=b.keep_steps, held_out=b.held_out)
         self.base: Params = self.trainer.parameters_numpy()
@@ -319,7 +320,8 @@ class SpotLearner:
         policy's embedding and head are not), and the disk is written afterwards.
         """
         tensors, state = self.snapshot()
-        save_drafter(self.model, directory, provenance, training_state=state, tensors=tensors)
+        facts = {**provenance, "steps": state["steps"]}
+        save_drafter(self.model, directory, facts, policy=self._policy_dir, training_state=state, tensors=tensors)
         return directory
 
     def snapshot(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -99,4 +99,3 @@ def saved_drafter(resume_from: Path | None) -> Path | None:
 def _number(name: str) -> float:
     digits = name.removeprefix("global_step_")
     return int(digits) if digits.isdigit() else float("inf")
-
