@@ -6,6 +6,7 @@ from safetensors.torch import load_file, save_file
 from tiny_engine import H, prompts, sampled
 
 from verl_tlt.drafter import fingerprint
+from verl_tlt.drafter.digest import combined
 
 pytestmark = pytest.mark.engine
 
@@ -49,7 +50,10 @@ def test_what_is_live_is_what_the_file_holds(engine, models):
         answer = engine.rpc("tlt_load_drafter", weights(models, name))
         assert answer["ok"]
         assert answer["shared"] == ["embed_tokens", "lm_head"]
-        assert answer["fingerprint"] == engine.rpc("tlt_fingerprint") == fingerprint(load_file(weights(models, name)))
+        live = engine.rpc("tlt_fingerprint")
+        assert combined([answer["sums"]]) == live == fingerprint(load_file(weights(models, name)))
+            combined([answer["sums"]]) == engine.rpc("tlt_fingerprint") == fingerprint(load_file(weights(models, name)))
+        )
         assert 0 < answer["seconds"] < 5
 
 
@@ -75,7 +79,7 @@ def test_weights_ruined_by_sleep_are_all_restored(engine, models):
             if id(parameter) not in shared:
                 parameter.fill_(7)
     assert engine.rpc("tlt_fingerprint") != fine
-    assert engine.rpc("tlt_load_drafter", weights(models, "good"))["fingerprint"] == fine
+    assert combined([engine.rpc("tlt_load_drafter", weights(models, "good"))["sums"]]) == fine
     assert not drafter.draft_id_to_target_id.any()  # offsets of a full vocabulary
 
 

@@ -2,14 +2,15 @@
 
 The trainer holds q, k, v, gate and up projections apart in float32; vLLM holds them fused, in its serving dtype. So the
 fingerprint sums exact bit patterns, group by group, in a way that stacking along the first dimension does not change:
-equal means the engine serves what was published, in this dtype, to the bit.
+equal means the engine serves what was published, in this dtype, to the bit. Sums of parts add up, so the ranks of a
+tensor-parallel engine each sum their own shard, and together they answer for the whole.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -21,6 +22,10 @@ _LEFT_OUT = ("embed_tokens", "lm_head", "verifier_norm", "draft_id_to_target_id"
 """The policy's tensors, and index tables that one side keeps as parameters and the other as offsets."""
 _CHUNK = 1 << 22
 """Elements summed at a time: bounds the int64 copies."""
+
+
+Sums = dict[str, tuple[str, list[int]]]
+"""By fused group: dtype, and the four sums over some or all of its elements."""
 
 
 def fingerprint(
@@ -37,18 +42,77 @@ def fingerprint(
         Sixteen hex digits over, per fused group and ordered by name: dtype, element count, and the wrapping int64 sums
         of the elements' bit patterns, of their squares, and of the patterns times their column.
     """
-    groups: dict[str, list[int]] = {}
-    kinds: dict[str, str] = {}
-    for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+    named = tensors.items() if isinstance(tensors, Mapping) else tensors
+    return combined([partial_sums(((name, tensor, 0) for name, tensor in named), dtype)])
+
+
+def partial_sums(shards: Iterable[tuple[str, torch.Tensor, int]], dtype: torch.dtype | None = None) -> Sums:
+    """What one rank contributes to the fingerprint.
+
+    Args:
+        shards: name, tensor and, for a shard of columns, how many of the whole tensor's columns lie before it. Every
+            element of the whole must be in the shards of exactly one rank.
+        dtype: see `fingerprint`.
+    """
+    found: Sums = {}
+    for name, tensor, columns_before in shards:
         if any(part in name for part in _LEFT_OUT):
             continue
-        group = _group(name)
-        sums = _sums(tensor.detach() if dtype is None else tensor.detach().to(dtype))
-        held = groups.setdefault(group, [0, 0, 0, 0])
-        groups[group] = [_wrap(a + b) for a, b in zip(held, sums, strict=True)]
-        kinds[group] = str(dtype or tensor.dtype)
-    text = "\n".join(f"{name} {kinds[name]} {groups[name]}" for name in sorted(groups))
+        sums = _sums(tensor.detach() if dtype is None else tensor.detach().to(dtype), columns_before)
+        _add(found, _group(name), str(dtype or tensor.dtype), sums)
+    return found
+
+
+def combined(parts: Iterable[Sums]) -> str:
+    """The fingerprint of the whole from all ranks' parts."""
+    whole: Sums = {}
+    for part in parts:
+        for group, (kind, sums) in part.items():
+            _add(whole, group, kind, sums)
+    text = "\n".join(f"{name} {whole[name][0]} {whole[name][1]}" for name in sorted(whole))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def own_shards(
+    live: Mapping[str, torch.Tensor], file: Mapping[str, torch.Tensor], rank: int, size: int
+) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """What one tensor-parallel rank answers for, so that all ranks together hold every element of the file once.
+
+    vLLM splits some tensors by rows, some by columns, keeps others whole on every rank, and repeats KV heads where
+    there are fewer of them than ranks (`QKVParallelLinear`). Which it was shows in the shapes.
+
+    Args:
+        live: the rank's parameters, in vLLM's names.
+        file: the whole drafter's, in speculators' names.
+        rank: of this engine's tensor-parallel ranks.
+        size: how many there are.
+
+    Yields:
+        (name, shard, columns of the whole tensor before it), as `partial_sums` takes them.
+    """
+    whole: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in file.items():
+        whole.setdefault(_group(name), []).append(tensor)
+    for name, tensor in live.items():
+        parts = whole.get(_group(name), [tensor])
+        rows = sum(part.shape[0] for part in parts)
+        if tensor.ndim == 2 and tensor.shape[1] < parts[0].shape[1]:
+            yield name, tensor, rank * tensor.shape[1]
+        elif tensor.shape[0] == rows:
+            if rank == 0:
+                yield name, tensor, 0
+        elif tensor.shape[0] * size != rows and ".qkv_proj." in name:
+            keys = min(part.shape[0] for part in parts)  # rows of all KV heads; the queries have more
+            queries = (rows - 2 * keys) // size
+            copies = (tensor.shape[0] - queries) // 2 * size // keys
+            yield name, tensor[: queries if rank % copies else None], 0
+        else:
+            yield name, tensor, 0
+
+
+def _add(into: Sums, group: str, kind: str, sums: list[int]) -> None:
+    held = into[group][1] if group in into else [0, 0, 0, 0]
+    into[group] = kind, [_wrap(a + b) for a, b in zip(held, sums, strict=True)]
 
 
 def _group(name: str) -> str:
@@ -58,14 +122,14 @@ def _group(name: str) -> str:
     return name
 
 
-def _sums(tensor: torch.Tensor) -> list[int]:
+def _sums(tensor: torch.Tensor, columns_before: int) -> list[int]:
     """`[count, sum, sum of squares, sum by column]` of the bit patterns, wrapping at 64 bits."""
     view = {2: torch.int16, 4: torch.int32}.get(tensor.element_size())
     if view is None:
         raise ValueError(f"A fingerprint takes 16- and 32-bit tensors, not {tensor.dtype}.")
     columns = tensor.shape[-1] if tensor.ndim else 1
     rows = tensor.contiguous().view(view).reshape(-1, max(1, columns))  # [R, C]
-    weights = torch.arange(1, rows.shape[1] + 1, device=tensor.device)  # [C]
+    weights = torch.arange(1, rows.shape[1] + 1, device=tensor.device) + columns_before  # [C]
     total = [tensor.numel(), 0, 0, 0]
     for part in torch.split(rows, max(1, _CHUNK // max(1, columns))):
         bits = part.long()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from verl_tlt.drafter.digest import fingerprint
+from verl_tlt.drafter.digest import Sums, fingerprint, own_shards, partial_sums
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +40,15 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
                 anew from the policy that is live here, which may be newer than the file.
 
         Returns:
-            {"ok": True, "fingerprint": str of what is now live, "seconds": float, "shared": names of shared modules},
+            {"ok": True, "sums": this rank's part of the live drafter's fingerprint (`drafter.digest.combined` joins
+            all ranks'), "seconds": float, "shared": names of shared modules},
             or {"ok": False, "error": sentence} with the drafter as it was, unless vLLM itself failed half way.
         """
         start = time.perf_counter()
         try:
             drafter, target = self._tlt_models()
             if drafter is None:  # a pipeline stage without the drafter
-                return {"ok": True, "fingerprint": "", "seconds": 0.0, "shared": []}
+                return {"ok": True, "sums": {}, "seconds": 0.0, "shared": []}
             shared = _shared_modules(drafter, target)
             tensors = _read(Path(path), shared)
             shards = self.vllm_config.parallel_config.tensor_parallel_size
@@ -55,17 +56,23 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
             self._tlt_copy(drafter, tensors)
             if "d2t" in tensors and not _has_own_head(Path(path)):
                 _follow_head(drafter, target, shards)
+            live = self._tlt_sums(_own_parameters(drafter, shared), tensors)
         except Exception as error:
             logger.error("The drafter %s was not loaded.", path, exc_info=error)
             text = str(error) if isinstance(error, DrafterRefused) else f"{type(error).__name__}: {error}"
             return {"ok": False, "error": text}
-        live = self.tlt_fingerprint()
-        return {"ok": True, "fingerprint": live, "seconds": time.perf_counter() - start, "shared": shared}
+        return {"ok": True, "sums": live, "seconds": time.perf_counter() - start, "shared": shared}
 
     def tlt_fingerprint(self) -> str:
         """Fingerprint of the drafter weights that are live here (this rank's shard); empty without a drafter."""
         drafter, target = self._tlt_models()
         return "" if drafter is None else fingerprint(_own_parameters(drafter, _shared_modules(drafter, target)))
+
+    def _tlt_sums(self, live: Mapping[str, torch.Tensor], file: Mapping[str, torch.Tensor]) -> Sums:
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        size = self.vllm_config.parallel_config.tensor_parallel_size
+        return partial_sums(own_shards(live, file, get_tensor_model_parallel_rank() if size > 1 else 0, size))
 
     def tlt_set_drafting(self, enabled: bool) -> dict[str, Any]:
         """Whether the drafter's own pass runs in steps that draft nothing.

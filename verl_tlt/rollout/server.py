@@ -25,6 +25,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from verl_tlt.config import TLTConfig
 from verl_tlt.control.tables import load_table
 from verl_tlt.control.types import OFF
+from verl_tlt.drafter.digest import combined
 from verl_tlt.rollout.calibrate import COSTS_DIR, calibrate, cost_key
 from verl_tlt.rollout.channel import ChannelClient
 from verl_tlt.rollout.latency_table import from_stored
@@ -153,9 +154,9 @@ class TLTvLLMHttpServer(vLLMHttpServer):
                 method="tlt_load_drafter", args=(str(self._tlt_dir / "drafter" / "model.safetensors"),)
             )
             bad = next((r for r in results if not r.get("ok")), None)
-            fingerprint = results[0].get("fingerprint", "")
+            fingerprint = combined(r.get("sums", {}) for r in results)
             state.error = bad.get("error", "load failed") if bad else None
-            if state.error is None and len(results) == 1 and fingerprint != staged.fingerprint:
+            if state.error is None and fingerprint != staged.fingerprint:
                 state.error = f"fingerprint {fingerprint} differs from the published {staged.fingerprint}"
             state.fingerprint = fingerprint
         except Exception as error:  # the engine still holds the policy: decode without a drafter

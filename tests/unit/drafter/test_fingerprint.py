@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from verl_tlt.drafter import fingerprint, serving_tensors
+from verl_tlt.drafter.digest import combined, own_shards, partial_sums
 
 
 def as_vllm_holds_them(tensors, dtype):
@@ -61,3 +62,40 @@ def test_large_tensors_are_summed_in_parts(monkeypatch):
 def test_other_widths_are_refused():
     with pytest.raises(ValueError, match="float64"):
         fingerprint({"fc.weight": torch.zeros(2, dtype=torch.float64)})
+
+
+def rank_of(tensors, rank, size, head=8):
+    """One tensor-parallel rank's parameters as vLLM lays them out; KV heads are repeated where there are too few."""
+    attention, mlp = "layers.0.self_attn.", "layers.0.mlp."
+    own = dict(tensors)
+
+    def rows(tensor, height):
+        height = max(height, tensor.shape[0] // size)
+        copies = size * height // tensor.shape[0]
+        return tensor[rank // copies * height :][:height]
+
+    query, key, value = (own.pop(f"{attention}{x}_proj.weight") for x in "qkv")
+    gate, up = (own.pop(f"{mlp}{x}_proj.weight") for x in ("gate", "up"))
+    live = {
+        f"{attention}qkv_proj.weight": torch.cat([rows(query, 0), rows(key, head), rows(value, head)]),
+        f"{mlp}gate_up_proj.weight": torch.cat([rows(gate, 0), rows(up, 0)]),
+        f"{attention}o_proj.weight": own.pop(f"{attention}o_proj.weight").chunk(size, dim=1)[rank],
+        f"{mlp}down_proj.weight": own.pop(f"{mlp}down_proj.weight").chunk(size, dim=1)[rank],
+        "fc.weight": own.pop("fc.weight").chunk(size)[rank],
+    }
+    return {f"model.{name}": tensor for name, tensor in {**own, **live}.items()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_answer_together_for_the_whole(drafter, size):
+    tensors = serving_tensors(drafter, torch.bfloat16)
+    key_rows = tensors["layers.0.self_attn.k_proj.weight"].shape[0]
+    ranks = [rank_of(tensors, rank, size, head=key_rows // 2) for rank in range(size)]
+
+    def together():
+        return combined([partial_sums(own_shards(live, tensors, rank, size)) for rank, live in enumerate(ranks)])
+
+    assert together() == fingerprint(tensors)
+    last = ranks[-1]["model.layers.0.mlp.down_proj.weight"]
+    ranks[-1]["model.layers.0.mlp.down_proj.weight"] = last.flip(1)
+    assert together() != fingerprint(tensors)
