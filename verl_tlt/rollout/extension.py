@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from verl_tlt.drafter.digest import Sums, fingerprint, own_shards, partial_sums
+from verl_tlt.drafter.digest import Sums, combined, fingerprint, own_shards, partial_sums
 
 logger = logging.getLogger(__name__)
 
@@ -40,15 +40,16 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
                 anew from the policy that is live here, which may be newer than the file.
 
         Returns:
-            {"ok": True, "sums": this rank's part of the live drafter's fingerprint (`drafter.digest.combined` joins
-            all ranks'), "seconds": float, "shared": names of shared modules},
+            {"ok": True, "fingerprint": str of what is live on this rank, "sums": its part of the whole engine's
+            fingerprint (`drafter.digest.combined` joins all ranks'), "seconds": float, "shared": names of shared
+            modules},
             or {"ok": False, "error": sentence} with the drafter as it was, unless vLLM itself failed half way.
         """
         start = time.perf_counter()
         try:
             drafter, target = self._tlt_models()
             if drafter is None:  # a pipeline stage without the drafter
-                return {"ok": True, "sums": {}, "seconds": 0.0, "shared": []}
+                return {"ok": True, "fingerprint": "", "sums": {}, "seconds": 0.0, "shared": []}
             shared = _shared_modules(drafter, target)
             tensors = _read(Path(path), shared)
             shards = self.vllm_config.parallel_config.tensor_parallel_size
@@ -56,12 +57,13 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
             self._tlt_copy(drafter, tensors)
             if "d2t" in tensors and not _has_own_head(Path(path)):
                 _follow_head(drafter, target, shards)
-            live = self._tlt_sums(_own_parameters(drafter, shared), tensors)
+            sums = self._tlt_sums(_own_parameters(drafter, shared), tensors)
         except Exception as error:
             logger.error("The drafter %s was not loaded.", path, exc_info=error)
             text = str(error) if isinstance(error, DrafterRefused) else f"{type(error).__name__}: {error}"
             return {"ok": False, "error": text}
-        return {"ok": True, "sums": live, "seconds": time.perf_counter() - start, "shared": shared}
+        seconds = time.perf_counter() - start
+        return {"ok": True, "fingerprint": combined([sums]), "sums": sums, "seconds": seconds, "shared": shared}
 
     def tlt_fingerprint(self) -> str:
         """Fingerprint of the drafter weights that are live here (this rank's shard); empty without a drafter."""
