@@ -19,6 +19,7 @@ def shared_calibration(fleet: Fleet, config: TLTConfig, policy_dir: str) -> floa
     """Give every engine a latency table; returns the seconds it took. Does nothing with `calibrate=false`."""
     if not config.speculation.calibrate:
         return 0.0
+    fleet.on_workers("__ray_ready__")  # what they import and load while they start would be measured, too
     first, *others = fleet.replicas.values()
     found = ray.get(first.server.tlt_calibrate.remote(), timeout=10 * CALL_TIMEOUT_S)
     ray.get([r.server.tlt_calibrate.remote(found["latency"]) for r in others], timeout=CALL_TIMEOUT_S)
