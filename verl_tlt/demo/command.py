@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,15 @@ from verl_tlt.trace.console import make_console
 from verl_tlt.trace.picture import main_figure, save_png
 from verl_tlt.trace.reader import TraceError, read_trace
 from verl_tlt.trace.report import MAX_DRAFT_LENGTH, Serving, write_report
-from verl_tlt.trace.summary import StepRow, ratio, rich_table, rows_of_metrics_file, rows_of_trace, summary
+from verl_tlt.trace.summary import (
+    StepRow,
+    frozen_lengths,
+    ratio,
+    rich_table,
+    rows_of_metrics_file,
+    rows_of_trace,
+    summary,
+)
 
 INTERRUPTED = 130
 
@@ -91,7 +99,7 @@ def conclude(console: Console, out: Path, seconds: float, main: Arm, others: tup
     (out / "summary.json").write_text(json.dumps(summary(seconds, rows, stock, warm), indent=1))
     save_png(main_figure(trace, rows, warm), out / "picture.png")
     write_report(out / "report.html", trace, rows, stock=stock, warm=warm, serving=serving)
-    _show(console, out, rows, stock, warm, serving)
+    _show(console, out, rows, frozen_lengths(trace), stock, warm, serving)
 
 
 def _assets(folder: Path, screen: Screen) -> dict[str, str]:
@@ -123,6 +131,7 @@ def _show(
     console: Console,
     out: Path,
     rows: Sequence[StepRow],
+    frozen: Mapping[int, float],
     stock: Sequence[StepRow] | None,
     warm: Sequence[StepRow] | None,
     serving: Serving | None,
@@ -140,9 +149,8 @@ def _show(
             console.print(f"{name} against stock, per token: {found if found else 'too few steps to compare'}")
     lengths = [row.accept_length for row in rows if row.accept_length is not None]
     if lengths:
-        console.print(
-            f"Accept length {lengths[0]:.2f} -> {lengths[-1]:.2f}; a head that is never trained stays at 1.0."
-        )
+        untrained = f"; the first drafter, never trained: {list(frozen.values())[-1]:.2f}" if frozen else ""
+        console.print(f"Accept length {lengths[0]:.2f} -> {lengths[-1]:.2f}{untrained}.")
     for text in (
         f"Summary: {out / 'summary.json'}",
         f"Picture: {out / 'picture.png'}",

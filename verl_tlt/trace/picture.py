@@ -7,7 +7,7 @@ training in the bubble is hatched as well, so nothing hangs on colour alone.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -21,7 +21,7 @@ from matplotlib.ticker import MaxNLocator
 
 from verl_tlt.trace.events import Phase, Session
 from verl_tlt.trace.reader import RunTrace, TraceError
-from verl_tlt.trace.summary import StepRow
+from verl_tlt.trace.summary import StepRow, frozen_lengths
 
 BLUE, SKY, ORANGE, GREEN, PURPLE, RED = "#0072B2", "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#D55E00"
 INK, MUTED, PALE, LIGHT_BLUE = "#222222", "#666666", "#EEEEEE", "#CFE3F0"
@@ -191,13 +191,18 @@ def _box(ax: Axes, start: float, end: float, lane: int, color: str, gid: str) ->
     ax.add_patch(Rectangle((start, lane), end - start, LANE, facecolor=color, linewidth=0, gid=gid))
 
 
-def draw_accept_length(ax: Axes, rows: Sequence[StepRow], warm: Sequence[StepRow] | None = None) -> None:
-    """Accept length by RL step, beside the 1.0 that a random head which is never trained stays at."""
+def draw_accept_length(
+    ax: Axes, rows: Sequence[StepRow], frozen: Mapping[int, float], warm: Sequence[StepRow] | None = None
+) -> None:
+    """Accept length by RL step, beside what the first drafter would have been accepted at had nobody trained it."""
     known = [(r.step, r.accept_length) for r in rows if r.accept_length is not None]
-    ax.axhline(1.0, color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)), gid="frozen")
-    ax.annotate("random head, never trained: 1.0", (1.0, 1.0), (0, -4), xycoords=("axes fraction", "data"),
-                textcoords="offset points", ha="right", va="top", fontsize=9, color=MUTED)  # fmt: skip
     top = 2.0
+    if frozen:
+        steps, values = zip(*sorted(frozen.items()), strict=True)
+        ax.plot(steps, values, color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)), gid="frozen")
+        ax.annotate(f"first drafter, never trained: {values[-1]:.2f}", (steps[-1], values[-1]), (0, -4),
+                    textcoords="offset points", ha="right", va="top", fontsize=9, color=MUTED)  # fmt: skip
+        top = max(top, *values)
     if known:
         steps, values = zip(*known, strict=True)
         ax.plot(steps, values, color=BLUE, marker="o", linewidth=2, gid="accept_length")
@@ -271,7 +276,7 @@ def main_figure(trace: RunTrace, rows: Sequence[StepRow], warm: Sequence[StepRow
         figure = Figure(figsize=(11, 3.6 + lanes), layout="constrained")
         upper, lower = figure.subplots(2, 1, height_ratios=[lanes, 2.4])
         draw_replicas(upper, trace, pick_step(trace))
-        draw_accept_length(lower, rows, warm)
+        draw_accept_length(lower, rows, frozen_lengths(trace), warm)
     return figure
 
 

@@ -56,6 +56,15 @@ class Ratio:
         return f"{self.mean:.2f}x (single steps {self.low:.2f} to {self.high:.2f})"
 
 
+def frozen_lengths(trace: RunTrace) -> dict[int, float]:
+    """By step, the accept length of the run's first drafter, never trained, simulated on the gate's held-out text.
+
+    Steps without a verdict are missing.
+    """
+    judged = {p.step: p.tau.get("frozen") for p in trace.publishes}
+    return {step: tau for step, tau in judged.items() if tau is not None}
+
+
 def step_row(step: int, metrics: Mapping[str, float]) -> StepRow:
     """The row of one step's metrics; a run without TLT yields one token per pass of the target."""
     train = [metrics[key] for name in TRAIN_PHASES if (key := f"timing_s/{name}") in metrics]

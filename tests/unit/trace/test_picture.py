@@ -7,7 +7,7 @@ from matplotlib.image import imread
 from verl_tlt.trace import picture
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trace.reader import TraceError, read_trace
-from verl_tlt.trace.summary import rows_of_trace
+from verl_tlt.trace.summary import frozen_lengths, rows_of_trace
 
 
 @pytest.fixture
@@ -59,11 +59,11 @@ def test_the_step_with_most_training_is_picked(trace):
 
 def test_accept_length_and_the_reference(trace, made_run):
     ax = Figure().subplots()
-    picture.draw_accept_length(ax, rows_of_trace(trace))
+    picture.draw_accept_length(ax, rows_of_trace(trace), frozen_lengths(trace))
     lines = {line.get_gid(): line for line in ax.lines}
     assert lines["accept_length"].get_xdata().tolist() == list(range(1, 7))
     assert lines["accept_length"].get_ydata().tolist() == pytest.approx(list(made_run.accept_length.values()))
-    assert set(lines["frozen"].get_ydata()) == {1.0}
+    assert set(lines["frozen"].get_ydata()) == {1.01}, "as the gate measured it"
     assert "(tokens per verified draft)" in ax.get_ylabel()
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from verl_tlt.control.types import StepRecord
 from verl_tlt.rollout.step_stats import Aggregates
+from verl_tlt.spot.buffer import buffer_metrics
 from verl_tlt.trace.events import Publish, Reload, Session
 from verl_tlt.trace.line import step_line
 from verl_tlt.trace.metrics import METRICS, ReplicaStats, StepObservations, saved_seconds, step_metrics
@@ -134,8 +135,8 @@ def test_stats_as_the_scheduler_sends_them():
     )
     stats = ReplicaStats.from_dict(sent)
     assert dataclasses.replace(stats, offered=None) == expected
-    sums.add(step, emitted=6, draft_tokens=4, off_latency=[(1, 0.4), (2, 0.4)])
-    assert ReplicaStats.from_dict(sums.to_dict()).saved_s == pytest.approx(2.5 * 0.4 - 0.5)
+    sums.add(step, emitted=6, draft_tokens=4, stock_s=1.0)
+    assert ReplicaStats.from_dict(sums.to_dict()).saved_s == pytest.approx(0.5)
     assert ReplicaStats.from_dict({}) is None
     assert ReplicaStats.from_dict({"error": "engine is gone"}) is None
 
@@ -162,7 +163,8 @@ def test_every_metric_is_documented():
         audit_saved_frac=0.2,
     )  # fmt: skip
     names = {
-        re.sub(r"(pos|frac)_\d+$", lambda m: f"{m[1]}_<{'i' if m[1] == 'pos' else 'k'}>", n) for n in step_metrics(seen)
+        re.sub(r"(pos|frac)_\d+$", lambda m: f"{m[1]}_<{'i' if m[1] == 'pos' else 'k'}>", n)
+        for n in step_metrics(seen) | buffer_metrics([{"bytes": 1, "tokens": 1, "sequences": 1}])
     }
     names = {re.sub(r"stolen_\w+_s$", "stolen_<part>_s", name) for name in names}
     assert names == set(METRICS)
