@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-STEPS = 3
+STEPS = 2
 
 CPU = {
     "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -63,7 +63,7 @@ TLT = (
     "tlt.speculation.fixed=2", "tlt.speculation.calibrate=false", "tlt.buffer.min_tokens=200", "tlt.spot.settle_s=0.05",
     "tlt.spot.min_merge_steps=1",
 )  # fmt: skip
-"""TLT, so that in three steps it drafts, trains, merges and publishes."""
+"""TLT, so that in two steps it drafts, trains, merges and publishes."""
 
 SHORT = (f"{ROLLOUT}.n=4",)
 """Groups of four."""
