@@ -142,7 +142,7 @@ async def measure(
             await channel.call("control", drafting=arm != OFF, force_k=max(arm, 0))
             await _decode(generate, rng, 1, 2, vocab_size)  # first use of the arm, not measured
             for batch in plan_batches(max_batch):
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline and arm in measured:  # one point at least, however slow the machine
                     logger.info(
                         "calibration of K=%d stopped at %d batches, out of time", arm, len(measured.get(arm, []))
                     )
