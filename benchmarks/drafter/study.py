@@ -55,7 +55,7 @@ SESSION_STEPS = 8
 SCORED = 2
 """Every second response of a step is scored: half of each group."""
 WARMUP_TEXTS, WARMUP_TOKENS = 256, 90_000
-BLOCK = 10
+BLOCK = 5
 """RL steps between two states to resume from."""
 CONFIG = TLTConfig.from_dict(
     {

@@ -4,8 +4,9 @@
         --json benchmarks/results/drafter_study.json --plot docs/drafter-study.png
 
 Accept lengths are measured (simulated accept length of three-token drafts on the step's own responses). Rollout seconds
-are not: arms share one trajectory, so each arm's seconds come from a stated cost model, the recorded latencies of vLLM
-on a CPU (`benchmarks/control/record.py`) applied to the step's real response lengths and the arm's acceptance.
+are not: arms share one trajectory, so each arm's seconds come from a stated cost model, step latencies of vLLM on a CPU
+applied to the step's real response lengths and the arm's acceptance. `--traces TRACE_DIR/engine-*.jsonl` makes the cost
+file from the engine traces of a run (the demo's).
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import Any
 import numpy as np
 from study import CONFIG, SESSION_STEPS, STARTS, K
 from trajectory import LEARNING_RATE, PROMPTS, SAMPLES, load_step
-from verl_tlt.control.costs import LatencyTable
 
+from verl_tlt.control.tables import LatencyTable
 from verl_tlt.control.types import OFF
-from verl_tlt.simulate.hardware import TableCost
+from verl_tlt.simulate.recorded import recording, step_records
 
 ARMS = ("none", "frozen", "online")
 LATE = 50
@@ -31,26 +32,39 @@ T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 """Student's t, two-sided 95 %, by degrees of freedom."""
 COST_MODEL = (
     "Model, not wall time: one engine decodes the step's responses to their recorded lengths; a step of batch b with "
-    "draft length k takes the recorded median latency of vLLM on a CPU core (40M toy policy, which computes the same "
-    "function) and yields 1 + the arm's measured chain of acceptances; k is the best of 0..3 at every batch, and no "
-    "drafter pass runs while that is 0."
+    "draft length k takes a line in b fitted to the step latencies of vLLM on a CPU core in a demo run (40M toy "
+    "policy, which computes the same function) and yields 1 + the arm's measured chain of acceptances; k is the best "
+    "of 0..3 at every batch, and no drafter pass runs while that is 0."
 )
 
 
-def rollout_seconds(lengths: np.ndarray, counts: np.ndarray, cost: TableCost) -> float:
+def lines(table: LatencyTable) -> dict[int, tuple[float, float]]:
+    """By draft length, OFF included: seconds of a step as (at batch 0, per request), weighted by steps seen."""
+    found = {}
+    for k in table.arms():
+        points = [p for p in table.points if p.draft_length == k]
+        slope, start = np.polyfit(
+            [p.batch for p in points], [p.seconds for p in points], 1, w=[p.samples**0.5 for p in points]
+        )
+        found[k] = float(start), float(slope)
+    return found
+
+
+def rollout_seconds(lengths: np.ndarray, counts: np.ndarray, cost: dict[int, tuple[float, float]]) -> float:
     """Seconds of a rollout on one engine, by expectation.
 
     Args:
         lengths: int [N], response lengths.
         counts: [1+K], drafts and how many of them had 1, 2, ..., K tokens accepted.
-        cost: seconds by batch and draft length; it knows OFF, and K up to len(counts) - 1.
+        cost: `lines`, with OFF and every K up to len(counts) - 1.
     """
     survival = counts[1:] / counts[0] if counts[0] else np.zeros(len(counts) - 1)
     tau = 1.0 + np.concatenate([[0.0], np.cumsum(survival)])  # [1+K], tokens per step at each draft length
     left = np.sort(lengths.astype(float))[::-1]
     done = seconds = 0.0
     for batch in range(len(left), 0, -1):  # until the shortest of those that remain has ended
-        per_token = [cost.seconds(batch, 0, k, OFF if k == 0 else k) / tau[k] for k in range(len(tau))]
+        step = [cost[OFF if k == 0 else k] for k in range(len(tau))]
+        per_token = [(start + slope * batch) / tau[k] for k, (start, slope) in enumerate(step)]
         seconds += (left[batch - 1] - done) * min(per_token)
         done = left[batch - 1]
     return seconds
@@ -61,13 +75,13 @@ def rows_of(out: Path, start: str, seed: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "arms" / f"{start}-{seed}.jsonl").read_text().splitlines()]
 
 
-def collect(out: Path, seeds: list[int], cost: TableCost) -> dict[str, Any]:
+def collect(out: Path, seeds: list[int], cost: dict[int, tuple[float, float]]) -> dict[str, Any]:
     """The issue's format, with what explains it beside it."""
     arms: dict[str, dict[str, Any]] = {start: {arm: {"seeds": []} for arm in ARMS} for start in STARTS}
     notes: dict[str, Any] = {"reward": [], "decisions": {}, "trained_tokens": {}}
-    for seed in seeds:
-        rows = {start: rows_of(out, start, seed) for start in STARTS}
-        steps = min(len(r) for r in rows.values())
+    by_seed = {seed: {start: rows_of(out, start, seed) for start in STARTS} for seed in seeds}
+    steps = min(len(r) for rows in by_seed.values() for r in rows.values())
+    for seed, rows in by_seed.items():
         recorded = [load_step(out / f"seed-{seed}" / f"step-{step:03d}.npz") for step in range(steps)]
         lengths = [np.array([len(i["tokens"]) - i["prompt_len"] for i in items]) for items, _, _ in recorded]
         notes["reward"].append([round(float(rewards.mean()), 4) for _, _, rewards in recorded])
@@ -86,7 +100,8 @@ def collect(out: Path, seeds: list[int], cost: TableCost) -> dict[str, Any]:
             decided = [r.get("decision", "no session") for r in rows[start][:steps]]
             notes["decisions"].setdefault(start, []).append({d: decided.count(d) for d in sorted(set(decided))})
             notes["trained_tokens"].setdefault(start, []).append(sum(r["trained_tokens"] for r in rows[start][:steps]))
-    return {"arms": arms, **notes}
+    same = [i for i, s in enumerate(seeds) if (out / f"seed-{s}").resolve() != (out / f"seed-{seeds[0]}").resolve()]
+    return {"arms": arms, "steps": steps, "one_policy_run_for_all_seeds": not same, **notes}
 
 
 def compare(arms: dict[str, Any], start: str, key: str, late: int | None) -> dict[str, float]:
@@ -156,11 +171,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the study")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--costs", type=Path, required=True, help="latency table of `benchmarks/control/record.py`")
+    parser.add_argument("--costs", type=Path, required=True, help="step latencies, JSON")
+    parser.add_argument("--traces", type=Path, nargs="+", default=[], help="engine traces to make --costs from")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--plot", type=Path, required=True)
     options = parser.parse_args()
-    cost = TableCost(LatencyTable.from_list(json.loads(options.costs.read_text())["points"]))
+    if options.traces:
+        steps = step_records(line for file in options.traces for line in file.read_text().splitlines())
+        options.costs.write_text(json.dumps({"points": recording(steps).table.to_list()}, indent=1) + "\n")
+    cost = lines(LatencyTable.from_list(json.loads(options.costs.read_text())["points"]))
     found = collect(options.out, options.seeds, cost)
     found |= {
         "rollout_s_model": COST_MODEL,
