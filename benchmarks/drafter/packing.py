@@ -3,10 +3,11 @@
     python benchmarks/drafter/packing.py --out benchmarks/results/drafter_packing.json
 
 Same model, same loss, same sequences. Padded: groups of `--rows` sequences in random order, each filled up on the
-right to the longest of its group, one row of the batch per sequence, plain causal attention: what a training loop does
-that knows nothing of packing. Packed: the plugin's own micro-batches (`Buffer.sample_batch`, `pack`). Both sides' batch
-size is the best of those given. Runs alternate; the figure is the median of the ratios, with all of them beside it.
-Time is the CPU time of the one thread that trains.
+right to the longest of its group: what a training loop does that knows nothing of packing. (The library's model takes
+one row at a time, so the rows of a group run one after the other before its optimizer step, which on one CPU thread
+costs what a batch of them would; attention never spans two sequences.) Packed: the plugin's own micro-batches
+(`Buffer.sample_batch`, `pack`). Both sides' batch size is the best of those given. Runs alternate; the figure is the
+median of the ratios, with all of them beside it. Time is the CPU time of the one thread that trains.
 """
 
 from __future__ import annotations
@@ -62,31 +63,19 @@ def sequences_of(lengths: list[int], hidden: int, vocabulary: int) -> list[Seque
     ]
 
 
-def pad(group: list[Sequence]) -> Batch:
-    """[B, T]: one row per sequence. All rows share one plain causal mask, which a right-padded row cannot see past."""
-    parts = [align(s) for s in group]
-    longest = max(p.rows for p in parts)
-
-    def column(name: str) -> torch.Tensor:
-        values = [getattr(p, name) for p in parts]
-        filled = [torch.cat([v, v.new_zeros(1, longest - v.shape[1], *v.shape[2:])], dim=1) for v in values]
-        return torch.cat(filled)
-
-    columns = {n: column(n) for n in ("input_ids", "hidden_states", "last_hidden", "next_ids", "loss_mask")}
-    return Batch(
-        **columns,
-        position_ids=torch.arange(longest)[None],
-        document_ids=torch.zeros(1, longest, dtype=torch.int64),
-    )
-
-
-def padded_batches(sequences: list[Sequence], rows: int, rng: random.Random) -> list[Batch]:
-    """All sequences once, in random order."""
+def padded_batches(sequences: list[Sequence], rows: int, rng: random.Random) -> list[list[Batch]]:
+    """All sequences once, in random order, in groups filled up to the longest of each."""
     order = rng.sample(sequences, len(sequences))
-    return [pad(order[i : i + rows]) for i in range(0, len(order), rows)]
+    groups = [[align(s) for s in order[i : i + rows]] for i in range(0, len(order), rows)]
+    return [[_filled(batch, max(b.rows for b in group)) for batch in group] for group in groups]
 
 
-def packed_batches(sequences: list[Sequence], budget: int, rng: random.Random) -> list[Batch]:
+def _filled(batch: Batch, rows: int) -> Batch:
+    """With rows of padding at the end."""
+    return batch.padded(rows) if batch.rows < rows else batch
+
+
+def packed_batches(sequences: list[Sequence], budget: int, rng: random.Random) -> list[list[Batch]]:
     """All sequences once, as a session draws them."""
     buffer: Buffer[Sequence] = Buffer(max_bytes=2**40, keep_steps=1, held_out=1e-9)
     for i, s in enumerate(sequences):
@@ -95,15 +84,19 @@ def packed_batches(sequences: list[Sequence], budget: int, rng: random.Random) -
     batches = []
     while not buffer.exhausted():
         windows = [w for w in buffer.sample_batch(rng, budget) if w.tokens > 1]
-        batches.append(pack([w.payload.window(w.begin, w.end) for w in windows]))
+        batches.append([pack([w.payload.window(w.begin, w.end) for w in windows])])
     return batches
 
 
-def samples_per_second(learner: DrafterTrainer, batches: list[Batch], count: int) -> float:
+def samples_per_second(learner: DrafterTrainer, steps: list[list[Batch]], count: int) -> float:
     """One pass on one thread, in seconds of its CPU: what a machine without neighbours would take."""
     begin = time.process_time()
-    for batch in batches:
-        learner.step(batch)
+    for rows in steps:
+        for batch in rows:
+            loss, _ = learner._forward(batch.to("cpu", torch.float32).for_passes(learner.ttt_steps))
+            torch.autograd.backward(loss / len(rows))
+        learner.optimizer.step()
+        learner.optimizer.zero_grad(set_to_none=True)
     return count / (time.process_time() - begin)
 
 
@@ -125,17 +118,19 @@ def main() -> None:
     lengths = long_tailed(options.sequences, options.median, options.sigma, options.longest, seed=0)
     sequences = sequences_of(lengths, options.hidden, options.vocabulary)
     learner = trainer(options.hidden, options.vocabulary)
-    arms: dict[str, Callable[[random.Random], list[Batch]]] = {
+    arms: dict[str, Callable[[random.Random], list[list[Batch]]]] = {
         **{f"padded {n}": lambda rng, n=n: padded_batches(sequences, n, rng) for n in options.rows},
         **{f"packed {n}": lambda rng, n=n: packed_batches(sequences, n, rng) for n in options.budgets},
     }
     speed: dict[str, list[float]] = {name: [] for name in arms}  # samples per CPU second
     rows: dict[str, int] = {}
-    learner.step(arms[f"packed {options.budgets[0]}"](random.Random(9))[0])  # first use of everything
+    samples_per_second(
+        learner, arms[f"packed {options.budgets[0]}"](random.Random(9))[:1], 1
+    )  # first use of everything
     for turn in range(options.repeats):
         for name, make in arms.items():
             batches = make(random.Random(turn))  # made outside of the clock on both sides
-            rows[name] = sum(b.input_ids.numel() for b in batches)
+            rows[name] = sum(b.rows for step in batches for b in step)
             speed[name].append(samples_per_second(learner, batches, len(sequences)))
         print({name: round(values[-1], 2) for name, values in speed.items()}, flush=True)
     best = {
