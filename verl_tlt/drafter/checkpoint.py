@@ -17,7 +17,7 @@ import os
 import pickle
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +49,11 @@ _VERIFIER = ("verifier_lm_head.", "verifier_norm.")
 
 
 def serving_tensors(
-    model: Eagle3DraftModel, dtype: torch.dtype | None = None, *, standalone: bool = False
+    model: Eagle3DraftModel,
+    dtype: torch.dtype | None = None,
+    *,
+    standalone: bool = False,
+    without: Collection[str] = (),
 ) -> dict[str, torch.Tensor]:
     """What vLLM loads, by speculators' names, on the host.
 
@@ -57,12 +61,13 @@ def serving_tensors(
         model: the drafter.
         dtype: cast floats to this; None: as held (float32). Publishing in the serving dtype halves the bytes.
         standalone: with the policy's embedding and head.
+        without: names to leave out, whose values the caller has.
     """
     brings_head = model.use_draft_vocab or has_own_head(model)
     policy_owned = () if standalone else ("embed_tokens.",) + (() if brings_head else ("lm_head.",))
     tensors = {}
     for name, tensor in model.state_dict().items():
-        if name.startswith(_VERIFIER + policy_owned):
+        if name in without or name.startswith(_VERIFIER + policy_owned):
             continue
         tensor = tensor.detach().cpu()
         # A clone: float32 tensors on the host would otherwise be the live weights, which training moves on.

@@ -325,11 +325,12 @@ class SpotLearner:
         return directory
 
     def snapshot(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """(the served drafter's tensors, `DrafterTrainer.state()`), copies on the host."""
+        """(the served drafter's tensors, `DrafterTrainer.state()`), on the host; training does not change them."""
         with self._busy:
-            with self._holding(self.kept["served"]):
-                tensors = serving_tensors(self.model)
-            return tensors, self.trainer.state()  # of the candidate, which may be ahead of what is served
+            served = self.kept["served"]  # replaced, never written to: no copy is needed
+            tensors = serving_tensors(self.model, without=served.keys())
+            state = self.trainer.state()  # of the candidate, which may be ahead of what is served
+        return tensors | {name: torch.from_numpy(value) for name, value in served.items()}, state
 
     def resume(self, directory: str) -> bool:
         """Continue candidate, moments and step count from a checkpoint; False where it holds none."""
