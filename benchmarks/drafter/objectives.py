@@ -93,6 +93,7 @@ def train_one(
         trainer, library, train, held, Budget(epochs=epochs), batch_tokens=BATCH, draft_length=DRAFT,
         sampling={"temperature": 1.0}, state_file=work / f"{objective}-{seed}.pt", seed=seed,
     )  # fmt: skip
+    run.resume()
     run()
     scores = acceptance(trainer.model, library.get(run.judged), max_draft=DRAFT, budget=BATCH)
     drafts = sum(s.drafts for s in scores)

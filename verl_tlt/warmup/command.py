@@ -85,6 +85,12 @@ def warmup(settings: Warmup, console: Console) -> Path:
         _train(run, bars)
     directory = _save(settings, prompts, responses, run)
     shutil.rmtree(settings.work)
+    console.print(
+        f"Wrote {directory}: accept length {max(run.taus):.2f} on held-out prompts, drafting {settings.draft_length}."
+        f"\nNext: verl-tlt evaluate {directory} --model {settings.model}",
+        highlight=False,
+        soft_wrap=True,
+    )
     return directory
 
 
@@ -283,7 +289,7 @@ def _save(s: Warmup, prompts: Prompts, responses: list[Response], run: Run) -> P
 
     scores = run.score()
     best = max(run.taus)
-    accepted = [sum(score.accepted[k] for score in scores) for k in range(s.draft_length)]
+    accepted = [sum(float(score.accepted[k]) for score in scores) for k in range(s.draft_length)]
     before = [sum(score.drafts for score in scores), *accepted[:-1]]
     facts = {
         "policy": str(s.model),

@@ -6,14 +6,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_policy import VOCAB, frozen_parts
+from typer.testing import CliRunner
 from vllm_by_hand import Reference, passes
 
+from verl_tlt.cli import app
 from verl_tlt.drafter import (
     DrafterError,
     align,
     check_drafter,
     load_drafter,
     pack,
+    provenance,
     refresh_frozen,
     save_drafter,
     serving_tensors,
@@ -195,3 +198,18 @@ def test_nothing_is_lost_in_renaming(foreign, policy):
     assert all(torch.equal(kept[n.replace("midlayer.", "layers.0.")], t) for n, t in wanted.items() if "embed" not in n)
     if (foreign / "model.safetensors").is_file():
         assert load_file(foreign / "model.safetensors").keys() == wanted.keys()
+
+
+def test_convert_writes_it_or_says_what_is_wrong(foreign, policy_dir, tmp_path):
+    def convert(out):
+        words = ["convert", foreign, "--model", policy_dir, "--out", out]
+        return CliRunner().invoke(app, [str(word) for word in words])
+
+    assert convert(tmp_path / "ours").exit_code == 0
+    check_drafter(tmp_path / "ours", policy_dir)
+    assert provenance(tmp_path / "ours")["converted from"] == str(foreign)
+    assert "exists" in convert(tmp_path / "ours").output
+    edit(foreign, hidden_size=64)
+    refused = convert(tmp_path / "none")
+    assert refused.exit_code == 1 and "hidden_size=64" in refused.output
+    assert not (tmp_path / "none").exists()

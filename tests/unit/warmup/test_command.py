@@ -1,5 +1,6 @@
 """`verl-tlt warmup` without its engine: training, resuming after a kill, what is saved, and what is refused."""
 
+import io
 import json
 import re
 
@@ -33,14 +34,16 @@ def settings(policy_dir, prompts_file, tmp_path):
 def test_from_prompts_to_a_drafter(settings, answered, tmp_path):
     wanted = settings()
     answered(wanted.work)
-    assert warmup(wanted, QUIET) == wanted.out
+    said = io.StringIO()
+    assert warmup(wanted, Console(file=said, width=200)) == wanted.out
+    assert f"verl-tlt evaluate {wanted.out}" in said.getvalue()
     check_drafter(wanted.out, wanted.model)
     facts = provenance(wanted.out)
     assert facts["tau_sim"] > 1.05 and len(facts["acceptance"]) == 3
     assert facts["prompts_used"] == 40 and facts["response_tokens"] == 40 * 24
     assert facts["versions"]["verl_tlt"] and facts["tokenizer_sha256"]
     card = (wanted.out / "README.md").read_text()
-    assert "--speculative-config" in card and "tau_sim" in card
+    assert "--speculative-config" in card and "tau_sim" in card and "np." not in card
     assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "prompts.txt"]
 
 
