@@ -23,7 +23,7 @@ KEPT = torch.arange(0, 58)  # all but the tokens that the toy never uses
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory):
-    return build_assets(tmp_path_factory.mktemp("toy"), width="small", train_rows=64, val_rows=8)
+    return build_assets(tmp_path_factory.mktemp("toy"), width="small", train_rows=64, val_rows=32)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,10 @@ def test_from_prompts_to_an_accept_length_that_vllm_confirms(assets, specforge, 
     assert code == 0, said
     facts = provenance(out)
     assert facts["tau_sim"] > 1.15 and facts["started from"] == str(specforge)
-    code, said = run("evaluate", out, "--model", assets.policy, "--response-length", 160, "--device", "cpu")
+    code, said = run(
+        *("evaluate", out, "--model", assets.policy, "--prompts", assets.val),
+        *("--response-length", 160, "--device", "cpu"),
+    )
     assert code == 0 and "within 5 %" in said, said
     lengths = re.search(r"accept length [│|] ([\d.]+) [│|] ([\d.]+)", said)
     assert float(lengths[2]) > 1.1, said
