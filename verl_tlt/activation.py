@@ -69,11 +69,12 @@ def apply(config: DictConfig, settings: TLTConfig) -> None:
 
 
 def resolve(config: DictConfig, settings: TLTConfig) -> TLTConfig:
-    """Settings as the workers need them: absolute paths, and no spot training where nothing can feed it."""
+    """Settings as the workers need them: absolute paths, and no spot training that nothing feeds or nobody serves."""
     trace_dir = settings.trace.dir or os.path.join(str(config.trainer.default_local_dir), "tlt_trace")
     drafter_path = settings.drafter.path
     save_dir = settings.drafter.save_dir or os.path.join(str(config.trainer.default_local_dir), "tlt_drafter")
-    spot = doctor.has_tap(str(config.actor_rollout_ref.actor.strategy)) and settings.spot.enable
+    alone = settings.speculation.enable and settings.speculation.source == "ngram"
+    spot = doctor.has_tap(str(config.actor_rollout_ref.actor.strategy)) and settings.spot.enable and not alone
     return dataclasses.replace(
         settings,
         # Ray workers start in another directory.
@@ -84,4 +85,6 @@ def resolve(config: DictConfig, settings: TLTConfig) -> TLTConfig:
             save_dir=facts.absolute(save_dir),
         ),
         spot=dataclasses.replace(settings.spot, enable=spot),
+        # Calibration decodes random prompts, in which no n-gram matches: it would find drafts to be free.
+        speculation=dataclasses.replace(settings.speculation, calibrate=settings.speculation.calibrate and not alone),
     )

@@ -78,6 +78,11 @@ class SpeculationConfig:
     """Where `verl-tlt calibrate` kept step costs, so that they are not measured; null: `~/.cache/verl-tlt/costs`."""
     audit_every: int = 0
     """Every so many steps one replica decodes without the drafter, and the true saving is reported; 0: never."""
+    source: Literal["eagle", "ngram", "both"] = "eagle"
+    """Who drafts: the drafter, n-grams of sibling responses without any drafter, or n-grams where they match and the
+    drafter elsewhere. n-grams give up vLLM's async scheduling."""
+    ngram_keep: bool = True
+    """Whether a prompt's responses outlive a weight sync, for its next epoch; false: only siblings are quoted."""
 
 
 @dataclass(frozen=True)

@@ -156,8 +156,8 @@ def rollout(run: Run, _settings: TLTConfig) -> Iterator[Finding]:
         )
     for key in run.refused_sampling:
         problems.append((key, f"{key} is set, and vLLM rejects it together with speculative decoding."))
-    for key in run.own_engine_keys:
-        problems.append((key, f"{key} is set, and verl-tlt sets it itself; remove it or turn TLT off."))
+    for sentence in run.engine_problems:
+        problems.append((f"{node}.engine_kwargs", sentence))
     if run.mtp_rollout:
         key = "actor_rollout_ref.model.mtp.enable_rollout"
         problems.append((key, f"{key}=True drafts with the policy's own MTP head; use that or TLT, not both."))

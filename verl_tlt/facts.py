@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl_tlt.config import TLTConfig, TLTConfigError
+from verl_tlt.rollout.settings import problems
 from verl_tlt.versions import SUPPORTED, installed
 
 if TYPE_CHECKING:
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 
 REFUSED_SAMPLING = ("min_p", "logit_bias")
 """Sampling settings vLLM rejects while a drafter is configured (`SamplingParams._validate_spec_decode`)."""
-
-OWN_ENGINE_KEYS = ("speculative_config", "scheduler_cls", "worker_extension_cls")
-"""Engine arguments that verl-tlt sets itself."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,8 @@ class Run:
     data_parallel: int = 1
     refused_sampling: tuple[str, ...] = ()
     """Full names of `min_p`/`logit_bias` keys that are set."""
-    own_engine_keys: tuple[str, ...] = ()
-    """Full names of engine arguments the user set although verl-tlt sets them."""
+    engine_problems: tuple[str, ...] = ()
+    """Why the engine's arguments cannot be combined with speculation, one sentence each."""
     mtp_rollout: bool = False
     bypass_old_log_prob: bool = False
     missing_data: tuple[tuple[str, str], ...] = ()
@@ -102,21 +100,14 @@ def read_run(config: DictConfig, settings: TLTConfig) -> Run:
         strategy=str(_select(config, "actor_rollout_ref.actor.strategy", "")),
         rollout=str(_select(config, f"{rollout}.name", "")),
         disaggregation=bool(_select(config, f"{rollout}.disaggregation.enabled", False)),
-        data_parallel=max(
-            int(_select(config, f"{rollout}.data_parallel_size", 1)),
-            int(_select(config, f"{rollout}.engine_kwargs.vllm.data_parallel_size", 1)),
-        ),
+        data_parallel=int(_select(config, f"{rollout}.data_parallel_size", 1)),
         refused_sampling=tuple(
             f"{node}.{name}"
             for node in (rollout, f"{rollout}.val_kwargs")
             for name in REFUSED_SAMPLING
             if _select(config, f"{node}.{name}")
         ),
-        own_engine_keys=tuple(
-            f"{rollout}.engine_kwargs.vllm.{name}"
-            for name in OWN_ENGINE_KEYS
-            if _select(config, f"{rollout}.engine_kwargs.vllm.{name}") is not None
-        ),
+        engine_problems=_engine_problems(config, settings),
         mtp_rollout=bool(_select(config, "actor_rollout_ref.model.mtp.enable", False))
         and bool(_select(config, "actor_rollout_ref.model.mtp.enable_rollout", False)),
         bypass_old_log_prob=bool(_select(config, "algorithm.rollout_correction.bypass_mode", False)),
@@ -179,6 +170,18 @@ def local_policy(path: str) -> str | None:
     return os.path.dirname(cached) if isinstance(cached, str) else None
 
 
+def _engine_problems(config: DictConfig, settings: TLTConfig) -> tuple[str, ...]:
+    """What `verl_tlt.rollout.settings` would refuse when the engines start."""
+    if not settings.speculation.enable or installed("vllm") is None:
+        return ()
+    from omegaconf import OmegaConf
+
+    node = _select(config, "actor_rollout_ref.rollout.engine_kwargs.vllm", {})
+    user: dict[str, Any] = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
+    enforce_eager = user.get("enforce_eager", _select(config, "actor_rollout_ref.rollout.enforce_eager", False))
+    return tuple(problems(settings, user, bool(enforce_eager)))
+
+
 def _policy_problem(path: str) -> str | None:
     """Why the policy cannot be used, as far as this disk can tell."""
     key = f"actor_rollout_ref.model.path={path}"
@@ -204,22 +207,26 @@ def _policy_problem(path: str) -> str | None:
 
 
 def _drafter_problem(config: DictConfig, settings: TLTConfig) -> str | None:
-    """Why the drafter the user named cannot draft for this policy; None if it can, or if there is none."""
+    """Why the drafter the user named, or a new one of these settings, cannot draft for this policy; None if it can."""
     path = settings.drafter.path
-    if path is None:
-        return None
-    if not os.path.isdir(os.path.expanduser(path)):
+    if path is not None and not os.path.isdir(os.path.expanduser(path)):
         return f"tlt.drafter.path={path} is not a directory on this machine."
     policy = local_policy(str(_select(config, "actor_rollout_ref.model.path", "")))
-    if policy is None:
-        return None  # its config is not here yet; the trainer checks again after the download
-    from verl_tlt.drafter import DrafterError, check_drafter
+    if policy is None or not os.path.isfile(os.path.join(policy, "config.json")):
+        return None  # its config is not here (yet); the trainer checks again after the download
+    from verl_tlt.drafter.check import check_drafter
+    from verl_tlt.drafter.policy import DrafterError, aux_layers_for, check_aux_layers, policy_shape
 
     rollout = "actor_rollout_ref.rollout"
     length = int(_select(config, f"{rollout}.prompt_length", 0)) + int(_select(config, f"{rollout}.response_length", 0))
     length = int(_select(config, f"{rollout}.max_model_len", length))
     try:
-        check_drafter(absolute(path), policy, length + settings.speculation.max_draft_length)
+        if path is not None:
+            check_drafter(absolute(path), policy, length + settings.speculation.max_draft_length)
+        elif settings.drafter.aux_layers is not None:
+            check_aux_layers(settings.drafter.aux_layers, policy_shape(policy).num_layers, "tlt.drafter.aux_layers")
+        else:
+            aux_layers_for(policy_shape(policy).num_layers)
     except DrafterError as error:
-        return f"tlt.drafter.path: {error}"
+        return str(error) if path is None else f"tlt.drafter.path: {error}"
     return None

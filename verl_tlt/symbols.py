@@ -244,8 +244,46 @@ SYMBOLS = (
     ),
     Symbol(
         f"{_RUNNER}._get_spec_decode_draft_probs",
-        says=("Missing cached draft probabilities",),
-        used_by="rollout/scheduler.py",
+        "spec_decode_metadata",
+        says=("Missing cached draft probabilities", "self.input_batch.req_ids, spec_decode_metadata.num_draft_tokens"),
+        used_by="rollout/proposals.py",
+    ),
+    Symbol(f"{_RUNNER}.execute_model", "scheduler_output", used_by="rollout/proposals.py"),
+    # n-grams alone: a proposer of our own, through vLLM's extension point.
+    Symbol(
+        f"{_RUNNER}.propose_draft_token_ids",
+        says=('spec_config.method == "custom_class"',),
+        used_by="rollout/proposals.py",
+    ),
+    Symbol(
+        "vllm.v1.core.sched.output:SchedulerOutput",
+        has="finished_req_ids scheduled_new_reqs scheduled_spec_decode_tokens",
+        used_by="rollout/proposals.py",
+    ),
+    Symbol("vllm.v1.core.sched.output:NewRequestData", has="req_id prompt_token_ids", used_by="rollout/proposals.py"),
+    # CUDA graphs for every arm.
+    Symbol(
+        _RUNNER,
+        has="cudagraph_dispatcher uniform_decode_query_len",
+        says=("max_query_len = self.uniform_decode_query_len if uniform_decode else num_tokens",),
+        used_by="rollout/graphs.py",
+    ),
+    Symbol(f"{_RUNNER}._warmup_and_capture", "desc", used_by="rollout/graphs.py"),
+    Symbol(
+        f"{_RUNNER}._determine_batch_execution_and_padding",
+        "num_tokens num_reqs num_scheduled_tokens_np max_num_scheduled_tokens",
+        says=("uniform_decode_query_len=self.uniform_decode_query_len",),
+        used_by="rollout/graphs.py",
+    ),
+    Symbol(
+        "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher",
+        has="uniform_decode_query_len vllm_config compilation_config _get_lora_cases add_cudagraph_key",
+        used_by="rollout/graphs.py",
+    ),
+    Symbol(
+        "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher._create_padded_batch_descriptor",
+        "num_tokens uniform_decode has_lora num_active_loras",
+        used_by="rollout/graphs.py",
     ),
     Symbol("vllm.config:", has="set_current_vllm_config", used_by="rollout/extension.py"),
     # The engine from outside.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,19 +14,38 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # policies.py, named in additional_config
 
-from tiny_engine import Engine, build_drafter_dir, build_target
+from tiny_engine import SMALL, Engine, V, build_drafter_dir, build_target
 
 K_MAX = 3
+LOST = "Missing cached draft probabilities"
+
+
+def part_of(family: str, part: str) -> str:
+    """Directory name of a family's `target`, `good` or `bad`; without a prefix it is the Qwen3's."""
+    return part if family == "qwen3" else f"{family}-{part}"
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> dict[str, Path]:
-    """Directories: `target`, `good` and `bad` (drafters of it)."""
+    """Directories: `target`, `good` and `bad` (drafters of it), and the same of other families by `part_of`."""
     root = tmp_path_factory.mktemp("models")
-    build_target(root / "target")
-    build_drafter_dir(root / "good", root / "target", informed=True)
-    build_drafter_dir(root / "bad", root / "target", informed=False)
+    for family in ("qwen3", "llama", "qwen3-small", "llama-small"):
+        name, _, small = family.partition("-")
+        target = root / part_of(family, "target")
+        build_target(target, name, SMALL if small else V)
+        for drafter in ("good",) if small else ("good", "bad"):
+            build_drafter_dir(root / part_of(family, drafter), target, informed=drafter == "good")
     return {path.name: path for path in root.iterdir()}
+
+
+@pytest.fixture(autouse=True)
+def no_draft_without_its_probabilities(caplog) -> Iterator[None]:
+    """Fails a test in whose log vLLM admits that a draft had lost its probabilities, unless the test clears the log."""
+    vllm_log = logging.getLogger("vllm")
+    vllm_log.addHandler(caplog.handler)  # vLLM's loggers do not propagate
+    yield
+    vllm_log.removeHandler(caplog.handler)
+    assert not [r for phase in ("setup", "call") for r in caplog.get_records(phase) if LOST in r.getMessage()]
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +59,7 @@ def engine_of(models) -> Callable[..., Any]:
     @contextmanager
     def start(
         drafter: str | None = "good",
+        family: str = "qwen3",
         policy: str | None = None,
         speculation: dict[str, Any] | None = None,
         **kwargs: Any,
@@ -49,14 +70,15 @@ def engine_of(models) -> Callable[..., Any]:
         from verl_tlt.rollout.settings import engine_kwargs
 
         arguments: dict[str, Any] = dict(
-            model=str(models["target"]), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, seed=0,
-            max_model_len=512, max_num_seqs=32, enable_prefix_caching=False, distributed_executor_backend="uni",
-            disable_log_stats=False,
+            model=str(models[part_of(family, "target")]), skip_tokenizer_init=True, dtype="float32", seed=0,
+            enforce_eager=True, max_model_len=512, max_num_seqs=32, enable_prefix_caching=False,
+            distributed_executor_backend="uni", disable_log_stats=False,
         )  # fmt: skip
         if drafter is not None:
             settings = {"max_draft_length": K_MAX, "policy": "fixed", **(speculation or {})}
             tlt = TLTConfig.from_dict({"speculation": settings})
-            ours = engine_kwargs(tlt, str(models[drafter]), SimpleNamespace(enforce_eager=True), {})
+            own = str(models[part_of(family, drafter)])
+            ours = engine_kwargs(tlt, own, SimpleNamespace(enforce_eager=True), {})
             if policy:
                 ours["additional_config"]["tlt"]["policy_factory"] = policy
             arguments |= {**ours, "worker_extension_cls": "verl_tlt.rollout.extension.TLTWorkerExtension"}
@@ -72,7 +94,10 @@ def engine_of(models) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def stock_tokens(engine_of) -> dict[int, list[list[int]]]:
-    """What stock vLLM decodes greedily, by longest length, for `Engine.generate(8, length)`."""
-    with engine_of(drafter=None) as engine:
-        return {tokens: engine.generate(8, tokens) for tokens in (96,)}
+def stock_tokens(engine_of) -> dict[str, list[list[int]]]:
+    """What stock vLLM decodes greedily for `Engine.generate(8, 96)`, by family."""
+    found = {}
+    for family in ("qwen3", "llama"):
+        with engine_of(drafter=None, family=family) as engine:
+            found[family] = engine.generate(8, 96)
+    return found

@@ -7,19 +7,32 @@ pytestmark = pytest.mark.engine
 TOKENS = 96
 
 
-@pytest.mark.parametrize(
-    ("drafter", "policy"),
-    [("good", "policies:cycle"), ("good", "policies:rand"), ("bad", "policies:rand"), ("good", None)],
-)
-def test_greedy_tokens_are_stock_tokens(engine_of, stock_tokens, drafter, policy):
-    speculation = {} if policy else {"policy": "goodput"}
-    with engine_of(drafter, policy=policy, speculation=speculation) as engine:
-        assert engine.generate(8, TOKENS) == stock_tokens[TOKENS]
-        stats = engine.scheduler.tlt.stats()
-        assert stats["policy_error"] is None
-        if policy:
-            assert len([k for k, n in stats["k_steps"].items() if n]) == 4  # every K was used
-            assert (sum(stats["accepted"]) > 100) == (drafter == "good")
+CONTROLS = ("fixed", "rand", "cycle", "goodput", "beg")
+
+
+@pytest.mark.parametrize(("family", "drafter"), [("qwen3", "good"), ("qwen3", "bad"), ("llama", "good")])
+def test_greedy_tokens_are_stock_tokens(engine_of, stock_tokens, family, drafter):
+    with engine_of(drafter, family=family) as engine:
+        for policy in CONTROLS:
+            engine.put_in_charge(policy)
+            assert engine.generate(8, TOKENS) == stock_tokens[family]
+            stats = engine.scheduler.tlt.stats(reset=True)
+            assert stats["policy_error"] is None
+            if policy in ("rand", "cycle"):
+                assert len([k for k, n in stats["k_steps"].items() if n]) == 4  # every K was used
+                assert (sum(stats["accepted"]) > 100) == (drafter == "good")
+
+
+@pytest.mark.parametrize(("family", "source"), [("qwen3", "both"), ("llama", "ngram")])
+def test_greedy_tokens_with_ngrams_are_stock_tokens(engine_of, stock_tokens, family, source):
+    with engine_of("good", family=family, speculation={"source": source}) as engine:
+        for policy in ("fixed", "rand", "goodput"):
+            engine.put_in_charge(policy)
+            assert engine.generate(8, TOKENS) == stock_tokens[family]
+        drafts = engine.scheduler.tlt_ngram
+        assert drafts.accepted > 100  # from the second time on each response has been heard before
+        assert drafts.accepted > 0.9 * drafts.drafts
+        assert engine.scheduler.tlt.stats()["policy_error"] is None
 
 
 @pytest.mark.parametrize(
@@ -35,13 +48,13 @@ def test_greedy_tokens_under_pressure(engine_of, stock_tokens, pressure):
     with engine_of("good", policy="policies:rand", **pressure) as engine:
         preempt, preempted = engine.scheduler._preempt_request, []
         engine.scheduler._preempt_request = lambda *a, **k: preempted.append(preempt(*a, **k))
-        assert engine.generate(8, TOKENS) == stock_tokens[TOKENS]
-        assert engine.generate(8, TOKENS) == stock_tokens[TOKENS]
+        assert engine.generate(8, TOKENS) == stock_tokens["qwen3"]
+        assert engine.generate(8, TOKENS) == stock_tokens["qwen3"]
         assert bool(preempted) == ("num_gpu_blocks_override" in pressure)
 
 
 def test_sampled_drafts_always_keep_their_probabilities(engine_of):
-    """A draft verified without its probabilities counts as certain: no longer the target's distribution."""
+    """A draft verified without its probabilities counts as certain: as exact, but accepted far less often."""
     with engine_of("good", policy="policies:rand", max_num_batched_tokens=16, max_num_seqs=8) as engine:
         lost = []
         runner, find = engine.runner, engine.runner._get_spec_decode_draft_probs
@@ -55,6 +68,15 @@ def test_sampled_drafts_always_keep_their_probabilities(engine_of):
         engine.generate(8, TOKENS, temperature=1.0)
         assert len(lost) > 20
         assert not any(lost)
+
+
+def test_a_lost_probability_would_be_seen_in_the_log(engine_of, caplog):
+    """What the fixture `no_draft_without_its_probabilities` relies on, with our own precaution taken away."""
+    with engine_of("good", policy="policies:rand", max_num_batched_tokens=16, max_num_seqs=8) as engine:
+        engine.scheduler._tlt_drop_stale_drafts = lambda _scheduled: None
+        engine.generate(8, TOKENS, temperature=1.0)
+    assert "Missing cached draft probabilities" in caplog.text
+    caplog.clear()
 
 
 def test_requests_that_reach_the_drafters_limit_only_stop_the_drafting(engine_of):

@@ -97,7 +97,7 @@ def test_off_runs_no_drafter_and_decodes_the_same(engine_of, stock_tokens):
         engine.runner.drafter.model.register_forward_hook(lambda *_: passes.append(1))
 
         engine.scheduler.tlt.control(force_k=0)
-        assert engine.generate(8, TOKENS) == stock_tokens[TOKENS]
+        assert engine.generate(8, TOKENS) == stock_tokens["qwen3"]
         assert len(passes) >= TOKENS  # K=0 keeps the drafter's cache in step
         assert engine.scheduler.tlt.stats(reset=True)["k_steps"].keys() == {"0"}
 
@@ -105,7 +105,7 @@ def test_off_runs_no_drafter_and_decodes_the_same(engine_of, stock_tokens):
         passes.clear()
         assert engine.rpc("tlt_set_drafting", False) == {"ok": True, "drafting": False}
         engine.scheduler.tlt.control(drafting=False)
-        assert engine.generate(8, TOKENS) == stock_tokens[TOKENS]
+        assert engine.generate(8, TOKENS) == stock_tokens["qwen3"]
         assert passes == []
         assert engine.scheduler.tlt.stats(reset=True)["k_steps"].keys() == {str(OFF)}
         assert all(s.drafted == OFF for s in engine.scheduler.tlt.policy.steps[-TOKENS + 5 :])
@@ -113,7 +113,7 @@ def test_off_runs_no_drafter_and_decodes_the_same(engine_of, stock_tokens):
         engine.llm.reset_prefix_cache()
         assert engine.rpc("tlt_set_drafting", True)["ok"]
         engine.scheduler.tlt.control(drafting=True, force_k=None)
-        assert engine.generate(8, TOKENS) == stock_tokens[TOKENS]
+        assert engine.generate(8, TOKENS) == stock_tokens["qwen3"]
         stats = engine.scheduler.tlt.stats()
         assert stats["accepted"][0] > 0.5 * stats["drafts"]
 

@@ -1,7 +1,8 @@
 """Tiny real models and in-process vLLM engines on the CPU.
 
-The target is a random Qwen3 whose next token depends mostly on the present one; the good drafter is built by hand to
-know just that, so that drafts are accepted often but not always. The bad one is a random head.
+The target is a random Qwen3 or Llama whose next token depends mostly on the present one; the good drafter is built by
+hand to know just that, so that drafts are accepted often but not always. The bad one is a random head. The `small`
+vocabulary is for tests that enumerate every output.
 """
 
 from __future__ import annotations
@@ -13,21 +14,23 @@ from typing import Any
 import torch
 
 V, H, LAYERS, HEADS, HEAD_DIM, MLP = 512, 128, 4, 4, 32, 256
+SMALL = 16  # tokens in the small vocabulary
 
 
-def build_target(path: Path) -> None:
-    """A Qwen3 with random weights, saved to `path`."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def build_target(path: Path, family: str = "qwen3", vocab: int = V) -> None:
+    """A model of the family (qwen3 or llama) with random weights, saved to `path`."""
+    import transformers
 
+    name = {"qwen3": "Qwen3", "llama": "Llama"}[family]
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=V, hidden_size=H, intermediate_size=MLP, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=vocab, hidden_size=H, intermediate_size=MLP, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
         num_key_value_heads=HEADS, head_dim=HEAD_DIM, max_position_embeddings=1024, tie_word_embeddings=False,
         bos_token_id=0, eos_token_id=2, pad_token_id=0, dtype="float32",
     )  # fmt: skip
-    model = Qwen3ForCausalLM(config).float()
+    model = getattr(transformers, f"{name}ForCausalLM")(config).float()
     with torch.no_grad():
-        model.model.embed_tokens.weight.copy_(torch.randn(V, H))
+        model.model.embed_tokens.weight.copy_(torch.randn(vocab, H))
         model.lm_head.weight.mul_(10.0)
         for layer in model.model.layers:  # how much the context counts beside the present token
             layer.self_attn.o_proj.weight.mul_(2.0)
@@ -88,6 +91,16 @@ class Engine:
     def rpc(self, method: str, *args: Any) -> Any:
         """One worker's answer to `collective_rpc`."""
         return self.llm.collective_rpc(method, args=args)[0]
+
+    def put_in_charge(self, policy: str) -> None:
+        """Let another policy choose from now on: one of `policies`, else one of `control.make_policy`."""
+        import policies
+
+        from verl_tlt.control.policy import make_policy
+
+        own, control = getattr(policies, policy, None), self.scheduler.tlt
+        arms = tuple(self.scheduler.vllm_config.additional_config["tlt"]["arms"])
+        control.policy = own({}, arms, 0) if own else make_policy(policy, arms)
 
     def generate(self, count: int, tokens: int, **kwargs: Any) -> list[list[int]]:
         """Tokens of `count` ragged prompts, ragged lengths up to `tokens`."""

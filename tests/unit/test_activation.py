@@ -15,10 +15,10 @@ def activate(config):
 def test_settings_travel_beside_a_users_own_custom_node(recipe):
     with open_dict(recipe):
         recipe.actor_rollout_ref.rollout.custom = {"mine": {"a": 1}}
-        recipe.tlt = {"speculation": {"policy": "fixed", "fixed": 2}}
+        recipe.tlt = {"speculation": {"policy": "fixed", "fixed": 1}}
     custom = activate(recipe)
     assert custom["mine"] == {"a": 1}
-    assert TLTConfig.from_dict(custom["tlt"]).speculation.fixed == 2
+    assert TLTConfig.from_dict(custom["tlt"]).speculation.fixed == 1
     assert recipe.trainer.v1.trainer_mode == "tlt_sync"
 
 
@@ -44,6 +44,13 @@ def test_no_spot_training_where_nothing_can_feed_it(recipe, capsys):
     recipe.actor_rollout_ref.actor.strategy = "megatron"
     assert activate(recipe)["tlt"]["spot"]["enable"] is False
     assert "actor_rollout_ref.actor.strategy=megatron has no hidden-state tap" in capsys.readouterr().err
+
+
+def test_an_engine_without_a_drafter_has_nothing_to_train_and_nothing_to_calibrate(recipe):
+    with open_dict(recipe):
+        recipe.tlt = {"speculation": {"source": "ngram"}}
+    settings = TLTConfig.from_dict(activate(recipe)["tlt"])
+    assert not settings.spot.enable and not settings.speculation.calibrate
 
 
 def test_every_reason_is_one_line_and_nothing_is_rewritten(recipe):

@@ -69,7 +69,7 @@ def test_releases_compare_as_numbers():
         ({"disaggregation": True}, "actor_rollout_ref.rollout.disaggregation"),
         ({"data_parallel": 2}, "actor_rollout_ref.rollout.data_parallel_size"),
         ({"refused_sampling": ("actor_rollout_ref.rollout.min_p",)}, "actor_rollout_ref.rollout.min_p"),
-        ({"own_engine_keys": ("a.b.scheduler_cls",)}, "a.b.scheduler_cls"),
+        ({"engine_problems": ("s.",)}, "actor_rollout_ref.rollout.engine_kwargs"),
         ({"mtp_rollout": True}, "actor_rollout_ref.model.mtp.enable_rollout"),
         ({"missing_data": (("data.val_files", "/x.parquet"),)}, "data.val_files"),
         ({"policy_problem": "p."}, "actor_rollout_ref.model.path"),
@@ -119,7 +119,7 @@ def test_without_a_run_only_packages_are_judged():
 def test_every_finding_that_is_not_ok_is_one_sentence():
     worst = Run(
         trainer_mode="x", use_v1=False, other_trainer="rollout", strategy="megatron", rollout="sglang",
-        disaggregation=True, data_parallel=2, refused_sampling=("k",), own_engine_keys=("k",), mtp_rollout=True,
+        disaggregation=True, data_parallel=2, refused_sampling=("k",), engine_problems=("s.",), mtp_rollout=True,
         missing_data=(("data.train_files", "/x"),),
     )  # fmt: skip
     nothing = dataclasses.replace(GOOD, versions={})

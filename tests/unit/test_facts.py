@@ -5,7 +5,7 @@ import json
 import pytest
 from omegaconf import open_dict
 
-from verl_tlt.config import DrafterConfig, TLTConfig, TLTConfigError
+from verl_tlt.config import DrafterConfig, SpeculationConfig, TLTConfig, TLTConfigError
 from verl_tlt.facts import Run, read_environment, read_run, read_settings
 from verl_tlt.versions import installed
 
@@ -32,13 +32,7 @@ def test_the_mode_is_read_the_same_before_and_after_activation(recipe):
             ("actor_rollout_ref.rollout.val_kwargs.logit_bias",),
         ),
         ("actor_rollout_ref.rollout.min_p", 0.0, "refused_sampling", ()),
-        (
-            "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config",
-            {"method": "ngram"},
-            "own_engine_keys",
-            ("actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config",),
-        ),
-        ("actor_rollout_ref.rollout.engine_kwargs.vllm.data_parallel_size", 4, "data_parallel", 4),
+        ("actor_rollout_ref.rollout.data_parallel_size", 4, "data_parallel", 4),
         ("actor_rollout_ref.rollout.disaggregation", {"enabled": True}, "disaggregation", True),
         ("async_training", {"x": 1}, "other_trainer", "async_training"),
         ("trainer.use_v1", False, "use_v1", False),
@@ -50,6 +44,57 @@ def test_keys(recipe, key, value, field, expected):
     with open_dict(recipe):
         OmegaConf.update(recipe, key, value, force_add=True)
     assert getattr(read_run(recipe, DEFAULTS), field) == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("speculative_config", {"method": "ngram"}, "vllm.speculative_config is set by verl-tlt itself"),
+        ("data_parallel_size", 4, "vllm.data_parallel_size must be 1"),
+        ("logits_processors", ["a:B"], "vllm.logits_processors cannot be used with a drafter"),
+        ("kv_transfer_config", {"kv_role": "kv_both"}, "vllm.kv_transfer_config"),
+    ],
+)
+def test_what_the_engines_would_refuse_is_known_before_ray_starts(recipe, key, value, sentence):
+    pytest.importorskip("vllm")
+    with open_dict(recipe):
+        recipe.actor_rollout_ref.rollout.engine_kwargs.vllm[key] = value
+    (problem,) = read_run(recipe, DEFAULTS).engine_problems
+    assert sentence in problem
+    assert read_run(recipe, TLTConfig(speculation=SpeculationConfig(enable=False))).engine_problems == ()
+
+
+def test_a_fixed_length_without_graphs_is_known_before_ray_starts(recipe):
+    pytest.importorskip("vllm")
+    settings = TLTConfig(speculation=SpeculationConfig(policy="fixed", fixed=2))
+    assert "fixed=2 is none of the engine's draft lengths [0, 1, 3]" in read_run(recipe, settings).engine_problems[0]
+    with open_dict(recipe):
+        recipe.actor_rollout_ref.rollout.enforce_eager = True
+    assert read_run(recipe, settings).engine_problems == ()
+
+
+def test_an_installed_logits_processor_that_vllm_would_leave_out_is_named(recipe, tmp_path, monkeypatch):
+    pytest.importorskip("vllm")
+    info = tmp_path / "censor-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: censor\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[vllm.logits_processors]\ncensor = censor.core:Censor\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (problem,) = read_run(recipe, DEFAULTS).engine_problems
+    assert "censor.core:Censor would silently do nothing" in problem
+
+
+@pytest.mark.parametrize(
+    ("layers", "sentence"),
+    [
+        ((1, 2), "tlt.drafter.aux_layers must be 3 ascending distinct layers"),
+        ((1, 3, 6), r"tlt.drafter.aux_layers=[1, 3, 6] is outside 0..5"),
+    ],
+)
+def test_aux_layers_the_policy_does_not_have_are_known_before_ray_starts(recipe, layers, sentence):
+    settings = TLTConfig(drafter=DrafterConfig(aux_layers=layers))
+    assert read_run(recipe, settings).drafter_problem.startswith(sentence)
+    assert read_run(recipe, DEFAULTS).drafter_problem is None
 
 
 def test_data_files_may_be_one_several_a_glob_or_remote(recipe, tmp_path):

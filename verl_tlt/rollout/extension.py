@@ -20,6 +20,8 @@ import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from verl_tlt.drafter.digest import Sums, combined, fingerprint, own_shards, partial_sums
+from verl_tlt.rollout.graphs import FULL_GRAPHS, capture_every_arm
+from verl_tlt.rollout.proposals import NoProposals, verify_as_certain
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,24 @@ _IGNORED = ("t2d",)  # the map from target to draft ids serves training only
 
 class TLTWorkerExtension(vLLMColocateWorkerExtension):
     """verl's extension with three methods of ours. vLLM refuses name clashes with its worker, hence the prefix."""
+
+    def __new__(cls, **kwargs: Any) -> Any:
+        """As verl's; what some settings need in the model runner is put there as soon as the models are loaded."""
+        worker = super().__new__(cls, **kwargs)
+        tlt = (kwargs["vllm_config"].additional_config or {}).get("tlt", {})
+        speculation = tlt.get("speculation", {})
+        load_model = worker.load_model
+
+        def load(*args: Any, **kwargs: Any) -> Any:
+            result = load_model(*args, **kwargs)
+            if speculation.get("source") == "both":
+                verify_as_certain(worker.model_runner)
+            if os.environ.get(FULL_GRAPHS) == "1":
+                capture_every_arm(worker.model_runner, tlt["arms"])
+            return result
+
+        worker.load_model = load
+        return worker
 
     def tlt_load_drafter(self, path: str) -> dict[str, Any]:
         """Load a drafter's weights into the live one, in place; the policy's own tensors are never written.
@@ -87,6 +107,8 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
             {"ok": True, "drafting": enabled}, or {"ok": False, "error": sentence} where no pass can be skipped.
         """
         proposer = getattr(self.model_runner, "drafter", None)
+        if isinstance(proposer, NoProposals):
+            return {"ok": True, "drafting": enabled}
         if proposer is None:
             v2 = hasattr(self.model_runner, "speculator")
             sentence = "vLLM's V2 model runner cannot skip the drafter's pass; set VLLM_USE_V2_MODEL_RUNNER=0."

@@ -32,6 +32,9 @@ from verl_tlt.control.policy import make_policy
 from verl_tlt.control.types import Policy, StepRecord
 from verl_tlt.rollout.channel import ChannelServer
 from verl_tlt.rollout.decode_load import DecodeLoad
+from verl_tlt.rollout.graphs import fitting, token_limit
+from verl_tlt.rollout.ngram import NgramIndex
+from verl_tlt.rollout.proposals import NgramDrafts
 from verl_tlt.rollout.step_control import StepControl
 from verl_tlt.rollout.step_stats import StepTrace
 from verl_tlt.rollout.verified import NOTHING, Verified, count_verified
@@ -39,6 +42,7 @@ from verl_tlt.rollout.verified import NOTHING, Verified, count_verified
 logger = logging.getLogger(__name__)
 
 UNLEARNED = 4  # finished steps that may wait; an engine that never asks for a grammar bitmask learns late
+MAX_NGRAM_BYTES = 256 << 20  # per engine: some two million tokens of responses, least recently visited prompts first
 PAUSE_FLOOR_S = 0.002  # a gap shorter than this between two steps is vLLM's own work
 PAUSE_SHARE = 0.5  # a gap longer than this share of the step itself means that the engine was held up
 
@@ -72,6 +76,14 @@ def load_policy(settings: Mapping[str, Any]) -> Policy:
     return factory(speculation, arms, seed)
 
 
+def ngram_drafts(speculation: Mapping[str, Any]) -> NgramDrafts | None:
+    """What proposes n-grams under these settings (`SpeculationConfig` as a dict); None: nothing does."""
+    if speculation["source"] == "eagle":
+        return None
+    index = NgramIndex(MAX_NGRAM_BYTES, keep=speculation["ngram_keep"])
+    return NgramDrafts(index, alone=speculation["source"] == "ngram")
+
+
 class _DraftLengthLookup:
     """Stands where vLLM keeps its table of draft lengths by batch size."""
 
@@ -96,6 +108,8 @@ class _Plan:
     previous_arm: int
     blocked: bool
     prefilling: set[str]
+    undrafted: bool
+    """There is no drafter, so a request may go without a draft (`tlt.speculation.source=ngram`)."""
     outputs: Any = None
     verified: Verified = NOTHING
     ended: bool = False
@@ -113,20 +127,19 @@ class _Plan:
         else:
             produced = emitted
         paused = self.paused_s > max(PAUSE_FLOOR_S, PAUSE_SHARE * (self.finished_s - self.started_s))
-        length = self.previous_arm if verified.drafts else 0
+        # Where it may go without, a request's missing draft counts as one of which nothing was accepted: what K costs
+        # and brings is then that of the whole batch, as with a drafter.
+        drafts = self.batch if self.undrafted and self.previous_arm > 0 else verified.drafts
+        length = self.previous_arm if drafts else 0
         decode_only = not self.prefilling and not paused
-        clean = (
-            decode_only
-            and not self.blocked
-            and self.arm == self.previous_arm
-            and (self.arm <= 0 or (verified.drafts == self.batch and verified.draft_tokens == length * self.batch))
-        )
+        whole = self.undrafted or (drafts == self.batch and verified.draft_tokens == length * self.batch)
+        clean = decode_only and not self.blocked and self.arm == self.previous_arm and (self.arm <= 0 or whole)
         step = StepRecord(
             batch=self.batch,
             kv_tokens=self.kv_tokens if self.batch else 0,
             drafted=self.arm,
             verified=length,
-            drafts=verified.drafts,
+            drafts=drafts,
             accepted=verified.accepted(length),
             produced=produced,
             latency_s=self.finished_s - (self.started_s if paused else self.previous_finished_s),
@@ -164,8 +177,16 @@ class TLTScheduler(Scheduler):
         self._tlt_arm = 0
         self._tlt_blocked = False
         self._tlt_finished_s = self._tlt_idle_since_s = time.perf_counter()
+        self._tlt_arms, self._tlt_token_limit = tuple(settings["arms"]), token_limit(self.vllm_config)
+        self.tlt_ngram = ngram_drafts(settings["speculation"])
         address = os.environ.get("TLT_CHANNEL")
-        operations = {"stats": self.tlt.stats, "control": self.tlt.control, "policy": self.tlt.policy_summary}
+        operations: dict[str, Callable[..., dict[str, Any]]] = {
+            "stats": self.tlt.stats,
+            "control": self.tlt.control,
+            "policy": self.tlt.policy_summary,
+        }
+        if self.tlt_ngram:
+            operations |= {"policy_changed": self.tlt_ngram.policy_changed, "ngram": self.tlt_ngram.summary}
         self._tlt_channel = ChannelServer(address, operations) if address else None
 
     def _tlt_check(self) -> None:
@@ -182,6 +203,11 @@ class TLTScheduler(Scheduler):
             )
         if self.num_spec_tokens < 1:
             raise ValueError("TLT's scheduler needs a speculative_config with num_speculative_tokens of at least 1.")
+        source = config.additional_config["tlt"]["speculation"]["source"]
+        if source != "eagle" and config.scheduler_config.async_scheduling:
+            raise ValueError(
+                f"tlt.speculation.source={source} needs async_scheduling=False: else no draft passes the scheduler."
+            )
         if not hasattr(self, "dynamic_sd_lookup"):
             raise ValueError(
                 "This vLLM has no per-step draft length (Scheduler.dynamic_sd_lookup); TLT needs 0.24 or later."
@@ -196,6 +222,8 @@ class TLTScheduler(Scheduler):
         self._tlt_known = len(self.running)
         output = super().schedule(*args, **kwargs)
         scheduled = output.num_scheduled_tokens
+        if self.tlt_ngram:
+            self.tlt_ngram.scheduled(output)
         if not scheduled:
             return output
         if len(scheduled) < len(self.running):
@@ -212,6 +240,7 @@ class TLTScheduler(Scheduler):
                 previous_arm=previous,
                 blocked=self._tlt_blocked,
                 prefilling=prefilling,
+                undrafted=self.tlt_ngram is not None and self.tlt_ngram.alone,
             )
         )
         return output
@@ -223,7 +252,7 @@ class TLTScheduler(Scheduler):
         self._tlt_kv_tokens = load.kv_tokens
         # One request that could outgrow the drafter stops it for the whole batch (vLLM `_input_fits_in_drafter`).
         self._tlt_blocked = self._tlt_load.longest > self._tlt_load.context_limit
-        arm = self.tlt.choose(load)
+        arm = fitting(self.tlt.choose(load), load.batch, self._tlt_arms, self._tlt_token_limit)
         self._tlt_arm = 0 if self._tlt_blocked and arm > 0 else arm
         return max(self._tlt_arm, 0)
 
@@ -231,7 +260,7 @@ class TLTScheduler(Scheduler):
         """Forget drafts of requests that this step leaves out.
 
         The worker keeps draft probabilities of the last step only. A draft verified later would make it treat every
-        draft of that step as certain ("Missing cached draft probabilities"), which is no longer lossless.
+        draft of that step as certain ("Missing cached draft probabilities"): still exact, but hardly ever accepted.
         """
         for request in self.running:
             if request.spec_token_ids and request.request_id not in scheduled:
@@ -247,6 +276,8 @@ class TLTScheduler(Scheduler):
         if rows and len(rows[0]) > k:
             draft_token_ids.draft_token_ids = [row[:k] for row in rows]
         super().update_draft_token_ids(draft_token_ids)
+        if self.tlt_ngram:
+            self.tlt_ngram.propose(self.requests, draft_token_ids.req_ids, k)
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
         """As vLLM's, which asks for it once the step was handed to the workers: the time to learn from the last one."""
@@ -267,7 +298,13 @@ class TLTScheduler(Scheduler):
             self.requests,
         )
         before = len(self.requests)
+        if self.tlt_ngram and scheduler_output.scheduled_spec_decode_tokens:
+            rows, row_of = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
+            self.tlt_ngram.verified(scheduler_output, rows, row_of)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self.tlt_ngram:
+            for client in outputs.values():
+                self.tlt_ngram.emitted(client.outputs)
         if scheduler_output.num_scheduled_tokens:
             self._tlt_record(scheduler_output, outputs, verified, len(self.requests) != before, now)
         self._tlt_finished_s = now

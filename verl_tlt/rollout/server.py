@@ -81,7 +81,9 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         # The engine core is a child of this process and inherits these; they differ per replica, so they cannot
         # travel in vLLM's config, which is part of its compile-cache key.
         address = f"ipc://{self._tlt_dir}/channel.sock"
-        os.environ.update(TLT_CHANNEL=address, TLT_REPLICA=str(self.replica_rank), **engine_environment())
+        os.environ.update(
+            TLT_CHANNEL=address, TLT_REPLICA=str(self.replica_rank), **engine_environment(self.tlt.speculation.source)
+        )
         if self.tlt.trace.dir and self.tlt.trace.engine_steps:
             os.environ["TLT_TRACE_DIR"] = self.tlt.trace.dir
         if self.node_rank == 0:
@@ -149,6 +151,13 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         if self._tlt_channel is None or self._tlt_staged is None:
             return
         state, staged, start = self._tlt_served, self._tlt_staged, time.perf_counter()
+        source = self.tlt.speculation.source
+        if source != "eagle":
+            await self._tlt_channel.call("policy_changed")
+        if source == "ngram":  # nothing to load: the engine has no drafter
+            state.ok, state.version = True, staged.version
+            await self._tlt_set_drafting(self.tlt.speculation.policy != "off" and not self._tlt_resting)
+            return
         try:
             results = await self.engine.collective_rpc(
                 method="tlt_load_drafter", args=(str(self._tlt_dir / "drafter" / "model.safetensors"),)
@@ -168,7 +177,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         else:
             state.failures += 1
             logger.error("replica %d cannot use drafter v%d: %s", self.replica_rank, staged.version, state.error)
-        worth = worth_drafting(staged.acceptance, self._tlt_latency, self.tlt.speculation.policy)
+        worth = worth_drafting(staged.acceptance, self._tlt_latency, self.tlt.speculation.policy, source)
         drafting = state.ok and worth and not self._tlt_resting
         await self._tlt_set_drafting(drafting, state.acceptance)
         state.seconds = time.perf_counter() - start

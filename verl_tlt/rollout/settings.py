@@ -1,27 +1,26 @@
 """From TLT's settings to what vLLM is started with. Pure functions: facts in, keyword arguments out.
 
-What decides here is data about vLLM releases (`research` behind docs/adaptive-speculation.md): which draft lengths have
-CUDA graphs, which scheduler base drafts at all, what cannot be combined with a drafter.
+What decides here is facts about vLLM releases: which draft lengths have CUDA graphs (`rollout/graphs.py`), which
+scheduler base drafts at all, what cannot be combined with a drafter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import entry_points
 from typing import Any
 
 from verl_tlt.config import TLTConfig, TLTConfigError
 from verl_tlt.control.types import OFF
+from verl_tlt.rollout.graphs import PLANS, plan_for
 from verl_tlt.rollout.latency_table import Table, interpolate
 from verl_tlt.versions import installed, release
 
+WHERE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 OWN_ARGUMENTS = ("speculative_config", "scheduler_cls", "worker_extension_cls")
-GRAPH_ARMS_24 = (0, 1, 3)
-"""vLLM 0.24 with CUDA graphs: a FULL graph exists for 1 + K_max = 4 tokens a request, and two can be added."""
-GRAPH_ARMS = (0, 1, 3, 7)
-"""Later releases: query lengths 1, 2, 4, 8 divide every captured size, so that no batch falls between graphs."""
-OLDEST = (0, 24)
-V2_DRAFTS_TO_LENGTH = (0, 32)
-"""First release whose V2 model runner drafts the K asked for; before it drafts K_max whatever the scheduler says."""
+LOGITS_PROCESSOR_PLUGINS = "vllm.logits_processors"
+"""Entry points whose processors vLLM leaves out without a word where it speculates (`build_logitsprocs`)."""
+OLDEST = PLANS[0].first
 HOPELESS = 0.05
 """A drafter accepted less often than this nowhere pays, whatever a step costs: each draft token costs more than 5 %."""
 WORTH = 0.97
@@ -41,16 +40,18 @@ def engine_arms(tlt: TLTConfig, enforce_eager: bool, version: str | None = None)
         return s.arms
     if enforce_eager:
         return tuple(range(s.max_draft_length + 1))
-    graphs = GRAPH_ARMS_24 if _release(version) == OLDEST else GRAPH_ARMS
-    return tuple(k for k in graphs if k <= s.max_draft_length)
+    return tuple(k for k in plan_for(_release(version)).arms if k <= s.max_draft_length)
 
 
-def speculative_config(drafter_dir: str, draft_length: int) -> dict[str, Any]:
-    """VLLM's `speculative_config` for an EAGLE-3 drafter.
+def speculative_config(drafter_dir: str, draft_length: int, source: str = "eagle") -> dict[str, Any]:
+    """VLLM's `speculative_config`: an EAGLE-3 drafter, or for source `ngram` a proposer that proposes nothing.
 
     Drafts are sampled: at temperature 1 a greedy draft is accepted with p(argmax) only. `draft_load_config` overrides
     verl's `load_format=dummy`, which would give the drafter random weights and the policy's head.
     """
+    if source == "ngram":  # the scheduler drafts (rollout/proposals.py)
+        nobody = "verl_tlt.rollout.proposals.NoProposals"
+        return {"method": "custom_class", "model": nobody, "num_speculative_tokens": draft_length}
     return {
         "method": "eagle3",
         "model": drafter_dir,
@@ -82,16 +83,16 @@ def engine_kwargs(
     Raises:
         TLTConfigError: `user` asks for something that cannot run together with a drafter.
     """
-    refuse(user, version)
-    arms = engine_arms(tlt, bool(user.get("enforce_eager", rollout.enforce_eager)), version)
-    fixed = tlt.speculation.fixed
-    if tlt.speculation.policy == "fixed" and fixed is not None and fixed not in arms:
-        raise TLTConfigError(f"tlt.speculation.fixed={fixed} is none of the engine's draft lengths {list(arms)}.")
-    is_async = async_scheduling(user, _on_cpu() if on_cpu is None else on_cpu)
+    enforce_eager = bool(user.get("enforce_eager", rollout.enforce_eager))
+    for problem in problems(tlt, user, enforce_eager, version):
+        raise TLTConfigError(problem)
+    arms = engine_arms(tlt, enforce_eager, version)
     speculation = tlt.to_dict()["speculation"]
+    source = tlt.speculation.source
+    is_async = source == "eagle" and async_scheduling(user, _on_cpu() if on_cpu is None else on_cpu)
     return {
         # Longer drafts than the longest arm would only reserve memory and, with CUDA graphs, capture unused widths.
-        "speculative_config": speculative_config(drafter_dir, max(1, arms[-1])),
+        "speculative_config": speculative_config(drafter_dir, max(1, arms[-1]), source),
         "scheduler_cls": f"verl_tlt.rollout.scheduler.{'TLTAsyncScheduler' if is_async else 'TLTScheduler'}",
         "async_scheduling": is_async,
         # Part of vLLM's compile-cache key: static values only, the same on every replica.
@@ -102,9 +103,13 @@ def engine_kwargs(
     }
 
 
-def engine_environment(version: str | None = None) -> dict[str, str]:
-    """Environment variables the engine's processes need: the model runner that drafts the length it is asked for."""
-    return {} if _release(version) >= V2_DRAFTS_TO_LENGTH else {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+def engine_environment(source: str = "eagle", version: str | None = None) -> dict[str, str]:
+    """Environment variables the engine's processes need: the model runner that drafts the length it is asked for.
+
+    The V2 runner verifies its own drafts whatever the scheduler says, so n-grams need V1 in every release.
+    """
+    v1 = source != "eagle" or plan_for(_release(version)).runner == "V1"
+    return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if v1 else {}
 
 
 def async_scheduling(user: Mapping[str, Any], on_cpu: bool) -> bool:
@@ -116,35 +121,52 @@ def async_scheduling(user: Mapping[str, Any], on_cpu: bool) -> bool:
     return bool(asked) if asked is not None else executor in ("mp", "uni")
 
 
-def refuse(user: Mapping[str, Any], version: str | None = None) -> None:
-    """Raise TLTConfigError, one sentence, for engine arguments that cannot be combined with our speculation."""
-    where = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, version: str | None = None) -> Iterator[str]:
+    """One sentence for each reason why these engine arguments cannot be combined with our speculation.
+
+    The doctor asks before Ray starts (`verl_tlt.facts`), and each engine once more when it is launched.
+
+    Args:
+        tlt: all settings.
+        user: `rollout.engine_kwargs.vllm`.
+        enforce_eager: no CUDA graphs.
+        version: vLLM's; null: the installed one.
+    """
     if _release(version) < OLDEST:
-        raise TLTConfigError(
-            f"vLLM {version or installed('vllm')} cannot change the draft length per step: install 0.24 or later."
-        )
+        yield f"vLLM {version or installed('vllm')} cannot change the draft length per step: install 0.24 or later."
+        return
     for key in OWN_ARGUMENTS:
         if user.get(key) is not None:
-            raise TLTConfigError(
-                f"{where}.{key} is set by verl-tlt itself; remove it, or set tlt.speculation.enable=false."
-            )
+            yield f"{WHERE}.{key} is set by verl-tlt itself; remove it, or set tlt.speculation.enable=false."
     if int(user.get("data_parallel_size") or 1) > 1:
-        raise TLTConfigError(
-            f"{where}.data_parallel_size must be 1: data-parallel ranks inside one engine would choose different draft "
+        yield (
+            f"{WHERE}.data_parallel_size must be 1: data-parallel ranks inside one engine would choose different draft "
             "lengths and wait for each other forever; use more replicas."
         )
     if user.get("logits_processors"):
-        raise TLTConfigError(
-            f"{where}.logits_processors cannot be used with a drafter (vLLM refuses them); remove them or set "
+        yield (
+            f"{WHERE}.logits_processors cannot be used with a drafter (vLLM refuses them); remove them or set "
             "tlt.speculation.enable=false."
         )
     if user.get("kv_transfer_config"):
-        raise TLTConfigError(
-            f"{where}.kv_transfer_config (disaggregated prefill) is not supported with a drafter by verl-tlt."
+        yield f"{WHERE}.kv_transfer_config (disaggregated prefill) is not supported with a drafter by verl-tlt."
+    if plugins := entry_points(group=LOGITS_PROCESSOR_PLUGINS):
+        yield (
+            f"The installed vLLM logits processor {next(iter(plugins)).value} would silently do nothing, because vLLM "
+            "leaves plugins out while a drafter is configured; uninstall it, or set tlt.speculation.enable=false."
         )
+    if user.get("async_scheduling") and tlt.speculation.source != "eagle":
+        yield (
+            f"{WHERE}.async_scheduling=True is not possible with tlt.speculation.source={tlt.speculation.source}: "
+            "n-grams are proposed by the scheduler, and with it no draft passes the scheduler."
+        )
+    arms = engine_arms(tlt, enforce_eager, version)
+    fixed = tlt.speculation.fixed
+    if tlt.speculation.policy == "fixed" and fixed is not None and fixed not in arms:
+        yield f"tlt.speculation.fixed={fixed} is none of the engine's draft lengths {list(arms)}."
 
 
-def worth_drafting(acceptance: Sequence[float], latency: Table, policy: str) -> bool:
+def worth_drafting(acceptance: Sequence[float], latency: Table, policy: str, source: str = "eagle") -> bool:
     """Whether the drafter should run at all in the coming rollout; if not, the engine decodes as stock (arm OFF).
 
     Expected time of a rollout that spends as long, decoded by stock, at each measured batch (batches are measured
@@ -155,10 +177,11 @@ def worth_drafting(acceptance: Sequence[float], latency: Table, policy: str) -> 
         acceptance: conditional acceptance per draft position, from held-out data; empty: unknown.
         latency: seconds by arm and batch, OFF included.
         policy: `tlt.speculation.policy`.
+        source: `tlt.speculation.source`; n-grams are accepted whatever the drafter is worth.
     """
     if policy == "off":
         return False
-    if policy == "fixed" or not acceptance:
+    if policy == "fixed" or source == "both" or not acceptance:
         return True
     if max(acceptance) < HOPELESS:
         return False

@@ -89,6 +89,16 @@ def test_what_cannot_run_with_a_drafter_is_refused_by_its_key(user, sentence):
         kwargs(user=user)
 
 
+@pytest.mark.parametrize(("source", "method"), [("ngram", "custom_class"), ("both", "eagle3")])
+def test_ngrams_pass_the_scheduler_so_scheduling_is_synchronous(source, method):
+    ours = kwargs(tlt(source=source), on_cpu=False)
+    assert ours["speculative_config"]["method"] == method
+    assert ours["async_scheduling"] is False and ours["scheduler_cls"].endswith(".TLTScheduler")
+    assert engine_environment(source, "0.32.0") == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    with pytest.raises(TLTConfigError, match=f"async_scheduling=True is not possible .*source={source}"):
+        kwargs(tlt(source=source), user={"async_scheduling": True}, on_cpu=False)
+
+
 def test_an_old_vllm_is_refused():
     with pytest.raises(TLTConfigError, match=r"vLLM 0\.23\.2 cannot change the draft length per step: install 0\.24"):
         kwargs(version="0.23.2")
@@ -101,7 +111,7 @@ def test_a_fixed_length_without_an_arm_is_refused():
 
 @pytest.mark.parametrize(("version", "runner"), [("0.24.0", "0"), ("0.28.0", "0"), ("0.32.0", None)])
 def test_the_runner_that_drafts_what_it_is_asked_for(version, runner):
-    assert engine_environment(version).get("VLLM_USE_V2_MODEL_RUNNER") == runner
+    assert engine_environment(version=version).get("VLLM_USE_V2_MODEL_RUNNER") == runner
 
 
 def test_accept_lengths_chain_conditional_acceptance():

@@ -1,0 +1,103 @@
+"""Sampled tokens have exactly the target's distribution, whoever chooses K; and these tests can fail.
+
+The vocabulary is small, so that every output of a few tokens can be enumerated. All thresholds are p-values: a correct
+engine fails one test in ten thousand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from exact import Exact, Sampling
+from tiny_engine import sampled
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = ([3, 14, 1, 5, 9], [2, 7, 1, 8, 2, 8, 1, 8])
+DRAWS, TOKENS, ENUMERATED = 1200, 10, 4  # per prompt; the first token is the prefill's, three are drafted
+HOT = Sampling()
+COOL = Sampling(temperature=0.8, top_p=0.9, top_k=6)
+FAILS, CAUGHT = 1e-4, 1e-6
+
+
+def draw(engine, sampling: Sampling) -> list[np.ndarray]:
+    """DRAWS outputs [DRAWS, TOKENS] of each prompt, all of them in flight together."""
+    params = sampled(TOKENS, **asdict(sampling))
+    requests = [{"prompt_token_ids": list(p)} for p in PROMPTS] * DRAWS
+    outputs = [o.outputs[0].token_ids for o in engine.llm.generate(requests, params, use_tqdm=False)]
+    return [np.array(outputs[i :: len(PROMPTS)]) for i in range(len(PROMPTS))]
+
+
+def p_values(exact: Exact, draws: list[np.ndarray], sampling: Sampling) -> tuple[float, float]:
+    """Smallest p-value over the prompts of (chi-square over first tokens, martingale over all)."""
+    chi, martingale = [], []
+    for prompt, outputs in zip(PROMPTS, draws, strict=True):
+        p, cells = exact.chi_square(list(prompt), outputs[:, :ENUMERATED], sampling)
+        assert cells > 25
+        chi.append(p)
+        martingale.append(exact.martingale(list(prompt), outputs, sampling))
+    return min(chi), min(martingale)
+
+
+@pytest.fixture(scope="module")
+def exact(models) -> dict[str, Exact]:
+    return {family: Exact(models[f"{family}-small-target"]) for family in ("qwen3", "llama")}
+
+
+SETUPS = {
+    "fixed": ("qwen3", {"policy": "policies:longest"}),
+    "random": ("llama", {"policy": "policies:rand"}),
+    "goodput-under-pressure": (
+        "qwen3",
+        {
+            "speculation": {"policy": "goodput"},
+            "enable_prefix_caching": True,
+            "max_num_batched_tokens": 64,
+            "num_gpu_blocks_override": 40,
+            "block_size": 16,
+            "max_model_len": 64,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_outputs_have_the_targets_distribution(engine_of, exact, setup):
+    family, arguments = SETUPS[setup]
+    with engine_of("good", **{"family": f"{family}-small", "max_num_seqs": 64, **arguments}) as engine:
+        for sampling in (HOT, COOL):
+            chi, martingale = p_values(exact[family], draw(engine, sampling), sampling)
+            stats = engine.scheduler.tlt.stats(reset=True)
+            assert 0.1 < stats["accepted"][0] / stats["drafts"] < 0.95
+            assert chi > FAILS and martingale > FAILS
+
+
+def accept_too_willingly(engine):
+    """A biased sampler: the drafter's probabilities look half as large as those the drafts were drawn with."""
+    sampler = engine.runner.rejection_sampler
+    engine.runner.rejection_sampler = lambda metadata, q, *rest: sampler(metadata, q if q is None else q / 2, *rest)
+
+
+def cut_doubtful_drafts(engine):
+    """A K that peeks: every draft ends before its first token that the drafter itself held unlikely."""
+    update = engine.scheduler.update_draft_token_ids
+
+    def peek(drafts):
+        if engine.runner._draft_probs is not None:
+            for row, q in zip(drafts.draft_token_ids, engine.runner._draft_probs, strict=True):
+                doubtful = [i for i, token in enumerate(row) if q[i, token] < 0.5]
+                del row[min(doubtful, default=len(row)) :]
+        update(drafts)
+
+    engine.scheduler.update_draft_token_ids = peek
+
+
+@pytest.mark.parametrize("sabotage", [accept_too_willingly, cut_doubtful_drafts])
+def test_both_tests_catch_what_is_not_lossless(engine_of, exact, sabotage):
+    with engine_of("good", family="qwen3-small", max_num_seqs=64, policy="policies:longest") as engine:
+        sabotage(engine)
+        chi, martingale = p_values(exact["qwen3"], draw(engine, HOT), HOT)
+    assert chi < CAUGHT
+    assert martingale < CAUGHT

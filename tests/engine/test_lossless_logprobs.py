@@ -1,0 +1,73 @@
+"""The log-probabilities that come back with sampled tokens are Hugging Face's, whatever else goes on in the engine.
+
+RL trains on them. One engine per family and logprobs mode serves all policies in turn, so that the suite stays short.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+from exact import Exact, Sampling
+from tiny_engine import prompts, sampled
+
+pytestmark = pytest.mark.engine
+
+CONTROLS = ("fixed", "rand", "cycle", "goodput", "beg")
+ARMS = (0, 1, 2, 3)
+SAMPLINGS = [Sampling(), Sampling(temperature=0.8, top_p=0.9, top_k=20), Sampling(temperature=0.0)]
+REQUESTS, TOKENS, TOLERANCE = 6, 40, 1e-4
+PRESSURE = {
+    "enable_prefix_caching": True,
+    "max_num_batched_tokens": 16,  # prompts in chunks, and not everybody runs in every step
+    "max_num_seqs": 6,
+    "num_gpu_blocks_override": 5,  # not enough cache for all: preemptions
+    "block_size": 32,
+    "max_model_len": 128,
+}
+
+
+def params(i: int):
+    return sampled(TOKENS, logprobs=0, **asdict(SAMPLINGS[i % len(SAMPLINGS)]))
+
+
+def check(exact: Exact, mode: str, prompt: list[int], completion, sampling: Sampling) -> None:
+    """One completion's log-probabilities against Hugging Face's."""
+    tokens = list(completion.token_ids)
+    theirs = [row[token].logprob for row, token in zip(completion.logprobs, tokens, strict=True)]
+    processed = mode == "processed_logprobs" and sampling.temperature > 0
+    assert theirs == pytest.approx(exact.of_tokens(prompt, tokens, sampling if processed else None), abs=TOLERANCE)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def exact(models, family) -> Exact:
+    return Exact(models["target" if family == "qwen3" else f"{family}-target"])
+
+
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
+@pytest.mark.parametrize(
+    ("source", "pressure"), [("eagle", {}), ("both", PRESSURE), ("ngram", {})], ids=["calm", "pressed", "ngrams"]
+)
+def test_log_probabilities_are_hugging_faces(engine_of, exact, family, mode, source, pressure):
+    speculation = {"source": source}
+    with engine_of("good", family=family, logprobs_mode=mode, speculation=speculation, **pressure) as engine:
+        preempt, preempted = engine.scheduler._preempt_request, []
+        engine.scheduler._preempt_request = lambda *a, **k: preempted.append(preempt(*a, **k))
+        for name in CONTROLS:
+            engine.put_in_charge(name)
+            requests = prompts(REQUESTS)
+            outputs = engine.llm.generate(requests, [params(i) for i in range(REQUESTS)], use_tqdm=False)
+            for i, (request, output) in enumerate(zip(requests, outputs, strict=True)):
+                check(exact, mode, request["prompt_token_ids"], output.outputs[0], SAMPLINGS[i % len(SAMPLINGS)])
+        stats = engine.scheduler.tlt.stats()
+        assert stats["policy_error"] is None
+        assert all(stats["k_steps"][str(k)] for k in ARMS)
+        assert sum(stats["accepted"]) > (20 if source == "ngram" else 100)
+        assert bool(preempted) == bool(pressure)
+        if source != "eagle":
+            assert engine.scheduler.tlt_ngram.accepted > 10
