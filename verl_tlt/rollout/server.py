@@ -27,7 +27,7 @@ from verl_tlt.control.tables import load_table
 from verl_tlt.control.types import OFF
 from verl_tlt.drafter.digest import combined
 from verl_tlt.rollout.calibrate import COSTS_DIR, calibrate, cost_key
-from verl_tlt.rollout.channel import ChannelClient
+from verl_tlt.rollout.channel import ChannelClient, ChannelError
 from verl_tlt.rollout.latency_table import from_stored
 from verl_tlt.rollout.settings import engine_arms, engine_environment, engine_kwargs, worth_drafting
 from verl_tlt.spot.store import STORE_NAME, DrafterFile, stage
@@ -153,7 +153,10 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         state, staged, start = self._tlt_served, self._tlt_staged, time.perf_counter()
         source = self.tlt.speculation.source
         if source != "eagle":
-            await self._tlt_channel.call("policy_changed")
+            try:
+                await self._tlt_channel.call("policy_changed")
+            except ChannelError as error:  # old responses are quoted as if the policy were the same
+                logger.warning("replica %d: its n-grams did not hear of the weight sync: %s", self.replica_rank, error)
         if source == "ngram":  # nothing to load: the engine has no drafter
             state.ok, state.version = True, staged.version
             await self._tlt_set_drafting(self.tlt.speculation.policy != "off" and not self._tlt_resting)
