@@ -294,6 +294,11 @@ SYMBOLS = (
     ),
     Symbol("vllm.v1.engine.async_llm:AsyncLLM.collective_rpc", "method timeout args", used_by="rollout/server.py"),
     Symbol("vllm.v1.engine.async_llm:AsyncLLM", has="reset_prefix_cache output_processor", used_by="rollout/server.py"),
+    Symbol(
+        "vllm.v1.engine.llm_engine:LLMEngine",
+        has="from_engine_args add_request step has_unfinished_requests get_metrics",
+        used_by="warmup/engine.py",
+    ),
     Symbol("vllm.v1.engine.output_processor:OutputProcessor", has="request_states", used_by="rollout/server.py"),
     Symbol(
         "vllm.sampling_params:SamplingParams",
@@ -304,6 +309,14 @@ SYMBOLS = (
     Symbol(
         "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
         "layer remove_weight",
+        used_by="platform/vllm_shims.py",
+        cpu_only=True,
+    ),
+    Symbol("vllm.utils.cpu_triton_utils:", has="expand_kernel", used_by="platform/vllm_shims.py", cpu_only=True),
+    Symbol(
+        "vllm.distributed.device_communicators.shm_broadcast:SpinCondition.wait",
+        "timeout_ms",
+        says=("self.last_read", "self.busy_loop_s"),
         used_by="platform/vllm_shims.py",
         cpu_only=True,
     ),
