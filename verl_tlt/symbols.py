@@ -286,6 +286,10 @@ SYMBOLS = (
         used_by="rollout/graphs.py",
     ),
     Symbol("vllm.config:", has="set_current_vllm_config", used_by="rollout/extension.py"),
+    Symbol("vllm.distributed.parallel_state:get_tensor_model_parallel_rank", used_by="rollout/extension.py"),
+    Symbol(
+        "vllm.distributed.communication_op:tensor_model_parallel_all_reduce", "input_", used_by="rollout/extension.py"
+    ),
     # The engine from outside.
     Symbol(
         "vllm.v1.engine.async_llm:AsyncLLM.generate",

@@ -182,16 +182,27 @@ def test_the_bucket_shim_leaves_a_receiver_that_copies(tmp_path):
     assert fresh.BucketedWeightReceiver.receive_weights is not before, "the shim must not step aside on the stock file"
 
 
-def test_the_linear_shim_asks_for_the_patchs_setting(tmp_path, monkeypatch):
-    pytest.importorskip("torch")
+LINEAR = """
+    import importlib.util, os, sys
+    spec = importlib.util.spec_from_file_location("vllm.model_executor.layers.utils", sys.argv[1])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     from verl_tlt.platform.vllm_shims import keep_linear_weights
-
-    monkeypatch.setenv("VLLM_CPU_PREPACK_LINEAR", "1")
-    files = apply(next(p for p in PATCHES if "linear" in p.name), tmp_path)
-    module = load(next(f for f in files if f.name == "utils.py"), "vllm.model_executor.layers.utils")
     before = module.dispatch_cpu_unquantized_gemm
     keep_linear_weights(module)
-    assert module.dispatch_cpu_unquantized_gemm is before and os.environ["VLLM_CPU_PREPACK_LINEAR"] == "0"
+    print(module.dispatch_cpu_unquantized_gemm is before, os.environ["VLLM_CPU_PREPACK_LINEAR"])
+"""
+
+
+def test_the_linear_shim_asks_for_the_patchs_setting(tmp_path):
+    pytest.importorskip("torch")
+    file = next(f for f in apply(next(p for p in PATCHES if "linear" in p.name), tmp_path) if f.name == "utils.py")
+    # In a process of its own: the module registers torch operators, which a process can do only once.
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(LINEAR), str(file)],
+        env=os.environ | {"VLLM_CPU_PREPACK_LINEAR": "1"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1:] == ["True 0"], done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("fixed", [True, False])

@@ -86,6 +86,7 @@ TLT = (
     "tlt.speculation.policy=fixed",
     "tlt.speculation.fixed=2",
     "tlt.drafter.learning_rate=2e-3",
+    "tlt.drafter.intermediate_size=null",
     "tlt.drafter.warmup_steps=5",
     "tlt.drafter.batch_tokens=512",
     "tlt.buffer.min_tokens=300",

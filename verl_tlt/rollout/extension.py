@@ -91,7 +91,7 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
         return "" if drafter is None else fingerprint(_own_parameters(drafter, _shared_modules(drafter, target)))
 
     def _tlt_sums(self, live: Mapping[str, torch.Tensor], file: Mapping[str, torch.Tensor]) -> Sums:
-        from vllm.distributed import get_tensor_model_parallel_rank
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
         size = self.vllm_config.parallel_config.tensor_parallel_size
         return partial_sums(own_shards(live, file, get_tensor_model_parallel_rank() if size > 1 else 0, size))
@@ -188,7 +188,7 @@ def _follow_head(drafter: torch.nn.Module, target: torch.nn.Module, shards: int)
     rows = head.weight.new_zeros(len(ids), head.weight.shape[1])  # [DV, H]
     rows[here] = head.weight[ids[here] - first]
     if shards > 1:
-        from vllm.distributed import tensor_model_parallel_all_reduce
+        from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
 
         rows = tensor_model_parallel_all_reduce(rows)
     own: Any = drafter.lm_head
