@@ -46,9 +46,17 @@ def exact(models) -> dict[str, Exact]:
     return {family: Exact(models[f"{family}-small-target"]) for family in ("qwen3", "llama")}
 
 
+def propose_often(engine):
+    """n-grams wherever the match has an odd length, however seldom they are accepted: many rows of either kind."""
+    if engine.scheduler.tlt_ngram:
+        engine.scheduler.tlt_ngram.index.trust.of = lambda matched: float(matched % 2)
+
+
 SETUPS = {
     "fixed": ("qwen3", {"policy": "policies:longest"}),
     "random": ("llama", {"policy": "policies:rand"}),
+    "ngrams-beside-the-drafter": ("qwen3", {"policy": "policies:rand", "speculation": {"source": "both"}}),
+    "ngrams-alone": ("llama", {"policy": "policies:longest", "speculation": {"source": "ngram"}}),
     "goodput-under-pressure": (
         "qwen3",
         {
@@ -67,10 +75,13 @@ SETUPS = {
 def test_outputs_have_the_targets_distribution(engine_of, exact, setup):
     family, arguments = SETUPS[setup]
     with engine_of("good", **{"family": f"{family}-small", "max_num_seqs": 64, **arguments}) as engine:
+        propose_often(engine)
         for sampling in (HOT, COOL):
             chi, martingale = p_values(exact[family], draw(engine, sampling), sampling)
             stats = engine.scheduler.tlt.stats(reset=True)
             assert 0.1 < stats["accepted"][0] / stats["drafts"] < 0.95
+            if engine.scheduler.tlt_ngram:
+                assert engine.scheduler.tlt_ngram.drafts > 1000
             assert chi > FAILS and martingale > FAILS
 
 
@@ -101,3 +112,24 @@ def test_both_tests_catch_what_is_not_lossless(engine_of, exact, sabotage):
         chi, martingale = p_values(exact["qwen3"], draw(engine, HOT), HOT)
     assert chi < CAUGHT
     assert martingale < CAUGHT
+
+
+def test_ngrams_that_pass_for_drawn_tokens_are_caught(engine_of, exact):
+    """n-grams judged by the probability that the drafter gave to them, as if it had drawn them.
+
+    Chi-square sees it. The martingale test cannot: what a sibling said is as likely, on average, as what is drawn.
+    """
+    with engine_of(
+        "good", family="qwen3-small", max_num_seqs=64, policy="policies:longest", speculation={"source": "both"}
+    ) as engine:
+        propose_often(engine)
+        schedule = engine.scheduler.schedule
+
+        def unmarked(*args):
+            output = schedule(*args)
+            output.tlt_ngram = {}
+            return output
+
+        engine.scheduler.schedule = unmarked
+        chi, _ = p_values(exact["qwen3"], draw(engine, HOT), HOT)
+    assert chi < CAUGHT

@@ -71,3 +71,40 @@ def test_log_probabilities_are_hugging_faces(engine_of, exact, family, mode, sou
         assert bool(preempted) == bool(pressure)
         if source != "eagle":
             assert engine.scheduler.tlt_ngram.accepted > 10
+
+
+def test_log_probabilities_across_a_drafter_swap_an_abort_and_a_resumption(engine_of, exact, family, models):
+    """A request is aborted and continued from what it had, as verl's partial rollouts are, with another drafter."""
+    prefix = "" if family == "qwen3" else f"{family}-"
+    mode = "processed_logprobs"
+    with engine_of(
+        "bad", family=family, policy="policies:longest", enable_prefix_caching=True, logprobs_mode=mode
+    ) as engine:
+        vllm_engine, requests = engine.llm.llm_engine, prompts(REQUESTS)
+        for i, request in enumerate(requests):
+            vllm_engine.add_request(f"first-{i}", request, params(i))
+        partial, done = {}, {}
+        for step in range(500):
+            for output in vllm_engine.step():
+                name = output.request_id
+                (done if output.finished else partial)[name] = output
+            if step == 12:
+                assert engine.rpc("tlt_load_drafter", str(models[f"{prefix}good"] / "model.safetensors"))["ok"]
+            if step == 16:
+                held = {name: partial[name] for name in list(partial)[: REQUESTS // 2] if name not in done}
+                assert held
+                vllm_engine.abort_request(list(held), internal=False)
+                for name, output in held.items():
+                    i = int(name.rpartition("-")[2])
+                    check(exact, mode, requests[i]["prompt_token_ids"], output.outputs[0], SAMPLINGS[i % 3])
+                    longer = [*requests[i]["prompt_token_ids"], *output.outputs[0].token_ids]
+                    requests.append({"prompt_token_ids": longer})
+                    vllm_engine.add_request(f"again-{i}-{len(requests) - 1}", requests[-1], params(i))
+            if not vllm_engine.has_unfinished_requests():
+                break
+        finished = [output for name, output in done.items() if name not in held]
+        assert len(finished) == REQUESTS
+        for output in finished:
+            i = int(output.request_id.split("-")[1])
+            check(exact, mode, list(output.prompt_token_ids), output.outputs[0], SAMPLINGS[i % 3])
+        assert engine.scheduler.tlt.stats()["accepted"][0] > 30
