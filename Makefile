@@ -42,6 +42,7 @@ contract: $(STAMP)
 
 recipes-check: $(STAMP)
 	$(BIN)/python recipes/check.py --run
+	TLT_RUN_RECIPES=1 $(BIN)/pytest tests/e2e/test_recipe_runs.py
 
 demo: $(STAMP)
 	$(BIN)/verl-tlt demo

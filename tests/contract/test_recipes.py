@@ -1,6 +1,6 @@
 """Every recipe as it is written: it composes, verl's validation and the doctor pass it, and it says what it needs.
 
-That they also run is e2e/test_recipe_runs.py and, for all of them, `make recipes-check`.
+Whether they also run is for `make recipes-check` to tell.
 """
 
 import importlib.util

@@ -1,9 +1,10 @@
-"""Two of the recipes, unchanged and scaled down, really run; `make recipes-check` runs all of them.
+"""Two of the recipes, unchanged and scaled down, really run: part of `make recipes-check`, which runs all of them.
 
 The one with a critic is also audited in its second step, and switched off from outside after it.
 """
 
 import importlib.util
+import os
 import sys
 import threading
 from pathlib import Path
@@ -12,7 +13,12 @@ import pytest
 
 from verl_tlt.trainer.live import write_switch
 
-pytestmark = pytest.mark.e2e
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(
+        not os.environ.get("TLT_RUN_RECIPES"), reason="`make recipes-check` runs recipes (minutes each)"
+    ),
+]
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
