@@ -63,8 +63,11 @@ class SpeculationConfig:
 
     enable: bool = True
     """False: decode as stock verl does; spot training can still run."""
-    policy: Literal["goodput", "table", "fixed", "off"] = "goodput"
-    """Who chooses the draft length K: measured goodput, a table measured at start, one K, or nobody."""
+    policy: Literal["goodput", "beg", "ema", "table", "fixed", "off"] = "goodput"
+    """Who chooses the draft length K: measured goodput, TLT's bandit, SGLang's tiers, a table measured at start, one K,
+    or nobody."""
+    policy_options: dict[str, Any] = field(default_factory=dict)
+    """Constants of the policies goodput, beg and ema, by name; docs/adaptive-speculation.md lists them."""
     max_draft_length: int = 3
     """K_max: the longest draft; the drafter's context must hold the rollout length plus this."""
     arms: tuple[int, ...] | None = None
@@ -74,8 +77,9 @@ class SpeculationConfig:
     """The K of policy=fixed; null: K_max."""
     calibrate: bool = True
     """Measure step latency by batch and K at start, about 20 seconds; false: learn it from the rollout alone."""
-    costs_dir: str | None = None
-    """Where `verl-tlt calibrate` kept step costs, so that they are not measured; null: `~/.cache/verl-tlt/costs`."""
+    costs_dir: str | None = "~/.cache/verl-tlt/costs"
+    """Where step costs are kept, measured by `verl-tlt calibrate` or learned by a run, for the next run on the same
+    hardware, policy and vLLM, which then measures nothing at start; null: nowhere."""
     audit_every: int = 0
     """Every so many steps one replica decodes without the drafter, and the true saving is reported; 0: never."""
     source: Literal["eagle", "ngram", "both"] = "eagle"
@@ -204,9 +208,15 @@ def _cast(hint: Any, value: Any, where: str) -> Any:
             return None
         return _cast(next(a for a in args if a is not type(None)), value, where)
     if origin is Literal:
+        if value is False and "off" in args:  # how YAML reads a bare `off`
+            return "off"
         if value not in args:
             raise TLTConfigError(f"{where} must be one of {', '.join(map(str, args))}, not {value!r}.")
         return value
+    if origin is dict:
+        if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
+            raise TLTConfigError(f"{where} must be a mapping of names to values, not {value!r}.")
+        return {k: _plain(v) for k, v in value.items()}
     if origin is tuple:
         if isinstance(value, str) or not hasattr(value, "__iter__"):
             raise TLTConfigError(f"{where} must be a list of {args[0].__name__}, not {value!r}.")
@@ -219,9 +229,20 @@ def _cast(hint: Any, value: Any, where: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+    return [_plain(v) for v in value] if hasattr(value, "__iter__") and not isinstance(value, str | bytes) else value
+
+
+def _check_policy(s: SpeculationConfig) -> None:
+    """Let the policy itself judge its options; the draft lengths may be fewer later, where CUDA graphs decide."""
+    from verl_tlt.control.policy import make_policy  # numpy, which this module does not need otherwise
+    from verl_tlt.control.types import ControlError
+
+    try:
+        make_policy(s.policy, s.arms or tuple(range(s.max_draft_length + 1)), settings=s.policy_options)
+    except ControlError as error:
+        raise TLTConfigError(f"tlt.speculation.policy_options: {error}") from error
 
 
 def _check(c: TLTConfig) -> None:
@@ -239,6 +260,8 @@ def _check(c: TLTConfig) -> None:
             )
     if s.fixed is not None and not 0 <= s.fixed <= s.max_draft_length:
         raise TLTConfigError(f"tlt.speculation.fixed must be 0..max_draft_length={s.max_draft_length}, not {s.fixed}.")
+    if s.policy_options:
+        _check_policy(s)
     if s.audit_every < 0:
         raise TLTConfigError(f"tlt.speculation.audit_every must be 0 or above, not {s.audit_every}.")
     positive = {

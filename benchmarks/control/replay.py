@@ -1,19 +1,18 @@
 """Replays: every speculation policy against oracles on simulated rollouts that drain from B0 requests to one.
 
-    python benchmarks/control/replay.py [--out FILE] [--only SUBSTRING] [--table FILE]
-
-Prints one line per replay: makespan of the oracle O3 (argmax of true accept length over true latency, every step) and
-every policy's speed in percent of it; then the checks of goodput. Every policy starts cold in every replay and keeps
-what it learns from rollout to rollout; only `table` is given measured latencies and the drafter's acceptance, which
-is what it is made of.
+Speed is the makespan of the oracle O3 (argmax of true accept length over true latency, every step) in percent of a
+policy's. Policies keep what they learn from rollout to rollout. As in a run, `goodput` is told a noisy calibration of a
+few loads (`rollout/calibrate.py`) and the acceptance that the drafter was published with, which drift then leaves
+behind; `cold` is goodput without either. `table` is told both as well, with every load calibrated. The others have no
+use for them.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
-import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,17 @@ import numpy as np
 from verl_tlt.control.base import BasePolicy
 from verl_tlt.control.policy import make_policy
 from verl_tlt.control.tables import LatencyPoint, LatencyTable
-from verl_tlt.control.types import OFF, Load, StepRecord
+from verl_tlt.control.types import OFF
+from verl_tlt.rollout.calibrate import BATCHES, STEPS, plan_arms
+from verl_tlt.rollout.latency_table import CONTEXT_TOKENS, Table, fill_arms, for_policy
 from verl_tlt.simulate.engine import Noise, Run, SimulatedEngine
 from verl_tlt.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, VLLM_CAPTURE, CostModel, SwitchCost, TableCost
 from verl_tlt.simulate.oracles import TrueGoodput, best_per_bucket, static_runs
 from verl_tlt.simulate.workload import FIG16_ADAPTIVE, FIG16_VANILLA, Workload, geometric
 
 EAGER_ARMS = (0, 1, 2, 3, 5, 7)
+RECORDED = Path(__file__).parent / "recorded_cpu.json"
+"""Step times of a real engine, written by the drain."""
 GRAPH_ARMS = (0, 1, 3)
 """Draft lengths with CUDA graphs on vLLM 0.24."""
 DRIFT = (0.0, -0.10, -0.04, 0.06, 0.0, -0.08)
@@ -79,24 +82,36 @@ def replays() -> list[Replay]:
     return found
 
 
-def measured_table(replay: Replay, seed: int = 5) -> LatencyTable:
-    """What calibration at start would measure: medians of nine steps at powers of two, middling context."""
-    rng = np.random.default_rng(seed)
+def measured(replay: Replay, batches: Sequence[int], arms: Sequence[int], context: int, steps: int) -> LatencyTable:
+    """What a calibration would find: medians of so many noisy steps."""
+    rng = np.random.default_rng(5)
     points = []
-    for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-        for k in (OFF, *replay.arms):
-            kv_tokens = batch * 1000
-            true = replay.cost.seconds(batch, kv_tokens, max(k, 0), k)
-            seconds = float(np.median(true * rng.lognormal(0.0, replay.noise.sigma, 9)))
-            points.append(LatencyPoint(batch, kv_tokens, k, seconds, 9))
+    for batch in batches:
+        for k in arms:
+            true = replay.cost.seconds(batch, batch * context, max(k, 0), k)
+            seconds = float(np.median(true * rng.lognormal(0.0, replay.noise.sigma, steps)))
+            points.append(LatencyPoint(batch, batch * context, k, seconds))
     return LatencyTable(tuple(points))
 
 
+def calibration(replay: Replay) -> LatencyTable:
+    """What a run knows at its start: short contexts, batches to 32, three draft lengths and OFF, the rest a line."""
+    few = measured(replay, BATCHES, plan_arms(replay.arms), CONTEXT_TOKENS, STEPS)
+    table: Table = {}
+    for p in few.points:
+        table.setdefault(p.draft_length, []).append((p.batch, p.seconds))
+    return for_policy(fill_arms(table, replay.arms))
+
+
 def contestants(replay: Replay) -> dict[str, BasePolicy]:
-    """Every adaptive policy, cold."""
+    """Every adaptive policy, told what it can use."""
     policies = {name: make_policy(name, replay.arms) for name in ("table", "ema", "beg", "goodput")}
-    policies["table"].set_latency(measured_table(replay))
-    policies["table"].set_acceptance(list(replay.workload.acceptance))
+    loads = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    policies["table"].set_latency(measured(replay, loads, (OFF, *replay.arms), 1000, 9))
+    policies["goodput"].set_latency(calibration(replay))
+    first = np.clip(np.asarray(replay.workload.acceptance) * (1.0 + replay.workload.drift[0]), 0.0, 1.0)
+    for name in ("table", "goodput"):
+        policies[name].set_acceptance(first.tolist())
     return policies
 
 
@@ -114,6 +129,7 @@ def compare(replay: Replay) -> dict[str, Any]:
     policies = contestants(replay)
     for name, policy in policies.items():
         runs[name] = engine.run(policy)
+    cold = engine.run(make_policy("goodput", replay.arms)).seconds
     per_bucket = engine.run(best_per_bucket(static))
     best_static = max(static, key=lambda k: oracle / static[k].seconds)
     return {
@@ -124,6 +140,7 @@ def compare(replay: Replay) -> dict[str, Any]:
             "stationary": replay.stationary,
             "arms": list(replay.arms),
             "O1": f"fixed-{best_static}" if best_static else "off",
+            "cold_pct": round(100 * oracle / cold, 2),
             "O2_pct": round(100 * oracle / per_bucket.seconds, 2),
             "goodput_worst_bucket_vs_stock": round(runs["goodput"].worst_bucket_vs_stock(), 3),
             "goodput_switches_per_1000": round(1000 * runs["goodput"].switches / runs["goodput"].steps, 1),
@@ -136,36 +153,6 @@ def _score(run: Run, oracle: float) -> dict[str, float]:
     return {
         "pct_of_oracle": round(100 * oracle / run.seconds, 2),
         "worst_bucket_vs_off": round(run.worst_bucket_vs_off(), 3),
-    }
-
-
-def control_cost_us(batch: int = 256, steps: int = 4000) -> dict[str, float]:
-    """CPU microseconds of goodput's choose and of choose + observe per engine step, over two draining batches."""
-    policy = make_policy("goodput", EAGER_ARMS)
-    rng = np.random.default_rng(0)
-    choose_us, both_us, before = [], [], 0
-    for step in [*range(steps), *range(steps)]:
-        now = max(1, batch - step * batch // steps)
-        load = Load(now, now * (300 + step))
-        start = time.thread_time()
-        k = policy.choose(load)
-        chosen = time.thread_time()
-        survivors = np.cumprod(np.full(before, 0.7)) * now
-        seconds = QWEN3_8B_H100.seconds(now, load.kv_tokens, before, k) * rng.lognormal(0.0, 0.03)
-        accepted = tuple(int(n) for n in survivors)
-        record = StepRecord(
-            now, load.kv_tokens, k, before, now if before else 0, accepted, now + sum(accepted), seconds, k == before
-        )
-        resumed = time.thread_time()
-        policy.observe(record)
-        choose_us.append(1e6 * (chosen - start))
-        both_us.append(1e6 * (chosen - start + time.thread_time() - resumed))
-        before = k
-    return {
-        "choose_us_p50": round(float(np.percentile(choose_us, 50)), 1),
-        "choose_us_p99": round(float(np.percentile(choose_us, 99)), 1),
-        "overhead_us_p50": round(float(np.percentile(both_us, 50)), 1),
-        "overhead_us_p99": round(float(np.percentile(both_us, 99)), 1),
     }
 
 
@@ -182,55 +169,40 @@ def misses(result: dict[str, Any]) -> list[str]:
     return found
 
 
-def show(result: dict[str, Any]) -> None:
-    """One line of the table."""
-    scores = {name: score["pct_of_oracle"] for name, score in result["policies"].items()}
-    detail = result["detail"]
-    names = ("off", detail["O1"], "table", "ema", "beg", "goodput")
-    columns = " ".join(f"{scores[name]:7.2f}" for name in names)
-    worst = result["policies"]["goodput"]["worst_bucket_vs_off"]
-    print(
-        f"{result['name']:32s} {result['oracle_s']:8.1f} {columns} {detail['O2_pct']:7.2f} "
-        f"{worst:6.2f} {detail['goodput_switches_per_1000']:6.1f}  {detail['O1']:8s} {'; '.join(misses(result))}",
-        flush=True,
-    )
-
-
-def main() -> dict[str, Any]:
-    """Run the suite; returns what it writes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the results as JSON")
-    parser.add_argument("--only", default="", help="run only replays whose name contains this")
-    parser.add_argument("--table", type=Path, help="also replay a recorded latency table (a file of the store)")
-    options = parser.parse_args()
-    suite = replays()
-    if options.table:
-        table = LatencyTable.from_list(json.loads(options.table.read_text())["points"])
+def suite() -> list[Replay]:
+    """The synthetic replays, and the recorded ones where a recording is at hand."""
+    found = replays()
+    if RECORDED.exists():
+        content = json.loads(RECORDED.read_text())
+        table = LatencyTable.from_list(content["points"])
         arms = tuple(k for k in table.arms() if k != OFF)
-        largest = max(p.batch for p in table.points)
-        for a in (0.3, 0.6, 0.8):
-            name = f"recorded {options.table.stem[:12]} a={a}"
-            suite.append(Replay(name, Workload(largest, geometric(a)), TableCost(table), arms))
-    head = ("off", "O1", "table", "ema", "beg", "goodput", "O2")
-    columns = " ".join(f"{h:>7s}" for h in head)
-    print(f"{'speed in % of O3':32s} {'O3, s':>8s} {columns} {'worst':>6s} {'sw/1k':>6s}  O1 is    misses")
+        noise = Noise(content["jitter"], stall_chance=0.01)
+        lengths = {"median_length": 120.0, "length_sigma": 1.0, "max_length": 1024, "prompt": 40}
+        cases = {"own": tuple(content["acceptance"]), "a=0.3": geometric(0.3), "a=0.6": geometric(0.6)}
+        for label, acceptance in cases.items():
+            workload = Workload(64, acceptance, rollouts=10, **lengths)  # type: ignore[arg-type]
+            found.append(Replay(f"CPU engine B0=64 {label}", workload, TableCost(table), arms, noise))
+    return found
+
+
+def run_all(say: Callable[[str], None], jobs: int = 1, only: str = "") -> dict[str, Any]:
+    """Run the suite.
+
+    Args:
+        say: called with a line per replay.
+        jobs: processes to share it among; nothing is timed here.
+        only: run only replays whose name contains this.
+
+    Returns:
+        `replay`: name, oracle_s and policies of each; `replay_detail`: by name, oracles, misses and goodput's summary.
+    """
     results = []
-    for replay in suite:
-        if options.only in replay.name:
-            results.append(compare(replay))
-            show(results[-1])
-    cost = control_cost_us()
-    print("control cost per step: " + ", ".join(f"{key} {value}" for key, value in cost.items()))
-    out = {
+    with ProcessPoolExecutor(jobs) as pool:
+        for result in pool.map(compare, [replay for replay in suite() if only in replay.name]):
+            results.append(result)
+            mine, wrong = result["policies"]["goodput"], misses(result)
+            say(f"{result['name']}: goodput {mine['pct_of_oracle']} % of O3{''.join(f'; {miss}' for miss in wrong)}")
+    return {
         "replay": [{key: r[key] for key in ("name", "oracle_s", "policies")} for r in results],
         "replay_detail": {r["name"]: r["detail"] | {"misses": misses(r)} for r in results},
-        **cost,
     }
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(out, indent=1) + "\n")
-    return out
-
-
-if __name__ == "__main__":
-    main()

@@ -73,6 +73,7 @@ def grpo(out: Path, assets: Path, steps: int, *overrides: str, **environment: st
         "actor_rollout_ref.rollout.max_num_seqs=16",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={built.agent_loop}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=forced_length",
+        f"tlt.speculation.costs_dir={out}/tables",
         *overrides,
     ]
     done = subprocess.run(command, env=env, cwd=out.parent, capture_output=True, text=True, timeout=900)

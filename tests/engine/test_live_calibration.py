@@ -1,51 +1,128 @@
-"""Calibration on a real engine: costs by batch and draft length come out of its own step clock."""
+"""Calibration on a real engine: costs by batch and draft length from its own step clock, kept for the next run."""
 
 import asyncio
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from tiny_engine import V, sampled
 
+from verl_tlt.config import TLTConfig
 from verl_tlt.control.types import OFF
 from verl_tlt.rollout.calibrate import measure
 from verl_tlt.rollout.channel import ChannelClient
 
 pytestmark = pytest.mark.engine
 
+MAX_BATCH, ARMS = 8, (0, 1, 2, 3)
 
-class Together:
-    """Gives an in-process engine, which blocks, the prompts that were asked for at the same time as one batch."""
+
+class Live:
+    """vLLM's asynchronous engine over an in-process one: prompts asked for at the same time become one batch."""
 
     def __init__(self, engine):
-        self.engine = engine
-        self.waiting = []
-        self.sizes = []
+        self.inside, self.waiting, self.sizes = engine, [], []
 
-    async def generate(self, prompt, tokens):
-        self.waiting.append(({"prompt_token_ids": prompt}, sampled(tokens, temperature=1.0)))
+    async def prompt(self, tokens_in, tokens):
+        self.waiting.append(({"prompt_token_ids": tokens_in}, sampled(tokens, temperature=1.0)))
         await asyncio.sleep(0)
         if batch := self.waiting:
             self.waiting = []
             self.sizes.append(len(batch))
-            self.engine.llm.generate([p for p, _ in batch], [s for _, s in batch], use_tqdm=False)
+            self.inside.llm.generate([p for p, _ in batch], [s for _, s in batch], use_tqdm=False)
+
+    async def generate(self, prompt, params, request_id):
+        await self.prompt(prompt["prompt_token_ids"], params.max_tokens)
+        yield
+
+    async def collective_rpc(self, method, args=()):
+        return self.inside.llm.collective_rpc(method, args=args)
+
+    async def reset_prefix_cache(self):
+        self.inside.llm.reset_prefix_cache()
 
 
-async def test_every_arm_is_measured_on_a_live_engine(engine_of, monkeypatch, tmp_path):
-    address = f"ipc://{tmp_path}/c/s.sock"
-    monkeypatch.setenv("TLT_CHANNEL", address)
-    with engine_of("bad", speculation={"policy": "goodput"}, max_num_seqs=8) as engine:
-        passes, together, client = [], Together(engine), ChannelClient(address)
-        engine.runner.drafter.model.register_forward_hook(lambda *_: passes.append(engine.scheduler.tlt.drafting))
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    return f"ipc://{tmp_path_factory.mktemp('c')}/c/s.sock"
 
-        async def set_drafting(enabled):
-            return engine.rpc("tlt_set_drafting", enabled)["ok"]
 
-        table = await measure(together.generate, set_drafting, client, (0, 1, 2, 3), 8, V, budget_s=120.0)
-        assert set(table) == {OFF, 0, 1, 2, 3}
-        assert all([b for b, _ in points] == [1, 2, 4, 8] for points in table.values())
-        assert all(0 < seconds < 10 for points in table.values() for _, seconds in points)
-        assert max(together.sizes) == 8
-        assert passes and all(passes)  # none while the OFF arm was measured
+@pytest.fixture(scope="module")
+def live(engine_of, address):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TLT_CHANNEL", address)
+        with engine_of("bad", speculation={"policy": "goodput"}, max_num_seqs=MAX_BATCH) as engine:
+            yield Live(engine)
 
-        await client.call("control", latency={str(k): v for k, v in table.items()}, acceptance=[0.01, 0.01, 0.01])
-        assert (await client.call("stats"))["drafting"]
-        client.close()
+
+async def test_every_arm_is_measured_on_a_live_engine(live, address):
+    passes, engine, client = [], live.inside, ChannelClient(address)
+    hook = engine.runner.drafter.model.register_forward_hook(lambda *_: passes.append(engine.scheduler.tlt.drafting))
+
+    async def set_drafting(enabled):
+        return engine.rpc("tlt_set_drafting", enabled)["ok"]
+
+    table = await measure(live.prompt, set_drafting, client, ARMS, MAX_BATCH, V, budget_s=120.0)
+    hook.remove()
+    assert set(table) == {OFF, *ARMS}
+    assert all([b for b, _ in points] == [1, 2, 4, 8] for points in table.values())
+    assert all(0 < seconds < 10 for points in table.values() for _, seconds in points)
+    assert max(live.sizes) == MAX_BATCH
+    assert passes and all(passes)  # none while the OFF arm was measured
+
+    await client.call("control", latency={str(k): v for k, v in table.items()}, acceptance=[0.01, 0.01, 0.01])
+    assert (await client.call("stats"))["drafting"]
+    client.close()
+
+
+def server_of(live, address, models, root):
+    """Our server around the live engine, as it is right after verl started it; Ray has no part in what is tested."""
+    from verl_tlt.rollout.server import DrafterState, TLTvLLMHttpServer
+    from verl_tlt.rollout.switch import DraftingSwitch
+
+    server = object.__new__(TLTvLLMHttpServer)
+    server.tlt = TLTConfig.from_dict({"speculation": {"costs_dir": str(root / "tables")}})
+    server.engine, server.replica_rank, server.node_rank = live, 0, 0
+    server.config = SimpleNamespace(
+        enforce_eager=True, max_num_seqs=MAX_BATCH, dtype="float32", tensor_model_parallel_size=1
+    )
+    server.model_config = SimpleNamespace(local_path=str(models["target"]), tokenizer=range(V))
+    server._tlt_staged, server._tlt_key, server._tlt_served = None, None, DrafterState()
+    server._tlt_switch = DraftingSwitch("goodput")
+    server._tlt_channel = ChannelClient(address)
+    return server
+
+
+async def test_what_a_run_learned_spares_the_next_one_its_calibration(live, address, models, tmp_path, monkeypatch):
+    from verl_tlt.rollout import server as module
+
+    # However busy the machine is, every load is to be measured here.
+    monkeypatch.setattr(module, "calibrate", partial(module.calibrate, budget_s=600.0))
+    first = server_of(live, address, models, tmp_path)
+    measured = (await first.tlt_calibrate())["latency"]
+    assert set(measured) == {OFF, *ARMS} and len(live.sizes) > 20
+    await asyncio.gather(*(live.prompt([7, 8, 9], 40) for _ in range(4)))
+    await first.tlt_stats()
+    (kept,) = (tmp_path / "tables").iterdir()
+    assert kept.suffix == ".json" and "float32_eager" in kept.name
+
+    live.sizes.clear()
+    second = server_of(live, address, models, tmp_path)
+    found = (await second.tlt_calibrate())["latency"]
+    assert live.sizes == [], "nothing was decoded to measure"
+    assert set(found) == set(measured)
+    for arm, points in found.items():
+        assert [b for b, _ in points] == [1, 2, 4, 8]
+        assert points[0][1] == pytest.approx(dict(measured[arm])[1], rel=0.7)
+    model = live.inside.scheduler.tlt.policy.latency
+    assert model.seconds(4, 4 * 32, 2) > 0
+
+    kept.write_text(kept.read_text()[:-40])
+    third = server_of(live, address, models, tmp_path)
+    await third.tlt_calibrate()
+    assert len(live.sizes) > 20, "a corrupt table is measured anew"
+    assert {p.suffix for p in (tmp_path / "tables").iterdir()} == {".corrupt"}
+    await third.tlt_stats()
+    assert kept.exists()
+    for server in (first, second, third):
+        server._tlt_channel.close()

@@ -213,7 +213,8 @@ class GoodputPolicy(BasePolicy):
 
         The lower quartile of the latest changes, because a prefill that joins makes a change look dear.
         """
-        if step.verified == step.drafted or not {step.verified, step.drafted} <= set(self._arms):
+        between_arms = {step.verified, step.drafted} <= set(self._arms)
+        if step.batch <= 0 or step.verified == step.drafted or not between_arms:  # none decode in a step of prompts
             return
         cost = self.latency.predict(step.batch, step.kv_tokens)[1:]
         usual = 0.5 * (cost[self._arms.index(step.verified)] + cost[self._arms.index(step.drafted)])

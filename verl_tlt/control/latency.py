@@ -104,7 +104,7 @@ class LatencyModel:
         self._count = 0
         self._next_fit = 1
         self._buckets: dict[tuple[int, int], _Bucket] = {}
-        self._parts_batch = 0
+        self._parts_batch = -1
         self._last_parts: list[tuple[float, float]] = []
         if table is not None:
             self.seed(table)
@@ -286,7 +286,7 @@ class LatencyModel:
             cell.shift(math.log(seconds / max(self._shape.seconds(*row), 1e-12)) - cell.level)
             self._map.update(cell)
         self._buckets.clear()
-        self._parts_batch = 0
+        self._parts_batch = -1
         self._next_fit = max(self._count + 1, min(2 * self._count, self._count + _REFIT_EVERY))
 
 

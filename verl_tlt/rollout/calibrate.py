@@ -28,7 +28,8 @@ from verl_tlt.versions import installed
 logger = logging.getLogger(__name__)
 
 BATCHES = (1, 2, 4, 8, 16, 32)
-STEPS = 6  # clean steps wanted of each probe; their median is taken
+STEPS = 4  # clean steps wanted of each probe; their median is taken
+ROUNDS = 2  # probes of each load, at different times
 PROMPT_TOKENS = 16
 
 COSTS_DIR = Path("~/.cache/verl-tlt/costs")
@@ -129,44 +130,75 @@ async def measure(
         arms: as in `calibrate`, like the rest.
         max_batch: largest batch.
         vocab_size: of the prompts.
-        budget_s: shared evenly by the measured arms.
+        budget_s: no probe starts after this many seconds; whole loads are measured first, and the ends of the range.
     """
-    rng = random.Random(0)
-    planned = plan_arms(arms)
-    measured: Table = {}
+    probe = _Prober(generate, set_drafting, channel, vocab_size)
+    deadline = time.monotonic() + budget_s
+    batches = plan_batches(max_batch)
+    measured: dict[tuple[int, int], float] = {}
     try:
-        for arm in planned:
-            deadline = time.monotonic() + budget_s / len(planned)
-            if not await set_drafting(arm != OFF):
-                continue  # this engine cannot switch its drafter off: there is no OFF arm to know
-            await channel.call("control", drafting=arm != OFF, force_k=max(arm, 0))
-            await _decode(generate, rng, 1, 2, vocab_size)  # first use of the arm, not measured
-            for batch in plan_batches(max_batch):
-                if time.monotonic() > deadline and arm in measured:  # one point at least, however slow the machine
-                    logger.info(
-                        "calibration of K=%d stopped at %d batches, out of time", arm, len(measured.get(arm, []))
-                    )
-                    break
-                seconds = await _probe(generate, channel, rng, arm, batch, vocab_size)
-                if seconds is not None:
-                    measured.setdefault(arm, []).append((batch, seconds))
+        # The first use of an arm compiles, allocates, and finds the machine cold.
+        usable = [arm for arm in plan_arms(arms) if await probe.warm(arm, batches)]
+        for turn in range(ROUNDS):
+            for batch in batches:
+                # Arm beside arm, in turning order: what a busy machine adds to one, it adds to its neighbours too.
+                for arm in usable if turn % 2 == 0 else reversed(usable):
+                    first = turn == 0 and batch == batches[0]  # one point at least, however slow the machine
+                    if time.monotonic() > deadline and not first:
+                        raise _OutOfTime
+                    seconds = await probe.seconds(arm, batch)
+                    if seconds is not None:
+                        # A step may be held up, but never hurries: the lower median is nearer the truth.
+                        measured[arm, batch] = min(seconds, measured.get((arm, batch), seconds))
+    except _OutOfTime:
+        logger.info("calibration stopped after %.0f s with %d loads measured", budget_s, len(measured))
     finally:
         await set_drafting(True)
         await channel.call("control", drafting=True, force_k=None)
-    return fill_arms({arm: sorted(points) for arm, points in measured.items()}, arms)
+    table: Table = {}
+    for (arm, batch), seconds in sorted(measured.items()):
+        table.setdefault(arm, []).append((batch, seconds))
+    return fill_arms(table, arms)
 
 
-async def _probe(
-    generate: Generate, channel: ChannelClient, rng: random.Random, arm: int, batch: int, vocab_size: int
-) -> float | None:
-    """Median seconds of the clean steps at exactly this batch and arm; None if there was none."""
-    await channel.call("stats", reset=True)
-    # A request may gain arm + 1 tokens a step; all must still be there when enough steps have been seen.
-    await _decode(generate, rng, batch, 2 + STEPS * (max(arm, 0) + 1), vocab_size)
-    stats = await channel.call("stats", reset=True)
-    return next((float(median) for k, b, _, median in stats["latency"] if (k, b) == (arm, batch)), None)
+class _OutOfTime(Exception):
+    """The budget is spent."""
 
 
-async def _decode(generate: Generate, rng: random.Random, batch: int, tokens: int, vocab_size: int) -> None:
-    prompts = [[rng.randrange(vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
-    await asyncio.gather(*(generate(prompt, tokens) for prompt in prompts))
+class _Prober:
+    """Holds an engine at one arm and reads its step clock."""
+
+    def __init__(self, generate: Generate, set_drafting: SetDrafting, channel: ChannelClient, vocab_size: int) -> None:
+        self._generate, self._set_drafting, self._channel = generate, set_drafting, channel
+        self._vocab_size = vocab_size
+        self._rng = random.Random(0)
+        self._drafting: bool | None = None
+
+    async def warm(self, arm: int, batches: Sequence[int]) -> bool:
+        """Use an arm at both ends of the range once; False where this engine cannot switch its drafter off."""
+        if not await self._hold(arm):
+            return False
+        for batch in batches[:2]:
+            await self._decode(batch, 2 + 2 * (max(arm, 0) + 1))
+        return True
+
+    async def seconds(self, arm: int, batch: int) -> float | None:
+        """Median seconds of the clean steps at exactly this batch and arm; None if there was none."""
+        await self._hold(arm)
+        await self._channel.call("stats", reset=True)
+        # A request may gain arm + 1 tokens a step; all must still be there when enough steps have been seen.
+        await self._decode(batch, 2 + STEPS * (max(arm, 0) + 1))
+        stats = await self._channel.call("stats", reset=True)
+        return next((float(median) for k, b, _, median in stats["latency"] if (k, b) == (arm, batch)), None)
+
+    async def _hold(self, arm: int) -> bool:
+        drafting = arm != OFF
+        if drafting != self._drafting and not await self._set_drafting(drafting):
+            return False
+        self._drafting = drafting
+        await self._channel.call("control", drafting=drafting, force_k=max(arm, 0))
+        return True
+
+    async def _decode(self, batch: int, tokens: int) -> None:
+        prompts = [[self._rng.randrange(self._vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
+        await asyncio.gather(*(self._generate(prompt, tokens) for prompt in prompts))

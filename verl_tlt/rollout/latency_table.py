@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from verl_tlt.control.latency import LatencyModel
 from verl_tlt.control.tables import LatencyPoint, LatencyTable
+from verl_tlt.control.types import OFF
 
 Table = dict[int, list[tuple[int, float]]]
 CONTEXT_TOKENS = 32
@@ -74,6 +76,25 @@ def fill_arms(table: Table, arms: Iterable[int]) -> Table:
     return {k: v for k, v in filled.items() if v}
 
 
+def from_learned(learned: LatencyTable, arms: Iterable[int], batches: Iterable[int]) -> Table:
+    """What a calibration would find, by the latencies an earlier run learned; empty where they do not cover it.
+
+    Args:
+        learned: of the same hardware, model and vLLM.
+        arms: the policy's draft lengths; the first, the last and OFF must have been measured.
+        batches: to tell the latency of.
+    """
+    lengths = tuple(arms)
+    if not {OFF, lengths[0], lengths[-1]} <= set(learned.arms()):
+        return {}
+    model = LatencyModel(lengths, table=learned)
+    found: Table = {arm: [] for arm in (OFF, *lengths)}
+    for batch in sorted(batches):
+        for arm, seconds in zip(found, model.predict(batch, batch * CONTEXT_TOKENS), strict=True):
+            found[arm].append((batch, seconds))
+    return found
+
+
 def for_policy(table: Table) -> LatencyTable:
     """The same measurements as the policies read them, with the context they were made at."""
     return LatencyTable(
@@ -83,11 +104,3 @@ def for_policy(table: Table) -> LatencyTable:
             for batch, seconds in row
         )
     )
-
-
-def from_stored(table: LatencyTable) -> Table:
-    """`for_policy` reversed: what `verl-tlt calibrate` kept, as a calibration would have returned it."""
-    found: Table = {}
-    for point in table.points:
-        found.setdefault(point.draft_length, []).append((point.batch, point.seconds))
-    return {arm: sorted(points) for arm, points in found.items()}

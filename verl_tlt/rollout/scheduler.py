@@ -66,8 +66,10 @@ def load_policy(settings: Mapping[str, Any]) -> Policy:
     speculation, arms, seed = settings["speculation"], tuple(settings["arms"]), settings.get("seed", 0)
     own = settings.get("policy_factory")
     if own is None:
-        fixed = {"fixed": speculation["fixed"]} if speculation["policy"] == "fixed" else {}
-        return make_policy(speculation["policy"], arms, settings=fixed, seed=seed)
+        options = dict(speculation.get("policy_options") or {})
+        if speculation["policy"] == "fixed":
+            options["fixed"] = speculation["fixed"]
+        return make_policy(speculation["policy"], arms, settings=options, seed=seed)
     module, _, name = own.partition(":")
     try:
         factory = getattr(importlib.import_module(module), name)
@@ -184,6 +186,7 @@ class TLTScheduler(Scheduler):
             "stats": self.tlt.stats,
             "control": self.tlt.control,
             "policy": self.tlt.policy_summary,
+            "learned": self.tlt.learned,
         }
         if self.tlt_ngram:
             operations |= {"policy_changed": self.tlt_ngram.policy_changed, "ngram": self.tlt_ngram.summary}

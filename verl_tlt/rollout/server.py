@@ -23,13 +23,14 @@ import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from verl_tlt.config import TLTConfig
-from verl_tlt.control.tables import load_table
+from verl_tlt.control.tables import LatencyTable, TableKey, load_table, save_table
 from verl_tlt.control.types import OFF
 from verl_tlt.drafter.digest import combined
-from verl_tlt.rollout.calibrate import COSTS_DIR, calibrate, cost_key
+from verl_tlt.rollout.calibrate import calibrate, cost_key, plan_batches
 from verl_tlt.rollout.channel import ChannelClient, ChannelError
-from verl_tlt.rollout.latency_table import from_stored
-from verl_tlt.rollout.settings import engine_arms, engine_environment, engine_kwargs, worth_drafting
+from verl_tlt.rollout.latency_table import from_learned
+from verl_tlt.rollout.settings import engine_arms, engine_environment, engine_kwargs
+from verl_tlt.rollout.switch import DraftingSwitch
 from verl_tlt.spot.store import STORE_NAME, DrafterFile, stage
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,8 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self._tlt_staged: DrafterFile | None = None
         self._tlt_served = DrafterState()
         self._tlt_channel: ChannelClient | None = None
-        self._tlt_latency: dict[int, list[tuple[int, float]]] = {}
+        self._tlt_switch = DraftingSwitch(self.tlt.speculation.policy, self.tlt.speculation.source)
+        self._tlt_key: TableKey | None = None
         self._tlt_left = False
         self._tlt_resting = False
 
@@ -180,8 +182,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         else:
             state.failures += 1
             logger.error("replica %d cannot use drafter v%d: %s", self.replica_rank, staged.version, state.error)
-        worth = worth_drafting(staged.acceptance, self._tlt_latency, self.tlt.speculation.policy, source)
-        drafting = state.ok and worth and not self._tlt_resting
+        drafting = state.ok and self._tlt_switch.decide(staged.acceptance) and not self._tlt_resting
         await self._tlt_set_drafting(drafting, state.acceptance)
         state.seconds = time.perf_counter() - start
 
@@ -213,8 +214,11 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         """The scheduler's aggregates since the last call (`rollout/scheduler.py`); empty without speculation."""
         if self._tlt_channel is None:
             return {}
+        await self._tlt_store()
         try:
-            return await self._tlt_channel.call("stats", reset=True)
+            stats = await self._tlt_channel.call("stats", reset=True)
+            self._tlt_switch.learn(stats, self._tlt_served.drafting, self._tlt_served.acceptance)
+            return stats
         except Exception as error:
             logger.warning("replica %d: no engine statistics this step: %s", self.replica_rank, error)
             return {"error": str(error)}
@@ -233,30 +237,48 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         start = time.perf_counter()
         if self._tlt_channel is None:
             return {"latency": {}, "seconds": 0.0}
-        stored = None if known else self._tlt_stored_costs()
-        self._tlt_latency = (
-            known
-            or stored
-            or await calibrate(
+        stored = await self._tlt_stored()
+        batches = plan_batches(self.config.max_num_seqs)
+        arms = engine_arms(self.tlt, self.config.enforce_eager)
+        covered = from_learned(stored, arms, batches)
+        latency = known or covered
+        if not latency:
+            latency = await calibrate(
                 engine=self.engine,
                 channel=self._tlt_channel,
-                arms=engine_arms(self.tlt, self.config.enforce_eager),
+                arms=arms,
                 max_batch=self.config.max_num_seqs,
                 vocab_size=len(self.model_config.tokenizer),
             )
-        )
-        await self._tlt_channel.call("control", latency={str(k): v for k, v in self._tlt_latency.items()})
+        self._tlt_switch.latency = latency
+        told = {str(k): v for k, v in latency.items()}
+        await self._tlt_channel.call("control", **({"points": stored.to_list()} if covered else {"latency": told}))
         await self._tlt_reload()  # the switch may now be decided by cost
         await self._tlt_channel.call("stats", reset=True)
-        return {"latency": self._tlt_latency, "off": OFF, "seconds": time.perf_counter() - start}
+        return {"latency": latency, "off": OFF, "seconds": time.perf_counter() - start}
 
-    def _tlt_stored_costs(self) -> dict[int, list[tuple[int, float]]] | None:
-        """What `verl-tlt calibrate` kept for an engine like this one; None where it kept nothing."""
-        directory = self.tlt.speculation.costs_dir or COSTS_DIR
-        table = load_table(directory, cost_key(self.model_config.local_path, self.config))
-        if table is not None:
+    async def _tlt_stored(self) -> LatencyTable:
+        """Step costs that an earlier run or `verl-tlt calibrate` found for an engine like this one; empty: nothing."""
+        directory = self.tlt.speculation.costs_dir
+        if directory is None:
+            return LatencyTable(())
+        self._tlt_key = cost_key(self.model_config.local_path, self.config)
+        found = load_table(directory, self._tlt_key)
+        if found is not None:
             logger.info("replica %d takes its step costs from %s", self.replica_rank, directory)
-        return None if table is None else from_stored(table)
+        return found or LatencyTable(())
+
+    async def _tlt_store(self) -> None:
+        """Keep what this engine learned for the next run; of several replicas only the first does."""
+        directory, key = self.tlt.speculation.costs_dir, self._tlt_key
+        if self._tlt_channel is None or directory is None or key is None or self.replica_rank != 0:
+            return
+        try:
+            learned = await self._tlt_channel.call("learned")
+            await asyncio.to_thread(save_table, directory, key, LatencyTable.from_list(learned["points"]))
+        except Exception as error:
+            self._tlt_key = None
+            logger.warning("Learned step latencies are not kept (tlt.speculation.costs_dir=%s): %s", directory, error)
 
 
 class TLTvLLMReplica(vLLMReplica):

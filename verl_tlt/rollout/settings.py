@@ -6,14 +6,12 @@ scheduler base drafts at all, what cannot be combined with a drafter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
 from verl_tlt.config import TLTConfig, TLTConfigError
-from verl_tlt.control.types import OFF
 from verl_tlt.rollout.graphs import PLANS, plan_for
-from verl_tlt.rollout.latency_table import Table, interpolate
 from verl_tlt.versions import installed, release
 
 WHERE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
@@ -21,10 +19,6 @@ OWN_ARGUMENTS = ("speculative_config", "scheduler_cls", "worker_extension_cls")
 LOGITS_PROCESSOR_PLUGINS = "vllm.logits_processors"
 """Entry points whose processors vLLM leaves out without a word where it speculates (`build_logitsprocs`)."""
 OLDEST = PLANS[0].first
-HOPELESS = 0.05
-"""A drafter accepted less often than this nowhere pays, whatever a step costs: each draft token costs more than 5 %."""
-WORTH = 0.97
-"""Drafting must be expected to cut the time of a draining rollout to this share before the drafter runs at all."""
 
 
 def engine_arms(tlt: TLTConfig, enforce_eager: bool, version: str | None = None) -> tuple[int, ...]:
@@ -164,49 +158,6 @@ def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, versi
     fixed = tlt.speculation.fixed
     if tlt.speculation.policy == "fixed" and fixed is not None and fixed not in arms:
         yield f"tlt.speculation.fixed={fixed} is none of the engine's draft lengths {list(arms)}."
-
-
-def worth_drafting(acceptance: Sequence[float], latency: Table, policy: str, source: str = "eagle") -> bool:
-    """Whether the drafter should run at all in the coming rollout; if not, the engine decodes as stock (arm OFF).
-
-    Expected time of a rollout that spends as long, decoded by stock, at each measured batch (batches are measured
-    evenly in log scale, and a long-tailed rollout drains that way), with the best draft length at each batch, against
-    OFF. Without measurements, or of an unknown drafter, drafting is tried: the policy finds out in a few steps.
-
-    Args:
-        acceptance: conditional acceptance per draft position, from held-out data; empty: unknown.
-        latency: seconds by arm and batch, OFF included.
-        policy: `tlt.speculation.policy`.
-        source: `tlt.speculation.source`; n-grams are accepted whatever the drafter is worth.
-    """
-    if policy == "off":
-        return False
-    if policy == "fixed" or source == "both" or not acceptance:
-        return True
-    if max(acceptance) < HOPELESS:
-        return False
-    if OFF not in latency:
-        return True
-    lengths = accept_lengths(acceptance, max(latency))
-    arms = [k for k in latency if k >= 0]
-    off = latency[OFF]
-    if not arms:
-        return True
-    shares = [
-        # A step with a drafter never takes less than one without; where it was measured so, that was noise.
-        min(max(interpolate(latency[k], batch) / seconds, 1.0) / lengths[k] for k in arms)
-        for batch, seconds in off
-    ]  # time against OFF, one per measured batch
-    return sum(shares) / len(shares) < WORTH
-
-
-def accept_lengths(acceptance: Sequence[float], longest: int) -> list[float]:
-    """τ(0..longest) from conditional acceptance per position; positions beyond the known repeat the last one."""
-    lengths, chain = [1.0], 1.0
-    for i in range(longest):
-        chain *= acceptance[min(i, len(acceptance) - 1)]
-        lengths.append(lengths[-1] + chain)
-    return lengths
 
 
 def _release(version: str | None) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl_tlt.control.latency import LatencyModel
+from verl_tlt.control.tables import LatencyTable
 from verl_tlt.control.types import OFF, Load, Policy, StepRecord
 from verl_tlt.rollout.latency_table import Table, fill_arms, for_policy, parse
 from verl_tlt.rollout.step_stats import Aggregates, StepTrace
@@ -124,13 +125,14 @@ class StepControl:
         Args:
             **settings: any of `force_k` (this K in every step, until set to None), `drafting` (False while the worker's
                 drafter is switched off, `TLTWorkerExtension.tlt_set_drafting`), `acceptance` (conditional, per draft
-                position, expected of a drafter just published; empty: nothing known) and `latency` (a measured
-                `latency_table.Table`, its arms as strings).
+                position, expected of a drafter just published; empty: nothing known), `latency` (a measured
+                `latency_table.Table`, its arms as strings) and `points` (what an earlier run learned, as `learned`
+                gives it).
 
         Raises:
             ValueError: an unknown setting or a value that cannot be.
         """
-        unknown = set(settings) - {"force_k", "drafting", "acceptance", "latency"}
+        unknown = set(settings) - {"force_k", "drafting", "acceptance", "latency", "points"}
         if unknown:
             raise ValueError(f"control does not know {', '.join(sorted(unknown))}.")
         with self._lock:
@@ -140,6 +142,8 @@ class StepControl:
                 self.drafting = bool(settings["drafting"])
             if settings.get("latency"):
                 self._set_latency(settings["latency"])
+            if settings.get("points"):
+                self._believe(LatencyTable.from_list(settings["points"]))
             if settings.get("acceptance"):
                 self._tell_policy("set_acceptance", [float(a) for a in settings["acceptance"]])
             return {"drafting": self.drafting, "force_k": self.force_k}
@@ -162,9 +166,12 @@ class StepControl:
 
     def _set_latency(self, node: Mapping[str, Any]) -> None:
         table: Table = parse(node)
+        self._believe(for_policy(fill_arms(table, range(self.max_draft_length + 1))))
+
+    def _believe(self, table: LatencyTable) -> None:
         if self._learns_costs:
-            self.costs.seed(for_policy(table))
-        self._tell_policy("set_latency", for_policy(fill_arms(table, range(self.max_draft_length + 1))))
+            self.costs.seed(table)
+        self._tell_policy("set_latency", table)
 
     def _tell_policy(self, method: str, value: Any) -> None:
         """Call an optional method of the policy; a fixed policy has no use for estimates."""

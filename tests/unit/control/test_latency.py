@@ -140,3 +140,9 @@ def test_what_it_learned_survives_as_a_table():
 def test_rows_that_are_no_measurement_are_refused(row):
     with pytest.raises(ControlError, match="latency row"):
         LatencyTable.from_list([row])
+
+
+def test_a_load_of_nothing_has_a_latency_as_any_other():
+    model = LatencyModel((0, 1, 3))
+    model.observe(4, 2000, 0, 0.01)
+    assert len(model.predict(0, 0)) == 4 and all(s > 0 for s in model.predict(0, 0))

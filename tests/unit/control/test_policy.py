@@ -46,6 +46,17 @@ def test_no_policy_drafts_while_the_drafter_is_off(name):
 
 
 @pytest.mark.parametrize("name", POLICIES)
+def test_a_step_of_prompts_alone_is_no_riddle(name):
+    """A rollout begins with prefills only: nobody decodes, and K may just have changed."""
+    policy = make_policy(name, (0, 1, 3))
+    policy.set_latency(TABLE)
+    for drafted, verified in ((0, 3), (3, 0), (1, 3), (OFF, 0), (0, 0), (3, 3)):
+        policy.observe(StepRecord(0, 0, drafted, verified, 0, (0,) * verified, 0, 0.5, clean=False))
+        policy.observe(step(0))
+        assert policy.choose(Load(4, 2000)) in (0, 1, 3)
+
+
+@pytest.mark.parametrize("name", POLICIES)
 def test_an_empty_batch_drafts_nothing(name):
     assert make_policy(name, (0, 1, 3)).choose(Load(0, 0)) == 0
 

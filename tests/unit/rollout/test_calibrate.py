@@ -82,10 +82,26 @@ def test_a_failing_probe_restores_the_engine():
     assert engine.force_k is None
 
 
+def test_a_cold_start_and_a_stall_do_not_stay_in_the_table():
+    """The first uses of every arm take four times as long, and so does one probe in the first round."""
+    engine = MadeEngine()
+    usual, calls = engine.seconds, []
+
+    def seconds(arm, batch):
+        calls.append((arm, batch))
+        slow = len(calls) < 40 or (arm == OFF and batch == 4 and calls.count((arm, batch)) <= 4)
+        return usual(arm, batch) * (4 if slow else 1)
+
+    engine.seconds = seconds
+    assert dict(run(engine)[OFF])[4] == pytest.approx(usual(OFF, 4))
+    arms = [arm for arm, batch in calls if batch == 1]
+    assert len({*arms[:4]}) > 1, "arms are measured beside each other, not one after the other"
+
+
 def test_the_work_is_bounded():
     engine = MadeEngine()
     run(engine, arms=tuple(range(8)), max_batch=256)
-    assert engine.tokens < 5500  # 4 arms, 6 batches up to 32, at most 50 tokens each
+    assert engine.tokens < 8500  # 2 rounds of 4 arms and 6 batches up to 32, at most 34 tokens each, and warming up
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 import pytest
 
+from verl_tlt.control.tables import LatencyPoint, LatencyTable
 from verl_tlt.control.types import OFF
-from verl_tlt.rollout.latency_table import fill_arms, for_policy, interpolate, parse
+from verl_tlt.rollout.latency_table import fill_arms, for_policy, from_learned, interpolate, parse
 
 
 def test_a_table_survives_json_keys_and_comes_back_sorted():
@@ -38,3 +39,23 @@ def test_policies_get_the_same_seconds_with_a_context():
     points = for_policy({OFF: [(4, 0.2)]}).points
     assert [(p.batch, p.draft_length, p.seconds) for p in points] == [(4, OFF, 0.2)]
     assert points[0].kv_tokens > points[0].batch
+
+
+def learned(arms, batches=(1, 8, 32)):
+    points = [LatencyPoint(b, b * 300, k, 0.01 + 1e-4 * b * (k + 2), 20) for b in batches for k in arms]
+    return LatencyTable(tuple(points))
+
+
+def test_what_an_earlier_run_learned_stands_in_for_a_calibration():
+    table = from_learned(learned((OFF, 0, 1, 3)), (0, 1, 2, 3), (32, 1, 8))
+    assert list(table) == [OFF, 0, 1, 2, 3]
+    assert [b for b, _ in table[2]] == [1, 8, 32]
+    assert table[OFF][2][1] == pytest.approx(0.01 + 1e-4 * 32, rel=0.3)  # at a shorter context than was learned
+    for batch in range(3):
+        costs = [table[arm][batch][1] for arm in (OFF, 0, 1, 2, 3)]
+        assert costs == sorted(costs)
+
+
+@pytest.mark.parametrize("arms", [(0, 1, 3), (OFF, 0, 1), (OFF, 1, 3), ()])
+def test_a_table_that_lacks_an_end_or_stock_is_no_calibration(arms):
+    assert from_learned(learned(arms), (0, 1, 2, 3), (1, 8)) == {}

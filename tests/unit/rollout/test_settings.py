@@ -3,14 +3,11 @@ from types import SimpleNamespace
 import pytest
 
 from verl_tlt.config import TLTConfig, TLTConfigError
-from verl_tlt.control.types import OFF
 from verl_tlt.rollout.settings import (
-    accept_lengths,
     async_scheduling,
     engine_arms,
     engine_environment,
     engine_kwargs,
-    worth_drafting,
 )
 
 EAGER, GRAPHS = SimpleNamespace(enforce_eager=True), SimpleNamespace(enforce_eager=False)
@@ -112,29 +109,3 @@ def test_a_fixed_length_without_an_arm_is_refused():
 @pytest.mark.parametrize(("version", "runner"), [("0.24.0", "0"), ("0.28.0", "0"), ("0.32.0", None)])
 def test_the_runner_that_drafts_what_it_is_asked_for(version, runner):
     assert engine_environment(version=version).get("VLLM_USE_V2_MODEL_RUNNER") == runner
-
-
-def test_accept_lengths_chain_conditional_acceptance():
-    assert accept_lengths([0.8, 0.5], 3) == pytest.approx([1.0, 1.8, 2.2, 2.4])
-
-
-COSTS = {
-    OFF: [(1, 0.010), (8, 0.012), (32, 0.020)],
-    0: [(1, 0.011), (8, 0.013), (32, 0.022)],
-    1: [(1, 0.014), (8, 0.018), (32, 0.035)],
-    3: [(1, 0.018), (8, 0.026), (32, 0.060)],
-}
-
-
-def test_a_good_drafter_is_worth_running_and_a_random_one_is_not():
-    assert worth_drafting([0.8, 0.7, 0.7], COSTS, "goodput")
-    assert not worth_drafting([0.02, 0.0, 0.0], COSTS, "goodput")
-    assert not worth_drafting([0.42, 0.2, 0.1], COSTS, "goodput")  # a little in the tail, less than K=0 costs before
-
-
-def test_the_unknown_is_tried_and_orders_are_followed():
-    assert worth_drafting([], COSTS, "goodput")
-    assert worth_drafting([0.3], {}, "table")
-    assert not worth_drafting([0.02, 0.0], {}, "table")  # hopeless whatever a step costs
-    assert worth_drafting([0.0], COSTS, "fixed")
-    assert not worth_drafting([0.9], COSTS, "off")

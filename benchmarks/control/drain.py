@@ -1,0 +1,168 @@
+"""The drain: one long-tailed batch of 64 requests decoded to the last, on a real vLLM CPU engine, arm against arm.
+
+All arms run interleaved in one process on one engine, every repetition in another order, every arm on the same prompts
+and lengths. Policies keep what they learned from one repetition to the next, as they do from rollout to rollout;
+`table` and `goodput` are told the calibration and the drafter's held-out acceptance, as in a run.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.control.engine import ARMS, BATCH, EngineProcess
+from benchmarks.control.toy import Toy
+
+POLICY_ARMS = ("table", "ema", "beg", "goodput")
+FIXED = tuple(f"fixed-{k}" for k in ARMS if k > 0)
+STEADY_BATCHES = (1, 4, 16, 64)
+STEADY_TOKENS = 48
+RECORDED = Path(__file__).parent / "recorded_cpu.json"
+"""Step times of the drain, for the replay on a recorded engine."""
+
+
+def drain(toy: Toy, repetitions: int, seconds: float, clock: str = "wall", say: Any = print) -> dict[str, Any]:
+    """Race all arms on one engine.
+
+    Args:
+        toy: policy and drafter.
+        repetitions: of every arm.
+        seconds: no repetition starts after so long.
+        clock: "wall", or "cpu" for a machine shared with others: CPU seconds of the engine, for policies and result.
+        say: called with lines on the way.
+
+    Returns:
+        `drain` (runs, tok_per_s by arm, accept_length) and `drain_detail`; `goodput_rollout` for the plot.
+    """
+    started = time.monotonic()
+    arms = ("off", *FIXED, *POLICY_ARMS)
+    with tempfile.TemporaryDirectory() as scratch:
+        ours = EngineProcess("tlt", toy, Path(scratch), clock)
+        try:
+            table = ours.call("calibrate")
+            say(f"engine up and calibrated after {time.monotonic() - started:.0f} s")
+            for name in (*arms, "fixed-0"):
+                ours.call("add_arm", name=name, table=table, trace=True)
+            speeds, stats = _race(ours, arms, repetitions, started + seconds, say)
+            ours.call("use", name="fixed-0")  # for the recording
+            ours.call("drain", seed=repetitions)
+            ours.call("stats", name="fixed-0")
+            traces = {name: (Path(scratch) / f"{name}.jsonl").read_text() for name in (*arms, "fixed-0")}
+        finally:
+            ours.close()
+    _keep_recording(traces)
+    longest = stats[FIXED[-1]]
+    accept_length = 1.0 + sum(longest["accepted"]) / max(longest["drafts"], 1)
+    tok_per_s = {
+        name: {"median": round(statistics.median(v), 1), "min": round(min(v), 1), "max": round(max(v), 1)}
+        for name, v in speeds.items()
+    }
+    return {
+        "drain": {"runs": len(speeds["off"]), "tok_per_s": tok_per_s, "accept_length": round(accept_length, 3)},
+        "drain_detail": {
+            "clock": clock,
+            "tok_per_s_by_run": {name: [round(x, 1) for x in v] for name, v in speeds.items()},
+            "accept_length_is": f"tokens per draft of {ARMS[-1]}, temperature 1",
+            "expected_acceptance": toy.acceptance,
+            "accepted_share_by_position": [
+                round(a / o, 4) for a, o in zip(longest["accepted"], longest["offered"], strict=True) if o
+            ],
+            "goodput": stats["goodput"]["policy"],
+            "table": stats["table"]["policy"],
+            "k_steps": {name: stats[name]["k_steps"] for name in POLICY_ARMS},
+            "saved_s": {name: round(stats[name]["saved_s"], 2) for name in arms},
+            "calibration": table,
+        },
+        "goodput_rollout": rollout(traces["goodput"]),
+    }
+
+
+def cost_of_control(toy: Toy, clock: str = "wall", say: Any = print) -> dict[str, Any]:
+    """Steps of ours without drafts against two more engines: vLLM without a drafter, and with its own static K=0.
+
+    Returns:
+        `off_overhead`: K=0 under our control over vLLM's K=0, less 1, median over batches; `cost_vs_stock_by_batch`.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        engines = {kind: EngineProcess(kind, toy, Path(scratch), clock) for kind in ("tlt", "stock", "zero")}
+        try:
+            for name in ("off", "fixed-0"):
+                engines["tlt"].call("add_arm", name=name, table=[], trace=True)
+            return _compare(engines, say)
+        finally:
+            for engine in engines.values():
+                engine.close()
+
+
+def _race(
+    ours: EngineProcess, arms: tuple[str, ...], repetitions: int, deadline: float, say: Any
+) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """Tokens per second of every arm and repetition; sums of every arm."""
+    speeds: dict[str, list[float]] = {name: [] for name in arms}
+    order = list(arms)
+    for turn in range(repetitions):
+        begin = time.monotonic()
+        random.Random(turn).shuffle(order)
+        for name in order:
+            ours.call("use", name=name)
+            result = ours.call("drain", seed=turn)
+            speeds[name].append(result["tokens"] / result["seconds"])
+        took = time.monotonic() - begin
+        say(f"repetition {turn + 1} took {took:.0f} s: " + ", ".join(f"{n} {speeds[n][-1]:.0f}" for n in arms))
+        if time.monotonic() + took > deadline:
+            break
+    return speeds, {name: ours.call("stats", name=name) for name in arms}
+
+
+def _compare(engines: dict[str, EngineProcess], say: Any) -> dict[str, Any]:
+    """Steps of ours without drafts against vLLM's own, batch by batch, interleaved."""
+    ratios: dict[str, dict[str, float]] = {}
+    zero_against_zero = []
+    for batch in STEADY_BATCHES:
+        seconds: dict[str, list[float]] = {"stock": [], "zero": [], "off": [], "fixed-0": []}
+        for turn in range(5):
+            for name in random.Random(turn).sample(sorted(seconds), len(seconds)):
+                engine = engines.get(name, engines["tlt"])
+                if name in ("off", "fixed-0"):
+                    engine.call("use", name=name)
+                seconds[name].append(engine.call("steady", batch=batch, tokens=STEADY_TOKENS, seed=turn)["seconds"])
+        least = {name: statistics.median(sorted(values)[:3]) for name, values in seconds.items()}
+        ratios[str(batch)] = {
+            "off_over_stock": round(least["off"] / least["stock"], 4),
+            "k0_over_stock": round(least["fixed-0"] / least["stock"], 4),
+            "k0_over_vllm_k0": round(least["fixed-0"] / least["zero"], 4),
+            "stock_ms_per_step": round(1e3 * least["stock"] / STEADY_TOKENS, 2),
+        }
+        zero_against_zero.append(least["fixed-0"] / least["zero"] - 1.0)
+        say(f"batch {batch}: {ratios[str(batch)]}")
+    return {"off_overhead": round(statistics.median(zero_against_zero), 4), "cost_vs_stock_by_batch": ratios}
+
+
+def _keep_recording(traces: dict[str, str]) -> None:
+    """Condense all fixed arms' traces into a latency table for the replay."""
+    from verl_tlt.simulate.recorded import recording, step_records
+
+    steady = (*FIXED, "off", "fixed-0", "beg")
+    lines = [line for name in steady for line in traces[name].splitlines()]
+    found = recording(step_records(lines))
+    content = {
+        "points": found.table.to_list(),
+        "jitter": round(found.jitter, 4),
+        "acceptance": [round(a, 4) for a in found.acceptance],
+    }
+    RECORDED.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def rollout(trace: str) -> list[list[float]]:
+    """The last whole drain in an engine trace: [seconds since its start, batch, K] per step."""
+    steps = [json.loads(line) for line in trace.splitlines()]
+    before = [0, *(s["batch"] for s in steps)]
+    starts = [i for i, s in enumerate(steps) if s["batch"] >= 0.9 * BATCH and before[i] < BATCH // 2]
+    last = steps[starts[-1] :] if starts else steps
+    begin = last[0]["t"] - last[0]["latency_s"]
+    return [[round(s["t"] - begin, 4), s["batch"], s["k"]] for s in last if s["batch"]]

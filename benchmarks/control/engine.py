@@ -1,0 +1,241 @@
+"""Real vLLM engines for the benchmarks, each in a process of its own, driven one at a time over a pipe.
+
+Three kinds share one machine, so that they can be compared within one run: `tlt` is vLLM under our scheduler, `stock`
+is vLLM without any drafter, `zero` is vLLM with the drafter and its own static table that says K=0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.control.toy import LONGEST_DRAFT, Toy
+from verl_tlt.control.policy import make_policy
+from verl_tlt.control.tables import LatencyTable
+from verl_tlt.control.types import Load, StepRecord
+
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VERL_PLATFORM": "cpu",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+BATCH = 64
+ARMS = tuple(range(LONGEST_DRAFT + 1))
+LONGEST_RESPONSE = 256
+START_TIMEOUT_S = 3600.0
+CALL_TIMEOUT_S = 3600.0
+
+
+def lengths(seed: int, batch: int = BATCH) -> list[int]:
+    """Long-tailed response lengths: median 40, one in thirty at the limit."""
+    rng = random.Random(seed)
+    return [min(LONGEST_RESPONSE, max(8, round(rng.lognormvariate(3.7, 1.0)))) for _ in range(batch)]
+
+
+class EngineProcess:
+    """One engine in a child process; `call` runs a method of `_Engine` there."""
+
+    def __init__(self, kind: str, toy: Toy, scratch: Path, clock: str = "wall") -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, kind, toy, scratch, clock), daemon=True)
+        self._process.start()
+        self._answer(START_TIMEOUT_S)
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        """Result of `_Engine.method(**arguments)`; RuntimeError with its text where it raised."""
+        self._pipe.send((method, arguments))
+        return self._answer(CALL_TIMEOUT_S)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process.is_alive():
+            self._pipe.send(("stop", {}))
+            self._process.join(30.0)
+            self._process.kill()
+
+    def _answer(self, timeout_s: float) -> Any:
+        if not self._pipe.poll(timeout_s):
+            raise RuntimeError(f"A benchmark engine did not answer within {timeout_s:.0f} s.")
+        error, value = self._pipe.recv()
+        if error:
+            raise RuntimeError(error)
+        return value
+
+
+def _serve(pipe: Connection, kind: str, toy: Toy, scratch: Path, clock: str) -> None:
+    os.environ.update(ENVIRONMENT)
+    try:
+        engine = _Engine(kind, toy, scratch, clock)
+        pipe.send((None, None))
+        while (message := pipe.recv())[0] != "stop":
+            pipe.send((None, getattr(engine, message[0])(**message[1])))
+    except Exception as error:  # the other side raises it
+        pipe.send((f"{type(error).__name__}: {error}", None))
+        raise
+
+
+class VllmTable:
+    """vLLM's own way to vary K: a static table by batch size, here the best one for a calibration and an acceptance."""
+
+    def __init__(self, known: LatencyTable, acceptance: Sequence[float], arms: Sequence[int], batch: int) -> None:
+        from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+        best = make_policy("table", tuple(arms))
+        best.set_latency(known)
+        best.set_acceptance(acceptance)
+        self.schedule: list[list[int]] = []
+        for size in range(1, batch + 1):
+            k = best.choose(Load(size, size * 150))
+            if self.schedule and self.schedule[-1][2] == k:
+                self.schedule[-1][1] = size
+            else:
+                self.schedule.append([size, size, k])
+        self._lookup = build_dynamic_sd_schedule_lookup(
+            [tuple(row) for row in self.schedule], vllm_max_batch_size=batch, vllm_num_speculative_tokens=arms[-1]
+        )
+
+    def choose(self, load: Load) -> int:
+        """What vLLM would look up."""
+        return int(self._lookup[load.batch]) if load.batch else 0
+
+    def observe(self, step: StepRecord) -> None:
+        """A static table learns nothing."""
+
+    def summary(self) -> dict[str, Any]:
+        """The table, as vLLM's `num_speculative_tokens_per_batch_size` takes it."""
+        return {"policy": "table", "num_speculative_tokens_per_batch_size": self.schedule}
+
+
+class _Engine:
+    """An in-process vLLM engine over the toy, and what can be asked of it."""
+
+    def __init__(self, kind: str, toy: Toy, scratch: Path, clock: str) -> None:
+        from verl.workers.rollout.vllm_rollout import utils
+        from vllm import LLM
+
+        from verl_tlt.config import TLTConfig
+        from verl_tlt.rollout.settings import engine_kwargs, speculative_config
+
+        utils.set_death_signal = lambda: None
+        self.kind, self.toy, self.scratch = kind, toy, scratch
+        self.now = time.process_time if clock == "cpu" else time.perf_counter
+        if clock == "cpu":  # the policies see what the result is measured in
+            from verl_tlt.rollout import scheduler
+
+            scheduler.time = SimpleNamespace(perf_counter=time.process_time, time=time.time)
+        arguments: dict[str, Any] = dict(
+            model=str(toy.policy), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, seed=0,
+            max_model_len=512, max_num_seqs=BATCH, enable_prefix_caching=False, distributed_executor_backend="uni",
+        )  # fmt: skip
+        if kind == "tlt":
+            settings = {"max_draft_length": LONGEST_DRAFT, "policy": "goodput"}
+            tlt = TLTConfig.from_dict({"speculation": settings})
+            arguments |= engine_kwargs(tlt, str(toy.drafter), SimpleNamespace(enforce_eager=True), {})
+            arguments["worker_extension_cls"] = "verl_tlt.rollout.extension.TLTWorkerExtension"
+        elif kind == "zero":
+            static = {"num_speculative_tokens_per_batch_size": [[1, BATCH, 0]]}
+            arguments["speculative_config"] = {**speculative_config(str(toy.drafter), LONGEST_DRAFT), **static}
+            arguments["async_scheduling"] = False
+        self.llm = LLM(**arguments)
+        self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        self.arms: dict[str, Any] = {}
+        self.drain(seed=10**6, batch=2)
+
+    # ------------------------------------------------------------------ decoding
+
+    def drain(self, seed: int, batch: int = BATCH) -> dict[str, Any]:
+        """Decode one long-tailed batch to its end: seconds and tokens."""
+        return self._generate(random.Random(seed), lengths(seed, batch))
+
+    def steady(self, batch: int, tokens: int, seed: int) -> dict[str, Any]:
+        """Decode `batch` requests of equal length: seconds and tokens."""
+        return self._generate(random.Random(seed), [tokens] * batch)
+
+    def _generate(self, rng: random.Random, tokens: Sequence[int]) -> dict[str, Any]:
+        from vllm import SamplingParams
+
+        from verl_tlt.toy import task
+
+        prompts = [
+            {"prompt_token_ids": [task.TOKEN_ID[w] for w in task.prompt_tokens(task.sample_problem(rng))]}
+            for _ in tokens
+        ]
+        params = [SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in tokens]
+        start = self.now()
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        seconds = self.now() - start
+        return {"seconds": seconds, "tokens": sum(len(o.outputs[0].token_ids) for o in outputs)}
+
+    # ------------------------------------------------------------------ control (kind `tlt`)
+
+    def set_drafting(self, enabled: bool) -> bool:
+        """Switch the drafter's own pass."""
+        return bool(self.llm.collective_rpc("tlt_set_drafting", args=(enabled,))[0]["ok"])
+
+    def calibrate(self, budget_s: float = 40.0) -> list[dict[str, Any]]:
+        """What a run measures at its start, as rows of a latency table."""
+        from verl_tlt.rollout.calibrate import measure
+        from verl_tlt.rollout.latency_table import for_policy
+
+        control, waiting = self.scheduler.tlt, []
+
+        async def generate(prompt: list[int], tokens: int) -> None:
+            from vllm import SamplingParams
+
+            params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+            waiting.append(({"prompt_token_ids": prompt}, params))
+            await asyncio.sleep(0)
+            if batch := list(waiting):
+                waiting.clear()
+                self.llm.generate([p for p, _ in batch], [s for _, s in batch], use_tqdm=False)
+
+        async def set_drafting(enabled: bool) -> bool:
+            return self.set_drafting(enabled)
+
+        class Channel:
+            async def call(self, operation: str, **settings: Any) -> dict[str, Any]:
+                return getattr(control, operation)(**settings)
+
+        channel: Any = Channel()
+        table = asyncio.run(measure(generate, set_drafting, channel, ARMS, BATCH, 60, budget_s))
+        return for_policy(table).to_list()
+
+    def add_arm(self, name: str, table: list[dict[str, Any]], trace: bool = False) -> None:
+        """An arm of the benchmark: `off`, `fixed-K`, `zero` or a policy, told what a run would tell it."""
+        from verl_tlt.rollout.step_control import StepControl
+        from verl_tlt.rollout.step_stats import StepTrace
+
+        known = LatencyTable.from_list(table)
+        if name == "table":
+            policy: Any = VllmTable(known, self.toy.acceptance, ARMS, BATCH)
+        else:
+            policy = make_policy(name if name in ("goodput", "beg", "ema") else "off", ARMS)
+        written = StepTrace(self.scratch / f"{name}.jsonl") if trace else None
+        control = self.arms[name] = StepControl(policy, LONGEST_DRAFT, written)
+        control.control(points=table, acceptance=self.toy.acceptance)
+        control.drafting = name != "off"
+        if name.startswith("fixed-"):
+            control.force_k = int(name.removeprefix("fixed-"))
+
+    def use(self, name: str) -> None:
+        """Decode under this arm from here on."""
+        self.scheduler.tlt = self.arms[name]
+        self.set_drafting(self.arms[name].drafting)
+
+    def stats(self, name: str) -> dict[str, Any]:
+        """An arm's sums since the last call, and what its policy believes."""
+        self.arms[name].flush()
+        return {**self.arms[name].stats(reset=True), "policy": self.arms[name].policy_summary()}
