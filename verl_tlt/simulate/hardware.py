@@ -111,6 +111,8 @@ class TableCost:
                     by_batch.setdefault(p.batch, []).append(p.seconds)
             batches = sorted(by_batch)
             self._curves[k] = [float(b) for b in batches], [float(np.median(by_batch[b])) for b in batches]
+        if 0 in self._curves:  # a recording that never ran without its drafter takes K=0 for stock
+            self._curves.setdefault(OFF, self._curves[0])
 
     def seconds(self, batch: int, kv_tokens: int, verified: int, drafted: int) -> float:
         """Seconds of one step; KeyError for a draft length that was not recorded."""

@@ -65,3 +65,10 @@ def test_a_recorded_table_is_interpolated():
     assert cost.seconds(5, 0, 0, 2) == pytest.approx(0.006)
     with pytest.raises(KeyError):
         cost.seconds(5, 0, 3, 3)
+
+
+def test_a_recording_without_stock_takes_its_own_zero_for_it():
+    table = LatencyTable(tuple(LatencyPoint(b, 100 * b, k, 0.01 * (1 + k) * b) for b in (1, 8) for k in (0, 3)))
+    cost = TableCost(table)
+    assert cost.seconds(4, 400, 0, OFF) == cost.seconds(4, 400, 0, 0)
+    assert cost.seconds(4, 400, 3, 3) > cost.seconds(4, 400, 0, 0)
