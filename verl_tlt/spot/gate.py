@@ -10,7 +10,8 @@ sequence resemble each other, so whole sequences are resampled. Even so a differ
 
 "Surely" means that a candidate on the wrong side of the border is published (reverted) with a chance of `ERROR` at
 most. Doubt holds, which may delay a better drafter but lets no worse one through. So does having too little to judge,
-unless there is nothing to lose: a served drafter that is hardly ever accepted.
+unless there is nothing to lose, a served drafter that is hardly ever accepted, or the candidate is far better, as at
+the start of a run, when the drafter learns fastest and little is held out yet.
 """
 
 from __future__ import annotations
@@ -36,6 +37,13 @@ RESAMPLES = 2000
 
 NOTHING_TO_LOSE = 1.1
 """Below this accept length drafting costs more than it gives almost anywhere: an unjudged candidate may replace it."""
+
+FAR_BETTER = 0.2
+"""Share by which an unjudged candidate must lead: ten standard errors of paired scores at `FEWEST` positions, so that
+not even sequences that happen to suit one drafter explain it."""
+
+FEWEST = 128
+"""Positions below which nothing is far better."""
 
 MIN_SEQUENCES = 5
 """With fewer, all of them favour a drafter that is no better with a chance above `ERROR` (2^-5 = 3 %)."""
@@ -132,7 +140,8 @@ def decide(scores: Scores, config: GateConfig, *, seed: int) -> Decision:
         return decision(back, "the candidate's scores are not finite")
     if positions < config.min_tokens or sequences < MIN_SEQUENCES:
         few = f"{positions} positions in {sequences} held-out sequences are too few to judge"
-        return decision("publish" if tau[best] < NOTHING_TO_LOSE else "hold", few)
+        far_better = positions >= FEWEST and tau["candidate"] >= tau[best] * (1.0 + FAR_BETTER)
+        return decision("publish" if far_better or tau[best] < NOTHING_TO_LOSE else "hold", few)
 
     weights = _resample(sequences, seed)
     interval = _interval(scores, "served", weights, ERROR)

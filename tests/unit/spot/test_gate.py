@@ -197,3 +197,14 @@ def test_impossible_scores_are_refused():
 @pytest.mark.parametrize("freedom", [3, 5, 10, 50, 500])
 def test_students_t(freedom):
     assert _student(0.95, freedom) == pytest.approx(stats.t.ppf(0.95, freedom), rel=0.02)
+
+
+@pytest.mark.parametrize(("gain", "published"), [(-0.05, 0.0), (0.0, 0.0), (0.05, 0.0), (0.35, 1.0)])
+def test_two_sequences_publish_only_what_is_far_better(gain, published):
+    assert rates(200, sequences=2, versus_served=gain, versus_frozen=gain)["publish"] == pytest.approx(
+        published, abs=0.02
+    )
+
+
+def test_a_handful_of_positions_never_publishes():
+    assert rates(100, sequences=2, length=20, spread=0.1, versus_served=0.35, versus_frozen=0.35)["hold"] == 1.0
