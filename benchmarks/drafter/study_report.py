@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from study import CONFIG, SESSION_STEPS, STARTS, K
+from study import CONFIG, SCORED, SESSION_STEPS, STARTS, K
 from trajectory import LEARNING_RATE, PROMPTS, SAMPLES, load_step
 
 from verl_tlt.control.tables import LatencyTable
@@ -26,7 +26,7 @@ from verl_tlt.control.types import OFF
 from verl_tlt.simulate.recorded import recording, step_records
 
 ARMS = ("none", "frozen", "online")
-LATE = 50
+LATE = 20
 """The summary compares the last so many steps, and all."""
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 """Student's t, two-sided 95 %, by degrees of freedom."""
@@ -104,15 +104,28 @@ def collect(out: Path, seeds: list[int], cost: dict[int, tuple[float, float]]) -
     return {"arms": arms, "steps": steps, "one_policy_run_for_all_seeds": not same, **notes}
 
 
-def compare(arms: dict[str, Any], start: str, key: str, late: int | None) -> dict[str, float]:
-    """Online against frozen: mean ratio over steps, minus one, and its 95 % interval over seeds (Student's t)."""
-    ratios = []
-    for online, frozen in zip(arms[start]["online"]["seeds"], arms[start]["frozen"]["seeds"], strict=True):
-        a, b = (np.array(s[key][-late:] if late else s[key]) for s in (online, frozen))
-        ratios.append(float(a.sum() / b.sum() - 1.0))
+def compare(arms: dict[str, Any], start: str, key: str, late: int | None) -> dict[str, Any]:
+    """Online against frozen: ratio of the sums over steps, minus one, and its 95 % interval.
+
+    Over seeds by Student's t; with one seed over its steps, by a bootstrap of blocks of five, which says nothing about
+    other policy runs.
+    """
+    pairs = [
+        tuple(np.array(s[key][-late:] if late else s[key]) for s in pair)
+        for pair in zip(arms[start]["online"]["seeds"], arms[start]["frozen"]["seeds"], strict=True)
+    ]
+    ratios = [float(online.sum() / frozen.sum() - 1.0) for online, frozen in pairs]
     mean, n = float(np.mean(ratios)), len(ratios)
-    half = T_95[n - 1] * float(np.std(ratios, ddof=1)) / math.sqrt(n) if n > 1 else math.nan
-    return {"mean": round(mean, 4), "low": round(mean - half, 4), "high": round(mean + half, 4)}
+    if n > 1:
+        half = T_95[n - 1] * float(np.std(ratios, ddof=1)) / math.sqrt(n)
+        low, high = mean - half, mean + half
+    else:
+        online, frozen = pairs[0]
+        starts = np.random.default_rng(0).integers(len(online) - 4, size=(2000, max(1, len(online) // 5)))
+        rows = (starts[:, :, None] + np.arange(5)).reshape(2000, -1)  # [resamples, steps]
+        low, high = np.quantile(online[rows].sum(1) / frozen[rows].sum(1) - 1.0, [0.025, 0.975])
+    over = "seeds" if n > 1 else "blocks of five steps of one seed"
+    return {"mean": round(mean, 4), "low": round(float(low), 4), "high": round(float(high), 4), "interval_over": over}
 
 
 def summary(arms: dict[str, Any]) -> dict[str, Any]:
@@ -186,6 +199,7 @@ def main() -> None:
         "accept_length_is": f"simulated accept length at temperature 1, K={K}, on the step's own responses",
         "settings": {
             "prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES, "policy_learning_rate": LEARNING_RATE,
+            "scored": f"every {SCORED}nd response of a step",
             "session_micro_batches": SESSION_STEPS, "tlt": CONFIG.to_dict(),
         },
         "summary": summary(found["arms"]),

@@ -42,7 +42,7 @@ from verl_tlt.toy.train import save_policy
 
 PROMPTS, SAMPLES = 4, 4
 """Groups a step and responses in each: small, because two cores carry the study."""
-MAX_RESPONSE = 192
+MAX_RESPONSE = 384
 LEARNING_RATE = 3e-5
 MICRO_BATCH = 1536
 """Padded tokens a forward."""
