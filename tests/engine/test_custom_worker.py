@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ray import cloudpickle
 from recorded import ray_cluster
 from tiny_engine import build_target
 
@@ -23,7 +24,9 @@ def example():
     module = importlib.util.module_from_spec(spec)
     sys.modules["custom_worker"] = module
     spec.loader.exec_module(module)
+    cloudpickle.register_pickle_by_value(module)  # as Ray treats the script a user runs
     yield module
+    cloudpickle.unregister_pickle_by_value(module)
     del sys.modules["custom_worker"]
 
 
@@ -38,7 +41,6 @@ def test_rows_lose_their_padding_and_nothing_else(example):
 
 def test_it_learns_in_a_worker_group_and_saves_a_servable_drafter(example, tmp_path, monkeypatch):
     build_target(tmp_path / "policy")
-    monkeypatch.setenv("PYTHONPATH", f"{EXAMPLE.parent}:{EXAMPLE.parents[1]}")
     with ray_cluster(monkeypatch):
         group = example.start(str(tmp_path / "policy"))
         data = example.made_up_rollouts(500)
