@@ -38,8 +38,6 @@ class DrafterConfig:
     """Width of a new drafter's MLP; null: the policy's. A narrower one drafts and trains faster and learns less."""
     objective: Literal["eagle", "hass", "eagle3"] = "hass"
     """How many draft positions a training step unrolls: `eagle` 1, `hass` 3, `eagle3` 7."""
-    ttt_steps: int | None = None
-    """Training-time-test passes per step; null: the objective's."""
     loss: Literal["kl_div", "ce", "tv", "nla", "lk_hybrid"] = "kl_div"
     """Loss of `speculators.losses`."""
     learning_rate: float = 1e-3
@@ -54,7 +52,7 @@ class DrafterConfig:
     @property
     def passes(self) -> int:
         """Training-time-test passes per step."""
-        return OBJECTIVES[self.objective] if self.ttt_steps is None else self.ttt_steps
+        return OBJECTIVES[self.objective]
 
 
 @dataclass(frozen=True)
@@ -265,7 +263,6 @@ def _check(c: TLTConfig) -> None:
     if s.audit_every < 0:
         raise TLTConfigError(f"tlt.speculation.audit_every must be 0 or above, not {s.audit_every}.")
     positive = {
-        "drafter.ttt_steps": c.drafter.passes,
         "drafter.learning_rate": c.drafter.learning_rate,
         "drafter.batch_tokens": c.drafter.batch_tokens,
         "spot.poll_s": c.spot.poll_s,

@@ -38,7 +38,7 @@ def sources(package, version):
     done = subprocess.run([*command, f"{name}=={version}"], capture_output=True, text=True, timeout=900)
     if done.returncode:
         shutil.rmtree(wheels, ignore_errors=True)
-        pytest.skip(f"{name} {version} cannot be downloaded here: {done.stderr.strip().splitlines()[-1:]}")
+        pytest.skip(f"`make contract` could not download {name} {version}: {done.stderr.strip().splitlines()[-1:]}")
     partial = root.with_suffix(".partial")
     with zipfile.ZipFile(next(wheels.glob("*.whl"))) as wheel:
         wheel.extractall(partial, [n for n in wheel.namelist() if n.endswith(".py")])
@@ -56,7 +56,7 @@ def test_the_installed_release(package):
     assert not wrong(source_root(package), package)
 
 
-@pytest.mark.skipif(not CACHE, reason="`make contract` downloads the releases (300 MB)")
+@pytest.mark.skipif(not CACHE, reason="downloads 300 MB of releases: run by `make contract`, not by `make test`")
 @pytest.mark.parametrize(("package", "version"), RELEASES)
 def test_another_release(package, version):
     found = wrong(sources(package, version), package)

@@ -16,7 +16,7 @@ from verl_tlt.trainer.live import write_switch
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.skipif(
-        not os.environ.get("TLT_RUN_RECIPES"), reason="`make recipes-check` runs recipes (minutes each)"
+        not os.environ.get("TLT_RUN_RECIPES"), reason="takes minutes each: `make recipes-check` runs it"
     ),
 ]
 

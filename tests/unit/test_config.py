@@ -28,7 +28,7 @@ def test_the_yaml_lists_every_key_at_its_default():
 
 
 def test_there_are_few_enough_settings_and_each_is_documented():
-    assert len(list(leaves(TLTConfig().to_dict()))) <= 40
+    assert len(list(leaves(TLTConfig().to_dict()))) < 40
     for node in ast.parse(Path(module.__file__).read_text()).body:
         if isinstance(node, ast.ClassDef) and node.name.endswith("Config") and node.name != "TLTConfig":
             fields = [i for i, statement in enumerate(node.body) if isinstance(statement, ast.AnnAssign)]
@@ -89,7 +89,7 @@ def test_an_objective_says_how_many_positions_are_unrolled():
         return TLTConfig.from_dict({"drafter": drafter}).drafter.passes
 
     assert [passes(objective=name) for name in ("eagle", "hass", "eagle3")] == [1, 3, 7]
-    assert passes() == 3 and passes(objective="eagle", ttt_steps=5) == 5
+    assert passes() == 3
 
 
 def test_yaml_reads_a_bare_off_as_false():
