@@ -182,8 +182,11 @@ class GoodputPolicy(BasePolicy):
     def _reachable(self, batch: int) -> int:
         """Arms that may be chosen: no unmeasured draft length is reached by jumping over another.
 
-        A measurement at a larger batch counts, because it bounds the latency here from above.
+        A measurement at a larger batch counts, because it bounds the latency here from above. Where K=0 itself was
+        never measured it comes first: compared with a guess, drafting can look good for the whole of a rollout's start.
         """
+        if self.latency.largest_batch(self._arms[0]) * _BEYOND < batch:
+            return 1
         last = 0
         for arm, k in enumerate(self._arms):
             if self.latency.largest_batch(k) * _BEYOND >= batch:

@@ -8,6 +8,7 @@ import pytest
 from verl_tlt.control.goodput import GoodputPolicy
 from verl_tlt.control.policy import make_policy
 from verl_tlt.control.prober import Probe
+from verl_tlt.control.tables import LatencyPoint, LatencyTable
 from verl_tlt.control.types import OFF, Load, StepRecord
 from verl_tlt.simulate.engine import Noise, SimulatedEngine
 from verl_tlt.simulate.hardware import QWEN3_8B_H100
@@ -113,6 +114,20 @@ def test_a_length_is_not_reached_by_jumping_over_unmeasured_ones():
     engine = bench(GoodputPolicy(ARMS), 0.95, 256).run(200)
     first = {k: engine.lengths.index(k) for k in set(engine.lengths)}
     assert sorted(first, key=first.get) == sorted(first)
+
+
+def test_at_a_batch_far_beyond_the_calibration_it_measures_k_zero_before_it_drafts():
+    """A calibration ends at batch 32; what drafting costs at 256 is a guess, and so is what it is compared with."""
+    policy = GoodputPolicy(ARMS)
+    points = [LatencyPoint(b, b * 1000, k, QWEN3_8B_H100.seconds(b, b * 1000, k, k)) for b in (1, 8, 32) for k in ARMS]
+    policy.set_latency(LatencyTable(tuple(points)))
+    policy.set_acceptance([0.6] * 7)
+    engine = bench(policy, 0.1, 256).run(60)
+    assert engine.lengths[0] == 0
+    assert engine.usual() == 0
+    engine.acceptance, engine.batch = 0.9, 4
+    policy.set_acceptance([0.9] * 7)
+    assert engine.run(60).usual(last=30) > 0  # and it does not stay there
 
 
 def test_a_probe_does_not_outlive_its_rollout():
