@@ -72,12 +72,15 @@ NOTES = {
     "buffer": [
         "One token takes 8 bytes per unit of the policy's hidden size: 32 KiB at 4096.",
         "`max_mb`, `min_tokens` and `tokens_per_step` are per replica. `min_tokens` does not count held-out sequences.",
-        "`held_out` must lie between 0 and 0.9.",
+        "`held_out` must lie between 0 and 0.9. While fewer than 24 sequences are held out, a quarter of"
+        " what arrives is.",
     ],
     "gate": [
-        "In doubt the served drafter stays and the candidate trains on: it is published only when it is *surely* (5 %"
-        " level) not worse by `margin`, and given up only when it is surely worse by `revert`.",
-        "With fewer than `min_tokens` positions, or fewer than 5 sequences, a candidate is published unjudged.",
+        "In doubt the served drafter stays and the candidate trains on: it is published only when it is *surely* (1 %"
+        " level, since it is judged after every session) not worse by `margin`, and given up only when it is surely"
+        " worse by `revert`.",
+        "With fewer than `min_tokens` positions, or fewer than 7 sequences, it is held, unless what is served is"
+        " useless or the candidate is far better.",
     ],
     "trace": [
         "The trainer writes `trainer.jsonl`, each engine `engine-<replica>.jsonl`; `verl-tlt report DIR` reads both."

@@ -24,8 +24,8 @@ STEPS = 2
 CPU = {
     "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "RAY_DEDUP_LOGS": "0",
-    "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1",
+    "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled",
 }  # fmt: skip
 """A machine without an accelerator; what each does is said in demo_grpo.sh."""
 

@@ -23,10 +23,10 @@ OUT=$(cd "$OUT" && pwd)
 case $ASSETS in /*) ;; *) ASSETS=$PWD/$ASSETS ;; esac
 
 # The CPU stands in for the accelerator; each process computes on one thread, since threads that spin against each
-# other cost far more than they bring.
+# other cost far more than they bring. vLLM would compile its sampler with g++ while the first tokens wait.
 export VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_NO_USAGE_STATS=1
+export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_NO_USAGE_STATS=1 TORCH_COMPILE_DISABLE=1
 export RAY_DEDUP_LOGS=0 RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=disabled
 export VERL_FILE_LOGGER_PATH=${VERL_FILE_LOGGER_PATH:-$OUT/metrics.jsonl}
 export TENSORBOARD_DIR=${TENSORBOARD_DIR:-$OUT/tensorboard}

@@ -148,6 +148,12 @@ SYMBOLS = (
         cpu_only=True,
     ),
     Symbol(
+        "verl.utils.model:load_valuehead_model",
+        "local_path torch_dtype model_config trust_remote_code",
+        used_by="platform/verl_shims.py",
+        cpu_only=True,
+    ),
+    Symbol(
         "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightReceiver.receive_weights",
         "on_bucket_received",
         used_by="platform/verl_shims.py",

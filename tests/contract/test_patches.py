@@ -242,6 +242,19 @@ def test_the_pinning_shim_leaves_an_engine_that_does_not_pin(tmp_path):
         assert aside or module.CPUOffloadPolicy(pin_memory=True) == {"pin_memory": False}
 
 
+@pytest.mark.parametrize("fixed", [True, False])
+def test_the_critic_shim_leaves_a_loader_that_reads_the_config(tmp_path, fixed):
+    pytest.importorskip("torch")
+    import verl.utils.model as stock
+
+    from verl_tlt.platform.verl_shims import critic_attention
+
+    module = load(patched("critic", tmp_path) if fixed else Path(stock.__file__), stock.__name__)
+    before = module.load_valuehead_model
+    critic_attention(module)
+    assert (module.load_valuehead_model is before) == fixed
+
+
 def test_the_spinning_shim_asks_for_the_patchs_setting(monkeypatch):
     from verl_tlt.platform.vllm_shims import sleep_between_looks
 

@@ -119,6 +119,35 @@ def test_received_weights_outlive_their_shared_memory_only_with_the_shim(shimmed
     assert run(BUCKETS, shimmed) == ("True" if shimmed else "BufferError")
 
 
+CRITIC = """
+    import os, tempfile
+    import verl
+    from verl_tlt.platform import cpu, verl_shims
+    cpu.register()
+    if os.environ["SHIM"]:
+        verl_shims.register()
+    import torch
+    from transformers import AutoConfig, Qwen3Config, Qwen3ForTokenClassification
+    from verl.utils.model import load_valuehead_model
+    path = tempfile.mkdtemp()
+    Qwen3ForTokenClassification(Qwen3Config(
+        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, num_labels=1,
+    )).save_pretrained(path)
+    config = AutoConfig.from_pretrained(path, attn_implementation="sdpa")
+    try:
+        model = load_valuehead_model(path, torch.float32, config, False)
+        print(model(torch.tensor([[1, 2, 3]])).logits.shape[-1])
+    except RuntimeError as error:
+        print("no value head" if "value head" in str(error) else error)
+"""
+
+
+@pytest.mark.parametrize("shimmed", WITH_AND_WITHOUT)
+def test_a_critic_loads_without_flash_attention_only_with_the_shim(shimmed):
+    assert run(CRITIC, shimmed) == ("1" if shimmed else "no value head")
+
+
 QUEUE = """
     import os, threading, time
     if os.environ["SHIM"]:

@@ -1,4 +1,4 @@
-"""What verl 0.9 needs to run on a CPU, one function each; `patches/verl` holds the upstream form of both.
+"""What verl 0.9 needs to run on a CPU, one function each; `patches/verl` holds their upstream form.
 
 Every shim is applied after the module it changes was imported, so importing verl costs nothing more; and it does
 nothing to a verl that has its patch.
@@ -64,8 +64,33 @@ def offload_unpinned(module: Any) -> None:
     module.CPUOffloadPolicy = lambda pin_memory=False: original(pin_memory=False)
 
 
+def critic_attention(module: Any) -> None:
+    """Load a critic with the attention its config names; verl always asks for flash-attn, which needs a GPU."""
+    original = module.load_valuehead_model
+    if "_attn_implementation" in inspect.getsource(original):
+        return  # patches/verl/0005 is in
+
+    @functools.wraps(original)
+    def load_valuehead_model(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
+        attention = getattr(model_config, "_attn_implementation", None)
+        if attention in (None, "flash_attention_2"):
+            return original(local_path, torch_dtype, model_config, trust_remote_code)
+        from transformers import AutoModelForTokenClassification
+
+        return AutoModelForTokenClassification.from_pretrained(
+            local_path,
+            torch_dtype=torch_dtype,
+            config=model_config,
+            attn_implementation=attention,
+            trust_remote_code=trust_remote_code,
+        )
+
+    module.load_valuehead_model = load_valuehead_model
+
+
 def register() -> None:
     """Arm every shim in this process."""
     when_imported("torch.distributed", _patch_init_process_group)
     when_imported("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", clone_buckets)
     when_imported("verl.workers.engine.fsdp.transformer_impl", offload_unpinned)
+    when_imported("verl.utils.model", critic_attention)

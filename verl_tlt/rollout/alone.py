@@ -35,6 +35,7 @@ CPU = {
     "VERL_PLATFORM": "cpu",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCH_COMPILE_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
 }
 """What an engine on a machine without an accelerator needs; a value that is set already wins."""

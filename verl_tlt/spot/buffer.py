@@ -23,6 +23,10 @@ import numpy as np
 OPEN_BATCHES = 32
 """Micro-batches kept open while packing: enough to fill them nearly always, few enough to cost nothing."""
 
+FEW_HELD_OUT, MOST_HELD_OUT = 24, 0.25
+"""While fewer sequences are held out, a quarter of those that arrive joins them: the gate's intervals shrink with their
+number, and a share that suits thousands of responses a step leaves it hardly any of sixteen."""
+
 P = TypeVar("P")
 
 
@@ -114,7 +118,8 @@ class Buffer(Generic[P]):
     Args:
         max_bytes: cap on the payloads' bytes.
         keep_steps: RL steps a sequence stays: with 1 only the newest step's.
-        held_out: share of sequences held out, by a hash of (step, index): the same after a resume.
+        held_out: share of sequences held out, by a hash of (step, index); `MOST_HELD_OUT` while fewer than
+            `FEW_HELD_OUT` are, unless it is 0.
     """
 
     def __init__(self, *, max_bytes: int, keep_steps: int, held_out: float) -> None:
@@ -160,9 +165,11 @@ class Buffer(Generic[P]):
         return True
 
     def is_held_out(self, step: int, index: int) -> bool:
-        """Whether only the publish gate may see this sequence."""
+        """Whether only the publish gate may see a sequence that arrives now."""
+        few = self._held_out > 0.0 and sum(i.held_out for i in self._items) < FEW_HELD_OUT
+        share = max(self._held_out, MOST_HELD_OUT) if few else self._held_out
         digest = hashlib.blake2b(f"{step}:{index}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") < self._held_out * 2.0**64
+        return int.from_bytes(digest, "big") < share * 2.0**64
 
     def held_out(self, max_tokens: int | None = None) -> list[Window[P]]:
         """The gate's sequences, newest first (closest to the policy that is served), up to `max_tokens`."""

@@ -29,8 +29,9 @@ from verl_tlt.config import GateConfig
 Which = Literal["candidate", "served", "frozen"]
 Action = Literal["publish", "hold", "revert_served", "revert_frozen"]
 
-ERROR = 0.05
-"""Chance of a wrong publication or reversion at the border: the usual one-sided level."""
+ERROR = 0.01
+"""Chance of a wrong publication or reversion at the border. A candidate is judged anew after every session, and it is
+the lucky verdict that publishes: at the usual level of 5 % a run of some fifty sessions would see several."""
 
 RESAMPLES = 2000
 """Bootstrap draws: the level is then off by half a percentage point at most, less than few sequences cost."""
@@ -45,8 +46,8 @@ not even sequences that happen to suit one drafter explain it."""
 FEWEST = 128
 """Positions below which nothing is far better."""
 
-MIN_SEQUENCES = 5
-"""With fewer, all of them favour a drafter that is no better with a chance above `ERROR` (2^-5 = 3 %)."""
+MIN_SEQUENCES = 7
+"""With fewer, all of them favour a drafter that is no better with a chance above `ERROR` (2^-6 = 1.6 %)."""
 
 
 @dataclass(frozen=True)

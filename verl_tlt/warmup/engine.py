@@ -29,6 +29,7 @@ _CPU = {
     "VLLM_PLUGINS": "tlt_cpu",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCH_COMPILE_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
 }
 

@@ -172,6 +172,13 @@ def test_held_out_is_a_fixed_share_and_never_sampled():
     assert len(drawn) == 4000 - len(held)
 
 
+def test_the_gate_gets_a_quarter_of_a_small_run_and_its_share_of_a_large_one():
+    small, large = filled([50] * 80, held_out=0.1), filled([50] * 4000, held_out=0.1)
+    assert len(small.held_out()) == pytest.approx(20, abs=8)  # two standard deviations; a tenth would be 8
+    assert len(large.held_out()) < 0.12 * 4000
+    assert not filled([50] * 80, held_out=0.0).held_out()
+
+
 def test_held_out_prefers_the_newest_within_its_budget():
     buffer = Buffer(max_bytes=10**9, keep_steps=8, held_out=0.999999)
     for step in (1, 2, 3):

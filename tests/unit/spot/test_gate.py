@@ -64,18 +64,18 @@ def test_the_simulation_means_what_it_says():
 
 @pytest.fixture
 def quick(monkeypatch):
-    """A quarter of the resamples: thousands of decisions in seconds, at a slightly coarser percentile."""
-    monkeypatch.setattr(gate, "RESAMPLES", 500)
+    """Half of the resamples: thousands of decisions in seconds, at a slightly coarser percentile."""
+    monkeypatch.setattr(gate, "RESAMPLES", 1000)
 
 
-@pytest.mark.parametrize("sequences", [6, 40])
+@pytest.mark.parametrize("sequences", [8, 40])
 @pytest.mark.parametrize("spread", [0.3, 1.0])
 def test_a_candidate_at_the_margin_is_published_no_more_often_than_claimed(sequences, spread, quick):
     at = {"versus_served": -CONFIG.margin, "sequences": sequences, "spread": spread}
     assert rates(400, **at)["publish"] <= no_more_than(gate.ERROR, 400)
 
 
-@pytest.mark.parametrize("sequences", [6, 40])
+@pytest.mark.parametrize("sequences", [8, 40])
 def test_a_candidate_at_the_revert_line_is_reverted_no_more_often_than_claimed(sequences, quick):
     at = {"versus_served": -CONFIG.revert, "sequences": sequences}
     assert rates(400, **at)["revert_served"] <= no_more_than(gate.ERROR, 400)
@@ -120,11 +120,11 @@ def test_a_random_head_that_accepts_nothing_is_no_special_case():
 
 
 def test_doubt_holds():
-    scores = simulate(np.random.default_rng(3), sequences=6, versus_served=-0.002)
+    scores = simulate(np.random.default_rng(3), sequences=8, versus_served=-0.002)
     assert decide(scores, CONFIG, seed=0).action == "hold"
 
 
-@pytest.mark.parametrize(("positions", "sequences"), [(511, 50), (5000, 4)])
+@pytest.mark.parametrize(("positions", "sequences"), [(511, 50), (5000, 6)])
 def test_with_too_little_to_judge_only_a_useless_drafter_is_replaced(positions, sequences):
     n = np.zeros(60, dtype=int)  # sequences too short to be judged do not count
     n[:sequences] = positions // sequences
@@ -143,7 +143,7 @@ def test_with_too_little_to_judge_only_a_useless_drafter_is_replaced(positions, 
 
 
 def test_better_than_served_but_seen_to_be_worse_than_frozen_holds():
-    scores = simulate(np.random.default_rng(3), sequences=6, versus_served=0.2, versus_frozen=-0.02)
+    scores = simulate(np.random.default_rng(3), sequences=8, versus_served=0.2, versus_frozen=-0.02)
     assert scores.accept_length("candidate") < scores.accept_length("frozen")
     decision = decide(scores, CONFIG, seed=0)
     assert decision.action in ("hold", "revert_frozen")
@@ -151,8 +151,8 @@ def test_better_than_served_but_seen_to_be_worse_than_frozen_holds():
 
 
 def test_counts_of_one_text_may_rise_along_the_draft():
-    rising = np.tile([10.0, 4.0, 4.2], (6, 1))
-    scores = Scores(np.full(6, 200), rising, rising, rising)
+    rising = np.tile([10.0, 4.0, 4.2], (8, 1))
+    scores = Scores(np.full(8, 200), rising, rising, rising)
     assert scores.conditional("served") == [0.4, 1.0]
     assert decide(scores, CONFIG, seed=0).action == "publish"
 
