@@ -3,9 +3,10 @@
     python benchmarks/drop_in.py RECIPE.sh --out DIR [--steps 6] [overrides that make this recipe toy-sized]
 
 Each arm runs on the CPU with the toy policy: the recipe, then the overrides of `recipes/check.py`, then with TLT
-`+trainer.plugin=tlt`. Compared are the reward and response length of all steps, which must agree within their spread
-(sampling differs), and the tokens of a greedy validation before training, which must be the same. The drafter drafts in
-every step (`policy=fixed`), or equal tokens would prove nothing.
+`+trainer.plugin=tlt`. They are appended where the recipe calls `python -m verl.trainer.main_ppo`, since not every
+recipe hands its own arguments on. Compared are the reward and response length of all steps, which must agree within
+their spread (sampling differs), and the tokens of a greedy validation before training, which must be the same. The
+drafter drafts in every step (`policy=fixed`), or equal tokens would prove nothing.
 """
 
 from __future__ import annotations
@@ -33,6 +34,20 @@ def load_check() -> Any:
     return module
 
 
+def stand_in(directory: Path, overrides: list[str]) -> Path:
+    """A folder for PATH whose `python` and `python3` append `overrides` to a call of verl's trainer."""
+    directory.mkdir(parents=True, exist_ok=True)
+    script = (
+        f"#!{sys.executable}\nimport os, sys\narguments = sys.argv[1:]\n"
+        f"if arguments[:2] == ['-m', 'verl.trainer.main_ppo']:\n    arguments += {overrides!r}\n"
+        f"os.execv({sys.executable!r}, [{sys.executable!r}, *arguments])\n"
+    )
+    for name in ("python", "python3"):
+        (directory / name).write_text(script)
+        (directory / name).chmod(0o755)
+    return directory
+
+
 def run(recipe: Path, out: Path, steps: int, tlt: bool, extra: list[str]) -> dict[str, Any]:
     """One arm; its rewards and lengths by step, and its greedy answers by prompt.
 
@@ -47,8 +62,8 @@ def run(recipe: Path, out: Path, steps: int, tlt: bool, extra: list[str]) -> dic
     metrics = out / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     flag = ["+trainer.plugin=tlt", *(f"+{setting}" for setting in check.TLT), f"+tlt.trace.dir={out / 'trace'}"]
-    command = [
-        "bash", str(recipe), *check.TOY, f"hydra.run.dir={out / 'hydra'}", f"data.train_files={assets.train}",
+    overrides = [
+        *check.TOY, f"hydra.run.dir={out / 'hydra'}", f"data.train_files={assets.train}",
         f"data.val_files={assets.val}", f"actor_rollout_ref.model.path={assets.policy}", "data.seed=1",
         f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={out / 'checkpoints'}",
         "trainer.val_before_train=True", "actor_rollout_ref.rollout.val_kwargs.do_sample=False",
@@ -57,10 +72,11 @@ def run(recipe: Path, out: Path, steps: int, tlt: bool, extra: list[str]) -> dic
     ]  # fmt: skip
     environment = {
         **os.environ, **check.CPU, "VERL_FILE_LOGGER_PATH": str(metrics), "DEVICE": "gpu",
-        "MODEL_PATH": str(assets.policy), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "MODEL_PATH": str(assets.policy), "CKPTS_DIR": str(out / "checkpoints"),
+        "PATH": os.pathsep.join((str(stand_in(out / "bin", overrides)), os.environ["PATH"])),
     }  # fmt: skip
     with (out / "log").open("w") as log:
-        done = subprocess.run(command, env=environment, cwd=out, stdout=log, stderr=log, timeout=1800)
+        done = subprocess.run(["bash", str(recipe)], env=environment, cwd=out, stdout=log, stderr=log, timeout=1800)
     if done.returncode:
         tail = "\n".join((out / "log").read_text(errors="replace").splitlines()[-30:])
         raise RuntimeError(f"{recipe.name} {'with' if tlt else 'without'} TLT ended with {done.returncode}.\n{tail}")

@@ -2,7 +2,7 @@
 # GRPO on the toy task with two replicas, on a machine without an accelerator: the recipe behind `make demo`.
 #
 # Hardware: 2 cores, 18 GB of memory.  Data: `python -m verl_tlt.toy.assets ASSETS --width wide` makes policy and prompts.
-# Expected: accept length from 1.0 to about 2 within ten steps; the reward of 32 samples a step is noisy.
+# Expected: accept length from 1.0 to about 2 within ten steps; the reward of 24 samples a step is noisy.
 #
 #   OUT=demo-out STEPS=10 SEED=1 TLT=1 DRAFTER= recipes/demo_grpo.sh [more verl overrides]
 #
@@ -40,7 +40,7 @@ fi
 exec python -m verl.trainer.main_ppo hydra.run.dir="$OUT/hydra" \
   algorithm.adv_estimator=grpo \
   data.train_files="${TRAIN:-$ASSETS/train.parquet}" data.val_files="${VAL:-$ASSETS/val.parquet}" data.seed="$SEED" \
-  data.train_batch_size=8 data.max_prompt_length=64 data.max_response_length=1024 data.dataloader_num_workers=0 \
+  data.train_batch_size=6 data.max_prompt_length=64 data.max_response_length=1400 data.dataloader_num_workers=0 \
   actor_rollout_ref.model.path="$POLICY" actor_rollout_ref.model.use_remove_padding=True \
   actor_rollout_ref.model.enable_gradient_checkpointing=False \
   +actor_rollout_ref.model.override_config.attn_implementation=sdpa \
@@ -49,15 +49,15 @@ exec python -m verl.trainer.main_ppo hydra.run.dir="$OUT/hydra" \
   +actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16 \
   +actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype=fp32 \
   +actor_rollout_ref.actor.fsdp_config.mixed_precision.buffer_dtype=fp32 \
-  actor_rollout_ref.actor.ppo_mini_batch_size=8 \
-  actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1152 \
+  actor_rollout_ref.actor.ppo_mini_batch_size=6 \
+  actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1536 \
   actor_rollout_ref.actor.optim.lr=1e-5 \
   actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.dtype=bfloat16 \
   actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.n_gpus_per_node="$REPLICAS" \
   actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True \
-  actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=1152 actor_rollout_ref.rollout.calculate_log_probs=True \
+  actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=1536 actor_rollout_ref.rollout.calculate_log_probs=True \
   actor_rollout_ref.rollout.enforce_eager=True +actor_rollout_ref.rollout.enable_sleep_mode=False \
-  actor_rollout_ref.rollout.max_model_len=1152 actor_rollout_ref.rollout.max_num_seqs=32 \
+  actor_rollout_ref.rollout.max_model_len=1536 actor_rollout_ref.rollout.max_num_seqs=32 \
   actor_rollout_ref.rollout.max_num_batched_tokens=2048 actor_rollout_ref.rollout.gpu_memory_utilization=0.1 \
   actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=64 \
   actor_rollout_ref.rollout.agent.num_workers=1 \

@@ -1,10 +1,12 @@
-"""Rollout with a trained drafter against stock verl, on the same tokens.
+"""Rollout with TLT against stock verl, on the same tokens.
 
-    python benchmarks/demo/same_tokens.py demo-out/tlt/drafter
+    python benchmarks/demo/same_tokens.py --steps 8
 
-Both arms run the demo's recipe with the same prompts in the same order, response lengths forced to the same draws of
-the task's own long-tailed distribution, and a learning rate of 0, so that every step decodes the same number of tokens
-with the same policy. The first step (first use of everything) is discarded; the ratio is taken step by step.
+Three arms run the demo's recipe one after the other: `fresh` starts TLT from a random drafter, `stock` is the same
+without the flag, `warm` starts from the drafter that `fresh` has trained. All decode the same tokens: the same prompts
+in the same order, response lengths forced to the same draws of the task's own long-tailed distribution, and a learning
+rate of 0, so that the policy stays what it is. The first step (first use of everything) is discarded, and ratios are
+taken step by step.
 """
 
 from __future__ import annotations
@@ -18,9 +20,6 @@ import sys
 from pathlib import Path
 
 from verl_tlt.toy.assets import build_assets
-
-PROMPTS, SAMPLES = 6, 24
-"""Prompts and responses a step: fewer than the demo's, so that rollout is 65-70 % of the stock step."""
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "demo_grpo.sh"
 
@@ -45,8 +44,6 @@ def run(arm: str, out: Path, steps: int, drafter: Path | None) -> dict[int, dict
     }
     overrides = [
         "data.shuffle=False",
-        f"data.train_batch_size={PROMPTS}",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
         "actor_rollout_ref.actor.optim.lr=0",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={assets.agent_loop}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=forced_length",
@@ -57,43 +54,61 @@ def run(arm: str, out: Path, steps: int, drafter: Path | None) -> dict[int, dict
     return {line["step"]: line["data"] for line in lines}
 
 
-def main() -> None:
-    """Run the arms one after the other and print the ratios."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("drafter", type=Path, help="a drafter directory, e.g. demo-out/tlt/drafter")
-    parser.add_argument("--out", type=Path, default=Path("demo-out/same-tokens"))
-    parser.add_argument("--steps", type=int, default=4)
-    args = parser.parse_args()
-    out = args.out.resolve()
-    arms = {
-        "stock": run("stock", out, args.steps, None),
-        "warm": run("warm", out, args.steps, args.drafter.resolve()),
-    }
+def compare(stock: dict[int, dict[str, float]], tlt: dict[int, dict[str, float]]) -> list[dict[str, float]]:
+    """An arm with TLT against the stock one, a row for each step but the first."""
     rows = []
-    for step in range(2, args.steps + 1):
-        stock, warm = arms["stock"][step], arms["warm"][step]
-        if stock["response_length/mean"] != warm["response_length/mean"]:
+    for step in sorted(stock)[1:]:
+        s, t = stock[step], tlt[step]
+        if s["response_length/mean"] != t["response_length/mean"]:
             raise SystemExit(f"Step {step} decoded different tokens in the two arms; the comparison is void.")
         rows.append(
             {
                 "step": step,
-                "tokens": stock["response_length/mean"] * SAMPLES,
-                "stock_rollout_s": stock["timing_s/gen"],
-                "warm_rollout_s": warm["timing_s/gen"],
-                "rollout_ratio": stock["timing_s/gen"] / warm["timing_s/gen"],
-                "step_ratio": stock["timing_s/step"] / warm["timing_s/step"],
-                "stock_rollout_share": stock["timing_s/gen"] / stock["timing_s/step"],
-                "accept_length": warm["tlt/accept_length"],
-                "draft_length_mean": warm["tlt/draft_length_mean"],
-                "saved_s": warm.get("tlt/saved_s"),
-                "stolen_s": warm["tlt/stolen_s"],
+                "tokens_per_response": s["response_length/mean"],
+                "stock_rollout_s": s["timing_s/gen"],
+                "rollout_s": t["timing_s/gen"],
+                "rollout_ratio": s["timing_s/gen"] / t["timing_s/gen"],
+                "step_ratio": s["timing_s/step"] / t["timing_s/step"],
+                "stock_rollout_share": s["timing_s/gen"] / s["timing_s/step"],
+                "accept_length": t["tlt/accept_length"],
+                "draft_length_mean": t["tlt/draft_length_mean"],
+                "saved_s": t.get("tlt/saved_s", 0.0),
+                "stolen_s": t["tlt/stolen_s"],
             }
         )
-        print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}))
-    ratios = sorted(row["rollout_ratio"] for row in rows)
-    summary = {"median": statistics.median(ratios), "min": ratios[0], "max": ratios[-1]}
-    print(f"rollout {summary['median']:.2f}x (steps: {summary['min']:.2f} to {summary['max']:.2f})")
-    (out / "same_tokens.json").write_text(json.dumps({"rollout_ratio": summary, "steps": rows}, indent=1) + "\n")
+    return rows
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and range."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def main() -> None:
+    """Run the arms one after the other and print the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("demo-out/same-tokens"))
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--drafter", type=Path, help="start `warm` from this one, and leave `fresh` out")
+    args = parser.parse_args()
+    out = args.out.resolve()
+    fresh = None if args.drafter else run("fresh", out, args.steps, None)
+    stock = run("stock", out, args.steps, None)
+    warm = run("warm", out, args.steps, (args.drafter or out / "fresh" / "drafter").resolve())
+    result = {"stock_rollout_share": spread([s["timing_s/gen"] / s["timing_s/step"] for s in list(stock.values())[1:]])}
+    for name, arm in (("fresh", fresh), ("warm", warm)):
+        if arm is None:
+            continue
+        rows = compare(stock, arm)
+        for row in rows:
+            print(name, json.dumps({k: round(v, 3) for k, v in row.items()}))
+        result[name] = {
+            "rollout_ratio": spread([row["rollout_ratio"] for row in rows]),
+            "step_ratio": spread([row["step_ratio"] for row in rows]),
+            "steps": rows,
+        }
+        print(name, {k: {n: round(v, 2) for n, v in result[name][k].items()} for k in ("rollout_ratio", "step_ratio")})
+    (out / "same_tokens.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -196,13 +196,22 @@ def test_a_worker_whose_process_dies_is_replaced(fleet, phase, recorded):
     assert_alike(fleet)
 
 
+def kill(worker):
+    """Returns once it is dead: a call that is made right behind `ray.kill` may still be answered."""
+    ray.kill(worker)
+    with pytest.raises(ray.exceptions.RayActorError):
+        for _ in range(600):
+            ray.get(worker.stop.remote(), timeout=60)
+            time.sleep(0.05)
+
+
 def test_when_all_workers_die_their_successors_start_from_what_is_served(fleet):
     move_on(fleet)
     published = ray.get(fleet.replicas["long"].worker.export.remote(5, "bfloat16", []))
     fleet.stage(published)
     before = ray.get(fleet.replicas["long"].worker.agreed.remote())["frozen"]
     for replica in fleet.replicas.values():
-        ray.kill(replica.worker)
+        kill(replica.worker)
     assert fleet.on_workers("stop") == {}
     assert_alike(fleet)
     successor = fleet.replicas["brief"].worker
@@ -215,7 +224,7 @@ def test_when_all_workers_die_their_successors_start_from_what_is_served(fleet):
 
 def test_a_worker_found_dead_between_phases_is_replaced_too(fleet):
     restarts = fleet.replicas["long"].restarts
-    ray.kill(fleet.replicas["long"].worker)
+    kill(fleet.replicas["long"].worker)
     answers = fleet.on_workers("stop")
     assert set(answers) == {"short", "brief"}
     assert fleet.replicas["long"].restarts == restarts + 1
