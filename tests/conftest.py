@@ -10,5 +10,4 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     VERL_PLATFORM="cpu",
     VLLM_LOGGING_LEVEL="WARNING",
-    RAY_raylet_start_wait_time_s="120",  # of a machine that is busy with something else
 )
