@@ -60,7 +60,7 @@ def build_assets(
 
     Args:
         out_dir: created if missing; the small and the wide policy live side by side in it.
-        width: the 3.4M policy as it was trained, or the same function in 40M parameters.
+        width: the 3.4M policy as it was trained, or the same function in 30M parameters.
         train_rows: training prompts.
         val_rows: validation prompts, drawn apart from the training prompts.
         seed: of the prompts.

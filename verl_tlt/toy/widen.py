@@ -20,8 +20,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verl_tlt.toy.tokenizer import TOKENIZER_FILES
 
-MLP_WIDTH = 6144
-"""Width of the wide policy's MLPs: with 8 layers of hidden size 256, 40M parameters."""
+MLP_WIDTH = 4608
+"""Width of the wide policy's MLPs: with 8 layers of hidden size 256, 30M parameters."""
 
 
 @dataclass(frozen=True)
