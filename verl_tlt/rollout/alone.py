@@ -243,7 +243,8 @@ async def _calibrate(job: Job, setup: Setup) -> dict[str, Any]:
     begin = time.perf_counter()
     async with start(setup, Path(job.directory)) as engine:
         table = await measure_costs(engine, job.budget_s)
-    key = asdict(cost_key(setup.policy, setup.rollout))
+        drafter = None if setup.tlt.speculation.source == "ngram" else engine.drafter
+        key = asdict(cost_key(setup.policy, setup.rollout, drafter))
     return {"latency": {str(k): v for k, v in table.items()}, "key": key, "seconds": time.perf_counter() - begin}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 import os
 import random
@@ -39,19 +40,27 @@ Generate = Callable[[list[int], int], Awaitable[None]]
 SetDrafting = Callable[[bool], Awaitable[bool]]
 
 
-def cost_key(policy: str, rollout: Any) -> TableKey:
-    """What a table of step costs holds for: hardware, policy, precision, graphs or none, vLLM's release.
+def cost_key(policy: str, rollout: Any, drafter: Path | None = None) -> TableKey:
+    """What a table of step costs holds for: hardware, policy, drafter, precision, graphs or none, vLLM's release.
 
     Args:
         policy: its local directory; the configuration in it counts, not the path.
+        drafter: its directory, of which the sizes count; None: nothing but n-grams is drafted.
         rollout: verl's `actor_rollout_ref.rollout`; `enforce_eager`, `dtype` and `tensor_model_parallel_size` are read.
     """
     from vllm.platforms import current_platform
 
     device = _cpu_name() if current_platform.is_cpu() else current_platform.get_device_name()
     shape = hashlib.sha256((Path(policy) / "config.json").read_bytes()).hexdigest()[:12]
-    model = f"policy {shape} {rollout.dtype} {'eager' if rollout.enforce_eager else 'graphs'}"
+    drafts = "n-grams" if drafter is None else f"drafter {_drafter_sizes(drafter)}"
+    model = f"policy {shape} {drafts} {rollout.dtype} {'eager' if rollout.enforce_eager else 'graphs'}"
     return TableKey(f"{device} x{rollout.tensor_model_parallel_size}", model, installed("vllm") or "")
+
+
+def _drafter_sizes(directory: Path) -> str:
+    """Width of MLP and draft vocabulary, which may differ between drafters of one policy."""
+    config = json.loads((directory / "config.json").read_text())
+    return f"{config['transformer_layer_config']['intermediate_size']}x{config['draft_vocab_size']}"
 
 
 def _cpu_name() -> str:

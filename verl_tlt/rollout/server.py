@@ -262,7 +262,8 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         directory = self.tlt.speculation.costs_dir
         if directory is None:
             return LatencyTable(())
-        self._tlt_key = cost_key(self.model_config.local_path, self.config)
+        drafter = None if self.tlt.speculation.source == "ngram" else self._tlt_dir / "drafter"
+        self._tlt_key = cost_key(self.model_config.local_path, self.config, drafter)
         found = load_table(directory, self._tlt_key)
         if found is not None:
             logger.info("replica %d takes its step costs from %s", self.replica_rank, directory)

@@ -87,7 +87,12 @@ def test_the_key_of_a_calibration_is_what_costs_depend_on(tmp_path):
         {"enforce_eager": False}, {"dtype": "float32"}, {"tensor_model_parallel_size": 4})]  # fmt: skip
     (tmp_path / "config.json").write_text('{"hidden_size": 1}')
     keys = {key, *(cost_key(str(tmp_path), r) for r in (rollout, *others))}
-    assert len(keys) == 5
+    for width in (64, 128):
+        config = {"draft_vocab_size": 50, "transformer_layer_config": {"intermediate_size": width}}
+        (tmp_path / f"drafter-{width}").mkdir()
+        (tmp_path / f"drafter-{width}" / "config.json").write_text(json.dumps(config))
+        keys.add(cost_key(str(tmp_path), rollout, tmp_path / f"drafter-{width}"))
+    assert len(keys) == 7
 
 
 def test_a_policy_that_is_not_here_is_one_sentence(tmp_path):
