@@ -131,12 +131,13 @@ SYMBOLS = (
     Symbol(
         "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead.forward_step",
         "micro_batch loss_function forward_only",
-        used_by="engine/tap.py",
+        used_by="engine/tap_fsdp.py",
     ),
     Symbol(
         "verl.workers.engine.fsdp.transformer_impl:FSDPEngine",
-        has="get_per_tensor_param use_ulysses_sp module",
-        used_by="engine/tap.py",
+        has="get_per_tensor_param get_data_parallel_rank use_ulysses_sp ulysses_parallel_group module engine_config "
+        "model_config",
+        used_by="engine/tap_fsdp.py",
     ),
     Symbol("verl.single_controller.base.decorator:register", "dispatch_mode", used_by="engine/worker.py"),
     Symbol("verl.utils.tensordict_utils:get", "tensordict key default", used_by="engine/worker.py"),

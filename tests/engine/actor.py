@@ -1,20 +1,35 @@
-"""verl's FSDP2 actor on the CPU, built as `ActorRolloutRefWorker.init_model` builds it, without Ray."""
+"""verl's FSDP actor on the CPU, built as `ActorRolloutRefWorker.init_model` builds it, without Ray."""
 
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from verl_tlt.drafter import Sequence as DrafterSequence
+from verl_tlt.drafter import from_numpy16
+from verl_tlt.spot.parts import Part, join
 from verl_tlt.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 
 LAYERS = AUX_LAYERS["small"]
 VOCAB = 64
 
 
-def build_actor(worker: str = "tlt", remove_padding: bool = True, rank: int = 0, world: int = 1, port: int = 0) -> Any:
-    """A training worker that holds the toy's policy in float32.
+def build_actor(
+    worker: str = "tlt",
+    remove_padding: bool = True,
+    rank: int = 0,
+    world: int = 1,
+    port: int = 0,
+    policy: Path = SHIPPED_POLICY,
+    model: Mapping[str, Any] | None = None,
+    engine: Mapping[str, Any] | None = None,
+) -> Any:
+    """A training worker that holds a policy in float32.
 
     Args:
         worker: "tlt" for ours, with the tap installed and nothing chosen; "stock" for verl's own.
@@ -22,37 +37,59 @@ def build_actor(worker: str = "tlt", remove_padding: bool = True, rank: int = 0,
         rank: of this process.
         world: processes in the group.
         port: where the group meets.
+        policy: its directory; the toy's without.
+        model: more settings of `HFModelConfig`.
+        engine: more settings of `FSDPEngineConfig`.
     """
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker
 
-    from verl_tlt.engine.tap import HiddenStateTap
+    from verl_tlt.engine.tap import HiddenStateTap, adapt
     from verl_tlt.engine.worker import TLTTrainingWorker
 
+    models = {
+        "enable_gradient_checkpointing": False,
+        "override_config": {"attn_implementation": "sdpa"},
+        **(model or {}),
+    }
+    precision = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    engines = {
+        "strategy": "fsdp2", "use_torch_compile": False, "model_dtype": "fp32", "mixed_precision": precision,
+        **(engine or {}),
+    }  # fmt: skip
     config = TrainingWorkerConfig(
         model_type="language_model",
-        model_config=HFModelConfig(
-            path=str(SHIPPED_POLICY),
-            use_remove_padding=remove_padding,
-            enable_gradient_checkpointing=False,
-            override_config={"attn_implementation": "sdpa"},
-        ),
-        engine_config=FSDPEngineConfig(
-            strategy="fsdp2",
-            use_torch_compile=False,
-            model_dtype="fp32",
-            mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-        ),
+        model_config=HFModelConfig(path=str(policy), use_remove_padding=remove_padding, **models),
+        engine_config=FSDPEngineConfig(**engines),
         optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=10),
         checkpoint_config=CheckpointConfig(),
     )
     actor = (TLTTrainingWorker if worker == "tlt" else TrainingWorker)(config)
     actor.reset()
     if worker == "tlt":
-        actor.tap = HiddenStateTap(actor.engine, LAYERS, torch.bfloat16)
+        actor.tap = HiddenStateTap(adapt(actor.engine), LAYERS, torch.bfloat16)
     return actor
+
+
+def free_port() -> int:
+    """A port where a process group can meet."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def whole_sequences(ranks: Sequence[Sequence[Part]]) -> list[DrafterSequence]:
+    """What a spot worker makes of the parts that the ranks of one group sent; every sequence must be complete."""
+    joined, missing = join(ranks, LAYERS)
+    assert not missing, f"{missing} sequences are incomplete"
+    return [
+        DrafterSequence(
+            torch.from_numpy(s["tokens"]), s["prompt_len"], from_numpy16(s["aux"]), from_numpy16(s["last"]), s["start"]
+        )
+        for s in joined
+    ]
 
 
 def make_rows(lengths: list[tuple[int, int]], seed: int = 0) -> list[tuple[torch.Tensor, int]]:
@@ -94,12 +131,11 @@ def make_batch(rows: list[tuple[torch.Tensor, int]], max_tokens: int, padded: bo
     return tu.get_tensordict(tensors, settings)
 
 
-def run_rank(rank: int, world: int, port: int, directory: str, lengths: list[list[tuple[int, int]]]) -> None:
-    """One rank of a group: taps its own rows whole and leaves what it took in `directory`."""
-    torch.set_num_threads(1)
-    actor = build_actor(rank=rank, world=world, port=port)
-    actor.tap_budget = actor.tap_window = 10_000
-    actor.infer_batch(make_batch(make_rows(lengths[rank], seed=rank), 64, compute_loss=False))
-    taken = [(s.tokens, s.prompt_len, s.start, s.aux, s.last) for s in actor.tap.take()]
-    torch.save(taken, f"{directory}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+def reference(policy: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """States ([L, 3H], [L, H]) of one sequence alone, by Hugging Face's `hidden_states`; the last before the norm."""
+    seen: list[torch.Tensor] = []
+    hook = policy.model.norm.register_forward_pre_hook(lambda _module, args: seen.append(args[0][0]))
+    with torch.no_grad():
+        states = policy(tokens[None], output_hidden_states=True).hidden_states
+    hook.remove()
+    return torch.cat([states[i][0] for i in LAYERS], dim=-1), seen[0]

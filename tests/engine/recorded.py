@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import FrozenParts, to_numpy16
 from verl_tlt.spot.learner import Sampling, SpotLearner
+from verl_tlt.spot.parts import Part
 from verl_tlt.spot.worker import SpotWorker
 from verl_tlt.toy import task
 from verl_tlt.toy.assets import AUX_LAYERS, SHIPPED_POLICY
@@ -87,6 +89,21 @@ def record(count: int, seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]
         )
     parts = FrozenParts.from_policy_dir(SHIPPED_POLICY)
     return items, {f.name: to_numpy16(getattr(parts, f.name)) for f in dataclasses.fields(parts)}
+
+
+def as_parts(items: list[dict[str, Any]]) -> list[Part]:
+    """Whole sequences as a rank that computes all of them sends them."""
+    hidden = items[0]["last"].shape[-1]
+    last = LAYERS[-1] + 1
+    return [
+        Part(
+            row=row, tokens=i["tokens"], prompt_len=i["prompt_len"], start=i["start"], last=last,
+            stretches=((0, len(i["tokens"])),),
+            states=dict(zip(LAYERS, np.split(i["aux"], i["aux"].shape[-1] // hidden, axis=-1), strict=True))
+            | {last: i["last"]},
+        )
+        for row, i in enumerate(items)
+    ]  # fmt: skip
 
 
 def worker_arguments(resume_from: Path | None = None) -> dict[str, Any]:

@@ -8,7 +8,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from recorded import CONFIG, Odd, Server, begin_anew, ray_cluster, record, set_epochs, steps_taken, worker_arguments
+from recorded import (
+    CONFIG,
+    Odd,
+    Server,
+    as_parts,
+    begin_anew,
+    ray_cluster,
+    record,
+    set_epochs,
+    steps_taken,
+    worker_arguments,
+)
 
 from verl_tlt.spot.session import SessionPlanner, State
 from verl_tlt.trace.events import TraceWriter
@@ -53,8 +64,8 @@ def fleet(recorded):
 
 def fill(fleet, recorded, names):
     items, frozen = recorded
-    sequences, parts = ray.put(items), ray.put(frozen)
-    ray.get([fleet.replicas[n].worker.add.remote(1, [sequences], [parts]) for n in names], timeout=120)
+    sequences, parts = ray.put(as_parts(items)), ray.put(frozen)
+    ray.get([fleet.replicas[n].worker.add.remote(1, [[sequences]], [parts]) for n in names], timeout=120)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from recorded import (
     CONFIG,
+    as_parts,
     begin_anew,
     optimizer_steps,
     poison,
@@ -40,7 +41,7 @@ def actors(arguments):
         shares = [items[::2], items[1::2]]
         # Each replica has two ranks, and each rank's capture is an object of its own.
         adds = [
-            actor.add.remote(1, [ray.put(share[:20]), ray.put(share[20:])], [ray.put(frozen)])
+            actor.add.remote(1, [[ray.put(as_parts(share[:20]))], [ray.put(as_parts(share[20:]))]], [ray.put(frozen)])
             for actor, share in zip(actors, shares, strict=True)
         ]
         for stats, share in zip(ray.get(adds, timeout=120), shares, strict=True):

@@ -1,27 +1,20 @@
 """The tap on verl's real FSDP2 engine: what it keeps is what the policy computes for each sequence alone."""
 
 import gc
-import socket
 import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
-from actor import LAYERS, build_actor, make_batch, make_rows, run_rank
+from actor import LAYERS, build_actor, free_port, make_batch, make_rows, reference, whole_sequences
 
-from verl_tlt.engine.tap import HiddenStateTap
+from verl_tlt.engine.tap import Untapped, adapt
 from verl_tlt.toy.assets import SHIPPED_POLICY
 
 pytestmark = pytest.mark.engine
 
 LENGTHS = [(3, 21), (12, 4), (5, 40), (7, 1), (2, 33), (9, 16)]
 TOLERANCE = dict(rtol=2**-8, atol=1e-3)  # bfloat16's rounding; batching changes float32 sums by less
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +30,6 @@ def actor(request):
     yield build_actor(remove_padding=request.param, port=free_port())
     torch.distributed.destroy_process_group()
     gc.collect()
-
-
-def reference(policy, tokens):
-    """States [L, ...] of one sequence alone, by Hugging Face's own `hidden_states`; the last one before the norm."""
-    seen = []
-    hook = policy.model.norm.register_forward_pre_hook(lambda _module, args: seen.append(args[0][0]))
-    with torch.no_grad():
-        states = policy(tokens[None], output_hidden_states=True).hidden_states
-    hook.remove()
-    return torch.cat([states[i][0] for i in LAYERS], dim=-1), seen[0]
 
 
 def check(taken, policy, tokens, prompt_len, start, stop):
@@ -70,7 +53,7 @@ def test_every_row_holds_its_own_states(actor, policy, max_tokens, padded):
     rows = make_rows(LENGTHS)
     actor.tap_budget = actor.tap_window = 10_000
     infer(actor, make_batch(rows, max_tokens, padded, compute_loss=False))
-    taken = actor.tap.take()
+    taken = whole_sequences([actor.tap.take()])
     assert len(taken) == len(rows)
     for s, (tokens, prompt_len) in zip(taken, rows, strict=True):  # row order, whatever order they were computed in
         check(s, policy, tokens, prompt_len, 0, len(tokens))
@@ -80,7 +63,7 @@ def test_a_window_keeps_its_true_positions(actor, policy):
     rows = make_rows(LENGTHS, seed=1)
     actor.tap_budget, actor.tap_window = 10_000, 11
     infer(actor, make_batch(rows, 60, compute_loss=False))
-    taken = actor.tap.take()
+    taken = whole_sequences([actor.tap.take()])
     assert len(taken) == len(rows)
     assert any(s.start > 0 for s in taken)
     for s, (tokens, prompt_len) in zip(taken, rows, strict=True):
@@ -94,7 +77,7 @@ def test_rows_beyond_the_budget_are_left_out(actor, policy):
     batch = make_batch(rows, 60, compute_loss=False)
     infer(actor, batch)
     chosen = sorted(actor.tap.chosen)
-    taken = actor.tap.take()
+    taken = whole_sequences([actor.tap.take()])
     assert 0 < len(taken) < len(rows)
     assert sum(len(s) for s in taken) <= 70
     for row, s in zip(chosen, taken, strict=True):
@@ -143,10 +126,16 @@ def test_a_training_forward_is_not_tapped(actor):
         assert bool(actor.tap.take()) is not train
 
 
-def test_sequence_parallelism_is_refused():
-    engine = SimpleNamespace(use_ulysses_sp=True)
-    with pytest.raises(ValueError, match="ulysses_sequence_parallel_size"):
-        HiddenStateTap(engine, LAYERS, torch.bfloat16)
+def test_an_engine_without_a_tap_says_so():
+    engine = SimpleNamespace(engine_config=SimpleNamespace(strategy="veomni"))
+    with pytest.raises(Untapped, match="strategy=veomni has no"):
+        adapt(engine)
+
+
+def test_a_model_of_another_shape_says_so():
+    engine = SimpleNamespace(engine_config=SimpleNamespace(strategy="fsdp2"), module=torch.nn.Linear(2, 2))
+    with pytest.raises(Untapped, match=r"is a Linear, which has no model\.layers"):
+        adapt(engine)
 
 
 def test_nothing_is_kept_alive(actor):
@@ -163,23 +152,8 @@ def test_nothing_is_kept_alive(actor):
     gc.collect()
     assert seen
     assert all(ref() is None for ref in seen)
-    taken = actor.tap.take()
-    assert all(s.aux.untyped_storage().nbytes() == s.aux.nbytes for s in taken)
+    copies = [state for part in actor.tap.take() for state in part.states.values()]
+    assert copies
+    assert all(c.base.untyped_storage().nbytes() == c.nbytes for c in copies)  # not a view of the whole micro-batch
     assert not actor.tap._states
     assert not actor.tap.taken
-
-
-def test_two_ranks_tap_their_own_rows(policy, tmp_path):
-    """FSDP2 over two processes: parameters are gathered layer by layer, rows are each rank's own."""
-    lengths = [[(4, 20), (6, 30)], [(3, 9), (8, 41)]]
-    torch.multiprocessing.spawn(run_rank, (2, free_port(), str(tmp_path), lengths), nprocs=2)
-    for rank, own in enumerate(lengths):
-        taken = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-        for (tokens, prompt_len), (kept, kept_prompt, start, aux, last) in zip(
-            make_rows(own, seed=rank), taken, strict=True
-        ):
-            assert torch.equal(kept, tokens)
-            assert (kept_prompt, start) == (prompt_len, 0)
-            expected = reference(policy, tokens)
-            torch.testing.assert_close(aux.float(), expected[0], **TOLERANCE)
-            torch.testing.assert_close(last.float(), expected[1], **TOLERANCE)

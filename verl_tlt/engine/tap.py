@@ -1,67 +1,110 @@
 """Take hidden states out of the old-log-prob forward that RL runs anyway, for the sequences chosen beforehand.
 
 The drafter learns from the inputs of three policy layers and from the last hidden state before the final norm
-(EAGLE-3; TLT section 5). verl's FSDP engine computes exactly these, with the weights that produced the rollout, so
-forward hooks copy the chosen rows and nothing else: sequences that were not chosen cost nothing.
+(EAGLE-3; TLT section 5). verl's engines compute exactly these, with the weights that produced the rollout, so forward
+hooks copy the chosen tokens and nothing else: sequences that were not chosen cost nothing.
+
+What differs between engines is behind an `Adapter` (`tap_fsdp`, `tap_megatron`): where the layers are, and which tokens
+of a sequence lie on this rank. Each rank copies its own share; `spot.parts` puts the shares together.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
-from verl_tlt.drafter import Sequence as DrafterSequence
+from verl_tlt.drafter import to_numpy16
+from verl_tlt.engine.layout import Stretch, window
+from verl_tlt.spot.parts import Part
 
 logger = logging.getLogger(__name__)
 
 ROW = "tlt_row"
 """Key under which each sequence's row number rides through verl's micro-batching, which reorders rows."""
 
+Around = Callable[[Any, bool, Callable[[], Any]], Any]
+"""(micro-batch, forward_only, the engine's own forward step) -> what that step returns."""
 
-class HiddenStateTap:
-    """Hooks on an FSDP engine's module; records while armed, in evaluation forwards only.
 
-    Args:
-        engine: verl's FSDP engine (`verl/workers/engine/fsdp/transformer_impl.py`): `.module`, `.forward_step`.
-        aux_layers: layers whose inputs are kept, as `eagle_aux_hidden_state_layer_ids` counts them.
-        dtype: 16-bit dtype of what is kept (the rollout's).
+class Untapped(ValueError):
+    """An engine or layout whose hidden states cannot be had; one sentence that says why and names the key."""
+
+
+class Adapter(Protocol):
+    """What the tap has to know of a training engine."""
+
+    layers: int
+    """Decoder layers of the policy."""
+
+    def points(self) -> Iterator[tuple[int, torch.nn.Module]]:
+        """(number, module) of the decoder layers on this rank, and (`layers`, module) of the final norm."""
+        ...
+
+    def intercept(self, around: Around) -> None:
+        """Call `around` in place of every forward step of the engine."""
+        ...
+
+    def locate(self, state: torch.Tensor, lengths: Sequence[int]) -> list[tuple[torch.Tensor, list[Stretch]]]:
+        """For each sequence of the micro-batch: its token axis [N, H] in a layer's input, and what of it lies there.
+
+        Args:
+            state: what a hook saw in the forward step that has just ended.
+            lengths: tokens of each sequence.
+        """
+        ...
+
+
+def adapt(engine: Any) -> Adapter:
+    """The adapter for one of verl's engines.
 
     Raises:
-        ValueError: the engine splits sequences over ranks; no rank then sees a whole one.
+        Untapped: there is none for it, or for how it splits its work.
+    """
+    strategy = engine.engine_config.strategy
+    if strategy in ("fsdp", "fsdp2"):
+        from verl_tlt.engine.tap_fsdp import FSDPAdapter
+
+        return FSDPAdapter(engine)
+    raise Untapped(f"actor_rollout_ref.actor.strategy={strategy} has no hidden-state tap.")
+
+
+class HiddenStateTap:
+    """Hooks on an engine's layers; records while armed, in evaluation forwards only.
+
+    Args:
+        adapter: of the engine.
+        aux_layers: layers whose inputs are kept, as `eagle_aux_hidden_state_layer_ids` counts them.
+        dtype: 16-bit dtype of what is kept (the rollout's).
     """
 
-    def __init__(self, engine: Any, aux_layers: Sequence[int], dtype: torch.dtype) -> None:
-        if getattr(engine, "use_ulysses_sp", False):
-            raise ValueError(
-                "Spot training cannot tap sequences that are split over ranks; set "
-                "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=1 or tlt.spot.enable=False."
-            )
-        self.engine, self.aux_layers, self.dtype = engine, tuple(aux_layers), dtype
+    def __init__(self, adapter: Adapter, aux_layers: Sequence[int], dtype: torch.dtype) -> None:
+        self.adapter, self.aux_layers, self.dtype = adapter, tuple(aux_layers), dtype
+        self.last = adapter.layers  # the final norm's input is pre-norm; what Hugging Face returns as last is not
         self.chosen: dict[int, tuple[int, int]] = {}
-        self.taken: dict[int, DrafterSequence] = {}
+        self.taken: dict[int, Part] = {}
         self.seconds = 0.0
         self.errors = 0
         self._states: dict[int, torch.Tensor] = {}
         self._recording = False
-        model = engine.module.model
-        self._last = len(model.layers)
-        for index in sorted({*self.aux_layers, self._last}):
-            # The final norm's input is the pre-norm last state; what Hugging Face returns as last is post-norm.
-            module = model.norm if index == self._last else model.layers[index]
-            module.register_forward_pre_hook(self._hook(index), with_kwargs=True)
-        self._forward_step = engine.forward_step
-        engine.forward_step = self._tapped_forward_step
+        for index, module in adapter.points():
+            if index in {*self.aux_layers, self.last}:
+                module.register_forward_pre_hook(self._hook(index), with_kwargs=True)
+        adapter.intercept(self._around)
 
     def arm(self, windows: Mapping[int, tuple[int, int]]) -> None:
-        """Record rows of the coming batch: {row: (start, stop)}, the stretch of its tokens to keep."""
+        """Record rows of the coming batch: {row: (start, stop)}, the stretch of its tokens to keep.
+
+        Ranks that compute the same batch must all be given the same windows.
+        """
         self.chosen, self.taken, self.seconds = dict(windows), {}, 0.0
 
-    def take(self) -> list[DrafterSequence]:
-        """What was recorded, in row order; disarms."""
+    def take(self) -> list[Part]:
+        """What was recorded of each chosen row on this rank, in row order; disarms."""
         taken = [self.taken[row] for row in sorted(self.taken)]
         self.chosen, self.taken = {}, {}
         return taken
@@ -73,15 +116,15 @@ class HiddenStateTap:
 
         return keep
 
-    def _tapped_forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
+    def _around(self, micro_batch: Any, forward_only: bool, forward: Callable[[], Any]) -> Any:
         rows = micro_batch[ROW].tolist() if self.chosen and ROW in micro_batch else []
         self._recording = forward_only and any(row in self.chosen for row in rows)
         try:
-            output = self._forward_step(micro_batch, loss_function, forward_only)
+            output = forward()
         finally:
             states, self._states = self._states, {}
             recording, self._recording = self._recording, False
-        if recording:
+        if recording and states:
             start = time.perf_counter()
             try:
                 self._collect(micro_batch, rows, states)
@@ -95,27 +138,32 @@ class HiddenStateTap:
     def _collect(self, micro_batch: Any, rows: list[int], states: dict[int, torch.Tensor]) -> None:
         ids = micro_batch["input_ids"]  # jagged [B, L_b]: prompt and response without padding
         offsets, tokens = ids.offsets().tolist(), ids.values()
-        # With remove-padding verl runs one packed row [1, sum L_b, H]; otherwise right-padded rows [B, max L_b, H].
-        packed = states[self._last].shape[0] == 1 and len(rows) > 1
+        lengths = [b - a for a, b in itertools.pairwise(offsets)]
         responses = response_lengths(micro_batch)
-        for i, row in enumerate(rows):
-            if row not in self.chosen:
-                continue
-            start, stop = self.chosen[row]
-            begin = offsets[i]  # of this sequence in the jagged values
+        for index, state in states.items():
+            for i, (axis, held) in enumerate(self.adapter.locate(state, lengths)):
+                if rows[i] not in self.chosen:
+                    continue
+                start, stop = self.chosen[rows[i]]
+                if not (stretches := window(held, start, stop)):
+                    continue
+                part = self.taken.get(rows[i])
+                if part is None:
+                    begin = offsets[i]  # of this sequence in the jagged values
+                    part = self.taken[rows[i]] = Part(
+                        row=rows[i],
+                        tokens=tokens[begin + start : begin + stop].to("cpu", torch.int64, copy=True).numpy(),
+                        prompt_len=max(0, lengths[i] - responses[i] - start),
+                        start=start,
+                        last=self.last,
+                        stretches=tuple((s.start - start, s.stop - start) for s in stretches),
+                    )
+                part.states[index] = self._copy(axis, stretches)
 
-            def cut(h: torch.Tensor, i: int = i, a: int = begin, start: int = start, stop: int = stop) -> torch.Tensor:
-                piece = h[0, a + start : a + stop] if packed else h[i, start:stop]
-                return piece.to("cpu", self.dtype, copy=True)  # [stop - start, H]
-
-            prompt = offsets[i + 1] - begin - responses[i]
-            self.taken[row] = DrafterSequence(
-                tokens=tokens[begin + start : begin + stop].to("cpu", torch.int64, copy=True),
-                prompt_len=max(0, prompt - start),
-                aux=torch.cat([cut(states[layer]) for layer in self.aux_layers], dim=-1),  # [stop - start, 3H]
-                last=cut(states[self._last]),
-                start=start,
-            )
+    def _copy(self, axis: torch.Tensor, stretches: Sequence[Stretch]) -> Any:
+        pieces = [axis[s.at : s.at + s.stop - s.start] for s in stretches]
+        piece = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return to_numpy16(piece.to("cpu", self.dtype, copy=True))  # [n, H]
 
 
 def response_lengths(micro_batch: Any) -> list[int]:

@@ -6,9 +6,8 @@ would replace the engine in every process, with the flag or without.
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
@@ -18,9 +17,10 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_tlt.config import TLTConfig
-from verl_tlt.drafter import to_numpy16
-from verl_tlt.engine.tap import ROW, HiddenStateTap, response_lengths
+from verl_tlt.drafter import FrozenParts, to_numpy16
+from verl_tlt.engine.tap import ROW, HiddenStateTap, Untapped, adapt, response_lengths
 from verl_tlt.spot.buffer import choose_window, select_for_tap
+from verl_tlt.spot.parts import split
 
 FROZEN = {"embed": "embed_tokens.weight", "lm_head": "lm_head.weight", "norm": "model.norm.weight"}
 """The policy's parts the drafter shares, by the end of their Hugging Face names."""
@@ -40,7 +40,7 @@ class TLTTrainingWorker(TrainingWorker):
         if self.tap is None or reference or "input_ids" not in data:
             return super().infer_batch(data)
         lengths = data["input_ids"].offsets().diff().tolist()
-        rng = random.Random(self.tap_seen)
+        rng = random.Random(self.tap_seen)  # the same on every rank that computes this batch
         self.tap_seen += 1
         rows = select_for_tap(lengths, self.tap_budget, rng, self.tap_window)
         # The response is what ends a row; verl pads nothing into jagged ids.
@@ -55,6 +55,7 @@ class TLTActorWorker(ActorRolloutRefWorker):
 
     actor_worker_cls = TLTTrainingWorker
     _tlt_frozen: dict[str, torch.Tensor] | None = None
+    _tlt_frozen_seen = False
     _tlt_tee = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -66,47 +67,44 @@ class TLTActorWorker(ActorRolloutRefWorker):
             aux_layers: layer inputs the drafter wants.
 
         Returns:
-            {"node": str, "pid": int}, for placing the spot worker beside it.
+            {"group": the data-parallel rank, which is the same on all ranks that compute the same sequences,
+            "untapped": why this engine has no tap, or None}.
         """
         tlt = TLTConfig.from_dict(config)
         dtype = getattr(torch, str(self.config.rollout.dtype).replace("torch.", ""), torch.bfloat16)
         self._tlt_dtype = dtype if dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
-        self.actor.tap = HiddenStateTap(self.actor.engine, aux_layers, self._tlt_dtype)
+        try:
+            adapter = adapt(self.actor.engine)
+        except Untapped as why:
+            return {"group": 0, "untapped": str(why)}
+        self.actor.tap = HiddenStateTap(adapter, aux_layers, self._tlt_dtype)
         self.actor.tap_budget = tlt.buffer.tokens_per_step
         self.actor.tap_window = tlt.buffer.window
         self._tlt_tee = True
-        return {"node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()}
+        return {"group": self.actor.engine.get_data_parallel_rank(), "untapped": None}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def tlt_take(self) -> dict[str, Any]:
+    def tlt_take(self, shares: Sequence[int]) -> dict[str, Any]:
         """Hand over what the last old-log-prob forward was tapped for.
 
+        Args:
+            shares: for each rank, among how many spot workers its sequences are to be shared.
+
         Returns:
-            {"sequences": ObjectRef of a list of dicts (tokens int64 [L], prompt_len, start, aux uint16 [L, 3H],
-            last uint16 [L, H]) in this node's object store, "frozen": ObjectRef of {embed, lm_head, norm} or None,
-            "count", "tokens", "bytes", "seconds"}.
+            {"parts": for each share the ObjectRef of a list of `spot.parts.Part` in this node's object store,
+            "frozen": ObjectRef of {embed, lm_head, norm} or nothing, "tokens", "bytes", "seconds", "errors"}.
         """
         tap = self.actor.tap
         assert tap is not None
-        taken = [
-            {
-                "tokens": s.tokens.numpy(),
-                "prompt_len": s.prompt_len,
-                "start": s.start,
-                "aux": to_numpy16(s.aux),
-                "last": to_numpy16(s.last),
-            }
-            for s in tap.take()
-        ]
+        taken = tap.take()
         errors, tap.errors = tap.errors, 0
         frozen, self._tlt_frozen = self._tlt_frozen, None
         # References inside containers are handed on as references instead of being resolved.
         return {
-            "sequences": [ray.put(taken)],
+            "parts": [ray.put(share) for share in split(taken, shares[self.rank])],
             "frozen": [ray.put({k: to_numpy16(v) for k, v in frozen.items()})] if frozen else [],
-            "count": len(taken),
-            "tokens": sum(len(t["tokens"]) for t in taken),
-            "bytes": sum(t["aux"].nbytes + t["last"].nbytes for t in taken),
+            "tokens": sum(len(p.states[tap.last]) for p in taken if tap.last in p.states),
+            "bytes": sum(p.nbytes for p in taken),
             "seconds": tap.seconds,
             "errors": errors,
         }
@@ -118,10 +116,13 @@ class TLTActorWorker(ActorRolloutRefWorker):
             return await super().update_weights(global_steps=global_steps, mode=mode)
         engine = self.actor.engine
         kept: dict[str, torch.Tensor] = {}
+        adapter_alone = False
         original = engine.get_per_tensor_param
 
         def teed(*args: Any, **kwargs: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], Any]:
+            nonlocal adapter_alone
             params, peft = original(*args, **kwargs)
+            adapter_alone = peft is not None
             return self._tlt_tee_params(params, kept), peft
 
         engine.get_per_tensor_param = teed
@@ -131,7 +132,14 @@ class TLTActorWorker(ActorRolloutRefWorker):
             del engine.get_per_tensor_param  # the instance attribute; the class's method shows again
             if {"embed", "norm"} <= kept.keys():
                 kept.setdefault("lm_head", kept["embed"])  # tied embeddings stream once
-                self._tlt_frozen = kept
+                self._tlt_frozen, self._tlt_frozen_seen = kept, True
+            elif adapter_alone and not self._tlt_frozen_seen:
+                # With LoRA and a rollout that loaded the base itself, none of it ever streams past, nor changes.
+                self._tlt_frozen, self._tlt_frozen_seen = self._tlt_base_parts(), True
+
+    def _tlt_base_parts(self) -> dict[str, torch.Tensor]:
+        parts = FrozenParts.from_policy_dir(self.actor.engine.model_config.local_path)
+        return {part: getattr(parts, part).to("cpu", self._tlt_dtype) for part in FROZEN}
 
     def _tlt_tee_params(
         self, params: Iterator[tuple[str, torch.Tensor]], kept: dict[str, torch.Tensor]

@@ -7,6 +7,7 @@ It checks a flag between micro-batches, so that a stop costs at most one of them
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from dataclasses import asdict
@@ -14,10 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.spot.merge import Contribution, Merged, merge
+from verl_tlt.spot.parts import Part, join
 from verl_tlt.spot.store import DrafterFile
 
 if TYPE_CHECKING:
     from verl_tlt.spot.learner import Params
+
+logger = logging.getLogger(__name__)
 
 
 class SpotWorker:
@@ -38,20 +42,32 @@ class SpotWorker:
         self.learner = SpotLearner(name, TLTConfig.from_dict(config), **arguments)
         self._stopping = threading.Event()
 
-    async def add(self, step: int, sequences: list[Any], frozen: list[Any]) -> dict[str, Any]:
+    async def add(self, step: int, sequences: list[list[Any]], frozen: list[Any]) -> dict[str, Any]:
         """Take over what the tap captured in one step.
 
         Args:
             step: the RL step.
-            sequences: an ObjectRef for each of the replica's ranks, of a list of what `tlt_take` describes.
+            sequences: for each group of actor ranks that computed the same sequences, an ObjectRef from each of its
+                ranks, of a list of `Part`.
             frozen: an ObjectRef of the policy's frozen parts, or nothing where they are as before.
 
         Returns:
-            Buffer statistics: {"tokens", "bytes", "sequences", ...}.
+            Buffer statistics: {"tokens", "bytes", "sequences", ...}, and {"incomplete": sequences left out}.
         """
-        items = [item for reference in sequences for item in await reference]
+        groups = [[await reference for reference in ranks] for ranks in sequences]
         parts = await frozen[0] if frozen else None
-        return await asyncio.to_thread(self.learner.add, step, items, parts)
+        return await asyncio.to_thread(self._add, step, groups, parts)
+
+    def _add(self, step: int, groups: list[list[list[Part]]], parts: dict[str, Any] | None) -> dict[str, Any]:
+        layers = self.learner.model.config.eagle_aux_hidden_state_layer_ids
+        items, missing = [], 0
+        for ranks in groups:
+            joined, incomplete = join(ranks, layers)
+            items += joined
+            missing += incomplete
+        if missing:
+            logger.warning("%d of %d sequences were left out: a rank's part is missing", missing, missing + len(items))
+        return self.learner.add(step, items, parts) | {"incomplete": missing}
 
     async def train(self) -> dict[str, Any]:
         """Train until `stop`, or until the buffer's epochs are used up. Returns a `SessionResult` as a dict."""

@@ -33,6 +33,7 @@ from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import files_digest
 from verl_tlt.spot.buffer import buffer_metrics
 from verl_tlt.spot.learner import Sampling
+from verl_tlt.spot.parts import Routes, route
 from verl_tlt.spot.session import FailureBudget, SessionPlanner
 from verl_tlt.spot.store import STORE_NAME, DrafterStore
 from verl_tlt.trace.events import TraceWriter
@@ -84,6 +85,7 @@ class TLTMixin:
         self._tlt_budget = FailureBudget(self.tlt.spot.max_failures)
         self._tlt_buffers: dict[str, dict[str, Any]] = {}
         self._tlt_taking: dict[str, Any] = {}
+        self._tlt_routes = Routes((), {})
         self._tlt_tokens = 0
         super().__init__(config)  # type: ignore[call-arg]
         self._tlt_trace = TraceWriter(str(self.tlt.trace.dir), "trainer")
@@ -163,7 +165,12 @@ class TLTMixin:
 
     def _tlt_start_spot(self) -> None:
         rollout = self.config.actor_rollout_ref.rollout
-        self.actor_rollout_wg.tlt_setup(self.tlt.to_dict(), list(self._tlt_start.aux_layers))
+        ready = self.actor_rollout_wg.tlt_setup(self.tlt.to_dict(), list(self._tlt_start.aux_layers))
+        if untapped := next((r["untapped"] for r in ready if r["untapped"]), None):
+            logger.warning("the drafter is not trained in this run, which speculates with it as it is: %s", untapped)
+            return
+        replicas = {name: r.ranks for name, r in self._tlt_fleet.replicas.items()}
+        self._tlt_routes = route([r["group"] for r in ready], replicas)
         self._tlt_fleet.start_workers(
             self.resource_pool_manager.resource_pool_dict["global_pool"],
             config=self.tlt.to_dict(),
@@ -253,13 +260,14 @@ class TLTMixin:
 
     def _tlt_hand_over(self) -> None:
         """Send what the tap captured on each rank to the spot worker beside it; nobody waits for the copy."""
-        taken = ray.get(self.actor_rollout_wg.tlt_take())
+        routes = self._tlt_routes
+        taken = ray.get(self.actor_rollout_wg.tlt_take(routes.shares))
         if errors := sum(t["errors"] for t in taken):
             self._tlt_errors["tap"] = self._tlt_errors.get("tap", 0) + errors
         for name, replica in self._tlt_fleet.replicas.items():
-            parts = [taken[rank] for rank in replica.ranks]
-            sequences = [ref for part in parts for ref in part["sequences"]]
-            self._tlt_taking[name] = replica.worker.add.remote(self.global_steps, sequences, parts[0]["frozen"])
+            sequences = [[taken[rank]["parts"][share] for rank in ranks] for ranks, share in routes.sources[name]]
+            frozen = taken[replica.ranks[0]]["frozen"]
+            self._tlt_taking[name] = replica.worker.add.remote(self.global_steps, sequences, frozen)
         self._tlt_log.tapped(taken)
 
     def _tlt_settle_buffers(self) -> None:
@@ -268,7 +276,9 @@ class TLTMixin:
         for name, reference in taking.items():
             self._tlt_buffers.pop(name, None)
             try:
-                self._tlt_buffers[name] = ray.get(reference)
+                self._tlt_buffers[name] = found = ray.get(reference)
+                if found["incomplete"]:
+                    self._tlt_errors["parts"] = self._tlt_errors.get("parts", 0) + found["incomplete"]
             except ray.exceptions.RayActorError as error:
                 logger.warning("the spot worker of %s died while it took over hidden states: %s", name, error)
                 self._tlt_fleet.restart([name])

@@ -1,0 +1,59 @@
+"""The tap on verl's FSDP engines over two processes: what the ranks send is, joined, what the policy computes alone."""
+
+import pytest
+import torch
+from actor import free_port, make_rows, reference, whole_sequences
+from rank_cases import CASES, LENGTHS, build_policies, run_cases
+
+pytestmark = pytest.mark.engine
+
+TOLERANCE = dict(rtol=2**-7, atol=2e-3)  # bfloat16's rounding; sums over ranks are ordered otherwise
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Policies, and what two ranks left for every case."""
+    root = tmp_path_factory.mktemp("taps")
+    build_policies(root)
+    torch.multiprocessing.spawn(run_cases, (free_port(), str(root), list(CASES)), nprocs=2)
+    return root
+
+
+def policy_of(case, root):
+    """The same policy as a plain Hugging Face model, its adapter merged."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(root / case.policy, dtype=torch.float32, attn_implementation="sdpa")
+    if case.lora:
+        model = PeftModel.from_pretrained(model, root / case.lora).merge_and_unload()
+    return model.eval()
+
+
+@pytest.mark.parametrize("window", [10_000, 11])
+@pytest.mark.parametrize("name", list(CASES))
+def test_joined_parts_are_the_policys_states(root, name, window):
+    case, policy = CASES[name], policy_of(CASES[name], root)
+    found = [torch.load(root / f"{name}-{rank}.pt", weights_only=False)[window] for rank in range(2)]
+    assert not any(errors for _, errors, _ in found)
+    groups = [[parts for parts, _, _ in found]] if case.ulysses > 1 else [[parts] for parts, _, _ in found]
+    for group, ranks in enumerate(groups):
+        rows, sequences = make_rows(LENGTHS[group], seed=group), whole_sequences(ranks)
+        assert len(sequences) == len(rows)
+        for s, (tokens, prompt_len) in zip(sequences, rows, strict=True):
+            assert len(s) == min(window, len(tokens))
+            stop = s.start + len(s)
+            assert torch.equal(s.tokens, tokens[s.start : stop])
+            assert s.prompt_len == max(0, prompt_len - s.start)
+            aux, last = reference(policy, tokens)
+            torch.testing.assert_close(s.aux.float(), aux[s.start : stop], **TOLERANCE)
+            torch.testing.assert_close(s.last.float(), last[s.start : stop], **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.ulysses > 1])
+def test_with_ulysses_each_rank_sends_its_slice_only(root, name):
+    found = [torch.load(root / f"{name}-{rank}.pt", weights_only=False)[10_000][0] for rank in range(2)]
+    sent = [sum(len(p.states[p.last]) for p in parts) for parts in found]
+    assert sum(sent) == sum(p + r for p, r in LENGTHS[0]), "a token was sent twice, or not at all"
+    assert min(sent) > 0
+    assert any(len(p.tokens) > sum(b - a for a, b in p.stretches) for p in found[0]), "no sequence was split"
