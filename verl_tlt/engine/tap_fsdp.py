@@ -31,7 +31,7 @@ class FSDPAdapter:
         decoder = getattr(policy, "model", None)
         if decoder is None or not (hasattr(decoder, "layers") and hasattr(decoder, "norm")):
             raise Untapped(
-                f"actor_rollout_ref.model.path is a {type(policy).__name__}, which has no model.layers with a model.norm."
+                f"actor_rollout_ref.model.path is a {type(policy).__name__}, without model.layers and model.norm."
             )
         self._decoder = decoder
         self.layers = len(self._decoder.layers)
