@@ -50,7 +50,7 @@ class Team:
     """Workers from one random head, each with its share of the sequences."""
 
     def __init__(self, shares: list[list[dict[str, Any]]], parts: dict[str, np.ndarray], seed: int) -> None:
-        config = dataclasses.replace(CONFIG, buffer=dataclasses.replace(CONFIG.buffer, held_out=1e-6))
+        config = dataclasses.replace(CONFIG, buffer=dataclasses.replace(CONFIG.buffer, held_out=0.0))
         file = DrafterFile(0, *to_drafter_file(new_drafter(seed), "float32"))
         sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1)
         self.workers = [

@@ -25,11 +25,14 @@ import torch
 
 from verl_tlt.drafter import Batch, DrafterTrainer, Sequence, align, build_drafter, pack
 from verl_tlt.spot.buffer import Buffer
+from verl_tlt.toy import task
 
 
 def long_tailed(count: int, median: int, sigma: float, longest: int, seed: int) -> list[int]:
-    """Log-normal lengths, as rollouts of reasoning models have them."""
+    """Log-normal lengths, as rollouts of reasoning models have them; with `median` 0 those of the toy's responses."""
     rng = random.Random(seed)
+    if not median:
+        return [min(longest, task.sample_length(task.sample_problem(rng), rng)) for _ in range(count)]
     return [min(longest, max(8, round(median * rng.lognormvariate(0.0, sigma)))) for _ in range(count)]
 
 
@@ -77,7 +80,7 @@ def _filled(batch: Batch, rows: int) -> Batch:
 
 def packed_batches(sequences: list[Sequence], budget: int, rng: random.Random) -> list[list[Batch]]:
     """All sequences once, as a session draws them."""
-    buffer: Buffer[Sequence] = Buffer(max_bytes=2**40, keep_steps=1, held_out=1e-9)
+    buffer: Buffer[Sequence] = Buffer(max_bytes=2**40, keep_steps=1, held_out=0.0)
     for i, s in enumerate(sequences):
         buffer.add(step=0, index=i, prompt_len=s.prompt_len, length=len(s), nbytes=1, payload=s)
     buffer.begin_session(max_epochs=1.0)
@@ -105,9 +108,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--sequences", type=int, default=48)
-    parser.add_argument("--median", type=int, default=96)
+    parser.add_argument("--median", type=int, default=0, help="of the lengths; 0: the toy's own mix")
     parser.add_argument("--sigma", type=float, default=1.0)
-    parser.add_argument("--longest", type=int, default=1024)
+    parser.add_argument("--longest", type=int, default=1400)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--rows", type=int, nargs="+", default=[4, 8, 16], help="sequences in a padded batch")

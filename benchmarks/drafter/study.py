@@ -100,7 +100,7 @@ def warm_up(texts: list[Text], directory: Path, name: str) -> None:
     parts = policy.frozen_parts()
     refresh_frozen(model, FrozenParts(**{k: from_numpy16(v) for k, v in parts.items()}))
     trainer = DrafterTrainer(model, learning_rate=2e-3, ttt_steps=CONFIG.drafter.passes)
-    buffer: Buffer[Any] = Buffer(max_bytes=2**31, keep_steps=1, held_out=0.05)
+    buffer: Buffer[Any] = Buffer(max_bytes=2**31, keep_steps=1, held_out=0.0)
     for i, one in enumerate(items):
         buffer.add(step=0, index=i, prompt_len=one["prompt_len"], length=len(one["tokens"]), nbytes=1, payload=one)
     rng = random.Random(0)

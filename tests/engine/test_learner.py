@@ -26,7 +26,7 @@ def texts():
 @pytest.fixture(scope="module")
 def made(texts):
     """Four learners; two by two they have the same sequences."""
-    config = dataclasses.replace(CONFIG, buffer=dataclasses.replace(CONFIG.buffer, held_out=1e-6))
+    config = dataclasses.replace(CONFIG, buffer=dataclasses.replace(CONFIG.buffer, held_out=0.0))
     arguments = worker_arguments() | {"config": config}
     learners = [SpotLearner(name, **arguments) for name in ("a", "b", "a-alone", "b-alone")]
     for learner, items in zip(learners, (*texts[:2], *texts[:2]), strict=True):
