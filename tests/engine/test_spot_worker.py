@@ -1,6 +1,7 @@
 """Real spot workers in Ray: they learn, stop, merge, judge, publish and resume."""
 
 import asyncio
+import os
 import time
 
 import numpy as np
@@ -90,6 +91,16 @@ def test_training_lowers_the_loss_and_raises_held_out_acceptance(pair):
     tau = taus(get(pair[0].score.remote(3)))
     assert tau["candidate"] > tau["served"] + 0.2
     assert tau["served"] == tau["frozen"]
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="the scheduling class is Linux's")
+def test_on_a_cpu_a_session_gets_only_the_time_that_engines_leave(pair):
+    def classes(worker):
+        return worker._session.submit(os.sched_getscheduler, 0).result(), os.sched_getscheduler(0)
+
+    session, calls = get(pair[0].__ray_call__.remote(classes))
+    assert session == os.SCHED_IDLE
+    assert calls != os.SCHED_IDLE  # `stop` is answered at once
 
 
 def test_a_stop_costs_one_micro_batch(pair):

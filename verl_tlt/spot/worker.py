@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
     from verl_tlt.spot.learner import Params
 
 logger = logging.getLogger(__name__)
+
+
+def _yield_to_engines() -> None:
+    """Give this thread only the CPU time that nobody else wants."""
+    os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
 
 
 class SpotWorker:
@@ -41,6 +48,9 @@ class SpotWorker:
         torch.set_num_threads(1)  # several processes share this machine's cores; spinning threads cost all of them
         self.learner = SpotLearner(name, TLTConfig.from_dict(config), **arguments)
         self._stopping = threading.Event()
+        # Without an accelerator training shares its cores with the engines that still decode.
+        shared = self.learner.device.type == "cpu" and hasattr(os, "SCHED_IDLE")
+        self._session = ThreadPoolExecutor(1, "tlt-session", initializer=_yield_to_engines if shared else None)
 
     async def add(self, step: int, sequences: list[list[Any]], frozen: list[Any]) -> dict[str, Any]:
         """Take over what the tap captured in one step.
@@ -72,7 +82,8 @@ class SpotWorker:
     async def train(self) -> dict[str, Any]:
         """Train until `stop`, or until the buffer's epochs are used up. Returns a `SessionResult` as a dict."""
         self._stopping.clear()
-        return asdict(await asyncio.to_thread(self.learner.train, self._stopping.is_set))
+        loop = asyncio.get_running_loop()
+        return asdict(await loop.run_in_executor(self._session, self.learner.train, self._stopping.is_set))
 
     async def stop(self) -> float:
         """Ask a running session to end after its micro-batch; returns at once with the worker's unix time."""
