@@ -74,7 +74,7 @@ def resolve(config: DictConfig, settings: TLTConfig) -> TLTConfig:
     drafter_path = settings.drafter.path
     save_dir = settings.drafter.save_dir or os.path.join(str(config.trainer.default_local_dir), "tlt_drafter")
     alone = settings.speculation.enable and settings.speculation.source == "ngram"
-    spot = doctor.has_tap(str(config.actor_rollout_ref.actor.strategy)) and settings.spot.enable and not alone
+    spot = settings.spot.enable and not alone and not doctor.untapped(*facts.read_actor(config))
     return dataclasses.replace(
         settings,
         # Ray workers start in another directory.

@@ -18,7 +18,7 @@ from verl_tlt.versions import SUPPORTED, Release, Supported, release
 
 Level = Literal["ok", "warn", "refuse"]
 
-TAPPED = ("fsdp", "fsdp2")
+TAPPED = ("fsdp", "fsdp2", "megatron")
 """Actor strategies whose engine has a hidden-state tap; the others can speculate, but not train the drafter."""
 
 
@@ -35,9 +35,15 @@ class Finding:
 Rule = Callable[[Run, TLTConfig], Iterator[Finding]]
 
 
-def has_tap(strategy: str) -> bool:
-    """Whether the drafter can learn from an actor of this strategy."""
-    return strategy in TAPPED
+def untapped(strategy: str, dynamic_context_parallel: bool) -> tuple[str, str] | None:
+    """Why the drafter cannot learn from such an actor, as (key, beginning of a sentence); None where it can."""
+    if strategy not in TAPPED:
+        key = "actor_rollout_ref.actor.strategy"
+        return key, f"{key}={strategy} has no hidden-state tap (only {', '.join(TAPPED)} have)"
+    if strategy == "megatron" and dynamic_context_parallel:
+        key = "actor_rollout_ref.actor.megatron.dynamic_context_parallel"
+        return key, f"{key}=True deals sequences out to ranks anew in every step, which the tap cannot follow"
+    return None
 
 
 def examine(environment: Environment, run: Run | None, settings: TLTConfig) -> list[Finding]:
@@ -112,16 +118,11 @@ def actor(run: Run, settings: TLTConfig) -> Iterator[Finding]:
     what = "actor_rollout_ref.actor.strategy"
     if not settings.spot.enable:
         yield Finding("ok", what, f"{what}={run.strategy}; tlt.spot.enable=False, so the drafter stays as it is loaded")
-    elif not has_tap(run.strategy):
+    elif why := untapped(run.strategy, run.dynamic_context_parallel):
         useless = (
             "" if settings.drafter.path else ", which without tlt.drafter.path is random and will not speed up anything"
         )
-        yield Finding(
-            "warn",
-            what,
-            f"{what}={run.strategy} has no hidden-state tap (only {' and '.join(TAPPED)} have), so this run speculates "
-            f"with the drafter as it is loaded{useless}.",
-        )
+        yield Finding("warn", why[0], f"{why[1]}, so this run speculates with the drafter as it is loaded{useless}.")
     elif run.bypass_old_log_prob:
         key = "algorithm.rollout_correction.bypass_mode"
         yield Finding(
@@ -158,6 +159,14 @@ def rollout(run: Run, _settings: TLTConfig) -> Iterator[Finding]:
         problems.append((key, f"{key} is set, and vLLM rejects it together with speculative decoding."))
     for sentence in run.engine_problems:
         problems.append((f"{node}.engine_kwargs", sentence))
+    if run.quantized_by:
+        problems.append(
+            (
+                run.quantized_by.partition("=")[0],
+                f"{run.quantized_by} lets the rollout compute with other weights than the actor, whose hidden states "
+                "teach the drafter, and drafters beside a quantized policy were not tested.",
+            )
+        )
     if run.mtp_rollout:
         key = "actor_rollout_ref.model.mtp.enable_rollout"
         problems.append((key, f"{key}=True drafts with the policy's own MTP head; use that or TLT, not both."))

@@ -44,6 +44,8 @@ class Run:
     other_trainer: str | None = None
     """A top-level node that only verl's experimental trainers have."""
     strategy: str = "fsdp2"
+    dynamic_context_parallel: bool = False
+    """Megatron deals sequences out to ranks anew in every step."""
     rollout: str = "vllm"
     disaggregation: bool = False
     data_parallel: int = 1
@@ -51,6 +53,8 @@ class Run:
     """Full names of `min_p`/`logit_bias` keys that are set."""
     engine_problems: tuple[str, ...] = ()
     """Why the engine's arguments cannot be combined with speculation, one sentence each."""
+    quantized_by: str | None = None
+    """The key, and its value, by which the rollout computes with other weights than the actor's."""
     mtp_rollout: bool = False
     bypass_old_log_prob: bool = False
     missing_data: tuple[tuple[str, str], ...] = ()
@@ -93,11 +97,13 @@ def read_run(config: DictConfig, settings: TLTConfig) -> Run:
     """
     rollout = "actor_rollout_ref.rollout"
     remote = _is_remote(config)
+    strategy, dynamic_context_parallel = read_actor(config)
     return Run(
         trainer_mode=str(_select(config, "trainer.v1.trainer_mode", "sync")).removeprefix("tlt_"),
         use_v1=bool(_select(config, "trainer.use_v1", True)),
         other_trainer=next((node for node in ("async_training", "rollout") if node in config), None),
-        strategy=str(_select(config, "actor_rollout_ref.actor.strategy", "")),
+        strategy=strategy,
+        dynamic_context_parallel=dynamic_context_parallel,
         rollout=str(_select(config, f"{rollout}.name", "")),
         disaggregation=bool(_select(config, f"{rollout}.disaggregation.enabled", False)),
         data_parallel=int(_select(config, f"{rollout}.data_parallel_size", 1)),
@@ -108,6 +114,7 @@ def read_run(config: DictConfig, settings: TLTConfig) -> Run:
             if _select(config, f"{node}.{name}")
         ),
         engine_problems=_engine_problems(config, settings),
+        quantized_by=_quantized_by(config),
         mtp_rollout=bool(_select(config, "actor_rollout_ref.model.mtp.enable", False))
         and bool(_select(config, "actor_rollout_ref.model.mtp.enable_rollout", False)),
         bypass_old_log_prob=bool(_select(config, "algorithm.rollout_correction.bypass_mode", False)),
@@ -115,6 +122,14 @@ def read_run(config: DictConfig, settings: TLTConfig) -> Run:
         policy_problem=None if remote else _policy_problem(str(_select(config, "actor_rollout_ref.model.path", ""))),
         drafter_problem=None if remote else _drafter_problem(config, settings),
         remote_driver=remote,
+    )
+
+
+def read_actor(config: DictConfig) -> tuple[str, bool]:
+    """The actor's strategy, and whether Megatron deals sequences out to its ranks anew in every step."""
+    node = "actor_rollout_ref.actor"
+    return str(_select(config, f"{node}.strategy", "")), bool(
+        _select(config, f"{node}.megatron.dynamic_context_parallel", False)
     )
 
 
@@ -138,6 +153,14 @@ def _select(config: DictConfig, key: str, default: Any = None) -> Any:
 def _first(error: Exception) -> str:
     """The first line of an error, as the end of a sentence."""
     return str(error).strip().splitlines()[0].rstrip(".") + "."
+
+
+def _quantized_by(config: DictConfig) -> str | None:
+    key = "actor_rollout_ref.rollout.quantization"
+    if kind := _select(config, key):
+        return f"{key}={kind}"
+    keys = (f"actor_rollout_ref.actor.{engine}.qat.enable" for engine in ("fsdp_config", "megatron"))
+    return next((f"{key}=True" for key in keys if _select(config, key)), None)
 
 
 def _is_remote(config: DictConfig) -> bool:

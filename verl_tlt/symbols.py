@@ -139,6 +139,28 @@ SYMBOLS = (
         "model_config",
         used_by="engine/tap_fsdp.py",
     ),
+    Symbol(
+        "verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead.forward_step",
+        "batch_iter model",
+        says=("batch: TensorDict = next(batch_iter)",),
+        used_by="engine/tap_megatron.py",
+    ),
+    Symbol(
+        "verl.workers.engine.megatron.transformer_impl:MegatronEngine",
+        has="get_per_tensor_param get_data_parallel_rank _get_context_parallel_layout module engine_config mode",
+        used_by="engine/tap_megatron.py",
+    ),
+    Symbol("verl.utils.megatron_utils:unwrap_model", "model", used_by="engine/tap_megatron.py"),
+    Symbol(
+        "verl.workers.config.engine:McoreEngineConfig",
+        has="strategy dynamic_context_parallel",
+        used_by="engine/tap_megatron.py",
+    ),
+    Symbol(
+        "verl.models.mcore.util:preprocess_thd_engine",
+        says=("cu_seqlens_q_padded=cu_seqlens_padded",),
+        used_by="engine/tap_megatron.py",
+    ),
     Symbol("verl.single_controller.base.decorator:register", "dispatch_mode", used_by="engine/worker.py"),
     Symbol("verl.utils.tensordict_utils:get", "tensordict key default", used_by="engine/worker.py"),
     # verl on a CPU, and the toy.

@@ -41,9 +41,9 @@ def test_paths_are_absolute_because_workers_start_elsewhere(recipe, tmp_path, mo
 
 
 def test_no_spot_training_where_nothing_can_feed_it(recipe, capsys):
-    recipe.actor_rollout_ref.actor.strategy = "megatron"
+    recipe.actor_rollout_ref.actor.strategy = "veomni"
     assert activate(recipe)["tlt"]["spot"]["enable"] is False
-    assert "actor_rollout_ref.actor.strategy=megatron has no hidden-state tap" in capsys.readouterr().err
+    assert "actor_rollout_ref.actor.strategy=veomni has no hidden-state tap" in capsys.readouterr().err
 
 
 def test_an_engine_without_a_drafter_has_nothing_to_train_and_nothing_to_calibrate(recipe):

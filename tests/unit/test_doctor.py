@@ -74,6 +74,7 @@ def test_releases_compare_as_numbers():
         ({"missing_data": (("data.val_files", "/x.parquet"),)}, "data.val_files"),
         ({"policy_problem": "p."}, "actor_rollout_ref.model.path"),
         ({"drafter_problem": "d."}, "tlt.drafter.path"),
+        ({"quantized_by": "rollout.quantization=fp8"}, "rollout.quantization"),
     ],
 )
 def test_each_impossible_run_is_refused_for_that_one_reason(change, what):
@@ -85,14 +86,20 @@ def test_an_unsupported_mode_says_which_are_supported():
     assert "separate_async" in finding.sentence and all(mode in finding.sentence for mode in MODES)
 
 
-@pytest.mark.parametrize("strategy", ["megatron", "veomni", "torchtitan", "automodel", "mindspeed"])
+@pytest.mark.parametrize("strategy", ["veomni", "torchtitan", "automodel", "mindspeed"])
 def test_an_engine_without_a_tap_speculates_only(strategy):
     assert levels(Run(strategy=strategy)) == {"actor_rollout_ref.actor.strategy": "warn"}
 
 
+def test_megatron_feeds_the_drafter_unless_it_deals_sequences_out_anew():
+    assert levels(Run(strategy="megatron")) == {}
+    key = "actor_rollout_ref.actor.megatron.dynamic_context_parallel"
+    assert levels(Run(strategy="megatron", dynamic_context_parallel=True)) == {key: "warn"}
+
+
 def test_a_random_drafter_that_cannot_learn_is_called_useless():
     def sentence(settings):
-        return next(f.sentence for f in examine(GOOD, Run(strategy="megatron"), settings) if f.level == "warn")
+        return next(f.sentence for f in examine(GOOD, Run(strategy="veomni"), settings) if f.level == "warn")
 
     assert "random" in sentence(TLTConfig())
     assert "random" not in sentence(TLTConfig(drafter=DrafterConfig(path="/d")))
@@ -102,7 +109,7 @@ def test_bypass_mode_warns_that_nothing_feeds_the_drafter():
     assert levels(Run(bypass_old_log_prob=True)) == {"algorithm.rollout_correction.bypass_mode": "warn"}
 
 
-@pytest.mark.parametrize("run", [Run(strategy="megatron"), Run(bypass_old_log_prob=True)])
+@pytest.mark.parametrize("run", [Run(strategy="veomni"), Run(bypass_old_log_prob=True)])
 def test_a_drafter_that_is_not_to_learn_needs_no_tap(run):
     assert levels(run, TLTConfig(spot=SpotConfig(enable=False))) == {}
 
@@ -118,7 +125,7 @@ def test_without_a_run_only_packages_are_judged():
 
 def test_every_finding_that_is_not_ok_is_one_sentence():
     worst = Run(
-        trainer_mode="x", use_v1=False, other_trainer="rollout", strategy="megatron", rollout="sglang",
+        trainer_mode="x", use_v1=False, other_trainer="rollout", strategy="veomni", rollout="sglang",
         disaggregation=True, data_parallel=2, refused_sampling=("k",), engine_problems=("s.",), mtp_rollout=True,
         missing_data=(("data.train_files", "/x"),),
     )  # fmt: skip

@@ -36,6 +36,14 @@ def test_the_mode_is_read_the_same_before_and_after_activation(recipe):
         ("actor_rollout_ref.rollout.disaggregation", {"enabled": True}, "disaggregation", True),
         ("async_training", {"x": 1}, "other_trainer", "async_training"),
         ("trainer.use_v1", False, "use_v1", False),
+        ("actor_rollout_ref.actor.megatron.dynamic_context_parallel", True, "dynamic_context_parallel", True),
+        ("actor_rollout_ref.rollout.quantization", "fp8", "quantized_by", "actor_rollout_ref.rollout.quantization=fp8"),
+        (
+            "actor_rollout_ref.actor.fsdp_config.qat.enable",
+            True,
+            "quantized_by",
+            "actor_rollout_ref.actor.fsdp_config.qat.enable=True",
+        ),
     ],
 )
 def test_keys(recipe, key, value, field, expected):

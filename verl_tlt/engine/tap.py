@@ -70,6 +70,10 @@ def adapt(engine: Any) -> Adapter:
         from verl_tlt.engine.tap_fsdp import FSDPAdapter
 
         return FSDPAdapter(engine)
+    if strategy == "megatron":
+        from verl_tlt.engine.tap_megatron import MegatronAdapter
+
+        return MegatronAdapter(engine)
     raise Untapped(f"actor_rollout_ref.actor.strategy={strategy} has no hidden-state tap.")
 
 
