@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 FLAG = re.compile(r"""^\+{0,2}(trainer\.plugin=['"]?tlt['"]?|tlt(@[^=]*)?=.+)$""", re.IGNORECASE)
 MAIN = "verl.trainer.main_ppo"
+OTHERS = ("verl.experimental.fully_async_policy.fully_async_main", "verl.experimental.one_step_off_policy.main_ppo")
+"""verl's experimental trainers: built directly, without the hooks by which TLT knows when devices are idle and when a
+drafter has to be published, and the first one without the validation in which the plugin could refuse."""
 
 
 class VerlTLTSearchPath(SearchPathPlugin):
@@ -54,7 +57,7 @@ def refusal(argv: Sequence[str], modules: Mapping[str, ModuleType], environ: Map
     """
     if "verl" not in modules or not any(FLAG.match(argument) for argument in argv):
         return None
-    main = _main_name(modules.get("__main__"))
+    main = next((name for name in OTHERS if name in modules), _main_name(modules.get("__main__")))
     if main and main.startswith("verl.") and main != MAIN:
         return f"trainer.plugin=tlt works with {MAIN}, and this is {main}."
     plugin = modules.get("verl_tlt.plugin")

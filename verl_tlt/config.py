@@ -89,14 +89,16 @@ class SpeculationConfig:
 
 @dataclass(frozen=True)
 class SpotConfig:
-    """Training the drafter on replicas that have finished while others decode."""
+    """Training the drafter in idle time: on replicas that have finished while others decode, or while the trainer
+    waits for samples (`trainer.v1.trainer_mode=separate_async`).
+    """
 
     enable: bool = True
     """False: the drafter stays as it was loaded."""
     poll_s: float = 0.05
     """Seconds between two looks at the replicas' load."""
     settle_s: float = 0.1
-    """A replica must have been empty this long before it is asked to leave."""
+    """A replica must have been empty this long before it is asked to leave, or the trainer must have waited as long."""
     stop_timeout_s: float = 5.0
     """A spot worker that has not stopped by then is killed and restarted; RL does not wait longer."""
     max_epochs: float = 3.0

@@ -13,7 +13,7 @@ from typing import Literal
 from verl_tlt.config import TLTConfig
 from verl_tlt.facts import Environment, Run
 from verl_tlt.symbols import Symbol
-from verl_tlt.trainer.register import MODES
+from verl_tlt.trainer.modes import MODES
 from verl_tlt.versions import SUPPORTED, Release, Supported, release
 
 Level = Literal["ok", "warn", "refuse"]
@@ -105,6 +105,13 @@ def trainer(run: Run, _settings: TLTConfig) -> Iterator[Finding]:
         )
     if not run.use_v1:
         yield Finding("refuse", "trainer.use_v1", "trainer.use_v1=False selects the legacy trainer, and TLT needs v1.")
+    if run.trainer_mode == "separate_async" and not run.hybrid_engine:
+        key = "actor_rollout_ref.hybrid_engine"
+        yield Finding(
+            "refuse",
+            key,
+            f"{key}=False leaves no replica on the trainer's devices, and TLT needs one with {what}=separate_async.",
+        )
     if run.trainer_mode in MODES:
         yield Finding("ok", what, f"{what}={run.trainer_mode}")
     else:

@@ -43,6 +43,8 @@ class Run:
     use_v1: bool = True
     other_trainer: str | None = None
     """A top-level node that only verl's experimental trainers have."""
+    hybrid_engine: bool = True
+    """Whether the actor's devices hold rollout replicas too."""
     strategy: str = "fsdp2"
     dynamic_context_parallel: bool = False
     """Megatron deals sequences out to ranks anew in every step."""
@@ -102,6 +104,7 @@ def read_run(config: DictConfig, settings: TLTConfig) -> Run:
         trainer_mode=str(_select(config, "trainer.v1.trainer_mode", "sync")).removeprefix("tlt_"),
         use_v1=bool(_select(config, "trainer.use_v1", True)),
         other_trainer=next((node for node in ("async_training", "rollout") if node in config), None),
+        hybrid_engine=bool(_select(config, "actor_rollout_ref.hybrid_engine", True)),
         strategy=strategy,
         dynamic_context_parallel=dynamic_context_parallel,
         rollout=str(_select(config, f"{rollout}.name", "")),

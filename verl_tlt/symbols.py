@@ -51,13 +51,27 @@ SYMBOLS = (
     Symbol("verl.trainer.ppo.v1.trainer_base:", has="TRAINER_REGISTRY", used_by="trainer/register.py"),
     # The trainer.
     Symbol("verl.trainer.ppo.v1.trainer_sync:PPOTrainerSync", used_by="trainer/register.py"),
+    Symbol("verl.trainer.ppo.v1.trainer_colocate_async:PPOTrainerColocateAsync", used_by="trainer/register.py"),
+    Symbol(
+        "verl.trainer.ppo.v1.trainer_colocate_async:PPOTrainerColocateAsync.on_sample_end",
+        says=("abort_replicas()", "sleep_replicas()"),
+        used_by="trainer/mixin.py",
+    ),
+    Symbol(
+        "verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync",
+        has="standalone_server_manager current_mode",
+        used_by="trainer/register.py",
+    ),
+    Symbol("verl.trainer.ppo.v1.trainer_separate_async:HybridEngineMode", has="ROLLOUT", used_by="trainer/register.py"),
     Symbol(
         _TRAINER,
         has="_setup _init_resource_pool_mgr get_llm_client on_init_end on_sample_begin on_sample_end on_step_end "
         "on_validate_end _save_checkpoint config global_steps actor_rollout_wg llm_server_manager replay_buffer "
-        "resource_pool_manager role_worker_mapping",
+        "resource_pool_manager role_worker_mapping local_trigger_step parameter_sync_step",
         used_by="trainer/mixin.py",
     ),
+    Symbol(f"{_TRAINER}._add_prompts_to_generate", "num_prompts", used_by="trainer/mixin.py"),
+    Symbol(f"{_TRAINER}._build_replay_buffer", says=("refill_fn=self._add_prompts",), used_by="trainer/mixin.py"),
     Symbol(f"{_TRAINER}.__init__", "config", used_by="trainer/mixin.py"),
     Symbol(f"{_TRAINER}.fit", "agent_loop_manager", used_by="trainer/mixin.py"),
     Symbol(f"{_TRAINER}._compute_old_log_prob", "batch metrics", used_by="trainer/mixin.py"),
@@ -66,8 +80,14 @@ SYMBOLS = (
     Symbol(
         "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer",
         has="filter_groups_metric sync_refill_failed_groups finished_keys pending_keys running_keys poll_interval",
-        used_by="trainer/mixin.py",
+        used_by="trainer/outlook.py",
     ),
+    Symbol(
+        "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer._sync_metadata_from_transfer_queue",
+        says=("self.pending_keys.clear()", "tq.kv_list()"),
+        used_by="trainer/outlook.py",
+    ),
+    Symbol("verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync", used_by="toy/sampler.py", cpu_only=True),
     Symbol("verl.trainer.ppo.utils:Role", has="ActorRollout ActorRolloutRef Actor", used_by="trainer/mixin.py"),
     Symbol("verl.utils.fs:copy_to_local", "src", used_by="trainer/mixin.py"),
     Symbol("verl.utils.checkpoint.checkpoint_manager:find_latest_ckpt_path", "path", used_by="trainer/mixin.py"),
@@ -89,11 +109,17 @@ SYMBOLS = (
     ),
     Symbol("verl.workers.rollout.llm_server:LLMServerClient.generate", "request_id", used_by="rollout/client.py"),
     Symbol(
+        "verl.workers.rollout.llm_server:FullyAsyncLLMServerClient.generate",
+        "request_id",
+        says=("await super().generate(", 'output.stop_reason not in ("aborted", "abort")'),
+        used_by="rollout/client.py",
+    ),
+    Symbol(
         "verl.workers.rollout.llm_server:LLMServerManager",
         has="get_client get_replicas global_load_balancer",
         used_by="trainer/fleet.py",
     ),
-    Symbol("verl.workers.rollout.llm_server:LLMServerManager.get_client", "client_cls", used_by="trainer/mixin.py"),
+    Symbol("verl.workers.rollout.llm_server:LLMServerManager.get_client", "client_cls", used_by="trainer/register.py"),
     Symbol(
         "verl.workers.rollout.router:GlobalRequestLoadBalancer",
         has="add_servers remove_servers get_status",
@@ -112,6 +138,7 @@ SYMBOLS = (
     Symbol(f"{_SERVER}._post_init", "cuda_visible_devices", used_by="rollout/server.py"),
     Symbol(f"{_SERVER}._preprocess_engine_kwargs", "engine_kwargs", used_by="rollout/server.py"),
     Symbol(f"{_SERVER}.wake_up", "tags", used_by="rollout/server.py"),
+    Symbol(f"{_SERVER}.abort_all_requests", "reset_prefix_cache reject_request", used_by="rollout/server.py"),
     Symbol(
         "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMReplica",
         has="server_class",
@@ -127,6 +154,7 @@ SYMBOLS = (
         "global_steps mode",
         used_by="engine/worker.py",
     ),
+    Symbol("verl.experimental.separation.engine_workers:DetachActorWorker", used_by="engine/worker.py"),
     Symbol("verl.workers.engine_workers:TrainingWorker.infer_batch", "data", used_by="engine/worker.py"),
     Symbol(
         "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead.forward_step",
@@ -327,6 +355,7 @@ SYMBOLS = (
     ),
     Symbol("vllm.v1.engine.async_llm:AsyncLLM.collective_rpc", "method timeout args", used_by="rollout/server.py"),
     Symbol("vllm.v1.engine.async_llm:AsyncLLM", has="reset_prefix_cache output_processor", used_by="rollout/server.py"),
+    Symbol("vllm.v1.engine.async_llm:AsyncLLM.sleep", "level", used_by="rollout/server.py"),
     Symbol(
         "vllm.v1.engine.llm_engine:LLMEngine",
         has="from_engine_args add_request step has_unfinished_requests get_metrics",

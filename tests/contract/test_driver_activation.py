@@ -55,14 +55,20 @@ FACTS = """
                     for m, backends in EngineRegistry._engines.items()},
     }
     ours = sorted(name for name in sys.modules if name.startswith("verl_tlt"))
-    try:
-        found = [cls.__module__ for cls in v1.get_trainer_cls("tlt_sync").__mro__]
-    except ValueError as error:
-        found = str(error)
-    print(json.dumps({"facts": facts, "ours": ours, "tlt_sync": found}))
+    found = {}
+    for mode in ("sync", "colocate_async", "separate_async"):
+        try:
+            trainer = v1.get_trainer_cls("tlt_" + mode)
+            found[mode] = [cls.__module__ for cls in trainer.__mro__]
+            assert trainer.tlt_base_mode == mode and issubclass(trainer, v1.get_trainer_cls(mode))
+        except ValueError as error:
+            found[mode] = str(error)
+    print(json.dumps({"facts": facts, "ours": ours, "trainers": found}))
 """
 
 FLAG = "+trainer.plugin=tlt"
+FULLY_ASYNC = "verl.experimental.fully_async_policy.fully_async_main"
+ONE_STEP_OFF = "verl.experimental.one_step_off_policy.main_ppo"
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +103,8 @@ def ended(place):
             [*main, "+tlt=default", "data.train_files=/nowhere/train.parquet", "tlt.drafter.path=/nowhere/drafter"],
             {},
         ),
+        "fully async": (["-m", FULLY_ASYNC, f"hydra.run.dir={place / 'hydra'}", FLAG], {}),
+        "one step off": (["-m", ONE_STEP_OFF, f"hydra.run.dir={place / 'hydra'}", "+tlt=default"], {}),
         "no flag": (facts, {}),
         "no plugin": (facts, {"VERL_USE_EXTERNAL_PLUGINS": "none"}),
     }
@@ -124,6 +132,8 @@ def ended(place):
             "plugins off",
             ["trainer.plugin=tlt needs the plugin that VERL_USE_EXTERNAL_PLUGINS=none keeps verl from loading."],
         ),
+        ("fully async", [f"trainer.plugin=tlt works with verl.trainer.main_ppo, and this is {FULLY_ASYNC}."]),
+        ("one step off", [f"trainer.plugin=tlt works with verl.trainer.main_ppo, and this is {ONE_STEP_OFF}."]),
         ("unknown key", ["tlt.speculation.polcy is not a setting of verl-tlt. Did you mean tlt.speculation.policy?"]),
         (
             "missing files",
@@ -160,5 +170,7 @@ def test_without_the_flag_verl_is_as_without_the_plugin(ended):
 
 
 def test_the_process_that_builds_the_trainer_finds_tlt_or_stops(ended):
-    assert "verl_tlt.trainer.mixin" in report(ended["no flag"])["tlt_sync"]
-    assert report(ended["no plugin"])["tlt_sync"].startswith("Unknown trainer 'tlt_sync'.")
+    found, missing = report(ended["no flag"])["trainers"], report(ended["no plugin"])["trainers"]
+    for mode, modules in found.items():
+        assert "verl_tlt.trainer.mixin" in modules
+        assert missing[mode].startswith(f"Unknown trainer 'tlt_{mode}'.")

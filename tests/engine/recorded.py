@@ -188,10 +188,22 @@ class Server:
 
     def __init__(self) -> None:
         self.version: int | None = None
+        self.asleep = self.keeps_weights = False
 
-    def tlt_try_sleep(self) -> dict[str, Any]:
+    def tlt_try_sleep(self, recall: bool) -> dict[str, Any]:
         """Always willing: the gate has its own tests."""
+        self.asleep, self.keeps_weights = True, recall
         return {"slept": True, "inflight": 0}
+
+    def tlt_recall(self) -> None:
+        """As the real one."""
+        if self.asleep and not self.keeps_weights:
+            raise RuntimeError("no weights")
+        self.asleep = False
+
+    def sleeps(self) -> bool:
+        """Whether it is away."""
+        return self.asleep
 
     def tlt_stage(self, drafter: Any) -> None:
         """Remember the version."""

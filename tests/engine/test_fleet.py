@@ -71,20 +71,21 @@ def fill(fleet, recorded, names):
 @pytest.fixture
 def phase(fleet, recorded, tmp_path):
     """Start watching a phase in which only `long` is still serving; whoever left comes back afterwards."""
-    from verl_tlt.trainer.watch import Outlook, SamplingWatch
+    from verl_tlt.trainer.outlook import Outlook
+    from verl_tlt.trainer.watch import SamplingWatch
 
     ray.get([w.__ray_call__.remote(begin_anew) for w in fleet.workers().values()], timeout=60)
     requests = [(f"request-{time.time()}-{i}", None) for i in range(2 * len(REPLICAS))]
     held = [(ray.get(fleet.balancer.acquire_server.remote(request))[0], request) for request, _ in requests]
     watches = []
 
-    def start(**faults):
+    def start(recall=False, **faults):
         """Sessions last until they are stopped."""
         ray.get([w.__ray_call__.remote(set_epochs, 1e9) for w in fleet.workers().values()], timeout=60)
         for name, fault in faults.items():
             ray.get(fleet.replicas[name].worker.be.remote(fault), timeout=60)
         planner = SessionPlanner(REPLICAS, expected_requests=6, settle_s=0.05, buffer_ready=True)
-        watch = SamplingWatch(fleet, planner, Outlook, 0.02, TraceWriter(tmp_path, "trainer"), step=1)
+        watch = SamplingWatch(fleet, planner, Outlook, 0.02, TraceWriter(tmp_path, "trainer"), 1, recall)
         watches.append(watch)
         wait_for(lambda: watch._report.first_dispatch)
         for server, request in held:
@@ -152,6 +153,36 @@ def test_idle_replicas_train_and_what_they_learned_is_published(fleet, phase):
     assert_alike(fleet)
     fleet.stage(learned.drafter)
     assert ray.get([r.server.staged.remote() for r in fleet.replicas.values()]) == [1, 1, 1]
+
+
+def test_late_requests_meet_the_whole_fleet(fleet, phase):
+    watch = phase(recall=True)
+    wait_for(lambda: watch.planner.state("short") is watch.planner.state("brief") is State.TRAINING)
+    wait_for(lambda: trained(fleet, "short", steps=1))
+    start = time.time()
+    watch.recall(BOUND_S)
+    assert time.time() - start < BOUND_S + 1.0
+    # When the trainer goes on, everybody serves again, and what they had learned is kept.
+    assert set(fleet.inflight()) == set(REPLICAS)
+    assert not any(ray.get([r.server.sleeps.remote() for r in fleet.replicas.values()]))
+    request = f"late-{time.time()}"
+    server = ray.get(fleet.balancer.acquire_server.remote(request))[0]
+    assert server in ("short", "brief"), "the replica with the least to do"
+    ray.get(fleet.balancer.release_server.remote(server, request))
+    report = watch.finish(BOUND_S)
+    assert report.error is None and report.account.failures == 0
+    assert {s.replica for s in report.sessions} == {"short", "brief"}
+    assert sum(report.account.used_s.values()) > 0.0
+
+
+def test_one_that_slept_without_its_weights_is_not_called_back(fleet, phase):
+    watch = phase(recall=False)
+    wait_for(lambda: watch.planner.state("short") is watch.planner.state("brief") is State.TRAINING)
+    watch.recall(BOUND_S)
+    assert set(fleet.inflight()) == {"long"}
+    assert watch.finish(BOUND_S).account.failures == 2
+    ray.get([r.server.tlt_try_sleep.remote(True) for r in fleet.replicas.values()])
+    ray.get([r.server.tlt_recall.remote() for r in fleet.replicas.values()])
 
 
 def test_a_session_that_raises_costs_its_replica_the_phase_and_nothing_else(fleet, phase):

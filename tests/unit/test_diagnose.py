@@ -40,7 +40,7 @@ def test_the_command_prints_a_table_and_its_exit_code_says_whether_it_can_run():
     good = CliRunner().invoke(app, ["doctor"])
     assert good.exit_code == 0 and "speculators" in good.output
     wide = {"COLUMNS": "200"}
-    bad = CliRunner().invoke(app, ["doctor", *FLAG, "trainer.v1.trainer_mode=separate_async"], env=wide)
+    bad = CliRunner().invoke(app, ["doctor", *FLAG, "trainer.v1.trainer_mode=one_step_off"], env=wide)
     assert bad.exit_code == 1 and "separate_async" in bad.output
 
 

@@ -61,8 +61,8 @@ def test_releases_compare_as_numbers():
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"trainer_mode": "colocate_async"}, "trainer.v1.trainer_mode"),
-        ({"trainer_mode": "separate_async"}, "trainer.v1.trainer_mode"),
+        ({"trainer_mode": "fully_async"}, "trainer.v1.trainer_mode"),
+        ({"trainer_mode": "separate_async", "hybrid_engine": False}, "actor_rollout_ref.hybrid_engine"),
         ({"use_v1": False}, "trainer.use_v1"),
         ({"other_trainer": "async_training"}, "async_training"),
         ({"rollout": "sglang"}, "actor_rollout_ref.rollout.name"),
@@ -82,8 +82,13 @@ def test_each_impossible_run_is_refused_for_that_one_reason(change, what):
 
 
 def test_an_unsupported_mode_says_which_are_supported():
-    finding = next(f for f in examine(GOOD, Run(trainer_mode="separate_async"), TLTConfig()) if f.level == "refuse")
-    assert "separate_async" in finding.sentence and all(mode in finding.sentence for mode in MODES)
+    finding = next(f for f in examine(GOOD, Run(trainer_mode="fully_async"), TLTConfig()) if f.level == "refuse")
+    assert "fully_async" in finding.sentence and all(mode in finding.sentence for mode in MODES)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_of_the_v1_trainer_is_welcome(mode):
+    assert levels(Run(trainer_mode=mode)) == {}
 
 
 @pytest.mark.parametrize("strategy", ["veomni", "torchtitan", "automodel", "mindspeed"])

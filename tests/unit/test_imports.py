@@ -10,7 +10,7 @@ import verl_tlt
 ROOT = Path(verl_tlt.__file__).parent
 FRAMEWORKS = {"verl", "vllm", "ray"}
 ADAPTERS = ("verl_tlt.rollout", "verl_tlt.engine", "verl_tlt.trainer", "verl_tlt.platform", "verl_tlt.spot.worker")
-SPOT = ("session.py", "buffer.py", "merge.py", "gate.py")
+SPOT = ("phase.py", "session.py", "gap.py", "buffer.py", "merge.py", "gate.py")
 STANDARD = ("__init__.py", "plugin.py", "hooks.py", "config.py", "control/types.py")
 
 
@@ -54,7 +54,7 @@ def test_pure_rooms_know_no_framework_and_no_adapter(room):
         assert not reached, f"{path} imports {reached}"
 
 
-@pytest.mark.parametrize("room", ["control", "simulate", "spot/session.py"])
+@pytest.mark.parametrize("room", ["control", "simulate", "spot/phase.py", "spot/session.py", "spot/gap.py"])
 def test_numeric_rooms_need_no_torch(room):
     for path in files(room):
         assert "torch" not in roots(path), path

@@ -60,9 +60,12 @@ def test_verls_own_switch_is_named(value):
     assert f"VERL_USE_EXTERNAL_PLUGINS={value}" in search.refusal(FLAG, STOCK, {"VERL_USE_EXTERNAL_PLUGINS": value})
 
 
-def test_verls_other_trainers_are_refused():
-    modules = ARMED | {"__main__": main("verl.experimental.fully_async_policy.fully_async_main")}
-    assert "works with verl.trainer.main_ppo" in search.refusal(FLAG, modules, {})
+@pytest.mark.parametrize("name", search.OTHERS)
+def test_verls_other_trainers_are_refused(name):
+    sentence = f"trainer.plugin=tlt works with verl.trainer.main_ppo, and this is {name}."
+    assert search.refusal(FLAG, ARMED | {"__main__": main(name)}, {}) == sentence
+    # Also when a script of the user's own calls them.
+    assert search.refusal(FLAG, ARMED | {"__main__": types.SimpleNamespace(), name: object()}, {}) == sentence
 
 
 def test_a_users_own_script_may_use_the_flag():

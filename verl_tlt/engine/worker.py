@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 import torch
+from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
@@ -149,3 +150,7 @@ class TLTActorWorker(ActorRolloutRefWorker):
                 if name.endswith(suffix) and ".layers." not in name:
                     kept[part] = tensor.detach().to("cpu", self._tlt_dtype, copy=True)
             yield name, tensor
+
+
+class TLTDetachActorWorker(TLTActorWorker, DetachActorWorker):
+    """The same for verl's worker of `separate_async`, which can set the policy aside and take it back."""

@@ -2,7 +2,8 @@
 
 The balancer may hand out a server in the same instant in which that server decides to leave. The server then
 rejects the request before its engine sees it (an "aborted" reply without tokens), and stock verl's synchronous
-client would keep that as an empty sample. This client asks the balancer again.
+client would keep that as an empty sample. This client asks the balancer again. verl's asynchronous client asks again
+by itself, a second later; below it, ours asks at once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import logging
 from typing import Any
 
-from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
 logger = logging.getLogger(__name__)
 
@@ -38,3 +39,7 @@ class TLTLLMServerClient(LLMServerClient):
             "request %s was rejected %d times in a row; passing the aborted reply on", request_id, RETRIES + 1
         )
         return output
+
+
+class TLTFullyAsyncLLMServerClient(FullyAsyncLLMServerClient, TLTLLMServerClient):
+    """verl's client for partial rollouts, which resumes what a weight sync aborts, on top of ours."""

@@ -68,7 +68,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self._tlt_channel: ChannelClient | None = None
         self._tlt_switch = DraftingSwitch(self.tlt.speculation.policy, self.tlt.speculation.source)
         self._tlt_key: TableKey | None = None
-        self._tlt_left = False
+        self._tlt_left = self._tlt_keeps_weights = False
         self._tlt_resting = False
 
     # ------------------------------------------------------------------ verl's hooks
@@ -104,6 +104,16 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             self._tlt_left = False
             await self.open_submission_gate()
 
+    async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
+        """As stock, which owns the gate from here on and opens it again; an engine that sleeps has nothing to abort."""
+        if not self._tlt_left:
+            return await super().abort_all_requests(
+                reset_prefix_cache=reset_prefix_cache, reject_request=reject_request
+            )
+        self._tlt_left = False
+        self._rejecting = reject_request  # else late requests wait at the gate now, as at every other server's
+        return {"aborted_count": 0, "request_ids": []}
+
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """As stock; a server that left early opens its gate again once it holds weights and cache."""
         await super().wake_up(tags=tags)
@@ -113,11 +123,14 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     # ------------------------------------------------------------------ leaving early
 
-    async def tlt_try_sleep(self) -> dict[str, Any]:
+    async def tlt_try_sleep(self, recall: bool = False) -> dict[str, Any]:
         """Sleep if and only if no request is in the engine or on its way into it.
 
         Closing the gate and looking happen on the actor's one event loop: whoever was admitted before is seen in the
         engine, whoever comes after is rejected and re-routed by the client (`rollout/client.py`).
+
+        Args:
+            recall: keep the weights on the host, so that `tlt_recall` can wake the engine up before a weight sync.
 
         Returns:
             {"slept": bool, "inflight": int}; not slept means the gate is open again, as if nothing had happened.
@@ -133,9 +146,29 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         if inflight:
             await self.open_submission_gate()
             return {"slept": False, "inflight": inflight}
-        self._tlt_left = True
-        await self.sleep()
+        self._tlt_left, self._tlt_keeps_weights = True, recall
+        if not recall:
+            await self.sleep()
+        elif self.config.free_cache_engine:
+            await self.engine.sleep(level=1)  # vLLM's level that copies the weights to the host; verl's 2 drops them
+            await self.engine.reset_encoder_cache()
         return {"slept": True, "inflight": 0}
+
+    async def tlt_recall(self) -> None:
+        """Serve again before the weight sync, with the weights the engine slept with; nothing where it has not left.
+
+        Raises:
+            RuntimeError: the weights were not kept; it goes on sleeping until the sync.
+        """
+        if not self._tlt_left:
+            return
+        if not self._tlt_keeps_weights:
+            raise RuntimeError(f"replica {self.replica_rank} sleeps without its weights")
+        if self.config.free_cache_engine:
+            await super().wake_up()
+        await self._tlt_reload()  # the drafter slept too: compare its fingerprint
+        self._tlt_left = False
+        await self.open_submission_gate()
 
     # ------------------------------------------------------------------ the drafter
 

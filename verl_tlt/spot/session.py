@@ -2,7 +2,7 @@
 
     BUSY ──LeaveBalancer──▶ DRAINING ──TrySleep──▶ IDLE ──StartTraining──▶ TRAINING ──StopTraining──▶ IDLE
       ▲                        │ refused                                                               │
-      └────────Rejoin──────────┴──────────────────────── Rejoin, after the weight sync ────────────────┘
+      └────────Rejoin──────────┴──── Rejoin: after the weight sync, or recalled (WakeUp) before it ────┘
 
 The policy:
 * Nobody leaves while work can still arrive: nothing pending, no agent loop open, no refill wave possible.
@@ -12,6 +12,8 @@ The policy:
   request of the phase finishes that is the end of sampling, not a bubble.
 * The server has the last word. The load shown here may miss a request that was on its way when the replica left the
   balancer; the server then answers BUSY, the replica goes back, and is asked again only after a growing pause.
+* Where the sampler may ask for more groups at any moment (asynchronous trainers replace failed and stale ones), whoever
+  has left is called back before they are sent.
 
 One `SessionPlanner` lives for one sampling phase; a `FailureBudget` lives for the run. Neither reads a clock or takes a
 lock: times are seconds from any one monotonic clock, calls come from one thread at a time. Every method returns the
@@ -24,6 +26,17 @@ import enum
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+
+from verl_tlt.spot.phase import (
+    Command,
+    LeaveBalancer,
+    PhaseAccount,
+    Rejoin,
+    StartTraining,
+    StopTraining,
+    TrySleep,
+    WakeUp,
+)
 
 FIRST_RETRY_S = 0.5
 """Pause after a first refusal: a request that slipped in decodes about this long or longer; asking closes the gate."""
@@ -45,72 +58,6 @@ class State(enum.Enum):
     TRAINING = "training"
 
 
-@dataclass(frozen=True)
-class LeaveBalancer:
-    """Take the replica out of the load balancer; answer with `left`, or `failed`."""
-
-    replica: str
-
-
-@dataclass(frozen=True)
-class TrySleep:
-    """Ask the server to close its gate and sleep; answer with `slept`, `refused`, or `failed` if it still serves."""
-
-    replica: str
-
-
-@dataclass(frozen=True)
-class StartTraining:
-    """Start the replica's spot worker; answer with `training`, later `done` or `failed`."""
-
-    replica: str
-
-
-@dataclass(frozen=True)
-class StopTraining:
-    """Stop the replica's spot worker (it may have only just been started); answer with `stopped` or `failed`."""
-
-    replica: str
-
-
-@dataclass(frozen=True)
-class Rejoin:
-    """Put the replica back into the load balancer."""
-
-    replica: str
-
-
-Command = LeaveBalancer | TrySleep | StartTraining | StopTraining | Rejoin
-
-
-@dataclass(frozen=True)
-class PhaseAccount:
-    """What one sampling phase's idle time was worth. Dicts are keyed by replica; times in seconds."""
-
-    bubble_s: dict[str, float]
-    """From the replica's last request until the last request anywhere."""
-    used_s: dict[str, float]
-    """Part of `bubble_s` in which the replica's spot worker trained."""
-    training_s: dict[str, float]
-    """All the time it trained, with what ran past the last request until it stopped."""
-    stop_s: dict[str, float]
-    """From the stop command until the worker answered."""
-    refusals: int
-    """Times a server answered BUSY."""
-    failures: int
-    """Sessions that failed at any stage."""
-    obstacles: dict[str, str]
-    """Why a replica with a bubble did not leave, as last seen."""
-    end: float
-    """When the last request anywhere had finished (the planner's clock): where every bubble ends."""
-
-    @property
-    def used_frac(self) -> float:
-        """Share of all bubble seconds in which training ran; 0 without a bubble."""
-        bubble = sum(self.bubble_s.values())
-        return sum(self.used_s.values()) / bubble if bubble > 0 else 0.0
-
-
 @dataclass
 class _Replica:
     state: State = State.BUSY
@@ -125,6 +72,17 @@ class _Replica:
     train_to: float | None = None
     stop_s: float | None = None
     obstacle: str | None = None
+    earlier_bubble_s: float = 0.0  # of a bubble that a recall ended
+    earlier_used_s: float = 0.0
+
+    def seconds(self, now: float, end: float) -> tuple[float, float, float]:
+        """(bubble, part of it used, training) so far, where bubbles end at `end`."""
+        start = end if self.idle_since is None else self.idle_since
+        train_from = now if self.train_from is None else self.train_from
+        train_to = now if self.train_to is None else self.train_to
+        bubble = self.earlier_bubble_s + max(0.0, end - start)
+        used = self.earlier_used_s + max(0.0, min(train_to, end) - max(train_from, start))
+        return bubble, used, max(0.0, train_to - train_from)
 
 
 class SessionPlanner:
@@ -265,6 +223,31 @@ class SessionPlanner:
         self._close(r, now)
         return []
 
+    def recall(self) -> list[Command]:
+        """More requests are about to be sent: whoever has left stops training, wakes up and comes back.
+
+        Everybody's idle clock starts again, so that nobody leaves while those requests are on their way.
+        """
+        if self._ended is not None:
+            return []
+        commands: list[Command] = []
+        for name, r in self._replicas.items():
+            if r.state in (State.IDLE, State.TRAINING):
+                commands += [StopTraining(name)] if r.started else []
+                commands.append(WakeUp(name))
+            else:
+                r.idle_since = None
+        return commands
+
+    def awake(self, replica: str, now: float) -> list[Command]:
+        """The replica serves again; it has had its session in this phase."""
+        r = self._in(replica, State.IDLE)
+        bubble, used, _ = r.seconds(now, now)
+        r.earlier_bubble_s, r.earlier_used_s = bubble, used
+        r.over, r.idle_since = True, None
+        r.state = State.BUSY
+        return [Rejoin(replica)]
+
     def end(self, now: float) -> list[Command]:
         """Sampling is over: stop every worker that was started. Nothing leaves or starts from here on."""
         if self._ended is None:
@@ -291,12 +274,7 @@ class SessionPlanner:
         end = self._last_request if self._last_request is not None else self._ended if self._ended is not None else now
         bubble, used, training = {}, {}, {}
         for name, r in self._replicas.items():
-            start = end if r.idle_since is None else r.idle_since
-            bubble[name] = max(0.0, end - start)
-            train_from = now if r.train_from is None else r.train_from
-            train_to = now if r.train_to is None else r.train_to
-            training[name] = max(0.0, train_to - train_from)
-            used[name] = max(0.0, min(train_to, end) - max(train_from, start))
+            bubble[name], used[name], training[name] = r.seconds(now, end)
         return PhaseAccount(
             bubble_s=bubble,
             used_s=used,

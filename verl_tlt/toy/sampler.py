@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 
 class FastPollReplayBuffer(ReplayBuffer):
@@ -18,6 +18,13 @@ class FastPollReplayBuffer(ReplayBuffer):
     verl builds a custom sampler without the settings of group filtering (trainer_base.py, `_build_replay_buffer`), so
     they keep `ReplayBuffer`'s defaults here: off.
     """
+
+    def __init__(self, *args: Any, poll_interval: float = 0.2, **kwargs: Any) -> None:
+        super().__init__(*args, poll_interval=poll_interval, **kwargs)
+
+
+class FastPollReplayBufferAsync(ReplayBufferAsync):
+    """The same for verl's asynchronous trainers."""
 
     def __init__(self, *args: Any, poll_interval: float = 0.2, **kwargs: Any) -> None:
         super().__init__(*args, poll_interval=poll_interval, **kwargs)

@@ -24,7 +24,7 @@ METRICS = {
     "tlt/rollout_tok_per_s": "tokens of responses per second of rollout, over all replicas",
     "tlt/saved_s": "seconds by which the rollout ended before stock decoding would have; negative: after",
     "tlt/audit_saved_frac": "share of stock's decoding seconds that was saved, against a replica that ran without",
-    "tlt/bubble_s": "seconds replicas were empty while another still decoded, summed over replicas",
+    "tlt/bubble_s": "seconds replicas were empty while another still decoded, or the trainer's own waited; summed",
     "tlt/bubble_trained_s": "the part of bubble_s in which a spot worker trained",
     "tlt/bubble_used_frac": "bubble_trained_s / bubble_s",
     "tlt/stop_latency_s": "seconds from the stop command to the slowest spot worker's answer",

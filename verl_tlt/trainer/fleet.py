@@ -34,38 +34,45 @@ class Replica:
     """Handle of the server that owns the engine."""
     servers: Sequence[Any]
     """Handles of its servers on all nodes."""
-    rank: int
-    """First worker rank of the replica: where its spot worker lives."""
     ranks: Sequence[int] = ()
-    """All its worker ranks."""
+    """Its ranks of the actor's worker group; empty for a replica on devices of its own, which has no spot worker. The
+    first one's device is the spot worker's."""
     worker: Any = None
     """Handle of the spot worker, once started."""
     restarts: int = field(default=0)
 
 
 class Fleet:
-    """Replicas, their spot workers, and calls to all of them at once."""
+    """Replicas, their spot workers, and calls to all of them at once.
 
-    def __init__(self, llm_server_manager: Any, worker_count: int) -> None:
+    Args:
+        llm_server_manager: verl's, of the replicas that share devices with the actor.
+        worker_count: ranks of the actor.
+        standalone: verl's manager of replicas on devices of their own, whose balancer then serves everybody.
+    """
+
+    def __init__(self, llm_server_manager: Any, worker_count: int, standalone: Any = None) -> None:
         replicas = llm_server_manager.get_replicas()
         width = max(1, worker_count // max(1, len(replicas)))
-        self.balancer = llm_server_manager.global_load_balancer
+        self.balancer = (standalone or llm_server_manager).global_load_balancer
         self.replicas = {
             r._server_address: Replica(
-                r._server_address, r._server_handle, list(r.servers), i * width, range(i * width, (i + 1) * width)
+                r._server_address, r._server_handle, list(r.servers), range(i * width, (i + 1) * width)
             )
             for i, r in enumerate(replicas)
         }
+        for r in standalone.get_replicas() if standalone else ():
+            self.replicas[r._server_address] = Replica(r._server_address, r._server_handle, list(r.servers))
         self._new_worker: Callable[..., Any] | None = None
         self._published: Any = None  # ObjectRef of the latest published drafter; the driver owns the copy
 
     def start_workers(self, pool: Any, **arguments: Any) -> None:
-        """Create a spot worker per replica in the bundles of `pool` (verl's RayResourcePool)."""
+        """Create a spot worker per replica on the actor's devices: in the bundles of `pool`, verl's RayResourcePool."""
         bundles = [(group, i) for group in pool.get_placement_groups() for i in range(group.bundle_count)]
         share = get_platform().ray_resource_options(1.0 / pool.max_colocate_count)
 
         def create(replica: Replica, agreed: Any = None, published: Any = None) -> Any:
-            group, index = bundles[replica.rank]
+            group, index = bundles[replica.ranks[0]]
             placed = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
             options = {"scheduling_strategy": placed, "num_cpus": 0, **share}
             return (
@@ -76,7 +83,8 @@ class Fleet:
 
         self._new_worker = create
         for replica in self.replicas.values():
-            replica.worker = create(replica)
+            if replica.ranks:
+                replica.worker = create(replica)
 
     def restart(self, names: Collection[str]) -> None:
         """Kill these replicas' spot workers and start others in their places; nobody waits for them to be up.

@@ -57,7 +57,10 @@ def learn(fleet: Fleet, config: TLTConfig, sessions: list[Ended], version: int, 
     """
     start = time.perf_counter()
     workers = fleet.workers()
-    trained = [s.replica for s in sessions if s.result and s.result["steps"] and s.replica in workers]
+    # A worker with several sessions in the step hands in what all of them changed.
+    trained = list(
+        dict.fromkeys(s.replica for s in sessions if s.result and s.result["steps"] and s.replica in workers)
+    )
     out = Learned(reason="no session trained")
     if not trained:
         return out

@@ -1,8 +1,9 @@
 """The TLT side of one RL step, as overrides of the hooks verl's v1 trainers offer.
 
     prepare_step        stock
-    on_sample_begin     watch the fleet; replicas that run dry leave, sleep and train
-    on_sample_end       stop them (bounded), start merging in the background, then stock: sleep the rest
+    on_sample_begin     watch the idle devices, and train the drafter there: replicas that run dry leave and sleep
+                        before (`trainer.modes` says whose idle time it is in each mode)
+    on_sample_end       stop it (bounded), start merging in the background, then stock: sleep the rest
     old_log_prob        stock forward, tapped; captured states go to the spot workers
     update_actor        stock
     on_step_end         publish what was merged in time, then stock: weight sync, during which every engine
@@ -16,10 +17,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +29,24 @@ from verl.utils.fs import copy_to_local
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from verl_tlt.config import TLTConfig
-from verl_tlt.drafter import files_digest
 from verl_tlt.spot.buffer import buffer_metrics
+from verl_tlt.spot.gap import GapPlanner
 from verl_tlt.spot.learner import Sampling
 from verl_tlt.spot.parts import Routes, route
+from verl_tlt.spot.phase import Planner
 from verl_tlt.spot.session import FailureBudget, SessionPlanner
 from verl_tlt.spot.store import STORE_NAME, DrafterStore
 from verl_tlt.trace.events import TraceWriter
-from verl_tlt.trainer.bootstrap import CHECKPOINT, Start, first_drafter, saved_drafter
+from verl_tlt.trainer.bootstrap import Start, first_drafter, saved_drafter
+from verl_tlt.trainer.checkpoint import KeepsDrafter
 from verl_tlt.trainer.costs import shared_calibration
 from verl_tlt.trainer.fleet import Fleet
 from verl_tlt.trainer.learn import Learned, learn
 from verl_tlt.trainer.live import LiveControl
+from verl_tlt.trainer.modes import RULES
 from verl_tlt.trainer.observe import StepLog
-from verl_tlt.trainer.watch import Outlook, PhaseReport, SamplingWatch
+from verl_tlt.trainer.outlook import BufferOutlook
+from verl_tlt.trainer.watch import Ended, PhaseReport, SamplingWatch
 
 logger = logging.getLogger(__name__)
 
@@ -54,17 +57,17 @@ def _tlt_replica() -> type:
     return TLTvLLMReplica
 
 
-class TLTMixin:
-    """Mixed in before one of verl's `PPOTrainer` subclasses."""
+class TLTMixin(KeepsDrafter):
+    """Mixed in before one of verl's `PPOTrainer` subclasses; what differs between them is in `trainer.register`."""
 
     tlt_base_mode: str
     """The verl trainer mode this class extends."""
 
-    # What verl's `PPOTrainer` brings.
-    config: Any
-    global_steps: int
+    # What verl's `PPOTrainer` brings, besides what `KeepsDrafter` names.
     actor_rollout_wg: Any
     llm_server_manager: Any
+    local_trigger_step: int
+    parameter_sync_step: int
     replay_buffer: Any
     resource_pool_manager: Any
     role_worker_mapping: dict[Any, Any]
@@ -76,10 +79,12 @@ class TLTMixin:
             config.trainer.v1.trainer_mode = self.tlt_base_mode
         rollout = config.actor_rollout_ref.rollout
         self.tlt = TLTConfig.from_dict(OmegaConf.to_container(rollout.custom.tlt, resolve=True))
+        self.tlt_rule = RULES[self.tlt_base_mode]
         RolloutReplicaRegistry.register("vllm", _tlt_replica)
         self._tlt_errors: dict[str, int] = {}
         self._tlt_spot = False
         self._tlt_watch: SamplingWatch | None = None
+        self._tlt_sessions: list[Ended] = []
         self._tlt_merging: Future[Learned] | None = None
         self._tlt_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tlt-merge")
         self._tlt_budget = FailureBudget(self.tlt.spot.max_failures)
@@ -90,16 +95,24 @@ class TLTMixin:
         super().__init__(config)  # type: ignore[call-arg]
         self._tlt_trace = TraceWriter(str(self.tlt.trace.dir), "trainer")
         self._tlt_log = StepLog(self._tlt_trace)
+        self._tlt_outlook = BufferOutlook(
+            self.replay_buffer,
+            multi_turn=rollout.multi_turn.enable,
+            wanted=config.data.train_batch_size // self.parameter_sync_step,
+        )
 
     # ------------------------------------------------------------------ set-up
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()  # type: ignore[misc]
-        from verl_tlt.engine.worker import TLTActorWorker
-
         for role in (Role.ActorRollout, Role.ActorRolloutRef, Role.Actor):
             if role in self.role_worker_mapping:
-                self.role_worker_mapping[role] = ray.remote(TLTActorWorker)
+                self.role_worker_mapping[role] = ray.remote(self._tlt_worker_class())
+
+    def _tlt_worker_class(self) -> type:
+        from verl_tlt.engine.worker import TLTActorWorker
+
+        return TLTActorWorker
 
     def _setup(self) -> None:
         rollout, model = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.model
@@ -132,16 +145,8 @@ class TLTMixin:
             return Path(os.path.abspath(trainer.resume_from_path))
         return None
 
-    def get_llm_client(self) -> Any:
-        """verl's client, re-routing requests that a leaving replica rejects."""
-        from verl_tlt.rollout.client import TLTLLMServerClient
-
-        if self.tlt_base_mode != "sync":
-            return super().get_llm_client()  # type: ignore[misc]
-        return self.llm_server_manager.get_client(client_cls=TLTLLMServerClient)
-
     def on_init_end(self) -> None:
-        self._tlt_fleet = Fleet(self.llm_server_manager, self.actor_rollout_wg.world_size)
+        self._tlt_fleet = self._tlt_new_fleet()
         self._tlt_live = LiveControl(
             str(self.tlt.trace.dir), list(self._tlt_fleet.replicas), self.tlt.speculation.audit_every
         )
@@ -156,6 +161,13 @@ class TLTMixin:
         self._tlt_published_at = self.global_steps
         self._tlt_log.run_started(self.global_steps + 1, self.tlt, list(self._tlt_fleet.replicas), self.config)
 
+    def _tlt_new_fleet(self) -> Fleet:
+        return Fleet(self.llm_server_manager, self.actor_rollout_wg.world_size)
+
+    def _tlt_serving(self) -> list[str]:
+        """Replicas that hold weights after a weight sync, and so a drafter to be compared."""
+        return list(self._tlt_fleet.replicas)
+
     def _tlt_steer(self, step: int) -> None:
         """Tell the engines who decodes the rollout of `step` without a drafter; the coming weight sync makes it so."""
         with self._tlt_guard("live control"):
@@ -169,7 +181,7 @@ class TLTMixin:
         if untapped := next((r["untapped"] for r in ready if r["untapped"]), None):
             logger.warning("the drafter is not trained in this run, which speculates with it as it is: %s", untapped)
             return
-        replicas = {name: r.ranks for name, r in self._tlt_fleet.replicas.items()}
+        replicas = {name: r.ranks for name, r in self._tlt_fleet.replicas.items() if r.ranks}
         self._tlt_routes = route([r["group"] for r in ready], replicas)
         self._tlt_fleet.start_workers(
             self.resource_pool_manager.resource_pool_dict["global_pool"],
@@ -189,35 +201,39 @@ class TLTMixin:
         super().on_sample_begin()  # type: ignore[misc]
         with self._tlt_guard("watch"):
             self._tlt_settle_buffers()
-            fleet = self._tlt_fleet
-            spot = self._tlt_spot and self._tlt_live.switch.spot
-            allowed = [n for n in fleet.replicas if spot and self._tlt_budget.allows(n, self.global_steps)]
-            ready = [
-                n for n in allowed if self._tlt_buffers.get(n, {}).get("train_tokens", 0) >= self.tlt.buffer.min_tokens
-            ]
-            planner = SessionPlanner(
-                list(fleet.replicas),
-                expected_requests=self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n,
-                settle_s=self.tlt.spot.settle_s,
-                # While a late merge is still running, the workers' weights are not theirs to train.
-                buffer_ready=bool(ready) and self._tlt_merging is None,
-                spot_workers=ready,
-            )
             self._tlt_watch = SamplingWatch(
-                fleet, planner, self._tlt_outlook, self.tlt.spot.poll_s, self._tlt_trace, self.global_steps
-            )
+                self._tlt_fleet, self._tlt_planner(), self._tlt_outlook, self.tlt.spot.poll_s, self._tlt_trace,
+                self.global_steps, self.tlt_rule.recall,
+            )  # fmt: skip
 
-    def _tlt_outlook(self) -> Outlook:
-        """What may still arrive, from verl's replay buffer (as fresh as its last poll)."""
-        buffer = self.replay_buffer
-        multi_turn = self.config.actor_rollout_ref.rollout.multi_turn.enable
-        refills = buffer.filter_groups_metric is not None or buffer.sync_refill_failed_groups
-        enough = len(buffer.finished_keys["train"]) >= self.config.data.train_batch_size
-        return Outlook(
-            pending=len(buffer.pending_keys["train"]),
-            open_loops=len(buffer.running_keys["train"]) if multi_turn else 0,
-            refill_possible=refills and not enough,
+    def _tlt_planner(self) -> Planner:
+        """Who decides about the idle time of the phase that begins now."""
+        workers, buffers = self._tlt_fleet.workers(), self._tlt_buffers
+        # While a late merge is still running, the workers' weights are not theirs to train.
+        spot = self._tlt_spot and self._tlt_live.switch.spot and self._tlt_merging is None
+        ready = [
+            n
+            for n in workers
+            if spot
+            and self._tlt_budget.allows(n, self.global_steps)
+            and buffers.get(n, {}).get("train_tokens", 0) >= self.tlt.buffer.min_tokens
+        ]
+        if self.tlt_rule.idle == "trainer" and workers:
+            return GapPlanner(list(workers), begin=time.time(), settle_s=self.tlt.spot.settle_s, spot_workers=ready)
+        return SessionPlanner(
+            list(self._tlt_fleet.replicas),
+            expected_requests=self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n,
+            settle_s=self.tlt.spot.settle_s,
+            buffer_ready=bool(ready),
+            spot_workers=ready,
         )
+
+    def _add_prompts_to_generate(self, num_prompts: int) -> Any:
+        """As verl's; groups that the sampler asks for are served by everybody, also by those who have left."""
+        if self._tlt_watch is not None:
+            with self._tlt_guard("recall"):
+                self._tlt_watch.recall(self.tlt.spot.stop_timeout_s)
+        return super()._add_prompts_to_generate(num_prompts)  # type: ignore[misc]
 
     def on_sample_end(self) -> None:
         report: PhaseReport | None = None
@@ -227,14 +243,24 @@ class TLTMixin:
                 report = watch.finish(self.tlt.spot.stop_timeout_s)
                 self._tlt_log.sampled(self.global_steps, report)
                 self._tlt_charge(report)
-            if self.tlt.speculation.enable:
+            if self.tlt.speculation.enable and self._tlt_last_sample():
                 stats = self._tlt_fleet.on_servers("tlt_stats")
                 self._tlt_log.engine_stats(stats)
                 self._tlt_log.audited(self._tlt_live.report(stats))
-        if report is not None and report.sessions:
+        self._tlt_sessions += report.sessions if report is not None else []
+        if self._tlt_sessions and self._tlt_last_sample():
+            sessions, self._tlt_sessions = self._tlt_sessions, []
             version, dtype = self._tlt_version + 1, _dtype(self.config.actor_rollout_ref.rollout.dtype)
-            self._tlt_merging = self._tlt_pool.submit(learn, self._tlt_fleet, self.tlt, report.sessions, version, dtype)
+            self._tlt_merging = self._tlt_pool.submit(learn, self._tlt_fleet, self.tlt, sessions, version, dtype)
+        if self.tlt_rule.recall:
+            # Responses that verl aborts now are sent again within a second: to everybody's gate, as in stock.
+            with self._tlt_guard("rejoin"), self._tlt_log.stolen("rejoin"):
+                self._tlt_fleet.join(list(self._tlt_fleet.replicas))
         super().on_sample_end()  # type: ignore[misc]
+
+    def _tlt_last_sample(self) -> bool:
+        """Whether this is the step's last sampling; asynchronous trainers may take several to one weight sync."""
+        return self.local_trigger_step == self.parameter_sync_step - 1
 
     def _tlt_charge(self, report: PhaseReport) -> None:
         """Count failures; three in a row on one replica turn its spot training off, loudly."""
@@ -264,10 +290,10 @@ class TLTMixin:
         taken = ray.get(self.actor_rollout_wg.tlt_take(routes.shares))
         if errors := sum(t["errors"] for t in taken):
             self._tlt_errors["tap"] = self._tlt_errors.get("tap", 0) + errors
-        for name, replica in self._tlt_fleet.replicas.items():
+        for name, worker in self._tlt_fleet.workers().items():
             sequences = [[taken[rank]["parts"][share] for rank in ranks] for ranks, share in routes.sources[name]]
-            frozen = taken[replica.ranks[0]]["frozen"]
-            self._tlt_taking[name] = replica.worker.add.remote(self.global_steps, sequences, frozen)
+            frozen = taken[self._tlt_fleet.replicas[name].ranks[0]]["frozen"]
+            self._tlt_taking[name] = worker.add.remote(self.global_steps, sequences, frozen)
         self._tlt_log.tapped(taken)
 
     def _tlt_settle_buffers(self) -> None:
@@ -296,9 +322,15 @@ class TLTMixin:
         with self._tlt_log.phase("update_weights", self.global_steps):
             super().on_step_end()  # type: ignore[misc]
         with self._tlt_guard("rejoin"), self._tlt_log.stolen("rejoin"):
-            self._tlt_fleet.join(list(self._tlt_fleet.replicas))
+            if self.tlt_rule.idle == "replicas":
+                self._tlt_fleet.join(list(self._tlt_fleet.replicas))
             if self.tlt.speculation.enable:
-                self._tlt_log.reloaded(self.global_steps, self._tlt_fleet.on_servers("tlt_status"), self._tlt_version)
+                self._tlt_compare()
+
+    def _tlt_compare(self) -> None:
+        """Ask whoever serves which drafter it has loaded."""
+        statuses, serving = self._tlt_fleet.on_servers("tlt_status"), self._tlt_serving()
+        self._tlt_log.reloaded(self.global_steps, {n: statuses[n] for n in serving}, self._tlt_version)
 
     def _tlt_publish(self) -> None:
         """Take the merge if it is there; a late one keeps the served version and is looked at again next step."""
@@ -318,52 +350,6 @@ class TLTMixin:
         taus = ", ".join(f"{which} {tau:.2f}" for which, tau in learned.tau.items())
         logger.info("drafter %s (%s); held-out accept length: %s", learned.decision, learned.reason, taus or "unknown")
 
-    def _save_checkpoint(self) -> None:
-        # Written while the policy is, which takes longer. Killed before it is done, a resume takes the previous one.
-        saving = None
-        if self._tlt_spot:
-            with self._tlt_guard("checkpoint"), self._tlt_log.stolen("save"):
-                saving = self._tlt_save(
-                    Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}" / CHECKPOINT
-                )
-        super()._save_checkpoint()  # type: ignore[misc]
-        if saving is not None:
-            with self._tlt_guard("checkpoint"), self._tlt_log.stolen("save"):
-                ray.get(saving)
-
-    def _tlt_save(self, directory: Path) -> Any:
-        """The served drafter, its training state and where they come from, atomically; done when the reference is."""
-        worker = next(iter(self._tlt_fleet.workers().values()))
-        facts = {
-            "version": self._tlt_version,
-            "policy_step": self.global_steps,
-            "policy": self.config.actor_rollout_ref.model.path,
-            "data": str(self.config.data.train_files),
-            "data_sha256": self._tlt_data_digest,
-            "objective": self.tlt.drafter.objective,
-            "temperature": self.config.actor_rollout_ref.rollout.temperature,
-            "acceptance": self._tlt_acceptance,
-            "tokens_trained": self._tlt_tokens,
-        }
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        return worker.save.remote(str(directory.absolute()), facts)
-
-    @cached_property
-    def _tlt_data_digest(self) -> str | None:
-        """Names the training data in the drafter's model card; None where it is not on this disk."""
-        named = self.config.data.train_files
-        files = [Path(str(f)) for f in ([named] if isinstance(named, str) else named)]
-        return files_digest(files) if all(f.is_file() for f in files) else None
-
-    def fit(self, agent_loop_manager: Any) -> None:
-        """verl's training loop; the drafter is left behind as a directory that vLLM serves."""
-        try:
-            super().fit(agent_loop_manager)  # type: ignore[misc]
-        finally:
-            if self._tlt_spot:
-                with self._tlt_guard("final drafter"):
-                    ray.get(self._tlt_save(Path(str(self.tlt.drafter.save_dir))))
-
     def _compute_metrics(self, batch: Any, metrics: dict[str, Any], timing_raw: dict[str, float], **kwargs: Any) -> Any:
         result = super()._compute_metrics(batch, metrics, timing_raw, **kwargs)  # type: ignore[misc]
         with self._tlt_guard("metrics"):
@@ -376,19 +362,8 @@ class TLTMixin:
         with self._tlt_guard("validation"):
             if self.tlt.speculation.enable:
                 self._tlt_fleet.on_servers("tlt_stats")  # validation's engine steps are not the next rollout's
-
-    @contextmanager
-    def _tlt_guard(self, what: str) -> Iterator[None]:
-        """A failure inside is logged (in full the first time), counted and contained."""
-        try:
-            yield
-        except Exception as error:
-            first = what not in self._tlt_errors
-            self._tlt_errors[what] = self._tlt_errors.get(what, 0) + 1
-            if first:
-                logger.exception("TLT: %s failed; the run goes on without it", what)
-            else:
-                logger.error("TLT: %s failed again (%d times): %s", what, self._tlt_errors[what], error)
+                if self._tlt_log.compared and not self._tlt_log.compared.issuperset(self._tlt_serving()):
+                    self._tlt_compare()  # verl woke somebody up for the validation
 
 
 def _log_to_stderr() -> None:

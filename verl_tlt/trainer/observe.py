@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from verl_tlt.config import TLTConfig
+from verl_tlt.spot.phase import PhaseAccount, together
 from verl_tlt.trace.events import Publish, Reload, Session, TraceWriter
 from verl_tlt.trace.line import step_line
 from verl_tlt.trace.metrics import ReplicaStats, StepObservations, step_metrics
@@ -37,11 +38,11 @@ class StepLog:
         self._version = self._since = 0
 
     def _reset(self) -> None:
-        self._report: PhaseReport | None = None
+        self._account: PhaseAccount | None = None
         self._stats: dict[str, ReplicaStats] = {}
         self._stolen: dict[str, float] = {}
         self._publish: Publish | None = None
-        self._reloads: list[Reload] = []
+        self._reloads: dict[str, Reload] = {}  # by replica
         self._sessions: list[Session] = []
         self._served: int | None = None
         self._audit: float | None = None
@@ -86,10 +87,10 @@ class StepLog:
             self._stolen[name] = self._stolen.get(name, 0.0) + time.perf_counter() - start
 
     def sampled(self, step: int, report: PhaseReport) -> None:
-        """The sampling phase is over."""
+        """A sampling phase is over; an asynchronous step may have several."""
         end = report.account.end
-        self._report = report
-        self._stolen["stop"] = report.stop_s
+        self._account = together(self._account, report.account)
+        self._stolen["stop"] = self._stolen.get("stop", 0.0) + report.stop_s
         start = report.first_dispatch or end
         self.trace.emit("phase", step=step, name="rollout", start=start, end=end)
         for replica, seconds in report.account.bubble_s.items():
@@ -130,6 +131,11 @@ class StepLog:
         )
         self.trace.emit("publish", **{k: v for k, v in vars(self._publish).items() if k != "t"})
 
+    @property
+    def compared(self) -> set[str]:
+        """Replicas that have said in this step which drafter they loaded."""
+        return set(self._reloads)
+
     def reloaded(self, step: int, statuses: dict[str, dict[str, Any]], wanted: int) -> None:
         """Every engine has loaded a drafter again, and says which."""
         for name, s in statuses.items():
@@ -138,30 +144,30 @@ class StepLog:
                 t=time.time(), step=step, replica=name, version=s["version"], fingerprint=s["fingerprint"], ok=ok,
                 seconds=s["seconds"],
             )  # fmt: skip
-            self._reloads.append(reload)
+            self._reloads[name] = reload
             self.trace.emit("reload", **{k: v for k, v in vars(reload).items() if k != "t"})
         self._served = min((s["version"] for s in statuses.values()), default=None)
         self._version = wanted
-        self._stolen["reload"] = max((r.seconds for r in self._reloads), default=0.0)
+        self._stolen["reload"] = max((r.seconds for r in self._reloads.values()), default=0.0)
 
     def finish(self, step: int, metrics: dict[str, Any], errors: int) -> dict[str, float]:
         """The step's `tlt/*` metrics; prints the step's line and closes the step in the trace."""
-        report = self._report
+        account = self._account
         seen = StepObservations(
             step=step,
             rollout_s=metrics.get("timing_s/gen"),
             replicas=self._stats,
-            bubble_s=report.account.bubble_s if report else {},
-            bubble_trained_s=report.account.used_s if report else {},
-            stop_latency_s=report.account.stop_s if report else {},
+            bubble_s=account.bubble_s if account else {},
+            bubble_trained_s=account.used_s if account else {},
+            stop_latency_s=account.stop_s if account else {},
             sessions=self._sessions,
             publish=self._publish,
-            reloads=self._reloads,
+            reloads=list(self._reloads.values()),
             stolen=self._stolen,
             published_version=self._version,
             served_version=self._served,
             served_since=self._since,
-            spot_failures=report.account.failures if report else None,
+            spot_failures=account.failures if account else None,
             audit_saved_frac=self._audit,
             errors=errors,
         )

@@ -1,17 +1,23 @@
-"""Makes the TLT trainers known to verl under `tlt_<mode>`; the plugin calls it once verl's own are registered."""
+"""Makes the TLT trainers known to verl under `tlt_<mode>`; the plugin calls it once verl's own are registered.
+
+`trainer.modes` says how they differ, `trainer.mixin` does the work. Here are the few calls whose form is a mode's own.
+"""
 
 from __future__ import annotations
 
-MODES = ("sync",)
+from typing import Any
 
 
 def register_trainers() -> None:
-    """Register `tlt_sync` with verl's trainer registry; harmless when called again."""
+    """Register a TLT form of each of verl's v1 trainers; harmless when called again."""
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, register_trainer
+    from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
+    from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode, PPOTrainerSeparateAsync
     from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
     if "tlt_sync" in TRAINER_REGISTRY:
         return
+    from verl_tlt.trainer.fleet import Fleet
     from verl_tlt.trainer.mixin import TLTMixin
 
     @register_trainer("tlt_sync")
@@ -19,3 +25,40 @@ def register_trainers() -> None:
         """verl's synchronous trainer with TLT."""
 
         tlt_base_mode = "sync"
+
+        def get_llm_client(self) -> Any:
+            """verl's client, re-routing requests that a leaving replica rejects."""
+            from verl_tlt.rollout.client import TLTLLMServerClient
+
+            return self.llm_server_manager.get_client(client_cls=TLTLLMServerClient)
+
+    @register_trainer("tlt_colocate_async")
+    class TLTTrainerColocateAsync(TLTMixin, PPOTrainerColocateAsync):
+        """verl's trainer with partial rollouts on shared devices, with TLT."""
+
+        tlt_base_mode = "colocate_async"
+
+        def get_llm_client(self) -> Any:
+            """verl's resuming client, re-routing requests that a leaving replica rejects."""
+            from verl_tlt.rollout.client import TLTFullyAsyncLLMServerClient
+
+            return self.llm_server_manager.get_client(client_cls=TLTFullyAsyncLLMServerClient)
+
+    @register_trainer("tlt_separate_async")
+    class TLTTrainerSeparateAsync(TLTMixin, PPOTrainerSeparateAsync):
+        """verl's trainer with partial rollouts on devices of their own, with TLT; nobody leaves, so verl's client."""
+
+        tlt_base_mode = "separate_async"
+
+        def _tlt_worker_class(self) -> type:
+            from verl_tlt.engine.worker import TLTDetachActorWorker
+
+            return TLTDetachActorWorker
+
+        def _tlt_new_fleet(self) -> Fleet:
+            return Fleet(self.llm_server_manager, self.actor_rollout_wg.world_size, self.standalone_server_manager)
+
+        def _tlt_serving(self) -> list[str]:
+            """The standalone replicas; those on the trainer's devices sleep, unless they are lent to rollout."""
+            everybody = self.current_mode == HybridEngineMode.ROLLOUT
+            return [name for name, r in self._tlt_fleet.replicas.items() if everybody or not r.ranks]

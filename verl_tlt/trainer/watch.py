@@ -1,8 +1,8 @@
 """One sampling phase, watched from a thread: looks at the fleet, asks the planner, carries out its commands.
 
-All decisions are `spot.session.SessionPlanner`'s. This file only turns its commands into Ray calls and their results
-back into reports, and keeps what happened for metrics and trace. An error in here ends spot training for the phase
-and nothing else; whoever left the balancer comes back with the weight sync.
+All decisions are the planner's (`spot.session`, `spot.gap`). This file only turns its commands into Ray calls and
+their results back into reports, and keeps what happened for metrics and trace. An error in here ends spot training for
+the phase and nothing else; whoever left the balancer comes back with the weight sync.
 """
 
 from __future__ import annotations
@@ -16,33 +16,26 @@ from typing import Any
 
 import ray
 
-from verl_tlt.spot.session import (
+from verl_tlt.spot.phase import (
     Command,
     LeaveBalancer,
     PhaseAccount,
+    Planner,
     Rejoin,
-    SessionPlanner,
     StartTraining,
     StopTraining,
     TrySleep,
+    WakeUp,
 )
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.fleet import Fleet
+from verl_tlt.trainer.outlook import Outlook
 
 logger = logging.getLogger(__name__)
 
 SLEEP_TIMEOUT_S = (
     30.0  # sleeping takes milliseconds to seconds; the end of sampling waits at most this for a hung server
 )
-
-
-@dataclass(frozen=True)
-class Outlook:
-    """What the trainer knows about work still to come."""
-
-    pending: int = 0
-    open_loops: int = 0
-    refill_possible: bool = False
 
 
 @dataclass
@@ -80,28 +73,25 @@ class SamplingWatch:
         poll_s: seconds between two looks.
         trace: where load and idle events go.
         step: the RL step, for the trace.
+        recall: whether a replica that leaves keeps its weights, so that it can be called back.
     """
 
     def __init__(
         self,
         fleet: Fleet,
-        planner: SessionPlanner,
+        planner: Planner,
         outlook: Callable[[], Outlook],
         poll_s: float,
         trace: TraceWriter,
         step: int,
+        recall: bool = False,
     ) -> None:
-        self.fleet, self.planner, self.outlook, self.poll_s, self.trace, self.step = (
-            fleet,
-            planner,
-            outlook,
-            poll_s,
-            trace,
-            step,
-        )
+        self.fleet, self.planner, self.outlook = fleet, planner, outlook
+        self.poll_s, self.trace, self.step, self._recall = poll_s, trace, step, recall
         self._running: dict[str, tuple[Any, float]] = {}  # replica -> (result reference, start)
         self._report = PhaseReport(planner.account(time.time()))
         self._end = threading.Event()
+        self._turn = threading.Lock()  # a recall comes from the trainer's thread, while this one looks
         self._load: dict[str, int] = {}
         self._thread = threading.Thread(target=self._watch, name="tlt-sampling-watch", daemon=True)
         self._thread.start()
@@ -111,7 +101,8 @@ class SamplingWatch:
     def _watch(self) -> None:
         try:
             while not self._end.wait(self.poll_s):
-                self._look()
+                with self._turn:
+                    self._look()
         except Exception as error:  # sampling goes on without spot training
             self._report.error = f"{type(error).__name__}: {error}"
             logger.exception("spot training stops for this sampling phase")
@@ -146,7 +137,7 @@ class SamplingWatch:
                 return []
             case TrySleep():
                 try:
-                    reply = ray.get(replica.server.tlt_try_sleep.remote(), timeout=SLEEP_TIMEOUT_S)
+                    reply = ray.get(replica.server.tlt_try_sleep.remote(self._recall), timeout=SLEEP_TIMEOUT_S)
                 except ray.exceptions.RayError as error:
                     logger.warning("replica %s did not answer whether it may sleep: %s", name, error)
                     return self.planner.failed(name, time.time())
@@ -155,7 +146,14 @@ class SamplingWatch:
                 self._running[name] = (replica.worker.train.remote(), time.time())
                 return self.planner.training(name, time.time())
             case StopTraining():
-                return []  # `finish` stops them together
+                return []  # `_stop` stops them together
+            case WakeUp():
+                try:
+                    ray.get(replica.server.tlt_recall.remote(), timeout=SLEEP_TIMEOUT_S)
+                except ray.exceptions.RayError as error:
+                    logger.error("replica %s could not be called back before the weight sync: %s", name, error)
+                    return self.planner.failed(name, time.time())
+                return self.planner.awake(name, time.time())
         raise AssertionError(command)
 
     def _collect(self, name: str, stop_latency_s: float | None = None) -> Ended:
@@ -172,18 +170,32 @@ class SamplingWatch:
         self._report.sessions.append(ended)
         return ended
 
-    # ------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------ the trainer's thread
+
+    def recall(self, stop_timeout_s: float) -> None:
+        """More requests are about to be sent: whoever has left is called back first, and then serves again."""
+        start = time.time()
+        with self._turn:
+            commands = self.planner.recall()
+            self._stop([c.replica for c in commands if isinstance(c, StopTraining)], stop_timeout_s)
+            self._do([c for c in commands if not isinstance(c, StopTraining)])
+        self._report.stop_s += time.time() - start
 
     def finish(self, stop_timeout_s: float) -> PhaseReport:
-        """End of sampling: stop what trains, wait at most `stop_timeout_s`, kill what does not answer.
-
-        Called from the trainer's thread.
-        """
+        """End of sampling: stop what trains, wait at most `stop_timeout_s`, kill what does not answer."""
         self._end.set()
         self._thread.join()
         start = time.time()
-        commands = self.planner.end(start)
-        stopping = [c.replica for c in commands if c.replica in self._running]
+        self._stop([c.replica for c in self.planner.end(start)], stop_timeout_s)
+        self._kill(list(self._running), stop_timeout_s)
+        self._report.stop_s += time.time() - start
+        self._report.account = self.planner.account(time.time())
+        return self._report
+
+    def _stop(self, names: list[str], stop_timeout_s: float) -> None:
+        """Stop these sessions together; those that have not answered in time are killed."""
+        start = time.time()
+        stopping = [name for name in names if name in self._running]
         for name in stopping:
             self.fleet.replicas[name].worker.stop.remote()
         deadline = start + stop_timeout_s
@@ -198,10 +210,7 @@ class SamplingWatch:
                     self.planner.stopped(name, now)
                 else:
                     self.planner.failed(name, now)
-        self._kill(list(self._running), stop_timeout_s)
-        self._report.stop_s = time.time() - start
-        self._report.account = self.planner.account(time.time())
-        return self._report
+        self._kill([name for name in stopping if name in self._running], stop_timeout_s)
 
     def _kill(self, names: list[str], stop_timeout_s: float) -> None:
         self.fleet.restart(names)

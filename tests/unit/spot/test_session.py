@@ -4,18 +4,8 @@ import random
 
 import pytest
 
-from verl_tlt.spot.session import (
-    FIRST_RETRY_S,
-    LONGEST_RETRY_S,
-    FailureBudget,
-    LeaveBalancer,
-    Rejoin,
-    SessionPlanner,
-    StartTraining,
-    State,
-    StopTraining,
-    TrySleep,
-)
+from verl_tlt.spot.phase import LeaveBalancer, Rejoin, StartTraining, StopTraining, TrySleep
+from verl_tlt.spot.session import FIRST_RETRY_S, LONGEST_RETRY_S, FailureBudget, SessionPlanner, State
 
 
 def planner(replicas=("a", "b"), **changes):

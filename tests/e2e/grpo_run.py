@@ -1,0 +1,134 @@
+"""One real GRPO run: stock `main_ppo`, Ray, FSDP2 and vLLM replicas on the CPU, in fp32, from the demo's recipe.
+
+Response lengths are forced, so that a replica runs dry long before another. Draft lengths are fixed, so acceptance is
+measured from the first step on.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from verl_tlt.demo.processes import ProcessTree
+from verl_tlt.toy.assets import build_assets
+from verl_tlt.trace.reader import RunTrace, read_trace
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "demo_grpo.sh"
+BATCH, LONG, SHORT = 4, 600, 40
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run."""
+
+    out: Path
+    steps: dict[int, dict[str, float]]
+    """verl's own metrics by step, from its `file` logger."""
+    trace: RunTrace
+    log: str
+    left: list[str]
+    """Processes that were still there some seconds after the run, and had to be ended."""
+
+
+def skew(path: Path, long: Callable[[int], bool]) -> None:
+    """Rewrite the prompts' forced lengths: one long response where `long(index)`, everything else short."""
+    rows = pq.read_table(path).to_pylist()
+    for i, row in enumerate(rows):
+        lengths = [SHORT + 3 * k for k in range(len(row["extra_info"]["forced_lengths"]))]
+        if long(i):
+            lengths[0] = LONG
+        row["extra_info"]["forced_lengths"] = lengths
+    import pyarrow as pa
+
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def finish(command: list[str], env: dict[str, str], log: Path, timeout: float) -> list[str]:
+    """Run a command to its end, or fail with the last lines of its log; returns what outlived it.
+
+    One that takes too long is asked where it stands (faulthandler, into the log) before it is ended.
+    """
+    tree = ProcessTree(command, env=env | {"PYTHONFAULTHANDLER": "1"}, log=log, cwd=log.parent)
+    try:
+        deadline = time.time() + timeout
+        while tree.process.poll() is None and time.time() < deadline:
+            tree.alive()
+            time.sleep(1)
+        if tree.process.poll() is None:
+            for process in tree.alive():
+                if process.pid != tree.process.pid and "ray::" in process.name():
+                    process.send_signal(signal.SIGABRT)
+            time.sleep(2)
+        settled = time.time() + 20
+        while (alive := tree.alive()) and tree.process.poll() is not None and time.time() < settled:
+            time.sleep(0.2)
+        left = [p.name() for p in alive]
+    finally:
+        tree.stop()
+    last = "\n".join(log.read_text(errors="replace").splitlines()[-60:])
+    assert tree.process.returncode == 0, f"ended with {tree.process.returncode} (limit {timeout} s):\n{last}"
+    return left
+
+
+def grpo(
+    out: Path,
+    assets: Path,
+    steps: int,
+    *overrides: str,
+    long: Callable[[int], bool] = lambda index: index % BATCH == 0,
+    timeout: float = 900,
+    **environment: str,
+) -> Run:
+    """Run the demo's recipe, scaled down, to its end."""
+    built = build_assets(assets, width="small", train_rows=64, val_rows=8)
+    skew(built.train, long)
+    env = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "OUT": str(out),
+        "ASSETS": str(assets),
+        "POLICY": str(built.policy),
+        "AUX_LAYERS": ",".join(map(str, built.aux_layers)),
+        "STEPS": str(steps),
+        **environment,
+    }
+    command = [
+        str(RECIPE),
+        f"data.train_batch_size={BATCH}",
+        "data.shuffle=False",
+        "data.max_response_length=640",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}",
+        "actor_rollout_ref.actor.optim.lr=1e-5",
+        "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32",
+        "actor_rollout_ref.rollout.dtype=float32",
+        "actor_rollout_ref.rollout.max_model_len=720",
+        "actor_rollout_ref.rollout.max_num_seqs=16",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={built.agent_loop}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=forced_length",
+        f"tlt.speculation.costs_dir={out}/tables",
+        *overrides,
+    ]
+    log = out.with_name(f"{out.name}.log")
+    left = finish(command, env, log, timeout)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return Run(out, {line["step"]: line["data"] for line in lines}, read_trace(out / "trace"), log.read_text(), left)
+
+
+TLT = (
+    "tlt.speculation.policy=fixed",
+    "tlt.speculation.fixed=2",
+    "tlt.drafter.learning_rate=2e-3",
+    "tlt.drafter.intermediate_size=null",
+    "tlt.drafter.warmup_steps=5",
+    "tlt.drafter.batch_tokens=512",
+    "tlt.buffer.min_tokens=300",
+    "tlt.spot.max_epochs=8",
+    "tlt.spot.min_merge_steps=2",
+)

@@ -1,0 +1,98 @@
+"""verl's asynchronous trainer modes with TLT, each in one real run: what is idle there trains, and what is served is
+what was published."""
+
+import os
+from pathlib import Path
+
+import pytest
+from grpo_run import BATCH, TLT, Run, grpo
+
+pytestmark = pytest.mark.e2e
+
+LIMIT_S = 420.0
+"""Far more than a run takes; a hang ends here, with everybody's stack in the log."""
+
+ASYNC = (
+    "trainer.v1.sampler.custom_sampler.name=FastPollReplayBufferAsync",
+    # Sampling waits for the prompts of the step before: a long response is decoded across two weight syncs.
+    "trainer.v1.sampler.max_off_policy_threshold=2",
+    "trainer.v1.sampler.max_off_policy_strategy=wait",
+)
+
+
+@pytest.fixture(scope="module")
+def colocated(tmp_path_factory) -> Run:
+    """Four steps with one prompt more in flight than a step takes; every second step waits for a long response that the
+    step before began, and everything else is done by then."""
+    base = tmp_path_factory.mktemp("colocated")
+    return grpo(
+        base / "run", base / "assets", 4, *TLT, *ASYNC,
+        "trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=0.25",
+        long=lambda index: index in (0, 9), timeout=LIMIT_S, SAVE_FREQ="-1",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def separate(tmp_path_factory) -> Run:
+    """Three steps of two updates each: one device trains, another decodes; validation uses both."""
+    base = tmp_path_factory.mktemp("separate")
+    engine = "actor_rollout_ref.rollout.checkpoint_engine"
+    return grpo(
+        base / "run", base / "assets", 3, *TLT, *ASYNC,
+        "trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.num_warmup_batches=1",
+        "trainer.v1.separate_async.parameter_sync_step=2", f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH // 2}",
+        "actor_rollout_ref.rollout.nnodes=1", "ray_kwargs.ray_init.num_gpus=2",
+        f"{engine}.backend=file", f"{engine}.custom_backend_module=file_checkpoint_engine",
+        "trainer.test_freq=2", "data.val_max_samples=4",
+        long=lambda index: index % 2 == 0, timeout=LIMIT_S, SAVE_FREQ="-1", REPLICAS="1",
+        PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+    )  # fmt: skip
+
+
+def assert_sound(run: Run, steps: int) -> None:
+    """What every mode promises."""
+    assert sorted(run.steps) == list(range(1, steps + 1))
+    assert run.left == [], "processes outlived the run"
+    for step, metrics in run.steps.items():
+        assert metrics["tlt/errors"] == 0.0, step
+        assert metrics["tlt/spot_failures"] == 0.0, step
+        assert metrics["tlt/drafter_version"] == metrics["tlt/drafter_version_published"], step
+        assert metrics["training/rollout_probs_diff_max"] < 0.02, step  # older weights wrote a part of it
+        assert metrics["response_length/min"] >= 40.0, "a response was cut short"
+    assert run.steps[steps]["tlt/drafter_version"] >= 1, "nothing was published"
+    assert run.steps[1]["training/rollout_probs_diff_max"] < 1e-4
+    assert [s for s in run.trace.sessions if s.steps > 0], "nothing was trained"
+    by_version = {}
+    for reload in run.trace.reloads:
+        assert reload.ok
+        by_version.setdefault(reload.version, set()).add(reload.fingerprint)
+    assert all(len(fingerprints) == 1 for fingerprints in by_version.values())
+
+
+def test_colocated(colocated):
+    assert_sound(colocated, 4)
+    # The long response was begun in step 1 and is whole, although a weight sync interrupted it.
+    assert colocated.steps[2]["response_length/max"] == 600.0
+    assert {s.step for s in colocated.trace.sessions} <= {2, 3, 4}
+
+
+def test_colocated_idle_replica_trained_while_the_other_decoded(colocated):
+    for session in [s for s in colocated.trace.sessions if s.steps > 0]:
+        load = [x for x in colocated.trace.loads if x.step == session.step and x.t <= session.start][-1].inflight
+        assert load.get(session.replica, 0) == 0
+        assert any(n for name, n in load.items() if name != session.replica)
+
+
+def test_separate(separate):
+    assert_sound(separate, 3)
+    # A standalone replica loses its drafter at every sync; the trainer's own wakes up for validation and has it too.
+    own = {s.replica for s in separate.trace.sessions}
+    assert {r.step for r in separate.trace.reloads if r.replica not in own} == {1, 2, 3}
+    validated = {step for step, metrics in separate.steps.items() if "val-core/toy_addition/acc/mean@1" in metrics}
+    assert {r.step for r in separate.trace.reloads if r.replica in own} == validated == {2, 3}
+
+
+def test_separate_trained_on_the_trainers_device_alone(separate):
+    trained = {s.replica for s in separate.trace.sessions if s.steps > 0}
+    served = {name for load in separate.trace.loads for name, n in load.inflight.items() if n}
+    assert len(trained) == 1 and served - trained, "the standalone replica has no spot worker"
