@@ -96,7 +96,7 @@ class SpotConfig:
     enable: bool = True
     """False: the drafter stays as it was loaded."""
     poll_s: float = 0.05
-    """Seconds between two looks at the replicas' load."""
+    """Seconds between two looks at the replicas' load while it changes, up to five times as many while it does not."""
     settle_s: float = 0.1
     """A replica must have been empty this long before it is asked to leave, or the trainer must have waited as long."""
     stop_timeout_s: float = 5.0

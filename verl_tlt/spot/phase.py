@@ -152,3 +152,13 @@ class Planner(Protocol):
 
     def account(self, now: float) -> PhaseAccount:
         """The phase so far."""
+
+
+PATIENCE = 5
+"""Times the shortest pause between two looks that the longest may be. A look costs round trips to the balancer: nothing
+beside an accelerator, but CPU time that engines want where they share a few cores with it."""
+
+
+def next_pause(pause: float, shortest: float, changed: bool) -> float:
+    """Seconds until the next look: the shortest after a change, half as long again after none."""
+    return shortest if changed else min(1.5 * pause, PATIENCE * shortest)

@@ -26,6 +26,7 @@ from verl_tlt.spot.phase import (
     StopTraining,
     TrySleep,
     WakeUp,
+    next_pause,
 )
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.fleet import Fleet
@@ -70,7 +71,7 @@ class SamplingWatch:
         fleet: replicas and spot workers.
         planner: this phase's decisions.
         outlook: what may still arrive; called at every look.
-        poll_s: seconds between two looks.
+        poll_s: seconds between two looks while the load changes (`next_pause`).
         trace: where load and idle events go.
         step: the RL step, for the trace.
         recall: whether a replica that leaves keeps its weights, so that it can be called back.
@@ -99,27 +100,33 @@ class SamplingWatch:
     # ------------------------------------------------------------------ the thread
 
     def _watch(self) -> None:
+        pause = self.poll_s
         try:
-            while not self._end.wait(self.poll_s):
+            while not self._end.wait(pause):
                 with self._turn:
-                    self._look()
+                    pause = next_pause(pause, self.poll_s, self._look())
         except Exception as error:  # sampling goes on without spot training
             self._report.error = f"{type(error).__name__}: {error}"
             logger.exception("spot training stops for this sampling phase")
 
-    def _look(self) -> None:
+    def _look(self) -> bool:
+        """Returns whether anything has changed since the last look."""
         load, now, outlook = self.fleet.inflight(), time.time(), self.outlook()
-        if load != self._load:
+        changed = load != self._load
+        if changed:
             self._load = load
             self.trace.emit("load", step=self.step, inflight=load)
             if self._report.first_dispatch is None and any(load.values()):
                 self._report.first_dispatch = now
-        self._do(self.planner.observe(now, load, outlook.pending, outlook.open_loops, outlook.refill_possible))
-        for name in [n for n, (ref, _) in self._running.items() if ray.wait([ref], timeout=0)[0]]:
+        commands = self.planner.observe(now, load, outlook.pending, outlook.open_loops, outlook.refill_possible)
+        self._do(commands)
+        over = [n for n, (ref, _) in self._running.items() if ray.wait([ref], timeout=0)[0]]
+        for name in over:
             if self._collect(name).error is None:
                 self._do(self.planner.done(name, time.time()))
             else:
                 self._do(self.planner.failed(name, time.time()))
+        return changed or bool(commands) or bool(over)
 
     def _do(self, commands: list[Command]) -> None:
         queue = list(commands)
