@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+FSDP2 = ("actor_rollout_ref.actor.strategy=fsdp2", "critic.strategy=fsdp2")
+"""FSDP1, which verl defaults to, cannot start on a CPU."""
 
 
 def load_check() -> Any:
@@ -63,7 +65,7 @@ def run(recipe: Path, out: Path, steps: int, tlt: bool, extra: list[str]) -> dic
     metrics.unlink(missing_ok=True)
     flag = ["+trainer.plugin=tlt", *(f"+{setting}" for setting in check.TLT), f"+tlt.trace.dir={out / 'trace'}"]
     overrides = [
-        *check.TOY, f"hydra.run.dir={out / 'hydra'}", f"data.train_files={assets.train}",
+        *check.TOY, *FSDP2, f"hydra.run.dir={out / 'hydra'}", f"data.train_files={assets.train}",
         f"data.val_files={assets.val}", f"actor_rollout_ref.model.path={assets.policy}", "data.seed=1",
         f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={out / 'checkpoints'}",
         "trainer.val_before_train=True", "actor_rollout_ref.rollout.val_kwargs.do_sample=False",
