@@ -176,7 +176,7 @@ def test_a_recalled_server_has_compared_its_drafter_and_one_without_weights_stay
     assert ray.get(server.tlt_try_sleep.remote(True))["slept"]
     ray.get(server.tlt_recall.remote(), timeout=60)
     after = ray.get(server.tlt_status.remote())
-    assert after["ok"] and after["reloads"] == before["reloads"] + 1
+    assert after["ok"] and after["reloads"] == before["reloads"] + 1, (before, after)
     assert ray.get(server.tlt_try_sleep.remote(False))["slept"]
     with pytest.raises(RuntimeError, match="without its weights"):
         ray.get(server.tlt_recall.remote(), timeout=60)

@@ -13,10 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import tempfile
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -29,6 +27,7 @@ from verl_tlt.drafter.digest import combined
 from verl_tlt.rollout.calibrate import calibrate, cost_key, plan_batches
 from verl_tlt.rollout.channel import ChannelClient, ChannelError
 from verl_tlt.rollout.latency_table import from_learned
+from verl_tlt.rollout.scratch import private_directory
 from verl_tlt.rollout.settings import engine_arms, engine_environment, engine_kwargs
 from verl_tlt.rollout.switch import DraftingSwitch
 from verl_tlt.spot.store import STORE_NAME, DrafterFile, stage
@@ -60,9 +59,8 @@ class TLTvLLMHttpServer(vLLMHttpServer):
     def _post_init(self, cuda_visible_devices: str) -> None:
         super()._post_init(cuda_visible_devices)
         self.tlt = TLTConfig.from_dict((self.config.custom or {})["tlt"])
-        job = ray.get_runtime_context().get_job_id()
-        self._tlt_dir = Path(tempfile.gettempdir()) / f"verl-tlt-{os.getuid()}-{job}" / f"replica-{self.replica_rank}"
-        self._tlt_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._tlt_scratch = private_directory(f"verl-tlt-{os.getuid()}-")
+        self._tlt_dir = self._tlt_scratch.path
         self._tlt_staged: DrafterFile | None = None
         self._tlt_served = DrafterState()
         self._tlt_channel: ChannelClient | None = None
