@@ -70,6 +70,7 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
             drafter, target = self._tlt_models()
             if drafter is None:  # a pipeline stage without the drafter
                 return {"ok": True, "fingerprint": "", "sums": {}, "seconds": 0.0, "shared": []}
+            _without_lora(drafter)
             shared = _shared_modules(drafter, target)
             tensors = _read(Path(path), shared)
             shards = self.vllm_config.parallel_config.tensor_parallel_size
@@ -155,6 +156,15 @@ def _skippable(proposer: Any, propose: Callable[..., torch.Tensor]) -> Callable[
         return torch.empty(metadata.batch_size(), 0, dtype=torch.int64, device=proposer.device)  # [batch, 0]
 
     return run
+
+
+def _without_lora(drafter: torch.nn.Module) -> None:
+    """Let the drafter look up tokens in the policy's embedding itself, not in vLLM's LoRA wrapper around it.
+
+    The wrapper's bookkeeping belongs to the policy's batch, and a draft step has another: the engine would die.
+    """
+    inner: Any = drafter.model
+    inner.embed_tokens = getattr(inner.embed_tokens, "base_layer", inner.embed_tokens)
 
 
 def _shared_modules(drafter: torch.nn.Module, target: torch.nn.Module) -> list[str]:
