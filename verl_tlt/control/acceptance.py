@@ -66,7 +66,8 @@ class AcceptanceEstimate:
         while len(guess) < self.positions:
             guess.append(guess[-1] * DECAY_GUESS if guess else FIRST_GUESS)
         self._weight = weight if conditional else 2.0
-        self._ratio = [p / max(before, 1e-6) for p, before in zip(guess, [1.0, *guess], strict=False)]
+        # Behind a position that is never accepted nothing can have been seen: zeros there say nothing.
+        self._ratio = [p / before if before else DECAY_GUESS for p, before in zip(guess, [1.0, *guess], strict=False)]
         self._trials = [0.0] * self.positions
         self._hits = [0.0] * self.positions
         self._recent_trials = [0.0] * self.positions

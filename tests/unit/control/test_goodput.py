@@ -85,6 +85,16 @@ def test_it_wakes_up_when_the_drafter_becomes_useful_unannounced(batch):
     assert engine.usual(last=100) > 0
 
 
+def test_a_drafter_announced_as_useless_that_wakes_up_is_used_beyond_its_first_token():
+    """Zeros behind a first position that is never accepted are no evidence against the others."""
+    policy = GoodputPolicy(ARMS)
+    policy.set_acceptance([0.0] * 7)
+    engine = bench(policy, 0.0, 8).run(600)
+    assert engine.usual() == 0
+    engine.acceptance = 0.7
+    assert engine.run(2000).usual() >= 3
+
+
 def test_an_announced_drafter_is_used_at_once():
     policy = GoodputPolicy(ARMS)
     engine = bench(policy, 0.0, 16).run(1500)
