@@ -112,10 +112,10 @@ async def storm(servers, balancer, config) -> tuple[list, list[dict], int]:
 
     async def leave_and_return(stop: asyncio.Event) -> int:
         cycles = recalled = 0
-        while not stop.is_set():
+        while not (stop.is_set() and recalled):  # with nothing left to decode the next one sleeps
             name = f"server-{cycles % 2}"
             await balancer.remove_servers.remote([name])
-            recall = cycles % 3 == 2  # before the weight sync, or with it
+            recall = cycles % 3 == 2 or stop.is_set()  # before the weight sync, or with it
             answers.append(await servers[name].tlt_try_sleep.remote(recall))
             if answers[-1]["slept"]:
                 await asyncio.sleep(0.1)
@@ -124,7 +124,6 @@ async def storm(servers, balancer, config) -> tuple[list, list[dict], int]:
             await balancer.add_servers.remote({name: servers[name]})
             cycles += 1
             await asyncio.sleep(0.02)
-        assert recalled, "nobody was called back"
         return cycles
 
     stop = asyncio.Event()

@@ -1,6 +1,7 @@
 """Calibration on a real engine: costs by batch and draft length from its own step clock, kept for the next run."""
 
 import asyncio
+import shutil
 from functools import partial
 from types import SimpleNamespace
 
@@ -88,7 +89,8 @@ def server_of(live, address, models, root):
     )
     server.model_config = SimpleNamespace(local_path=str(models["target"]), tokenizer=range(V))
     server._tlt_staged, server._tlt_key, server._tlt_served = None, None, DrafterState()
-    server._tlt_switch = DraftingSwitch("goodput")
+    server._tlt_switch, server._tlt_dir = DraftingSwitch("goodput"), root
+    shutil.copytree(models["bad"], root / "drafter", dirs_exist_ok=True)
     server._tlt_channel = ChannelClient(address)
     return server
 
