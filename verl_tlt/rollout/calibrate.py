@@ -53,7 +53,7 @@ def cost_key(policy: str, rollout: Any, drafter: Path | None = None) -> TableKey
     device = _cpu_name() if current_platform.is_cpu() else current_platform.get_device_name()
     shape = hashlib.sha256((Path(policy) / "config.json").read_bytes()).hexdigest()[:12]
     drafts = "n-grams" if drafter is None else f"drafter {_drafter_sizes(drafter)}"
-    model = f"policy {shape} {drafts} {rollout.dtype} {'eager' if rollout.enforce_eager else 'graphs'}"
+    model = f"policy {shape} {rollout.dtype} {'eager' if rollout.enforce_eager else 'graphs'} {drafts}"
     return TableKey(f"{device} x{rollout.tensor_model_parallel_size}", model, installed("vllm") or "")
 
 
