@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from verl_tlt import doctor, facts
 from verl_tlt.config import TLTConfig, TLTConfigError
 from verl_tlt.doctor import Finding, judge_symbols
-from verl_tlt.symbols import Symbol, check_symbols, source_root
+from verl_tlt.sources import check_symbols, source_root
+from verl_tlt.symbols import Symbol
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 import verl_tlt
-from verl_tlt.symbols import SYMBOLS, SourceTree, Symbol, check_symbols, source_root
+from verl_tlt.sources import SourceTree, check_symbols, source_root
+from verl_tlt.symbols import SYMBOLS, Symbol
 
 PACKAGE = Path(verl_tlt.__file__).parent
 CACHE = os.environ.get("TLT_CONTRACT_CACHE")
