@@ -60,9 +60,10 @@ class NgramDrafts:
         return {}
 
     def summary(self) -> dict[str, int]:
-        """Drafts verified and first tokens accepted since the start, prompts and bytes held."""
-        held = {"ngram_prompts": len(self.index), "ngram_bytes": self.index.bytes}
-        return {"ngram_drafts": self.drafts, "ngram_accepted": self.accepted, **held}
+        """Drafts verified and first tokens accepted since the last call, prompts and bytes held."""
+        seen = {"ngram_drafts": self.drafts, "ngram_accepted": self.accepted}
+        self.drafts = self.accepted = 0
+        return {**seen, "ngram_prompts": len(self.index), "ngram_bytes": self.index.bytes}
 
     def scheduled(self, output: Any) -> None:
         """A step was scheduled: who came, who went, and whose draft in it is an n-gram."""

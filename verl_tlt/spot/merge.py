@@ -4,14 +4,18 @@ Workers train alone on their own data (local SGD; no process group exists), each
 since the version all agree on. A hand-in that would spoil the average is left out and named: too few optimizer steps
 (AdamW's first steps go by sign alone), nothing in it, or a number that is not finite.
 
-`prepare` and `combine` are the two halves of `merge`; `pairwise` joins anything by two, so that the same average also
+Bubbles differ in length, and a plain average would let a short session hold a long one back. Take a session of t tokens
+to move the parameters by t * g and noise. Least squares then gives g = sum(t_i d_i) / sum(t_i^2), and the merged change
+is g times the longest session: the average of equal sessions, and a longer step in its direction for unequal ones.
+
+`prepare`, `combine` and `finish` are the parts of `merge`; `pairwise` joins anything by two, so that the average also
 runs as a tree of Ray tasks over object references: `pairwise([prepare_.remote(r, n) for r in refs], combine_.remote)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -46,10 +50,14 @@ class Merged:
     """Workers in it, in order."""
     excluded: dict[str, str] = field(default_factory=dict)
     """Worker -> why it is not in it."""
+    longest: int = 0
+    """Tokens of its longest session."""
+    squares: int = 0
+    """Sum of the sessions' squared tokens."""
 
 
 def merge(contributions: Sequence[Contribution], *, min_steps: int) -> Merged:
-    """Token-weighted average of the usable contributions; the same bits in whatever order they come.
+    """What the usable contributions learned together; the same bits in whatever order they come.
 
     Raises:
         ValueError: a worker appears twice, or two workers' deltas differ in names or shapes.
@@ -60,7 +68,7 @@ def merge(contributions: Sequence[Contribution], *, min_steps: int) -> Merged:
         raise ValueError(f"A worker hands in once per merge, but these did: {', '.join(names)}.")
     if not ordered:
         return Merged(None, 0, ())
-    return pairwise([prepare(c, min_steps) for c in ordered], combine)
+    return finish(pairwise([prepare(c, min_steps) for c in ordered], combine))
 
 
 def prepare(contribution: Contribution, min_steps: int) -> Merged:
@@ -69,7 +77,8 @@ def prepare(contribution: Contribution, min_steps: int) -> Merged:
     if reason is not None:
         return Merged(None, 0, (), {contribution.worker: reason})
     delta = {name: np.asarray(value, dtype=np.float32) for name, value in contribution.delta.items()}
-    return Merged(delta, contribution.tokens, (contribution.worker,))
+    n = contribution.tokens
+    return Merged(delta, n, (contribution.worker,), longest=n, squares=n * n)
 
 
 def combine(left: Merged, right: Merged) -> Merged:
@@ -80,14 +89,22 @@ def combine(left: Merged, right: Merged) -> Merged:
     """
     excluded = {**left.excluded, **right.excluded}
     if left.delta is None or right.delta is None:
-        side = left if right.delta is None else right
-        return Merged(side.delta, side.tokens, side.included, excluded)
+        return replace(left if right.delta is None else right, excluded=excluded)
     _check_alike(left, right)
     tokens = left.tokens + right.tokens
     share = np.float32(right.tokens / tokens)
     # A running average stays within the range of its inputs, whatever the number of workers.
     delta = {name: a + share * (right.delta[name] - a) for name, a in left.delta.items()}
-    return Merged(delta, tokens, left.included + right.included, excluded)
+    longest, squares = max(left.longest, right.longest), left.squares + right.squares
+    return Merged(delta, tokens, left.included + right.included, excluded, longest, squares)
+
+
+def finish(average: Merged) -> Merged:
+    """The average over all workers, as far as the longest session goes (see above)."""
+    if average.delta is None:
+        return average
+    stretch = np.float32(average.longest * average.tokens / average.squares)  # 1 for equal sessions
+    return replace(average, delta={name: stretch * value for name, value in average.delta.items()})
 
 
 def pairwise(items: Sequence[T], join: Callable[[T, T], T]) -> T:

@@ -21,6 +21,8 @@ METRICS = {
     "tlt/draft_length_mean": "mean draft length over engine steps, 0 where nothing was drafted",
     "tlt/spec_off_frac": "share of engine steps that drafted nothing",
     "tlt/drafter_off_frac": "the part of spec_off_frac in which the drafter did not even run, as in stock verl",
+    "tlt/ngram_draft_frac": "share of the verified drafts that were n-grams, where speculation.source has any",
+    "tlt/ngram_accept_rate": "share of those whose first token was accepted",
     "tlt/rollout_tok_per_s": "tokens of responses per second of rollout, over all replicas",
     "tlt/saved_s": "seconds by which the rollout ended before stock decoding would have; negative: after",
     "tlt/audit_saved_frac": "share of stock's decoding seconds that was saved, against a replica that ran without",
@@ -74,6 +76,10 @@ class ReplicaStats:
     """Seconds that stock decoding would have taken on top of `busy_s` for the same tokens; None: no baseline known."""
     offered: tuple[int, ...] | None = None
     """offered[i]: drafts of at least i+1 tokens; None: every draft had `len(accepted)`."""
+    ngram_drafts: int | None = None
+    """The part of `drafts` that were n-grams; None: n-grams are not in use."""
+    ngram_accepted: int = 0
+    """The part of `ngram_drafts` whose first token was accepted."""
 
     @classmethod
     def from_dict(cls, stats: Mapping[str, Any]) -> ReplicaStats | None:
@@ -88,6 +94,8 @@ class ReplicaStats:
             busy_s=float(stats["busy_s"]),
             saved_s=float(stats["saved_s"]) if stats.get("compared_s") else None,
             offered=None if offered is None else tuple(int(n) for n in offered),
+            ngram_drafts=stats.get("ngram_drafts"),
+            ngram_accepted=int(stats.get("ngram_accepted", 0)),
         )
 
 
@@ -170,6 +178,11 @@ def speculation_metrics(replicas: Sequence[ReplicaStats], rollout_s: float | Non
         metrics["tlt/drafter_off_frac"] = sum(n for k, n in lengths.items() if k < 0) / total
         metrics["tlt/spec_off_frac"] = sum(n for k, n in lengths.items() if k <= 0) / total
         metrics["tlt/draft_length_mean"] = sum(max(k, 0) * n for k, n in lengths.items()) / total
+    ngrams = [r for r in replicas if r.ngram_drafts is not None]
+    if drafts and ngrams:
+        found = sum(r.ngram_drafts or 0 for r in ngrams)
+        metrics["tlt/ngram_draft_frac"] = found / drafts
+        metrics["tlt/ngram_accept_rate"] = sum(r.ngram_accepted for r in ngrams) / found if found else None
     if rollout_s:
         metrics["tlt/rollout_tok_per_s"] = sum(r.emitted for r in replicas) / rollout_s
     metrics["tlt/saved_s"] = saved_seconds(replicas)

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from verl_tlt.demo.processes import ProcessTree
+from verl_tlt.demo.processes import ProcessTree, interruptible
 
 FAMILY = """
 import os, signal, subprocess, sys, time
@@ -117,7 +117,13 @@ def test_an_interrupted_run_leaves_no_process_behind(family, tmp_path, number):
         with interruptible(), Screen(make_console()) as screen:
             run_arm(Arm("a run", Path({str(tmp_path / "out")!r}), steps=1, seed=0), Path({str(recipe)!r}), screen)
     """)
-    demo = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, start_new_session=True)
+    demo = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        # A shell that starts the tests in the background has them, and so the demo, ignore SIGINT.
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+    )
     started = pids()
     demo.send_signal(number)
     time.sleep(0.2)
@@ -125,3 +131,16 @@ def test_an_interrupted_run_leaves_no_process_behind(family, tmp_path, number):
     _, errors = demo.communicate(timeout=40)
     assert b"KeyboardInterrupt" in errors
     assert living(started) == set()
+
+
+def test_an_ignored_hangup_stays_ignored():
+    """`nohup verl-tlt demo &` goes on when its shell ends."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interruptible():
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.01)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        signal.raise_signal(signal.SIGTERM)

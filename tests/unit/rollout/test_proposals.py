@@ -107,6 +107,12 @@ def test_finished_requests_and_new_policies_reach_the_index(drafts):
     assert drafts.summary()["ngram_prompts"] == 0
 
 
+def test_the_summary_counts_since_it_was_last_asked_for(drafts):
+    drafts.drafts, drafts.accepted = 5, 3
+    assert drafts.summary().items() >= {"ngram_drafts": 5, "ngram_accepted": 3}.items()
+    assert drafts.summary()["ngram_drafts"] == drafts.summary()["ngram_accepted"] == 0
+
+
 def test_the_empty_proposer_proposes_nothing():
     proposer = NoProposals(None)
     proposer.load_model(None)

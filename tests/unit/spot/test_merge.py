@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from verl_tlt.spot.merge import Contribution, combine, merge, pairwise, prepare
+from verl_tlt.spot.merge import Contribution, combine, finish, merge, pairwise, prepare
 
 
 def contribution(worker, tokens=100, steps=10, seed=0, **arrays):
@@ -19,17 +19,29 @@ def several(count=5):
 
 
 @pytest.mark.parametrize("count", range(1, 9))
-def test_the_average_is_weighted_by_tokens(count):
+def test_the_average_is_weighted_by_tokens_and_goes_as_far_as_the_longest_session(count):
     parts = several(count)
     merged = merge(parts, min_steps=8)
     weights = [c.tokens for c in parts]
     for name in ("fc", "norm"):
         expected = np.average([c.delta[name].astype(np.float64) for c in parts], axis=0, weights=weights)
+        expected *= max(weights) * sum(weights) / sum(w * w for w in weights)
         np.testing.assert_allclose(merged.delta[name], expected, rtol=1e-5, atol=1e-6)
         assert merged.delta[name].dtype == np.float32
     assert merged.tokens == sum(weights)
     assert merged.included == tuple(c.worker for c in parts)
     assert merged.excluded == {}
+
+
+def test_sessions_that_agree_on_the_progress_per_token_give_it_for_the_longest():
+    parts = [contribution(f"w{i}", tokens=t, fc=np.float32([2.0, -1.0]) * t) for i, t in enumerate((30, 400, 100))]
+    np.testing.assert_allclose(merge(parts, min_steps=1).delta["fc"], np.float32([2.0, -1.0]) * 400, rtol=1e-6)
+
+
+def test_equal_sessions_give_the_plain_average():
+    parts = [contribution(f"w{i}", seed=i) for i in range(4)]
+    expected = np.mean([c.delta["fc"] for c in parts], axis=0)
+    np.testing.assert_allclose(merge(parts, min_steps=1).delta["fc"], expected, rtol=1e-5)
 
 
 def test_the_order_of_arrival_changes_no_bit():
@@ -108,7 +120,7 @@ def test_the_same_tree_runs_over_references():
     parts = several(5)
     root = pairwise([put(prepare(c, 1)) for c in parts], lambda a, b: put(combine(store[a], store[b])))
     expected = merge(parts, min_steps=1)
-    assert all(np.array_equal(store[root].delta[n], expected.delta[n]) for n in expected.delta)
+    assert all(np.array_equal(finish(store[root]).delta[n], expected.delta[n]) for n in expected.delta)
     with pytest.raises(ValueError, match="nothing to join"):
         pairwise([], combine)
 

@@ -47,6 +47,14 @@ def test_draft_lengths_are_shares_of_engine_steps():
     assert "tlt/rollout_tok_per_s" not in metrics
 
 
+def test_n_grams_are_a_share_of_the_drafts():
+    mixed = dataclasses.replace(A, ngram_drafts=10, ngram_accepted=4)
+    found = step_metrics(StepObservations(replicas={"a": mixed, "b": dataclasses.replace(B, ngram_drafts=5)}))
+    assert found["tlt/ngram_draft_frac"] == pytest.approx(15 / 50)
+    assert found["tlt/ngram_accept_rate"] == pytest.approx(4 / 15)
+    assert not {m for m in step_metrics(StepObservations(replicas={"a": A})) if "ngram" in m}
+
+
 def test_saved_seconds_count_the_last_replica():
     assert saved_seconds([A, B]) == pytest.approx(max(12.0, 11.0) - 10.0)
     unknown = dataclasses.replace(B, saved_s=None)
@@ -155,7 +163,8 @@ def test_the_line_of_a_step():
 
 def test_every_metric_is_documented():
     seen = StepObservations(
-        rollout_s=12.0, replicas={"a": A, "b": B}, bubble_s={"a": 6.0}, bubble_trained_s={"a": 5.0},
+        rollout_s=12.0, replicas={"a": A, "b": dataclasses.replace(B, ngram_drafts=5, ngram_accepted=2)},
+        bubble_s={"a": 6.0}, bubble_trained_s={"a": 5.0},
         stop_latency_s={"a": 0.02}, sessions=[session(loss_last=2.0)], stolen={"tap": 0.1}, step=9, served_since=4,
         publish=Publish(t=0.0, step=4, version=3, decision="kept", tau=TAU, gain=0.1, gain_low=0.0),
         published_version=3, served_version=2,
