@@ -235,6 +235,13 @@ SYMBOLS = (
     Symbol(f"{_SCHEDULER}.update_from_output", "scheduler_output model_runner_output", used_by="rollout/scheduler.py"),
     Symbol(f"{_SCHEDULER}.update_draft_token_ids", "draft_token_ids", used_by="rollout/scheduler.py"),
     Symbol(f"{_SCHEDULER}.shutdown", used_by="rollout/scheduler.py"),
+    Symbol("vllm.v1.engine.core:EngineCore", has="scheduler", used_by="rollout/empty_drafts.py"),
+    Symbol(
+        "vllm.v1.engine.core:EngineCore.post_step",
+        "model_executed",
+        says=("take_draft_token_ids()",),
+        used_by="rollout/empty_drafts.py",
+    ),
     Symbol(
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule",
         says=("num_spec_tokens_to_schedule",),

@@ -266,3 +266,48 @@ def test_the_spinning_shim_asks_for_the_patchs_setting(monkeypatch):
     before = SpinCondition.wait
     sleep_between_looks(types.SimpleNamespace(SpinCondition=SpinCondition))
     assert SpinCondition.wait is before and float(os.environ.pop("VLLM_SHM_BROADCAST_BUSY_SLEEP_S")) > 0
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_the_empty_drafts_shim_leaves_a_core_that_looks_for_itself(tmp_path, fixed):
+    from verl_tlt.rollout.empty_drafts import spare_empty_drafts
+
+    file = apply(next(p for p in PATCHES if "empty" in p.name), tmp_path)[1]
+    if not fixed:
+        spec = importlib.util.find_spec("vllm")
+        file = Path(spec.submodule_search_locations[0]) / "v1" / "engine" / "core.py"
+    tree = ast.parse(file.read_text())
+    core = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "EngineCore")
+    core.body = [n for n in core.body if getattr(n, "name", "") == "post_step"]
+    core.bases = []
+    small = tmp_path / f"small_core_{fixed}.py"
+    small.write_text(ast.unparse(core))
+    found = load(small, small.stem).EngineCore
+
+    before = found.post_step
+    assert spare_empty_drafts(found)
+    assert (found.post_step is before) == fixed, "vLLM looks for itself: the shim is not needed any more"
+    after = found.post_step
+    assert spare_empty_drafts(found) and found.post_step is after, "applied twice"
+
+    taken = []
+    executor = types.SimpleNamespace(take_draft_token_ids=lambda: taken.append(1))
+    for expected in (True, False):
+        scheduler = types.SimpleNamespace(drafts_expected=expected)
+        one = types.SimpleNamespace(
+            scheduler=scheduler, model_executor=executor, check_for_draft_tokens=True, async_scheduling=False
+        )
+        found.post_step(one, True)
+    assert len(taken) == 1
+
+
+def test_the_empty_drafts_shim_leaves_a_core_it_does_not_know():
+    from verl_tlt.rollout.empty_drafts import spare_empty_drafts
+
+    class Other:
+        def post_step(self, model_executed):
+            """Fetches nothing."""
+
+    before = Other.post_step
+    assert not spare_empty_drafts(Other) and Other.post_step is before
+    assert not spare_empty_drafts(types.SimpleNamespace)

@@ -115,7 +115,7 @@ async def test_what_a_run_learned_spares_the_next_one_its_calibration(live, addr
     assert set(found) == set(measured)
     for arm, points in found.items():
         assert [b for b, _ in points] == [1, 2, 4, 8]
-        assert points[0][1] == pytest.approx(dict(measured[arm])[1], rel=0.7)
+        assert dict(points)[1] == pytest.approx(dict(measured[arm])[1]), "what was learned since is another matter"
     model = live.inside.scheduler.tlt.policy.latency
     assert model.seconds(4, 4 * 32, 2) > 0
 

@@ -51,6 +51,18 @@ def test_the_account_does_not_need_log_statistics(engine_of):
         assert sum(stats["accepted"]) > 0.5 * stats["drafts"]
 
 
+def test_workers_are_asked_for_drafts_only_after_steps_that_drafted(engine_of, monkeypatch):
+    with engine_of("good", policy="policies:rand") as engine:
+        executor, asked = engine.core.model_executor, []
+        take = executor.take_draft_token_ids
+        monkeypatch.setattr(executor, "take_draft_token_ids", lambda: asked.append(1) or take())
+        engine.generate(8, TOKENS)
+        steps = engine.scheduler.tlt.policy.steps
+    drafted = sum(step.drafted > 0 for step in steps)
+    assert 0 < drafted < len(steps)
+    assert len(asked) == drafted
+
+
 def test_only_steady_decode_steps_teach(engine_of):
     with engine_of("good", policy="policies:up_to_four") as engine:
         engine.generate(8, TOKENS)

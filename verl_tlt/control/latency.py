@@ -192,12 +192,21 @@ class LatencyModel:
         """Relative noise of a single step."""
         return self._jitter
 
-    def to_table(self) -> LatencyTable:
-        """Every measured cell as one point, for the store."""
-        points = []
-        for cell in self._cells.values():
+    def to_table(self, calibration: LatencyTable | None = None) -> LatencyTable:
+        """Every measured cell as one point, for the store.
+
+        Args:
+            calibration: kept as it is, and completed by cells that it does not reach. What a run learned about a draft
+                length it used for hours, on a machine that was busy then, says nothing against one it hardly used.
+        """
+        points = list(calibration.points) if calibration else []
+        # The pace is the machine's at the moment; a calibration is what it was compared with.
+        known, pace = {_key(p.batch, p.kv_tokens, p.draft_length) for p in points}, 0.0 if points else self._pace
+        for key, cell in self._cells.items():
+            if key in known:
+                continue
             shape = self._shape.seconds(cell.batch, cell.kv_tokens, cell.draft_length)
-            seconds = shape * math.exp(cell.level + self._pace)
+            seconds = shape * math.exp(cell.level + pace)
             where = round(cell.batch), round(cell.kv_tokens)
             points.append(LatencyPoint(*where, cell.draft_length, seconds, round(cell.samples)))
         return LatencyTable(tuple(points))

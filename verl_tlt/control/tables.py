@@ -38,6 +38,8 @@ class LatencyPoint:
     seconds: float
     samples: int = 1
     """Steps behind this figure."""
+    calibrated: bool = False
+    """Measured in turn with the other draft lengths, on an engine that did nothing else: they can be compared."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,10 @@ class LatencyTable:
     def arms(self) -> tuple[int, ...]:
         """Draft lengths that were measured, ascending, OFF included."""
         return tuple(sorted({p.draft_length for p in self.points}))
+
+    def calibration(self) -> LatencyTable:
+        """The points that were calibrated."""
+        return LatencyTable(tuple(p for p in self.points if p.calibrated))
 
     def to_list(self) -> list[dict[str, Any]]:
         """JSON-able rows."""
@@ -70,7 +76,7 @@ def _point(row: Mapping[str, Any]) -> LatencyPoint:
     try:
         point = LatencyPoint(
             int(row["batch"]), int(row["kv_tokens"]), int(row["draft_length"]),
-            float(row["seconds"]), int(row.get("samples", 1)),
+            float(row["seconds"]), int(row.get("samples", 1)), bool(row.get("calibrated", False)),
         )  # fmt: skip
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ControlError(f"A latency row must hold batch, kv_tokens, draft_length, seconds: {row!r}.") from error

@@ -94,7 +94,7 @@ def sleep_between_looks(module: Any) -> None:
     (vllm/distributed/device_communicators/shm_broadcast.py).
     """
     if "VLLM_SHM_BROADCAST_BUSY_SLEEP_S" in inspect.getsource(module.SpinCondition):
-        os.environ.setdefault("VLLM_SHM_BROADCAST_BUSY_SLEEP_S", str(_LOOK_S))  # patches/vllm/0003 is in: ask by name
+        os.environ.setdefault("VLLM_SHM_BROADCAST_BUSY_SLEEP_S", str(_LOOK_S))  # patches/vllm/0004 is in: ask by name
         return
     original = module.SpinCondition.wait
 

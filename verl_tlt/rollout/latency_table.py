@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from verl_tlt.control.latency import LatencyModel
 from verl_tlt.control.tables import LatencyPoint, LatencyTable
 from verl_tlt.control.types import OFF
 
@@ -76,30 +75,31 @@ def fill_arms(table: Table, arms: Iterable[int]) -> Table:
     return {k: v for k, v in filled.items() if v}
 
 
-def from_learned(learned: LatencyTable, arms: Iterable[int], batches: Iterable[int]) -> Table:
-    """What a calibration would find, by the latencies an earlier run learned; empty where they do not cover it.
+def from_stored(stored: LatencyTable, arms: Iterable[int], batches: Iterable[int]) -> Table:
+    """The calibration in a stored table; empty where it does not cover what is asked.
+
+    What the run learned besides is left to the policy: each draft length at other times and contexts.
 
     Args:
-        learned: of the same hardware, model and vLLM.
-        arms: the policy's draft lengths; the first, the last and OFF must have been measured.
-        batches: to tell the latency of.
+        stored: of the same hardware, model and vLLM.
+        arms: the policy's draft lengths; the first, the last and OFF must have been calibrated.
+        batches: to tell the latency of; none may be larger than the largest calibrated.
     """
-    lengths = tuple(arms)
-    if not {OFF, lengths[0], lengths[-1]} <= set(learned.arms()):
+    lengths, wanted = tuple(arms), sorted(batches)
+    found: Table = {}
+    for p in stored.calibration().points:
+        found.setdefault(p.draft_length, []).append((p.batch, p.seconds))
+    found = fill_arms({arm: sorted(row) for arm, row in found.items()}, lengths)
+    if not {OFF, *lengths} <= found.keys() or wanted[-1] > found[OFF][-1][0]:
         return {}
-    model = LatencyModel(lengths, table=learned)
-    found: Table = {arm: [] for arm in (OFF, *lengths)}
-    for batch in sorted(batches):
-        for arm, seconds in zip(found, model.predict(batch, batch * CONTEXT_TOKENS), strict=True):
-            found[arm].append((batch, seconds))
-    return found
+    return {arm: [(batch, interpolate(found[arm], batch)) for batch in wanted] for arm in (OFF, *lengths)}
 
 
 def for_policy(table: Table) -> LatencyTable:
     """The same measurements as the policies read them, with the context they were made at."""
     return LatencyTable(
         tuple(
-            LatencyPoint(batch, batch * CONTEXT_TOKENS, arm, seconds)
+            LatencyPoint(batch, batch * CONTEXT_TOKENS, arm, seconds, calibrated=True)
             for arm, row in table.items()
             for batch, seconds in row
         )

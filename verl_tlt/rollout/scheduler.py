@@ -32,6 +32,7 @@ from verl_tlt.control.policy import make_policy
 from verl_tlt.control.types import Policy, StepRecord
 from verl_tlt.rollout.channel import ChannelServer
 from verl_tlt.rollout.decode_load import DecodeLoad
+from verl_tlt.rollout.empty_drafts import spare_empty_drafts
 from verl_tlt.rollout.graphs import fitting, token_limit
 from verl_tlt.rollout.ngram import NgramIndex
 from verl_tlt.rollout.proposals import NgramDrafts
@@ -179,6 +180,8 @@ class TLTScheduler(Scheduler):
         self._tlt_arm = 0
         self._tlt_blocked = False
         self._tlt_finished_s = self._tlt_idle_since_s = time.perf_counter()
+        self.drafts_expected = True  # for `spare_empty_drafts`
+        spare_empty_drafts()
         self._tlt_arms, self._tlt_token_limit = tuple(settings["arms"]), token_limit(self.vllm_config)
         self.tlt_ngram = ngram_drafts(settings["speculation"])
         address = os.environ.get("TLT_CHANNEL")
@@ -229,6 +232,7 @@ class TLTScheduler(Scheduler):
             self.tlt_ngram.scheduled(output)
         if not scheduled:
             return output
+        self.drafts_expected = output.num_spec_tokens_to_schedule > 0
         if len(scheduled) < len(self.running):
             self._tlt_drop_stale_drafts(scheduled)
         prefilling = self._tlt_load.prefilling & scheduled.keys() if self._tlt_load.prefilling else set()

@@ -26,7 +26,7 @@ from verl_tlt.control.types import OFF
 from verl_tlt.drafter.digest import combined
 from verl_tlt.rollout.calibrate import calibrate, cost_key, plan_batches
 from verl_tlt.rollout.channel import ChannelClient, ChannelError
-from verl_tlt.rollout.latency_table import from_learned
+from verl_tlt.rollout.latency_table import from_stored
 from verl_tlt.rollout.scratch import private_directory
 from verl_tlt.rollout.settings import engine_arms, engine_environment, engine_kwargs
 from verl_tlt.rollout.switch import DraftingSwitch
@@ -273,7 +273,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         stored = await self._tlt_stored()
         batches = plan_batches(self.config.max_num_seqs)
         arms = engine_arms(self.tlt, self.config.enforce_eager)
-        covered = from_learned(stored, arms, batches)
+        covered = from_stored(stored, arms, batches)
         latency = known or covered
         if not latency:
             latency = await calibrate(

@@ -44,6 +44,7 @@ class StepControl:
         self._learns_costs = not isinstance(shared, LatencyModel)
         self.costs: LatencyModel = shared if shared is not None else LatencyModel(range(max_draft_length + 1))
         """What steps cost here, OFF included: the policy's own model where it has one."""
+        self._calibration = LatencyTable(())
         self._sums = Aggregates()
         self._lock = threading.Lock()
 
@@ -157,7 +158,7 @@ class StepControl:
     def learned(self) -> dict[str, Any]:
         """What engine steps were found to cost, for the store: rows of `LatencyTable.to_list` under `points`."""
         with self._lock:
-            return {"points": self.costs.to_table().to_list()}
+            return {"points": self.costs.to_table(self._calibration).to_list()}
 
     def _checked_k(self, k: int | None) -> int | None:
         if k is not None and (not isinstance(k, int) or not 0 <= k <= self.max_draft_length):
@@ -169,6 +170,7 @@ class StepControl:
         self._believe(for_policy(fill_arms(table, range(self.max_draft_length + 1))))
 
     def _believe(self, table: LatencyTable) -> None:
+        self._calibration = table.calibration()
         if self._learns_costs:
             self.costs.seed(table)
         self._tell_policy("set_latency", table)

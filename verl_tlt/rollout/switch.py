@@ -18,6 +18,9 @@ HOPELESS = 0.05
 """A drafter accepted less often than this nowhere pays, whatever a step costs: each draft token costs more than 5 %."""
 WORTH = 0.97
 """Drafting must be expected to cut a rollout's time to this share before the drafter runs at all."""
+UNTRIED = 0.9
+"""The same while no drafter has run in this run: the estimate rests on short contexts and on text of older steps alone,
+and a rollout is lost on finding out."""
 BETTER = 1.05
 """After drafting lost time, a drafter must promise this much longer accept lengths to be tried again."""
 
@@ -37,6 +40,7 @@ class DraftingSwitch:
         """Step costs, OFF included; empty: unknown."""
         self._work: dict[int, float] = {}
         self._lost = 0.0
+        self._worth = UNTRIED
 
     def decide(self, acceptance: Sequence[float]) -> bool:
         """Whether the drafter shall run in the coming rollout.
@@ -46,7 +50,7 @@ class DraftingSwitch:
         """
         if self._always:
             return True
-        worth = worth_drafting(acceptance, self.latency, self.policy, self._work)
+        worth = worth_drafting(acceptance, self.latency, self.policy, self._work, self._worth)
         return worth and self._promise(acceptance) > BETTER * self._lost
 
     def learn(self, stats: Mapping[str, Any], drafting: bool, acceptance: Sequence[float]) -> None:
@@ -60,6 +64,7 @@ class DraftingSwitch:
         work = {int(batch): float(produced) for batch, _, produced in stats.get("work", ()) if produced > 0}
         self._work = work or self._work
         if drafting and stats.get("compared_s", 0.0) > 0.0:
+            self._worth = WORTH
             lost = -stats["saved_s"] > (1.0 - WORTH) * stats["compared_s"]
             self._lost = self._promise(acceptance) if lost else 0.0
 
@@ -69,7 +74,11 @@ class DraftingSwitch:
 
 
 def worth_drafting(
-    acceptance: Sequence[float], latency: Table, policy: str, work: Mapping[int, float] | None = None
+    acceptance: Sequence[float],
+    latency: Table,
+    policy: str,
+    work: Mapping[int, float] | None = None,
+    worth: float = WORTH,
 ) -> bool:
     """Whether drafting is expected to cut a rollout's time clearly.
 
@@ -82,6 +91,7 @@ def worth_drafting(
         policy: `tlt.speculation.policy`.
         work: tokens decoded at each batch in the last rollout; nothing: one that spends as long at each measured batch
             (batches are measured evenly in log scale, and a long-tailed rollout drains that way).
+        worth: share of OFF's time that drafting must be expected to stay below.
     """
     if policy == "off":
         return False
@@ -103,7 +113,7 @@ def worth_drafting(
         weights = {batch: produced / batch * interpolate(off, batch) for batch, produced in work.items()}
     else:
         weights = {batch: 1.0 for batch, _ in off}
-    return sum(w * share(batch) for batch, w in weights.items()) < WORTH * sum(weights.values())
+    return sum(w * share(batch) for batch, w in weights.items()) < worth * sum(weights.values())
 
 
 def accept_lengths(acceptance: Sequence[float], longest: int) -> list[float]:

@@ -93,6 +93,8 @@ class Fleet:
         changes would be measured from another version than theirs. Without others it starts from what was published
         last, which is what the engines serve.
         """
+        if not names:
+            return
         assert self._new_worker is not None
         for name in names:
             ray.kill(self.replicas[name].worker)

@@ -126,6 +126,20 @@ def test_what_it_learned_survives_as_a_table():
         assert again.seconds(batch, batch * 1000, 1) == pytest.approx(model.seconds(batch, batch * 1000, 1), rel=0.03)
 
 
+def test_a_calibration_is_kept_as_it_was_and_completed():
+    """A busy machine shows in the arm that runs; compared with an old figure of another, it would look worse."""
+    points = [LatencyPoint(b, b * 32, k, true(b, b * 32, k), 8, calibrated=True) for b in (1, 8) for k in (OFF, 0, 3)]
+    calibration = LatencyTable(tuple(points))
+    model = LatencyModel(ARMS, table=calibration)
+    for _ in range(2000):
+        model.observe(1, 32, OFF, 1.5 * true(1, 32, OFF))
+        model.observe(1, 2000, OFF, 1.5 * true(1, 2000, OFF))
+    stored = model.to_table(calibration)
+    assert stored.calibration() == LatencyTable.from_list(stored.to_list()).calibration() == calibration
+    rest = [p for p in stored.points if not p.calibrated]
+    assert [(p.batch, p.kv_tokens, p.draft_length) for p in rest] == [(1, 2000, OFF)]
+
+
 @pytest.mark.parametrize(
     "row",
     [

@@ -2,7 +2,7 @@ import pytest
 
 from verl_tlt.control.tables import LatencyPoint, LatencyTable
 from verl_tlt.control.types import OFF
-from verl_tlt.rollout.latency_table import fill_arms, for_policy, from_learned, interpolate, parse
+from verl_tlt.rollout.latency_table import fill_arms, for_policy, from_stored, interpolate, parse
 
 
 def test_a_table_survives_json_keys_and_comes_back_sorted():
@@ -41,21 +41,27 @@ def test_policies_get_the_same_seconds_with_a_context():
     assert points[0].kv_tokens > points[0].batch
 
 
-def learned(arms, batches=(1, 8, 32)):
-    points = [LatencyPoint(b, b * 300, k, 0.01 + 1e-4 * b * (k + 2), 20) for b in batches for k in arms]
-    return LatencyTable(tuple(points))
+def stored(arms, batches=(1, 8, 32)):
+    """A calibration, and what a busy machine taught about OFF afterwards."""
+    costs = {k: [(b, 0.01 + 1e-4 * b * (k + 2)) for b in batches] for k in arms}
+    later = [LatencyPoint(b, b * 300, OFF, 0.05, 500) for b in batches]
+    return LatencyTable((*for_policy(costs).points, *later))
 
 
-def test_what_an_earlier_run_learned_stands_in_for_a_calibration():
-    table = from_learned(learned((OFF, 0, 1, 3)), (0, 1, 2, 3), (32, 1, 8))
+def test_what_an_earlier_run_stored_stands_in_for_a_calibration():
+    table = from_stored(stored((OFF, 0, 1, 3)), (0, 1, 2, 3), (32, 1, 16))
     assert list(table) == [OFF, 0, 1, 2, 3]
-    assert [b for b, _ in table[2]] == [1, 8, 32]
-    assert table[OFF][2][1] == pytest.approx(0.01 + 1e-4 * 32, rel=0.3)  # at a shorter context than was learned
-    for batch in range(3):
-        costs = [table[arm][batch][1] for arm in (OFF, 0, 1, 2, 3)]
-        assert costs == sorted(costs)
+    assert [b for b, _ in table[2]] == [1, 16, 32]
+    for arm, row in table.items():
+        assert [s for _, s in row] == pytest.approx([0.01 + 1e-4 * b * (arm + 2) for b in (1, 16, 32)])
 
 
 @pytest.mark.parametrize("arms", [(0, 1, 3), (OFF, 0, 1), (OFF, 1, 3), ()])
 def test_a_table_that_lacks_an_end_or_stock_is_no_calibration(arms):
-    assert from_learned(learned(arms), (0, 1, 2, 3), (1, 8)) == {}
+    assert from_stored(stored(arms), (0, 1, 2, 3), (1, 8)) == {}
+
+
+def test_a_table_without_a_calibration_or_of_smaller_batches_is_none():
+    assert from_stored(stored((OFF, 0, 3)), (0, 3), (1, 64)) == {}
+    learned = [LatencyPoint(b, b * 300, k, 0.01, 20) for b in (1, 64) for k in (OFF, 0, 3)]
+    assert from_stored(LatencyTable(tuple(learned)), (0, 3), (1, 64)) == {}

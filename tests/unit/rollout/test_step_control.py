@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from verl_tlt.control.tables import LatencyTable
 from verl_tlt.control.types import OFF, Load, StepRecord
 from verl_tlt.rollout.step_control import StepControl
 from verl_tlt.rollout.step_stats import StepTrace
@@ -211,3 +212,17 @@ def test_no_step_is_lost_between_resets_from_another_thread():
     stop.set()
     asking.join()
     assert sum(total) + control.stats()["steps"] == 3000
+
+
+def test_the_calibration_is_stored_as_it_was_told():
+    control = StepControl(Remembers(), max_draft_length=3)
+    control.control(
+        latency={"-1": [[1, 0.010], [8, 0.012]], "0": [[1, 0.011], [8, 0.013]], "3": [[1, 0.02], [8, 0.03]]}
+    )
+    record(control, *[step(drafted=OFF, verified=0, drafts=0, accepted=(), batch=1, kv_tokens=32)] * 50)
+    stored = LatencyTable.from_list(control.learned()["points"]).calibration()
+    costs = {(p.draft_length, p.batch): p.seconds for p in stored.points}
+    assert costs[OFF, 1] == 0.010 and costs[3, 8] == 0.03
+    again = StepControl(Remembers(), max_draft_length=3)
+    again.control(points=control.learned()["points"])
+    assert LatencyTable.from_list(again.learned()["points"]).calibration() == stored

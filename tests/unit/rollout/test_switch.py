@@ -52,6 +52,15 @@ def test_it_counts_where_the_last_rollout_spent_its_time(work, worth):
     assert switch.decide(MEDIOCRE) == worth
 
 
+def test_a_drafter_must_promise_more_while_none_has_been_tried():
+    switch = DraftingSwitch("goodput")
+    switch.latency, some = COSTS, [0.5, 0.5, 0.5]  # 0.93 of OFF's time at batch 1
+    switch.learn(rollout({1: 100}), drafting=False, acceptance=some)
+    assert not switch.decide(some)
+    switch.learn(rollout({1: 100}, saved_s=1.0), drafting=True, acceptance=some)
+    assert switch.decide(some)
+
+
 def test_a_drafter_that_lost_time_rests_until_a_better_one_comes():
     switch = DraftingSwitch("goodput")
     switch.latency = COSTS
