@@ -24,6 +24,13 @@ _SPREAD = np.array([1.0, 0.7, 1.0, 1.2, 1.0, 1.0, 0.7, 1.0, 0.5])
 """How far from usual the logarithm of each coefficient may be (one standard deviation); the last is p."""
 _USUAL_KNEE = 200.0
 """Tokens at which a step is usually as much compute as memory."""
+_USUAL_KV = 8192.0
+"""KV tokens on which a step usually spends their share, at least; a calibration has far fewer."""
+_CONTEXTS = 8.0
+"""Ratio of the longest context per request to the shortest from which on the KV coefficient is fitted. A calibration has
+one context: its KV tokens cannot be told from its batch, and all of the batch's cost could be laid to them."""
+_FIXED = 1e9
+"""Pull towards the usual that nothing overcomes."""
 _NOISE = 0.03
 """Relative error of a measurement worth one vote."""
 
@@ -47,7 +54,7 @@ class Roofline:
         """Set the usual coefficients from one measured step."""
         usual = np.empty(9)
         usual[:8] = _SHARE * seconds
-        usual[2] /= max(kv_tokens, 1.0)
+        usual[2] /= max(kv_tokens, _USUAL_KV)
         usual[3] /= max(batch, _USUAL_KNEE * _SHARE[3])
         usual[7] /= max(batch, 1.0)
         usual[8] = 2.0
@@ -99,8 +106,12 @@ class Roofline:
         target = np.log(np.asarray(seconds))  # [n]
         # Cauchy weights below tell stalls apart; the votes of all rows together stay within what the prior can bear.
         weight = np.asarray(votes) / _NOISE**2
+        contexts = np.maximum(table[:, 1] / table[:, 0], 1.0)
+        pull = 1.0 / _SPREAD**2
+        if contexts.max() < _CONTEXTS * contexts.min():
+            pull[2] = _FIXED
         for _ in range(iterations):
-            self._log = _step(self._log, self._prior, table, target, weight)
+            self._log = _step(self._log, self._prior, table, target, weight, pull)
         self._unpack()
 
     def _unpack(self) -> None:
@@ -110,13 +121,12 @@ class Roofline:
         self._root = 1.0 / self._p
 
 
-def _step(log: Params, prior: Params | None, table: Params, target: Params, weight: Params) -> Params:
+def _step(log: Params, prior: Params | None, table: Params, target: Params, weight: Params, pull: Params) -> Params:
     """One damped, robust Gauss-Newton step towards the most probable coefficients."""
     value, slope = _evaluate(log, table)  # [n], [n, 9]
     error = target - np.log(value)  # [n]
     robust = weight / (1.0 + (error / 0.15) ** 2)
     jacobian = slope / value[:, None]  # [n, 9] of log seconds
-    pull = 1.0 / _SPREAD**2
     gram = jacobian.T @ (jacobian * robust[:, None])
     right = jacobian.T @ (robust * error) + pull * ((log if prior is None else prior) - log)
     gram[np.diag_indices(9)] += pull + 0.05 * np.diag(gram)

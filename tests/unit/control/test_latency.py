@@ -140,6 +140,20 @@ def test_a_calibration_is_kept_as_it_was_and_completed():
     assert [(p.batch, p.kv_tokens, p.draft_length) for p in rest] == [(1, 2000, OFF)]
 
 
+def test_a_calibration_of_one_context_says_little_about_longer_ones():
+    """What a request costs at 32 tokens of context is no price of its KV tokens."""
+    cost = {OFF: 0.0, 0: 0.001, 1: 0.003, 3: 0.006}
+    points = [
+        LatencyPoint(b, 32 * b, k, 0.0135 + 0.0004 * b + extra * (1 + b / 16), 8, calibrated=True)
+        for b in (1, 2, 4, 8, 16, 32)
+        for k, extra in cost.items()
+    ]
+    model = LatencyModel((0, 1, 2, 3), table=LatencyTable(tuple(points)))
+    for batch in (1, 4, 32):
+        short, long = model.seconds(batch, 32 * batch, OFF), model.seconds(batch, 1000 * batch, OFF)
+        assert short <= long < 1.4 * short
+
+
 @pytest.mark.parametrize(
     "row",
     [
