@@ -27,7 +27,7 @@ _USUAL_KNEE = 200.0
 _USUAL_KV = 8192.0
 """KV tokens on which a step usually spends their share, at least; a calibration has far fewer."""
 _CONTEXTS = 8.0
-"""Ratio of the longest context per request to the shortest from which on the KV coefficient is fitted. A calibration has
+"""Longest over shortest context per request from which on the KV coefficient is fitted. A calibration has
 one context: its KV tokens cannot be told from its batch, and all of the batch's cost could be laid to them."""
 _FIXED = 1e9
 """Pull towards the usual that nothing overcomes."""
