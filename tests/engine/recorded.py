@@ -124,11 +124,12 @@ def begin_anew(worker: SpotWorker) -> None:
 
 
 def begin_learner_anew(learner: SpotLearner) -> None:
-    """Parameters and optimizer as after the start."""
+    """Parameters, optimizer and random numbers as after the start, these the same for everybody."""
     learner.revert("frozen")
     learner.keep("served")
     learner.trainer.optimizer.state.clear()
     learner.trainer.steps = 0
+    learner.rng = random.Random(0)
 
 
 def set_epochs(worker: SpotWorker, epochs: float) -> None:
