@@ -17,6 +17,8 @@ ASYNC = (
     # Sampling waits for the prompts of the step before: a long response is decoded across two weight syncs.
     "trainer.v1.sampler.max_off_policy_threshold=2",
     "trainer.v1.sampler.max_off_policy_strategy=wait",
+    # Smaller than elsewhere: how far older weights are from the actor's is what bounds the log-probs' difference.
+    "actor_rollout_ref.actor.optim.lr=1e-6",
 )
 
 
@@ -57,8 +59,7 @@ def assert_sound(run: Run, steps: int) -> None:
         assert metrics["tlt/errors"] == 0.0, step
         assert metrics["tlt/spot_failures"] == 0.0, step
         assert metrics["tlt/drafter_version"] == metrics["tlt/drafter_version_published"], step
-        # Older weights wrote a part of it, which moves a probability by some hundredths; a wrong token would by 1.
-        assert metrics["training/rollout_probs_diff_max"] < 0.1, step
+        assert metrics["training/rollout_probs_diff_max"] < 0.02, step  # older weights wrote a part of it
         assert metrics["response_length/min"] >= 40.0, "a response was cut short"
     assert run.steps[steps]["tlt/drafter_version"] >= 1, "nothing was published"
     assert run.steps[1]["training/rollout_probs_diff_max"] < 1e-4
