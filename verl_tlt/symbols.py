@@ -229,7 +229,7 @@ SYMBOLS = (
     ),
     Symbol(
         _SCHEDULER,
-        has="dynamic_sd_lookup num_spec_tokens running requests vllm_config max_model_len",
+        has="dynamic_sd_lookup num_spec_tokens running requests finished_req_ids vllm_config max_model_len",
         used_by="rollout/scheduler.py",
     ),
     Symbol(f"{_SCHEDULER}.update_from_output", "scheduler_output model_runner_output", used_by="rollout/scheduler.py"),
@@ -290,9 +290,10 @@ SYMBOLS = (
         used_by="rollout/extension.py",
     ),
     Symbol(f"{_RUNNER}.get_model", used_by="rollout/extension.py"),
-    Symbol(_RUNNER, has="drafter", used_by="rollout/extension.py"),
+    Symbol(_RUNNER, has="drafter use_async_scheduling input_batch", used_by="rollout/extension.py"),
     Symbol(
         f"{_RUNNER}.propose_draft_token_ids",
+        "scheduler_output",
         says=("num_speculative_tokens=num_spec_tokens_to_schedule", "common_attn_metadata=common_attn_metadata"),
         used_by="rollout/extension.py",
     ),

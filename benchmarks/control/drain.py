@@ -15,13 +15,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.control.engine import ARMS, BATCH, EngineProcess
+from benchmarks.control.engine import ARMS, BATCH, VLLM_ZERO, EngineProcess
 from benchmarks.control.toy import Toy
 
 POLICY_ARMS = ("table", "ema", "beg", "goodput")
 FIXED = tuple(f"fixed-{k}" for k in ARMS if k > 0)
 STEADY_BATCHES = (1, 4, 16, 64)
 STEADY_TOKENS = 48
+TURNS = 7
 RECORDED = Path(__file__).parent / "recorded_cpu.json"
 """Step times of the drain, for the replay on a recorded engine."""
 
@@ -83,13 +84,13 @@ def drain(toy: Toy, repetitions: int, seconds: float, clock: str = "wall", say: 
 
 
 def cost_of_control(toy: Toy, clock: str = "wall", say: Any = print) -> dict[str, Any]:
-    """Steps of ours without drafts against two more engines: vLLM without a drafter, and with its own static K=0.
+    """Steps of ours without drafts against vLLM without a drafter, and against vLLM with its own static K=0.
 
     Returns:
         `off_overhead`: K=0 under our control over vLLM's K=0, less 1, median over batches; `cost_vs_stock_by_batch`.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        engines = {kind: EngineProcess(kind, toy, Path(scratch), clock) for kind in ("tlt", "stock", "zero")}
+        engines = {kind: EngineProcess(kind, toy, Path(scratch), clock) for kind in ("tlt", "stock")}
         try:
             for name in ("off", "fixed-0"):
                 engines["tlt"].call("add_arm", name=name, table=[], trace=True)
@@ -124,21 +125,21 @@ def _compare(engines: dict[str, EngineProcess], say: Any) -> dict[str, Any]:
     ratios: dict[str, dict[str, float]] = {}
     zero_against_zero = []
     for batch in STEADY_BATCHES:
-        seconds: dict[str, list[float]] = {"stock": [], "zero": [], "off": [], "fixed-0": []}
-        for turn in range(5):
+        seconds: dict[str, list[float]] = {"stock": [], VLLM_ZERO: [], "off": [], "fixed-0": []}
+        for turn in range(TURNS):
             for name in random.Random(turn).sample(sorted(seconds), len(seconds)):
                 engine = engines.get(name, engines["tlt"])
-                if name in ("off", "fixed-0"):
+                if name != "stock":
                     engine.call("use", name=name)
                 seconds[name].append(engine.call("steady", batch=batch, tokens=STEADY_TOKENS, seed=turn)["seconds"])
-        least = {name: statistics.median(sorted(values)[:3]) for name, values in seconds.items()}
+        least = {name: statistics.median(sorted(values)[: TURNS // 2 + 1]) for name, values in seconds.items()}
         ratios[str(batch)] = {
             "off_over_stock": round(least["off"] / least["stock"], 4),
             "k0_over_stock": round(least["fixed-0"] / least["stock"], 4),
-            "k0_over_vllm_k0": round(least["fixed-0"] / least["zero"], 4),
+            "k0_over_vllm_k0": round(least["fixed-0"] / least[VLLM_ZERO], 4),
             "stock_ms_per_step": round(1e3 * least["stock"] / STEADY_TOKENS, 2),
         }
-        zero_against_zero.append(least["fixed-0"] / least["zero"] - 1.0)
+        zero_against_zero.append(least["fixed-0"] / least[VLLM_ZERO] - 1.0)
         say(f"batch {batch}: {ratios[str(batch)]}")
     return {"off_overhead": round(statistics.median(zero_against_zero), 4), "cost_vs_stock_by_batch": ratios}
 

@@ -1,7 +1,8 @@
 """Real vLLM engines for the benchmarks, each in a process of its own, driven one at a time over a pipe.
 
-Three kinds share one machine, so that they can be compared within one run: `tlt` is vLLM under our scheduler, `stock`
-is vLLM without any drafter, `zero` is vLLM with the drafter and its own static table that says K=0.
+Two kinds share one machine, so that they can be compared within one run: `tlt` is vLLM under our scheduler, `stock` is
+vLLM without any drafter. vLLM with the drafter and its own static table that says K=0 is an arm of `tlt`, since two
+processes with the same engine may differ by more than what is looked for.
 """
 
 from __future__ import annotations
@@ -34,15 +35,20 @@ ENVIRONMENT = {
 }
 BATCH = 64
 ARMS = tuple(range(LONGEST_DRAFT + 1))
-LONGEST_RESPONSE = 256
+CONTEXT = 1536
+"""Tokens of a prompt with its response, as in the demo's recipe."""
+VLLM_ZERO = "vllm-k0"
 START_TIMEOUT_S = 3600.0
 CALL_TIMEOUT_S = 3600.0
 
 
-def lengths(seed: int, batch: int = BATCH) -> list[int]:
-    """Long-tailed response lengths: median 40, one in thirty at the limit."""
+def problems(seed: int, batch: int = BATCH) -> list[tuple[list[int], int]]:
+    """Prompts of the toy's task and how long a response to each is, as long-tailed as in the demo: [(token ids, n)]."""
+    from verl_tlt.toy import task
+
     rng = random.Random(seed)
-    return [min(LONGEST_RESPONSE, max(8, round(rng.lognormvariate(3.7, 1.0)))) for _ in range(batch)]
+    drawn = [task.sample_problem(rng) for _ in range(batch)]
+    return [([task.TOKEN_ID[w] for w in task.prompt_tokens(p)], task.sample_length(p, rng)) for p in drawn]
 
 
 class EngineProcess:
@@ -128,7 +134,7 @@ class _Engine:
         from vllm import LLM
 
         from verl_tlt.config import TLTConfig
-        from verl_tlt.rollout.settings import engine_kwargs, speculative_config
+        from verl_tlt.rollout.settings import engine_kwargs
 
         utils.set_death_signal = lambda: None
         self.kind, self.toy, self.scratch = kind, toy, scratch
@@ -139,19 +145,16 @@ class _Engine:
             scheduler.time = SimpleNamespace(perf_counter=time.process_time, time=time.time)
         arguments: dict[str, Any] = dict(
             model=str(toy.policy), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, seed=0,
-            max_model_len=512, max_num_seqs=BATCH, enable_prefix_caching=False, distributed_executor_backend="uni",
+            max_model_len=CONTEXT, max_num_seqs=BATCH, enable_prefix_caching=False, distributed_executor_backend="uni",
         )  # fmt: skip
         if kind == "tlt":
             settings = {"max_draft_length": LONGEST_DRAFT, "policy": "goodput"}
             tlt = TLTConfig.from_dict({"speculation": settings})
             arguments |= engine_kwargs(tlt, str(toy.drafter), SimpleNamespace(enforce_eager=True), {})
             arguments["worker_extension_cls"] = "verl_tlt.rollout.extension.TLTWorkerExtension"
-        elif kind == "zero":
-            static = {"num_speculative_tokens_per_batch_size": [[1, BATCH, 0]]}
-            arguments["speculative_config"] = {**speculative_config(str(toy.drafter), LONGEST_DRAFT), **static}
-            arguments["async_scheduling"] = False
         self.llm = LLM(**arguments)
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        self._ours, self._lookup = type(self.scheduler), self.scheduler.dynamic_sd_lookup
         self.arms: dict[str, Any] = {}
         self.drain(seed=10**6, batch=2)
 
@@ -159,22 +162,17 @@ class _Engine:
 
     def drain(self, seed: int, batch: int = BATCH) -> dict[str, Any]:
         """Decode one long-tailed batch to its end: seconds and tokens."""
-        return self._generate(random.Random(seed), lengths(seed, batch))
+        return self._generate(problems(seed, batch))
 
     def steady(self, batch: int, tokens: int, seed: int) -> dict[str, Any]:
         """Decode `batch` requests of equal length: seconds and tokens."""
-        return self._generate(random.Random(seed), [tokens] * batch)
+        return self._generate([(prompt, tokens) for prompt, _ in problems(seed, batch)])
 
-    def _generate(self, rng: random.Random, tokens: Sequence[int]) -> dict[str, Any]:
+    def _generate(self, work: Sequence[tuple[list[int], int]]) -> dict[str, Any]:
         from vllm import SamplingParams
 
-        from verl_tlt.toy import task
-
-        prompts = [
-            {"prompt_token_ids": [task.TOKEN_ID[w] for w in task.prompt_tokens(task.sample_problem(rng))]}
-            for _ in tokens
-        ]
-        params = [SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in tokens]
+        prompts = [{"prompt_token_ids": prompt} for prompt, _ in work]
+        params = [SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True, detokenize=False) for _, n in work]
         start = self.now()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         seconds = self.now() - start
@@ -232,9 +230,16 @@ class _Engine:
             control.force_k = int(name.removeprefix("fixed-"))
 
     def use(self, name: str) -> None:
-        """Decode under this arm from here on."""
-        self.scheduler.tlt = self.arms[name]
-        self.set_drafting(self.arms[name].drafting)
+        """Decode under this arm from here on; `VLLM_ZERO`: under vLLM's own scheduler with K=0 in its table."""
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        own = name == VLLM_ZERO
+        self.scheduler.__class__ = Scheduler if own else self._ours
+        self.scheduler.dynamic_sd_lookup = [0] * (BATCH + 1) if own else self._lookup
+        self.scheduler.drafts_expected = True  # of every step: what vLLM does by itself
+        if not own:
+            self.scheduler.tlt = self.arms[name]
+        self.set_drafting(own or self.arms[name].drafting)
 
     def stats(self, name: str) -> dict[str, Any]:
         """An arm's sums since the last call, and what its policy believes."""

@@ -39,7 +39,7 @@ LONGEST_DRAFT = 7
 STEPS = 300
 """Optimizer steps of the drafter; about half a second each on one core."""
 WINDOW = 512
-"""Tokens kept of each demonstration."""
+"""Tokens kept of each demonstration, wherever in it."""
 BATCH_TOKENS = 512
 TTT_STEPS = 3
 _HELD_OUT = 24
@@ -67,11 +67,18 @@ def prepare(directory: Path, steps: int = STEPS) -> Toy:
 
 
 def demonstration(rng: random.Random) -> tuple[list[int], int]:
-    """Token ids of a prompt with its response, going on with checks for `WINDOW` tokens, and the prompt's length."""
+    """Token ids of a prompt with its response, which goes on to the longest there is, and the prompt's length."""
     problem = task.sample_problem(rng)
     prompt = task.prompt_tokens(problem)
     words = prompt + task.sample_response(problem, rng, rounds=40)
-    return [task.TOKEN_ID[w] for w in words[:WINDOW]], len(prompt)
+    return [task.TOKEN_ID[w] for w in words], len(prompt)
+
+
+def observed(policy: Qwen3ForCausalLM, rng: random.Random) -> Sequence:
+    """A window of a demonstration: every second from its beginning, where every response has one."""
+    tokens, prompt_len = demonstration(rng)
+    begin = rng.choice((0, rng.randrange(max(len(tokens) - WINDOW, 1))))
+    return observe(policy, tokens[: begin + WINDOW], prompt_len).window(begin, begin + WINDOW)
 
 
 def _train(policy_dir: Path, home: Path, aux_layers: tuple[int, ...], steps: int) -> None:
@@ -82,7 +89,7 @@ def _train(policy_dir: Path, home: Path, aux_layers: tuple[int, ...], steps: int
     refresh_frozen(drafter, FrozenParts.from_policy_dir(policy_dir))
     trainer = DrafterTrainer(drafter, learning_rate=2e-3, warmup_steps=20, ttt_steps=TTT_STEPS)
     rng = random.Random(0)
-    stream = (observe(policy, *demonstration(rng)) for _ in iter(int, 1))
+    stream = (observed(policy, rng) for _ in iter(int, 1))
     for batch in batches(stream, BATCH_TOKENS):
         trainer.learning_rate = 2e-3 * min(1.0, 2.0 * (1.0 - trainer.steps / steps) + 0.05)
         result = trainer.step(batch)
@@ -91,7 +98,7 @@ def _train(policy_dir: Path, home: Path, aux_layers: tuple[int, ...], steps: int
         if trainer.steps >= steps:
             break
     unseen = random.Random(10**6)
-    held_out = [observe(policy, *demonstration(unseen)) for _ in range(_HELD_OUT)]
+    held_out = [observed(policy, unseen) for _ in range(_HELD_OUT)]
     scores = acceptance(drafter, held_out, temperature=1.0, max_draft=LONGEST_DRAFT)
     accepted, drafts = np.sum([s.accepted for s in scores], axis=0), sum(s.drafts for s in scores)  # [K]
     conditional = accepted / np.concatenate([[drafts], accepted[:-1]])

@@ -2,12 +2,13 @@
 
     python benchmarks/drafter/packing.py --out benchmarks/results/drafter_packing.json
 
-Same model, same loss, same sequences. Padded: groups of `--rows` sequences in random order, each filled up on the
-right to the longest of its group: what a training loop does that knows nothing of packing. (The library's model takes
-one row at a time, so the rows of a group run one after the other before its optimizer step, which on one CPU thread
-costs what a batch of them would; attention never spans two sequences.) Packed: the plugin's own micro-batches
-(`Buffer.sample_batch`, `pack`). Both sides' batch size is the best of those given. Runs alternate; the figure is the
-median of the ratios, with all of them beside it. Time is the CPU time of the one thread that trains.
+Same model, same loss, same sequences. Packed: the plugin's own micro-batches of `--budgets` rows
+(`Buffer.sample_batch`, `pack`). Padded: groups of as many sequences in random order as a packed batch holds on average,
+each filled up on the right to the longest of its group: what a training loop does that knows nothing of packing. So
+both learn the same in as many optimizer steps. (The library's model takes one row at a time, so the rows of a group run
+one after the other before its optimizer step, which on one CPU thread costs what a batch of them would; attention never
+spans two sequences.) Runs alternate; the figure for each batch size is the median of the ratios, with all of them beside
+it. Time is the CPU time of the one thread that trains.
 """
 
 from __future__ import annotations
@@ -113,17 +114,19 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=1024)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--vocabulary", type=int, default=1024)
-    parser.add_argument("--rows", type=int, nargs="+", default=[4, 8, 16], help="sequences in a padded batch")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[512, 1024], help="rows of a packed batch")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[512, 1024, 2048], help="rows of a packed batch")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
     lengths = long_tailed(options.sequences, options.median, options.sigma, options.longest, seed=0)
     sequences = sequences_of(lengths, options.hidden, options.vocabulary)
     learner = trainer(options.hidden, options.vocabulary)
+    mean = sum(lengths) / len(lengths)
+    groups = {budget: max(1, round(budget / mean)) for budget in options.budgets}  # sequences of a padded batch
+    pairs = {f"packed {budget}": f"padded {n}" for budget, n in groups.items()}
     arms: dict[str, Callable[[random.Random], list[list[Batch]]]] = {
-        **{f"padded {n}": lambda rng, n=n: padded_batches(sequences, n, rng) for n in options.rows},
         **{f"packed {n}": lambda rng, n=n: packed_batches(sequences, n, rng) for n in options.budgets},
+        **{f"padded {n}": lambda rng, n=n: padded_batches(sequences, n, rng) for n in groups.values()},
     }
     speed: dict[str, list[float]] = {name: [] for name in arms}  # samples per CPU second
     rows: dict[str, int] = {}
@@ -136,23 +139,21 @@ def main() -> None:
             rows[name] = sum(b.rows for step in batches for b in step)
             speed[name].append(samples_per_second(learner, batches, len(sequences)))
         print({name: round(values[-1], 2) for name, values in speed.items()}, flush=True)
-    best = {
-        kind: max((n for n in arms if n.startswith(kind)), key=lambda n: statistics.median(speed[n]))
-        for kind in ("padded", "packed")
+    ratios = {
+        f"{packed} over {padded}": [a / b for a, b in zip(speed[packed], speed[padded], strict=True)]
+        for packed, padded in pairs.items()
     }
-    ratios = [a / b for a, b in zip(speed[best["packed"]], speed[best["padded"]], strict=True)]
     result: dict[str, Any] = {
         "samples_per_cpu_s": {name: [round(v, 3) for v in values] for name, values in speed.items()},
         "computed_rows": rows,
         "tokens": sum(lengths),
-        "best": best,
-        "ratio_median": round(statistics.median(ratios), 3),
-        "ratios": [round(r, 3) for r in ratios],
+        "ratio_median": {pair: round(statistics.median(values), 3) for pair, values in ratios.items()},
+        "ratios": {pair: [round(r, 3) for r in values] for pair, values in ratios.items()},
         "settings": {k: v for k, v in vars(options).items() if k != "out"},
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"packed ({best['packed']}) over padded ({best['padded']}): {result['ratio_median']}x, {result['ratios']}")
+    print(result["ratio_median"], result["ratios"])
 
 
 if __name__ == "__main__":

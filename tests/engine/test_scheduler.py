@@ -105,20 +105,23 @@ def test_a_prefill_that_joins_does_not_flip_the_draft_length(engine_of):
 
 def test_off_runs_no_drafter_and_decodes_the_same(engine_of, stock_tokens):
     with engine_of("good", policy="policies:longest", enable_prefix_caching=True) as engine:
-        passes = []
+        passes, prepared = [], []
         engine.runner.drafter.model.register_forward_hook(lambda *_: passes.append(1))
+        prepare = engine.runner.drafter.prepare_next_token_ids_padded
+        engine.runner.drafter.prepare_next_token_ids_padded = lambda *a: (prepared.append(1), prepare(*a))[1]
 
         engine.scheduler.tlt.control(force_k=0)
         assert engine.generate(8, TOKENS) == stock_tokens["qwen3"]
-        assert len(passes) >= TOKENS  # K=0 keeps the drafter's cache in step
+        assert len(passes) >= TOKENS and len(prepared) >= TOKENS  # K=0 keeps the drafter's cache in step
         assert engine.scheduler.tlt.stats(reset=True)["k_steps"].keys() == {"0"}
 
         engine.llm.reset_prefix_cache()
         passes.clear()
+        prepared.clear()
         assert engine.rpc("tlt_set_drafting", False) == {"ok": True, "drafting": False}
         engine.scheduler.tlt.control(drafting=False)
         assert engine.generate(8, TOKENS) == stock_tokens["qwen3"]
-        assert passes == []
+        assert passes == [] and prepared == []
         assert engine.scheduler.tlt.stats(reset=True)["k_steps"].keys() == {str(OFF)}
         assert all(s.drafted == OFF for s in engine.scheduler.tlt.policy.steps[-TOKENS + 5 :])
 

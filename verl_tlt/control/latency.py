@@ -8,7 +8,7 @@ Three layers, from coarse to fine:
 * one pace for all, because a busy or throttled machine slows every draft length alike.
 
 A cell that was never measured borrows from its neighbours and is kept between the draft lengths measured there below
-and above it: latency rises with K unless a measurement says otherwise.
+and above it: latency rises with K, by what the fit says at least, unless a measurement says otherwise.
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ class _Bucket(NamedTuple):
     """Relative uncertainty."""
     unmeasured: list[int]
     """Positions that borrow from neighbours, ascending."""
+    floors: dict[int, int | None]
+    """For each of those: position of the next shorter draft measured here."""
     ceilings: dict[int, int | None]
-    """For each of those: position of the next longer draft measured here."""
+    """And of the next longer one."""
 
 
 class _Map:
@@ -154,13 +156,15 @@ class LatencyModel:
             return [0.0] * len(self._all)
         pace, memory, join = math.exp(self._pace), self._shape.memory(kv_tokens), self._shape.join
         bucket = self._bucket(batch, kv_tokens)
-        found = [
-            join(memory, *part) * factor * pace for part, factor in zip(self._parts(batch), bucket.factors, strict=True)
-        ]
+        shape = [join(memory, *part) for part in self._parts(batch)]
+        found = [seconds * factor * pace for seconds, factor in zip(shape, bucket.factors, strict=True)]
         for arm in bucket.unmeasured:
-            ceiling = bucket.ceilings[arm]
-            if ceiling is not None:
-                found[arm] = min(found[arm], found[ceiling])
+            below, above = bucket.floors[arm], bucket.ceilings[arm]
+            if below is not None:
+                # What makes that draft length slow here is not known where this one was measured.
+                found[arm] = max(found[arm], found[below] * shape[arm] / shape[below])
+            if above is not None:
+                found[arm] = min(found[arm], found[above])
             if arm > 0:
                 found[arm] = max(found[arm], found[arm - 1])
         return found
@@ -239,7 +243,7 @@ class LatencyModel:
         where = _key(batch, kv_tokens, 0)[:2]
         found = self._buckets.get(where)
         if found is None:
-            found = self._buckets[where] = _Bucket([], [], [], {})
+            found = self._buckets[where] = _Bucket([], [], [], {}, {})
             borrowed = self._borrowed(*where, self._all)
             for position, k in enumerate(self._all):
                 cell = self._cells.get((*where, k))
@@ -248,12 +252,14 @@ class LatencyModel:
                 level, sigma = (cell.level, cell.sigma()) if cell else borrowed[position]
                 found.factors.append(math.exp(level))
                 found.sigmas.append(sigma)
-            ceiling = None
-            for position in reversed(range(len(self._all))):
-                if position in found.unmeasured:
-                    found.ceilings[position] = ceiling
-                else:
-                    ceiling = position
+            positions = range(len(self._all))
+            for order, nearest in ((positions, found.floors), (reversed(positions), found.ceilings)):
+                seen = None
+                for position in order:
+                    if position in found.unmeasured:
+                        nearest[position] = seen
+                    else:
+                        seen = position
         return found
 
     def _update_bucket(self, key: Key, cell: Cell) -> None:

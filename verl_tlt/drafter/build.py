@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verl_tlt.drafter.attention import BY_DOCUMENT, register
 from verl_tlt.drafter.policy import (
     SUPPORTED,
     DrafterError,
@@ -32,8 +33,8 @@ DEFAULT_DRAFT_LENGTH = 3
 
 
 def default_attention(device: torch.device | str) -> str:
-    """Block-sparse flex attention on CUDA; `sdpa` elsewhere, since flex has no backward pass on the CPU."""
-    return "simple_flex_attention" if torch.device(device).type == "cuda" else "sdpa"
+    """Block-sparse flex attention on CUDA; document by document elsewhere, where flex has no backward pass."""
+    return "simple_flex_attention" if torch.device(device).type == "cuda" else BY_DOCUMENT
 
 
 def drafter_config(
@@ -122,7 +123,7 @@ def build_drafter(
         aux_layers: see `drafter_config`.
         intermediate_size: see `drafter_config`.
         seed: seeds the weights; the process's random state is left as it was.
-        attention: "sdpa", "eager" or "simple_flex_attention"; None: `default_attention(device)`.
+        attention: `BY_DOCUMENT`, "sdpa", "eager" or "simple_flex_attention"; None: `default_attention(device)`.
         device: where the drafter goes after it was made on the CPU.
         max_position_embeddings: see `drafter_config`.
         draft_ids: int64 [DV], ascending target ids the drafter may propose; None: all of them.
@@ -150,6 +151,7 @@ def instantiate(config: Eagle3SpeculatorConfig, attention: str) -> Eagle3DraftMo
     """The model of `config` in float32 on the current device; `config.own_head`: its head is not the policy's."""
     from speculators.models.eagle3 import Eagle3DraftModel
 
+    register()
     config.transformer_layer_config._attn_implementation = attention
     model = Eagle3DraftModel(config).float()
     if not has_own_head(model):

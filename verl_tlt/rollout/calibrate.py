@@ -23,7 +23,7 @@ from uuid import uuid4
 from verl_tlt.control.tables import TableKey
 from verl_tlt.control.types import OFF
 from verl_tlt.rollout.channel import ChannelClient
-from verl_tlt.rollout.latency_table import Table, fill_arms
+from verl_tlt.rollout.latency_table import Table, cheapest_off, fill_arms
 from verl_tlt.versions import installed
 
 logger = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ async def measure(
     table: Table = {}
     for (arm, batch), seconds in sorted(measured.items()):
         table.setdefault(arm, []).append((batch, seconds))
-    return fill_arms(table, arms)
+    return fill_arms(cheapest_off(table), arms)
 
 
 class _OutOfTime(Exception):

@@ -1,17 +1,18 @@
 """How much the coming engine step carries, counted while vLLM is scheduling it.
 
-Only requests in their decode phase count: a prefill that joins must not flip the draft length. In a steady batch the
-context grows by what the last step emitted, so the requests themselves are looked at only when something changed.
+Only requests in their decode phase count: a prefill that joins must not flip the draft length. An engine step waits
+for this, so the count goes by what came and went; all requests are looked at only now and then, and where the books do
+not agree with the number that runs (a request was preempted).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from verl_tlt.control.types import Load
 
-RECOUNT_EVERY = 64  # steps: growth is an estimate where drafts are in flight (async scheduling)
+RECOUNT_EVERY = 256  # steps; the books err by some tokens with every request that comes or goes
 
 
 class DecodeLoad:
@@ -27,10 +28,15 @@ class DecodeLoad:
         """Requests of the coming step that still compute their prompt."""
         self.longest = 0
         """Tokens of the longest context that the coming step may reach, prompts included."""
-        self._load = Load(0, 0)
-        self._steady = 0
+        self._contexts: dict[str, float] = {}  # of decode-phase requests, less what they have all grown since
+        self._joining: list[Any] = []
+        self._tokens = 0.0
+        self._mean_growth = 0.0
+        self._since = RECOUNT_EVERY
 
-    def count(self, running: Sequence[Any], known: int, grown: int, draft_length: int) -> Load:
+    def count(
+        self, running: Sequence[Any], known: int, grown: int, draft_length: int, ended: Collection[str] = ()
+    ) -> Load:
         """Load of the step being scheduled.
 
         Args:
@@ -38,26 +44,54 @@ class DecodeLoad:
             known: how many of them were running before this step; those behind were admitted in it.
             grown: tokens emitted since the last call.
             draft_length: K that the step verifies.
+            ended: requests that ended since the last call (`Scheduler.finished_req_ids`).
 
         Returns:
             decode-phase requests; where there are none yet, those that will be after their prefill.
         """
         self.longest += draft_length + 1
-        same = len(running) == known == self._load.batch and not self.prefilling
-        if same and self._steady < RECOUNT_EVERY and self.longest <= self.context_limit:
-            self._steady += 1
-            self._load = Load(known, self._load.kv_tokens + grown)
-            return self._load
-        self._steady = 0
-        old = running[:known]
-        contexts = [r.num_computed_tokens for r in old if not r.is_prefill_chunk]  # tokens, [batch]
-        self.longest = max(contexts, default=0) + draft_length + 1
-        self.prefilling = set()
-        if len(contexts) < len(running):
-            # Those admitted in this step compute their prompt first, whatever `is_prefill_chunk` still says.
-            prompts = [r for i, r in enumerate(running) if i >= known or r.is_prefill_chunk]
-            self.prefilling = {r.request_id for r in prompts}
-            self.longest = max(self.longest, *(r.num_tokens for r in prompts))
-            contexts = contexts or [r.num_tokens for r in prompts]
-        self._load = Load(len(contexts), sum(contexts))
-        return self._load
+        self._since += 1
+        self._settle(grown, ended)
+        agrees = len(self._contexts) + len(self._joining) == known <= len(running)
+        if not agrees or self._since > RECOUNT_EVERY or self.longest > self.context_limit:
+            self._recount(running[:known], draft_length)
+        # Those admitted in this step compute their prompt first, whatever `is_prefill_chunk` still says.
+        if len(running) > known:
+            self._joining += running[known:]
+        if not self._joining:
+            self.prefilling = set()
+            return Load(len(self._contexts), round(self._tokens))
+        self.prefilling = {r.request_id for r in self._joining}
+        prompts = [r.num_tokens for r in self._joining]
+        self.longest = max(self.longest, *prompts)
+        if not self._contexts:
+            return Load(len(prompts), sum(prompts))
+        return Load(len(self._contexts), round(self._tokens))
+
+    def _settle(self, grown: int, ended: Collection[str]) -> None:
+        """Enter growth, those that ended and those whose prompt is done."""
+        if self._contexts:
+            self._tokens += grown
+            self._mean_growth += grown / len(self._contexts)
+        for request in ended:
+            context = self._contexts.pop(request, None)
+            if context is not None:
+                self._tokens -= context + self._mean_growth
+        if self._joining:
+            joining, self._joining = self._joining, []
+            for request in joining:
+                if request.request_id in ended:
+                    continue
+                if request.is_prefill_chunk:
+                    self._joining.append(request)
+                else:
+                    self._contexts[request.request_id] = request.num_computed_tokens - self._mean_growth
+                    self._tokens += request.num_computed_tokens
+
+    def _recount(self, old: Sequence[Any], draft_length: int) -> None:
+        """Look at every request."""
+        self._contexts = {r.request_id: r.num_computed_tokens for r in old if not r.is_prefill_chunk}
+        self._joining = [r for r in old if r.is_prefill_chunk]
+        self._tokens = sum(self._contexts.values())
+        self._mean_growth, self._since = 0.0, 0
+        self.longest = int(max(self._contexts.values(), default=0)) + draft_length + 1

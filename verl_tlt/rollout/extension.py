@@ -116,6 +116,7 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
             return {"ok": False, "error": sentence} if v2 else {"ok": True, "drafting": enabled}
         if not hasattr(proposer, "tlt_drafting"):
             proposer.propose = _skippable(proposer, proposer.propose)
+            _skip_preparation(self.model_runner, proposer)
         proposer.tlt_drafting = enabled
         return {"ok": True, "drafting": enabled}
 
@@ -156,6 +157,27 @@ def _skippable(proposer: Any, propose: Callable[..., torch.Tensor]) -> Callable[
         return torch.empty(metadata.batch_size(), 0, dtype=torch.int64, device=proposer.device)  # [batch, 0]
 
     return run
+
+
+def _skip_preparation(runner: Any, proposer: Any) -> None:
+    """Leave out what the model runner does before it calls a proposer that will do nothing (`_skippable`).
+
+    It finds every request's last token in a Python loop and joins the hidden states. With async scheduling the next
+    step takes its tokens from there, so all of it stays.
+    """
+    if runner.use_async_scheduling:
+        return
+    propose_draft_token_ids = runner.propose_draft_token_ids
+
+    def run(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if proposer.tlt_drafting or scheduler_output.num_spec_tokens_to_schedule > 0:
+            return propose_draft_token_ids(scheduler_output, *args, **kwargs)
+        runner._draft_probs = runner._draft_prob_req_ids = None
+        proposer._last_draft_probs = None
+        proposer.num_speculative_tokens = 0
+        return torch.empty(len(runner.input_batch.req_ids), 0, dtype=torch.int64, device=proposer.device)  # [batch, 0]
+
+    runner.propose_draft_token_ids = run
 
 
 def _without_lora(drafter: torch.nn.Module) -> None:

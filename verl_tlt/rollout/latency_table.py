@@ -16,6 +16,9 @@ Table = dict[int, list[tuple[int, float]]]
 CONTEXT_TOKENS = 32
 """Context per request that the table stands for: calibration decodes short prompts a little way."""
 
+CALIBRATED_SAMPLES = 4
+"""Steps of a run that a calibrated figure is worth: it is the lower of medians over about as many."""
+
 
 def parse(node: Mapping[Any, Iterable[Sequence[float]]]) -> Table:
     """A table from JSON, whose keys are strings and whose pairs are lists; points come back sorted by batch.
@@ -75,6 +78,13 @@ def fill_arms(table: Table, arms: Iterable[int]) -> Table:
     return {k: v for k, v in filled.items() if v}
 
 
+def cheapest_off(table: Table) -> Table:
+    """`table` with OFF no dearer than K=0 at any batch, of which it is a part: a stall was measured where it is."""
+    zero = dict(table.get(0, ()))
+    off = [(batch, min(seconds, zero.get(batch, seconds))) for batch, seconds in table.get(OFF, ())]
+    return {**table, OFF: off} if off else table
+
+
 def from_stored(stored: LatencyTable, arms: Iterable[int], batches: Iterable[int]) -> Table:
     """The calibration in a stored table; empty where it does not cover what is asked.
 
@@ -99,7 +109,7 @@ def for_policy(table: Table) -> LatencyTable:
     """The same measurements as the policies read them, with the context they were made at."""
     return LatencyTable(
         tuple(
-            LatencyPoint(batch, batch * CONTEXT_TOKENS, arm, seconds, calibrated=True)
+            LatencyPoint(batch, batch * CONTEXT_TOKENS, arm, seconds, samples=CALIBRATED_SAMPLES, calibrated=True)
             for arm, row in table.items()
             for batch, seconds in row
         )

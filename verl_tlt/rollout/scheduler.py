@@ -19,7 +19,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -254,7 +254,9 @@ class TLTScheduler(Scheduler):
 
     def _tlt_choose(self) -> int:
         """K for the step being scheduled; vLLM's lookup calls it once per step that has work."""
-        load = self._tlt_load.count(self.running, self._tlt_known, self._tlt_grown, max(self._tlt_arm, 0))
+        load = self._tlt_load.count(
+            self.running, self._tlt_known, self._tlt_grown, max(self._tlt_arm, 0), self.finished_req_ids
+        )
         self._tlt_grown = 0
         self._tlt_kv_tokens = load.kv_tokens
         # One request that could outgrow the drafter stops it for the whole batch (vLLM `_input_fits_in_drafter`).
@@ -302,7 +304,7 @@ class TLTScheduler(Scheduler):
             scheduler_output.total_num_scheduled_tokens,
             model_runner_output.sampled_token_ids,
             model_runner_output.req_id_to_index,
-            self.requests,
+            self._tlt_gone(scheduler_output.num_scheduled_tokens),
         )
         before = len(self.requests)
         if self.tlt_ngram and scheduler_output.scheduled_spec_decode_tokens:
@@ -321,6 +323,12 @@ class TLTScheduler(Scheduler):
             self.tlt.flush()
         return outputs
 
+    def _tlt_gone(self, scheduled: dict[str, int]) -> Collection[str]:
+        """Requests of a step that ended while it ran."""
+        if not isinstance(self, AsyncScheduler) and not self.finished_req_ids:  # cleared when the step was scheduled
+            return ()
+        return () if scheduled.keys() <= self.requests.keys() else scheduled.keys() - self.requests.keys()
+
     def _tlt_record(
         self, scheduler_output: SchedulerOutput, outputs: Any, verified: Verified, ended: bool, now: float
     ) -> None:
@@ -330,8 +338,8 @@ class TLTScheduler(Scheduler):
             plan = self._tlt_plans.popleft()
         plan.outputs, plan.verified, plan.ended = outputs, verified, ended
         plan.finished_s, plan.previous_finished_s, plan.unix_s = now, self._tlt_finished_s, time.time()
-        # Where requests ended this counts too much, but then the next choice looks at every request anyway.
-        self._tlt_grown += plan.batch if verified.tokens is None else verified.tokens
+        # A prefill's first token counts too, and one that ends may get fewer: `DecodeLoad` counts anew now and then.
+        self._tlt_grown += sum(verified.lengths) or plan.batch
         self._tlt_done.append(plan)
         if len(self._tlt_done) > UNLEARNED:
             self._tlt_learn()

@@ -1,30 +1,72 @@
-"""Counts what one engine step verified, with loops in C: it runs between two steps, for hundreds of requests."""
+"""Counts what one engine step verified, for hundreds of requests, in two parts.
+
+What the next step waits for (`count_verified`) only notes how many tokens each row has, before vLLM shortens the rows
+of requests that end; the rest is worked out when somebody asks, while the model runs the next step.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Verified:
     """Drafts verified in one step, counted as vLLM counts them."""
 
-    drafts: int = 0
-    """Requests that had a draft verified."""
-    draft_tokens: int = 0
-    """Tokens in those drafts."""
-    tokens: int | None = None
-    """Tokens the step sampled, where every request of the step had a draft; None: not counted here."""
-    lengths: Mapping[int, int] | None = None
-    """How many of the drafts gave n tokens, the target's own included."""
+    lengths: Sequence[int] = ()
+    """Tokens that the step sampled, by row, the target's own included; nothing where it verified no draft."""
+    drafts_of: Mapping[str, Sequence[int]] | None = None
+    """Request → its draft (`SchedulerOutput.scheduled_spec_decode_tokens`)."""
+    row_of: Mapping[str, int] | None = None
+    """Request → row."""
+    scheduled: int = 0
+    """Tokens scheduled over all requests of the step."""
+    requests: int = 0
+    """Requests of the step."""
+    gone: Collection[str] = ()
+    """Those of them that ended while the step ran, and do not count."""
+
+    @cached_property
+    def _whole(self) -> bool:
+        """Every request had a draft, is alive and got a token."""
+        everyone = len(self.drafts_of or ()) == self.requests
+        return everyone and bool(self.lengths) and not self.gone and 0 not in self.lengths
+
+    @cached_property
+    def _rows(self) -> list[tuple[int, int]]:
+        """(draft tokens, tokens sampled) of each draft that counts."""
+        drafts, rows = self.drafts_of or {}, self.row_of or {}
+        found = ((len(d), self.lengths[rows[r]]) for r, d in drafts.items() if r not in self.gone)
+        return [row for row in found if row[1]] if self.lengths else []
+
+    @cached_property
+    def _counts(self) -> Counter[int]:
+        """How many of the drafts gave n tokens."""
+        return Counter(self.lengths if self._whole else (n for _, n in self._rows))
+
+    @property
+    def drafts(self) -> int:
+        """Requests that had a draft verified in this step."""
+        return self.requests if self._whole else len(self._rows)
+
+    @property
+    def draft_tokens(self) -> int:
+        """Tokens in those drafts."""
+        # Each request with a draft also computes the one token that it was sampled last.
+        return self.scheduled - self.requests if self._whole else sum(width for width, _ in self._rows)
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens the step sampled, where every request of the step had a draft; None: not counted here."""
+        return sum(self.lengths) if self._whole else None
 
     def accepted(self, draft_length: int) -> tuple[int, ...]:
         """`StepRecord.accepted`: drafts whose first i+1 tokens were accepted, for i below `draft_length`."""
-        lengths = self.lengths or {}
-        exactly = [lengths.get(i + 1, 0) for i in range(draft_length, 0, -1)]  # K, K-1, ... 1 drafted tokens accepted
+        exactly = [self._counts[i + 1] for i in range(draft_length, 0, -1)]  # K, K-1, ... 1 drafted tokens accepted
         return tuple(accumulate(exactly))[::-1]
 
 
@@ -37,9 +79,9 @@ def count_verified(
     total: int,
     sampled: Sequence[Sequence[int]],
     row_of: Mapping[str, int],
-    alive: Mapping[str, object],
+    gone: Collection[str],
 ) -> Verified:
-    """Count one step's drafts before vLLM consumes them.
+    """Note one step's drafts before vLLM consumes them.
 
     Args:
         scheduled: request → tokens scheduled (`SchedulerOutput.num_scheduled_tokens`).
@@ -47,15 +89,8 @@ def count_verified(
         total: sum of `scheduled`.
         sampled: tokens by row (`ModelRunnerOutput.sampled_token_ids`).
         row_of: request → row.
-        alive: requests that vLLM still knows; the others ended while this step ran, and do not count.
+        gone: requests of the step that ended while it ran.
     """
     if not drafts or not sampled:
         return NOTHING
-    if len(drafts) == len(scheduled) and scheduled.keys() <= alive.keys():
-        lengths = Counter(map(len, sampled))
-        if 0 not in lengths:
-            tokens = sum(n * count for n, count in lengths.items())
-            # Each request with a draft also computes the one token that it was sampled last.
-            return Verified(len(drafts), total - len(drafts), tokens, lengths)
-    rows = [(len(draft), len(sampled[row_of[r]])) for r, draft in drafts.items() if r in alive and sampled[row_of[r]]]
-    return Verified(len(rows), sum(width for width, _ in rows), None, Counter(n for _, n in rows))
+    return Verified(list(map(len, sampled)), drafts, row_of, total, len(scheduled), gone)

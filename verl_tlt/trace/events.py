@@ -42,6 +42,8 @@ class Run:
     mode: Literal["tlt", "stock"] = "tlt"
     replicas: Sequence[str] = ()
     """Names of the rollout replicas, as every other event spells them."""
+    standalone: Sequence[str] = ()
+    """Those of them on devices of their own, where the policy is never trained (`separate_async`)."""
     gpus: int = 0
     """GPU workers of the job."""
     config: Mapping[str, Any] = field(default_factory=dict)

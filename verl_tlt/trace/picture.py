@@ -73,6 +73,8 @@ def pick_step(trace: RunTrace) -> int:
 def draw_replicas(ax: Axes, trace: RunTrace, step: int) -> None:
     """One lane per replica over one RL step: decoding by requests in flight, the bubble, the training in it, the rest.
 
+    The policy's own phases are drawn where it is trained: not on standalone replicas.
+
     Raises:
         TraceError: the step has no finished rollout.
     """
@@ -84,7 +86,8 @@ def draw_replicas(ax: Axes, trace: RunTrace, step: int) -> None:
     most = max((n for load in samples for n in load.inflight.values()), default=1) or 1
     after = [p for p in trace.phases if p.step == step and p.name in PHASES and p.end > rollout.end]
     total = max([rollout.end, *(p.end for p in after)]) - zero
-    trained = []
+    trained, top = [], len(names) - 1
+    apart = set(trace.run.standalone if trace.run else ())
     for lane, name in enumerate(reversed(names)):
         _box(ax, 0.0, rollout.end - zero, lane, PALE, "waiting")
         times = np.clip([load.t - zero for load in samples] + [rollout.end - zero], 0.0, rollout.end - zero)
@@ -99,10 +102,11 @@ def draw_replicas(ax: Axes, trace: RunTrace, step: int) -> None:
         if idle is not None and not sessions and rollout.end - idle > 0.1 * total:
             middle = (idle + rollout.end) / 2 - zero
             _label(ax, middle, lane + LANE / 2, f"idle: a bubble of {rollout.end - idle:.1f} s", MUTED)
-        for p in after:
+        for p in after if name not in apart else ():
+            top = lane
             _box(ax, p.start - zero, p.end - zero, lane, PHASES[p.name][1], p.name)
     for p in after:
-        _label_phase(ax, p, zero, len(names) - 1, total)
+        _label_phase(ax, p, zero, top, total)
     end = rollout.end - zero
     ax.axvline(end, color=INK, linewidth=1, linestyle=(0, (4, 3)))
     ax.annotate(

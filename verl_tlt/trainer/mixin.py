@@ -159,7 +159,9 @@ class TLTMixin(KeepsDrafter):
             if self.tlt.speculation.enable:
                 shared_calibration(self._tlt_fleet, self.tlt, self._tlt_policy_dir)
         self._tlt_published_at = self.global_steps
-        self._tlt_log.run_started(self.global_steps + 1, self.tlt, list(self._tlt_fleet.replicas), self.config)
+        replicas = self._tlt_fleet.replicas
+        standalone = [name for name, replica in replicas.items() if not replica.ranks]
+        self._tlt_log.run_started(self.global_steps + 1, self.tlt, list(replicas), standalone, self.config)
 
     def _tlt_new_fleet(self) -> Fleet:
         return Fleet(self.llm_server_manager, self.actor_rollout_wg.world_size)

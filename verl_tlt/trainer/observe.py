@@ -47,8 +47,10 @@ class StepLog:
         self._served: int | None = None
         self._audit: float | None = None
 
-    def run_started(self, step0: int, config: TLTConfig, replicas: list[str], verl_config: Any) -> None:
-        """Write the trace's first event."""
+    def run_started(
+        self, step0: int, config: TLTConfig, replicas: list[str], standalone: list[str], verl_config: Any
+    ) -> None:
+        """Write the trace's first event; `standalone`: those of `replicas` on devices of their own."""
         versions = {}
         for name in DISTRIBUTIONS:
             try:
@@ -61,6 +63,7 @@ class StepLog:
             step0=step0,
             mode="tlt",
             replicas=replicas,
+            standalone=standalone,
             gpus=gpus,
             config=config.to_dict(),
             versions=versions,

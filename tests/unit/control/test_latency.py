@@ -174,3 +174,18 @@ def test_a_load_of_nothing_has_a_latency_as_any_other():
     model = LatencyModel((0, 1, 3))
     model.observe(4, 2000, 0, 0.01)
     assert len(model.predict(0, 0)) == 4 and all(s > 0 for s in model.predict(0, 0))
+
+
+def test_a_slow_stretch_with_the_drafter_off_does_not_make_drafts_free():
+    """Calibrated at one context; then a busy machine decodes without drafts, and at longer contexts only."""
+    cost = {OFF: 0.0130, 0: 0.0140, 1: 0.0155, 3: 0.0190}
+    points = [
+        LatencyPoint(b, 32 * b, k, s + 0.0004 * b, 4, calibrated=True) for b in (1, 4, 16) for k, s in cost.items()
+    ]
+    model, rng = LatencyModel((0, 1, 3), table=LatencyTable(tuple(points))), np.random.default_rng(8)
+    for context in (200, 400, 800):
+        for batch in (4, 1):
+            measure(model, batch, OFF, 60, rng, context=context, cost=lambda b, kv, k: 1.2 * (0.0130 + 0.0004 * b))
+    for batch in (1, 4):
+        off, zero, one, three = model.predict(batch, 600 * batch)
+        assert off < zero < one < three

@@ -1,4 +1,8 @@
+import itertools
+import random
 from types import SimpleNamespace
+
+import pytest
 
 from verl_tlt.control.types import Load
 from verl_tlt.rollout.decode_load import RECOUNT_EVERY, DecodeLoad
@@ -34,12 +38,56 @@ def test_a_steady_batch_grows_by_what_was_emitted():
 
 def test_whoever_comes_or_goes_is_counted():
     load = DecodeLoad(1000)
-    a, b, c = request("a", 10), request("b", 20), request("c", 30)
+    a, b, c = request("a", 10), request("b", 20), request("c", 0, tokens=30)
     load.count([a, b], known=2, grown=0, draft_length=0)
-    assert load.count([a, b, c], known=2, grown=5, draft_length=0) == Load(2, 30)  # c was admitted in this step
-    assert load.count([a, b, c], known=3, grown=5, draft_length=0) == Load(3, 60)
+    assert load.count([a, b, c], known=2, grown=4, draft_length=0) == Load(2, 34)  # c was admitted in this step
+    c.num_computed_tokens = 30
+    assert load.count([a, b, c], known=3, grown=4, draft_length=0) == Load(3, 68)
+    assert load.count([b, c], known=2, grown=6, draft_length=0, ended={"a"}) == Load(2, 58)  # a: 10 + 2 + 2 + 2
+
+
+def test_one_that_left_unannounced_makes_it_look_again():
+    load = DecodeLoad(1000)
+    a, b, c = request("a", 10), request("b", 20), request("c", 30)
+    load.count([a, b, c], known=3, grown=0, draft_length=0)
     assert load.count([b, c], known=2, grown=5, draft_length=0) == Load(2, 50)
-    assert load.count([b, a], known=1, grown=5, draft_length=0) == Load(1, 20)  # c left and a came: still two
+    assert load.count([b], known=2, grown=5, draft_length=0) == Load(1, 20)  # preempted in this very step
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_it_agrees_with_looking_at_everybody(seed):
+    """A made engine: prompts in chunks, drafts of 0 to 3, requests that end, are aborted or preempted."""
+    rng, load = random.Random(seed), DecodeLoad(100_000)
+    running, grown, ended, names = [], 0, set(), itertools.count()
+    for step in range(400):
+        known = len(running)
+        if rng.random() < 0.02 and known:
+            running.pop()  # preempted while this step is scheduled
+        elif len(running) < 40 and rng.random() < 0.4:
+            running.append(request(f"r{next(names)}", 0, tokens=rng.randrange(20, 200)))
+        found = load.count(running, known, grown, 3, ended)
+        old, new = running[: min(known, len(running))], running[known:]
+        decoding = [r for r in old if not r.is_prefill_chunk]
+        assert load.prefilling == {r.request_id for r in new + [r for r in old if r.is_prefill_chunk]}
+        if decoding:
+            assert found.batch == len(decoding)
+            assert found.kv_tokens == pytest.approx(sum(r.num_computed_tokens for r in decoding), rel=0.05), step
+            assert load.longest >= max(r.num_computed_tokens for r in running)
+        grown, ended = 0, set()
+        for r in running:
+            if r in decoding:
+                gain = rng.randrange(1, 5)
+                r.num_computed_tokens, r.num_tokens, grown = (
+                    r.num_computed_tokens + gain,
+                    r.num_tokens + gain,
+                    grown + gain,
+                )
+            else:
+                r.num_computed_tokens = min(r.num_computed_tokens + 64, r.num_tokens)
+                r.is_prefill_chunk = r.num_computed_tokens < r.num_tokens
+        for r in [r for r in running if rng.random() < 0.01]:
+            running.remove(r)
+            ended.add(r.request_id)
 
 
 def test_the_estimate_is_corrected_now_and_then():

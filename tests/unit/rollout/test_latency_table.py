@@ -2,7 +2,7 @@ import pytest
 
 from verl_tlt.control.tables import LatencyPoint, LatencyTable
 from verl_tlt.control.types import OFF
-from verl_tlt.rollout.latency_table import fill_arms, for_policy, from_stored, interpolate, parse
+from verl_tlt.rollout.latency_table import cheapest_off, fill_arms, for_policy, from_stored, interpolate, parse
 
 
 def test_a_table_survives_json_keys_and_comes_back_sorted():
@@ -65,3 +65,9 @@ def test_a_table_without_a_calibration_or_of_smaller_batches_is_none():
     assert from_stored(stored((OFF, 0, 3)), (0, 3), (1, 64)) == {}
     learned = [LatencyPoint(b, b * 300, k, 0.01, 20) for b in (1, 64) for k in (OFF, 0, 3)]
     assert from_stored(LatencyTable(tuple(learned)), (0, 3), (1, 64)) == {}
+
+
+def test_off_is_never_dearer_than_a_draft_of_nothing():
+    table = {OFF: [(1, 0.017), (4, 0.015), (8, 0.016)], 0: [(1, 0.013), (8, 0.017)], 3: [(1, 0.02)]}
+    assert cheapest_off(table) == {**table, OFF: [(1, 0.013), (4, 0.015), (8, 0.016)]}
+    assert cheapest_off({OFF: [(1, 0.017)]}) == {OFF: [(1, 0.017)]}

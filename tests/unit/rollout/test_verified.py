@@ -1,12 +1,11 @@
 from verl_tlt.rollout.verified import NOTHING, count_verified
 
-ALIVE = {"a": 0, "b": 0, "c": 0}
 ROWS = {"a": 0, "b": 1, "c": 2}
 
 
-def count(drafts, sampled, alive=ALIVE):
+def count(drafts, sampled, gone=()):
     scheduled = {r: 1 + len(drafts.get(r, ())) for r in ROWS}
-    return count_verified(scheduled, drafts, sum(scheduled.values()), sampled, ROWS, alive)
+    return count_verified(scheduled, drafts, sum(scheduled.values()), sampled, ROWS, gone)
 
 
 def test_positions_count_every_draft_that_got_as_far():
@@ -23,14 +22,14 @@ def test_requests_without_a_draft_do_not_count_as_rejections():
 
 def test_requests_that_ended_or_got_nothing_do_not_count():
     drafts = {"a": [1, 2], "b": [1, 2], "c": [1, 2]}
-    ended = count(drafts, [[9, 9], [9, 9, 9], [9]], alive={"a": 0, "c": 0})
+    ended = count(drafts, [[9, 9], [9, 9, 9], [9]], gone={"b"})
     assert (ended.drafts, ended.draft_tokens, ended.accepted(2)) == (2, 4, (1, 0))
     empty = count(drafts, [[9, 9], [], [9]])
     assert (empty.drafts, empty.draft_tokens, empty.accepted(2)) == (2, 4, (1, 0))
 
 
 def test_rows_are_found_by_request_and_not_by_order():
-    seen = count_verified({"x": 1, "a": 3}, {"a": [1, 2]}, 4, [[9, 9, 9], [9]], {"a": 0, "x": 1}, {"a": 0, "x": 0})
+    seen = count_verified({"x": 1, "a": 3}, {"a": [1, 2]}, 4, [[9, 9, 9], [9]], {"a": 0, "x": 1}, ())
     assert seen.accepted(2) == (1, 1)
 
 

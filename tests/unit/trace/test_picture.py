@@ -1,5 +1,7 @@
 """The pictures show the data: what is drawn is read back from the axes."""
 
+import dataclasses
+
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
@@ -43,6 +45,16 @@ def test_lanes_show_decoding_bubble_and_training(trace, made_run):
     assert f"of a {made_run.bubble_s[step] + 0.06:.1f} s bubble" in texts(ax)
     assert "peak: 32 in flight" in texts(ax)
     assert ax.get_title() == f"RL step 3: {idle.replace('-', ' ')} trained the drafter in its bubble"
+
+
+def test_the_policy_is_not_trained_on_standalone_replicas(trace):
+    run = dataclasses.replace(trace.run, standalone=["replica-1"])
+    ax = Figure().subplots()
+    picture.draw_replicas(ax, dataclasses.replace(trace, runs=[run]), 3)
+    lanes = {int(label.get_position()[1]): label.get_text() for label in ax.get_yticklabels()}
+    (update,) = patches(ax, "update_actor")
+    assert lanes[int(update.get_y())] == "replica 0"
+    assert all(int(text.get_position()[1]) == int(update.get_y()) for text in ax.texts if "update" in text.get_text())
 
 
 def test_a_bubble_nobody_trained_in_is_drawn_as_idle(trace):
