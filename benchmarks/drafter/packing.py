@@ -7,8 +7,8 @@ Same model, same loss, same sequences. Packed: the plugin's own micro-batches of
 each filled up on the right to the longest of its group: what a training loop does that knows nothing of packing. So
 both learn the same in as many optimizer steps. (The library's model takes one row at a time, so the rows of a group run
 one after the other before its optimizer step, which on one CPU thread costs what a batch of them would; attention never
-spans two sequences.) Runs alternate; the figure for each batch size is the median of the ratios, with all of them beside
-it. Time is the CPU time of the one thread that trains.
+spans two sequences.) Runs alternate; the figure for each batch size is the median of the ratios, with all beside it.
+Time is the CPU time of the one thread that trains.
 """
 
 from __future__ import annotations
