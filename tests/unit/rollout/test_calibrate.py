@@ -52,6 +52,15 @@ def test_the_table_has_every_arm_and_the_stock_like_one():
         assert points == [(b, pytest.approx(engine.seconds(arm, b))) for b in (1, 2, 4, 8)]
 
 
+def test_where_off_always_stalled_it_costs_what_k_0_costs():
+    engine = MadeEngine()
+    usual = engine.seconds
+    engine.seconds = lambda arm, batch: usual(arm, batch) * (3 if (arm, batch) == (OFF, 2) else 1)
+    table = run(engine)
+    assert dict(table[OFF])[2] == dict(table[0])[2] == pytest.approx(usual(0, 2))
+    assert dict(table[OFF])[4] == pytest.approx(usual(OFF, 4))
+
+
 def test_the_engine_is_left_as_it_was_found():
     engine = MadeEngine()
     run(engine)
