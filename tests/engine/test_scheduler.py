@@ -142,6 +142,7 @@ async def test_the_channel_reaches_a_running_engine(engine_of, monkeypatch, tmp_
         stats = await client.call("stats", reset=True)
         assert stats["k_steps"].keys() == {"0", "2"}
         assert stats["compared_s"] > 0
+        assert 0.0 < stats["control_s"] < 0.2 * stats["busy_s"]
         assert (await client.call("policy"))["policy"] == "goodput"
         assert (await client.call("stats"))["steps"] == 0
         client.close()

@@ -119,6 +119,8 @@ class _Plan:
     finished_s: float = 0.0
     previous_finished_s: float = 0.0
     unix_s: float = 0.0
+    control_s: float = 0.0
+    """What the engine waited for us since the step before."""
 
     def record(self) -> tuple[StepRecord, dict[str, Any]]:
         """The finished step, and what `StepControl.record` wants to know besides."""
@@ -153,6 +155,7 @@ class _Plan:
             "draft_tokens": verified.draft_tokens,
             "blocked": self.blocked,
             "decode_only": decode_only,
+            "control_s": self.control_s,
         }
         return step, facts
 
@@ -177,6 +180,7 @@ class TLTScheduler(Scheduler):
         self._tlt_known = 0  # requests that were running before this step admitted new ones
         self._tlt_kv_tokens = 0
         self._tlt_grown = 0  # tokens emitted since the last choice
+        self._tlt_waited_s = 0.0  # what engine steps waited for us, not yet in a record
         self._tlt_arm = 0
         self._tlt_blocked = False
         self._tlt_finished_s = self._tlt_idle_since_s = time.perf_counter()
@@ -227,6 +231,7 @@ class TLTScheduler(Scheduler):
         previous = self._tlt_arm
         self._tlt_known = len(self.running)
         output = super().schedule(*args, **kwargs)
+        waiting = time.perf_counter()
         scheduled = output.num_scheduled_tokens
         if self.tlt_ngram:
             self.tlt_ngram.scheduled(output)
@@ -250,10 +255,12 @@ class TLTScheduler(Scheduler):
                 undrafted=self.tlt_ngram is not None and self.tlt_ngram.alone,
             )
         )
+        self._tlt_waited_s += time.perf_counter() - waiting
         return output
 
     def _tlt_choose(self) -> int:
         """K for the step being scheduled; vLLM's lookup calls it once per step that has work."""
+        waiting = time.perf_counter()
         load = self._tlt_load.count(
             self.running, self._tlt_known, self._tlt_grown, max(self._tlt_arm, 0), self.finished_req_ids
         )
@@ -263,6 +270,7 @@ class TLTScheduler(Scheduler):
         self._tlt_blocked = self._tlt_load.longest > self._tlt_load.context_limit
         arm = fitting(self.tlt.choose(load), load.batch, self._tlt_arms, self._tlt_token_limit)
         self._tlt_arm = 0 if self._tlt_blocked and arm > 0 else arm
+        self._tlt_waited_s += time.perf_counter() - waiting
         return max(self._tlt_arm, 0)
 
     def _tlt_drop_stale_drafts(self, scheduled: dict[str, int]) -> None:
@@ -286,7 +294,9 @@ class TLTScheduler(Scheduler):
             draft_token_ids.draft_token_ids = [row[:k] for row in rows]
         super().update_draft_token_ids(draft_token_ids)
         if self.tlt_ngram:
+            waiting = time.perf_counter()
             self.tlt_ngram.propose(self.requests, draft_token_ids.req_ids, k)
+            self._tlt_waited_s += time.perf_counter() - waiting
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
         """As vLLM's, which asks for it once the step was handed to the workers: the time to learn from the last one."""
@@ -310,7 +320,9 @@ class TLTScheduler(Scheduler):
         if self.tlt_ngram and scheduler_output.scheduled_spec_decode_tokens:
             rows, row_of = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
             self.tlt_ngram.verified(scheduler_output, rows, row_of)
+        self._tlt_waited_s += time.perf_counter() - now
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        waiting = time.perf_counter()
         if self.tlt_ngram:
             for client in outputs.values():
                 self.tlt_ngram.emitted(client.outputs)
@@ -318,6 +330,7 @@ class TLTScheduler(Scheduler):
             self._tlt_record(scheduler_output, outputs, verified, len(self.requests) != before, now)
         self._tlt_finished_s = now
         self._tlt_idle_since_s = time.perf_counter()
+        self._tlt_waited_s += self._tlt_idle_since_s - waiting
         if not self.running:
             self._tlt_learn()
             self.tlt.flush()
@@ -338,6 +351,7 @@ class TLTScheduler(Scheduler):
             plan = self._tlt_plans.popleft()
         plan.outputs, plan.verified, plan.ended = outputs, verified, ended
         plan.finished_s, plan.previous_finished_s, plan.unix_s = now, self._tlt_finished_s, time.time()
+        plan.control_s, self._tlt_waited_s = self._tlt_waited_s, 0.0
         # A prefill's first token counts too, and one that ends may get fewer: `DecodeLoad` counts anew now and then.
         self._tlt_grown += sum(verified.lengths) or plan.batch
         self._tlt_done.append(plan)

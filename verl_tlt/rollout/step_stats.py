@@ -39,6 +39,7 @@ class Aggregates:
         self.k_tokens: Counter[int] = Counter()
         self.saved_s = 0.0
         self.compared_s = 0.0
+        self.control_s = 0.0
         self._work: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._latency: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=LATENCY_SAMPLES))
 
@@ -51,6 +52,7 @@ class Aggregates:
         blocked: bool = False,
         decode_only: bool = True,
         stock_s: float | None = None,
+        control_s: float = 0.0,
     ) -> None:
         """Account for one finished step.
 
@@ -61,11 +63,13 @@ class Aggregates:
             blocked: vLLM could not draft in this step.
             decode_only: no prefill in the step and no pause before it, so that its time is that of decoding.
             stock_s: seconds stock would have needed for the step's tokens, where that is known.
+            control_s: seconds that the step waited for the controller.
         """
         arm = OFF if step.drafted == OFF else step.verified
         self.steps += 1
         self.blocked_steps += blocked
         self.busy_s += step.latency_s
+        self.control_s += control_s
         self.emitted += emitted
         self.produced += step.produced
         self.rows += step.batch
@@ -98,8 +102,9 @@ class Aggregates:
             (tokens and request-steps of decode-phase requests); drafts, draft_tokens; offered and accepted per position
             (drafts of at least i+1 tokens, and those of them whose first i+1 tokens were accepted: K varies, so a rate
             needs both); k_steps and k_tokens by verified K as strings, "-1" for OFF; saved_s against stock, over the
-            compared_s seconds of decode-only steps for which the OFF latency is known; work as [batch, seconds,
-            tokens] of decode-only steps; latency as [arm, batch, samples, median seconds] of clean steps.
+            compared_s seconds of decode-only steps for which the OFF latency is known; control_s that steps waited for
+            the controller; work as [batch, seconds, tokens] of decode-only steps; latency as [arm, batch, samples,
+            median seconds] of clean steps.
         """
         return {
             "steps": self.steps,
@@ -117,6 +122,7 @@ class Aggregates:
             "k_tokens": {str(k): n for k, n in sorted(self.k_tokens.items())},
             "saved_s": self.saved_s,
             "compared_s": self.compared_s,
+            "control_s": self.control_s,
             "work": [[batch, *sums] for batch, sums in sorted(self._work.items())],
             "latency": [[k, b, len(v), statistics.median(v)] for (k, b), v in sorted(self._latency.items())],
         }

@@ -74,6 +74,8 @@ class ReplicaStats:
     """Seconds with a request in the engine."""
     saved_s: float | None = None
     """Seconds that stock decoding would have taken on top of `busy_s` for the same tokens; None: no baseline known."""
+    control_s: float = 0.0
+    """Seconds that its engine steps waited for the controller."""
     offered: tuple[int, ...] | None = None
     """offered[i]: drafts of at least i+1 tokens; None: every draft had `len(accepted)`."""
     ngram_drafts: int | None = None
@@ -93,6 +95,7 @@ class ReplicaStats:
             k_steps={int(k): int(n) for k, n in stats["k_steps"].items()},
             busy_s=float(stats["busy_s"]),
             saved_s=float(stats["saved_s"]) if stats.get("compared_s") else None,
+            control_s=float(stats.get("control_s", 0.0)),
             offered=None if offered is None else tuple(int(n) for n in offered),
             ngram_drafts=stats.get("ngram_drafts"),
             ngram_accepted=int(stats.get("ngram_accepted", 0)),
@@ -215,9 +218,12 @@ def _bubble_metrics(seen: StepObservations) -> dict[str, float | None]:
         metrics["tlt/bubble_used_frac"] = trained / bubble if bubble > 0 else None
     if seen.stop_latency_s:
         metrics["tlt/stop_latency_s"] = max(seen.stop_latency_s.values())
-    if seen.stolen:
-        metrics["tlt/stolen_s"] = sum(seen.stolen.values())
-        metrics |= {f"tlt/stolen_{name}_s": seconds for name, seconds in seen.stolen.items()}
+    stolen = dict(seen.stolen)
+    if control_s := max((r.control_s for r in seen.replicas.values()), default=0.0):
+        stolen["control"] = control_s
+    if stolen:
+        metrics["tlt/stolen_s"] = sum(stolen.values())
+        metrics |= {f"tlt/stolen_{name}_s": seconds for name, seconds in stolen.items()}
     return metrics
 
 

@@ -83,6 +83,13 @@ def test_bubbles_and_what_was_stolen():
     assert metrics["tlt/stolen_tap_s"] == 0.1
 
 
+def test_what_engine_steps_waited_for_us_is_stolen_by_the_slowest_replica():
+    slow, quick = (dataclasses.replace(A, control_s=s) for s in (0.3, 0.2))
+    metrics = step_metrics(StepObservations(replicas={"a": quick, "b": slow}, stolen={"tap": 0.1}))
+    assert metrics["tlt/stolen_control_s"] == pytest.approx(0.3)
+    assert metrics["tlt/stolen_s"] == pytest.approx(0.4)
+
+
 def test_no_bubble_has_no_used_fraction():
     metrics = step_metrics(StepObservations(bubble_s={"a": 0.0}, bubble_trained_s={"a": 0.0}))
     assert metrics["tlt/bubble_s"] == 0.0 and "tlt/bubble_used_frac" not in metrics
@@ -143,8 +150,9 @@ def test_stats_as_the_scheduler_sends_them():
     )
     stats = ReplicaStats.from_dict(sent)
     assert dataclasses.replace(stats, offered=None) == expected
-    sums.add(step, emitted=6, draft_tokens=4, stock_s=1.0)
+    sums.add(step, emitted=6, draft_tokens=4, stock_s=1.0, control_s=0.001)
     assert ReplicaStats.from_dict(sums.to_dict()).saved_s == pytest.approx(0.5)
+    assert ReplicaStats.from_dict(sums.to_dict()).control_s == pytest.approx(0.001)
     assert ReplicaStats.from_dict({}) is None
     assert ReplicaStats.from_dict({"error": "engine is gone"}) is None
 
