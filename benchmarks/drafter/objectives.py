@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from verl_tlt.config import OBJECTIVES
 from verl_tlt.drafter import (
     DrafterTrainer,
@@ -125,6 +127,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=6.0)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args = parser.parse_args()
+    torch.set_num_threads(1)  # threads that wait for each other would count as work
     work = args.work or Path(tempfile.mkdtemp())
     assets, texts, train, held = recorded(work)
     library = Library(PolicyStates(load_policy(assets.policy, "cpu"), assets.aux_layers), texts, max_bytes=4 << 30)
