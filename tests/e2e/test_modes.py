@@ -43,6 +43,8 @@ def separate(tmp_path_factory) -> Run:
         base / "run", base / "assets", 3, *TLT, *ASYNC,
         "trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.num_warmup_batches=1",
         "trainer.v1.separate_async.parameter_sync_step=2", f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH // 2}",
+        # The second update of a step sees what the first one's weights did not write; the very first changes nothing.
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=2",
         "actor_rollout_ref.rollout.nnodes=1", "ray_kwargs.ray_init.num_gpus=2",
         f"{engine}.backend=file", f"{engine}.custom_backend_module=file_checkpoint_engine",
         "trainer.test_freq=2", "data.val_max_samples=4",
