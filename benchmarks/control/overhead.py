@@ -4,10 +4,13 @@
 
 vLLM's real scheduler under ours, with a made worker that accepts drafts at random and a made clock that advances as a
 8B model on an H100 would, so that the policy sees believable latencies and chooses among several K. Counted is the CPU
-time of this thread in our code only; all steps are run several times over, alike, and of each step the least counts,
-since what interrupts a machine is not what control costs. What a step has to wait for (K chosen, drafts counted:
-`schedule` and `update_from_output` less vLLM's own) is reported apart from what runs while the model does (learning,
-account, trace).
+time of this thread in our code only, less what the same measurement says of a scheduler that extends the same methods
+and adds nothing. What a step has to wait for (K chosen, drafts counted: `schedule` and `update_from_output` less
+vLLM's own) is reported apart from what runs while the model does (learning, account, trace).
+
+All runs take the same steps, and each step counts with its median over the runs: what interrupts a machine now here,
+now there is not what control costs. Single runs, interruptions included, are reported beside it, and what vLLM's own
+scheduler takes for a step (`vllm_us_p50`), which tells a fast machine from a slow one.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,6 +57,7 @@ class Ledger:
     def __init__(self) -> None:
         self.ours = 0.0
         self.theirs = 0.0
+        self.vllm = 0.0
 
     def timed(self, method: Callable[..., Any], ours: bool) -> Callable[..., Any]:
         """`method`, its thread time added to one side."""
@@ -74,13 +78,44 @@ class Ledger:
     def take(self) -> float:
         """Seconds of ours since the last call."""
         spent = self.ours - self.theirs
+        self.vllm += self.theirs
         self.ours = self.theirs = 0.0
         return spent
 
+    def take_vllm(self) -> float:
+        """Seconds of vLLM's since the last call, up to the last `take`."""
+        spent, self.vllm = self.vllm, 0.0
+        return spent
+
+
+def bare(base: type, lengths: Sequence[int]) -> type:
+    """vLLM's scheduler extended as ours is, by nothing: drafts `lengths`, a step after the other."""
+    steps = iter(lengths)
+
+    class Bare(base):  # type: ignore[misc]
+        def schedule(self, *args: Any, **kwargs: Any) -> Any:
+            return super().schedule(*args, **kwargs)
+
+        def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+            return super().update_from_output(scheduler_output, model_runner_output)
+
+        def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+            super().update_draft_token_ids(draft_token_ids)
+
+        def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
+            return super().get_grammar_bitmask(scheduler_output)
+
+        def _tlt_choose(self) -> int:
+            return next(steps)
+
+    return Bare
+
 
 @contextmanager
-def made_scheduler(batch: int, clock: Clock, ledger: Ledger, scratch: Path) -> Iterator[Any]:
-    """Our scheduler over vLLM's, with room for `batch` requests, on the made clock."""
+def made_scheduler(
+    batch: int, clock: Clock, ledger: Ledger, scratch: Path, lengths: Sequence[int] | None = None
+) -> Iterator[Any]:
+    """Our scheduler over vLLM's, with room for `batch` requests, on the made clock; with `lengths` a `bare` one."""
     import torch
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -112,7 +147,8 @@ def made_scheduler(batch: int, clock: Clock, ledger: Ledger, scratch: Path) -> I
         setattr(Scheduler, name, ledger.timed(method, ours=False))
     module.time = clock  # type: ignore[assignment]
     os.environ["TLT_TRACE_DIR"] = str(scratch)
-    made = module.TLTScheduler(
+    kind = module.TLTScheduler if lengths is None else bare(Scheduler, lengths)
+    made = kind(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
         structured_output_manager=StructuredOutputManager(config),
@@ -161,35 +197,46 @@ def step(
     return int(drafted), waited + ledger.take(), meanwhile
 
 
-def measure(batch: int = 256, steps: int = 1200, runs: int = 3) -> dict[str, Any]:
+def measure(batch: int = 256, steps: int = 1200, runs: int = 5) -> dict[str, Any]:
     """Microseconds of control per engine step at a batch that stays near `batch`, and the share of each K."""
     found = [_run(batch, steps) for _ in range(runs)]
     lengths = found[0][0]
     if any(other != lengths for other, _ in found):
         raise SystemExit("Two runs of the same steps chose different draft lengths; they cannot be compared.")
-    waited_us, meanwhile_us = np.min([spent for _, spent in found], axis=0).T
+    nothing = np.array(_run(batch, steps, lengths)[1])  # [steps, 3]: waited for, meanwhile, vLLM's
+    measuring = np.median(nothing, axis=0) * (1.0, 1.0, 0.0)
+    spent = np.array([run for _, run in found]) - measuring  # [runs, steps, 3]
+    waited_us, meanwhile_us, vllm_us = np.median(spent, axis=0).T  # [steps] each
     share = {str(k): round(lengths.count(k) / len(lengths), 3) for k in sorted(set(lengths))}
     return {
         "batch": batch,
-        "steps": len(waited_us),
+        "steps": spent.shape[1],
         "runs": runs,
-        "overhead_us_p50": round(float(np.percentile(waited_us, 50)), 1),
-        "overhead_us_p99": round(float(np.percentile(waited_us, 99)), 1),
-        "overlapped_us_p50": round(float(np.percentile(meanwhile_us, 50)), 1),
-        "overlapped_us_p99": round(float(np.percentile(meanwhile_us, 99)), 1),
-        "overhead_us_p99_by_run": [round(float(np.percentile(np.array(spent)[:, 0], 99)), 1) for _, spent in found],
+        "overhead_us_p50": _percentile(waited_us, 50),
+        "overhead_us_p99": _percentile(waited_us, 99),
+        "overlapped_us_p50": _percentile(meanwhile_us, 50),
+        "overlapped_us_p99": _percentile(meanwhile_us, 99),
+        "vllm_us_p50": _percentile(vllm_us, 50),
+        "single_run_us_p50": [_percentile(run, 50) for run in spent[:, :, 0]],
+        "single_run_us_p99": [_percentile(run, 99) for run in spent[:, :, 0]],
+        "measuring_us_p50": round(float(measuring[0]), 1),
+        "measuring_us_p99": _percentile(nothing[:, 0], 99),
         "draft_length_share": share,
     }
 
 
-def _run(batch: int, steps: int) -> tuple[list[int], list[tuple[float, float]]]:
-    """K of each step; and from the hundredth on, microseconds that a step waited for, and those it did not."""
+def _percentile(values: np.ndarray, percent: float) -> float:
+    return round(float(np.percentile(values, percent)), 1)
+
+
+def _run(batch: int, steps: int, k: Sequence[int] | None = None) -> tuple[list[int], list[tuple[float, float, float]]]:
+    """K of each step; and from the hundredth on, microseconds: that a step waited for, that it did not, vLLM's own."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
     clock, ledger, rng = Clock(), Ledger(), np.random.default_rng(0)
     spent, lengths = [], []
-    with tempfile.TemporaryDirectory() as scratch, made_scheduler(batch, clock, ledger, Path(scratch)) as scheduler:
+    with tempfile.TemporaryDirectory() as scratch, made_scheduler(batch, clock, ledger, Path(scratch), k) as scheduler:
         verified, number = 0, 0
         for n in range(steps):
             while len(scheduler.requests) < batch:  # those that end are replaced: prefills join all the time
@@ -201,8 +248,9 @@ def _run(batch: int, steps: int) -> tuple[list[int], list[tuple[float, float]]]:
             if n == 100:
                 gc.collect()
                 gc.freeze()
+            vllm = ledger.take_vllm()
             if n > 100:
-                spent.append((1e6 * waited, 1e6 * meanwhile))
+                spent.append((1e6 * waited, 1e6 * meanwhile, 1e6 * vllm))
     gc.unfreeze()
     return lengths, spent
 
@@ -212,7 +260,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--runs", type=int, default=3, help="of all steps")
+    parser.add_argument("--runs", type=int, default=5, help="of all steps")
     options = parser.parse_args()
     print(json.dumps(measure(options.batch, options.steps, options.runs), indent=1))
 

@@ -3,8 +3,8 @@
 Speed is the makespan of the oracle O3 (argmax of true accept length over true latency, every step) in percent of a
 policy's. Policies keep what they learn from rollout to rollout. As in a run, `goodput` is told a noisy calibration of a
 few loads (`rollout/calibrate.py`) and the acceptance that the drafter was published with, which drift then leaves
-behind; `cold` is goodput without either. `table` is told both as well, with every load calibrated. The others have no
-use for them.
+behind; `cold` is goodput without either, and `of 5 seeds` its worst result over workloads and noise of other seeds.
+`table` is told both as well, with every load calibrated. The others have no use for them.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ RECORDED = Path(__file__).parent / "recorded_cpu.json"
 """Step times of a real engine, written by the drain."""
 GRAPH_ARMS = (0, 1, 3)
 """Draft lengths with CUDA graphs on vLLM 0.24."""
+OTHER_SEEDS = (1, 2, 3, 4)
+"""Of workload and noise, under which goodput has to keep its promises as well; one seed may be a lucky one."""
 DRIFT = (0.0, -0.10, -0.04, 0.06, 0.0, -0.08)
 """Relative acceptance over six rollouts: falls and recovers as policy and drafter are updated."""
 
@@ -131,6 +133,7 @@ def compare(replay: Replay) -> dict[str, Any]:
         runs[name] = engine.run(policy)
     cold = engine.run(make_policy("goodput", replay.arms)).seconds
     per_bucket = engine.run(best_per_bucket(static))
+    others = [_goodput_again(replay, seed) for seed in OTHER_SEEDS]
     best_static = max(static, key=lambda k: oracle / static[k].seconds)
     return {
         "name": replay.name,
@@ -140,6 +143,7 @@ def compare(replay: Replay) -> dict[str, Any]:
             "stationary": replay.stationary,
             "arms": list(replay.arms),
             "O1": f"fixed-{best_static}" if best_static else "off",
+            "goodput_other_seeds": others,
             "cold_pct": round(100 * oracle / cold, 2),
             "O2_pct": round(100 * oracle / per_bucket.seconds, 2),
             "goodput_worst_bucket_vs_stock": round(runs["goodput"].worst_bucket_vs_stock(), 3),
@@ -147,6 +151,14 @@ def compare(replay: Replay) -> dict[str, Any]:
             "goodput": policies["goodput"].summary(),
         },
     }
+
+
+def _goodput_again(replay: Replay, seed: int) -> dict[str, float]:
+    """Goodput's score under another seed."""
+    workload = dataclasses.replace(replay.workload, seed=seed)
+    engine = SimulatedEngine(workload, replay.cost, replay.noise, observe_lag=replay.lag)
+    oracle = engine.run(TrueGoodput(replay.arms)).seconds
+    return _score(engine.run(contestants(replay)["goodput"]), oracle)
 
 
 def _score(run: Run, oracle: float) -> dict[str, float]:
@@ -159,9 +171,10 @@ def _score(run: Run, oracle: float) -> dict[str, float]:
 def misses(result: dict[str, Any]) -> list[str]:
     """Which of goodput's promises one replay breaks, in words."""
     scores = {name: score["pct_of_oracle"] for name, score in result["policies"].items()}
-    mine, worst = scores["goodput"], result["policies"]["goodput"]["worst_bucket_vs_off"]
+    mine, every = scores["goodput"], [result["policies"]["goodput"], *result["detail"]["goodput_other_seeds"]]
     bar = 99.0 if result["detail"]["stationary"] else 98.0
-    found = [f"{mine} % of O3, wanted {bar}"] if mine < bar else []
+    least, worst = (min(score[key] for score in every) for key in ("pct_of_oracle", "worst_bucket_vs_off"))
+    found = [f"{least} % of O3, wanted {bar}"] if least < bar else []
     if worst < 0.97:
         found.append(f"worst bucket {worst}x of K=0")
     rivals = {result["detail"]["O1"], "ema", "beg"}

@@ -4,9 +4,9 @@
 
 Three arms run the demo's recipe one after the other: `fresh` starts TLT from a random drafter, `stock` is the same
 without the flag, `warm` starts from the drafter that `fresh` has trained. All decode the same tokens: the same prompts
-in the same order, response lengths forced to the same draws of the task's own long-tailed distribution, and a learning
-rate of 0, so that the policy stays what it is. The first step (first use of everything) is discarded, and ratios are
-taken step by step.
+in the same order, response lengths forced to the same draws of the task's own long-tailed distribution, each response
+on the same replica (verl's router places them at random), and a learning rate of 0, so that the policy stays what it
+is. The first step (first use of everything) is discarded, and ratios are taken step by step.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def run(arm: str, out: Path, steps: int, drafter: Path | None) -> dict[int, dict
         "actor_rollout_ref.actor.optim.lr=0",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={assets.agent_loop}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=forced_length",
+        f"actor_rollout_ref.rollout.router_config_path={assets.router}",
     ]
     with (target / "verl.log").open("w") as log:
         subprocess.run([str(RECIPE), *overrides], env=env, stdout=log, stderr=subprocess.STDOUT, check=True)

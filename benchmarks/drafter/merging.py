@@ -30,8 +30,9 @@ from verl_tlt.toy import task
 
 TEXTS, HELD_OUT = 100, 48
 """Sequences of each worker, and those all are judged on."""
-STEPS = 12
-"""Micro-batches of a full session."""
+STEPS = (12, 32)
+"""Micro-batches of a full session, shorter and longer than the warm-up; an unequal worker makes a quarter of them, of
+which a merge leaves out fewer than `tlt.spot.min_merge_steps` and takes them in later."""
 
 
 def demonstrations(count: int, seed: int) -> list[tuple[list[int], int]]:
@@ -65,7 +66,7 @@ class Team:
         for worker, count in zip(self.workers, steps, strict=True):
             last = worker.trainer.steps + count
             worker.train(lambda w=worker, last=last: w.trainer.steps >= last)
-        merged = merge([w.contribute() for w in self.workers], min_steps=1)
+        merged = merge([w.contribute() for w in self.workers], min_steps=CONFIG.spot.min_merge_steps)
         for worker in self.workers:
             worker.adopt(merged)
 
@@ -82,25 +83,24 @@ def compare(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
     return {"mean": round(tau["candidate"] / tau["served"] - 1, 4), "low": round(low, 4), "high": round(high, 4)}
 
 
-def one_seed(seed: int, sessions: int) -> dict[str, Any]:
+def one_seed(seed: int, sessions: int, steps: int) -> dict[str, Any]:
     """All arms of one seed; two workers, with equal and with unequal bubbles."""
     policy = Taught()
     items = capture(policy, demonstrations(2 * TEXTS + HELD_OUT, seed))
     parts = policy.frozen_parts()
     left, right, held_out = items[:TEXTS], items[TEXTS : 2 * TEXTS], items[2 * TEXTS :]
-    quarter = STEPS // 4
     arms = {
-        "merged": (Team([left, right], parts, seed), [STEPS, STEPS]),
-        "left_alone": (Team([left], parts, seed), [STEPS]),
-        "right_alone": (Team([right], parts, seed), [STEPS]),
-        "one_with_all_tokens": (Team([left + right], parts, seed), [2 * STEPS]),
-        "merged_unequal": (Team([left, right], parts, seed), [STEPS, quarter]),
+        "merged": (Team([left, right], parts, seed), [steps, steps]),
+        "left_alone": (Team([left], parts, seed), [steps]),
+        "right_alone": (Team([right], parts, seed), [steps]),
+        "one_with_all_tokens": (Team([left + right], parts, seed), [2 * steps]),
+        "merged_unequal": (Team([left, right], parts, seed), [steps, steps // 4]),
     }
     out: dict[str, Any] = {"seed": seed, "sessions": []}
     for _ in range(sessions):
         seen = {}
-        for name, (team, steps) in arms.items():
-            team.session(steps)
+        for name, (team, counts) in arms.items():
+            team.session(counts)
             seen[name] = team.counts(held_out)
         row: dict[str, Any] = {f"tau_{n}": round(float(c.sum() / c[:, 0].sum()), 4) for n, c in seen.items()}
         alone = max(("left_alone", "right_alone"), key=lambda n: row[f"tau_{n}"])
@@ -108,7 +108,7 @@ def one_seed(seed: int, sessions: int) -> dict[str, Any]:
         row["merged_vs_one_with_all_tokens"] = compare(seen["merged"], seen["one_with_all_tokens"])
         row["merged_unequal_vs_better_alone"] = compare(seen["merged_unequal"], seen["left_alone"])
         out["sessions"].append(row)
-        print(seed, row, flush=True)
+        print(steps, seed, row, flush=True)
     return out
 
 
@@ -118,11 +118,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--sessions", type=int, default=4)
+    parser.add_argument("--steps", type=int, nargs="+", default=list(STEPS))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    seeds = [one_seed(seed, options.sessions) for seed in options.seeds]
+    found = [
+        {"micro_batches": steps, "seeds": [one_seed(seed, options.sessions, steps) for seed in options.seeds]}
+        for steps in options.steps
+    ]
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"micro_batches": STEPS, "seeds": seeds}, indent=1) + "\n")
+    options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

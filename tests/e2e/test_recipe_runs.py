@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from verl_tlt.toy.assets import Assets
 from verl_tlt.trace.reader import read_trace
 
 pytestmark = pytest.mark.e2e
@@ -83,6 +84,12 @@ def test_groups_that_teach_nothing_are_sampled_anew(check, tmp_path):
 
 
 def test_lora(check, tmp_path):
-    steps = check.run(check.RECIPES["grpo_lora_qwen3_8b"], tmp_path / "lora", timeout_s=LIMIT_S)
+    extra = [  # lengths and replicas of which some step surely leaves a bubble
+        "data.shuffle=False",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={Assets.agent_loop}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=forced_length",
+        f"actor_rollout_ref.rollout.router_config_path={Assets.router}",
+    ]
+    steps = check.run(check.RECIPES["grpo_lora_qwen3_8b"], tmp_path / "lora", steps=4, extra=extra, timeout_s=LIMIT_S)
     assert steps[-1]["tlt/drafter_version"] >= 1.0, "nothing was trained and published"
     assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)

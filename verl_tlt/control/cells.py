@@ -14,6 +14,10 @@ _CLIP = 2.5
 """Huber's threshold in standard deviations: stalls are felt no more than this."""
 _COARSE = 0.01
 """A cell is never known better than this: the shape is not exact across its width."""
+_RESTART = 3
+"""Samples in a row, all far off on the same side, after which the level is believed to be wrong and begins anew."""
+_FAR_OFF = 0.4
+"""Log ratio (or the clip) beyond which a sample is far off: more than a cell's loads differ, less than a stall."""
 _PLAUSIBLE = 0.12
 """Log ratio (or 2.5 jitters) by which the first median may differ; beyond it the neighbours are disregarded."""
 
@@ -30,7 +34,7 @@ class Cell:
 
     __slots__ = (
         "batch", "draft_length", "first", "kv_tokens", "level",
-        "prior", "prior_variance", "samples", "spread", "variance",
+        "prior", "prior_variance", "samples", "spread", "variance", "wide",
     )  # fmt: skip
 
     def __init__(self, draft_length: int, prior: float, prior_sigma: float, jitter: float) -> None:
@@ -40,6 +44,7 @@ class Cell:
         self.spread = jitter
         self.samples = 0.0
         self.first: list[float] = []
+        self.wide: list[float] = []
         self.batch, self.kv_tokens = 0.0, 0.0
 
     def learn(self, log_ratio: float, pace: float, pace_variance: float, memory: float) -> float:
@@ -63,6 +68,8 @@ class Cell:
         expected = self.spread**2 + pace_variance + self.variance
         clip = _CLIP * math.sqrt(expected)
         clipped = max(-clip, min(clip, surprise))
+        if self._wrong(surprise, max(clip, _FAR_OFF), log_ratio - pace):
+            return 0.0
         # 1.3 keeps the scale estimate unbiased under the clip for Gaussian noise; stalls move it little.
         self.spread = max(self.spread + 0.05 * (1.3 * min(abs(surprise), 2.0 * clip) - self.spread), 0.002)
         self.level += self.variance / expected * clipped
@@ -84,20 +91,41 @@ class Cell:
         self.level += offset
         self.prior += offset
         self.first = [x + offset for x in self.first]
+        self.wide = [x + offset for x in self.wide]
+
+    def _wrong(self, surprise: float, border: float, value: float) -> bool:
+        """Whether samples keep missing the level on one side; it then begins anew from them.
+
+        A level that began with two stalls would otherwise stay: every true sample is clipped as an outlier.
+        """
+        if abs(surprise) <= border:
+            self.wide.clear()
+            return False
+        if self.wide and (self.wide[-1] > self.level) != (surprise > 0.0):
+            self.wide.clear()
+        self.wide.append(value)
+        if len(self.wide) < _RESTART:
+            return False
+        self.first, self.wide = self.wide, []
+        self._begin()
+        return True
 
     def _begin(self) -> None:
         """Level from one to three samples: their lower median, weighed against what the neighbours suggest.
 
-        The lower median, because a first use may stall but never hurries; one slow sample alone is believed in part.
+        The lower median, because a first use may stall but never hurries, and the least where they do not agree; one
+        very slow sample alone says nothing.
         """
-        count = len(self.first)
-        median, noise = sorted(self.first)[(count - 1) // 2], self.spread**2 / count
+        count, ordered = len(self.first), sorted(self.first)
+        agree = ordered[-1] - ordered[0] <= max(_FAR_OFF, 2.0 * _CLIP * self.spread)
+        median, noise = ordered[(count - 1) // 2 if agree else 0], self.spread**2 / (count if agree else 1)
         plausible = max(_PLAUSIBLE, _CLIP * self.spread)
         if not math.isfinite(self.prior_variance):
             self.level, self.variance = median, noise
         elif abs(median - self.prior) < plausible:
             trust = self.prior_variance / (self.prior_variance + noise)
             self.level, self.variance = self.prior + trust * (median - self.prior), trust * noise
+        elif count == 1 and median > self.prior:  # a stall, most likely: the next one will tell
+            self.level, self.variance = self.prior, max(self.prior_variance, noise)
         else:
-            self.level = min(median, self.prior + plausible) if count == 1 else median
-            self.variance = noise
+            self.level, self.variance = median, noise

@@ -12,7 +12,7 @@ so there is little left to explore. What remains is bounded:
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,20 +92,44 @@ class GoodputPolicy(BasePolicy):
         self._switches = 0
         self._surcharges: deque[float] = deque(maxlen=15)
         self._surcharge = 0.0
-        self._histogram = [0] * len(self._arms)
+        self._used: Counter[int] = Counter()
         self._ready: Situation | None = None
         self._idea: Proposal | None = None
 
     def decide(self, load: Load) -> int:
         """K for the coming step: the probe in progress, else the argmax with hysteresis."""
-        self._steps += 1
-        self._prober.budget.step()
-        arm = self._pick(load)
-        self._histogram[arm] += 1
-        return self._arms[arm]
+        if load.batch > _GROWTH * self._batch:
+            # A new rollout began: what was decided for the tail of the last one does not bind.
+            self._probe, self._held = Probe(0, 0), 0
+        self._batch = load.batch
+        if self._probe.steps > 0:
+            return self._probe_on()
+        if self._held > 0:
+            self._held -= 1
+            return self._arms[self._current]
+        here = self._ready
+        if here is None or abs(here.load.batch - load.batch) > _SAME_LOAD * load.batch:
+            self.prepare(load)
+            here = self._ready
+        self._ready = None
+        if here is None:
+            return self._arms[0]
+        if here.best == self._current:
+            self._regret = 0.0
+        else:
+            self._move(here.goodput, here.best, load.batch)
+        idea = self._idea
+        if idea is not None and here.current == self._current and self._prober.budget.spend(idea.subject, idea.price):
+            self._probe = idea.probe
+            return self._probe_on()
+        return self._arms[self._current]
 
     def learn(self, step: StepRecord) -> None:
         """Learn acceptance from any verified draft and latency from clean steady steps."""
+        if step.drafted != OFF:
+            self._steps += 1
+            self._prober.budget.step()
+            self._used[step.drafted] += 1
         if step.drafts > 0 and step.verified > 0:
             self.acceptance.observe(step.drafts, step.accepted)
             self._prober.looked()
@@ -127,7 +151,9 @@ class GoodputPolicy(BasePolicy):
             return
         tau = self.acceptance.accept_lengths()
         goodput = [tau[k] / s for k, s in zip(self._arms, seconds, strict=True)]
-        self._ready = Situation(load, self._current, self._reachable(load.batch), seconds, goodput)
+        reachable = self._reachable(load.batch)
+        best = max(range(reachable), key=goodput.__getitem__)
+        self._ready = Situation(load, self._current, reachable, seconds, goodput, best)
         if self._steps % _LOOK_EVERY == 0:
             self._idea = self._prober.find(self._ready, self._surcharge)
 
@@ -142,10 +168,10 @@ class GoodputPolicy(BasePolicy):
 
     def summary(self) -> dict[str, Any]:
         """What was learned and done so far, JSON-able."""
-        steps = max(sum(self._histogram), 1)
+        steps = max(self._used.total(), 1)
         return {
             "policy": "goodput",
-            "draft_length_share": {str(k): n / steps for k, n in zip(self._arms, self._histogram, strict=True)},
+            "draft_length_share": {str(k): self._used[k] / steps for k in self._arms},
             "conditional_acceptance": self.acceptance.conditional(),
             "probes": self._prober.budget.count,
             "probe_steps": self._prober.budget.spent,
@@ -153,31 +179,9 @@ class GoodputPolicy(BasePolicy):
             "switches": self._switches,
         }
 
-    def _pick(self, load: Load) -> int:
-        if load.batch > _GROWTH * self._batch:
-            # A new rollout began: what was decided for the tail of the last one does not bind.
-            self._probe, self._held = Probe(0, 0), 0
-        self._batch = load.batch
-        if self._probe.steps > 0:
-            return self._probe_on()
-        if self._held > 0:
-            self._held -= 1
-            return self._current
-        if self._ready is None or abs(self._ready.load.batch - load.batch) > _SAME_LOAD * load.batch:
-            self.prepare(load)
-        here, self._ready = self._ready, None
-        if here is None:
-            return 0
-        self._move(here.goodput, here.reachable, load.batch)
-        idea = self._idea
-        if idea is not None and here.current == self._current and self._prober.budget.spend(idea.subject, idea.price):
-            self._probe = idea.probe
-            return self._probe_on()
-        return self._current
-
     def _probe_on(self) -> int:
         self._probe = self._probe._replace(steps=self._probe.steps - 1)
-        return self._probe.arm
+        return self._arms[self._probe.arm]
 
     def _reachable(self, batch: int) -> int:
         """Arms that may be chosen: no unmeasured draft length is reached by jumping over another.
@@ -193,16 +197,15 @@ class GoodputPolicy(BasePolicy):
                 last = arm
         return min(last + 2, len(self._arms))
 
-    def _move(self, goodput: Sequence[float], reachable: int, batch: int) -> None:
+    def _move(self, goodput: Sequence[float], best: int, batch: int) -> None:
         """Change K once staying has cost, by the estimates, what a change costs."""
-        best = max(range(reachable), key=goodput.__getitem__)
         now = self._current
         lead = goodput[best] / goodput[now] - 1.0
         if now == 0:
             lead -= self._set.on_gain
         elif best == 0:
             lead += self._set.off_gain
-        if best == now or lead <= 0.0:
+        if lead <= 0.0:
             self._regret = 0.0
             return
         self._regret += lead

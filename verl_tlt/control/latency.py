@@ -27,6 +27,9 @@ from verl_tlt.control.types import OFF
 
 _PACE_DRIFT = 4e-5
 """Variance that the log of the machine's pace gains per step: 6 % in a hundred steps."""
+_PACE_RETURN = 4e-3
+"""Share of the pace that is forgotten per step: what lasts is learned by the cells in use, and a pace that took over
+their errors would spoil those that are not."""
 _REFIT_EVERY = 1024
 """Samples between fits, after a start in which the interval doubles from 1."""
 _ANCHOR_UNTIL = 16
@@ -226,6 +229,7 @@ class LatencyModel:
 
     def _learn(self, cell: Cell, log_ratio: float) -> None:
         """Divide a sample between its cell and the machine's pace."""
+        self._pace *= 1.0 - _PACE_RETURN
         self._pace_variance += _PACE_DRIFT
         expected = cell.spread**2 + self._pace_variance + cell.variance
         self._pace += cell.learn(log_ratio, self._pace, self._pace_variance, self._memory)

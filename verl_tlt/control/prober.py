@@ -56,7 +56,8 @@ class ProbeBudget:
     def step(self) -> None:
         """One engine step went by."""
         self._steps += 1
-        self._allowance = min(self._allowance + self._share, _CAP)
+        if self._allowance < _CAP:
+            self._allowance += self._share
 
     def due(self, subject: Hashable) -> bool:
         """Whether the subject's interval is over."""
@@ -126,6 +127,8 @@ class Situation(NamedTuple):
     """Expected step latency."""
     goodput: Sequence[float]
     """Expected tokens per second and request."""
+    best: int
+    """Arm of the highest goodput within reach."""
 
 
 class Prober:

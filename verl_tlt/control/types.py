@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 OFF = -1
 """The arm "no drafter at all": the drafter's own pass is skipped too, as in stock vLLM. K=0 still runs it."""
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """What the next engine step will carry, known before drafting."""
 
     batch: int

@@ -41,6 +41,8 @@ class StepResult:
     """[k]: share of rows whose argmax at draft position k is the policy's, given that those before were; length ttt."""
     skipped: bool
     """True: the loss or a gradient was not finite and nothing was changed."""
+    rate: float = 0.0
+    """Learning rate of the step relative to that after the warm-up; 0 when skipped."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class TrainSummary:
     """Optimizer steps taken."""
     tokens: int
     """Rows learned from."""
+    weighted_tokens: float
+    """The same, each counted by its step's learning rate relative to that after the warm-up: how far they moved it."""
     skipped: int
     """Micro-batches left out because they were not finite."""
     stopped: bool
@@ -123,12 +127,13 @@ class DrafterTrainer:
             self.optimizer.zero_grad(set_to_none=True)
             self.skipped += 1
             return StepResult(value, tokens, accuracy, skipped=True)
+        rate = min(1.0, (self.steps + 1) / max(1, self.warmup_steps))
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate * min(1.0, (self.steps + 1) / max(1, self.warmup_steps))
+            group["lr"] = self.learning_rate * rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
-        return StepResult(value, tokens, accuracy, skipped=False)
+        return StepResult(value, tokens, accuracy, skipped=False, rate=rate)
 
     def state(self) -> dict[str, Any]:
         """Everything a bit-exact resume needs, on the host: weights, optimizer, counters, random state."""
@@ -227,7 +232,7 @@ def train_until(
         ValueError: batch after batch has nothing to learn from (an endless stream would spin otherwise).
     """
     first, skipped = trainer.steps, trainer.skipped
-    tokens, stopped = 0, False
+    tokens, weighted, stopped = 0, 0.0, False
     empty = 0  # batches in a row without a loss
     losses: list[float] = []
     accuracies: list[tuple[float, ...]] = []
@@ -245,12 +250,14 @@ def train_until(
         result = trainer.step(batch)
         if not result.skipped:
             tokens += result.tokens
+            weighted += result.rate * result.tokens
             losses.append(result.loss)
             accuracies.append(result.acc_by_position)
     mean = tuple(float(np.mean(column)) for column in zip(*accuracies, strict=True))
     return TrainSummary(
         steps=trainer.steps - first,
         tokens=tokens,
+        weighted_tokens=weighted,
         skipped=trainer.skipped - skipped,
         stopped=stopped,
         loss=float(np.mean(losses)) if losses else math.nan,

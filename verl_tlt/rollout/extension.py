@@ -151,12 +151,16 @@ def _skippable(proposer: Any, propose: Callable[..., torch.Tensor]) -> Callable[
         draft_length = args[0] if args else kwargs["num_speculative_tokens"]
         if proposer.tlt_drafting or draft_length > 0:
             return propose(*args, **kwargs)
-        proposer._last_draft_probs = None  # else the sampler would pair old probabilities with no drafts
-        proposer.num_speculative_tokens = 0
-        metadata = kwargs["common_attn_metadata"]
-        return torch.empty(metadata.batch_size(), 0, dtype=torch.int64, device=proposer.device)  # [batch, 0]
+        return _nothing_drafted(proposer, kwargs["common_attn_metadata"].batch_size())
 
     return run
+
+
+def _nothing_drafted(proposer: Any, batch: int) -> torch.Tensor:
+    """What `SpecDecodeBaseProposer.propose` leaves and returns at K=0: no drafts, int64 [batch, 0]."""
+    proposer._last_draft_probs = None  # else the sampler would pair old probabilities with no drafts
+    proposer.num_speculative_tokens = 0
+    return torch.empty(batch, 0, dtype=torch.int64, device=proposer.device)
 
 
 def _skip_preparation(runner: Any, proposer: Any) -> None:
@@ -173,9 +177,7 @@ def _skip_preparation(runner: Any, proposer: Any) -> None:
         if proposer.tlt_drafting or scheduler_output.num_spec_tokens_to_schedule > 0:
             return propose_draft_token_ids(scheduler_output, *args, **kwargs)
         runner._draft_probs = runner._draft_prob_req_ids = None
-        proposer._last_draft_probs = None
-        proposer.num_speculative_tokens = 0
-        return torch.empty(len(runner.input_batch.req_ids), 0, dtype=torch.int64, device=proposer.device)  # [batch, 0]
+        return _nothing_drafted(proposer, len(runner.input_batch.req_ids))
 
     runner.propose_draft_token_ids = run
 

@@ -301,6 +301,7 @@ class TLTScheduler(Scheduler):
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
         """As vLLM's, which asks for it once the step was handed to the workers: the time to learn from the last one."""
         self._tlt_learn()
+        self._tlt_load.refresh(self.running, scheduler_output.num_scheduled_tokens)
         return super().get_grammar_bitmask(scheduler_output)
 
     # ------------------------------------------------------------------ after the step

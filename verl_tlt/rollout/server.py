@@ -249,12 +249,15 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         try:
             stats = await self._tlt_channel.call("stats", reset=True)
             self._tlt_switch.learn(stats, self._tlt_served.drafting, self._tlt_served.acceptance)
-            if self.tlt.speculation.source != "eagle":
-                stats |= await self._tlt_channel.call("ngram")
-            return stats
         except Exception as error:
             logger.warning("replica %d: no engine statistics this step: %s", self.replica_rank, error)
             return {"error": str(error)}
+        if self.tlt.speculation.source != "eagle":
+            try:
+                stats |= await self._tlt_channel.call("ngram")
+            except ChannelError as error:
+                logger.warning("replica %d: no n-gram statistics this step: %s", self.replica_rank, error)
+        return stats
 
     # ------------------------------------------------------------------ costs
 

@@ -58,10 +58,11 @@ class StepControl:
             if self.policy_error is not None:
                 return 0
             try:
-                return max(0, min(self.policy.choose(load), self.max_draft_length))
+                k = self.policy.choose(load)
             except Exception as error:
                 self._give_up(error)
                 return 0
+        return k if 0 <= k <= self.max_draft_length else max(0, min(k, self.max_draft_length))
 
     def record(self, step: StepRecord, unix_s: float | None = None, **facts: Any) -> None:
         """Account for one finished step, write it down, and let the policy learn from it.

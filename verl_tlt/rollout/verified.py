@@ -13,9 +13,9 @@ from functools import cached_property
 from itertools import accumulate
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Verified:
-    """Drafts verified in one step, counted as vLLM counts them."""
+    """Drafts verified in one step, counted as vLLM counts them; never changed (a frozen dataclass is slow to make)."""
 
     lengths: Sequence[int] = ()
     """Tokens that the step sampled, by row, the target's own included; nothing where it verified no draft."""

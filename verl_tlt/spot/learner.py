@@ -183,7 +183,7 @@ class SpotLearner:
                 done = train_until(self.trainer, self._batches(), should_stop)
         result.steps, result.tokens, result.skipped = done.steps, done.tokens, done.skipped
         self.unmerged_steps += done.steps
-        self.unmerged_tokens += done.tokens
+        self.unmerged_tokens += math.ceil(done.weighted_tokens)
         result.epochs = self.buffer.session_epochs()
         result.loss, result.acc = done.loss, list(done.acc_by_position)
         result.outcome = "stopped" if done.stopped else "exhausted"

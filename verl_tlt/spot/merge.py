@@ -7,6 +7,7 @@ since the version all agree on. A hand-in that would spoil the average is left o
 Bubbles differ in length, and a plain average would let a short session hold a long one back. Take a session of t tokens
 to move the parameters by t * g and noise. Least squares then gives g = sum(t_i d_i) / sum(t_i^2), and the merged change
 is g times the longest session: the average of equal sessions, and a longer step in its direction for unequal ones.
+During the warm-up tokens move less, so each counts by its learning rate.
 
 `prepare`, `combine` and `finish` are the parts of `merge`; `pairwise` joins anything by two, so that the average also
 runs as a tree of Ray tasks over object references: `pairwise([prepare_.remote(r, n) for r in refs], combine_.remote)`.
@@ -32,7 +33,7 @@ class Contribution:
 
     worker: str
     tokens: int
-    """Tokens it trained on: its weight."""
+    """Tokens it trained on, its weight: those of the warm-up by their share of the full learning rate."""
     steps: int
     """Optimizer steps it made."""
     delta: Delta

@@ -2,8 +2,8 @@
 
 **Given lengths**, so that two runs are compared on the same number of tokens: with sampling, an arm that happens to
 draw one long response looks slow. Response i of a prompt stops after exactly `extra_info["forced_lengths"][i]` tokens
-and not at `<eos>`. Used by `actor_rollout_ref.rollout.agent.agent_loop_config_path=<agent_loop.yaml>` and
-`.default_agent_loop=forced_length`.
+and not at `<eos>`, and may be sent to the same replica in every run (`toy.routing`). Used by
+`actor_rollout_ref.rollout.agent.agent_loop_config_path=<agent_loop.yaml>` and `.default_agent_loop=forced_length`.
 
 **Tools**: the toy's 64 tokens cannot spell a tool call, so here every response counts as one: verl's own tool loop,
 told by a parser of ours that the response asked for `calculate`. Used by `.default_agent_loop=toy_tool_agent` with
@@ -20,6 +20,8 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
+
+from verl_tlt.toy.routing import numbered
 
 
 def forced_sampling_params(
@@ -47,14 +49,25 @@ def forced_sampling_params(
     return {**sampling_params, "max_tokens": length, "ignore_eos": True}
 
 
+class _Numbered:
+    """verl's client for one request, whose id tells `toy.routing.ByNumber` where it belongs."""
+
+    def __init__(self, client: Any, number: int) -> None:
+        self._client, self._number = client, number
+
+    async def generate(self, request_id: str, **kwargs: Any) -> Any:
+        """As the client's, under another id."""
+        return await self._client.generate(request_id=numbered(self._number), **kwargs)
+
+
 class ForcedLengthAgentLoop(SingleTurnAgentLoop):
     """verl's single-turn loop with the response length set per sample."""
 
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> AgentLoopOutput:
         """Generate one response; `session_id` (0..n-1) comes from verl's `AgentLoopWorkerTQ._run_prompt`."""
-        forced = forced_sampling_params(
-            sampling_params, kwargs["extra_info"], int(kwargs["session_id"]), self.response_length
-        )
+        row, sample = kwargs["extra_info"], int(kwargs["session_id"])
+        forced = forced_sampling_params(sampling_params, row, sample, self.response_length)
+        self.server_manager: Any = _Numbered(self.server_manager, int(row["index"]) + sample)
         return await super().run(forced, priority=priority, **kwargs)
 
 

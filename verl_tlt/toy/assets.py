@@ -51,6 +51,8 @@ class Assets:
     """`trainer.v1.sampler.custom_sampler.path`; its class is `FastPollReplayBuffer`."""
     agent_loop: Path = Path(__file__).parent / "agent_loop.yaml"
     """`actor_rollout_ref.rollout.agent.agent_loop_config_path`; its loop is `forced_length`."""
+    router: Path = Path(__file__).parent / "router.yaml"
+    """`actor_rollout_ref.rollout.router_config_path`: the same replica for the same response of a prompt."""
 
 
 def build_assets(

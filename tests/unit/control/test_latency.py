@@ -189,3 +189,32 @@ def test_a_slow_stretch_with_the_drafter_off_does_not_make_drafts_free():
     for batch in (1, 4):
         off, zero, one, three = model.predict(batch, 600 * batch)
         assert off < zero < one < three
+
+
+def test_a_cell_that_began_with_stalls_is_believed_again_once_its_true_cost_shows():
+    rng, model = np.random.default_rng(3), LatencyModel(ARMS)
+    measure(model, 16, 0, 40, rng)
+    for factor in (4.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0):
+        model.observe(16, 16000, 3, factor * true(16, 16000, 3))
+    assert model.seconds(16, 16000, 3) == pytest.approx(true(16, 16000, 3), rel=0.1)
+
+
+def test_one_stall_does_not_condemn_a_draft_length():
+    rng, model = np.random.default_rng(4), LatencyModel(ARMS)
+    for k in (0, 3):
+        measure(model, 16, k, 40, rng)
+    expected = model.seconds(64, 64000, 3)
+    model.observe(64, 64000, 3, 4.0 * expected)
+    assert model.seconds(64, 64000, 3) < 1.05 * expected
+    assert model.uncertainty(64, 64000)[1 + ARMS.index(3)] > 0.04, "it is worth another look"
+
+
+def test_a_pace_that_nothing_confirms_is_forgotten():
+    """Draft lengths that are not in use are then believed to cost what they were measured to."""
+    model, rng = LatencyModel(ARMS), np.random.default_rng(6)
+    for k in (0, 3):
+        measure(model, 16, k, 60, rng)
+    for _ in range(2000):
+        model.observe(16, 16000, 3, 1.3 * true(16, 16000, 3) * rng.lognormal(0.0, 0.03))
+    assert model.seconds(16, 16000, 3) == pytest.approx(1.3 * true(16, 16000, 3), rel=0.05)
+    assert model.seconds(16, 16000, 0) == pytest.approx(true(16, 16000, 0), rel=0.1)

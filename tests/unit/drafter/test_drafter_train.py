@@ -123,6 +123,16 @@ def test_token_budget_and_end_of_data_end_a_session(drafter, sequences):
     assert nothing.steps == 0 and math.isnan(nothing.loss)
 
 
+def test_tokens_of_the_warm_up_weigh_what_its_learning_rate_does(drafter, sequences):
+    trainer = DrafterTrainer(drafter, ttt_steps=1, warmup_steps=4)
+    each = pack(sequences).tokens
+    batches = itertools.repeat(pack(sequences))
+    begun = train_until(trainer, batches, lambda: trainer.steps >= 3)
+    assert begun.weighted_tokens == pytest.approx(each * (0.25 + 0.5 + 0.75))
+    warm = train_until(trainer, batches, lambda: trainer.steps >= 5)
+    assert warm.weighted_tokens == warm.tokens == 2 * each
+
+
 def test_prompts_alone_teach_nothing(drafter, sequences):
     prompt = sequences[1].window(0, 8)
     trainer = DrafterTrainer(drafter)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from verl_tlt.control.types import Load
-from verl_tlt.rollout.decode_load import RECOUNT_EVERY, DecodeLoad
+from verl_tlt.rollout.decode_load import OVERDUE, RECOUNT_EVERY, DecodeLoad
 
 
 def request(name, computed, prefill=False, tokens=None):
@@ -74,6 +74,8 @@ def test_it_agrees_with_looking_at_everybody(seed):
             assert found.kv_tokens == pytest.approx(sum(r.num_computed_tokens for r in decoding), rel=0.05), step
             assert load.longest >= max(r.num_computed_tokens for r in running)
         grown, ended = 0, set()
+        if seed % 2:
+            load.refresh(running, {})
         for r in running:
             if r in decoding:
                 gain = rng.randrange(1, 5)
@@ -90,13 +92,31 @@ def test_it_agrees_with_looking_at_everybody(seed):
             ended.add(r.request_id)
 
 
-def test_the_estimate_is_corrected_now_and_then():
+def test_the_estimate_is_corrected_while_a_step_is_under_way():
+    load = DecodeLoad(10_000)
+    a, b = request("a", 10), request("b", 20)
+    load.count([a, b], known=2, grown=0, draft_length=0)
+    for _ in range(RECOUNT_EVERY):
+        load.refresh([a, b], {"a": 2, "b": 2})
+        last = load.count([a, b], known=2, grown=2, draft_length=1)
+    assert last == Load(2, 30 + 2 * RECOUNT_EVERY)
+    a.num_computed_tokens, b.num_computed_tokens = 100, 202  # as scheduled, 2 tokens of this step included
+    joined = request("c", 0, tokens=50)
+    load.count([a, b, joined], known=2, grown=2, draft_length=1)
+    load.refresh([a, b, joined], {"a": 2, "b": 2, "c": 50})
+    assert load.longest == 202
+    joined.num_computed_tokens = 50
+    assert load.count([a, b, joined], known=3, grown=3, draft_length=1) == Load(3, 98 + 200 + 3 + 50)
+    assert load.longest == 204
+
+
+def test_without_a_pause_to_look_in_a_step_waits_for_the_correction():
     load = DecodeLoad(10_000)
     running = [request("a", 10)]
     load.count(running, known=1, grown=0, draft_length=0)
-    for _ in range(RECOUNT_EVERY):
+    for _ in range(OVERDUE):
         last = load.count(running, known=1, grown=1, draft_length=0)
-    assert last == Load(1, 10 + RECOUNT_EVERY)
+    assert last == Load(1, 10 + OVERDUE)
     assert load.count(running, known=1, grown=1, draft_length=0) == Load(1, 10)
 
 
