@@ -2,9 +2,10 @@
 
     python benchmarks/demo/same_tokens.py --steps 8
 
-Three arms run the demo's recipe one after the other: `fresh` starts TLT from a random drafter, `stock` is the same
-without the flag, `warm` starts from the drafter that `fresh` has trained. All decode the same tokens: the same prompts
-in the same order, response lengths forced to the same draws of the task's own long-tailed distribution, each response
+Arms run the demo's recipe one after the other: `stock` is verl without the flag, `fresh` starts TLT from a random
+drafter, `warm` starts from the drafter that `fresh` has trained, and `stock` runs once more: a step is compared with the
+mean of both, and how far they differ (`machine_drift`) says what the ratios are worth on a machine that others use too.
+All decode the same tokens: the same prompts in the same order, response lengths forced to the same draws of the task's own long-tailed distribution, each response
 on the same replica (verl's router places them at random), and a learning rate of 0, so that the policy stays what it
 is. The first step (first use of everything) is discarded, and ratios are taken step by step.
 """
@@ -38,7 +39,7 @@ def run(arm: str, out: Path, steps: int, drafter: Path | None) -> dict[int, dict
         "ASSETS": str(out / "assets"),
         "POLICY": str(assets.policy),
         "STEPS": str(steps),
-        "TLT": "0" if arm == "stock" else "1",
+        "TLT": "0" if arm.startswith("stock") else "1",
         "DRAFTER": str(drafter or ""),
         "SAVE_FREQ": "-1",
     }
@@ -53,6 +54,14 @@ def run(arm: str, out: Path, steps: int, drafter: Path | None) -> dict[int, dict
         subprocess.run([str(RECIPE), *overrides], env=env, stdout=log, stderr=subprocess.STDOUT, check=True)
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     return {line["step"]: line["data"] for line in lines}
+
+
+def mean_of(first: dict[int, dict[str, float]], again: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
+    """Two runs of the stock arm as one: what both logged, step by step."""
+    return {
+        step: {key: (value + again[step][key]) / 2 for key, value in data.items() if key in again[step]}
+        for step, data in first.items()
+    }
 
 
 def compare(stock: dict[int, dict[str, float]], tlt: dict[int, dict[str, float]]) -> list[dict[str, float]]:
@@ -93,10 +102,17 @@ def main() -> None:
     parser.add_argument("--drafter", type=Path, help="start `warm` from this one, and leave `fresh` out")
     args = parser.parse_args()
     out = args.out.resolve()
+    first = run("stock", out, args.steps, None)
     fresh = None if args.drafter else run("fresh", out, args.steps, None)
-    stock = run("stock", out, args.steps, None)
     warm = run("warm", out, args.steps, (args.drafter or out / "fresh" / "drafter").resolve())
-    result = {"stock_rollout_share": spread([s["timing_s/gen"] / s["timing_s/step"] for s in list(stock.values())[1:]])}
+    again = run("stock-again", out, args.steps, None)
+    stock = mean_of(first, again)
+    drift = [again[step]["timing_s/gen"] / first[step]["timing_s/gen"] for step in sorted(first)[1:]]
+    result = {
+        "stock_rollout_share": spread([s["timing_s/gen"] / s["timing_s/step"] for s in list(stock.values())[1:]]),
+        "machine_drift": spread(drift),
+    }
+    print("stock again over stock:", {name: round(value, 2) for name, value in result["machine_drift"].items()})
     for name, arm in (("fresh", fresh), ("warm", warm)):
         if arm is None:
             continue

@@ -1,7 +1,4 @@
-"""Recipes, unchanged and scaled down, really run: those in which verl does something that no other run here does.
-
-`make recipes-check` runs the plain GRPO ones as well, which differ by their model alone.
-"""
+"""Recipes, unchanged and scaled down, really run; all but the one whose engine needs CUDA."""
 
 import importlib.util
 import subprocess
@@ -93,3 +90,18 @@ def test_lora(check, tmp_path):
     steps = check.run(check.RECIPES["grpo_lora_qwen3_8b"], tmp_path / "lora", steps=4, extra=extra, timeout_s=LIMIT_S)
     assert steps[-1]["tlt/drafter_version"] >= 1.0, "nothing was trained and published"
     assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
+
+
+@pytest.mark.parametrize(
+    "name", ["grpo_qwen2.5_7b", "grpo_deepseek_r1_distill_qwen_7b", "grpo_qwen3_8b", "grpo_qwen3_30b_a3b"]
+)
+def test_plain_grpo_and_a_mixture_of_experts(check, tmp_path, name):
+    steps = check.run(check.RECIPES[name], tmp_path / name, timeout_s=LIMIT_S)
+    assert any(step["tlt/draft_length_frac_2"] > 0.5 for step in steps), "nothing was drafted"
+    assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
+
+
+def test_no_recipe_is_left_out(check):
+    tested = Path(__file__).read_text()
+    assert {r.name for r in check.RECIPES.values() if r.not_run is None and f'"{r.name}"' not in tested} == set()
+    assert set(check.RECIPES) | {"demo_grpo"} == {path.stem for path in RECIPES.glob("*.sh")}
