@@ -3,11 +3,12 @@
     python benchmarks/demo/same_tokens.py --steps 8
 
 Arms run the demo's recipe one after the other: `stock` is verl without the flag, `fresh` starts TLT from a random
-drafter, `warm` starts from the drafter that `fresh` has trained, and `stock` runs once more: a step is compared with the
-mean of both, and how far they differ (`machine_drift`) says what the ratios are worth on a machine that others use too.
-All decode the same tokens: the same prompts in the same order, response lengths forced to the same draws of the task's own long-tailed distribution, each response
-on the same replica (verl's router places them at random), and a learning rate of 0, so that the policy stays what it
-is. The first step (first use of everything) is discarded, and ratios are taken step by step.
+drafter, `warm` starts from the drafter that `fresh` has trained, and `stock` runs once more: a step is compared with
+the mean of both, and how far they differ (`machine_drift`) says what the ratios are worth on a machine that others use
+too. All decode the same tokens: the same prompts in the same order, response lengths forced to the same draws of the
+task's own long-tailed distribution, each response on the same replica (verl's router places them at random), and a
+learning rate of 0, so that the policy stays what it is. The first step (first use of everything) is discarded, and
+ratios are taken step by step.
 """
 
 from __future__ import annotations
