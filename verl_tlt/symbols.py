@@ -217,6 +217,19 @@ SYMBOLS = (
         used_by="toy/agent.py",
         cpu_only=True,
     ),
+    Symbol(
+        "verl.workers.rollout.router:GlobalRequestLoadBalancer.acquire_server",
+        "request_id",
+        says=("self._servers", "self._inflight_requests[server_id] += 1"),
+        used_by="toy/routing.py",
+        cpu_only=True,
+    ),
+    Symbol(
+        "verl.workers.rollout.router:get_router_handle",
+        "servers router_config_path",
+        used_by="toy/routing.py",
+        cpu_only=True,
+    ),
     # Rollout, vLLM's side: a draft length chosen in every step.
     Symbol(
         f"{_SCHEDULER}.schedule",

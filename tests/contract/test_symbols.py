@@ -23,7 +23,7 @@ CACHE = os.environ.get("TLT_CONTRACT_CACHE")
 RELEASES = [("verl", "0.9.0"), ("verl", "0.9.1"), ("vllm", "0.24.0"), ("vllm", "0.26.0"), ("vllm", "0.28.0")]
 LACKING = {
     # Why the doctor refuses it: no gate behind which a replica can leave, and the balancer is elsewhere.
-    ("verl", "0.9.0"): {"GlobalRequestLoadBalancer", "vLLMHttpServer"}
+    ("verl", "0.9.0"): {"GlobalRequestLoadBalancer", "get_router_handle", "vLLMHttpServer"}
 }
 
 

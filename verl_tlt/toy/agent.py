@@ -15,13 +15,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from typing import Any
+from uuid import uuid4
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
-
-from verl_tlt.toy.routing import numbered
 
 
 def forced_sampling_params(
@@ -47,6 +46,11 @@ def forced_sampling_params(
         )
     length = min(int(lengths[session_id]), response_length)
     return {**sampling_params, "max_tokens": length, "ignore_eos": True}
+
+
+def numbered(number: int) -> str:
+    """A new request id, which `toy.routing.ByNumber` routes by `number`."""
+    return f"{number}-{uuid4().hex}"
 
 
 class _Numbered:

@@ -9,14 +9,8 @@ as under verl's, only always the same ones. Used by `actor_rollout_ref.rollout.r
 from __future__ import annotations
 
 from typing import Any
-from uuid import uuid4
 
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
-
-
-def numbered(number: int) -> str:
-    """A new request id that `ByNumber` routes by `number`."""
-    return f"{number}-{uuid4().hex}"
 
 
 class ByNumber(GlobalRequestLoadBalancer):
@@ -37,7 +31,7 @@ class ByNumber(GlobalRequestLoadBalancer):
         self._replicas += [server for server in servers if server not in self._replicas]
 
     def acquire_server(self, request_id: str) -> tuple[str, Any]:
-        """As verl's, for an id of `numbered`."""
+        """As verl's, but for an id of `toy.agent.numbered`."""
         number, _, rest = request_id.partition("-")
         if rest and number.isdigit():
             server = self._replicas[int(number) % len(self._replicas)]

@@ -1,6 +1,7 @@
 """The same request goes to the same replica in every run, and to another only while that one is away."""
 
-from verl_tlt.toy.routing import ByNumber, numbered
+from verl_tlt.toy.agent import numbered
+from verl_tlt.toy.routing import ByNumber
 
 
 def route(router, number):
