@@ -65,7 +65,7 @@ def same(left, right):
     return all(np.array_equal(left[name], right[name]) for name in left)
 
 
-def test_equal_workers_merged_are_better_than_each_and_unequal_ones_hardly_worse_than_the_better(team, texts):
+def test_equal_workers_merged_are_better_than_each_and_unequal_ones_not_worse_than_the_better(team, texts):
     a, b, a_alone, b_alone = team
     for _ in range(2):
         for learner in team:
@@ -83,9 +83,8 @@ def test_equal_workers_merged_are_better_than_each_and_unequal_ones_hardly_worse
         train(b, SESSION // 3)
         merge_all([a, b])
     low, high = against(a, a_alone, texts)[1]
-    # A worker with a third of the steps may hold the others back by half a percent in the first sessions from a random
-    # head (benchmarks/results/drafter_merging.json).
-    assert high > -0.01, f"surely worse than the better worker alone: {low:+.1%} to {high:+.1%}"
+    # All of it is warm-up; by plain tokens the short session would hold the long one back by some half a percent.
+    assert high >= 0.0, f"surely worse than the better worker alone: {low:+.1%} to {high:+.1%}"
 
 
 def test_a_worker_that_joins_late_starts_from_the_others_and_waits_for_its_turn(team, texts):
