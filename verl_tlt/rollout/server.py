@@ -242,7 +242,10 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         return {"replica": self.replica_rank, **vars(self._tlt_served)}
 
     async def tlt_stats(self) -> dict[str, Any]:
-        """The scheduler's aggregates since the last call (`rollout/scheduler.py`); empty without speculation."""
+        """The scheduler's aggregates since the last call (`rollout/scheduler.py`); empty without speculation.
+
+        What could not be had is named under `error`, which the trainer counts.
+        """
         if self._tlt_channel is None:
             return {}
         await self._tlt_store()
@@ -257,6 +260,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
                 stats |= await self._tlt_channel.call("ngram")
             except ChannelError as error:
                 logger.warning("replica %d: no n-gram statistics this step: %s", self.replica_rank, error)
+                stats["error"] = str(error)
         return stats
 
     # ------------------------------------------------------------------ costs
