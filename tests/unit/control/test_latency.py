@@ -214,7 +214,7 @@ def test_a_pace_that_nothing_confirms_is_forgotten():
     model, rng = LatencyModel(ARMS), np.random.default_rng(6)
     for k in (0, 3):
         measure(model, 16, k, 60, rng)
-    for _ in range(2000):
+    for _ in range(6000):
         model.observe(16, 16000, 3, 1.3 * true(16, 16000, 3) * rng.lognormal(0.0, 0.03))
     assert model.seconds(16, 16000, 3) == pytest.approx(1.3 * true(16, 16000, 3), rel=0.05)
     assert model.seconds(16, 16000, 0) == pytest.approx(true(16, 16000, 0), rel=0.1)
