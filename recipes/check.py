@@ -41,7 +41,7 @@ TOY = (
     f"{ACTOR}.ppo_max_token_len_per_gpu=2048", "actor_rollout_ref.ref.fsdp_config.param_offload=False",
     "actor_rollout_ref.ref.fsdp_config.model_dtype=fp32",
     "++actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype=fp32",
-    "actor_rollout_ref.ref.use_torch_compile=False",
+    "actor_rollout_ref.ref.use_torch_compile=False", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=2048",
     f"{ROLLOUT}.dtype=float32", f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.n_gpus_per_node=2",
     f"{ROLLOUT}.enforce_eager=True", f"++{ROLLOUT}.enable_sleep_mode=False", f"{ROLLOUT}.max_model_len=320",
     f"{ROLLOUT}.max_num_seqs=16", f"{ROLLOUT}.max_num_batched_tokens=1024", f"{ROLLOUT}.gpu_memory_utilization=0.1",
@@ -132,24 +132,24 @@ RECIPES = {
 }
 
 
-def captured(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
-    """The overrides with which an unchanged recipe calls `verl.trainer.main_ppo`."""
+def captured(recipe: Recipe, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> list[str]:
+    """The overrides with which an unchanged recipe, given `arguments`, calls `verl.trainer.main_ppo`."""
     with tempfile.TemporaryDirectory() as folder:
         stand_in = Path(folder) / "python"
         stand_in.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
         stand_in.chmod(0o755)
         done = subprocess.run(
-            [str(HERE / recipe.script)],
+            [str(HERE / recipe.script), *arguments],
             env={**os.environ, **environment, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"},
             capture_output=True,
             text=True,
             check=True,
             timeout=60,
         )
-    arguments = done.stdout.split("\0")[:-1]
-    if arguments[:2] != ["-m", "verl.trainer.main_ppo"]:
-        raise ValueError(f"{recipe.script} does not call `python -m verl.trainer.main_ppo`, but {arguments[:2]}.")
-    return arguments[2:]
+    called = done.stdout.split("\0")[:-1]
+    if called[:2] != ["-m", "verl.trainer.main_ppo"]:
+        raise ValueError(f"{recipe.script} does not call `python -m verl.trainer.main_ppo`, but {called[:2]}.")
+    return called[2:]
 
 
 def touch_data(directory: Path) -> None:
@@ -187,6 +187,26 @@ def problems(recipe: Recipe, data: Path) -> list[str]:
     return found
 
 
+def scaled_down(recipe: Recipe) -> tuple[str, ...]:
+    """What is appended to the recipe so that two cores can run it; paths apart."""
+    return (*TOY, *TLT, *recipe.toy)
+
+
+def same_run(first: Recipe, second: Recipe) -> bool:
+    """Whether two recipes, scaled down, are one and the same run: they differ in sizes only."""
+    from omegaconf import OmegaConf
+
+    from verl_tlt.diagnose import compose
+
+    if (first.policy, first.expect, first.not_run) != (second.policy, second.expect, second.not_run):
+        return False
+    configs = []
+    for recipe in (first, second):
+        named = ("trainer.experiment_name=scaled-down", "actor_rollout_ref.model.path=toy")
+        configs.append(compose(captured(recipe, {"DRAFTER": "null"}, [*scaled_down(recipe), *named]), "ppo_trainer"))
+    return OmegaConf.to_container(configs[0]) == OmegaConf.to_container(configs[1])
+
+
 def run(
     recipe: Recipe, out: Path, steps: int = STEPS, extra: Sequence[str] = (), timeout_s: float = 1500
 ) -> list[dict]:
@@ -212,7 +232,7 @@ def run(
         **os.environ, **CPU, "VERL_FILE_LOGGER_PATH": str(metrics), "DATA": str(out), "DRAFTER": "null",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }  # fmt: skip
-    command = [str(HERE / recipe.script), *TOY, *TLT, *recipe.toy, *overrides, *extra]
+    command = [str(HERE / recipe.script), *scaled_down(recipe), *overrides, *extra]
     with (out / "log").open("w") as log:
         done = subprocess.run(command, env=environment, cwd=out, stdout=log, stderr=log, timeout=timeout_s)
     logged = [json.loads(line)["data"] for line in metrics.read_text().splitlines()] if metrics.exists() else []

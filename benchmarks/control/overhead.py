@@ -199,13 +199,16 @@ def step(
 
 def measure(batch: int = 256, steps: int = 1200, runs: int = 5) -> dict[str, Any]:
     """Microseconds of control per engine step at a batch that stays near `batch`, and the share of each K."""
-    found = [_run(batch, steps) for _ in range(runs)]
-    lengths = found[0][0]
-    if any(other != lengths for other, _ in found):
+    chosen, found, nothing = [], [], []
+    for _ in range(runs):
+        lengths, spent = _run(batch, steps)
+        chosen.append(lengths)
+        found.append(spent)
+        nothing.append(_run(batch, steps, lengths)[1])  # in turn, so that both meet the same machine
+    if any(other != lengths for other in chosen):
         raise SystemExit("Two runs of the same steps chose different draft lengths; they cannot be compared.")
-    nothing = np.array(_run(batch, steps, lengths)[1])  # [steps, 3]: waited for, meanwhile, vLLM's
-    measuring = np.median(nothing, axis=0) * (1.0, 1.0, 0.0)
-    spent = np.array([run for _, run in found]) - measuring  # [runs, steps, 3]
+    measuring = np.median(nothing, axis=1, keepdims=True) * (1.0, 1.0, 0.0)  # [runs, 1, 3]
+    spent = np.array(found) - measuring  # [runs, steps, 3]: waited for, meanwhile, vLLM's
     waited_us, meanwhile_us, vllm_us = np.median(spent, axis=0).T  # [steps] each
     share = {str(k): round(lengths.count(k) / len(lengths), 3) for k in sorted(set(lengths))}
     return {
@@ -219,8 +222,8 @@ def measure(batch: int = 256, steps: int = 1200, runs: int = 5) -> dict[str, Any
         "vllm_us_p50": _percentile(vllm_us, 50),
         "single_run_us_p50": [_percentile(run, 50) for run in spent[:, :, 0]],
         "single_run_us_p99": [_percentile(run, 99) for run in spent[:, :, 0]],
-        "measuring_us_p50": round(float(measuring[0]), 1),
-        "measuring_us_p99": _percentile(nothing[:, 0], 99),
+        "measuring_us_p50": [round(float(x), 1) for x in measuring[:, 0, 0]],
+        "measuring_us_p99": [_percentile(run, 99) for run in np.array(nothing)[:, :, 0]],
         "draft_length_share": share,
     }
 

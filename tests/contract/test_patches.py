@@ -46,7 +46,7 @@ def apply(patch, directory):
     environment = os.environ | {
         "GIT_CEILING_DIRECTORIES": str(directory.parent)
     }  # not relative to some outer repository
-    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300)
     shim = header(patch)["Shim"]
     assert done.returncode == 0, f"{patch.name} no longer applies: is {shim} still needed?\n{done.stderr}"
     return [directory / name for name in touched(patch)]
@@ -200,7 +200,7 @@ def test_the_linear_shim_asks_for_the_patchs_setting(tmp_path):
     # In a process of its own: the module registers torch operators, which a process can do only once.
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(LINEAR), str(file)],
-        env=os.environ | {"VLLM_CPU_PREPACK_LINEAR": "1"}, capture_output=True, text=True, timeout=120,
+        env=os.environ | {"VLLM_CPU_PREPACK_LINEAR": "1"}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.stdout.splitlines()[-1:] == ["True 0"], done.stderr[-2000:]
 

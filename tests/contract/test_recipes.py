@@ -1,6 +1,6 @@
 """Every recipe as it is written: it composes, verl's validation and the doctor pass it, and it says what it needs.
 
-Whether they also run, `make recipes-check` tells, and tests/e2e/test_recipe_runs.py of some.
+Whether they also run, `make recipes-check` and tests/e2e/test_recipe_runs.py tell.
 """
 
 import importlib.util

@@ -159,9 +159,9 @@ QUEUE = """
     def read():
         reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
         reader.wait_until_ready()
-        got.append(reader.dequeue(timeout=20))
+        got.append(reader.dequeue(timeout=300))
         before = time.thread_time()
-        got.append(reader.dequeue(timeout=20))
+        got.append(reader.dequeue(timeout=300))
         got.append(time.thread_time() - before)
     thread = threading.Thread(target=read)
     thread.start()

@@ -22,6 +22,8 @@ from verl_tlt.trace.reader import RunTrace, read_trace
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "demo_grpo.sh"
 BATCH, LONG, SHORT = 4, 600, 40
+LIMIT_S = 1500.0
+"""Ten times what a run takes: a hang ends here, with everybody's stack in the log; it is not about speed."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,13 @@ class Run:
     """Processes that were still there some seconds after the run, and had to be ended."""
 
 
-def skew(path: Path, long: Callable[[int], bool]) -> None:
-    """Rewrite the prompts' forced lengths: one long response where `long(index)`, everything else short."""
+def skew(path: Path, long: Callable[[int], bool], longest: int) -> None:
+    """Rewrite the prompts' forced lengths: one of `longest` tokens where `long(index)`, everything else short."""
     rows = pq.read_table(path).to_pylist()
     for i, row in enumerate(rows):
         lengths = [SHORT + 3 * k for k in range(len(row["extra_info"]["forced_lengths"]))]
         if long(i):
-            lengths[0] = LONG
+            lengths[0] = longest
         row["extra_info"]["forced_lengths"] = lengths
     import pyarrow as pa
 
@@ -83,12 +85,13 @@ def grpo(
     steps: int,
     *overrides: str,
     long: Callable[[int], bool] = lambda index: index % BATCH == 0,
-    timeout: float = 900,
+    longest: int = LONG,
+    timeout: float = LIMIT_S,
     **environment: str,
 ) -> Run:
     """Run the demo's recipe, scaled down, to its end."""
     built = build_assets(assets, width="small", train_rows=64, val_rows=8)
-    skew(built.train, long)
+    skew(built.train, long, longest)
     env = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",

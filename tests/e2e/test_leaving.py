@@ -134,7 +134,7 @@ async def storm(servers, balancer, config) -> tuple[list, list[dict], int]:
 
 
 def test_no_request_is_lost_or_truncated_while_replicas_leave_and_return(fleet):
-    outputs, answers, cycles = asyncio.run(asyncio.wait_for(storm(*fleet), 240))
+    outputs, answers, cycles = asyncio.run(asyncio.wait_for(storm(*fleet), 900))
     assert cycles > 3
     assert len(outputs) == REQUESTS
     assert {len(o.token_ids) for o in outputs} == {TOKENS}
@@ -162,7 +162,7 @@ def test_stock_client_would_have_lost_requests(fleet):
             for server in servers.values():
                 await server.wake_up.remote()
 
-    output = asyncio.run(asyncio.wait_for(rejected(), 60))
+    output = asyncio.run(asyncio.wait_for(rejected(), 300))
     assert output.stop_reason == "aborted" and not output.token_ids
 
 
@@ -173,12 +173,12 @@ def test_a_recalled_server_has_compared_its_drafter_and_one_without_weights_stay
     server = servers["server-0"]
     before = ray.get(server.tlt_status.remote())
     assert ray.get(server.tlt_try_sleep.remote(True))["slept"]
-    ray.get(server.tlt_recall.remote(), timeout=60)
+    ray.get(server.tlt_recall.remote(), timeout=300)
     after = ray.get(server.tlt_status.remote())
     assert after["ok"] and after["reloads"] == before["reloads"] + 1, (before, after)
     assert ray.get(server.tlt_try_sleep.remote(False))["slept"]
     with pytest.raises(RuntimeError, match="without its weights"):
-        ray.get(server.tlt_recall.remote(), timeout=60)
+        ray.get(server.tlt_recall.remote(), timeout=300)
     ray.get(server.wake_up.remote())
 
 
@@ -199,5 +199,5 @@ def test_verls_abort_takes_the_gate_over_and_parks_late_requests(fleet):
         await server.resume_generation.remote()
         return await late
 
-    output = asyncio.run(asyncio.wait_for(parked(), 60))
+    output = asyncio.run(asyncio.wait_for(parked(), 300))
     assert len(output.token_ids) == TOKENS

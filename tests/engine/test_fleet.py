@@ -65,7 +65,7 @@ def fleet(recorded):
 def fill(fleet, recorded, names):
     items, frozen = recorded
     sequences, parts = ray.put(as_parts(items)), ray.put(frozen)
-    ray.get([fleet.replicas[n].worker.add.remote(1, [[sequences]], [parts]) for n in names], timeout=120)
+    ray.get([fleet.replicas[n].worker.add.remote(1, [[sequences]], [parts]) for n in names], timeout=300)
 
 
 @pytest.fixture
@@ -74,16 +74,16 @@ def phase(fleet, recorded, tmp_path):
     from verl_tlt.trainer.outlook import Outlook
     from verl_tlt.trainer.watch import SamplingWatch
 
-    ray.get([w.__ray_call__.remote(begin_anew) for w in fleet.workers().values()], timeout=60)
+    ray.get([w.__ray_call__.remote(begin_anew) for w in fleet.workers().values()], timeout=300)
     requests = [(f"request-{time.time()}-{i}", None) for i in range(2 * len(REPLICAS))]
     held = [(ray.get(fleet.balancer.acquire_server.remote(request))[0], request) for request, _ in requests]
     watches = []
 
     def start(recall=False, **faults):
         """Sessions last until they are stopped."""
-        ray.get([w.__ray_call__.remote(set_epochs, 1e9) for w in fleet.workers().values()], timeout=60)
+        ray.get([w.__ray_call__.remote(set_epochs, 1e9) for w in fleet.workers().values()], timeout=300)
         for name, fault in faults.items():
-            ray.get(fleet.replicas[name].worker.be.remote(fault), timeout=60)
+            ray.get(fleet.replicas[name].worker.be.remote(fault), timeout=300)
         planner = SessionPlanner(REPLICAS, expected_requests=6, settle_s=0.05, buffer_ready=True)
         watch = SamplingWatch(fleet, planner, Outlook, 0.02, TraceWriter(tmp_path, "trainer"), 1, recall)
         watches.append(watch)
@@ -102,7 +102,7 @@ def phase(fleet, recorded, tmp_path):
     fleet.join(REPLICAS)
 
 
-def wait_for(condition, seconds=60):
+def wait_for(condition, seconds=300):
     deadline = time.time() + seconds
     while not condition():
         assert time.time() < deadline, "it did not happen in time"
@@ -111,14 +111,14 @@ def wait_for(condition, seconds=60):
 
 def trained(fleet, name, steps=12):
     """Whether a session has come that far."""
-    return ray.get(fleet.replicas[name].worker.__ray_call__.remote(steps_taken), timeout=60) >= steps
+    return ray.get(fleet.replicas[name].worker.__ray_call__.remote(steps_taken), timeout=300) >= steps
 
 
 def move_on(fleet):
     """Bring all workers to an agreed version that is not the first one."""
     worker = fleet.replicas["long"].worker
     ray.get(worker.__ray_call__.remote(set_epochs, 0.7))
-    assert ray.get(worker.train.remote(), timeout=60)["steps"] >= CONFIG.spot.min_merge_steps
+    assert ray.get(worker.train.remote(), timeout=300)["steps"] >= CONFIG.spot.min_merge_steps
     fleet.on_workers("adopt", worker.merge.remote(worker.contribute.remote()))
     candidate = ray.get(worker.agreed.remote())
     assert any((value != candidate["frozen"][name]).any() for name, value in candidate["candidate"].items())
@@ -126,7 +126,7 @@ def move_on(fleet):
 
 def assert_alike(fleet):
     """All workers hold the same candidate, served and frozen parameters."""
-    first, *others = ray.get([w.agreed.remote() for w in fleet.workers().values()], timeout=120)
+    first, *others = ray.get([w.agreed.remote() for w in fleet.workers().values()], timeout=300)
     for other in others:
         for which in first:
             for name, value in first[which].items():
@@ -221,7 +221,7 @@ def test_a_worker_that_does_not_stop_is_killed_and_its_successor_joins_the_other
     assert learned.drafter is not None
     assert_alike(fleet)
     fill(fleet, recorded, ["short"])
-    assert ray.get(fleet.replicas["short"].worker.train.remote(), timeout=60)["steps"] > 0
+    assert ray.get(fleet.replicas["short"].worker.train.remote(), timeout=300)["steps"] > 0
 
 
 def test_a_worker_whose_process_dies_is_replaced(fleet, phase, recorded):
@@ -243,7 +243,7 @@ def kill(worker):
     ray.kill(worker)
     with pytest.raises(ray.exceptions.RayActorError):
         for _ in range(600):
-            ray.get(worker.stop.remote(), timeout=60)
+            ray.get(worker.stop.remote(), timeout=300)
             time.sleep(0.05)
 
 

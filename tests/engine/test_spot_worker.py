@@ -45,7 +45,7 @@ def actors(arguments):
             actor.add.remote(1, [[ray.put(as_parts(share[:20]))], [ray.put(as_parts(share[20:]))]], [ray.put(frozen)])
             for actor, share in zip(actors, shares, strict=True)
         ]
-        for stats, share in zip(ray.get(adds, timeout=120), shares, strict=True):
+        for stats, share in zip(ray.get(adds, timeout=300), shares, strict=True):
             assert stats["sequences"] == len(share), "a rank's capture was left out"
             assert stats["held_out_tokens"] > 300
         yield actors
@@ -58,7 +58,7 @@ def pair(actors):
 
 
 def get(*references):
-    results = ray.get(list(references), timeout=60)
+    results = ray.get(list(references), timeout=300)
     return results if len(results) > 1 else results[0]
 
 

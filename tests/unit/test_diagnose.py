@@ -49,7 +49,7 @@ def test_asking_for_help_imports_no_framework():
         "import sys; from verl_tlt import cli\n"
         "assert not {'torch', 'verl', 'vllm', 'ray', 'omegaconf', 'transformers'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_where_nothing_is_installed_the_doctor_says_so():
@@ -58,4 +58,4 @@ def test_where_nothing_is_installed_the_doctor_says_so():
         "from verl_tlt.diagnose import diagnose\n"
         "assert [f.level for f in diagnose(['+tlt=default'], 'ppo_trainer')][:2] == ['refuse', 'refuse']"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -118,7 +118,7 @@ def test_the_site_builds(tmp_path):
         "-d",
         str(tmp_path / "site"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "site" / "quickstart" / "index.html").is_file()
 

@@ -94,7 +94,7 @@ def test_a_real_hydra_application_finds_the_group_and_nothing_else_changes(tmp_p
 
     def run(*arguments):
         command = [sys.executable, "app.py", "hydra.run.dir=.", *arguments]
-        return subprocess.run(command, cwd=tmp_path, check=True, timeout=60, capture_output=True, text=True).stdout
+        return subprocess.run(command, cwd=tmp_path, check=True, timeout=300, capture_output=True, text=True).stdout
 
     assert run() == "trainer: {}\nx: 1\n\n"
     assert "plugin: tlt" in run("+tlt=default")

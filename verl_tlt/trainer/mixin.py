@@ -247,9 +247,8 @@ class TLTMixin(KeepsDrafter):
                 self._tlt_charge(report)
             if self.tlt.speculation.enable and self._tlt_last_sample():
                 stats = self._tlt_fleet.on_servers("tlt_stats")
-                if failed := sum("error" in answer for answer in stats.values()):
+                if failed := self._tlt_log.engine_stats(stats):
                     self._tlt_errors["statistics"] = self._tlt_errors.get("statistics", 0) + failed
-                self._tlt_log.engine_stats(stats)
                 self._tlt_log.audited(self._tlt_live.report(stats))
         self._tlt_sessions += report.sessions if report is not None else []
         if self._tlt_sessions and self._tlt_last_sample():

@@ -104,10 +104,11 @@ class StepLog:
             self._sessions.append(session)
             self.trace.emit("session", **{k: v for k, v in vars(session).items() if k != "t"})
 
-    def engine_stats(self, stats: dict[str, dict[str, Any]]) -> None:
-        """The schedulers' counters of this rollout."""
+    def engine_stats(self, stats: dict[str, dict[str, Any]]) -> int:
+        """The schedulers' counters of this rollout by replica; returns how many answered with an error instead."""
         found = {name: ReplicaStats.from_dict(s) for name, s in stats.items()}
         self._stats = {name: s for name, s in found.items() if s is not None}
+        return sum("error" in answer for answer in stats.values())
 
     def audited(self, saving: float | None) -> None:
         """What an audit of this rollout showed (`trainer.live`)."""
