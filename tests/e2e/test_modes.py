@@ -19,6 +19,7 @@ ASYNC = (
     "trainer.v1.sampler.max_off_policy_strategy=wait",
     # Smaller than elsewhere: how far older weights are from the actor's is what bounds the log-probs' difference.
     "actor_rollout_ref.actor.optim.lr=1e-6",
+    "tlt.speculation.calibrate=false",
 )
 
 

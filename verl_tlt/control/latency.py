@@ -25,8 +25,8 @@ from verl_tlt.control.roofline import Roofline
 from verl_tlt.control.tables import LatencyPoint, LatencyTable
 from verl_tlt.control.types import OFF
 
-_PACE_DRIFT = 4e-5
-"""Variance that the log of the machine's pace gains per step: 6 % in a hundred steps."""
+_PACE_DRIFT = 2e-5
+"""Variance that the log of the machine's pace gains per step: 4.5 % in a hundred steps."""
 _PACE_RETURN = 1e-3
 """Share of the pace that is forgotten per step: what lasts is learned by the cells in use, and a pace that took over
 their errors would spoil those that are not."""
