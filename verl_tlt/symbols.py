@@ -69,6 +69,7 @@ SYMBOLS = (
     Symbol(f"{_TRAINER}._build_replay_buffer", says=("refill_fn=self._add_prompts",), used_by="trainer/mixin.py"),
     Symbol(f"{_TRAINER}.__init__", "config", used_by="trainer/mixin.py"),
     Symbol(f"{_TRAINER}.fit", "agent_loop_manager", used_by="trainer/mixin.py"),
+    Symbol(f"{_TRAINER}._compute_reward_colocate", "batch metrics", used_by="trainer/mixin.py"),
     Symbol(f"{_TRAINER}._compute_old_log_prob", "batch metrics", used_by="trainer/mixin.py"),
     Symbol(f"{_TRAINER}._update_actor", "batch metrics", used_by="trainer/mixin.py"),
     Symbol(f"{_TRAINER}._compute_metrics", "batch metrics timing_raw", used_by="trainer/mixin.py"),

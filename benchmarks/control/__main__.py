@@ -1,12 +1,13 @@
 """Which draft-length policy is fastest, and what it costs: prints the tables, writes benchmarks/results/control.json.
 
-    python -m benchmarks.control [--replay] [--drain] [--overhead] [--repetitions N] [--seconds S] [--clock wall|cpu]
+    python -m benchmarks.control [--replay] [--drain] [--overhead] [--repetitions N] [--finals N] [--clock wall|cpu]
 
 Without a part named, all run: `--replay` simulates rollouts against oracles (minutes), `--drain` decodes on real vLLM
 CPU engines (about a quarter of an hour; the first time it trains a drafter, some minutes more), `--overhead` counts
 what control adds to an engine step. A part that is not run keeps its figures of the last time. The drain also draws K
-against batch over one rollout for docs/adaptive-speculation.md. Wall-clock timings mean something only on an idle
-machine; `--clock cpu` counts CPU seconds of the engine's process instead.
+against batch over one rollout for docs/adaptive-speculation.md; with `--record` its step times become the ones that
+the replay replays as "CPU engine". Wall-clock timings mean something only on an idle machine; `--clock cpu` counts
+CPU seconds of the engine's process instead.
 """
 
 from __future__ import annotations
@@ -52,16 +53,18 @@ def replay_table(results: list[dict[str, Any]], detail: dict[str, Any]) -> Table
     return table
 
 
-def drain_table(drain: dict[str, Any]) -> Table:
-    """Tokens per second on a real engine."""
+def drain_table(drain: dict[str, Any], goodput_over: dict[str, float]) -> Table:
+    """Tokens per second on a real engine; goodput against every arm by the median over pairs of runs."""
     runs, speeds = drain["runs"], drain["tok_per_s"]
     accepted = f"accept length {drain['accept_length']} at K=7"
     table = Table(title=f"Drain 64 to 1 on a vLLM CPU engine: {runs} runs, {accepted}")
-    for head in ("arm", "tok/s, median", "min", "max", "over off"):
+    for head in ("arm", "tok/s, median", "min", "max", "over off", "goodput over it"):
         table.add_column(head, justify="left" if head == "arm" else "right")
     for name, speed in speeds.items():
         gain = speed["median"] / speeds["off"]["median"]
-        table.add_row(name, *(f"{speed[key]:.1f}" for key in ("median", "min", "max")), f"{gain:.3f}")
+        table.add_row(
+            name, *(f"{speed[key]:.1f}" for key in ("median", "min", "max")), f"{gain:.3f}", f"{goodput_over[name]:.3f}"
+        )
     return table
 
 
@@ -91,7 +94,9 @@ def main() -> None:
     for part in ("replay", "drain", "overhead"):
         parser.add_argument(f"--{part}", action="store_true")
     parser.add_argument("--repetitions", type=int, default=9, help="of every arm of the drain")
+    parser.add_argument("--finals", type=int, default=9, help="of the best three arms of the drain among themselves")
     parser.add_argument("--seconds", type=float, default=900.0, help="no repetition of the drain starts after so long")
+    parser.add_argument("--record", action="store_true", help="the drain's step times replace those of the replay")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: on a machine shared with others")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes of the replay")
     parser.add_argument("--toy", type=Path, default=TOY, help="where policy and drafter are kept")
@@ -112,9 +117,14 @@ def main() -> None:
         from benchmarks.control.drain import drain
         from benchmarks.control.toy import prepare
 
-        found |= drain(prepare(options.toy), options.repetitions, options.seconds, options.clock, console.print)
+        toy = prepare(options.toy)
+        found |= drain(
+            toy, options.repetitions, options.finals, options.seconds, options.clock, console.print, options.record
+        )
         draw(found.pop("goodput_rollout"), PLOT)
-        console.print(drain_table(found["drain"]))
+        detail = found["drain_detail"]
+        console.print(drain_table(found["drain"], detail["goodput_over"]))
+        console.print("final: goodput over", {name: v["goodput_over"] for name, v in detail["final"].items()})
     if options.replay or everything:
         from benchmarks.control.replay import run_all
 

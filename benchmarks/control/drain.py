@@ -2,7 +2,9 @@
 
 All arms run interleaved in one process on one engine, every repetition in another order, every arm on the same prompts
 and lengths. Policies keep what they learned from one repetition to the next, as they do from rollout to rollout;
-`table` and `goodput` are told the calibration and the drafter's held-out acceptance, as in a run.
+`table` and `goodput` are told the calibration and the drafter's held-out acceptance, as in a run. A machine changes its
+speed within a repetition of a dozen arms, so goodput, the table and the best fixed K of that race then meet once more
+by themselves, in a final: there a repetition takes half a minute.
 """
 
 from __future__ import annotations
@@ -27,15 +29,19 @@ RECORDED = Path(__file__).parent / "recorded_cpu.json"
 """Step times of the drain, for the replay on a recorded engine."""
 
 
-def drain(toy: Toy, repetitions: int, seconds: float, clock: str = "wall", say: Any = print) -> dict[str, Any]:
+def drain(
+    toy: Toy, repetitions: int, finals: int, seconds: float, clock: str = "wall", say: Any = print, record: bool = False
+) -> dict[str, Any]:
     """Race all arms on one engine.
 
     Args:
         toy: policy and drafter.
         repetitions: of every arm.
-        seconds: no repetition starts after so long.
+        finals: repetitions of the final, on prompts of its own.
+        seconds: no repetition of the race starts after so long.
         clock: "wall", or "cpu" for a machine shared with others: CPU seconds of the engine, for policies and result.
         say: called with lines on the way.
+        record: write this machine's step times to `RECORDED`, which changes what the replay replays.
 
     Returns:
         `drain` (runs, tok_per_s by arm, accept_length) and `drain_detail`; `goodput_rollout` for the plot.
@@ -47,16 +53,23 @@ def drain(toy: Toy, repetitions: int, seconds: float, clock: str = "wall", say: 
         try:
             table = ours.call("calibrate")
             say(f"engine up and calibrated after {time.monotonic() - started:.0f} s")
-            for name in (*arms, "fixed-0"):
+            for name in arms:
                 ours.call("add_arm", name=name, table=table, trace=True)
-            speeds, stats = _race(ours, arms, repetitions, started + seconds, say)
-            ours.call("use", name="fixed-0")  # for the recording
-            ours.call("drain", seed=repetitions)
-            ours.call("stats", name="fixed-0")
-            traces = {name: (Path(scratch) / f"{name}.jsonl").read_text() for name in (*arms, "fixed-0")}
+            speeds = _race(ours, arms, range(repetitions), started + seconds, say)
+            stats = {name: ours.call("stats", name=name) for name in arms}
+            best = min(FIXED, key=lambda name: _paired(speeds["goodput"], speeds[name]))
+            final = _race(ours, (best, "table", "goodput"), range(100, 100 + finals), float("inf"), say)
+            traced = (*arms, "fixed-0") if record else arms
+            if record:
+                ours.call("add_arm", name="fixed-0", table=table, trace=True)
+                ours.call("use", name="fixed-0")
+                ours.call("drain", seed=repetitions)
+                ours.call("stats", name="fixed-0")
+            traces = {name: (Path(scratch) / f"{name}.jsonl").read_text() for name in traced}
         finally:
             ours.close()
-    _keep_recording(traces)
+    if record:
+        _keep_recording(traces)
     longest = stats[FIXED[-1]]
     accept_length = 1.0 + sum(longest["accepted"]) / max(longest["drafts"], 1)
     tok_per_s = {
@@ -67,6 +80,14 @@ def drain(toy: Toy, repetitions: int, seconds: float, clock: str = "wall", say: 
         "drain": {"runs": len(speeds["off"]), "tok_per_s": tok_per_s, "accept_length": round(accept_length, 3)},
         "drain_detail": {
             "clock": clock,
+            "goodput_over": {name: round(_paired(speeds["goodput"], v), 3) for name, v in speeds.items()},
+            "final": {
+                name: {
+                    "tok_per_s_by_run": [round(x, 1) for x in v],
+                    "goodput_over": round(_paired(final["goodput"], v), 3),
+                }
+                for name, v in final.items()
+            },
             "tok_per_s_by_run": {name: [round(x, 1) for x in v] for name, v in speeds.items()},
             "accept_length_is": f"tokens per draft of {ARMS[-1]}, temperature 1",
             "expected_acceptance": toy.acceptance,
@@ -101,12 +122,12 @@ def cost_of_control(toy: Toy, clock: str = "wall", say: Any = print) -> dict[str
 
 
 def _race(
-    ours: EngineProcess, arms: tuple[str, ...], repetitions: int, deadline: float, say: Any
-) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """Tokens per second of every arm and repetition; sums of every arm."""
+    ours: EngineProcess, arms: tuple[str, ...], turns: range, deadline: float, say: Any
+) -> dict[str, list[float]]:
+    """Tokens per second of every arm and repetition."""
     speeds: dict[str, list[float]] = {name: [] for name in arms}
     order = list(arms)
-    for turn in range(repetitions):
+    for turn in turns:
         begin = time.monotonic()
         random.Random(turn).shuffle(order)
         for name in order:
@@ -117,7 +138,12 @@ def _race(
         say(f"repetition {turn + 1} took {took:.0f} s: " + ", ".join(f"{n} {speeds[n][-1]:.0f}" for n in arms))
         if time.monotonic() + took > deadline:
             break
-    return speeds, {name: ours.call("stats", name=name) for name in arms}
+    return speeds
+
+
+def _paired(ours: list[float], theirs: list[float]) -> float:
+    """How many times as fast, the median over repetitions: a machine's slow minutes are in both of a pair."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def _compare(engines: dict[str, EngineProcess], say: Any) -> dict[str, Any]:

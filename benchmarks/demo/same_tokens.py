@@ -1,14 +1,15 @@
 """Rollout with TLT against stock verl, on the same tokens.
 
-    python benchmarks/demo/same_tokens.py --steps 8
+    python -m benchmarks.demo.same_tokens --steps 8
 
-Arms run the demo's recipe one after the other: `stock` is verl without the flag, `fresh` starts TLT from a random
-drafter, `warm` starts from the drafter that `fresh` has trained, and `stock` runs once more: a step is compared with
-the mean of both, and how far they differ (`machine_drift`) says what the ratios are worth on a machine that others use
-too. All decode the same tokens: the same prompts in the same order, response lengths forced to the same draws of the
-task's own long-tailed distribution, each response on the same replica (verl's router places them at random), and a
-learning rate of 0, so that the policy stays what it is. The first step (first use of everything) is discarded, and
-ratios are taken step by step.
+Two pairs of runs of the demo's recipe: stock verl (without the flag) beside `fresh`, which starts TLT from a random
+drafter, and stock verl beside `warm`, which starts from the drafter that `fresh` has trained. The two runs of a pair
+are alive at once and take turns after every step (`take_turns.py`), so that a machine that changes its speed changes
+it for both; ratios are taken step by step. All decode the same tokens: the same prompts in the same order, response
+lengths forced to the same draws of the task's own long-tailed distribution, each response on the same replica (verl's
+router places them at random), and a learning rate of 0, so that the policy stays what it is. The first step (first use
+of everything) is discarded. The stock run of the second pair against that of the first (`machine_drift`) says how far
+runs that do not take turns would have been apart.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+from benchmarks.demo.take_turns import give
 from verl_tlt.toy.assets import build_assets
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "demo_grpo.sh"
+Steps = dict[int, dict[str, float]]
 
 
-def run(arm: str, out: Path, steps: int, drafter: Path | None) -> dict[int, dict[str, float]]:
-    """One arm; verl's metrics by step."""
+def start(name: str, other: str, out: Path, steps: int, drafter: Path | None) -> subprocess.Popen[bytes]:
+    """One run of a pair; `drafter` is what TLT starts from, where the run has it."""
     assets = build_assets(out / "assets", width="wide")
-    target = out / arm
+    target = out / name
     target.mkdir(parents=True, exist_ok=True)
-    metrics = target / "metrics.jsonl"
-    metrics.unlink(missing_ok=True)
+    for left in ("metrics.jsonl", "../turns/ready-" + name, "../turns/waited-" + name):
+        (target / left).unlink(missing_ok=True)
     env = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -40,32 +44,57 @@ def run(arm: str, out: Path, steps: int, drafter: Path | None) -> dict[int, dict
         "ASSETS": str(out / "assets"),
         "POLICY": str(assets.policy),
         "STEPS": str(steps),
-        "TLT": "0" if arm.startswith("stock") else "1",
+        "TLT": "0" if name.startswith("stock") else "1",
         "DRAFTER": str(drafter or ""),
         "SAVE_FREQ": "-1",
     }
     overrides = [
         "data.shuffle=False",
+        f"data.custom_cls.path={Path(__file__).with_name('take_turns.py')}",
+        "data.custom_cls.name=TakeTurns",
+        f"+data.turns={out / 'turns'}",
+        f"+data.name={name}",
+        f"+data.other={other}",
         "actor_rollout_ref.actor.optim.lr=0",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={assets.agent_loop}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=forced_length",
         f"actor_rollout_ref.rollout.router_config_path={assets.router}",
     ]
     with (target / "verl.log").open("w") as log:
-        subprocess.run([str(RECIPE), *overrides], env=env, stdout=log, stderr=subprocess.STDOUT, check=True)
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return {line["step"]: line["data"] for line in lines}
+        return subprocess.Popen([str(RECIPE), *overrides], env=env, stdout=log, stderr=subprocess.STDOUT)
 
 
-def mean_of(first: dict[int, dict[str, float]], again: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
-    """Two runs of the stock arm as one: what both logged, step by step."""
-    return {
-        step: {key: (value + again[step][key]) / 2 for key, value in data.items() if key in again[step]}
-        for step, data in first.items()
-    }
+def read(name: str, out: Path) -> Steps:
+    """verl's metrics by step; the time a run waited for its turn is no part of its steps."""
+    lines = [json.loads(line) for line in (out / name / "metrics.jsonl").read_text().splitlines()]
+    waited = [float(line) for line in (out / "turns" / f"waited-{name}").read_text().splitlines()]
+    found: Steps = {line["step"]: line["data"] for line in lines}
+    for step, seconds in zip(sorted(found), waited, strict=True):
+        found[step]["timing_s/step"] -= seconds
+    return found
 
 
-def compare(stock: dict[int, dict[str, float]], tlt: dict[int, dict[str, float]]) -> list[dict[str, float]]:
+def pair(tlt: str, out: Path, steps: int, drafter: Path | None) -> tuple[Steps, Steps]:
+    """Stock verl and an arm with TLT, taking turns."""
+    stock = f"stock-beside-{tlt}"
+    (out / "turns").mkdir(parents=True, exist_ok=True)
+    give(out / "turns", stock)
+    running = {stock: start(stock, tlt, out, steps, None), tlt: start(tlt, stock, out, steps, drafter)}
+    try:
+        while running:
+            time.sleep(0.2)
+            for name in [name for name, process in running.items() if process.poll() is not None]:
+                if running.pop(name).returncode:
+                    raise SystemExit(f"{name} failed; see {out / name / 'verl.log'}")
+                for left in running:
+                    give(out / "turns", left)
+    finally:
+        for process in running.values():
+            process.terminate()
+    return read(stock, out), read(tlt, out)
+
+
+def compare(stock: Steps, tlt: Steps) -> list[dict[str, float]]:
     """An arm with TLT against the stock one, a row for each step but the first."""
     rows = []
     for step in sorted(stock)[1:]:
@@ -96,36 +125,30 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run the arms one after the other and print the ratios."""
+    """Run both pairs and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("demo-out/same-tokens"))
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--drafter", type=Path, help="start `warm` from this one, and leave `fresh` out")
     args = parser.parse_args()
     out = args.out.resolve()
-    first = run("stock", out, args.steps, None)
-    fresh = None if args.drafter else run("fresh", out, args.steps, None)
-    warm = run("warm", out, args.steps, (args.drafter or out / "fresh" / "drafter").resolve())
-    again = run("stock-again", out, args.steps, None)
-    stock = mean_of(first, again)
-    drift = [again[step]["timing_s/gen"] / first[step]["timing_s/gen"] for step in sorted(first)[1:]]
-    result = {
-        "stock_rollout_share": spread([s["timing_s/gen"] / s["timing_s/step"] for s in list(stock.values())[1:]]),
-        "machine_drift": spread(drift),
-    }
-    print("stock again over stock:", {name: round(value, 2) for name, value in result["machine_drift"].items()})
-    for name, arm in (("fresh", fresh), ("warm", warm)):
-        if arm is None:
-            continue
-        rows = compare(stock, arm)
+    pairs = {} if args.drafter else {"fresh": pair("fresh", out, args.steps, None)}
+    pairs["warm"] = pair("warm", out, args.steps, (args.drafter or out / "fresh" / "drafter").resolve())
+    result: dict[str, object] = {}
+    if "fresh" in pairs:
+        first, again = pairs["fresh"][0], pairs["warm"][0]
+        drift = [again[step]["timing_s/gen"] / first[step]["timing_s/gen"] for step in sorted(first)[1:]]
+        result["machine_drift"] = spread(drift)
+        print("the second pair's stock over the first's:", {k: round(v, 2) for k, v in spread(drift).items()})
+    for name, (stock, tlt) in pairs.items():
+        rows = compare(stock, tlt)
         for row in rows:
             print(name, json.dumps({k: round(v, 3) for k, v in row.items()}))
-        result[name] = {
-            "rollout_ratio": spread([row["rollout_ratio"] for row in rows]),
-            "step_ratio": spread([row["step_ratio"] for row in rows]),
-            "steps": rows,
+        ratios = {
+            key: spread([row[key] for row in rows]) for key in ("rollout_ratio", "step_ratio", "stock_rollout_share")
         }
-        print(name, {k: {n: round(v, 2) for n, v in result[name][k].items()} for k in ("rollout_ratio", "step_ratio")})
+        result[name] = {**ratios, "steps": rows}
+        print(name, {key: {k: round(v, 2) for k, v in ratio.items()} for key, ratio in ratios.items()})
     (out / "same_tokens.json").write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -1,6 +1,7 @@
 """Recipes, unchanged and scaled down, really run: all but one whose engine needs CUDA and one that is another's run."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 import threading
@@ -8,8 +9,10 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from verl_tlt.toy.assets import Assets
+from verl_tlt.toy.assets import Assets, build_reward_model
 from verl_tlt.trace.reader import read_trace
 
 pytestmark = pytest.mark.e2e
@@ -17,6 +20,15 @@ pytestmark = pytest.mark.e2e
 RECIPES = Path(__file__).parents[2] / "recipes"
 LIMIT_S = 1500.0
 """Six times what a run takes on a slow machine: it ends a hang, and is not about speed."""
+
+RM = "reward.reward_model"
+REWARD_MODEL = (
+    "reward.custom_reward_function.path=null", f"{RM}.enable=True", f"{RM}.rollout.name=vllm",
+    f"{RM}.rollout.dtype=float32", f"{RM}.rollout.tensor_model_parallel_size=1", f"{RM}.rollout.max_model_len=320",
+    f"++{RM}.rollout.enable_sleep_mode=False", f"{RM}.rollout.max_num_batched_tokens=1024",
+    f"{RM}.rollout.max_num_seqs=16", f"{RM}.rollout.gpu_memory_utilization=0.1",
+)  # fmt: skip
+"""verl's own reward model, on the devices of the rollout."""
 
 FORCED = (
     "data.shuffle=False",
@@ -98,13 +110,31 @@ def forced(out: Path, steps: list[dict]) -> None:
         assert (step["response_length/min"], step["response_length/max"]) == (min(given), max(given)), i
 
 
-def test_lora(check, tmp_path):
-    """At given lengths and replicas, of which some step surely leaves a bubble."""
-    extra = [*FORCED, f"actor_rollout_ref.rollout.router_config_path={Assets.router}"]
-    steps = check.run(check.RECIPES["grpo_lora_qwen3_8b"], tmp_path / "lora", steps=4, extra=extra, timeout_s=LIMIT_S)
+def score(model: Path, prompt: str, response: str) -> float:
+    """What the reward model thinks of a text, by transformers."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    scorer = AutoModelForSequenceClassification.from_pretrained(model).eval()
+    with torch.no_grad():
+        return scorer(**tokenizer(prompt + response, return_tensors="pt")).logits.item()
+
+
+def test_lora_and_a_colocated_reward_model(check, tmp_path):
+    """At given lengths and replicas, of which some step surely leaves a bubble; the reward model's engines, which are
+    stock ones, wake up on the devices on which the drafter was trained a moment ago."""
+    out, rm = tmp_path / "lora", build_reward_model(tmp_path / "reward")
+    router = f"actor_rollout_ref.rollout.router_config_path={Assets.router}"
+    extra = [*FORCED, router, *REWARD_MODEL, f"{RM}.model_path={rm}", f"trainer.rollout_data_dir={out}/dump"]
+    steps = check.run(check.RECIPES["grpo_lora_qwen3_8b"], out, steps=4, extra=extra, timeout_s=LIMIT_S)
     assert steps[-1]["tlt/drafter_version"] >= 1.0, "nothing was trained and published"
     assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
-    forced(tmp_path / "lora", steps)
+    forced(out, steps)
+    for line in (out / "dump" / "4.jsonl").read_text().splitlines()[:3]:
+        said = json.loads(line)
+        assert said["score"] == pytest.approx(score(rm, said["input"], said["output"]), abs=1e-3)
+    trace = read_trace(out / "trace")
+    assert len(trace.engines) == 2, "the reward model's engines are not ours"
+    for session in trace.sessions:
+        assert session.end <= trace.phase(session.step, "reward").start
 
 
 def test_n_grams_alone_and_an_audit(check, tmp_path):

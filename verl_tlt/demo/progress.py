@@ -20,6 +20,7 @@ STARTUP = (
 
 AFTER = {
     "rollout": "log-probs",
+    "reward": "log-probs",
     "old_log_prob": "policy update",
     "update_actor": "weight sync",
     "update_weights": "closing the step",

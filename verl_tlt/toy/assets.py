@@ -114,6 +114,30 @@ def _write_moe_policy(path: Path, seed: int) -> None:
     save_tokenizer(path)
 
 
+def build_reward_model(out_dir: str | Path, seed: int = 0) -> Path:
+    """A discriminative reward model below `out_dir`: the shipped policy's layers and a head with random weights.
+
+    For runs with `reward.reward_model.enable`; what it prefers means nothing, but every text has its own score.
+    """
+    target = Path(out_dir).resolve() / "reward-model"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _ensure(target, f"{_hash_sources()} reward {seed}", lambda path: _write_reward_model(path, seed))
+    return target
+
+
+def _write_reward_model(path: Path, seed: int) -> None:
+    import torch
+    from transformers import Qwen3ForSequenceClassification
+
+    from verl_tlt.toy.tokenizer import save_tokenizer
+
+    torch.manual_seed(seed)
+    model = Qwen3ForSequenceClassification.from_pretrained(SHIPPED_POLICY, num_labels=1, dtype=torch.float32)
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(path)
+    save_tokenizer(path)
+
+
 def _ensure(target: Path, recipe: str, write: Callable[[Path], None]) -> None:
     """Have `write` make `target` unless the recipe noted beside it is the same; never leaves half a target."""
     note = target.with_name(f".{target.name}.recipe")

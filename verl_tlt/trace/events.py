@@ -26,7 +26,16 @@ ENGINE_PREFIX = "engine-"
 """Files with this prefix hold engine steps; the rest of the name is the replica's."""
 
 PhaseName = Literal[
-    "rollout", "old_log_prob", "update_actor", "update_weights", "merge", "publish", "reload", "save", "validate"
+    "rollout",
+    "reward",
+    "old_log_prob",
+    "update_actor",
+    "update_weights",
+    "merge",
+    "publish",
+    "reload",
+    "save",
+    "validate",
 ]
 Decision = Literal["published", "kept", "reverted"]
 

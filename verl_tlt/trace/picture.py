@@ -30,6 +30,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 PHASES = {
+    "reward": ("reward model", SKY),
     "old_log_prob": ("log-probs", PURPLE),
     "update_actor": ("policy update", GREEN),
     "update_weights": ("weight sync", "#999999"),

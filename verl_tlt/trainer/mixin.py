@@ -279,6 +279,10 @@ class TLTMixin(KeepsDrafter):
 
     # ------------------------------------------------------------------ inference and update
 
+    def _compute_reward_colocate(self, batch: Any, metrics: dict[str, Any] | None = None) -> Any:
+        with self._tlt_log.phase("reward", self.global_steps):
+            return super()._compute_reward_colocate(batch, metrics)  # type: ignore[misc]
+
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         with self._tlt_log.phase("old_log_prob", self.global_steps):
             batch = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
