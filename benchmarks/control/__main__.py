@@ -53,18 +53,18 @@ def replay_table(results: list[dict[str, Any]], detail: dict[str, Any]) -> Table
     return table
 
 
-def drain_table(drain: dict[str, Any], goodput_over: dict[str, float]) -> Table:
-    """Tokens per second on a real engine; goodput against every arm by the median over pairs of runs."""
+def drain_table(drain: dict[str, Any], detail: dict[str, Any]) -> Table:
+    """Tokens per second on a real engine; goodput against every arm by the median over pairs, and what K is worth."""
     runs, speeds = drain["runs"], drain["tok_per_s"]
     accepted = f"accept length {drain['accept_length']} at K=7"
     table = Table(title=f"Drain 64 to 1 on a vLLM CPU engine: {runs} runs, {accepted}")
-    for head in ("arm", "tok/s, median", "min", "max", "over off", "goodput over it"):
+    for head in ("arm", "tok/s, median", "min", "max", "over off", "goodput over it", "K, % of the best"):
         table.add_column(head, justify="left" if head == "arm" else "right")
     for name, speed in speeds.items():
         gain = speed["median"] / speeds["off"]["median"]
-        table.add_row(
-            name, *(f"{speed[key]:.1f}" for key in ("median", "min", "max")), f"{gain:.3f}", f"{goodput_over[name]:.3f}"
-        )
+        figures = (*(f"{speed[key]:.1f}" for key in ("median", "min", "max")), f"{gain:.3f}")
+        worth = detail["worth_pct"].get(name)
+        table.add_row(name, *figures, f"{detail['goodput_over'][name]:.3f}", f"{worth:.2f}" if worth else "")
     return table
 
 
@@ -123,7 +123,7 @@ def main() -> None:
         )
         draw(found.pop("goodput_rollout"), PLOT)
         detail = found["drain_detail"]
-        console.print(drain_table(found["drain"], detail["goodput_over"]))
+        console.print(drain_table(found["drain"], detail))
         console.print("final: goodput over", {name: v["goodput_over"] for name, v in detail["final"].items()})
     if options.replay or everything:
         from benchmarks.control.replay import run_all

@@ -19,6 +19,8 @@ from typing import Any
 
 from benchmarks.control.engine import ARMS, BATCH, VLLM_ZERO, EngineProcess
 from benchmarks.control.toy import Toy
+from verl_tlt.rollout.latency_table import Table, interpolate
+from verl_tlt.simulate.recorded import recording, step_records, worth
 
 POLICY_ARMS = ("table", "ema", "beg", "goodput")
 FIXED = tuple(f"fixed-{k}" for k in ARMS if k > 0)
@@ -71,6 +73,7 @@ def drain(
     if record:
         _keep_recording(traces)
     longest = stats[FIXED[-1]]
+    shares = [a / o for a, o in zip(longest["accepted"], longest["offered"], strict=True) if o]
     accept_length = 1.0 + sum(longest["accepted"]) / max(longest["drafts"], 1)
     tok_per_s = {
         name: {"median": round(statistics.median(v), 1), "min": round(min(v), 1), "max": round(max(v), 1)}
@@ -91,9 +94,8 @@ def drain(
             "tok_per_s_by_run": {name: [round(x, 1) for x in v] for name, v in speeds.items()},
             "accept_length_is": f"tokens per draft of {ARMS[-1]}, temperature 1",
             "expected_acceptance": toy.acceptance,
-            "accepted_share_by_position": [
-                round(a / o, 4) for a, o in zip(longest["accepted"], longest["offered"], strict=True) if o
-            ],
+            "accepted_share_by_position": [round(share, 4) for share in shares],
+            "worth_pct": {name: round(_worth(traces[name], table, shares), 2) for name in (*FIXED, *POLICY_ARMS)},
             "goodput": stats["goodput"]["policy"],
             "table": stats["table"]["policy"],
             "k_steps": {name: stats[name]["k_steps"] for name in POLICY_ARMS},
@@ -146,6 +148,14 @@ def _paired(ours: list[float], theirs: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
+def _worth(trace: str, calibration: list[dict[str, Any]], accepted: list[float]) -> float:
+    """What an arm's draft lengths are worth if every step costs what the calibration of this engine says."""
+    by_length: Table = {}
+    for p in calibration:
+        by_length.setdefault(p["draft_length"], []).append((p["batch"], p["seconds"]))
+    return worth(step_records(trace.splitlines()), lambda batch, k: interpolate(by_length[k], batch), accepted)
+
+
 def _compare(engines: dict[str, EngineProcess], say: Any) -> dict[str, Any]:
     """Steps of ours without drafts against vLLM's own, batch by batch, interleaved."""
     ratios: dict[str, dict[str, float]] = {}
@@ -172,8 +182,6 @@ def _compare(engines: dict[str, EngineProcess], say: Any) -> dict[str, Any]:
 
 def _keep_recording(traces: dict[str, str]) -> None:
     """Condense all fixed arms' traces into a latency table for the replay."""
-    from verl_tlt.simulate.recorded import recording, step_records
-
     steady = (*FIXED, "off", "fixed-0", "beg")
     lines = [line for name in steady for line in traces[name].splitlines()]
     found = recording(step_records(lines))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,3 +80,25 @@ def recording(steps: Iterable[StepRecord]) -> Recording:
         deviations.append(float(np.median(np.abs(seconds / median - 1.0))) * 1.48)
     rates = tuple(accepted[i] / drafts[i] for i in sorted(drafts) if drafts[i] > 0)
     return Recording(LatencyTable(tuple(points)), rates, float(np.median(deviations)) if deviations else 0.0)
+
+
+def worth(steps: Iterable[StepRecord], seconds: Callable[[int, int], float], accepted: Sequence[float]) -> float:
+    """What the draft lengths of real steps are worth without the machine's noise, in percent of the best ones.
+
+    Args:
+        steps: of one engine; those that decoded nothing or ran without the drafter say nothing.
+        seconds: what a step of (batch, K) costs on that machine, K from 0 to `len(accepted)`.
+        accepted: share of drafts whose first i+1 tokens are accepted.
+
+    Returns:
+        Speed with the draft lengths that were chosen over speed with the best one at each step's batch; 0 for no steps.
+    """
+    tau = [1.0 + sum(accepted[:k]) for k in range(len(accepted) + 1)]  # [K+1]
+    spent = least = 0.0
+    for step in steps:
+        if step.batch > 0 and step.drafted >= 0:
+            cost = seconds(step.batch, step.drafted)
+            fastest = max(tau[k] / seconds(step.batch, k) for k in range(len(tau)))  # [1/s]
+            spent += cost
+            least += tau[step.drafted] / fastest
+    return 100.0 * least / spent if spent else 0.0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from verl_tlt.simulate.hardware import QWEN3_8B_H100, TableCost
-from verl_tlt.simulate.recorded import recording, step_records
+from verl_tlt.simulate.recorded import recording, step_records, worth
 
 
 def line(batch, k, seconds, clean=True, verified=None, accepted=None):
@@ -49,3 +49,26 @@ def test_a_line_cut_short_is_skipped_and_a_foreign_one_is_not():
     assert len(list(step_records([line(8, 0, 0.01), line(8, 0, 0.01)[:30], ""]))) == 1
     with pytest.raises(KeyError):
         list(step_records(['{"kind": "step"}']))
+
+
+def linear(batch: int, k: int) -> float:
+    """Ten seconds a step, one more for each request and drafted token."""
+    return 10.0 + batch * k
+
+
+def test_worth_is_the_speed_of_the_chosen_over_the_best():
+    accepted = [0.9, 0.8, 0.1]  # one request alone: (1, 1.9, 2.7, 2.8) tokens in (10, 11, 12, 13) s, K=2 is best
+    assert worth(step_records([line(1, 2, 0.1)] * 3), linear, accepted) == pytest.approx(100.0)
+    best = 2.7 / 12.0
+    assert worth(step_records([line(1, 3, 0.1)] * 3), linear, accepted) == pytest.approx(100 * (2.8 / 13) / best)
+    both = worth(step_records([line(1, 2, 0.1), line(1, 0, 0.1)]), linear, accepted)
+    assert both == pytest.approx(100 * (2.7 + 1.0) / best / (12.0 + 10.0))
+
+
+def test_at_a_batch_where_drafts_do_not_pay_none_is_best():
+    assert worth(step_records([line(100, 0, 0.1)]), linear, [0.9, 0.8, 0.1]) == pytest.approx(100.0)
+    assert worth(step_records([line(100, 2, 0.1)]), linear, [0.9, 0.8, 0.1]) == pytest.approx(100 * 27 / 210)
+
+
+def test_steps_without_the_drafter_have_no_worth():
+    assert worth(step_records([line(4, -1, 0.1, accepted=[], verified=0)]), linear, [0.9]) == 0.0
