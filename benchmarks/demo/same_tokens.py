@@ -10,6 +10,8 @@ lengths forced to the same draws of the task's own long-tailed distribution, eac
 router places them at random), and a learning rate of 0, so that the policy stays what it is. The first step (first use
 of everything) is discarded. The stock run of the second pair against that of the first (`machine_drift`) says how far
 runs that do not take turns would have been apart.
+
+Two runs at once need 24 GB of memory, and a little swap or `RAY_memory_monitor_refresh_ms=0` if there is no more.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ def start(name: str, other: str, out: Path, steps: int, drafter: Path | None) ->
         "TLT": "0" if name.startswith("stock") else "1",
         "DRAFTER": str(drafter or ""),
         "SAVE_FREQ": "-1",
+        "MALLOC_ARENA_MAX": "2",
     }
     overrides = [
         "data.shuffle=False",
@@ -59,6 +62,8 @@ def start(name: str, other: str, out: Path, steps: int, drafter: Path | None) ->
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={assets.agent_loop}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=forced_length",
         f"actor_rollout_ref.rollout.router_config_path={assets.router}",
+        # Two runs in the memory of one machine: 51,200 tokens of KV cache an engine, more than a whole step decodes.
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.num_gpu_blocks_override=400",
     ]
     with (target / "verl.log").open("w") as log:
         return subprocess.Popen([str(RECIPE), *overrides], env=env, stdout=log, stderr=subprocess.STDOUT)
