@@ -44,10 +44,10 @@ recipes-check: $(STAMP)
 	$(BIN)/python recipes/check.py --run
 
 demo: $(STAMP)
-	$(BIN)/verl-tlt demo
+	$(BIN)/python -m demo
 
 demo-compare: $(STAMP)
-	$(BIN)/verl-tlt demo --compare
+	$(BIN)/python -m demo --compare
 
 bench-control: $(STAMP)
 	$(BIN)/python -m benchmarks.control

@@ -56,7 +56,7 @@ def run(recipe: Path, out: Path, steps: int, tlt: bool, extra: list[str]) -> dic
     Raises:
         RuntimeError: the run failed; the end of its log.
     """
-    from verl_tlt.toy.assets import build_assets
+    from demo.toy.assets import build_assets
 
     check = load_check()
     out.mkdir(parents=True, exist_ok=True)

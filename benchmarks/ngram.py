@@ -12,7 +12,7 @@ import random
 import statistics
 import time
 
-from verl_tlt.rollout.ngram import NgramIndex
+from verl_tlt.speculation.ngram_index import NgramIndex
 
 BATCHES, GROUP, STEPS = (1, 16, 64, 256), 8, 400
 

@@ -3,8 +3,8 @@
     VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda python benchmarks/tap.py --out benchmarks/results/tap.json
 
 The toy's policy in float32 on one process of one thread, packed batches. Forwards with and without the tap take turns,
-so that both see the same machine; medians are compared. What the tap itself says it took (`tlt/stolen_tap_s` in a run)
-stands beside.
+so that both see the same machine; medians are compared. What the tap itself says it took (`tlt/overhead_tap_s` in a
+run) stands beside.
 """
 
 from __future__ import annotations

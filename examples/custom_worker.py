@@ -3,7 +3,7 @@
     python examples/custom_worker.py POLICY_DIRECTORY
 
 The worker sees what any verl worker sees: a `DataProto` of left-padded prompts and right-padded responses. It runs its
-policy over them (yours may tap a forward it runs anyway, as `verl_tlt/engine/tap.py` does), learns, and saves a drafter
+policy over them (yours may tap a forward it runs anyway, as `verl_tlt/actor/tap.py` does), learns, and saves a drafter
 that stock vLLM serves.
 """
 
@@ -20,15 +20,15 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 
 from verl_tlt.drafter import (
     DrafterTrainer,
-    FrozenParts,
     PolicyStates,
     Text,
+    VerifierWeights,
     accept_length,
     acceptance,
     batches,
     build_drafter,
     load_policy,
-    refresh_frozen,
+    refresh_verifier_weights,
     save_drafter,
     train_until,
 )
@@ -51,7 +51,9 @@ class DrafterWorker(Worker):
         """Load the policy and build a drafter with a random head."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         drafter = build_drafter(self.policy_dir, device=device)
-        refresh_frozen(drafter, FrozenParts.from_policy_dir(self.policy_dir))  # again after every policy update
+        refresh_verifier_weights(
+            drafter, VerifierWeights.from_policy_dir(self.policy_dir)
+        )  # again after every policy update
         self.states = PolicyStates(load_policy(self.policy_dir, device), drafter.target_layer_ids)
         self.trainer = DrafterTrainer(drafter, ttt_steps=3)
 

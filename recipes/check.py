@@ -27,7 +27,7 @@ CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1",
     "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled",
 }  # fmt: skip
-"""A machine without an accelerator; what each does is said in demo_grpo.sh."""
+"""A machine without an accelerator; what each does is said in demo/demo_grpo.sh."""
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 TOY = (
@@ -47,10 +47,10 @@ TOY = (
     f"{ROLLOUT}.max_num_seqs=16", f"{ROLLOUT}.max_num_batched_tokens=1024", f"{ROLLOUT}.gpu_memory_utilization=0.1",
     f"{ROLLOUT}.log_prob_max_token_len_per_gpu=2048", f"{ROLLOUT}.agent.num_workers=1",
     f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=64",
-    "reward.num_workers=1", "reward.custom_reward_function.path=pkg://verl_tlt.toy.reward",
+    "reward.num_workers=1", "reward.custom_reward_function.path=pkg://demo.toy.reward",
     "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
     "trainer.logger=[console,file]", "trainer.n_gpus_per_node=2", "trainer.nnodes=1", "trainer.device=cpu",
-    "trainer.v1.sampler.custom_sampler.path=pkg://verl_tlt.toy.sampler",
+    "trainer.v1.sampler.custom_sampler.path=pkg://demo.toy.sampler",
     "trainer.v1.sampler.custom_sampler.name=FastPollReplayBuffer",
     "trainer.val_before_train=False", "trainer.save_freq=-1", "trainer.test_freq=-1", "trainer.resume_mode=disable",
     "ray_kwargs.ray_init.num_cpus=16", "++ray_kwargs.ray_init.num_gpus=2",
@@ -77,7 +77,7 @@ CRITIC = (
 )  # fmt: skip
 TOOLS = (
     *SHORT, f"{ROLLOUT}.multi_turn.format=toy", f"{ROLLOUT}.multi_turn.max_assistant_turns=2",
-    f"{ROLLOUT}.agent.agent_loop_config_path={HERE.parent}/verl_tlt/toy/agent_loop.yaml",
+    f"{ROLLOUT}.agent.agent_loop_config_path={HERE.parent}/demo/toy/agent_loop.yaml",
     f"{ROLLOUT}.agent.default_agent_loop=toy_tool_agent",
     "actor_rollout_ref.model.custom_chat_template=\"{% for m in messages %}{{ m['content'] }} {% endfor %}\"",
 )  # fmt: skip
@@ -165,15 +165,15 @@ def problems(recipe: Recipe, data: Path) -> list[str]:
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
 
-    from verl_tlt import doctor, facts
+    from demo.toy.assets import SHIPPED_POLICY
     from verl_tlt.config import TLTConfigError
-    from verl_tlt.diagnose import compose
-    from verl_tlt.toy.assets import SHIPPED_POLICY
+    from verl_tlt.doctor import facts, rules
+    from verl_tlt.doctor.recipe import compose
 
     try:
         config = compose(captured(recipe, {"DATA": str(data)}), "ppo_trainer")
         settings = facts.read_settings(config)
-        findings = doctor.examine(facts.read_environment(), facts.read_run(config, settings), settings)
+        findings = rules.examine(facts.read_environment(), facts.read_run(config, settings), settings)
     except TLTConfigError as error:
         return [str(error)]
     found = [f.sentence for f in findings if f.level == "refuse"]
@@ -196,7 +196,7 @@ def same_run(first: Recipe, second: Recipe) -> bool:
     """Whether two recipes, scaled down, are one and the same run: they differ in sizes only."""
     from omegaconf import OmegaConf
 
-    from verl_tlt.diagnose import compose
+    from verl_tlt.doctor.recipe import compose
 
     if (first.policy, first.expect, first.not_run) != (second.policy, second.expect, second.not_run):
         return False
@@ -215,7 +215,7 @@ def run(
     Raises:
         RuntimeError: the run failed, or did not do what was expected; the end of its log.
     """
-    from verl_tlt.toy.assets import build_assets, build_moe_policy
+    from demo.toy.assets import build_assets, build_moe_policy
 
     out.mkdir(parents=True, exist_ok=True)
     assets = build_assets(out / "assets", width="small", train_rows=64, val_rows=8)

@@ -25,8 +25,8 @@ def pytest_sessionfinish(session):
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config):
-    """Leave with the tests' status, without the interpreter's own end: after everything had passed, a thread of some
-    native library crashed there once in about a dozen whole runs. What Python registered for the end still runs.
+    """Leave with the tests' status, without the interpreter's own end: a thread crashed there once (SIGSEGV),
+    after everything had passed. What Python registered for the end still runs.
     """
     session = config.stash.get(FINISHED, None)
     if session is not None:

@@ -15,8 +15,9 @@ import sys
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 import verl_tlt
-from verl_tlt import MODE_PREFIX, doctor, facts
+from verl_tlt import MODE_PREFIX
 from verl_tlt.config import TLTConfig, TLTConfigError
+from verl_tlt.doctor import facts, rules
 
 
 def check(config: DictConfig) -> TLTConfig:
@@ -30,7 +31,7 @@ def check(config: DictConfig) -> TLTConfig:
         run = facts.read_run(config, settings)
     except TLTConfigError as error:
         raise SystemExit(f"verl-tlt: {error}") from None
-    findings = doctor.examine(facts.read_environment(), run, settings)
+    findings = rules.examine(facts.read_environment(), run, settings)
     for finding in findings:
         if finding.level == "warn":
             print(f"verl-tlt: {finding.sentence}", file=sys.stderr, flush=True)
@@ -74,7 +75,7 @@ def resolve(config: DictConfig, settings: TLTConfig) -> TLTConfig:
     drafter_path = settings.drafter.path
     save_dir = settings.drafter.save_dir or os.path.join(str(config.trainer.default_local_dir), "tlt_drafter")
     alone = settings.speculation.enable and settings.speculation.source == "ngram"
-    spot = settings.spot.enable and not alone and not doctor.untapped(*facts.read_actor(config))
+    spot = settings.spot.enable and not alone and not rules.untapped(*facts.read_actor(config))
     return dataclasses.replace(
         settings,
         # Ray workers start in another directory.

@@ -35,7 +35,7 @@ def doctor(
     """Say whether TLT can run here: packages and their insides, and with a recipe's overrides that recipe too."""
     from rich.console import Console
 
-    from verl_tlt.diagnose import diagnose, measured, symbol_table, table
+    from verl_tlt.doctor.command import diagnose, measured, symbol_table, table
 
     findings = diagnose(overrides or [], config_name)
     if gpu and not any(finding.level == "refuse" for finding in findings):
@@ -60,7 +60,7 @@ def calibrate(
     from rich.console import Console
 
     from verl_tlt.config import TLTConfigError
-    from verl_tlt.diagnose import calibrated, cost_table
+    from verl_tlt.doctor.command import calibrated, cost_table
 
     try:
         path, costs = calibrated(overrides, config_name, out, seconds, cpu)
@@ -72,28 +72,13 @@ def calibrate(
 
 
 @app.command()
-def demo(
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Also run stock verl, and TLT with the trained drafter, on the same seed.")
-    ] = False,
-    steps: Annotated[int, typer.Option(help="GRPO steps of each run.")] = 10,
-    out: Annotated[Path, typer.Option(help="Where runs, summary, picture and report go.")] = Path("demo-out"),
-    seed: Annotated[int, typer.Option(help="Seed of prompts and sampling.")] = 0,
-) -> None:
-    """Run GRPO with TLT on a toy task, on this machine's CPU, and show what it did."""
-    from verl_tlt.demo.command import demo as run
-
-    raise typer.Exit(run(compare=compare, steps=steps, out=out, seed=seed))
-
-
-@app.command()
 def switch(
     trace_dir: Annotated[Path, typer.Argument(help="Trace directory of a running run (tlt.trace.dir).")],
     speculation: Annotated[str | None, typer.Option(help="on or off: drafting, in every engine.")] = None,
     spot: Annotated[str | None, typer.Option(help="on or off: training the drafter in idle time.")] = None,
 ) -> None:
     """Stop or resume TLT in a run that goes on, from its next rollout; without options, say what is on."""
-    from verl_tlt.trainer.live import SwitchError, read_switch, write_switch
+    from verl_tlt.trainer.runtime_switch import SwitchError, read_switch, write_switch
 
     states = {"on": True, "off": False, None: None}
     if not {speculation, spot} <= states.keys():
@@ -116,7 +101,7 @@ def report(
     ] = None,
 ) -> None:
     """Write the HTML page and the picture of a traced run."""
-    from verl_tlt.trace.command import report as run
+    from verl_tlt.report.command import report as run
 
     raise typer.Exit(run(trace_dir, out))
 

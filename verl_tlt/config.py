@@ -15,11 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from verl_tlt.errors import TLTError
+
 OBJECTIVES = {"eagle": 1, "hass": 3, "eagle3": 7}
 """Passes of the training-time test by the name of the method that trains so; the costs of the TLT paper's Table 7."""
 
 
-class TLTConfigError(ValueError):
+class TLTConfigError(TLTError, ValueError):
     """A setting is wrong; the message names the key and says what is allowed."""
 
 
@@ -61,11 +63,11 @@ class SpeculationConfig:
 
     enable: bool = True
     """False: decode as stock verl does; spot training can still run."""
-    policy: Literal["goodput", "beg", "ema", "table", "fixed", "off"] = "goodput"
+    policy: Literal["goodput", "bandit", "ema", "table", "fixed", "off"] = "goodput"
     """Who chooses the draft length K: measured goodput, TLT's bandit, SGLang's tiers, a table measured at start, one K,
     or nobody."""
     policy_options: dict[str, Any] = field(default_factory=dict)
-    """Constants of the policies goodput, beg and ema, by name; docs/adaptive-speculation.md lists them."""
+    """Constants of the policies goodput, bandit and ema, by name; docs/adaptive-speculation.md lists them."""
     max_draft_length: int = 3
     """K_max: the longest draft; the drafter's context must hold the rollout length plus this."""
     arms: tuple[int, ...] | None = None
@@ -135,9 +137,9 @@ class GateConfig:
     """False: every merged drafter is published."""
     margin: float = 0.0025
     """Publish when the candidate is surely not worse than the served drafter by this share of its accept length (and
-    is not seen to be worse than the frozen one by as much)."""
+    is not seen to be worse than the initial one by as much)."""
     revert: float = 0.01
-    """Go back to the best of served and frozen when the candidate is surely worse than it by this share."""
+    """Go back to the best of served and initial when the candidate is surely worse than it by this share."""
     min_tokens: int = 512
     """Held-out positions needed to judge; with fewer a candidate is served only if what is served is useless."""
 
@@ -236,8 +238,8 @@ def _plain(value: Any) -> Any:
 
 def _check_policy(s: SpeculationConfig) -> None:
     """Let the policy itself judge its options; the draft lengths may be fewer later, where CUDA graphs decide."""
-    from verl_tlt.control.policy import make_policy  # numpy, which this module does not need otherwise
-    from verl_tlt.control.types import ControlError
+    from verl_tlt.speculation.policies.factory import make_policy  # numpy, which this module does not need otherwise
+    from verl_tlt.speculation.types import ControlError
 
     try:
         make_policy(s.policy, s.arms or tuple(range(s.max_draft_length + 1)), settings=s.policy_options)

@@ -102,7 +102,7 @@ def arm() -> None:
     """Install both hooks, unless verl needs none; calling it again changes nothing that is already wrapped."""
     if native():
         return
-    from verl_tlt.hooks import when_imported
+    from verl_tlt.compat.import_hooks import when_imported
 
     when_imported(CONFIG_MODULE, _wrap_validate_config)
     when_imported(TRAINER_MODULE, _wrap_get_trainer_cls)

@@ -33,13 +33,13 @@ console = Console(width=150)
 def replay_table(results: list[dict[str, Any]], detail: dict[str, Any]) -> Table:
     """Speed in percent of the oracle O3."""
     table = Table(title="Replay: speed in % of O3 (the best K at every step, known in advance)")
-    numbers = ("O3, s", "off", "O1", "O2", "table", "ema", "beg", "goodput", "of 5 seeds", "cold", "worst bucket")
+    numbers = ("O3, s", "off", "O1", "O2", "table", "ema", "bandit", "goodput", "of 5 seeds", "cold", "worst bucket")
     for head in ("replay", *numbers, "O1 is", "misses"):
         table.add_column(head, justify="right" if head in numbers else "left")
     for result in results:
         scores, more = result["policies"], detail[result["name"]]
         row = [scores[n]["pct_of_oracle"] for n in ("off", more["O1"])] + [more["O2_pct"]]
-        row += [scores[n]["pct_of_oracle"] for n in ("table", "ema", "beg", "goodput")]
+        row += [scores[n]["pct_of_oracle"] for n in ("table", "ema", "bandit", "goodput")]
         row += [min(scores["goodput"]["pct_of_oracle"], *(s["pct_of_oracle"] for s in more["goodput_other_seeds"]))]
         row += [more["cold_pct"]]
         table.add_row(

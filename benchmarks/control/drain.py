@@ -19,10 +19,10 @@ from typing import Any
 
 from benchmarks.control.engine import ARMS, BATCH, VLLM_ZERO, EngineProcess
 from benchmarks.control.toy import Toy
-from verl_tlt.rollout.latency_table import Table, interpolate
 from verl_tlt.simulate.recorded import recording, step_records, worth
+from verl_tlt.speculation.costs.latency_table import Table, interpolate
 
-POLICY_ARMS = ("table", "ema", "beg", "goodput")
+POLICY_ARMS = ("table", "ema", "bandit", "goodput")
 FIXED = tuple(f"fixed-{k}" for k in ARMS if k > 0)
 STEADY_BATCHES = (1, 4, 16, 64)
 STEADY_TOKENS = 48
@@ -182,7 +182,7 @@ def _compare(engines: dict[str, EngineProcess], say: Any) -> dict[str, Any]:
 
 def _keep_recording(traces: dict[str, str]) -> None:
     """Condense all fixed arms' traces into a latency table for the replay."""
-    steady = (*FIXED, "off", "fixed-0", "beg")
+    steady = (*FIXED, "off", "fixed-0", "bandit")
     lines = [line for name in steady for line in traces[name].splitlines()]
     found = recording(step_records(lines))
     content = {

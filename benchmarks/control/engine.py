@@ -19,9 +19,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.control.toy import LONGEST_DRAFT, Toy
-from verl_tlt.control.policy import make_policy
-from verl_tlt.control.tables import LatencyTable
-from verl_tlt.control.types import Load, StepRecord
+from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.policies.factory import make_policy
+from verl_tlt.speculation.types import Load, StepRecord
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -44,7 +44,7 @@ CALL_TIMEOUT_S = 3600.0
 
 def problems(seed: int, batch: int = BATCH) -> list[tuple[list[int], int]]:
     """Prompts of the toy's task and how long a response to each is, as long-tailed as in the demo: [(token ids, n)]."""
-    from verl_tlt.toy import task
+    from demo.toy import task
 
     rng = random.Random(seed)
     drawn = [task.sample_problem(rng) for _ in range(batch)]
@@ -134,13 +134,13 @@ class _Engine:
         from vllm import LLM
 
         from verl_tlt.config import TLTConfig
-        from verl_tlt.rollout.settings import engine_kwargs
+        from verl_tlt.server.engine_arguments import engine_kwargs
 
         utils.set_death_signal = lambda: None
         self.kind, self.toy, self.scratch = kind, toy, scratch
         self.now = time.process_time if clock == "cpu" else time.perf_counter
         if clock == "cpu":  # the policies see what the result is measured in
-            from verl_tlt.rollout import scheduler
+            from verl_tlt.engine_core import scheduler
 
             scheduler.time = SimpleNamespace(perf_counter=time.process_time, time=time.time)
         arguments: dict[str, Any] = dict(
@@ -151,7 +151,7 @@ class _Engine:
             settings = {"max_draft_length": LONGEST_DRAFT, "policy": "goodput"}
             tlt = TLTConfig.from_dict({"speculation": settings})
             arguments |= engine_kwargs(tlt, str(toy.drafter), SimpleNamespace(enforce_eager=True), {})
-            arguments["worker_extension_cls"] = "verl_tlt.rollout.extension.TLTWorkerExtension"
+            arguments["worker_extension_cls"] = "verl_tlt.vllm_worker.extension.TLTWorkerExtension"
         self.llm = LLM(**arguments)
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self._ours, self._lookup = type(self.scheduler), self.scheduler.dynamic_sd_lookup
@@ -186,8 +186,8 @@ class _Engine:
 
     def calibrate(self, budget_s: float = 40.0) -> list[dict[str, Any]]:
         """What a run measures at its start, as rows of a latency table."""
-        from verl_tlt.rollout.calibrate import measure
-        from verl_tlt.rollout.latency_table import for_policy
+        from verl_tlt.server.calibration import measure
+        from verl_tlt.speculation.costs.latency_table import for_policy
 
         control, waiting = self.scheduler.tlt, []
 
@@ -214,14 +214,14 @@ class _Engine:
 
     def add_arm(self, name: str, table: list[dict[str, Any]], trace: bool = False) -> None:
         """An arm of the benchmark: `off`, `fixed-K`, `zero` or a policy, told what a run would tell it."""
-        from verl_tlt.rollout.step_control import StepControl
-        from verl_tlt.rollout.step_stats import StepTrace
+        from verl_tlt.engine_core.step_trace import StepTrace
+        from verl_tlt.speculation.step_control import StepControl
 
         known = LatencyTable.from_list(table)
         if name == "table":
             policy: Any = VllmTable(known, self.toy.acceptance, ARMS, BATCH)
         else:
-            policy = make_policy(name if name in ("goodput", "beg", "ema") else "off", ARMS)
+            policy = make_policy(name if name in ("goodput", "bandit", "ema") else "off", ARMS)
         written = StepTrace(self.scratch / f"{name}.jsonl") if trace else None
         control = self.arms[name] = StepControl(policy, LONGEST_DRAFT, written)
         control.control(points=table, acceptance=self.toy.acceptance)

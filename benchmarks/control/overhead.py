@@ -122,15 +122,15 @@ def made_scheduler(
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
+    from demo.toy.assets import build_assets
     from verl_tlt.config import TLTConfig
-    from verl_tlt.drafter import FrozenParts, build_drafter, refresh_frozen, save_drafter
-    from verl_tlt.rollout import scheduler as module
-    from verl_tlt.rollout.settings import engine_kwargs
-    from verl_tlt.toy.assets import build_assets
+    from verl_tlt.drafter import VerifierWeights, build_drafter, refresh_verifier_weights, save_drafter
+    from verl_tlt.engine_core import scheduler as module
+    from verl_tlt.server.engine_arguments import engine_kwargs
 
     assets = build_assets(scratch, width="small", train_rows=1, val_rows=1)
     drafter = build_drafter(assets.policy, seed=0)
-    refresh_frozen(drafter, FrozenParts.from_policy_dir(assets.policy))
+    refresh_verifier_weights(drafter, VerifierWeights.from_policy_dir(assets.policy))
     save_drafter(drafter, scratch / "drafter", {"made for": "benchmarks"})
     tlt = TLTConfig.from_dict({"speculation": {"max_draft_length": ARMS[-1], "arms": list(ARMS)}})
     config = EngineArgs(

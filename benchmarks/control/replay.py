@@ -2,7 +2,7 @@
 
 Speed is the makespan of the oracle O3 (argmax of true accept length over true latency, every step) in percent of a
 policy's. Policies keep what they learn from rollout to rollout. As in a run, `goodput` is told a noisy calibration of a
-few loads (`rollout/calibrate.py`) and the acceptance that the drafter was published with, which drift then leaves
+few loads (`server/calibration.py`) and the acceptance that the drafter was published with, which drift then leaves
 behind; `cold` is goodput without either, and `of 5 seeds` its worst result over workloads and noise of other seeds.
 `table` is told both as well, with every load calibrated. The others have no use for them.
 """
@@ -18,16 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from verl_tlt.control.base import BasePolicy
-from verl_tlt.control.policy import make_policy
-from verl_tlt.control.tables import LatencyPoint, LatencyTable
-from verl_tlt.control.types import OFF
-from verl_tlt.rollout.calibrate import BATCHES, STEPS, plan_arms
-from verl_tlt.rollout.latency_table import CONTEXT_TOKENS, Table, fill_arms, for_policy
+from verl_tlt.server.calibration import BATCHES, STEPS, plan_arms
 from verl_tlt.simulate.engine import Noise, Run, SimulatedEngine
 from verl_tlt.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, VLLM_CAPTURE, CostModel, SwitchCost, TableCost
 from verl_tlt.simulate.oracles import TrueGoodput, best_per_bucket, static_runs
 from verl_tlt.simulate.workload import FIG16_ADAPTIVE, FIG16_VANILLA, Workload, geometric
+from verl_tlt.speculation.costs.latency_table import CONTEXT_TOKENS, Table, fill_arms, for_policy
+from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
+from verl_tlt.speculation.policies.base import BasePolicy
+from verl_tlt.speculation.policies.factory import make_policy
+from verl_tlt.speculation.types import OFF
 
 EAGER_ARMS = (0, 1, 2, 3, 5, 7)
 RECORDED = Path(__file__).parent / "recorded_cpu.json"
@@ -107,7 +107,7 @@ def calibration(replay: Replay) -> LatencyTable:
 
 def contestants(replay: Replay) -> dict[str, BasePolicy]:
     """Every adaptive policy, told what it can use."""
-    policies = {name: make_policy(name, replay.arms) for name in ("table", "ema", "beg", "goodput")}
+    policies = {name: make_policy(name, replay.arms) for name in ("table", "ema", "bandit", "goodput")}
     loads = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     policies["table"].set_latency(measured(replay, loads, (OFF, *replay.arms), 1000, 9))
     policies["goodput"].set_latency(calibration(replay))
@@ -177,7 +177,7 @@ def misses(result: dict[str, Any]) -> list[str]:
     found = [f"{least} % of O3, wanted {bar}"] if least < bar else []
     if worst < 0.97:
         found.append(f"worst bucket {worst}x of K=0")
-    rivals = {result["detail"]["O1"], "ema", "beg"}
+    rivals = {result["detail"]["O1"], "ema", "bandit"}
     found += [f"behind {name} ({scores[name]} > {mine})" for name in sorted(rivals) if scores[name] > mine]
     return found
 

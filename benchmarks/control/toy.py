@@ -3,7 +3,7 @@
     python -m benchmarks.control.toy DIR [--steps N]
 
 The policy is large enough to be memory-bound on one thread: 30M parameters in bfloat16. It computes what the small
-policy does, padded with zeros (`verl_tlt.toy.widen`), so the drafter is trained on the small one's hidden states, which
+policy does, padded with zeros (`demo.toy.widen`), so the drafter is trained on the small one's hidden states, which
 are the same, and its MLP has the small one's width: 1.4M parameters, 5 % of the policy, as EAGLE heads of large models
 have. It learns from the task's demonstrations, which the policy imitates, with `verl_tlt.drafter` alone: no engine, no
 RL. Both stay in DIR for the next call; the drafter's acceptance on held-out text is printed and kept beside it.
@@ -21,19 +21,19 @@ import numpy as np
 import torch
 from transformers import Qwen3ForCausalLM
 
+from demo.toy import task
+from demo.toy.assets import SHIPPED_POLICY, build_assets
 from verl_tlt.drafter import (
     DrafterTrainer,
-    FrozenParts,
     Sequence,
+    VerifierWeights,
     acceptance,
     batches,
     build_drafter,
-    refresh_frozen,
+    refresh_verifier_weights,
     save_drafter,
 )
 from verl_tlt.drafter.policy import policy_shape
-from verl_tlt.toy import task
-from verl_tlt.toy.assets import SHIPPED_POLICY, build_assets
 
 LONGEST_DRAFT = 7
 STEPS = 300
@@ -86,7 +86,7 @@ def _train(policy_dir: Path, home: Path, aux_layers: tuple[int, ...], steps: int
     policy = Qwen3ForCausalLM.from_pretrained(SHIPPED_POLICY, dtype=torch.float32).eval().requires_grad_(False)
     shape = replace(policy_shape(policy_dir), intermediate_size=policy.config.intermediate_size)
     drafter = build_drafter(shape, aux_layers=aux_layers, seed=0)
-    refresh_frozen(drafter, FrozenParts.from_policy_dir(policy_dir))
+    refresh_verifier_weights(drafter, VerifierWeights.from_policy_dir(policy_dir))
     trainer = DrafterTrainer(drafter, learning_rate=2e-3, warmup_steps=20, ttt_steps=TTT_STEPS)
     rng = random.Random(0)
     stream = (observed(policy, rng) for _ in iter(int, 1))

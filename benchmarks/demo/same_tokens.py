@@ -26,9 +26,9 @@ import time
 from pathlib import Path
 
 from benchmarks.demo.take_turns import give
-from verl_tlt.toy.assets import build_assets
+from demo.toy.assets import build_assets
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "demo_grpo.sh"
+RECIPE = Path(__file__).parents[2] / "demo" / "demo_grpo.sh"
 Steps = dict[int, dict[str, float]]
 
 
@@ -118,7 +118,7 @@ def compare(stock: Steps, tlt: Steps) -> list[dict[str, float]]:
                 "accept_length": t["tlt/accept_length"],
                 "draft_length_mean": t["tlt/draft_length_mean"],
                 "saved_s": t.get("tlt/saved_s", 0.0),
-                "stolen_s": t["tlt/stolen_s"],
+                "overhead_s": t["tlt/overhead_s"],
             }
         )
     return rows

@@ -33,9 +33,9 @@ class TakeTurns(RLHFDataset):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = kwargs.get("config", args[2] if len(args) > 2 else None)
-        self._directory, self._name, self._other = Path(config["turns"]), config["name"], config["other"]
-        self._batch, self._served = int(config["train_batch_size"]), 0
+        self._directory = Path(self.config["turns"])
+        self._name, self._other = self.config["name"], self.config["other"]
+        self._batch, self._served = int(self.config["train_batch_size"]), 0
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         if self._served % self._batch == 0:

@@ -26,8 +26,8 @@ from packing import sequences_of
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import build_drafter, pack, save_drafter, to_drafter_file
-from verl_tlt.spot.learner import Sampling, SpotLearner
-from verl_tlt.spot.store import DrafterFile
+from verl_tlt.messages import DrafterFile
+from verl_tlt.spot_worker.learner import Sampling, SpotLearner
 
 
 def learner(hidden: int, vocabulary: int, directory: Path) -> SpotLearner:

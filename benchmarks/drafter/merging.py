@@ -21,12 +21,12 @@ import torch
 from study import CONFIG, K, new_drafter
 from trajectory import SHIPPED_POLICY, Taught, capture
 
+from demo.toy import task
 from verl_tlt.drafter import to_drafter_file
-from verl_tlt.spot.gate import Scores, relative_interval
-from verl_tlt.spot.learner import Sampling, SpotLearner
-from verl_tlt.spot.merge import merge
-from verl_tlt.spot.store import DrafterFile
-from verl_tlt.toy import task
+from verl_tlt.messages import DrafterFile
+from verl_tlt.spot_worker.learner import Sampling, SpotLearner
+from verl_tlt.spot_worker.merge import merge
+from verl_tlt.trainer.gate import Scores, relative_interval
 
 TEXTS, HELD_OUT = 100, 48
 """Sequences of each worker, and those all are judged on."""
@@ -71,7 +71,7 @@ class Team:
             worker.adopt(merged)
 
     def counts(self, items: list[dict[str, Any]]) -> np.ndarray:
-        """[S, 1+K], see `spot.gate.Scores`: of the agreed version, on the held-out sequences."""
+        """[S, 1+K], see `trainer.gate.Scores`: of the agreed version, on the held-out sequences."""
         return self.workers[0].score_on(items, ("candidate",), K)["candidate"]
 
 
@@ -87,7 +87,7 @@ def one_seed(seed: int, sessions: int, steps: int) -> dict[str, Any]:
     """All arms of one seed; two workers, with equal and with unequal bubbles."""
     policy = Taught()
     items = capture(policy, demonstrations(2 * TEXTS + HELD_OUT, seed))
-    parts = policy.frozen_parts()
+    parts = policy.verifier_weights()
     left, right, held_out = items[:TEXTS], items[TEXTS : 2 * TEXTS], items[2 * TEXTS :]
     arms = {
         "merged": (Team([left, right], parts, seed), [steps, steps]),

@@ -21,21 +21,21 @@ from typing import Any
 
 import torch
 
+from demo.toy.assets import build_assets
 from verl_tlt.config import OBJECTIVES
 from verl_tlt.drafter import (
     DrafterTrainer,
-    FrozenParts,
     Library,
     PolicyStates,
     Text,
+    VerifierWeights,
     acceptance,
     build_drafter,
     load_policy,
     pack,
     plan_epoch,
-    refresh_frozen,
+    refresh_verifier_weights,
 )
-from verl_tlt.toy.assets import build_assets
 from verl_tlt.warmup.engine import Job, Sampling, generate
 from verl_tlt.warmup.prompts import load_tokenizer, read_prompts
 from verl_tlt.warmup.train import Budget, Run
@@ -60,7 +60,7 @@ def recorded(work: Path) -> tuple[Any, list[Text], list[int], list[int]]:
 def new_trainer(assets: Any, objective: str, seed: int) -> DrafterTrainer:
     """A fresh drafter of the toy, as the demo trains it."""
     model = build_drafter(assets.policy, aux_layers=assets.aux_layers, seed=seed)
-    refresh_frozen(model, FrozenParts.from_policy_dir(assets.policy))
+    refresh_verifier_weights(model, VerifierWeights.from_policy_dir(assets.policy))
     return DrafterTrainer(model, learning_rate=2e-3, ttt_steps=OBJECTIVES[objective], seed=seed)
 
 

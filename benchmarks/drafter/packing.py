@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
+from demo.toy import task
 from verl_tlt.drafter import Batch, DrafterTrainer, Sequence, align, build_drafter, pack
-from verl_tlt.spot.buffer import Buffer
-from verl_tlt.toy import task
+from verl_tlt.spot_worker.buffer import Buffer
 
 
 def long_tailed(count: int, median: int, sigma: float, longest: int, seed: int) -> list[int]:

@@ -27,26 +27,26 @@ from typing import Any
 import torch
 from trajectory import MAX_RESPONSE, SAVE_POLICY, Taught, Text, TorchSampler, capture, load_step
 
+from demo.toy import task
+from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import (
     DrafterTrainer,
-    FrozenParts,
+    VerifierWeights,
     build_drafter,
     from_numpy16,
     load_drafter,
     pack,
-    refresh_frozen,
+    refresh_verifier_weights,
     save_drafter,
     to_drafter_file,
     train_until,
 )
-from verl_tlt.spot.buffer import Buffer
-from verl_tlt.spot.gate import Scores, decide
-from verl_tlt.spot.learner import Sampling, SpotLearner, to_sequence
-from verl_tlt.spot.merge import merge
-from verl_tlt.spot.store import DrafterFile
-from verl_tlt.toy import task
-from verl_tlt.toy.assets import AUX_LAYERS, SHIPPED_POLICY
+from verl_tlt.messages import DrafterFile
+from verl_tlt.spot_worker.buffer import Buffer
+from verl_tlt.spot_worker.learner import Sampling, SpotLearner, to_sequence
+from verl_tlt.spot_worker.merge import merge
+from verl_tlt.trainer.gate import Scores, decide
 
 STARTS = ("random", "generic", "in_domain")
 K = 3
@@ -97,8 +97,8 @@ def warm_up(texts: list[Text], directory: Path, name: str) -> None:
     policy = Taught()
     items = capture(policy, texts)
     model = new_drafter(seed=0)
-    parts = policy.frozen_parts()
-    refresh_frozen(model, FrozenParts(**{k: from_numpy16(v) for k, v in parts.items()}))
+    parts = policy.verifier_weights()
+    refresh_verifier_weights(model, VerifierWeights(**{k: from_numpy16(v) for k, v in parts.items()}))
     trainer = DrafterTrainer(model, learning_rate=2e-3, ttt_steps=CONFIG.drafter.passes)
     buffer: Buffer[Any] = Buffer(max_bytes=2**31, keep_steps=1, held_out=0.0)
     for i, one in enumerate(items):
@@ -160,10 +160,10 @@ class Arm:
         learner = self.learner
         items, parts, _ = load_step(self._file(self.step))
         learner.add(self.step, [], parts)  # engines share the policy's embedding and head, so both drafters follow them
-        scores = learner.score_on(items[::SCORED], ("served", "frozen"), K)
+        scores = learner.score_on(items[::SCORED], ("served", "initial"), K)
         row: dict[str, Any] = {"step": self.step, "version": self.version}
-        for which in ("served", "frozen"):
-            counts = scores[which].sum(axis=0)  # [1+K]
+        for which, scored in (("served", "served"), ("frozen", "initial")):
+            counts = scores[scored].sum(axis=0)  # [1+K]
             row[which] = [round(float(c), 3) for c in counts]
             row[f"{which}_tau"] = round(float(counts.sum() / counts[0]), 4)
         if self.step % SAVE_POLICY == 0:
@@ -193,7 +193,7 @@ class Arm:
             self.version += 1
         elif decision != "hold":
             learner.revert(decision.removeprefix("revert_"))
-            if decision == "revert_frozen":
+            if decision == "revert_initial":
                 learner.keep("served")
                 self.version += 1
         return {"decision": decision}

@@ -21,9 +21,9 @@ import numpy as np
 from study import CONFIG, SCORED, SESSION_STEPS, STARTS, K
 from trajectory import LEARNING_RATE, PROMPTS, SAMPLES, load_step
 
-from verl_tlt.control.tables import LatencyTable
-from verl_tlt.control.types import OFF
 from verl_tlt.simulate.recorded import recording, step_records
+from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.types import OFF
 
 ARMS = ("none", "frozen", "online")
 LATE = 20

@@ -35,11 +35,11 @@ os.environ.update(
 import numpy as np
 import torch
 
-from verl_tlt.drafter import FrozenParts, to_numpy16
-from verl_tlt.toy import task
-from verl_tlt.toy.assets import AUX_LAYERS, SHIPPED_POLICY
-from verl_tlt.toy.reward import compute_score
-from verl_tlt.toy.train import save_policy
+from demo.toy import task
+from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
+from demo.toy.reward import compute_score
+from demo.toy.train import save_policy
+from verl_tlt.drafter import VerifierWeights, to_numpy16
 
 PROMPTS, SAMPLES = 4, 4
 """Groups a step and responses in each: small, because two cores carry the study."""
@@ -197,10 +197,10 @@ class Taught:
         *aux, last = (self._states[i][row, :length] for i in sorted(self._states))
         return {"aux": to_numpy16(torch.cat(aux, dim=-1)), "last": to_numpy16(last)}
 
-    def frozen_parts(self) -> dict[str, np.ndarray]:
+    def verifier_weights(self) -> dict[str, np.ndarray]:
         """Embedding, head and final norm in 16 bits."""
         state = self.model.state_dict()
-        parts = FrozenParts(state["model.embed_tokens.weight"], state["lm_head.weight"], state["model.norm.weight"])
+        parts = VerifierWeights(state["model.embed_tokens.weight"], state["lm_head.weight"], state["model.norm.weight"])
         return {f.name: to_numpy16(getattr(parts, f.name)) for f in dataclasses.fields(parts)}
 
 
@@ -271,12 +271,12 @@ def save_step(file: Path, items: list[dict[str, Any]], parts: dict[str, np.ndarr
     arrays |= {name: np.concatenate([i[name] for i in items]) for name in ("tokens", "aux", "last")}
     arrays["prompt_lens"] = np.array([i["prompt_len"] for i in items])
     temporary = file.with_suffix(".tmp.npz")
-    np.savez(temporary, **arrays, **{f"frozen_{name}": value for name, value in parts.items()})
+    np.savez(temporary, **arrays, **{f"verifier_{name}": value for name, value in parts.items()})
     os.replace(temporary, file)
 
 
 def load_step(file: Path) -> tuple[list[dict[str, Any]], dict[str, np.ndarray], np.ndarray]:
-    """(sequences, frozen parts, rewards) of one step, as `SpotWorker.add` takes them."""
+    """(sequences, verifier weights, rewards) of one step, as `SpotWorker.add` takes them."""
     with np.load(file) as held:
         arrays = dict(held)
     cuts = np.cumsum(arrays["lengths"])[:-1]
@@ -285,7 +285,7 @@ def load_step(file: Path) -> tuple[list[dict[str, Any]], dict[str, np.ndarray], 
         {"prompt_len": int(p), "start": 0, **{name: split[name][i] for name in split}}
         for i, p in enumerate(arrays["prompt_lens"])
     ]
-    parts = {name.removeprefix("frozen_"): v for name, v in arrays.items() if name.startswith("frozen_")}
+    parts = {name.removeprefix("verifier_"): v for name, v in arrays.items() if name.startswith("verifier_")}
     return items, parts, arrays["rewards"]
 
 
@@ -319,7 +319,7 @@ def record(sampler: VLLMSampler | TorchSampler, directory: Path, seed: int, step
         texts = sampler.generate(policy.model, prompts, SAMPLES, rng.randrange(2**31))
         written = time.perf_counter()
         rewards = np.array([judge(problems[i // SAMPLES], text) for i, text in enumerate(texts)])
-        parts = policy.frozen_parts()  # before the update: those of the policy that wrote the responses
+        parts = policy.verifier_weights()  # before the update: those of the policy that wrote the responses
         items = update(policy, texts, rewards)
         save_step(directory / f"step-{step:03d}.npz", items, parts, rewards)
         row = {

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-FILES = sorted(path for path in RECIPES.glob("*.sh") if path.name != "demo_grpo.sh")
+FILES = sorted(path for path in RECIPES.glob("*.sh"))
 
 
 @pytest.fixture(scope="module")

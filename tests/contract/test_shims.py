@@ -33,7 +33,7 @@ def run(code: str, shimmed: bool, platform: str = "cpu") -> str:
 EXPAND = """
     import os, torch
     if os.environ["SHIM"]:
-        from verl_tlt.platform import vllm_shims
+        from verl_tlt.compat.cpu import vllm_shims
         vllm_shims.register()
     from vllm.utils import cpu_triton_utils
     from vllm.v1.sample import rejection_sampler
@@ -51,7 +51,7 @@ def test_expand_batch_is_right_only_with_the_shim(shimmed):
 LINEAR = """
     import os, torch
     if os.environ["SHIM"]:
-        from verl_tlt.platform import vllm_shims
+        from verl_tlt.compat.cpu import vllm_shims
         vllm_shims.register()
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     layer = torch.nn.Linear(64, 64, bias=False, dtype=torch.float32)
@@ -71,7 +71,7 @@ BACKEND = """
     import os
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
     if os.environ["SHIM"]:
-        import verl_tlt.platform.verl_shims as shims
+        import verl_tlt.compat.cpu.verl_shims as shims
         shims.register()
     import torch.distributed as dist
     store = dist.HashStore()
@@ -91,7 +91,7 @@ def test_a_backend_that_names_the_cpu_twice_starts_only_with_the_shim(shimmed):
 BUCKETS = """
     import asyncio, os, tempfile, threading
     import verl  # the platform must be known before verl's device modules ask for it
-    from verl_tlt.platform import cpu, verl_shims
+    from verl_tlt.compat.cpu import platform as cpu, verl_shims
     cpu.register()
     if os.environ["SHIM"]:
         verl_shims.register()
@@ -122,7 +122,7 @@ def test_received_weights_outlive_their_shared_memory_only_with_the_shim(shimmed
 CRITIC = """
     import os, tempfile
     import verl
-    from verl_tlt.platform import cpu, verl_shims
+    from verl_tlt.compat.cpu import platform as cpu, verl_shims
     cpu.register()
     if os.environ["SHIM"]:
         verl_shims.register()
@@ -151,7 +151,7 @@ def test_a_critic_loads_without_flash_attention_only_with_the_shim(shimmed):
 QUEUE = """
     import os, threading, time
     if os.environ["SHIM"]:
-        from verl_tlt.platform import vllm_shims
+        from verl_tlt.compat.cpu import vllm_shims
         vllm_shims.register()
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
     writer = MessageQueue(1, 1)

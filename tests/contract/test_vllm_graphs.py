@@ -1,4 +1,4 @@
-"""The CUDA-graph rules of `verl_tlt.rollout.graphs` against vLLM's own dispatcher, which is plain Python."""
+"""The CUDA-graph rules of `verl_tlt.speculation.graph_rules` against vLLM's own dispatcher, which is plain Python."""
 
 import hashlib
 import inspect
@@ -10,8 +10,9 @@ from vllm.v1 import cudagraph_dispatcher
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from verl_tlt.rollout.graphs import PLANS, capture_every_arm, capture_sizes, graph_for
-from verl_tlt.versions import installed, release
+from verl_tlt.compat.versions import installed, release
+from verl_tlt.speculation.graph_rules import PLANS, capture_sizes, graph_for
+from verl_tlt.vllm_worker.cuda_graphs import capture_every_arm
 
 DISPATCHER = "51f632753af729aeee6ce4a802d9d74b64f22eef02a524f36e2a24b07ef0cf63"
 """SHA-256 of vllm/v1/cudagraph_dispatcher.py in the releases below: one rule for all of them."""

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from verl_tlt.demo.processes import ProcessTree
-from verl_tlt.toy.assets import build_assets
-from verl_tlt.trace.reader import RunTrace, read_trace
+from demo.processes import ProcessTree
+from demo.toy.assets import build_assets
+from verl_tlt.report.reader import RunTrace, read_trace
 
 ROOT = Path(__file__).parents[2]
-RECIPE = ROOT / "recipes" / "demo_grpo.sh"
+RECIPE = ROOT / "demo" / "demo_grpo.sh"
 BATCH, LONG, SHORT = 4, 600, 40
 LIMIT_S = 1500.0
 """Six times what a run takes on a slow machine: a hang ends here, with everybody's stack in the log."""

@@ -42,11 +42,12 @@ def fleet(tmp_path_factory):
         from verl.workers.rollout.replica import RolloutMode
         from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
+        from demo.toy.assets import build_assets
         from verl_tlt.config import TLTConfig
-        from verl_tlt.rollout.server import TLTvLLMHttpServer
-        from verl_tlt.spot.store import STORE_NAME, DrafterStore
-        from verl_tlt.toy.assets import build_assets
+        from verl_tlt.messages import STORE_NAME
+        from verl_tlt.server.server import TLTvLLMHttpServer
         from verl_tlt.trainer.bootstrap import first_drafter
+        from verl_tlt.trainer.drafter_store import DrafterStore
 
         assets = build_assets(tmp_path_factory.mktemp("assets"), width="small", train_rows=4, val_rows=4)
         tlt = TLTConfig.from_dict(
@@ -99,7 +100,7 @@ def prompt(rng: random.Random) -> list[int]:
 
 
 async def storm(servers, balancer, config) -> tuple[list, list[dict], int]:
-    from verl_tlt.rollout.client import TLTLLMServerClient
+    from verl_tlt.server.client import TLTLLMServerClient
 
     client = TLTLLMServerClient(config=config, load_balancer_handle=balancer)
     rng = random.Random(0)

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from verl_tlt.drafter import Sequence as DrafterSequence
 from verl_tlt.drafter import from_numpy16
-from verl_tlt.spot.parts import Part, join
-from verl_tlt.toy.assets import AUX_LAYERS, SHIPPED_POLICY
+from verl_tlt.messages import HiddenStateShard
+from verl_tlt.spot_worker.shards import join
 
 LAYERS = AUX_LAYERS["small"]
 VOCAB = 64
@@ -46,8 +47,8 @@ def build_actor(
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker
 
-    from verl_tlt.engine.tap import HiddenStateTap, adapt
-    from verl_tlt.engine.worker import TLTTrainingWorker
+    from verl_tlt.actor.tap import HiddenStateTap
+    from verl_tlt.actor.worker import TLTTrainingWorker, adapt
 
     models = {
         "enable_gradient_checkpointing": False,
@@ -80,7 +81,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def whole_sequences(ranks: Sequence[Sequence[Part]]) -> list[DrafterSequence]:
+def whole_sequences(ranks: Sequence[Sequence[HiddenStateShard]]) -> list[DrafterSequence]:
     """What a spot worker makes of the parts that the ranks of one group sent; every sequence must be complete."""
     joined, missing = join(ranks, LAYERS)
     assert not missing, f"{missing} sequences are incomplete"

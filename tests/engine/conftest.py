@@ -79,7 +79,7 @@ def engine_of(models) -> Callable[..., Any]:
         from vllm import LLM
 
         from verl_tlt.config import TLTConfig
-        from verl_tlt.rollout.settings import engine_kwargs
+        from verl_tlt.server.engine_arguments import engine_kwargs
 
         arguments: dict[str, Any] = dict(
             model=str(models[part_of(family, "target")]), skip_tokenizer_init=True, dtype="float32", seed=0,
@@ -93,7 +93,7 @@ def engine_of(models) -> Callable[..., Any]:
             ours = engine_kwargs(tlt, own, SimpleNamespace(enforce_eager=True), {})
             if policy:
                 ours["additional_config"]["tlt"]["policy_factory"] = policy
-            arguments |= {**ours, "worker_extension_cls": "verl_tlt.rollout.extension.TLTWorkerExtension"}
+            arguments |= {**ours, "worker_extension_cls": "verl_tlt.vllm_worker.extension.TLTWorkerExtension"}
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
             engine = Engine(LLM(**(arguments | kwargs)))

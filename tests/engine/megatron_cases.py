@@ -103,8 +103,8 @@ def build_case(case: Case, root: Path) -> Any:
     from verl.workers.config import HFModelConfig, McoreEngineConfig, TrainingWorkerConfig
     from verl.workers.engine.base import EngineRegistry
 
-    from verl_tlt.engine.tap import HiddenStateTap, adapt
-    from verl_tlt.engine.worker import TLTTrainingWorker
+    from verl_tlt.actor.tap import HiddenStateTap
+    from verl_tlt.actor.worker import TLTTrainingWorker, adapt
 
     registry = EngineRegistry._engines["language_model"]["megatron"]
     registry[os.environ["VERL_ENGINE_DEVICE"]] = local_engine()

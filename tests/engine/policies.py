@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl_tlt.control.types import Load, StepRecord
+from verl_tlt.speculation.types import Load, StepRecord
 
 
 class Scripted:

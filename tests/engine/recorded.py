@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from demo.toy import task
+from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from verl_tlt.config import TLTConfig
-from verl_tlt.drafter import FrozenParts, to_numpy16
-from verl_tlt.spot.learner import Sampling, SpotLearner
-from verl_tlt.spot.parts import Part
-from verl_tlt.spot.worker import SpotWorker
-from verl_tlt.toy import task
-from verl_tlt.toy.assets import AUX_LAYERS, SHIPPED_POLICY
+from verl_tlt.drafter import VerifierWeights, to_numpy16
+from verl_tlt.messages import HiddenStateShard
+from verl_tlt.spot_worker.learner import Sampling, SpotLearner
+from verl_tlt.spot_worker.worker import SpotWorker
 from verl_tlt.trainer.bootstrap import first_drafter
 
 LAYERS = AUX_LAYERS["small"]
@@ -63,7 +63,7 @@ def ray_cluster(monkeypatch: Any) -> Iterator[None]:
 
 
 def record(count: int, seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Demonstrations as the tap would hand them over (see `tlt_take`): (sequences, frozen parts)."""
+    """Demonstrations as the tap would hand them over (see `tlt_take`): (sequences, verifier weights)."""
     from transformers import AutoModelForCausalLM
 
     policy = AutoModelForCausalLM.from_pretrained(SHIPPED_POLICY, dtype=torch.float32).eval()
@@ -87,16 +87,16 @@ def record(count: int, seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]
                 "last": to_numpy16(last.pop()),
             }
         )
-    parts = FrozenParts.from_policy_dir(SHIPPED_POLICY)
+    parts = VerifierWeights.from_policy_dir(SHIPPED_POLICY)
     return items, {f.name: to_numpy16(getattr(parts, f.name)) for f in dataclasses.fields(parts)}
 
 
-def as_parts(items: list[dict[str, Any]]) -> list[Part]:
+def as_parts(items: list[dict[str, Any]]) -> list[HiddenStateShard]:
     """Whole sequences as a rank that computes all of them sends them."""
     hidden = items[0]["last"].shape[-1]
     last = LAYERS[-1] + 1
     return [
-        Part(
+        HiddenStateShard(
             row=row, tokens=i["tokens"], prompt_len=i["prompt_len"], start=i["start"], last=last,
             stretches=((0, len(i["tokens"])),),
             states=dict(zip(LAYERS, np.split(i["aux"], i["aux"].shape[-1] // hidden, axis=-1), strict=True))
@@ -125,7 +125,7 @@ def begin_anew(worker: SpotWorker) -> None:
 
 def begin_learner_anew(learner: SpotLearner) -> None:
     """Parameters, optimizer and random numbers as after the start, these the same for everybody."""
-    learner.revert("frozen")
+    learner.revert("initial")
     learner.keep("served")
     learner.trainer.optimizer.state.clear()
     learner.trainer.steps = 0

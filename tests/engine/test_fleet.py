@@ -21,7 +21,7 @@ from recorded import (
     worker_arguments,
 )
 
-from verl_tlt.spot.session import SessionPlanner, State
+from verl_tlt.idle.replica_idle import ReplicaIdlePlanner, State
 from verl_tlt.trace.events import TraceWriter
 
 pytestmark = pytest.mark.engine
@@ -63,15 +63,15 @@ def fleet(recorded):
 
 
 def fill(fleet, recorded, names):
-    items, frozen = recorded
-    sequences, parts = ray.put(as_parts(items)), ray.put(frozen)
+    items, weights = recorded
+    sequences, parts = ray.put(as_parts(items)), ray.put(weights)
     ray.get([fleet.replicas[n].worker.add.remote(1, [[sequences]], [parts]) for n in names], timeout=300)
 
 
 @pytest.fixture
 def phase(fleet, recorded, tmp_path):
     """Start watching a phase in which only `long` is still serving; whoever left comes back afterwards."""
-    from verl_tlt.trainer.outlook import Outlook
+    from verl_tlt.trainer.pending_work import PendingWork
     from verl_tlt.trainer.watch import SamplingWatch
 
     ray.get([w.__ray_call__.remote(begin_anew) for w in fleet.workers().values()], timeout=300)
@@ -84,8 +84,8 @@ def phase(fleet, recorded, tmp_path):
         ray.get([w.__ray_call__.remote(set_epochs, 1e9) for w in fleet.workers().values()], timeout=300)
         for name, fault in faults.items():
             ray.get(fleet.replicas[name].worker.be.remote(fault), timeout=300)
-        planner = SessionPlanner(REPLICAS, expected_requests=6, settle_s=0.05, buffer_ready=True)
-        watch = SamplingWatch(fleet, planner, Outlook, 0.02, TraceWriter(tmp_path, "trainer"), 1, recall)
+        planner = ReplicaIdlePlanner(REPLICAS, expected_requests=6, settle_s=0.05, buffer_ready=True)
+        watch = SamplingWatch(fleet, planner, PendingWork, 0.02, TraceWriter(tmp_path, "trainer"), 1, recall)
         watches.append(watch)
         wait_for(lambda: watch._report.first_dispatch)
         for server, request in held:
@@ -121,11 +121,11 @@ def move_on(fleet):
     assert ray.get(worker.train.remote(), timeout=300)["steps"] >= CONFIG.spot.min_merge_steps
     fleet.on_workers("adopt", worker.merge.remote(worker.contribute.remote()))
     candidate = ray.get(worker.agreed.remote())
-    assert any((value != candidate["frozen"][name]).any() for name, value in candidate["candidate"].items())
+    assert any((value != candidate["initial"][name]).any() for name, value in candidate["candidate"].items())
 
 
 def assert_alike(fleet):
-    """All workers hold the same candidate, served and frozen parameters."""
+    """All workers hold the same candidate, served and initial parameters."""
     first, *others = ray.get([w.agreed.remote() for w in fleet.workers().values()], timeout=300)
     for other in others:
         for which in first:
@@ -134,7 +134,7 @@ def assert_alike(fleet):
 
 
 def test_idle_replicas_train_and_what_they_learned_is_published(fleet, phase):
-    from verl_tlt.trainer.learn import learn
+    from verl_tlt.trainer.drafter_update import learn
 
     watch = phase()
     wait_for(lambda: watch.planner.state("short") is watch.planner.state("brief") is State.TRAINING)
@@ -200,7 +200,7 @@ def test_a_session_that_raises_costs_its_replica_the_phase_and_nothing_else(flee
 
 
 def test_a_worker_that_does_not_stop_is_killed_and_its_successor_joins_the_others(fleet, phase, recorded):
-    from verl_tlt.trainer.learn import learn
+    from verl_tlt.trainer.drafter_update import learn
 
     restarts = fleet.replicas["short"].restarts
     move_on(fleet)
@@ -251,7 +251,7 @@ def test_when_all_workers_die_their_successors_start_from_what_is_served(fleet):
     move_on(fleet)
     published = ray.get(fleet.replicas["long"].worker.export.remote(5, "bfloat16", []))
     fleet.stage(published)
-    before = ray.get(fleet.replicas["long"].worker.agreed.remote())["frozen"]
+    before = ray.get(fleet.replicas["long"].worker.agreed.remote())["initial"]
     for replica in fleet.replicas.values():
         kill(replica.worker)
     assert fleet.on_workers("stop") == {}
@@ -261,7 +261,7 @@ def test_when_all_workers_die_their_successors_start_from_what_is_served(fleet):
     agreed = ray.get(successor.agreed.remote())
     for name, value in before.items():
         np.testing.assert_array_equal(agreed["served"][name], agreed["candidate"][name])
-        np.testing.assert_array_equal(agreed["frozen"][name], value)
+        np.testing.assert_array_equal(agreed["initial"][name], value)
 
 
 def test_a_worker_found_dead_between_phases_is_replaced_too(fleet):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from recorded import CONFIG, begin_learner_anew, poison_learner, record, worker_arguments
 
-from verl_tlt.spot.gate import Scores, relative_interval
-from verl_tlt.spot.learner import SpotLearner
-from verl_tlt.spot.merge import merge
+from verl_tlt.spot_worker.learner import SpotLearner
+from verl_tlt.spot_worker.merge import merge
+from verl_tlt.trainer.gate import Scores, relative_interval
 
 pytestmark = pytest.mark.engine
 
@@ -18,9 +18,9 @@ SESSION = 10
 
 @pytest.fixture(scope="module")
 def texts():
-    """(one worker's sequences, another's, held-out ones, frozen parts)."""
-    items, frozen = record(100, seed=5)
-    return items[:36], items[36:72], items[72:], frozen
+    """(one worker's sequences, another's, held-out ones, verifier weights)."""
+    items, weights = record(100, seed=5)
+    return items[:36], items[36:72], items[72:], weights
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_without_other_workers_one_starts_from_what_is_served(team):
     successor = SpotLearner("successor", a.config, **_arguments(), published=published)
     assert successor.export(4, "bfloat16", []).fingerprint == published.fingerprint
     assert same(successor.kept["served"], successor.base)
-    assert same(successor.kept["frozen"], a.kept["frozen"])
+    assert same(successor.kept["initial"], a.kept["initial"])
 
 
 def _arguments():

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 from tiny_engine import V, sampled
 
+from verl_tlt.channel import ChannelClient
 from verl_tlt.config import TLTConfig
-from verl_tlt.control.types import OFF
-from verl_tlt.rollout.calibrate import measure
-from verl_tlt.rollout.channel import ChannelClient
+from verl_tlt.server.calibration import measure
+from verl_tlt.speculation.types import OFF
 
 pytestmark = pytest.mark.engine
 
@@ -78,8 +78,8 @@ async def test_every_arm_is_measured_on_a_live_engine(live, address):
 
 def server_of(live, address, models, root):
     """Our server around the live engine, as it is right after verl started it; Ray has no part in what is tested."""
-    from verl_tlt.rollout.server import DrafterState, TLTvLLMHttpServer
-    from verl_tlt.rollout.switch import DraftingSwitch
+    from verl_tlt.server.server import DrafterState, TLTvLLMHttpServer
+    from verl_tlt.speculation.profitability import Profitability
 
     server = object.__new__(TLTvLLMHttpServer)
     server.tlt = TLTConfig.from_dict({"speculation": {"costs_dir": str(root / "tables")}})
@@ -89,14 +89,14 @@ def server_of(live, address, models, root):
     )
     server.model_config = SimpleNamespace(local_path=str(models["target"]), tokenizer=range(V))
     server._tlt_staged, server._tlt_key, server._tlt_served = None, None, DrafterState()
-    server._tlt_switch, server._tlt_dir = DraftingSwitch("goodput"), root
+    server._tlt_profitability, server._tlt_dir = Profitability("goodput"), root
     shutil.copytree(models["bad"], root / "drafter", dirs_exist_ok=True)
     server._tlt_channel = ChannelClient(address)
     return server
 
 
 async def test_what_a_run_learned_spares_the_next_one_its_calibration(live, address, models, tmp_path, monkeypatch):
-    from verl_tlt.rollout import server as module
+    from verl_tlt.server import server as module
 
     # However busy the machine is, every load is to be measured here.
     monkeypatch.setattr(module, "calibrate", partial(module.calibrate, budget_s=600.0))

@@ -7,7 +7,7 @@ pytestmark = pytest.mark.engine
 TOKENS = 96
 
 
-CONTROLS = ("fixed", "rand", "cycle", "goodput", "beg")
+CONTROLS = ("fixed", "rand", "cycle", "goodput", "bandit")
 
 
 @pytest.mark.parametrize(("family", "drafter"), [("qwen3", "good"), ("qwen3", "bad"), ("llama", "good")])
@@ -98,6 +98,6 @@ def test_a_wrong_scheduler_base_refuses_to_start(engine_of):
     # vLLM would start, and draft nothing, silently.
     with (
         pytest.raises(ValueError, match="TLTAsyncScheduler with async_scheduling=False would draft nothing"),
-        engine_of("good", scheduler_cls="verl_tlt.rollout.scheduler.TLTAsyncScheduler"),
+        engine_of("good", scheduler_cls="verl_tlt.engine_core.scheduler.TLTAsyncScheduler"),
     ):
         pass

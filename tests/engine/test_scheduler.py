@@ -5,8 +5,8 @@ import json
 import pytest
 from tiny_engine import prompts, sampled
 
-from verl_tlt.control.types import OFF
-from verl_tlt.rollout.channel import ChannelClient
+from verl_tlt.channel import ChannelClient
+from verl_tlt.speculation.types import OFF
 
 pytestmark = pytest.mark.engine
 

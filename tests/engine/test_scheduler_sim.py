@@ -46,8 +46,8 @@ def scheduler(request, models):
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from verl_tlt.rollout.scheduler import scheduler_path
-    from verl_tlt.rollout.settings import speculative_config
+    from verl_tlt.engine_core.scheduler import scheduler_path
+    from verl_tlt.server.engine_arguments import speculative_config
 
     tlt = TLTConfig.from_dict({"speculation": {"policy": "fixed"}}).to_dict()
     config = EngineArgs(

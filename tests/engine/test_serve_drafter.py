@@ -6,14 +6,14 @@ import torch
 
 from verl_tlt.drafter import (
     DrafterTrainer,
-    FrozenParts,
     Sequence,
+    VerifierWeights,
     accept_length,
     acceptance,
     batches,
     build_drafter,
     load_drafter,
-    refresh_frozen,
+    refresh_verifier_weights,
     save_drafter,
     shuffled,
     train_until,
@@ -80,7 +80,7 @@ def trained(request, tmp_path_factory):
     texts = policy.generate(prompts, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=64, min_new_tokens=64)
     sequences = observe(policy, texts)
     model = build_drafter(root / "policy", seed=0)
-    refresh_frozen(model, FrozenParts.from_policy_dir(root / "policy"))
+    refresh_verifier_weights(model, VerifierWeights.from_policy_dir(root / "policy"))
     trainer = DrafterTrainer(model, learning_rate=3e-3, ttt_steps=2)
     train_until(trainer, batches(shuffled(sequences, trainer.rng), 280), lambda: trainer.steps >= 100)
     save_drafter(model, root / "drafter", {"policy": request.param})
@@ -137,7 +137,7 @@ def test_greedy_tokens_and_acceptance_are_exactly_as_predicted(trained, plain, e
     speculative, counted = decode(engine, 8, GREEDY, temperature=0.0)
     assert torch.equal(speculative, plain[:, : PROMPT + GREEDY])
     model = load_drafter(drafter_dir, policy_dir)
-    refresh_frozen(model, FrozenParts.from_policy_dir(policy_dir))
+    refresh_verifier_weights(model, VerifierWeights.from_policy_dir(policy_dir))
     # vLLM drafts until the last token but one is known, and counts what it accepts beyond the end too.
     scores = acceptance(model, observe(policy, plain[:, :-1]), temperature=0.0, max_draft=K)
     expected = np.array([sum(s.drafts for s in scores), *np.sum([s.accepted for s in scores], axis=0)])
@@ -150,7 +150,7 @@ def test_sampled_acceptance_is_as_predicted(trained, engine, sampling):
     policy, policy_dir, drafter_dir = trained
     texts, counted = decode(engine, 64, 96, **sampling)
     model = load_drafter(drafter_dir, policy_dir)
-    refresh_frozen(model, FrozenParts.from_policy_dir(policy_dir))
+    refresh_verifier_weights(model, VerifierWeights.from_policy_dir(policy_dir))
     scores = acceptance(model, observe(policy, texts), max_draft=K, **sampling)
     served = 1 + counted[1:].sum() / counted[0]
     assert accept_length(scores) == pytest.approx(served, rel=0.05)

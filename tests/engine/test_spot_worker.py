@@ -19,9 +19,9 @@ from recorded import (
 )
 
 from verl_tlt.drafter import fingerprint, load_training_state
-from verl_tlt.spot.gate import Scores
-from verl_tlt.spot.learner import WHICH
-from verl_tlt.spot.worker import SpotWorker
+from verl_tlt.spot_worker.learner import WHICH
+from verl_tlt.spot_worker.worker import SpotWorker
+from verl_tlt.trainer.gate import Scores
 
 pytestmark = pytest.mark.engine
 
@@ -37,12 +37,12 @@ def arguments():
 def actors(arguments):
     """Two workers with sequences of their own."""
     with pytest.MonkeyPatch.context() as patch, ray_cluster(patch):
-        items, frozen = record(72, seed=0)
+        items, weights = record(72, seed=0)
         actors = [ray.remote(SpotWorker).options(num_cpus=0).remote(name, **arguments) for name in ("a", "b")]
         shares = [items[::2], items[1::2]]
         # Each replica has two ranks, and each rank's capture is an object of its own.
         adds = [
-            actor.add.remote(1, [[ray.put(as_parts(share[:20]))], [ray.put(as_parts(share[20:]))]], [ray.put(frozen)])
+            actor.add.remote(1, [[ray.put(as_parts(share[:20]))], [ray.put(as_parts(share[20:]))]], [ray.put(weights)])
             for actor, share in zip(actors, shares, strict=True)
         ]
         for stats, share in zip(ray.get(adds, timeout=300), shares, strict=True):
@@ -90,7 +90,7 @@ def test_training_lowers_the_loss_and_raises_held_out_acceptance(pair):
     merge(pair)
     tau = taus(get(pair[0].score.remote(3)))
     assert tau["candidate"] > tau["served"] + 0.2
-    assert tau["served"] == tau["frozen"]
+    assert tau["served"] == tau["initial"]
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="the scheduling class is Linux's")
@@ -173,7 +173,7 @@ def test_a_worker_with_broken_numbers_starts_again(pair):
 
 
 def test_keep_and_revert(pair):
-    frozen = get(pair[0].agreed.remote())["frozen"]
+    initial = get(pair[0].agreed.remote())["initial"]
     get(pair[0].train.remote())
     merge(pair)
     get(*[a.keep.remote("served") for a in pair])
@@ -181,13 +181,13 @@ def test_keep_and_revert(pair):
     assert same(kept["served"], kept["candidate"])
     score = get(pair[0].score.remote(3))
     np.testing.assert_array_equal(score["candidate"], score["served"])
-    assert taus(score)["served"] > taus(score)["frozen"]
+    assert taus(score)["served"] > taus(score)["initial"]
     get(pair[0].train.remote())
     get(pair[0].revert.remote("served"))
     assert get(pair[0].contribute.remote()).steps == 0
     assert same(get(pair[0].agreed.remote())["candidate"], kept["served"])
-    get(pair[0].revert.remote("frozen"))
-    assert same(get(pair[0].agreed.remote())["candidate"], frozen)
+    get(pair[0].revert.remote("initial"))
+    assert same(get(pair[0].agreed.remote())["candidate"], initial)
 
 
 def test_an_export_is_what_its_fingerprint_says(pair):
@@ -226,14 +226,14 @@ def test_a_checkpoint_continues_candidate_optimizer_and_served(pair, tmp_path):
     assert not asyncio.run(worker.resume(str(tmp_path)))
 
 
-def test_a_worker_without_frozen_parts_or_data_does_not_train(arguments):
+def test_a_worker_without_verifier_weights_or_data_does_not_train(arguments):
     worker = SpotWorker("new", **arguments)
     assert asyncio.run(worker.train())["steps"] == 0
-    items, frozen = record(6, seed=1)
+    items, weights = record(6, seed=1)
     worker.learner.add(1, items, None)
     assert asyncio.run(worker.train())["steps"] == 0
     assert len(asyncio.run(worker.score(3))["positions"]) == 0
-    worker.learner.add(2, [], frozen)
+    worker.learner.add(2, [], weights)
     assert asyncio.run(worker.train())["steps"] > 0
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from actor import LAYERS, build_actor, free_port, make_batch, make_rows, reference, whole_sequences
 
-from verl_tlt.engine.tap import Untapped, adapt
-from verl_tlt.toy.assets import SHIPPED_POLICY
+from demo.toy.assets import SHIPPED_POLICY
+from verl_tlt.actor.adapter import Untapped
+from verl_tlt.actor.worker import adapt
 
 pytestmark = pytest.mark.engine
 
@@ -110,7 +111,7 @@ def test_the_reference_policy_of_a_lora_actor_is_not_tapped(actor):
 
 
 def test_a_training_forward_is_not_tapped(actor):
-    from verl_tlt.engine.tap import ROW
+    from verl_tlt.actor.tap import ROW
 
     rows = make_rows(LENGTHS)
     actor.set_loss_fn(lambda model_output, data, dp_group: (0 * model_output["log_probs"].values().mean(), {}))

@@ -8,7 +8,8 @@ from actor import free_port, make_rows, reference, whole_sequences
 from megatron_cases import CASES, LENGTHS, RANKS, run_cases
 from rank_cases import build_policies
 
-from verl_tlt.engine.tap import Untapped, adapt
+from verl_tlt.actor.adapter import Untapped
+from verl_tlt.actor.worker import adapt
 
 pytestmark = pytest.mark.engine
 pytest.importorskip("megatron.core")

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from demo.toy.assets import build_assets
 from verl_tlt.cli import app
-from verl_tlt.drafter import FrozenParts, build_drafter, provenance, refresh_frozen, save_drafter
-from verl_tlt.toy.assets import build_assets
+from verl_tlt.drafter import VerifierWeights, build_drafter, provenance, refresh_verifier_weights, save_drafter
 
 pytestmark = pytest.mark.engine
 
@@ -33,7 +33,7 @@ def specforge(assets, tmp_path_factory):
     model = build_drafter(assets.policy, seed=2)
     own = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in own.items()}
-    tensors["lm_head.weight"] = FrozenParts.from_policy_dir(assets.policy).lm_head[KEPT].float() * 1.1
+    tensors["lm_head.weight"] = VerifierWeights.from_policy_dir(assets.policy).lm_head[KEPT].float() * 1.1
     tensors["d2t"] = torch.zeros(len(KEPT), dtype=torch.int64)
     tensors["t2d"] = torch.arange(64) < len(KEPT)
     save_file(tensors, path / "model.safetensors")
@@ -75,7 +75,7 @@ def test_from_prompts_to_an_accept_length_that_vllm_confirms(assets, specforge, 
 def test_a_pruned_head_follows_the_live_policy_and_an_own_head_does_not(models, engine_of, tmp_path):
     kept = torch.arange(3, 400, 5)
     drafter = build_drafter(models["target"], draft_ids=kept)
-    refresh_frozen(drafter, FrozenParts.from_policy_dir(models["target"]))
+    refresh_verifier_weights(drafter, VerifierWeights.from_policy_dir(models["target"]))
     for name, own_head in (("pruned", False), ("own", True)):
         drafter.config.own_head = own_head
         models[name] = save_drafter(drafter, tmp_path / name, {})

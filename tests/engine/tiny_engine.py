@@ -40,10 +40,10 @@ def build_target(path: Path, family: str = "qwen3", vocab: int = V) -> None:
 
 def build_drafter_dir(path: Path, target: Path, informed: bool) -> None:
     """A drafter of it: one that knows the present token, or a random head."""
-    from verl_tlt.drafter import FrozenParts, build_drafter, refresh_frozen, save_drafter
+    from verl_tlt.drafter import VerifierWeights, build_drafter, refresh_verifier_weights, save_drafter
 
     model = build_drafter(target, seed=1)
-    refresh_frozen(model, FrozenParts.from_policy_dir(target))
+    refresh_verifier_weights(model, VerifierWeights.from_policy_dir(target))
     if informed:
         with torch.no_grad():
             _pass_the_token_through(model)
@@ -96,7 +96,7 @@ class Engine:
         """Let another policy choose from now on: one of `policies`, else one of `control.make_policy`."""
         import policies
 
-        from verl_tlt.control.policy import make_policy
+        from verl_tlt.speculation.policies.factory import make_policy
 
         own, control = getattr(policies, policy, None), self.scheduler.tlt
         arms = tuple(self.scheduler.vllm_config.additional_config["tlt"]["arms"])

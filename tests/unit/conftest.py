@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from made_run import MadeRun, make_run
 from omegaconf import OmegaConf
 
 POLICY = {
@@ -58,3 +59,9 @@ def recipe(tmp_path):
     )
     OmegaConf.set_struct(config, True)
     return config
+
+
+@pytest.fixture(scope="session")
+def made_run(tmp_path_factory) -> MadeRun:
+    """A finished run of six RL steps; do not write into its directory."""
+    return make_run(tmp_path_factory.mktemp("made") / "trace")

@@ -105,7 +105,7 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3) -> MadeRun:
             clock.now += seconds
         if sessions:
             version, published = version + 1, step
-            tau = {"candidate": 1.0 + step / 4, "served": 1.0 + (step - 1) / 4, "frozen": 1.01}
+            tau = {"candidate": 1.0 + step / 4, "served": 1.0 + (step - 1) / 4, "initial": 1.01}
             driver.emit("publish", step=step, version=version, decision="published", tau=tau, seconds=0.02, bytes=2**20)
             driver.emit("phase", step=step, name="publish", start=clock.now, end=clock.now + 0.02)
         for r in REPLICAS:
@@ -115,7 +115,7 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3) -> MadeRun:
         seen = StepObservations(
             step=step, rollout_s=end - start, replicas=stats, bubble_s={idle: bubble},
             bubble_trained_s={idle: end - begin if sessions else 0.0}, stop_latency_s={idle: 0.05} if sessions else {},
-            stolen={"stop": 0.05, "publish": 0.02}, published_version=version, served_version=version,
+            overhead={"stop": 0.05, "publish": 0.02}, published_version=version, served_version=version,
             served_since=published, spot_failures=0,
         )  # fmt: skip
         tokens = sum(s.emitted for s in stats.values())

@@ -67,14 +67,17 @@ def test_settings_do_not_change():
         ({"speculation": {"fixed": 4}}, "tlt.speculation.fixed must be 0..max_draft_length=3"),
         ({"speculation": {"max_draft_length": 17}}, "tlt.speculation.max_draft_length must be 1..16"),
         ({"buffer": {"held_out": 1.0}}, "tlt.buffer.held_out must be between"),
-        ({"speculation": {"policy": "godput"}}, "tlt.speculation.policy must be one of goodput, beg, ema,"),
+        ({"speculation": {"policy": "godput"}}, "tlt.speculation.policy must be one of goodput, bandit, ema,"),
         ({"speculation": {"policy_options": [1]}}, "tlt.speculation.policy_options must be a mapping"),
         (
             {"speculation": {"policy_options": {"holdd": 1}}},
             "Speculation policy goodput has no setting 'holdd'",
         ),
         ({"speculation": {"policy_options": {"off_gain": 0.5}}}, "off_gain=0.5 is above on_gain"),
-        ({"speculation": {"policy": "beg", "policy_options": {"thresholds": [4, 2]}}}, "thresholds must ascend from 1"),
+        (
+            {"speculation": {"policy": "bandit", "policy_options": {"thresholds": [4, 2]}}},
+            "thresholds must ascend from 1",
+        ),
         ({"speculation": {"policy": "table", "policy_options": {"epsilon": 1}}}, "table has no setting 'epsilon'"),
     ],
 )
@@ -99,7 +102,9 @@ def test_yaml_reads_a_bare_off_as_false():
 
 
 def test_a_policy_takes_its_options_as_the_command_line_gives_them():
-    node = OmegaConf.create({"speculation": {"policy": "beg", "policy_options": {"thresholds": [1, 8], "epsilon": 0}}})
+    node = OmegaConf.create(
+        {"speculation": {"policy": "bandit", "policy_options": {"thresholds": [1, 8], "epsilon": 0}}}
+    )
     settings = TLTConfig.from_dict(node)
     assert settings.speculation.policy_options == {"thresholds": [1, 8], "epsilon": 0}
     assert TLTConfig.from_dict(settings.to_dict()) == settings
@@ -107,7 +112,7 @@ def test_a_policy_takes_its_options_as_the_command_line_gives_them():
 
 def test_the_released_bandit_of_tlt_is_a_matter_of_settings():
     options = {"thresholds": [1, 2, 5, 21], "arms_per_bucket": 1, "off_arm": False, "off_above": 32}
-    speculation = {"policy": "beg", "max_draft_length": 7, "arms": [0, 1, 3, 5, 7], "policy_options": options}
+    speculation = {"policy": "bandit", "max_draft_length": 7, "arms": [0, 1, 3, 5, 7], "policy_options": options}
     TLTConfig.from_dict({"speculation": speculation})
     with pytest.raises(TLTConfigError, match="as many thresholds as draft lengths"):
         TLTConfig.from_dict({"speculation": {**speculation, "arms": [0, 7]}})

@@ -124,8 +124,8 @@ def test_the_site_builds(tmp_path):
 
 
 def test_links_out_of_the_site_become_names(generate):
-    page = "see [scheduler.py](../verl_tlt/rollout/scheduler.py) and [metrics](metrics.md)"
-    assert generate.on_page_markdown(page) == "see `verl_tlt/rollout/scheduler.py` and [metrics](metrics.md)"
+    page = "see [scheduler.py](../verl_tlt/engine_core/scheduler.py) and [metrics](metrics.md)"
+    assert generate.on_page_markdown(page) == "see `verl_tlt/engine_core/scheduler.py` and [metrics](metrics.md)"
 
 
 def test_every_page_can_be_reached_from_the_readme():

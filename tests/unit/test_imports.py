@@ -1,6 +1,12 @@
-"""Imports run one way: the pure rooms know nothing of verl, vLLM or Ray, and numpy-only rooms nothing of torch."""
+"""The map of the package, as a rule: which room may import which, and what of the world outside.
+
+A folder of `verl_tlt` says which process runs its files. Rooms of different processes do not import each other; what
+passes between them is in `messages.py` and `channel.py`. The trainer is the exception that its job asks for: it starts
+the others' actors, so it imports their classes. Commands (doctor, warmup, report, cli) stand above everything.
+"""
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,28 +14,66 @@ import pytest
 import verl_tlt
 
 ROOT = Path(verl_tlt.__file__).parent
-FRAMEWORKS = {"verl", "vllm", "ray"}
-ADAPTERS = ("verl_tlt.rollout", "verl_tlt.engine", "verl_tlt.trainer", "verl_tlt.platform", "verl_tlt.spot.worker")
-SPOT = ("phase.py", "session.py", "gap.py", "buffer.py", "merge.py", "gate.py")
-STANDARD = ("__init__.py", "plugin.py", "hooks.py", "config.py", "control/types.py")
+FRAMEWORKS = {"verl", "vllm", "ray", "torch", "megatron", "transformers", "speculators"}
 
-
-def files(*rooms):
-    """Python files of these rooms (folders or files) that exist."""
-    for room in rooms:
-        path = ROOT / room
-        yield from sorted(path.rglob("*.py")) if path.is_dir() else [path] if path.exists() else []
+SHARED = {"config", "errors", "messages"}
+MAY_IMPORT = {
+    # PURE: decisions over numbers
+    "errors": set(),
+    "speculation": {"errors"},
+    "idle": set(),
+    "simulate": {"errors", "speculation"},
+    # what every process may carry
+    "messages": {"speculation"},
+    "config": {"errors", "speculation"},
+    "compat": {"errors"},
+    "channel": {"errors"},
+    "drafter": {"errors"},
+    "trace": {"messages"},
+    # one process each
+    "engine_core": SHARED | {"channel", "compat", "speculation"},
+    "vllm_worker": SHARED | {"compat", "drafter", "speculation"},
+    "server": SHARED | {"channel", "compat", "drafter", "speculation"},
+    "actor": SHARED | {"compat", "drafter"},
+    "spot_worker": SHARED | {"compat", "drafter"},
+    "trainer": SHARED | {"actor", "compat", "drafter", "idle", "server", "speculation", "spot_worker", "trace"},
+    # commands
+    "console": set(),
+    "report": {"console", "errors", "trace"},
+    "warmup": SHARED | {"compat", "console", "drafter"},
+    "doctor": SHARED | {"channel", "compat", "drafter", "idle", "server", "speculation", "trainer"},
+    # what a run and a shell begin with
+    "activation": SHARED | {"compat", "doctor", "trainer"},
+    "plugin": {"activation", "compat", "trainer"},
+    "cli": SHARED | {"compat", "doctor", "drafter", "report", "trainer", "warmup"},
+    "conf": set(),
+}
+FRAMEWORKS_OF = {
+    **{room: set() for room in ("errors", "speculation", "idle", "simulate", "messages", "config", "channel", "trace")},
+    **{room: set() for room in ("console", "report", "plugin", "activation", "cli", "conf")},
+    "drafter": {"torch", "transformers", "speculators"},
+    "compat": FRAMEWORKS,  # only on the CPU platform
+    "engine_core": {"vllm"},
+    "vllm_worker": {"torch", "verl", "vllm"},
+    "server": {"ray", "torch", "verl", "vllm"},
+    "actor": {"megatron", "ray", "torch", "verl"},
+    "spot_worker": {"torch"},
+    "trainer": {"ray", "verl"},
+    "warmup": {"torch", "transformers", "vllm"},
+    "doctor": {"torch", "transformers", "verl", "vllm"},
+}
+STANDARD = ("__init__.py", "plugin.py", "compat/import_hooks.py", "config.py", "speculation/types.py")
+"""What every process loads, TLT or not."""
 
 
 def imported(path, lazily=True):
     """Absolute names of everything `path` imports; without `lazily` only what importing it runs."""
     tree = ast.parse(path.read_text())
     skipped = set()
-    if not lazily:
-        for node in ast.walk(tree):
-            typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-            if typing_only or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                skipped |= set(ast.walk(node))
+    for node in ast.walk(tree):
+        typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if typing_only or (not lazily and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+            skipped |= set(ast.walk(node))
     names = set()
     for node in ast.walk(tree):
         if node in skipped:
@@ -46,30 +90,57 @@ def roots(path, lazily=True):
     return {name.partition(".")[0] for name in imported(path, lazily)}
 
 
-@pytest.mark.parametrize("room", ["control", "drafter", "simulate", *(f"spot/{name}" for name in SPOT)])
-def test_pure_rooms_know_no_framework_and_no_adapter(room):
-    for path in files(room):
-        assert not roots(path) & FRAMEWORKS, path
-        reached = [name for name in imported(path) if name.startswith(ADAPTERS)]
-        assert not reached, f"{path} imports {reached}"
+def room_of(name):
+    """The room of a module's dotted name inside `verl_tlt`; None for the package itself and what is outside."""
+    parts = name.split(".")
+    return parts[1] if parts[0] == "verl_tlt" and len(parts) > 1 and parts[1] in MAY_IMPORT else None
 
 
-@pytest.mark.parametrize("room", ["control", "simulate", "spot/phase.py", "spot/session.py", "spot/gap.py"])
-def test_numeric_rooms_need_no_torch(room):
+def files(room):
+    path = ROOT / room
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+
+
+def test_every_file_is_in_a_room():
+    here = {p.stem if p.parent == ROOT else p.relative_to(ROOT).parts[0] for p in ROOT.rglob("*.py")}
+    assert here - {"__init__"} == MAY_IMPORT.keys() == FRAMEWORKS_OF.keys()
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_a_room_imports_what_it_may(room):
     for path in files(room):
-        assert "torch" not in roots(path), path
+        reached = {room_of(name) for name in imported(path)} - {None, room}
+        assert reached <= MAY_IMPORT[room], f"{path} imports {reached - MAY_IMPORT[room]}"
+        used = roots(path) & FRAMEWORKS
+        assert used <= FRAMEWORKS_OF[room], f"{path} imports {used - FRAMEWORKS_OF[room]}"
+
+
+def test_rooms_have_an_order():
+    """Nobody is reached from what it may import: no circle among rooms, and none upward."""
+    order = list(MAY_IMPORT)
+    for room, below in MAY_IMPORT.items():
+        assert all(order.index(other) < order.index(room) for other in below), room
+
+
+def test_no_two_files_import_each_other():
+    """No circle among files either, however late the imports run."""
+    modules = {".".join(p.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): p
+               for p in ROOT.rglob("*.py")}  # fmt: skip
+    reaches = {name: imported(path) & modules.keys() - {name} for name, path in modules.items()}
+    while True:
+        leaves = {name for name, below in reaches.items() if not below & reaches.keys()}
+        if not leaves:
+            break
+        reaches = {name: below for name, below in reaches.items() if name not in leaves}
+    assert not reaches, f"files in or above a circle: {sorted(reaches)}"
 
 
 @pytest.mark.parametrize("name", STANDARD)
 def test_what_every_process_loads_is_standard_library(name):
-    import sys
-
     assert roots(ROOT / name, lazily=False) <= set(sys.stdlib_module_names) | {"verl_tlt"}
 
 
 def test_the_hydra_plugin_needs_hydra_alone():
-    import sys
-
     path = ROOT.parent / "hydra_plugins" / "verl_tlt_search.py"
     assert roots(path) <= set(sys.stdlib_module_names) | {"hydra"}
 

@@ -1,6 +1,6 @@
 """The EAGLE-style drafter: build, align, pack, train, evaluate, save. No verl, vLLM or Ray.
 
-    from verl_tlt.drafter import build_drafter, refresh_frozen, DrafterTrainer, save_drafter
+    from verl_tlt.drafter import build_drafter, refresh_verifier_weights, DrafterTrainer, save_drafter
 
 Names load on first use: `speculators` takes seconds to import, and the driver's checks need none of it.
 """
@@ -21,8 +21,8 @@ _HOME = {
     "drafter_config": "build",
     "most_frequent": "build",
     "trainable_parameters": "build",
-    "FrozenParts": "build",
-    "refresh_frozen": "build",
+    "VerifierWeights": "build",
+    "refresh_verifier_weights": "build",
     "Sequence": "data",
     "from_numpy16": "data",
     "to_numpy16": "data",

@@ -97,7 +97,7 @@ def drafter_config(
             algorithm="eagle3",
             default_proposal_method="greedy",
             proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=DEFAULT_DRAFT_LENGTH)],
-            # Without a path the library reads no policy weights of its own: `refresh_frozen` supplies them.
+            # Without a path the library reads no policy weights of its own: `refresh_verifier_weights` supplies them.
             verifier=VerifierConfig(name_or_path=None, architectures=list(shape.architectures)),
         ),
     )
@@ -116,7 +116,7 @@ def build_drafter(
 ) -> Eagle3DraftModel:
     """A drafter with random trainable weights, float32, the same for the same seed on every machine.
 
-    Its embedding and head are NaN until `refresh_frozen` has copied the policy's: forgetting shows at once.
+    Its embedding and head are NaN until `refresh_verifier_weights` has copied the policy's: forgetting shows at once.
 
     Args:
         policy: config object, mapping or directory of the policy.
@@ -199,7 +199,7 @@ _NAMES = {"embed": "model.embed_tokens.weight", "lm_head": "lm_head.weight", "no
 
 
 @dataclass(frozen=True)
-class FrozenParts:
+class VerifierWeights:
     """The policy tensors a drafter needs, any float dtype."""
 
     embed: torch.Tensor
@@ -210,7 +210,7 @@ class FrozenParts:
     """[H] weight of the final RMSNorm."""
 
     @classmethod
-    def from_policy_dir(cls, path: str | os.PathLike) -> FrozenParts:
+    def from_policy_dir(cls, path: str | os.PathLike) -> VerifierWeights:
         """Read the three tensors, and no other, from a policy's safetensors files.
 
         Raises:
@@ -224,7 +224,7 @@ class FrozenParts:
         return cls(tensors["embed"], tensors.get("lm_head", tensors["embed"]), tensors["norm"])
 
 
-def refresh_frozen(model: Eagle3DraftModel, parts: FrozenParts) -> None:
+def refresh_verifier_weights(model: Eagle3DraftModel, parts: VerifierWeights) -> None:
     """Copy the policy's embedding, head and norm into the drafter, cast to its dtype and device.
 
     A pruned draft vocabulary takes the rows of the head that it keeps. A drafter with a head of its own keeps that, and
@@ -243,7 +243,9 @@ def refresh_frozen(model: Eagle3DraftModel, parts: FrozenParts) -> None:
     }
     for part, (held, given) in pairs.items():
         if held.shape != given.shape:
-            raise DrafterError(f"FrozenParts.{part} is {list(given.shape)}, but the drafter's is {list(held.shape)}.")
+            raise DrafterError(
+                f"VerifierWeights.{part} is {list(given.shape)}, but the drafter's is {list(held.shape)}."
+            )
     with torch.no_grad():
         for held, given in pairs.values():
             held.copy_(given)
@@ -262,7 +264,7 @@ def _read(directory: Path, name: str) -> torch.Tensor:
         file = directory / owner
     if not file.is_file():
         raise DrafterError(
-            f"{file} does not exist: the policy's safetensors are needed for the drafter's frozen parts."
+            f"{file} does not exist: the policy's safetensors are needed for the drafter's verifier weights."
         )
     try:
         with safe_open(file, framework="pt") as reader:

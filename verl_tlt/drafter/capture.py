@@ -1,6 +1,6 @@
 """The policy's hidden states for recorded texts, from a plain transformers forward: the drafter's teacher without RL.
 
-RL taps these out of a forward that runs anyway (`verl_tlt.engine.tap`). Warming a drafter up and evaluating one need
+RL taps these out of a forward that runs anyway (`verl_tlt.actor.tap`). Warming a drafter up and evaluating one need
 them for texts at rest: aux layers' inputs, and the last state before the final norm, at every position. They are heavy
 (28-64 KB a token for 7B-70B policies), so a `Library` keeps as many as its memory allows and computes the rest again.
 """

@@ -127,7 +127,7 @@ def save_drafter(
         tensors = serving_tensors(model, _dtype(dtype), standalone=standalone)
     if any(bool(t.isnan().any()) for t in tensors.values() if t.is_floating_point()):
         raise DrafterError(
-            f"{target} was not written: the drafter holds NaN (refresh_frozen fills head and embedding)."
+            f"{target} was not written: the drafter holds NaN (refresh_verifier_weights fills head and embedding)."
         )
     facts = {**provenance, "versions": _versions()}
     if policy is not None and (vocabulary := tokenizer_hash(policy)):
@@ -150,7 +150,8 @@ def load_drafter(
     attention: str | None = None,
     device: torch.device | str = "cpu",
 ) -> Eagle3DraftModel:
-    """A drafter from `directory` that fits `policy`, in float32; fill its frozen parts with `refresh_frozen`.
+    """A drafter from `directory` that fits `policy`, in float32; fill its verifier weights with
+    `refresh_verifier_weights`.
 
     A stand-alone file's own embedding and head are loaded, ready until the policy changes. SafeAILab's and SpecForge's
     layouts are converted; `save_drafter` then writes the drafter in the layout that vLLM serves.

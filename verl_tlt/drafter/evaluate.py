@@ -77,7 +77,7 @@ def acceptance(
     (`compute_probs_and_sample_next_token`). Temperature 0 is greedy on both sides.
 
     Args:
-        model: its frozen parts are those of the policy that made the rollouts.
+        model: its verifier weights are those of the policy that made the rollouts.
         sequences: whole ones or windows; those longer than `budget` are scored piece by piece.
         temperature: of the rollout.
         top_p: of the rollout; 1 is off.

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_tlt.errors import TLTError
+
 SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Policies whose hidden states vLLM hands to an EAGLE-3 head and whose final norm is a plain RMSNorm."""
 
@@ -26,7 +28,7 @@ PolicyLike = Any
 """A `transformers` config, a mapping of its fields, a `PolicyShape`, or the policy's directory."""
 
 
-class DrafterError(ValueError):
+class DrafterError(TLTError, ValueError):
     """A drafter, a policy or a file does not fit; the message says which, what it holds and what is needed."""
 
 

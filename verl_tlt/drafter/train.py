@@ -81,7 +81,7 @@ class DrafterTrainer:
         seed: int = 0,
     ) -> None:
         """Args:
-        model: from `build_drafter` or `load_drafter`, its frozen parts filled.
+        model: from `build_drafter` or `load_drafter`, its verifier weights filled.
         learning_rate: after the linear warm-up.
         warmup_steps: optimizer steps of warm-up, counted over all sessions.
         ttt_steps: passes per step.

@@ -15,9 +15,9 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from verl_tlt.control.types import OFF, Load, Policy, StepRecord
 from verl_tlt.simulate.hardware import CostModel
 from verl_tlt.simulate.workload import Rollout, Workload
+from verl_tlt.speculation.types import OFF, Load, Policy, StepRecord
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
-from verl_tlt.control.tables import LatencyTable
-from verl_tlt.control.types import OFF
+from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.types import OFF
 
 
 class CostModel(Protocol):

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from verl_tlt.control.base import FixedPolicy
-from verl_tlt.control.types import Load, StepRecord
 from verl_tlt.simulate.engine import Run, SimulatedEngine, Truth
+from verl_tlt.speculation.policies.base import FixedPolicy
+from verl_tlt.speculation.types import Load, StepRecord
 
 
 class TrueGoodput:

@@ -1,6 +1,6 @@
 """What a real engine showed, made ready for replay: latency by batch and draft length, acceptance, jitter.
 
-Input is the engine trace that `rollout/step_stats.py` writes, one JSON line per engine step.
+Input is the engine trace that `speculation/step_statistics.py` writes, one JSON line per engine step.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verl_tlt.control.tables import LatencyPoint, LatencyTable
-from verl_tlt.control.types import OFF, StepRecord
+from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
+from verl_tlt.speculation.types import OFF, StepRecord
 
 _FEWEST = 3
 """Clean steps a point of the table needs."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from verl_tlt.control.types import Load, Policy, StepRecord
 from verl_tlt.simulate.hardware import CostModel
+from verl_tlt.speculation.types import Load, Policy, StepRecord
 
 
 class SteadyEngine:

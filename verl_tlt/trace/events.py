@@ -144,7 +144,7 @@ class Publish:
     gain_low: float | None = None
     """Lower end of the gate's interval around `gain`."""
     tau: Mapping[str, float | None] = field(default_factory=dict)
-    """Simulated accept length on held-out positions of `candidate`, `served` and `frozen`; absent when not judged."""
+    """Simulated accept length on held-out positions of `candidate`, `served` and `initial`; absent when not judged."""
     seconds: float = 0.0
     """Time on the critical path."""
     bytes: int = 0
@@ -177,7 +177,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStep:
-    """One finished step of one engine; `verl_tlt.control.types.StepRecord` explains the terms."""
+    """One finished step of one engine; `verl_tlt.speculation.types.StepRecord` explains the terms."""
 
     t: float
     batch: int

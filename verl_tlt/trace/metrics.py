@@ -6,7 +6,7 @@ What could not be measured yields no key: a dashboard shows a gap, never a NaN o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,8 +30,8 @@ METRICS = {
     "tlt/bubble_trained_s": "the part of bubble_s in which a spot worker trained",
     "tlt/bubble_used_frac": "bubble_trained_s / bubble_s",
     "tlt/stop_latency_s": "seconds from the stop command to the slowest spot worker's answer",
-    "tlt/stolen_s": "seconds of TLT's own work on the critical path",
-    "tlt/stolen_<part>_s": "the same by what it was: stop, tap, merge, publish, reload, ...",
+    "tlt/overhead_s": "seconds of TLT's own work on the critical path",
+    "tlt/overhead_<part>_s": "the same by what it was: stop, tap, merge, publish, reload, ...",
     "tlt/spot_steps": "optimizer steps of the drafter, over all spot workers",
     "tlt/spot_tokens": "tokens the drafter was trained on",
     "tlt/spot_skipped_steps": "optimizer steps skipped for a non-finite loss or gradient",
@@ -54,7 +54,7 @@ METRICS = {
 
 @dataclass(frozen=True)
 class ReplicaStats:
-    """One engine's work during one rollout, as its scheduler counted it (`verl_tlt.rollout.step_stats`)."""
+    """One engine's work during one rollout, as its scheduler counted it (`verl_tlt.speculation.step_statistics`)."""
 
     steps: int
     """Engine steps."""
@@ -118,7 +118,7 @@ class StepObservations:
     sessions: Sequence[Session] = ()
     publish: Publish | None = None
     reloads: Sequence[Reload] = ()
-    stolen: Mapping[str, float] = field(default_factory=dict)
+    overhead: Mapping[str, float] = field(default_factory=dict)
     """Seconds of TLT's own work on the critical path, by what it was: stop, tap, merge, publish, reload, ..."""
     published_version: int | None = None
     """Drafter version the engines should serve after this step."""
@@ -218,12 +218,12 @@ def _bubble_metrics(seen: StepObservations) -> dict[str, float | None]:
         metrics["tlt/bubble_used_frac"] = trained / bubble if bubble > 0 else None
     if seen.stop_latency_s:
         metrics["tlt/stop_latency_s"] = max(seen.stop_latency_s.values())
-    stolen = dict(seen.stolen)
+    overhead = dict(seen.overhead)
     if control_s := max((r.control_s for r in seen.replicas.values()), default=0.0):
-        stolen["control"] = control_s
-    if stolen:
-        metrics["tlt/stolen_s"] = sum(stolen.values())
-        metrics |= {f"tlt/stolen_{name}_s": seconds for name, seconds in stolen.items()}
+        overhead["control"] = control_s
+    if overhead:
+        metrics["tlt/overhead_s"] = sum(overhead.values())
+        metrics |= {f"tlt/overhead_{name}_s": seconds for name, seconds in overhead.items()}
     return metrics
 
 
@@ -264,5 +264,17 @@ def _served_tau(publish: Publish) -> float | None:
         return tau.get("candidate")
     if publish.decision == "kept":
         return tau.get("served")
-    known = [t for t in (tau.get("served"), tau.get("frozen")) if t is not None]
+    known = [t for t in (tau.get("served"), tau.get("initial")) if t is not None]
     return max(known, default=None)
+
+
+def buffer_metrics(stats: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """`Buffer.stats` of several workers as trainer metrics; empty without any."""
+    held = [s for s in stats if s["bytes"]]
+    if not held:
+        return {}
+    sequences, nbytes = sum(s["sequences"] for s in held), sum(s["bytes"] for s in held)
+    return {
+        "tlt/buffer_tokens": sum(s["tokens"] for s in held),
+        "tlt/buffer_sequences_per_gb": sequences * 1e9 / nbytes,
+    }

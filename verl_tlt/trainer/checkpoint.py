@@ -15,7 +15,7 @@ from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import files_digest
 from verl_tlt.trainer.bootstrap import CHECKPOINT
 from verl_tlt.trainer.fleet import Fleet
-from verl_tlt.trainer.observe import StepLog
+from verl_tlt.trainer.step_log import StepLog
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +40,13 @@ class KeepsDrafter:
         # Written while the policy is, which takes longer. Killed before it is done, a resume takes the previous one.
         saving = None
         if self._tlt_spot:
-            with self._tlt_guard("checkpoint"), self._tlt_log.stolen("save"):
+            with self._tlt_guard("checkpoint"), self._tlt_log.overhead("save"):
                 saving = self._tlt_save(
                     Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}" / CHECKPOINT
                 )
         super()._save_checkpoint()  # type: ignore[misc]
         if saving is not None:
-            with self._tlt_guard("checkpoint"), self._tlt_log.stolen("save"):
+            with self._tlt_guard("checkpoint"), self._tlt_log.overhead("save"):
                 ray.get(saving)
 
     def _tlt_save(self, directory: Path) -> Any:

@@ -16,8 +16,8 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl.plugin.platform.platform_manager import get_platform
 
-from verl_tlt.spot.store import DrafterFile
-from verl_tlt.spot.worker import SpotWorker
+from verl_tlt.messages import DrafterFile
+from verl_tlt.spot_worker.worker import SpotWorker
 
 logger = logging.getLogger(__name__)
 
@@ -128,9 +128,9 @@ class Fleet:
         calls = {name: getattr(r.server, method).remote(*args) for name, r in self.replicas.items()}
         return dict(zip(calls, ray.get(list(calls.values()), timeout=timeout), strict=True))
 
-    def rest(self, names: Collection[str]) -> None:
+    def disable_drafting(self, names: Collection[str]) -> None:
         """These replicas, and no others, decode without a drafter from the next weight sync on."""
-        calls = [r.server.tlt_rest.remote(name in names) for name, r in self.replicas.items()]
+        calls = [r.server.tlt_disable_drafting.remote(name in names) for name, r in self.replicas.items()]
         ray.get(calls, timeout=CALL_TIMEOUT_S)
 
     def stage(self, drafter: DrafterFile) -> None:

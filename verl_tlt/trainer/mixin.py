@@ -2,7 +2,7 @@
 
     prepare_step        stock
     on_sample_begin     watch the idle devices, and train the drafter there: replicas that run dry leave and sleep
-                        before (`trainer.modes` says whose idle time it is in each mode)
+                        before (`idle.modes` says whose idle time it is in each mode)
     on_sample_end       stop it (bounded), start merging in the background, then stock: sleep the rest
     old_log_prob        stock forward, tapped; captured states go to the spot workers
     update_actor        stock
@@ -29,30 +29,32 @@ from verl.utils.fs import copy_to_local
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from verl_tlt.config import TLTConfig
-from verl_tlt.spot.buffer import buffer_metrics
-from verl_tlt.spot.gap import GapPlanner
-from verl_tlt.spot.learner import Sampling
-from verl_tlt.spot.parts import Routes, route
-from verl_tlt.spot.phase import Planner
-from verl_tlt.spot.session import FailureBudget, SessionPlanner
-from verl_tlt.spot.store import STORE_NAME, DrafterStore
+from verl_tlt.idle.failure_budget import FailureBudget
+from verl_tlt.idle.modes import RULES
+from verl_tlt.idle.planner import Planner
+from verl_tlt.idle.replica_idle import ReplicaIdlePlanner
+from verl_tlt.idle.trainer_idle import TrainerIdlePlanner
+from verl_tlt.messages import STORE_NAME
+from verl_tlt.spot_worker.learner import Sampling
 from verl_tlt.trace.events import TraceWriter
+from verl_tlt.trace.metrics import buffer_metrics
 from verl_tlt.trainer.bootstrap import Start, first_drafter, saved_drafter
 from verl_tlt.trainer.checkpoint import KeepsDrafter
 from verl_tlt.trainer.costs import shared_calibration
+from verl_tlt.trainer.drafter_store import DrafterStore
+from verl_tlt.trainer.drafter_update import DrafterUpdate, update_drafter
 from verl_tlt.trainer.fleet import Fleet
-from verl_tlt.trainer.learn import Learned, learn
-from verl_tlt.trainer.live import LiveControl
-from verl_tlt.trainer.modes import RULES
-from verl_tlt.trainer.observe import StepLog
-from verl_tlt.trainer.outlook import BufferOutlook
+from verl_tlt.trainer.pending_work import BufferWatch
+from verl_tlt.trainer.routes import Routes, route
+from verl_tlt.trainer.runtime_control import RuntimeControl
+from verl_tlt.trainer.step_log import StepLog
 from verl_tlt.trainer.watch import Ended, PhaseReport, SamplingWatch
 
 logger = logging.getLogger(__name__)
 
 
 def _tlt_replica() -> type:
-    from verl_tlt.rollout.server import TLTvLLMReplica
+    from verl_tlt.server.server import TLTvLLMReplica
 
     return TLTvLLMReplica
 
@@ -85,7 +87,7 @@ class TLTMixin(KeepsDrafter):
         self._tlt_spot = False
         self._tlt_watch: SamplingWatch | None = None
         self._tlt_sessions: list[Ended] = []
-        self._tlt_merging: Future[Learned] | None = None
+        self._tlt_merging: Future[DrafterUpdate] | None = None
         self._tlt_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tlt-merge")
         self._tlt_budget = FailureBudget(self.tlt.spot.max_failures)
         self._tlt_buffers: dict[str, dict[str, Any]] = {}
@@ -95,7 +97,7 @@ class TLTMixin(KeepsDrafter):
         super().__init__(config)  # type: ignore[call-arg]
         self._tlt_trace = TraceWriter(str(self.tlt.trace.dir), "trainer")
         self._tlt_log = StepLog(self._tlt_trace)
-        self._tlt_outlook = BufferOutlook(
+        self._tlt_pending_work = BufferWatch(
             self.replay_buffer,
             multi_turn=rollout.multi_turn.enable,
             wanted=config.data.train_batch_size // self.parameter_sync_step,
@@ -110,7 +112,7 @@ class TLTMixin(KeepsDrafter):
                 self.role_worker_mapping[role] = ray.remote(self._tlt_worker_class())
 
     def _tlt_worker_class(self) -> type:
-        from verl_tlt.engine.worker import TLTActorWorker
+        from verl_tlt.actor.worker import TLTActorWorker
 
         return TLTActorWorker
 
@@ -147,13 +149,13 @@ class TLTMixin(KeepsDrafter):
 
     def on_init_end(self) -> None:
         self._tlt_fleet = self._tlt_new_fleet()
-        self._tlt_live = LiveControl(
+        self._tlt_runtime = RuntimeControl(
             str(self.tlt.trace.dir), list(self._tlt_fleet.replicas), self.tlt.speculation.audit_every
         )
         self._tlt_steer(self.global_steps + 1)
         with self._tlt_guard("start of spot training"):
             if self.tlt.spot.enable:
-                self._tlt_start_spot()  # before the first weight sync, so that it brings the frozen parts
+                self._tlt_start_spot()  # before the first weight sync, so that it brings the verifier weights
         super().on_init_end()  # type: ignore[misc]
         with self._tlt_guard("calibration"):
             if self.tlt.speculation.enable:
@@ -173,9 +175,9 @@ class TLTMixin(KeepsDrafter):
     def _tlt_steer(self, step: int) -> None:
         """Tell the engines who decodes the rollout of `step` without a drafter; the coming weight sync makes it so."""
         with self._tlt_guard("live control"):
-            resting = self._tlt_live.resting(step)
+            disabled = self._tlt_runtime.drafting_disabled(step)
             if self.tlt.speculation.enable:
-                self._tlt_fleet.rest(resting)
+                self._tlt_fleet.disable_drafting(disabled)
 
     def _tlt_start_spot(self) -> None:
         rollout = self.config.actor_rollout_ref.rollout
@@ -204,7 +206,7 @@ class TLTMixin(KeepsDrafter):
         with self._tlt_guard("watch"):
             self._tlt_settle_buffers()
             self._tlt_watch = SamplingWatch(
-                self._tlt_fleet, self._tlt_planner(), self._tlt_outlook, self.tlt.spot.poll_s, self._tlt_trace,
+                self._tlt_fleet, self._tlt_planner(), self._tlt_pending_work, self.tlt.spot.poll_s, self._tlt_trace,
                 self.global_steps, self.tlt_rule.recall,
             )  # fmt: skip
 
@@ -212,7 +214,7 @@ class TLTMixin(KeepsDrafter):
         """Who decides about the idle time of the phase that begins now."""
         workers, buffers = self._tlt_fleet.workers(), self._tlt_buffers
         # While a late merge is still running, the workers' weights are not theirs to train.
-        spot = self._tlt_spot and self._tlt_live.switch.spot and self._tlt_merging is None
+        spot = self._tlt_spot and self._tlt_runtime.switch.spot and self._tlt_merging is None
         ready = [
             n
             for n in workers
@@ -221,8 +223,10 @@ class TLTMixin(KeepsDrafter):
             and buffers.get(n, {}).get("train_tokens", 0) >= self.tlt.buffer.min_tokens
         ]
         if self.tlt_rule.idle == "trainer" and workers:
-            return GapPlanner(list(workers), begin=time.time(), settle_s=self.tlt.spot.settle_s, spot_workers=ready)
-        return SessionPlanner(
+            return TrainerIdlePlanner(
+                list(workers), begin=time.time(), settle_s=self.tlt.spot.settle_s, spot_workers=ready
+            )
+        return ReplicaIdlePlanner(
             list(self._tlt_fleet.replicas),
             expected_requests=self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n,
             settle_s=self.tlt.spot.settle_s,
@@ -249,15 +253,17 @@ class TLTMixin(KeepsDrafter):
                 stats = self._tlt_fleet.on_servers("tlt_stats")
                 if failed := self._tlt_log.engine_stats(stats):
                     self._tlt_errors["statistics"] = self._tlt_errors.get("statistics", 0) + failed
-                self._tlt_log.audited(self._tlt_live.report(stats))
+                self._tlt_log.audited(self._tlt_runtime.report(stats))
         self._tlt_sessions += report.sessions if report is not None else []
         if self._tlt_sessions and self._tlt_last_sample():
             sessions, self._tlt_sessions = self._tlt_sessions, []
             version, dtype = self._tlt_version + 1, _dtype(self.config.actor_rollout_ref.rollout.dtype)
-            self._tlt_merging = self._tlt_pool.submit(learn, self._tlt_fleet, self.tlt, sessions, version, dtype)
+            self._tlt_merging = self._tlt_pool.submit(
+                update_drafter, self._tlt_fleet, self.tlt, sessions, version, dtype
+            )
         if self.tlt_rule.recall:
             # Responses that verl aborts now are sent again within a second: to everybody's gate, as in stock.
-            with self._tlt_guard("rejoin"), self._tlt_log.stolen("rejoin"):
+            with self._tlt_guard("rejoin"), self._tlt_log.overhead("rejoin"):
                 self._tlt_fleet.join(list(self._tlt_fleet.replicas))
         super().on_sample_end()  # type: ignore[misc]
 
@@ -287,7 +293,7 @@ class TLTMixin(KeepsDrafter):
         with self._tlt_log.phase("old_log_prob", self.global_steps):
             batch = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
         if self._tlt_spot:
-            with self._tlt_guard("tap"), self._tlt_log.stolen("tap"):
+            with self._tlt_guard("tap"), self._tlt_log.overhead("tap"):
                 self._tlt_hand_over()
         return batch
 
@@ -299,8 +305,8 @@ class TLTMixin(KeepsDrafter):
             self._tlt_errors["tap"] = self._tlt_errors.get("tap", 0) + errors
         for name, worker in self._tlt_fleet.workers().items():
             sequences = [[taken[rank]["parts"][share] for rank in ranks] for ranks, share in routes.sources[name]]
-            frozen = taken[self._tlt_fleet.replicas[name].ranks[0]]["frozen"]
-            self._tlt_taking[name] = worker.add.remote(self.global_steps, sequences, frozen)
+            weights = taken[self._tlt_fleet.replicas[name].ranks[0]]["verifier_weights"]
+            self._tlt_taking[name] = worker.add.remote(self.global_steps, sequences, weights)
         self._tlt_log.tapped(taken)
 
     def _tlt_settle_buffers(self) -> None:
@@ -323,12 +329,12 @@ class TLTMixin(KeepsDrafter):
     # ------------------------------------------------------------------ the end of a step
 
     def on_step_end(self) -> None:
-        with self._tlt_guard("publish"), self._tlt_log.stolen("publish"):
+        with self._tlt_guard("publish"), self._tlt_log.overhead("publish"):
             self._tlt_publish()
         self._tlt_steer(self.global_steps + 1)
         with self._tlt_log.phase("update_weights", self.global_steps):
             super().on_step_end()  # type: ignore[misc]
-        with self._tlt_guard("rejoin"), self._tlt_log.stolen("rejoin"):
+        with self._tlt_guard("rejoin"), self._tlt_log.overhead("rejoin"):
             if self.tlt_rule.idle == "replicas":
                 self._tlt_fleet.join(list(self._tlt_fleet.replicas))
             if self.tlt.speculation.enable:

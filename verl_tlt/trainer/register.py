@@ -1,6 +1,6 @@
 """Makes the TLT trainers known to verl under `tlt_<mode>`; the plugin calls it once verl's own are registered.
 
-`trainer.modes` says how they differ, `trainer.mixin` does the work. Here are the few calls whose form is a mode's own.
+`idle.modes` says how they differ, `trainer.mixin` does the work. Here are the few calls whose form is a mode's own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def register_trainers() -> None:
 
         def get_llm_client(self) -> Any:
             """verl's client, re-routing requests that a leaving replica rejects."""
-            from verl_tlt.rollout.client import TLTLLMServerClient
+            from verl_tlt.server.client import TLTLLMServerClient
 
             return self.llm_server_manager.get_client(client_cls=TLTLLMServerClient)
 
@@ -40,7 +40,7 @@ def register_trainers() -> None:
 
         def get_llm_client(self) -> Any:
             """verl's resuming client, re-routing requests that a leaving replica rejects."""
-            from verl_tlt.rollout.client import TLTFullyAsyncLLMServerClient
+            from verl_tlt.server.client import TLTFullyAsyncLLMServerClient
 
             return self.llm_server_manager.get_client(client_cls=TLTFullyAsyncLLMServerClient)
 
@@ -51,7 +51,7 @@ def register_trainers() -> None:
         tlt_base_mode = "separate_async"
 
         def _tlt_worker_class(self) -> type:
-            from verl_tlt.engine.worker import TLTDetachActorWorker
+            from verl_tlt.actor.worker import TLTDetachActorWorker
 
             return TLTDetachActorWorker
 

@@ -1,8 +1,8 @@
 """One sampling phase, watched from a thread: looks at the fleet, asks the planner, carries out its commands.
 
-All decisions are the planner's (`spot.session`, `spot.gap`). This file only turns its commands into Ray calls and
-their results back into reports, and keeps what happened for metrics and trace. An error in here ends spot training for
-the phase and nothing else; whoever left the balancer comes back with the weight sync.
+All decisions are the planner's (`idle.replica_idle`, `idle.trainer_idle`). This file only turns its commands into Ray
+calls and their results back into reports, and keeps what happened for metrics and trace. An error in here ends spot
+training for the phase and nothing else; whoever left the balancer comes back with the weight sync.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from verl_tlt.spot.phase import (
+from verl_tlt.idle.planner import (
     Command,
     LeaveBalancer,
     PhaseAccount,
@@ -30,7 +30,7 @@ from verl_tlt.spot.phase import (
 )
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.fleet import Fleet
-from verl_tlt.trainer.outlook import Outlook
+from verl_tlt.trainer.pending_work import PendingWork
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class SamplingWatch:
     Args:
         fleet: replicas and spot workers.
         planner: this phase's decisions.
-        outlook: what may still arrive; called at every look.
+        pending_work: what may still arrive; called at every look.
         poll_s: seconds between two looks while the load changes (`next_pause`).
         trace: where load and idle events go.
         step: the RL step, for the trace.
@@ -81,13 +81,13 @@ class SamplingWatch:
         self,
         fleet: Fleet,
         planner: Planner,
-        outlook: Callable[[], Outlook],
+        pending_work: Callable[[], PendingWork],
         poll_s: float,
         trace: TraceWriter,
         step: int,
         recall: bool = False,
     ) -> None:
-        self.fleet, self.planner, self.outlook = fleet, planner, outlook
+        self.fleet, self.planner, self.pending_work = fleet, planner, pending_work
         self.poll_s, self.trace, self.step, self._recall = poll_s, trace, step, recall
         self._running: dict[str, tuple[Any, float]] = {}  # replica -> (result reference, start)
         self._report = PhaseReport(planner.account(time.time()))
@@ -111,14 +111,14 @@ class SamplingWatch:
 
     def _look(self) -> bool:
         """Returns whether anything has changed since the last look."""
-        load, now, outlook = self.fleet.inflight(), time.time(), self.outlook()
+        load, now, work = self.fleet.inflight(), time.time(), self.pending_work()
         changed = load != self._load
         if changed:
             self._load = load
             self.trace.emit("load", step=self.step, inflight=load)
             if self._report.first_dispatch is None and any(load.values()):
                 self._report.first_dispatch = now
-        commands = self.planner.observe(now, load, outlook.pending, outlook.open_loops, outlook.refill_possible)
+        commands = self.planner.observe(now, load, work.pending, work.open_loops, work.refill_possible)
         self._do(commands)
         over = [n for n, (ref, _) in self._running.items() if ray.wait([ref], timeout=0)[0]]
         for name in over:

@@ -1,0 +1,1 @@
+"""Runs in commands: a drafter before the run, from the policy's own responses."""

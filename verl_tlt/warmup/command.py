@@ -218,13 +218,21 @@ def _prepare(s: Warmup, prompts: Prompts, responses: list[Response], device: str
     """Drafter, policy and texts, brought together; an earlier try's state is loaded."""
     import transformers
 
-    from verl_tlt.drafter import DrafterTrainer, FrozenParts, Library, PolicyStates, Text, load_policy, refresh_frozen
+    from verl_tlt.drafter import (
+        DrafterTrainer,
+        Library,
+        PolicyStates,
+        Text,
+        VerifierWeights,
+        load_policy,
+        refresh_verifier_weights,
+    )
 
     transformers.utils.logging.disable_progress_bar()  # there is one already
     texts = [Text((*prompts.tokens[r.prompt], *r.tokens), len(prompts.tokens[r.prompt])) for r in responses]
     drafter = _drafter(s, responses, device)
-    parts = FrozenParts.from_policy_dir(s.model)
-    refresh_frozen(drafter, parts)
+    parts = VerifierWeights.from_policy_dir(s.model)
+    refresh_verifier_weights(drafter, parts)
     states = PolicyStates(load_policy(s.model, device), drafter.target_layer_ids)
     run = Run(
         DrafterTrainer(

@@ -2,7 +2,7 @@
 
 A process of its own returns all memory when it ends, on every device, and a crash of the engine ends in a sentence.
 Responses are written one by one as they finish, so that a killed run keeps what it has. No plugin is loaded: what is
-measured here is what `vllm serve` does. (On the CPU the two repairs of `platform.vllm_shims` are needed to sample.)
+measured here is what `vllm serve` does. (On the CPU the two repairs of `compat.cpu.vllm_shims` are needed to sample.)
 """
 
 from __future__ import annotations
@@ -19,19 +19,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_tlt.compat.cpu.environment import CPU_ENGINE
 from verl_tlt.drafter.policy import DrafterError
 
 POLL_S = 1.0
 _LAST_LINES = 15
-_CPU = {
-    "VERL_PLATFORM": "cpu",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_PLUGINS": "tlt_cpu",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "TORCH_COMPILE_DISABLE": "1",
-    "OMP_NUM_THREADS": "1",
-}
+_CPU = {**CPU_ENGINE, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "tlt_cpu"}
 
 
 @dataclass(frozen=True)

@@ -118,22 +118,22 @@ def score(
     import transformers
 
     from verl_tlt.drafter import (
-        FrozenParts,
         Library,
         PolicyStates,
         Text,
+        VerifierWeights,
         accept_length,
         acceptance,
         load_drafter,
         load_policy,
-        refresh_frozen,
+        refresh_verifier_weights,
     )
 
     transformers.utils.logging.disable_progress_bar()  # there is one already
     texts = [Text((*prompts[r.prompt], *r.tokens), len(prompts[r.prompt])) for r in responses]
     draft_model = load_drafter(drafter, model, device=device)
-    parts = FrozenParts.from_policy_dir(model)
-    refresh_frozen(draft_model, parts)
+    parts = VerifierWeights.from_policy_dir(model)
+    refresh_verifier_weights(draft_model, parts)
     library = Library(PolicyStates(load_policy(model, device), draft_model.target_layer_ids), texts, max_bytes=0)
     settings = {k: v for k, v in asdict(sampling).items() if k in ("temperature", "top_p", "top_k")}
     head = parts.lm_head.to(device) if draft_model.use_draft_vocab else None

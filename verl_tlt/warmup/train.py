@@ -76,7 +76,7 @@ class Run:
     """One training run.
 
     Args:
-        trainer: with its frozen parts filled, on its device.
+        trainer: with its verifier weights filled, on its device.
         library: captures the policy's states.
         train: numbers of the texts to learn from.
         judged: numbers of the texts held out.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_tlt.demo.machine import DemoError, Machine, check_packages, find_machine
+from demo.machine import DemoError, Machine, check_packages, find_machine
 
 
 def test_a_container_limits_memory_and_cores(tmp_path):

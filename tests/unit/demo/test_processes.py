@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from verl_tlt.demo.processes import ProcessTree, interruptible
+from demo.processes import ProcessTree, interruptible
 
 FAMILY = """
 import os, signal, subprocess, sys, time
@@ -110,12 +110,13 @@ def test_an_interrupted_run_leaves_no_process_behind(family, tmp_path, number):
     recipe.write_text("exec " + " ".join(argv))
     program = textwrap.dedent(f"""
         from pathlib import Path
-        from verl_tlt.demo.arm import Arm, run_arm
-        from verl_tlt.demo.processes import interruptible
-        from verl_tlt.demo.screen import Screen
-        from verl_tlt.trace.console import make_console
+        from demo.run import DemoRun, run_recipe
+        from demo.processes import interruptible
+        from demo.screen import Screen
+        from verl_tlt.console import make_console
         with interruptible(), Screen(make_console()) as screen:
-            run_arm(Arm("a run", Path({str(tmp_path / "out")!r}), steps=1, seed=0), Path({str(recipe)!r}), screen)
+            run_recipe(DemoRun("a run", Path({str(tmp_path / "out")!r}), steps=1, seed=0), Path({str(recipe)!r}),
+            screen)
     """)
     demo = subprocess.Popen(
         [sys.executable, "-c", program],
@@ -134,7 +135,7 @@ def test_an_interrupted_run_leaves_no_process_behind(family, tmp_path, number):
 
 
 def test_an_ignored_hangup_stays_ignored():
-    """`nohup verl-tlt demo &` goes on when its shell ends."""
+    """`nohup python -m demo &` goes on when its shell ends."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with interruptible():

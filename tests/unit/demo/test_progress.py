@@ -1,6 +1,6 @@
 """The status line follows what the run writes."""
 
-from verl_tlt.demo.progress import Progress, cause
+from demo.progress import Progress, cause
 from verl_tlt.trace.events import LoadSample, Phase, Run, Step
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tiny_policy import VOCAB, frozen_parts, make_policy, observe
+from tiny_policy import VOCAB, make_policy, observe, verifier_weights
 
-from verl_tlt.drafter import build_drafter, refresh_frozen
+from verl_tlt.drafter import build_drafter, refresh_verifier_weights
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +29,7 @@ def sequences(policy):
 @pytest.fixture
 def drafter(policy):
     model = build_drafter(policy.config, seed=3)
-    refresh_frozen(model, frozen_parts(policy))
+    refresh_verifier_weights(model, verifier_weights(policy))
     with torch.no_grad():  # large enough for every part of the layer to matter to the result
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.ndim == 2:

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tiny_policy import FAMILIES, VOCAB, frozen_parts, make_policy, observe
+from tiny_policy import FAMILIES, VOCAB, make_policy, observe, verifier_weights
 from vllm_by_hand import Reference, passes
 
-from verl_tlt.drafter import DrafterTrainer, Sequence, align, build_drafter, pack, refresh_frozen
+from verl_tlt.drafter import DrafterTrainer, Sequence, align, build_drafter, pack, refresh_verifier_weights
 
 PASSES = 3
 
@@ -43,7 +43,7 @@ def test_aux_layers_are_layer_inputs_and_last_is_before_the_norm(family):
     torch.testing.assert_close(sequence.aux, torch.cat([out.hidden_states[i][0] for i in (1, 2, 3)], -1))
     assert not torch.allclose(sequence.last, out.hidden_states[-1][0], atol=1e-3)
     model = build_drafter(policy.config, aux_layers=(1, 2, 3))
-    refresh_frozen(model, frozen_parts(policy))
+    refresh_verifier_weights(model, verifier_weights(policy))
     _, targets = passes(model, align(sequence), 1)[0]
     torch.testing.assert_close(targets, out.logits[0, 1:], rtol=1e-4, atol=1e-4)
 

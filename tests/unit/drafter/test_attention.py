@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tiny_policy import frozen_parts
+from tiny_policy import verifier_weights
 from torch.nn.functional import scaled_dot_product_attention
 
-from verl_tlt.drafter import DrafterTrainer, build_drafter, pack, refresh_frozen
+from verl_tlt.drafter import DrafterTrainer, build_drafter, pack, refresh_verifier_weights
 from verl_tlt.drafter.attention import BY_DOCUMENT, attend_by_document
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
@@ -60,7 +60,7 @@ def test_a_training_step_is_that_of_the_dense_mask(policy, sequences):
     steps = []
     for attention in (None, "sdpa"):
         model = build_drafter(policy.config, seed=3, attention=attention)
-        refresh_frozen(model, frozen_parts(policy))
+        refresh_verifier_weights(model, verifier_weights(policy))
         assert model._attn_impl == (attention or BY_DOCUMENT)
         trainer = DrafterTrainer(model, ttt_steps=3)
         steps.append((trainer.step(pack(sequences)), trainer.parameters_numpy()))

@@ -1,4 +1,4 @@
-"""The drafter's shape follows the policy; its weights follow the seed; its frozen parts follow the policy's."""
+"""The drafter's shape follows the policy; its weights follow the seed; its verifier weights follow the policy's."""
 
 import json
 import subprocess
@@ -7,16 +7,16 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_policy import FAMILIES, frozen_parts, make_policy
+from tiny_policy import FAMILIES, make_policy, verifier_weights
 
 from verl_tlt.drafter import (
     DrafterError,
-    FrozenParts,
+    VerifierWeights,
     aux_layers_for,
     build_drafter,
     drafter_config,
     most_frequent,
-    refresh_frozen,
+    refresh_verifier_weights,
     serving_tensors,
     trainable_parameters,
 )
@@ -87,46 +87,46 @@ def test_only_the_drafters_own_parameters_train(drafter):
     assert not any(part in name for name in names for part in ("embed_tokens", "lm_head", "verifier"))
 
 
-def test_forgotten_frozen_parts_show_as_nan(policy):
+def test_forgotten_verifier_weights_show_as_nan(policy):
     assert build_drafter(policy.config).lm_head.weight.isnan().all()
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_frozen_parts_from_a_directory(tied, tmp_path):
+def test_verifier_weights_from_a_directory(tied, tmp_path):
     policy = make_policy(tie_word_embeddings=tied)
     policy.save_pretrained(tmp_path)
-    parts = FrozenParts.from_policy_dir(tmp_path)
+    parts = VerifierWeights.from_policy_dir(tmp_path)
     assert torch.equal(parts.embed, policy.model.embed_tokens.weight)
     assert torch.equal(parts.lm_head, policy.lm_head.weight)
     assert torch.equal(parts.norm, policy.model.norm.weight)
     model = build_drafter(tmp_path)
-    refresh_frozen(model, parts)
+    refresh_verifier_weights(model, parts)
     assert torch.equal(model.verifier_lm_head.weight, policy.lm_head.weight)
 
 
-def test_frozen_parts_from_shards_read_only_the_owners(policy, tmp_path):
+def test_verifier_weights_from_shards_read_only_the_owners(policy, tmp_path):
     policy.save_pretrained(tmp_path, max_shard_size="20KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     needed = {index[name] for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight")}
     for shard in set(index.values()) - needed:
         (tmp_path / shard).write_bytes(b"not read")
-    assert torch.equal(FrozenParts.from_policy_dir(tmp_path).norm, policy.model.norm.weight)
+    assert torch.equal(VerifierWeights.from_policy_dir(tmp_path).norm, policy.model.norm.weight)
 
 
 def test_policies_without_the_tensors_are_named(policy, policy_dir, tmp_path):
     policy.config.save_pretrained(tmp_path)
     with pytest.raises(DrafterError, match=r"model\.safetensors does not exist"):
-        FrozenParts.from_policy_dir(tmp_path)
+        VerifierWeights.from_policy_dir(tmp_path)
     tensors = load_file(policy_dir / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(DrafterError, match=r"no tensor 'model\.norm\.weight'"):
-        FrozenParts.from_policy_dir(tmp_path)
+        VerifierWeights.from_policy_dir(tmp_path)
 
 
 def test_refresh_refuses_another_policys_tensors(drafter):
-    with pytest.raises(DrafterError, match=r"FrozenParts\.embed is \[50, 32\]"):
-        refresh_frozen(drafter, frozen_parts(make_policy(vocab_size=50)))
+    with pytest.raises(DrafterError, match=r"VerifierWeights\.embed is \[50, 32\]"):
+        refresh_verifier_weights(drafter, verifier_weights(make_policy(vocab_size=50)))
 
 
 def test_pruned_vocabulary_maps_ids_and_slices_the_head(policy):
@@ -135,7 +135,7 @@ def test_pruned_vocabulary_maps_ids_and_slices_the_head(policy):
     kept = most_frequent(counts, 4)
     assert kept.tolist() == [0, 3, 7, 40]  # the tie among unseen tokens goes to the lowest id
     model = build_drafter(policy.config, draft_ids=kept)
-    refresh_frozen(model, frozen_parts(policy))
+    refresh_verifier_weights(model, verifier_weights(policy))
     assert (torch.arange(4) + model.d2t).tolist() == kept.tolist()
     assert model.t2d.nonzero()[:, 0].tolist() == kept.tolist()
     assert torch.equal(model.lm_head.weight, policy.lm_head.weight[kept])
@@ -148,7 +148,7 @@ def test_a_pruned_head_is_cut_anew_from_each_policy(policy):
     model = build_drafter(policy.config, draft_ids=kept)
     for seed in (1, 2):
         updated = make_policy(seed=seed)
-        refresh_frozen(model, frozen_parts(updated))
+        refresh_verifier_weights(model, verifier_weights(updated))
         assert torch.equal(serving_tensors(model)["lm_head.weight"], updated.lm_head.weight[kept])
         assert torch.equal(model.verifier_lm_head.weight, updated.lm_head.weight[kept])
 

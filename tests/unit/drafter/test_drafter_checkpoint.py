@@ -11,7 +11,7 @@ import textwrap
 import pytest
 import torch
 from safetensors.torch import load, load_file, save_file
-from tiny_policy import frozen_parts, make_policy
+from tiny_policy import make_policy, verifier_weights
 
 from verl_tlt.drafter import (
     DrafterError,
@@ -21,7 +21,7 @@ from verl_tlt.drafter import (
     load_drafter,
     load_training_state,
     provenance,
-    refresh_frozen,
+    refresh_verifier_weights,
     save_drafter,
     serving_tensors,
     to_drafter_file,
@@ -49,7 +49,7 @@ def test_round_trip_without_the_policys_tensors(drafter, saved, policy, policy_d
     loaded = load_drafter(saved, policy_dir, min_context=200)
     assert fingerprint(serving_tensors(loaded)) == fingerprint(serving_tensors(drafter))
     assert loaded.lm_head.weight.isnan().all()  # until refreshed from the policy
-    refresh_frozen(loaded, frozen_parts(policy))
+    refresh_verifier_weights(loaded, verifier_weights(policy))
     assert loaded.config.to_json_string() == drafter.config.to_json_string()
     facts = provenance(saved)
     assert facts.pop("versions").keys() >= {"verl_tlt", "torch", "transformers", "speculators"}
@@ -67,7 +67,7 @@ def test_standalone_brings_the_policys_tensors(drafter, policy, tmp_path):
 
 def test_pruned_vocabulary_always_brings_its_head_and_maps(policy, tmp_path):
     model = build_drafter(policy.config, draft_ids=torch.tensor([1, 4, 30]))
-    refresh_frozen(model, frozen_parts(policy))
+    refresh_verifier_weights(model, verifier_weights(policy))
     saved = save_drafter(model, tmp_path / "pruned", {})
     loaded = load_drafter(saved, policy.config)
     assert torch.equal(loaded.d2t, model.d2t) and torch.equal(loaded.t2d, model.t2d)

@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from tiny_policy import frozen_parts, make_policy, observe
+from tiny_policy import make_policy, observe, verifier_weights
 from vllm_by_hand import passes
 
 from verl_tlt.drafter import (
@@ -16,7 +16,7 @@ from verl_tlt.drafter import (
     align,
     build_drafter,
     most_frequent,
-    refresh_frozen,
+    refresh_verifier_weights,
 )
 
 V, PROMPT, RESPONSE, K = 3, (0, 2, 1), 4, 2
@@ -31,7 +31,7 @@ def small():
     with torch.no_grad():
         policy.lm_head.weight.mul_(0.3)
     drafter = build_drafter(policy.config, seed=SEED)
-    refresh_frozen(drafter, frozen_parts(policy))
+    refresh_verifier_weights(drafter, verifier_weights(policy))
     with torch.no_grad():
         for parameter in drafter.parameters():
             if parameter.requires_grad and parameter.ndim == 2:
@@ -167,7 +167,7 @@ def test_a_pruned_vocabulary_counts_the_mass_it_cannot_propose(policy, sequences
         counts += torch.bincount(sequence.tokens, minlength=len(counts))
     kept = most_frequent(counts, 20)
     drafter = build_drafter(policy.config, draft_ids=kept)
-    refresh_frozen(drafter, frozen_parts(policy))
+    refresh_verifier_weights(drafter, verifier_weights(policy))
     with pytest.raises(DrafterError, match="lm_head"):
         acceptance(drafter, sequences)
     pruned = acceptance(drafter, sequences, lm_head=policy.lm_head.weight, max_draft=1)

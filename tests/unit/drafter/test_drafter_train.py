@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from tiny_policy import frozen_parts
+from tiny_policy import verifier_weights
 
 from verl_tlt.drafter import (
     DrafterError,
@@ -17,7 +17,7 @@ from verl_tlt.drafter import (
     from_numpy16,
     load_training_state,
     pack,
-    refresh_frozen,
+    refresh_verifier_weights,
     save_drafter,
     shuffled,
     split,
@@ -62,7 +62,7 @@ def test_only_own_parameters_move_and_warm_up_is_linear(policy, drafter, sequenc
 def test_resume_is_bit_exact(policy, sequences, tmp_path):
     def fresh():
         model = build_drafter(policy.config, seed=1)
-        refresh_frozen(model, frozen_parts(policy))
+        refresh_verifier_weights(model, verifier_weights(policy))
         return DrafterTrainer(model, warmup_steps=6, ttt_steps=2, seed=4)
 
     straight = fresh()
@@ -147,7 +147,7 @@ def test_parameters_travel_as_numpy(policy, drafter, sequences):
     trainer.step(pack(sequences))
     sent = trainer.parameters_numpy()
     other_model = build_drafter(policy.config, seed=9)
-    refresh_frozen(other_model, frozen_parts(policy))
+    refresh_verifier_weights(other_model, verifier_weights(policy))
     other = DrafterTrainer(other_model)
     for value in sent.values():
         value.flags.writeable = False  # as arrays out of Ray's store are

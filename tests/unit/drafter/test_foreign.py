@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_policy import VOCAB, frozen_parts
+from tiny_policy import VOCAB, verifier_weights
 from typer.testing import CliRunner
 from vllm_by_hand import Reference, passes
 
@@ -17,7 +17,7 @@ from verl_tlt.drafter import (
     load_drafter,
     pack,
     provenance,
-    refresh_frozen,
+    refresh_verifier_weights,
     save_drafter,
     serving_tensors,
 )
@@ -79,7 +79,7 @@ def edit(path, **changes):
 
 def test_it_computes_what_its_own_project_computes(foreign, policy, sequences):
     model = load_drafter(foreign, policy.config)
-    refresh_frozen(model, frozen_parts(policy))
+    refresh_verifier_weights(model, verifier_weights(policy))
     theirs = foreign_tensors()
     assert torch.equal(model.lm_head.weight, theirs["lm_head.weight"])  # its own head stays
     assert torch.equal(model.verifier_lm_head.weight, policy.lm_head.weight[0 : 2 * DV : 2])  # its teacher is ours
@@ -95,12 +95,12 @@ def test_it_computes_what_its_own_project_computes(foreign, policy, sequences):
 
 def test_converted_it_is_a_drafter_like_any_other(foreign, policy, policy_dir, sequences, tmp_path):
     model = load_drafter(foreign, policy_dir, min_context=200)  # its own 64 positions are a training length
-    refresh_frozen(model, frozen_parts(policy))
+    refresh_verifier_weights(model, verifier_weights(policy))
     save_drafter(model, tmp_path / "ours", {"converted from": "theirs"})
     check_drafter(tmp_path / "ours", policy_dir)
     again = load_drafter(tmp_path / "ours", policy_dir)
     assert all(torch.equal(t, serving_tensors(again)[n]) for n, t in serving_tensors(model).items())
-    refresh_frozen(again, frozen_parts(policy))
+    refresh_verifier_weights(again, verifier_weights(policy))
     batch = pack(sequences)
     for (one, _), (two, _) in zip(passes(model, batch), passes(again, batch), strict=True):
         assert torch.equal(one, two)
@@ -113,7 +113,7 @@ def test_a_whole_vocabulary_keeps_its_head_too(policy, policy_dir, tmp_path):
     tensors["d2t"].zero_()
     save_file(tensors, tmp_path / "model.safetensors")
     model = load_drafter(tmp_path, policy_dir)
-    refresh_frozen(model, frozen_parts(policy))
+    refresh_verifier_weights(model, verifier_weights(policy))
     assert not model.use_draft_vocab
     assert torch.equal(serving_tensors(model)["lm_head.weight"], tensors["lm_head.weight"])
     assert torch.equal(model.verifier_lm_head.weight, policy.lm_head.weight)

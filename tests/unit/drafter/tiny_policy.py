@@ -3,7 +3,7 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from verl_tlt.drafter import FrozenParts, Sequence, aux_layers_for
+from verl_tlt.drafter import Sequence, VerifierWeights, aux_layers_for
 
 VOCAB = 48
 SHAPE = dict(
@@ -52,5 +52,5 @@ def observe(policy, tokens, prompt_len, layers=None):
     return Sequence(tokens, prompt_len, torch.cat([seen[i] for i in layers], dim=-1), seen["last"])
 
 
-def frozen_parts(policy):
-    return FrozenParts(policy.model.embed_tokens.weight, policy.lm_head.weight, policy.model.norm.weight)
+def verifier_weights(policy):
+    return VerifierWeights(policy.model.embed_tokens.weight, policy.lm_head.weight, policy.model.norm.weight)

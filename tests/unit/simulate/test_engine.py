@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from verl_tlt.control.base import FixedPolicy
-from verl_tlt.control.types import OFF, Load
 from verl_tlt.simulate.engine import Noise, SimulatedEngine
 from verl_tlt.simulate.hardware import QWEN3_8B_H100
 from verl_tlt.simulate.oracles import TrueGoodput, best_per_bucket, static_runs
 from verl_tlt.simulate.workload import FIG16_ADAPTIVE, Workload, geometric
+from verl_tlt.speculation.policies.base import FixedPolicy
+from verl_tlt.speculation.types import OFF, Load
 
 SMALL = Workload(24, geometric(0.7), rollouts=2, median_length=120, max_length=500)
 

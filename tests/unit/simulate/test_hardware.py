@@ -5,8 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from verl_tlt.control.tables import LatencyPoint, LatencyTable
-from verl_tlt.control.types import OFF
 from verl_tlt.simulate.hardware import (
     QWEN3_8B_H100,
     QWEN_32B_TP4,
@@ -16,6 +14,8 @@ from verl_tlt.simulate.hardware import (
     TableCost,
     table4_speedup,
 )
+from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
+from verl_tlt.speculation.types import OFF
 
 
 def test_the_32b_model_reproduces_table_4():

@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import pytest
 
+from verl_tlt.report.reader import TraceError, parse_event, read_trace
 from verl_tlt.trace.events import EVENT_TYPES, TraceWriter, required_fields
-from verl_tlt.trace.reader import TraceError, parse_event, read_trace
 
 PHASE = {"step": 1, "name": "rollout", "start": 1.0, "end": 2.0}
 

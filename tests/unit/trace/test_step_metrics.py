@@ -6,12 +6,11 @@ import re
 
 import pytest
 
-from verl_tlt.control.types import StepRecord
-from verl_tlt.rollout.step_stats import Aggregates
-from verl_tlt.spot.buffer import buffer_metrics
+from verl_tlt.speculation.step_statistics import Aggregates
+from verl_tlt.speculation.types import StepRecord
 from verl_tlt.trace.events import Publish, Reload, Session
 from verl_tlt.trace.line import step_line
-from verl_tlt.trace.metrics import METRICS, ReplicaStats, StepObservations, saved_seconds, step_metrics
+from verl_tlt.trace.metrics import METRICS, ReplicaStats, StepObservations, buffer_metrics, saved_seconds, step_metrics
 
 A = ReplicaStats(
     steps=10, emitted=100, produced=96, rows=40, drafts=40, accepted=(30, 20, 6), k_steps={-1: 2, 0: 3, 3: 5},
@@ -72,22 +71,22 @@ def test_without_a_draft_each_pass_gives_one_token():
 def test_bubbles_and_what_was_stolen():
     seen = StepObservations(
         bubble_s={"a": 6.0, "b": 2.0}, bubble_trained_s={"a": 5.0, "b": 0.0}, stop_latency_s={"a": 0.02, "b": 0.05},
-        stolen={"stop": 0.05, "tap": 0.1},
+        overhead={"stop": 0.05, "tap": 0.1},
     )  # fmt: skip
     metrics = step_metrics(seen)
     assert metrics["tlt/bubble_s"] == 8.0
     assert metrics["tlt/bubble_trained_s"] == 5.0
     assert metrics["tlt/bubble_used_frac"] == pytest.approx(5 / 8)
     assert metrics["tlt/stop_latency_s"] == 0.05
-    assert metrics["tlt/stolen_s"] == pytest.approx(0.15)
-    assert metrics["tlt/stolen_tap_s"] == 0.1
+    assert metrics["tlt/overhead_s"] == pytest.approx(0.15)
+    assert metrics["tlt/overhead_tap_s"] == 0.1
 
 
-def test_what_engine_steps_waited_for_us_is_stolen_by_the_slowest_replica():
+def test_what_engine_steps_waited_for_us_is_overhead_by_the_slowest_replica():
     slow, quick = (dataclasses.replace(A, control_s=s) for s in (0.3, 0.2))
-    metrics = step_metrics(StepObservations(replicas={"a": quick, "b": slow}, stolen={"tap": 0.1}))
-    assert metrics["tlt/stolen_control_s"] == pytest.approx(0.3)
-    assert metrics["tlt/stolen_s"] == pytest.approx(0.4)
+    metrics = step_metrics(StepObservations(replicas={"a": quick, "b": slow}, overhead={"tap": 0.1}))
+    assert metrics["tlt/overhead_control_s"] == pytest.approx(0.3)
+    assert metrics["tlt/overhead_s"] == pytest.approx(0.4)
 
 
 def test_no_bubble_has_no_used_fraction():
@@ -108,7 +107,7 @@ def test_drafter_loss_is_weighted_by_tokens_and_leaves_failed_sessions_out():
     assert metrics["tlt/spot_failures"] == 1.0
 
 
-TAU = {"candidate": 2.5, "served": 2.2, "frozen": 2.3}
+TAU = {"candidate": 2.5, "served": 2.2, "initial": 2.3}
 
 
 @pytest.mark.parametrize(
@@ -132,9 +131,9 @@ def test_publication(decision, skipped, tau):
 
 def test_nothing_seen_gives_no_key_and_values_are_finite_floats():
     assert step_metrics(StepObservations()) == {}
-    nan = StepObservations(rollout_s=1.0, stolen={"tap": float("nan")}, replicas={"a": A})
+    nan = StepObservations(rollout_s=1.0, overhead={"tap": float("nan")}, replicas={"a": A})
     metrics = step_metrics(nan)
-    assert "tlt/stolen_s" not in metrics
+    assert "tlt/overhead_s" not in metrics
     assert all(type(value) is float for value in metrics.values())
 
 
@@ -173,7 +172,7 @@ def test_every_metric_is_documented():
     seen = StepObservations(
         rollout_s=12.0, replicas={"a": A, "b": dataclasses.replace(B, ngram_drafts=5, ngram_accepted=2)},
         bubble_s={"a": 6.0}, bubble_trained_s={"a": 5.0},
-        stop_latency_s={"a": 0.02}, sessions=[session(loss_last=2.0)], stolen={"tap": 0.1}, step=9, served_since=4,
+        stop_latency_s={"a": 0.02}, sessions=[session(loss_last=2.0)], overhead={"tap": 0.1}, step=9, served_since=4,
         publish=Publish(t=0.0, step=4, version=3, decision="kept", tau=TAU, gain=0.1, gain_low=0.0),
         published_version=3, served_version=2,
         reloads=[Reload(t=0.0, step=4, replica="a", version=2, fingerprint="f", ok=True)], spot_failures=0, errors=0,
@@ -183,5 +182,5 @@ def test_every_metric_is_documented():
         re.sub(r"(pos|frac)_\d+$", lambda m: f"{m[1]}_<{'i' if m[1] == 'pos' else 'k'}>", n)
         for n in step_metrics(seen) | buffer_metrics([{"bytes": 1, "tokens": 1, "sequences": 1}])
     }
-    names = {re.sub(r"stolen_\w+_s$", "stolen_<part>_s", name) for name in names}
+    names = {re.sub(r"overhead_\w+_s$", "overhead_<part>_s", name) for name in names}
     assert names == set(METRICS)

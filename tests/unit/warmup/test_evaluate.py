@@ -7,13 +7,13 @@ from rich.console import Console
 
 from verl_tlt.drafter import (
     DrafterError,
-    FrozenParts,
     PolicyStates,
     Text,
+    VerifierWeights,
     acceptance,
     build_drafter,
     load_policy,
-    refresh_frozen,
+    refresh_verifier_weights,
     save_drafter,
 )
 from verl_tlt.warmup.engine import Response, Sampling, Served
@@ -33,7 +33,7 @@ def test_the_prediction_is_that_of_acceptance_on_the_same_text(drafter, policy_d
     served = Served(20, (5, 2, 1), 1.0)
     verdict = score(drafter, policy_dir, prompts, responses, served, Sampling(temperature=0.7), "cpu", 3)
     model = build_drafter(policy_dir, seed=3)
-    refresh_frozen(model, FrozenParts.from_policy_dir(policy_dir))
+    refresh_verifier_weights(model, VerifierWeights.from_policy_dir(policy_dir))
     states = PolicyStates(load_policy(policy_dir, "cpu"), model.target_layer_ids)
     sequences = states([Text((*p, *r.tokens), len(p)) for p, r in zip(prompts, responses, strict=True)])
     scores = acceptance(model, sequences, temperature=0.7, max_draft=3)

@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# GRPO on the toy task with two replicas, on a machine without an accelerator: the recipe behind `make demo`.
+#
+# Hardware: 2 cores, 18 GB of memory.  Data: `python -m demo.toy.assets ASSETS --width wide` makes policy and prompts.
+# Expected: accept length from 1.0 to about 2 within ten steps; the reward of 24 samples a step is noisy.
+#
+#   OUT=demo-out STEPS=10 SEED=1 TLT=1 DRAFTER= demo/demo_grpo.sh [more verl overrides]
+#
+# TLT=0 runs the same recipe without the flag.
+set -euo pipefail
+
+# Reward, sampler and agent loops are in the `demo` package of this clone: every process of the run imports them.
+export PYTHONPATH="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)${PYTHONPATH:+:$PYTHONPATH}"
+
+OUT=${OUT:-demo-out}
+STEPS=${STEPS:-10}
+SEED=${SEED:-1}
+TLT=${TLT:-1}
+DRAFTER=${DRAFTER:-}
+ASSETS=${ASSETS:-$OUT/assets}
+REPLICAS=${REPLICAS:-2}
+POLICY=${POLICY:-$ASSETS/policy-wide}
+
+mkdir -p "$OUT"
+OUT=$(cd "$OUT" && pwd)
+case $ASSETS in /*) ;; *) ASSETS=$PWD/$ASSETS ;; esac
+
+# The CPU stands in for the accelerator; each process computes on one thread, since threads that spin against each
+# other cost far more than they bring. vLLM would compile its sampler with g++ while the first tokens wait.
+export VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_NO_USAGE_STATS=1 TORCH_COMPILE_DISABLE=1
+export RAY_DEDUP_LOGS=0 RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=disabled
+export VERL_FILE_LOGGER_PATH=${VERL_FILE_LOGGER_PATH:-$OUT/metrics.jsonl}
+export TENSORBOARD_DIR=${TENSORBOARD_DIR:-$OUT/tensorboard}
+
+tlt=()
+if [ "$TLT" = 1 ]; then
+  tlt=(+tlt=default tlt.trace.dir="$OUT/trace" tlt.drafter.batch_tokens=512 tlt.drafter.learning_rate=2e-3 tlt.drafter.path="${DRAFTER:-null}"
+       tlt.spot.max_epochs=5 tlt.drafter.save_dir="$OUT/drafter" tlt.drafter.aux_layers="[${AUX_LAYERS:-3,5,7}]" tlt.drafter.intermediate_size=1024)
+fi
+
+exec python -m verl.trainer.main_ppo hydra.run.dir="$OUT/hydra" \
+  algorithm.adv_estimator=grpo \
+  data.train_files="${TRAIN:-$ASSETS/train.parquet}" data.val_files="${VAL:-$ASSETS/val.parquet}" data.seed="$SEED" \
+  data.train_batch_size=6 data.max_prompt_length=64 data.max_response_length=1400 data.dataloader_num_workers=0 \
+  actor_rollout_ref.model.path="$POLICY" actor_rollout_ref.model.use_remove_padding=True \
+  actor_rollout_ref.model.enable_gradient_checkpointing=False \
+  +actor_rollout_ref.model.override_config.attn_implementation=sdpa \
+  actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.actor.use_torch_compile=False \
+  actor_rollout_ref.actor.fsdp_config.use_torch_compile=False actor_rollout_ref.actor.fsdp_config.model_dtype=fp32 \
+  +actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16 \
+  +actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype=fp32 \
+  +actor_rollout_ref.actor.fsdp_config.mixed_precision.buffer_dtype=fp32 \
+  actor_rollout_ref.actor.ppo_mini_batch_size=6 \
+  actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1536 \
+  actor_rollout_ref.actor.optim.lr=1e-5 \
+  actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.dtype=bfloat16 \
+  actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.n_gpus_per_node="$REPLICAS" \
+  actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True \
+  actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=1536 actor_rollout_ref.rollout.calculate_log_probs=True \
+  actor_rollout_ref.rollout.enforce_eager=True +actor_rollout_ref.rollout.enable_sleep_mode=False \
+  actor_rollout_ref.rollout.max_model_len=1536 actor_rollout_ref.rollout.max_num_seqs=32 \
+  actor_rollout_ref.rollout.max_num_batched_tokens=2048 actor_rollout_ref.rollout.gpu_memory_utilization=0.1 \
+  actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=64 \
+  actor_rollout_ref.rollout.agent.num_workers=1 \
+  reward.num_workers=1 reward.custom_reward_function.path=pkg://demo.toy.reward \
+  transfer_queue.backend.SimpleStorage.num_data_storage_units=1 \
+  trainer.logger='["console","file","tensorboard"]' trainer.project_name=verl-tlt trainer.experiment_name=demo \
+  trainer.n_gpus_per_node="$REPLICAS" trainer.nnodes=1 trainer.device=cpu \
+  trainer.v1.sampler.custom_sampler.path=pkg://demo.toy.sampler trainer.v1.sampler.custom_sampler.name=FastPollReplayBuffer \
+  trainer.total_training_steps="$STEPS" trainer.total_epochs=1000 trainer.val_before_train=False \
+  trainer.save_freq="${SAVE_FREQ:-$STEPS}" trainer.test_freq=-1 trainer.resume_mode="${RESUME:-disable}" \
+  trainer.default_local_dir="$OUT/checkpoints" \
+  ray_kwargs.ray_init.num_cpus=16 +ray_kwargs.ray_init.num_gpus="$REPLICAS" \
+  +ray_kwargs.ray_init.include_dashboard=False +ray_kwargs.ray_init.object_store_memory=2000000000 \
+  "${tlt[@]}" "$@"

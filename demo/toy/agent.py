@@ -1,0 +1,91 @@
+"""Two agent loops of the toy: responses of a given length, and conversations with a tool.
+
+**Given lengths**, so that two runs are compared on the same number of tokens: with sampling, an arm that happens to
+draw one long response looks slow. Response i of a prompt stops after exactly `extra_info["forced_lengths"][i]` tokens
+and not at `<eos>`, and may be sent to the same replica in every run (`demo.toy.routing`). Used by
+`actor_rollout_ref.rollout.agent.agent_loop_config_path=<agent_loop.yaml>` and `.default_agent_loop=forced_length`.
+
+**Tools**: the toy's 64 tokens cannot spell a tool call, so here every response counts as one: verl's own tool loop,
+told by a parser of ours that the response asked for `calculate`. Used by `.default_agent_loop=toy_tool_agent` with
+`actor_rollout_ref.rollout.multi_turn.format=toy`, to run a multi-turn recipe with the toy policy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+from uuid import uuid4
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
+
+
+def forced_sampling_params(
+    sampling_params: Mapping[str, Any], extra_info: Mapping[str, Any], session_id: int, response_length: int
+) -> dict[str, Any]:
+    """A copy of `sampling_params` that ends the response after its forced length, at most `response_length` tokens.
+
+    Args:
+        sampling_params: shared by all samples of a group, so it is copied.
+        extra_info: the prompt's row; `forced_lengths` holds one length per sample.
+        session_id: the sample's index within its group.
+        response_length: `data.max_response_length`.
+
+    Raises:
+        ValueError: the row has no `forced_lengths`, or fewer than the group has samples.
+    """
+    lengths = extra_info.get("forced_lengths")
+    if lengths is None:
+        raise ValueError("agent loop forced_length needs extra_info.forced_lengths in every row of data.train_files.")
+    if session_id >= len(lengths):
+        raise ValueError(
+            f"extra_info.forced_lengths has {len(lengths)} lengths: too few for actor_rollout_ref.rollout.n samples."
+        )
+    length = min(int(lengths[session_id]), response_length)
+    return {**sampling_params, "max_tokens": length, "ignore_eos": True}
+
+
+def numbered(number: int) -> str:
+    """A new request id, which `demo.toy.routing.ByNumber` routes by `number`."""
+    return f"{number}-{uuid4().hex}"
+
+
+class _Numbered:
+    """verl's client for one request, whose id tells `demo.toy.routing.ByNumber` where it belongs."""
+
+    def __init__(self, client: Any, number: int) -> None:
+        self._client, self._number = client, number
+
+    async def generate(self, request_id: str, **kwargs: Any) -> Any:
+        """As the client's, under another id."""
+        return await self._client.generate(request_id=numbered(self._number), **kwargs)
+
+
+class ForcedLengthAgentLoop(SingleTurnAgentLoop):
+    """verl's single-turn loop with the response length set per sample."""
+
+    async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> AgentLoopOutput:
+        """Generate one response; `session_id` (0..n-1) comes from verl's `AgentLoopWorkerTQ._run_prompt`."""
+        row, sample = kwargs["extra_info"], int(kwargs["session_id"])
+        forced = forced_sampling_params(sampling_params, row, sample, self.response_length)
+        self.server_manager: Any = _Numbered(self.server_manager, int(row["index"]) + sample)
+        return await super().run(forced, priority=priority, **kwargs)
+
+
+@ToolParser.register("toy")
+class ToyToolParser(ToolParser):
+    """Reads a call of `calculate` out of every response: its last digit, plus nothing."""
+
+    async def extract_tool_calls(self, responses_ids: list[int], tools: Any = None) -> tuple[str, list[FunctionCall]]:
+        """(text, calls); a response without a digit calls nothing and so ends the conversation."""
+        text = self.tokenizer.decode(responses_ids)
+        digits = [word for word in text.split() if word.isdigit()]
+        calls = [FunctionCall(name="calculate", arguments=json.dumps({"expression": f"0 + {d}"})) for d in digits[-1:]]
+        return text, calls
+
+
+class ToyToolAgentLoop(ToolAgentLoop):
+    """verl's tool loop under another name: importing it makes the `toy` parser known."""

@@ -1,0 +1,215 @@
+"""Everything a run of the toy needs, written once: the policy, the prompts, and where reward and helpers are.
+
+`python -m demo.toy.assets OUT --width wide` writes them and prints the paths; the same call again finds them there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from demo.toy import task
+
+Width = Literal["small", "wide"]
+
+SHIPPED_POLICY = Path(__file__).parent / "policy"
+"""The trained policy that the package carries; `demo.toy.train` regenerates it."""
+
+DATA_SOURCE = "toy_addition"
+FORCED_LENGTHS = 16
+"""Lengths per prompt for runs on the same tokens: room for groups of up to 16 samples."""
+
+AUX_LAYERS: dict[Width, tuple[int, int, int]] = {"small": (1, 2, 3), "wide": (3, 5, 7)}
+"""Layers whose inputs the drafter reads: the outputs of the first three of four layers; of the last three real ones."""
+
+
+@dataclass(frozen=True)
+class Assets:
+    """Where a run finds its parts. Paths are absolute; the `pkg://` strings are verl's way to name a module."""
+
+    policy: Path
+    """Policy directory in Hugging Face form: `actor_rollout_ref.model.path`."""
+    train: Path
+    """Training prompts, parquet: `data.train_files`."""
+    val: Path
+    """Validation prompts, parquet: `data.val_files`."""
+    aux_layers: tuple[int, int, int]
+    """`tlt.drafter.aux_layers` for this policy."""
+    reward: str = "pkg://demo.toy.reward"
+    """`reward.custom_reward_function.path`; its function is `compute_score`."""
+    sampler: str = "pkg://demo.toy.sampler"
+    """`trainer.v1.sampler.custom_sampler.path`; its class is `FastPollReplayBuffer`."""
+    agent_loop: Path = Path(__file__).parent / "agent_loop.yaml"
+    """`actor_rollout_ref.rollout.agent.agent_loop_config_path`; its loop is `forced_length`."""
+    router: Path = Path(__file__).parent / "router.yaml"
+    """`actor_rollout_ref.rollout.router_config_path`: the same replica for the same response of a prompt."""
+
+
+def build_assets(
+    out_dir: str | Path, *, width: Width = "small", train_rows: int = 512, val_rows: int = 32, seed: int = 0
+) -> Assets:
+    """Write policy and prompts below `out_dir`, or find them there from an equal call before.
+
+    Args:
+        out_dir: created if missing; the small and the wide policy live side by side in it.
+        width: the 3.4M policy as it was trained, or the same function in 30M parameters.
+        train_rows: training prompts.
+        val_rows: validation prompts, drawn apart from the training prompts.
+        seed: of the prompts.
+
+    Raises:
+        ValueError: `width` is neither "small" nor "wide", or there are no rows.
+        FileNotFoundError: the package lacks its trained policy.
+    """
+    if width not in get_args(Width):
+        raise ValueError(f'width must be "small" or "wide", not {width!r}.')
+    if train_rows < 1 or val_rows < 1:
+        raise ValueError(f"train_rows and val_rows must be at least 1, not {train_rows} and {val_rows}.")
+    if not (SHIPPED_POLICY / "model.safetensors").exists():
+        raise FileNotFoundError(f"{SHIPPED_POLICY} has no model.safetensors: run `python -m demo.toy.train`.")
+    out = Path(out_dir).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    assets = Assets(out / f"policy-{width}", out / "train.parquet", out / "val.parquet", AUX_LAYERS[width])
+    sources = _hash_sources()
+    _ensure(assets.policy, sources, lambda path: _write_policy(path, width))
+    _ensure(assets.train, f"{sources} {train_rows} {seed}", lambda path: _write_rows(path, "train", train_rows, seed))
+    _ensure(assets.val, f"{sources} {val_rows} {seed}", lambda path: _write_rows(path, "val", val_rows, seed))
+    return assets
+
+
+def build_moe_policy(out_dir: str | Path, seed: int = 0) -> Path:
+    """A mixture-of-experts policy with random weights below `out_dir`: what it writes is noise, its engine is not.
+
+    For recipes whose policy is a mixture; nothing can be learned from what it scores.
+    """
+    target = Path(out_dir).resolve() / "policy-moe"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _ensure(target, f"moe {seed}", lambda path: _write_moe_policy(path, seed))
+    return target
+
+
+def _write_moe_policy(path: Path, seed: int) -> None:
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from demo.toy.tokenizer import save_tokenizer
+
+    config = Qwen3MoeConfig(
+        vocab_size=len(task.TOKENS), hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_experts=8,
+        num_experts_per_tok=2, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
+    save_tokenizer(path)
+
+
+def build_reward_model(out_dir: str | Path, seed: int = 0) -> Path:
+    """A discriminative reward model below `out_dir`: the shipped policy's layers and a head with random weights.
+
+    For runs with `reward.reward_model.enable`; what it prefers means nothing, but every text has its own score.
+    """
+    target = Path(out_dir).resolve() / "reward-model"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _ensure(target, f"{_hash_sources()} reward {seed}", lambda path: _write_reward_model(path, seed))
+    return target
+
+
+def _write_reward_model(path: Path, seed: int) -> None:
+    import torch
+    from transformers import Qwen3ForSequenceClassification
+
+    from demo.toy.tokenizer import save_tokenizer
+
+    torch.manual_seed(seed)
+    model = Qwen3ForSequenceClassification.from_pretrained(SHIPPED_POLICY, num_labels=1, dtype=torch.float32)
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(path)
+    save_tokenizer(path)
+
+
+def _ensure(target: Path, recipe: str, write: Callable[[Path], None]) -> None:
+    """Have `write` make `target` unless the recipe noted beside it is the same; never leaves half a target."""
+    note = target.with_name(f".{target.name}.recipe")
+    if target.exists() and note.exists() and note.read_text() == recipe:
+        return
+    note.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".building-") as scratch:
+        made = Path(scratch) / target.name
+        write(made)
+        if target.is_dir():
+            shutil.rmtree(target)
+        os.replace(made, target)
+    note.write_text(recipe)
+
+
+def _hash_sources() -> str:
+    """Changes with the shipped policy and with the code that makes the assets."""
+    here = Path(__file__).parent
+    digest = hashlib.sha256((SHIPPED_POLICY / "model.safetensors").read_bytes())
+    for name in ("assets.py", "task.py", "tokenizer.py", "widen.py"):
+        digest.update((here / name).read_bytes())
+    return digest.hexdigest()
+
+
+def _write_policy(path: Path, width: Width) -> None:
+    if width == "small":
+        shutil.copytree(SHIPPED_POLICY, path)
+        return
+    from demo.toy.widen import widen  # torch and transformers take seconds to import: not on a cached call
+
+    widen(SHIPPED_POLICY, path)
+
+
+def _write_rows(path: Path, split: str, count: int, seed: int) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rng = random.Random(f"{split} {seed}")
+    pq.write_table(pa.Table.from_pylist([_row(rng, split, i) for i in range(count)]), path)
+
+
+def _row(rng: random.Random, split: str, index: int) -> dict[str, Any]:
+    """One prompt in verl's columns; `forced_lengths` are drawn from the task's own distribution (`demo.toy.agent`)."""
+    problem = task.sample_problem(rng)
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": " ".join(task.prompt_tokens(problem))}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": " ".join(task.answer_tokens(problem))},
+        "extra_info": {
+            "index": index,
+            "split": split,
+            "digits": problem.digits,
+            "forced_lengths": [task.sample_length(problem, rng) for _ in range(FORCED_LENGTHS)],
+        },
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m demo.toy.assets", description=__doc__)
+    parser.add_argument("out", type=Path, help="directory to write to")
+    parser.add_argument("--width", choices=get_args(Width), default="small")
+    parser.add_argument("--train-rows", type=int, default=512)
+    parser.add_argument("--val-rows", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    assets = build_assets(
+        args.out, width=args.width, train_rows=args.train_rows, val_rows=args.val_rows, seed=args.seed
+    )
+    print(json.dumps(dataclasses.asdict(assets), default=str, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The policy's verifier weights out of verl's real weight sync, LoRA or not: what streams past, under whichever name.
+
+Whoever receives the weights is a stand-in that reads them; in a run that is the process around vLLM.
+"""
+
+import asyncio
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+from actor import build_actor, free_port
+from rank_cases import build_policies
+
+from verl_tlt.actor.worker import VERIFIER_PARTS, TLTActorWorker
+from verl_tlt.drafter import VerifierWeights
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tee")
+    build_policies(root)
+    return root
+
+
+class Receiver:
+    """Reads what is sent, as a rollout does before it answers."""
+
+    def __init__(self):
+        self.names = []
+
+    async def update_weights(self, weights, **_settings):
+        self.names.append([name for name, _ in weights])
+
+
+@pytest.fixture
+def sync(root):
+    """`sync(loaded, **model settings)`: the worker after two weight syncs, and what its rollout received."""
+
+    def run(loaded, **model):
+        actor = build_actor(port=free_port(), policy=root / "qwen3", model=model)
+        worker = object.__new__(TLTActorWorker)
+        worker.actor, worker.rollout = actor, Receiver()
+        settings = {"free_cache_engine": False, "checkpoint_engine": SimpleNamespace(backend="naive"), "name": "vllm"}
+        worker.config = SimpleNamespace(rollout=Settings(settings))
+        worker.peft_merge = bool(model.get("lora", {}).get("merge"))
+        worker.layered_summon, worker.base_sync_done = False, loaded
+        worker._tlt_captures, worker._tlt_dtype = True, torch.bfloat16
+        weights = []
+        for _ in range(2):
+            asyncio.run(worker.update_weights(global_steps=0))
+            weights.append(worker._tlt_verifier_weights)
+            worker._tlt_verifier_weights = None
+        return weights, worker.rollout.names
+
+    yield run
+    if torch.distributed.is_weightsized():
+        torch.distributed.destroy_process_group()
+    gc.collect()
+
+
+class Settings(dict):
+    """verl's config node: attributes and `get`."""
+
+    __getattr__ = dict.__getitem__
+
+
+LORA = {"lora_rank": 4, "lora_alpha": 8}
+
+
+@pytest.mark.parametrize(
+    ("loaded", "model", "syncs"),
+    [
+        pytest.param(False, {}, 2, id="no lora"),
+        pytest.param(False, LORA, 1, id="lora, base sent once"),
+        pytest.param(True, LORA, 1, id="lora, base loaded by the rollout"),
+        pytest.param(False, {**LORA, "lora": {"merge": True}}, 2, id="lora merged"),
+    ],
+)
+def test_verifier_weights_are_the_policys(sync, root, loaded, model, syncs):
+    weights, names = sync(loaded, **model)
+    assert [f is not None for f in weights] == [True, syncs == 2], "parts that do not change are sent once"
+    wanted = VerifierWeights.from_policy_dir(root / "qwen3")
+    for part in VERIFIER_PARTS:
+        torch.testing.assert_close(weights[0][part], getattr(wanted, part).bfloat16(), rtol=0, atol=0)
+    if loaded:
+        assert all("lora_" in name for name in names[0]), "the base was not meant to be sent"

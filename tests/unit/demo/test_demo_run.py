@@ -1,0 +1,101 @@
+"""A run of a recipe, from its first line to the summary; the recipe is a shell script that only writes files."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from demo.command import conclude, demo
+from demo.machine import DemoError
+from demo.run import MARKER, DemoRun, run_recipe
+from demo.screen import Screen
+
+
+@pytest.fixture
+def screen():
+    return Screen(Console(file=io.StringIO(), width=200))
+
+
+@pytest.fixture
+def recipe(tmp_path, made_run):
+    """Writes the made-up run's trace, or the same steps as verl's metrics file when TLT=0."""
+    lines = [json.loads(line) for line in (made_run.directory / "driver.jsonl").read_text().splitlines()]
+    metrics = tmp_path / "stock.jsonl"
+    steps = [(e["step"], {k: v for k, v in e["metrics"].items() if not k.startswith("tlt/")}) for e in lines
+             if e["kind"] == "step"]  # fmt: skip
+    metrics.write_text("".join(json.dumps({"step": step, "data": data}) + "\n" for step, data in steps))
+    script = tmp_path / "recipe.sh"
+    script.write_text(f"""
+        echo "steps $STEPS seed $SEED drafter '$DRAFTER' $GREETING ray '$RAY_ADDRESS'"
+        if [ "$TLT" = 1 ]; then cp -r {made_run.directory} "$OUT/trace"; mkdir "$OUT/drafter"
+        else cp {metrics} "$VERL_FILE_LOGGER_PATH"; fi
+    """)
+    return script
+
+
+def shown(screen):
+    return screen.console.file.getvalue()
+
+
+def test_a_run_prints_a_line_per_step(tmp_path, recipe, screen, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "1.2.3.4:5")
+    run = DemoRun("a run", tmp_path / "out", steps=6, seed=7, env={"GREETING": "hello"})
+    run_recipe(run, recipe, screen)
+    lines = [line.split(" |")[0] for line in shown(screen).splitlines() if line.startswith("step")]
+    assert lines == [f"step {i}/6" for i in range(1, 7)]
+    assert "steps 6 seed 7 drafter '' hello ray ''" in run.log.read_text()
+
+
+def test_a_failing_run_gives_cause_log_and_last_lines(tmp_path, screen):
+    recipe = tmp_path / "recipe.sh"
+    recipe.write_text("echo 'ValueError: tlt.drafter.path is wrong'; exit 3")
+    run = DemoRun("a run", tmp_path / "out", steps=1, seed=0)
+    with pytest.raises(DemoError) as error:
+        run_recipe(run, recipe, screen)
+    assert "exit status 3. Cause: ValueError: tlt.drafter.path is wrong" in str(error.value)
+    assert str(run.log) in str(error.value)
+
+
+def test_a_run_that_stops_early_or_hangs_is_an_error(tmp_path, recipe, screen):
+    with pytest.raises(DemoError, match="ended after 6 of 7 steps"):
+        run_recipe(DemoRun("a run", tmp_path / "out", steps=7, seed=0), recipe, screen)
+    recipe.write_text("sleep 60")
+    with pytest.raises(DemoError, match="the run hangs"):
+        run_recipe(DemoRun("a run", tmp_path / "out", steps=7, seed=0), recipe, screen, stall_s=0.5)
+
+
+def test_a_folder_of_the_users_is_not_emptied(tmp_path, recipe, screen):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.txt").write_text("")
+    with pytest.raises(DemoError, match="was not made by the demo"):
+        run_recipe(DemoRun("a run", out, steps=6, seed=0), recipe, screen)
+    assert (out / "thesis.txt").exists()
+    (out / MARKER).touch()
+    run_recipe(DemoRun("a run", out, steps=6, seed=0), recipe, screen)
+    assert not (out / "thesis.txt").exists()
+
+
+def test_a_comparison_ends_with_summary_picture_report_and_command(tmp_path, recipe, screen, made_run):
+    runs = [
+        DemoRun(name, tmp_path / name, 6, 0, tlt=name != "stock", env={"POLICY": "toy"})
+        for name in ("tlt", "stock", "warm")
+    ]
+    for run in runs:
+        run_recipe(run, recipe, screen)
+    conclude(screen.console, tmp_path, 12.0, runs[0], (runs[1], runs[2]))
+    result = json.loads((tmp_path / "summary.json").read_text())
+    assert result["seconds"] == 12.0 and len(result["steps"]) == len(result["stock"]) == 6
+    assert result["rollout_ratio"] == pytest.approx(1.0) and result["warm_rollout_ratio"] == pytest.approx(1.0)
+    assert result["steps"][5]["accept_length"] == pytest.approx(made_run.accept_length[6])
+    assert (tmp_path / "picture.png").stat().st_size > 30_000
+    assert "vllm serve toy" in (tmp_path / "report.html").read_text()
+    text = shown(screen)
+    assert f'--speculative-config \'{{"method": "eagle3", "model": "{tmp_path / "tlt" / "drafter"}"' in text
+    assert "rollout against stock, per token: 1.00x" in text
+
+
+def test_a_wrong_number_of_steps_is_refused(tmp_path, capsys):
+    assert demo(compare=False, steps=0, out=tmp_path, seed=0) == 1
+    assert "--steps must be at least 1, not 0." in capsys.readouterr().out

@@ -1,0 +1,107 @@
+"""What `doctor --gpu` says about what an engine told, and under which key a calibration is kept."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from verl_tlt.config import TLTConfigError
+from verl_tlt.doctor.engine_check import Found, found_from, judge
+from verl_tlt.doctor.standalone_engine import Job, graph_memory_gib, keep_costs, run_job
+from verl_tlt.server.calibration import cost_key
+from verl_tlt.speculation.costs.tables import TableKey, load_table
+from verl_tlt.speculation.types import OFF
+
+GOOD = Found(
+    fingerprint="f1", lost_in_sleep=True, reloaded="f1", reload_s=0.2,
+    costs={OFF: [(1, 0.010), (4, 0.020)], 0: [(1, 0.012), (4, 0.022)], 3: [(1, 0.015), (4, 0.040)]},
+    stock={1: 0.010, 4: 0.020}, off={1: 0.0101, 4: 0.0202}, graph_gib=[1.5, 0.8], context_gib=0.5,
+    free_after_wake_gib=12.0,
+)  # fmt: skip
+
+
+def said(found):
+    return {finding.what: finding for finding in judge(found)}
+
+
+def test_a_good_machine():
+    findings = said(GOOD)
+    assert {f.level for f in findings.values()} == {"ok"}
+    assert "sleep discarded it" in findings["drafter after sleep"].sentence
+    assert "1.01 times stock's step" in findings["drafter off against stock"].sentence
+    assert "1: 1.50x, 4: 2.00x" in findings["K=3 against off"].sentence  # it must be accepted that often
+    assert "1.50 GiB with a drafter, 0.80 GiB without" in findings["CUDA graphs"].sentence
+    assert "12.00 GiB free" in findings["waking beside a spot worker"].sentence
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "level", "text"),
+    [
+        ({"reloaded": "f2"}, "drafter after sleep", "refuse", "not the same after a reload: f2"),
+        ({"fingerprint": ""}, "drafter after sleep", "refuse", "not the same"),
+        ({"off": {1: 0.02, 4: 0.03}}, "drafter off against stock", "warn", "1.75 times"),
+        ({"costs": None}, "step cost", "warn", "could not be measured"),
+        ({"wake_error": "OutOfMemoryError: 2 GiB"}, "waking beside a spot worker", "refuse", "gpu_memory_utilization"),
+    ],
+)
+def test_what_is_wrong_is_said(change, what, level, text):
+    finding = said(dataclasses.replace(GOOD, **change))[what]
+    assert finding.level == level and text in finding.sentence
+
+
+def test_a_machine_without_a_device_says_what_it_does_not_have():
+    found = dataclasses.replace(GOOD, lost_in_sleep=None, graph_gib=None, context_gib=None)
+    findings = said(found)
+    assert {f.level for f in findings.values()} == {"ok"}
+    assert "there is no sleep" in findings["drafter after sleep"].sentence
+    assert "no graphs" in findings["CUDA graphs"].sentence
+
+
+def test_findings_survive_json():
+    assert found_from(json.loads(json.dumps(vars(GOOD)))) == GOOD
+
+
+def test_graph_memory_is_read_from_vllms_log():
+    line = "INFO [gpu.py:1] Graph capturing finished in {} secs, took {:.2f} GiB\n"
+    assert graph_memory_gib(line.format(12, 1.25) + "something else\n" + line.format(3, 0.5)) == [1.25, 0.5]
+
+
+def test_what_is_kept_is_found_again_and_nothing_measured_is_said(tmp_path):
+    key = {"hardware": "H100 x2", "model": "policy 123 bfloat16 graphs", "vllm": "0.24.0"}
+    file, costs = keep_costs({"latency": {"-1": [[1, 0.01]], "3": [[4, 0.03], [1, 0.02]]}, "key": key}, tmp_path)
+    assert file.parent == tmp_path and costs == {OFF: [(1, 0.01)], 3: [(1, 0.02), (4, 0.03)]}
+    kept = load_table(tmp_path, TableKey(**key))
+    assert {(p.draft_length, p.batch, p.seconds) for p in kept.points} == {(OFF, 1, 0.01), (3, 1, 0.02), (3, 4, 0.03)}
+    with pytest.raises(TLTConfigError, match="--seconds"):
+        keep_costs({"latency": {"1": [[1, 0.01]]}, "key": key}, tmp_path)
+
+
+def test_the_key_of_a_calibration_is_what_costs_depend_on(tmp_path):
+    pytest.importorskip("vllm")
+    (tmp_path / "config.json").write_text("{}")
+    rollout = SimpleNamespace(enforce_eager=True, dtype="bfloat16", tensor_model_parallel_size=2)
+    key = cost_key(str(tmp_path), rollout)
+    assert key == cost_key(str(tmp_path), rollout)
+    others = [SimpleNamespace(**{**vars(rollout), **change}) for change in (
+        {"enforce_eager": False}, {"dtype": "float32"}, {"tensor_model_parallel_size": 4})]  # fmt: skip
+    (tmp_path / "config.json").write_text('{"hidden_size": 1}')
+    keys = {key, *(cost_key(str(tmp_path), r) for r in (rollout, *others))}
+    for width in (64, 128):
+        config = {"draft_vocab_size": 50, "transformer_layer_config": {"intermediate_size": width}}
+        (tmp_path / f"drafter-{width}").mkdir()
+        (tmp_path / f"drafter-{width}" / "config.json").write_text(json.dumps(config))
+        keys.add(cost_key(str(tmp_path), rollout, tmp_path / f"drafter-{width}"))
+    assert len(keys) == 7
+
+
+def test_a_policy_that_is_not_here_is_one_sentence(tmp_path):
+    job = Job(
+        "calibrate",
+        ["actor_rollout_ref.model.path=/nowhere/policy", "+tlt=default"],
+        "ppo_trainer",
+        True,
+        str(tmp_path),
+    )
+    with pytest.raises(TLTConfigError, match=r"actor_rollout_ref.model.path=/nowhere/policy is not on this machine"):
+        run_job(job)

@@ -1,0 +1,144 @@
+"""n-gram drafts between index, scheduler and sampler, on records shaped like vLLM's."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from verl_tlt.engine_core.ngram_drafts import LEAST_TRUST, NgramDrafts
+from verl_tlt.messages import NGRAM_MARK
+from verl_tlt.speculation.ngram_index import NgramIndex
+from verl_tlt.vllm_worker.ngram_verification import NoProposals, verify_as_certain
+
+PROMPT = [50, 51, 52, 53]
+
+
+def step(new=(), finished=(), drafts=None):
+    """A `SchedulerOutput`, as far as it is read."""
+    return SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=r, prompt_token_ids=PROMPT) for r in new],
+        finished_req_ids=set(finished),
+        scheduled_spec_decode_tokens=drafts or {},
+    )
+
+
+def request(draft=(), prefilling=False, grammar=None):
+    return SimpleNamespace(spec_token_ids=list(draft), is_prefill_chunk=prefilling, structured_output_request=grammar)
+
+
+def emitted(**tokens):
+    return [SimpleNamespace(request_id=r, new_token_ids=new) for r, new in tokens.items()]
+
+
+@pytest.fixture(params=[True, False], ids=["alone", "beside"])
+def drafts(request):
+    made = NgramDrafts(NgramIndex(1 << 20), alone=request.param)
+    made.scheduled(step(new=["old", "now"]))
+    made.emitted(emitted(old=[1, 2, 3, 4, 5, 6], now=[1, 2, 3]))
+    return made
+
+
+def test_a_match_replaces_the_drafters_proposal_and_is_marked_in_the_next_step(drafts):
+    requests = {"now": request(draft=[7, 7])}
+    drafts.propose(requests, ["now", "gone"], 2)
+    assert requests["now"].spec_token_ids == [4, 5]
+    output = step(drafts={"now": [4, 5]})
+    drafts.scheduled(output)
+    assert set(getattr(output, NGRAM_MARK)) == {"now"}
+    later = step(drafts={"now": [7]})
+    drafts.scheduled(later)
+    assert getattr(later, NGRAM_MARK) == {}
+
+
+def test_without_a_match_the_drafter_has_its_way(drafts):
+    requests = {"now": request(draft=[7, 7])}
+    drafts.emitted(emitted(now=[90]))
+    drafts.propose(requests, ["now"], 2)
+    assert requests["now"].spec_token_ids == ([] if drafts.alone else [7, 7])
+
+
+def test_a_draft_shorter_than_the_drafters_is_taken_only_where_there_is_no_other(drafts):
+    requests = {"now": request(draft=[7] * 5)}
+    drafts.propose(requests, ["now"], 5)
+    assert requests["now"].spec_token_ids == ([4, 5, 6] if drafts.alone else [7] * 5)
+
+
+@pytest.mark.parametrize(
+    ("one", "draft_length"), [(request(prefilling=True), 2), (request(grammar=object()), 2), (request(), 0)]
+)
+def test_who_gets_no_ngram(drafts, one, draft_length):
+    one.spec_token_ids = []
+    drafts.propose({"now": one}, ["now"], draft_length)
+    assert one.spec_token_ids == []
+
+
+def test_a_draft_that_is_left_out_of_the_step_loses_its_mark(drafts):
+    drafts.propose({"now": request()}, ["now"], 2)
+    output = step()
+    drafts.scheduled(output)
+    assert getattr(output, NGRAM_MARK) == {}
+
+
+def test_ngrams_that_are_refused_stop_and_the_drafter_sets_the_bar(drafts):
+    def offer():
+        one = request(draft=[7, 7])
+        drafts.propose({"now": one}, ["now"], 2)
+        output = step(drafts={"now": one.spec_token_ids, "old": [9, 9]})
+        drafts.scheduled(output)
+        return output
+
+    offers = 0
+    while "now" in getattr(output := offer(), NGRAM_MARK):
+        drafts.verified(output, [[4], [9, 9, 8]], {"now": 0, "old": 1})
+        offers += 1
+    trust = drafts.index.trust
+    assert (drafts.drafts, drafts.accepted) == (offers, 0) and offers >= 3
+    # Alone down to the floor; beside a drafter that is always right it ends earlier.
+    assert offers > 12 if drafts.alone else offers <= 8
+    assert min(trust._accepted[m] / trust._offered[m] for m in range(3, 17)) > 0.5 * LEAST_TRUST
+
+
+def test_finished_requests_and_new_policies_reach_the_index(drafts):
+    drafts.scheduled(step(finished=["old", "never seen"]))
+    assert "old" not in drafts.index._requests
+    drafts.index.keep = False
+    drafts.policy_changed()
+    assert len(drafts.index) == 1  # taken up with the next step
+    drafts.scheduled(step())
+    assert len(drafts.index) == 0
+    assert drafts.summary()["ngram_prompts"] == 0
+
+
+def test_the_summary_counts_since_it_was_last_asked_for(drafts):
+    drafts.drafts, drafts.accepted = 5, 3
+    assert drafts.summary().items() >= {"ngram_drafts": 5, "ngram_accepted": 3}.items()
+    assert drafts.summary()["ngram_drafts"] == drafts.summary()["ngram_accepted"] == 0
+
+
+def test_the_empty_proposer_proposes_nothing():
+    proposer = NoProposals(None)
+    proposer.load_model(None)
+    assert proposer.propose([[1, 2], [], [3]], None, slot_mappings=None) == [[], [], []]
+
+
+def test_marked_rows_are_verified_with_probability_one():
+    probs = torch.full((5, 4), 0.25)
+    metadata = SimpleNamespace(num_draft_tokens=[2, 0, 3], draft_token_ids=torch.tensor([1, 2, 3, 0, 1]))
+    seen = []
+    runner = SimpleNamespace(
+        execute_model=lambda output: seen.append(output) or "done",
+        _get_spec_decode_draft_probs=lambda _: probs.clone(),
+        input_batch=SimpleNamespace(req_ids=["a", "b", "c"]),
+    )
+    verify_as_certain(runner)
+    plain = step()
+    assert runner.execute_model(plain) == "done" and seen == [plain]
+    assert torch.equal(runner._get_spec_decode_draft_probs(metadata), probs)
+    marked = step()
+    setattr(marked, NGRAM_MARK, {"c": None})
+    runner.execute_model(marked)
+    found = runner._get_spec_decode_draft_probs(metadata)
+    assert torch.equal(found[:2], probs[:2])
+    assert torch.equal(found[2:], torch.nn.functional.one_hot(torch.tensor([3, 0, 1]), 4).float())
+    with pytest.raises(RuntimeError, match="use source=eagle"):
+        verify_as_certain(SimpleNamespace())

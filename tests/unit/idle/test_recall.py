@@ -1,0 +1,78 @@
+"""Requests that come late: whoever has left is called back first, and nobody leaves while they are on their way."""
+
+import pytest
+
+from verl_tlt.idle.planner import LeaveBalancer, Rejoin, StartTraining, StopTraining, TrySleep, WakeUp
+from verl_tlt.idle.replica_idle import ReplicaIdlePlanner, State
+
+
+@pytest.fixture
+def planner():
+    """`a` has left and trains since 1.3, idle since 1.0; `b` and `c` serve."""
+    p = ReplicaIdlePlanner("abc", expected_requests=12, settle_s=0.1, buffer_ready=True)
+    p.observe(0.0, {"a": 4, "b": 4, "c": 4}, pending=0)
+    p.observe(1.0, {"a": 0, "b": 3, "c": 2}, pending=0)
+    assert p.observe(1.2, {"a": 0, "b": 3, "c": 2}, pending=0) == [LeaveBalancer("a")]
+    assert p.left("a") == [TrySleep("a")]
+    assert p.slept("a") == [StartTraining("a")]
+    p.training("a", 1.3)
+    return p
+
+
+def test_who_has_left_stops_training_wakes_up_and_comes_back(planner):
+    assert planner.recall() == [StopTraining("a"), WakeUp("a")]
+    planner.stopped("a", 2.0)
+    assert planner.awake("a", 2.1) == [Rejoin("a")]
+    assert planner.state("a") is State.BUSY
+
+
+def test_one_that_had_stopped_by_itself_only_wakes_up(planner):
+    planner.done("a", 1.8)
+    assert planner.recall() == [WakeUp("a")]
+
+
+def test_nobody_leaves_before_the_late_requests_can_have_arrived(planner):
+    planner.observe(1.9, {"b": 3, "c": 0}, pending=0)
+    planner.recall()
+    planner.stopped("a", 2.0)
+    planner.awake("a", 2.0)
+    # Before the recall `c` had been empty long enough.
+    assert planner.observe(2.01, {"a": 0, "b": 3, "c": 0}, pending=0) == []
+    assert planner.observe(2.05, {"a": 0, "b": 3, "c": 0}, pending=1) == []
+    assert planner.observe(2.5, {"a": 1, "b": 4, "c": 1}, pending=0) == []
+
+
+def test_a_replica_has_one_session_in_a_phase(planner):
+    planner.recall()
+    planner.stopped("a", 2.0)
+    planner.awake("a", 2.0)
+    for now in (3.0, 4.0):
+        assert planner.observe(now, {"a": 0, "b": 3, "c": 1}, pending=0) == []
+
+
+def test_one_that_cannot_wake_up_stays_away_until_the_sync(planner):
+    planner.recall()
+    planner.stopped("a", 2.0)
+    assert planner.failed("a", 2.1) == []
+    assert planner.state("a") is State.IDLE
+    assert planner.account(3.0).failures == 1
+    assert planner.synced() == [Rejoin("a")]
+
+
+def test_the_bubble_before_a_recall_counts(planner):
+    planner.recall()
+    planner.stopped("a", 2.0)
+    planner.awake("a", 2.1)
+    planner.observe(2.2, {"a": 2, "b": 1, "c": 1}, pending=0)
+    planner.observe(4.0, {"a": 0, "b": 1, "c": 1}, pending=0)
+    planner.observe(5.0, {"a": 0, "b": 0, "c": 0}, pending=0)
+    planner.end(5.0)
+    account = planner.account(5.0)
+    assert account.bubble_s["a"] == pytest.approx((2.1 - 1.0) + (5.0 - 4.0))
+    assert account.used_s["a"] == pytest.approx(2.0 - 1.3)
+    assert account.training_s["a"] == pytest.approx(2.0 - 1.3)
+
+
+def test_after_the_end_nobody_is_called_back(planner):
+    planner.end(2.0)
+    assert planner.recall() == []

@@ -1,0 +1,382 @@
+"""The session planner's rules, with explicit times, and a random fleet that must never be starved."""
+
+import random
+
+import pytest
+
+from verl_tlt.idle.failure_budget import FailureBudget
+from verl_tlt.idle.planner import LeaveBalancer, Rejoin, StartTraining, StopTraining, TrySleep
+from verl_tlt.idle.replica_idle import FIRST_RETRY_S, LONGEST_RETRY_S, ReplicaIdlePlanner, State
+
+
+def planner(replicas=("a", "b"), **changes):
+    settings = {"expected_requests": 8, "settle_s": 0.1, "buffer_ready": True} | changes
+    return ReplicaIdlePlanner(replicas, **settings)
+
+
+def loaded(p, **inflight):
+    """The phase has been dispatched: by default four requests on each of two replicas."""
+    assert p.observe(0.0, inflight or {"a": 4, "b": 4}, pending=0) == []
+    return p
+
+
+def settle(p, inflight, now=1.0, pending=0, **more):
+    """Two looks at the same load, far enough apart for any settle time used here."""
+    p.observe(now, inflight, pending, **more)
+    return p.observe(now + 0.5, inflight, pending, **more)
+
+
+def trained(p, replica="a", now=2.0):
+    """Take an idle replica all the way to TRAINING."""
+    assert p.left(replica) == [TrySleep(replica)]
+    assert p.slept(replica) == [StartTraining(replica)]
+    assert p.training(replica, now) == []
+    return p
+
+
+def test_the_whole_way_round():
+    p = loaded(planner())
+    assert p.observe(1.0, {"a": 0, "b": 3}, pending=0) == []
+    assert p.observe(1.2, {"a": 0, "b": 3}, pending=0) == [LeaveBalancer("a")]
+    assert p.state("a") is State.DRAINING
+    assert p.left("a") == [TrySleep("a")]
+    assert p.slept("a") == [StartTraining("a")]
+    assert p.state("a") is State.IDLE
+    p.training("a", 1.3)
+    assert p.state("a") is State.TRAINING
+    assert p.observe(2.0, {"b": 1}, pending=0) == []
+    assert p.end(3.0) == [StopTraining("a")]
+    p.stopped("a", 3.1)
+    assert p.state("a") is State.IDLE
+    assert p.synced() == [Rejoin("a")]
+    assert p.state("a") is State.BUSY
+
+
+@pytest.mark.parametrize(
+    ("world", "reason"),
+    [
+        ({"pending": 1}, "wait for a replica"),
+        ({"open_loops": 1}, "another turn"),
+        ({"refill_possible": True}, "more groups"),
+    ],
+)
+def test_nobody_leaves_while_work_can_arrive(world, reason):
+    p = loaded(planner())
+    assert settle(p, {"a": 0, "b": 3}, now=1.0, **world) == []
+    assert reason in str(p.obstacle("a"))
+    p.observe(2.0, {"a": 0, "b": 3}, pending=0)
+    p.observe(2.5, {"a": 0, "b": 3}, pending=0)
+    assert p.state("a") is State.DRAINING
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"buffer_ready": False}, "not worth training on"),
+        ({"spot_workers": ["b"]}, "no spot worker"),
+        ({"expected_requests": 18}, "fewer than 5"),
+    ],
+)
+def test_a_replica_that_cannot_train_well_stays(changes, reason):
+    p = loaded(planner(**changes))
+    assert settle(p, {"a": 0, "b": 3}) == []
+    assert reason in p.account(1.5).obstacles["a"]
+
+
+def test_half_the_fair_share_is_enough_and_counts_at_its_peak():
+    p = planner(expected_requests=16)
+    p.observe(0.0, {"a": 4, "b": 4}, pending=8)
+    p.observe(0.1, {"a": 1, "b": 8}, pending=0)
+    assert settle(p, {"a": 0, "b": 3}) == [LeaveBalancer("a")]
+
+
+def test_before_dispatch_everybody_looks_idle_and_nobody_leaves():
+    p = planner()
+    assert settle(p, {"a": 0, "b": 0}) == []
+    assert settle(p, {"a": 0, "b": 4}, now=2.0) == []  # dispatched to one replica so far
+    assert sum(p.account(3.0).bubble_s.values()) == 0.0
+
+
+def test_settle_time_restarts_with_every_request():
+    p = loaded(planner())
+    p.observe(1.0, {"a": 0, "b": 3}, pending=0)
+    p.observe(1.05, {"a": 1, "b": 3}, pending=0)
+    assert p.observe(1.12, {"a": 0, "b": 3}, pending=0) == []
+    assert p.observe(1.21, {"a": 0, "b": 3}, pending=0) == []
+    assert p.observe(1.23, {"a": 0, "b": 3}, pending=0) == [LeaveBalancer("a")]
+
+
+def test_settle_time_does_not_run_while_something_is_pending():
+    p = loaded(planner())
+    p.observe(1.0, {"a": 0, "b": 3}, pending=1)
+    assert p.observe(1.5, {"a": 0, "b": 3}, pending=0) == []
+    assert p.observe(1.7, {"a": 0, "b": 3}, pending=0) == [LeaveBalancer("a")]
+
+
+def test_the_last_serving_replica_never_leaves():
+    p = loaded(planner())
+    assert settle(p, {"a": 0, "b": 3}) == [LeaveBalancer("a")]
+    trained(p)
+    assert settle(p, {"b": 0}, now=3.0) == []
+    assert p.state("b") is State.BUSY
+
+
+def test_all_idle_at_once_is_the_end_and_not_a_bubble():
+    p = loaded(planner())
+    assert settle(p, {"a": 0, "b": 0}, now=1.0) == []
+    p.end(4.0)
+    assert p.account(4.0).bubble_s == {"a": 0.0, "b": 0.0}
+
+
+def test_a_draining_replica_does_not_count_as_the_busy_one():
+    p = loaded(planner())
+    assert settle(p, {"a": 0, "b": 3}) == [LeaveBalancer("a")]
+    # A request was on its way to a; meanwhile b runs empty. Were b to leave as well, nobody would serve.
+    assert settle(p, {"a": 1, "b": 0}, now=2.0) == []
+
+
+def test_two_leave_together_when_a_third_works():
+    p = loaded(planner(("a", "b", "c"), expected_requests=12), a=4, b=4, c=4)
+    assert settle(p, {"a": 0, "b": 0, "c": 1}) == [LeaveBalancer("a"), LeaveBalancer("b")]
+
+
+def test_leaving_is_called_off_when_the_world_changes_on_the_way_out():
+    p = loaded(planner())
+    settle(p, {"a": 0, "b": 3})
+    p.observe(2.0, {"b": 3}, pending=2)
+    assert p.left("a") == [Rejoin("a")]
+    assert p.state("a") is State.BUSY
+
+    p = loaded(planner())
+    settle(p, {"a": 0, "b": 3})
+    p.observe(2.0, {"a": 0, "b": 0}, pending=0)
+    assert p.left("a") == [Rejoin("a")]
+
+
+def test_refusals_back_off_exponentially_up_to_a_ceiling():
+    p = loaded(planner())
+    load, now, pauses = {"a": 0, "b": 3}, 1.0, []
+    p.observe(now, load, pending=0)
+    now += 0.2
+    assert p.observe(now, load, pending=0) == [LeaveBalancer("a")]
+    for _ in range(7):
+        p.left("a")
+        assert p.refused("a", now) == [Rejoin("a")]
+        assert p.state("a") is State.BUSY
+        asked = now
+        while not p.observe(now, load, pending=0):
+            now = round(now + 0.01, 6)
+        pauses.append(now - asked)
+    expected = [min(LONGEST_RETRY_S, FIRST_RETRY_S * 2**i) for i in range(7)]
+    assert pauses == pytest.approx(expected, abs=0.02)
+    assert p.account(now).refusals == 7
+
+
+def test_a_refusal_restarts_the_idle_clock():
+    p = loaded(planner())
+    settle(p, {"a": 0, "b": 3}, now=1.0)
+    p.left("a")
+    p.refused("a", 3.0)
+    p.observe(3.5, {"a": 0, "b": 3}, pending=0)
+    p.end(4.0)
+    assert p.account(4.0).bubble_s["a"] == pytest.approx(0.5)
+
+
+def test_a_failure_before_sleep_puts_the_replica_back_for_good():
+    p = loaded(planner())
+    settle(p, {"a": 0, "b": 3})
+    assert p.failed("a", 2.0) == [Rejoin("a")]
+    assert settle(p, {"a": 0, "b": 3}, now=30.0) == []
+    account = p.account(31.0)
+    assert account.failures == 1
+    assert "failed" in account.obstacles["a"]
+
+
+def test_a_failure_in_training_leaves_the_replica_asleep_until_the_sync():
+    p = trained(loaded_and_leaving(), now=2.0)
+    assert p.failed("a", 5.0) == []
+    assert p.state("a") is State.IDLE
+    assert settle(p, {"b": 3}, now=6.0) == []
+    assert p.end(7.0) == []
+    assert p.account(7.0).training_s["a"] == pytest.approx(3.0)
+    assert p.synced() == [Rejoin("a")]
+
+
+def loaded_and_leaving():
+    p = loaded(planner())
+    assert settle(p, {"a": 0, "b": 3}) == [LeaveBalancer("a")]
+    return p
+
+
+def test_reports_that_arrive_after_the_end_start_nothing():
+    p = loaded_and_leaving()
+    assert p.end(2.0) == []
+    assert p.left("a") == []
+    assert p.synced() == [Rejoin("a")]
+
+    p = loaded_and_leaving()
+    p.left("a")
+    p.end(2.0)
+    assert p.slept("a") == []
+    assert p.synced() == [Rejoin("a")]
+
+    p = loaded_and_leaving()
+    p.left("a")
+    p.end(2.0)
+    assert p.refused("a", 2.1) == []  # the trainer sleeps everybody: back with the sync, once
+    assert p.synced() == [Rejoin("a")]
+    assert p.observe(3.0, {"a": 0, "b": 3}, pending=0) == []
+
+
+def test_a_worker_that_was_only_just_started_is_stopped_too():
+    p = loaded_and_leaving()
+    p.left("a")
+    assert p.slept("a") == [StartTraining("a")]
+    assert p.end(2.0) == [StopTraining("a")]
+    p.stopped("a", 2.1)
+    p.training("a", 2.2)  # overtaken by the stop
+    assert p.account(9.0).training_s["a"] == 0.0
+
+
+def test_a_worker_that_finished_by_itself_is_not_stopped():
+    p = trained(loaded_and_leaving(), now=2.0)
+    p.done("a", 4.0)
+    assert p.end(9.0) == []
+    p.stopped("a", 9.1)
+    assert p.account(9.0).training_s["a"] == pytest.approx(2.0)
+
+
+def test_accounting_of_a_phase():
+    p = loaded(planner(("a", "b", "c"), expected_requests=12), a=4, b=4, c=4)
+    p.observe(10.0, {"a": 0, "b": 2, "c": 2}, pending=0)
+    assert p.observe(10.2, {"a": 0, "b": 2, "c": 2}, pending=0) == [LeaveBalancer("a")]
+    trained(p, "a", now=11.0)
+    p.observe(14.0, {"b": 0, "c": 2}, pending=0)
+    p.observe(20.0, {"b": 0, "c": 0}, pending=0)  # the last request is done; the trainer notices at 22
+    assert p.end(22.0) == [StopTraining("a")]
+    p.stopped("a", 22.25)
+    account = p.account(30.0)
+    assert account.bubble_s == pytest.approx({"a": 10.0, "b": 6.0, "c": 0.0})
+    assert account.training_s == pytest.approx({"a": 11.25, "b": 0.0, "c": 0.0})
+    assert account.used_s == pytest.approx({"a": 9.0, "b": 0.0, "c": 0.0})
+    assert account.used_frac == pytest.approx(9 / 16)
+    assert account.stop_s == pytest.approx({"a": 0.25})
+
+
+def test_a_pause_before_more_requests_is_not_the_end():
+    p = trained(loaded_and_leaving(), now=2.0)
+    p.observe(3.0, {"b": 0}, pending=0)
+    p.observe(4.0, {"b": 2}, pending=0)
+    p.observe(9.0, {"b": 0}, pending=0)
+    p.end(9.5)
+    assert p.account(9.5).bubble_s["a"] == pytest.approx(8.0)
+
+
+def test_wrong_names_and_wrong_order_are_refused():
+    with pytest.raises(ValueError, match="distinct"):
+        planner(("a", "a"))
+    with pytest.raises(ValueError, match="'x' is not one of a, b"):
+        planner(spot_workers=["x"])
+    with pytest.raises(ValueError, match="'x' is not one of a, b"):
+        planner().observe(0.0, {"x": 1}, pending=0)
+    with pytest.raises(ValueError, match="busy, but was reported as if draining"):
+        planner().slept("a")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_fleets_are_never_starved(seed):
+    """A simulated fleet with stale counts, late arrivals, refills, refusals and failures.
+
+    The true load is hidden: a routed request shows in the count only when the next look is taken, so the planner acts
+    on stale numbers and only the server's answer protects the request.
+    """
+    rng = random.Random(seed)
+    names = [f"r{i}" for i in range(rng.randint(1, 6))]
+    total = len(names) * rng.randint(2, 8)
+    p = planner(tuple(names), expected_requests=total, settle_s=rng.choice([0.0, 0.1, 0.4]))
+    serving, asleep = set(names), set()
+    running = {n: 0 for n in names}
+    pending, refill, now, sleeps = total, rng.choice([0, 0, total // 2]), 0.0, 0
+
+    def carry_out(commands):
+        nonlocal pending, sleeps
+        while commands:
+            command = commands.pop(0)
+            match command:
+                case LeaveBalancer(n):
+                    assert pending == 0 and refill == 0
+                    if rng.random() < 0.2:
+                        running[n] += 1  # routed between the look and the removal
+                    serving.discard(n)
+                    assert serving, "the last serving replica left"
+                    assert any(running[o] for o in serving), "nobody with work was left behind"
+                    commands += p.left(n)
+                case TrySleep(n):
+                    if rng.random() < 0.1:
+                        commands += p.failed(n, now)
+                    elif running[n]:
+                        commands += p.refused(n, now)
+                    else:
+                        asleep.add(n)
+                        sleeps += 1
+                        commands += p.slept(n)
+                case StartTraining(n):
+                    assert n in asleep
+                    commands += p.failed(n, now) if rng.random() < 0.1 else p.training(n, now)
+                case StopTraining(n):
+                    commands += p.stopped(n, now)
+                case Rejoin(n):
+                    assert n not in asleep
+                    serving.add(n)
+
+    for _ in range(3000):
+        now += rng.uniform(0.01, 0.2)
+        carry_out(p.observe(now, {n: running[n] for n in serving}, pending, refill_possible=refill > 0))
+        for _ in range(min(pending, rng.randint(0, 3))):
+            running[rng.choice(sorted(serving))] += 1
+            pending -= 1
+        for n in names:  # replica 0 has the long tail
+            if running[n] and rng.random() < (0.02 if n == "r0" else 0.15):
+                running[n] -= 1
+        if refill and not pending and not any(running.values()):
+            pending, refill = refill, 0
+        if not pending and not refill and not any(running.values()):
+            break
+        assert serving
+    assert not pending and not any(running.values()), "a request was stranded"
+    carry_out(p.observe(now, {}, pending))
+    carry_out(p.end(now + 1.0))
+    asleep.clear()
+    account = p.account(now + 1.0)
+    for n in names:
+        assert 0.0 <= account.used_s[n] <= account.bubble_s[n] + 1e-9
+        assert account.used_s[n] <= account.training_s[n] + 1e-9
+        assert account.bubble_s[n] <= now
+    assert 0.0 <= account.used_frac <= 1.0
+    carry_out(p.synced())
+    assert serving == set(names)
+    if len(names) == 1:
+        assert sleeps == 0
+
+
+def test_failure_budget_pauses_then_gives_up_per_replica():
+    budget = FailureBudget(max_failures=3)
+    assert not budget.failed("a", step=1)
+    assert [budget.allows("a", s) for s in (1, 2, 3)] == [False, False, True]
+    assert budget.allows("b", 1)
+    assert not budget.failed("a", step=3)
+    assert [budget.allows("a", s) for s in (4, 5, 6)] == [False, False, True]
+    assert budget.failed("a", step=6)
+    assert budget.off == {"a"}
+    budget.succeeded("a")
+    assert not budget.allows("a", 1000)
+    assert not budget.failed("a", step=7)  # said once
+
+
+def test_a_success_breaks_the_row():
+    budget = FailureBudget(max_failures=2)
+    budget.failed("a", step=1)
+    budget.succeeded("a")
+    assert budget.allows("a", 2)
+    assert not budget.failed("a", step=2)
+    assert not budget.off

@@ -1,0 +1,126 @@
+import asyncio
+
+import pytest
+
+from verl_tlt.server.calibration import measure, plan_arms, plan_batches
+from verl_tlt.speculation.types import OFF
+
+
+class MadeEngine:
+    """Costs a + b·batch + c·K a step, drafter pass 2 ms; answers the channel's operations as the scheduler does."""
+
+    def __init__(self, can_switch_off=True):
+        self.can_switch_off = can_switch_off
+        self.drafting, self.force_k = True, None
+        self.running, self.latency, self.tokens = 0, {}, 0
+
+    async def generate(self, prompt, tokens):
+        self.running += 1
+        self.tokens += tokens
+        await asyncio.sleep(0)
+        arm = self.force_k if self.drafting else OFF
+        self.latency[arm, self.running] = self.seconds(arm, self.running)
+
+    def seconds(self, arm, batch):
+        return 0.010 + 0.001 * batch + (0 if arm == OFF else 0.002 + 0.003 * arm)
+
+    async def set_drafting(self, enabled):
+        if not enabled and not self.can_switch_off:
+            return False
+        self.drafting = enabled
+        return True
+
+    async def call(self, op, **settings):
+        if op == "control":
+            assert settings["drafting"] == self.drafting
+            self.force_k = settings["force_k"]
+            return {}
+        rows = [[k, b, 4, s] for (k, b), s in self.latency.items()]
+        self.running, self.latency = 0, {}
+        return {"latency": rows}
+
+
+def run(engine, arms=(0, 1, 2, 3), max_batch=8, budget_s=60.0):
+    return asyncio.run(measure(engine.generate, engine.set_drafting, engine, arms, max_batch, 100, budget_s))
+
+
+def test_the_table_has_every_arm_and_the_stock_like_one():
+    engine = MadeEngine()
+    table = run(engine)
+    assert set(table) == {OFF, 0, 1, 2, 3}
+    for arm, points in table.items():
+        assert points == [(b, pytest.approx(engine.seconds(arm, b))) for b in (1, 2, 4, 8)]
+
+
+def test_where_off_always_stalled_it_costs_what_k_0_costs():
+    engine = MadeEngine()
+    usual = engine.seconds
+    engine.seconds = lambda arm, batch: usual(arm, batch) * (3 if (arm, batch) == (OFF, 2) else 1)
+    table = run(engine)
+    assert dict(table[OFF])[2] == dict(table[0])[2] == pytest.approx(usual(0, 2))
+    assert dict(table[OFF])[4] == pytest.approx(usual(OFF, 4))
+
+
+def test_the_engine_is_left_as_it_was_found():
+    engine = MadeEngine()
+    run(engine)
+    assert engine.drafting
+    assert engine.force_k is None
+
+
+def test_an_engine_that_cannot_switch_its_drafter_off_has_no_off_arm():
+    assert set(run(MadeEngine(can_switch_off=False))) == {0, 1, 2, 3}
+
+
+def test_out_of_time_it_keeps_what_it_has_and_restores_the_engine():
+    engine = MadeEngine()
+    table = run(engine, budget_s=0.0)
+    assert set(table) == {OFF, 0, 1, 2, 3} and all([b for b, _ in points] == [1] for points in table.values())
+    assert engine.force_k is None
+
+
+def test_a_failing_probe_restores_the_engine():
+    engine = MadeEngine()
+
+    async def fail(prompt, tokens):
+        raise RuntimeError("engine died")
+
+    with pytest.raises(RuntimeError, match="engine died"):
+        asyncio.run(measure(fail, engine.set_drafting, engine, (0, 1), 4, 100, 60.0))
+    assert engine.drafting
+    assert engine.force_k is None
+
+
+def test_a_cold_start_and_a_stall_do_not_stay_in_the_table():
+    """The first uses of every arm take four times as long, and so does one probe in the first round."""
+    engine = MadeEngine()
+    usual, calls = engine.seconds, []
+
+    def seconds(arm, batch):
+        calls.append((arm, batch))
+        slow = len(calls) < 40 or (arm == OFF and batch == 4 and calls.count((arm, batch)) <= 4)
+        return usual(arm, batch) * (4 if slow else 1)
+
+    engine.seconds = seconds
+    assert dict(run(engine)[OFF])[4] == pytest.approx(usual(OFF, 4))
+    arms = [arm for arm, batch in calls if batch == 1]
+    assert len({*arms[:4]}) > 1, "arms are measured beside each other, not one after the other"
+
+
+def test_the_work_is_bounded():
+    engine = MadeEngine()
+    run(engine, arms=tuple(range(8)), max_batch=256)
+    assert engine.tokens < 8500  # 2 rounds of 4 arms and 6 batches up to 32, at most 34 tokens each, and warming up
+
+
+@pytest.mark.parametrize(
+    ("arms", "measured"),
+    [((0,), [OFF, 0]), ((0, 1), [OFF, 0, 1]), ((0, 1, 3, 7), [OFF, 0, 7, 1]), ((0, 3), [OFF, 0, 3])],
+)
+def test_three_lengths_carry_the_line(arms, measured):
+    assert plan_arms(arms) == measured
+
+
+@pytest.mark.parametrize(("largest", "batches"), [(1, [1]), (3, [1, 2]), (64, [1, 32, 16, 8, 4, 2])])
+def test_batches_span_the_range_first(largest, batches):
+    assert plan_batches(largest) == batches

@@ -1,0 +1,111 @@
+from types import SimpleNamespace
+
+import pytest
+
+from verl_tlt.config import TLTConfig, TLTConfigError
+from verl_tlt.server.engine_arguments import (
+    async_scheduling,
+    engine_arms,
+    engine_environment,
+    engine_kwargs,
+)
+
+EAGER, GRAPHS = SimpleNamespace(enforce_eager=True), SimpleNamespace(enforce_eager=False)
+
+
+def tlt(**speculation):
+    return TLTConfig.from_dict({"speculation": speculation})
+
+
+def kwargs(config=None, rollout=EAGER, user=None, on_cpu=True, version="0.28.0"):
+    return engine_kwargs(config or tlt(), "/drafter", rollout, user or {}, on_cpu=on_cpu, version=version)
+
+
+@pytest.mark.parametrize(
+    ("speculation", "eager", "version", "arms"),
+    [
+        ({}, True, "0.28.0", (0, 1, 2, 3)),
+        ({"max_draft_length": 5}, True, "0.24.0", (0, 1, 2, 3, 4, 5)),
+        ({}, False, "0.24.0", (0, 1, 3)),
+        ({"max_draft_length": 7}, False, "0.24.0", (0, 1, 3)),
+        ({"max_draft_length": 7}, False, "0.32.1", (0, 1, 3, 7)),
+        ({"max_draft_length": 5}, False, "0.28.0", (0, 1, 3)),
+        ({"arms": [0, 2]}, False, "0.24.0", (0, 2)),
+    ],
+)
+def test_arms_are_those_that_have_graphs(speculation, eager, version, arms):
+    assert engine_arms(tlt(**speculation), eager, version) == arms
+
+
+def test_the_engine_drafts_sampled_tokens_no_longer_than_its_longest_arm():
+    speculative = kwargs(tlt(max_draft_length=7), GRAPHS, version="0.24.0")["speculative_config"]
+    assert speculative["num_speculative_tokens"] == 3
+    assert speculative["method"] == "eagle3"
+    assert speculative["draft_sample_method"] == "probabilistic"
+    assert speculative["draft_load_config"] == {"load_format": "auto"}
+    assert speculative["model"] == "/drafter"
+
+
+def test_settings_reach_the_scheduler_beside_the_users_own():
+    config = kwargs(tlt(policy="fixed", fixed=2), user={"additional_config": {"mine": 1}})["additional_config"]
+    assert config["mine"] == 1
+    assert config["tlt"]["arms"] == [0, 1, 2, 3]
+    assert config["tlt"]["speculation"]["fixed"] == 2
+
+
+@pytest.mark.parametrize(
+    ("user", "on_cpu", "is_async"),
+    [
+        ({}, False, True),
+        ({}, True, False),
+        ({"async_scheduling": True}, True, False),
+        ({"async_scheduling": False}, False, False),
+        ({"distributed_executor_backend": "ray"}, False, False),
+        ({"distributed_executor_backend": "uni"}, False, True),
+    ],
+)
+def test_the_scheduler_base_is_the_one_vllm_will_use(user, on_cpu, is_async):
+    assert async_scheduling(user, on_cpu) is is_async
+    ours = kwargs(user=user, on_cpu=on_cpu)
+    assert ours["async_scheduling"] is is_async
+    assert ours["scheduler_cls"].endswith(".TLTAsyncScheduler" if is_async else ".TLTScheduler")
+
+
+@pytest.mark.parametrize(
+    ("user", "sentence"),
+    [
+        ({"data_parallel_size": 2}, "vllm.data_parallel_size must be 1"),
+        ({"logits_processors": ["a:B"]}, "vllm.logits_processors cannot be used with a drafter"),
+        ({"kv_transfer_config": {"kv_role": "kv_both"}}, "vllm.kv_transfer_config"),
+        ({"scheduler_cls": "a.B"}, "vllm.scheduler_cls is set by verl-tlt itself"),
+        ({"speculative_config": {}}, "vllm.speculative_config is set by verl-tlt itself"),
+    ],
+)
+def test_what_cannot_run_with_a_drafter_is_refused_by_its_key(user, sentence):
+    with pytest.raises(TLTConfigError, match=sentence):
+        kwargs(user=user)
+
+
+@pytest.mark.parametrize(("source", "method"), [("ngram", "custom_class"), ("both", "eagle3")])
+def test_ngrams_pass_the_scheduler_so_scheduling_is_synchronous(source, method):
+    ours = kwargs(tlt(source=source), on_cpu=False)
+    assert ours["speculative_config"]["method"] == method
+    assert ours["async_scheduling"] is False and ours["scheduler_cls"].endswith(".TLTScheduler")
+    assert engine_environment(source, "0.32.0") == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    with pytest.raises(TLTConfigError, match=f"async_scheduling=True is not possible .*source={source}"):
+        kwargs(tlt(source=source), user={"async_scheduling": True}, on_cpu=False)
+
+
+def test_an_old_vllm_is_refused():
+    with pytest.raises(TLTConfigError, match=r"vLLM 0\.23\.2 cannot change the draft length per step: install 0\.24"):
+        kwargs(version="0.23.2")
+
+
+def test_a_fixed_length_without_an_arm_is_refused():
+    with pytest.raises(TLTConfigError, match=r"fixed=2 is none of the engine's draft lengths \[0, 1, 3\]"):
+        kwargs(tlt(policy="fixed", fixed=2), GRAPHS)
+
+
+@pytest.mark.parametrize(("version", "runner"), [("0.24.0", "0"), ("0.28.0", "0"), ("0.32.0", None)])
+def test_the_runner_that_drafts_what_it_is_asked_for(version, runner):
+    assert engine_environment(version=version).get("VLLM_USE_V2_MODEL_RUNNER") == runner

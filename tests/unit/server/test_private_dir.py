@@ -1,0 +1,55 @@
+"""Directories of servers: never shared, and swept once their process is gone."""
+
+import subprocess
+import sys
+
+import pytest
+
+from verl_tlt.server.private_dir import make_private_dir
+
+OWNER = """
+import sys, tempfile
+from verl_tlt.server.private_dir import make_private_dir
+tempfile.tempdir = sys.argv[1]
+print(make_private_dir("tlt-").path, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def tmp(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def other(tmp):
+    """(a process that owns a directory, the directory)"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    yield process, tmp / process.stdout.readline().strip().rpartition("/")[2]
+    process.kill()
+    process.wait()
+
+
+def test_two_processes_have_two_directories(tmp, other):
+    _, theirs = other
+    ours = make_private_dir("tlt-").path
+    assert ours != theirs and ours.is_dir() and theirs.is_dir()
+    assert ours.stat().st_mode & 0o777 == 0o700
+
+
+def test_one_whose_process_was_killed_goes(tmp, other):
+    process, theirs = other
+    (theirs / "drafter").mkdir()
+    process.kill()
+    process.wait()
+    ours = make_private_dir("tlt-").path
+    assert list(tmp.iterdir()) == [ours]
+
+
+def test_what_is_not_ours_stays(tmp):
+    (tmp / "tlt-notes").mkdir()
+    make_private_dir("tlt-")
+    assert (tmp / "tlt-notes").is_dir()

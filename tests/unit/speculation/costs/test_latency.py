@@ -1,0 +1,220 @@
+"""The latency model: few samples suffice, it extrapolates, forgives stalls, and lets measurements overrule shapes."""
+
+import numpy as np
+import pytest
+
+from verl_tlt.simulate.hardware import QWEN3_8B_H100
+from verl_tlt.speculation.costs.latency import LatencyModel
+from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
+from verl_tlt.speculation.types import OFF, ControlError
+
+ARMS = (0, 1, 2, 3, 5, 7)
+
+
+def true(batch, kv, k):
+    return QWEN3_8B_H100.seconds(batch, kv, max(k, 0), k)
+
+
+def measure(model, batch, k, steps, rng, context=1000, sigma=0.03, cost=true):
+    for _ in range(steps):
+        model.observe(batch, batch * context, k, cost(batch, batch * context, k) * rng.lognormal(0.0, sigma))
+
+
+def test_it_knows_what_it_measured():
+    model, rng = LatencyModel(ARMS), np.random.default_rng(0)
+    for batch in (256, 64, 16, 4, 1):
+        for k in (0, 1, 3):
+            measure(model, batch, k, 24, rng)
+    for batch in (256, 64, 16, 4, 1):
+        for k in (1, 3):
+            seconds, at_zero = (model.seconds(batch, batch * 1000, arm) for arm in (k, 0))
+            assert seconds == pytest.approx(true(batch, batch * 1000, k), rel=0.06)
+            truth = true(batch, batch * 1000, k) / true(batch, batch * 1000, 0)
+            assert seconds / at_zero == pytest.approx(truth, rel=0.06)
+
+
+def test_three_arms_at_some_batches_predict_the_others():
+    model, rng = LatencyModel(ARMS), np.random.default_rng(1)
+    for batch in (128, 32, 8, 2):
+        for k in (0, 1, 3):
+            measure(model, batch, k, 10, rng)
+    for batch, k in ((64, 1), (64, 3), (16, 2), (4, 3), (1, 1), (8, 5), (2, 5)):
+        assert model.seconds(batch, batch * 1000, k) == pytest.approx(true(batch, batch * 1000, k), rel=0.12)
+
+
+def test_it_follows_the_context():
+    model, rng = LatencyModel(ARMS), np.random.default_rng(2)
+    for context in (300, 600, 1200, 2400):
+        measure(model, 64, 0, 12, rng, context=context)
+    longer = model.seconds(64, 64 * 5000, 0)
+    assert longer == pytest.approx(true(64, 64 * 5000, 0), rel=0.15)
+
+
+def test_latency_rises_with_k_where_nothing_was_measured():
+    model, rng = LatencyModel(ARMS), np.random.default_rng(3)
+    measure(model, 32, 0, 6, rng)
+    measure(model, 32, 3, 6, rng)
+    for batch in (1, 8, 32, 200):
+        seconds = model.predict(batch, batch * 1000)
+        assert seconds == sorted(seconds)
+
+
+def test_it_rises_with_the_batch():
+    model, rng = LatencyModel(ARMS), np.random.default_rng(3)
+    measure(model, 16, 1, 6, rng)
+    seconds = [model.seconds(b, b * 1000, 1) for b in (1, 4, 16, 64, 256)]
+    assert seconds == sorted(seconds)
+
+
+def test_a_measurement_overrules_the_shape():
+    """Full CUDA graphs only for K=3: it is faster than K=1, and the model says so."""
+    cliff = {0: 3e-3, 1: 3e-3, 3: 0.0}
+    model, rng = LatencyModel((0, 1, 3)), np.random.default_rng(4)
+    for k in (0, 1, 3):
+        measure(model, 8, k, 8, rng, cost=lambda b, kv, k: true(b, kv, k) + cliff[k])
+    assert model.seconds(8, 8000, 3) < model.seconds(8, 8000, 1)
+
+
+def test_first_use_of_a_shape_and_stalls_do_not_teach():
+    model, rng = LatencyModel(ARMS), np.random.default_rng(5)
+    measure(model, 16, 0, 20, rng)
+    model.observe(16, 16000, 1, 4.0)
+    measure(model, 16, 1, 2, rng)
+    for step in range(60):
+        stall = 6.0 if step % 10 == 0 else 1.0
+        model.observe(16, 16000, 1, stall * true(16, 16000, 1))
+    assert model.seconds(16, 16000, 1) == pytest.approx(true(16, 16000, 1), rel=0.06)
+
+
+def test_a_slower_machine_is_slower_for_every_arm():
+    model, rng = LatencyModel(ARMS), np.random.default_rng(6)
+    for k in (0, 3):
+        measure(model, 16, k, 60, rng)
+    for _ in range(300):
+        model.observe(16, 16000, 3, 1.3 * true(16, 16000, 3) * rng.lognormal(0.0, 0.03))
+    assert model.seconds(16, 16000, 3) == pytest.approx(1.3 * true(16, 16000, 3), rel=0.05)
+    assert model.seconds(16, 16000, 0) > 1.15 * true(16, 16000, 0)
+
+
+def test_off_is_an_arm_of_its_own():
+    model, rng = LatencyModel(ARMS), np.random.default_rng(7)
+    for batch in (1, 16, 64):
+        measure(model, batch, 0, 8, rng)
+        measure(model, batch, OFF, 8, rng)
+    assert model.seconds(16, 16000, OFF) == pytest.approx(true(16, 16000, OFF), rel=0.03)
+
+
+def test_unknown_until_the_first_sample():
+    assert LatencyModel(ARMS).predict(8, 8000) == [0.0] * 7
+
+
+def test_a_table_seeds_it_and_is_outvoted():
+    points = [LatencyPoint(b, b * 1000, k, 2.0 * true(b, b * 1000, k), 50) for b in (1, 8, 64) for k in (0, 1, 3)]
+    model, rng = LatencyModel(ARMS, table=LatencyTable(tuple(points))), np.random.default_rng(8)
+    assert model.seconds(8, 8000, 1) == pytest.approx(2.0 * true(8, 8000, 1), rel=0.03)
+    measure(model, 8, 1, 150, rng)
+    assert model.seconds(8, 8000, 1) == pytest.approx(true(8, 8000, 1), rel=0.05)
+
+
+def test_what_it_learned_survives_as_a_table():
+    model, rng = LatencyModel(ARMS), np.random.default_rng(9)
+    for batch in (1, 4, 16, 64):
+        for k in (0, 1, 3):
+            measure(model, batch, k, 12, rng)
+    again = LatencyModel(ARMS, table=LatencyTable.from_list(model.to_table().to_list()))
+    for batch in (1, 4, 16, 64):
+        assert again.seconds(batch, batch * 1000, 1) == pytest.approx(model.seconds(batch, batch * 1000, 1), rel=0.03)
+
+
+def test_a_calibration_is_kept_as_it_was_and_completed():
+    """A busy machine shows in the arm that runs; compared with an old figure of another, it would look worse."""
+    points = [LatencyPoint(b, b * 32, k, true(b, b * 32, k), 8, calibrated=True) for b in (1, 8) for k in (OFF, 0, 3)]
+    calibration = LatencyTable(tuple(points))
+    model = LatencyModel(ARMS, table=calibration)
+    for _ in range(2000):
+        model.observe(1, 32, OFF, 1.5 * true(1, 32, OFF))
+        model.observe(1, 2000, OFF, 1.5 * true(1, 2000, OFF))
+    stored = model.to_table(calibration)
+    assert stored.calibration() == LatencyTable.from_list(stored.to_list()).calibration() == calibration
+    rest = [p for p in stored.points if not p.calibrated]
+    assert [(p.batch, p.kv_tokens, p.draft_length) for p in rest] == [(1, 2000, OFF)]
+
+
+def test_a_calibration_of_one_context_says_little_about_longer_ones():
+    """What a request costs at 32 tokens of context is no price of its KV tokens."""
+    cost = {OFF: 0.0, 0: 0.001, 1: 0.003, 3: 0.006}
+    points = [
+        LatencyPoint(b, 32 * b, k, 0.0135 + 0.0004 * b + extra * (1 + b / 16), 8, calibrated=True)
+        for b in (1, 2, 4, 8, 16, 32)
+        for k, extra in cost.items()
+    ]
+    model = LatencyModel((0, 1, 2, 3), table=LatencyTable(tuple(points)))
+    for batch in (1, 4, 32):
+        short, long = model.seconds(batch, 32 * batch, OFF), model.seconds(batch, 1000 * batch, OFF)
+        assert short <= long < 1.4 * short
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"batch": 1},
+        {"batch": 0, "kv_tokens": 1, "draft_length": 0, "seconds": 1.0},
+        {"batch": 1, "kv_tokens": 1, "draft_length": -2, "seconds": 1.0},
+        {"batch": 1, "kv_tokens": 1, "draft_length": 0, "seconds": float("nan")},
+        {"batch": 1, "kv_tokens": 1, "draft_length": 0, "seconds": -1.0},
+        "row",
+    ],
+)
+def test_rows_that_are_no_measurement_are_refused(row):
+    with pytest.raises(ControlError, match="latency row"):
+        LatencyTable.from_list([row])
+
+
+def test_a_load_of_nothing_has_a_latency_as_any_other():
+    model = LatencyModel((0, 1, 3))
+    model.observe(4, 2000, 0, 0.01)
+    assert len(model.predict(0, 0)) == 4 and all(s > 0 for s in model.predict(0, 0))
+
+
+def test_a_slow_stretch_with_the_drafter_off_does_not_make_drafts_free():
+    """Calibrated at one context; then a busy machine decodes without drafts, and at longer contexts only."""
+    cost = {OFF: 0.0130, 0: 0.0140, 1: 0.0155, 3: 0.0190}
+    points = [
+        LatencyPoint(b, 32 * b, k, s + 0.0004 * b, 4, calibrated=True) for b in (1, 4, 16) for k, s in cost.items()
+    ]
+    model, rng = LatencyModel((0, 1, 3), table=LatencyTable(tuple(points))), np.random.default_rng(8)
+    for context in (200, 400, 800):
+        for batch in (4, 1):
+            measure(model, batch, OFF, 60, rng, context=context, cost=lambda b, kv, k: 1.2 * (0.0130 + 0.0004 * b))
+    for batch in (1, 4):
+        off, zero, one, three = model.predict(batch, 600 * batch)
+        assert off < zero < one < three
+
+
+def test_a_cell_that_began_with_stalls_is_believed_again_once_its_true_cost_shows():
+    rng, model = np.random.default_rng(3), LatencyModel(ARMS)
+    measure(model, 16, 0, 40, rng)
+    for factor in (4.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0):
+        model.observe(16, 16000, 3, factor * true(16, 16000, 3))
+    assert model.seconds(16, 16000, 3) == pytest.approx(true(16, 16000, 3), rel=0.1)
+
+
+def test_one_stall_does_not_condemn_a_draft_length():
+    rng, model = np.random.default_rng(4), LatencyModel(ARMS)
+    for k in (0, 3):
+        measure(model, 16, k, 40, rng)
+    expected = model.seconds(64, 64000, 3)
+    model.observe(64, 64000, 3, 4.0 * expected)
+    assert model.seconds(64, 64000, 3) < 1.05 * expected
+    assert model.uncertainty(64, 64000)[1 + ARMS.index(3)] > 0.04, "it is worth another look"
+
+
+def test_a_pace_that_nothing_confirms_is_forgotten():
+    """Draft lengths that are not in use are then believed to cost what they were measured to."""
+    model, rng = LatencyModel(ARMS), np.random.default_rng(6)
+    for k in (0, 3):
+        measure(model, 16, k, 60, rng)
+    for _ in range(6000):
+        model.observe(16, 16000, 3, 1.3 * true(16, 16000, 3) * rng.lognormal(0.0, 0.03))
+    assert model.seconds(16, 16000, 3) == pytest.approx(1.3 * true(16, 16000, 3), rel=0.05)
+    assert model.seconds(16, 16000, 0) == pytest.approx(true(16, 16000, 0), rel=0.1)

@@ -1,0 +1,87 @@
+"""The table store: round trip, separate keys, corrupt and foreign files set aside."""
+
+import json
+import logging
+
+import pytest
+
+from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable, TableKey, load_table, save_table, table_path
+
+KEY = TableKey("NVIDIA H100 80GB HBM3 x4", "Qwen/Qwen2.5-32B bf16", "0.24.0")
+TABLE = LatencyTable((LatencyPoint(1, 500, -1, 0.005, 9), LatencyPoint(64, 32000, 3, 0.02, 7)))
+
+
+def test_round_trip(tmp_path):
+    save_table(tmp_path / "deep", KEY, TABLE)
+    assert load_table(tmp_path / "deep", KEY) == TABLE
+
+
+def test_nothing_stored(tmp_path):
+    assert load_table(tmp_path, KEY) is None
+    assert load_table(tmp_path / "missing", KEY) is None
+
+
+def test_hardware_model_and_version_have_tables_of_their_own(tmp_path):
+    save_table(tmp_path, KEY, TABLE)
+    for other in (
+        TableKey("NVIDIA H100 80GB HBM3 x8", KEY.model, KEY.vllm),
+        TableKey(KEY.hardware, "Qwen/Qwen2.5-32B.bf16", KEY.vllm),
+        TableKey(KEY.hardware, KEY.model, "0.28.0"),
+    ):
+        assert load_table(tmp_path, other) is None
+
+
+def test_a_second_save_replaces_the_first_and_leaves_no_litter(tmp_path):
+    save_table(tmp_path, KEY, TABLE)
+    save_table(tmp_path, KEY, LatencyTable(TABLE.points[:1]))
+    assert load_table(tmp_path, KEY) == LatencyTable(TABLE.points[:1])
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+GOOD = {"schema": 1, "key": {"hardware": KEY.hardware, "model": KEY.model, "vllm": KEY.vllm}, "points": TABLE.to_list()}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        json.dumps(GOOD)[:-20],
+        "\x00\x01",
+        json.dumps(GOOD | {"schema": 99}),
+        json.dumps(GOOD | {"key": {"hardware": "TPU"}}),
+        json.dumps(GOOD | {"points": "none"}),
+        json.dumps(GOOD | {"points": [{"batch": 1}]}),
+        json.dumps(GOOD | {"points": [GOOD["points"][0] | {"seconds": 0}]}),
+        json.dumps(GOOD | {"points": [3]}),
+    ],
+)
+def test_a_corrupt_or_foreign_table_is_set_aside_with_a_warning(tmp_path, content, caplog):
+    path = table_path(tmp_path, KEY)
+    path.write_text(content)
+    with caplog.at_level(logging.WARNING):
+        assert load_table(tmp_path, KEY) is None
+    assert not path.exists() and path.with_suffix(".corrupt").exists()
+    assert str(path) in caplog.text and "learned again" in caplog.text
+    save_table(tmp_path, KEY, TABLE)
+    assert load_table(tmp_path, KEY) == TABLE
+
+
+def test_undecodable_bytes_are_set_aside(tmp_path):
+    table_path(tmp_path, KEY).write_bytes(b"\xff\xfe\x00{")
+    assert load_table(tmp_path, KEY) is None
+    assert table_path(tmp_path, KEY).with_suffix(".corrupt").exists()
+
+
+def test_a_failed_write_keeps_the_old_table(tmp_path, monkeypatch):
+    save_table(tmp_path, KEY, TABLE)
+
+    def broken(*args, **kwargs):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(json, "dump", broken)
+    with pytest.raises(OSError, match="disk full"):
+        save_table(tmp_path, KEY, LatencyTable(()))
+    assert load_table(tmp_path, KEY) == TABLE
+    assert len(list(tmp_path.iterdir())) == 1

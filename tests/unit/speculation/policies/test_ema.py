@@ -1,0 +1,34 @@
+"""EMA with hysteresis: tiers follow acceptance, apart by range of batch sizes, from the arms there are."""
+
+from verl_tlt.speculation.policies.ema import EmaPolicy, EmaSettings
+from verl_tlt.speculation.types import Load, StepRecord
+
+
+def drive(policy, batch, share, steps=60):
+    """`share` of every position accepted."""
+    k = policy.choose(Load(batch, batch))
+    for _ in range(steps):
+        accepted = tuple(round(batch * share ** (i + 1)) for i in range(k))
+        produced = batch + sum(accepted)
+        policy.observe(StepRecord(batch, batch, k, k, batch, accepted, produced, 0.01, True))
+        k = policy.choose(Load(batch, batch))
+    return k
+
+
+def test_it_drafts_longer_while_everything_is_accepted():
+    assert drive(EmaPolicy((0, 1, 3, 7)), 32, 1.0) == 7
+
+
+def test_it_drafts_shorter_when_little_is_accepted_but_never_stops():
+    assert drive(EmaPolicy((0, 1, 3, 7)), 32, 0.05) == 1
+
+
+def test_ranges_of_batch_sizes_are_apart():
+    policy = EmaPolicy((0, 1, 2, 3, 5, 7))
+    assert drive(policy, 32, 1.0) == 7
+    assert policy.choose(Load(100, 100)) == 2
+
+
+def test_missing_arms_are_replaced_by_the_nearest():
+    policy = EmaPolicy((0, 2), EmaSettings())
+    assert policy.choose(Load(1, 1)) == 2

@@ -1,0 +1,118 @@
+"""`make_policy`: every policy by name, hooks tolerated by all, and one sentence for what cannot be right."""
+
+import json
+
+import pytest
+
+from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
+from verl_tlt.speculation.policies.factory import POLICIES, make_policy
+from verl_tlt.speculation.types import OFF, ControlError, Load, StepRecord
+
+TABLE = LatencyTable(tuple(LatencyPoint(b, b * 500, k, 0.01 * (1 + 0.1 * k), 5) for b in (1, 64) for k in (0, 1, 3)))
+
+
+def step(drafted, verified=0, batch=4):
+    accepted = tuple(batch for _ in range(verified))
+    produced = batch * (1 + verified)
+    return StepRecord(
+        batch, batch * 500, drafted, verified, batch if verified else 0, accepted, produced, 0.01, drafted == verified
+    )
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_takes_every_call(name):
+    policy = make_policy(name, (0, 1, 3), seed=1)
+    policy.set_acceptance([0.8, 0.7])
+    policy.set_latency(TABLE)
+    before = 0
+    for _ in range(50):
+        k = policy.choose(Load(4, 2000))
+        assert k in (0, 1, 3)
+        policy.observe(step(k, before))
+        before = k
+    json.dumps(policy.summary())
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_policy_drafts_while_the_drafter_is_off(name):
+    policy = make_policy(name, (0, 1, 3))
+    policy.set_acceptance([0.95, 0.95, 0.95])
+    policy.set_latency(TABLE)
+    policy.observe(step(OFF))
+    assert [policy.choose(Load(1, 500)) for _ in range(20)] == [0] * 20
+    policy.observe(step(0))
+    if name in ("fixed", "table", "ema"):
+        assert policy.choose(Load(1, 500)) > 0, "the drafter is back"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_step_of_prompts_alone_is_no_riddle(name):
+    """A rollout begins with prefills only: nobody decodes, and K may just have changed."""
+    policy = make_policy(name, (0, 1, 3))
+    policy.set_latency(TABLE)
+    for drafted, verified in ((0, 3), (3, 0), (1, 3), (OFF, 0), (0, 0), (3, 3)):
+        policy.observe(StepRecord(0, 0, drafted, verified, 0, (0,) * verified, 0, 0.5, clean=False))
+        policy.observe(step(0))
+        assert policy.choose(Load(4, 2000)) in (0, 1, 3)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_an_empty_batch_drafts_nothing(name):
+    assert make_policy(name, (0, 1, 3)).choose(Load(0, 0)) == 0
+
+
+def test_fixed_and_off():
+    assert make_policy("fixed", (0, 1, 3)).choose(Load(9, 9)) == 3
+    assert make_policy("fixed", (0, 1, 3), settings={"fixed": 1}).choose(Load(9, 9)) == 1
+    assert make_policy("off", (0, 1, 3)).choose(Load(9, 9)) == 0
+
+
+def test_table_is_the_argmax_of_what_it_was_given():
+    policy = make_policy("table", (0, 1, 3))
+    policy.set_acceptance([0.9, 0.9, 0.9])
+    assert policy.choose(Load(1, 500)) == 0, "nothing measured yet"
+    cheap_when_small = [
+        LatencyPoint(b, b * 500, k, 0.01 * (1 + k * (0.02 if b == 1 else 1.0)), 5) for b in (1, 64) for k in (0, 1, 3)
+    ]
+    policy.set_latency(LatencyTable(tuple(cheap_when_small)))
+    assert policy.choose(Load(1, 500)) == 3
+    assert policy.choose(Load(64, 32000)) == 0
+    policy.set_acceptance([0.0])
+    assert policy.choose(Load(1, 500)) == 0
+
+
+def test_table_uses_only_measured_draft_lengths():
+    policy = make_policy("table", (0, 1, 2, 3))
+    policy.set_acceptance([0.99] * 3)
+    policy.set_latency(LatencyTable(tuple(p for p in TABLE.points if p.draft_length != 3)))
+    assert policy.choose(Load(1, 500)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "arms", "settings", "says"),
+    [
+        ("godput", (0, 1), {}, "Did you mean goodput"),
+        ("x", (0, 1), {}, "Known: goodput"),
+        ("goodput", (), {}, "arms"),
+        ("goodput", (1, 3), {}, "starting with 0"),
+        ("goodput", (0, 3, 1), {}, "ascending"),
+        ("goodput", (0, 1, 1), {}, "ascending"),
+        ("goodput", (0, 1.5), {}, "whole numbers"),
+        ("goodput", (0, 5), {"max_draft_length": 3}, "limit of 3"),
+        ("goodput", (0, 1), {"hysterisis": 3}, "no setting 'hysterisis'"),
+        ("goodput", (0, 1), {"on_gain": 0.0, "off_gain": 0.1}, "off_gain=0.1 is above on_gain=0.0"),
+        ("goodput", (0, 1), {"probe_interval": 64, "probe_interval_max": 8}, "probe_interval"),
+        ("goodput", (0, 1), {"hold": "long"}, "hold of policy goodput cannot be 'long'"),
+        ("bandit", (0, 1), {"thresholds": (4, 2)}, "thresholds must ascend"),
+        ("bandit", (0, 1, 3), {"thresholds": (1, 2, 5), "arms_per_bucket": 1, "off_arm": False}, "3 thresholds"),
+        ("bandit", (0, 1), {"epsilon": 1.5}, "epsilon"),
+        ("bandit", (0, 1), {"thresholds": ("a",)}, "thresholds"),
+        ("ema", (0, 1), {"thresholds": (1, 8), "tiers": ((1,),)}, "threshold"),
+        ("fixed", (0, 1), {"fixed": 2}, "fixed=2"),
+        ("off", (0, 1), {"fixed": 1}, "no setting"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_in_one_sentence(name, arms, settings, says):
+    with pytest.raises(ControlError) as error:
+        make_policy(name, arms, settings=settings)
+    assert says in str(error.value) and "\n" not in str(error.value)

@@ -1,0 +1,172 @@
+"""The index of sibling responses: what it proposes, what it forgets, and what it costs."""
+
+import random
+import tracemalloc
+
+import pytest
+
+from verl_tlt.speculation.ngram_index import LONGEST, NGRAM_BYTES, SHORTEST, NgramIndex, Trust
+
+PROMPT = [50, 51, 52, 53]
+
+
+@pytest.fixture
+def index():
+    return NgramIndex(max_bytes=1 << 20)
+
+
+def proposed(index, request, length=3, least=0.0):
+    found = index.propose(request, length, least)
+    return found.tokens if found else None
+
+
+def respond(index, request, tokens, prompt=PROMPT):
+    index.begin(request, prompt)
+    index.extend(request, tokens)
+    index.end(request)
+
+
+def test_a_response_is_drafted_from_its_finished_sibling(index):
+    respond(index, "a", [1, 2, 3, 4, 5, 6, 7])
+    index.begin("b", PROMPT)
+    assert proposed(index, "b") == [1, 2, 3]  # the prompt's end is matched too
+    index.extend("b", [1, 2])
+    assert proposed(index, "b") == [3, 4, 5]
+    index.extend("b", [9])
+    assert proposed(index, "b") is None
+    index.extend("b", [4, 5, 6])
+    assert proposed(index, "b") == [7]  # all that followed
+
+
+def test_a_running_sibling_is_quoted_as_far_as_it_got(index):
+    index.begin("a", PROMPT)
+    index.begin("b", PROMPT)
+    index.extend("a", [1, 2, 3, 4])
+    index.extend("b", [1, 2, 3])
+    assert proposed(index, "b") == [4]
+    index.extend("a", [5, 6, 7])
+    assert proposed(index, "b") == [4, 5, 6]
+
+
+def test_a_response_quotes_itself_and_its_prompt(index):
+    index.begin("a", [7, 8, 9, 10, 11, *PROMPT])
+    index.extend("a", [1, 2, 3, 4, 1, 2, 3])
+    assert proposed(index, "a") == [4, 1, 2]
+    index.extend("a", [7, 8, 9])
+    assert proposed(index, "a", 2) == [10, 11]
+
+
+def test_the_longest_match_wins_and_then_the_latest(index):
+    respond(index, "a", [1, 2, 3, 4, 10])
+    respond(index, "b", [9, 2, 3, 4, 20])
+    respond(index, "c", [8, 2, 3, 4, 30])
+    index.begin("d", PROMPT)
+    index.extend("d", [1, 2, 3, 4])
+    found = index.propose("d", 1)
+    assert found.tokens == [10]
+    assert found.matched == min(LONGEST, len(PROMPT) + 4)
+    index.extend("d", [77, 2, 3, 4])
+    found = index.propose("d", 1)
+    assert (found.tokens, found.matched) == ([77], SHORTEST)  # the latest is its own
+
+
+def test_other_prompts_are_not_quoted(index):
+    respond(index, "a", [1, 2, 3, 4])
+    index.begin("b", [60, 61, 62, 63])
+    index.extend("b", [1, 2, 3])
+    assert proposed(index, "b") is None
+
+
+def test_the_previous_epoch_is_quoted_and_the_one_before_it_is_not(index):
+    respond(index, "a", [1, 2, 3, 4])
+    index.new_policy()
+    respond(index, "b", [5, 6, 7, 8])
+    index.begin("c", PROMPT)
+    index.extend("c", [1, 2, 3])
+    assert proposed(index, "c", 1) == [4]
+    index.end("c")
+    index.new_policy()
+    index.begin("d", PROMPT)
+    index.extend("d", [5, 6, 7])
+    assert proposed(index, "d", 1) == [8]
+    index.new_policy()
+    index.end("d")
+    index.begin("e", PROMPT)
+    index.extend("e", [5, 6, 7])
+    assert proposed(index, "e", 1) is None or proposed(index, "e", 1) == [8]
+    index.end("e")
+    index.new_policy()
+    index.begin("f", PROMPT)
+    index.extend("f", [1, 2, 3])
+    assert proposed(index, "f", 1) is None  # said two visits ago
+
+
+def test_by_config_a_new_policy_starts_from_nothing():
+    index = NgramIndex(1 << 20, keep=False)
+    respond(index, "a", [1, 2, 3, 4])
+    index.new_policy()
+    assert (len(index), index.bytes) == (0, 0)
+    index.begin("b", PROMPT)
+    index.extend("b", [1, 2, 3])
+    assert proposed(index, "b") is None
+
+
+def test_a_wave_across_a_policy_change_shares_its_book(index):
+    index.begin("a", PROMPT)
+    index.extend("a", [1, 2, 3, 4])
+    index.new_policy()  # partial rollouts: "a" still runs
+    index.begin("b", PROMPT)
+    index.extend("b", [1, 2, 3])
+    assert proposed(index, "b", 1) == [4]
+
+
+def test_memory_is_bounded_and_counted_about_right():
+    rng = random.Random(0)
+    index = NgramIndex(max_bytes=400_000)
+    tracemalloc.start()
+    for i in range(60):
+        respond(index, f"r{i}", [rng.randrange(30_000) for _ in range(300)], prompt=[i, i + 1, i + 2, i + 3])
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert index.bytes <= index.max_bytes
+    assert 0.5 * held < index.bytes < 1.6 * held
+    assert 0 < len(index) < 60
+    index.begin("again", [59, 60, 61, 62])  # the latest is still there
+    assert proposed(index, "again") is not None
+
+
+def test_requests_that_run_are_never_forgotten_but_followed_no_further():
+    index = NgramIndex(max_bytes=60 * NGRAM_BYTES)
+    index.begin("a", PROMPT)
+    index.extend("a", [1, 2, 3, 4])
+    index.extend("a", range(100, 200))
+    index.extend("a", [1, 2, 3])
+    assert proposed(index, "a") is None
+    assert index.bytes < 200 * NGRAM_BYTES
+    index.end("a")
+    index.end("never seen")
+
+
+def test_matches_that_fail_lose_trust_and_a_new_policy_restores_it(index):
+    respond(index, "a", [1, 2, 3, 4])
+    index.begin("b", PROMPT)
+    index.extend("b", [70, 71, 72, 1, 2, 3])
+    found = index.propose("b", 1, least=0.5)
+    assert found.matched == SHORTEST
+    for _ in range(8):
+        index.trust.learn(SHORTEST, False)
+    assert proposed(index, "b", 1, least=0.5) is None
+    assert proposed(index, "b", 1, least=0.0) == [4]
+    index.new_policy()
+    assert proposed(index, "b", 1, least=0.5) == [4]
+
+
+def test_trust_follows_a_change():
+    trust = Trust()
+    for _ in range(2000):
+        trust.learn(5, True)
+    assert trust.of(5) > 0.99
+    for _ in range(1000):
+        trust.learn(5, False)
+    assert trust.of(5) < 0.25
+    assert trust.of(6) == 1.0

@@ -1,0 +1,228 @@
+import json
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+
+from verl_tlt.engine_core.step_trace import StepTrace
+from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.step_control import StepControl
+from verl_tlt.speculation.types import OFF, Load, StepRecord
+
+
+@dataclass
+class Remembers:
+    answer: int = 2
+    seen: list = field(default_factory=list)
+    told: dict = field(default_factory=dict)
+
+    def choose(self, load):
+        return self.answer
+
+    def observe(self, step):
+        self.seen.append(step)
+
+    def set_acceptance(self, conditional):
+        self.told["acceptance"] = conditional
+
+    def set_latency(self, table):
+        self.told["latency"] = table
+
+
+def step(**changes):
+    values = dict(
+        batch=4, kv_tokens=100, drafted=2, verified=2, drafts=4, accepted=(3, 1), produced=8, latency_s=0.02, clean=True
+    )
+    return StepRecord(**(values | changes))
+
+
+def record(control, *steps, **kwargs):
+    for s in steps:
+        control.record(s, emitted=s.produced, draft_tokens=s.drafts * s.verified, **kwargs)
+
+
+def test_the_policy_is_asked_and_never_exceeds_the_engine():
+    policy = Remembers()
+    control = StepControl(policy, max_draft_length=3)
+    assert control.choose(Load(4, 100)) == 2
+    policy.answer = 9
+    assert control.choose(Load(4, 100)) == 3
+    policy.answer = OFF
+    assert control.choose(Load(4, 100)) == 0
+
+
+def test_force_and_off_overrule_it():
+    control = StepControl(Remembers(), max_draft_length=3)
+    control.control(force_k=1)
+    assert control.choose(Load(4, 100)) == 1
+    control.control(drafting=False)
+    assert control.choose(Load(4, 100)) == OFF
+    assert control.control(drafting=True, force_k=None) == {"drafting": True, "force_k": None}
+    assert control.choose(Load(4, 100)) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"force_k": 4}, "force_k must be 0..3"),
+        ({"force_k": "2"}, "force_k must be 0..3"),
+        ({"pace": 2}, "control does not know pace"),
+        ({"latency": {"0": [[0, 1.0]]}}, "latency table, arm 0"),
+    ],
+)
+def test_a_wrong_setting_is_refused_and_changes_nothing(settings, sentence):
+    control = StepControl(Remembers(), max_draft_length=3)
+    with pytest.raises(ValueError, match=sentence):
+        control.control(**settings)
+    assert control.choose(Load(1, 1)) == 2
+
+
+def test_estimates_reach_the_policy():
+    policy = Remembers()
+    control = StepControl(policy, max_draft_length=3)
+    control.control(acceptance=[0.8, 0.5], latency={"0": [[1, 0.1]], "3": [[1, 0.4]], "-1": [[1, 0.05]]})
+    assert policy.told["acceptance"] == [0.8, 0.5]
+    assert policy.told["latency"].arms() == (OFF, 0, 1, 2, 3)
+    control.control(acceptance=[])  # "nothing known" must not erase what is known
+    assert policy.told["acceptance"] == [0.8, 0.5]
+
+
+def test_sums_are_those_of_the_steps_and_reset():
+    policy = Remembers()
+    control = StepControl(policy, max_draft_length=3)
+    steps = [
+        step(),
+        step(drafted=0, clean=False),
+        step(drafted=0, verified=0, drafts=0, accepted=(), produced=4),
+        step(drafted=OFF, verified=0, drafts=0, accepted=(), produced=4),
+    ]
+    record(control, *steps)
+    stats = control.stats(reset=True)
+    assert policy.seen == steps
+    assert (stats["steps"], stats["clean_steps"], stats["rows"], stats["produced"]) == (4, 3, 16, 24)
+    assert (stats["drafts"], stats["draft_tokens"]) == (8, 16)
+    assert (stats["offered"], stats["accepted"]) == ([8, 8], [6, 2])
+    assert stats["k_steps"] == {"-1": 1, "0": 1, "2": 2}
+    assert stats["k_tokens"] == {"-1": 4, "0": 4, "2": 16}
+    assert stats["busy_s"] == pytest.approx(0.08)
+    assert [row[:3] for row in stats["latency"]] == [[OFF, 4, 1], [0, 4, 1], [2, 4, 1]]
+    assert json.loads(json.dumps(stats)) == stats
+    assert control.stats()["steps"] == 0
+
+
+def test_saved_seconds_compare_with_the_off_arm_where_it_was_measured():
+    control = StepControl(Remembers(), max_draft_length=3)
+    record(control, step(latency_s=0.05))
+    assert control.stats(reset=True)["compared_s"] == 0.0
+    control.control(latency={"-1": [[1, 0.01], [4, 0.04], [8, 0.08]]})
+    there = {"kv_tokens": 128, "produced": 10, "clean": False}  # the context that calibration measures at
+    record(control, step(latency_s=0.03, **there))  # stock: 10/4 steps of 0.04 s
+    record(control, step(latency_s=9.0, **there), decode_only=False)
+    stats = control.stats()
+    assert stats["saved_s"] == pytest.approx(10 / 4 * 0.04 - 0.03, rel=0.1)
+    assert stats["compared_s"] == pytest.approx(0.03)
+
+
+def test_a_step_without_the_drafter_saves_nothing_however_noisy_the_calibration():
+    control = StepControl(Remembers(), max_draft_length=3)
+    control.control(latency={"-1": [[4, 0.08]]}, drafting=False)
+    record(control, step(drafted=OFF, verified=0, drafts=0, accepted=(), produced=4, latency_s=0.02))
+    assert control.stats()["saved_s"] == 0.0
+    assert control.stats()["compared_s"] == pytest.approx(0.02)
+
+
+def test_the_cost_of_stock_follows_what_is_measured_after_a_cold_calibration():
+    control = StepControl(Remembers(), max_draft_length=3)
+    control.control(latency={"-1": [[4, 0.08]], "2": [[4, 0.05]]})  # OFF was measured first, on a cold machine
+    off = step(drafted=OFF, verified=0, drafts=0, accepted=(), produced=4, latency_s=0.02)
+    record(control, *[off] * 60)
+    control.stats(reset=True)
+    record(control, step(produced=10, latency_s=0.03, clean=False))
+    assert control.stats()["saved_s"] == pytest.approx(10 / 4 * 0.02 - 0.03, abs=0.01)
+
+
+def test_a_machine_that_slows_down_slows_stock_as_well():
+    control = StepControl(Remembers(), max_draft_length=3)
+    control.control(latency={"-1": [[4, 0.02]], "2": [[4, 0.03]]})
+    record(control, *[step(latency_s=0.03)] * 40)
+    before = control.costs.seconds(4, 100, OFF)
+    record(control, *[step(latency_s=0.045)] * 400)
+    assert control.costs.seconds(4, 100, OFF) > 1.15 * before
+
+
+def test_the_next_choice_is_prepared_unless_it_is_overruled():
+    policy, prepared = Remembers(), []
+    policy.prepare = prepared.append
+    control = StepControl(policy, max_draft_length=3)
+    record(control, step())
+    assert prepared == [Load(4, 100)]
+    control.control(force_k=1)
+    record(control, step())
+    assert len(prepared) == 1
+
+
+@pytest.mark.parametrize("method", ["choose", "observe"])
+def test_a_policy_that_raises_costs_speculation_and_is_reported(method):
+    policy = Remembers()
+    setattr(policy, method, lambda _: 1 / 0)
+    control = StepControl(policy, max_draft_length=3)
+    record(control, step())
+    control.choose(Load(4, 100))
+    assert control.choose(Load(4, 100)) == 0
+    assert control.stats()["policy_error"] == "ZeroDivisionError: division by zero"
+    assert control.stats()["steps"] == 1
+
+
+def test_the_trace_holds_every_step_once_asked_for(tmp_path):
+    trace = StepTrace(tmp_path / "deep" / "engine-0.jsonl")
+    control = StepControl(Remembers(), max_draft_length=3, trace=trace)
+    steps = [step(), step(drafted=OFF, verified=0, drafts=0, accepted=(), clean=False)]
+    record(control, *steps)
+    control.flush()
+    lines = [json.loads(line) for line in trace.path.read_text().splitlines()]
+    assert [line.pop("t") > 1.6e9 for line in lines] == [True, True]
+    assert lines[0] == {
+        "batch": 4, "kv": 100, "k": 2, "verified": 2, "drafts": 4, "accepted": [3, 1], "produced": 8,
+        "latency_s": 0.02, "clean": True,
+    }  # fmt: skip
+    assert (lines[1]["k"], lines[1]["accepted"], lines[1]["clean"]) == (OFF, [], False)
+
+
+def test_a_trace_that_cannot_be_written_ends_alone(tmp_path):
+    trace = StepTrace(tmp_path / "engine-0.jsonl")
+    trace.path.mkdir()
+    control = StepControl(Remembers(), max_draft_length=3, trace=trace)
+    record(control, step(), step())
+    control.flush()
+    assert "directory" in trace.failed
+    assert control.stats()["steps"] == 2
+
+
+def test_no_step_is_lost_between_resets_from_another_thread():
+    control = StepControl(Remembers(), max_draft_length=3)
+    total, stop = [], threading.Event()
+
+    def ask():
+        while not stop.is_set():
+            total.append(control.stats(reset=True)["steps"])
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    record(control, *[step()] * 3000)
+    stop.set()
+    asking.join()
+    assert sum(total) + control.stats()["steps"] == 3000
+
+
+def test_the_calibration_is_stored_as_it_was_told():
+    control = StepControl(Remembers(), max_draft_length=3)
+    control.control(
+        latency={"-1": [[1, 0.010], [8, 0.012]], "0": [[1, 0.011], [8, 0.013]], "3": [[1, 0.02], [8, 0.03]]}
+    )
+    record(control, *[step(drafted=OFF, verified=0, drafts=0, accepted=(), batch=1, kv_tokens=32)] * 50)
+    stored = LatencyTable.from_list(control.learned()["points"]).calibration()
+    costs = {(p.draft_length, p.batch): p.seconds for p in stored.points}
+    assert costs[OFF, 1] == 0.010 and costs[3, 8] == 0.03
+    again = StepControl(Remembers(), max_draft_length=3)
+    again.control(points=control.learned()["points"])
+    assert LatencyTable.from_list(again.learned()["points"]).calibration() == stored

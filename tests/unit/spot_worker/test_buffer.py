@@ -1,0 +1,272 @@
+"""What is captured, kept and drawn: caps, ages, and above all whether the long tail gets its share."""
+
+import random
+
+import numpy as np
+import pytest
+
+from verl_tlt.actor.windows import choose_window, select_for_tap
+from verl_tlt.spot_worker.buffer import Buffer
+from verl_tlt.trace.metrics import buffer_metrics
+
+
+def long_tailed(count, rng, median=300, sigma=1.0):
+    return [max(8, int(rng.lognormvariate(np.log(median), sigma))) for _ in range(count)]
+
+
+def share_by_decile(lengths, tokens):
+    """Share of `tokens` [N] that falls on each tenth of the sequences, from the shortest to the longest."""
+    tokens = np.asarray(tokens, dtype=float)[np.argsort(lengths, kind="stable")]
+    return np.array([part.sum() for part in np.array_split(tokens, 10)]) / tokens.sum()
+
+
+def filled(lengths, *, step=1, held_out=0.0, bytes_per_token=1, prompt_len=0, **caps):
+    buffer = Buffer(**({"max_bytes": 10**12, "keep_steps": 8, "held_out": held_out} | caps))
+    for i, length in enumerate(lengths):
+        buffer.add(
+            step=step, index=i, prompt_len=prompt_len, length=length, nbytes=length * bytes_per_token, payload=(step, i)
+        )
+    return buffer
+
+
+# ---------------------------------------------------------------- choosing before the tap
+
+
+@pytest.mark.parametrize("budget", [1, 500, 8192, 10**9])
+@pytest.mark.parametrize("window", [None, 64, 4096])
+def test_the_tap_budget_holds_and_something_is_always_chosen(budget, window):
+    rng = random.Random(0)
+    for _ in range(50):
+        lengths = long_tailed(rng.randint(1, 80), rng)
+        chosen = select_for_tap(lengths, budget, rng, window)
+        cap = min(budget, window or budget)
+        assert chosen and chosen == sorted(set(chosen))
+        assert sum(min(lengths[i], cap) for i in chosen) <= budget
+
+
+def test_everything_is_taken_when_it_fits():
+    assert select_for_tap([5, 900, 30], 935, random.Random(0)) == [0, 1, 2]
+
+
+def test_nothing_to_choose_from():
+    assert select_for_tap([], 100, random.Random(0)) == []
+    assert select_for_tap([5, 6], 0, random.Random(0)) == []
+
+
+def test_the_choice_repeats_with_its_seed_and_varies_without():
+    lengths = long_tailed(64, random.Random(1))
+    first = select_for_tap(lengths, 4000, random.Random(7))
+    assert first == select_for_tap(lengths, 4000, random.Random(7))
+    assert first != select_for_tap(lengths, 4000, random.Random(8))
+
+
+@pytest.mark.parametrize("window", [None, 1000])
+def test_each_decile_is_captured_in_proportion_to_its_tokens(window):
+    rng = random.Random(3)
+    lengths = long_tailed(200, rng)
+    captured, budget = np.zeros(200), sum(lengths) // 8
+    draws = 600
+    for _ in range(draws):
+        for i in select_for_tap(lengths, budget, rng, window):
+            captured[i] += min(lengths[i], window or budget)
+    shares, fair = share_by_decile(lengths, captured), share_by_decile(lengths, lengths)
+    assert np.all(captured > 0)
+    assert shares[-1] == pytest.approx(fair[-1], rel=0.05)
+    assert shares == pytest.approx(fair, rel=0.12)
+    assert captured.sum() / draws > 0.85 * budget
+
+
+def test_every_single_choice_spans_the_lengths():
+    """Nine or ten of 100 evenly spaced lengths: the widest gap stays near the stride; blind draws leave twice that."""
+    rng = random.Random(4)
+    lengths = list(range(10, 1010, 10))
+
+    def widest_gap(chosen):
+        return max(np.diff([0, *sorted(lengths[i] for i in chosen), 1000]))
+
+    ours = [widest_gap(select_for_tap(lengths, sum(lengths) // 10, rng)) for _ in range(200)]
+    blind = [widest_gap(rng.sample(range(100), 9)) for _ in range(200)]
+    assert np.mean(ours) < 200 < np.mean(blind)
+
+
+# ---------------------------------------------------------------- windows
+
+
+def test_a_window_holds_true_positions_of_the_response():
+    rng = random.Random(0)
+    for _ in range(2000):
+        length = rng.randint(2, 500)
+        prompt_len, window = rng.randint(0, length - 1), rng.randint(1, 300)
+        start, stop = choose_window(length, prompt_len, window, rng)
+        assert 0 <= start < stop <= length
+        assert stop - start == min(length, window)
+        assert start >= prompt_len or stop == length
+
+
+def test_windows_prefer_the_tail_but_reach_everywhere():
+    rng = random.Random(0)
+    starts = np.array([choose_window(10_000, 100, 1000, rng)[0] for _ in range(4000)])
+    middle = (100 + 9000) / 2
+    assert 0.71 < (starts > middle).mean() < 0.79  # the later of two uniform draws: 3/4
+    assert starts.min() < 600 and starts.max() > 8900
+
+
+# ---------------------------------------------------------------- caps and ages
+
+
+def test_bytes_are_capped_and_the_oldest_go_first():
+    buffer = Buffer(max_bytes=100, keep_steps=8, held_out=0.0)
+    for step in range(1, 6):
+        for i in range(2):
+            assert buffer.add(step=step, index=i, prompt_len=0, length=15, nbytes=15, payload=(step, i))
+            assert buffer.stats()["bytes"] <= 100
+    kept = {w.payload for w in buffer.sample_batch(random.Random(0), 1000)}
+    assert kept == {(3, 0), (3, 1), (4, 0), (4, 1), (5, 0), (5, 1)}
+    assert buffer.stats()["evicted"] == 4
+    assert buffer.stats()["sequences_per_gb"] == pytest.approx(1e9 / 15)
+
+
+def test_steps_age_out():
+    buffer = Buffer(max_bytes=10**9, keep_steps=2, held_out=0.0)
+    for step in (1, 2, 3):
+        buffer.add(step=step, index=0, prompt_len=0, length=5, nbytes=5, payload=step)
+    assert {w.payload for w in buffer.sample_batch(random.Random(0), 100)} == {2, 3}
+    assert buffer.add(step=1, index=1, prompt_len=0, length=5, nbytes=5, payload=1) is False  # came too late
+    assert buffer.stats() == buffer.stats() | {"steps": 2, "evicted": 1, "refused": 1}
+
+
+def test_a_late_arrival_of_an_older_step_keeps_its_place():
+    buffer = Buffer(max_bytes=10, keep_steps=8, held_out=0.0)
+    buffer.add(step=5, index=0, prompt_len=0, length=5, nbytes=5, payload="new")
+    buffer.add(step=4, index=0, prompt_len=0, length=5, nbytes=5, payload="old")
+    buffer.add(step=5, index=1, prompt_len=0, length=5, nbytes=5, payload="newer")
+    assert {w.payload for w in buffer.sample_batch(random.Random(0), 100)} == {"new", "newer"}
+
+
+def test_a_sequence_above_the_cap_is_refused_and_costs_nobody_their_place():
+    buffer = filled([10, 20], max_bytes=50)
+    assert buffer.add(step=2, index=0, prompt_len=0, length=99, nbytes=51, payload="big") is False
+    assert buffer.stats()["sequences"] == 2
+
+
+def test_ready_counts_training_tokens_only():
+    buffer = filled([100] * 40, held_out=0.25)
+    stats = buffer.stats()
+    assert stats["train_tokens"] + stats["held_out_tokens"] == stats["tokens"] == 4000
+    assert buffer.ready(int(stats["train_tokens"]))
+    assert not buffer.ready(int(stats["train_tokens"]) + 1)
+    assert not filled([]).ready(0)
+
+
+# ---------------------------------------------------------------- held out
+
+
+def test_held_out_is_a_fixed_share_and_never_sampled():
+    buffer = filled([50] * 4000, held_out=0.1)
+    held = {w.payload for w in buffer.held_out()}
+    assert len(held) == pytest.approx(400, abs=60)  # three standard deviations of a fair draw
+    assert held == {w.payload for w in filled([50] * 4000, held_out=0.1).held_out()}
+    rng, drawn = random.Random(0), set()
+    buffer.begin_session(max_epochs=2.0)
+    while not buffer.exhausted():
+        drawn |= {w.payload for w in buffer.sample_batch(rng, 1024)}
+    assert not drawn & held
+    assert len(drawn) == 4000 - len(held)
+
+
+def test_the_gate_gets_a_quarter_of_a_small_run_and_its_share_of_a_large_one():
+    small, large = filled([50] * 80, held_out=0.1), filled([50] * 4000, held_out=0.1)
+    assert len(small.held_out()) == pytest.approx(20, abs=8)  # two standard deviations; a tenth would be 8
+    assert len(large.held_out()) < 0.12 * 4000
+    assert not filled([50] * 80, held_out=0.0).held_out()
+
+
+def test_held_out_prefers_the_newest_within_its_budget():
+    buffer = Buffer(max_bytes=10**9, keep_steps=8, held_out=0.999999)
+    for step in (1, 2, 3):
+        buffer.add(step=step, index=0, prompt_len=3, length=40, nbytes=1, payload=step)
+    assert [w.payload for w in buffer.held_out(max_tokens=80)] == [3, 2]
+    assert [(w.begin, w.end, w.prompt_len) for w in buffer.held_out()] == [(0, 40, 3)] * 3
+
+
+# ---------------------------------------------------------------- drawing
+
+
+def test_a_pass_visits_every_token_once_at_its_true_position():
+    buffer = Buffer(max_bytes=10**9, keep_steps=8, held_out=0.0)
+    rng = random.Random(5)
+    lengths = long_tailed(60, rng, sigma=1.5)
+    for i, length in enumerate(lengths):
+        buffer.add(step=1, index=i, prompt_len=0, length=length, nbytes=1, payload=i, start=10 * i)
+    seen = {i: np.zeros(n, dtype=int) for i, n in enumerate(lengths)}
+    buffer.begin_session(max_epochs=1.0)
+    while not buffer.exhausted():
+        batch = buffer.sample_batch(rng, 256)
+        assert 0 < sum(w.tokens for w in batch) <= 256
+        for w in batch:
+            assert w.start == 10 * w.payload + w.begin
+            seen[w.payload][w.begin : w.end] += 1
+    assert all(np.all(count == 1) for count in seen.values())
+    assert buffer.session_epochs() == pytest.approx(1.0)
+
+
+def test_micro_batches_are_well_filled():
+    rng = random.Random(6)
+    buffer = filled(long_tailed(400, rng))
+    sizes = []
+    buffer.begin_session(max_epochs=3.0)
+    while not buffer.exhausted():
+        sizes.append(sum(w.tokens for w in buffer.sample_batch(rng, 1024)))
+    assert np.mean(sizes) > 0.9 * 1024
+
+
+@pytest.mark.parametrize("budget", [256, 2048])
+def test_a_short_session_draws_the_longest_decile_in_proportion(budget):
+    """However early a session stops: 300 sessions of a few micro-batches each."""
+    rng = random.Random(7)
+    lengths = long_tailed(100, rng)
+    buffer = filled(lengths)
+    drawn = np.zeros(100)
+    for _ in range(300):
+        buffer.begin_session(max_epochs=1.0)
+        for _ in range(3):
+            for w in buffer.sample_batch(rng, budget):
+                drawn[w.payload[1]] += w.tokens
+    shares, fair = share_by_decile(lengths, drawn), share_by_decile(lengths, lengths)
+    assert shares[-1] == pytest.approx(fair[-1], rel=0.1)
+    assert shares[0] == pytest.approx(fair[0], rel=0.35)
+
+
+def test_pieces_of_pure_prompt_are_left_out():
+    buffer = filled([1000], prompt_len=600)
+    buffer.begin_session(max_epochs=1.0)
+    windows = [w for _ in range(2) for w in buffer.sample_batch(random.Random(0), 250)]
+    assert sorted((w.begin, w.end) for w in windows) == [(500, 750), (750, 1000)]
+    assert buffer.exhausted()  # the pass is over although 500 tokens of prompt were never drawn
+
+
+def test_epochs_are_capped_and_counted_afresh_per_session():
+    buffer = filled([100] * 10)
+    rng = random.Random(0)
+    for _ in range(2):
+        buffer.begin_session(max_epochs=1.5)
+        batches = 0
+        while not buffer.exhausted():
+            buffer.sample_batch(rng, 100)
+            batches += 1
+        assert batches == 15
+        assert buffer.session_epochs() == pytest.approx(1.5)
+
+
+def test_an_empty_buffer_is_exhausted_and_gives_nothing():
+    buffer = Buffer(max_bytes=10, keep_steps=1, held_out=0.1)
+    assert buffer.exhausted()
+    assert buffer.sample_batch(random.Random(0), 100) == []
+    assert buffer.stats()["sequences_per_gb"] == 0.0
+
+
+def test_what_the_buffers_hold_becomes_metrics():
+    long, short = filled([1000] * 3, bytes_per_token=100), filled([10] * 5, bytes_per_token=100)
+    found = buffer_metrics([long.stats(), short.stats(), filled([]).stats()])
+    assert found == {"tlt/buffer_tokens": 3050, "tlt/buffer_sequences_per_gb": pytest.approx(8e9 / 305_000)}
+    assert buffer_metrics([]) == {}

@@ -1,0 +1,210 @@
+"""The gate's decisions, and whether its error rates on simulated scores are what it claims."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from verl_tlt.config import GateConfig
+from verl_tlt.trainer import gate
+from verl_tlt.trainer.gate import Scores, _student, decide
+
+CONFIG = GateConfig()
+K = 3
+
+
+def simulate(rng, *, sequences=40, versus_served=0.0, versus_initial=None, length=400, spread=0.8):
+    """Scores of drafters whose true relative accept lengths are known; accept length about 2.1, long-tailed sequences.
+
+    Drafters share each sequence's difficulty and number of drafts; what differs between them varies by sequence and by
+    position, about as measured (standard deviation 0.2 a position). The noise is added to a ratio's numerator alone,
+    which leaves the true ratio exact.
+    """
+    positions = np.maximum(8, length * np.exp(rng.normal(0.0, spread, sequences))).astype(int)
+    tau = rng.uniform(1.6, 2.6, sequences)  # [S], the candidate's
+    drafts = positions / tau
+
+    def drafter(relative):
+        noise = rng.normal(0.0, 0.03, sequences) + rng.normal(0.0, 0.2, sequences) / np.sqrt(positions)
+        return counts(drafts, tau * (1.0 + relative) + noise)
+
+    served = drafter(1.0 / (1.0 + versus_served) - 1.0)
+    initial = served if versus_initial is None else drafter(1.0 / (1.0 + versus_initial) - 1.0)
+    return Scores(positions, counts(drafts, tau), served, initial)
+
+
+def counts(drafts, tau):
+    """[S, 1+K] for drafts [S] and accept lengths [S]; acceptance falls by position."""
+    survival = np.array([0.5, 0.3, 0.2])  # sums to 1
+    return np.column_stack([drafts, (drafts * (tau - 1.0))[:, None] * survival])
+
+
+def rates(draws, config=CONFIG, **truth):
+    rng = np.random.default_rng(1)
+    actions = [decide(simulate(rng, **truth), config, seed=i).action for i in range(draws)]
+    return {a: actions.count(a) / draws for a in ("publish", "hold", "revert_served", "revert_initial")}
+
+
+def no_more_than(claimed, draws):
+    """The claimed rate and three standard deviations of its measurement."""
+    return claimed + 3.0 * math.sqrt(claimed * (1.0 - claimed) / draws)
+
+
+def test_the_simulation_means_what_it_says():
+    scores = simulate(np.random.default_rng(0), sequences=20_000, versus_served=-0.01, versus_initial=0.05)
+    tau = scores.taus()
+    assert tau["candidate"] / tau["served"] - 1.0 == pytest.approx(-0.01, abs=0.0005)
+    assert tau["candidate"] / tau["initial"] - 1.0 == pytest.approx(0.05, abs=0.0005)
+
+
+# ---------------------------------------------------------------- error rates
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Half of the resamples: thousands of decisions in seconds, at a slightly coarser percentile."""
+    monkeypatch.setattr(gate, "RESAMPLES", 1000)
+
+
+@pytest.mark.parametrize("sequences", [8, 40])
+@pytest.mark.parametrize("spread", [0.3, 1.0])
+def test_a_candidate_at_the_margin_is_published_no_more_often_than_claimed(sequences, spread, quick):
+    at = {"versus_served": -CONFIG.margin, "sequences": sequences, "spread": spread}
+    assert rates(400, **at)["publish"] <= no_more_than(gate.ERROR, 400)
+
+
+@pytest.mark.parametrize("sequences", [8, 40])
+def test_a_candidate_at_the_revert_line_is_reverted_no_more_often_than_claimed(sequences, quick):
+    at = {"versus_served": -CONFIG.revert, "sequences": sequences}
+    assert rates(400, **at)["revert_served"] <= no_more_than(gate.ERROR, 400)
+
+
+def test_choosing_the_better_of_served_and_initial_does_not_spoil_the_revert_rate(quick):
+    at = {"versus_served": -CONFIG.revert, "versus_initial": -CONFIG.revert, "sequences": 40}
+    measured = rates(600, **at)
+    assert measured["revert_served"] + measured["revert_initial"] <= no_more_than(gate.ERROR, 600)
+
+
+def test_clearly_worse_is_hardly_ever_published_and_equal_hardly_ever_reverted(quick):
+    assert rates(200, versus_served=-0.02)["publish"] <= 0.01
+    equal = rates(200, versus_served=0.0)
+    assert equal["revert_served"] + equal["revert_initial"] <= 0.01
+
+
+def test_real_differences_are_seen(quick):
+    assert rates(200, versus_served=0.02)["publish"] > 0.9
+    assert rates(200, versus_served=-0.04)["revert_served"] > 0.9
+    assert rates(200, versus_served=0.10, versus_initial=-0.04)["revert_initial"] > 0.9
+
+
+# ---------------------------------------------------------------- rules
+
+
+def test_equal_drafters_are_published():
+    scores = simulate(np.random.default_rng(0))
+    scores = dataclasses.replace(scores, served=scores.candidate, initial=scores.candidate)
+    decision = decide(scores, CONFIG, seed=0)
+    assert decision.action == "publish"
+    assert decision.versus_served == 0.0
+    assert decision.interval == pytest.approx((0.0, 0.0))
+
+
+def test_a_random_head_that_accepts_nothing_is_no_special_case():
+    nothing = counts(np.full(20, 100), np.full(20, 1.0))
+    better = counts(np.full(20, 100), np.full(20, 1.1))
+    assert decide(Scores(np.full(20, 100), nothing, nothing, nothing), CONFIG, seed=0).action == "publish"
+    assert decide(Scores(np.full(20, 100), better, nothing, nothing), CONFIG, seed=0).action == "publish"
+    assert decide(Scores(np.full(20, 100), nothing, better, nothing), CONFIG, seed=0).action == "revert_served"
+
+
+def test_doubt_holds():
+    scores = simulate(np.random.default_rng(3), sequences=8, versus_served=-0.002)
+    assert decide(scores, CONFIG, seed=0).action == "hold"
+
+
+@pytest.mark.parametrize(("positions", "sequences"), [(511, 50), (5000, 6)])
+def test_with_too_little_to_judge_only_a_useless_drafter_is_replaced(positions, sequences):
+    n = np.zeros(60, dtype=int)  # sequences too short to be judged do not count
+    n[:sequences] = positions // sequences
+    n[0] += positions - n.sum()
+    worse, better = counts(n, np.full(60, 1.5)), counts(n, np.full(60, 2.5))
+    decision = decide(Scores(n, worse, better, better), CONFIG, seed=0)
+    assert (decision.action, decision.interval) == ("hold", None)
+    assert f"{positions} positions in {sequences}" in decision.reason
+    useless = counts(n, np.full(60, 1.05))
+    assert decide(Scores(n, useless, useless, useless), CONFIG, seed=0).action == "publish"
+    assert decide(Scores(n, worse, useless, better), CONFIG, seed=0).action == "hold"
+    n[:sequences] += 1
+    n[sequences] += 1
+    worse, better = counts(n, np.full(60, 1.5)), counts(n, np.full(60, 2.5))
+    assert decide(Scores(n, worse, better, better), CONFIG, seed=0).action == "revert_served"
+
+
+def test_better_than_served_but_seen_to_be_worse_than_initial_holds():
+    scores = simulate(np.random.default_rng(3), sequences=8, versus_served=0.2, versus_initial=-0.02)
+    assert scores.accept_length("candidate") < scores.accept_length("initial")
+    decision = decide(scores, CONFIG, seed=0)
+    assert decision.action in ("hold", "revert_initial")
+    assert "initial" in decision.reason
+
+
+def test_counts_of_one_text_may_rise_along_the_draft():
+    rising = np.tile([10.0, 4.0, 4.2], (8, 1))
+    scores = Scores(np.full(8, 200), rising, rising, rising)
+    assert scores.conditional("served") == [0.4, 1.0]
+    assert decide(scores, CONFIG, seed=0).action == "publish"
+
+
+def test_a_candidate_with_nan_scores_goes_back_to_the_better_one():
+    scores = simulate(np.random.default_rng(0), versus_served=0.1, versus_initial=-0.1)
+    broken = scores.candidate.copy()
+    broken[3, 1] = np.nan
+    decision = decide(dataclasses.replace(scores, candidate=broken), CONFIG, seed=0)
+    assert decision.action == "revert_initial"
+    assert "not finite" in decision.reason
+
+
+def test_the_same_seed_gives_the_same_decision():
+    scores = simulate(np.random.default_rng(0))
+    assert decide(scores, CONFIG, seed=5) == decide(scores, CONFIG, seed=5)
+    assert decide(scores, CONFIG, seed=5).interval != decide(scores, CONFIG, seed=6).interval
+
+
+def test_accept_length_and_conditional_acceptance():
+    drafter = np.array([[10.0, 8.0, 4.0, 1.0], [30.0, 12.0, 6.0, 0.0]])
+    scores = Scores(np.array([23, 48]), drafter, drafter, drafter)
+    assert scores.accept_length("served") == pytest.approx(1 + 31 / 40)
+    assert scores.conditional("candidate") == pytest.approx([20 / 40, 10 / 20, 1 / 10])
+    empty = np.zeros((1, 4))
+    assert Scores(np.array([0]), empty, empty, empty).taus() == {"candidate": 1.0, "served": 1.0, "initial": 1.0}
+    assert Scores(np.array([0]), empty, empty, empty).conditional("served") == [0.0, 0.0, 0.0]
+
+
+def test_impossible_scores_are_refused():
+    n, good = np.array([10, 10]), np.array([[5.0, 4.0], [5.0, 4.0]])
+    with pytest.raises(ValueError, match=r"positions \[S\]"):
+        Scores(np.array([10]), good, good, good)
+    with pytest.raises(ValueError, match="served drafter has counts"):
+        Scores(n, good, good[:, :1], good)
+    with pytest.raises(ValueError, match="initial drafter's counts must be finite"):
+        Scores(n, good, good, good * np.nan)
+    with pytest.raises(ValueError, match="served drafter's counts must be finite and not negative"):
+        Scores(n, good, -good, good)
+
+
+@pytest.mark.parametrize("freedom", [3, 5, 10, 50, 500])
+def test_students_t(freedom):
+    assert _student(0.95, freedom) == pytest.approx(stats.t.ppf(0.95, freedom), rel=0.02)
+
+
+@pytest.mark.parametrize(("gain", "published"), [(-0.05, 0.0), (0.0, 0.0), (0.05, 0.0), (0.35, 1.0)])
+def test_two_sequences_publish_only_what_is_far_better(gain, published):
+    assert rates(200, sequences=2, versus_served=gain, versus_initial=gain)["publish"] == pytest.approx(
+        published, abs=0.02
+    )
+
+
+def test_a_handful_of_positions_never_publishes():
+    assert rates(100, sequences=2, length=20, spread=0.1, versus_served=0.35, versus_initial=0.35)["hold"] == 1.0

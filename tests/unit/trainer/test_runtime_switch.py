@@ -1,0 +1,93 @@
+"""The switch in a file, who is audited when, and the saving worked out by hand."""
+
+import pytest
+from typer.testing import CliRunner
+
+from verl_tlt.trainer.audit import audit_saving, audited
+from verl_tlt.trainer.runtime_control import RuntimeControl
+from verl_tlt.trainer.runtime_switch import SWITCH_FILE, RuntimeSwitch, SwitchError, read_switch, write_switch
+
+
+def test_without_a_file_everything_is_on(tmp_path):
+    assert read_switch(tmp_path) == RuntimeSwitch(speculation=True, spot=True)
+
+
+def test_switches_are_written_one_by_one_and_read_back(tmp_path):
+    write_switch(tmp_path, speculation=False)
+    assert write_switch(tmp_path, spot=False, speculation=None) == RuntimeSwitch(False, False) == read_switch(tmp_path)
+    assert write_switch(tmp_path, speculation=True) == RuntimeSwitch(True, False) == read_switch(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == [SWITCH_FILE]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("sped: off", "sped is not a switch"),
+        ("spot: maybe", "spot must be on or off, not 'maybe'"),
+        ("- spot", "must hold lines such as"),
+        ("a: b: c", "cannot be read"),
+    ],
+)
+def test_a_file_that_cannot_be_understood_names_itself(tmp_path, text, said):
+    (tmp_path / SWITCH_FILE).write_text(text)
+    with pytest.raises(SwitchError, match=said) as error:
+        read_switch(tmp_path)
+    assert SWITCH_FILE in str(error.value)
+
+
+def test_the_command_switches_and_says_what_is_on(tmp_path):
+    from verl_tlt.cli import app
+
+    runner = CliRunner()
+    assert "speculation on, spot training on" in runner.invoke(app, ["switch", str(tmp_path)]).output
+    assert not (tmp_path / SWITCH_FILE).exists()
+    done = runner.invoke(app, ["switch", str(tmp_path), "--speculation", "off"])
+    assert done.exit_code == 0 and "speculation off, spot training on" in done.output
+    assert read_switch(tmp_path) == RuntimeSwitch(speculation=False)
+    assert runner.invoke(app, ["switch", str(tmp_path), "--spot", "no"]).exit_code == 2
+    assert runner.invoke(app, ["switch", str(tmp_path / "absent"), "--spot", "off"]).exit_code == 1
+
+
+def test_each_replica_is_audited_in_turn():
+    names = ["a", "b", "c"]
+    assert [audited(step, names, 5) for step in (5, 10, 15, 20)] == ["b", "c", "a", "b"]
+    assert audited(6, names, 5) is None and audited(5, names, 0) is None
+    assert audited(5, ["alone"], 5) is None
+
+
+def test_the_saving_is_against_the_audited_replicas_own_steps():
+    # Stock: a step takes 1 s at batch 1 and 3 s at batch 3, so 2 s at batch 2.
+    stock = [(1, 4.0, 4), (3, 6.0, 6)]
+    # 8 tokens at batch 2 would be 4 stock steps, 8 s; 3 at batch 1 would be 3 s.
+    drafting = [[(2, 5.0, 8)], [(1, 1.6, 3)]]
+    saved, compared = audit_saving(stock, drafting)
+    assert saved == pytest.approx(1 - 6.6 / 11) and compared == 1.0
+
+
+def test_loads_that_the_audited_replica_never_had_are_left_out():
+    stock = [(1, 2.0, 2), (2, 3.0, 4)]
+    saved, compared = audit_saving(stock, [[(1, 1.0, 2), (8, 1.0, 32)]])
+    assert saved == pytest.approx(0.5) and compared == 0.5
+    assert audit_saving(stock, [[(1, 1.0, 2), (8, 1.5, 32)]]) is None  # most of it cannot be compared
+    assert audit_saving([], [[(1, 1.0, 2)]]) is None
+    assert audit_saving(stock, []) is None
+
+
+def test_the_trainer_rests_everybody_when_drafting_is_switched_off(tmp_path):
+    live = RuntimeControl(str(tmp_path), ["a", "b"], audit_every=2)
+    assert live.drafting_disabled(1) == [] and live.drafting_disabled(2) == ["b"] == [live.audited]
+    stats = {"a": {"work": [[1, 0.5, 1]]}, "b": {"work": [[1, 1.0, 1]]}}
+    assert live.report(stats) == pytest.approx(0.5)
+    assert live.report(stats) is None  # that audit is over
+    write_switch(tmp_path, speculation=False)
+    assert live.drafting_disabled(4) == ["a", "b"] and live.audited is None
+    (tmp_path / SWITCH_FILE).write_text("speculation: perhaps")
+    assert live.drafting_disabled(5) == ["a", "b"], "an unreadable file changes nothing"
+    (tmp_path / SWITCH_FILE).write_text("spot: off")
+    assert live.drafting_disabled(5) == [] and live.switch == RuntimeSwitch(spot=False)
+
+
+def test_an_engine_without_an_answer_is_no_audit(tmp_path):
+    live = RuntimeControl(str(tmp_path), ["a", "b"], audit_every=1)
+    live.drafting_disabled(1)
+    assert live.report({"a": {"work": [[1, 0.5, 1]]}, "b": {"error": "gone"}}) is None

@@ -1,0 +1,96 @@
+"""What verl 0.9 needs to run on a CPU, one function each; `patches/verl` holds their upstream form.
+
+Every shim is applied after the module it changes was imported, so importing verl costs nothing more; and it does
+nothing to a verl that has its patch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from verl_tlt.compat.import_hooks import when_imported
+
+
+def dedupe_backend(backend: str) -> str:
+    """'cpu:gloo,cpu:gloo' as 'cpu:gloo': torch rejects a device named twice.
+
+    verl builds `cpu:gloo,<device>:<backend>` (verl/utils/distributed.py), which names the CPU twice there.
+    """
+    return ",".join(dict.fromkeys(backend.split(",")))
+
+
+def _patch_init_process_group(module: Any) -> None:
+    original = module.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("backend"), str):
+            kwargs["backend"] = dedupe_backend(kwargs["backend"])
+        return original(*args, **kwargs)
+
+    module.init_process_group = init_process_group
+
+
+def clone_buckets(module: Any) -> None:
+    """Give the weight receiver copies of a bucket, not views of the shared memory it closes next.
+
+    `BucketedWeightReceiver.receive_weights` copies with `tensor.to(device)`, which on a CPU copies nothing, and
+    closing the buffer under a live view raises BufferError.
+    """
+    original = module.BucketedWeightReceiver.receive_weights
+    if "copy=True" in inspect.getsource(original):
+        return  # patches/verl/0003 is in: it copies itself
+
+    @functools.wraps(original)
+    def receive_weights(self: Any, on_bucket_received: Any) -> Any:
+        def copy_first(weights: list[tuple[str, Any]], is_last: bool) -> None:
+            on_bucket_received([(name, tensor.clone()) for name, tensor in weights], is_last)
+
+        return original(self, copy_first)
+
+    module.BucketedWeightReceiver.receive_weights = receive_weights
+
+
+def offload_unpinned(module: Any) -> None:
+    """Offload FSDP2 parameters to ordinary memory: pages are pinned for an accelerator, and torch refuses without one.
+
+    verl offloads every reference policy (`FSDPEngine._build_fsdp_module`), so no run with a KL loss would start.
+    """
+    if "pin_memory=True" not in inspect.getsource(module.FSDPEngine._build_fsdp_module):
+        return  # patches/verl/0004 is in
+    original = module.CPUOffloadPolicy
+    module.CPUOffloadPolicy = lambda pin_memory=False: original(pin_memory=False)
+
+
+def critic_attention(module: Any) -> None:
+    """Load a critic with the attention its config names; verl always asks for flash-attn, which needs a GPU."""
+    original = module.load_valuehead_model
+    if "_attn_implementation" in inspect.getsource(original):
+        return  # patches/verl/0005 is in
+
+    @functools.wraps(original)
+    def load_valuehead_model(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
+        attention = getattr(model_config, "_attn_implementation", None)
+        if attention in (None, "flash_attention_2"):
+            return original(local_path, torch_dtype, model_config, trust_remote_code)
+        from transformers import AutoModelForTokenClassification
+
+        return AutoModelForTokenClassification.from_pretrained(
+            local_path,
+            torch_dtype=torch_dtype,
+            config=model_config,
+            attn_implementation=attention,
+            trust_remote_code=trust_remote_code,
+        )
+
+    module.load_valuehead_model = load_valuehead_model
+
+
+def register() -> None:
+    """Arm every shim in this process."""
+    when_imported("torch.distributed", _patch_init_process_group)
+    when_imported("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", clone_buckets)
+    when_imported("verl.workers.engine.fsdp.transformer_impl", offload_unpinned)
+    when_imported("verl.utils.model", critic_attention)

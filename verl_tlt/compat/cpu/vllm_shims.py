@@ -1,0 +1,117 @@
+"""What vLLM's CPU backend needs for RL with speculation, one function each; `patches/vllm` has the upstream form.
+
+vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). It does nothing unless
+`VERL_PLATFORM=cpu`, so a GPU installation never sees it; and nothing to a vLLM that has the patch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from verl_tlt.compat.import_hooks import when_imported
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+
+_LOOK_S = 2e-4
+"""Seconds between two looks for a message: 1-2 % of the shortest step, at 2-3 % of a core."""
+
+
+def _plain_linear(layer: Any, remove_weight: bool = False) -> None:
+    import torch
+
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+def keep_linear_weights(module: Any) -> None:
+    """Leave linear weights as they were loaded.
+
+    `dispatch_cpu_unquantized_gemm` repacks them and empties `.weight`, after which no weight sync can load into the
+    live model (vllm/model_executor/layers/utils.py; linear.py and vocab_parallel_embedding.py import it at call time).
+    """
+    if "VLLM_CPU_PREPACK_LINEAR" in inspect.getsource(module.dispatch_cpu_unquantized_gemm):
+        os.environ["VLLM_CPU_PREPACK_LINEAR"] = "0"  # patches/vllm/0001 is in: ask for it by name
+        return
+    module.dispatch_cpu_unquantized_gemm = _plain_linear
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor,  # [batch]
+    cu_num_tokens: torch.Tensor,  # [batch], cumulative draft counts
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> torch.Tensor:
+    """x[i] for each draft token of request i, `replace_from` turned into `replace_to`: [num_tokens], x's dtype."""
+    import torch
+
+    counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1, dtype=torch.long))  # [batch]
+    expanded = torch.repeat_interleave(x, counts, output_size=num_tokens)  # [num_tokens]
+    return expanded.masked_fill(expanded == replace_from, replace_to)
+
+
+def fix_expand_batch(module: Any) -> None:
+    """Give the rejection sampler per-token temperature, top-k and top-p that are set.
+
+    The CPU kernel writes into an int64 copy that never returns (vllm/utils/cpu_triton_utils.py), so sampling above
+    temperature 0 reads uninitialised memory: wrong distributions, NaN, or an index error.
+    """
+    if not _expands():
+        module.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+def _expands() -> bool:
+    """Whether vLLM's own stand-in for the kernel fills what it is given, as with patches/vllm/0002."""
+    import torch
+    from vllm.utils import cpu_triton_utils
+
+    output = torch.full((1,), -1.0)
+    try:
+        cpu_triton_utils.expand_kernel[(1,)](
+            output, torch.tensor([0.5]), torch.tensor([1], dtype=torch.int32), 0, 1, MAX_NUM_TOKENS=1
+        )
+    except (AttributeError, RuntimeError) as error:  # the compiled operator is not there, or refuses floats
+        logger.debug("vLLM's expand_kernel does not run here: %s", error)
+        return False
+    return output.item() == 0.5
+
+
+def sleep_between_looks(module: Any) -> None:
+    """Let a process that waits for a message sleep a moment between two looks for it.
+
+    `SpinCondition.wait` only yields for a second after each message, and in decoding the next one always comes sooner:
+    engine core and worker each keep a core busy while the other computes. Where the cores are the accelerator, that
+    time belongs to the model and to the spot trainer. Waiting for the notification instead is no way out: its socket
+    holds one message and drops the rest, so a wake-up can be lost while steps follow each other closely
+    (vllm/distributed/device_communicators/shm_broadcast.py).
+    """
+    if "VLLM_SHM_BROADCAST_BUSY_SLEEP_S" in inspect.getsource(module.SpinCondition):
+        os.environ.setdefault("VLLM_SHM_BROADCAST_BUSY_SLEEP_S", str(_LOOK_S))  # patches/vllm/0004 is in: ask by name
+        return
+    original = module.SpinCondition.wait
+
+    @functools.wraps(original)
+    def wait(self: Any, timeout_ms: int | None = None) -> None:
+        if time.monotonic() <= self.last_read + self.busy_loop_s:
+            time.sleep(_LOOK_S)
+        else:
+            original(self, timeout_ms)
+
+    module.SpinCondition.wait = wait
+
+
+def register() -> None:
+    """Arm every shim in this process, on the CPU platform only."""
+    if os.environ.get("VERL_PLATFORM", "").strip().lower() != "cpu":
+        return
+    when_imported("vllm.model_executor.layers.utils", keep_linear_weights)
+    when_imported("vllm.v1.sample.rejection_sampler", fix_expand_batch)
+    when_imported("vllm.distributed.device_communicators.shm_broadcast", sleep_between_looks)

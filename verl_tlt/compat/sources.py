@@ -1,0 +1,129 @@
+"""Look up the symbols we rely on in a release's source text.
+
+Of what is installed (`verl-tlt doctor`), or of a release that is not (`make contract`). Nothing is imported, so it
+works on a machine that could not run what it reads.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from verl_tlt.compat.upstream_api import SYMBOLS, Symbol
+
+
+class SourceTree:
+    """The sources of one release, read without importing them.
+
+    Args:
+        root: the directory that holds `verl/` or `vllm/`, such as site-packages or an unpacked wheel.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._modules: dict[str, tuple[str, ast.Module] | None] = {}
+
+    def problem(self, symbol: Symbol) -> str | None:
+        """What is not as we rely on, in a few words; None if all is."""
+        module, _, qualified = symbol.name.partition(":")
+        found = self._module(module)
+        if found is None:
+            return f"there is no module {module}"
+        text, tree = found
+        node: ast.AST = tree
+        for part in qualified.split(".") if qualified else []:
+            inner = next((n for n, _ in self._members(node, module) if getattr(n, "name", None) == part), None)
+            if inner is None:
+                return f"{module} has no {qualified}"
+            node = inner
+        if wanted := symbol.takes.split():
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                return "is no function"
+            arguments = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            arguments = [a for a in arguments if a not in ("self", "cls")]
+            if arguments[: len(wanted)] != wanted:
+                return f"takes ({', '.join(arguments)}) and not ({', '.join(wanted)}, ...)"
+        names = {name for _, name in self._members(node, module)} if symbol.has else set()
+        if missing := [name for name in symbol.has.split() if name not in names]:
+            return f"does not define {', '.join(missing)}"
+        source = text if node is tree else (ast.get_source_segment(text, node) or "")
+        if absent := next((fragment for fragment in symbol.says if fragment not in source), None):
+            return f"does not say `{absent}`"
+        return None
+
+    def _module(self, name: str) -> tuple[str, ast.Module] | None:
+        if name not in self._modules:
+            base = self.root.joinpath(*name.split("."))
+            path = next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.is_file()), None)
+            text = path.read_text(encoding="utf-8") if path else ""
+            self._modules[name] = (text, ast.parse(text)) if path else None
+        return self._modules[name]
+
+    def _members(self, node: ast.AST, module: str, depth: int = 0) -> Iterator[tuple[ast.AST, str]]:
+        """(definition, name) of whatever a module or class defines, its bases' and, for a class, `self.x = ...` too."""
+        for inner in getattr(node, "body", []):
+            yield from ((inner, name) for name in _bound(inner))
+            if isinstance(node, ast.ClassDef):
+                for deep in ast.walk(inner):
+                    if isinstance(deep, ast.Attribute) and isinstance(deep.ctx, ast.Store):
+                        yield deep, deep.attr
+        if isinstance(node, ast.ClassDef) and depth < 5:
+            for base in node.bases:
+                found = self._find_class(base, module)
+                if found is not None:
+                    yield from self._members(found[0], found[1], depth + 1)
+
+    def _find_class(self, base: ast.expr, module: str) -> tuple[ast.ClassDef, str] | None:
+        """A base class by its name, in its module or in the one it was imported from."""
+        tree = self._module(module)
+        if not isinstance(base, ast.Name) or tree is None:
+            return None
+        for node in tree[1].body:
+            if isinstance(node, ast.ClassDef) and node.name == base.id:
+                return node, module
+            if isinstance(node, ast.ImportFrom) and any((a.asname or a.name) == base.id for a in node.names):
+                return self._find_class(base, self._absolute(node, module))
+        return None
+
+    def _absolute(self, node: ast.ImportFrom, module: str) -> str:
+        """The module that a `from ... import` in `module` names."""
+        if not node.level:
+            return node.module or ""
+        package = self.root.joinpath(*module.split("."), "__init__.py").is_file()
+        parts = module.split(".")[: len(module.split(".")) - node.level + package]
+        return ".".join([*parts, *([node.module] if node.module else [])])
+
+
+def _bound(node: ast.AST) -> Iterator[str]:
+    """Names that a statement of a module's or class's body binds, in either branch of an `if` or `try`."""
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            yield node.name
+        case ast.Import() | ast.ImportFrom():
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            yield name
+        case ast.Assign(targets=targets):
+            yield from (t.id for t in targets if isinstance(t, ast.Name))
+        case ast.If() | ast.Try():
+            for inner in (*node.body, *node.orelse):
+                yield from _bound(inner)
+
+
+def source_root(package: str) -> Path | None:
+    """Where an installed package's directory lies; None where it is not installed."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations))).parent
+
+
+def check_symbols(root: Path, package: str) -> list[tuple[Symbol, str | None]]:
+    """Every symbol of `package` with what is wrong with it below `root` (None: nothing), in the list's order."""
+    tree = SourceTree(root)
+    return [(symbol, tree.problem(symbol)) for symbol in SYMBOLS if symbol.package == package]

@@ -1,0 +1,134 @@
+"""`verl-tlt doctor` and `calibrate`: compose a recipe as `main_ppo` would, judge it, and measure its engine if asked.
+
+Composing and judging import neither verl nor torch. Measuring starts the recipe's engine in a process of its own.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verl_tlt.compat.sources import check_symbols, source_root
+from verl_tlt.compat.upstream_api import Symbol
+from verl_tlt.config import TLTConfig, TLTConfigError
+from verl_tlt.doctor import facts, rules
+from verl_tlt.doctor.recipe import compose
+from verl_tlt.doctor.rules import Finding, judge_symbols
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def diagnose(overrides: Sequence[str], config_name: str) -> list[Finding]:
+    """Findings for this environment, and for a recipe if its overrides are given."""
+    return [*examine_recipe(overrides, config_name), *examine_symbols()]
+
+
+def examine_symbols() -> list[Finding]:
+    """Whether the installed verl and vLLM have everything that verl-tlt relies on, read from their sources."""
+    return [finding for package, checked in installed_symbols().items() for finding in judge_symbols(package, checked)]
+
+
+def installed_symbols() -> dict[str, list[tuple[Symbol, str | None]]]:
+    """Every symbol with what is wrong with it, by package; packages that are not installed are left out."""
+    roots = {package: source_root(package) for package in ("verl", "vllm")}
+    return {package: check_symbols(root, package) for package, root in roots.items() if root is not None}
+
+
+def examine_recipe(overrides: Sequence[str], config_name: str) -> list[Finding]:
+    """Releases, and a recipe if its overrides are given."""
+    environment = facts.read_environment()
+    if not overrides or environment.versions["verl"] is None:
+        return rules.examine(environment, None, TLTConfig())
+    try:
+        config = compose(overrides, config_name)
+        settings = facts.read_settings(config)
+        run = facts.read_run(config, settings)
+    except TLTConfigError as error:
+        return [*rules.examine(environment, None, TLTConfig()), Finding("refuse", "settings", str(error))]
+    return rules.examine(environment, run, settings)
+
+
+def table(findings: Sequence[Finding]) -> Table:
+    """The findings as a table for the terminal."""
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    rows = Table("", Column("what", overflow="fold"), Column("finding", overflow="fold"), title="verl-tlt doctor")
+    style = {"ok": "green", "warn": "yellow", "refuse": "bold red"}
+    for finding in findings:
+        rows.add_row(Text(finding.level, style=style[finding.level]), Text(finding.what), Text(finding.sentence))
+    return rows
+
+
+def symbol_table() -> Table:
+    """Every symbol verl-tlt relies on, whether the installed release has it so, and which file needs it."""
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    rows = Table("", Column("symbol", overflow="fold"), "needed by", title="what verl-tlt relies on")
+    for checked in installed_symbols().values():
+        for symbol, problem in checked:
+            verdict = Text("ok", style="green") if problem is None else Text("no", style="bold red")
+            note = symbol.used_by + (" (CPU only)" if symbol.cpu_only else "")
+            rows.add_row(verdict, Text(symbol.name + (f"\n{problem}" if problem else "")), Text(note))
+    return rows
+
+
+def measured(overrides: Sequence[str], config_name: str, cpu: bool) -> list[Finding]:
+    """What only a real engine on this machine can tell (`doctor.engine_check`), as findings."""
+    from verl_tlt.doctor.engine_check import found_from, judge
+    from verl_tlt.doctor.standalone_engine import Job, run_job
+
+    with tempfile.TemporaryDirectory(prefix="tlt-check-") as directory:
+        job = Job("check", list(overrides), config_name, cpu or not _has_gpu(), directory)
+        try:
+            return judge(found_from(run_job(job)))
+        except TLTConfigError as error:
+            return [Finding("refuse", "engine", str(error))]
+
+
+def calibrated(
+    overrides: Sequence[str], config_name: str, out: Path | None, seconds: float, cpu: bool
+) -> tuple[Path, dict[int, list[tuple[int, float]]]]:
+    """Measure the costs of a recipe's engine and keep them.
+
+    Args:
+        overrides: of the recipe.
+        config_name: verl's top-level config.
+        out: directory of the table; None: where runs look for it.
+        seconds: how long to measure.
+        cpu: on the CPU, even where there is a GPU.
+
+    Returns:
+        The file written, and seconds per step by draft length (-1: no drafter) and batch.
+
+    Raises:
+        TLTConfigError: the engine could not be started or measured.
+    """
+    from verl_tlt.doctor.standalone_engine import Job, keep_costs, run_job
+
+    with tempfile.TemporaryDirectory(prefix="tlt-calibrate-") as directory:
+        job = Job("calibrate", list(overrides), config_name, cpu or not _has_gpu(), directory, budget_s=seconds)
+        return keep_costs(run_job(job), out)
+
+
+def cost_table(costs: Mapping[int, Sequence[tuple[int, float]]]) -> Table:
+    """Milliseconds per engine step, a column per batch."""
+    from rich.table import Table
+
+    batches = sorted({batch for points in costs.values() for batch, _ in points})
+    rows = Table("draft length", *(f"batch {b}" for b in batches), title="milliseconds per engine step")
+    for k in sorted(costs):
+        row = dict(costs[k])
+        cells = (f"{1e3 * row[b]:.2f}" if b in row else "" for b in batches)
+        rows.add_row("no drafter" if k < 0 else str(k), *cells)
+    return rows
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())

@@ -1,0 +1,231 @@
+"""One engine as a recipe would start it, without Ray and the trainer: for `verl-tlt calibrate` and `doctor --gpu`.
+
+What a step costs and whether a drafter survives sleep are facts about this machine, this policy and this vLLM, so they
+can be found out before a run. The engine takes the same settings from the recipe as verl's server would hand it. It
+runs in a process of its own (`python -m verl_tlt.doctor.standalone_engine JOB`), whose end returns all memory and whose
+crash ends in a sentence; that process writes its findings as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from verl_tlt.compat.cpu.environment import CPU_ENGINE
+from verl_tlt.config import TLTConfig, TLTConfigError
+from verl_tlt.server.calibration import COSTS_DIR, calibrate
+from verl_tlt.speculation.costs.latency_table import Table, for_policy, parse
+from verl_tlt.speculation.costs.tables import TableKey, save_table
+from verl_tlt.speculation.types import OFF
+
+PROMPT_TOKENS = 16
+_LAST_LINES = 15
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the child process is asked."""
+
+    task: str
+    """"calibrate" or "check"."""
+    overrides: list[str]
+    """Of the recipe, as given to `verl.trainer.main_ppo`."""
+    config_name: str
+    cpu: bool
+    directory: str
+    """For the drafter, the answer and the engine's log."""
+    budget_s: float = 60.0
+    """Seconds of measuring, engine starts apart."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A recipe, as far as its engine is concerned."""
+
+    policy: str
+    """Local directory."""
+    tlt: TLTConfig
+    rollout: Any
+    """verl's `actor_rollout_ref.rollout` node."""
+    context: int
+    """Longest sequence, in tokens."""
+
+
+def run_job(job: Job, timeout_s: float = 1800.0) -> dict[str, Any]:
+    """Have a child process do `job`, and return what it found out.
+
+    Raises:
+        TLTConfigError: it could not; one sentence, or the end of the engine's log.
+    """
+    directory = Path(job.directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    answer, log = directory / "answer.json", directory / "engine.log"
+    answer.unlink(missing_ok=True)
+    (directory / "job.json").write_text(json.dumps(asdict(job)))
+    environment = dict(os.environ)
+    if job.cpu:
+        environment = {**CPU_ENGINE, **environment, "VERL_PLATFORM": "cpu"}
+    with log.open("w") as stream:
+        command = [sys.executable, "-m", "verl_tlt.doctor.engine_process", str(directory)]
+        try:
+            done = subprocess.run(command, env=environment, stdout=stream, stderr=stream, timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise TLTConfigError(f"The engine was not done after {timeout_s:.0f} s; its log is {log}.") from error
+    if done.returncode or not answer.is_file():
+        end = "\n".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
+        raise TLTConfigError(f"The engine ended early ({log}):\n{end}")
+    found = json.loads(answer.read_text())
+    if "refused" in found:
+        raise TLTConfigError(found["refused"])
+    return dict(found)
+
+
+def read_setup(job: Job) -> Setup:
+    """The parts of a recipe that its engine is made of.
+
+    Raises:
+        TLTConfigError: the recipe cannot be composed, or its policy is not on this machine.
+    """
+    from verl_tlt.doctor import facts
+    from verl_tlt.doctor.recipe import compose
+
+    config = compose(job.overrides, job.config_name)
+    rollout, path = config.actor_rollout_ref.rollout, str(config.actor_rollout_ref.model.path)
+    policy = facts.local_policy(path)
+    if policy is None or not os.path.isfile(os.path.join(policy, "config.json")):
+        raise TLTConfigError(
+            f"actor_rollout_ref.model.path={path} is not on this machine; download it, or give a directory."
+        )
+    context = int(rollout.max_model_len or rollout.prompt_length + rollout.response_length)
+    return Setup(policy, facts.read_settings(config), rollout, context)
+
+
+def keep_costs(answer: dict[str, Any], out: Path | None) -> tuple[Path, Table]:
+    """Store what a "calibrate" job measured, under its key; returns the file and the table.
+
+    Raises:
+        TLTConfigError: nothing was measured, or the directory cannot be written.
+    """
+    costs = parse(answer["latency"])
+    if OFF not in costs or not any(arm > 0 for arm in costs):
+        raise TLTConfigError("Steps with and without a drafter are needed, and not all were measured; raise --seconds.")
+    try:
+        return save_table(out or COSTS_DIR, TableKey(**answer["key"]), for_policy(costs)), costs
+    except OSError as error:
+        raise TLTConfigError(f"The cost table cannot be kept: {error}") from error
+
+
+# ---------------------------------------------------------------------- inside the child
+
+
+class Engine:
+    """A running engine; `channel` is None for one without a drafter."""
+
+    def __init__(self, llm: Any, channel: Any, drafter: Path | None, setup: Setup) -> None:
+        self.llm, self.channel, self.drafter, self.setup = llm, channel, drafter, setup
+        self.vocab_size = int(llm.model_config.get_vocab_size())
+
+    async def generate(self, prompt: Sequence[int], tokens: int) -> None:
+        """Decode `prompt` to exactly so many new tokens."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        async for _ in self.llm.generate({"prompt_token_ids": list(prompt)}, params, request_id=uuid4().hex):
+            pass
+
+    async def rpc(self, method: str, *args: Any) -> Any:
+        """Call every worker; the first one's answer."""
+        return (await self.llm.collective_rpc(method, args=args))[0]
+
+    async def step_seconds(self, batch: int, tokens: int = 24) -> float:
+        """Seconds from one token of each of `batch` requests to the next, on the wall clock.
+
+        The difference between a long and a short decode: prompts and hand-overs cancel.
+        """
+        prompts = [[(7 * i + 13 * j) % (self.vocab_size - 1) + 1 for j in range(PROMPT_TOKENS)] for i in range(batch)]
+
+        async def timed(new: int) -> float:
+            await self.llm.reset_prefix_cache()
+            start = time.perf_counter()
+            await asyncio.gather(*(self.generate(prompt, new) for prompt in prompts))
+            return time.perf_counter() - start
+
+        short, long = await timed(2), await timed(2 + tokens)
+        return max(long - short, 1e-9) / tokens
+
+
+@asynccontextmanager
+async def start(setup: Setup, directory: Path, drafting: bool = True) -> AsyncIterator[Engine]:
+    """An engine as the recipe would have it; without `drafting` as stock verl would start it."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from verl_tlt.channel import ChannelClient
+    from verl_tlt.server.engine_arguments import engine_environment, engine_kwargs
+
+    rollout = setup.rollout
+    user = {k: v for k, v in dict((rollout.engine_kwargs or {}).get("vllm") or {}).items() if v is not None}
+    arguments: dict[str, Any] = {
+        "model": setup.policy, "dtype": rollout.dtype, "max_model_len": setup.context,
+        "skip_tokenizer_init": True, "max_num_seqs": rollout.max_num_seqs, "enforce_eager": rollout.enforce_eager,
+        "max_num_batched_tokens": max(int(rollout.max_num_batched_tokens), setup.context),
+        "gpu_memory_utilization": rollout.gpu_memory_utilization, "tensor_parallel_size":
+        rollout.tensor_model_parallel_size, "enable_sleep_mode": bool(rollout.get("enable_sleep_mode", True)),
+        "distributed_executor_backend": "mp", **user,
+    }  # fmt: skip
+    drafter = channel = None
+    if drafting:
+        drafter = write_drafter(setup, directory / "drafter")
+        arguments |= engine_kwargs(setup.tlt, str(drafter), rollout, user)
+        arguments["worker_extension_cls"] = "verl_tlt.vllm_worker.extension.TLTWorkerExtension"
+        # A Unix socket's path is short, whatever the directory's is.
+        address = f"ipc://{tempfile.mkdtemp(prefix='tlt-')}/c"
+        os.environ.update(TLT_CHANNEL=address, TLT_REPLICA="0", **engine_environment())
+        channel = ChannelClient(address)
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    try:
+        yield Engine(llm, channel, drafter, setup)
+    finally:
+        llm.shutdown()
+        if channel is not None:
+            channel.close()
+
+
+def write_drafter(setup: Setup, directory: Path) -> Path:
+    """The recipe's drafter, or a random head of its shape: for costs it does not matter what a drafter knows."""
+    from verl_tlt.drafter.staging import stage
+    from verl_tlt.trainer.bootstrap import first_drafter
+
+    dtype = {"auto": "bfloat16", "half": "float16"}.get(str(setup.rollout.dtype), str(setup.rollout.dtype))
+    longest = setup.context + setup.tlt.speculation.max_draft_length
+    served = first_drafter(setup.tlt, setup.policy, dtype, longest, None).served
+    stage(served.config, served.weights, directory)
+    return directory
+
+
+async def measure_costs(engine: Engine, budget_s: float) -> dict[int, list[tuple[int, float]]]:
+    """Seconds per engine step by draft length (OFF included) and batch, as the trainer measures them at start."""
+    from verl_tlt.server.engine_arguments import engine_arms
+
+    rollout = engine.setup.rollout
+    arms = engine_arms(engine.setup.tlt, bool(rollout.enforce_eager))
+    return await calibrate(
+        engine.llm, engine.channel, arms, int(rollout.max_num_seqs), engine.vocab_size, budget_s=budget_s
+    )
+
+
+def graph_memory_gib(log: str) -> list[float]:
+    """What vLLM says in its log that captured CUDA graphs take, one figure for each engine started."""
+    return [float(x) for x in re.findall(r"Graph capturing finished in \d+ secs, took ([\d.]+) GiB", log)]

@@ -1,0 +1,39 @@
+"""What TLT does in each of verl's trainer modes, as plain data; the rest of the trainer reads it from here.
+
+Two things differ between modes: whose time is idle, and what may still be sent to a replica that has left. No verl in
+here: the doctor reads this before anything is imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ModeRule:
+    """One trainer mode."""
+
+    name: str
+    """`trainer.v1.trainer_mode`."""
+    idle: Literal["replicas", "trainer"]
+    """Whose idle time trains the drafter: replicas that run dry while others decode (`idle.replica_idle`), or the
+    trainer's devices while they wait for samples (`idle.trainer_idle`)."""
+    recall: bool = False
+    """The sampler may send more groups at any moment, so a replica that leaves keeps its weights (on the host) and is
+    called back before they are sent. Elsewhere the planner knows beforehand and nobody leaves."""
+
+
+RULES = {
+    rule.name: rule
+    for rule in (
+        # One batch at a time; refills come only with settings under which nobody leaves.
+        ModeRule("sync", idle="replicas"),
+        # The next batch is decoded already, and failed or stale groups are replaced while the trainer waits.
+        ModeRule("colocate_async", idle="replicas", recall=True),
+        # Rollout has replicas of its own, which are always busy.
+        ModeRule("separate_async", idle="trainer"),
+    )
+}
+
+MODES = tuple(RULES)

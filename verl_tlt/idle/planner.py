@@ -1,0 +1,164 @@
+"""What a planner of idle time asks for during one sampling phase, and what the phase was worth.
+
+The words that the two planners (`idle.replica_idle`, `idle.trainer_idle`) share with whoever carries their commands out
+(`trainer.watch`). Plain data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class LeaveBalancer:
+    """Take the replica out of the load balancer; answer with `left`, or `failed`."""
+
+    replica: str
+
+
+@dataclass(frozen=True)
+class TrySleep:
+    """Ask the server to close its gate and sleep; answer with `slept`, `refused`, or `failed` if it still serves."""
+
+    replica: str
+
+
+@dataclass(frozen=True)
+class StartTraining:
+    """Start the replica's spot worker; answer with `training`, later `done` or `failed`."""
+
+    replica: str
+
+
+@dataclass(frozen=True)
+class StopTraining:
+    """Stop the replica's spot worker (it may have only just been started); answer with `stopped` or `failed`."""
+
+    replica: str
+
+
+@dataclass(frozen=True)
+class WakeUp:
+    """Ask the sleeping server to serve again with the weights it has; answer with `awake`, or `failed`."""
+
+    replica: str
+
+
+@dataclass(frozen=True)
+class Rejoin:
+    """Put the replica back into the load balancer."""
+
+    replica: str
+
+
+Command = LeaveBalancer | TrySleep | StartTraining | StopTraining | WakeUp | Rejoin
+
+
+@dataclass(frozen=True)
+class PhaseAccount:
+    """What one sampling phase's idle time was worth. Dicts are keyed by replica; times in seconds."""
+
+    bubble_s: dict[str, float]
+    """From the replica's last request until the last request anywhere; for a trainer that waits: its waiting."""
+    used_s: dict[str, float]
+    """Part of `bubble_s` in which the replica's spot worker trained."""
+    training_s: dict[str, float]
+    """All the time it trained, with what ran past the last request until it stopped."""
+    stop_s: dict[str, float]
+    """From the stop command until the worker answered."""
+    refusals: int
+    """Times a server answered BUSY."""
+    failures: int
+    """Sessions that failed at any stage."""
+    obstacles: dict[str, str]
+    """Why a replica with a bubble did not leave, as last seen."""
+    end: float
+    """When the last request anywhere had finished (the planner's clock): where every bubble ends."""
+
+    @property
+    def used_frac(self) -> float:
+        """Share of all bubble seconds in which training ran; 0 without a bubble."""
+        bubble = sum(self.bubble_s.values())
+        return sum(self.used_s.values()) / bubble if bubble > 0 else 0.0
+
+
+def together(first: PhaseAccount | None, second: PhaseAccount) -> PhaseAccount:
+    """Several sampling phases of one RL step as one: seconds and counts add up, the rest is the last one's."""
+    if first is None:
+        return second
+    return PhaseAccount(
+        bubble_s=_sum(first.bubble_s, second.bubble_s),
+        used_s=_sum(first.used_s, second.used_s),
+        training_s=_sum(first.training_s, second.training_s),
+        stop_s=_sum(first.stop_s, second.stop_s),
+        refusals=first.refusals + second.refusals,
+        failures=first.failures + second.failures,
+        obstacles={**first.obstacles, **second.obstacles},
+        end=second.end,
+    )
+
+
+def _sum(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+    return {name: first.get(name, 0.0) + second.get(name, 0.0) for name in {**first, **second}}
+
+
+class Planner(Protocol):
+    """Decides what happens to idle devices in one sampling phase: observations in, commands out.
+
+    Times are seconds from any one monotonic clock; calls come from one thread at a time.
+    """
+
+    def observe(
+        self,
+        now: float,
+        inflight: Mapping[str, int],
+        pending: int,
+        open_loops: int = 0,
+        refill_possible: bool = False,
+    ) -> list[Command]:
+        """Take one look: requests by replica, and what may still arrive."""
+
+    def left(self, replica: str) -> list[Command]:
+        """Answers `LeaveBalancer`."""
+
+    def slept(self, replica: str) -> list[Command]:
+        """Answers `TrySleep`: it sleeps."""
+
+    def refused(self, replica: str, now: float) -> list[Command]:
+        """Answers `TrySleep`: it serves on."""
+
+    def training(self, replica: str, now: float) -> list[Command]:
+        """Answers `StartTraining`."""
+
+    def done(self, replica: str, now: float) -> list[Command]:
+        """The spot worker stopped by itself."""
+
+    def stopped(self, replica: str, now: float) -> list[Command]:
+        """Answers `StopTraining`."""
+
+    def awake(self, replica: str, now: float) -> list[Command]:
+        """Answers `WakeUp`."""
+
+    def failed(self, replica: str, now: float) -> list[Command]:
+        """Something raised at any stage."""
+
+    def recall(self) -> list[Command]:
+        """More requests are about to be sent: what has to happen first."""
+
+    def end(self, now: float) -> list[Command]:
+        """Sampling is over."""
+
+    def account(self, now: float) -> PhaseAccount:
+        """The phase so far."""
+
+
+PATIENCE = 5
+"""Times the shortest pause between two looks that the longest may be. A look costs round trips to the balancer: nothing
+beside an accelerator, but CPU time that engines want where they share a few cores with it."""
+
+
+def next_pause(pause: float, shortest: float, changed: bool) -> float:
+    """Seconds until the next look: the shortest after a change, half as long again after none."""
+    return shortest if changed else min(1.5 * pause, PATIENCE * shortest)

@@ -1,0 +1,363 @@
+"""When may a replica stop serving and train? A pure state machine: observations in, commands out.
+
+    BUSY ──LeaveBalancer──▶ DRAINING ──TrySleep──▶ IDLE ──StartTraining──▶ TRAINING ──StopTraining──▶ IDLE
+      ▲                        │ refused                                                               │
+      └────────Rejoin──────────┴──── Rejoin: after the weight sync, or recalled (WakeUp) before it ────┘
+
+The policy:
+* Nobody leaves while work can still arrive: nothing pending, no agent loop open, no refill wave possible.
+* A replica leaves when it carried its share in this phase, has been empty for `settle_s`, and its buffer is
+  worth training on.
+* One that serves is always left behind, with a request running on it: the last one never leaves, and when the last
+  request of the phase finishes that is the end of sampling, not a bubble.
+* The server has the last word. The load shown here may miss a request that was on its way when the replica left the
+  balancer; the server then answers BUSY, the replica goes back, and is asked again only after a growing pause.
+* Where the sampler may ask for more groups at any moment (asynchronous trainers replace failed and stale ones), whoever
+  has left is called back before they are sent.
+
+One `ReplicaIdlePlanner` lives for one sampling phase. It reads no clock and takes no lock: times are seconds from any
+one monotonic clock, calls come from one thread at a time. Every method returns the commands to carry out next, so that
+a hop costs no polling interval.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from verl_tlt.idle.planner import (
+    Command,
+    LeaveBalancer,
+    PhaseAccount,
+    Rejoin,
+    StartTraining,
+    StopTraining,
+    TrySleep,
+    WakeUp,
+)
+
+FIRST_RETRY_S = 0.5
+"""Pause after a first refusal: a request that slipped in decodes about this long or longer; asking closes the gate."""
+
+LONGEST_RETRY_S = 8.0
+"""The pause doubles up to this: a bubble worth using is longer, so one that opens late is still used."""
+
+SHARE_SEEN = 0.5
+"""Part of its fair share a replica must have carried at once. Before dispatch everybody looks idle; routing is not
+perfectly even, so the whole share would be too much to ask."""
+
+
+class State(enum.Enum):
+    """Where a replica stands; only a BUSY one is in the load balancer."""
+
+    BUSY = "busy"
+    DRAINING = "draining"
+    IDLE = "idle"
+    TRAINING = "training"
+
+
+@dataclass
+class _Replica:
+    state: State = State.BUSY
+    inflight: int = 0
+    peak: int = 0
+    idle_since: float | None = None
+    retry_at: float = -math.inf
+    refusals: int = 0
+    over: bool = False  # had its session in this phase, or failed
+    started: bool = False  # told to train and not known to have ended
+    train_from: float | None = None
+    train_to: float | None = None
+    stop_s: float | None = None
+    obstacle: str | None = None
+    earlier_bubble_s: float = 0.0  # of a bubble that a recall ended
+    earlier_used_s: float = 0.0
+
+    def seconds(self, now: float, end: float) -> tuple[float, float, float]:
+        """(bubble, part of it used, training) so far, where bubbles end at `end`."""
+        start = end if self.idle_since is None else self.idle_since
+        train_from = now if self.train_from is None else self.train_from
+        train_to = now if self.train_to is None else self.train_to
+        bubble = self.earlier_bubble_s + max(0.0, end - start)
+        used = self.earlier_used_s + max(0.0, min(train_to, end) - max(train_from, start))
+        return bubble, used, max(0.0, train_to - train_from)
+
+
+class ReplicaIdlePlanner:
+    """Decides for one sampling phase which replicas leave, sleep, train and come back.
+
+    Args:
+        replicas: names of all replicas that serve in this phase.
+        expected_requests: requests the phase is expected to have in flight at once, over all replicas.
+        settle_s: seconds a replica must have been empty before it is asked to leave.
+        buffer_ready: whether the buffer is worth training on; it does not change during sampling.
+        spot_workers: the replicas whose spot worker may train now (a mapping counts by its keys); None: all.
+
+    Raises:
+        ValueError: no replicas, a duplicate, or a spot worker of an unknown replica.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[str],
+        *,
+        expected_requests: int,
+        settle_s: float,
+        buffer_ready: bool,
+        spot_workers: Collection[str] | None = None,
+    ) -> None:
+        if not replicas or len(set(replicas)) != len(replicas):
+            raise ValueError(f"A sampling phase needs replicas with distinct names, not {list(replicas)}.")
+        self._replicas = {name: _Replica() for name in replicas}
+        self._workers = frozenset(replicas if spot_workers is None else spot_workers)
+        for name in self._workers:
+            self._of(name)
+        self._need = max(1, math.ceil(SHARE_SEEN * expected_requests / len(replicas)))
+        self._settle_s = settle_s
+        self._buffer_ready = buffer_ready
+        self._hold: str | None = "nothing has been observed yet"
+        self._last_request: float | None = None  # since when nothing runs anywhere
+        self._ended: float | None = None
+        self._refusals = self._failures = 0
+
+    def observe(
+        self,
+        now: float,
+        inflight: Mapping[str, int],
+        pending: int,
+        open_loops: int = 0,
+        refill_possible: bool = False,
+    ) -> list[Command]:
+        """Take one look at the fleet.
+
+        Args:
+            now: when the look was taken.
+            inflight: requests on each replica; one that is missing (it has left the balancer) has none.
+            pending: requests of the phase that no replica has yet.
+            open_loops: agent loops that may still send another turn.
+            refill_possible: whether the trainer may still ask for more groups (DAPO filtering, failed groups).
+
+        Raises:
+            ValueError: `inflight` names an unknown replica.
+        """
+        if self._ended is not None:
+            return []
+        for name in inflight:
+            self._of(name)
+        self._hold = _hold(pending, open_loops, refill_possible)
+        for name, r in self._replicas.items():
+            r.inflight = inflight.get(name, 0)
+            r.peak = max(r.peak, r.inflight)
+            if r.state is State.BUSY:
+                self._watch_idle(r, now, pending)
+        self._watch_end(now, pending)
+        commands: list[Command] = []
+        for name, r in self._replicas.items():  # one after the other: each departure narrows the choice of the next
+            if r.state is State.BUSY:
+                r.obstacle = self._first_obstacle(name, now)
+                if r.obstacle is None:
+                    r.state = State.DRAINING
+                    commands.append(LeaveBalancer(name))
+        return commands
+
+    def left(self, replica: str) -> list[Command]:
+        """The replica is out of the balancer."""
+        r = self._in(replica, State.DRAINING)
+        if self._ended is not None:
+            return []  # the trainer puts everybody to sleep; back with the weight sync
+        if self._hold or not self._others_busy(replica):  # the world changed on the way out
+            r.state = State.BUSY
+            return [Rejoin(replica)]
+        return [TrySleep(replica)]
+
+    def slept(self, replica: str) -> list[Command]:
+        """The server holds no request and sleeps; too late for a session if sampling has ended."""
+        r = self._in(replica, State.DRAINING)
+        r.state = State.IDLE
+        if self._ended is not None:
+            return []
+        r.started = True
+        return [StartTraining(replica)]
+
+    def refused(self, replica: str, now: float) -> list[Command]:
+        """The server answered BUSY and serves on: back into the balancer, asked again after a growing pause."""
+        r = self._in(replica, State.DRAINING)
+        self._refusals += 1
+        r.retry_at = now + min(LONGEST_RETRY_S, FIRST_RETRY_S * 2.0**r.refusals)
+        r.refusals += 1
+        return self._back(replica)
+
+    def training(self, replica: str, now: float) -> list[Command]:
+        """The spot worker runs."""
+        r = self._in(replica, State.IDLE)
+        if r.started:  # else a stop overtook this report
+            r.state, r.train_from = State.TRAINING, now
+        return []
+
+    def done(self, replica: str, now: float) -> list[Command]:
+        """The spot worker stopped by itself (its epochs are used up); the replica sleeps on."""
+        self._close(self._in(replica, State.TRAINING), now)
+        return []
+
+    def stopped(self, replica: str, now: float) -> list[Command]:
+        """The spot worker answered `StopTraining`; harmless if it had ended by itself."""
+        r = self._of(replica)
+        if self._ended is not None:
+            r.stop_s = now - self._ended
+        if r.started:
+            self._close(r, now)
+        return []
+
+    def failed(self, replica: str, now: float) -> list[Command]:
+        """Something raised at any stage: no further session for this replica in this phase.
+
+        One that had not slept goes back to serving; one that sleeps has no weights and waits for the sync.
+        """
+        r = self._of(replica)
+        self._failures += 1
+        if r.state is State.DRAINING:
+            r.over = True
+            return self._back(replica)
+        self._close(r, now)
+        return []
+
+    def recall(self) -> list[Command]:
+        """More requests are about to be sent: whoever has left stops training, wakes up and comes back.
+
+        Everybody's idle clock starts again, so that nobody leaves while those requests are on their way.
+        """
+        if self._ended is not None:
+            return []
+        commands: list[Command] = []
+        for name, r in self._replicas.items():
+            if r.state in (State.IDLE, State.TRAINING):
+                commands += [StopTraining(name)] if r.started else []
+                commands.append(WakeUp(name))
+            else:
+                r.idle_since = None
+        return commands
+
+    def awake(self, replica: str, now: float) -> list[Command]:
+        """The replica serves again; it has had its session in this phase."""
+        r = self._in(replica, State.IDLE)
+        bubble, used, _ = r.seconds(now, now)
+        r.earlier_bubble_s, r.earlier_used_s = bubble, used
+        r.over, r.idle_since = True, None
+        r.state = State.BUSY
+        return [Rejoin(replica)]
+
+    def end(self, now: float) -> list[Command]:
+        """Sampling is over: stop every worker that was started. Nothing leaves or starts from here on."""
+        if self._ended is None:
+            self._ended = now
+        return [StopTraining(name) for name, r in self._replicas.items() if r.started]
+
+    def synced(self) -> list[Command]:
+        """All replicas are awake with new weights: whoever left comes back."""
+        away = [name for name, r in self._replicas.items() if r.state is not State.BUSY]
+        for name in away:
+            self._replicas[name].state = State.BUSY
+        return [Rejoin(name) for name in away]
+
+    def state(self, replica: str) -> State:
+        """Where the replica stands."""
+        return self._of(replica).state
+
+    def obstacle(self, replica: str) -> str | None:
+        """Why the replica did not leave at the last look, for logs; None once it has left."""
+        return self._of(replica).obstacle
+
+    def account(self, now: float) -> PhaseAccount:
+        """The phase so far; final once `end` was called and the workers stopped."""
+        end = self._last_request if self._last_request is not None else self._ended if self._ended is not None else now
+        bubble, used, training = {}, {}, {}
+        for name, r in self._replicas.items():
+            bubble[name], used[name], training[name] = r.seconds(now, end)
+        return PhaseAccount(
+            bubble_s=bubble,
+            used_s=used,
+            training_s=training,
+            stop_s={n: r.stop_s for n, r in self._replicas.items() if r.stop_s is not None},
+            refusals=self._refusals,
+            failures=self._failures,
+            obstacles={n: r.obstacle for n, r in self._replicas.items() if r.obstacle and bubble[n] > 0},
+            end=end,
+        )
+
+    def _first_obstacle(self, name: str, now: float) -> str | None:
+        """The first reason against this replica leaving now."""
+        r = self._replicas[name]
+        if self._hold:
+            return self._hold
+        if r.inflight:
+            return "it is serving"
+        if not self._others_busy(name):
+            return "no other replica is serving a request"
+        if r.peak < self._need:
+            return f"it carried at most {r.peak} requests at once, fewer than {self._need}"
+        if not self._buffer_ready:
+            return "the buffer is not worth training on"
+        if name not in self._workers:
+            return "it has no spot worker that may train"
+        if r.over:
+            return "its session failed in this phase"
+        if now < r.retry_at:
+            return "its server refused a moment ago"
+        if r.idle_since is None or now - r.idle_since < self._settle_s:
+            return "it has only just become empty"
+        return None
+
+    def _others_busy(self, name: str) -> bool:
+        """Whether another replica serves *and* works; one on its way out does not count, whatever it still holds."""
+        return any(o.state is State.BUSY and o.inflight > 0 for n, o in self._replicas.items() if n != name)
+
+    def _watch_idle(self, r: _Replica, now: float, pending: int) -> None:
+        if r.inflight or pending or not r.peak:
+            r.idle_since = None
+        elif r.idle_since is None:
+            r.idle_since = now
+
+    def _watch_end(self, now: float, pending: int) -> None:
+        work = pending or any(r.inflight for r in self._replicas.values() if r.state in (State.BUSY, State.DRAINING))
+        seen = any(r.peak for r in self._replicas.values())
+        if work or not seen:
+            self._last_request = None
+        elif self._last_request is None:
+            self._last_request = now
+
+    def _back(self, replica: str) -> list[Command]:
+        """From DRAINING to BUSY; after the end of sampling the weight sync brings it back instead."""
+        r = self._replicas[replica]
+        r.idle_since = None  # the server knows better than the load shown: the idle clock starts again
+        if self._ended is not None:
+            return []
+        r.state = State.BUSY
+        return [Rejoin(replica)]
+
+    def _close(self, r: _Replica, now: float) -> None:
+        """The session is over; the first ending counts."""
+        r.over, r.started = True, False
+        if r.state is State.TRAINING:
+            r.state, r.train_to = State.IDLE, now
+
+    def _of(self, name: str) -> _Replica:
+        if name not in self._replicas:
+            raise ValueError(f"Replica {name!r} is not one of {', '.join(self._replicas)}.")
+        return self._replicas[name]
+
+    def _in(self, name: str, state: State) -> _Replica:
+        r = self._of(name)
+        if r.state is not state:
+            raise ValueError(f"Replica {name!r} is {r.state.value}, but was reported as if {state.value}.")
+        return r
+
+
+def _hold(pending: int, open_loops: int, refill_possible: bool) -> str | None:
+    """Why nobody at all may leave."""
+    if pending:
+        return f"{pending} requests wait for a replica"
+    if open_loops:
+        return f"{open_loops} agent loops may send another turn"
+    return "the trainer may still ask for more groups" if refill_possible else None

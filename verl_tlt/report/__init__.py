@@ -1,0 +1,1 @@
+"""Runs in commands: reads a run's trace back, and shows it as table, picture and page."""

@@ -1,0 +1,214 @@
+"""Measure, at start, what an engine step costs by batch and draft length, with the drafter switched off included.
+
+A policy cannot weigh accepted tokens against time before it knows both; and what speculation saved can be said only
+against stock decoding on this very machine (arm OFF). So the engine decodes short random prompts at a few batches with
+the draft length held, and its own step clock (`speculation/step_statistics.py`) tells the medians. Costs are linear in
+K between measured lengths, so three of them do. Tokens are random and the weights may be anything: only time is looked
+at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from verl_tlt.channel import ChannelClient
+from verl_tlt.compat.versions import installed
+from verl_tlt.speculation.costs.latency_table import Table, cheapest_off, fill_arms
+from verl_tlt.speculation.costs.tables import TableKey
+from verl_tlt.speculation.types import OFF
+
+logger = logging.getLogger(__name__)
+
+BATCHES = (1, 2, 4, 8, 16, 32)
+STEPS = 4  # clean steps wanted of each probe; their median is taken
+ROUNDS = 2  # probes of each load, at different times
+PROMPT_TOKENS = 16
+
+COSTS_DIR = Path("~/.cache/verl-tlt/costs")
+"""Where `verl-tlt calibrate` keeps tables for later runs on this machine (`tlt.speculation.costs_dir`)."""
+
+Generate = Callable[[list[int], int], Awaitable[None]]
+SetDrafting = Callable[[bool], Awaitable[bool]]
+
+
+def cost_key(policy: str, rollout: Any, drafter: Path | None = None) -> TableKey:
+    """What a table of step costs holds for: hardware, policy, drafter, precision, graphs or none, vLLM's release.
+
+    Args:
+        policy: its local directory; the configuration in it counts, not the path.
+        drafter: its directory, of which the sizes count; None: nothing but n-grams is drafted.
+        rollout: verl's `actor_rollout_ref.rollout`; `enforce_eager`, `dtype` and `tensor_model_parallel_size` are read.
+    """
+    from vllm.platforms import current_platform
+
+    device = _cpu_name() if current_platform.is_cpu() else current_platform.get_device_name()
+    shape = hashlib.sha256((Path(policy) / "config.json").read_bytes()).hexdigest()[:12]
+    drafts = "n-grams" if drafter is None else f"drafter {_drafter_sizes(drafter)}"
+    model = f"policy {shape} {rollout.dtype} {'eager' if rollout.enforce_eager else 'graphs'} {drafts}"
+    return TableKey(f"{device} x{rollout.tensor_model_parallel_size}", model, installed("vllm") or "")
+
+
+def _drafter_sizes(directory: Path) -> str:
+    """Width of MLP and draft vocabulary, which may differ between drafters of one policy."""
+    config = json.loads((directory / "config.json").read_text())
+    return f"{config['transformer_layer_config']['intermediate_size']}x{config['draft_vocab_size']}"
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
+    return f"{name} ({os.cpu_count()} cores)"
+
+
+def plan_arms(arms: Sequence[int]) -> list[int]:
+    """Arms worth measuring: OFF, then the ends of the range, then 1, whose step from 0 is the largest."""
+    chosen = [OFF, 0, max(arms), 1]
+    return [k for i, k in enumerate(chosen) if (k == OFF or k in arms) and k not in chosen[:i]]
+
+
+def plan_batches(max_batch: int) -> list[int]:
+    """Batches to measure, ends first, so that a measurement cut short still spans the range."""
+    batches = [b for b in BATCHES if b <= max_batch] or [1]
+    return [batches[0], batches[-1], *batches[-2:0:-1]] if len(batches) > 1 else batches
+
+
+async def calibrate(
+    engine: Any, channel: ChannelClient, arms: Sequence[int], max_batch: int, vocab_size: int, budget_s: float = 20.0
+) -> Table:
+    """Measure a live vLLM engine that has no other work; it is left drafting, unforced, with an empty prefix cache.
+
+    Args:
+        engine: vLLM's AsyncLLM.
+        channel: to that engine's scheduler.
+        arms: the policy's draft lengths, ascending.
+        max_batch: the engine's `max_num_seqs`.
+        vocab_size: prompts are random ids below it.
+        budget_s: no probe starts after this many seconds.
+
+    Returns:
+        seconds by arm and batch, unmeasured arms interpolated; an arm without a clean step is missing.
+
+    Raises:
+        ChannelError: the scheduler does not answer.
+    """
+    from vllm import SamplingParams
+
+    async def generate(prompt: list[int], tokens: int) -> None:
+        params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        async for _ in engine.generate({"prompt_token_ids": prompt}, params, request_id=f"calibrate-{uuid4().hex}"):
+            pass
+
+    async def set_drafting(enabled: bool) -> bool:
+        results = await engine.collective_rpc(method="tlt_set_drafting", args=(enabled,))
+        # The drafter's cache has holes where it did not run; start both ways from nothing.
+        await engine.reset_prefix_cache()
+        return all(result["ok"] for result in results)
+
+    table = await measure(generate, set_drafting, channel, arms, max_batch, vocab_size, budget_s)
+    await engine.reset_prefix_cache()
+    return table
+
+
+async def measure(
+    generate: Generate,
+    set_drafting: SetDrafting,
+    channel: ChannelClient,
+    arms: Sequence[int],
+    max_batch: int,
+    vocab_size: int,
+    budget_s: float,
+) -> Table:
+    """`calibrate` over any engine.
+
+    Args:
+        generate: decodes a prompt (token ids) to so many new tokens, and returns when it has.
+        set_drafting: switches the drafter's own pass on or off, and says whether it could.
+        channel: to the engine's scheduler.
+        arms: as in `calibrate`, like the rest.
+        max_batch: largest batch.
+        vocab_size: of the prompts.
+        budget_s: no probe starts after this many seconds; whole loads are measured first, and the ends of the range.
+    """
+    probe = _Prober(generate, set_drafting, channel, vocab_size)
+    deadline = time.monotonic() + budget_s
+    batches = plan_batches(max_batch)
+    measured: dict[tuple[int, int], float] = {}
+    try:
+        # The first use of an arm compiles, allocates, and finds the machine cold.
+        usable = [arm for arm in plan_arms(arms) if await probe.warm(arm, batches)]
+        for turn in range(ROUNDS):
+            for batch in batches:
+                # Arm beside arm, in turning order: what a busy machine adds to one, it adds to its neighbours too.
+                for arm in usable if turn % 2 == 0 else reversed(usable):
+                    first = turn == 0 and batch == batches[0]  # one point at least, however slow the machine
+                    if time.monotonic() > deadline and not first:
+                        raise _OutOfTime
+                    seconds = await probe.seconds(arm, batch)
+                    if seconds is not None:
+                        # A step may be held up, but never hurries: the lower median is nearer the truth.
+                        measured[arm, batch] = min(seconds, measured.get((arm, batch), seconds))
+    except _OutOfTime:
+        logger.info("calibration stopped after %.0f s with %d loads measured", budget_s, len(measured))
+    finally:
+        await set_drafting(True)
+        await channel.call("control", drafting=True, force_k=None)
+    table: Table = {}
+    for (arm, batch), seconds in sorted(measured.items()):
+        table.setdefault(arm, []).append((batch, seconds))
+    return fill_arms(cheapest_off(table), arms)
+
+
+class _OutOfTime(Exception):
+    """The budget is spent."""
+
+
+class _Prober:
+    """Holds an engine at one arm and reads its step clock."""
+
+    def __init__(self, generate: Generate, set_drafting: SetDrafting, channel: ChannelClient, vocab_size: int) -> None:
+        self._generate, self._set_drafting, self._channel = generate, set_drafting, channel
+        self._vocab_size = vocab_size
+        self._rng = random.Random(0)
+        self._drafting: bool | None = None
+
+    async def warm(self, arm: int, batches: Sequence[int]) -> bool:
+        """Use an arm at both ends of the range once; False where this engine cannot switch its drafter off."""
+        if not await self._hold(arm):
+            return False
+        for batch in batches[:2]:
+            await self._decode(batch, 2 + 2 * (max(arm, 0) + 1))
+        return True
+
+    async def seconds(self, arm: int, batch: int) -> float | None:
+        """Median seconds of the clean steps at exactly this batch and arm; None if there was none."""
+        await self._hold(arm)
+        await self._channel.call("stats", reset=True)
+        # A request may gain arm + 1 tokens a step; all must still be there when enough steps have been seen.
+        await self._decode(batch, 2 + STEPS * (max(arm, 0) + 1))
+        stats = await self._channel.call("stats", reset=True)
+        return next((float(median) for k, b, _, median in stats["latency"] if (k, b) == (arm, batch)), None)
+
+    async def _hold(self, arm: int) -> bool:
+        drafting = arm != OFF
+        if drafting != self._drafting and not await self._set_drafting(drafting):
+            return False
+        self._drafting = drafting
+        await self._channel.call("control", drafting=drafting, force_k=max(arm, 0))
+        return True
+
+    async def _decode(self, batch: int, tokens: int) -> None:
+        prompts = [[self._rng.randrange(self._vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
+        await asyncio.gather(*(self._generate(prompt, tokens) for prompt in prompts))

@@ -1,0 +1,173 @@
+"""From TLT's settings to what vLLM is started with. Pure functions: facts in, keyword arguments out.
+
+What decides here is facts about vLLM releases: which draft lengths have CUDA graphs (`speculation/graph_rules.py`),
+which scheduler base drafts at all, what cannot be combined with a drafter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from verl_tlt.compat.versions import installed, release
+from verl_tlt.config import TLTConfig, TLTConfigError
+from verl_tlt.speculation.graph_rules import PLANS, plan_for
+
+WHERE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+OWN_ARGUMENTS = ("speculative_config", "scheduler_cls", "worker_extension_cls")
+LOGITS_PROCESSOR_PLUGINS = "vllm.logits_processors"
+"""Entry points whose processors vLLM leaves out without a word where it speculates (`build_logitsprocs`)."""
+OLDEST = PLANS[0].first
+
+
+def engine_arms(tlt: TLTConfig, enforce_eager: bool, version: str | None = None) -> tuple[int, ...]:
+    """The draft lengths the policy may choose from, ascending, starting with 0.
+
+    Args:
+        tlt: all settings.
+        enforce_eager: no CUDA graphs, so every length up to K_max costs what it costs; else only lengths with graphs.
+        version: vLLM's; null: the installed one.
+    """
+    s = tlt.speculation
+    if s.arms is not None:
+        return s.arms
+    if enforce_eager:
+        return tuple(range(s.max_draft_length + 1))
+    return tuple(k for k in plan_for(_release(version)).arms if k <= s.max_draft_length)
+
+
+def speculative_config(drafter_dir: str, draft_length: int, source: str = "eagle") -> dict[str, Any]:
+    """VLLM's `speculative_config`: an EAGLE-3 drafter, or for source `ngram` a proposer that proposes nothing.
+
+    Drafts are sampled: at temperature 1 a greedy draft is accepted with p(argmax) only. `draft_load_config` overrides
+    verl's `load_format=dummy`, which would give the drafter random weights and the policy's head.
+    """
+    if source == "ngram":  # the scheduler drafts (engine_core/ngram_drafts.py)
+        nobody = "verl_tlt.engine_core.ngram_drafts.NoProposals"
+        return {"method": "custom_class", "model": nobody, "num_speculative_tokens": draft_length}
+    return {
+        "method": "eagle3",
+        "model": drafter_dir,
+        "num_speculative_tokens": draft_length,
+        "draft_sample_method": "probabilistic",
+        "draft_load_config": {"load_format": "auto"},
+    }
+
+
+def engine_kwargs(
+    tlt: TLTConfig,
+    drafter_dir: str,
+    rollout: Any,
+    user: Mapping[str, Any],
+    *,
+    on_cpu: bool | None = None,
+    version: str | None = None,
+) -> dict[str, Any]:
+    """Keyword arguments for vLLM on top of verl's own.
+
+    Args:
+        tlt: all settings.
+        drafter_dir: directory with config.json and model.safetensors, on this node.
+        rollout: verl's rollout config; `enforce_eager` is read.
+        user: `rollout.engine_kwargs.vllm`, which wins over verl's values.
+        on_cpu: whether vLLM runs on its CPU backend; null: ask vLLM.
+        version: vLLM's; null: the installed one.
+
+    Raises:
+        TLTConfigError: `user` asks for something that cannot run together with a drafter.
+    """
+    enforce_eager = bool(user.get("enforce_eager", rollout.enforce_eager))
+    for problem in problems(tlt, user, enforce_eager, version):
+        raise TLTConfigError(problem)
+    arms = engine_arms(tlt, enforce_eager, version)
+    speculation = tlt.to_dict()["speculation"]
+    source = tlt.speculation.source
+    is_async = source == "eagle" and async_scheduling(user, _on_cpu() if on_cpu is None else on_cpu)
+    return {
+        # Longer drafts than the longest arm would only reserve memory and, with CUDA graphs, capture unused widths.
+        "speculative_config": speculative_config(drafter_dir, max(1, arms[-1]), source),
+        "scheduler_cls": f"verl_tlt.engine_core.scheduler.{'TLTAsyncScheduler' if is_async else 'TLTScheduler'}",
+        "async_scheduling": is_async,
+        # Part of vLLM's compile-cache key: static values only, the same on every replica.
+        "additional_config": {
+            **(user.get("additional_config") or {}),
+            "tlt": {"speculation": speculation, "arms": list(arms), "seed": tlt.drafter.seed},
+        },
+    }
+
+
+def engine_environment(source: str = "eagle", version: str | None = None) -> dict[str, str]:
+    """Environment variables the engine's processes need: the model runner that drafts the length it is asked for.
+
+    The V2 runner verifies its own drafts whatever the scheduler says, so n-grams need V1 in every release.
+    """
+    v1 = source != "eagle" or plan_for(_release(version)).runner == "V1"
+    return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if v1 else {}
+
+
+def async_scheduling(user: Mapping[str, Any], on_cpu: bool) -> bool:
+    """Whether vLLM will schedule asynchronously: as the user says, else wherever it can with an EAGLE drafter."""
+    asked = user.get("async_scheduling")
+    if on_cpu:  # vLLM's CPU platform turns it off whatever is asked
+        return False
+    executor = user.get("distributed_executor_backend", "mp")  # verl's choice
+    return bool(asked) if asked is not None else executor in ("mp", "uni")
+
+
+def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, version: str | None = None) -> Iterator[str]:
+    """One sentence for each reason why these engine arguments cannot be combined with our speculation.
+
+    The doctor asks before Ray starts (`verl_tlt.doctor.facts`), and each engine once more when it is launched.
+
+    Args:
+        tlt: all settings.
+        user: `rollout.engine_kwargs.vllm`.
+        enforce_eager: no CUDA graphs.
+        version: vLLM's; null: the installed one.
+    """
+    if _release(version) < OLDEST:
+        yield f"vLLM {version or installed('vllm')} cannot change the draft length per step: install 0.24 or later."
+        return
+    for key in OWN_ARGUMENTS:
+        if user.get(key) is not None:
+            yield f"{WHERE}.{key} is set by verl-tlt itself; remove it, or set tlt.speculation.enable=false."
+    if int(user.get("data_parallel_size") or 1) > 1:
+        yield (
+            f"{WHERE}.data_parallel_size must be 1: data-parallel ranks inside one engine would choose different draft "
+            "lengths and wait for each other forever; use more replicas."
+        )
+    if user.get("logits_processors"):
+        yield (
+            f"{WHERE}.logits_processors cannot be used with a drafter (vLLM refuses them); remove them or set "
+            "tlt.speculation.enable=false."
+        )
+    if user.get("kv_transfer_config"):
+        yield f"{WHERE}.kv_transfer_config (disaggregated prefill) is not supported with a drafter by verl-tlt."
+    if plugins := entry_points(group=LOGITS_PROCESSOR_PLUGINS):
+        yield (
+            f"The installed vLLM logits processor {next(iter(plugins)).value} would silently do nothing, because vLLM "
+            "leaves plugins out while a drafter is configured; uninstall it, or set tlt.speculation.enable=false."
+        )
+    if user.get("async_scheduling") and tlt.speculation.source != "eagle":
+        yield (
+            f"{WHERE}.async_scheduling=True is not possible with tlt.speculation.source={tlt.speculation.source}: "
+            "n-grams are proposed by the scheduler, and with it no draft passes the scheduler."
+        )
+    arms = engine_arms(tlt, enforce_eager, version)
+    fixed = tlt.speculation.fixed
+    if tlt.speculation.policy == "fixed" and fixed is not None and fixed not in arms:
+        yield f"tlt.speculation.fixed={fixed} is none of the engine's draft lengths {list(arms)}."
+
+
+def _release(version: str | None) -> tuple[int, int]:
+    found = release(version or installed("vllm") or "")
+    if found is None:
+        raise TLTConfigError("vLLM is not installed here, and verl-tlt speculates with vLLM 0.24 or later.")
+    return found[:2]
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())

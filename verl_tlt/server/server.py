@@ -1,0 +1,332 @@
+"""verl's vLLM server and replica, with a drafter: speculation settings in, drafter reloads, an orderly early leave.
+
+Three things differ from stock verl here. The engine is launched with our scheduler and an EAGLE-3 drafter. After
+every weight sync the drafter is loaded again from this node's staged file and compared by fingerprint, because
+vLLM's sleep level 2 (verl's default) discards drafter weights and verl re-sends only the policy. And the server
+itself decides whether it may leave early, behind its own submission gate, since only it knows what is on its way.
+
+Nothing in here may fail a run: an engine whose drafter cannot be trusted decodes with K=0 and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+
+from verl_tlt.channel import ChannelClient, ChannelError
+from verl_tlt.config import TLTConfig
+from verl_tlt.drafter.digest import combined
+from verl_tlt.drafter.staging import stage
+from verl_tlt.messages import STORE_NAME, DrafterFile
+from verl_tlt.server.calibration import calibrate, cost_key, plan_batches
+from verl_tlt.server.engine_arguments import engine_arms, engine_environment, engine_kwargs
+from verl_tlt.server.private_dir import make_private_dir
+from verl_tlt.speculation.costs.latency_table import from_stored
+from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, save_table
+from verl_tlt.speculation.profitability import Profitability
+from verl_tlt.speculation.types import OFF
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
+
+ADMISSION_TIMEOUT_S = 2.0  # an admission takes milliseconds; a stuck one means "busy", not "wait"
+
+
+@dataclass
+class DrafterState:
+    """What this server serves, as it last proved it."""
+
+    version: int = -1
+    fingerprint: str = ""
+    ok: bool = False
+    seconds: float = 0.0
+    error: str | None = None
+    drafting: bool = False
+    reloads: int = 0
+    failures: int = 0
+    acceptance: list[float] = field(default_factory=list)
+
+
+class TLTvLLMHttpServer(vLLMHttpServer):
+    """One engine's server. Methods prefixed `tlt_` are called by the trainer; the others are verl's hooks."""
+
+    def _post_init(self, cuda_visible_devices: str) -> None:
+        super()._post_init(cuda_visible_devices)
+        self.tlt = TLTConfig.from_dict((self.config.custom or {})["tlt"])
+        self._tlt_private_dir = make_private_dir(f"verl-tlt-{os.getuid()}-")
+        self._tlt_dir = self._tlt_private_dir.path
+        self._tlt_staged: DrafterFile | None = None
+        self._tlt_served = DrafterState()
+        self._tlt_channel: ChannelClient | None = None
+        self._tlt_profitability = Profitability(self.tlt.speculation.policy, self.tlt.speculation.source)
+        self._tlt_key: TableKey | None = None
+        self._tlt_left = self._tlt_keeps_weights = False
+        self._tlt_drafting_disabled = False
+
+    # ------------------------------------------------------------------ verl's hooks
+
+    def _preprocess_engine_kwargs(self, kwargs: dict[str, Any]) -> None:
+        super()._preprocess_engine_kwargs(kwargs)
+        if not self.tlt.speculation.enable:
+            return
+        store = ray.get_actor(STORE_NAME)
+        self.tlt_stage(ray.get(store.latest.remote()))
+        kwargs.update(engine_kwargs(self.tlt, str(self._tlt_dir / "drafter"), self.config, kwargs))
+        # The engine core is a child of this process and inherits these; they differ per replica, so they cannot
+        # travel in vLLM's config, which is part of its compile-cache key.
+        address = f"ipc://{self._tlt_dir}/channel.sock"
+        os.environ.update(
+            TLT_CHANNEL=address, TLT_REPLICA=str(self.replica_rank), **engine_environment(self.tlt.speculation.source)
+        )
+        if self.tlt.trace.dir and self.tlt.trace.engine_steps:
+            os.environ["TLT_TRACE_DIR"] = self.tlt.trace.dir
+        if self.node_rank == 0:
+            self._tlt_channel = ChannelClient(address)
+
+    def _get_worker_extension_cls(self) -> str:
+        if not self.tlt.speculation.enable:
+            return super()._get_worker_extension_cls()
+        return "verl_tlt.vllm_worker.extension.TLTWorkerExtension"
+
+    async def clear_kv_cache(self) -> None:
+        """The last call of every weight sync, in every trainer mode: the moment to put the drafter back."""
+        await super().clear_kv_cache()
+        await self._tlt_reload()
+        if self._tlt_left and not self.config.free_cache_engine:  # then verl wakes nobody up
+            self._tlt_left = False
+            await self.open_submission_gate()
+
+    async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
+        """As stock, which owns the gate from here on and opens it again; an engine that sleeps has nothing to abort."""
+        if not self._tlt_left:
+            return await super().abort_all_requests(
+                reset_prefix_cache=reset_prefix_cache, reject_request=reject_request
+            )
+        self._tlt_left = False
+        self._rejecting = reject_request  # else late requests wait at the gate now, as at every other server's
+        return {"aborted_count": 0, "request_ids": []}
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """As stock; a server that left early opens its gate again once it holds weights and cache."""
+        await super().wake_up(tags=tags)
+        if self._tlt_left and (tags is None or "kv_cache" in tags):
+            self._tlt_left = False
+            await self.open_submission_gate()
+
+    # ------------------------------------------------------------------ leaving early
+
+    async def tlt_try_sleep(self, recall: bool = False) -> dict[str, Any]:
+        """Sleep if and only if no request is in the engine or on its way into it.
+
+        Closing the gate and looking happen on the actor's one event loop: whoever was admitted before is seen in the
+        engine, whoever comes after is rejected and re-routed by the client (`server/client.py`).
+
+        Args:
+            recall: keep the weights on the host, so that `tlt_recall` can wake the engine up before a weight sync.
+
+        Returns:
+            {"slept": bool, "inflight": int}; not slept means the gate is open again, as if nothing had happened.
+        """
+        if self.node_rank != 0:
+            return {"slept": False, "inflight": -1}
+        self._submission_paused, self._rejecting = True, True
+        self._resume_event.clear()
+        deadline = time.monotonic() + ADMISSION_TIMEOUT_S
+        while self._admitting > 0 and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+        inflight = self._admitting + len(self.engine.output_processor.request_states)
+        if inflight:
+            await self.open_submission_gate()
+            return {"slept": False, "inflight": inflight}
+        self._tlt_left, self._tlt_keeps_weights = True, recall
+        if not recall:
+            await self.sleep()
+        elif self.config.free_cache_engine:
+            await self.engine.sleep(level=1)  # vLLM's level that copies the weights to the host; verl's 2 drops them
+            await self.engine.reset_encoder_cache()
+        return {"slept": True, "inflight": 0}
+
+    async def tlt_recall(self) -> None:
+        """Serve again before the weight sync, with the weights the engine slept with; nothing where it has not left.
+
+        Raises:
+            RuntimeError: the weights were not kept; it goes on sleeping until the sync.
+        """
+        if not self._tlt_left:
+            return
+        if not self._tlt_keeps_weights:
+            raise RuntimeError(f"replica {self.replica_rank} sleeps without its weights")
+        if self.config.free_cache_engine:
+            await super().wake_up()
+        await self._tlt_reload()  # the drafter slept too: compare its fingerprint
+        self._tlt_left = False
+        await self.open_submission_gate()
+
+    # ------------------------------------------------------------------ the drafter
+
+    def tlt_stage(self, drafter: DrafterFile) -> None:
+        """Write a published drafter to this node's private directory; it is loaded at the next reload.
+
+        Args:
+            drafter: the file, or (through Ray) a reference to it.
+        """
+        stage(drafter.config, drafter.weights, self._tlt_dir / "drafter")
+        self._tlt_staged = drafter
+
+    async def _tlt_reload(self) -> None:
+        """Load the staged drafter into the engine; on any failure this engine drafts nothing until the next sync."""
+        if self._tlt_channel is None or self._tlt_staged is None:
+            return
+        state, staged, start = self._tlt_served, self._tlt_staged, time.perf_counter()
+        source = self.tlt.speculation.source
+        if source != "eagle":
+            try:
+                await self._tlt_channel.call("policy_changed")
+            except ChannelError as error:  # old responses are quoted as if the policy were the same
+                logger.warning("replica %d: its n-grams did not hear of the weight sync: %s", self.replica_rank, error)
+        if source == "ngram":  # nothing to load: the engine has no drafter
+            state.ok, state.version = True, staged.version
+            await self._tlt_set_drafting(self.tlt.speculation.policy != "off" and not self._tlt_drafting_disabled)
+            return
+        try:
+            results = await self.engine.collective_rpc(
+                method="tlt_load_drafter", args=(str(self._tlt_dir / "drafter" / "model.safetensors"),)
+            )
+            bad = next((r for r in results if not r.get("ok")), None)
+            fingerprint = combined(r.get("sums", {}) for r in results)
+            state.error = bad.get("error", "load failed") if bad else None
+            if state.error is None and fingerprint != staged.fingerprint:
+                state.error = f"fingerprint {fingerprint} differs from the published {staged.fingerprint}"
+            state.fingerprint = fingerprint
+        except Exception as error:  # the engine still holds the policy: decode without a drafter
+            state.error = f"{type(error).__name__}: {error}"
+        state.reloads += 1
+        state.ok = state.error is None
+        if state.ok:
+            state.version, state.acceptance = staged.version, list(staged.acceptance)
+        else:
+            state.failures += 1
+            logger.error("replica %d cannot use drafter v%d: %s", self.replica_rank, staged.version, state.error)
+        drafting = state.ok and self._tlt_profitability.decide(staged.acceptance) and not self._tlt_drafting_disabled
+        await self._tlt_set_drafting(drafting, state.acceptance)
+        state.seconds = time.perf_counter() - start
+
+    async def _tlt_set_drafting(self, drafting: bool, acceptance: list[float] | None = None) -> None:
+        """Turn the drafter's own pass on or off; only between rollouts, right after the caches were cleared."""
+        assert self._tlt_channel is not None
+        try:
+            results = await self.engine.collective_rpc(method="tlt_set_drafting", args=(drafting,))
+            if refusal := next((r["error"] for r in results if not r["ok"]), None):
+                logger.warning("replica %d: %s", self.replica_rank, refusal)
+                drafting = True  # its pass runs whatever is asked; the policy may still choose K=0
+            # Where the pass cannot be skipped, such an engine at least drafts nothing.
+            force_k = 0 if self._tlt_drafting_disabled else None
+            await self._tlt_channel.call("control", drafting=drafting, force_k=force_k, acceptance=acceptance or [])
+            self._tlt_served.drafting = drafting
+        except Exception as error:
+            logger.error("replica %d: the engine did not take the drafting switch: %s", self.replica_rank, error)
+            self._tlt_served.error = f"{type(error).__name__}: {error}"
+
+    def tlt_disable_drafting(self, disabled: bool) -> None:
+        """Decode without the drafter, as stock would, from the next weight sync on, or go back to drafting."""
+        self._tlt_drafting_disabled = disabled
+
+    async def tlt_status(self) -> dict[str, Any]:
+        """What is served: version, fingerprint, whether it was accepted, reload seconds, failures."""
+        return {"replica": self.replica_rank, **vars(self._tlt_served)}
+
+    async def tlt_stats(self) -> dict[str, Any]:
+        """The scheduler's aggregates since the last call (`engine_core/scheduler.py`); empty without speculation.
+
+        What could not be had is named under `error`, which the trainer counts.
+        """
+        if self._tlt_channel is None:
+            return {}
+        await self._tlt_store()
+        try:
+            stats = await self._tlt_channel.call("stats", reset=True)
+            self._tlt_profitability.learn(stats, self._tlt_served.drafting, self._tlt_served.acceptance)
+        except Exception as error:
+            logger.warning("replica %d: no engine statistics this step: %s", self.replica_rank, error)
+            return {"error": str(error)}
+        if self.tlt.speculation.source != "eagle":
+            try:
+                stats |= await self._tlt_channel.call("ngram")
+            except ChannelError as error:
+                logger.warning("replica %d: no n-gram statistics this step: %s", self.replica_rank, error)
+                stats["error"] = str(error)
+        return stats
+
+    # ------------------------------------------------------------------ costs
+
+    async def tlt_calibrate(self, known: dict[int, list[tuple[int, float]]] | None = None) -> dict[str, Any]:
+        """Measure (or take over) step latency by batch and draft length, the stock-like OFF arm included.
+
+        Args:
+            known: a table measured before on the same hardware, model and vLLM, to be used as it is.
+
+        Returns:
+            {"latency": {arm: [(batch, seconds)]}, "seconds": float}; the scheduler has it too.
+        """
+        start = time.perf_counter()
+        if self._tlt_channel is None:
+            return {"latency": {}, "seconds": 0.0}
+        stored = await self._tlt_stored()
+        batches = plan_batches(self.config.max_num_seqs)
+        arms = engine_arms(self.tlt, self.config.enforce_eager)
+        covered = from_stored(stored, arms, batches)
+        latency = known or covered
+        if not latency:
+            latency = await calibrate(
+                engine=self.engine,
+                channel=self._tlt_channel,
+                arms=arms,
+                max_batch=self.config.max_num_seqs,
+                vocab_size=len(self.model_config.tokenizer),
+            )
+        self._tlt_profitability.latency = latency
+        told = {str(k): v for k, v in latency.items()}
+        await self._tlt_channel.call("control", **({"points": stored.to_list()} if covered else {"latency": told}))
+        await self._tlt_reload()  # the switch may now be decided by cost
+        await self._tlt_channel.call("stats", reset=True)
+        return {"latency": latency, "off": OFF, "seconds": time.perf_counter() - start}
+
+    async def _tlt_stored(self) -> LatencyTable:
+        """Step costs that an earlier run or `verl-tlt calibrate` found for an engine like this one; empty: nothing."""
+        directory = self.tlt.speculation.costs_dir
+        if directory is None:
+            return LatencyTable(())
+        drafter = None if self.tlt.speculation.source == "ngram" else self._tlt_dir / "drafter"
+        self._tlt_key = cost_key(self.model_config.local_path, self.config, drafter)
+        found = load_table(directory, self._tlt_key)
+        if found is not None:
+            logger.info("replica %d takes its step costs from %s", self.replica_rank, directory)
+        return found or LatencyTable(())
+
+    async def _tlt_store(self) -> None:
+        """Keep what this engine learned for the next run; of several replicas only the first does."""
+        directory, key = self.tlt.speculation.costs_dir, self._tlt_key
+        if self._tlt_channel is None or directory is None or key is None or self.replica_rank != 0:
+            return
+        try:
+            learned = await self._tlt_channel.call("learned")
+            await asyncio.to_thread(save_table, directory, key, LatencyTable.from_list(learned["points"]))
+        except Exception as error:
+            self._tlt_key = None
+            logger.warning("Learned step latencies are not kept (tlt.speculation.costs_dir=%s): %s", directory, error)
+
+
+class TLTvLLMReplica(vLLMReplica):
+    """verl's replica with our server; reward and teacher models keep the stock one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not (self.is_reward_model or self.is_teacher_model):
+            self.server_class = ray.remote(TLTvLLMHttpServer)

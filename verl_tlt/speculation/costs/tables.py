@@ -1,0 +1,163 @@
+"""Measured step latencies as data: what calibration writes, policies are seeded from, and the next run finds on disk.
+
+On disk they are one JSON file per hardware, model and vLLM version. A file that cannot be read, or that was written for
+something else, must never stop a run nor teach it nonsense: it is renamed `*.corrupt` with a warning, and the table is
+learned again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_tlt.speculation.types import OFF, ControlError
+
+SCHEMA = 1
+"""Version of the file format; a file of another version is set aside."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LatencyPoint:
+    """One measured engine step: the batch verified a draft of `draft_length` and drafted as many again."""
+
+    batch: int
+    kv_tokens: int
+    draft_length: int
+    """K, or OFF (-1) for a step without any drafter."""
+    seconds: float
+    samples: int = 1
+    """Steps behind this figure."""
+    calibrated: bool = False
+    """Measured in turn with the other draft lengths, on an engine that did nothing else: they can be compared."""
+
+
+@dataclass(frozen=True)
+class LatencyTable:
+    """Latency points of one machine, model and vLLM version, in no particular order."""
+
+    points: tuple[LatencyPoint, ...]
+
+    def arms(self) -> tuple[int, ...]:
+        """Draft lengths that were measured, ascending, OFF included."""
+        return tuple(sorted({p.draft_length for p in self.points}))
+
+    def calibration(self) -> LatencyTable:
+        """The points that were calibrated."""
+        return LatencyTable(tuple(p for p in self.points if p.calibrated))
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """JSON-able rows."""
+        return [asdict(p) for p in self.points]
+
+    @classmethod
+    def from_list(cls, rows: Sequence[Mapping[str, Any]]) -> LatencyTable:
+        """Rows as `to_list` wrote them.
+
+        Raises:
+            ControlError: a row lacks a field, or a field cannot be a latency measurement.
+        """
+        if isinstance(rows, str | bytes) or not isinstance(rows, Sequence):
+            raise ControlError(f"A latency table must be a list of rows, not {type(rows).__name__}.")
+        return cls(tuple(_point(row) for row in rows))
+
+
+def _point(row: Mapping[str, Any]) -> LatencyPoint:
+    try:
+        point = LatencyPoint(
+            int(row["batch"]), int(row["kv_tokens"]), int(row["draft_length"]),
+            float(row["seconds"]), int(row.get("samples", 1)), bool(row.get("calibrated", False)),
+        )  # fmt: skip
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ControlError(f"A latency row must hold batch, kv_tokens, draft_length, seconds: {row!r}.") from error
+    sane = point.batch >= 1 and point.kv_tokens >= 0 and point.draft_length >= OFF and point.samples >= 1
+    if not (sane and math.isfinite(point.seconds) and point.seconds > 0):
+        raise ControlError(f"A latency row is out of range: {row!r}.")
+    return point
+
+
+@dataclass(frozen=True)
+class TableKey:
+    """What latencies depend on."""
+
+    hardware: str
+    """Accelerator and how many the engine spans, for example `NVIDIA H100 80GB HBM3 x4`."""
+    model: str
+    """Policy and drafter: name, precision, whatever changes the cost of a step."""
+    vllm: str
+    """vLLM's version."""
+
+
+def table_path(directory: str | Path, key: TableKey) -> Path:
+    """Where the table of `key` lives: a readable name plus a digest of the whole key."""
+    readable = "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part).strip("_")[:40] for part in asdict(key).values())
+    digest = hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()[:12]
+    return Path(directory).expanduser() / f"{readable}-{digest}.json"
+
+
+def save_table(directory: str | Path, key: TableKey, table: LatencyTable) -> Path:
+    """Write a table so that a reader sees the old file or the new one, never half of either.
+
+    Returns:
+        The file written.
+
+    Raises:
+        OSError: the directory cannot be created or written.
+    """
+    path = table_path(directory, key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"schema": SCHEMA, "key": asdict(key), "points": table.to_list()}
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def load_table(directory: str | Path, key: TableKey) -> LatencyTable | None:
+    """The stored table of `key`; None when there is none or it had to be set aside."""
+    path = table_path(directory, key)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        _set_aside(path, f"it cannot be read ({error})")
+        return None
+    try:
+        return _checked(content, key)
+    except ControlError as error:
+        _set_aside(path, str(error))
+        return None
+
+
+def _checked(content: object, key: TableKey) -> LatencyTable:
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise ControlError(f"it is not a latency table of schema {SCHEMA}")
+    if content.get("key") != asdict(key):
+        raise ControlError(f"it was measured for {content.get('key')}")
+    return LatencyTable.from_list(content.get("points", []))
+
+
+def _set_aside(path: Path, reason: str) -> None:
+    aside = path.with_suffix(".corrupt")
+    try:
+        path.replace(aside)
+    except OSError as error:
+        logger.warning("The latency table %s is ignored, %s; it could not be renamed: %s.", path, reason, error)
+        return
+    logger.warning("The latency table %s was set aside as %s, %s; it is learned again.", path, aside.name, reason)

@@ -1,0 +1,1 @@
+"""PURE. Who decides the draft length: one class each, behind one protocol."""

@@ -1,0 +1,151 @@
+"""BEG: the bucketed epsilon-greedy bandit of the TLT paper (arXiv 2511.16665, section 3.3), for comparison.
+
+Draft lengths are grouped by the tokens they make the target verify, long ones for small batches; each batch bucket
+owns some of them; the reward of a step is tokens per second and an arm's score the median over a window. With
+probability ε any arm of the bucket is tried, otherwise the best. An arm without a reward is tried first.
+
+The released code of TLT has one arm per bucket, hence nothing to learn: `RELEASED` reproduces that lookup table.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl_tlt.speculation.policies.base import BasePolicy
+from verl_tlt.speculation.types import ControlError, Load, StepRecord
+
+RELEASED: dict[str, Any] = {"thresholds": (1, 2, 5, 21), "arms_per_bucket": 1, "off_arm": False, "off_above": 32}
+"""Settings under which BEG is what TLT's released defaults are; needs exactly four draft lengths besides 0."""
+
+
+@dataclass(frozen=True)
+class BanditSettings:
+    """Knobs of the bandit."""
+
+    thresholds: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
+    """First batch size of each bucket, ascending from 1."""
+    arms_per_bucket: int | None = None
+    """Draft lengths each bucket may use, around its own group; null: all of them."""
+    off_arm: bool = True
+    """Whether every bucket may also choose K=0 (the paper's bandit cannot)."""
+    off_above: int | None = None
+    """No drafting above this batch size (the paper's elastic activation, 32 there); null: the bandit decides."""
+    epsilon: float = 0.1
+    """Share of decisions that try any arm of the bucket."""
+    window: int = 300
+    """Rewards an arm remembers per bucket."""
+    hold: int = 2
+    """Steps a decision is kept: a draft is verified one step after it was made, so one step earns no clean reward."""
+
+    def check(self, arms: Sequence[int]) -> None:
+        """Raise ControlError where settings contradict each other or the arms."""
+        t = list(self.thresholds)
+        if not t or t[0] != 1 or t != sorted(set(t)):
+            raise ControlError(f"BEG setting thresholds must ascend from 1, not {t}.")
+        if not 0.0 <= self.epsilon <= 1.0 or self.window < 1 or self.hold < 1:
+            raise ControlError("BEG settings need epsilon in 0..1, window >= 1 and hold >= 1.")
+        if self.arms_per_bucket is not None and self.arms_per_bucket < 1:
+            raise ControlError(f"BEG setting arms_per_bucket must be above 0, not {self.arms_per_bucket}.")
+        if self.off_above is not None and self.off_above < 0:
+            raise ControlError(f"BEG setting off_above must not be negative, not {self.off_above}.")
+        if self.arms_per_bucket == 1 and not self.off_arm and len(t) != len(arms) - 1:
+            raise ControlError(
+                f"BEG with one arm per bucket needs as many thresholds as draft lengths: {len(t)} thresholds, "
+                f"{len(arms) - 1} draft lengths in {list(arms)}."
+            )
+
+
+class BanditPolicy(BasePolicy):
+    """One epsilon-greedy bandit per batch bucket."""
+
+    def __init__(self, arms: Sequence[int], settings: BanditSettings | None = None, seed: int = 0) -> None:
+        super().__init__()
+        self._set = settings or BanditSettings()
+        self._set.check(arms)
+        self._random = random.Random(seed)
+        self._buckets = _buckets(arms, self._set)
+        self._rewards = [{k: _Window(self._set.window) for k in bucket} for bucket in self._buckets]
+        self._current, self._bucket, self._held = 0, -1, 0
+        self._explored = 0
+
+    def decide(self, load: Load) -> int:
+        """The bucket's best arm by median reward, or any of them with probability ε."""
+        if self._set.off_above is not None and load.batch > self._set.off_above:
+            self._held = 0
+            return 0
+        bucket = bisect_right(self._set.thresholds, load.batch) - 1
+        if self._held > 0 and bucket == self._bucket:
+            self._held -= 1
+            return self._current
+        self._bucket, self._held = bucket, self._set.hold - 1
+        self._current = self._select(bucket)
+        return self._current
+
+    def learn(self, step: StepRecord) -> None:
+        """Reward of a steady step: tokens per second over the batch."""
+        if not step.clean or step.drafted != step.verified or step.latency_s <= 0 or step.batch <= 0:
+            return
+        window = self._rewards[bisect_right(self._set.thresholds, step.batch) - 1].get(step.verified)
+        if window is not None:
+            accept_length = 1.0 + sum(step.accepted) / step.batch
+            window.push(accept_length * step.batch / step.latency_s)
+
+    def summary(self) -> dict[str, Any]:
+        """Best arm per bucket and how often it explored."""
+        best = [max(r, key=lambda k: r[k].score()) for r in self._rewards]
+        return {
+            "policy": "bandit",
+            "best": dict(zip(self._set.thresholds, best, strict=True)),
+            "explored": self._explored,
+        }
+
+    def _select(self, bucket: int) -> int:
+        arms = self._buckets[bucket]
+        if len(arms) == 1:
+            return arms[0]
+        if self._random.random() < self._set.epsilon:
+            self._explored += 1
+            return self._random.choice(arms)
+        rewards = self._rewards[bucket]
+        return max(arms, key=lambda k: rewards[k].score())
+
+
+class _Window:
+    """Median of the latest rewards, kept sorted so that reading it is free."""
+
+    def __init__(self, size: int) -> None:
+        self._latest: deque[float] = deque()
+        self._sorted: list[float] = []
+        self._size = size
+
+    def push(self, reward: float) -> None:
+        self._latest.append(reward)
+        insort(self._sorted, reward)
+        if len(self._latest) > self._size:
+            del self._sorted[bisect_left(self._sorted, self._latest.popleft())]
+
+    def score(self) -> float:
+        """The median; infinite before the first reward, so that every arm is tried."""
+        n = len(self._sorted)
+        if n == 0:
+            return float("inf")
+        return 0.5 * (self._sorted[n // 2] + self._sorted[(n - 1) // 2])
+
+
+def _buckets(arms: Sequence[int], settings: BanditSettings) -> list[tuple[int, ...]]:
+    """Arms of each bucket: groups by verify count, longest for the smallest batches, widened to neighbours."""
+    groups = sorted((k for k in arms if k > 0), reverse=True)
+    count = len(settings.thresholds)
+    width = len(groups) if settings.arms_per_bucket is None else min(settings.arms_per_bucket, len(groups))
+    buckets = []
+    for i in range(count):
+        centre = round(i * (len(groups) - 1) / max(count - 1, 1))
+        first = max(0, min(centre - (width - 1) // 2, len(groups) - width))
+        chosen = groups[first : first + width] or [0]
+        buckets.append(tuple(sorted({*chosen, 0} if settings.off_arm else set(chosen))))
+    return buckets

@@ -1,0 +1,90 @@
+"""EMA with hysteresis over tiers, as SGLang's adaptive speculation does it (PRs 21599, 24055), for comparison.
+
+It follows the average number of accepted draft tokens: draft longer when nearly everything is accepted, shorter when
+the shorter draft would have carried as much. It knows nothing of cost, has no off arm, and treats batch sizes apart
+only by wide ranges.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl_tlt.speculation.policies.base import BasePolicy
+from verl_tlt.speculation.types import ControlError, Load, StepRecord
+
+
+@dataclass(frozen=True)
+class EmaSettings:
+    """Knobs of the tiers."""
+
+    thresholds: tuple[int, ...] = (1, 64, 128)
+    """First batch size of each range, ascending from 1."""
+    tiers: tuple[tuple[int, ...], ...] = ((1, 3, 7), (1, 2, 5), (1, 2, 3))
+    """Draft lengths of each range, ascending; replaced by the nearest arm where an arm is missing."""
+    weight: float = 0.2
+    """Share of the newest step in the moving average."""
+    up_margin: float = 0.5
+    """Draft longer when the average exceeds the current length minus this."""
+    down_margin: float = 0.25
+    """Draft shorter when the average falls below the shorter length minus this."""
+    hold: int = 4
+    """Steps between changes."""
+
+    def check(self) -> None:
+        """Raise ControlError where settings contradict each other."""
+        t = list(self.thresholds)
+        if not t or t[0] != 1 or t != sorted(set(t)) or len(t) != len(self.tiers):
+            raise ControlError(f"EMA settings need one ascending threshold, from 1, per range of tiers, not {t}.")
+        if any(not tier or list(tier) != sorted(tier) for tier in self.tiers):
+            raise ControlError(f"EMA setting tiers must hold ascending draft lengths, not {list(self.tiers)}.")
+        if not 0.0 < self.weight <= 1.0 or self.hold < 1:
+            raise ControlError("EMA settings need weight in 0..1 and hold >= 1.")
+
+
+class EmaPolicy(BasePolicy):
+    """Tier by moving average of accepted draft tokens."""
+
+    def __init__(self, arms: Sequence[int], settings: EmaSettings | None = None) -> None:
+        super().__init__()
+        self._set = settings or EmaSettings()
+        self._set.check()
+        drafting = [k for k in arms if k > 0] or [0]
+        near = {k: min(drafting, key=lambda arm: (abs(arm - k), arm)) for tier in self._set.tiers for k in tier}
+        self._tiers = [tuple(sorted({near[k] for k in tier})) for tier in self._set.tiers]
+        self._level = [len(tier) // 2 for tier in self._tiers]
+        self._average: list[float | None] = [None] * len(self._tiers)
+        self._held = 0
+
+    def decide(self, load: Load) -> int:
+        """The current tier of the batch's range."""
+        where = self._range(load.batch)
+        return self._tiers[where][self._level[where]]
+
+    def learn(self, step: StepRecord) -> None:
+        """Move the average and, every few steps, the tier."""
+        if step.drafts <= 0 or step.verified <= 0:
+            return
+        where = self._range(step.batch)
+        accepted = sum(step.accepted) / step.drafts
+        before = self._average[where]
+        average = accepted if before is None else before + self._set.weight * (accepted - before)
+        self._average[where] = average
+        self._held -= 1
+        if self._held > 0:
+            return
+        tier, level = self._tiers[where], self._level[where]
+        if level + 1 < len(tier) and average > tier[level] - self._set.up_margin:
+            self._level[where], self._held = level + 1, self._set.hold
+        elif level > 0 and average < tier[level - 1] - self._set.down_margin:
+            self._level[where], self._held = level - 1, self._set.hold
+
+    def summary(self) -> dict[str, Any]:
+        """Current tier per range of batch sizes."""
+        tiers = [tier[level] for tier, level in zip(self._tiers, self._level, strict=True)]
+        return {"policy": "ema", "tier": dict(zip(self._set.thresholds, tiers, strict=True))}
+
+    def _range(self, batch: int) -> int:
+        return max(bisect_right(self._set.thresholds, batch) - 1, 0)

@@ -1,0 +1,193 @@
+"""The controller's side of one engine: asks the policy for K, keeps the account, answers the control channel.
+
+Between the policy (pure, `speculation.policies`) and vLLM's scheduler (`engine_core/scheduler.py`), and free of both,
+so that it runs in a test without an engine. The scheduler's loop and the channel's thread meet here, under one lock.
+
+An engine step waits for `choose`, which has little left to do: `record`, which the scheduler calls while the model runs
+the following step, learns from the last one and lets the policy prepare its next choice.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from verl_tlt.speculation.costs.latency import LatencyModel
+from verl_tlt.speculation.costs.latency_table import Table, fill_arms, for_policy, parse
+from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.step_statistics import Aggregates
+from verl_tlt.speculation.types import OFF, Load, Policy, StepRecord
+
+logger = logging.getLogger(__name__)
+
+
+class StepSink(Protocol):
+    """Where finished engine steps are written down."""
+
+    def add(self, step: StepRecord, unix_s: float) -> None:
+        """Take one."""
+
+    def flush(self) -> None:
+        """Write out what was taken."""
+
+
+class StepControl:
+    """Chooses the draft length of each step and remembers what came of it.
+
+    Args:
+        policy: who decides; asked once per step with decode-phase requests, unless overruled by `control`.
+        max_draft_length: K_max of the engine; nothing longer is ever returned.
+        trace: where each step is written; None: nowhere.
+    """
+
+    def __init__(self, policy: Policy, max_draft_length: int, trace: StepSink | None = None) -> None:
+        self.policy = policy
+        self.max_draft_length = max_draft_length
+        self.trace = trace
+        self.drafting = True
+        self.force_k: int | None = None
+        self.policy_error: str | None = None
+        shared = getattr(policy, "latency", None)
+        self._learns_costs = not isinstance(shared, LatencyModel)
+        self.costs: LatencyModel = shared if shared is not None else LatencyModel(range(max_draft_length + 1))
+        """What steps cost here, OFF included: the policy's own model where it has one."""
+        self._calibration = LatencyTable(())
+        self._sums = Aggregates()
+        self._lock = threading.Lock()
+
+    def choose(self, load: Load) -> int:
+        """The arm of the coming step: 0..K_max, or OFF while the engine runs without its drafter."""
+        with self._lock:
+            if not self.drafting:
+                return OFF
+            if self.force_k is not None:
+                return min(self.force_k, self.max_draft_length)
+            if self.policy_error is not None:
+                return 0
+            try:
+                k = self.policy.choose(load)
+            except Exception as error:
+                self._give_up(error)
+                return 0
+        return k if 0 <= k <= self.max_draft_length else max(0, min(k, self.max_draft_length))
+
+    def record(self, step: StepRecord, unix_s: float | None = None, **facts: Any) -> None:
+        """Account for one finished step, write it down, and let the policy learn from it.
+
+        Args:
+            step: what happened.
+            unix_s: when it finished; None: now.
+            **facts: the arguments of `Aggregates.add` besides.
+        """
+        with self._lock:
+            self._account(step, **facts)
+            if self.trace is not None:
+                self.trace.add(step, time.time() if unix_s is None else unix_s)
+            if self.policy_error is not None:
+                return
+            try:
+                self.policy.observe(step)
+                if self.drafting and self.force_k is None:
+                    self._tell_policy("prepare", Load(step.batch, step.kv_tokens))
+            except Exception as error:
+                self._give_up(error)
+
+    def flush(self) -> None:
+        """Write out the trace; called whenever the engine runs out of work."""
+        with self._lock:
+            if self.trace is not None:
+                self.trace.flush()
+
+    def _account(self, step: StepRecord, *, decode_only: bool = True, **facts: Any) -> None:
+        if self._learns_costs and step.clean and step.drafted in (OFF, step.verified):
+            self.costs.observe(step.batch, step.kv_tokens, step.drafted, step.latency_s)
+        stock_s = None
+        if decode_only and step.batch and self.costs.largest_batch(OFF):
+            # Stock would have spent one step of this batch for every `batch` tokens. An OFF step is just that: it saves
+            # nothing, whatever noise is in the model of its cost.
+            stock_s = step.latency_s
+            if step.drafted != OFF:
+                stock_s = step.produced / step.batch * self.costs.seconds(step.batch, step.kv_tokens, OFF)
+        self._sums.add(step, decode_only=decode_only, stock_s=stock_s, **facts)
+
+    def _give_up(self, error: Exception) -> None:
+        """A policy that raises costs speculation, never the rollout: K=0 from here on, said in every `stats`."""
+        self.policy_error = f"{type(error).__name__}: {error}"
+        logger.error("The speculation policy failed; this engine decodes with K=0 from here on.", exc_info=error)
+
+    # ------------------------------------------------------------------ operations of the control channel
+
+    def stats(self, reset: bool = False) -> dict[str, Any]:
+        """Sums since the last reset (`Aggregates.to_dict`), with `drafting`, `force_k` and `policy_error`."""
+        with self._lock:
+            sums = self._sums
+            if reset:
+                self._sums = Aggregates()
+            if self.trace is not None:
+                self.trace.flush()
+            state = {"drafting": self.drafting, "force_k": self.force_k, "policy_error": self.policy_error}
+            return {**sums.to_dict(), **state}
+
+    def control(self, **settings: Any) -> dict[str, Any]:
+        """Overrule or inform the policy.
+
+        Args:
+            **settings: any of `force_k` (this K in every step, until set to None), `drafting` (False while the worker's
+                drafter is switched off, `TLTWorkerExtension.tlt_set_drafting`), `acceptance` (conditional, per draft
+                position, expected of a drafter just published; empty: nothing known), `latency` (a measured
+                `latency_table.Table`, its arms as strings) and `points` (what an earlier run learned, as `learned`
+                gives it).
+
+        Raises:
+            ValueError: an unknown setting or a value that cannot be.
+        """
+        unknown = set(settings) - {"force_k", "drafting", "acceptance", "latency", "points"}
+        if unknown:
+            raise ValueError(f"control does not know {', '.join(sorted(unknown))}.")
+        with self._lock:
+            if "force_k" in settings:
+                self.force_k = self._checked_k(settings["force_k"])
+            if "drafting" in settings:
+                self.drafting = bool(settings["drafting"])
+            if settings.get("latency"):
+                self._set_latency(settings["latency"])
+            if settings.get("points"):
+                self._believe(LatencyTable.from_list(settings["points"]))
+            if settings.get("acceptance"):
+                self._tell_policy("set_acceptance", [float(a) for a in settings["acceptance"]])
+            return {"drafting": self.drafting, "force_k": self.force_k}
+
+    def policy_summary(self) -> dict[str, Any]:
+        """What the policy believes at the moment (its `summary()`), in its own words."""
+        with self._lock:
+            summary = getattr(self.policy, "summary", None)
+            return {"policy": type(self.policy).__name__, **(summary() if summary else {})}
+
+    def learned(self) -> dict[str, Any]:
+        """What engine steps were found to cost, for the store: rows of `LatencyTable.to_list` under `points`."""
+        with self._lock:
+            return {"points": self.costs.to_table(self._calibration).to_list()}
+
+    def _checked_k(self, k: int | None) -> int | None:
+        if k is not None and (not isinstance(k, int) or not 0 <= k <= self.max_draft_length):
+            raise ValueError(f"force_k must be 0..{self.max_draft_length} or null, not {k!r}.")
+        return k
+
+    def _set_latency(self, node: Mapping[str, Any]) -> None:
+        table: Table = parse(node)
+        self._believe(for_policy(fill_arms(table, range(self.max_draft_length + 1))))
+
+    def _believe(self, table: LatencyTable) -> None:
+        self._calibration = table.calibration()
+        if self._learns_costs:
+            self.costs.seed(table)
+        self._tell_policy("set_latency", table)
+
+    def _tell_policy(self, method: str, value: Any) -> None:
+        """Call an optional method of the policy; a fixed policy has no use for estimates."""
+        hear = getattr(self.policy, method, None)
+        if hear is not None:
+            hear(value)

@@ -1,0 +1,63 @@
+"""Does drafting save time? One replica decodes a whole rollout without it, and the others are compared with that one.
+
+The audit answers the one question `tlt/saved_s` cannot: its baseline was measured at the start, on short contexts.
+Every N steps one replica decodes a whole rollout without the drafter, and the others' time is compared with what that
+replica needed at the same loads. Pure functions of numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+ENOUGH = 0.5
+"""Least share of the others' decoding time at loads the audited replica has seen too; below it nothing is reported."""
+
+Work = Sequence[Sequence[float]]
+"""Decode-only engine steps of one rollout, summed by batch: (batch, seconds, tokens)."""
+
+
+def audited(step: int, replicas: Sequence[str], every: int) -> str | None:
+    """Which replica decodes this step's rollout as stock would: each in turn; None in most steps, and without a peer.
+
+    Args:
+        step: RL step of the rollout.
+        replicas: all of them, in a fixed order.
+        every: steps from one audit to the next; 0: never.
+    """
+    if every <= 0 or step % every or len(replicas) < 2:
+        return None
+    return replicas[step // every % len(replicas)]
+
+
+def audit_saving(stock: Work, others: Sequence[Work]) -> tuple[float, float] | None:
+    """What drafting saved, measured against a replica that decoded the same rollout without it.
+
+    Stock needs one step of batch b for every b tokens; what such a step takes is what the audited replica's steps took.
+    Only batches are compared that lie within those the audited replica had.
+
+    Args:
+        stock: the audited replica's work.
+        others: that of the replicas which drafted.
+
+    Returns:
+        (share of stock's seconds that was saved, negative if lost; share of the others' seconds that was compared),
+        or None where too little can be compared.
+    """
+    step_s = sorted((batch, seconds * batch / tokens) for batch, seconds, tokens in stock if tokens > 0)
+    every = [row for work in others for row in work if row[2] > 0]
+    if not step_s or not every:
+        return None
+    low, high = step_s[0][0], step_s[-1][0]
+    compared = [row for row in every if low <= row[0] <= high]
+    spent, total = sum(row[1] for row in compared), sum(row[1] for row in every)
+    if not spent or spent < ENOUGH * total:
+        return None
+    stock_s = sum(tokens / batch * _between(step_s, batch) for batch, _, tokens in compared)
+    return 1.0 - spent / stock_s, spent / total
+
+
+def _between(points: Sequence[tuple[float, float]], at: float) -> float:
+    """Linear interpolation; `at` lies within the sorted points."""
+    after = next(i for i, (x, _) in enumerate(points) if x >= at)
+    (x1, y1), (x0, y0) = points[after], points[max(after - 1, 0)]
+    return y1 if x1 == x0 else y0 + (y1 - y0) * (at - x0) / (x1 - x0)

@@ -1,0 +1,121 @@
+"""Between two rollouts: merge what the spot workers learned, judge it, and make a publication of it.
+
+Runs in a background thread behind old-log-prob and the actor update, with the weight sync as its deadline: a merge that
+is late keeps the version that is served. The workers do the arithmetic; the decision is `trainer.gate`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import ray
+
+from verl_tlt.config import TLTConfig
+from verl_tlt.messages import DrafterFile
+from verl_tlt.spot_worker.learner import WHICH
+from verl_tlt.trainer.fleet import CALL_TIMEOUT_S, Fleet
+from verl_tlt.trainer.gate import Scores, decide
+from verl_tlt.trainer.watch import Ended
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class DrafterUpdate:
+    """The result of one merge."""
+
+    decision: str = "kept"
+    """published, kept (the served drafter stays, the candidate trains on) or reverted."""
+    reason: str = ""
+    gain: float | None = None
+    """The candidate's held-out accept length relative to the served drafter's, minus one; None: not judged."""
+    gain_low: float | None = None
+    """Lower end of the gate's interval around it."""
+    drafter: DrafterFile | None = None
+    """What to publish; None: nothing changes for the engines."""
+    tau: dict[str, float] = field(default_factory=dict)
+    """Held-out accept length of candidate, served and initial."""
+    acceptance: list[float] = field(default_factory=list)
+    """Conditional acceptance by draft position of whatever is served from now on."""
+    excluded: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def update_drafter(fleet: Fleet, config: TLTConfig, sessions: list[Ended], version: int, dtype: str) -> DrafterUpdate:
+    """Merge the sessions' deltas, score the result and prepare its publication.
+
+    Args:
+        fleet: whose workers trained.
+        config: all settings.
+        sessions: those of this step; failed ones carry no result and are left out.
+        version: the number a publication would get.
+        dtype: the rollout's dtype, in which a published drafter is stored.
+    """
+    start = time.perf_counter()
+    workers = fleet.workers()
+    # A worker with several sessions in the step hands in what all of them changed.
+    trained = list(
+        dict.fromkeys(s.replica for s in sessions if s.result and s.result["steps"] and s.replica in workers)
+    )
+    out = DrafterUpdate(reason="no session trained")
+    if not trained:
+        return out
+    lead = workers[trained[0]]
+    merging = lead.merge.remote(*[workers[name].contribute.remote() for name in trained])
+    merged = ray.get(merging, timeout=CALL_TIMEOUT_S)
+    fleet.on_workers("adopt", merging)
+    out.excluded = merged.excluded
+    for name, reason in out.excluded.items():
+        logger.info("the session of %s is not merged yet: %s", name, reason)
+    if merged.delta is None:
+        out.reason = "every session was excluded"
+        return out
+    _judge(out, fleet, config, version, dtype)
+    action = out.decision
+    if action == "published":
+        out.drafter = ray.get(lead.export.remote(version, dtype, out.acceptance), timeout=CALL_TIMEOUT_S)
+    out.seconds = time.perf_counter() - start
+    return out
+
+
+def _judge(out: DrafterUpdate, fleet: Fleet, config: TLTConfig, version: int, dtype: str) -> None:
+    """Fill in decision, taus and acceptance; carry out a reversion on the workers."""
+    scores = gather(fleet.on_workers("score", config.speculation.max_draft_length))
+    if not config.gate.enable:
+        out.decision, out.reason = "published", "the gate is off"
+        if scores is not None:
+            out.acceptance, out.tau = scores.conditional("candidate"), scores.taus()
+        return
+    if scores is None:
+        out.reason = "no held-out sequences yet"
+        return
+    verdict = decide(scores, config.gate, seed=version)
+    out.tau, out.reason = scores.taus(), verdict.reason
+    if verdict.interval is not None:
+        out.gain, out.gain_low = verdict.versus_served, verdict.interval[0]
+    if verdict.action == "publish":
+        out.decision, out.acceptance = "published", scores.conditional("candidate")
+    elif verdict.action == "hold":
+        out.decision, out.acceptance = "kept", scores.conditional("served")
+    else:
+        which = "initial" if verdict.action == "revert_initial" else "served"
+        fleet.on_workers("revert", which)
+        # Serving the initial drafter again is a publication of its own; going back to the served one is not.
+        out.decision = "reverted"
+        out.acceptance = scores.conditional(which)
+        if which == "initial":
+            worker = next(iter(fleet.workers().values()))
+            out.drafter = ray.get(worker.export.remote(version, dtype, out.acceptance), timeout=CALL_TIMEOUT_S)
+
+
+def gather(by_worker: dict[str, dict[str, Any]]) -> Scores | None:
+    """The workers' held-out scores as one set; None where nobody holds any."""
+    holding = [s for s in by_worker.values() if len(s["positions"])]
+    if not holding:
+        return None
+    parts = {which: np.concatenate([s[which] for s in holding]) for which in WHICH}  # [sequences, 1+K]
+    return Scores(positions=np.concatenate([s["positions"] for s in holding]), **parts)

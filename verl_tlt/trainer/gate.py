@@ -1,0 +1,208 @@
+"""Is a merged drafter served? Candidate, served and initial drafter are judged on the same held-out positions.
+
+Accept length differs far more between sequences than between drafters, so the comparison is paired; positions of one
+sequence resemble each other, so whole sequences are resampled. Even so a difference of 1 % takes some 10k positions.
+
+* revert where the candidate is surely worse by more than `revert` than the better of served and initial;
+* publish where it is surely not worse than the served drafter by `margin` or more, and not seen to be worse than the
+  initial one;
+* hold otherwise: what is served stays, and the candidate trains on.
+
+"Surely" means that a candidate on the wrong side of the border is published (reverted) with a chance of `ERROR` at
+most. Doubt holds, which may delay a better drafter but lets no worse one through. So does having too little to judge,
+unless there is nothing to lose, a served drafter that is hardly ever accepted, or the candidate is far better, as at
+the start of a run, when the drafter learns fastest and little is held out yet.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Literal
+
+import numpy as np
+
+from verl_tlt.config import GateConfig
+
+Which = Literal["candidate", "served", "initial"]
+Action = Literal["publish", "hold", "revert_served", "revert_initial"]
+
+ERROR = 0.01
+"""Chance of a wrong publication or reversion at the border. A candidate is judged anew after every session, and it is
+the lucky verdict that publishes: at the usual level of 5 % a run of some fifty sessions would see several."""
+
+RESAMPLES = 2000
+"""Bootstrap draws: the level is then off by half a percentage point at most, less than few sequences cost."""
+
+NOTHING_TO_LOSE = 1.1
+"""Below this accept length drafting costs more than it gives almost anywhere: an unjudged candidate may replace it."""
+
+FAR_BETTER = 0.2
+"""Share by which an unjudged candidate must lead: ten standard errors of paired scores at `FEWEST` positions, so that
+not even sequences that happen to suit one drafter explain it."""
+
+FEWEST = 128
+"""Positions below which nothing is far better."""
+
+MIN_SEQUENCES = 7
+"""With fewer, all of them favour a drafter that is no better with a chance above `ERROR` (2^-6 = 1.6 %)."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Held-out acceptance of three drafters at the same positions, by sequence.
+
+    Drafters differ in how many drafts they need for the same text, so drafts are counted for each.
+
+    Attributes:
+        positions: positions judged in each sequence, int [S].
+        candidate: expected counts [S, 1+K]: drafts made over the sequence, then those of them whose first 1, 2, ..., K
+            tokens are all accepted (`verl_tlt.drafter.SequenceScore.drafts` and `.accepted`).
+        served: likewise.
+        initial: likewise.
+
+    Raises:
+        ValueError: shapes that do not fit, or served or initial counts that no drafter can have.
+    """
+
+    positions: np.ndarray
+    candidate: np.ndarray
+    served: np.ndarray
+    initial: np.ndarray
+
+    def __post_init__(self) -> None:
+        shape = self.candidate.shape
+        if self.positions.ndim != 1 or len(shape) != 2 or len(self.positions) != shape[0]:
+            raise ValueError(f"Scores need positions [S] and counts [S, 1+K], not {self.positions.shape} and {shape}.")
+        for name in ("served", "initial"):
+            counts = self.of(name)
+            if counts.shape != shape:
+                raise ValueError(f"The {name} drafter has counts {counts.shape}, the candidate {shape}.")
+            # Counts are expectations over one text: they need not fall along the draft in every sequence.
+            if not np.isfinite(counts).all() or (counts < 0).any():
+                raise ValueError(f"The {name} drafter's counts must be finite and not negative.")
+
+    def of(self, which: str) -> np.ndarray:
+        """The counts [S, 1+K] of one drafter."""
+        return {"candidate": self.candidate, "served": self.served, "initial": self.initial}[which]
+
+    def accept_length(self, which: str) -> float:
+        """Tokens per draft of K tokens, over all sequences: 1 + those accepted; 1 where nothing was judged."""
+        counts = self.of(which).sum(axis=0)
+        return float(counts.sum() / counts[0]) if counts[0] else 1.0
+
+    def taus(self) -> dict[str, float]:
+        """Accept length of each drafter."""
+        return {which: self.accept_length(which) for which in ("candidate", "served", "initial")}
+
+    def conditional(self, which: str) -> list[float]:
+        """Chance, for each of the K draft positions, that it is accepted given that those before it were."""
+        counts = self.of(which).sum(axis=0).tolist()
+        return [min(1.0, b / a) if a > 0 else 0.0 for a, b in itertools.pairwise(counts)]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do with the candidate, and why."""
+
+    action: Action
+    reason: str
+    tau: dict[str, float]
+    """Accept length of candidate, served and initial."""
+    versus_served: float
+    """The candidate's accept length relative to the served drafter's, minus one."""
+    interval: tuple[float, float] | None
+    """Around `versus_served`; the truth lies beyond either end with a chance of `ERROR`. None: not judged."""
+    positions: int
+    sequences: int
+
+
+def decide(scores: Scores, config: GateConfig, *, seed: int) -> Decision:
+    """Judge the candidate.
+
+    Args:
+        scores: of the three drafters.
+        config: the margins, and the positions needed to judge.
+        seed: of the bootstrap; the same scores and seed give the same decision.
+    """
+    tau = scores.taus()
+    best = "initial" if tau["initial"] > tau["served"] else "served"
+    back: Action = "revert_initial" if best == "initial" else "revert_served"
+    positions, sequences = int(scores.positions.sum()), int((scores.positions > 0).sum())
+    interval: tuple[float, float] | None = None
+
+    def decision(action: Action, reason: str) -> Decision:
+        versus_served = tau["candidate"] / tau["served"] - 1.0
+        return Decision(action, reason, tau, versus_served, interval, positions, sequences)
+
+    if not np.isfinite(scores.candidate).all():
+        return decision(back, "the candidate's scores are not finite")
+    if positions < config.min_tokens or sequences < MIN_SEQUENCES:
+        few = f"{positions} positions in {sequences} held-out sequences are too few to judge"
+        far_better = positions >= FEWEST and tau["candidate"] >= tau[best] * (1.0 + FAR_BETTER)
+        return decision("publish" if far_better or tau[best] < NOTHING_TO_LOSE else "hold", few)
+
+    weights = _resample(sequences, seed)
+    interval = _interval(scores, "served", weights, ERROR)
+    # The better of two references is partly the luckier one: with two that differ, each gets half the error.
+    references = 1 if np.array_equal(scores.served, scores.initial) else 2
+    high = _interval(scores, best, weights, ERROR / references)[1]
+    if high < -config.revert:
+        return decision(back, f"at least {-high:.2%} worse than the {best} drafter")
+    if tau["candidate"] < tau["initial"] * (1.0 - config.margin):
+        return decision("hold", f"{1.0 - tau['candidate'] / tau['initial']:.2%} worse than the initial drafter so far")
+    if interval[0] > -config.margin:
+        return decision("publish", f"within {interval[0]:+.2%} to {interval[1]:+.2%} of the served drafter")
+    return decision("hold", f"perhaps {-interval[0]:.2%} worse than the served drafter")
+
+
+def relative_interval(scores: Scores, against: str, *, error: float, seed: int) -> tuple[float, float]:
+    """Around (accept length of the candidate / of `against`) - 1; the truth lies beyond either end with `error`."""
+    return _interval(scores, against, _resample(int((scores.positions > 0).sum()), seed), error)
+
+
+def _resample(sequences: int, seed: int) -> np.ndarray:
+    """How often each sequence is drawn in each resample: [RESAMPLES, S], float64; the rows sum to S."""
+    drawn = np.random.default_rng(seed).integers(sequences, size=(RESAMPLES, sequences))  # sequence numbers
+    cells = drawn + sequences * np.arange(RESAMPLES)[:, None]  # one histogram for all rows: far faster than multinomial
+    counts = np.bincount(cells.ravel(), minlength=RESAMPLES * sequences)
+    return counts.reshape(RESAMPLES, sequences).astype(np.float64)
+
+
+def _interval(scores: Scores, against: str, weights: np.ndarray, error: float) -> tuple[float, float]:
+    """Interval of (accept length of the candidate / of `against`) - 1, missed with a chance of `error` on each side."""
+    judged = scores.positions > 0
+
+    def accept_lengths(which: str) -> np.ndarray:  # [RESAMPLES]
+        counts = scores.of(which)[judged]  # [S, 1+K]
+        return (weights @ counts.sum(axis=1)) / (weights @ counts[:, 0])
+
+    relative = accept_lengths("candidate") / accept_lengths(against) - 1.0
+    level = _level(scores.positions[judged].astype(np.float64), error)
+    low, high = np.quantile(relative, [level, 1.0 - level])
+    return float(low), float(high)
+
+
+def _level(n: np.ndarray, error: float) -> float:
+    """The percentile at which a bootstrap over sequences of `n` [S] positions errs with a chance of `error`.
+
+    A plain percentile is too narrow for few sequences; this is the expanded percentile interval (Hesterberg, "What
+    Teachers Should Know About the Bootstrap", 2015), with the number of sequences replaced by the effective number of
+    equally long ones, since a few long ones can hold most positions.
+    """
+    effective = float(n.sum() ** 2 / np.square(n).sum())
+    freedom = max(1.0, effective - 1.0)
+    return NormalDist().cdf(-math.sqrt((freedom + 1.0) / freedom) * _student(1.0 - error, freedom))
+
+
+def _student(p: float, freedom: float) -> float:
+    """Quantile of Student's t by its expansion in 1/freedom (Abramowitz and Stegun 26.7.5); within 2 % from 3 on."""
+    z = NormalDist().inv_cdf(p)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / freedom**k for k, term in enumerate(terms, start=1))

@@ -1,0 +1,39 @@
+"""Which spot worker gets which captured sequences.
+
+Ranks of the actor that compute the same sequences form a group; its sequences are shared among all rollout replicas
+that its ranks belong to, for each of them has a spot worker to feed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Where each rank's parts go."""
+
+    shares: tuple[int, ...]
+    """For each rank: among how many replicas its group's sequences are shared."""
+    sources: Mapping[str, tuple[tuple[tuple[int, ...], int], ...]]
+    """For each replica: (ranks of a group, which share of theirs) of every group it gets sequences from."""
+
+
+def route(groups: Sequence[int], replicas: Mapping[str, Iterable[int]]) -> Routes:
+    """Share each group's sequences among the replicas that its ranks belong to.
+
+    Args:
+        groups: for each rank, the number of its group (verl's data-parallel rank).
+        replicas: for each replica, its ranks.
+    """
+    members: dict[int, list[int]] = {}
+    for rank, group in enumerate(groups):
+        members.setdefault(group, []).append(rank)
+    touched = {g: [name for name, own in replicas.items() if set(own) & set(ranks)] for g, ranks in members.items()}
+    sources: dict[str, list[tuple[tuple[int, ...], int]]] = {name: [] for name in replicas}
+    for group, names in touched.items():
+        for share, name in enumerate(names):
+            sources[name].append((tuple(members[group]), share))
+    shares = tuple(max(1, len(touched[group])) for group in groups)
+    return Routes(shares, {name: tuple(found) for name, found in sources.items()})

@@ -1,0 +1,66 @@
+"""Who decodes the coming rollout without a drafter: all while speculation is switched off, else who is audited."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from verl_tlt.trainer.audit import audit_saving, audited
+from verl_tlt.trainer.runtime_switch import RuntimeSwitch, SwitchError, read_switch
+
+logger = logging.getLogger(__name__)
+
+
+class RuntimeControl:
+    """The trainer's side: reads the switch between rollouts and says which replicas draft nothing.
+
+    Args:
+        directory: of the switch (`tlt.trace.dir`).
+        replicas: all replicas, in a fixed order.
+        audit_every: `tlt.speculation.audit_every`.
+    """
+
+    def __init__(self, directory: str, replicas: Sequence[str], audit_every: int) -> None:
+        self.directory, self.replicas, self.audit_every = directory, list(replicas), audit_every
+        self.switch = RuntimeSwitch()
+        self.audited: str | None = None
+        """The replica that drafts nothing in the coming rollout because it is audited."""
+        self._complaint = ""
+
+    def drafting_disabled(self, step: int) -> list[str]:
+        """Replicas that decode the rollout of `step` without a drafter. An unreadable file changes nothing."""
+        try:
+            switch = read_switch(self.directory)
+            self._complaint = ""
+        except SwitchError as error:
+            if str(error) != self._complaint:
+                logger.warning("%s TLT goes on as before.", error)
+            self._complaint, switch = str(error), self.switch
+        if switch != self.switch:
+            said = ", ".join(f"{key} {'on' if value else 'off'}" for key, value in asdict(switch).items())
+            logger.warning("TLT was switched from outside; from step %d on: %s", step, said)
+        self.switch = switch
+        self.audited = audited(step, self.replicas, self.audit_every) if switch.speculation else None
+        if not switch.speculation:
+            return self.replicas
+        return [self.audited] if self.audited else []
+
+    def report(self, stats: Mapping[str, Mapping[str, Any]]) -> float | None:
+        """The saving that this rollout's audit showed (`tlt/audit_saved_frac`); None without an audit or enough data.
+
+        Args:
+            stats: the schedulers' answers by replica (`Aggregates.to_dict`).
+        """
+        name, self.audited = self.audited, None
+        if name is None or not stats.get(name, {}).get("work"):
+            return None
+        found = audit_saving(stats[name]["work"], [s["work"] for n, s in stats.items() if n != name and s.get("work")])
+        if found is None:
+            logger.info("audit: %s decoded without a drafter, at loads too unlike the others' to compare", name)
+            return None
+        logger.info(
+            "audit: drafting saved %.1f %% of decoding time (%.0f %% of it compared)", *(100 * x for x in found)
+        )
+        return found[0]

@@ -1,0 +1,72 @@
+"""A switch for a run that goes on: a small file that the trainer reads between two rollouts.
+
+It is YAML in the trace directory, because whoever watches a run has that directory and perhaps nothing else of it.
+Standard library and PyYAML only: `verl-tlt switch` runs where nothing else is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from verl_tlt.errors import TLTError
+
+SWITCH_FILE = "tlt_control.yaml"
+
+
+class SwitchError(TLTError, ValueError):
+    """The switch's file cannot be understood; the message names file and key."""
+
+
+@dataclass(frozen=True)
+class RuntimeSwitch:
+    """Which halves of TLT run from the next rollout on."""
+
+    speculation: bool = True
+    """False: the drafter's pass does not run in any engine."""
+    spot: bool = True
+    """False: no replica leaves early, and nothing is trained."""
+
+
+def read_switch(directory: str | Path) -> RuntimeSwitch:
+    """The switch as the file in a trace directory has it; all on where there is no file.
+
+    Raises:
+        SwitchError: no YAML mapping, an unknown key, or a value that is neither on nor off.
+    """
+    path = Path(directory) / SWITCH_FILE
+    try:
+        node = yaml.safe_load(path.read_text()) or {}
+    except FileNotFoundError:
+        return RuntimeSwitch()
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SwitchError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(node, dict):
+        raise SwitchError(f"{path} must hold lines such as `speculation: off`.")
+    for key, value in node.items():
+        if key not in asdict(RuntimeSwitch()):
+            raise SwitchError(f"{path}: {key} is not a switch; there are {' and '.join(asdict(RuntimeSwitch()))}.")
+        if not isinstance(value, bool):  # YAML reads on and off as booleans
+            raise SwitchError(f"{path}: {key} must be on or off, not {value!r}.")
+    return RuntimeSwitch(**node)
+
+
+def write_switch(directory: str | Path, **changes: bool | None) -> RuntimeSwitch:
+    """Change some switches of a run; None leaves one as it is. A reader sees the old file or the new one.
+
+    Raises:
+        SwitchError: there is no such directory, or its present file cannot be understood.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise SwitchError(f"{directory} is not the trace directory of a run (tlt.trace.dir).")
+    switch = replace(read_switch(directory), **{k: v for k, v in changes.items() if v is not None})
+    handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{SWITCH_FILE}.")
+    with os.fdopen(handle, "w") as file:
+        file.writelines(f"{key}: {'on' if value else 'off'}\n" for key, value in asdict(switch).items())
+    os.replace(temporary, directory / SWITCH_FILE)
+    return switch

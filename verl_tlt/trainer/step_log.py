@@ -1,0 +1,216 @@
+"""Collects what happens in one RL step and turns it into trace events and metrics.
+
+A thin recorder: it holds facts until the step is over and hands them to the pure `trace.metrics`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from verl_tlt.config import TLTConfig
+from verl_tlt.idle.planner import PhaseAccount, together
+from verl_tlt.trace.events import Publish, Reload, Session, TraceWriter
+from verl_tlt.trace.line import step_line
+from verl_tlt.trace.metrics import ReplicaStats, StepObservations, step_metrics
+from verl_tlt.trainer.drafter_update import DrafterUpdate
+from verl_tlt.trainer.watch import Ended, PhaseReport
+
+logger = logging.getLogger(__name__)
+
+USELESS = 1.05
+"""Accept length up to which a drafter only costs."""
+
+DISTRIBUTIONS = ("verl-tlt", "verl", "vllm", "torch", "ray", "transformers", "speculators")
+
+
+class StepLog:
+    """One step's facts; `finish` empties it for the next."""
+
+    def __init__(self, trace: TraceWriter) -> None:
+        self.trace = trace
+        self._warned = False
+        self._reset()
+        self._version = self._since = 0
+
+    def _reset(self) -> None:
+        self._account: PhaseAccount | None = None
+        self._stats: dict[str, ReplicaStats] = {}
+        self._stolen: dict[str, float] = {}
+        self._publish: Publish | None = None
+        self._reloads: dict[str, Reload] = {}  # by replica
+        self._sessions: list[Session] = []
+        self._served: int | None = None
+        self._audit: float | None = None
+
+    def run_started(
+        self, step0: int, config: TLTConfig, replicas: list[str], standalone: list[str], verl_config: Any
+    ) -> None:
+        """Write the trace's first event; `standalone`: those of `replicas` on devices of their own."""
+        versions = {}
+        for name in DISTRIBUTIONS:
+            try:
+                versions[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                versions[name] = "not installed"
+        gpus = verl_config.trainer.n_gpus_per_node * verl_config.trainer.nnodes
+        self.trace.emit(
+            "run",
+            step0=step0,
+            mode="tlt",
+            replicas=replicas,
+            standalone=standalone,
+            gpus=gpus,
+            config=config.to_dict(),
+            versions=versions,
+            policy=verl_config.actor_rollout_ref.model.path,
+            drafter=config.drafter.save_dir,
+        )
+
+    @contextmanager
+    def phase(self, name: str, step: int) -> Iterator[None]:
+        """Trace one stretch of the driver's step."""
+        start = time.time()
+        try:
+            yield
+        finally:
+            self.trace.emit("phase", step=step, name=name, start=start, end=time.time())
+
+    @contextmanager
+    def overhead(self, name: str) -> Iterator[None]:
+        """Charge TLT's own time on the critical path."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._stolen[name] = self._stolen.get(name, 0.0) + time.perf_counter() - start
+
+    def sampled(self, step: int, report: PhaseReport) -> None:
+        """A sampling phase is over; an asynchronous step may have several."""
+        end = report.account.end
+        self._account = together(self._account, report.account)
+        self._stolen["stop"] = self._stolen.get("stop", 0.0) + report.stop_s
+        start = report.first_dispatch or end
+        self.trace.emit("phase", step=step, name="rollout", start=start, end=end)
+        for replica, seconds in report.account.bubble_s.items():
+            if seconds > 0:
+                self.trace.emit("idle", step=step, replica=replica, start=end - seconds)
+        for ended in report.sessions:
+            session = _session(step, ended)
+            self._sessions.append(session)
+            self.trace.emit("session", **{k: v for k, v in vars(session).items() if k != "t"})
+
+    def engine_stats(self, stats: dict[str, dict[str, Any]]) -> int:
+        """The schedulers' counters of this rollout by replica; returns how many answered with an error instead."""
+        found = {name: ReplicaStats.from_dict(s) for name, s in stats.items()}
+        self._stats = {name: s for name, s in found.items() if s is not None}
+        return sum("error" in answer for answer in stats.values())
+
+    def audited(self, saving: float | None) -> None:
+        """What an audit of this rollout showed (`trainer.runtime_switch`)."""
+        self._audit = saving
+
+    def tapped(self, taken: list[dict[str, Any]]) -> None:
+        """What the tap copied; its own time is part of the forward and counts as overhead."""
+        self._stolen["tap"] = self._stolen.get("tap", 0.0) + max((t["seconds"] for t in taken), default=0.0)
+
+    def published(self, step: int, learned: DrafterUpdate, version: int, since: int) -> None:
+        """A merge arrived in time."""
+        self._version, self._since = version, since
+        self._publish = Publish(
+            t=time.time(),
+            step=step,
+            version=version,
+            decision=learned.decision,  # type: ignore[arg-type]
+            reason=learned.reason,
+            gain=learned.gain,
+            gain_low=learned.gain_low,
+            tau=learned.tau,
+            seconds=learned.seconds,
+            bytes=len(learned.drafter.weights) if learned.drafter else 0,
+        )
+        self.trace.emit("publish", **{k: v for k, v in vars(self._publish).items() if k != "t"})
+
+    @property
+    def compared(self) -> set[str]:
+        """Replicas that have said in this step which drafter they loaded."""
+        return set(self._reloads)
+
+    def reloaded(self, step: int, statuses: dict[str, dict[str, Any]], wanted: int) -> None:
+        """Every engine has loaded a drafter again, and says which."""
+        for name, s in statuses.items():
+            ok = bool(s["ok"]) and s["version"] == wanted
+            reload = Reload(
+                t=time.time(), step=step, replica=name, version=s["version"], fingerprint=s["fingerprint"], ok=ok,
+                seconds=s["seconds"],
+            )  # fmt: skip
+            self._reloads[name] = reload
+            self.trace.emit("reload", **{k: v for k, v in vars(reload).items() if k != "t"})
+        self._served = min((s["version"] for s in statuses.values()), default=None)
+        self._version = wanted
+        self._stolen["reload"] = max((r.seconds for r in self._reloads.values()), default=0.0)
+
+    def finish(self, step: int, metrics: dict[str, Any], errors: int) -> dict[str, float]:
+        """The step's `tlt/*` metrics; prints the step's line and closes the step in the trace."""
+        account = self._account
+        seen = StepObservations(
+            step=step,
+            rollout_s=metrics.get("timing_s/gen"),
+            replicas=self._stats,
+            bubble_s=account.bubble_s if account else {},
+            bubble_trained_s=account.used_s if account else {},
+            stop_latency_s=account.stop_s if account else {},
+            sessions=self._sessions,
+            publish=self._publish,
+            reloads=list(self._reloads.values()),
+            overhead=self._stolen,
+            published_version=self._version,
+            served_version=self._served,
+            served_since=self._since,
+            spot_failures=account.failures if account else None,
+            audit_saved_frac=self._audit,
+            errors=errors,
+        )
+        tlt = step_metrics(seen)
+        self._warn_if_useless(tlt)
+        everything = {k: v for k, v in {**metrics, **tlt}.items() if isinstance(v, int | float) or hasattr(v, "item")}
+        self.trace.emit("step", step=step, metrics=everything)
+        print(step_line(everything, step), flush=True)
+        self._reset()
+        return tlt
+
+    def _warn_if_useless(self, tlt: dict[str, float]) -> None:
+        """Say once that a drafter is drafting and nothing of it is accepted: vLLM says nothing about that."""
+        drafted = tlt.get("tlt/spec_off_frac", 1.0) < 0.5
+        if drafted and tlt.get("tlt/accept_length", 2.0) <= USELESS and not self._warned:
+            self._warned = True
+            logger.warning(
+                "The accept length is %.2f with speculation on for a whole rollout. Likely causes: a drafter trained "
+                "for another policy or other aux layers, one not trained yet under policy=fixed, or stale weights "
+                "(see tlt/reload_failures).", tlt["tlt/accept_length"],
+            )  # fmt: skip
+
+
+def _session(step: int, ended: Ended) -> Session:
+    r = ended.result or {}
+    return Session(
+        t=time.time(),
+        step=step,
+        replica=ended.replica,
+        worker=ended.replica,
+        start=ended.start,
+        end=ended.end,
+        steps=r.get("steps", 0),
+        tokens=r.get("tokens", 0),
+        outcome="failed" if ended.error else r["outcome"],
+        epochs=r.get("epochs", 0.0),
+        loss_last=r.get("loss"),
+        acc=r.get("acc", ()),
+        skipped=r.get("skipped", 0),
+        stop_latency_s=ended.stop_latency_s,
+        error=ended.error,
+    )
