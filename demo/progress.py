@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from verl_tlt.trace.events import Event, LoadSample, Phase, Publish, Run, Step
+from verl_tlt.trace.events import Event, LoadSample, Phase, Publish, RunStarted, Step
 from verl_tlt.trace.line import step_line
 
 STARTUP = (
@@ -59,7 +59,7 @@ class Progress:
         """An event of the trace; returns the line to print when it finishes a step."""
         if isinstance(event, Step):
             return self.finished(event.step, event.metrics, event.t)
-        if isinstance(event, Run):
+        if isinstance(event, RunStarted):
             self._running(event.t)
         elif isinstance(event, LoadSample) and event.step > self.done:
             self._running(event.t)

@@ -173,7 +173,7 @@ def problems(recipe: Recipe, data: Path) -> list[str]:
     try:
         config = compose(captured(recipe, {"DATA": str(data)}), "ppo_trainer")
         settings = facts.read_settings(config)
-        findings = rules.examine(facts.read_environment(), facts.read_run(config, settings), settings)
+        findings = rules.examine(facts.read_environment(), facts.read_recipe(config, settings), settings)
     except TLTConfigError as error:
         return [str(error)]
     found = [f.sentence for f in findings if f.level == "refuse"]

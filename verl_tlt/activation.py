@@ -28,7 +28,7 @@ def check(config: DictConfig) -> TLTConfig:
     """
     try:
         settings = facts.read_settings(config)
-        run = facts.read_run(config, settings)
+        run = facts.read_recipe(config, settings)
     except TLTConfigError as error:
         raise SystemExit(f"verl-tlt: {error}") from None
     findings = rules.examine(facts.read_environment(), run, settings)

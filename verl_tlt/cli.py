@@ -142,7 +142,7 @@ def warmup(
 
     from verl_tlt.warmup.command import Warmup, parse_layers
     from verl_tlt.warmup.command import warmup as run
-    from verl_tlt.warmup.engine import Sampling
+    from verl_tlt.warmup.engine import SamplingSettings
     from verl_tlt.warmup.train import Budget
 
     with _refusals():
@@ -158,7 +158,7 @@ def warmup(
             draft_vocab=draft_vocab,
             samples=samples,
             limit=limit,
-            sampling=Sampling(temperature, top_p, top_k, response_length, seed),
+            sampling=SamplingSettings(temperature, top_p, top_k, response_length, seed),
             budget=Budget(epochs, max_steps, max_tokens, max_minutes),
             batch_tokens=batch_tokens,
             learning_rate=learning_rate,
@@ -191,7 +191,7 @@ def evaluate(
     """Accept length of a drafter: predicted from text, and counted by stock vLLM. Exits 1 if they disagree by 5 %."""
     from rich.console import Console
 
-    from verl_tlt.warmup.engine import Sampling, find_device
+    from verl_tlt.warmup.engine import SamplingSettings, find_device
     from verl_tlt.warmup.evaluate import evaluate as run
     from verl_tlt.warmup.evaluate import report as show
 
@@ -201,7 +201,7 @@ def evaluate(
             drafter,
             model,
             prompts,
-            Sampling(temperature, top_p, top_k, response_length, seed),
+            SamplingSettings(temperature, top_p, top_k, response_length, seed),
             device=find_device(device),
             draft_length=draft_length,
             limit=limit,

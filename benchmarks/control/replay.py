@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from verl_tlt.server.calibration import BATCHES, STEPS, plan_arms
-from verl_tlt.simulate.engine import Noise, Run, SimulatedEngine
+from verl_tlt.simulate.engine import Noise, SimulatedEngine, SimulationResult
 from verl_tlt.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, VLLM_CAPTURE, CostModel, SwitchCost, TableCost
 from verl_tlt.simulate.oracles import TrueGoodput, best_per_bucket, static_runs
 from verl_tlt.simulate.workload import FIG16_ADAPTIVE, FIG16_VANILLA, Workload, geometric
@@ -127,7 +127,7 @@ def compare(replay: Replay) -> dict[str, Any]:
     engine = SimulatedEngine(replay.workload, replay.cost, replay.noise, observe_lag=replay.lag)
     oracle = engine.run(TrueGoodput(replay.arms)).seconds
     static = static_runs(engine, replay.arms)
-    runs: dict[str, Run] = {f"fixed-{k}" if k else "off": run for k, run in static.items()}
+    runs: dict[str, SimulationResult] = {f"fixed-{k}" if k else "off": run for k, run in static.items()}
     policies = contestants(replay)
     for name, policy in policies.items():
         runs[name] = engine.run(policy)
@@ -161,7 +161,7 @@ def _goodput_again(replay: Replay, seed: int) -> dict[str, float]:
     return _score(engine.run(contestants(replay)["goodput"]), oracle)
 
 
-def _score(run: Run, oracle: float) -> dict[str, float]:
+def _score(run: SimulationResult, oracle: float) -> dict[str, float]:
     return {
         "pct_of_oracle": round(100 * oracle / run.seconds, 2),
         "worst_bucket_vs_off": round(run.worst_bucket_vs_off(), 3),

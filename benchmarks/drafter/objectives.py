@@ -36,9 +36,9 @@ from verl_tlt.drafter import (
     plan_epoch,
     refresh_verifier_weights,
 )
-from verl_tlt.warmup.engine import Job, Sampling, generate
+from verl_tlt.warmup.engine import GenerationJob, SamplingSettings, generate
 from verl_tlt.warmup.prompts import load_tokenizer, read_prompts
-from verl_tlt.warmup.train import Budget, Run
+from verl_tlt.warmup.train import Budget, TrainingRun
 
 COMMAND = "python benchmarks/drafter/objectives.py"
 PROMPTS, RESPONSE, BATCH, DRAFT = 192, 384, 1024, 7
@@ -50,7 +50,7 @@ def recorded(work: Path) -> tuple[Any, list[Text], list[int], list[int]]:
     assets = build_assets(work / "assets", width="small")
     prompts = read_prompts(assets.train, load_tokenizer(assets.policy), 256, PROMPTS)
     tokens = [list(p) for p in prompts.tokens]
-    job = Job(str(assets.policy), tokens, 1, Sampling(max_tokens=RESPONSE), "cpu")
+    job = GenerationJob(str(assets.policy), tokens, 1, SamplingSettings(max_tokens=RESPONSE), "cpu")
     responses, _ = generate(job, work / "responses")
     texts = [Text((*prompts.tokens[r.prompt], *r.tokens), len(prompts.tokens[r.prompt])) for r in responses]
     held = [i for i, r in enumerate(responses) if r.prompt in prompts.held_out]
@@ -91,7 +91,7 @@ def train_one(
 ) -> dict[str, Any]:
     """Train to the end of `epochs`; the held-out accept length along the way, and by position at the end."""
     trainer = new_trainer(assets, objective, seed)
-    run = Run(
+    run = TrainingRun(
         trainer, library, train, held, Budget(epochs=epochs), batch_tokens=BATCH, draft_length=DRAFT,
         sampling={"temperature": 1.0}, state_file=work / f"{objective}-{seed}.pt", seed=seed,
     )  # fmt: skip

@@ -45,7 +45,7 @@ def examine_recipe(overrides: Sequence[str], config_name: str) -> list[Finding]:
     try:
         config = compose(overrides, config_name)
         settings = facts.read_settings(config)
-        run = facts.read_run(config, settings)
+        run = facts.read_recipe(config, settings)
     except TLTConfigError as error:
         return [*rules.examine(environment, None, TLTConfig()), Finding("refuse", "settings", str(error))]
     return rules.examine(environment, run, settings)
@@ -80,10 +80,10 @@ def symbol_table() -> Table:
 def measured(overrides: Sequence[str], config_name: str, cpu: bool) -> list[Finding]:
     """What only a real engine on this machine can tell (`doctor.engine_check`), as findings."""
     from verl_tlt.doctor.engine_check import found_from, judge
-    from verl_tlt.doctor.standalone_engine import Job, run_job
+    from verl_tlt.doctor.standalone_engine import EngineJob, run_job
 
     with tempfile.TemporaryDirectory(prefix="tlt-check-") as directory:
-        job = Job("check", list(overrides), config_name, cpu or not _has_gpu(), directory)
+        job = EngineJob("check", list(overrides), config_name, cpu or not _has_gpu(), directory)
         try:
             return judge(found_from(run_job(job)))
         except TLTConfigError as error:
@@ -108,10 +108,10 @@ def calibrated(
     Raises:
         TLTConfigError: the engine could not be started or measured.
     """
-    from verl_tlt.doctor.standalone_engine import Job, keep_costs, run_job
+    from verl_tlt.doctor.standalone_engine import EngineJob, keep_costs, run_job
 
     with tempfile.TemporaryDirectory(prefix="tlt-calibrate-") as directory:
-        job = Job("calibrate", list(overrides), config_name, cpu or not _has_gpu(), directory, budget_s=seconds)
+        job = EngineJob("calibrate", list(overrides), config_name, cpu or not _has_gpu(), directory, budget_s=seconds)
         return keep_costs(run_job(job), out)
 
 

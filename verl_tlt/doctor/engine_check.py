@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_tlt.doctor.rules import Finding, Level
-from verl_tlt.doctor.standalone_engine import Engine, Job, Setup, graph_memory_gib, measure_costs, start
+from verl_tlt.doctor.standalone_engine import EngineJob, Setup, StandaloneEngine, graph_memory_gib, measure_costs, start
 from verl_tlt.speculation.costs.latency_table import Table, interpolate
 from verl_tlt.speculation.types import OFF
 
@@ -57,7 +57,7 @@ class Found:
     wake_error: str | None = None
 
 
-async def check(job: Job, setup: Setup) -> dict[str, Any]:
+async def check(job: EngineJob, setup: Setup) -> dict[str, Any]:
     """All checks; the fields of `Found`."""
     import torch
 
@@ -79,7 +79,7 @@ async def check(job: Job, setup: Setup) -> dict[str, Any]:
     return vars(found)
 
 
-async def survives(engine: Engine, found: Found, on_gpu: bool) -> None:
+async def survives(engine: StandaloneEngine, found: Found, on_gpu: bool) -> None:
     """Fingerprint the drafter, put the engine to verl's deepest sleep where it has one, and load the drafter again."""
     assert engine.drafter is not None
     found.fingerprint = await engine.rpc("tlt_fingerprint")
@@ -94,7 +94,7 @@ async def survives(engine: Engine, found: Found, on_gpu: bool) -> None:
     found.reload_s = answer.get("seconds", 0.0)
 
 
-async def wakes_beside_a_context(engine: Engine, found: Found) -> None:
+async def wakes_beside_a_context(engine: StandaloneEngine, found: Found) -> None:
     """Let the engine sleep, open another process's CUDA context on its device, and wake it up again."""
     import torch
 

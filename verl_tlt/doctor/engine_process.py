@@ -18,11 +18,13 @@ from typing import Any
 
 from verl_tlt.config import TLTConfigError
 from verl_tlt.doctor.engine_check import check
-from verl_tlt.doctor.standalone_engine import Job, Setup, measure_costs, read_setup, start
+from verl_tlt.doctor.standalone_engine import EngineJob, Setup, measure_costs, read_setup, start
 from verl_tlt.server.calibration import cost_key
 
+Task = Callable[[EngineJob, Setup], Awaitable[dict[str, Any]]]
 
-async def _calibrate(job: Job, setup: Setup) -> dict[str, Any]:
+
+async def _calibrate(job: EngineJob, setup: Setup) -> dict[str, Any]:
     begin = time.perf_counter()
     async with start(setup, Path(job.directory)) as engine:
         table = await measure_costs(engine, job.budget_s)
@@ -32,8 +34,11 @@ async def _calibrate(job: Job, setup: Setup) -> dict[str, Any]:
 
 
 def _main(directory: Path) -> None:
-    job = Job(**json.loads((directory / "job.json").read_text()))
-    tasks: dict[str, Callable[[Job, Setup], Awaitable[dict[str, Any]]]] = {"calibrate": _calibrate, "check": check}
+    job = EngineJob(**json.loads((directory / "job.json").read_text()))
+    tasks: dict[str, Callable[[EngineJob, Setup], Awaitable[dict[str, Any]]]] = {
+        "calibrate": _calibrate,
+        "check": check,
+    }
 
     async def work() -> dict[str, Any]:
         return await tasks[job.task](job, read_setup(job))

@@ -36,7 +36,7 @@ class Environment:
 
 
 @dataclass(frozen=True)
-class Run:
+class RecipeFacts:
     """What one run asks for. Paths are as the user wrote them; problems name key and file already."""
 
     trainer_mode: str = "sync"
@@ -91,7 +91,7 @@ def read_settings(config: DictConfig) -> TLTConfig:
     return TLTConfig.from_dict(plain)
 
 
-def read_run(config: DictConfig, settings: TLTConfig) -> Run:
+def read_recipe(config: DictConfig, settings: TLTConfig) -> RecipeFacts:
     """Look up every key, and on disk every file, that decides whether TLT can run.
 
     Raises:
@@ -100,7 +100,7 @@ def read_run(config: DictConfig, settings: TLTConfig) -> Run:
     rollout = "actor_rollout_ref.rollout"
     remote = _is_remote(config)
     strategy, dynamic_context_parallel = read_actor(config)
-    return Run(
+    return RecipeFacts(
         trainer_mode=str(_select(config, "trainer.v1.trainer_mode", "sync")).removeprefix("tlt_"),
         use_v1=bool(_select(config, "trainer.use_v1", True)),
         other_trainer=next((node for node in ("async_training", "rollout") if node in config), None),

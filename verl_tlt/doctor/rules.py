@@ -14,7 +14,7 @@ from typing import Literal
 from verl_tlt.compat.upstream_api import Symbol
 from verl_tlt.compat.versions import SUPPORTED, Release, Supported, release
 from verl_tlt.config import TLTConfig
-from verl_tlt.doctor.facts import Environment, Run
+from verl_tlt.doctor.facts import Environment, RecipeFacts
 from verl_tlt.idle.modes import MODES
 
 Level = Literal["ok", "warn", "refuse"]
@@ -33,7 +33,7 @@ class Finding:
     sentence: str
 
 
-Rule = Callable[[Run, TLTConfig], Iterator[Finding]]
+Rule = Callable[[RecipeFacts, TLTConfig], Iterator[Finding]]
 
 
 def untapped(strategy: str, dynamic_context_parallel: bool) -> tuple[str, str] | None:
@@ -47,7 +47,7 @@ def untapped(strategy: str, dynamic_context_parallel: bool) -> tuple[str, str] |
     return None
 
 
-def examine(environment: Environment, run: Run | None, settings: TLTConfig) -> list[Finding]:
+def examine(environment: Environment, run: RecipeFacts | None, settings: TLTConfig) -> list[Finding]:
     """All findings, environment first; without a run only the environment is judged."""
     findings = [judge_version(s, environment.versions.get(s.name)) for s in SUPPORTED]
     if run is not None:
@@ -94,7 +94,7 @@ def judge_symbols(package: str, checked: Sequence[tuple[Symbol, str | None]]) ->
         yield Finding("ok", what, f"all {len(checked)} that verl-tlt relies on are as expected")
 
 
-def trainer(run: Run, _settings: TLTConfig) -> Iterator[Finding]:
+def trainer(run: RecipeFacts, _settings: TLTConfig) -> Iterator[Finding]:
     """The trainer must be verl's v1 trainer in a mode that has a TLT form."""
     what = "trainer.v1.trainer_mode"
     if run.other_trainer:
@@ -121,7 +121,7 @@ def trainer(run: Run, _settings: TLTConfig) -> Iterator[Finding]:
         )
 
 
-def actor(run: Run, settings: TLTConfig) -> Iterator[Finding]:
+def actor(run: RecipeFacts, settings: TLTConfig) -> Iterator[Finding]:
     """What the actor's engine lets the drafter learn from."""
     what = "actor_rollout_ref.actor.strategy"
     if not settings.spot.enable:
@@ -142,7 +142,7 @@ def actor(run: Run, settings: TLTConfig) -> Iterator[Finding]:
         yield Finding("ok", what, f"{what}={run.strategy}")
 
 
-def rollout(run: Run, _settings: TLTConfig) -> Iterator[Finding]:
+def rollout(run: RecipeFacts, _settings: TLTConfig) -> Iterator[Finding]:
     """The engine must be vLLM, in a form that can speculate, and not configured twice."""
     node = "actor_rollout_ref.rollout"
     problems = []
@@ -183,7 +183,7 @@ def rollout(run: Run, _settings: TLTConfig) -> Iterator[Finding]:
         yield Finding("ok", f"{node}.name", f"{node}.name={run.rollout}")
 
 
-def files(run: Run, settings: TLTConfig) -> Iterator[Finding]:
+def files(run: RecipeFacts, settings: TLTConfig) -> Iterator[Finding]:
     """Policy, drafter and data must be there before workers start."""
     if run.remote_driver:
         yield Finding(

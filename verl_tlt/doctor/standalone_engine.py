@@ -35,7 +35,7 @@ _LAST_LINES = 15
 
 
 @dataclass(frozen=True)
-class Job:
+class EngineJob:
     """What the child process is asked."""
 
     task: str
@@ -63,7 +63,7 @@ class Setup:
     """Longest sequence, in tokens."""
 
 
-def run_job(job: Job, timeout_s: float = 1800.0) -> dict[str, Any]:
+def run_job(job: EngineJob, timeout_s: float = 1800.0) -> dict[str, Any]:
     """Have a child process do `job`, and return what it found out.
 
     Raises:
@@ -92,7 +92,7 @@ def run_job(job: Job, timeout_s: float = 1800.0) -> dict[str, Any]:
     return dict(found)
 
 
-def read_setup(job: Job) -> Setup:
+def read_setup(job: EngineJob) -> Setup:
     """The parts of a recipe that its engine is made of.
 
     Raises:
@@ -130,7 +130,7 @@ def keep_costs(answer: dict[str, Any], out: Path | None) -> tuple[Path, Table]:
 # ---------------------------------------------------------------------- inside the child
 
 
-class Engine:
+class StandaloneEngine:
     """A running engine; `channel` is None for one without a drafter."""
 
     def __init__(self, llm: Any, channel: Any, drafter: Path | None, setup: Setup) -> None:
@@ -167,7 +167,7 @@ class Engine:
 
 
 @asynccontextmanager
-async def start(setup: Setup, directory: Path, drafting: bool = True) -> AsyncIterator[Engine]:
+async def start(setup: Setup, directory: Path, drafting: bool = True) -> AsyncIterator[StandaloneEngine]:
     """An engine as the recipe would have it; without `drafting` as stock verl would start it."""
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -196,7 +196,7 @@ async def start(setup: Setup, directory: Path, drafting: bool = True) -> AsyncIt
         channel = ChannelClient(address)
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     try:
-        yield Engine(llm, channel, drafter, setup)
+        yield StandaloneEngine(llm, channel, drafter, setup)
     finally:
         llm.shutdown()
         if channel is not None:
@@ -215,7 +215,7 @@ def write_drafter(setup: Setup, directory: Path) -> Path:
     return directory
 
 
-async def measure_costs(engine: Engine, budget_s: float) -> dict[int, list[tuple[int, float]]]:
+async def measure_costs(engine: StandaloneEngine, budget_s: float) -> dict[int, list[tuple[int, float]]]:
     """Seconds per engine step by draft length (OFF included) and batch, as the trainer measures them at start."""
     from verl_tlt.server.engine_arguments import engine_arms
 

@@ -26,7 +26,7 @@ from verl_tlt.trace.events import (
     Phase,
     Publish,
     Reload,
-    Run,
+    RunStarted,
     Session,
     Step,
     required_fields,
@@ -71,7 +71,7 @@ class RunTrace:
     """Everything a run wrote down, void steps left out, each list in the order of time."""
 
     directory: Path
-    runs: list[Run] = field(default_factory=list)
+    runs: list[RunStarted] = field(default_factory=list)
     steps: dict[int, Mapping[str, float]] = field(default_factory=dict)
     """RL step -> its metrics, ascending; finished steps only."""
     phases: list[Phase] = field(default_factory=list)
@@ -86,7 +86,7 @@ class RunTrace:
     """Lines that could not be read."""
 
     @property
-    def run(self) -> Run | None:
+    def run(self) -> RunStarted | None:
         """The latest start of the run."""
         return self.runs[-1] if self.runs else None
 
@@ -137,7 +137,7 @@ def read_trace(directory: str | Path) -> RunTrace:
     steps = {e.step: e.metrics for e in _of(events, Step)}
     return dataclasses.replace(
         trace,
-        runs=_of(events, Run),
+        runs=_of(events, RunStarted),
         steps={step: steps[step] for step in sorted(steps)},
         phases=_of(events, Phase),
         loads=_of(events, LoadSample),
@@ -181,12 +181,12 @@ def _drop_void(events: list[Event]) -> tuple[list[Event], list[tuple[float, floa
     voids: list[tuple[float, float]] = []
     kept: list[Event] = []
     for event in events:
-        if isinstance(event, Run):
+        if isinstance(event, RunStarted):
             first = event.step0
-            void = [e for e in kept if not isinstance(e, Run) and e.step >= first]
+            void = [e for e in kept if not isinstance(e, RunStarted) and e.step >= first]
             if void:
                 voids.append((min(getattr(e, "start", e.t) for e in void), event.t))
-            kept = [e for e in kept if isinstance(e, Run) or e.step < first]
+            kept = [e for e in kept if isinstance(e, RunStarted) or e.step < first]
         kept.append(event)
     return kept, voids
 

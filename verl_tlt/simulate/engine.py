@@ -71,7 +71,7 @@ class Bucket:
 
 
 @dataclass
-class Run:
+class SimulationResult:
     """Result of one policy over all rollouts."""
 
     seconds: float = 0.0
@@ -112,9 +112,9 @@ class SimulatedEngine:
         self.workload, self.cost, self.noise = workload, cost, noise or Noise()
         self.observe_lag, self.keep_lengths = observe_lag, keep_lengths
 
-    def run(self, policy: Policy) -> Run:
+    def run(self, policy: Policy) -> SimulationResult:
         """Drive `policy` through all rollouts; it keeps what it learned from one to the next."""
-        run = Run()
+        run = SimulationResult()
         rng = np.random.default_rng([self.workload.seed, 99])
         for index in range(self.workload.rollouts):
             _Drain(self, self.workload.rollout(index), index, rng, run).to_the_end(policy)
@@ -125,7 +125,7 @@ class _Drain:
     """State of one rollout in progress."""
 
     def __init__(
-        self, engine: SimulatedEngine, rollout: Rollout, index: int, rng: np.random.Generator, run: Run
+        self, engine: SimulatedEngine, rollout: Rollout, index: int, rng: np.random.Generator, run: SimulationResult
     ) -> None:
         self.engine, self.rollout, self.index, self.rng, self.run = engine, rollout, index, rng, run
         self.done = np.zeros(rollout.lengths.size, dtype=np.int64)  # tokens produced, [requests]

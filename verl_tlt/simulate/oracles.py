@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from verl_tlt.simulate.engine import Run, SimulatedEngine, Truth
+from verl_tlt.simulate.engine import SimulatedEngine, SimulationResult, Truth
 from verl_tlt.speculation.policies.base import FixedPolicy
 from verl_tlt.speculation.types import Load, StepRecord
 
@@ -54,12 +54,12 @@ class PerBucket:
         """Nothing to learn: hindsight."""
 
 
-def static_runs(engine: SimulatedEngine, arms: Sequence[int]) -> dict[int, Run]:
+def static_runs(engine: SimulatedEngine, arms: Sequence[int]) -> dict[int, SimulationResult]:
     """One run per fixed K; the fastest is O1."""
     return {k: engine.run(FixedPolicy(k)) for k in arms}
 
 
-def best_per_bucket(runs: Mapping[int, Run]) -> PerBucket:
+def best_per_bucket(runs: Mapping[int, SimulationResult]) -> PerBucket:
     """O2 from the fixed runs: in every octave, the K that saved most against K=0 there."""
     octaves = {octave for run in runs.values() for octave in run.buckets}
 

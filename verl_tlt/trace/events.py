@@ -41,7 +41,7 @@ Decision = Literal["published", "kept", "reverted"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunStarted:
     """The run began (again, after a resume). Steps from `step0` on that an earlier run wrote are void."""
 
     kind: ClassVar[str] = "run"
@@ -192,9 +192,9 @@ class EngineStep:
     clean: bool = True
 
 
-Event = Run | Phase | LoadSample | Idle | Session | Publish | Reload | Step
+Event = RunStarted | Phase | LoadSample | Idle | Session | Publish | Reload | Step
 EVENT_TYPES: dict[str, type[Event]] = {
-    cls.kind: cls for cls in (Run, Phase, LoadSample, Idle, Session, Publish, Reload, Step)
+    cls.kind: cls for cls in (RunStarted, Phase, LoadSample, Idle, Session, Publish, Reload, Step)
 }
 
 

@@ -19,9 +19,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from verl_tlt.config import OBJECTIVES
 from verl_tlt.drafter.policy import SUPPORTED, DrafterError, check_aux_layers, policy_shape
-from verl_tlt.warmup.engine import Job, Response, Sampling, find_device, generate
+from verl_tlt.warmup.engine import GenerationJob, Response, SamplingSettings, find_device, generate
 from verl_tlt.warmup.prompts import Prompts, load_tokenizer, read_prompts
-from verl_tlt.warmup.train import Budget, Run
+from verl_tlt.warmup.train import Budget, TrainingRun
 
 CONTEXT_MARGIN = 16
 """Longest draft that is planned for: positions the drafter needs beyond the policy's longest response."""
@@ -49,7 +49,7 @@ class Warmup:
     """Responses per prompt."""
     limit: int | None = None
     """Use the first so many prompts."""
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
     budget: Budget = field(default_factory=Budget)
     batch_tokens: int = 2048
     learning_rate: float = 1e-3
@@ -191,7 +191,7 @@ def _bars(console: Console) -> Progress:
 
 def _responses(s: Warmup, prompts: Prompts, device: str, bars: Progress) -> list[Response]:
     task = bars.add_task("generate", total=1, note="starting vLLM")
-    job = Job(
+    job = GenerationJob(
         model=str(s.model),
         prompts=[list(prompt) for prompt in prompts.tokens],
         samples=s.samples,
@@ -214,7 +214,7 @@ def _responses(s: Warmup, prompts: Prompts, device: str, bars: Progress) -> list
     return responses
 
 
-def _prepare(s: Warmup, prompts: Prompts, responses: list[Response], device: str) -> Run:
+def _prepare(s: Warmup, prompts: Prompts, responses: list[Response], device: str) -> TrainingRun:
     """Drafter, policy and texts, brought together; an earlier try's state is loaded."""
     import transformers
 
@@ -234,7 +234,7 @@ def _prepare(s: Warmup, prompts: Prompts, responses: list[Response], device: str
     parts = VerifierWeights.from_policy_dir(s.model)
     refresh_verifier_weights(drafter, parts)
     states = PolicyStates(load_policy(s.model, device), drafter.target_layer_ids)
-    run = Run(
+    run = TrainingRun(
         DrafterTrainer(
             drafter, learning_rate=s.learning_rate, ttt_steps=OBJECTIVES[s.objective], loss=s.loss, seed=s.seed
         ),
@@ -276,11 +276,11 @@ def _drafter(s: Warmup, responses: list[Response], device: str) -> Any:
     )
 
 
-def _train(run: Run, bars: Progress) -> None:
+def _train(run: TrainingRun, bars: Progress) -> None:
     task = bars.add_task("train", total=1.0, note="")
     told = len(run.taus)
 
-    def tell(run: Run) -> None:
+    def tell(run: TrainingRun) -> None:
         nonlocal told
         p = run.progress
         note = f"step {run.trainer.steps}, {p.tokens} tokens, loss {p.loss:.3f}, accept length {run.taus[-1]:.2f}"
@@ -292,7 +292,7 @@ def _train(run: Run, bars: Progress) -> None:
     run(tell)
 
 
-def _save(s: Warmup, prompts: Prompts, responses: list[Response], run: Run) -> Path:
+def _save(s: Warmup, prompts: Prompts, responses: list[Response], run: TrainingRun) -> Path:
     from verl_tlt.drafter import save_drafter
 
     scores = run.score()

@@ -28,7 +28,7 @@ _CPU = {**CPU_ENGINE, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "tl
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingSettings:
     """How responses are sampled."""
 
     temperature: float = 1.0
@@ -40,13 +40,13 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerationJob:
     """What the engine is asked."""
 
     model: str
     prompts: list[list[int]]
     samples: int
-    sampling: Sampling
+    sampling: SamplingSettings
     device: str
     """"cpu" or "cuda"."""
     drafter: str | None = None
@@ -105,7 +105,7 @@ def find_device(wanted: str) -> str:
 
 
 def generate(
-    job: Job, directory: Path, progress: Callable[[int, int], None] = lambda done, total: None
+    job: GenerationJob, directory: Path, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> tuple[list[Response], Served | None]:
     """Run `job`, or what is left of it where `directory` holds responses of an earlier try.
 

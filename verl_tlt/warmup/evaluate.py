@@ -18,7 +18,7 @@ from rich.table import Table
 
 from verl_tlt.drafter.checkpoint import provenance
 from verl_tlt.drafter.policy import DrafterError
-from verl_tlt.warmup.engine import Job, Response, Sampling, Served, generate
+from verl_tlt.warmup.engine import GenerationJob, Response, SamplingSettings, Served, generate
 from verl_tlt.warmup.prompts import Prompts, load_tokenizer, read_prompts
 
 AGREE = 0.05
@@ -52,7 +52,7 @@ def evaluate(
     drafter: Path,
     model: Path,
     prompts: Path | None,
-    sampling: Sampling,
+    sampling: SamplingSettings,
     *,
     device: str,
     draft_length: int = 3,
@@ -81,7 +81,7 @@ def evaluate(
 
     check_drafter(drafter, model)
     chosen = _prompts(drafter, model, prompts, sampling.max_tokens, limit)
-    job = Job(
+    job = GenerationJob(
         model=str(model),
         prompts=[list(tokens) for tokens in chosen],
         samples=1,
@@ -110,7 +110,7 @@ def score(
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Response],
     served: Served,
-    sampling: Sampling,
+    sampling: SamplingSettings,
     device: str,
     draft_length: int,
 ) -> Verdict:

@@ -49,7 +49,7 @@ class Budget:
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """Where the run is; all of it survives a kill."""
 
     epoch: int = 0
@@ -72,7 +72,7 @@ class Progress:
         )
 
 
-class Run:
+class TrainingRun:
     """One training run.
 
     Args:
@@ -108,7 +108,7 @@ class Run:
         self.train, self.judged = list(train), first_tokens(library.texts, judged, JUDGED_TOKENS)
         self.batch_tokens, self.draft_length, self.sampling = batch_tokens, draft_length, sampling
         self.state_file, self.seed, self.whole_head = state_file, seed, whole_head
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         self.best: dict[str, np.ndarray] = {}
         self._peak_lr = trainer.learning_rate
         self._lengths = [len(library.texts[n].tokens) for n in self.train]
@@ -132,12 +132,12 @@ class Run:
             return False
         state = torch.load(self.state_file, map_location="cpu", weights_only=True)
         self.trainer.load_state(state["trainer"])
-        self.progress = Progress(**state["progress"])
+        self.progress = TrainingProgress(**state["progress"])
         self.best = {name: value.numpy() for name, value in state["best"].items()}
         self._plan = self._plan_of(self.progress.epoch)
         return True
 
-    def __call__(self, tell: Callable[[Run], None] = lambda run: None) -> None:
+    def __call__(self, tell: Callable[[TrainingRun], None] = lambda run: None) -> None:
         """Train to the end of the budget, then take the best weights; `tell` hears of every step."""
         saved = time.perf_counter()
         if not self.progress.checks:

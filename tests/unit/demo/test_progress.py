@@ -1,7 +1,7 @@
 """The status line follows what the run writes."""
 
 from demo.progress import Progress, cause
-from verl_tlt.trace.events import LoadSample, Phase, Run, Step
+from verl_tlt.trace.events import LoadSample, Phase, RunStarted, Step
 
 
 def test_from_start_to_the_last_step():
@@ -12,7 +12,7 @@ def test_from_start_to_the_last_step():
     progress.log_line("(vLLMHttpServer pid=4711) INFO loading", 110.0)
     progress.log_line("(WorkerDict pid=4712) late output of an earlier part", 112.0)
     assert progress.status(115.0) == "loading the rollout engines 5 s"
-    progress.event(Run(t=120.0, step0=1))
+    progress.event(RunStarted(t=120.0, step0=1))
     assert progress.status(121.0) == "step 1/2: rollout 1 s"
     progress.event(LoadSample(t=125.0, step=1, inflight={"a": 12, "b": 3}))
     assert progress.status(127.0) == "step 1/2: rollout 7 s, 12 + 3 requests in flight"

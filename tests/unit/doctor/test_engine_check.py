@@ -8,7 +8,7 @@ import pytest
 
 from verl_tlt.config import TLTConfigError
 from verl_tlt.doctor.engine_check import Found, found_from, judge
-from verl_tlt.doctor.standalone_engine import Job, graph_memory_gib, keep_costs, run_job
+from verl_tlt.doctor.standalone_engine import EngineJob, graph_memory_gib, keep_costs, run_job
 from verl_tlt.server.calibration import cost_key
 from verl_tlt.speculation.costs.tables import TableKey, load_table
 from verl_tlt.speculation.types import OFF
@@ -96,7 +96,7 @@ def test_the_key_of_a_calibration_is_what_costs_depend_on(tmp_path):
 
 
 def test_a_policy_that_is_not_here_is_one_sentence(tmp_path):
-    job = Job(
+    job = EngineJob(
         "calibrate",
         ["actor_rollout_ref.model.path=/nowhere/policy", "+tlt=default"],
         "ppo_trainer",

@@ -7,18 +7,18 @@ from omegaconf import open_dict
 
 from verl_tlt.compat.versions import installed
 from verl_tlt.config import DrafterConfig, SpeculationConfig, TLTConfig, TLTConfigError
-from verl_tlt.doctor.facts import Run, read_environment, read_run, read_settings
+from verl_tlt.doctor.facts import RecipeFacts, read_environment, read_recipe, read_settings
 
 DEFAULTS = TLTConfig()
 
 
 def test_a_good_recipe_reads_as_a_good_run(recipe):
-    assert read_run(recipe, DEFAULTS) == Run()
+    assert read_recipe(recipe, DEFAULTS) == RecipeFacts()
 
 
 def test_the_mode_is_read_the_same_before_and_after_activation(recipe):
     recipe.trainer.v1.trainer_mode = "tlt_sync"
-    assert read_run(recipe, DEFAULTS).trainer_mode == "sync"
+    assert read_recipe(recipe, DEFAULTS).trainer_mode == "sync"
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_keys(recipe, key, value, field, expected):
 
     with open_dict(recipe):
         OmegaConf.update(recipe, key, value, force_add=True)
-    assert getattr(read_run(recipe, DEFAULTS), field) == expected
+    assert getattr(read_recipe(recipe, DEFAULTS), field) == expected
 
 
 @pytest.mark.parametrize(
@@ -67,18 +67,18 @@ def test_what_the_engines_would_refuse_is_known_before_ray_starts(recipe, key, v
     pytest.importorskip("vllm")
     with open_dict(recipe):
         recipe.actor_rollout_ref.rollout.engine_kwargs.vllm[key] = value
-    (problem,) = read_run(recipe, DEFAULTS).engine_problems
+    (problem,) = read_recipe(recipe, DEFAULTS).engine_problems
     assert sentence in problem
-    assert read_run(recipe, TLTConfig(speculation=SpeculationConfig(enable=False))).engine_problems == ()
+    assert read_recipe(recipe, TLTConfig(speculation=SpeculationConfig(enable=False))).engine_problems == ()
 
 
 def test_a_fixed_length_without_graphs_is_known_before_ray_starts(recipe):
     pytest.importorskip("vllm")
     settings = TLTConfig(speculation=SpeculationConfig(policy="fixed", fixed=2))
-    assert "fixed=2 is none of the engine's draft lengths [0, 1, 3]" in read_run(recipe, settings).engine_problems[0]
+    assert "fixed=2 is none of the engine's draft lengths [0, 1, 3]" in read_recipe(recipe, settings).engine_problems[0]
     with open_dict(recipe):
         recipe.actor_rollout_ref.rollout.enforce_eager = True
-    assert read_run(recipe, settings).engine_problems == ()
+    assert read_recipe(recipe, settings).engine_problems == ()
 
 
 def test_an_installed_logits_processor_that_vllm_would_leave_out_is_named(recipe, tmp_path, monkeypatch):
@@ -88,7 +88,7 @@ def test_an_installed_logits_processor_that_vllm_would_leave_out_is_named(recipe
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: censor\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[vllm.logits_processors]\ncensor = censor.core:Censor\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    (problem,) = read_run(recipe, DEFAULTS).engine_problems
+    (problem,) = read_recipe(recipe, DEFAULTS).engine_problems
     assert "censor.core:Censor would silently do nothing" in problem
 
 
@@ -101,14 +101,14 @@ def test_an_installed_logits_processor_that_vllm_would_leave_out_is_named(recipe
 )
 def test_aux_layers_the_policy_does_not_have_are_known_before_ray_starts(recipe, layers, sentence):
     settings = TLTConfig(drafter=DrafterConfig(aux_layers=layers))
-    assert read_run(recipe, settings).drafter_problem.startswith(sentence)
-    assert read_run(recipe, DEFAULTS).drafter_problem is None
+    assert read_recipe(recipe, settings).drafter_problem.startswith(sentence)
+    assert read_recipe(recipe, DEFAULTS).drafter_problem is None
 
 
 def test_data_files_may_be_one_several_a_glob_or_remote(recipe, tmp_path):
     recipe.data.train_files = [str(tmp_path / "*.parquet"), "hdfs://far/away.parquet", str(tmp_path / "absent.parquet")]
     recipe.data.val_files = str(tmp_path / "no" / "*.parquet")
-    assert read_run(recipe, DEFAULTS).missing_data == (
+    assert read_recipe(recipe, DEFAULTS).missing_data == (
         ("data.train_files", str(tmp_path / "absent.parquet")),
         ("data.val_files", str(tmp_path / "no" / "*.parquet")),
     )
@@ -117,13 +117,13 @@ def test_data_files_may_be_one_several_a_glob_or_remote(recipe, tmp_path):
 def test_a_custom_dataset_reads_what_it_likes(recipe):
     recipe.data.train_files = "not-a-path"
     recipe.data.custom_cls.path = "mine.py"
-    assert read_run(recipe, DEFAULTS).missing_data == ()
+    assert read_recipe(recipe, DEFAULTS).missing_data == ()
 
 
 def test_policy_problems_name_the_key(recipe, tmp_path):
     def problem(path):
         recipe.actor_rollout_ref.model.path = str(path)
-        return read_run(recipe, DEFAULTS).policy_problem
+        return read_recipe(recipe, DEFAULTS).policy_problem
 
     assert "is not a directory" in problem("/nowhere/policy")
     assert "is not a directory" in problem("models/not/here")
@@ -137,7 +137,7 @@ def test_policy_problems_name_the_key(recipe, tmp_path):
 
 def test_a_drafter_that_is_not_there(recipe):
     settings = TLTConfig(drafter=DrafterConfig(path="/nowhere/drafter"))
-    problem = read_run(recipe, settings).drafter_problem
+    problem = read_recipe(recipe, settings).drafter_problem
     assert problem == "tlt.drafter.path=/nowhere/drafter is not a directory on this machine."
 
 
@@ -152,21 +152,21 @@ def test_a_drafter_of_another_policy_names_file_and_field(recipe, tmp_path, fiel
     (drafter / "config.json").write_text(
         json.dumps({"speculators_model_type": "eagle3", "transformer_layer_config": layer})
     )
-    problem = read_run(recipe, TLTConfig(drafter=DrafterConfig(path=str(drafter)))).drafter_problem
+    problem = read_recipe(recipe, TLTConfig(drafter=DrafterConfig(path=str(drafter)))).drafter_problem
     assert problem.startswith("tlt.drafter.path: ") and str(drafter / "config.json") in problem and named in problem
 
 
 def test_a_ray_client_driver_looks_at_no_file(recipe, monkeypatch):
     recipe.data.train_files = "/only/on/the/cluster.parquet"
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
-    run = read_run(recipe, TLTConfig(drafter=DrafterConfig(path="/only/there")))
+    run = read_recipe(recipe, TLTConfig(drafter=DrafterConfig(path="/only/there")))
     assert run.remote_driver and run.missing_data == () and run.drafter_problem is None
 
 
 def test_an_unresolvable_key_is_named(recipe):
     recipe.actor_rollout_ref.rollout.name = "${no.such.key}"
     with pytest.raises(TLTConfigError, match=r"actor_rollout_ref\.rollout\.name cannot be read"):
-        read_run(recipe, DEFAULTS)
+        read_recipe(recipe, DEFAULTS)
 
 
 def test_settings_default_without_a_tlt_node(recipe):

@@ -6,7 +6,7 @@ import pytest
 
 from verl_tlt.compat.versions import SUPPORTED, release
 from verl_tlt.config import DrafterConfig, SpotConfig, TLTConfig
-from verl_tlt.doctor.facts import Environment, Run
+from verl_tlt.doctor.facts import Environment, RecipeFacts
 from verl_tlt.doctor.rules import MODES, examine, judge_version
 
 GOOD = Environment("3.11.9", {"verl": "0.9.1", "vllm": "0.24.0", "speculators": "0.9.0"})
@@ -20,7 +20,7 @@ def levels(run, settings=None):
 
 
 def test_a_good_run_has_nothing_to_say():
-    assert levels(Run()) == {}
+    assert levels(RecipeFacts()) == {}
 
 
 @pytest.mark.parametrize(
@@ -78,49 +78,51 @@ def test_releases_compare_as_numbers():
     ],
 )
 def test_each_impossible_run_is_refused_for_that_one_reason(change, what):
-    assert levels(Run(**change)) == {what: "refuse"}
+    assert levels(RecipeFacts(**change)) == {what: "refuse"}
 
 
 def test_an_unsupported_mode_says_which_are_supported():
-    finding = next(f for f in examine(GOOD, Run(trainer_mode="fully_async"), TLTConfig()) if f.level == "refuse")
+    finding = next(
+        f for f in examine(GOOD, RecipeFacts(trainer_mode="fully_async"), TLTConfig()) if f.level == "refuse"
+    )
     assert "fully_async" in finding.sentence and all(mode in finding.sentence for mode in MODES)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_of_the_v1_trainer_is_welcome(mode):
-    assert levels(Run(trainer_mode=mode)) == {}
+    assert levels(RecipeFacts(trainer_mode=mode)) == {}
 
 
 @pytest.mark.parametrize("strategy", ["veomni", "torchtitan", "automodel", "mindspeed"])
 def test_an_engine_without_a_tap_speculates_only(strategy):
-    assert levels(Run(strategy=strategy)) == {"actor_rollout_ref.actor.strategy": "warn"}
+    assert levels(RecipeFacts(strategy=strategy)) == {"actor_rollout_ref.actor.strategy": "warn"}
 
 
 def test_megatron_feeds_the_drafter_unless_it_deals_sequences_out_anew():
-    assert levels(Run(strategy="megatron")) == {}
+    assert levels(RecipeFacts(strategy="megatron")) == {}
     key = "actor_rollout_ref.actor.megatron.dynamic_context_parallel"
-    assert levels(Run(strategy="megatron", dynamic_context_parallel=True)) == {key: "warn"}
+    assert levels(RecipeFacts(strategy="megatron", dynamic_context_parallel=True)) == {key: "warn"}
 
 
 def test_a_random_drafter_that_cannot_learn_is_called_useless():
     def sentence(settings):
-        return next(f.sentence for f in examine(GOOD, Run(strategy="veomni"), settings) if f.level == "warn")
+        return next(f.sentence for f in examine(GOOD, RecipeFacts(strategy="veomni"), settings) if f.level == "warn")
 
     assert "random" in sentence(TLTConfig())
     assert "random" not in sentence(TLTConfig(drafter=DrafterConfig(path="/d")))
 
 
 def test_bypass_mode_warns_that_nothing_feeds_the_drafter():
-    assert levels(Run(bypass_old_log_prob=True)) == {"algorithm.rollout_correction.bypass_mode": "warn"}
+    assert levels(RecipeFacts(bypass_old_log_prob=True)) == {"algorithm.rollout_correction.bypass_mode": "warn"}
 
 
-@pytest.mark.parametrize("run", [Run(strategy="veomni"), Run(bypass_old_log_prob=True)])
+@pytest.mark.parametrize("run", [RecipeFacts(strategy="veomni"), RecipeFacts(bypass_old_log_prob=True)])
 def test_a_drafter_that_is_not_to_learn_needs_no_tap(run):
     assert levels(run, TLTConfig(spot=SpotConfig(enable=False))) == {}
 
 
 def test_a_remote_driver_warns_instead_of_judging_its_own_disk():
-    run = Run(remote_driver=True, missing_data=(("data.train_files", "/x"),))
+    run = RecipeFacts(remote_driver=True, missing_data=(("data.train_files", "/x"),))
     assert levels(run) == {"ray_init.address": "warn"}
 
 
@@ -129,7 +131,7 @@ def test_without_a_run_only_packages_are_judged():
 
 
 def test_every_finding_that_is_not_ok_is_one_sentence():
-    worst = Run(
+    worst = RecipeFacts(
         trainer_mode="x", use_v1=False, other_trainer="rollout", strategy="veomni", rollout="sglang",
         disaggregation=True, data_parallel=2, refused_sampling=("k",), engine_problems=("s.",), mtp_rollout=True,
         missing_data=(("data.train_files", "/x"),),

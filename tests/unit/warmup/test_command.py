@@ -13,7 +13,7 @@ from verl_tlt.cli import app
 from verl_tlt.drafter import check_drafter, load_drafter, provenance
 from verl_tlt.warmup import command, train
 from verl_tlt.warmup.command import Warmup, warmup
-from verl_tlt.warmup.engine import Sampling
+from verl_tlt.warmup.engine import SamplingSettings
 from verl_tlt.warmup.train import Budget
 
 QUIET = Console(quiet=True)
@@ -23,7 +23,7 @@ QUIET = Console(quiet=True)
 def settings(policy_dir, prompts_file, tmp_path):
     def make(**changes):
         defaults = dict(
-            model=policy_dir, prompts=prompts_file, out=tmp_path / "drafter", sampling=Sampling(max_tokens=24),
+            model=policy_dir, prompts=prompts_file, out=tmp_path / "drafter", sampling=SamplingSettings(max_tokens=24),
             budget=Budget(epochs=3), batch_tokens=128, learning_rate=3e-3, device="cpu", objective="eagle",
         )  # fmt: skip
         return Warmup(**{**defaults, **changes})
@@ -64,8 +64,8 @@ def test_killed_and_run_again_it_ends_where_it_would_have(settings, answered, mo
     other = settings(out=straight.out.with_name("other"))
     answered(other.work)
     with monkeypatch.context() as patch:
-        call = train.Run.__call__
-        patch.setattr(train.Run, "__call__", lambda run, tell: call(run, save_and_die))
+        call = train.TrainingRun.__call__
+        patch.setattr(train.TrainingRun, "__call__", lambda run, tell: call(run, save_and_die))
         with pytest.raises(Killed):
             warmup(other, QUIET)
     assert not other.out.exists() and (other.work / "state.pt").is_file()

@@ -16,7 +16,7 @@ from verl_tlt.drafter import (
     refresh_verifier_weights,
     save_drafter,
 )
-from verl_tlt.warmup.engine import Response, Sampling, Served
+from verl_tlt.warmup.engine import Response, SamplingSettings, Served
 from verl_tlt.warmup.evaluate import Verdict, _prompts, report, score
 from verl_tlt.warmup.prompts import load_tokenizer, read_prompts
 
@@ -31,7 +31,7 @@ def test_the_prediction_is_that_of_acceptance_on_the_same_text(drafter, policy_d
     prompts = [tuple(int(word[1:]) for word in line.split()) for line in prompt_lines[:6]]
     responses = [Response(i, 0, tuple(answers[i][: 8 + i]), True) for i in range(6)]
     served = Served(20, (5, 2, 1), 1.0)
-    verdict = score(drafter, policy_dir, prompts, responses, served, Sampling(temperature=0.7), "cpu", 3)
+    verdict = score(drafter, policy_dir, prompts, responses, served, SamplingSettings(temperature=0.7), "cpu", 3)
     model = build_drafter(policy_dir, seed=3)
     refresh_verifier_weights(model, VerifierWeights.from_policy_dir(policy_dir))
     states = PolicyStates(load_policy(policy_dir, "cpu"), model.target_layer_ids)
