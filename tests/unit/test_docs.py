@@ -94,6 +94,31 @@ def test_links_to_a_heading_find_it(page):
             assert anchor in slugs, f"{page.name} links to {target}"
 
 
+def test_every_room_is_on_the_page_that_explains_the_parts():
+    rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()} - {"conf"}
+    page = (DOCS / "how-it-works.md").read_text()
+    assert set(re.findall(r"\]\(\.\./verl_tlt/([a-z_]+)/\)", page)) >= rooms
+
+
+def test_every_patch_has_a_row():
+    found = re.findall(r"^\| \[[a-z]+ \d+\]\(\.\./(patches/\S+)\) \|", (DOCS / "recipes.md").read_text(), re.MULTILINE)
+    assert set(found) == {str(path.relative_to(ROOT)) for path in ROOT.glob("patches/*/*.patch")}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_modules_named_in_a_page_exist(page):
+    for name in re.findall(r"\b(?:verl_tlt|demo|benchmarks)(?:\.[a-z_]+)+", page.read_text()):
+        path, *rest = name.split(".")
+        here = ROOT / path
+        while rest and (here / rest[0]).is_dir():
+            here /= rest.pop(0)
+        if rest and (here / f"{rest[0]}.py").exists():
+            continue
+        if rest:  # a name that the package exports
+            exported = ast.parse((here / "__init__.py").read_text())
+            assert rest[0] in ast.unparse(exported), f"{page.name} names {name}"
+
+
 def test_the_built_site_has_every_page():
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 
