@@ -14,11 +14,13 @@ from pathlib import Path
 
 import pytest
 
+import demo
 import verl_tlt
+from demo.upstream_api import DEMO
 from verl_tlt.compat.sources import SourceTree, check_symbols, source_root
 from verl_tlt.compat.upstream_api import SYMBOLS, Symbol
 
-PACKAGE = Path(verl_tlt.__file__).parent
+OURS = [(Path(verl_tlt.__file__).parent, SYMBOLS), (Path(demo.__file__).parent, DEMO)]
 CACHE = os.environ.get("TLT_CONTRACT_CACHE")
 RELEASES = [("verl", "0.9.0"), ("verl", "0.9.1"), ("vllm", "0.24.0"), ("vllm", "0.26.0"), ("vllm", "0.28.0")]
 LACKING = {
@@ -49,7 +51,9 @@ def sources(package, version):
 
 
 def wrong(root, package):
-    return {f"{symbol.name} {problem}" for symbol, problem in check_symbols(root, package) if problem}
+    return {
+        f"{symbol.name} {problem}" for symbol, problem in check_symbols(root, package, [*SYMBOLS, *DEMO]) if problem
+    }
 
 
 @pytest.mark.parametrize("package", ["verl", "vllm"])
@@ -65,11 +69,11 @@ def test_another_release(package, version):
     assert {line.partition(":")[2].split()[0].partition(".")[0] for line in found} == lacking, "\n".join(sorted(found))
 
 
-def test_every_import_of_verl_and_vllm_is_listed():
-    listed = {symbol.name.partition(":")[0] for symbol in SYMBOLS}
-    listed |= {"verl.experimental.agent_loop.agent_loop", "verl.experimental.agent_loop.tool_agent_loop"}  # only types
+@pytest.mark.parametrize(("ours", "symbols"), OURS)
+def test_every_import_of_verl_and_vllm_is_listed(ours, symbols):
+    listed = {symbol.name.partition(":")[0] for symbol in symbols}
     imported = {}
-    for path in PACKAGE.rglob("*.py"):
+    for path in ours.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("verl", "vllm"):
                 for alias in node.names:
@@ -80,13 +84,12 @@ def test_every_import_of_verl_and_vllm_is_listed():
         is_module = tree[package].problem(Symbol(f"{name}:")) is None
         defined_here = {module, name} if is_module else {module}
         through = {"vllm": {"vllm.sampling_params"}, "vllm.platforms": {"vllm.platforms.interface"}}.get(module, set())
-        assert (defined_here | through) & listed, (
-            f"{file} imports {name}, which verl_tlt/compat/upstream_api.py does not list"
-        )
+        assert (defined_here | through) & listed, f"{file} imports {name}, which {ours.name}'s list does not have"
 
 
-def test_every_symbol_names_a_file_of_ours():
-    assert all((PACKAGE / symbol.used_by).is_file() for symbol in SYMBOLS)
+@pytest.mark.parametrize(("ours", "symbols"), OURS)
+def test_every_symbol_names_a_file_of_ours(ours, symbols):
+    assert all((ours / symbol.used_by).is_file() for symbol in symbols)
 
 
 @pytest.mark.parametrize(

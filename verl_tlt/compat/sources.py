@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from verl_tlt.compat.upstream_api import SYMBOLS, Symbol
@@ -123,7 +123,7 @@ def source_root(package: str) -> Path | None:
     return Path(next(iter(spec.submodule_search_locations))).parent
 
 
-def check_symbols(root: Path, package: str) -> list[tuple[Symbol, str | None]]:
-    """Every symbol of `package` with what is wrong with it below `root` (None: nothing), in the list's order."""
+def check_symbols(root: Path, package: str, symbols: Sequence[Symbol] = SYMBOLS) -> list[tuple[Symbol, str | None]]:
+    """Those of `symbols` in `package` with what is wrong with them below `root` (None: nothing), in the same order."""
     tree = SourceTree(root)
-    return [(symbol, tree.problem(symbol)) for symbol in SYMBOLS if symbol.package == package]
+    return [(symbol, tree.problem(symbol)) for symbol in symbols if symbol.package == package]
