@@ -51,9 +51,8 @@ def sources(package, version):
 
 
 def wrong(root, package):
-    return {
-        f"{symbol.name} {problem}" for symbol, problem in check_symbols(root, package, [*SYMBOLS, *DEMO]) if problem
-    }
+    checked = check_symbols(root, package, [*SYMBOLS, *DEMO])
+    return {f"{symbol.name} {problem}" for symbol, problem in checked if problem}
 
 
 @pytest.mark.parametrize("package", ["verl", "vllm"])

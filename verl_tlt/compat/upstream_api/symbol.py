@@ -1,4 +1,4 @@
-"""One thing of verl's or vLLM's that we rely on, as `verl_tlt.compat.sources` looks it up in a release's source text."""
+"""A thing of verl's or vLLM's that we rely on; `compat.sources` looks it up in a release's source text."""
 
 from __future__ import annotations
 
