@@ -21,7 +21,9 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 logger = logging.getLogger(__name__)
 
-FLAG = re.compile(r"""^\+{0,2}(trainer\.plugin=['"]?tlt['"]?|tlt(@[^=]*)?=.+)$""", re.IGNORECASE)
+FLAG = re.compile(r"""^\+{0,2}(trainer\.plu\w*=['"]?tlt\w*['"]?|tlt(@[^=]*|\.[^=]+)?=.+)$""", re.IGNORECASE)
+"""Whatever was meant for TLT, slips of the hand included: where the plugin is loaded, it refuses those itself."""
+OFF = re.compile(r"^\+{0,2}trainer\.plugin=(null|None|~)?$")
 MAIN = "verl.trainer.main_ppo"
 OTHERS = ("verl.experimental.fully_async_policy.fully_async_main", "verl.experimental.one_step_off_policy.main_ppo")
 """verl's experimental trainers: built directly, without the hooks by which TLT knows when devices are idle and when a
@@ -56,6 +58,8 @@ def refusal(argv: Sequence[str], modules: Mapping[str, ModuleType], environ: Map
         environ: where verl's own plugin switch is.
     """
     if "verl" not in modules or not any(FLAG.match(argument) for argument in argv):
+        return None
+    if any(OFF.match(argument) for argument in argv):
         return None
     main = next((name for name in OTHERS if name in modules), _main_name(modules.get("__main__")))
     if main and main.startswith("verl.") and main != MAIN:

@@ -5,7 +5,8 @@ So it uses the standard library only, cannot raise, and merely arms post-import 
 `verl.utils.config.validate_config`, which `main_ppo` calls before Ray starts, and the trainer lookup of the
 process that builds the trainer. Whether that worked is `armed()`; the Hydra search-path plugin
 (`hydra_plugins/verl_tlt_search.py`) asks, because an entry point that failed cannot refuse anything itself.
-Without the flag both hooks call straight through, and nothing else of verl-tlt is imported. A verl with
+Without the flag both hooks call straight through, and nothing else of verl-tlt is imported, unless the config says
+something that was meant for TLT and would do nothing (`verl_tlt.flag`): that is refused. A verl with
 `patches/verl/0001` loads the plugin it is asked for by itself (`activation.configure`, entry point
 `verl.trainer_plugins`); then there is nothing to hook.
 """
@@ -18,22 +19,13 @@ import os
 import sys
 from typing import Any
 
-from verl_tlt import MODE_PREFIX
+from verl_tlt import MODE_PREFIX, flag
 
-NAME = "tlt"
 CONFIG_MODULE = "verl.utils.config"
 TRAINER_MODULE = "verl.trainer.ppo.v1.trainer_base"
 
 logger = logging.getLogger(__name__)
 _state = {"armed": False}
-
-
-def wanted(config: Any) -> bool:
-    """Whether a verl config asks for TLT: `trainer.plugin=tlt`, or a trainer mode that only TLT has."""
-    trainer = config.get("trainer") or {}
-    if str(trainer.get("plugin") or "").strip().lower() == NAME:
-        return True
-    return str((trainer.get("v1") or {}).get("trainer_mode") or "").startswith(MODE_PREFIX)
 
 
 def native() -> bool:
@@ -59,7 +51,8 @@ def _wrap_validate_config(module: Any) -> None:
 
     @functools.wraps(original)
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> Any:
-        if not wanted(config):
+        if not flag.wanted(config):
+            _refuse_a_mistake(config)
             return original(config, *args, **kwargs)
         try:
             import verl_tlt.activation as activation
@@ -78,6 +71,21 @@ def _wrap_validate_config(module: Any) -> None:
     package: Any = sys.modules.get(CONFIG_MODULE.rpartition(".")[0])
     if package is not None and getattr(package, "validate_config", None) is original:
         package.validate_config = validate_config  # verl.utils re-exports it
+
+
+def _refuse_a_mistake(config: Any) -> None:
+    """Stop a run that was meant to be a TLT run and would silently be a stock one.
+
+    Raises:
+        SystemExit: one sentence that names the key.
+    """
+    try:
+        sentence = flag.mistaken(config)
+    except Exception:
+        logger.warning("verl-tlt could not look for misspelt flags in this config.", exc_info=True)
+        return
+    if sentence:
+        raise SystemExit(f"verl-tlt: {sentence}")
 
 
 def _wrap_get_trainer_cls(module: Any) -> None:

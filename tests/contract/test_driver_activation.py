@@ -63,7 +63,16 @@ FACTS = """
             assert trainer.tlt_base_mode == mode and issubclass(trainer, v1.get_trainer_cls(mode))
         except ValueError as error:
             found[mode] = str(error)
-    print(json.dumps({"facts": facts, "ours": ours, "trainers": found}))
+    said = {}
+    for mistake in (["+trainer.plugin=tlt2"], ["+trainer.plugn=tlt"], ["+tlt.drafter.path=/d"],
+                    ["+tlt.drafter.path=/d", "+trainer.plugin=null"]):
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            config = compose("ppo_trainer", overrides=[*sys.argv[1:], *mistake])
+        try:
+            said[mistake[-1]] = validate_config(config, use_reference_policy=False, use_critic=False)
+        except SystemExit as stop:
+            said[mistake[-1]] = str(stop)
+    print(json.dumps({"facts": facts, "ours": ours, "trainers": found, "mistakes": said}))
 """
 
 FLAG = "+trainer.plugin=tlt"
@@ -103,6 +112,7 @@ def ended(place):
             [*main, "+tlt=default", "data.train_files=/nowhere/train.parquet", "tlt.drafter.path=/nowhere/drafter"],
             {},
         ),
+        "misspelt": ([*main, "+trainer.plugn=tlt"], {}),
         "fully async": (["-m", FULLY_ASYNC, f"hydra.run.dir={place / 'hydra'}", FLAG], {}),
         "one step off": (["-m", ONE_STEP_OFF, f"hydra.run.dir={place / 'hydra'}", "+tlt=default"], {}),
         "no flag": (facts, {}),
@@ -132,6 +142,7 @@ def ended(place):
             "plugins off",
             ["trainer.plugin=tlt needs the plugin that VERL_USE_EXTERNAL_PLUGINS=none keeps verl from loading."],
         ),
+        ("misspelt", ["trainer.plugn=tlt has no effect; did you mean trainer.plugin=tlt?"]),
         ("fully async", [f"trainer.plugin=tlt works with verl.trainer.main_ppo, and this is {FULLY_ASYNC}."]),
         ("one step off", [f"trainer.plugin=tlt works with verl.trainer.main_ppo, and this is {ONE_STEP_OFF}."]),
         ("unknown key", ["tlt.speculation.polcy is not a setting of verl-tlt. Did you mean tlt.speculation.policy?"]),
@@ -165,9 +176,21 @@ def test_without_the_flag_verl_is_as_without_the_plugin(ended):
     hydra = {"verl_tlt", "verl_tlt.conf"}  # the search path
     assert set(without["ours"]) == hydra
     assert set(with_plugin["ours"]) == hydra | {
-        "verl_tlt.plugin", "verl_tlt.compat", "verl_tlt.compat.import_hooks", "verl_tlt.compat.cpu",
+        "verl_tlt.plugin", "verl_tlt.flag", "verl_tlt.compat", "verl_tlt.compat.import_hooks", "verl_tlt.compat.cpu",
         "verl_tlt.compat.cpu.entry",
     }  # fmt: skip
+
+
+def test_what_was_meant_for_tlt_never_trains_stock_verl_in_silence(ended):
+    assert report(ended["no flag"])["mistakes"] == {
+        "+trainer.plugin=tlt2": "verl-tlt: trainer.plugin=tlt2 names no trainer plugin that is installed here; "
+        "did you mean trainer.plugin=tlt?",
+        "+trainer.plugn=tlt": "verl-tlt: trainer.plugn=tlt has no effect; did you mean trainer.plugin=tlt?",
+        "+tlt.drafter.path=/d": "verl-tlt: tlt.drafter.path is set but TLT is off: add +trainer.plugin=tlt, or "
+        "+trainer.plugin=null to run stock verl.",
+        "+trainer.plugin=null": None,
+    }
+    assert set(report(ended["no plugin"])["mistakes"].values()) == {None}
 
 
 def test_the_process_that_builds_the_trainer_finds_tlt_or_stops(ended):

@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "idle": set(),
     "simulate": {"errors", "speculation"},
     # what every process may carry
+    "flag": set(),
     "messages": {"speculation"},
     "config": {"errors", "speculation"},
     "compat": {"errors"},
@@ -41,16 +42,16 @@ MAY_IMPORT = {
     "console": set(),
     "report": {"console", "errors", "trace"},
     "warmup": SHARED | {"compat", "console", "drafter"},
-    "doctor": SHARED | {"channel", "compat", "drafter", "idle", "server", "speculation", "trainer"},
+    "doctor": SHARED | {"channel", "compat", "drafter", "flag", "idle", "server", "speculation", "trainer"},
     # what a run and a shell begin with
     "activation": SHARED | {"compat", "doctor", "trainer"},
-    "plugin": {"activation", "compat", "trainer"},
+    "plugin": {"activation", "compat", "flag", "trainer"},
     "cli": SHARED | {"compat", "doctor", "drafter", "report", "trainer", "warmup"},
     "conf": set(),
 }
 FRAMEWORKS_OF = {
     **{room: set() for room in ("errors", "speculation", "idle", "simulate", "messages", "config", "channel", "trace")},
-    **{room: set() for room in ("console", "report", "plugin", "activation", "cli", "conf")},
+    **{room: set() for room in ("console", "report", "plugin", "activation", "cli", "conf", "flag")},
     "drafter": {"torch", "transformers", "speculators"},
     "compat": FRAMEWORKS,  # only on the CPU platform
     "engine_core": {"vllm"},
@@ -62,7 +63,7 @@ FRAMEWORKS_OF = {
     "warmup": {"torch", "transformers", "vllm"},
     "doctor": {"torch", "transformers", "verl", "vllm"},
 }
-STANDARD = ("__init__.py", "plugin.py", "compat/import_hooks.py", "config.py", "speculation/types.py")
+STANDARD = ("__init__.py", "plugin.py", "compat/import_hooks.py", "config.py", "flag.py", "speculation/types.py")
 """What every process loads, TLT or not."""
 
 

@@ -23,25 +23,6 @@ def stock_module():
     return module
 
 
-@pytest.mark.parametrize(
-    ("trainer", "expected"),
-    [
-        ({"plugin": "tlt"}, True),
-        ({"plugin": "TLT"}, True),
-        ({"plugin": None}, False),
-        ({"plugin": "other"}, False),
-        ({"v1": {"trainer_mode": "tlt_sync"}}, True),
-        ({"v1": {"trainer_mode": "sync"}}, False),
-        ({}, False),
-        (None, False),
-    ],
-)
-def test_the_flag_is_recognised(trainer, expected):
-    config = OmegaConf.create({"trainer": trainer})
-    OmegaConf.set_struct(config, True)
-    assert plugin.wanted(config) is expected
-
-
 def test_importing_the_plugin_loads_the_standard_library_only():
     code = (
         "import sys; before = set(sys.modules); import verl_tlt.plugin\n"
@@ -69,6 +50,24 @@ def test_without_the_flag_the_call_goes_straight_through(recipe, monkeypatch):
     assert module.validate_config(recipe, True, use_critic=False) == "stock"
     assert module.calls == [(recipe, True, False)]
     assert OmegaConf.to_container(recipe) == before
+
+
+def test_what_was_meant_for_tlt_and_would_do_nothing_does_not_start(recipe, monkeypatch):
+    monkeypatch.setitem(sys.modules, "verl_tlt.activation", None)
+    recipe.trainer.plugin = "tlt2"
+    module = stock_module()
+    plugin._wrap_validate_config(module)
+    with pytest.raises(SystemExit, match=r"^verl-tlt: trainer\.plugin=tlt2 names no trainer plugin"):
+        module.validate_config(recipe, True, False)
+    assert module.calls == []
+
+
+def test_a_config_that_cannot_be_looked_at_is_left_to_verl(caplog):
+    config = OmegaConf.create({"trainer": {"plugn": "${nowhere}"}})
+    module = stock_module()
+    plugin._wrap_validate_config(module)
+    assert module.validate_config(config, True, False) == "stock"
+    assert "could not look for misspelt flags" in caplog.text
 
 
 def test_with_the_flag_the_run_is_rewritten_after_stock_validation(recipe):

@@ -33,18 +33,23 @@ ARMED = STOCK | {"verl_tlt.plugin": plugin(True)}
 
 @pytest.mark.parametrize(
     "argument",
-    ["+trainer.plugin=tlt", "trainer.plugin=tlt", "++trainer.plugin=tlt", "+trainer.plugin='tlt'", "+tlt=default"],
-)
+    [
+        "+trainer.plugin=tlt", "trainer.plugin=tlt", "++trainer.plugin=tlt", "+trainer.plugin='tlt'", "+tlt=default",
+        "+trainer.plugin=tlt2", "+trainer.plugn=tlt", "+tlt.drafter.path=/d", "tlt.spot.enable=False",
+    ],
+)  # fmt: skip
 def test_every_spelling_of_the_flag_is_guarded(argument):
     assert search.refusal([argument], STOCK, {}) is not None
     assert search.refusal([argument], ARMED, {}) is None
 
 
-@pytest.mark.parametrize(
-    "argument", ["trainer.plugin=null", "+trainer.plugin=other", "tlt.spot.enable=False", "tltx=1"]
-)
+@pytest.mark.parametrize("argument", ["trainer.plugin=null", "+trainer.plugin=other", "+trainer.plug=in", "tltx=1"])
 def test_other_arguments_are_not_the_flag(argument):
     assert search.refusal([argument], STOCK, {}) is None
+
+
+def test_a_run_that_says_it_is_stock_may_keep_its_settings():
+    assert search.refusal(["+tlt.spot.enable=False", "+trainer.plugin=null"], STOCK, {}) is None
 
 
 def test_other_hydra_applications_are_left_alone():

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from verl_tlt import flag
 from verl_tlt.compat.versions import SUPPORTED, installed
 from verl_tlt.config import TLTConfig, TLTConfigError
 from verl_tlt.server.engine_arguments import problems
@@ -39,6 +40,10 @@ class Environment:
 class RecipeFacts:
     """What one run asks for. Paths are as the user wrote them; problems name key and file already."""
 
+    on: bool = True
+    """Whether it asks for TLT at all."""
+    mistaken: str | None = None
+    """What was meant for TLT and would do nothing, in one sentence."""
     trainer_mode: str = "sync"
     use_v1: bool = True
     other_trainer: str | None = None
@@ -101,6 +106,8 @@ def read_recipe(config: DictConfig, settings: TLTConfig) -> RecipeFacts:
     remote = _is_remote(config)
     strategy, dynamic_context_parallel = read_actor(config)
     return RecipeFacts(
+        on=flag.wanted(config),
+        mistaken=flag.mistaken(config),
         trainer_mode=str(_select(config, "trainer.v1.trainer_mode", "sync")).removeprefix("tlt_"),
         use_v1=bool(_select(config, "trainer.use_v1", True)),
         other_trainer=next((node for node in ("async_training", "rollout") if node in config), None),

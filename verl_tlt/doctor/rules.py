@@ -48,11 +48,26 @@ def untapped(strategy: str, dynamic_context_parallel: bool) -> tuple[str, str] |
 
 
 def examine(environment: Environment, run: RecipeFacts | None, settings: TLTConfig) -> list[Finding]:
-    """All findings, environment first; without a run only the environment is judged."""
-    findings = [judge_version(s, environment.versions.get(s.name)) for s in SUPPORTED]
+    """All findings: is TLT on, the environment, the recipe; without a run only the environment is judged."""
+    findings = [] if run is None else [switched_on(run)]
+    findings += [judge_version(s, environment.versions.get(s.name)) for s in SUPPORTED]
     if run is not None:
         findings += [finding for rule in RULES for finding in rule(run, settings)]
     return findings
+
+
+def switched_on(run: RecipeFacts) -> Finding:
+    """Whether this recipe trains with TLT at all."""
+    what = "trainer.plugin"
+    if run.mistaken:
+        return Finding("refuse", what, f"TLT is off: {run.mistaken}")
+    if run.on:
+        return Finding("ok", what, "TLT is on")
+    return Finding(
+        "warn",
+        what,
+        "TLT is off: this recipe trains with stock verl until +trainer.plugin=tlt or +tlt=default is added.",
+    )
 
 
 def judge_version(supported: Supported, version: str | None) -> Finding:

@@ -19,6 +19,19 @@ def levels(run, settings=None):
     return {f.what: f.level for f in found if f.level != "ok"}
 
 
+@pytest.mark.parametrize(
+    ("run", "level", "begins"),
+    [
+        (RecipeFacts(), "ok", "TLT is on"),
+        (RecipeFacts(on=False), "warn", "TLT is off: this recipe trains with stock verl until +trainer.plugin=tlt"),
+        (RecipeFacts(on=False, mistaken="trainer.plugn=tlt has no effect."), "refuse", "TLT is off: trainer.plugn=tlt"),
+    ],
+)
+def test_the_first_line_says_whether_tlt_is_on(run, level, begins):
+    first = examine(GOOD, run, TLTConfig())[0]
+    assert (first.level, first.what) == (level, "trainer.plugin") and first.sentence.startswith(begins)
+
+
 def test_a_good_run_has_nothing_to_say():
     assert levels(RecipeFacts()) == {}
 
