@@ -37,8 +37,8 @@ def forward(actor: Any, rows: Any, budget: int | None) -> tuple[float, float, in
     actor.infer_batch(batch)
     seconds = time.perf_counter() - start
     actor.tap = tap
-    parts = tap.take() if budget is not None else []
-    return seconds, tap.seconds, sum(len(p.tokens) for p in parts), sum(p.nbytes for p in parts)
+    shards = tap.take() if budget is not None else []
+    return seconds, tap.seconds, sum(len(s.tokens) for s in shards), sum(s.states.nbytes for s in shards)
 
 
 def main() -> None:

@@ -6,9 +6,19 @@ turns it back (`to_dict`, `from_dict`), so that no other code sees one. Arrays a
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+Parameters = Mapping[str, np.ndarray]
+"""Trainable parameters of a drafter by name, or changes of them: float32."""
 
 STORE_NAME = "verl_tlt_drafter_store"
 """Name of the Ray actor that a starting server asks for the drafter (`trainer.drafter_store`)."""
@@ -33,9 +43,12 @@ class DrafterFile:
     """Conditional acceptance expected at each draft position, from held-out sequences; empty: unknown."""
 
 
-@dataclass
+# ---------------------------------------------------------------------- actor worker -> trainer -> spot worker
+
+
+@dataclass(frozen=True)
 class HiddenStateShard:
-    """What one rank holds of the captured window of one sequence."""
+    """What one rank holds of the captured window of one sequence: the tap's own copy, which travels as it is."""
 
     row: int
     """Number of the sequence in its group's batch."""
@@ -45,14 +58,211 @@ class HiddenStateShard:
     """Tokens of the window that belong to the prompt."""
     start: int
     """Position of the window in the sequence."""
-    last: int
-    """The policy's number of layers: under it `states` holds what goes into the final norm."""
     stretches: tuple[tuple[int, int], ...]
-    """Tokens [begin, end) of the window that this rank holds, in the order of the states' rows."""
-    states: dict[int, np.ndarray] = field(default_factory=dict)
-    """Inputs of layers, 16 bits [n, H] (see `to_numpy16`), of those this rank computes."""
+    """Tokens [begin, end) of the window that this rank holds, n in all, in the order of the states' rows."""
+    wanted: tuple[int, ...]
+    """Layers whose inputs make the sequence whole, ascending; the last one is the policy's number of layers, under
+    which goes the input of the final norm."""
+    layers: tuple[int, ...]
+    """Those of `wanted` that are here."""
+    states: np.ndarray
+    """16 bits [len(layers), n, H] (see `drafter.to_numpy16`)."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the states."""
-        return sum(s.nbytes for s in self.states.values())
+
+@dataclass(frozen=True)
+class VerifierArrays:
+    """The parts of the policy that the drafter shares: `drafter.VerifierWeights` in 16 bits."""
+
+    embed: np.ndarray
+    """[V, H]."""
+    lm_head: np.ndarray
+    """[V, H]."""
+    norm: np.ndarray
+    """[H]."""
+
+
+@dataclass(frozen=True)
+class TapReady:
+    """One rank's answer to `tlt_setup`."""
+
+    group: int
+    """The data-parallel rank, which is the same on all ranks that compute the same sequences."""
+    untapped: str | None = None
+    """Why this engine has no tap, in one sentence; None: it has one."""
+
+
+@dataclass(frozen=True)
+class TappedStates:
+    """What one rank's tap took from the last old-log-prob forward. The arrays stay in the object store of its node."""
+
+    shards: tuple[ObjectRef, ...]
+    """For each share of the sequences a list of `HiddenStateShard`."""
+    verifier_weights: ObjectRef | None
+    """`VerifierArrays`; None: as they were."""
+    seconds: float
+    """What the tap cost."""
+    errors: int
+    """Micro-batches it could not keep."""
+
+
+# ---------------------------------------------------------------------- spot worker -> trainer
+
+
+@dataclass(frozen=True)
+class RolloutSampling:
+    """The rollout's sampling settings, under which acceptance is judged."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+
+
+@dataclass(frozen=True)
+class BufferStats:
+    """What a spot worker's buffer holds after it took over a step's sequences."""
+
+    sequences: int
+    tokens: int
+    train_tokens: int
+    """Those that are trained on; the publish gate has the others."""
+    bytes: int
+    incomplete: int = 0
+    """Sequences of this step that were left out: a rank's shard is missing."""
+
+
+@dataclass(frozen=True)
+class SessionResult:
+    """One training session."""
+
+    outcome: Literal["stopped", "exhausted"]
+    """Stopped by the trainer, or its epochs over the buffer are used up."""
+    steps: int = 0
+    tokens: int = 0
+    epochs: float = 0.0
+    skipped: int = 0
+    """Micro-batches with a non-finite loss or gradient."""
+    seconds: float = 0.0
+    loss: float = math.nan
+    """Mean over the session's steps."""
+    acc: tuple[float, ...] = ()
+    """Share of positions whose drafter argmax is the policy's, by draft position."""
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one worker hands in to a merge. Its arrays are only read: they may be views into the object store."""
+
+    worker: str
+    tokens: int
+    """Tokens it trained on, its weight: those of the warm-up by their share of the full learning rate."""
+    steps: int
+    """Optimizer steps it made."""
+    delta: Parameters
+    """Change of each parameter since the version all agree on."""
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A weighted average, final or partial."""
+
+    delta: Parameters | None
+    """None when everything was excluded."""
+    tokens: int
+    """Tokens behind it."""
+    included: tuple[str, ...]
+    """Workers in it, in order."""
+    excluded: dict[str, str] = field(default_factory=dict)
+    """Worker -> why it is not in it."""
+    longest: int = 0
+    """Tokens of its longest session."""
+    squares: int = 0
+    """Sum of the sessions' squared tokens."""
+
+
+@dataclass(frozen=True)
+class AgreedParameters:
+    """What all spot workers hold alike, for one that joins them."""
+
+    candidate: Parameters
+    served: Parameters
+    initial: Parameters
+
+    def of(self, which: str) -> Parameters:
+        """One of the three by name."""
+        return {"candidate": self.candidate, "served": self.served, "initial": self.initial}[which]
+
+
+@dataclass(frozen=True)
+class HeldOutScores:
+    """Held-out acceptance of three drafters at the same positions, by sequence.
+
+    Drafters differ in how many drafts they need for the same text, so drafts are counted for each. Counts are
+    `SequenceScore.drafts` and `.accepted`, expected: drafts made over the sequence, then those of them whose first
+    1, 2, ..., K tokens are all accepted.
+
+    Raises:
+        ValueError: shapes that do not fit, or served or initial counts that no drafter can have.
+    """
+
+    positions: np.ndarray
+    """Positions judged in each sequence, int [S]."""
+    candidate: np.ndarray
+    """Counts [S, 1+K]."""
+    served: np.ndarray
+    """Counts [S, 1+K]."""
+    initial: np.ndarray
+    """Counts [S, 1+K]."""
+
+    def __post_init__(self) -> None:
+        """Refuse what does not belong together."""
+        shape = self.candidate.shape
+        if self.positions.ndim != 1 or len(shape) != 2 or len(self.positions) != shape[0]:
+            raise ValueError(f"Scores need positions [S] and counts [S, 1+K], not {self.positions.shape} and {shape}.")
+        for name in ("served", "initial"):
+            counts = self.of(name)
+            if counts.shape != shape:
+                raise ValueError(f"The {name} drafter has counts {counts.shape}, the candidate {shape}.")
+            # Counts are expectations over one text: they need not fall along the draft in every sequence.
+            if not np.isfinite(counts).all() or (counts < 0).any():
+                raise ValueError(f"The {name} drafter's counts must be finite and not negative.")
+
+    def of(self, which: str) -> np.ndarray:
+        """The counts [S, 1+K] of one drafter."""
+        return {"candidate": self.candidate, "served": self.served, "initial": self.initial}[which]
+
+    def accept_length(self, which: str) -> float:
+        """Tokens per draft of K tokens, over all sequences: 1 + those accepted; 1 where nothing was judged."""
+        counts = self.of(which).sum(axis=0)
+        return float(counts.sum() / counts[0]) if counts[0] else 1.0
+
+    def taus(self) -> dict[str, float]:
+        """Accept length of each drafter."""
+        return {which: self.accept_length(which) for which in ("candidate", "served", "initial")}
+
+    def conditional(self, which: str) -> list[float]:
+        """Chance, for each of the K draft positions, that it is accepted given that those before it were."""
+        counts = self.of(which).sum(axis=0).tolist()
+        return [min(1.0, b / a) if a > 0 else 0.0 for a, b in itertools.pairwise(counts)]
+
+
+@dataclass(frozen=True)
+class DrafterProvenance:
+    """Where a drafter in a checkpoint comes from: keys of its `provenance.json` and rows of its model card."""
+
+    version: int
+    """Publications before it."""
+    policy_step: int
+    """RL step of the policy it was saved with."""
+    policy: str
+    """Where the policy was loaded from."""
+    data: str
+    """The training files."""
+    data_sha256: str | None
+    """Their digest; None where they are not on this disk."""
+    objective: str
+    temperature: float
+    """The rollout's."""
+    acceptance: Sequence[float]
+    """Conditional acceptance by draft position on held-out sequences; empty: unknown."""
+    tokens_trained: int
+    """By all spot workers in this run."""

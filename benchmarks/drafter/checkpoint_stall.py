@@ -26,8 +26,8 @@ from packing import sequences_of
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import build_drafter, pack, save_drafter, to_drafter_file
-from verl_tlt.messages import DrafterFile
-from verl_tlt.spot_worker.learner import Sampling, SpotLearner
+from verl_tlt.messages import DrafterFile, RolloutSampling
+from verl_tlt.spot_worker.learner import SpotLearner
 
 
 def learner(hidden: int, vocabulary: int, directory: Path) -> SpotLearner:
@@ -41,7 +41,7 @@ def learner(hidden: int, vocabulary: int, directory: Path) -> SpotLearner:
     (directory / "config.json").write_text(json.dumps(policy))
     model = build_drafter(policy, seed=0)
     file = DrafterFile(0, *to_drafter_file(model, "float32"))
-    made = SpotLearner("a", TLTConfig(), str(directory), file, Sampling(1.0, 1.0, -1), "cpu")
+    made = SpotLearner("a", TLTConfig(), str(directory), file, RolloutSampling(1.0, 1.0, -1), "cpu")
     with torch.no_grad():
         for parameter in made.model.parameters():
             if parameter.isnan().any():

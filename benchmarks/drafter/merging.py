@@ -22,11 +22,11 @@ from study import CONFIG, K, new_drafter
 from trajectory import SHIPPED_POLICY, Taught, capture
 
 from demo.toy import task
-from verl_tlt.drafter import to_drafter_file
-from verl_tlt.messages import DrafterFile
-from verl_tlt.spot_worker.learner import Sampling, SpotLearner
+from verl_tlt.drafter import Sequence, to_drafter_file
+from verl_tlt.messages import DrafterFile, HeldOutScores, RolloutSampling, VerifierArrays
+from verl_tlt.spot_worker.learner import SpotLearner, counts
 from verl_tlt.spot_worker.merge import merge
-from verl_tlt.trainer.gate import Scores, relative_interval
+from verl_tlt.trainer.gate import relative_interval
 
 TEXTS, HELD_OUT = 100, 48
 """Sequences of each worker, and those all are judged on."""
@@ -50,16 +50,16 @@ def demonstrations(count: int, seed: int) -> list[tuple[list[int], int]]:
 class Team:
     """Workers from one random head, each with its share of the sequences."""
 
-    def __init__(self, shares: list[list[dict[str, Any]]], parts: dict[str, np.ndarray], seed: int) -> None:
+    def __init__(self, shares: list[list[Sequence]], weights: VerifierArrays, seed: int) -> None:
         config = dataclasses.replace(CONFIG, buffer=dataclasses.replace(CONFIG.buffer, held_out=0.0))
         file = DrafterFile(0, *to_drafter_file(new_drafter(seed), "float32"))
-        sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1)
+        sampling = RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
         self.workers = [
             SpotLearner(f"worker-{seed}-{i}", config, str(SHIPPED_POLICY), file, sampling, "cpu")
             for i in range(len(shares))
         ]
         for worker, share in zip(self.workers, shares, strict=True):
-            worker.add(0, share, parts)
+            worker.add(0, share, weights)
 
     def session(self, steps: list[int]) -> None:
         """Each worker trains that many micro-batches; then all merge."""
@@ -70,14 +70,14 @@ class Team:
         for worker in self.workers:
             worker.adopt(merged)
 
-    def counts(self, items: list[dict[str, Any]]) -> np.ndarray:
-        """[S, 1+K], see `trainer.gate.Scores`: of the agreed version, on the held-out sequences."""
-        return self.workers[0].score_on(items, ("candidate",), K)["candidate"]
+    def counts(self, sequences: list[Sequence]) -> np.ndarray:
+        """[S, 1+K], see `HeldOutScores`: of the agreed version."""
+        return counts(self.workers[0].score_on(sequences, ("candidate",), K)["candidate"], K)
 
 
 def compare(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
     """Accept length of `a` relative to `b`, minus one, with its paired 95 % interval."""
-    scores = Scores(np.ones(len(a), dtype=np.int64), a, b, b)
+    scores = HeldOutScores(np.ones(len(a), dtype=np.int64), a, b, b)
     low, high = relative_interval(scores, "served", error=0.025, seed=0)
     tau = scores.taus()
     return {"mean": round(tau["candidate"] / tau["served"] - 1, 4), "low": round(low, 4), "high": round(high, 4)}
@@ -86,21 +86,21 @@ def compare(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
 def one_seed(seed: int, sessions: int, steps: int) -> dict[str, Any]:
     """All arms of one seed; two workers, with equal and with unequal bubbles."""
     policy = Taught()
-    items = capture(policy, demonstrations(2 * TEXTS + HELD_OUT, seed))
-    parts = policy.verifier_weights()
-    left, right, held_out = items[:TEXTS], items[TEXTS : 2 * TEXTS], items[2 * TEXTS :]
+    sequences = capture(policy, demonstrations(2 * TEXTS + HELD_OUT, seed))
+    weights = policy.verifier_weights()
+    left, right, held_out = sequences[:TEXTS], sequences[TEXTS : 2 * TEXTS], sequences[2 * TEXTS :]
     arms = {
-        "merged": (Team([left, right], parts, seed), [steps, steps]),
-        "left_alone": (Team([left], parts, seed), [steps]),
-        "right_alone": (Team([right], parts, seed), [steps]),
-        "one_with_all_tokens": (Team([left + right], parts, seed), [2 * steps]),
-        "merged_unequal": (Team([left, right], parts, seed), [steps, steps // 4]),
+        "merged": (Team([left, right], weights, seed), [steps, steps]),
+        "left_alone": (Team([left], weights, seed), [steps]),
+        "right_alone": (Team([right], weights, seed), [steps]),
+        "one_with_all_tokens": (Team([left + right], weights, seed), [2 * steps]),
+        "merged_unequal": (Team([left, right], weights, seed), [steps, steps // 4]),
     }
     out: dict[str, Any] = {"seed": seed, "sessions": []}
     for _ in range(sessions):
         seen = {}
-        for name, (team, counts) in arms.items():
-            team.session(counts)
+        for name, (team, steps_each) in arms.items():
+            team.session(steps_each)
             seen[name] = team.counts(held_out)
         row: dict[str, Any] = {f"tau_{n}": round(float(c.sum() / c[:, 0].sum()), 4) for n, c in seen.items()}
         alone = max(("left_alone", "right_alone"), key=lambda n: row[f"tau_{n}"])

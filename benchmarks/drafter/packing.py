@@ -81,14 +81,13 @@ def _filled(batch: Batch, rows: int) -> Batch:
 
 def packed_batches(sequences: list[Sequence], budget: int, rng: random.Random) -> list[list[Batch]]:
     """All sequences once, as a session draws them."""
-    buffer: Buffer[Sequence] = Buffer(max_bytes=2**40, keep_steps=1, held_out=0.0)
+    buffer = Buffer(max_bytes=2**40, keep_steps=1, held_out=0.0)
     for i, s in enumerate(sequences):
-        buffer.add(step=0, index=i, prompt_len=s.prompt_len, length=len(s), nbytes=1, payload=s)
+        buffer.add(0, i, s)
     buffer.begin_session(max_epochs=1.0)
     batches = []
     while not buffer.exhausted():
-        windows = [w for w in buffer.sample_batch(rng, budget) if w.tokens > 1]
-        batches.append([pack([w.payload.window(w.begin, w.end) for w in windows])])
+        batches.append([pack([window for window in buffer.sample_batch(rng, budget) if len(window) > 1])])
     return batches
 
 

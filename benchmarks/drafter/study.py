@@ -42,11 +42,11 @@ from verl_tlt.drafter import (
     to_drafter_file,
     train_until,
 )
-from verl_tlt.messages import DrafterFile
+from verl_tlt.messages import DrafterFile, DrafterProvenance, RolloutSampling
 from verl_tlt.spot_worker.buffer import Buffer
-from verl_tlt.spot_worker.learner import Sampling, SpotLearner, to_sequence
+from verl_tlt.spot_worker.learner import SpotLearner, counts
 from verl_tlt.spot_worker.merge import merge
-from verl_tlt.trainer.gate import Scores, decide
+from verl_tlt.trainer.gate import decide
 
 STARTS = ("random", "generic", "in_domain")
 K = 3
@@ -95,19 +95,18 @@ def other_texts(count: int) -> list[Text]:
 def warm_up(texts: list[Text], directory: Path, name: str) -> None:
     """Train a head on `texts` under the start policy and save it."""
     policy = Taught()
-    items = capture(policy, texts)
     model = new_drafter(seed=0)
-    parts = policy.verifier_weights()
-    refresh_verifier_weights(model, VerifierWeights(**{k: from_numpy16(v) for k, v in parts.items()}))
+    weights = vars(policy.verifier_weights())
+    refresh_verifier_weights(model, VerifierWeights(**{part: from_numpy16(v) for part, v in weights.items()}))
     trainer = DrafterTrainer(model, learning_rate=2e-3, ttt_steps=CONFIG.drafter.passes)
-    buffer: Buffer[Any] = Buffer(max_bytes=2**31, keep_steps=1, held_out=0.0)
-    for i, one in enumerate(items):
-        buffer.add(step=0, index=i, prompt_len=one["prompt_len"], length=len(one["tokens"]), nbytes=1, payload=one)
+    buffer = Buffer(max_bytes=2**40, keep_steps=1, held_out=0.0)
+    for i, sequence in enumerate(capture(policy, texts)):
+        buffer.add(0, i, sequence)
     rng = random.Random(0)
 
     def batches() -> Iterator[Any]:
         while True:
-            yield pack([to_sequence(w) for w in buffer.sample_batch(rng, 512) if w.tokens > 1])
+            yield pack([window for window in buffer.sample_batch(rng, 512) if len(window) > 1])
 
     done = train_until(trainer, batches(), lambda: False, max_tokens=WARMUP_TOKENS)
     save_drafter(model, directory, {"start": name, "tokens": done.tokens, "loss": done.loss}, training_state=None)
@@ -144,7 +143,7 @@ class Arm:
             CONFIG,
             str(SHIPPED_POLICY),
             start_file(out, start, seed),
-            Sampling(temperature=1.0, top_p=1.0, top_k=-1),
+            RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1),
             "cpu",
         )
         self.step = self.version = 0
@@ -158,19 +157,20 @@ class Arm:
     def advance(self) -> dict[str, Any]:
         """One RL step; returns what was seen."""
         learner = self.learner
-        items, parts, _ = load_step(self._file(self.step))
-        learner.add(self.step, [], parts)  # engines share the policy's embedding and head, so both drafters follow them
-        scores = learner.score_on(items[::SCORED], ("served", "initial"), K)
+        sequences, weights, _ = load_step(self._file(self.step))
+        # Engines share the policy's embedding and head, so both drafters follow them.
+        learner.add(self.step, [], weights)
+        scores = learner.score_on(sequences[::SCORED], ("served", "initial"), K)
         row: dict[str, Any] = {"step": self.step, "version": self.version}
         for which, scored in (("served", "served"), ("frozen", "initial")):
-            counts = scores[scored].sum(axis=0)  # [1+K]
-            row[which] = [round(float(c), 3) for c in counts]
-            row[f"{which}_tau"] = round(float(counts.sum() / counts[0]), 4)
+            total = counts(scores[scored], K).sum(axis=0)  # [1+K]
+            row[which] = [round(float(c), 3) for c in total]
+            row[f"{which}_tau"] = round(float(total.sum() / total[0]), 4)
         if self.step % SAVE_POLICY == 0:
-            learner.save(str(self.drafters / f"step-{self.step:03d}"), {"step": self.step, "version": self.version})
+            learner.save(str(self.drafters / f"step-{self.step:03d}"), self._provenance())
         first = learner.trainer.steps
         session = learner.train(lambda: learner.trainer.steps - first >= SESSION_STEPS)
-        learner.add(self.step, items, None)
+        learner.add(self.step, sequences, None)
         row |= {"trained_tokens": session.tokens, "train_s": round(session.seconds, 2)}
         if session.steps:
             row |= self._learn()
@@ -185,9 +185,9 @@ class Arm:
         if merged.delta is None:
             return {"decision": "waits"}
         held_out = learner.score(K)
-        if not len(held_out["positions"]):
+        if not len(held_out.positions):
             return {"decision": "hold"}
-        decision = decide(Scores(**held_out), CONFIG.gate, seed=self.version).action
+        decision = decide(held_out, CONFIG.gate, seed=self.version).action
         if decision == "publish":
             learner.keep("served")
             self.version += 1
@@ -205,7 +205,7 @@ class Arm:
             "step": self.step,
             "version": self.version,
             "trainer": learner.trainer.state(),
-            "agreed": {w: {n: torch.from_numpy(v) for n, v in p.items()} for w, p in learner.agreed().items()},
+            "agreed": {w: {n: torch.from_numpy(v) for n, v in p.items()} for w, p in vars(learner.agreed()).items()},
             "unmerged": (learner.unmerged_steps, learner.unmerged_tokens),
             "rng": learner.rng.getstate(),
         }
@@ -223,10 +223,22 @@ class Arm:
         learner.rng.setstate((version, tuple(internal), gauss))
         self.step, self.version = state["step"], state["version"]
         for step in range(max(0, self.step - CONFIG.buffer.keep_steps), self.step):
-            items, parts, _ = load_step(self._file(step))
-            learner.add(step, items, parts)
+            learner.add(step, *load_step(self._file(step))[:2])
         rows = self.rows.read_text().splitlines()[: self.step]  # a later, unsaved part is done again
         self.rows.write_text("".join(f"{row}\n" for row in rows))
+
+    def _provenance(self) -> DrafterProvenance:
+        return DrafterProvenance(
+            version=self.version,
+            policy_step=self.step,
+            policy=str(SHIPPED_POLICY),
+            data=str(self.trajectory),
+            data_sha256=None,
+            objective=CONFIG.drafter.objective,
+            temperature=1.0,
+            acceptance=(),
+            tokens_trained=0,
+        )
 
     def _file(self, step: int) -> Path:
         return self.trajectory / f"step-{step:03d}.npz"

@@ -83,7 +83,7 @@ def collect(out: Path, seeds: list[int], cost: dict[int, tuple[float, float]]) -
     steps = min(len(r) for rows in by_seed.values() for r in rows.values())
     for seed, rows in by_seed.items():
         recorded = [load_step(out / f"seed-{seed}" / f"step-{step:03d}.npz") for step in range(steps)]
-        lengths = [np.array([len(i["tokens"]) - i["prompt_len"] for i in items]) for items, _, _ in recorded]
+        lengths = [np.array([len(s) - s.prompt_len for s in sequences]) for sequences, _, _ in recorded]
         notes["reward"].append([round(float(rewards.mean()), 4) for _, _, rewards in recorded])
         for start in STARTS:
             for arm in ARMS:

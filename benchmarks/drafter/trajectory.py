@@ -39,7 +39,8 @@ from demo.toy import task
 from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from demo.toy.reward import compute_score
 from demo.toy.train import save_policy
-from verl_tlt.drafter import VerifierWeights, to_numpy16
+from verl_tlt.drafter import Sequence, VerifierWeights, from_numpy16, to_numpy16
+from verl_tlt.messages import VerifierArrays
 
 PROMPTS, SAMPLES = 4, 4
 """Groups a step and responses in each: small, because two cores carry the study."""
@@ -192,16 +193,17 @@ class Taught:
         with torch.autocast("cpu", torch.bfloat16):
             return self.model(tokens).logits.float()
 
-    def captured(self, row: int, length: int) -> dict[str, np.ndarray]:
-        """What the tap keeps of one row of the last forward: aux [L, 3H] and last [L, H] in 16 bits."""
-        *aux, last = (self._states[i][row, :length] for i in sorted(self._states))
-        return {"aux": to_numpy16(torch.cat(aux, dim=-1)), "last": to_numpy16(last)}
+    def captured(self, text: Text, row: int) -> Sequence:
+        """What a spot worker gets of a text that was one row of the last forward: states in 16 bits."""
+        tokens, prompt_len = text
+        *aux, last = (self._states[i][row, : len(tokens)].bfloat16() for i in sorted(self._states))
+        return Sequence(torch.tensor(tokens), prompt_len, torch.cat(aux, dim=-1), last.clone())
 
-    def verifier_weights(self) -> dict[str, np.ndarray]:
+    def verifier_weights(self) -> VerifierArrays:
         """Embedding, head and final norm in 16 bits."""
         state = self.model.state_dict()
         parts = VerifierWeights(state["model.embed_tokens.weight"], state["lm_head.weight"], state["model.norm.weight"])
-        return {f.name: to_numpy16(getattr(parts, f.name)) for f in dataclasses.fields(parts)}
+        return VerifierArrays(**{f.name: to_numpy16(getattr(parts, f.name)) for f in dataclasses.fields(parts)})
 
 
 def micro_batches(texts: list[Text], rows: list[int]) -> list[list[int]]:
@@ -220,40 +222,34 @@ def padded(texts: list[Text], rows: list[int]) -> torch.Tensor:
     return torch.tensor([texts[i][0] + [task.TOKEN_ID[task.PAD]] * (width - len(texts[i][0])) for i in rows])
 
 
-def capture(policy: Taught, texts: list[Text]) -> list[dict[str, Any]]:
-    """Every text as the tap hands it over (`tlt_take`), without an update."""
-    items = _capture(policy, texts, list(range(len(texts))))
-    return [items[i] for i in range(len(texts))]
+def capture(policy: Taught, texts: list[Text]) -> list[Sequence]:
+    """Every text with its hidden states, without an update."""
+    found = _capture(policy, texts, list(range(len(texts))))
+    return [found[i] for i in range(len(texts))]
 
 
-def _capture(policy: Taught, texts: list[Text], numbers: list[int]) -> dict[int, dict[str, Any]]:
-    items: dict[int, dict[str, Any]] = {}
+def _capture(policy: Taught, texts: list[Text], numbers: list[int]) -> dict[int, Sequence]:
+    found: dict[int, Sequence] = {}
     for rows in micro_batches(texts, numbers):
         with torch.no_grad():
             policy.logits(padded(texts, rows))
-        items |= {i: item(policy, texts[i], r) for r, i in enumerate(rows)}
-    return items
+        found |= {i: policy.captured(texts[i], r) for r, i in enumerate(rows)}
+    return found
 
 
-def item(policy: Taught, text: Text, row: int) -> dict[str, Any]:
-    """One text with its row of the last forward's states."""
-    tokens, prompt_len = text
-    return {"tokens": np.array(tokens), "prompt_len": prompt_len, "start": 0, **policy.captured(row, len(tokens))}
-
-
-def update(policy: Taught, texts: list[Text], rewards: np.ndarray) -> list[dict[str, Any]]:
+def update(policy: Taught, texts: list[Text], rewards: np.ndarray) -> list[Sequence]:
     """One GRPO update on groups of `SAMPLES` rows; returns what the tap would have kept of its forward passes."""
     groups = rewards.reshape(-1, SAMPLES)
     spread = groups.std(axis=1, keepdims=True)
     advantages = ((groups - groups.mean(axis=1, keepdims=True)) / (spread + 1e-6)).ravel()  # [N]
     total = sum(len(tokens) - prompt_len for tokens, prompt_len in texts)
     taught = [i for i in range(len(texts)) if advantages[i]]  # a group of equal rewards teaches nothing
-    items = _capture(policy, texts, [i for i in range(len(texts)) if not advantages[i]])
+    found = _capture(policy, texts, [i for i in range(len(texts)) if not advantages[i]])
     for rows in micro_batches(texts, taught):
         tokens = padded(texts, rows)
         logp = policy.logits(tokens)[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]  # [B, T-1]
         loss = logp.new_zeros(())
-        items |= {i: item(policy, texts[i], r) for r, i in enumerate(rows)}
+        found |= {i: policy.captured(texts[i], r) for r, i in enumerate(rows)}
         for r, i in enumerate(rows):
             response = slice(texts[i][1] - 1, len(texts[i][0]) - 1)
             loss = loss - float(advantages[i]) * logp[r, response].sum() / total
@@ -262,31 +258,31 @@ def update(policy: Taught, texts: list[Text], rewards: np.ndarray) -> list[dict[
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
         policy.optimizer.step()
         policy.optimizer.zero_grad(set_to_none=True)
-    return [items[i] for i in range(len(texts))]
+    return [found[i] for i in range(len(texts))]
 
 
-def save_step(file: Path, items: list[dict[str, Any]], parts: dict[str, np.ndarray], rewards: np.ndarray) -> None:
+def save_step(file: Path, sequences: list[Sequence], weights: VerifierArrays, rewards: np.ndarray) -> None:
     """One step of the trajectory in one file, written whole or not at all."""
-    arrays = {"lengths": np.array([len(i["tokens"]) for i in items]), "rewards": rewards}
-    arrays |= {name: np.concatenate([i[name] for i in items]) for name in ("tokens", "aux", "last")}
-    arrays["prompt_lens"] = np.array([i["prompt_len"] for i in items])
+    arrays = {"lengths": np.array([len(s) for s in sequences]), "rewards": rewards}
+    arrays["prompt_lens"] = np.array([s.prompt_len for s in sequences])
+    arrays["tokens"] = torch.cat([s.tokens for s in sequences]).numpy()
+    arrays["aux"] = to_numpy16(torch.cat([s.aux for s in sequences]))
+    arrays["last"] = to_numpy16(torch.cat([s.last for s in sequences]))
     temporary = file.with_suffix(".tmp.npz")
-    np.savez(temporary, **arrays, **{f"verifier_{name}": value for name, value in parts.items()})
+    np.savez(temporary, **arrays, **{f"verifier_{name}": value for name, value in vars(weights).items()})
     os.replace(temporary, file)
 
 
-def load_step(file: Path) -> tuple[list[dict[str, Any]], dict[str, np.ndarray], np.ndarray]:
-    """(sequences, verifier weights, rewards) of one step, as `SpotWorker.add` takes them."""
+def load_step(file: Path) -> tuple[list[Sequence], VerifierArrays, np.ndarray]:
+    """(sequences, verifier weights, rewards) of one step."""
     with np.load(file) as held:
         arrays = dict(held)
-    cuts = np.cumsum(arrays["lengths"])[:-1]
-    split = {name: np.split(arrays[name], cuts) for name in ("tokens", "aux", "last")}
-    items = [
-        {"prompt_len": int(p), "start": 0, **{name: split[name][i] for name in split}}
-        for i, p in enumerate(arrays["prompt_lens"])
-    ]
-    parts = {name.removeprefix("verifier_"): v for name, v in arrays.items() if name.startswith("verifier_")}
-    return items, parts, arrays["rewards"]
+    lengths = arrays["lengths"].tolist()
+    columns = (torch.from_numpy(arrays["tokens"]), from_numpy16(arrays["aux"]), from_numpy16(arrays["last"]))
+    rows = zip(arrays["prompt_lens"].tolist(), *(column.split(lengths) for column in columns), strict=True)
+    sequences = [Sequence(tokens, prompt_len, aux, last) for prompt_len, tokens, aux, last in rows]
+    weights = VerifierArrays(**{part: arrays[f"verifier_{part}"] for part in ("embed", "lm_head", "norm")})
+    return sequences, weights, arrays["rewards"]
 
 
 def judge(problem: task.Problem, text: Text) -> float:
@@ -319,9 +315,9 @@ def record(sampler: VLLMSampler | TorchSampler, directory: Path, seed: int, step
         texts = sampler.generate(policy.model, prompts, SAMPLES, rng.randrange(2**31))
         written = time.perf_counter()
         rewards = np.array([judge(problems[i // SAMPLES], text) for i, text in enumerate(texts)])
-        parts = policy.verifier_weights()  # before the update: those of the policy that wrote the responses
-        items = update(policy, texts, rewards)
-        save_step(directory / f"step-{step:03d}.npz", items, parts, rewards)
+        weights = policy.verifier_weights()  # before the update: those of the policy that wrote the responses
+        sequences = update(policy, texts, rewards)
+        save_step(directory / f"step-{step:03d}.npz", sequences, weights, rewards)
         row = {
             "step": step,
             "reward": float(rewards.mean()),

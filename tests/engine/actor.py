@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
-from verl_tlt.drafter import Sequence as DrafterSequence
-from verl_tlt.drafter import from_numpy16
+from verl_tlt.drafter import Sequence
 from verl_tlt.messages import HiddenStateShard
 from verl_tlt.spot_worker.shards import join
 
@@ -81,16 +80,11 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def whole_sequences(ranks: Sequence[Sequence[HiddenStateShard]]) -> list[DrafterSequence]:
-    """What a spot worker makes of the parts that the ranks of one group sent; every sequence must be complete."""
-    joined, missing = join(ranks, LAYERS)
+def whole_sequences(ranks: Iterable[Iterable[HiddenStateShard]]) -> list[Sequence]:
+    """What a spot worker makes of the shards that the ranks of one group sent; every sequence must be complete."""
+    joined, missing = join(shard for shards in ranks for shard in shards)
     assert not missing, f"{missing} sequences are incomplete"
-    return [
-        DrafterSequence(
-            torch.from_numpy(s["tokens"]), s["prompt_len"], from_numpy16(s["aux"]), from_numpy16(s["last"]), s["start"]
-        )
-        for s in joined
-    ]
+    return joined
 
 
 def make_rows(lengths: list[tuple[int, int]], seed: int = 0) -> list[tuple[torch.Tensor, int]]:

@@ -76,7 +76,7 @@ class CudaIsCpu(TorchFunctionMode):
 
 
 def run_cases(rank: int, port: int, root: str, names: list[str]) -> None:
-    """One rank: for each case its data-parallel rank, parts and errors, left in `<root>/<case>-<rank>.pt`."""
+    """One rank: for each case its data-parallel rank, shards and errors, left in `<root>/<case>-<rank>.pt`."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     use_cpu()

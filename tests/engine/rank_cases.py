@@ -79,7 +79,7 @@ def build_policies(root: Path) -> None:
 
 
 def run_cases(rank: int, port: int, root: str, names: list[str]) -> None:
-    """One rank: for each case a few batches' parts and log-probs, left in `<root>/<case>-<rank>.pt`."""
+    """One rank: for each case a few batches' shards and log-probs, left in `<root>/<case>-<rank>.pt`."""
     torch.set_num_threads(1)
     # FSDP1 would check that what it broadcasts lies on an accelerator.
     torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states = lambda _states: None

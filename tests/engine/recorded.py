@@ -12,15 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from demo.toy import task
 from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from verl_tlt.config import TLTConfig
-from verl_tlt.drafter import VerifierWeights, to_numpy16
-from verl_tlt.messages import HiddenStateShard
-from verl_tlt.spot_worker.learner import Sampling, SpotLearner
+from verl_tlt.drafter import Sequence, VerifierWeights, to_numpy16
+from verl_tlt.messages import HiddenStateShard, RolloutSampling, SessionResult, VerifierArrays
+from verl_tlt.spot_worker.learner import SpotLearner
 from verl_tlt.spot_worker.worker import SpotWorker
 from verl_tlt.trainer.bootstrap import first_drafter
 
@@ -62,15 +61,15 @@ def ray_cluster(monkeypatch: Any) -> Iterator[None]:
         ray.shutdown()
 
 
-def record(count: int, seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Demonstrations as the tap would hand them over (see `tlt_take`): (sequences, verifier weights)."""
+def record(count: int, seed: int) -> tuple[list[Sequence], VerifierArrays]:
+    """Demonstrations as a spot worker gets them: (sequences, verifier weights)."""
     from transformers import AutoModelForCausalLM
 
     policy = AutoModelForCausalLM.from_pretrained(SHIPPED_POLICY, dtype=torch.float32).eval()
     last: list[torch.Tensor] = []
     policy.model.norm.register_forward_pre_hook(lambda _module, args: last.append(args[0][0]))
     rng = random.Random(seed)
-    items = []
+    sequences = []
     for _ in range(count):
         problem = task.sample_problem(rng, max_digits=6)
         prompt = task.prompt_tokens(problem)
@@ -78,41 +77,32 @@ def record(count: int, seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]
         tokens = torch.tensor([task.TOKEN_ID[t] for t in text])
         with torch.no_grad():
             states = policy.model(tokens[None], output_hidden_states=True).hidden_states
-        items.append(
-            {
-                "tokens": tokens.numpy(),
-                "prompt_len": len(prompt),
-                "start": 0,
-                "aux": to_numpy16(torch.cat([states[i][0] for i in LAYERS], dim=-1)),
-                "last": to_numpy16(last.pop()),
-            }
-        )
+        aux = torch.cat([states[i][0] for i in LAYERS], dim=-1)
+        sequences.append(Sequence(tokens, len(prompt), aux.bfloat16(), last.pop().bfloat16()))
     parts = VerifierWeights.from_policy_dir(SHIPPED_POLICY)
-    return items, {f.name: to_numpy16(getattr(parts, f.name)) for f in dataclasses.fields(parts)}
+    return sequences, VerifierArrays(**{f.name: to_numpy16(getattr(parts, f.name)) for f in dataclasses.fields(parts)})
 
 
-def as_parts(items: list[dict[str, Any]]) -> list[HiddenStateShard]:
+def as_shards(sequences: list[Sequence]) -> list[HiddenStateShard]:
     """Whole sequences as a rank that computes all of them sends them."""
-    hidden = items[0]["last"].shape[-1]
-    last = LAYERS[-1] + 1
+    layers = (*LAYERS, LAYERS[-1] + 1)
     return [
         HiddenStateShard(
-            row=row, tokens=i["tokens"], prompt_len=i["prompt_len"], start=i["start"], last=last,
-            stretches=((0, len(i["tokens"])),),
-            states=dict(zip(LAYERS, np.split(i["aux"], i["aux"].shape[-1] // hidden, axis=-1), strict=True))
-            | {last: i["last"]},
+            row=row, tokens=s.tokens.numpy(), prompt_len=s.prompt_len, start=s.start, stretches=((0, len(s)),),
+            wanted=layers, layers=layers,
+            states=to_numpy16(torch.stack([*s.aux.chunk(len(LAYERS), dim=-1), s.last])),
         )
-        for row, i in enumerate(items)
+        for row, s in enumerate(sequences)
     ]  # fmt: skip
 
 
 def worker_arguments(resume_from: Path | None = None) -> dict[str, Any]:
     """What the trainer gives every spot worker."""
     return {
-        "config": CONFIG.to_dict(),
+        "config": CONFIG,
         "policy_dir": str(SHIPPED_POLICY),
         "drafter": first_drafter(CONFIG, str(SHIPPED_POLICY), "bfloat16", 1024, resume_from).trainable,
-        "sampling": Sampling(temperature=1.0, top_p=1.0, top_k=-1),
+        "sampling": RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1),
         "device": "cpu",
     }
 
@@ -170,11 +160,12 @@ class Odd(SpotWorker):
         """Misbehave in the coming sessions: "deaf" to stops, "broken", "dying", or not at all ("")."""
         self.fault = fault
 
-    async def stop(self) -> float:
+    async def stop(self) -> None:
         """Not heard."""
-        return 0.0 if self.fault == "deaf" else await super().stop()
+        if self.fault != "deaf":
+            await super().stop()
 
-    async def train(self) -> dict[str, Any]:
+    async def train(self) -> SessionResult:
         """As told."""
         if self.fault == "broken":
             raise RuntimeError("out of luck")

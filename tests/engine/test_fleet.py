@@ -12,7 +12,7 @@ from recorded import (
     CONFIG,
     Odd,
     Server,
-    as_parts,
+    as_shards,
     begin_anew,
     ray_cluster,
     record,
@@ -63,9 +63,9 @@ def fleet(recorded):
 
 
 def fill(fleet, recorded, names):
-    items, weights = recorded
-    sequences, parts = ray.put(as_parts(items)), ray.put(weights)
-    ray.get([fleet.replicas[n].worker.add.remote(1, [[sequences]], [parts]) for n in names], timeout=300)
+    sequences, weights = recorded
+    shards, arrays = ray.put(as_shards(sequences)), ray.put(weights)
+    ray.get([fleet.replicas[n].worker.add.remote(1, [[shards]], arrays) for n in names], timeout=300)
 
 
 @pytest.fixture
@@ -118,23 +118,23 @@ def move_on(fleet):
     """Bring all workers to an agreed version that is not the first one."""
     worker = fleet.replicas["long"].worker
     ray.get(worker.__ray_call__.remote(set_epochs, 0.7))
-    assert ray.get(worker.train.remote(), timeout=300)["steps"] >= CONFIG.spot.min_merge_steps
+    assert ray.get(worker.train.remote(), timeout=300).steps >= CONFIG.spot.min_merge_steps
     fleet.on_workers("adopt", worker.merge.remote(worker.contribute.remote()))
-    candidate = ray.get(worker.agreed.remote())
-    assert any((value != candidate["initial"][name]).any() for name, value in candidate["candidate"].items())
+    agreed = ray.get(worker.agreed.remote())
+    assert any((value != agreed.initial[name]).any() for name, value in agreed.candidate.items())
 
 
 def assert_alike(fleet):
     """All workers hold the same candidate, served and initial parameters."""
     first, *others = ray.get([w.agreed.remote() for w in fleet.workers().values()], timeout=300)
     for other in others:
-        for which in first:
-            for name, value in first[which].items():
-                np.testing.assert_array_equal(other[which][name], value)
+        for which in ("candidate", "served", "initial"):
+            for name, value in first.of(which).items():
+                np.testing.assert_array_equal(other.of(which)[name], value)
 
 
 def test_idle_replicas_train_and_what_they_learned_is_published(fleet, phase):
-    from verl_tlt.trainer.drafter_update import learn
+    from verl_tlt.trainer.drafter_update import update_drafter
 
     watch = phase()
     wait_for(lambda: watch.planner.state("short") is watch.planner.state("brief") is State.TRAINING)
@@ -143,10 +143,10 @@ def test_idle_replicas_train_and_what_they_learned_is_published(fleet, phase):
     report = watch.finish(BOUND_S)
     assert report.error is None
     assert {s.replica for s in report.sessions} == {"short", "brief"}
-    assert all(s.error is None and s.result["steps"] > 0 for s in report.sessions)
+    assert all(s.error is None and s.result.steps > 0 for s in report.sessions)
     assert report.account.failures == 0
     assert report.account.used_s["short"] > 0.5 * report.account.bubble_s["short"]
-    learned = learn(fleet, CONFIG, report.sessions, 1, "bfloat16")
+    learned = update_drafter(fleet, CONFIG, report.sessions, 1, "bfloat16")
     assert (learned.decision, learned.excluded) == ("published", {})
     assert learned.tau["candidate"] > learned.tau["served"]
     assert len(learned.acceptance) == 3
@@ -200,7 +200,7 @@ def test_a_session_that_raises_costs_its_replica_the_phase_and_nothing_else(flee
 
 
 def test_a_worker_that_does_not_stop_is_killed_and_its_successor_joins_the_others(fleet, phase, recorded):
-    from verl_tlt.trainer.drafter_update import learn
+    from verl_tlt.trainer.drafter_update import update_drafter
 
     restarts = fleet.replicas["short"].restarts
     move_on(fleet)
@@ -217,11 +217,11 @@ def test_a_worker_that_does_not_stop_is_killed_and_its_successor_joins_the_other
     assert by_replica["brief"].stop_latency_s < BOUND_S
     assert report.account.failures == 1
     # The others have moved on from the first drafter; one that starts there would merge and publish another version.
-    learned = learn(fleet, CONFIG, report.sessions, 2, "bfloat16")
+    learned = update_drafter(fleet, CONFIG, report.sessions, 2, "bfloat16")
     assert learned.drafter is not None
     assert_alike(fleet)
     fill(fleet, recorded, ["short"])
-    assert ray.get(fleet.replicas["short"].worker.train.remote(), timeout=300)["steps"] > 0
+    assert ray.get(fleet.replicas["short"].worker.train.remote(), timeout=300).steps > 0
 
 
 def test_a_worker_whose_process_dies_is_replaced(fleet, phase, recorded):
@@ -251,7 +251,7 @@ def test_when_all_workers_die_their_successors_start_from_what_is_served(fleet):
     move_on(fleet)
     published = ray.get(fleet.replicas["long"].worker.export.remote(5, "bfloat16", []))
     fleet.stage(published)
-    before = ray.get(fleet.replicas["long"].worker.agreed.remote())["initial"]
+    before = ray.get(fleet.replicas["long"].worker.agreed.remote()).initial
     for replica in fleet.replicas.values():
         kill(replica.worker)
     assert fleet.on_workers("stop") == {}
@@ -260,8 +260,8 @@ def test_when_all_workers_die_their_successors_start_from_what_is_served(fleet):
     assert ray.get(successor.export.remote(6, "bfloat16", [])).fingerprint == published.fingerprint
     agreed = ray.get(successor.agreed.remote())
     for name, value in before.items():
-        np.testing.assert_array_equal(agreed["served"][name], agreed["candidate"][name])
-        np.testing.assert_array_equal(agreed["initial"][name], value)
+        np.testing.assert_array_equal(agreed.served[name], agreed.candidate[name])
+        np.testing.assert_array_equal(agreed.initial[name], value)
 
 
 def test_a_worker_found_dead_between_phases_is_replaced_too(fleet):

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from recorded import CONFIG, begin_learner_anew, poison_learner, record, worker_arguments
 
-from verl_tlt.spot_worker.learner import SpotLearner
+from verl_tlt.messages import HeldOutScores
+from verl_tlt.spot_worker.learner import SpotLearner, counts
 from verl_tlt.spot_worker.merge import merge
-from verl_tlt.trainer.gate import Scores, relative_interval
+from verl_tlt.trainer.gate import relative_interval
 
 pytestmark = pytest.mark.engine
 
@@ -19,8 +20,8 @@ SESSION = 10
 @pytest.fixture(scope="module")
 def texts():
     """(one worker's sequences, another's, held-out ones, verifier weights)."""
-    items, weights = record(100, seed=5)
-    return items[:36], items[36:72], items[72:], weights
+    sequences, weights = record(100, seed=5)
+    return sequences[:36], sequences[36:72], sequences[72:], weights
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +30,8 @@ def made(texts):
     config = dataclasses.replace(CONFIG, buffer=dataclasses.replace(CONFIG.buffer, held_out=0.0))
     arguments = worker_arguments() | {"config": config}
     learners = [SpotLearner(name, **arguments) for name in ("a", "b", "a-alone", "b-alone")]
-    for learner, items in zip(learners, (*texts[:2], *texts[:2]), strict=True):
-        learner.add(1, items, texts[3])
+    for learner, sequences in zip(learners, (*texts[:2], *texts[:2]), strict=True):
+        learner.add(1, sequences, texts[3])
     return learners
 
 
@@ -55,8 +56,9 @@ def merge_all(learners, min_steps=1):
 
 def against(learner, other, texts, error=0.025):
     """(relative accept length, its paired 95 % interval) of two learners' agreed versions on the held-out sequences."""
-    ours, theirs = (one.score_on(texts[2], ("candidate",), 3) for one in (learner, other))
-    scores = Scores(ours["positions"], ours["candidate"], theirs["candidate"], theirs["candidate"])
+    ours, theirs = (one.score_on(texts[2], ("candidate",), 3)["candidate"] for one in (learner, other))
+    positions = np.array([s.positions for s in ours])
+    scores = HeldOutScores(positions, counts(ours, 3), counts(theirs, 3), counts(theirs, 3))
     tau = scores.taus()
     return tau["candidate"] / tau["served"] - 1, relative_interval(scores, "served", error=error, seed=0)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from recorded import (
     CONFIG,
-    as_parts,
+    as_shards,
     begin_anew,
     optimizer_steps,
     poison,
@@ -19,9 +19,8 @@ from recorded import (
 )
 
 from verl_tlt.drafter import fingerprint, load_training_state
-from verl_tlt.spot_worker.learner import WHICH
+from verl_tlt.messages import DrafterProvenance
 from verl_tlt.spot_worker.worker import SpotWorker
-from verl_tlt.trainer.gate import Scores
 
 pytestmark = pytest.mark.engine
 
@@ -37,17 +36,17 @@ def arguments():
 def actors(arguments):
     """Two workers with sequences of their own."""
     with pytest.MonkeyPatch.context() as patch, ray_cluster(patch):
-        items, weights = record(72, seed=0)
+        sequences, weights = record(72, seed=0)
         actors = [ray.remote(SpotWorker).options(num_cpus=0).remote(name, **arguments) for name in ("a", "b")]
-        shares = [items[::2], items[1::2]]
+        shares = [sequences[::2], sequences[1::2]]
         # Each replica has two ranks, and each rank's capture is an object of its own.
         adds = [
-            actor.add.remote(1, [[ray.put(as_parts(share[:20]))], [ray.put(as_parts(share[20:]))]], [ray.put(weights)])
+            actor.add.remote(1, [[ray.put(as_shards(share[:20]))], [ray.put(as_shards(share[20:]))]], ray.put(weights))
             for actor, share in zip(actors, shares, strict=True)
         ]
         for stats, share in zip(ray.get(adds, timeout=300), shares, strict=True):
-            assert stats["sequences"] == len(share), "a rank's capture was left out"
-            assert stats["held_out_tokens"] > 300
+            assert (stats.sequences, stats.incomplete) == (len(share), 0), "a rank's capture was left out"
+            assert stats.tokens - stats.train_tokens > 300
         yield actors
 
 
@@ -63,7 +62,7 @@ def get(*references):
 
 
 def merge(pair):
-    """What `learn` does with two sessions."""
+    """What the trainer does with two sessions."""
     merged = pair[0].merge.remote(*[a.contribute.remote() for a in pair])
     get(*[a.adopt.remote(merged) for a in pair])
     return get(merged)
@@ -73,22 +72,18 @@ def same(left, right):
     return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
 
 
-def taus(score):
-    return Scores(score["positions"], *(score[which] for which in WHICH)).taus()
-
-
 def test_training_lowers_the_loss_and_raises_held_out_acceptance(pair):
     get(pair[0].__ray_call__.remote(set_epochs, 2.5))
     first = get(pair[0].train.remote())
-    assert first["outcome"] == "exhausted"
-    assert first["steps"] >= 10
-    assert first["skipped"] == 0
-    assert first["epochs"] == pytest.approx(2.5, abs=0.2)
+    assert first.outcome == "exhausted"
+    assert first.steps >= 10
+    assert first.skipped == 0
+    assert first.epochs == pytest.approx(2.5, abs=0.2)
     second = get(pair[0].train.remote())
-    assert second["loss"] < first["loss"]
-    assert second["acc"][0] > first["acc"][0]
+    assert second.loss < first.loss
+    assert second.acc[0] > first.acc[0]
     merge(pair)
-    tau = taus(get(pair[0].score.remote(3)))
+    tau = get(pair[0].score.remote(3)).taus()
     assert tau["candidate"] > tau["served"] + 0.2
     assert tau["served"] == tau["initial"]
 
@@ -113,9 +108,9 @@ def test_a_stop_costs_one_micro_batch(pair):
     answered = time.time() - start
     result = get(running)
     ended = time.time() - start
-    assert result["outcome"] == "stopped"
-    assert result["steps"] > 0
-    micro_batch = result["seconds"] / result["steps"]
+    assert result.outcome == "stopped"
+    assert result.steps > 0
+    micro_batch = result.seconds / result.steps
     assert answered < micro_batch + 0.5, "the stop itself waited"
     assert ended < 3 * micro_batch + 0.3  # one micro-batch and 100 ms, with room for a loaded machine
 
@@ -128,11 +123,11 @@ def test_workers_that_trained_end_on_the_same_version(pair):
     merged = merge(pair)
     assert merged.included == ("a", "b")
     after = get(*[p.agreed.remote() for p in pair])
-    assert same(after[0]["candidate"], after[1]["candidate"])
-    for name, base in before["candidate"].items():
+    assert same(after[0].candidate, after[1].candidate)
+    for name, base in before.candidate.items():
         per_token = (a.tokens * a.delta[name] + b.tokens * b.delta[name]) / (a.tokens**2 + b.tokens**2)
         longest = max(a.tokens, b.tokens)
-        np.testing.assert_allclose(after[0]["candidate"][name], base + longest * per_token, atol=1e-6)
+        np.testing.assert_allclose(after[0].candidate[name], base + longest * per_token, atol=1e-6)
     for contribution in get(*[p.contribute.remote() for p in pair]):
         assert contribution.steps == contribution.tokens == 0
         assert all(not delta.any() for delta in contribution.delta.values())
@@ -147,14 +142,14 @@ def test_too_few_steps_wait_for_the_next_merge(pair):
     assert merged.included == ("a",)
     assert "optimizer steps" in merged.excluded["b"]
     bases = get(*[a.agreed.remote() for a in pair])
-    assert same(bases[0]["candidate"], bases[1]["candidate"])
+    assert same(bases[0].candidate, bases[1].candidate)
     waiting = get(pair[1].contribute.remote())
     assert (waiting.steps, waiting.tokens) == (early.steps, early.tokens)
     for name, delta in early.delta.items():
         np.testing.assert_allclose(waiting.delta[name], delta, atol=1e-6)
     get(pair[1].__ray_call__.remote(set_epochs, 1.0))
     later = get(pair[1].train.remote())
-    assert get(pair[1].contribute.remote()).steps == early.steps + later["steps"]
+    assert get(pair[1].contribute.remote()).steps == early.steps + later.steps
     assert merge(pair).included == ("b",)
 
 
@@ -165,29 +160,29 @@ def test_a_worker_with_broken_numbers_starts_again(pair):
     assert merged.included == ("a",)
     assert "not finite" in merged.excluded["b"]
     bases = get(*[a.agreed.remote() for a in pair])
-    assert same(bases[0]["candidate"], bases[1]["candidate"])
+    assert same(bases[0].candidate, bases[1].candidate)
     again = get(pair[1].train.remote())
-    assert again["skipped"] == 0
-    assert np.isfinite(again["loss"])
+    assert again.skipped == 0
+    assert np.isfinite(again.loss)
     assert merge(pair).included == ("b",)
 
 
 def test_keep_and_revert(pair):
-    initial = get(pair[0].agreed.remote())["initial"]
+    initial = get(pair[0].agreed.remote()).initial
     get(pair[0].train.remote())
     merge(pair)
     get(*[a.keep.remote("served") for a in pair])
     kept = get(pair[0].agreed.remote())
-    assert same(kept["served"], kept["candidate"])
+    assert same(kept.served, kept.candidate)
     score = get(pair[0].score.remote(3))
-    np.testing.assert_array_equal(score["candidate"], score["served"])
-    assert taus(score)["served"] > taus(score)["initial"]
+    np.testing.assert_array_equal(score.candidate, score.served)
+    assert score.accept_length("served") > score.accept_length("initial")
     get(pair[0].train.remote())
     get(pair[0].revert.remote("served"))
     assert get(pair[0].contribute.remote()).steps == 0
-    assert same(get(pair[0].agreed.remote())["candidate"], kept["served"])
+    assert same(get(pair[0].agreed.remote()).candidate, kept.served)
     get(pair[0].revert.remote("initial"))
-    assert same(get(pair[0].agreed.remote())["candidate"], initial)
+    assert same(get(pair[0].agreed.remote()).candidate, initial)
 
 
 def test_an_export_is_what_its_fingerprint_says(pair):
@@ -198,7 +193,7 @@ def test_an_export_is_what_its_fingerprint_says(pair):
     tensors = load(file.weights)
     assert file.fingerprint == fingerprint(tensors)
     assert (file.version, file.acceptance) == (7, (0.5, 0.25))
-    base = get(pair[0].agreed.remote())["candidate"]
+    base = get(pair[0].agreed.remote()).candidate
     assert {str(t.dtype) for t in tensors.values() if t.is_floating_point()} == {"torch.bfloat16"}
     for name, value in base.items():
         np.testing.assert_allclose(tensors[name].float().numpy(), value, rtol=2**-8)
@@ -214,13 +209,14 @@ def test_a_checkpoint_continues_candidate_optimizer_and_served(pair, tmp_path):
     # The gate may be at work meanwhile; while it scores, the model holds other parameters.
     scoring = pair[0].score.remote(3)
     directory = tmp_path / "global_step_3" / "tlt_drafter"
-    get(pair[0].save.remote(str(directory), {"version": 2, "acceptance": [0.5, 0.4, 0.3]}), scoring)
+    facts = DrafterProvenance(2, 3, "policy", "data", None, "hass", 1.0, (0.5, 0.4, 0.3), 1234)
+    get(pair[0].save.remote(str(directory), facts), scoring)
     worker = SpotWorker("a", **worker_arguments(resume_from=directory.parent))
-    assert same(worker.learner.kept["served"], agreed["served"])
+    assert same(worker.learner.kept["served"], agreed.served)
     assert asyncio.run(worker.resume(str(directory)))
     assert optimizer_steps(worker) == get(pair[0].__ray_call__.remote(optimizer_steps))
-    assert worker.learner.trainer.steps >= trained["steps"]
-    for name, base in agreed["candidate"].items():
+    assert worker.learner.trainer.steps >= trained.steps
+    for name, base in agreed.candidate.items():
         np.testing.assert_allclose(worker.learner.base[name], base + candidate.delta[name], atol=1e-6)
     assert load_training_state(tmp_path) is None
     assert not asyncio.run(worker.resume(str(tmp_path)))
@@ -228,13 +224,13 @@ def test_a_checkpoint_continues_candidate_optimizer_and_served(pair, tmp_path):
 
 def test_a_worker_without_verifier_weights_or_data_does_not_train(arguments):
     worker = SpotWorker("new", **arguments)
-    assert asyncio.run(worker.train())["steps"] == 0
-    items, weights = record(6, seed=1)
-    worker.learner.add(1, items, None)
-    assert asyncio.run(worker.train())["steps"] == 0
-    assert len(asyncio.run(worker.score(3))["positions"]) == 0
+    assert asyncio.run(worker.train()).steps == 0
+    sequences, weights = record(6, seed=1)
+    worker.learner.add(1, sequences, None)
+    assert asyncio.run(worker.train()).steps == 0
+    assert len(asyncio.run(worker.score(3)).positions) == 0
     worker.learner.add(2, [], weights)
-    assert asyncio.run(worker.train())["steps"] > 0
+    assert asyncio.run(worker.train()).steps > 0
 
 
 def test_on_a_gpu_attention_is_block_sparse(arguments):

@@ -153,7 +153,7 @@ def test_nothing_is_kept_alive(actor):
     gc.collect()
     assert seen
     assert all(ref() is None for ref in seen)
-    copies = [state for part in actor.tap.take() for state in part.states.values()]
+    copies = [shard.states for shard in actor.tap.take()]
     assert copies
     assert all(c.base.untyped_storage().nbytes() == c.nbytes for c in copies)  # not a view of the whole micro-batch
     assert not actor.tap._states

@@ -1,4 +1,4 @@
-"""The tap on verl's Megatron engine over four processes: joined, the parts are what Hugging Face computes alone."""
+"""The tap on verl's Megatron engine over four processes: joined, the shards are what Hugging Face computes alone."""
 
 from types import SimpleNamespace
 
@@ -27,10 +27,10 @@ def root(tmp_path_factory):
 
 
 def load(root, name, window):
-    """(group, parts) of every rank."""
+    """(group, shards) of every rank."""
     found = [torch.load(root / f"{name}-{rank}.pt", weights_only=False)[window] for rank in range(RANKS)]
     assert not any(errors for _, _, errors in found)
-    return [(group, parts) for group, parts, _ in found]
+    return [(group, shards) for group, shards, _ in found]
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +45,13 @@ def policies(root):
 
 @pytest.mark.parametrize("window", [10_000, 11])
 @pytest.mark.parametrize("name", list(CASES))
-def test_joined_parts_are_the_policys_states(root, policies, name, window):
+def test_joined_shards_are_the_policys_states(root, policies, name, window):
     found, policy = load(root, name, window), policies[CASES[name].policy]
     groups = {group for group, _ in found}
     assert len(groups) * CASES[name].tensor * CASES[name].pipeline * CASES[name].context == RANKS
     for group in groups:
         rows = make_rows(LENGTHS[group], seed=group)
-        sequences = whole_sequences([parts for g, parts in found if g == group])
+        sequences = whole_sequences(shards for g, shards in found if g == group)
         assert len(sequences) == len(rows)
         for s, (tokens, prompt_len) in zip(sequences, rows, strict=True):
             assert len(s) == min(window, len(tokens))
@@ -67,7 +67,7 @@ def test_joined_parts_are_the_policys_states(root, policies, name, window):
 def test_nothing_is_sent_twice(root, name):
     found = load(root, name, 10_000)
     for group in {group for group, _ in found}:
-        sent = sum(part.nbytes for g, parts in found if g == group for part in parts)
+        sent = sum(shard.states.nbytes for g, shards in found if g == group for shard in shards)
         tokens = sum(p + r for p, r in LENGTHS[group])
         assert sent == tokens * 4 * 64 * 2  # three aux states and the last one, 64 wide, 16 bits
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("tee")
+    root = tmp_path_factory.mktemp("verifier")
     build_policies(root)
     return root
 
@@ -56,7 +56,7 @@ def sync(root):
         return weights, worker.rollout.names
 
     yield run
-    if torch.distributed.is_weightsized():
+    if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     gc.collect()
 

@@ -5,7 +5,8 @@ The drafter learns from the inputs of three policy layers and from the last hidd
 hooks copy the chosen tokens and nothing else: sequences that were not chosen cost nothing.
 
 What differs between engines is behind an `Adapter` (`actor.adapter`): where the layers are, and which tokens
-of a sequence lie on this rank. Each rank copies its own share; `spot_worker.shards` puts the shares together.
+of a sequence lie on this rank. Each rank copies what it has, once, into the arrays that travel; `spot_worker.shards`
+puts them together.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl_tlt.actor.adapter import Adapter
@@ -39,16 +41,17 @@ class HiddenStateTap:
     """
 
     def __init__(self, adapter: Adapter, aux_layers: Sequence[int], dtype: torch.dtype) -> None:
-        self.adapter, self.aux_layers, self.dtype = adapter, tuple(aux_layers), dtype
-        self.last = adapter.layers  # the final norm's input is pre-norm; what Hugging Face returns as last is not
+        self.adapter, self.dtype = adapter, dtype
+        # The final norm's input is pre-norm; what Hugging Face returns as last is not.
+        self.wanted = (*sorted(aux_layers), adapter.layers)
         self.chosen: dict[int, tuple[int, int]] = {}
-        self.taken: dict[int, HiddenStateShard] = {}
+        self.taken: list[HiddenStateShard] = []
         self.seconds = 0.0
         self.errors = 0
         self._states: dict[int, torch.Tensor] = {}
         self._recording = False
         for index, module in adapter.points():
-            if index in {*self.aux_layers, self.last}:
+            if index in self.wanted:
                 module.register_forward_pre_hook(self._hook(index), with_kwargs=True)
         adapter.intercept(self._around)
 
@@ -57,12 +60,12 @@ class HiddenStateTap:
 
         Ranks that compute the same batch must all be given the same windows.
         """
-        self.chosen, self.taken, self.seconds = dict(windows), {}, 0.0
+        self.chosen, self.taken, self.seconds = dict(windows), [], 0.0
 
     def take(self) -> list[HiddenStateShard]:
-        """What was recorded of each chosen row on this rank, in row order; disarms."""
-        taken = [self.taken[row] for row in sorted(self.taken)]
-        self.chosen, self.taken = {}, {}
+        """What was recorded of the chosen rows on this rank, in row order; disarms."""
+        taken = sorted(self.taken, key=lambda shard: shard.row)
+        self.chosen, self.taken = {}, []
         return taken
 
     def _hook(self, index: int) -> Callable[..., None]:
@@ -96,30 +99,41 @@ class HiddenStateTap:
         offsets, tokens = ids.offsets().tolist(), ids.values()
         lengths = [b - a for a, b in itertools.pairwise(offsets)]
         responses = response_lengths(micro_batch)
-        for index, state in states.items():
-            for i, (axis, held) in enumerate(self.adapter.locate(state, lengths)):
-                if rows[i] not in self.chosen:
-                    continue
-                start, stop = self.chosen[rows[i]]
-                if not (stretches := window(held, start, stop)):
-                    continue
-                part = self.taken.get(rows[i])
-                if part is None:
-                    begin = offsets[i]  # of this sequence in the jagged values
-                    part = self.taken[rows[i]] = HiddenStateShard(
-                        row=rows[i],
-                        tokens=tokens[begin + start : begin + stop].to("cpu", torch.int64, copy=True).numpy(),
-                        prompt_len=max(0, lengths[i] - responses[i] - start),
-                        start=start,
-                        last=self.last,
-                        stretches=tuple((s.start - start, s.stop - start) for s in stretches),
-                    )
-                part.states[index] = self._copy(axis, stretches)
+        layers = tuple(sorted(states))
+        located = [self.adapter.locate(states[layer], lengths) for layer in layers]
+        found = []
+        for i, row in enumerate(rows):
+            if row not in self.chosen:
+                continue
+            start, stop = self.chosen[row]
+            stretches = window(located[0][i][1], start, stop)  # the same under every layer
+            if not stretches:
+                continue
+            begin = offsets[i]  # of this sequence in the jagged values
+            found.append(
+                HiddenStateShard(
+                    row=row,
+                    tokens=tokens[begin + start : begin + stop].to("cpu", torch.int64, copy=True).numpy(),
+                    prompt_len=max(0, lengths[i] - responses[i] - start),
+                    start=start,
+                    stretches=tuple((s.start - start, s.stop - start) for s in stretches),
+                    wanted=self.wanted,
+                    layers=layers,
+                    states=self._copy([sequences[i][0] for sequences in located], stretches),
+                )
+            )
+        self.taken += found  # of a micro-batch that fails on the way, nothing
 
-    def _copy(self, axis: torch.Tensor, stretches: Sequence[Stretch]) -> Any:
-        pieces = [axis[s.at : s.at + s.stop - s.start] for s in stretches]
-        piece = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return to_numpy16(piece.to("cpu", self.dtype, copy=True))  # [n, H]
+    def _copy(self, axes: Sequence[torch.Tensor], stretches: Sequence[Stretch]) -> np.ndarray:
+        """16 bits [layers, n, H] out of each layer's token axis [N, H]; cast on the device, copied once."""
+        kept = torch.empty(len(axes), sum(s.stop - s.start for s in stretches), axes[0].shape[-1], dtype=self.dtype)
+        for layer, axis in zip(kept, axes, strict=True):
+            at = 0
+            for s in stretches:
+                after = at + s.stop - s.start
+                layer[at:after].copy_(axis[s.at : s.at + s.stop - s.start])
+                at = after
+        return to_numpy16(kept)
 
 
 def response_lengths(micro_batch: Any) -> list[int]:

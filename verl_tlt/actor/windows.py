@@ -68,9 +68,9 @@ def choose_window(length: int, prompt_len: int, window: int, rng: random.Random)
     return start, min(length, start + window)
 
 
-def split(parts: Sequence[HiddenStateShard], shares: int) -> list[list[HiddenStateShard]]:
-    """Parts for each of `shares` spot workers, by row: every rank of a group splits the same rows in the same way."""
-    return [[p for p in parts if p.row % shares == share] for share in range(shares)]
+def split(shards: Sequence[HiddenStateShard], shares: int) -> list[list[HiddenStateShard]]:
+    """Shards for each of `shares` spot workers, by row: every rank of a group splits the same rows in the same way."""
+    return [[shard for shard in shards if shard.row % shares == share] for share in range(shares)]
 
 
 def _chances(size: np.ndarray, cost: np.ndarray, budget: int) -> np.ndarray:

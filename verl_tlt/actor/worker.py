@@ -22,6 +22,7 @@ from verl_tlt.actor.tap import ROW, HiddenStateTap, response_lengths
 from verl_tlt.actor.windows import choose_window, select_for_tap, split
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import VerifierWeights, to_numpy16
+from verl_tlt.messages import TappedStates, TapReady, VerifierArrays
 
 VERIFIER_PARTS = {"embed": "embed_tokens.weight", "lm_head": "lm_head.weight", "norm": "model.norm.weight"}
 """The policy's parts the drafter shares, by the end of their Hugging Face names."""
@@ -78,55 +79,44 @@ class TLTActorWorker(ActorRolloutRefWorker):
     _tlt_captures = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def tlt_setup(self, config: dict[str, Any], aux_layers: list[int]) -> dict[str, Any]:
+    def tlt_setup(self, config: TLTConfig, aux_layers: list[int]) -> TapReady:
         """Install the tap on this rank's engine.
 
         Args:
-            config: `TLTConfig.to_dict()`.
+            config: all settings.
             aux_layers: layer inputs the drafter wants.
-
-        Returns:
-            {"group": the data-parallel rank, which is the same on all ranks that compute the same sequences,
-            "untapped": why this engine has no tap, or None}.
         """
-        tlt = TLTConfig.from_dict(config)
         dtype = getattr(torch, str(self.config.rollout.dtype).replace("torch.", ""), torch.bfloat16)
         self._tlt_dtype = dtype if dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
         try:
             adapter = adapt(self.actor.engine)
         except Untapped as why:
-            return {"group": 0, "untapped": str(why)}
+            return TapReady(group=0, untapped=str(why))
         self.actor.tap = HiddenStateTap(adapter, aux_layers, self._tlt_dtype)
-        self.actor.tap_budget = tlt.buffer.tokens_per_step
-        self.actor.tap_window = tlt.buffer.window
+        self.actor.tap_budget = config.buffer.tokens_per_step
+        self.actor.tap_window = config.buffer.window
         self._tlt_captures = True
-        return {"group": self.actor.engine.get_data_parallel_rank(), "untapped": None}
+        return TapReady(self.actor.engine.get_data_parallel_rank())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def tlt_take(self, shares: Sequence[int]) -> dict[str, Any]:
+    def tlt_take(self, shares: Sequence[int]) -> TappedStates:
         """Hand over what the last old-log-prob forward was tapped for.
 
         Args:
             shares: for each rank, among how many spot workers its sequences are to be shared.
-
-        Returns:
-            {"parts": for each share the ObjectRef of a list of `spot_worker.shards.Part` in this node's object store,
-            "verifier_weights": ObjectRef of {embed, lm_head, norm} or nothing, "tokens", "bytes", "seconds", "errors"}.
         """
         tap = self.actor.tap
         assert tap is not None
         taken = tap.take()
         errors, tap.errors = tap.errors, 0
         weights, self._tlt_verifier_weights = self._tlt_verifier_weights, None
-        # References inside containers are handed on as references instead of being resolved.
-        return {
-            "parts": [ray.put(share) for share in split(taken, shares[self.rank])],
-            "verifier_weights": [ray.put({k: to_numpy16(v) for k, v in weights.items()})] if weights else [],
-            "tokens": sum(len(p.states[tap.last]) for p in taken if tap.last in p.states),
-            "bytes": sum(p.nbytes for p in taken),
-            "seconds": tap.seconds,
-            "errors": errors,
-        }
+        arrays = VerifierArrays(**{part: to_numpy16(tensor) for part, tensor in weights.items()}) if weights else None
+        return TappedStates(
+            shards=tuple(ray.put(share) for share in split(taken, shares[self.rank])),
+            verifier_weights=None if arrays is None else ray.put(arrays),
+            seconds=tap.seconds,
+            errors=errors,
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:

@@ -63,6 +63,11 @@ class Sequence:
         """Tokens in the window."""
         return len(self.tokens)
 
+    @property
+    def nbytes(self) -> int:
+        """Memory its tensors hold."""
+        return self.tokens.nbytes + self.aux.nbytes + self.last.nbytes
+
     def window(self, begin: int, end: int) -> Sequence:
         """Tokens `begin:end` at their true positions; views, no copies."""
         return replace(

@@ -8,7 +8,7 @@ restart often, so beta2 is 0.95 and the state resumes to the bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -160,7 +160,7 @@ class DrafterTrainer:
         """A float32 host copy of every trainable parameter, by name."""
         return {name: p.detach().float().cpu().numpy().copy() for name, p in self.parameters.items()}
 
-    def load_parameters(self, parameters: dict[str, np.ndarray]) -> None:
+    def load_parameters(self, parameters: Mapping[str, np.ndarray]) -> None:
         """Take over weights (a merge, a revert); the optimizer's moments stay, as local SGD keeps them.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What to keep of captured sequences, and what to train on next. Bookkeeping only: payloads are opaque.
+"""What to keep of captured sequences, and what to train on next. Bookkeeping only: states are never looked at.
 
 The drafter trains while this step's long responses are still being written, so it learns from those of the steps
 before (TLT section 5.2: one-step-off). Hidden states are heavy (28-64 KB a token for 7B-70B policies), hence bytes are
@@ -14,7 +14,9 @@ import itertools
 import math
 import random
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+
+from verl_tlt.drafter import Sequence
+from verl_tlt.messages import BufferStats
 
 OPEN_BATCHES = 32
 """Micro-batches kept open while packing: enough to fill them nearly always, few enough to cost nothing."""
@@ -23,43 +25,20 @@ FEW_HELD_OUT, MOST_HELD_OUT = 24, 0.25
 """While fewer sequences are held out, a quarter of those that arrive joins them: the gate's intervals shrink with their
 number, and a share that suits thousands of responses a step leaves it hardly any of sixteen."""
 
-P = TypeVar("P")
-
 
 @dataclass(frozen=True, eq=False)
-class Window(Generic[P]):
-    """A stretch of one captured sequence."""
-
-    payload: P
-    """The arrays, or a reference to them; never looked at here."""
-    begin: int
-    """First row of the payload's arrays."""
-    end: int
-    """Row after the last."""
-    start: int
-    """True position, in the whole sequence, of the first row."""
-    prompt_len: int
-    """Prompt tokens of the whole sequence."""
-
-    @property
-    def tokens(self) -> int:
-        """Its length."""
-        return self.end - self.begin
-
-
-@dataclass(frozen=True, eq=False)
-class _Item(Generic[P]):
+class _Item:
     step: int
-    nbytes: int
     held_out: bool
-    whole: Window[P]
+    sequence: Sequence
+    nbytes: int
 
 
-class Buffer(Generic[P]):
+class Buffer:
     """The sequences of recent steps, split for good into those trained on and those only the publish gate sees.
 
     Args:
-        max_bytes: cap on the payloads' bytes.
+        max_bytes: cap on the sequences' bytes.
         keep_steps: RL steps a sequence stays: with 1 only the newest step's.
         held_out: share of sequences held out, by a hash of (step, index); `MOST_HELD_OUT` while fewer than
             `FEW_HELD_OUT` are, unless it is 0.
@@ -67,43 +46,34 @@ class Buffer(Generic[P]):
 
     def __init__(self, *, max_bytes: int, keep_steps: int, held_out: float) -> None:
         self._max_bytes, self._keep_steps, self._held_out = max_bytes, keep_steps, held_out
-        self._items: list[_Item[P]] = []  # oldest first
+        self._items: list[_Item] = []  # oldest first
         self._nbytes = self._train_tokens = 0
-        self._evicted = self._refused = 0
-        self._queue: list[list[Window[P]]] = []  # micro-batches left of the present pass
+        self._queue: list[list[Sequence]] = []  # micro-batches left of the present pass
         self._queued_for = 0  # micro-batch size the queue was cut for
         self._pass_tokens = 0  # tokens of the present pass
         self._epochs = 0.0  # passes made in this session
         self._max_epochs = math.inf
 
-    def add(
-        self, *, step: int, index: int, prompt_len: int, length: int, nbytes: int, payload: P, start: int = 0
-    ) -> bool:
+    def add(self, step: int, index: int, sequence: Sequence) -> bool:
         """Take in one captured sequence, or a window of it; then drop the oldest until the caps hold.
 
         Args:
             step: RL step that generated it.
             index: its number in that step, which decides whether it is held out. Siblings of one prompt may share a
                 number, so that the gate never judges on a prompt whose other answers were trained on.
-            prompt_len: prompt tokens of the whole sequence.
-            length: tokens in the payload.
-            nbytes: memory the payload holds.
-            payload: handed back as it is.
-            start: true position of the payload's first token, where a window was captured.
+            sequence: handed back as it is, or in windows.
 
         Returns:
             False where the sequence alone exceeds the cap, or is older than what the buffer keeps: it is not taken.
         """
+        nbytes = sequence.nbytes
         if nbytes > self._max_bytes or (self._items and step <= self._items[-1].step - self._keep_steps):
-            self._refused += 1
             return False
-        whole = Window(payload, 0, length, start, prompt_len)
-        item = _Item(step, nbytes, self.is_held_out(step, index), whole)
+        item = _Item(step, self.is_held_out(step, index), sequence, nbytes)
         bisect.insort_right(self._items, item, key=lambda i: i.step)  # arrival order within a step
         self._count(item, 1)
         while self._nbytes > self._max_bytes or self._items[0].step <= self._items[-1].step - self._keep_steps:
             self._count(self._items.pop(0), -1)
-            self._evicted += 1
         self._queue = []  # a new pass begins
         return True
 
@@ -114,13 +84,13 @@ class Buffer(Generic[P]):
         digest = hashlib.blake2b(f"{step}:{index}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") < share * 2.0**64
 
-    def held_out(self, max_tokens: int | None = None) -> list[Window[P]]:
+    def held_out(self, max_tokens: int | None = None) -> list[Sequence]:
         """The gate's sequences, newest first (closest to the policy that is served), up to `max_tokens`."""
         chosen, total = [], 0
         for item in reversed(self._items):
-            if item.held_out and (max_tokens is None or total + item.whole.tokens <= max_tokens):
-                chosen.append(item.whole)
-                total += item.whole.tokens
+            if item.held_out and (max_tokens is None or total + len(item.sequence) <= max_tokens):
+                chosen.append(item.sequence)
+                total += len(item.sequence)
         return chosen
 
     def ready(self, min_tokens: int) -> bool:
@@ -139,7 +109,7 @@ class Buffer(Generic[P]):
         """Whether the session's passes are used up, or there is nothing to train on."""
         return self._train_tokens == 0 or self._epochs >= self._max_epochs - 1e-9  # a sum of shares
 
-    def sample_batch(self, rng: random.Random, budget_tokens: int) -> list[Window[P]]:
+    def sample_batch(self, rng: random.Random, budget_tokens: int) -> list[Sequence]:
         """The next micro-batch: windows of training sequences, together at most `budget_tokens`; empty without any.
 
         A pass visits every token once. It is packed as a whole and its micro-batches come in random order: however
@@ -148,62 +118,46 @@ class Buffer(Generic[P]):
         into pieces of about equal length; pieces with nothing but prompt teach nothing and are left out.
         """
         if not self._queue or self._queued_for != budget_tokens:
-            pieces = [w for i in self._items if not i.held_out for w in _pieces(i.whole, budget_tokens)]
+            pieces = [w for i in self._items if not i.held_out for w in _pieces(i.sequence, budget_tokens)]
             rng.shuffle(pieces)
             self._queue = _pack(pieces, budget_tokens)
             rng.shuffle(self._queue)
-            self._queued_for, self._pass_tokens = budget_tokens, sum(w.tokens for w in pieces)
+            self._queued_for, self._pass_tokens = budget_tokens, sum(map(len, pieces))
         if not self._queue:
             return []
         batch = self._queue.pop()
-        self._epochs += sum(w.tokens for w in batch) / self._pass_tokens
+        self._epochs += sum(map(len, batch)) / self._pass_tokens
         return batch
 
-    def stats(self) -> dict[str, float]:
-        """What it holds: sequences, tokens, train_tokens, held_out_tokens, bytes, steps, sequences_per_gb (of the
-        present mix in 10^9 bytes; 0 when empty), evicted and refused (sequences since the start).
-        """
-        tokens = sum(i.whole.tokens for i in self._items)
-        return {
-            "sequences": len(self._items),
-            "tokens": tokens,
-            "train_tokens": self._train_tokens,
-            "held_out_tokens": tokens - self._train_tokens,
-            "bytes": self._nbytes,
-            "steps": len({i.step for i in self._items}),
-            "sequences_per_gb": len(self._items) * 1e9 / self._nbytes if self._nbytes else 0.0,
-            "evicted": self._evicted,
-            "refused": self._refused,
-        }
+    def stats(self) -> BufferStats:
+        """What it holds."""
+        tokens = sum(len(i.sequence) for i in self._items)
+        return BufferStats(len(self._items), tokens, self._train_tokens, self._nbytes)
 
-    def _count(self, item: _Item[P], sign: int) -> None:
+    def _count(self, item: _Item, sign: int) -> None:
         self._nbytes += sign * item.nbytes
-        self._train_tokens += sign * item.whole.tokens * (not item.held_out)
+        self._train_tokens += sign * len(item.sequence) * (not item.held_out)
 
 
-def _pieces(whole: Window[P], longest: int) -> list[Window[P]]:
-    """Cut a window into the fewest pieces of at most `longest` tokens, of about equal length; skip pure prompt."""
-    count = math.ceil(whole.tokens / longest)
-    cuts = [whole.tokens * k // count for k in range(count + 1)]
-    return [
-        Window(whole.payload, a, b, whole.start + a, whole.prompt_len)
-        for a, b in itertools.pairwise(cuts)
-        if whole.start + b > whole.prompt_len
-    ]
+def _pieces(whole: Sequence, longest: int) -> list[Sequence]:
+    """Cut a sequence into the fewest windows of at most `longest` tokens, of about equal length; skip pure prompt."""
+    count = math.ceil(len(whole) / longest)
+    cuts = [len(whole) * k // count for k in range(count + 1)]
+    return [whole.window(a, b) for a, b in itertools.pairwise(cuts) if b > whole.prompt_len]
 
 
-def _pack(pieces: list[Window[P]], budget: int) -> list[list[Window[P]]]:
+def _pack(pieces: list[Sequence], budget: int) -> list[list[Sequence]]:
     """First fit, in the order given, into the last few micro-batches begun."""
-    batches: list[list[Window[P]]] = []
+    batches: list[list[Sequence]] = []
     room: list[int] = []
     for piece in pieces:
         for k in range(max(0, len(batches) - OPEN_BATCHES), len(batches)):
-            if piece.tokens <= room[k]:
+            if len(piece) <= room[k]:
                 break
         else:
             k = len(batches)
             batches.append([])
             room.append(budget)
         batches[k].append(piece)
-        room[k] -= piece.tokens
+        room[k] -= len(piece)
     return batches

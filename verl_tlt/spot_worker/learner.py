@@ -13,9 +13,9 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,10 @@ from safetensors.torch import load
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import (
+    Batch,
     DrafterTrainer,
     Sequence,
+    SequenceScore,
     VerifierWeights,
     acceptance,
     default_attention,
@@ -41,44 +43,25 @@ from verl_tlt.drafter import (
     train_until,
 )
 from verl_tlt.drafter.staging import stage
-from verl_tlt.messages import DrafterFile
-from verl_tlt.spot_worker.buffer import Buffer, Window
-from verl_tlt.spot_worker.merge import Contribution, Merged
-
-Params = dict[str, np.ndarray]
-"""Trainable parameters by name, float32."""
+from verl_tlt.messages import (
+    AgreedParameters,
+    BufferStats,
+    Contribution,
+    DrafterFile,
+    DrafterProvenance,
+    HeldOutScores,
+    Merged,
+    Parameters,
+    RolloutSampling,
+    SessionResult,
+    VerifierArrays,
+)
+from verl_tlt.spot_worker.buffer import Buffer
 
 HELD_OUT_TOKENS = 32_768
 """Most positions a gate looks at: twice what a paired comparison needs, and still seconds of work."""
 
 WHICH = ("candidate", "served", "initial")
-
-
-@dataclass
-class SessionResult:
-    """One training session as the trainer sees it."""
-
-    steps: int = 0
-    tokens: int = 0
-    epochs: float = 0.0
-    skipped: int = 0
-    """Micro-batches with a non-finite loss or gradient."""
-    seconds: float = 0.0
-    loss: float = math.nan
-    """Mean over the session's steps."""
-    acc: list[float] = field(default_factory=list)
-    """Share of positions whose drafter argmax is the policy's, by draft position."""
-    outcome: str = "stopped"
-    """stopped (by the trainer) or exhausted (its epochs over the buffer are used up)."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """The rollout's sampling settings, under which acceptance is judged."""
-
-    temperature: float
-    top_p: float
-    top_k: int
 
 
 class SpotLearner:
@@ -103,9 +86,9 @@ class SpotLearner:
         config: TLTConfig,
         policy_dir: str,
         drafter: DrafterFile,
-        sampling: Sampling,
+        sampling: RolloutSampling,
         device: str,
-        agreed: dict[str, Params] | None = None,
+        agreed: AgreedParameters | None = None,
         published: DrafterFile | None = None,
     ) -> None:
         self.name, self.config, self.sampling, self.device = name, config, sampling, torch.device(device)
@@ -118,14 +101,13 @@ class SpotLearner:
         self.trainer = DrafterTrainer(
             self.model, learning_rate=d.learning_rate, warmup_steps=d.warmup_steps, ttt_steps=d.passes, loss=d.loss
         )
-        self.buffer: Buffer[Any] = Buffer(max_bytes=b.max_mb << 20, keep_steps=b.keep_steps, held_out=b.held_out)
-        self.base: Params = self.trainer.parameters_numpy()
-        self.kept: dict[str, Params] = {"served": dict(self.base), "initial": dict(self.base)}
+        self.buffer = Buffer(max_bytes=b.max_mb << 20, keep_steps=b.keep_steps, held_out=b.held_out)
+        self.base: Parameters = self.trainer.parameters_numpy()
+        self.kept: dict[str, Parameters] = {"served": self.base, "initial": self.base}
         self.unmerged_steps = self.unmerged_tokens = 0
         if agreed is not None:
-            own = {which: {name: np.array(value) for name, value in params.items()} for which, params in agreed.items()}
-            self._start_from(own.pop("candidate"))
-            self.kept = own
+            self._start_from(_copied(agreed.candidate))
+            self.kept = {"served": _copied(agreed.served), "initial": _copied(agreed.initial)}
         elif published is not None:
             tensors = load(published.weights)
             self._start_from({name: tensors[name].float().numpy() for name in self.base})
@@ -137,35 +119,23 @@ class SpotLearner:
 
     # ------------------------------------------------------------------ buffer
 
-    def add(self, step: int, items: list[dict[str, Any]], parts: dict[str, np.ndarray] | None) -> dict[str, Any]:
+    def add(self, step: int, sequences: list[Sequence], verifier_weights: VerifierArrays | None) -> BufferStats:
         """Take in what was captured in one RL step, and the policy's verifier weights where they have changed.
 
         Args:
             step: the RL step.
-            items: what `tlt_take` describes: {"tokens": int64 [L], "prompt_len", "start", "aux": 16-bit [L, 3H],
-                "last": 16-bit [L, H]}.
-            parts: fields of `VerifierWeights` in 16 bits; None: as they were.
-
-        Returns:
-            Buffer statistics: {"tokens", "bytes", "sequences", ...}.
+            sequences: states in 16 bits; the buffer keeps them.
+            verifier_weights: None: as they were.
         """
         with self._busy:
-            for index, item in enumerate(items):
-                self.buffer.add(
-                    step=step,
-                    index=index,
-                    prompt_len=item["start"] + item["prompt_len"],
-                    start=item["start"],
-                    length=len(item["tokens"]),
-                    nbytes=item["aux"].nbytes + item["last"].nbytes + item["tokens"].nbytes,
-                    payload=item,
-                )
-            if parts:
-                self._refresh(parts)
+            for index, sequence in enumerate(sequences):
+                self.buffer.add(step, index, sequence)
+            if verifier_weights is not None:
+                self._refresh(verifier_weights)
             return self.buffer.stats()
 
-    def _refresh(self, parts: dict[str, np.ndarray]) -> None:
-        weights = VerifierWeights(**{k: from_numpy16(v) for k, v in parts.items()})
+    def _refresh(self, arrays: VerifierArrays) -> None:
+        weights = VerifierWeights(**{part: from_numpy16(array) for part, array in vars(arrays).items()})
         refresh_verifier_weights(self.model, weights)
         # A pruned draft vocabulary is judged against the policy's whole head, which the drafter does not hold.
         self._whole_head = weights.lm_head if self.model.use_draft_vocab else None
@@ -175,22 +145,25 @@ class SpotLearner:
 
     def train(self, should_stop: Callable[[], bool]) -> SessionResult:
         """Train until told to stop (asked before each micro-batch), or until the buffer's epochs are used up."""
-        result, start = SessionResult(), time.perf_counter()
+        start = time.perf_counter()
         if not self._verifier_known or not self.buffer.ready(self.config.buffer.min_tokens):
-            result.outcome = "exhausted"
-            return result
+            return SessionResult("exhausted")
         with self._busy:
             self.buffer.begin_session(max_epochs=self.config.spot.max_epochs)
             with self._visiting(self.trainer):
                 done = train_until(self.trainer, self._batches(), should_stop)
-        result.steps, result.tokens, result.skipped = done.steps, done.tokens, done.skipped
         self.unmerged_steps += done.steps
         self.unmerged_tokens += math.ceil(done.weighted_tokens)
-        result.epochs = self.buffer.session_epochs()
-        result.loss, result.acc = done.loss, list(done.acc_by_position)
-        result.outcome = "stopped" if done.stopped else "exhausted"
-        result.seconds = time.perf_counter() - start
-        return result
+        return SessionResult(
+            "stopped" if done.stopped else "exhausted",
+            steps=done.steps,
+            tokens=done.tokens,
+            epochs=self.buffer.session_epochs(),
+            skipped=done.skipped,
+            seconds=time.perf_counter() - start,
+            loss=done.loss,
+            acc=done.acc_by_position,
+        )
 
     @contextmanager
     def _visiting(self, what: Any) -> Iterator[None]:
@@ -203,11 +176,11 @@ class SpotLearner:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # it needs all of the memory
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self) -> Iterator[Batch]:
         while not self.buffer.exhausted():
-            windows = self.buffer.sample_batch(self.rng, self.config.drafter.batch_tokens)
-            if sequences := [to_sequence(w) for w in windows if w.tokens > 1]:
-                yield pack(sequences)
+            drawn = self.buffer.sample_batch(self.rng, self.config.drafter.batch_tokens)
+            if windows := [window for window in drawn if len(window) > 1]:
+                yield pack(windows)
 
     # ------------------------------------------------------------------ merge
 
@@ -216,7 +189,7 @@ class SpotLearner:
         with self._busy:
             return Contribution(self.name, self.unmerged_tokens, self.unmerged_steps, self._own_delta())
 
-    def _own_delta(self) -> Params:
+    def _own_delta(self) -> Parameters:
         now = self.trainer.parameters_numpy()
         return {name: now[name] - self.base[name] for name in self.base}
 
@@ -239,18 +212,18 @@ class SpotLearner:
                 self.trainer.optimizer.state.clear()
                 self.trainer.steps = 0  # warm up again
 
-    def _start_from(self, params: Params) -> None:
-        self.base = dict(params)
+    def _start_from(self, params: Parameters) -> None:
+        self.base = params
         self.trainer.load_parameters(self.base)
         self.unmerged_steps = self.unmerged_tokens = 0
 
-    def agreed(self) -> dict[str, Params]:
-        """What all learners hold alike, for one that joins them: candidate, served and initial parameters."""
-        return {"candidate": self.base, **self.kept}
+    def agreed(self) -> AgreedParameters:
+        """What all learners hold alike, for one that joins them."""
+        return AgreedParameters(self.base, self.kept["served"], self.kept["initial"])
 
     def keep(self, which: str) -> None:
         """The agreed version is published: remember it as the served one."""
-        self.kept[which] = dict(self.base)
+        self.kept[which] = self.base  # replaced by the next version, never written to
 
     def revert(self, which: str) -> None:
         """Go back to the served or the initial parameters; the candidate is given up."""
@@ -259,31 +232,29 @@ class SpotLearner:
 
     # ------------------------------------------------------------------ judging and publishing
 
-    def score(self, max_draft: int) -> dict[str, Any]:
+    def score(self, max_draft: int) -> HeldOutScores:
         """Score candidate, served and initial on the held-out sequences, all under the same verifier weights.
 
-        Returns:
-            {"positions": int64 [S], which: float64 [S, 1+K] (`trainer.gate.Scores`) for each in `WHICH`}; S may be 0.
+        Without any, or before the verifier weights are known, S is 0.
         """
         with self._busy:
-            sequences = [to_sequence(w) for w in self.buffer.held_out(HELD_OUT_TOKENS) if w.tokens > 1]
-            if not self._verifier_known or not sequences:
-                return {"positions": []}
-            return self._score(sequences, WHICH, max_draft)
+            held_out = self.buffer.held_out(HELD_OUT_TOKENS) if self._verifier_known else []
+        scores = self.score_on([s for s in held_out if len(s) > 1], WHICH, max_draft)
+        positions = np.array([s.positions for s in scores["candidate"]], dtype=np.int64)
+        return HeldOutScores(positions, **{which: counts(scores[which], max_draft) for which in WHICH})
 
-    def score_on(self, items: list[dict[str, Any]], which: tuple[str, ...], max_draft: int) -> dict[str, Any]:
-        """Score some of `WHICH` on given sequences (`add`'s items) instead of the held-out ones; shapes as `score`."""
-        with self._busy:
-            whole = [Window(item, 0, len(item["tokens"]), item["start"], item["prompt_len"]) for item in items]
-            return self._score([to_sequence(w) for w in whole], which, max_draft)
-
-    def _score(self, sequences: list[Sequence], which: tuple[str, ...], max_draft: int) -> dict[str, Any]:
-        out: dict[str, Any] = {}
-        with self._visiting(self.model):  # without the optimizer: scoring shares the device with the policy
+    def score_on(
+        self, sequences: list[Sequence], which: Iterable[str], max_draft: int
+    ) -> dict[str, list[SequenceScore]]:
+        """Score some of `WHICH` on any sequences."""
+        if not sequences:
+            return {one: [] for one in which}
+        found = {}
+        with self._busy, self._visiting(self.model):  # without the optimizer: it shares the device with the policy
             head = None if self._whole_head is None else self._whole_head.to(self.device)
             for one in which:
-                with self._holding(self.base if one == "candidate" else self.kept[one]):
-                    scores = acceptance(
+                with self._holding(self.agreed().of(one)):
+                    found[one] = acceptance(
                         self.model,
                         sequences,
                         temperature=self.sampling.temperature,
@@ -292,13 +263,11 @@ class SpotLearner:
                         max_draft=max_draft,
                         lm_head=head,
                     )
-                out["positions"] = np.array([s.positions for s in scores], dtype=np.int64)
-                out[one] = np.array([[s.drafts, *s.accepted] for s in scores])
             del head
-        return out
+        return found
 
     @contextmanager
-    def _holding(self, params: Params) -> Iterator[None]:
+    def _holding(self, params: Parameters) -> Iterator[None]:
         """The model with other parameters for a moment, for whoever holds the lock; the learner's own come back."""
         own = self.trainer.parameters_numpy()
         self.trainer.load_parameters(params)
@@ -315,16 +284,15 @@ class SpotLearner:
 
     # ------------------------------------------------------------------ checkpoint
 
-    def save(self, directory: str, provenance: dict[str, Any]) -> str:
-        """Write the served drafter and the training state atomically under `directory`; returns it.
+    def save(self, directory: str, provenance: DrafterProvenance) -> None:
+        """Write the served drafter and the training state atomically under `directory`.
 
         Nothing but the copy in memory keeps training, merging or scoring waiting: only what is trained is copied (the
         policy's embedding and head are not), and the disk is written afterwards.
         """
         tensors, state = self.snapshot()
-        facts = {**provenance, "steps": state["steps"]}
+        facts = {**asdict(provenance), "steps": state["steps"]}
         save_drafter(self.model, directory, facts, policy=self._policy_dir, training_state=state, tensors=tensors)
-        return directory
 
     def snapshot(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """(the served drafter's tensors, `DrafterTrainer.state()`), on the host; training does not change them."""
@@ -345,13 +313,11 @@ class SpotLearner:
         return True
 
 
-def to_sequence(window: Window[Any]) -> Sequence:
-    """A buffer window as the drafter's `Sequence`; hidden states are views where the arrays can be written."""
-    item, begin, end = window.payload, window.begin, window.end
-    return Sequence(
-        tokens=torch.from_numpy(item["tokens"][begin:end].copy()),  # [L]; the store's arrays are read-only
-        prompt_len=max(0, window.prompt_len - window.start),
-        aux=from_numpy16(item["aux"][begin:end]),  # [L, 3H]
-        last=from_numpy16(item["last"][begin:end]),  # [L, H]
-        start=window.start,
-    )
+def counts(scores: list[SequenceScore], max_draft: int) -> np.ndarray:
+    """Drafts and acceptances as `HeldOutScores` has them: float64 [S, 1+K]."""
+    return np.array([[s.drafts, *s.accepted] for s in scores], dtype=np.float64).reshape(-1, 1 + max_draft)
+
+
+def _copied(params: Parameters) -> Parameters:
+    """On memory of their own: what came through the object store is read-only and keeps the whole object there."""
+    return {name: np.array(value) for name, value in params.items()}

@@ -8,53 +8,16 @@ Bubbles differ in length, and a plain average would let a short session hold a l
 to move the parameters by t * g and noise. Least squares then gives g = sum(t_i d_i) / sum(t_i^2), and the merged change
 is g times the longest session: the average of equal sessions, and a longer step in its direction for unequal ones.
 During the warm-up tokens move less, so each counts by its learning rate.
-
-`prepare`, `combine` and `finish` are the parts of `merge`; `pairwise` joins anything by two, so that the average also
-runs as a tree of Ray tasks over object references: `pairwise([prepare_.remote(r, n) for r in refs], combine_.remote)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-T = TypeVar("T")
-
-Delta = dict[str, np.ndarray]
-"""Change of each trainable parameter by name, float32 [any shape]."""
-
-
-@dataclass(frozen=True)
-class Contribution:
-    """What one worker hands in. Its arrays are only read: they may be views into the object store."""
-
-    worker: str
-    tokens: int
-    """Tokens it trained on, its weight: those of the warm-up by their share of the full learning rate."""
-    steps: int
-    """Optimizer steps it made."""
-    delta: Delta
-
-
-@dataclass(frozen=True)
-class Merged:
-    """A weighted average, final or partial."""
-
-    delta: Delta | None
-    """None when everything was excluded."""
-    tokens: int
-    """Tokens behind it."""
-    included: tuple[str, ...]
-    """Workers in it, in order."""
-    excluded: dict[str, str] = field(default_factory=dict)
-    """Worker -> why it is not in it."""
-    longest: int = 0
-    """Tokens of its longest session."""
-    squares: int = 0
-    """Sum of the sessions' squared tokens."""
+from verl_tlt.messages import Contribution, Merged
 
 
 def merge(contributions: Sequence[Contribution], *, min_steps: int) -> Merged:
@@ -69,10 +32,15 @@ def merge(contributions: Sequence[Contribution], *, min_steps: int) -> Merged:
         raise ValueError(f"A worker hands in once per merge, but these did: {', '.join(names)}.")
     if not ordered:
         return Merged(None, 0, ())
-    return finish(pairwise([prepare(c, min_steps) for c in ordered], combine))
+    # By two, so that rounding grows with log2(n); a fixed order, so that it is the same for all.
+    level = [_prepare(c, min_steps) for c in ordered]
+    while len(level) > 1:
+        odd = [level[-1]] if len(level) % 2 else []
+        level = [_combine(a, b) for a, b in zip(level[::2], level[1::2], strict=False)] + odd
+    return _finish(level[0])
 
 
-def prepare(contribution: Contribution, min_steps: int) -> Merged:
+def _prepare(contribution: Contribution, min_steps: int) -> Merged:
     """One contribution as an average of itself, or as an exclusion."""
     reason = _unusable(contribution, min_steps)
     if reason is not None:
@@ -82,12 +50,8 @@ def prepare(contribution: Contribution, min_steps: int) -> Merged:
     return Merged(delta, n, (contribution.worker,), longest=n, squares=n * n)
 
 
-def combine(left: Merged, right: Merged) -> Merged:
-    """Two averages as one, weighted by their tokens; an empty one only adds its exclusions.
-
-    Raises:
-        ValueError: the deltas differ in names or shapes.
-    """
+def _combine(left: Merged, right: Merged) -> Merged:
+    """Two averages as one, weighted by their tokens; an empty one only adds its exclusions."""
     excluded = {**left.excluded, **right.excluded}
     if left.delta is None or right.delta is None:
         return replace(left if right.delta is None else right, excluded=excluded)
@@ -100,27 +64,12 @@ def combine(left: Merged, right: Merged) -> Merged:
     return Merged(delta, tokens, left.included + right.included, excluded, longest, squares)
 
 
-def finish(average: Merged) -> Merged:
+def _finish(average: Merged) -> Merged:
     """The average over all workers, as far as the longest session goes (see above)."""
     if average.delta is None:
         return average
     stretch = np.float32(average.longest * average.tokens / average.squares)  # 1 for equal sessions
     return replace(average, delta={name: stretch * value for name, value in average.delta.items()})
-
-
-def pairwise(items: Sequence[T], join: Callable[[T, T], T]) -> T:
-    """Join neighbours until one is left: log2(n) rounds, a fixed order.
-
-    Raises:
-        ValueError: no items.
-    """
-    if not items:
-        raise ValueError("There is nothing to join.")
-    level = list(items)
-    while len(level) > 1:
-        odd = [level[-1]] if len(level) % 2 else []
-        level = [join(a, b) for a, b in zip(level[::2], level[1::2], strict=False)] + odd
-    return level[0]
 
 
 def _unusable(c: Contribution, min_steps: int) -> str | None:

@@ -1,67 +1,60 @@
 """Captured sequences, put together again where several ranks of the actor share them.
 
 With sequence, context or pipeline parallelism no rank of the actor sees a whole sequence: each sends what it has, and
-the spot worker joins the parts. Nothing is gathered between the actor's ranks, so nothing there can wait for a rank
-that failed: a sequence with a missing part is left out.
+the spot worker joins the shards. Nothing is gathered between the actor's ranks, so nothing there can wait for a rank
+that failed: a sequence with a missing shard is left out.
+
+A hidden state takes four forms from the policy to a gradient: the tensor that a layer is called with, the tap's copy of
+it (`HiddenStateShard`, which goes through the object store as it is), the drafter's `Sequence`, which is made here once
+and kept in the buffer, and the rows of a packed `Batch`, made from windows of sequences, which are views.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
+import torch
 
+from verl_tlt.drafter import Sequence, from_numpy16
 from verl_tlt.messages import HiddenStateShard
 
 
-def join(ranks: Sequence[Sequence[HiddenStateShard]], aux_layers: Sequence[int]) -> tuple[list[dict[str, Any]], int]:
-    """Whole sequences out of what every rank of one group sent.
-
-    Args:
-        ranks: each rank's parts.
-        aux_layers: layers whose inputs the drafter reads.
+def join(shards: Iterable[HiddenStateShard]) -> tuple[list[Sequence], int]:
+    """Whole sequences out of what all ranks of one group sent.
 
     Returns:
-        (sequences in row order, each {"tokens", "prompt_len", "start", "aux": 16-bit [L, 3H], "last": 16-bit [L, H]};
-        how many were left out because a part is missing).
+        (sequences in row order, on memory of their own; how many were left out because a shard is missing).
     """
     rows: dict[int, list[HiddenStateShard]] = {}
-    for part in (part for parts in ranks for part in parts):
-        rows.setdefault(part.row, []).append(part)
-    joined = []
-    for row in sorted(rows):
-        parts = rows[row]
-        head = parts[0]
-        columns = {layer: _column(parts, layer) for layer in {*aux_layers, head.last}}
-        if all(column is not None for column in columns.values()):
-            joined.append(
-                {
-                    "tokens": head.tokens,
-                    "prompt_len": head.prompt_len,
-                    "start": head.start,
-                    "aux": np.concatenate([columns[layer] for layer in aux_layers], axis=-1),
-                    "last": columns[head.last],
-                }
-            )
-    return joined, len(rows) - len(joined)
+    for shard in shards:
+        rows.setdefault(shard.row, []).append(shard)
+    joined = [_join(rows[row]) for row in sorted(rows)]
+    whole = [sequence for sequence in joined if sequence is not None]
+    return whole, len(joined) - len(whole)
 
 
-def _column(parts: Sequence[HiddenStateShard], layer: int) -> np.ndarray | None:
-    """One layer's states [L, H] of a window; None where not every token's is there."""
-    holders = [p for p in parts if layer in p.states]
-    if not holders:
-        return None
-    length = len(holders[0].tokens)
-    if holders[0].stretches == ((0, length),):
-        return holders[0].states[layer]
-    example = holders[0].states[layer]
-    whole = np.empty((length, example.shape[-1]), example.dtype)
-    known = np.zeros(length, bool)
-    for part in holders:
+def _join(shards: list[HiddenStateShard]) -> Sequence | None:
+    """One sequence; None where not every state of every token is there."""
+    head = shards[0]
+    length, hidden = len(head.tokens), head.states.shape[-1]
+    states = np.empty((length, len(head.wanted), hidden), head.states.dtype)
+    known = np.zeros((length, len(head.wanted)), bool)
+    for shard in shards:
         at = 0
-        for begin, end in part.stretches:
-            whole[begin:end] = part.states[layer][at : at + end - begin]
-            known[begin:end] = True
+        for begin, end in shard.stretches:
+            for layer, held in zip(shard.layers, shard.states, strict=True):
+                column = head.wanted.index(layer)
+                states[begin:end, column] = held[at : at + end - begin]
+                known[begin:end, column] = True
             at += end - begin
-    return whole if known.all() else None
+    if not known.all():
+        return None
+    wide = from_numpy16(states.reshape(length, -1))  # [L, 4H]
+    return Sequence(
+        tokens=torch.from_numpy(head.tokens.copy()),  # the store's arrays are read-only
+        prompt_len=head.prompt_len,
+        aux=wide[:, :-hidden],
+        last=wide[:, -hidden:],
+        start=head.start,
+    )

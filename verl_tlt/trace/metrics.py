@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl_tlt.messages import BufferStats
 from verl_tlt.trace.events import Publish, Reload, Session
 
 METRICS = {
@@ -268,13 +269,13 @@ def _served_tau(publish: Publish) -> float | None:
     return max(known, default=None)
 
 
-def buffer_metrics(stats: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """`Buffer.stats` of several workers as trainer metrics; empty without any."""
-    held = [s for s in stats if s["bytes"]]
+def buffer_metrics(stats: Iterable[BufferStats]) -> dict[str, float]:
+    """What several workers' buffers hold as trainer metrics; empty without any."""
+    held = [s for s in stats if s.bytes]
     if not held:
         return {}
-    sequences, nbytes = sum(s["sequences"] for s in held), sum(s["bytes"] for s in held)
+    sequences, nbytes = sum(s.sequences for s in held), sum(s.bytes for s in held)
     return {
-        "tlt/buffer_tokens": sum(s["tokens"] for s in held),
+        "tlt/buffer_tokens": sum(s.tokens for s in held),
         "tlt/buffer_sequences_per_gb": sequences * 1e9 / nbytes,
     }

@@ -13,6 +13,7 @@ import ray
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import files_digest
+from verl_tlt.messages import DrafterProvenance
 from verl_tlt.trainer.bootstrap import CHECKPOINT
 from verl_tlt.trainer.fleet import Fleet
 from verl_tlt.trainer.step_log import StepLog
@@ -52,17 +53,17 @@ class KeepsDrafter:
     def _tlt_save(self, directory: Path) -> Any:
         """The served drafter, its training state and where they come from, atomically; done when the reference is."""
         worker = next(iter(self._tlt_fleet.workers().values()))
-        facts = {
-            "version": self._tlt_version,
-            "policy_step": self.global_steps,
-            "policy": self.config.actor_rollout_ref.model.path,
-            "data": str(self.config.data.train_files),
-            "data_sha256": self._tlt_data_digest,
-            "objective": self.tlt.drafter.objective,
-            "temperature": self.config.actor_rollout_ref.rollout.temperature,
-            "acceptance": self._tlt_acceptance,
-            "tokens_trained": self._tlt_tokens,
-        }
+        facts = DrafterProvenance(
+            version=self._tlt_version,
+            policy_step=self.global_steps,
+            policy=self.config.actor_rollout_ref.model.path,
+            data=str(self.config.data.train_files),
+            data_sha256=self._tlt_data_digest,
+            objective=self.tlt.drafter.objective,
+            temperature=self.config.actor_rollout_ref.rollout.temperature,
+            acceptance=self._tlt_acceptance,
+            tokens_trained=self._tlt_tokens,
+        )
         directory.parent.mkdir(parents=True, exist_ok=True)
         return worker.save.remote(str(directory.absolute()), facts)
 

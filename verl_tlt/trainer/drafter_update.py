@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import ray
 
 from verl_tlt.config import TLTConfig
-from verl_tlt.messages import DrafterFile
-from verl_tlt.spot_worker.learner import WHICH
+from verl_tlt.messages import DrafterFile, HeldOutScores
 from verl_tlt.trainer.fleet import CALL_TIMEOUT_S, Fleet
-from verl_tlt.trainer.gate import Scores, decide
+from verl_tlt.trainer.gate import decide
 from verl_tlt.trainer.watch import Ended
 
 logger = logging.getLogger(__name__)
@@ -58,9 +57,7 @@ def update_drafter(fleet: Fleet, config: TLTConfig, sessions: list[Ended], versi
     start = time.perf_counter()
     workers = fleet.workers()
     # A worker with several sessions in the step hands in what all of them changed.
-    trained = list(
-        dict.fromkeys(s.replica for s in sessions if s.result and s.result["steps"] and s.replica in workers)
-    )
+    trained = list(dict.fromkeys(s.replica for s in sessions if s.result and s.result.steps and s.replica in workers))
     out = DrafterUpdate(reason="no session trained")
     if not trained:
         return out
@@ -112,10 +109,14 @@ def _judge(out: DrafterUpdate, fleet: Fleet, config: TLTConfig, version: int, dt
             out.drafter = ray.get(worker.export.remote(version, dtype, out.acceptance), timeout=CALL_TIMEOUT_S)
 
 
-def gather(by_worker: dict[str, dict[str, Any]]) -> Scores | None:
+def gather(by_worker: Mapping[str, HeldOutScores]) -> HeldOutScores | None:
     """The workers' held-out scores as one set; None where nobody holds any."""
-    holding = [s for s in by_worker.values() if len(s["positions"])]
+    holding = [s for s in by_worker.values() if len(s.positions)]
     if not holding:
         return None
-    parts = {which: np.concatenate([s[which] for s in holding]) for which in WHICH}  # [sequences, 1+K]
-    return Scores(positions=np.concatenate([s["positions"] for s in holding]), **parts)
+    return HeldOutScores(
+        positions=np.concatenate([s.positions for s in holding]),  # [S]
+        candidate=np.concatenate([s.candidate for s in holding]),  # [S, 1+K]
+        served=np.concatenate([s.served for s in holding]),
+        initial=np.concatenate([s.initial for s in holding]),
+    )

@@ -16,7 +16,6 @@ the start of a run, when the drafter learns fastest and little is held out yet.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -25,8 +24,8 @@ from typing import Literal
 import numpy as np
 
 from verl_tlt.config import GateConfig
+from verl_tlt.messages import HeldOutScores
 
-Which = Literal["candidate", "served", "initial"]
 Action = Literal["publish", "hold", "revert_served", "revert_initial"]
 
 ERROR = 0.01
@@ -51,59 +50,6 @@ MIN_SEQUENCES = 7
 
 
 @dataclass(frozen=True)
-class Scores:
-    """Held-out acceptance of three drafters at the same positions, by sequence.
-
-    Drafters differ in how many drafts they need for the same text, so drafts are counted for each.
-
-    Attributes:
-        positions: positions judged in each sequence, int [S].
-        candidate: expected counts [S, 1+K]: drafts made over the sequence, then those of them whose first 1, 2, ..., K
-            tokens are all accepted (`verl_tlt.drafter.SequenceScore.drafts` and `.accepted`).
-        served: likewise.
-        initial: likewise.
-
-    Raises:
-        ValueError: shapes that do not fit, or served or initial counts that no drafter can have.
-    """
-
-    positions: np.ndarray
-    candidate: np.ndarray
-    served: np.ndarray
-    initial: np.ndarray
-
-    def __post_init__(self) -> None:
-        shape = self.candidate.shape
-        if self.positions.ndim != 1 or len(shape) != 2 or len(self.positions) != shape[0]:
-            raise ValueError(f"Scores need positions [S] and counts [S, 1+K], not {self.positions.shape} and {shape}.")
-        for name in ("served", "initial"):
-            counts = self.of(name)
-            if counts.shape != shape:
-                raise ValueError(f"The {name} drafter has counts {counts.shape}, the candidate {shape}.")
-            # Counts are expectations over one text: they need not fall along the draft in every sequence.
-            if not np.isfinite(counts).all() or (counts < 0).any():
-                raise ValueError(f"The {name} drafter's counts must be finite and not negative.")
-
-    def of(self, which: str) -> np.ndarray:
-        """The counts [S, 1+K] of one drafter."""
-        return {"candidate": self.candidate, "served": self.served, "initial": self.initial}[which]
-
-    def accept_length(self, which: str) -> float:
-        """Tokens per draft of K tokens, over all sequences: 1 + those accepted; 1 where nothing was judged."""
-        counts = self.of(which).sum(axis=0)
-        return float(counts.sum() / counts[0]) if counts[0] else 1.0
-
-    def taus(self) -> dict[str, float]:
-        """Accept length of each drafter."""
-        return {which: self.accept_length(which) for which in ("candidate", "served", "initial")}
-
-    def conditional(self, which: str) -> list[float]:
-        """Chance, for each of the K draft positions, that it is accepted given that those before it were."""
-        counts = self.of(which).sum(axis=0).tolist()
-        return [min(1.0, b / a) if a > 0 else 0.0 for a, b in itertools.pairwise(counts)]
-
-
-@dataclass(frozen=True)
 class Decision:
     """What to do with the candidate, and why."""
 
@@ -119,7 +65,7 @@ class Decision:
     sequences: int
 
 
-def decide(scores: Scores, config: GateConfig, *, seed: int) -> Decision:
+def decide(scores: HeldOutScores, config: GateConfig, *, seed: int) -> Decision:
     """Judge the candidate.
 
     Args:
@@ -158,7 +104,7 @@ def decide(scores: Scores, config: GateConfig, *, seed: int) -> Decision:
     return decision("hold", f"perhaps {-interval[0]:.2%} worse than the served drafter")
 
 
-def relative_interval(scores: Scores, against: str, *, error: float, seed: int) -> tuple[float, float]:
+def relative_interval(scores: HeldOutScores, against: str, *, error: float, seed: int) -> tuple[float, float]:
     """Around (accept length of the candidate / of `against`) - 1; the truth lies beyond either end with `error`."""
     return _interval(scores, against, _resample(int((scores.positions > 0).sum()), seed), error)
 
@@ -171,7 +117,7 @@ def _resample(sequences: int, seed: int) -> np.ndarray:
     return counts.reshape(RESAMPLES, sequences).astype(np.float64)
 
 
-def _interval(scores: Scores, against: str, weights: np.ndarray, error: float) -> tuple[float, float]:
+def _interval(scores: HeldOutScores, against: str, weights: np.ndarray, error: float) -> tuple[float, float]:
     """Interval of (accept length of the candidate / of `against`) - 1, missed with a chance of `error` on each side."""
     judged = scores.positions > 0
 

@@ -34,8 +34,7 @@ from verl_tlt.idle.modes import RULES
 from verl_tlt.idle.planner import Planner
 from verl_tlt.idle.replica_idle import ReplicaIdlePlanner
 from verl_tlt.idle.trainer_idle import TrainerIdlePlanner
-from verl_tlt.messages import STORE_NAME
-from verl_tlt.spot_worker.learner import Sampling
+from verl_tlt.messages import STORE_NAME, BufferStats, RolloutSampling, TappedStates
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trace.metrics import buffer_metrics
 from verl_tlt.trainer.bootstrap import Start, first_drafter, saved_drafter
@@ -90,7 +89,7 @@ class TLTMixin(KeepsDrafter):
         self._tlt_merging: Future[DrafterUpdate] | None = None
         self._tlt_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tlt-merge")
         self._tlt_budget = FailureBudget(self.tlt.spot.max_failures)
-        self._tlt_buffers: dict[str, dict[str, Any]] = {}
+        self._tlt_buffers: dict[str, BufferStats] = {}
         self._tlt_taking: dict[str, Any] = {}
         self._tlt_routes = Routes((), {})
         self._tlt_tokens = 0
@@ -181,18 +180,18 @@ class TLTMixin(KeepsDrafter):
 
     def _tlt_start_spot(self) -> None:
         rollout = self.config.actor_rollout_ref.rollout
-        ready = self.actor_rollout_wg.tlt_setup(self.tlt.to_dict(), list(self._tlt_start.aux_layers))
-        if untapped := next((r["untapped"] for r in ready if r["untapped"]), None):
+        ready = self.actor_rollout_wg.tlt_setup(self.tlt, list(self._tlt_start.aux_layers))
+        if untapped := next((r.untapped for r in ready if r.untapped), None):
             logger.warning("the drafter is not trained in this run, which speculates with it as it is: %s", untapped)
             return
         replicas = {name: r.ranks for name, r in self._tlt_fleet.replicas.items() if r.ranks}
-        self._tlt_routes = route([r["group"] for r in ready], replicas)
+        self._tlt_routes = route([r.group for r in ready], replicas)
         self._tlt_fleet.start_workers(
             self.resource_pool_manager.resource_pool_dict["global_pool"],
-            config=self.tlt.to_dict(),
+            config=self.tlt,
             policy_dir=self._tlt_policy_dir,
             drafter=self._tlt_start.trainable,
-            sampling=Sampling(rollout.temperature, rollout.top_p, rollout.top_k),
+            sampling=RolloutSampling(rollout.temperature, rollout.top_p, rollout.top_k),
             device="cuda" if self.config.trainer.device == "cuda" else "cpu",
         )
         if resumed := saved_drafter(self._tlt_resume_dir()):
@@ -220,7 +219,8 @@ class TLTMixin(KeepsDrafter):
             for n in workers
             if spot
             and self._tlt_budget.allows(n, self.global_steps)
-            and buffers.get(n, {}).get("train_tokens", 0) >= self.tlt.buffer.min_tokens
+            and n in buffers
+            and buffers[n].train_tokens >= self.tlt.buffer.min_tokens
         ]
         if self.tlt_rule.idle == "trainer" and workers:
             return TrainerIdlePlanner(
@@ -274,7 +274,7 @@ class TLTMixin(KeepsDrafter):
     def _tlt_charge(self, report: PhaseReport) -> None:
         """Count failures; three in a row on one replica turn its spot training off, loudly."""
         for session in report.sessions:
-            self._tlt_tokens += session.result["tokens"] if session.result else 0
+            self._tlt_tokens += session.result.tokens if session.result else 0
             if session.error is None:
                 self._tlt_budget.succeeded(session.replica)
             elif self._tlt_budget.failed(session.replica, self.global_steps):
@@ -300,12 +300,12 @@ class TLTMixin(KeepsDrafter):
     def _tlt_hand_over(self) -> None:
         """Send what the tap captured on each rank to the spot worker beside it; nobody waits for the copy."""
         routes = self._tlt_routes
-        taken = ray.get(self.actor_rollout_wg.tlt_take(routes.shares))
-        if errors := sum(t["errors"] for t in taken):
+        taken: list[TappedStates] = ray.get(self.actor_rollout_wg.tlt_take(routes.shares))
+        if errors := sum(t.errors for t in taken):
             self._tlt_errors["tap"] = self._tlt_errors.get("tap", 0) + errors
         for name, worker in self._tlt_fleet.workers().items():
-            sequences = [[taken[rank]["parts"][share] for rank in ranks] for ranks, share in routes.sources[name]]
-            weights = taken[self._tlt_fleet.replicas[name].ranks[0]]["verifier_weights"]
+            sequences = [[taken[rank].shards[share] for rank in ranks] for ranks, share in routes.sources[name]]
+            weights = taken[self._tlt_fleet.replicas[name].ranks[0]].verifier_weights
             self._tlt_taking[name] = worker.add.remote(self.global_steps, sequences, weights)
         self._tlt_log.tapped(taken)
 
@@ -316,8 +316,8 @@ class TLTMixin(KeepsDrafter):
             self._tlt_buffers.pop(name, None)
             try:
                 self._tlt_buffers[name] = found = ray.get(reference)
-                if found["incomplete"]:
-                    self._tlt_errors["parts"] = self._tlt_errors.get("parts", 0) + found["incomplete"]
+                if found.incomplete:
+                    self._tlt_errors["parts"] = self._tlt_errors.get("parts", 0) + found.incomplete
             except ray.exceptions.RayActorError as error:
                 logger.warning("the spot worker of %s died while it took over hidden states: %s", name, error)
                 self._tlt_fleet.restart([name])

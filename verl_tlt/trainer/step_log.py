@@ -14,6 +14,7 @@ from typing import Any
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.idle.planner import PhaseAccount, together
+from verl_tlt.messages import SessionResult, TappedStates
 from verl_tlt.trace.events import Publish, Reload, Session, TraceWriter
 from verl_tlt.trace.line import step_line
 from verl_tlt.trace.metrics import ReplicaStats, StepObservations, step_metrics
@@ -114,9 +115,9 @@ class StepLog:
         """What an audit of this rollout showed (`trainer.runtime_switch`)."""
         self._audit = saving
 
-    def tapped(self, taken: list[dict[str, Any]]) -> None:
+    def tapped(self, taken: list[TappedStates]) -> None:
         """What the tap copied; its own time is part of the forward and counts as overhead."""
-        self._stolen["tap"] = self._stolen.get("tap", 0.0) + max((t["seconds"] for t in taken), default=0.0)
+        self._stolen["tap"] = self._stolen.get("tap", 0.0) + max((t.seconds for t in taken), default=0.0)
 
     def published(self, step: int, learned: DrafterUpdate, version: int, since: int) -> None:
         """A merge arrived in time."""
@@ -196,7 +197,7 @@ class StepLog:
 
 
 def _session(step: int, ended: Ended) -> Session:
-    r = ended.result or {}
+    r = ended.result or SessionResult("stopped")
     return Session(
         t=time.time(),
         step=step,
@@ -204,13 +205,13 @@ def _session(step: int, ended: Ended) -> Session:
         worker=ended.replica,
         start=ended.start,
         end=ended.end,
-        steps=r.get("steps", 0),
-        tokens=r.get("tokens", 0),
-        outcome="failed" if ended.error else r["outcome"],
-        epochs=r.get("epochs", 0.0),
-        loss_last=r.get("loss"),
-        acc=r.get("acc", ()),
-        skipped=r.get("skipped", 0),
+        steps=r.steps,
+        tokens=r.tokens,
+        outcome="failed" if ended.error else r.outcome,
+        epochs=r.epochs,
+        loss_last=r.loss if ended.result else None,
+        acc=r.acc,
+        skipped=r.skipped,
         stop_latency_s=ended.stop_latency_s,
         error=ended.error,
     )

@@ -28,6 +28,7 @@ from verl_tlt.idle.planner import (
     WakeUp,
     next_pause,
 )
+from verl_tlt.messages import SessionResult
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.fleet import Fleet
 from verl_tlt.trainer.pending_work import PendingWork
@@ -46,7 +47,7 @@ class Ended:
     replica: str
     start: float
     end: float
-    result: dict[str, Any] | None
+    result: SessionResult | None
     error: str | None = None
     stop_latency_s: float | None = None
 

@@ -4,8 +4,10 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
 from verl_tlt.actor.windows import choose_window, select_for_tap
+from verl_tlt.drafter import Sequence
 from verl_tlt.spot_worker.buffer import Buffer
 from verl_tlt.trace.metrics import buffer_metrics
 
@@ -20,12 +22,25 @@ def share_by_decile(lengths, tokens):
     return np.array([part.sum() for part in np.array_split(tokens, 10)]) / tokens.sum()
 
 
-def filled(lengths, *, step=1, held_out=0.0, bytes_per_token=1, prompt_len=0, **caps):
+BYTES = 8 + 2 * 4
+"""Of a token: its id, and four states of one number each."""
+
+
+def named(name, length, prompt_len=0, start=0):
+    """A sequence whose tokens say which one it is."""
+    aux, last = torch.zeros(length, 3, dtype=torch.bfloat16), torch.zeros(length, 1, dtype=torch.bfloat16)
+    return Sequence(torch.full((length,), name), prompt_len, aux, last, start)
+
+
+def names(sequences):
+    return [int(s.tokens[0]) for s in sequences]
+
+
+def filled(lengths, *, step=1, held_out=0.0, prompt_len=0, **caps):
+    """The i-th sequence is named i."""
     buffer = Buffer(**({"max_bytes": 10**12, "keep_steps": 8, "held_out": held_out} | caps))
     for i, length in enumerate(lengths):
-        buffer.add(
-            step=step, index=i, prompt_len=prompt_len, length=length, nbytes=length * bytes_per_token, payload=(step, i)
-        )
+        buffer.add(step, i, named(i, length, prompt_len))
     return buffer
 
 
@@ -115,46 +130,44 @@ def test_windows_prefer_the_tail_but_reach_everywhere():
 
 
 def test_bytes_are_capped_and_the_oldest_go_first():
-    buffer = Buffer(max_bytes=100, keep_steps=8, held_out=0.0)
+    cap = 6 * 15 * BYTES + 1
+    buffer = Buffer(max_bytes=cap, keep_steps=8, held_out=0.0)
     for step in range(1, 6):
         for i in range(2):
-            assert buffer.add(step=step, index=i, prompt_len=0, length=15, nbytes=15, payload=(step, i))
-            assert buffer.stats()["bytes"] <= 100
-    kept = {w.payload for w in buffer.sample_batch(random.Random(0), 1000)}
-    assert kept == {(3, 0), (3, 1), (4, 0), (4, 1), (5, 0), (5, 1)}
-    assert buffer.stats()["evicted"] == 4
-    assert buffer.stats()["sequences_per_gb"] == pytest.approx(1e9 / 15)
+            assert buffer.add(step, i, named(10 * step + i, 15))
+            assert buffer.stats().bytes <= cap
+    assert set(names(buffer.sample_batch(random.Random(0), 1000))) == {30, 31, 40, 41, 50, 51}
+    assert buffer.stats().bytes == cap - 1
 
 
 def test_steps_age_out():
     buffer = Buffer(max_bytes=10**9, keep_steps=2, held_out=0.0)
     for step in (1, 2, 3):
-        buffer.add(step=step, index=0, prompt_len=0, length=5, nbytes=5, payload=step)
-    assert {w.payload for w in buffer.sample_batch(random.Random(0), 100)} == {2, 3}
-    assert buffer.add(step=1, index=1, prompt_len=0, length=5, nbytes=5, payload=1) is False  # came too late
-    assert buffer.stats() == buffer.stats() | {"steps": 2, "evicted": 1, "refused": 1}
+        buffer.add(step, 0, named(step, 5))
+    assert set(names(buffer.sample_batch(random.Random(0), 100))) == {2, 3}
+    assert buffer.add(1, 1, named(1, 5)) is False  # came too late
+    assert buffer.stats().sequences == 2
 
 
 def test_a_late_arrival_of_an_older_step_keeps_its_place():
-    buffer = Buffer(max_bytes=10, keep_steps=8, held_out=0.0)
-    buffer.add(step=5, index=0, prompt_len=0, length=5, nbytes=5, payload="new")
-    buffer.add(step=4, index=0, prompt_len=0, length=5, nbytes=5, payload="old")
-    buffer.add(step=5, index=1, prompt_len=0, length=5, nbytes=5, payload="newer")
-    assert {w.payload for w in buffer.sample_batch(random.Random(0), 100)} == {"new", "newer"}
+    buffer = Buffer(max_bytes=10 * BYTES, keep_steps=8, held_out=0.0)
+    for step, index, name in ((5, 0, 1), (4, 0, 0), (5, 1, 2)):
+        buffer.add(step, index, named(name, 5))
+    assert set(names(buffer.sample_batch(random.Random(0), 100))) == {1, 2}
 
 
 def test_a_sequence_above_the_cap_is_refused_and_costs_nobody_their_place():
-    buffer = filled([10, 20], max_bytes=50)
-    assert buffer.add(step=2, index=0, prompt_len=0, length=99, nbytes=51, payload="big") is False
-    assert buffer.stats()["sequences"] == 2
+    buffer = filled([10, 20], max_bytes=50 * BYTES)
+    assert buffer.add(2, 0, named(2, 51)) is False
+    assert buffer.stats().sequences == 2
 
 
 def test_ready_counts_training_tokens_only():
     buffer = filled([100] * 40, held_out=0.25)
     stats = buffer.stats()
-    assert stats["train_tokens"] + stats["held_out_tokens"] == stats["tokens"] == 4000
-    assert buffer.ready(int(stats["train_tokens"]))
-    assert not buffer.ready(int(stats["train_tokens"]) + 1)
+    assert 0 < stats.train_tokens < stats.tokens == 4000
+    assert buffer.ready(stats.train_tokens)
+    assert not buffer.ready(stats.train_tokens + 1)
     assert not filled([]).ready(0)
 
 
@@ -163,13 +176,13 @@ def test_ready_counts_training_tokens_only():
 
 def test_held_out_is_a_fixed_share_and_never_sampled():
     buffer = filled([50] * 4000, held_out=0.1)
-    held = {w.payload for w in buffer.held_out()}
+    held = set(names(buffer.held_out()))
     assert len(held) == pytest.approx(400, abs=60)  # three standard deviations of a fair draw
-    assert held == {w.payload for w in filled([50] * 4000, held_out=0.1).held_out()}
+    assert held == set(names(filled([50] * 4000, held_out=0.1).held_out()))
     rng, drawn = random.Random(0), set()
     buffer.begin_session(max_epochs=2.0)
     while not buffer.exhausted():
-        drawn |= {w.payload for w in buffer.sample_batch(rng, 1024)}
+        drawn |= set(names(buffer.sample_batch(rng, 1024)))
     assert not drawn & held
     assert len(drawn) == 4000 - len(held)
 
@@ -184,9 +197,9 @@ def test_the_gate_gets_a_quarter_of_a_small_run_and_its_share_of_a_large_one():
 def test_held_out_prefers_the_newest_within_its_budget():
     buffer = Buffer(max_bytes=10**9, keep_steps=8, held_out=0.999999)
     for step in (1, 2, 3):
-        buffer.add(step=step, index=0, prompt_len=3, length=40, nbytes=1, payload=step)
-    assert [w.payload for w in buffer.held_out(max_tokens=80)] == [3, 2]
-    assert [(w.begin, w.end, w.prompt_len) for w in buffer.held_out()] == [(0, 40, 3)] * 3
+        buffer.add(step, 0, named(step, 40, prompt_len=3))
+    assert names(buffer.held_out(max_tokens=80)) == [3, 2]
+    assert [(s.start, len(s), s.prompt_len) for s in buffer.held_out()] == [(0, 40, 3)] * 3
 
 
 # ---------------------------------------------------------------- drawing
@@ -197,15 +210,15 @@ def test_a_pass_visits_every_token_once_at_its_true_position():
     rng = random.Random(5)
     lengths = long_tailed(60, rng, sigma=1.5)
     for i, length in enumerate(lengths):
-        buffer.add(step=1, index=i, prompt_len=0, length=length, nbytes=1, payload=i, start=10 * i)
+        buffer.add(1, i, named(i, length, start=10 * i))
     seen = {i: np.zeros(n, dtype=int) for i, n in enumerate(lengths)}
     buffer.begin_session(max_epochs=1.0)
     while not buffer.exhausted():
         batch = buffer.sample_batch(rng, 256)
-        assert 0 < sum(w.tokens for w in batch) <= 256
-        for w in batch:
-            assert w.start == 10 * w.payload + w.begin
-            seen[w.payload][w.begin : w.end] += 1
+        assert 0 < sum(map(len, batch)) <= 256
+        for window, name in zip(batch, names(batch), strict=True):
+            begin = window.start - 10 * name
+            seen[name][begin : begin + len(window)] += 1
     assert all(np.all(count == 1) for count in seen.values())
     assert buffer.session_epochs() == pytest.approx(1.0)
 
@@ -216,7 +229,7 @@ def test_micro_batches_are_well_filled():
     sizes = []
     buffer.begin_session(max_epochs=3.0)
     while not buffer.exhausted():
-        sizes.append(sum(w.tokens for w in buffer.sample_batch(rng, 1024)))
+        sizes.append(sum(map(len, buffer.sample_batch(rng, 1024))))
     assert np.mean(sizes) > 0.9 * 1024
 
 
@@ -230,8 +243,8 @@ def test_a_short_session_draws_the_longest_decile_in_proportion(budget):
     for _ in range(300):
         buffer.begin_session(max_epochs=1.0)
         for _ in range(3):
-            for w in buffer.sample_batch(rng, budget):
-                drawn[w.payload[1]] += w.tokens
+            for window in buffer.sample_batch(rng, budget):
+                drawn[int(window.tokens[0])] += len(window)
     shares, fair = share_by_decile(lengths, drawn), share_by_decile(lengths, lengths)
     assert shares[-1] == pytest.approx(fair[-1], rel=0.1)
     assert shares[0] == pytest.approx(fair[0], rel=0.35)
@@ -241,7 +254,7 @@ def test_pieces_of_pure_prompt_are_left_out():
     buffer = filled([1000], prompt_len=600)
     buffer.begin_session(max_epochs=1.0)
     windows = [w for _ in range(2) for w in buffer.sample_batch(random.Random(0), 250)]
-    assert sorted((w.begin, w.end) for w in windows) == [(500, 750), (750, 1000)]
+    assert sorted((w.start, w.start + len(w), w.prompt_len) for w in windows) == [(500, 750, 100), (750, 1000, 0)]
     assert buffer.exhausted()  # the pass is over although 500 tokens of prompt were never drawn
 
 
@@ -262,11 +275,11 @@ def test_an_empty_buffer_is_exhausted_and_gives_nothing():
     buffer = Buffer(max_bytes=10, keep_steps=1, held_out=0.1)
     assert buffer.exhausted()
     assert buffer.sample_batch(random.Random(0), 100) == []
-    assert buffer.stats()["sequences_per_gb"] == 0.0
+    assert buffer.stats().bytes == 0
 
 
 def test_what_the_buffers_hold_becomes_metrics():
-    long, short = filled([1000] * 3, bytes_per_token=100), filled([10] * 5, bytes_per_token=100)
+    long, short = filled([1000] * 3), filled([10] * 5)
     found = buffer_metrics([long.stats(), short.stats(), filled([]).stats()])
-    assert found == {"tlt/buffer_tokens": 3050, "tlt/buffer_sequences_per_gb": pytest.approx(8e9 / 305_000)}
+    assert found == {"tlt/buffer_tokens": 3050, "tlt/buffer_sequences_per_gb": pytest.approx(8e9 / (3050 * BYTES))}
     assert buffer_metrics([]) == {}

@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from verl_tlt.spot_worker.merge import Contribution, combine, finish, merge, pairwise, prepare
+from verl_tlt.messages import Contribution
+from verl_tlt.spot_worker.merge import merge
 
 
 def contribution(worker, tokens=100, steps=10, seed=0, **arrays):
@@ -107,23 +108,3 @@ def test_mismatched_deltas_and_duplicates_are_refused():
         merge([a, b], min_steps=1)
     with pytest.raises(ValueError, match="once per merge"):
         merge([a, a], min_steps=1)
-
-
-def test_the_same_tree_runs_over_references():
-    """Stand-ins for object references: `pairwise` never looks inside what it joins."""
-    store = {}
-
-    def put(value):
-        store[len(store)] = value
-        return len(store) - 1
-
-    parts = several(5)
-    root = pairwise([put(prepare(c, 1)) for c in parts], lambda a, b: put(combine(store[a], store[b])))
-    expected = merge(parts, min_steps=1)
-    assert all(np.array_equal(finish(store[root]).delta[n], expected.delta[n]) for n in expected.delta)
-    with pytest.raises(ValueError, match="nothing to join"):
-        pairwise([], combine)
-
-
-def test_pairwise_is_a_tree():
-    assert pairwise(list("abcde"), lambda a, b: f"({a}{b})") == "(((ab)(cd))e)"

@@ -1,4 +1,4 @@
-"""Parts of captured sequences: joined whatever rank holds what, left out where one is missing, shared fairly."""
+"""Shards of captured sequences: joined whatever rank holds what, left out where one is missing, shared fairly."""
 
 import numpy as np
 import pytest
@@ -9,63 +9,70 @@ from verl_tlt.messages import HiddenStateShard
 from verl_tlt.spot_worker.shards import join
 from verl_tlt.trainer.routes import route
 
-AUX, LAST, H = (1, 2), 4, 3
+WANTED, H = (1, 2, 4), 3
 LENGTHS = [11, 8, 29]
 
 
 def state(row, layer, token):
-    return 1000 * row + 100 * layer + token
+    return 500 * row + 100 * layer + token  # float16 has these exactly
 
 
-def part(row, stretches, layers, start=0, stop=None):
+def shard(row, stretches, layers, start=0, stop=None):
     """What a rank sends of tokens [start, stop), of which it holds `stretches` (counted in the whole sequence)."""
     stop = stop or LENGTHS[row]
     held = [t for a, b in stretches for t in range(a, b)]
     return HiddenStateShard(
-        row, np.arange(start, stop), max(0, 4 - start), start, LAST,
-        tuple((a - start, b - start) for a, b in stretches),
-        {layer: np.array([[state(row, layer, t)] * H for t in held], np.uint16) for layer in layers},
+        row, np.arange(start, stop), max(0, 4 - start), start,
+        tuple((a - start, b - start) for a, b in stretches), WANTED, layers,
+        np.array([[[state(row, layer, t)] * H for t in held] for layer in layers], np.float16),
     )  # fmt: skip
 
 
 def check(sequence, row):
-    tokens = sequence["tokens"]
-    assert np.array_equal(sequence["last"][:, 0], state(row, LAST, tokens))
-    assert np.array_equal(sequence["aux"][:, 0], state(row, 1, tokens))
-    assert np.array_equal(sequence["aux"][:, H], state(row, 2, tokens))
+    for layer, columns in zip(WANTED, (*sequence.aux.split(H, dim=-1), sequence.last), strict=True):
+        assert columns.tolist() == [[state(row, layer, t)] * H for t in sequence.tokens.tolist()]
 
 
 def test_one_rank_with_everything():
-    joined, missing = join([[part(row, [(0, n)], (1, 2, 4)) for row, n in enumerate(LENGTHS)]], AUX)
+    joined, missing = join(shard(row, [(0, n)], WANTED) for row, n in enumerate(LENGTHS))
     assert (len(joined), missing) == (3, 0)
     for row, sequence in enumerate(joined):
         check(sequence, row)
+        assert (sequence.start, sequence.prompt_len) == (0, 4)
+
+
+def test_what_the_object_store_lends_is_not_kept():
+    sent = shard(0, [(0, LENGTHS[0])], WANTED)
+    lent = [sent.tokens, sent.states]
+    for array in lent:
+        array.flags.writeable = False
+    (sequence,), _ = join([sent])
+    held = [sequence.tokens.numpy(), sequence.aux.numpy(), sequence.last.numpy()]
+    assert not any(np.shares_memory(ours, theirs) for ours in held for theirs in lent)
 
 
 @pytest.mark.parametrize("context", [1, 2, 4])
 @pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("stages", [[(1, 2, 4)], [(1,), (2,), (), (4,)]])
+@pytest.mark.parametrize("stages", [[WANTED], [(1,), (2,), (), (4,)]])
 @pytest.mark.parametrize("cut", [(0, None), (5, 8)])
 def test_every_mesh_of_ranks(context, tensor, stages, cut):
     """Tokens split zigzag, then evenly; layers split over stages; a window of the sequences."""
     padded = [-(-n // (2 * context * tensor)) * 2 * context * tensor for n in LENGTHS]
     begins = np.cumsum([0, *padded])
     axis = int(begins[-1]) // context
-    ranks = []
+    sent = []
     for c in range(context):
         for t in range(tensor):
             for layers in stages:
-                parts = []
                 for row, n in enumerate(LENGTHS):
                     held = zigzag(n, padded[row], int(begins[row]) // context, c, context)
                     held = window(even_split(held, axis // tensor, t), cut[0], cut[1] or n)
                     if held and layers:
-                        parts.append(part(row, [(s.start, s.stop) for s in held], layers, *cut))
-                ranks.append(parts)
-    joined, missing = join(ranks, AUX)
+                        sent.append(shard(row, [(s.start, s.stop) for s in held], layers, *cut))
+    joined, missing = join(sent)
     assert (len(joined), missing) == (3, 0)
     for row, sequence in enumerate(joined):
-        assert len(sequence["tokens"]) == (cut[1] or LENGTHS[row]) - cut[0]
+        assert len(sequence) == (cut[1] or LENGTHS[row]) - cut[0]
         check(sequence, row)
 
 
@@ -75,7 +82,7 @@ def test_zigzag_gives_each_rank_an_early_and_a_late_chunk():
     assert [(s.start, s.stop, s.at) for s in zigzag(3, 16, 0, rank=0, ranks=2)] == [(0, 3, 0)]
 
 
-def test_a_slice_holds_parts_of_neighbouring_sequences():
+def test_a_slice_holds_pieces_of_neighbouring_sequences():
     first, second = zigzag(10, 10, 0, 0, 1), zigzag(6, 6, 10, 0, 1)
     assert [(s.start, s.stop, s.at) for s in even_split(first, 8, 1)] == [(8, 10, 0)]
     assert [(s.start, s.stop, s.at) for s in even_split(second, 8, 1)] == [(0, 6, 2)]
@@ -83,25 +90,25 @@ def test_a_slice_holds_parts_of_neighbouring_sequences():
 
 
 @pytest.mark.parametrize(
-    "parts",
+    "shards",
     [
-        [part(0, [(0, 11)], (1, 2))],  # the last stage is missing
-        [part(0, [(0, 5)], (1, 2, 4))],  # the other slice is missing
-        [part(0, [(0, 11)], (1, 4)), part(0, [(0, 5)], (2,))],
+        [shard(0, [(0, 11)], (1, 2))],  # the last stage is missing
+        [shard(0, [(0, 5)], WANTED)],  # the other slice is missing
+        [shard(0, [(0, 11)], (1, 4)), shard(0, [(0, 5)], (2,))],
     ],
 )
-def test_a_sequence_with_a_missing_part_is_left_out(parts):
-    joined, missing = join([[p] for p in parts] + [[part(1, [(0, 8)], (1, 2, 4))]], AUX)
+def test_a_sequence_with_a_missing_shard_is_left_out(shards):
+    joined, missing = join([*shards, shard(1, [(0, 8)], WANTED)])
     assert missing == 1
     assert len(joined) == 1
     check(joined[0], 1)
 
 
 def test_shares_are_the_same_on_every_rank():
-    first = [part(row, [(0, 4)], (1, 2, 4)) for row in range(3)]
-    second = [part(row, [(4, 8)], (1, 2, 4)) for row in (0, 2)]  # this rank has nothing of row 1
-    assert [[p.row for p in share] for share in split(first, 2)] == [[0, 2], [1]]
-    assert [[p.row for p in share] for share in split(second, 2)] == [[0, 2], []]
+    first = [shard(row, [(0, 4)], WANTED) for row in range(3)]
+    second = [shard(row, [(4, 8)], WANTED) for row in (0, 2)]  # this rank has nothing of row 1
+    assert [[s.row for s in share] for share in split(first, 2)] == [[0, 2], [1]]
+    assert [[s.row for s in share] for share in split(second, 2)] == [[0, 2], []]
 
 
 @pytest.mark.parametrize(

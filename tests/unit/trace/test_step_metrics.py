@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from verl_tlt.messages import BufferStats
 from verl_tlt.speculation.step_statistics import Aggregates
 from verl_tlt.speculation.types import StepRecord
 from verl_tlt.trace.events import Publish, Reload, Session
@@ -180,7 +181,7 @@ def test_every_metric_is_documented():
     )  # fmt: skip
     names = {
         re.sub(r"(pos|frac)_\d+$", lambda m: f"{m[1]}_<{'i' if m[1] == 'pos' else 'k'}>", n)
-        for n in step_metrics(seen) | buffer_metrics([{"bytes": 1, "tokens": 1, "sequences": 1}])
+        for n in step_metrics(seen) | buffer_metrics([BufferStats(1, 1, 1, 1)])
     }
     names = {re.sub(r"overhead_\w+_s$", "overhead_<part>_s", name) for name in names}
     assert names == set(METRICS)

@@ -8,8 +8,9 @@ import pytest
 from scipy import stats
 
 from verl_tlt.config import GateConfig
+from verl_tlt.messages import HeldOutScores
 from verl_tlt.trainer import gate
-from verl_tlt.trainer.gate import Scores, _student, decide
+from verl_tlt.trainer.gate import _student, decide
 
 CONFIG = GateConfig()
 K = 3
@@ -32,7 +33,7 @@ def simulate(rng, *, sequences=40, versus_served=0.0, versus_initial=None, lengt
 
     served = drafter(1.0 / (1.0 + versus_served) - 1.0)
     initial = served if versus_initial is None else drafter(1.0 / (1.0 + versus_initial) - 1.0)
-    return Scores(positions, counts(drafts, tau), served, initial)
+    return HeldOutScores(positions, counts(drafts, tau), served, initial)
 
 
 def counts(drafts, tau):
@@ -114,9 +115,9 @@ def test_equal_drafters_are_published():
 def test_a_random_head_that_accepts_nothing_is_no_special_case():
     nothing = counts(np.full(20, 100), np.full(20, 1.0))
     better = counts(np.full(20, 100), np.full(20, 1.1))
-    assert decide(Scores(np.full(20, 100), nothing, nothing, nothing), CONFIG, seed=0).action == "publish"
-    assert decide(Scores(np.full(20, 100), better, nothing, nothing), CONFIG, seed=0).action == "publish"
-    assert decide(Scores(np.full(20, 100), nothing, better, nothing), CONFIG, seed=0).action == "revert_served"
+    assert decide(HeldOutScores(np.full(20, 100), nothing, nothing, nothing), CONFIG, seed=0).action == "publish"
+    assert decide(HeldOutScores(np.full(20, 100), better, nothing, nothing), CONFIG, seed=0).action == "publish"
+    assert decide(HeldOutScores(np.full(20, 100), nothing, better, nothing), CONFIG, seed=0).action == "revert_served"
 
 
 def test_doubt_holds():
@@ -130,16 +131,16 @@ def test_with_too_little_to_judge_only_a_useless_drafter_is_replaced(positions, 
     n[:sequences] = positions // sequences
     n[0] += positions - n.sum()
     worse, better = counts(n, np.full(60, 1.5)), counts(n, np.full(60, 2.5))
-    decision = decide(Scores(n, worse, better, better), CONFIG, seed=0)
+    decision = decide(HeldOutScores(n, worse, better, better), CONFIG, seed=0)
     assert (decision.action, decision.interval) == ("hold", None)
     assert f"{positions} positions in {sequences}" in decision.reason
     useless = counts(n, np.full(60, 1.05))
-    assert decide(Scores(n, useless, useless, useless), CONFIG, seed=0).action == "publish"
-    assert decide(Scores(n, worse, useless, better), CONFIG, seed=0).action == "hold"
+    assert decide(HeldOutScores(n, useless, useless, useless), CONFIG, seed=0).action == "publish"
+    assert decide(HeldOutScores(n, worse, useless, better), CONFIG, seed=0).action == "hold"
     n[:sequences] += 1
     n[sequences] += 1
     worse, better = counts(n, np.full(60, 1.5)), counts(n, np.full(60, 2.5))
-    assert decide(Scores(n, worse, better, better), CONFIG, seed=0).action == "revert_served"
+    assert decide(HeldOutScores(n, worse, better, better), CONFIG, seed=0).action == "revert_served"
 
 
 def test_better_than_served_but_seen_to_be_worse_than_initial_holds():
@@ -152,7 +153,7 @@ def test_better_than_served_but_seen_to_be_worse_than_initial_holds():
 
 def test_counts_of_one_text_may_rise_along_the_draft():
     rising = np.tile([10.0, 4.0, 4.2], (8, 1))
-    scores = Scores(np.full(8, 200), rising, rising, rising)
+    scores = HeldOutScores(np.full(8, 200), rising, rising, rising)
     assert scores.conditional("served") == [0.4, 1.0]
     assert decide(scores, CONFIG, seed=0).action == "publish"
 
@@ -174,24 +175,24 @@ def test_the_same_seed_gives_the_same_decision():
 
 def test_accept_length_and_conditional_acceptance():
     drafter = np.array([[10.0, 8.0, 4.0, 1.0], [30.0, 12.0, 6.0, 0.0]])
-    scores = Scores(np.array([23, 48]), drafter, drafter, drafter)
+    scores = HeldOutScores(np.array([23, 48]), drafter, drafter, drafter)
     assert scores.accept_length("served") == pytest.approx(1 + 31 / 40)
     assert scores.conditional("candidate") == pytest.approx([20 / 40, 10 / 20, 1 / 10])
     empty = np.zeros((1, 4))
-    assert Scores(np.array([0]), empty, empty, empty).taus() == {"candidate": 1.0, "served": 1.0, "initial": 1.0}
-    assert Scores(np.array([0]), empty, empty, empty).conditional("served") == [0.0, 0.0, 0.0]
+    assert HeldOutScores(np.array([0]), empty, empty, empty).taus() == {"candidate": 1.0, "served": 1.0, "initial": 1.0}
+    assert HeldOutScores(np.array([0]), empty, empty, empty).conditional("served") == [0.0, 0.0, 0.0]
 
 
 def test_impossible_scores_are_refused():
     n, good = np.array([10, 10]), np.array([[5.0, 4.0], [5.0, 4.0]])
     with pytest.raises(ValueError, match=r"positions \[S\]"):
-        Scores(np.array([10]), good, good, good)
+        HeldOutScores(np.array([10]), good, good, good)
     with pytest.raises(ValueError, match="served drafter has counts"):
-        Scores(n, good, good[:, :1], good)
+        HeldOutScores(n, good, good[:, :1], good)
     with pytest.raises(ValueError, match="initial drafter's counts must be finite"):
-        Scores(n, good, good, good * np.nan)
+        HeldOutScores(n, good, good, good * np.nan)
     with pytest.raises(ValueError, match="served drafter's counts must be finite and not negative"):
-        Scores(n, good, -good, good)
+        HeldOutScores(n, good, -good, good)
 
 
 @pytest.mark.parametrize("freedom", [3, 5, 10, 50, 500])
