@@ -55,14 +55,10 @@ class Decision:
 
     action: Action
     reason: str
-    tau: dict[str, float]
-    """Accept length of candidate, served and initial."""
     versus_served: float
     """The candidate's accept length relative to the served drafter's, minus one."""
     interval: tuple[float, float] | None
     """Around `versus_served`; the truth lies beyond either end with a chance of `ERROR`. None: not judged."""
-    positions: int
-    sequences: int
 
 
 def decide(scores: HeldOutScores, config: GateConfig, *, seed: int) -> Decision:
@@ -80,8 +76,7 @@ def decide(scores: HeldOutScores, config: GateConfig, *, seed: int) -> Decision:
     interval: tuple[float, float] | None = None
 
     def decision(action: Action, reason: str) -> Decision:
-        versus_served = tau["candidate"] / tau["served"] - 1.0
-        return Decision(action, reason, tau, versus_served, interval, positions, sequences)
+        return Decision(action, reason, tau["candidate"] / tau["served"] - 1.0, interval)
 
     if not np.isfinite(scores.candidate).all():
         return decision(back, "the candidate's scores are not finite")
