@@ -1,7 +1,7 @@
 """The flag on stock verl, in real processes: a run that cannot be a TLT run ends in one sentence before Ray starts,
 and without the flag nothing differs from a verl without the plugin.
 
-Every process imports verl, which takes longest by far, so all of them start at once, two at a time.
+Every process imports verl, which takes longest by far: they are forks of one that has all but verl (warm_python.py).
 """
 
 import json
@@ -9,7 +9,8 @@ import os
 import subprocess
 import sys
 import textwrap
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -119,16 +120,25 @@ def ended(place):
         "no plugin": (facts, {"VERL_USE_EXTERNAL_PLUGINS": "none"}),
     }
 
-    def run(command):
-        arguments, variables = command
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("VERL_", "VLLM_", "RAY_"))}
-        environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_TMPDIR": str(place / "ray")} | variables
-        return subprocess.run(
-            [sys.executable, *arguments], env=environment, cwd=place, capture_output=True, text=True, timeout=300
+    common = {k: v for k, v in os.environ.items() if not k.startswith(("VERL_", "VLLM_", "RAY_"))}
+    common |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_TMPDIR": str(place / "ray")}
+    file = place / "commands.json"
+    file.write_text(
+        json.dumps({n: {"arguments": a, "environment": common | changed} for n, (a, changed) in commands.items()})
+    )
+    warm = Path(__file__).with_name("warm_python.py")
+    done = subprocess.run(
+        [sys.executable, str(warm), str(file)], env=common, cwd=place, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr
+    return {
+        name: SimpleNamespace(
+            returncode=int((place / f"{name}.status").read_text()),
+            stdout=(place / f"{name}.out").read_text(),
+            stderr=(place / f"{name}.err").read_text(),
         )
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(commands, pool.map(run, commands.values()), strict=True))
+        for name in commands
+    }
 
 
 @pytest.mark.parametrize(
