@@ -7,6 +7,7 @@ JSON for each, [name, what was found].
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import resource
@@ -16,6 +17,11 @@ import threading
 import time
 
 SHIMMED = sys.argv[1:] == ["shim"]
+
+
+def entry() -> tuple[int, str | None]:
+    """(objects between two looks for garbage, where verl looks for its FSDP engine) in such a process."""
+    return gc.get_threshold()[0], os.environ.get("VERL_ENGINE_DEVICE")
 
 
 def expand() -> bool:
@@ -129,16 +135,16 @@ def say(name: str, found: object) -> None:
 
 
 def main() -> None:
-    """Arm the shims or not, then try everything; `buckets` may end the process and is last."""
+    """Start with the shims, as verl and vLLM do, or without; then try everything, at last what may end the process."""
     import verl  # noqa: F401 - the platform must be known before verl's device modules ask for it
 
-    from verl_tlt.compat.cpu import platform, verl_shims, vllm_shims
-
-    platform.register()
     if SHIMMED:
-        verl_shims.register()
-        vllm_shims.register()
-    for check in (expand, linear, backend, critic, queue, buckets):
+        import verl_tlt.compat.cpu.entry  # noqa: F401
+        from verl_tlt.compat.cpu.vllm_shims import register
+    else:
+        from verl_tlt.compat.cpu.platform import register  # stock verl knows no platform of that name
+    register()
+    for check in (entry, expand, linear, backend, critic, queue, buckets):
         say(check.__name__, check())
 
 

@@ -24,10 +24,14 @@ ENVIRONMENT = {
 @pytest.fixture(scope="module")
 def found():
     """{"shim" or "stock": {check: what it found}}, of a fresh process each: a shim, once applied, stays."""
-    environment = os.environ | ENVIRONMENT
+    environment = {k: v for k, v in os.environ.items() if k != "VERL_ENGINE_DEVICE"} | ENVIRONMENT
     processes = {
         name: subprocess.Popen(
-            [sys.executable, str(CHECKS), name], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, str(CHECKS), name],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for name in ("shim", "stock")
     }
@@ -42,6 +46,7 @@ def found():
 @pytest.mark.parametrize(
     ("check", "shim", "stock"),
     [
+        pytest.param("entry", [50_000, "cuda"], [700, None], id="imports are not held up and FSDP is found"),
         pytest.param("expand", True, False, id="expand_batch is right"),
         pytest.param("linear", "right", "gone", id="linear weights survive loading"),
         pytest.param("backend", "started", "ValueError", id="a backend that names the CPU twice starts"),

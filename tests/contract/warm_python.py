@@ -52,7 +52,7 @@ def main() -> None:
     assert not {"verl", "verl_tlt"} & set(sys.modules), "every command is to import these itself"
     running: dict[int, str] = {}
     for name, command in [*commands.items(), *[("", None)] * AT_A_TIME]:
-        if len(running) == AT_A_TIME or command is None and running:
+        if len(running) == AT_A_TIME or (command is None and running):
             pid, status = os.wait()
             file.with_name(f"{running.pop(pid)}.status").write_text(str(os.waitstatus_to_exitcode(status)))
         if command is not None:

@@ -1,4 +1,4 @@
-"""The CPU platform's entry point changes a process only where it is asked to."""
+"""The CPU platform's entry point leaves other processes alone; contract/test_shims.py has what it does on a CPU."""
 
 import os
 import subprocess
@@ -7,12 +7,13 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize(("platform", "expected"), [("cpu", "50000 cuda"), ("nvidia", "700 None"), ("", "700 None")])
-def test_only_on_a_cpu(platform, expected):
+@pytest.mark.parametrize("platform", ["nvidia", ""])
+def test_a_process_with_an_accelerator_stays_as_it_is(platform):
     code = (
-        "import gc, os, verl_tlt.compat.cpu.entry; print(gc.get_threshold()[0], os.environ.get('VERL_ENGINE_DEVICE'))"
+        "import gc, os, sys, verl_tlt.compat.cpu.entry\n"
+        "print(gc.get_threshold()[0], os.environ.get('VERL_ENGINE_DEVICE'), 'verl' in sys.modules)"
     )
     environment = {k: v for k, v in os.environ.items() if k != "VERL_ENGINE_DEVICE"}
     environment |= {"VERL_PLATFORM": platform, "VERL_USE_EXTERNAL_PLUGINS": "none"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.stdout.strip().splitlines()[-1:] == [expected], done.stderr[-2000:]
+    assert done.stdout.strip().splitlines()[-1:] == ["700 None False"], done.stderr[-2000:]

@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 
+from demo import processes
 from demo.processes import ProcessTree, interruptible
 
 FAMILY = """
@@ -39,6 +40,15 @@ if os.fork() == 0:  # a daemon: its parent is gone at once, and so is its enviro
 child("nested", True, then=lambda: child("grandchild", True))
 """
 NAMES = ("root", "session", "stubborn", "daemon", "nested", "grandchild")
+
+
+REST_S = 0.5
+"""What descendants get to end by themselves: a stubborn one uses all of it, twice, in every test."""
+
+
+@pytest.fixture(autouse=True)
+def short_rest(monkeypatch):
+    monkeypatch.setattr(processes, "REST_S", REST_S)
 
 
 @pytest.fixture
@@ -110,10 +120,12 @@ def test_an_interrupted_run_leaves_no_process_behind(family, tmp_path, number):
     recipe.write_text("exec " + " ".join(argv))
     program = textwrap.dedent(f"""
         from pathlib import Path
+        from demo import processes
         from demo.run import DemoRun, run_recipe
         from demo.processes import interruptible
         from demo.screen import Screen
         from verl_tlt.console import make_console
+        processes.REST_S = {REST_S}
         with interruptible(), Screen(make_console()) as screen:
             run_recipe(DemoRun("a run", Path({str(tmp_path / "out")!r}), steps=1, seed=0), Path({str(recipe)!r}),
             screen)
