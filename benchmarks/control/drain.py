@@ -73,8 +73,9 @@ def drain(
     if record:
         _keep_recording(traces)
     longest = stats[FIXED[-1]]
-    shares = [a / o for a, o in zip(longest["accepted"], longest["offered"], strict=True) if o]
-    accept_length = 1.0 + sum(longest["accepted"]) / max(longest["drafts"], 1)
+    accepted, offered = longest["num_accepted_tokens_per_pos"], longest["num_draft_tokens_per_pos"]
+    shares = [a / o for a, o in zip(accepted, offered, strict=True) if o]
+    accept_length = 1.0 + sum(accepted) / max(longest["num_drafts"], 1)
     tok_per_s = {
         name: {"median": round(statistics.median(v), 1), "min": round(min(v), 1), "max": round(max(v), 1)}
         for name, v in speeds.items()
@@ -98,7 +99,7 @@ def drain(
             "worth_pct": {name: round(_worth(traces[name], table, shares), 2) for name in (*FIXED, *POLICY_ARMS)},
             "goodput": stats["goodput"]["policy"],
             "table": stats["table"]["policy"],
-            "k_steps": {name: stats[name]["k_steps"] for name in POLICY_ARMS},
+            "k_steps": {name: stats[name]["steps_by_draft_length"] for name in POLICY_ARMS},
             "saved_s": {name: round(stats[name]["saved_s"], 2) for name in arms},
             "calibration": table,
         },

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.control.toy import LONGEST_DRAFT, Toy
+from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.policies.factory import make_policy
 from verl_tlt.speculation.types import Load, StepRecord
@@ -206,7 +207,8 @@ class _Engine:
 
         class Channel:
             async def call(self, operation: str, **settings: Any) -> dict[str, Any]:
-                return getattr(control, operation)(**settings)
+                answer = getattr(control, operation)(**settings)
+                return answer.to_dict() if isinstance(answer, EngineStats) else answer
 
         channel: Any = Channel()
         table = asyncio.run(measure(generate, set_drafting, channel, ARMS, BATCH, 60, budget_s))
@@ -244,4 +246,5 @@ class _Engine:
     def stats(self, name: str) -> dict[str, Any]:
         """An arm's sums since the last call, and what its policy believes."""
         self.arms[name].flush()
-        return {**self.arms[name].stats(reset=True), "policy": self.arms[name].policy_summary()}
+        arm = self.arms[name]
+        return {**arm.stats(reset=True).to_dict(), "policy": arm.policy.summary()}

@@ -26,7 +26,8 @@ from packing import sequences_of
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import build_drafter, pack, save_drafter, to_drafter_file
-from verl_tlt.messages import DrafterFile, RolloutSampling
+from verl_tlt.messages.rollout import DrafterFile
+from verl_tlt.messages.training import RolloutSampling
 from verl_tlt.spot_worker.learner import SpotLearner
 
 

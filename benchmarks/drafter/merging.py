@@ -23,7 +23,8 @@ from trajectory import SHIPPED_POLICY, Taught, capture
 
 from demo.toy import task
 from verl_tlt.drafter import Sequence, to_drafter_file
-from verl_tlt.messages import DrafterFile, HeldOutScores, RolloutSampling, VerifierArrays
+from verl_tlt.messages.rollout import DrafterFile
+from verl_tlt.messages.training import HeldOutScores, RolloutSampling, VerifierArrays
 from verl_tlt.spot_worker.learner import SpotLearner, counts
 from verl_tlt.spot_worker.merge import merge
 from verl_tlt.trainer.gate import relative_interval

@@ -42,7 +42,8 @@ from verl_tlt.drafter import (
     to_drafter_file,
     train_until,
 )
-from verl_tlt.messages import DrafterFile, DrafterProvenance, RolloutSampling
+from verl_tlt.messages.rollout import DrafterFile
+from verl_tlt.messages.training import DrafterProvenance, RolloutSampling
 from verl_tlt.spot_worker.buffer import Buffer
 from verl_tlt.spot_worker.learner import SpotLearner, counts
 from verl_tlt.spot_worker.merge import merge

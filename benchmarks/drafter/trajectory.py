@@ -40,7 +40,7 @@ from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from demo.toy.reward import compute_score
 from demo.toy.train import save_policy
 from verl_tlt.drafter import Sequence, VerifierWeights, from_numpy16, to_numpy16
-from verl_tlt.messages import VerifierArrays
+from verl_tlt.messages.training import VerifierArrays
 
 PROMPTS, SAMPLES = 4, 4
 """Groups a step and responses in each: small, because two cores carry the study."""

@@ -12,7 +12,7 @@ import torch
 
 from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from verl_tlt.drafter import Sequence
-from verl_tlt.messages import HiddenStateShard
+from verl_tlt.messages.training import HiddenStateShard
 from verl_tlt.spot_worker.shards import join
 
 LAYERS = AUX_LAYERS["small"]

@@ -18,7 +18,8 @@ from demo.toy import task
 from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import Sequence, VerifierWeights, to_numpy16
-from verl_tlt.messages import HiddenStateShard, RolloutSampling, SessionResult, VerifierArrays
+from verl_tlt.messages.rollout import SleepReply
+from verl_tlt.messages.training import HiddenStateShard, RolloutSampling, SessionResult, VerifierArrays
 from verl_tlt.spot_worker.learner import SpotLearner
 from verl_tlt.spot_worker.worker import SpotWorker
 from verl_tlt.trainer.bootstrap import first_drafter
@@ -182,10 +183,10 @@ class Server:
         self.version: int | None = None
         self.asleep = self.keeps_weights = False
 
-    def tlt_try_sleep(self, recall: bool) -> dict[str, Any]:
+    def tlt_try_sleep(self, recall: bool) -> SleepReply:
         """Always willing: the gate has its own tests."""
         self.asleep, self.keeps_weights = True, recall
-        return {"slept": True, "inflight": 0}
+        return SleepReply(slept=True)
 
     def tlt_recall(self) -> None:
         """As the real one."""

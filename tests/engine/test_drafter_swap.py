@@ -41,15 +41,15 @@ def test_swapped_in_mid_request_it_changes_acceptance_and_no_token(engine, model
             assert engine.rpc("tlt_load_drafter", weights(models, "good"))["ok"]
     after = control.stats()
     assert [tokens[i] for i in range(8)] == stock_tokens["qwen3"]
-    assert before["accepted"][0] < 0.1 * before["drafts"]
-    assert after["accepted"][0] > 0.5 * after["drafts"]
+    assert before.num_accepted_tokens_per_pos[0] < 0.1 * before.num_drafts
+    assert after.num_accepted_tokens_per_pos[0] > 0.5 * after.num_drafts
 
 
 def test_what_is_live_is_what_the_file_holds(engine, models):
     for name in ("good", "bad"):
         answer = engine.rpc("tlt_load_drafter", weights(models, name))
         assert answer["ok"]
-        assert answer["shared"] == ["embed_tokens", "lm_head"]
+        assert answer["shared"] == ("embed_tokens", "lm_head")
         live = engine.rpc("tlt_fingerprint")
         assert combined([answer["sums"]]) == live == fingerprint(load_file(weights(models, name)))
         assert 0 < answer["seconds"] < 5

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from recorded import CONFIG, begin_learner_anew, poison_learner, record, worker_arguments
 
-from verl_tlt.messages import HeldOutScores
+from verl_tlt.messages.training import HeldOutScores
 from verl_tlt.spot_worker.learner import SpotLearner, counts
 from verl_tlt.spot_worker.merge import merge
 from verl_tlt.trainer.gate import relative_interval

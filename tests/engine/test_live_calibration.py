@@ -72,13 +72,14 @@ async def test_every_arm_is_measured_on_a_live_engine(live, address):
     assert passes and all(passes)  # none while the OFF arm was measured
 
     await client.call("control", latency={str(k): v for k, v in table.items()}, acceptance=[0.01, 0.01, 0.01])
-    assert (await client.call("stats"))["drafting"]
+    assert (await client.call("control"))["drafting"]
     client.close()
 
 
 def server_of(live, address, models, root):
     """Our server around the live engine, as it is right after verl started it; Ray has no part in what is tested."""
-    from verl_tlt.server.server import DrafterState, TLTvLLMHttpServer
+    from verl_tlt.messages.rollout import DrafterStatus
+    from verl_tlt.server.server import TLTvLLMHttpServer
     from verl_tlt.speculation.profitability import Profitability
 
     server = object.__new__(TLTvLLMHttpServer)
@@ -88,7 +89,7 @@ def server_of(live, address, models, root):
         enforce_eager=True, max_num_seqs=MAX_BATCH, dtype="float32", tensor_model_parallel_size=1
     )
     server.model_config = SimpleNamespace(local_path=str(models["target"]), tokenizer=range(V))
-    server._tlt_staged, server._tlt_key, server._tlt_served = None, None, DrafterState()
+    server._tlt_staged, server._tlt_key, server._tlt_served = None, None, DrafterStatus()
     server._tlt_profitability, server._tlt_dir = Profitability("goodput"), root
     shutil.copytree(models["bad"], root / "drafter", dirs_exist_ok=True)
     server._tlt_channel = ChannelClient(address)
@@ -101,7 +102,7 @@ async def test_what_a_run_learned_spares_the_next_one_its_calibration(live, addr
     # However busy the machine is, every load is to be measured here.
     monkeypatch.setattr(module, "calibrate", partial(module.calibrate, budget_s=600.0))
     first = server_of(live, address, models, tmp_path)
-    measured = (await first.tlt_calibrate())["latency"]
+    measured = (await first.tlt_calibrate()).latency
     assert set(measured) == {OFF, *ARMS} and len(live.sizes) > 20
     await asyncio.gather(*(live.prompt([7, 8, 9], 40) for _ in range(4)))
     await first.tlt_stats()
@@ -110,7 +111,7 @@ async def test_what_a_run_learned_spares_the_next_one_its_calibration(live, addr
 
     live.sizes.clear()
     second = server_of(live, address, models, tmp_path)
-    found = (await second.tlt_calibrate())["latency"]
+    found = (await second.tlt_calibrate()).latency
     assert live.sizes == [], "nothing was decoded to measure"
     assert set(found) == set(measured)
     for arm, points in found.items():

@@ -17,10 +17,10 @@ def test_greedy_tokens_are_stock_tokens(engine_of, stock_tokens, family, drafter
             engine.put_in_charge(policy)
             assert engine.generate(8, TOKENS) == stock_tokens[family]
             stats = engine.scheduler.tlt.stats(reset=True)
-            assert stats["policy_error"] is None
+            assert stats.policy_error is None
             if policy in ("rand", "cycle"):
-                assert len([k for k, n in stats["k_steps"].items() if n]) == 4  # every K was used
-                assert (sum(stats["accepted"]) > 100) == (drafter == "good")
+                assert len([k for k, n in stats.steps_by_draft_length.items() if n]) == 4  # every K was used
+                assert (sum(stats.num_accepted_tokens_per_pos) > 100) == (drafter == "good")
 
 
 @pytest.mark.parametrize(("family", "source"), [("qwen3", "both"), ("llama", "ngram")])
@@ -30,9 +30,9 @@ def test_greedy_tokens_with_ngrams_are_stock_tokens(engine_of, stock_tokens, fam
             engine.put_in_charge(policy)
             assert engine.generate(8, TOKENS) == stock_tokens[family]
         drafts = engine.scheduler.tlt_ngram
-        assert drafts.accepted > 100  # from the second time on each response has been heard before
-        assert drafts.accepted > 0.9 * drafts.drafts
-        assert engine.scheduler.tlt.stats()["policy_error"] is None
+        assert drafts.num_accepted > 100  # from the second time on each response has been heard before
+        assert drafts.num_accepted > 0.9 * drafts.num_drafts
+        assert engine.scheduler.tlt.stats().policy_error is None
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,8 @@ def test_requests_that_reach_the_drafters_limit_only_stop_the_drafting(engine_of
         assert engine.generate(8, 52) == stock
         steps = engine.scheduler.tlt.policy.steps
         blocked = [i for i, s in enumerate(steps) if s.drafted == 0 and s.batch]
-        assert engine.scheduler.tlt.stats()["blocked_steps"] == len(blocked) > 0
-        assert not any(steps[i].clean for i in blocked)
-        assert all(steps[i + 1].drafts == 0 for i in blocked[:-1])  # vLLM's K_max zeros were not verified
+        assert blocked and not any(steps[i].clean for i in blocked)
+        assert all(steps[i + 1].num_drafts == 0 for i in blocked[:-1])  # vLLM's K_max zeros were not verified
 
 
 def test_a_wrong_scheduler_base_refuses_to_start(engine_of):

@@ -79,9 +79,9 @@ def test_outputs_have_the_targets_distribution(engine_of, exact, setup):
         for sampling in (HOT, COOL):
             chi, martingale = p_values(exact[family], draw(engine, sampling), sampling)
             stats = engine.scheduler.tlt.stats(reset=True)
-            assert 0.1 < stats["accepted"][0] / stats["drafts"] < 0.95
+            assert 0.1 < stats.num_accepted_tokens_per_pos[0] / stats.num_drafts < 0.95
             if engine.scheduler.tlt_ngram:
-                assert engine.scheduler.tlt_ngram.drafts > 1000
+                assert engine.scheduler.tlt_ngram.num_drafts > 1000
             assert chi > FAILS and martingale > FAILS
 
 

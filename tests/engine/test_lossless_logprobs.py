@@ -65,12 +65,12 @@ def test_log_probabilities_are_hugging_faces(engine_of, exact, family, mode, sou
             for i, (request, output) in enumerate(zip(requests, outputs, strict=True)):
                 check(exact, mode, request["prompt_token_ids"], output.outputs[0], SAMPLINGS[i % len(SAMPLINGS)])
         stats = engine.scheduler.tlt.stats()
-        assert stats["policy_error"] is None
-        assert all(stats["k_steps"][str(k)] for k in ARMS)
-        assert sum(stats["accepted"]) > (20 if source == "ngram" else 100)
+        assert stats.policy_error is None
+        assert all(stats.steps_by_draft_length[k] for k in ARMS)
+        assert sum(stats.num_accepted_tokens_per_pos) > (20 if source == "ngram" else 100)
         assert bool(preempted) == bool(pressure)
         if source != "eagle":
-            assert engine.scheduler.tlt_ngram.accepted > 10
+            assert engine.scheduler.tlt_ngram.num_accepted > 10
 
 
 def test_log_probabilities_across_a_drafter_swap_an_abort_and_a_resumption(engine_of, exact, family, models):
@@ -107,4 +107,4 @@ def test_log_probabilities_across_a_drafter_swap_an_abort_and_a_resumption(engin
         for output in finished:
             i = int(output.request_id.split("-")[1])
             check(exact, mode, list(output.prompt_token_ids), output.outputs[0], SAMPLINGS[i % 3])
-        assert engine.scheduler.tlt.stats()["accepted"][0] > 30
+        assert engine.scheduler.tlt.stats().num_accepted_tokens_per_pos[0] > 30

@@ -6,6 +6,7 @@ import pytest
 from tiny_engine import prompts, sampled
 
 from verl_tlt.channel import ChannelClient
+from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.types import OFF
 
 pytestmark = pytest.mark.engine
@@ -30,25 +31,25 @@ def test_the_account_is_vllms_own(engine_of, monkeypatch, tmp_path):
             b - a for a, b in zip(before, spec_counters(engine.llm), strict=True)
         )
         stats = engine.scheduler.tlt.stats()
-        assert stats["emitted"] == sum(map(len, outputs))
-        assert stats["produced"] == stats["emitted"] - len(outputs)  # the first token comes from the prefill
-        assert (stats["drafts"], stats["draft_tokens"]) == (drafts, draft_tokens)
-        assert stats["accepted"] == per_position
-        assert sum(stats["accepted"]) == accepted
-        assert sum(stats["offered"]) == draft_tokens
+        assert stats.num_generation_tokens == sum(map(len, outputs))
+        assert stats.num_decode_tokens == stats.num_generation_tokens - len(outputs)  # the first one is the prefill's
+        assert (stats.num_drafts, stats.num_draft_tokens) == (drafts, draft_tokens)
+        assert list(stats.num_accepted_tokens_per_pos) == per_position
+        assert sum(stats.num_accepted_tokens_per_pos) == accepted
+        assert sum(stats.num_draft_tokens_per_pos) == draft_tokens
         steps = engine.scheduler.tlt.policy.steps
     lines = [json.loads(line) for line in (tmp_path / "engine-5.jsonl").read_text().splitlines()]
-    assert len(lines) == len(steps) == stats["steps"]
-    assert sum(line["produced"] for line in lines) == stats["produced"]
-    assert sum(line["latency_s"] for line in lines) == pytest.approx(stats["busy_s"], rel=1e-3)
+    assert len(lines) == len(steps) == stats.num_steps
+    assert sum(line["produced"] for line in lines) == stats.num_decode_tokens
+    assert sum(line["latency_s"] for line in lines) == pytest.approx(stats.busy_s, rel=1e-3)
 
 
 def test_the_account_does_not_need_log_statistics(engine_of):
     with engine_of("good", policy="policies:longest", disable_log_stats=True) as engine:
         outputs = engine.generate(8, TOKENS)
         stats = engine.scheduler.tlt.stats()
-        assert stats["emitted"] == sum(map(len, outputs))
-        assert sum(stats["accepted"]) > 0.5 * stats["drafts"]
+        assert stats.num_generation_tokens == sum(map(len, outputs))
+        assert sum(stats.num_accepted_tokens_per_pos) > 0.5 * stats.num_drafts
 
 
 def test_workers_are_asked_for_drafts_only_after_steps_that_drafted(engine_of, monkeypatch):
@@ -69,7 +70,7 @@ def test_only_steady_decode_steps_teach(engine_of):
         steps = engine.scheduler.tlt.policy.steps
     assert not steps[0].clean  # the prefill
     assert all(s.verified == s.drafted for s in steps if s.clean)
-    assert all(s.drafts in (0, s.batch) for s in steps if s.clean)
+    assert all(s.num_drafts in (0, s.batch) for s in steps if s.clean)
     switch = next(i for i, s in enumerate(steps) if s.drafted > 0 and s.batch)
     assert not steps[switch].clean  # drafts three, verifies none
     assert [(s.verified, s.drafted) for s in steps[switch - 1 : switch + 2]] == [(0, 0), (0, 3), (3, 3)]
@@ -113,16 +114,16 @@ def test_off_runs_no_drafter_and_decodes_the_same(engine_of, stock_tokens):
         engine.scheduler.tlt.control(force_k=0)
         assert engine.generate(8, TOKENS) == stock_tokens["qwen3"]
         assert len(passes) >= TOKENS and len(prepared) >= TOKENS  # K=0 keeps the drafter's cache in step
-        assert engine.scheduler.tlt.stats(reset=True)["k_steps"].keys() == {"0"}
+        assert engine.scheduler.tlt.stats(reset=True).steps_by_draft_length.keys() == {0}
 
         engine.llm.reset_prefix_cache()
         passes.clear()
         prepared.clear()
-        assert engine.rpc("tlt_set_drafting", False) == {"ok": True, "drafting": False}
+        assert engine.rpc("tlt_set_drafting", False)["ok"]
         engine.scheduler.tlt.control(drafting=False)
         assert engine.generate(8, TOKENS) == stock_tokens["qwen3"]
         assert passes == [] and prepared == []
-        assert engine.scheduler.tlt.stats(reset=True)["k_steps"].keys() == {str(OFF)}
+        assert engine.scheduler.tlt.stats(reset=True).steps_by_draft_length.keys() == {OFF}
         assert all(s.drafted == OFF for s in engine.scheduler.tlt.policy.steps[-TOKENS + 5 :])
 
         engine.llm.reset_prefix_cache()
@@ -130,7 +131,7 @@ def test_off_runs_no_drafter_and_decodes_the_same(engine_of, stock_tokens):
         engine.scheduler.tlt.control(drafting=True, force_k=None)
         assert engine.generate(8, TOKENS) == stock_tokens["qwen3"]
         stats = engine.scheduler.tlt.stats()
-        assert stats["accepted"][0] > 0.5 * stats["drafts"]
+        assert stats.num_accepted_tokens_per_pos[0] > 0.5 * stats.num_drafts
 
 
 async def test_the_channel_reaches_a_running_engine(engine_of, monkeypatch, tmp_path):
@@ -139,10 +140,10 @@ async def test_the_channel_reaches_a_running_engine(engine_of, monkeypatch, tmp_
         client = ChannelClient(f"ipc://{tmp_path}/c/s.sock")
         await client.call("control", force_k=2, acceptance=[0.8, 0.7, 0.6], latency={"-1": [[1, 0.004], [8, 0.005]]})
         engine.generate(8, TOKENS)
-        stats = await client.call("stats", reset=True)
-        assert stats["k_steps"].keys() == {"0", "2"}
-        assert stats["compared_s"] > 0
-        assert 0.0 < stats["control_s"] < 0.2 * stats["busy_s"]
-        assert (await client.call("policy"))["policy"] == "goodput"
-        assert (await client.call("stats"))["steps"] == 0
+        stats = EngineStats.from_dict(await client.call("stats", reset=True))
+        assert stats.steps_by_draft_length.keys() == {0, 2}
+        assert stats.compared_s > 0
+        assert 0.0 < stats.control_s < 0.2 * stats.busy_s
+        assert stats.num_ngram_drafts is None
+        assert EngineStats.from_dict(await client.call("stats")).num_steps == 0
         client.close()

@@ -114,16 +114,16 @@ def test_every_request_gets_its_tokens_and_every_step_is_counted(scheduler):
     got = drain(scheduler, worker, depth=2 if isinstance(scheduler, AsyncScheduler) else 1)
     assert got == lengths
     policy, stats = scheduler.tlt.policy, scheduler.tlt.stats()
-    assert stats["policy_error"] is None
-    assert stats["steps"] == len(policy.chosen) == len(worker.widths)
+    assert stats.policy_error is None
+    assert stats.num_steps == len(policy.chosen) == len(worker.widths)
     for chosen, verified in zip(policy.chosen, worker.widths[1:], strict=False):
         assert verified <= {chosen}  # the K of a step is the width of the next, cut to size where K_max was drafted
-    assert stats["emitted"] == sum(lengths.values())
+    assert stats.num_generation_tokens == sum(lengths.values())
     # The first token is the prefill's, in the batch in which the prompt ended.
-    assert stats["produced"] == stats["emitted"] - REQUESTS
-    assert stats["rows"] >= stats["drafts"] > 100
-    assert all(a <= o for a, o in zip(stats["accepted"], stats["offered"], strict=True))
-    assert stats["accepted"] == sorted(stats["accepted"], reverse=True)
+    assert stats.num_decode_tokens == stats.num_generation_tokens - REQUESTS
+    assert stats.num_passes >= stats.num_drafts > 100
+    assert all(a <= o for a, o in zip(stats.num_accepted_tokens_per_pos, stats.num_draft_tokens_per_pos, strict=True))
+    assert list(stats.num_accepted_tokens_per_pos) == sorted(stats.num_accepted_tokens_per_pos, reverse=True)
     assert sum(s.clean for s in policy.steps) > 5
     assert all(s.verified == s.drafted for s in policy.steps if s.clean)
 
@@ -137,7 +137,7 @@ def test_what_was_accepted_explains_what_was_produced(scheduler):
     for step in scheduler.tlt.policy.steps:
         if step.clean:
             # Less only where a request reached its length in the middle of a draft, or had ended in flight.
-            assert step.produced <= step.batch + sum(step.accepted)
-            assert step.produced >= step.batch + sum(step.accepted) - (step.verified + 1) * REQUESTS
+            assert step.produced <= step.batch + sum(step.num_accepted_tokens_per_pos)
+            assert step.produced >= step.batch + sum(step.num_accepted_tokens_per_pos) - (step.verified + 1) * REQUESTS
     full = [s for s in scheduler.tlt.policy.steps if s.clean and s.batch == REQUESTS]
-    assert any(s.produced == s.batch + sum(s.accepted) for s in full)
+    assert any(s.produced == s.batch + sum(s.num_accepted_tokens_per_pos) for s in full)

@@ -19,7 +19,7 @@ from recorded import (
 )
 
 from verl_tlt.drafter import fingerprint, load_training_state
-from verl_tlt.messages import DrafterProvenance
+from verl_tlt.messages.training import DrafterProvenance
 from verl_tlt.spot_worker.worker import SpotWorker
 
 pytestmark = pytest.mark.engine

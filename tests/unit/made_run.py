@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.trace.events import TraceWriter
-from verl_tlt.trace.metrics import ReplicaStats, StepObservations, step_metrics
+from verl_tlt.trace.metrics import StepObservations, step_metrics
 
 KMAX = 5
 REPLICAS = ("replica-0", "replica-1")
@@ -118,7 +119,7 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3) -> MadeRun:
             overhead={"stop": 0.05, "publish": 0.02}, published_version=version, served_version=version,
             served_since=published, spot_failures=0,
         )  # fmt: skip
-        tokens = sum(s.emitted for s in stats.values())
+        tokens = sum(s.num_generation_tokens for s in stats.values())
         clock.now += 0.2
         verl = {
             "critic/score/mean": 0.70 + 0.03 * step, "timing_s/step": clock.now - start,
@@ -138,15 +139,15 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3) -> MadeRun:
     return made
 
 
-def _stats(rows: list[dict], start: float) -> ReplicaStats:
+def _stats(rows: list[dict], start: float) -> EngineStats:
     accepted = np.zeros(KMAX, int)
     for row in rows:
         accepted[: len(row["accepted"])] += np.array(row["accepted"], dtype=int)
-    ks = [row["k"] for row in rows]
-    return ReplicaStats(
-        steps=len(rows), emitted=sum(r["produced"] for r in rows), produced=sum(r["produced"] for r in rows),
-        rows=sum(r["batch"] for r in rows), drafts=sum(r["drafts"] for r in rows),
-        accepted=tuple(accepted.tolist()), k_steps={k: ks.count(k) for k in set(ks)},
-        offered=tuple(sum(r["drafts"] for r in rows if r["k"] > i) for i in range(KMAX)),
-        busy_s=rows[-1]["t"] - start, saved_s=0.5,
+    ks, tokens, busy_s = [row["k"] for row in rows], sum(r["produced"] for r in rows), rows[-1]["t"] - start
+    return EngineStats(
+        num_steps=len(rows), num_generation_tokens=tokens, num_decode_tokens=tokens,
+        num_passes=sum(r["batch"] for r in rows), num_drafts=sum(r["drafts"] for r in rows),
+        num_draft_tokens_per_pos=tuple(sum(r["drafts"] for r in rows if r["k"] > i) for i in range(KMAX)),
+        num_accepted_tokens_per_pos=tuple(accepted.tolist()), steps_by_draft_length={k: ks.count(k) for k in set(ks)},
+        busy_s=busy_s, saved_s=0.5, compared_s=busy_s,
     )  # fmt: skip

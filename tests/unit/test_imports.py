@@ -1,7 +1,7 @@
 """The map of the package, as a rule: which room may import which, and what of the world outside.
 
 A folder of `verl_tlt` says which process runs its files. Rooms of different processes do not import each other; what
-passes between them is in `messages.py` and `channel.py`. The trainer is the exception that its job asks for: it starts
+passes between them is in `messages` and `channel.py`. The trainer is the exception that its job asks for: it starts
 the others' actors, so it imports their classes. Commands (doctor, warmup, report, cli) stand above everything.
 """
 
@@ -20,12 +20,12 @@ SHARED = {"config", "errors", "messages"}
 MAY_IMPORT = {
     # PURE: decisions over numbers
     "errors": set(),
-    "speculation": {"errors"},
+    "messages": set(),
+    "speculation": {"errors", "messages"},
     "idle": set(),
     "simulate": {"errors", "speculation"},
     # what every process may carry
     "flag": set(),
-    "messages": {"speculation"},
     "config": {"errors", "speculation"},
     "compat": {"errors"},
     "channel": {"errors"},

@@ -23,7 +23,7 @@ import torch
 from verl_tlt.actor.adapter import Adapter
 from verl_tlt.actor.token_layout import Stretch, window
 from verl_tlt.drafter import to_numpy16
-from verl_tlt.messages import HiddenStateShard
+from verl_tlt.messages.training import HiddenStateShard
 
 logger = logging.getLogger(__name__)
 

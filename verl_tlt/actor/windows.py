@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from verl_tlt.messages import HiddenStateShard
+from verl_tlt.messages.training import HiddenStateShard
 
 
 def select_for_tap(

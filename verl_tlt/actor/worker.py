@@ -22,7 +22,7 @@ from verl_tlt.actor.tap import ROW, HiddenStateTap, response_lengths
 from verl_tlt.actor.windows import choose_window, select_for_tap, split
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import VerifierWeights, to_numpy16
-from verl_tlt.messages import TappedStates, TapReady, VerifierArrays
+from verl_tlt.messages.training import TappedStates, TapReady, VerifierArrays
 
 VERIFIER_PARTS = {"embed": "embed_tokens.weight", "lm_head": "lm_head.weight", "norm": "model.norm.weight"}
 """The policy's parts the drafter shares, by the end of their Hugging Face names."""

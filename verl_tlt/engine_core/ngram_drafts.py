@@ -10,9 +10,10 @@ proposal a request gets depends on tokens already verified, never on what the dr
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from verl_tlt.messages import NGRAM_MARK
+from verl_tlt.messages.rollout import NGRAM_MARK, EngineStats
 from verl_tlt.speculation.ngram_index import NgramIndex, Proposal
 
 LEAST_TRUST = 0.2
@@ -30,7 +31,7 @@ class NgramDrafts:
 
     def __init__(self, index: NgramIndex, alone: bool) -> None:
         self.index, self.alone = index, alone
-        self.drafts = self.accepted = 0
+        self.num_drafts = self.num_accepted = 0
         self._eagle = 0.5  # acceptance of the drafter's first token, lately
         self._marks: dict[str, Proposal] = {}
         self._policy_changed = False
@@ -40,11 +41,12 @@ class NgramDrafts:
         self._policy_changed = True
         return {}
 
-    def summary(self) -> dict[str, int]:
-        """Drafts verified and first tokens accepted since the last call, prompts and bytes held."""
-        seen = {"ngram_drafts": self.drafts, "ngram_accepted": self.accepted}
-        self.drafts = self.accepted = 0
-        return {**seen, "ngram_prompts": len(self.index), "ngram_bytes": self.index.bytes}
+    def counted(self, stats: EngineStats, reset: bool) -> EngineStats:
+        """`stats` with the n-grams verified since the last reset, and those whose first token was accepted."""
+        found = replace(stats, num_ngram_drafts=self.num_drafts, num_ngram_accepted=self.num_accepted)
+        if reset:
+            self.num_drafts = self.num_accepted = 0
+        return found
 
     def scheduled(self, output: Any) -> None:
         """A step was scheduled: who came, who went, and whose draft in it is an n-gram."""
@@ -76,8 +78,8 @@ class NgramDrafts:
                 continue
             if found := marks.get(request):
                 self.index.trust.learn(found.matched, tokens > 1)
-                self.drafts += 1
-                self.accepted += tokens > 1
+                self.num_drafts += 1
+                self.num_accepted += tokens > 1
             else:
                 own, own_accepted = own + 1, own_accepted + (tokens > 1)
         if own:

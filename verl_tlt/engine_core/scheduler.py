@@ -32,6 +32,7 @@ from verl_tlt.channel import ChannelServer
 from verl_tlt.engine_core.empty_drafts import spare_empty_drafts
 from verl_tlt.engine_core.ngram_drafts import NgramDrafts
 from verl_tlt.engine_core.step_trace import StepTrace
+from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.decode_load import DecodeLoad
 from verl_tlt.speculation.graph_rules import fitting, token_limit
 from verl_tlt.speculation.ngram_index import NgramIndex
@@ -134,26 +135,25 @@ class _Plan:
         paused = self.paused_s > max(PAUSE_FLOOR_S, PAUSE_SHARE * (self.finished_s - self.started_s))
         # Where it may go without, a request's missing draft counts as one of which nothing was accepted: what K costs
         # and brings is then that of the whole batch, as with a drafter.
-        drafts = self.batch if self.undrafted and self.previous_arm > 0 else verified.drafts
+        drafts = self.batch if self.undrafted and self.previous_arm > 0 else verified.num_drafts
         length = self.previous_arm if drafts else 0
         decode_only = not self.prefilling and not paused
-        whole = self.undrafted or (drafts == self.batch and verified.draft_tokens == length * self.batch)
+        whole = self.undrafted or (drafts == self.batch and verified.num_draft_tokens == length * self.batch)
         clean = decode_only and not self.blocked and self.arm == self.previous_arm and (self.arm <= 0 or whole)
         step = StepRecord(
             batch=self.batch,
             kv_tokens=self.kv_tokens if self.batch else 0,
             drafted=self.arm,
             verified=length,
-            drafts=drafts,
-            accepted=verified.accepted(length),
+            num_drafts=drafts,
+            num_accepted_tokens_per_pos=verified.num_accepted_tokens_per_pos(length),
             produced=produced,
             latency_s=self.finished_s - (self.started_s if paused else self.previous_finished_s),
             clean=clean,
         )
         facts = {
-            "emitted": emitted,
-            "draft_tokens": verified.draft_tokens,
-            "blocked": self.blocked,
+            "num_generation_tokens": emitted,
+            "num_draft_tokens": verified.num_draft_tokens,
             "decode_only": decode_only,
             "control_s": self.control_s,
         }
@@ -190,13 +190,12 @@ class TLTScheduler(Scheduler):
         self.tlt_ngram = ngram_drafts(settings["speculation"])
         address = os.environ.get("TLT_CHANNEL")
         operations: dict[str, Callable[..., dict[str, Any]]] = {
-            "stats": self.tlt.stats,
+            "stats": lambda reset=False: self.tlt_stats(reset).to_dict(),
             "control": self.tlt.control,
-            "policy": self.tlt.policy_summary,
             "learned": self.tlt.learned,
         }
         if self.tlt_ngram:
-            operations |= {"policy_changed": self.tlt_ngram.policy_changed, "ngram": self.tlt_ngram.summary}
+            operations["policy_changed"] = self.tlt_ngram.policy_changed
         self._tlt_channel = ChannelServer(address, operations) if address else None
 
     def _tlt_check(self) -> None:
@@ -222,6 +221,11 @@ class TLTScheduler(Scheduler):
             raise ValueError(
                 "This vLLM has no per-step draft length (Scheduler.dynamic_sd_lookup); TLT needs 0.24 or later."
             )
+
+    def tlt_stats(self, reset: bool = False) -> EngineStats:
+        """Sums since the last reset, n-grams included where they are in use."""
+        stats = self.tlt.stats(reset)
+        return self.tlt_ngram.counted(stats, reset) if self.tlt_ngram else stats
 
     # ------------------------------------------------------------------ before the step
 

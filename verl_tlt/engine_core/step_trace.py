@@ -25,10 +25,10 @@ class StepTrace:
 
     def add(self, step: StepRecord, unix_s: float) -> None:
         """Queue one line; written out after `FLUSH_S` seconds of steps, or by `flush`."""
-        accepted = ",".join(map(str, step.accepted))
+        accepted = ",".join(map(str, step.num_accepted_tokens_per_pos))
         self._lines.append(
             f'{{"t":{unix_s:.4f},"batch":{step.batch},"kv":{step.kv_tokens},"k":{step.drafted},"verified":{step.verified},'
-            f'"drafts":{step.drafts},"accepted":[{accepted}],"produced":{step.produced},"latency_s":{step.latency_s:.6f},'
+            f'"drafts":{step.num_drafts},"accepted":[{accepted}],"produced":{step.produced},"latency_s":{step.latency_s:.6f},'
             f'"clean":{"true" if step.clean else "false"}}}\n'
         )
         if unix_s - self._flushed_at > FLUSH_S:

@@ -14,7 +14,8 @@ import asyncio
 import logging
 import os
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -24,34 +25,27 @@ from verl_tlt.channel import ChannelClient, ChannelError
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.digest import combined
 from verl_tlt.drafter.staging import stage
-from verl_tlt.messages import STORE_NAME, DrafterFile
+from verl_tlt.messages.rollout import (
+    STORE_NAME,
+    Calibration,
+    DrafterFile,
+    DrafterStatus,
+    DraftingReply,
+    EngineStats,
+    LoadReply,
+    SleepReply,
+)
 from verl_tlt.server.calibration import calibrate, cost_key, plan_batches
 from verl_tlt.server.engine_arguments import engine_arms, engine_environment, engine_kwargs
 from verl_tlt.server.private_dir import make_private_dir
 from verl_tlt.speculation.costs.latency_table import from_stored
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, save_table
 from verl_tlt.speculation.profitability import Profitability
-from verl_tlt.speculation.types import OFF
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 ADMISSION_TIMEOUT_S = 2.0  # an admission takes milliseconds; a stuck one means "busy", not "wait"
-
-
-@dataclass
-class DrafterState:
-    """What this server serves, as it last proved it."""
-
-    version: int = -1
-    fingerprint: str = ""
-    ok: bool = False
-    seconds: float = 0.0
-    error: str | None = None
-    drafting: bool = False
-    reloads: int = 0
-    failures: int = 0
-    acceptance: list[float] = field(default_factory=list)
 
 
 class TLTvLLMHttpServer(vLLMHttpServer):
@@ -63,7 +57,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self._tlt_private_dir = make_private_dir(f"verl-tlt-{os.getuid()}-")
         self._tlt_dir = self._tlt_private_dir.path
         self._tlt_staged: DrafterFile | None = None
-        self._tlt_served = DrafterState()
+        self._tlt_served = DrafterStatus()
         self._tlt_channel: ChannelClient | None = None
         self._tlt_profitability = Profitability(self.tlt.speculation.policy, self.tlt.speculation.source)
         self._tlt_key: TableKey | None = None
@@ -122,7 +116,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     # ------------------------------------------------------------------ leaving early
 
-    async def tlt_try_sleep(self, recall: bool = False) -> dict[str, Any]:
+    async def tlt_try_sleep(self, recall: bool = False) -> SleepReply:
         """Sleep if and only if no request is in the engine or on its way into it.
 
         Closing the gate and looking happen on the actor's one event loop: whoever was admitted before is seen in the
@@ -130,12 +124,9 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
         Args:
             recall: keep the weights on the host, so that `tlt_recall` can wake the engine up before a weight sync.
-
-        Returns:
-            {"slept": bool, "inflight": int}; not slept means the gate is open again, as if nothing had happened.
         """
         if self.node_rank != 0:
-            return {"slept": False, "inflight": -1}
+            return SleepReply(slept=False, inflight=-1)
         self._submission_paused, self._rejecting = True, True
         self._resume_event.clear()
         deadline = time.monotonic() + ADMISSION_TIMEOUT_S
@@ -144,14 +135,14 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         inflight = self._admitting + len(self.engine.output_processor.request_states)
         if inflight:
             await self.open_submission_gate()
-            return {"slept": False, "inflight": inflight}
+            return SleepReply(slept=False, inflight=inflight)
         self._tlt_left, self._tlt_keeps_weights = True, recall
         if not recall:
             await self.sleep()
         elif self.config.free_cache_engine:
             await self.engine.sleep(level=1)  # vLLM's level that copies the weights to the host; verl's 2 drops them
             await self.engine.reset_encoder_cache()
-        return {"slept": True, "inflight": 0}
+        return SleepReply(slept=True)
 
     async def tlt_recall(self) -> None:
         """Serve again before the weight sync, with the weights the engine slept with; nothing where it has not left.
@@ -184,7 +175,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         """Load the staged drafter into the engine; on any failure this engine drafts nothing until the next sync."""
         if self._tlt_channel is None or self._tlt_staged is None:
             return
-        state, staged, start = self._tlt_served, self._tlt_staged, time.perf_counter()
+        staged, start = self._tlt_staged, time.perf_counter()
         source = self.tlt.speculation.source
         if source != "eagle":
             try:
@@ -192,97 +183,90 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             except ChannelError as error:  # old responses are quoted as if the policy were the same
                 logger.warning("replica %d: its n-grams did not hear of the weight sync: %s", self.replica_rank, error)
         if source == "ngram":  # nothing to load: the engine has no drafter
-            state.ok, state.version = True, staged.version
+            self._tlt_served = replace(self._tlt_served, ok=True, version=staged.version)
             await self._tlt_set_drafting(self.tlt.speculation.policy != "off" and not self._tlt_drafting_disabled)
             return
-        try:
-            results = await self.engine.collective_rpc(
-                method="tlt_load_drafter", args=(str(self._tlt_dir / "drafter" / "model.safetensors"),)
-            )
-            bad = next((r for r in results if not r.get("ok")), None)
-            fingerprint = combined(r.get("sums", {}) for r in results)
-            state.error = bad.get("error", "load failed") if bad else None
-            if state.error is None and fingerprint != staged.fingerprint:
-                state.error = f"fingerprint {fingerprint} differs from the published {staged.fingerprint}"
-            state.fingerprint = fingerprint
-        except Exception as error:  # the engine still holds the policy: decode without a drafter
-            state.error = f"{type(error).__name__}: {error}"
-        state.reloads += 1
-        state.ok = state.error is None
-        if state.ok:
-            state.version, state.acceptance = staged.version, list(staged.acceptance)
+        refusal = await self._tlt_load(staged)
+        served = replace(self._tlt_served, ok=refusal is None, error=refusal, reloads=self._tlt_served.reloads + 1)
+        if served.ok:
+            served = replace(served, version=staged.version, acceptance=staged.acceptance)
         else:
-            state.failures += 1
-            logger.error("replica %d cannot use drafter v%d: %s", self.replica_rank, staged.version, state.error)
-        drafting = state.ok and self._tlt_profitability.decide(staged.acceptance) and not self._tlt_drafting_disabled
-        await self._tlt_set_drafting(drafting, state.acceptance)
-        state.seconds = time.perf_counter() - start
+            logger.error("replica %d cannot use drafter v%d: %s", self.replica_rank, staged.version, refusal)
+        self._tlt_served = served
+        drafting = served.ok and self._tlt_profitability.decide(staged.acceptance) and not self._tlt_drafting_disabled
+        await self._tlt_set_drafting(drafting, served.acceptance)
+        self._tlt_served = replace(self._tlt_served, seconds=time.perf_counter() - start)
 
-    async def _tlt_set_drafting(self, drafting: bool, acceptance: list[float] | None = None) -> None:
+    async def _tlt_load(self, staged: DrafterFile) -> str | None:
+        """Have every rank load the staged file and compare fingerprints; what is wrong with it, or None."""
+        path = str(self._tlt_dir / "drafter" / "model.safetensors")
+        try:
+            results = await self.engine.collective_rpc(method="tlt_load_drafter", args=(path,))
+            replies = [LoadReply(**reply) for reply in results]
+        except Exception as error:  # the engine still holds the policy: decode without a drafter
+            return f"{type(error).__name__}: {error}"
+        fingerprint = combined(reply.sums for reply in replies)
+        self._tlt_served = replace(self._tlt_served, fingerprint=fingerprint)
+        if bad := next((reply for reply in replies if not reply.ok), None):
+            return bad.error
+        if fingerprint != staged.fingerprint:
+            return f"fingerprint {fingerprint} differs from the published {staged.fingerprint}"
+        return None
+
+    async def _tlt_set_drafting(self, drafting: bool, acceptance: Sequence[float] = ()) -> None:
         """Turn the drafter's own pass on or off; only between rollouts, right after the caches were cleared."""
         assert self._tlt_channel is not None
         try:
             results = await self.engine.collective_rpc(method="tlt_set_drafting", args=(drafting,))
-            if refusal := next((r["error"] for r in results if not r["ok"]), None):
-                logger.warning("replica %d: %s", self.replica_rank, refusal)
+            replies = [DraftingReply(**reply) for reply in results]
+            if refusal := next((reply for reply in replies if not reply.ok), None):
+                logger.warning("replica %d: %s", self.replica_rank, refusal.error)
                 drafting = True  # its pass runs whatever is asked; the policy may still choose K=0
             # Where the pass cannot be skipped, such an engine at least drafts nothing.
             force_k = 0 if self._tlt_drafting_disabled else None
-            await self._tlt_channel.call("control", drafting=drafting, force_k=force_k, acceptance=acceptance or [])
-            self._tlt_served.drafting = drafting
+            await self._tlt_channel.call("control", drafting=drafting, force_k=force_k, acceptance=list(acceptance))
+            self._tlt_served = replace(self._tlt_served, drafting=drafting)
         except Exception as error:
             logger.error("replica %d: the engine did not take the drafting switch: %s", self.replica_rank, error)
-            self._tlt_served.error = f"{type(error).__name__}: {error}"
+            self._tlt_served = replace(self._tlt_served, error=f"{type(error).__name__}: {error}")
 
     def tlt_disable_drafting(self, disabled: bool) -> None:
         """Decode without the drafter, as stock would, from the next weight sync on, or go back to drafting."""
         self._tlt_drafting_disabled = disabled
 
-    async def tlt_status(self) -> dict[str, Any]:
-        """What is served: version, fingerprint, whether it was accepted, reload seconds, failures."""
-        return {"replica": self.replica_rank, **vars(self._tlt_served)}
+    async def tlt_status(self) -> DrafterStatus:
+        """What is served, as it was last proved."""
+        return self._tlt_served
 
-    async def tlt_stats(self) -> dict[str, Any]:
-        """The scheduler's aggregates since the last call (`engine_core/scheduler.py`); empty without speculation.
-
-        What could not be had is named under `error`, which the trainer counts.
-        """
+    async def tlt_stats(self) -> EngineStats:
+        """The scheduler's sums since the last call; those of an engine that did nothing without speculation."""
         if self._tlt_channel is None:
-            return {}
+            return EngineStats()
         await self._tlt_store()
         try:
-            stats = await self._tlt_channel.call("stats", reset=True)
+            stats = EngineStats.from_dict(await self._tlt_channel.call("stats", reset=True))
             self._tlt_profitability.learn(stats, self._tlt_served.drafting, self._tlt_served.acceptance)
         except Exception as error:
             logger.warning("replica %d: no engine statistics this step: %s", self.replica_rank, error)
-            return {"error": str(error)}
-        if self.tlt.speculation.source != "eagle":
-            try:
-                stats |= await self._tlt_channel.call("ngram")
-            except ChannelError as error:
-                logger.warning("replica %d: no n-gram statistics this step: %s", self.replica_rank, error)
-                stats["error"] = str(error)
+            return EngineStats(failure=str(error))
         return stats
 
     # ------------------------------------------------------------------ costs
 
-    async def tlt_calibrate(self, known: dict[int, list[tuple[int, float]]] | None = None) -> dict[str, Any]:
-        """Measure (or take over) step latency by batch and draft length, the stock-like OFF arm included.
+    async def tlt_calibrate(self, known: Calibration | None = None) -> Calibration:
+        """Measure (or take over) step latency by batch and draft length, OFF included; the scheduler is told, too.
 
         Args:
-            known: a table measured before on the same hardware, model and vLLM, to be used as it is.
-
-        Returns:
-            {"latency": {arm: [(batch, seconds)]}, "seconds": float}; the scheduler has it too.
+            known: measured before on the same hardware, model and vLLM, to be used as it is.
         """
         start = time.perf_counter()
         if self._tlt_channel is None:
-            return {"latency": {}, "seconds": 0.0}
+            return Calibration()
         stored = await self._tlt_stored()
         batches = plan_batches(self.config.max_num_seqs)
         arms = engine_arms(self.tlt, self.config.enforce_eager)
         covered = from_stored(stored, arms, batches)
-        latency = known or covered
+        latency = dict(known.latency) if known else covered
         if not latency:
             latency = await calibrate(
                 engine=self.engine,
@@ -296,7 +280,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         await self._tlt_channel.call("control", **({"points": stored.to_list()} if covered else {"latency": told}))
         await self._tlt_reload()  # the switch may now be decided by cost
         await self._tlt_channel.call("stats", reset=True)
-        return {"latency": latency, "off": OFF, "seconds": time.perf_counter() - start}
+        return Calibration(latency, time.perf_counter() - start)
 
     async def _tlt_stored(self) -> LatencyTable:
         """Step costs that an earlier run or `verl-tlt calibrate` found for an engine like this one; empty: nothing."""

@@ -48,8 +48,8 @@ def step_records(lines: Iterable[str]) -> Iterator[StepRecord]:
             kv_tokens=row["kv"],
             drafted=row["k"],
             verified=row["verified"],
-            drafts=row["drafts"],
-            accepted=tuple(row["accepted"]),
+            num_drafts=row["drafts"],
+            num_accepted_tokens_per_pos=tuple(row["accepted"]),
             produced=row["produced"],
             latency_s=row["latency_s"],
             clean=row["clean"],
@@ -64,8 +64,8 @@ def recording(steps: Iterable[StepRecord]) -> Recording:
     for step in steps:
         if step.clean and step.batch > 0 and (step.drafted == OFF or step.drafted == step.verified):
             kinds[round(2.0 * math.log2(step.batch)), step.drafted].append(step)
-        trials = step.drafts
-        for position, hits in enumerate(step.accepted):
+        trials = step.num_drafts
+        for position, hits in enumerate(step.num_accepted_tokens_per_pos):
             drafts[position] += trials
             accepted[position] += hits
             trials = hits

@@ -9,8 +9,8 @@ time, and whether drafting lost time in it. Pure functions of numbers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.latency_table import Table, interpolate
 from verl_tlt.speculation.types import OFF
 
@@ -53,19 +53,18 @@ class Profitability:
         worth = is_profitable(acceptance, self.latency, self.policy, self._work, self._worth)
         return worth and self._promise(acceptance) > BETTER * self._lost
 
-    def learn(self, stats: Mapping[str, Any], drafting: bool, acceptance: Sequence[float]) -> None:
+    def learn(self, stats: EngineStats, drafting: bool, acceptance: Sequence[float]) -> None:
         """Take note of a rollout.
 
         Args:
-            stats: its sums (`Aggregates.to_dict`).
+            stats: its sums.
             drafting: whether the drafter ran in it.
             acceptance: what had been expected of it.
         """
-        work = {int(batch): float(produced) for batch, _, produced in stats.get("work", ()) if produced > 0}
-        self._work = work or self._work
-        if drafting and stats.get("compared_s", 0.0) > 0.0:
+        self._work = {work.batch: work.tokens for work in stats.work if work.tokens > 0} or self._work
+        if drafting and stats.compared_s > 0.0:
             self._worth = WORTH
-            lost = -stats["saved_s"] > (1.0 - WORTH) * stats["compared_s"]
+            lost = -stats.saved_s > (1.0 - WORTH) * stats.compared_s
             self._lost = self._promise(acceptance) if lost else 0.0
 
     def _promise(self, acceptance: Sequence[float]) -> float:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.latency_table import Table, fill_arms, for_policy, parse
 from verl_tlt.speculation.costs.tables import LatencyTable
@@ -120,16 +121,15 @@ class StepControl:
 
     # ------------------------------------------------------------------ operations of the control channel
 
-    def stats(self, reset: bool = False) -> dict[str, Any]:
-        """Sums since the last reset (`Aggregates.to_dict`), with `drafting`, `force_k` and `policy_error`."""
+    def stats(self, reset: bool = False) -> EngineStats:
+        """Sums since the last reset."""
         with self._lock:
             sums = self._sums
             if reset:
                 self._sums = Aggregates()
             if self.trace is not None:
                 self.trace.flush()
-            state = {"drafting": self.drafting, "force_k": self.force_k, "policy_error": self.policy_error}
-            return {**sums.to_dict(), **state}
+            return sums.stats(self.policy_error)
 
     def control(self, **settings: Any) -> dict[str, Any]:
         """Overrule or inform the policy.
@@ -159,12 +159,6 @@ class StepControl:
             if settings.get("acceptance"):
                 self._tell_policy("set_acceptance", [float(a) for a in settings["acceptance"]])
             return {"drafting": self.drafting, "force_k": self.force_k}
-
-    def policy_summary(self) -> dict[str, Any]:
-        """What the policy believes at the moment (its `summary()`), in its own words."""
-        with self._lock:
-            summary = getattr(self.policy, "summary", None)
-            return {"policy": type(self.policy).__name__, **(summary() if summary else {})}
 
     def learned(self) -> dict[str, Any]:
         """What engine steps were found to cost, for the store: rows of `LatencyTable.to_list` under `points`."""

@@ -32,10 +32,10 @@ class StepRecord:
     """K drafted in this step (verified by the next one); OFF when the drafter did not run."""
     verified: int
     """K drafted by the step before, verified in this one; 0 when nothing was verified."""
-    drafts: int
+    num_drafts: int
     """Requests that had a draft verified in this step."""
-    accepted: tuple[int, ...]
-    """accepted[i]: how many of those drafts had their first i+1 tokens accepted; length `verified`."""
+    num_accepted_tokens_per_pos: tuple[int, ...]
+    """[i]: how many of those drafts had their first i+1 tokens accepted; length `verified`."""
     produced: int
     """Tokens the step produced over all decode-phase requests."""
     latency_s: float

@@ -49,12 +49,12 @@ class Verified:
         return Counter(self.lengths if self._whole else (n for _, n in self._rows))
 
     @property
-    def drafts(self) -> int:
+    def num_drafts(self) -> int:
         """Requests that had a draft verified in this step."""
         return self.requests if self._whole else len(self._rows)
 
     @property
-    def draft_tokens(self) -> int:
+    def num_draft_tokens(self) -> int:
         """Tokens in those drafts."""
         # Each request with a draft also computes the one token that it was sampled last.
         return self.scheduled - self.requests if self._whole else sum(width for width, _ in self._rows)
@@ -64,8 +64,8 @@ class Verified:
         """Tokens the step sampled, where every request of the step had a draft; None: not counted here."""
         return sum(self.lengths) if self._whole else None
 
-    def accepted(self, draft_length: int) -> tuple[int, ...]:
-        """`StepRecord.accepted`: drafts whose first i+1 tokens were accepted, for i below `draft_length`."""
+    def num_accepted_tokens_per_pos(self, draft_length: int) -> tuple[int, ...]:
+        """[i]: drafts whose first i+1 tokens were accepted, for i below `draft_length`; as `StepRecord` has it."""
         exactly = [self._counts[i + 1] for i in range(draft_length, 0, -1)]  # K, K-1, ... 1 drafted tokens accepted
         return tuple(accumulate(exactly))[::-1]
 

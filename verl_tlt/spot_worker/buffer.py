@@ -16,7 +16,7 @@ import random
 from dataclasses import dataclass
 
 from verl_tlt.drafter import Sequence
-from verl_tlt.messages import BufferStats
+from verl_tlt.messages.training import BufferStats
 
 OPEN_BATCHES = 32
 """Micro-batches kept open while packing: enough to fill them nearly always, few enough to cost nothing."""

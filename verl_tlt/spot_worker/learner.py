@@ -43,11 +43,11 @@ from verl_tlt.drafter import (
     train_until,
 )
 from verl_tlt.drafter.staging import stage
-from verl_tlt.messages import (
+from verl_tlt.messages.rollout import DrafterFile
+from verl_tlt.messages.training import (
     AgreedParameters,
     BufferStats,
     Contribution,
-    DrafterFile,
     DrafterProvenance,
     HeldOutScores,
     Merged,

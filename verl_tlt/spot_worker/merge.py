@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from verl_tlt.messages import Contribution, Merged
+from verl_tlt.messages.training import Contribution, Merged
 
 
 def merge(contributions: Sequence[Contribution], *, min_steps: int) -> Merged:

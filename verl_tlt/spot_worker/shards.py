@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from verl_tlt.drafter import Sequence, from_numpy16
-from verl_tlt.messages import HiddenStateShard
+from verl_tlt.messages.training import HiddenStateShard
 
 
 def join(shards: Iterable[HiddenStateShard]) -> tuple[list[Sequence], int]:

@@ -17,11 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from verl_tlt.config import TLTConfig
-from verl_tlt.messages import (
+from verl_tlt.messages.rollout import DrafterFile
+from verl_tlt.messages.training import (
     AgreedParameters,
     BufferStats,
     Contribution,
-    DrafterFile,
     DrafterProvenance,
     HeldOutScores,
     HiddenStateShard,

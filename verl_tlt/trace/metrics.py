@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import zip_longest
 
-from verl_tlt.messages import BufferStats
+from verl_tlt.messages.rollout import EngineStats
+from verl_tlt.messages.training import BufferStats
 from verl_tlt.trace.events import Publish, Reload, Session
 
 METRICS = {
@@ -54,62 +55,12 @@ METRICS = {
 
 
 @dataclass(frozen=True)
-class ReplicaStats:
-    """One engine's work during one rollout, as its scheduler counted it (`verl_tlt.speculation.step_statistics`)."""
-
-    steps: int
-    """Engine steps."""
-    emitted: int
-    """Tokens handed to requests."""
-    produced: int
-    """The part of `emitted` that decode-phase requests got."""
-    rows: int
-    """Decode-phase requests summed over engine steps: passes of the target, one per request and step."""
-    drafts: int
-    """Drafts verified: one per request and step that verified."""
-    accepted: tuple[int, ...]
-    """accepted[i]: drafts whose first i+1 tokens were all accepted."""
-    k_steps: Mapping[int, int]
-    """Engine steps by draft length K; -1: the drafter did not run."""
-    busy_s: float
-    """Seconds with a request in the engine."""
-    saved_s: float | None = None
-    """Seconds that stock decoding would have taken on top of `busy_s` for the same tokens; None: no baseline known."""
-    control_s: float = 0.0
-    """Seconds that its engine steps waited for the controller."""
-    offered: tuple[int, ...] | None = None
-    """offered[i]: drafts of at least i+1 tokens; None: every draft had `len(accepted)`."""
-    ngram_drafts: int | None = None
-    """The part of `drafts` that were n-grams; None: n-grams are not in use."""
-    ngram_accepted: int = 0
-    """The part of `ngram_drafts` whose first token was accepted."""
-
-    @classmethod
-    def from_dict(cls, stats: Mapping[str, Any]) -> ReplicaStats | None:
-        """Read the scheduler channel's answer; None if it holds no statistics (speculation off, or an error)."""
-        if "steps" not in stats:
-            return None
-        offered = stats.get("offered")
-        return cls(
-            **{name: int(stats[name]) for name in ("steps", "emitted", "produced", "rows", "drafts")},
-            accepted=tuple(int(n) for n in stats["accepted"]),
-            k_steps={int(k): int(n) for k, n in stats["k_steps"].items()},
-            busy_s=float(stats["busy_s"]),
-            saved_s=float(stats["saved_s"]) if stats.get("compared_s") else None,
-            control_s=float(stats.get("control_s", 0.0)),
-            offered=None if offered is None else tuple(int(n) for n in offered),
-            ngram_drafts=stats.get("ngram_drafts"),
-            ngram_accepted=int(stats.get("ngram_accepted", 0)),
-        )
-
-
-@dataclass(frozen=True)
 class StepObservations:
     """All that was seen in one RL step. Mappings are by replica; None and empty mean not measured."""
 
     rollout_s: float | None = None
     """Seconds from the first dispatch to the last response."""
-    replicas: Mapping[str, ReplicaStats] = field(default_factory=dict)
+    replicas: Mapping[str, EngineStats] = field(default_factory=dict)
     bubble_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds each replica was empty while another still decoded."""
     bubble_trained_s: Mapping[str, float] = field(default_factory=dict)
@@ -150,31 +101,27 @@ def step_metrics(seen: StepObservations) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}
 
 
-def speculation_metrics(replicas: Sequence[ReplicaStats], rollout_s: float | None = None) -> dict[str, float | None]:
+def speculation_metrics(replicas: Sequence[EngineStats], rollout_s: float | None = None) -> dict[str, float | None]:
     """Acceptance, draft lengths and speed over all engines, weighted by tokens rather than by engine.
 
     The accept length is tokens per verified draft, the one that the target adds itself included. Where no draft was
     verified it is 1: each pass of the target gave one token, as without speculation. `tlt/tokens_per_pass` is the same
     over all passes, with and without a draft.
     """
-    steps = sum(r.steps for r in replicas)
+    steps = sum(r.num_steps for r in replicas)
     if not steps:
         return {}
-    drafts = sum(r.drafts for r in replicas)
-    metrics: dict[str, float | None] = {
-        "tlt/accept_length": 1.0 + sum(sum(r.accepted) for r in replicas) / drafts if drafts else 1.0
-    }
-    for i in range(max(len(r.accepted) for r in replicas)):
-        offered = sum(_offered(r, i) for r in replicas)
+    drafts = sum(r.num_drafts for r in replicas)
+    accepted = _by_position(r.num_accepted_tokens_per_pos for r in replicas)
+    metrics: dict[str, float | None] = {"tlt/accept_length": 1.0 + sum(accepted) / drafts if drafts else 1.0}
+    for i, offered in enumerate(_by_position(r.num_draft_tokens_per_pos for r in replicas)):
         if offered:
-            metrics[f"tlt/accept_rate_pos_{i + 1}"] = (
-                sum(r.accepted[i] for r in replicas if i < len(r.accepted)) / offered
-            )
-    if rows := sum(r.rows for r in replicas):
-        metrics["tlt/tokens_per_pass"] = sum(r.produced for r in replicas) / rows
+            metrics[f"tlt/accept_rate_pos_{i + 1}"] = accepted[i] / offered
+    if passes := sum(r.num_passes for r in replicas):
+        metrics["tlt/tokens_per_pass"] = sum(r.num_decode_tokens for r in replicas) / passes
     lengths: dict[int, int] = {}
     for r in replicas:
-        for k, count in r.k_steps.items():
+        for k, count in r.steps_by_draft_length.items():
             lengths[k] = lengths.get(k, 0) + count
     if total := sum(lengths.values()):
         for k in range(max(0, *lengths) + 1):
@@ -182,32 +129,31 @@ def speculation_metrics(replicas: Sequence[ReplicaStats], rollout_s: float | Non
         metrics["tlt/drafter_off_frac"] = sum(n for k, n in lengths.items() if k < 0) / total
         metrics["tlt/spec_off_frac"] = sum(n for k, n in lengths.items() if k <= 0) / total
         metrics["tlt/draft_length_mean"] = sum(max(k, 0) * n for k, n in lengths.items()) / total
-    ngrams = [r for r in replicas if r.ngram_drafts is not None]
+    ngrams = [r for r in replicas if r.num_ngram_drafts is not None]
     if drafts and ngrams:
-        found = sum(r.ngram_drafts or 0 for r in ngrams)
+        found = sum(r.num_ngram_drafts or 0 for r in ngrams)
         metrics["tlt/ngram_draft_frac"] = found / drafts
-        metrics["tlt/ngram_accept_rate"] = sum(r.ngram_accepted for r in ngrams) / found if found else None
+        metrics["tlt/ngram_accept_rate"] = sum(r.num_ngram_accepted for r in ngrams) / found if found else None
     if rollout_s:
-        metrics["tlt/rollout_tok_per_s"] = sum(r.emitted for r in replicas) / rollout_s
+        metrics["tlt/rollout_tok_per_s"] = sum(r.num_generation_tokens for r in replicas) / rollout_s
     metrics["tlt/saved_s"] = saved_seconds(replicas)
     return metrics
 
 
-def saved_seconds(replicas: Sequence[ReplicaStats]) -> float | None:
+def saved_seconds(replicas: Sequence[EngineStats]) -> float | None:
     """Seconds by which the rollout ended earlier than with stock decoding; negative if it ended later.
 
     A rollout ends with its last replica: what another one saved does not count. None without a baseline.
     """
-    if not replicas or any(r.saved_s is None for r in replicas):
+    if not replicas or not all(r.compared_s for r in replicas):
         return None
-    stock = max(r.busy_s + (r.saved_s or 0.0) for r in replicas)
+    stock = max(r.busy_s + r.saved_s for r in replicas)
     return stock - max(r.busy_s for r in replicas)
 
 
-def _offered(stats: ReplicaStats, position: int) -> int:
-    if stats.offered is None:
-        return stats.drafts if position < len(stats.accepted) else 0
-    return stats.offered[position] if position < len(stats.offered) else 0
+def _by_position(counts: Iterable[Sequence[int]]) -> list[int]:
+    """Counters per draft position of several engines, added up; an engine that drafted less has fewer of them."""
+    return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
 
 def _bubble_metrics(seen: StepObservations) -> dict[str, float | None]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_tlt.config import TLTConfig
-from verl_tlt.messages import DrafterFile
+from verl_tlt.messages.rollout import DrafterFile
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import ray
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import files_digest
-from verl_tlt.messages import DrafterProvenance
+from verl_tlt.messages.training import DrafterProvenance
 from verl_tlt.trainer.bootstrap import CHECKPOINT
 from verl_tlt.trainer.fleet import Fleet
 from verl_tlt.trainer.step_log import StepLog

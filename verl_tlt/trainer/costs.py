@@ -10,6 +10,7 @@ import logging
 import ray
 
 from verl_tlt.config import TLTConfig
+from verl_tlt.messages.rollout import Calibration
 from verl_tlt.trainer.fleet import CALL_TIMEOUT_S, Fleet
 
 logger = logging.getLogger(__name__)
@@ -21,7 +22,7 @@ def shared_calibration(fleet: Fleet, config: TLTConfig, policy_dir: str) -> floa
         return 0.0
     fleet.on_workers("__ray_ready__")  # what they import and load while they start would be measured, too
     first, *others = fleet.replicas.values()
-    found = ray.get(first.server.tlt_calibrate.remote(), timeout=10 * CALL_TIMEOUT_S)
-    ray.get([r.server.tlt_calibrate.remote(found["latency"]) for r in others], timeout=CALL_TIMEOUT_S)
-    logger.info("engine step costs measured in %.1f s: %s", found["seconds"], found["latency"])
-    return float(found["seconds"])
+    found: Calibration = ray.get(first.server.tlt_calibrate.remote(), timeout=10 * CALL_TIMEOUT_S)
+    ray.get([r.server.tlt_calibrate.remote(found) for r in others], timeout=CALL_TIMEOUT_S)
+    logger.info("engine step costs measured in %.1f s: %s", found.seconds, found.latency)
+    return found.seconds

@@ -6,7 +6,7 @@ a small named actor that each server asks while it starts. Later versions are ha
 
 from __future__ import annotations
 
-from verl_tlt.messages import DrafterFile
+from verl_tlt.messages.rollout import DrafterFile
 
 
 class DrafterStore:

@@ -15,7 +15,8 @@ import numpy as np
 import ray
 
 from verl_tlt.config import TLTConfig
-from verl_tlt.messages import DrafterFile, HeldOutScores
+from verl_tlt.messages.rollout import DrafterFile
+from verl_tlt.messages.training import HeldOutScores
 from verl_tlt.trainer.fleet import CALL_TIMEOUT_S, Fleet
 from verl_tlt.trainer.gate import decide
 from verl_tlt.trainer.watch import Ended

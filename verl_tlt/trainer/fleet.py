@@ -16,7 +16,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl.plugin.platform.platform_manager import get_platform
 
-from verl_tlt.messages import DrafterFile
+from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.spot_worker.worker import SpotWorker
 
 logger = logging.getLogger(__name__)

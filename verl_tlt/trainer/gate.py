@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 
 from verl_tlt.config import GateConfig
-from verl_tlt.messages import HeldOutScores
+from verl_tlt.messages.training import HeldOutScores
 
 Action = Literal["publish", "hold", "revert_served", "revert_initial"]
 

@@ -34,7 +34,8 @@ from verl_tlt.idle.modes import RULES
 from verl_tlt.idle.planner import Planner
 from verl_tlt.idle.replica_idle import ReplicaIdlePlanner
 from verl_tlt.idle.trainer_idle import TrainerIdlePlanner
-from verl_tlt.messages import STORE_NAME, BufferStats, RolloutSampling, TappedStates
+from verl_tlt.messages.rollout import STORE_NAME
+from verl_tlt.messages.training import BufferStats, RolloutSampling, TappedStates
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trace.metrics import buffer_metrics
 from verl_tlt.trainer.bootstrap import Start, first_drafter, saved_drafter

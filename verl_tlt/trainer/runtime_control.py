@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
 
+from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.trainer.audit import audit_saving, audited
 from verl_tlt.trainer.runtime_switch import RuntimeSwitch, SwitchError, read_switch
 
@@ -47,16 +47,16 @@ class RuntimeControl:
             return self.replicas
         return [self.audited] if self.audited else []
 
-    def report(self, stats: Mapping[str, Mapping[str, Any]]) -> float | None:
+    def report(self, stats: Mapping[str, EngineStats]) -> float | None:
         """The saving that this rollout's audit showed (`tlt/audit_saved_frac`); None without an audit or enough data.
 
         Args:
-            stats: the schedulers' answers by replica (`Aggregates.to_dict`).
+            stats: the schedulers' sums by replica.
         """
         name, self.audited = self.audited, None
-        if name is None or not stats.get(name, {}).get("work"):
+        if name is None or name not in stats or not stats[name].work:
             return None
-        found = audit_saving(stats[name]["work"], [s["work"] for n, s in stats.items() if n != name and s.get("work")])
+        found = audit_saving(stats[name].work, [s.work for n, s in stats.items() if n != name])
         if found is None:
             logger.info("audit: %s decoded without a drafter, at loads too unlike the others' to compare", name)
             return None

@@ -14,10 +14,11 @@ from typing import Any
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.idle.planner import PhaseAccount, together
-from verl_tlt.messages import SessionResult, TappedStates
+from verl_tlt.messages.rollout import DrafterStatus, EngineStats
+from verl_tlt.messages.training import SessionResult, TappedStates
 from verl_tlt.trace.events import Publish, Reload, Session, TraceWriter
 from verl_tlt.trace.line import step_line
-from verl_tlt.trace.metrics import ReplicaStats, StepObservations, step_metrics
+from verl_tlt.trace.metrics import StepObservations, step_metrics
 from verl_tlt.trainer.drafter_update import DrafterUpdate
 from verl_tlt.trainer.watch import Ended, PhaseReport
 
@@ -40,7 +41,7 @@ class StepLog:
 
     def _reset(self) -> None:
         self._account: PhaseAccount | None = None
-        self._stats: dict[str, ReplicaStats] = {}
+        self._stats: dict[str, EngineStats] = {}
         self._stolen: dict[str, float] = {}
         self._publish: Publish | None = None
         self._reloads: dict[str, Reload] = {}  # by replica
@@ -105,11 +106,10 @@ class StepLog:
             self._sessions.append(session)
             self.trace.emit("session", **{k: v for k, v in vars(session).items() if k != "t"})
 
-    def engine_stats(self, stats: dict[str, dict[str, Any]]) -> int:
-        """The schedulers' counters of this rollout by replica; returns how many answered with an error instead."""
-        found = {name: ReplicaStats.from_dict(s) for name, s in stats.items()}
-        self._stats = {name: s for name, s in found.items() if s is not None}
-        return sum("error" in answer for answer in stats.values())
+    def engine_stats(self, stats: dict[str, EngineStats]) -> int:
+        """The schedulers' sums of this rollout by replica; returns how many have none, or gave up their policy."""
+        self._stats = {name: s for name, s in stats.items() if s.failure is None}
+        return sum(bool(s.failure or s.policy_error) for s in stats.values())
 
     def audited(self, saving: float | None) -> None:
         """What an audit of this rollout showed (`trainer.runtime_switch`)."""
@@ -141,17 +141,16 @@ class StepLog:
         """Replicas that have said in this step which drafter they loaded."""
         return set(self._reloads)
 
-    def reloaded(self, step: int, statuses: dict[str, dict[str, Any]], wanted: int) -> None:
+    def reloaded(self, step: int, statuses: dict[str, DrafterStatus], wanted: int) -> None:
         """Every engine has loaded a drafter again, and says which."""
         for name, s in statuses.items():
-            ok = bool(s["ok"]) and s["version"] == wanted
             reload = Reload(
-                t=time.time(), step=step, replica=name, version=s["version"], fingerprint=s["fingerprint"], ok=ok,
-                seconds=s["seconds"],
+                t=time.time(), step=step, replica=name, version=s.version, fingerprint=s.fingerprint,
+                ok=s.ok and s.version == wanted, seconds=s.seconds,
             )  # fmt: skip
             self._reloads[name] = reload
             self.trace.emit("reload", **{k: v for k, v in vars(reload).items() if k != "t"})
-        self._served = min((s["version"] for s in statuses.values()), default=None)
+        self._served = min((s.version for s in statuses.values()), default=None)
         self._version = wanted
         self._stolen["reload"] = max((r.seconds for r in self._reloads.values()), default=0.0)
 

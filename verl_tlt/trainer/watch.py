@@ -28,7 +28,8 @@ from verl_tlt.idle.planner import (
     WakeUp,
     next_pause,
 )
-from verl_tlt.messages import SessionResult
+from verl_tlt.messages.rollout import SleepReply
+from verl_tlt.messages.training import SessionResult
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.fleet import Fleet
 from verl_tlt.trainer.pending_work import PendingWork
@@ -145,11 +146,13 @@ class SamplingWatch:
                 return []
             case TrySleep():
                 try:
-                    reply = ray.get(replica.server.tlt_try_sleep.remote(self._recall), timeout=SLEEP_TIMEOUT_S)
+                    reply: SleepReply = ray.get(
+                        replica.server.tlt_try_sleep.remote(self._recall), timeout=SLEEP_TIMEOUT_S
+                    )
                 except ray.exceptions.RayError as error:
                     logger.warning("replica %s did not answer whether it may sleep: %s", name, error)
                     return self.planner.failed(name, time.time())
-                return self.planner.slept(name) if reply["slept"] else self.planner.refused(name, time.time())
+                return self.planner.slept(name) if reply.slept else self.planner.refused(name, time.time())
             case StartTraining():
                 self._running[name] = (replica.worker.train.remote(), time.time())
                 return self.planner.training(name, time.time())

@@ -13,6 +13,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from verl_tlt.drafter.digest import Sums, combined, fingerprint, own_shards, partial_sums
 from verl_tlt.errors import TLTError
+from verl_tlt.messages.rollout import DraftingReply, LoadReply
 from verl_tlt.speculation.graph_rules import FULL_GRAPHS
 from verl_tlt.vllm_worker.cuda_graphs import capture_every_arm
 from verl_tlt.vllm_worker.ngram_verification import NoProposals, verify_as_certain
@@ -62,16 +64,13 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
                 anew from the policy that is live here, which may be newer than the file.
 
         Returns:
-            {"ok": True, "fingerprint": str of what is live on this rank, "sums": its part of the whole engine's
-            fingerprint (`drafter.digest.combined` joins all ranks'), "seconds": float, "shared": names of shared
-            modules},
-            or {"ok": False, "error": sentence} with the drafter as it was, unless vLLM itself failed half way.
+            a `LoadReply` as a dict.
         """
         start = time.perf_counter()
         try:
             drafter, target = self._tlt_models()
             if drafter is None:  # a pipeline stage without the drafter
-                return {"ok": True, "fingerprint": "", "sums": {}, "seconds": 0.0, "shared": []}
+                return asdict(LoadReply(ok=True))
             _without_lora(drafter)
             shared = _shared_modules(drafter, target)
             tensors = _read(Path(path), shared)
@@ -84,9 +83,10 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
         except Exception as error:
             logger.error("The drafter %s was not loaded.", path, exc_info=error)
             text = str(error) if isinstance(error, DrafterRefused) else f"{type(error).__name__}: {error}"
-            return {"ok": False, "error": text}
+            return asdict(LoadReply(ok=False, error=text))
         seconds = time.perf_counter() - start
-        return {"ok": True, "fingerprint": combined([sums]), "sums": sums, "seconds": seconds, "shared": shared}
+        loaded = LoadReply(ok=True, fingerprint=combined([sums]), sums=sums, seconds=seconds, shared=tuple(shared))
+        return asdict(loaded)
 
     def tlt_fingerprint(self) -> str:
         """Fingerprint of the drafter weights that are live here (this rank's shard); empty without a drafter."""
@@ -107,20 +107,21 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
         without requests, and reset its prefix cache before it drafts again.
 
         Returns:
-            {"ok": True, "drafting": enabled}, or {"ok": False, "error": sentence} where no pass can be skipped.
+            a `DraftingReply` as a dict.
         """
         proposer = getattr(self.model_runner, "drafter", None)
         if isinstance(proposer, NoProposals):
-            return {"ok": True, "drafting": enabled}
+            return asdict(DraftingReply(ok=True))
         if proposer is None:
-            v2 = hasattr(self.model_runner, "speculator")
+            if not hasattr(self.model_runner, "speculator"):
+                return asdict(DraftingReply(ok=True))
             sentence = "vLLM's V2 model runner cannot skip the drafter's pass; set VLLM_USE_V2_MODEL_RUNNER=0."
-            return {"ok": False, "error": sentence} if v2 else {"ok": True, "drafting": enabled}
+            return asdict(DraftingReply(ok=False, error=sentence))
         if not hasattr(proposer, "tlt_drafting"):
             proposer.propose = _skippable(proposer, proposer.propose)
             _skip_preparation(self.model_runner, proposer)
         proposer.tlt_drafting = enabled
-        return {"ok": True, "drafting": enabled}
+        return asdict(DraftingReply(ok=True))
 
     def _tlt_models(self) -> tuple[torch.nn.Module | None, torch.nn.Module]:
         """(drafter or None, policy), out of their CUDA-graph wrappers; V1 and V2 model runners."""

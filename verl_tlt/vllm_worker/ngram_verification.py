@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from verl_tlt.messages import NGRAM_MARK
+from verl_tlt.messages.rollout import NGRAM_MARK
 from verl_tlt.speculation.ngram_index import Proposal
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl_tlt.engine_core.ngram_drafts import LEAST_TRUST, NgramDrafts
-from verl_tlt.messages import NGRAM_MARK
+from verl_tlt.messages.rollout import NGRAM_MARK, EngineStats
 from verl_tlt.speculation.ngram_index import NgramIndex
 from verl_tlt.vllm_worker.ngram_verification import NoProposals, verify_as_certain
 
@@ -92,7 +92,7 @@ def test_ngrams_that_are_refused_stop_and_the_drafter_sets_the_bar(drafts):
         drafts.verified(output, [[4], [9, 9, 8]], {"now": 0, "old": 1})
         offers += 1
     trust = drafts.index.trust
-    assert (drafts.drafts, drafts.accepted) == (offers, 0) and offers >= 3
+    assert (drafts.num_drafts, drafts.num_accepted) == (offers, 0) and offers >= 3
     # Alone down to the floor; beside a drafter that is always right it ends earlier.
     assert offers > 12 if drafts.alone else offers <= 8
     assert min(trust._accepted[m] / trust._offered[m] for m in range(3, 17)) > 0.5 * LEAST_TRUST
@@ -106,13 +106,15 @@ def test_finished_requests_and_new_policies_reach_the_index(drafts):
     assert len(drafts.index) == 1  # taken up with the next step
     drafts.scheduled(step())
     assert len(drafts.index) == 0
-    assert drafts.summary()["ngram_prompts"] == 0
 
 
-def test_the_summary_counts_since_it_was_last_asked_for(drafts):
-    drafts.drafts, drafts.accepted = 5, 3
-    assert drafts.summary().items() >= {"ngram_drafts": 5, "ngram_accepted": 3}.items()
-    assert drafts.summary()["ngram_drafts"] == drafts.summary()["ngram_accepted"] == 0
+def test_what_was_verified_counts_since_the_last_reset(drafts):
+    drafts.num_drafts, drafts.num_accepted = 5, 3
+    for reset in (False, True):
+        stats = drafts.counted(EngineStats(num_drafts=9), reset)
+        assert (stats.num_drafts, stats.num_ngram_drafts, stats.num_ngram_accepted) == (9, 5, 3)
+    stats = drafts.counted(stats, reset=True)
+    assert stats.num_ngram_drafts == stats.num_ngram_accepted == 0
 
 
 def test_the_empty_proposer_proposes_nothing():

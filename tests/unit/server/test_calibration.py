@@ -2,6 +2,7 @@ import asyncio
 
 import pytest
 
+from verl_tlt.messages.rollout import EngineStats, StepTime
 from verl_tlt.server.calibration import measure, plan_arms, plan_batches
 from verl_tlt.speculation.types import OFF
 
@@ -35,9 +36,9 @@ class MadeEngine:
             assert settings["drafting"] == self.drafting
             self.force_k = settings["force_k"]
             return {}
-        rows = [[k, b, 4, s] for (k, b), s in self.latency.items()]
+        times = tuple(StepTime(k, b, s) for (k, b), s in self.latency.items())
         self.running, self.latency = 0, {}
-        return {"latency": rows}
+        return EngineStats(step_times=times).to_dict()
 
 
 def run(engine, arms=(0, 1, 2, 3), max_batch=8, budget_s=60.0):

@@ -41,10 +41,10 @@ def test_what_is_drafted_is_verified_one_step_later():
     starts = {0} | {i for i, (a, b) in enumerate(pairwise(policy.records), 1) if b.batch > a.batch}
     assert [r.verified for r in policy.records] == [0 if i in starts else k for i, k in enumerate([0, *drafted[:-1]])]
     for record in policy.records:
-        assert len(record.accepted) == record.verified
-        assert record.drafts == (record.batch if record.verified else 0)
-        assert list(record.accepted) == sorted(record.accepted, reverse=True)
-        assert record.produced <= record.batch + sum(record.accepted)
+        assert len(record.num_accepted_tokens_per_pos) == record.verified
+        assert record.num_drafts == (record.batch if record.verified else 0)
+        assert list(record.num_accepted_tokens_per_pos) == sorted(record.num_accepted_tokens_per_pos, reverse=True)
+        assert record.produced <= record.batch + sum(record.num_accepted_tokens_per_pos)
 
 
 def test_only_steady_steps_without_prefill_are_clean():
@@ -58,8 +58,8 @@ def test_only_steady_steps_without_prefill_are_clean():
 def test_true_acceptance_is_what_the_records_show():
     policy = scripted(5)
     SimulatedEngine(Workload(64, FIG16_ADAPTIVE, rollouts=2, max_length=800), QWEN3_8B_H100).run(policy)
-    accepted = np.sum([r.accepted for r in policy.records if r.verified], axis=0)
-    trials = sum(r.drafts for r in policy.records)
+    accepted = np.sum([r.num_accepted_tokens_per_pos for r in policy.records if r.verified], axis=0)
+    trials = sum(r.num_drafts for r in policy.records)
     shares = accepted / np.concatenate(([trials], accepted[:-1]))
     assert shares == pytest.approx(FIG16_ADAPTIVE[:5], abs=0.01)
 

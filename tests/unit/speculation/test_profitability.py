@@ -2,6 +2,7 @@
 
 import pytest
 
+from verl_tlt.messages.rollout import EngineStats, Work
 from verl_tlt.speculation.profitability import Profitability, accept_lengths, is_profitable
 from verl_tlt.speculation.types import OFF
 
@@ -37,8 +38,8 @@ MEDIOCRE = [0.6, 0.5, 0.4]
 
 
 def rollout(work, compared_s=10.0, saved_s=0.0):
-    return {"work": [[batch, 1.0, produced] for batch, produced in work.items()], "compared_s": compared_s,
-            "saved_s": saved_s}  # fmt: skip
+    done = tuple(Work(batch, 1.0, tokens) for batch, tokens in work.items())
+    return EngineStats(work=done, compared_s=compared_s, saved_s=saved_s)
 
 
 @pytest.mark.parametrize(("work", "worth"), [({1: 900, 32: 320}, True), ({1: 10, 32: 32000}, False)])
@@ -48,7 +49,7 @@ def test_it_counts_where_the_last_rollout_spent_its_time(work, worth):
     switch.latency = COSTS
     switch.learn(rollout(work), drafting=False, acceptance=MEDIOCRE)
     assert switch.decide(MEDIOCRE) == worth
-    switch.learn({"work": []}, drafting=False, acceptance=MEDIOCRE)  # an empty step says nothing
+    switch.learn(EngineStats(), drafting=False, acceptance=MEDIOCRE)  # an empty step says nothing
     assert switch.decide(MEDIOCRE) == worth
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from verl_tlt.engine_core.step_trace import StepTrace
+from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.step_control import StepControl
 from verl_tlt.speculation.types import OFF, Load, StepRecord
@@ -31,14 +32,18 @@ class Remembers:
 
 def step(**changes):
     values = dict(
-        batch=4, kv_tokens=100, drafted=2, verified=2, drafts=4, accepted=(3, 1), produced=8, latency_s=0.02, clean=True
-    )
+        batch=4, kv_tokens=100, drafted=2, verified=2, num_drafts=4, num_accepted_tokens_per_pos=(3, 1), produced=8,
+        latency_s=0.02, clean=True,
+    )  # fmt: skip
     return StepRecord(**(values | changes))
+
+
+UNDRAFTED = dict(verified=0, num_drafts=0, num_accepted_tokens_per_pos=())
 
 
 def record(control, *steps, **kwargs):
     for s in steps:
-        control.record(s, emitted=s.produced, draft_tokens=s.drafts * s.verified, **kwargs)
+        control.record(s, num_generation_tokens=s.produced, num_draft_tokens=s.num_drafts * s.verified, **kwargs)
 
 
 def test_the_policy_is_asked_and_never_exceeds_the_engine():
@@ -92,53 +97,52 @@ def test_sums_are_those_of_the_steps_and_reset():
     control = StepControl(policy, max_draft_length=3)
     steps = [
         step(),
-        step(drafted=0, clean=False),
-        step(drafted=0, verified=0, drafts=0, accepted=(), produced=4),
-        step(drafted=OFF, verified=0, drafts=0, accepted=(), produced=4),
+        step(drafted=0, clean=False, latency_s=0.06),
+        step(drafted=0, **UNDRAFTED, produced=4),
+        step(drafted=OFF, **UNDRAFTED, produced=4),
     ]
     record(control, *steps)
     stats = control.stats(reset=True)
     assert policy.seen == steps
-    assert (stats["steps"], stats["clean_steps"], stats["rows"], stats["produced"]) == (4, 3, 16, 24)
-    assert (stats["drafts"], stats["draft_tokens"]) == (8, 16)
-    assert (stats["offered"], stats["accepted"]) == ([8, 8], [6, 2])
-    assert stats["k_steps"] == {"-1": 1, "0": 1, "2": 2}
-    assert stats["k_tokens"] == {"-1": 4, "0": 4, "2": 16}
-    assert stats["busy_s"] == pytest.approx(0.08)
-    assert [row[:3] for row in stats["latency"]] == [[OFF, 4, 1], [0, 4, 1], [2, 4, 1]]
-    assert json.loads(json.dumps(stats)) == stats
-    assert control.stats()["steps"] == 0
+    assert (stats.num_steps, stats.num_passes, stats.num_decode_tokens) == (4, 16, 24)
+    assert (stats.num_drafts, stats.num_draft_tokens) == (8, 16)
+    assert (stats.num_draft_tokens_per_pos, stats.num_accepted_tokens_per_pos) == ((8, 8), (6, 2))
+    assert stats.steps_by_draft_length == {OFF: 1, 0: 1, 2: 2}
+    assert stats.busy_s == pytest.approx(0.12)
+    assert stats.step_times == ((OFF, 4, 0.02), (0, 4, 0.02), (2, 4, 0.02)), "medians of the clean steps alone"
+    assert EngineStats.from_dict(json.loads(json.dumps(stats.to_dict()))) == stats, "nothing is lost on the channel"
+    assert control.stats().num_steps == 0
 
 
 def test_saved_seconds_compare_with_the_off_arm_where_it_was_measured():
     control = StepControl(Remembers(), max_draft_length=3)
     record(control, step(latency_s=0.05))
-    assert control.stats(reset=True)["compared_s"] == 0.0
+    assert control.stats(reset=True).compared_s == 0.0
     control.control(latency={"-1": [[1, 0.01], [4, 0.04], [8, 0.08]]})
     there = {"kv_tokens": 128, "produced": 10, "clean": False}  # the context that calibration measures at
     record(control, step(latency_s=0.03, **there))  # stock: 10/4 steps of 0.04 s
     record(control, step(latency_s=9.0, **there), decode_only=False)
     stats = control.stats()
-    assert stats["saved_s"] == pytest.approx(10 / 4 * 0.04 - 0.03, rel=0.1)
-    assert stats["compared_s"] == pytest.approx(0.03)
+    assert stats.saved_s == pytest.approx(10 / 4 * 0.04 - 0.03, rel=0.1)
+    assert stats.compared_s == pytest.approx(0.03)
 
 
 def test_a_step_without_the_drafter_saves_nothing_however_noisy_the_calibration():
     control = StepControl(Remembers(), max_draft_length=3)
     control.control(latency={"-1": [[4, 0.08]]}, drafting=False)
-    record(control, step(drafted=OFF, verified=0, drafts=0, accepted=(), produced=4, latency_s=0.02))
-    assert control.stats()["saved_s"] == 0.0
-    assert control.stats()["compared_s"] == pytest.approx(0.02)
+    record(control, step(drafted=OFF, **UNDRAFTED, produced=4, latency_s=0.02))
+    assert control.stats().saved_s == 0.0
+    assert control.stats().compared_s == pytest.approx(0.02)
 
 
 def test_the_cost_of_stock_follows_what_is_measured_after_a_cold_calibration():
     control = StepControl(Remembers(), max_draft_length=3)
     control.control(latency={"-1": [[4, 0.08]], "2": [[4, 0.05]]})  # OFF was measured first, on a cold machine
-    off = step(drafted=OFF, verified=0, drafts=0, accepted=(), produced=4, latency_s=0.02)
+    off = step(drafted=OFF, **UNDRAFTED, produced=4, latency_s=0.02)
     record(control, *[off] * 60)
     control.stats(reset=True)
     record(control, step(produced=10, latency_s=0.03, clean=False))
-    assert control.stats()["saved_s"] == pytest.approx(10 / 4 * 0.02 - 0.03, abs=0.01)
+    assert control.stats().saved_s == pytest.approx(10 / 4 * 0.02 - 0.03, abs=0.01)
 
 
 def test_a_machine_that_slows_down_slows_stock_as_well():
@@ -169,14 +173,14 @@ def test_a_policy_that_raises_costs_speculation_and_is_reported(method):
     record(control, step())
     control.choose(Load(4, 100))
     assert control.choose(Load(4, 100)) == 0
-    assert control.stats()["policy_error"] == "ZeroDivisionError: division by zero"
-    assert control.stats()["steps"] == 1
+    assert control.stats().policy_error == "ZeroDivisionError: division by zero"
+    assert control.stats().num_steps == 1
 
 
 def test_the_trace_holds_every_step_once_asked_for(tmp_path):
     trace = StepTrace(tmp_path / "deep" / "engine-0.jsonl")
     control = StepControl(Remembers(), max_draft_length=3, trace=trace)
-    steps = [step(), step(drafted=OFF, verified=0, drafts=0, accepted=(), clean=False)]
+    steps = [step(), step(drafted=OFF, **UNDRAFTED, clean=False)]
     record(control, *steps)
     control.flush()
     lines = [json.loads(line) for line in trace.path.read_text().splitlines()]
@@ -195,7 +199,7 @@ def test_a_trace_that_cannot_be_written_ends_alone(tmp_path):
     record(control, step(), step())
     control.flush()
     assert "directory" in trace.failed
-    assert control.stats()["steps"] == 2
+    assert control.stats().num_steps == 2
 
 
 def test_no_step_is_lost_between_resets_from_another_thread():
@@ -204,14 +208,14 @@ def test_no_step_is_lost_between_resets_from_another_thread():
 
     def ask():
         while not stop.is_set():
-            total.append(control.stats(reset=True)["steps"])
+            total.append(control.stats(reset=True).num_steps)
 
     asking = threading.Thread(target=ask)
     asking.start()
     record(control, *[step()] * 3000)
     stop.set()
     asking.join()
-    assert sum(total) + control.stats()["steps"] == 3000
+    assert sum(total) + control.stats().num_steps == 3000
 
 
 def test_the_calibration_is_stored_as_it_was_told():
@@ -219,7 +223,10 @@ def test_the_calibration_is_stored_as_it_was_told():
     control.control(
         latency={"-1": [[1, 0.010], [8, 0.012]], "0": [[1, 0.011], [8, 0.013]], "3": [[1, 0.02], [8, 0.03]]}
     )
-    record(control, *[step(drafted=OFF, verified=0, drafts=0, accepted=(), batch=1, kv_tokens=32)] * 50)
+    record(
+        control,
+        *[step(drafted=OFF, **UNDRAFTED, batch=1, kv_tokens=32)] * 50,
+    )
     stored = LatencyTable.from_list(control.learned()["points"]).calibration()
     costs = {(p.draft_length, p.batch): p.seconds for p in stored.points}
     assert costs[OFF, 1] == 0.010 and costs[3, 8] == 0.03

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from verl_tlt.messages import Contribution
+from verl_tlt.messages.training import Contribution
 from verl_tlt.spot_worker.merge import merge
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import Sequence
-from verl_tlt.messages import RolloutSampling, VerifierArrays
+from verl_tlt.messages.training import RolloutSampling, VerifierArrays
 from verl_tlt.spot_worker.worker import SpotWorker
 from verl_tlt.trainer.bootstrap import first_drafter, saved_drafter
 

@@ -5,7 +5,7 @@ import pytest
 
 from verl_tlt.actor.token_layout import even_split, window, zigzag
 from verl_tlt.actor.windows import split
-from verl_tlt.messages import HiddenStateShard
+from verl_tlt.messages.training import HiddenStateShard
 from verl_tlt.spot_worker.shards import join
 from verl_tlt.trainer.routes import route
 

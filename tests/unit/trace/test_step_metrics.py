@@ -6,20 +6,24 @@ import re
 
 import pytest
 
-from verl_tlt.messages import BufferStats
+from verl_tlt.messages.rollout import EngineStats
+from verl_tlt.messages.training import BufferStats
 from verl_tlt.speculation.step_statistics import Aggregates
 from verl_tlt.speculation.types import StepRecord
 from verl_tlt.trace.events import Publish, Reload, Session
 from verl_tlt.trace.line import step_line
-from verl_tlt.trace.metrics import METRICS, ReplicaStats, StepObservations, buffer_metrics, saved_seconds, step_metrics
+from verl_tlt.trace.metrics import METRICS, StepObservations, buffer_metrics, saved_seconds, step_metrics
 
-A = ReplicaStats(
-    steps=10, emitted=100, produced=96, rows=40, drafts=40, accepted=(30, 20, 6), k_steps={-1: 2, 0: 3, 3: 5},
-    busy_s=8.0, saved_s=4.0, offered=(40, 40, 20),
+A = EngineStats(
+    num_steps=10, num_generation_tokens=100, num_decode_tokens=96, num_passes=40, num_drafts=40,
+    num_draft_tokens_per_pos=(40, 40, 20), num_accepted_tokens_per_pos=(30, 20, 6),
+    steps_by_draft_length={-1: 2, 0: 3, 3: 5}, busy_s=8.0, saved_s=4.0, compared_s=8.0,
 )  # fmt: skip
-B = ReplicaStats(
-    steps=10, emitted=20, produced=12, rows=10, drafts=10, accepted=(2,), k_steps={1: 10}, busy_s=10.0, saved_s=1.0
-)
+B = EngineStats(
+    num_steps=10, num_generation_tokens=20, num_decode_tokens=12, num_passes=10, num_drafts=10,
+    num_draft_tokens_per_pos=(10,), num_accepted_tokens_per_pos=(2,), steps_by_draft_length={1: 10}, busy_s=10.0,
+    saved_s=1.0, compared_s=9.0,
+)  # fmt: skip
 
 
 def session(**fields):
@@ -48,8 +52,8 @@ def test_draft_lengths_are_shares_of_engine_steps():
 
 
 def test_n_grams_are_a_share_of_the_drafts():
-    mixed = dataclasses.replace(A, ngram_drafts=10, ngram_accepted=4)
-    found = step_metrics(StepObservations(replicas={"a": mixed, "b": dataclasses.replace(B, ngram_drafts=5)}))
+    mixed = dataclasses.replace(A, num_ngram_drafts=10, num_ngram_accepted=4)
+    found = step_metrics(StepObservations(replicas={"a": mixed, "b": dataclasses.replace(B, num_ngram_drafts=5)}))
     assert found["tlt/ngram_draft_frac"] == pytest.approx(15 / 50)
     assert found["tlt/ngram_accept_rate"] == pytest.approx(4 / 15)
     assert not {m for m in step_metrics(StepObservations(replicas={"a": A})) if "ngram" in m}
@@ -57,13 +61,13 @@ def test_n_grams_are_a_share_of_the_drafts():
 
 def test_saved_seconds_count_the_last_replica():
     assert saved_seconds([A, B]) == pytest.approx(max(12.0, 11.0) - 10.0)
-    unknown = dataclasses.replace(B, saved_s=None)
+    unknown = dataclasses.replace(B, compared_s=0.0)
     assert saved_seconds([A, unknown]) is None
     assert "tlt/saved_s" not in step_metrics(StepObservations(replicas={"a": A, "b": unknown}))
 
 
 def test_without_a_draft_each_pass_gives_one_token():
-    off = ReplicaStats(steps=5, emitted=50, produced=50, rows=50, drafts=0, accepted=(), k_steps={-1: 5}, busy_s=1.0)
+    off = EngineStats(num_steps=5, num_decode_tokens=50, num_passes=50, steps_by_draft_length={-1: 5}, busy_s=1.0)
     metrics = step_metrics(StepObservations(replicas={"a": off}))
     assert metrics["tlt/accept_length"] == 1.0
     assert metrics["tlt/spec_off_frac"] == 1.0
@@ -138,23 +142,24 @@ def test_nothing_seen_gives_no_key_and_values_are_finite_floats():
     assert all(type(value) is float for value in metrics.values())
 
 
-def test_stats_as_the_scheduler_sends_them():
+def test_what_the_scheduler_sends_is_what_the_metrics_read():
     sums = Aggregates()
     step = StepRecord(
-        batch=2, kv_tokens=9, drafted=0, verified=2, drafts=2, accepted=(2, 1), produced=5, latency_s=0.5, clean=True
-    )
-    sums.add(step, emitted=6, draft_tokens=4)
-    sent = json.loads(json.dumps(sums.to_dict()))
-    expected = ReplicaStats(
-        steps=1, emitted=6, produced=5, rows=2, drafts=2, accepted=(2, 1), k_steps={2: 1}, busy_s=0.5
-    )
-    stats = ReplicaStats.from_dict(sent)
-    assert dataclasses.replace(stats, offered=None) == expected
-    sums.add(step, emitted=6, draft_tokens=4, stock_s=1.0, control_s=0.001)
-    assert ReplicaStats.from_dict(sums.to_dict()).saved_s == pytest.approx(0.5)
-    assert ReplicaStats.from_dict(sums.to_dict()).control_s == pytest.approx(0.001)
-    assert ReplicaStats.from_dict({}) is None
-    assert ReplicaStats.from_dict({"error": "engine is gone"}) is None
+        batch=2, kv_tokens=9, drafted=0, verified=2, num_drafts=2, num_accepted_tokens_per_pos=(2, 1), produced=5,
+        latency_s=0.5, clean=True,
+    )  # fmt: skip
+    sums.add(step, num_generation_tokens=6, num_draft_tokens=4)
+    sums.add(step, num_generation_tokens=6, num_draft_tokens=4, stock_s=1.0, control_s=0.001)
+    stats = EngineStats.from_dict(json.loads(json.dumps(sums.stats().to_dict())))
+    metrics = step_metrics(StepObservations(replicas={"a": stats}, rollout_s=2.0))
+    assert metrics["tlt/accept_length"] == pytest.approx(1 + 6 / 4)
+    assert metrics["tlt/accept_rate_pos_2"] == pytest.approx(2 / 4)
+    assert metrics["tlt/draft_length_frac_2"] == 1.0
+    assert metrics["tlt/tokens_per_pass"] == pytest.approx(10 / 4)
+    assert metrics["tlt/rollout_tok_per_s"] == pytest.approx(6.0)
+    assert metrics["tlt/saved_s"] == pytest.approx(0.5)
+    assert metrics["tlt/overhead_control_s"] == pytest.approx(0.001)
+    assert not {name for name in metrics if "ngram" in name}
 
 
 def test_the_line_of_a_step():
@@ -171,7 +176,7 @@ def test_the_line_of_a_step():
 
 def test_every_metric_is_documented():
     seen = StepObservations(
-        rollout_s=12.0, replicas={"a": A, "b": dataclasses.replace(B, ngram_drafts=5, ngram_accepted=2)},
+        rollout_s=12.0, replicas={"a": A, "b": dataclasses.replace(B, num_ngram_drafts=5, num_ngram_accepted=2)},
         bubble_s={"a": 6.0}, bubble_trained_s={"a": 5.0},
         stop_latency_s={"a": 0.02}, sessions=[session(loss_last=2.0)], overhead={"tap": 0.1}, step=9, served_since=4,
         publish=Publish(t=0.0, step=4, version=3, decision="kept", tau=TAU, gain=0.1, gain_low=0.0),

@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from verl_tlt.config import GateConfig
-from verl_tlt.messages import HeldOutScores
+from verl_tlt.messages.training import HeldOutScores
 from verl_tlt.trainer import gate
 from verl_tlt.trainer.gate import _student, decide
 

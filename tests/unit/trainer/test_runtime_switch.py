@@ -3,6 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
+from verl_tlt.messages.rollout import EngineStats, Work
 from verl_tlt.trainer.audit import audit_saving, audited
 from verl_tlt.trainer.runtime_control import RuntimeControl
 from verl_tlt.trainer.runtime_switch import SWITCH_FILE, RuntimeSwitch, SwitchError, read_switch, write_switch
@@ -76,7 +77,7 @@ def test_loads_that_the_audited_replica_never_had_are_left_out():
 def test_the_trainer_rests_everybody_when_drafting_is_switched_off(tmp_path):
     live = RuntimeControl(str(tmp_path), ["a", "b"], audit_every=2)
     assert live.drafting_disabled(1) == [] and live.drafting_disabled(2) == ["b"] == [live.audited]
-    stats = {"a": {"work": [[1, 0.5, 1]]}, "b": {"work": [[1, 1.0, 1]]}}
+    stats = {"a": EngineStats(work=(Work(1, 0.5, 1),)), "b": EngineStats(work=(Work(1, 1.0, 1),))}
     assert live.report(stats) == pytest.approx(0.5)
     assert live.report(stats) is None  # that audit is over
     write_switch(tmp_path, speculation=False)
@@ -90,4 +91,4 @@ def test_the_trainer_rests_everybody_when_drafting_is_switched_off(tmp_path):
 def test_an_engine_without_an_answer_is_no_audit(tmp_path):
     live = RuntimeControl(str(tmp_path), ["a", "b"], audit_every=1)
     live.drafting_disabled(1)
-    assert live.report({"a": {"work": [[1, 0.5, 1]]}, "b": {"error": "gone"}}) is None
+    assert live.report({"a": EngineStats(work=(Work(1, 0.5, 1),)), "b": EngineStats(failure="gone")}) is None

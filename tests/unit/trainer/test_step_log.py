@@ -1,23 +1,36 @@
 """What a step's log holds, without a trainer."""
 
+import dataclasses
+
+from verl_tlt.messages.rollout import DrafterStatus, EngineStats
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.step_log import StepLog
 
-COUNTERS = {
-    "steps": 4, "emitted": 6, "produced": 6, "rows": 4, "drafts": 4, "accepted": [2], "k_steps": {"1": 4},
-    "busy_s": 0.4,
-}  # fmt: skip
+STATS = EngineStats(
+    num_steps=4, num_generation_tokens=6, num_decode_tokens=6, num_passes=4, num_drafts=4,
+    num_draft_tokens_per_pos=(4,), num_accepted_tokens_per_pos=(2,), steps_by_draft_length={1: 4}, busy_s=0.4,
+)  # fmt: skip
 
 
 def test_statistics_that_could_not_be_had_are_counted_and_the_others_kept(tmp_path):
     log = StepLog(TraceWriter(tmp_path, "driver"))
     answers = {
-        "whole": COUNTERS,
-        "without n-grams": {**COUNTERS, "error": "the channel is closed"},
-        "silent": {"error": "the channel is closed"},
-        "speculation off": {},
+        "whole": STATS,
+        "without its policy": dataclasses.replace(STATS, policy_error="ZeroDivisionError: division by zero"),
+        "silent": EngineStats(failure="the channel is closed"),
+        "speculation off": EngineStats(),
     }
     assert log.engine_stats(answers) == 2
     metrics = log.finish(1, {}, errors=2)
     assert metrics["tlt/errors"] == 2.0
-    assert metrics["tlt/accept_length"] == 1.5, "6 tokens in 4 rows, of the two replicas that answered"
+    assert metrics["tlt/accept_length"] == 1.5, "12 tokens in 8 drafts, of the two replicas that drafted"
+
+
+def test_what_is_served_is_the_oldest_drafter_and_any_other_than_wanted_is_a_failure(tmp_path):
+    log = StepLog(TraceWriter(tmp_path, "driver"))
+    new = DrafterStatus(version=3, fingerprint="f", ok=True, seconds=0.2)
+    log.reloaded(1, {"new": new, "old": dataclasses.replace(new, version=2)}, wanted=3)
+    metrics = log.finish(1, {}, errors=0)
+    assert (metrics["tlt/drafter_version"], metrics["tlt/drafter_version_published"]) == (2.0, 3.0)
+    assert metrics["tlt/reload_failures"] == 1.0
+    assert metrics["tlt/overhead_reload_s"] == 0.2

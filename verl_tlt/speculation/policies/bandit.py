@@ -92,7 +92,7 @@ class BanditPolicy(BasePolicy):
             return
         window = self._rewards[bisect_right(self._set.thresholds, step.batch) - 1].get(step.verified)
         if window is not None:
-            accept_length = 1.0 + sum(step.accepted) / step.batch
+            accept_length = 1.0 + sum(step.num_accepted_tokens_per_pos) / step.batch
             window.push(accept_length * step.batch / step.latency_s)
 
     def summary(self) -> dict[str, Any]:

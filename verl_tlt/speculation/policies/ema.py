@@ -65,10 +65,10 @@ class EmaPolicy(BasePolicy):
 
     def learn(self, step: StepRecord) -> None:
         """Move the average and, every few steps, the tier."""
-        if step.drafts <= 0 or step.verified <= 0:
+        if step.num_drafts <= 0 or step.verified <= 0:
             return
         where = self._range(step.batch)
-        accepted = sum(step.accepted) / step.drafts
+        accepted = sum(step.num_accepted_tokens_per_pos) / step.num_drafts
         before = self._average[where]
         average = accepted if before is None else before + self._set.weight * (accepted - before)
         self._average[where] = average

@@ -130,8 +130,8 @@ class GoodputPolicy(BasePolicy):
             self._steps += 1
             self._prober.budget.step()
             self._used[step.drafted] += 1
-        if step.drafts > 0 and step.verified > 0:
-            self.acceptance.observe(step.drafts, step.accepted)
+        if step.num_drafts > 0 and step.verified > 0:
+            self.acceptance.observe(step.num_drafts, step.num_accepted_tokens_per_pos)
             self._prober.looked()
         else:
             self.acceptance.skip(step.batch)

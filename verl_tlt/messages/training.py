@@ -1,8 +1,4 @@
-"""Every record that crosses a process border, as dataclasses.
-
-Ray pickles them as they are. Where vLLM's RPC or JSON needs a dict, the sender makes it at that border and the receiver
-turns it back (`to_dict`, `from_dict`), so that no other code sees one. Arrays are numpy: every process has it.
-"""
+"""Between the actor's workers, the spot workers and the trainer. Arrays are numpy: every process has it."""
 
 from __future__ import annotations
 
@@ -19,28 +15,6 @@ if TYPE_CHECKING:
 
 Parameters = Mapping[str, np.ndarray]
 """Trainable parameters of a drafter by name, or changes of them: float32."""
-
-STORE_NAME = "verl_tlt_drafter_store"
-"""Name of the Ray actor that a starting server asks for the drafter (`trainer.drafter_store`)."""
-
-NGRAM_MARK = "tlt_ngram"
-"""Attribute of vLLM's `SchedulerOutput`: ids of the requests whose draft is an n-gram."""
-
-
-@dataclass(frozen=True)
-class DrafterFile:
-    """A drafter as vLLM loads it."""
-
-    version: int
-    """Counts publications; 0 is what the run started with."""
-    config: str
-    """Text of config.json."""
-    weights: bytes
-    """A safetensors file in the rollout's dtype, without embedding and head (vLLM shares the policy's)."""
-    fingerprint: str
-    """`verl_tlt.drafter.fingerprint` of the weights."""
-    acceptance: tuple[float, ...] = ()
-    """Conditional acceptance expected at each draft position, from held-out sequences; empty: unknown."""
 
 
 # ---------------------------------------------------------------------- actor worker -> trainer -> spot worker

@@ -1,0 +1,185 @@
+"""Between the trainer, the rollout servers, their schedulers and vLLM's workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+STORE_NAME = "verl_tlt_drafter_store"
+"""Name of the Ray actor that a starting server asks for the drafter (`trainer.drafter_store`)."""
+
+NGRAM_MARK = "tlt_ngram"
+"""Attribute of vLLM's `SchedulerOutput`: ids of the requests whose draft is an n-gram."""
+
+
+# ---------------------------------------------------------------------- the trainer to a rollout server
+
+
+@dataclass(frozen=True)
+class DrafterFile:
+    """A drafter as vLLM loads it."""
+
+    version: int
+    """Counts publications; 0 is what the run started with."""
+    config: str
+    """Text of config.json."""
+    weights: bytes
+    """A safetensors file in the rollout's dtype, without embedding and head (vLLM shares the policy's)."""
+    fingerprint: str
+    """`verl_tlt.drafter.fingerprint` of the weights."""
+    acceptance: tuple[float, ...] = ()
+    """Conditional acceptance expected at each draft position, from held-out sequences; empty: unknown."""
+
+
+# ---------------------------------------------------------------------- a rollout server to the trainer
+
+
+@dataclass(frozen=True)
+class SleepReply:
+    """What a server says when it is asked to sleep early."""
+
+    slept: bool
+    """False: its gate is open again, as if nothing had happened."""
+    inflight: int = 0
+    """Requests that keep it awake; -1: this node has no engine."""
+
+
+@dataclass(frozen=True)
+class DrafterStatus:
+    """What a server serves, as it last proved it."""
+
+    version: int = -1
+    """Of the drafter that the engine holds; -1: none yet."""
+    fingerprint: str = ""
+    """Of what was loaded last, accepted or not."""
+    ok: bool = False
+    """The last load was accepted, by every rank of the engine."""
+    seconds: float = 0.0
+    """What the last load took."""
+    error: str | None = None
+    """Why the engine does not draft as it was asked to."""
+    drafting: bool = False
+    """The drafter's pass runs in this rollout."""
+    reloads: int = 0
+    acceptance: tuple[float, ...] = ()
+    """`DrafterFile.acceptance` of the drafter that is served."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What an engine step costs, as one engine measured it or took it over."""
+
+    latency: Mapping[int, list[tuple[int, float]]] = field(default_factory=dict)
+    """Draft length (OFF included) → (batch, seconds), by batch; empty: nothing could be measured."""
+    seconds: float = 0.0
+    """What finding out took."""
+
+
+class Work(NamedTuple):
+    """Decode-only engine steps at one batch size, summed."""
+
+    batch: int
+    seconds: float
+    tokens: float
+
+
+class StepTime(NamedTuple):
+    """What a steady step took."""
+
+    draft_length: int
+    """K, or -1 without the drafter's pass."""
+    batch: int
+    seconds: float
+    """Median of the clean steps."""
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What one engine did since it was last asked: the scheduler sums, the trainer's metrics read.
+
+    Counters that vLLM has too bear its names (`vllm.v1.spec_decode.metrics`).
+    """
+
+    num_steps: int = 0
+    """Engine steps."""
+    num_generation_tokens: int = 0
+    """Tokens handed to requests, the first one after a prefill included."""
+    num_decode_tokens: int = 0
+    """The part of them that decode-phase requests got."""
+    num_passes: int = 0
+    """Decode-phase requests summed over engine steps: passes of the target, one per request and step."""
+    num_drafts: int = 0
+    """Drafts verified: one per request and step that verified."""
+    num_draft_tokens: int = 0
+    """Tokens in them."""
+    num_draft_tokens_per_pos: tuple[int, ...] = ()
+    """[i]: drafts of at least i+1 tokens; K varies, so a rate per position needs it beside the next one."""
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    """[i]: drafts whose first i+1 tokens were all accepted."""
+    steps_by_draft_length: Mapping[int, int] = field(default_factory=dict)
+    """Engine steps by the K they verified; -1: the drafter did not run."""
+    busy_s: float = 0.0
+    """Seconds with a request in the engine."""
+    saved_s: float = 0.0
+    """Seconds that stock decoding would have taken on top of `compared_s` for the same tokens; negative: fewer."""
+    compared_s: float = 0.0
+    """The part of `busy_s` that can be compared with stock: decode-only steps, once OFF's cost is known."""
+    control_s: float = 0.0
+    """Seconds that engine steps waited for the controller."""
+    num_ngram_drafts: int | None = None
+    """The part of `num_drafts` that were n-grams; None: n-grams are not in use."""
+    num_ngram_accepted: int = 0
+    """Those of them whose first token was accepted."""
+    work: tuple[Work, ...] = ()
+    """By batch, ascending."""
+    step_times: tuple[StepTime, ...] = ()
+    """Of every draft length and batch with a clean step, ascending."""
+    policy_error: str | None = None
+    """Why the policy was given up: the engine drafts nothing since."""
+    failure: str | None = None
+    """Why there are no figures."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON can carry: it makes strings of integer keys and lists of tuples."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, sent: Mapping[str, Any]) -> EngineStats:
+        """`to_dict` after its way through JSON."""
+        per_pos = ("num_draft_tokens_per_pos", "num_accepted_tokens_per_pos")
+        restored: dict[str, Any] = {
+            **{name: tuple(sent[name]) for name in per_pos},
+            "steps_by_draft_length": {int(k): n for k, n in sent["steps_by_draft_length"].items()},
+            "work": tuple(Work(*row) for row in sent["work"]),
+            "step_times": tuple(StepTime(*row) for row in sent["step_times"]),
+        }
+        return cls(**{**sent, **restored})
+
+
+# ---------------------------------------------------------------------- vLLM's workers to their server
+
+
+@dataclass(frozen=True)
+class LoadReply:
+    """One worker's verdict on a drafter it was to load (`collective_rpc` carries it as a dict)."""
+
+    ok: bool
+    """False: the drafter is as it was, unless vLLM itself failed half way."""
+    error: str | None = None
+    fingerprint: str = ""
+    """Of what is live on this rank; empty on a rank without a drafter."""
+    sums: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
+    """Its part of the whole engine's fingerprint (`drafter.digest.combined` joins all ranks')."""
+    seconds: float = 0.0
+    shared: tuple[str, ...] = ()
+    """Modules that are the policy's own."""
+
+
+@dataclass(frozen=True)
+class DraftingReply:
+    """Whether one worker's drafter pass was switched as asked (`collective_rpc` carries it as a dict)."""
+
+    ok: bool
+    error: str | None = None
+    """Why no pass can be skipped there."""
