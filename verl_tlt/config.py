@@ -21,6 +21,12 @@ OBJECTIVES = {"eagle": 1, "hass": 3, "eagle3": 7}
 """Passes of the training-time test by the name of the method that trains so; the costs of the TLT paper's Table 7."""
 
 
+def dtype_name(name: Any) -> str:
+    """A rollout's `dtype` as torch spells it; engines compute in 16 bits unless told otherwise."""
+    short = str(name).removeprefix("torch.")
+    return {"auto": "bfloat16", "half": "float16", "float": "float32"}.get(short, short)
+
+
 class TLTConfigError(TLTError, ValueError):
     """A setting is wrong; the message names the key and says what is allowed."""
 

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 import verl_tlt
 from verl_tlt import config as module
-from verl_tlt.config import TLTConfig, TLTConfigError
+from verl_tlt.config import TLTConfig, TLTConfigError, dtype_name
 
 YAML = Path(verl_tlt.__file__).parent / "conf" / "tlt" / "default.yaml"
 
@@ -116,3 +116,17 @@ def test_the_released_bandit_of_tlt_is_a_matter_of_settings():
     TLTConfig.from_dict({"speculation": speculation})
     with pytest.raises(TLTConfigError, match="as many thresholds as draft lengths"):
         TLTConfig.from_dict({"speculation": {**speculation, "arms": [0, 7]}})
+
+
+@pytest.mark.parametrize(
+    ("spelled", "name"),
+    [
+        ("auto", "bfloat16"),
+        ("half", "float16"),
+        ("float", "float32"),
+        ("float16", "float16"),
+        ("torch.half", "float16"),
+    ],
+)
+def test_dtypes_have_one_spelling(spelled, name):
+    assert dtype_name(spelled) == name

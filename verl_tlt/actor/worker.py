@@ -20,7 +20,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl_tlt.actor.adapter import Adapter, Untapped
 from verl_tlt.actor.tap import ROW, HiddenStateTap, response_lengths
 from verl_tlt.actor.windows import choose_window, select_for_tap, split
-from verl_tlt.config import TLTConfig
+from verl_tlt.config import TLTConfig, dtype_name
 from verl_tlt.drafter import VerifierWeights, to_numpy16
 from verl_tlt.messages.training import TappedStates, TapReady, VerifierArrays
 
@@ -86,8 +86,7 @@ class TLTActorWorker(ActorRolloutRefWorker):
             config: all settings.
             aux_layers: layer inputs the drafter wants.
         """
-        dtype = getattr(torch, str(self.config.rollout.dtype).replace("torch.", ""), torch.bfloat16)
-        self._tlt_dtype = dtype if dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
+        self._tlt_dtype = torch.float16 if dtype_name(self.config.rollout.dtype) == "float16" else torch.bfloat16
         try:
             adapter = adapt(self.actor.engine)
         except Untapped as why:

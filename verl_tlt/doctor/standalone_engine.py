@@ -24,7 +24,7 @@ from typing import Any
 from uuid import uuid4
 
 from verl_tlt.compat.cpu.environment import CPU_ENGINE
-from verl_tlt.config import TLTConfig, TLTConfigError
+from verl_tlt.config import TLTConfig, TLTConfigError, dtype_name
 from verl_tlt.server.calibration import COSTS_DIR, calibrate
 from verl_tlt.speculation.costs.latency_table import Table, for_policy, parse
 from verl_tlt.speculation.costs.tables import TableKey, save_table
@@ -208,9 +208,8 @@ def write_drafter(setup: Setup, directory: Path) -> Path:
     from verl_tlt.drafter.staging import stage
     from verl_tlt.trainer.bootstrap import first_drafter
 
-    dtype = {"auto": "bfloat16", "half": "float16"}.get(str(setup.rollout.dtype), str(setup.rollout.dtype))
     longest = setup.context + setup.tlt.speculation.max_draft_length
-    served = first_drafter(setup.tlt, setup.policy, dtype, longest, None).served
+    served = first_drafter(setup.tlt, setup.policy, dtype_name(setup.rollout.dtype), longest, None).served
     stage(served.config, served.weights, directory)
     return directory
 

@@ -9,15 +9,12 @@ tensor-parallel engine each sum their own shard, and together they answer for th
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-_FUSED = (
-    (re.compile(r"\.(q|k|v)_proj\."), ".qkv_proj."),
-    (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
-)
+from verl_tlt.drafter.names import stacked
+
 _LEFT_OUT = ("embed_tokens", "lm_head", "verifier_norm", "draft_id_to_target_id", "d2t", "t2d")
 """The policy's tensors, and index tables that one side keeps as parameters and the other as offsets."""
 _CHUNK = 1 << 22
@@ -59,7 +56,7 @@ def partial_sums(shards: Iterable[tuple[str, torch.Tensor, int]], dtype: torch.d
         if any(part in name for part in _LEFT_OUT):
             continue
         sums = _sums(tensor.detach() if dtype is None else tensor.detach().to(dtype), columns_before)
-        _add(found, _group(name), str(dtype or tensor.dtype), sums)
+        _add(found, stacked(name), str(dtype or tensor.dtype), sums)
     return found
 
 
@@ -92,9 +89,9 @@ def own_shards(
     """
     whole: dict[str, list[torch.Tensor]] = {}
     for name, tensor in file.items():
-        whole.setdefault(_group(name), []).append(tensor)
+        whole.setdefault(stacked(name), []).append(tensor)
     for name, tensor in live.items():
-        parts = whole.get(_group(name), [tensor])
+        parts = whole.get(stacked(name), [tensor])
         rows = sum(part.shape[0] for part in parts)
         if tensor.ndim == 2 and tensor.shape[1] < parts[0].shape[1]:
             yield name, tensor, rank * tensor.shape[1]
@@ -113,13 +110,6 @@ def own_shards(
 def _add(into: Sums, group: str, kind: str, sums: list[int]) -> None:
     held = into[group][1] if group in into else [0, 0, 0, 0]
     into[group] = kind, [_wrap(a + b) for a, b in zip(held, sums, strict=True)]
-
-
-def _group(name: str) -> str:
-    name = name.removeprefix("model.").replace("midlayer.", "layers.0.")
-    for pattern, fused in _FUSED:
-        name = pattern.sub(fused, name)
-    return name
 
 
 def _sums(tensor: torch.Tensor, columns_before: int) -> list[int]:

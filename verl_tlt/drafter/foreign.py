@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_tlt.drafter.names import plain
 from verl_tlt.drafter.policy import DrafterError, PolicyShape, aux_layers_for, rope_of
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def as_speculators(config: Mapping[str, Any], policy: PolicyShape, file: Path) -
 
 def renamed(name: str) -> str | None:
     """A tensor's name in speculators' layout; None for what is not needed."""
-    name = name.removeprefix("model.").replace("midlayer.", "layers.0.")
+    name = plain(name)
     return None if any(part in name for part in _IGNORED) else name
 
 

@@ -28,7 +28,7 @@ from verl.trainer.ppo.utils import Role
 from verl.utils.fs import copy_to_local
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-from verl_tlt.config import TLTConfig
+from verl_tlt.config import TLTConfig, dtype_name
 from verl_tlt.idle.failure_budget import FailureBudget
 from verl_tlt.idle.modes import RULES
 from verl_tlt.idle.planner import Planner
@@ -123,7 +123,7 @@ class TLTMixin(KeepsDrafter):
         self._tlt_start: Start = first_drafter(
             self.tlt,
             policy,
-            _dtype(rollout.dtype),
+            dtype_name(rollout.dtype),
             context + self.tlt.speculation.max_draft_length,
             self._tlt_resume_dir(),
         )
@@ -258,7 +258,7 @@ class TLTMixin(KeepsDrafter):
         self._tlt_sessions += report.sessions if report is not None else []
         if self._tlt_sessions and self._tlt_last_sample():
             sessions, self._tlt_sessions = self._tlt_sessions, []
-            version, dtype = self._tlt_version + 1, _dtype(self.config.actor_rollout_ref.rollout.dtype)
+            version, dtype = self._tlt_version + 1, dtype_name(self.config.actor_rollout_ref.rollout.dtype)
             self._tlt_merging = self._tlt_pool.submit(
                 update_drafter, self._tlt_fleet, self.tlt, sessions, version, dtype
             )
@@ -387,8 +387,3 @@ def _log_to_stderr() -> None:
     ours = logging.getLogger("verl_tlt")
     ours.handlers, ours.propagate = [handler], False
     ours.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
-
-
-def _dtype(name: Any) -> str:
-    """A rollout dtype as torch spells it; engines compute in 16 bits unless told otherwise."""
-    return {"auto": "bfloat16", "half": "float16", "float": "float32"}.get(str(name), str(name))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
+from verl_tlt.drafter import names
 from verl_tlt.drafter.digest import Sums, combined, fingerprint, own_shards, partial_sums
 from verl_tlt.errors import TLTError
 from verl_tlt.messages.rollout import DraftingReply, LoadReply
@@ -30,7 +30,6 @@ from verl_tlt.vllm_worker.ngram_verification import NoProposals, verify_as_certa
 logger = logging.getLogger(__name__)
 
 OFFSETS = "draft_id_to_target_id"  # vLLM's parameter for the file's `d2t`; full vocabularies have all zeros
-_STACKED = ((re.compile(r"\.(q|k|v)_proj\."), ".qkv_proj."), (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."))
 _IGNORED = ("t2d",)  # the map from target to draft ids serves training only
 
 
@@ -272,7 +271,7 @@ def _check(
     for name, tensor in tensors.items():
         if name == "d2t":
             continue
-        name = _live_name(name)
+        name = names.live(name)
         rows[name] = rows.get(name, 0) + tensor.shape[0]
         columns[name] = tuple(tensor.shape[1:])
     if missing := sorted(live.keys() - rows.keys()):
@@ -289,11 +288,3 @@ def _check(
 
 def _by_vocabulary(name: str) -> bool:
     return "lm_head" in name or "embed_tokens" in name
-
-
-def _live_name(name: str) -> str:
-    """A file's tensor name as vLLM's parameter name, q/k/v and gate/up stacked."""
-    name = name.replace("midlayer.", "layers.0.")
-    for pattern, stacked in _STACKED:
-        name = pattern.sub(stacked, name)
-    return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"

@@ -1,0 +1,36 @@
+"""What one tensor of a drafter is called by whom.
+
+speculators, and our files    layers.0.self_attn.q_proj.weight
+SafeAILab/EAGLE, SpecForge    midlayer.self_attn.q_proj.weight
+vLLM, live                    model.layers.0.self_attn.qkv_proj.weight: q, k and v stacked, as are gate and up
+
+Every other name is the same for all, but for the `model.` that vLLM puts in front.
+"""
+
+from __future__ import annotations
+
+import re
+
+_STACKED = (
+    (re.compile(r"\.(q|k|v)_proj\."), ".qkv_proj."),
+    (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
+)
+
+
+def plain(name: str) -> str:
+    """Any of these names as speculators has it, but for what vLLM stacked."""
+    return name.removeprefix("model.").replace("midlayer.", "layers.0.")
+
+
+def stacked(name: str) -> str:
+    """The plain name of the tensor in which vLLM keeps this one; the same for all that it stacks there."""
+    name = plain(name)
+    for pattern, together in _STACKED:
+        name = pattern.sub(together, name)
+    return name
+
+
+def live(name: str) -> str:
+    """The name of vLLM's parameter that holds this tensor."""
+    name = stacked(name)
+    return name if name.startswith("lm_head.") else f"model.{name}"
