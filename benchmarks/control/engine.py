@@ -217,6 +217,7 @@ class _Engine:
     def add_arm(self, name: str, table: list[dict[str, Any]], trace: bool = False) -> None:
         """An arm of the benchmark: `off`, `fixed-K`, `zero` or a policy, told what a run would tell it."""
         from verl_tlt.engine_core.step_trace import StepTrace
+        from verl_tlt.speculation.draft_length import Limits
         from verl_tlt.speculation.step_control import StepControl
 
         known = LatencyTable.from_list(table)
@@ -225,7 +226,7 @@ class _Engine:
         else:
             policy = make_policy(name if name in ("goodput", "bandit", "ema") else "off", ARMS)
         written = StepTrace(self.scratch / f"{name}.jsonl") if trace else None
-        control = self.arms[name] = StepControl(policy, LONGEST_DRAFT, written)
+        control = self.arms[name] = StepControl(policy, Limits(ARMS), written)
         control.control(points=table, acceptance=self.toy.acceptance)
         control.drafting = name != "off"
         if name.startswith("fixed-"):

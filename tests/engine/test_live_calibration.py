@@ -11,6 +11,7 @@ from tiny_engine import V, sampled
 from verl_tlt.channel import ChannelClient
 from verl_tlt.config import TLTConfig
 from verl_tlt.server.calibration import measure
+from verl_tlt.speculation.costs.latency_table import for_policy
 from verl_tlt.speculation.types import OFF
 
 pytestmark = pytest.mark.engine
@@ -71,7 +72,7 @@ async def test_every_arm_is_measured_on_a_live_engine(live, address):
     assert max(live.sizes) == MAX_BATCH
     assert passes and all(passes)  # none while the OFF arm was measured
 
-    await client.call("control", latency={str(k): v for k, v in table.items()}, acceptance=[0.01, 0.01, 0.01])
+    await client.call("control", points=for_policy(table).to_list(), acceptance=[0.01, 0.01, 0.01])
     assert (await client.call("control"))["drafting"]
     client.close()
 
@@ -80,7 +81,7 @@ def server_of(live, address, models, root):
     """Our server around the live engine, as it is right after verl started it; Ray has no part in what is tested."""
     from verl_tlt.messages.rollout import DrafterStatus
     from verl_tlt.server.server import TLTvLLMHttpServer
-    from verl_tlt.speculation.profitability import Profitability
+    from verl_tlt.speculation.draft_length import Profitability
 
     server = object.__new__(TLTvLLMHttpServer)
     server.tlt = TLTConfig.from_dict({"speculation": {"costs_dir": str(root / "tables")}})

@@ -7,6 +7,7 @@ from tiny_engine import prompts, sampled
 
 from verl_tlt.channel import ChannelClient
 from verl_tlt.messages.rollout import EngineStats
+from verl_tlt.speculation.costs.latency_table import for_policy
 from verl_tlt.speculation.types import OFF
 
 pytestmark = pytest.mark.engine
@@ -138,7 +139,8 @@ async def test_the_channel_reaches_a_running_engine(engine_of, monkeypatch, tmp_
     monkeypatch.setenv("TLT_CHANNEL", f"ipc://{tmp_path}/c/s.sock")
     with engine_of("good", speculation={"policy": "goodput"}) as engine:
         client = ChannelClient(f"ipc://{tmp_path}/c/s.sock")
-        await client.call("control", force_k=2, acceptance=[0.8, 0.7, 0.6], latency={"-1": [[1, 0.004], [8, 0.005]]})
+        off = for_policy({OFF: [(1, 0.004), (8, 0.005)]}).to_list()
+        await client.call("control", force_k=2, acceptance=[0.8, 0.7, 0.6], points=off)
         engine.generate(8, TOKENS)
         stats = EngineStats.from_dict(await client.call("stats", reset=True))
         assert stats.steps_by_draft_length.keys() == {0, 2}

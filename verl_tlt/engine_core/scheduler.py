@@ -34,7 +34,8 @@ from verl_tlt.engine_core.ngram_drafts import NgramDrafts
 from verl_tlt.engine_core.step_trace import StepTrace
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.decode_load import DecodeLoad
-from verl_tlt.speculation.graph_rules import fitting, token_limit
+from verl_tlt.speculation.draft_length import Limits
+from verl_tlt.speculation.graph_rules import token_limit
 from verl_tlt.speculation.ngram_index import NgramIndex
 from verl_tlt.speculation.policies.factory import make_policy
 from verl_tlt.speculation.step_control import StepControl
@@ -170,11 +171,12 @@ class TLTScheduler(Scheduler):
         replica = os.environ.get("TLT_REPLICA", "0")
         trace_dir = os.environ.get("TLT_TRACE_DIR")
         trace = StepTrace(Path(trace_dir) / f"engine-{replica}.jsonl") if trace_dir else None
-        self.tlt = StepControl(load_policy(settings), self.num_spec_tokens, trace)
-        self.dynamic_sd_lookup = _DraftLengthLookup(self._tlt_choose)
         draft_config = self.vllm_config.speculative_config.draft_model_config
         longest = getattr(draft_config, "max_model_len", None) or self.max_model_len
-        self._tlt_load = DecodeLoad(longest - self.num_spec_tokens)
+        limits = Limits(tuple(settings["arms"]), token_limit(self.vllm_config), longest - self.num_spec_tokens)
+        self.tlt = StepControl(load_policy(settings), limits, trace)
+        self.dynamic_sd_lookup = _DraftLengthLookup(self._tlt_choose)
+        self._tlt_load = DecodeLoad(limits.context_limit)
         self._tlt_plans: deque[_Plan] = deque()  # one under sync scheduling, two or more in flight under async
         self._tlt_done: list[_Plan] = []  # finished steps to learn from
         self._tlt_known = 0  # requests that were running before this step admitted new ones
@@ -186,7 +188,6 @@ class TLTScheduler(Scheduler):
         self._tlt_finished_s = self._tlt_idle_since_s = time.perf_counter()
         self.drafts_expected = True  # for `spare_empty_drafts`
         spare_empty_drafts()
-        self._tlt_arms, self._tlt_token_limit = tuple(settings["arms"]), token_limit(self.vllm_config)
         self.tlt_ngram = ngram_drafts(settings["speculation"])
         address = os.environ.get("TLT_CHANNEL")
         operations: dict[str, Callable[..., dict[str, Any]]] = {
@@ -270,10 +271,9 @@ class TLTScheduler(Scheduler):
         )
         self._tlt_grown = 0
         self._tlt_kv_tokens = load.kv_tokens
-        # One request that could outgrow the drafter stops it for the whole batch (vLLM `_input_fits_in_drafter`).
-        self._tlt_blocked = self._tlt_load.longest > self._tlt_load.context_limit
-        arm = fitting(self.tlt.choose(load), load.batch, self._tlt_arms, self._tlt_token_limit)
-        self._tlt_arm = 0 if self._tlt_blocked and arm > 0 else arm
+        longest = self._tlt_load.longest
+        self._tlt_blocked = self.tlt.limits.outgrown(longest)
+        self._tlt_arm = self.tlt.choose(load, longest)
         self._tlt_waited_s += time.perf_counter() - waiting
         return max(self._tlt_arm, 0)
 

@@ -38,9 +38,10 @@ from verl_tlt.messages.rollout import (
 from verl_tlt.server.calibration import calibrate, cost_key, plan_batches
 from verl_tlt.server.engine_arguments import engine_arms, engine_environment, engine_kwargs
 from verl_tlt.server.private_dir import make_private_dir
-from verl_tlt.speculation.costs.latency_table import from_stored
+from verl_tlt.speculation.costs.latency_table import for_policy, from_stored
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, save_table
-from verl_tlt.speculation.profitability import Profitability
+from verl_tlt.speculation.draft_length import Profitability
+from verl_tlt.speculation.types import ControlError
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -186,14 +187,18 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             self._tlt_served = replace(self._tlt_served, ok=True, version=staged.version)
             await self._tlt_set_drafting(self.tlt.speculation.policy != "off" and not self._tlt_drafting_disabled)
             return
-        refusal = await self._tlt_load(staged)
+        refusal, drafting = await self._tlt_load(staged), False
+        if refusal is None and not self._tlt_drafting_disabled:
+            try:
+                drafting = self._tlt_profitability.decide(staged.acceptance)
+            except ControlError as error:  # what the drafter is said to be worth cannot be
+                refusal = str(error)
         served = replace(self._tlt_served, ok=refusal is None, error=refusal, reloads=self._tlt_served.reloads + 1)
         if served.ok:
             served = replace(served, version=staged.version, acceptance=staged.acceptance)
         else:
             logger.error("replica %d cannot use drafter v%d: %s", self.replica_rank, staged.version, refusal)
         self._tlt_served = served
-        drafting = served.ok and self._tlt_profitability.decide(staged.acceptance) and not self._tlt_drafting_disabled
         await self._tlt_set_drafting(drafting, served.acceptance)
         self._tlt_served = replace(self._tlt_served, seconds=time.perf_counter() - start)
 
@@ -203,12 +208,12 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         try:
             results = await self.engine.collective_rpc(method="tlt_load_drafter", args=(path,))
             replies = [LoadReply(**reply) for reply in results]
+            fingerprint = combined(reply.sums for reply in replies)
         except Exception as error:  # the engine still holds the policy: decode without a drafter
             return f"{type(error).__name__}: {error}"
-        fingerprint = combined(reply.sums for reply in replies)
         self._tlt_served = replace(self._tlt_served, fingerprint=fingerprint)
         if bad := next((reply for reply in replies if not reply.ok), None):
-            return bad.error
+            return bad.error or "load failed"
         if fingerprint != staged.fingerprint:
             return f"fingerprint {fingerprint} differs from the published {staged.fingerprint}"
         return None
@@ -275,9 +280,9 @@ class TLTvLLMHttpServer(vLLMHttpServer):
                 max_batch=self.config.max_num_seqs,
                 vocab_size=len(self.model_config.tokenizer),
             )
-        self._tlt_profitability.latency = latency
-        told = {str(k): v for k, v in latency.items()}
-        await self._tlt_channel.call("control", **({"points": stored.to_list()} if covered else {"latency": told}))
+        measured = for_policy(latency)
+        self._tlt_profitability.set_costs(measured)
+        await self._tlt_channel.call("control", points=(stored if covered else measured).to_list())
         await self._tlt_reload()  # the switch may now be decided by cost
         await self._tlt_channel.call("stats", reset=True)
         return Calibration(latency, time.perf_counter() - start)

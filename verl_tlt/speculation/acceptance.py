@@ -27,6 +27,18 @@ _RATIO_DRAFTS = 16.0
 """Unseen drafts that count as one vote for a position's ratio to the one before."""
 
 
+def expected_accept_lengths(conditional: Sequence[float], longest: int) -> list[float]:
+    """τ(0), τ(1), ... τ(`longest`) as they are expected of a drafter before it has drafted.
+
+    Args:
+        conditional: see `AcceptanceEstimate.set_prior`.
+        longest: longest draft, in tokens.
+    """
+    estimate = AcceptanceEstimate(longest)
+    estimate.set_prior(conditional)
+    return estimate.accept_lengths()
+
+
 class AcceptanceEstimate:
     """Conditional acceptance per draft position and the accept length τ(K) that follows from it.
 

@@ -121,20 +121,6 @@ def graph_for(
     return ("FULL" if has_full and padded <= width * max_num_seqs else "PIECEWISE"), padded
 
 
-def fitting(arm: int, batch: int, arms: Sequence[int], token_limit: int) -> int:
-    """`arm`, or the longest one below it whose step of this batch still has a graph; 0 at least.
-
-    Args:
-        arm: the draft length chosen.
-        batch: requests.
-        arms: all draft lengths, ascending.
-        token_limit: largest captured token count; 0: no graphs, no limit.
-    """
-    if not token_limit or arm <= 0 or batch * (1 + arm) <= token_limit:
-        return arm
-    return max((k for k in arms if k < arm and batch * (1 + k) <= token_limit), default=0)
-
-
 def token_limit(vllm_config: Any) -> int:
     """Tokens in the largest captured step, from vLLM's resolved config; 0 where nothing is captured."""
     compilation, width = vllm_config.compilation_config, 1 + vllm_config.num_speculative_tokens

@@ -12,13 +12,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.latency import LatencyModel
-from verl_tlt.speculation.costs.latency_table import Table, fill_arms, for_policy, parse
 from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.draft_length import Limits, draft_length
 from verl_tlt.speculation.step_statistics import Aggregates
 from verl_tlt.speculation.types import OFF, Load, Policy, StepRecord
 
@@ -36,44 +35,40 @@ class StepSink(Protocol):
 
 
 class StepControl:
-    """Chooses the draft length of each step and remembers what came of it.
+    """Has the draft length of each step decided (`draft_length`) and remembers what came of it.
 
     Args:
-        policy: who decides; asked once per step with decode-phase requests, unless overruled by `control`.
-        max_draft_length: K_max of the engine; nothing longer is ever returned.
+        policy: who chooses; asked once per step with decode-phase requests, unless overruled by `control`.
+        limits: what bounds the draft length in this engine.
         trace: where each step is written; None: nowhere.
     """
 
-    def __init__(self, policy: Policy, max_draft_length: int, trace: StepSink | None = None) -> None:
+    def __init__(self, policy: Policy, limits: Limits, trace: StepSink | None = None) -> None:
         self.policy = policy
-        self.max_draft_length = max_draft_length
+        self.limits = limits
         self.trace = trace
         self.drafting = True
         self.force_k: int | None = None
         self.policy_error: str | None = None
         shared = getattr(policy, "latency", None)
         self._learns_costs = not isinstance(shared, LatencyModel)
-        self.costs: LatencyModel = shared if shared is not None else LatencyModel(range(max_draft_length + 1))
+        self.costs: LatencyModel = shared if shared is not None else LatencyModel(limits.arms)
         """What steps cost here, OFF included: the policy's own model where it has one."""
         self._calibration = LatencyTable(())
         self._sums = Aggregates()
         self._lock = threading.Lock()
 
-    def choose(self, load: Load) -> int:
-        """The arm of the coming step: 0..K_max, or OFF while the engine runs without its drafter."""
+    def choose(self, load: Load, longest: int = 0) -> int:
+        """K of the coming step, or OFF; `longest`: tokens of the longest context that it may reach."""
         with self._lock:
-            if not self.drafting:
-                return OFF
-            if self.force_k is not None:
-                return min(self.force_k, self.max_draft_length)
-            if self.policy_error is not None:
-                return 0
+            forced = 0 if self.force_k is None and self.policy_error is not None else self.force_k
             try:
-                k = self.policy.choose(load)
+                return draft_length(
+                    self.policy, load, self.limits, longest=longest, drafting=self.drafting, forced=forced
+                )
             except Exception as error:
                 self._give_up(error)
                 return 0
-        return k if 0 <= k <= self.max_draft_length else max(0, min(k, self.max_draft_length))
 
     def record(self, step: StepRecord, unix_s: float | None = None, **facts: Any) -> None:
         """Account for one finished step, write it down, and let the policy learn from it.
@@ -137,14 +132,13 @@ class StepControl:
         Args:
             **settings: any of `force_k` (this K in every step, until set to None), `drafting` (False while the worker's
                 drafter is switched off, `TLTWorkerExtension.tlt_set_drafting`), `acceptance` (conditional, per draft
-                position, expected of a drafter just published; empty: nothing known), `latency` (a measured
-                `latency_table.Table`, its arms as strings) and `points` (what an earlier run learned, as `learned`
-                gives it).
+                position, expected of a drafter just published; empty: nothing known) and `points` (step costs that were
+                measured, or learned by an earlier run: rows of `LatencyTable.to_list`).
 
         Raises:
             ValueError: an unknown setting or a value that cannot be.
         """
-        unknown = set(settings) - {"force_k", "drafting", "acceptance", "latency", "points"}
+        unknown = set(settings) - {"force_k", "drafting", "acceptance", "points"}
         if unknown:
             raise ValueError(f"control does not know {', '.join(sorted(unknown))}.")
         with self._lock:
@@ -152,8 +146,6 @@ class StepControl:
                 self.force_k = self._checked_k(settings["force_k"])
             if "drafting" in settings:
                 self.drafting = bool(settings["drafting"])
-            if settings.get("latency"):
-                self._set_latency(settings["latency"])
             if settings.get("points"):
                 self._believe(LatencyTable.from_list(settings["points"]))
             if settings.get("acceptance"):
@@ -166,13 +158,9 @@ class StepControl:
             return {"points": self.costs.to_table(self._calibration).to_list()}
 
     def _checked_k(self, k: int | None) -> int | None:
-        if k is not None and (not isinstance(k, int) or not 0 <= k <= self.max_draft_length):
-            raise ValueError(f"force_k must be 0..{self.max_draft_length} or null, not {k!r}.")
+        if k is not None and (not isinstance(k, int) or not 0 <= k <= self.limits.arms[-1]):
+            raise ValueError(f"force_k must be 0..{self.limits.arms[-1]} or null, not {k!r}.")
         return k
-
-    def _set_latency(self, node: Mapping[str, Any]) -> None:
-        table: Table = parse(node)
-        self._believe(for_policy(fill_arms(table, range(self.max_draft_length + 1))))
 
     def _believe(self, table: LatencyTable) -> None:
         self._calibration = table.calibration()

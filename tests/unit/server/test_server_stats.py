@@ -6,7 +6,7 @@ from verl_tlt.channel import ChannelClient, ChannelServer
 from verl_tlt.config import TLTConfig
 from verl_tlt.messages.rollout import DrafterStatus, EngineStats, Work
 from verl_tlt.server.server import TLTvLLMHttpServer
-from verl_tlt.speculation.profitability import Profitability
+from verl_tlt.speculation.draft_length import Profitability
 
 
 async def told(tmp_path, **operations):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from verl_tlt.speculation.acceptance import AcceptanceEstimate
+from verl_tlt.speculation.acceptance import DECAY_GUESS, AcceptanceEstimate, expected_accept_lengths
 from verl_tlt.speculation.types import ControlError
 
 
@@ -19,6 +19,11 @@ def feed(estimate, conditional, k, batch, steps, rng):
 
 def true_tau(conditional):
     return [1.0, *(1.0 + np.cumsum(np.cumprod(conditional)))]
+
+
+def test_what_is_expected_chains_the_acceptance_and_guesses_on_where_it_ends():
+    assert expected_accept_lengths([0.8, 0.5], 3) == pytest.approx([1.0, 1.8, 2.2, 2.2 + 0.4 * 0.5 * DECAY_GUESS])
+    assert expected_accept_lengths([0.8, 0.5], 1) == pytest.approx([1.0, 1.8])
 
 
 def test_it_converges_to_the_truth_from_long_drafts():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_tlt.speculation.graph_rules import PLANS, capture_sizes, fitting, graph_for, plan_for, table, token_limit
+from verl_tlt.speculation.graph_rules import PLANS, capture_sizes, graph_for, plan_for, table, token_limit
 
 DOCS = Path(__file__).parents[3] / "docs" / "adaptive-speculation.md"
 
@@ -53,14 +53,6 @@ def test_memory_is_not_multiplied_by_arms():
 )
 def test_what_a_step_runs_on_with_the_longest_draft_of_three(batch, k, expected):
     assert graph_for(batch, k, 3, capture_sizes(256, 3), 256) == expected
-
-
-@pytest.mark.parametrize(
-    ("arm", "batch", "chosen"), [(3, 128, 3), (3, 129, 1), (3, 257, 0), (1, 300, 0), (0, 600, 0), (-1, 600, -1)]
-)
-def test_no_arm_is_chosen_whose_step_has_no_graph(arm, batch, chosen):
-    assert fitting(arm, batch, (0, 1, 3), 512) == chosen
-    assert fitting(arm, batch, (0, 1, 3), 0) == arm
 
 
 def test_the_limit_is_that_of_the_resolved_config():

@@ -6,7 +6,9 @@ import pytest
 
 from verl_tlt.engine_core.step_trace import StepTrace
 from verl_tlt.messages.rollout import EngineStats
+from verl_tlt.speculation.costs.latency_table import for_policy
 from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.draft_length import Limits
 from verl_tlt.speculation.step_control import StepControl
 from verl_tlt.speculation.types import OFF, Load, StepRecord
 
@@ -38,7 +40,12 @@ def step(**changes):
     return StepRecord(**(values | changes))
 
 
+LIMITS = Limits((0, 1, 2, 3))
 UNDRAFTED = dict(verified=0, num_drafts=0, num_accepted_tokens_per_pos=())
+
+
+def points(table):
+    return for_policy(table).to_list()
 
 
 def record(control, *steps, **kwargs):
@@ -48,7 +55,7 @@ def record(control, *steps, **kwargs):
 
 def test_the_policy_is_asked_and_never_exceeds_the_engine():
     policy = Remembers()
-    control = StepControl(policy, max_draft_length=3)
+    control = StepControl(policy, LIMITS)
     assert control.choose(Load(4, 100)) == 2
     policy.answer = 9
     assert control.choose(Load(4, 100)) == 3
@@ -57,7 +64,7 @@ def test_the_policy_is_asked_and_never_exceeds_the_engine():
 
 
 def test_force_and_off_overrule_it():
-    control = StepControl(Remembers(), max_draft_length=3)
+    control = StepControl(Remembers(), LIMITS)
     control.control(force_k=1)
     assert control.choose(Load(4, 100)) == 1
     control.control(drafting=False)
@@ -72,11 +79,11 @@ def test_force_and_off_overrule_it():
         ({"force_k": 4}, "force_k must be 0..3"),
         ({"force_k": "2"}, "force_k must be 0..3"),
         ({"pace": 2}, "control does not know pace"),
-        ({"latency": {"0": [[0, 1.0]]}}, "latency table, arm 0"),
+        ({"points": [{"batch": 0, "kv_tokens": 0, "draft_length": 0, "seconds": 1.0}]}, "latency row is out of range"),
     ],
 )
 def test_a_wrong_setting_is_refused_and_changes_nothing(settings, sentence):
-    control = StepControl(Remembers(), max_draft_length=3)
+    control = StepControl(Remembers(), LIMITS)
     with pytest.raises(ValueError, match=sentence):
         control.control(**settings)
     assert control.choose(Load(1, 1)) == 2
@@ -84,17 +91,17 @@ def test_a_wrong_setting_is_refused_and_changes_nothing(settings, sentence):
 
 def test_estimates_reach_the_policy():
     policy = Remembers()
-    control = StepControl(policy, max_draft_length=3)
-    control.control(acceptance=[0.8, 0.5], latency={"0": [[1, 0.1]], "3": [[1, 0.4]], "-1": [[1, 0.05]]})
+    control = StepControl(policy, LIMITS)
+    control.control(acceptance=[0.8, 0.5], points=points({0: [[1, 0.1]], 3: [[1, 0.4]], -1: [[1, 0.05]]}))
     assert policy.told["acceptance"] == [0.8, 0.5]
-    assert policy.told["latency"].arms() == (OFF, 0, 1, 2, 3)
+    assert policy.told["latency"].arms() == (OFF, 0, 3)
     control.control(acceptance=[])  # "nothing known" must not erase what is known
     assert policy.told["acceptance"] == [0.8, 0.5]
 
 
 def test_sums_are_those_of_the_steps_and_reset():
     policy = Remembers()
-    control = StepControl(policy, max_draft_length=3)
+    control = StepControl(policy, LIMITS)
     steps = [
         step(),
         step(drafted=0, clean=False, latency_s=0.06),
@@ -115,10 +122,10 @@ def test_sums_are_those_of_the_steps_and_reset():
 
 
 def test_saved_seconds_compare_with_the_off_arm_where_it_was_measured():
-    control = StepControl(Remembers(), max_draft_length=3)
+    control = StepControl(Remembers(), LIMITS)
     record(control, step(latency_s=0.05))
     assert control.stats(reset=True).compared_s == 0.0
-    control.control(latency={"-1": [[1, 0.01], [4, 0.04], [8, 0.08]]})
+    control.control(points=points({-1: [[1, 0.01], [4, 0.04], [8, 0.08]]}))
     there = {"kv_tokens": 128, "produced": 10, "clean": False}  # the context that calibration measures at
     record(control, step(latency_s=0.03, **there))  # stock: 10/4 steps of 0.04 s
     record(control, step(latency_s=9.0, **there), decode_only=False)
@@ -128,16 +135,16 @@ def test_saved_seconds_compare_with_the_off_arm_where_it_was_measured():
 
 
 def test_a_step_without_the_drafter_saves_nothing_however_noisy_the_calibration():
-    control = StepControl(Remembers(), max_draft_length=3)
-    control.control(latency={"-1": [[4, 0.08]]}, drafting=False)
+    control = StepControl(Remembers(), LIMITS)
+    control.control(points=points({-1: [[4, 0.08]]}), drafting=False)
     record(control, step(drafted=OFF, **UNDRAFTED, produced=4, latency_s=0.02))
     assert control.stats().saved_s == 0.0
     assert control.stats().compared_s == pytest.approx(0.02)
 
 
 def test_the_cost_of_stock_follows_what_is_measured_after_a_cold_calibration():
-    control = StepControl(Remembers(), max_draft_length=3)
-    control.control(latency={"-1": [[4, 0.08]], "2": [[4, 0.05]]})  # OFF was measured first, on a cold machine
+    control = StepControl(Remembers(), LIMITS)
+    control.control(points=points({-1: [[4, 0.08]], 2: [[4, 0.05]]}))  # OFF was measured first, on a cold machine
     off = step(drafted=OFF, **UNDRAFTED, produced=4, latency_s=0.02)
     record(control, *[off] * 60)
     control.stats(reset=True)
@@ -146,8 +153,8 @@ def test_the_cost_of_stock_follows_what_is_measured_after_a_cold_calibration():
 
 
 def test_a_machine_that_slows_down_slows_stock_as_well():
-    control = StepControl(Remembers(), max_draft_length=3)
-    control.control(latency={"-1": [[4, 0.02]], "2": [[4, 0.03]]})
+    control = StepControl(Remembers(), LIMITS)
+    control.control(points=points({-1: [[4, 0.02]], 2: [[4, 0.03]]}))
     record(control, *[step(latency_s=0.03)] * 40)
     before = control.costs.seconds(4, 100, OFF)
     record(control, *[step(latency_s=0.045)] * 400)
@@ -157,7 +164,7 @@ def test_a_machine_that_slows_down_slows_stock_as_well():
 def test_the_next_choice_is_prepared_unless_it_is_overruled():
     policy, prepared = Remembers(), []
     policy.prepare = prepared.append
-    control = StepControl(policy, max_draft_length=3)
+    control = StepControl(policy, LIMITS)
     record(control, step())
     assert prepared == [Load(4, 100)]
     control.control(force_k=1)
@@ -169,7 +176,7 @@ def test_the_next_choice_is_prepared_unless_it_is_overruled():
 def test_a_policy_that_raises_costs_speculation_and_is_reported(method):
     policy = Remembers()
     setattr(policy, method, lambda _: 1 / 0)
-    control = StepControl(policy, max_draft_length=3)
+    control = StepControl(policy, LIMITS)
     record(control, step())
     control.choose(Load(4, 100))
     assert control.choose(Load(4, 100)) == 0
@@ -179,7 +186,7 @@ def test_a_policy_that_raises_costs_speculation_and_is_reported(method):
 
 def test_the_trace_holds_every_step_once_asked_for(tmp_path):
     trace = StepTrace(tmp_path / "deep" / "engine-0.jsonl")
-    control = StepControl(Remembers(), max_draft_length=3, trace=trace)
+    control = StepControl(Remembers(), LIMITS, trace)
     steps = [step(), step(drafted=OFF, **UNDRAFTED, clean=False)]
     record(control, *steps)
     control.flush()
@@ -195,7 +202,7 @@ def test_the_trace_holds_every_step_once_asked_for(tmp_path):
 def test_a_trace_that_cannot_be_written_ends_alone(tmp_path):
     trace = StepTrace(tmp_path / "engine-0.jsonl")
     trace.path.mkdir()
-    control = StepControl(Remembers(), max_draft_length=3, trace=trace)
+    control = StepControl(Remembers(), LIMITS, trace)
     record(control, step(), step())
     control.flush()
     assert "directory" in trace.failed
@@ -203,7 +210,7 @@ def test_a_trace_that_cannot_be_written_ends_alone(tmp_path):
 
 
 def test_no_step_is_lost_between_resets_from_another_thread():
-    control = StepControl(Remembers(), max_draft_length=3)
+    control = StepControl(Remembers(), LIMITS)
     total, stop = [], threading.Event()
 
     def ask():
@@ -219,9 +226,9 @@ def test_no_step_is_lost_between_resets_from_another_thread():
 
 
 def test_the_calibration_is_stored_as_it_was_told():
-    control = StepControl(Remembers(), max_draft_length=3)
+    control = StepControl(Remembers(), LIMITS)
     control.control(
-        latency={"-1": [[1, 0.010], [8, 0.012]], "0": [[1, 0.011], [8, 0.013]], "3": [[1, 0.02], [8, 0.03]]}
+        points=points({-1: [[1, 0.010], [8, 0.012]], 0: [[1, 0.011], [8, 0.013]], 3: [[1, 0.02], [8, 0.03]]})
     )
     record(
         control,
@@ -230,6 +237,6 @@ def test_the_calibration_is_stored_as_it_was_told():
     stored = LatencyTable.from_list(control.learned()["points"]).calibration()
     costs = {(p.draft_length, p.batch): p.seconds for p in stored.points}
     assert costs[OFF, 1] == 0.010 and costs[3, 8] == 0.03
-    again = StepControl(Remembers(), max_draft_length=3)
+    again = StepControl(Remembers(), LIMITS)
     again.control(points=control.learned()["points"])
     assert LatencyTable.from_list(again.learned()["points"]).calibration() == stored

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from verl_tlt.speculation.acceptance import AcceptanceEstimate
+from verl_tlt.speculation.acceptance import expected_accept_lengths
 from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.types import OFF, Load, StepRecord
@@ -93,9 +93,7 @@ class TablePolicy(BasePolicy):
 
     def set_acceptance(self, conditional: Sequence[float]) -> None:
         """Acceptance per position, for example the drafter's held-out score."""
-        estimate = AcceptanceEstimate(self._arms[-1])
-        estimate.set_prior(conditional)
-        self._tau = estimate.accept_lengths()
+        self._tau = expected_accept_lengths(conditional, self._arms[-1])
 
     def set_latency(self, table: LatencyTable) -> None:
         """Replace the latency table."""
