@@ -22,6 +22,7 @@ from recorded import (
 )
 
 from verl_tlt.idle.replica_idle import ReplicaIdlePlanner, State
+from verl_tlt.messages.training import TapReady
 from verl_tlt.trace.events import TraceWriter
 
 pytestmark = pytest.mark.engine
@@ -45,7 +46,8 @@ def fleet(recorded):
         from verl.single_controller.ray import RayResourcePool
         from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-        from verl_tlt.trainer import fleet as module
+        from verl_tlt.trainer import ray_fleet as module
+        from verl_tlt.trainer.drafter_store import DrafterStore
 
         patch.setattr(module, "SpotWorker", Odd)
         servers = {name: ray.remote(Server).options(num_cpus=0).remote() for name in REPLICAS}
@@ -56,8 +58,11 @@ def fleet(recorded):
             ],
             global_load_balancer=ray.remote(GlobalRequestLoadBalancer).options(num_cpus=0).remote(dict(servers)),
         )
-        fleet = module.Fleet(manager, worker_count=3)
-        fleet.start_workers(RayResourcePool([3], max_colocate_count=2), **worker_arguments())
+        actor = SimpleNamespace(world_size=3, tlt_setup=lambda *_: [TapReady(group=rank) for rank in range(3)])
+        spot = module.SpotPlan(**worker_arguments())
+        store = ray.remote(DrafterStore).options(num_cpus=0).remote(spot.drafter)
+        fleet = module.RayFleet(manager, actor, store, RayResourcePool([3], max_colocate_count=2), spot)
+        assert fleet.start_spot((3, 5, 7), None) is None
         fill(fleet, recorded, fleet.replicas)
         yield fleet
 
@@ -74,14 +79,14 @@ def phase(fleet, recorded, tmp_path):
     from verl_tlt.trainer.pending_work import PendingWork
     from verl_tlt.trainer.watch import SamplingWatch
 
-    ray.get([w.__ray_call__.remote(begin_anew) for w in fleet.workers().values()], timeout=300)
+    ray.get([r.worker.__ray_call__.remote(begin_anew) for r in fleet.replicas.values()], timeout=300)
     requests = [(f"request-{time.time()}-{i}", None) for i in range(2 * len(REPLICAS))]
     held = [(ray.get(fleet.balancer.acquire_server.remote(request))[0], request) for request, _ in requests]
     watches = []
 
     def start(recall=False, **faults):
         """Sessions last until they are stopped."""
-        ray.get([w.__ray_call__.remote(set_epochs, 1e9) for w in fleet.workers().values()], timeout=300)
+        ray.get([r.worker.__ray_call__.remote(set_epochs, 1e9) for r in fleet.replicas.values()], timeout=300)
         for name, fault in faults.items():
             ray.get(fleet.replicas[name].worker.be.remote(fault), timeout=300)
         planner = ReplicaIdlePlanner(REPLICAS, expected_requests=6, settle_s=0.05, buffer_ready=True)
@@ -119,14 +124,14 @@ def move_on(fleet):
     worker = fleet.replicas["long"].worker
     ray.get(worker.__ray_call__.remote(set_epochs, 0.7))
     assert ray.get(worker.train.remote(), timeout=300).steps >= CONFIG.spot.min_merge_steps
-    fleet.on_workers("adopt", worker.merge.remote(worker.contribute.remote()))
+    assert fleet.merge(["long"]).delta is not None
     agreed = ray.get(worker.agreed.remote())
     assert any((value != agreed.initial[name]).any() for name, value in agreed.candidate.items())
 
 
 def assert_alike(fleet):
     """All workers hold the same candidate, served and initial parameters."""
-    first, *others = ray.get([w.agreed.remote() for w in fleet.workers().values()], timeout=300)
+    first, *others = ray.get([r.worker.agreed.remote() for r in fleet.replicas.values()], timeout=300)
     for other in others:
         for which in ("candidate", "served", "initial"):
             for name, value in first.of(which).items():
@@ -254,7 +259,7 @@ def test_when_all_workers_die_their_successors_start_from_what_is_served(fleet):
     before = ray.get(fleet.replicas["long"].worker.agreed.remote()).initial
     for replica in fleet.replicas.values():
         kill(replica.worker)
-    assert fleet.on_workers("stop") == {}
+    fleet.keep_as_served()  # finds nobody alive
     assert_alike(fleet)
     successor = fleet.replicas["brief"].worker
     assert ray.get(successor.export.remote(6, "bfloat16", [])).fingerprint == published.fingerprint
@@ -267,7 +272,6 @@ def test_when_all_workers_die_their_successors_start_from_what_is_served(fleet):
 def test_a_worker_found_dead_between_phases_is_replaced_too(fleet):
     restarts = fleet.replicas["long"].restarts
     kill(fleet.replicas["long"].worker)
-    answers = fleet.on_workers("stop")
-    assert set(answers) == {"short", "brief"}
+    assert set(fleet.score(3)) == {"short", "brief"}
     assert fleet.replicas["long"].restarts == restarts + 1
     assert_alike(fleet)

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import ray
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import HeldOutScores
-from verl_tlt.trainer.fleet import CALL_TIMEOUT_S, Fleet
+from verl_tlt.trainer.fleet import Fleet
 from verl_tlt.trainer.gate import decide
 from verl_tlt.trainer.watch import Ended
 
@@ -35,6 +34,8 @@ class DrafterUpdate:
     """The candidate's held-out accept length relative to the served drafter's, minus one; None: not judged."""
     gain_low: float | None = None
     """Lower end of the gate's interval around it."""
+    serves_another: bool = False
+    """The engines are to load another drafter than they have."""
     drafter: DrafterFile | None = None
     """What to publish; None: nothing changes for the engines."""
     tau: dict[str, float] = field(default_factory=dict)
@@ -45,7 +46,9 @@ class DrafterUpdate:
     seconds: float = 0.0
 
 
-def update_drafter(fleet: Fleet, config: TLTConfig, sessions: list[Ended], version: int, dtype: str) -> DrafterUpdate:
+def update_drafter(
+    fleet: Fleet, config: TLTConfig, sessions: Sequence[Ended], version: int, dtype: str
+) -> DrafterUpdate:
     """Merge the sessions' deltas, score the result and prepare its publication.
 
     Args:
@@ -54,6 +57,9 @@ def update_drafter(fleet: Fleet, config: TLTConfig, sessions: list[Ended], versi
         sessions: those of this step; failed ones carry no result and are left out.
         version: the number a publication would get.
         dtype: the rollout's dtype, in which a published drafter is stored.
+
+    Raises:
+        CallFailed: a worker raised or did not answer.
     """
     start = time.perf_counter()
     workers = fleet.workers()
@@ -62,52 +68,45 @@ def update_drafter(fleet: Fleet, config: TLTConfig, sessions: list[Ended], versi
     out = DrafterUpdate(reason="no session trained")
     if not trained:
         return out
-    lead = workers[trained[0]]
-    merging = lead.merge.remote(*[workers[name].contribute.remote() for name in trained])
-    merged = ray.get(merging, timeout=CALL_TIMEOUT_S)
-    fleet.on_workers("adopt", merging)
+    merged = fleet.merge(trained)
     out.excluded = merged.excluded
     for name, reason in out.excluded.items():
         logger.info("the session of %s is not merged yet: %s", name, reason)
     if merged.delta is None:
         out.reason = "every session was excluded"
         return out
-    _judge(out, fleet, config, version, dtype)
-    action = out.decision
-    if action == "published":
-        out.drafter = ray.get(lead.export.remote(version, dtype, out.acceptance), timeout=CALL_TIMEOUT_S)
+    _judge(out, fleet, config, version)
+    if out.serves_another:
+        out.drafter = fleet.export(version, dtype, out.acceptance)
     out.seconds = time.perf_counter() - start
     return out
 
 
-def _judge(out: DrafterUpdate, fleet: Fleet, config: TLTConfig, version: int, dtype: str) -> None:
+def _judge(out: DrafterUpdate, fleet: Fleet, config: TLTConfig, seed: int) -> None:
     """Fill in decision, taus and acceptance; carry out a reversion on the workers."""
-    scores = gather(fleet.on_workers("score", config.speculation.max_draft_length))
+    scores = gather(fleet.score(config.speculation.max_draft_length))
     if not config.gate.enable:
-        out.decision, out.reason = "published", "the gate is off"
+        out.decision, out.reason, out.serves_another = "published", "the gate is off", True
         if scores is not None:
             out.acceptance, out.tau = scores.conditional("candidate"), scores.taus()
         return
     if scores is None:
         out.reason = "no held-out sequences yet"
         return
-    verdict = decide(scores, config.gate, seed=version)
+    verdict = decide(scores, config.gate, seed=seed)
     out.tau, out.reason = scores.taus(), verdict.reason
     if verdict.interval is not None:
         out.gain, out.gain_low = verdict.versus_served, verdict.interval[0]
     if verdict.action == "publish":
-        out.decision, out.acceptance = "published", scores.conditional("candidate")
+        out.decision, out.acceptance, out.serves_another = "published", scores.conditional("candidate"), True
     elif verdict.action == "hold":
         out.decision, out.acceptance = "kept", scores.conditional("served")
     else:
         which = "initial" if verdict.action == "revert_initial" else "served"
-        fleet.on_workers("revert", which)
+        fleet.revert(which)
+        out.decision, out.acceptance = "reverted", scores.conditional(which)
         # Serving the initial drafter again is a publication of its own; going back to the served one is not.
-        out.decision = "reverted"
-        out.acceptance = scores.conditional(which)
-        if which == "initial":
-            worker = next(iter(fleet.workers().values()))
-            out.drafter = ray.get(worker.export.remote(version, dtype, out.acceptance), timeout=CALL_TIMEOUT_S)
+        out.serves_another = which == "initial"
 
 
 def gather(by_worker: Mapping[str, HeldOutScores]) -> HeldOutScores | None:

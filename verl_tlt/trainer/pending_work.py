@@ -27,7 +27,7 @@ class PendingWork:
 
 
 class BufferWatch:
-    """The outlook on a replay buffer (`verl/trainer/ppo/v1/replay_buffer.py`), to be called at every look.
+    """What a replay buffer says of work to come (`verl/trainer/ppo/v1/replay_buffer.py`), to be called at every look.
 
     Args:
         buffer: verl's, or a custom sampler derived from it. Of any other nothing is known, so nobody may leave.

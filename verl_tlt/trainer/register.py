@@ -17,7 +17,6 @@ def register_trainers() -> None:
 
     if "tlt_sync" in TRAINER_REGISTRY:
         return
-    from verl_tlt.trainer.fleet import Fleet
     from verl_tlt.trainer.mixin import TLTMixin
 
     @register_trainer("tlt_sync")
@@ -50,15 +49,16 @@ def register_trainers() -> None:
 
         tlt_base_mode = "separate_async"
 
-        def _tlt_worker_class(self) -> type:
+        def tlt_worker_class(self) -> type:
+            """The actor worker of this mode, with a tap."""
             from verl_tlt.actor.worker import TLTDetachActorWorker
 
             return TLTDetachActorWorker
 
-        def _tlt_new_fleet(self) -> Fleet:
-            return Fleet(self.llm_server_manager, self.actor_rollout_wg.world_size, self.standalone_server_manager)
+        def tlt_standalone(self) -> Any:
+            """Rollout has devices of its own."""
+            return self.standalone_server_manager
 
-        def _tlt_serving(self) -> list[str]:
-            """The standalone replicas; those on the trainer's devices sleep, unless they are lent to rollout."""
-            everybody = self.current_mode == HybridEngineMode.ROLLOUT
-            return [name for name, r in self._tlt_fleet.replicas.items() if everybody or not r.ranks]
+        def tlt_colocated_asleep(self) -> bool:
+            """The replicas on the trainer's devices sleep, unless they are lent to rollout."""
+            return self.current_mode != HybridEngineMode.ROLLOUT

@@ -50,7 +50,7 @@ class StepLog:
         self._audit: float | None = None
 
     def run_started(
-        self, step0: int, config: TLTConfig, replicas: list[str], standalone: list[str], verl_config: Any
+        self, step0: int, config: TLTConfig, replicas: list[str], standalone: list[str], gpus: int, policy: str
     ) -> None:
         """Write the trace's first event; `standalone`: those of `replicas` on devices of their own."""
         versions = {}
@@ -59,7 +59,6 @@ class StepLog:
                 versions[name] = importlib.metadata.version(name)
             except importlib.metadata.PackageNotFoundError:
                 versions[name] = "not installed"
-        gpus = verl_config.trainer.n_gpus_per_node * verl_config.trainer.nnodes
         self.trace.emit(
             "run",
             step0=step0,
@@ -69,7 +68,7 @@ class StepLog:
             gpus=gpus,
             config=config.to_dict(),
             versions=versions,
-            policy=verl_config.actor_rollout_ref.model.path,
+            policy=policy,
             drafter=config.drafter.save_dir,
         )
 

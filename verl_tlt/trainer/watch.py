@@ -12,9 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
-
-import ray
 
 from verl_tlt.idle.planner import (
     Command,
@@ -28,17 +25,17 @@ from verl_tlt.idle.planner import (
     WakeUp,
     next_pause,
 )
-from verl_tlt.messages.rollout import SleepReply
 from verl_tlt.messages.training import SessionResult
 from verl_tlt.trace.events import TraceWriter
-from verl_tlt.trainer.fleet import Fleet
+from verl_tlt.trainer.fleet import Call, CallFailed, Fleet
 from verl_tlt.trainer.pending_work import PendingWork
 
 logger = logging.getLogger(__name__)
 
-SLEEP_TIMEOUT_S = (
-    30.0  # sleeping takes milliseconds to seconds; the end of sampling waits at most this for a hung server
-)
+ANSWER_S = 1.0
+"""A session that has ended has its result in the object store; this is for bringing it here."""
+LOOK_S = 60.0
+"""A look takes milliseconds; when sampling ends, the trainer waits at most this for one that hangs."""
 
 
 @dataclass
@@ -91,7 +88,7 @@ class SamplingWatch:
     ) -> None:
         self.fleet, self.planner, self.pending_work = fleet, planner, pending_work
         self.poll_s, self.trace, self.step, self._recall = poll_s, trace, step, recall
-        self._running: dict[str, tuple[Any, float]] = {}  # replica -> (result reference, start)
+        self._running: dict[str, tuple[Call[SessionResult], float]] = {}  # by replica: (call, start)
         self._report = PhaseReport(planner.account(time.time()))
         self._end = threading.Event()
         self._turn = threading.Lock()  # a recall comes from the trainer's thread, while this one looks
@@ -122,7 +119,7 @@ class SamplingWatch:
                 self._report.first_dispatch = now
         commands = self.planner.observe(now, load, work.pending, work.open_loops, work.refill_possible)
         self._do(commands)
-        over = [n for n, (ref, _) in self._running.items() if ray.wait([ref], timeout=0)[0]]
+        over = [name for name, (call, _) in self._running.items() if call.done()]
         for name in over:
             if self._collect(name).error is None:
                 self._do(self.planner.done(name, time.time()))
@@ -136,7 +133,7 @@ class SamplingWatch:
             queue += self._carry_out(queue.pop(0))
 
     def _carry_out(self, command: Command) -> list[Command]:
-        name, replica = command.replica, self.fleet.replicas[command.replica]
+        name = command.replica
         match command:
             case LeaveBalancer():
                 self.fleet.leave(name)
@@ -146,22 +143,20 @@ class SamplingWatch:
                 return []
             case TrySleep():
                 try:
-                    reply: SleepReply = ray.get(
-                        replica.server.tlt_try_sleep.remote(self._recall), timeout=SLEEP_TIMEOUT_S
-                    )
-                except ray.exceptions.RayError as error:
+                    slept = self.fleet.try_sleep(name, keep_weights=self._recall)
+                except CallFailed as error:
                     logger.warning("replica %s did not answer whether it may sleep: %s", name, error)
                     return self.planner.failed(name, time.time())
-                return self.planner.slept(name) if reply.slept else self.planner.refused(name, time.time())
+                return self.planner.slept(name) if slept else self.planner.refused(name, time.time())
             case StartTraining():
-                self._running[name] = (replica.worker.train.remote(), time.time())
+                self._running[name] = (self.fleet.train(name), time.time())
                 return self.planner.training(name, time.time())
             case StopTraining():
                 return []  # `_stop` stops them together
             case WakeUp():
                 try:
-                    ray.get(replica.server.tlt_recall.remote(), timeout=SLEEP_TIMEOUT_S)
-                except ray.exceptions.RayError as error:
+                    self.fleet.wake_up(name)
+                except CallFailed as error:
                     logger.error("replica %s could not be called back before the weight sync: %s", name, error)
                     return self.planner.failed(name, time.time())
                 return self.planner.awake(name, time.time())
@@ -169,14 +164,14 @@ class SamplingWatch:
 
     def _collect(self, name: str, stop_latency_s: float | None = None) -> Ended:
         """The result of a session that has ended, however it ended."""
-        reference, start = self._running.pop(name)
+        call, start = self._running.pop(name)
         ended = Ended(name, start, time.time(), None, stop_latency_s=stop_latency_s)
         try:
-            ended.result = ray.get(reference)
-        except ray.exceptions.RayError as error:
-            ended.error = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
-            logger.warning("spot training on %s failed: %s", name, ended.error)
-            if isinstance(error, ray.exceptions.RayActorError):
+            ended.result = call.result(ANSWER_S)
+        except CallFailed as error:
+            ended.error = str(error)
+            logger.warning("spot training on %s failed: %s", name, error)
+            if error.died:
                 self.fleet.restart([name])
         self._report.sessions.append(ended)
         return ended
@@ -186,18 +181,25 @@ class SamplingWatch:
     def recall(self, stop_timeout_s: float) -> None:
         """More requests are about to be sent: whoever has left is called back first, and then serves again."""
         start = time.time()
-        with self._turn:
+        if not self._turn.acquire(timeout=LOOK_S):
+            raise CallFailed(f"a look at the fleet took longer than {LOOK_S:.0f} s")
+        try:
             commands = self.planner.recall()
             self._stop([c.replica for c in commands if isinstance(c, StopTraining)], stop_timeout_s)
             self._do([c for c in commands if not isinstance(c, StopTraining)])
+        finally:
+            self._turn.release()
         self._report.stop_s += time.time() - start
 
     def finish(self, stop_timeout_s: float) -> PhaseReport:
         """End of sampling: stop what trains, wait at most `stop_timeout_s`, kill what does not answer."""
-        self._end.set()
-        self._thread.join()
         start = time.time()
-        self._stop([c.replica for c in self.planner.end(start)], stop_timeout_s)
+        self._end.set()
+        self._thread.join(LOOK_S)
+        if self._thread.is_alive():  # a call that does not come back; what it will say is nobody's business any more
+            self._report.error = f"a look at the fleet took longer than {LOOK_S:.0f} s"
+            logger.error("the end of sampling goes on without its watch: %s", self._report.error)
+        self._stop([c.replica for c in self.planner.end(time.time())], stop_timeout_s)
         self._kill(list(self._running), stop_timeout_s)
         self._report.stop_s += time.time() - start
         self._report.account = self.planner.account(time.time())
@@ -208,14 +210,13 @@ class SamplingWatch:
         start = time.time()
         stopping = [name for name in names if name in self._running]
         for name in stopping:
-            self.fleet.replicas[name].worker.stop.remote()
+            self.fleet.stop(name)
         deadline = start + stop_timeout_s
         while waiting := [n for n in stopping if n in self._running]:
             left = deadline - time.time()
             if left <= 0:
                 break
-            done, _ = ray.wait([self._running[n][0] for n in waiting], num_returns=1, timeout=left)
-            for name in [n for n in waiting if self._running[n][0] in done]:
+            for name in self.fleet.first_done({n: self._running[n][0] for n in waiting}, left):
                 now = time.time()
                 if self._collect(name, stop_latency_s=now - start).error is None:
                     self.planner.stopped(name, now)

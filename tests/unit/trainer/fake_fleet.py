@@ -1,0 +1,205 @@
+"""A fleet of plain objects, for driving the controller through whole RL steps: no Ray, no engines, no arrays.
+
+It keeps the promises of `trainer.fleet.Fleet` and notes every call. What goes wrong is set by the test: `broken` makes
+a method raise, `deaf` and `slow` change how sessions end, `merge_gate` holds merges back.
+"""
+
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl_tlt.messages.rollout import DrafterFile, DrafterStatus
+from verl_tlt.messages.training import BufferStats, HeldOutScores, Merged, SessionResult, TappedStates
+from verl_tlt.trainer.fleet import CallFailed, Place
+
+K = 3
+
+
+class FakeCall:
+    """See `fleet.Call`."""
+
+    def __init__(self) -> None:
+        self._event, self._value = threading.Event(), None
+
+    def end(self, value: Any) -> None:
+        self._value = value
+        self._event.set()
+
+    def done(self) -> bool:
+        return self._event.is_set()
+
+    def result(self, timeout_s: float) -> Any:
+        if not self._event.wait(timeout_s):
+            raise CallFailed(f"no answer within {timeout_s} s")
+        if isinstance(self._value, Exception):
+            raise self._value
+        return self._value
+
+
+def ended(value: Any) -> FakeCall:
+    call = FakeCall()
+    call.end(value)
+    return call
+
+
+class FakeFleet:
+    """See `fleet.Fleet`."""
+
+    def __init__(self, *names: str, standalone: Collection[str] = ()) -> None:
+        self.places = {name: Place(name, name not in standalone) for name in names}
+        self.calls: list[tuple] = []
+        self.load = dict.fromkeys(names, 0)
+        self.balancer = set(names)
+        self.asleep: dict[str, bool] = {}
+        self.broken: dict[str, Exception] = {}
+        self.deaf: set[str] = set()
+        self.merge_gate = threading.Event()
+        self.merge_gate.set()
+        self.staged: list[DrafterFile] = []
+        self.loaded: dict[str, int] = dict.fromkeys(names, 0)
+        self.disabled: set[str] = set()
+        self.saved: list[tuple[Path, Any]] = []
+        self.restarts: list[str] = []
+        self.sessions: dict[str, FakeCall] = {}
+        self.candidate_acceptance = 0.6
+        self.untapped: str | None = None
+        self._spot = False
+
+    def _call(self, method: str, *args: Any) -> None:
+        self.calls.append((method, *args))
+        if error := self.broken.get(method):
+            raise error
+
+    # rollout servers
+
+    def inflight(self) -> dict[str, int]:
+        if error := self.broken.get("inflight"):
+            raise error
+        return {name: self.load[name] for name in self.balancer}
+
+    def leave(self, name: str) -> None:
+        self._call("leave", name)
+        self.balancer.discard(name)
+
+    def join(self, names: Collection[str]) -> None:
+        self._call("join", tuple(names))
+        self.balancer |= set(names)
+
+    def try_sleep(self, name: str, keep_weights: bool) -> bool:
+        self._call("try_sleep", name, keep_weights)
+        if self.load[name]:
+            return False
+        self.asleep[name] = keep_weights
+        return True
+
+    def wake_up(self, name: str) -> None:
+        self._call("wake_up", name)
+        if not self.asleep.pop(name):
+            raise CallFailed("it sleeps without its weights")
+
+    def disable_drafting(self, names: Collection[str]) -> None:
+        self._call("disable_drafting", tuple(names))
+        self.disabled = set(names)
+
+    def stage(self, drafter: DrafterFile) -> None:
+        self._call("stage", drafter.version)
+        self.staged.append(drafter)
+
+    def sync(self) -> None:
+        """The weight sync: everybody wakes up and loads what is staged."""
+        self.asleep.clear()
+        if self.staged:
+            self.loaded = dict.fromkeys(self.places, self.staged[-1].version)
+
+    def drafter_statuses(self) -> dict[str, DrafterStatus]:
+        self._call("drafter_statuses")
+        return {name: DrafterStatus(version=v, fingerprint="f", ok=True) for name, v in self.loaded.items()}
+
+    def engine_stats(self) -> dict[str, Any]:
+        self._call("engine_stats")
+        return {}
+
+    def calibrate(self) -> float:
+        self._call("calibrate")
+        return 0.1
+
+    # actor and spot workers
+
+    def start_spot(self, aux_layers: Sequence[int], resume_from: Path | None) -> str | None:
+        self._call("start_spot", tuple(aux_layers), resume_from)
+        self._spot = self.untapped is None
+        return self.untapped
+
+    def workers(self) -> list[str]:
+        return [name for name, place in self.places.items() if place.colocated] if self._spot else []
+
+    def take(self) -> list[TappedStates]:
+        self._call("take")
+        return [TappedStates((), None, seconds=0.0, errors=0)]
+
+    def hand_over(self, step: int, taken: Sequence[TappedStates]) -> dict[str, FakeCall]:
+        self._call("hand_over", step)
+        stats = BufferStats(sequences=4, tokens=9000, train_tokens=8000, bytes=1000)
+        failure = self.broken.get("add")
+        return {name: ended(failure or stats) for name in self.workers()}
+
+    def train(self, name: str) -> FakeCall:
+        self._call("train", name)
+        assert name in self.asleep or not self.load[name], "it trains on a device that decodes"
+        call = self.sessions[name] = FakeCall()
+        if error := self.broken.get(f"session of {name}"):
+            call.end(error)
+        return call
+
+    def stop(self, name: str) -> None:
+        self._call("stop", name)
+        if name not in self.deaf:
+            self.sessions[name].end(SessionResult("stopped", steps=20, tokens=5000))
+
+    def restart(self, names: Collection[str]) -> None:
+        self.restarts += names
+
+    def first_done(self, calls: Mapping[str, FakeCall], timeout_s: float) -> list[str]:
+        deadline = time.time() + timeout_s
+        while time.time() < deadline:
+            if done := [name for name, call in calls.items() if call.done()]:
+                return done
+            time.sleep(0.001)
+        return []
+
+    def merge(self, names: Sequence[str]) -> Merged:
+        self._call("merge", tuple(names))
+        assert self.merge_gate.wait(30)
+        return Merged(delta={"w": np.ones(1)}, tokens=5000, included=tuple(names))
+
+    def score(self, max_draft_length: int) -> dict[str, HeldOutScores]:
+        self._call("score")
+        rng = np.random.default_rng(0)
+        positions = np.full(40, 1000)  # [S]
+
+        def counts(acceptance: float) -> np.ndarray:
+            tau = sum(acceptance**i for i in range(K + 1))
+            drafts = positions / tau * (1 + 0.001 * rng.standard_normal(len(positions)))
+            return np.stack([drafts * acceptance**i for i in range(K + 1)], axis=1)  # [S, 1+K]
+
+        served = counts(0.5)
+        return {"a": HeldOutScores(positions, counts(self.candidate_acceptance), served, served)}
+
+    def keep_as_served(self) -> None:
+        self._call("keep_as_served")
+
+    def revert(self, which: str) -> None:
+        self._call("revert", which)
+
+    def export(self, version: int, dtype: str, acceptance: Sequence[float]) -> DrafterFile:
+        self._call("export", version)
+        return DrafterFile(version, "{}", b"", "f", tuple(acceptance))
+
+    def save(self, directory: Path, provenance: Any) -> FakeCall:
+        self._call("save", directory)
+        self.saved.append((directory, provenance))
+        return ended(self.broken.get("writing"))

@@ -1,0 +1,385 @@
+"""Whole RL steps with a fleet of plain objects: what the controller does at verl's hooks, and what failures cost."""
+
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from fake_fleet import FakeFleet
+
+from verl_tlt.config import TLTConfig
+from verl_tlt.idle.modes import RULES
+from verl_tlt.messages.rollout import DrafterFile
+from verl_tlt.trace.events import TraceWriter
+from verl_tlt.trainer.bootstrap import Start
+from verl_tlt.trainer.controller import Controller, RunFacts
+from verl_tlt.trainer.fleet import CallFailed
+from verl_tlt.trainer.pending_work import PendingWork
+from verl_tlt.trainer.runtime_switch import write_switch
+
+FIRST = DrafterFile(0, "{}", b"", "f0", (0.0, 0.0, 0.0))
+STOP_S = 0.3
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Build a controller with its fleet; both are at the end of their set-up."""
+    built = []
+
+    def build(mode="sync", names=("a", "b"), standalone=(), resume_from=None, fleet=None, **speculation):
+        tlt = TLTConfig.from_dict(
+            {
+                "trace": {"dir": str(tmp_path / "trace")},
+                "drafter": {"save_dir": str(tmp_path / "drafter")},
+                "buffer": {"min_tokens": 100},
+                "spot": {"settle_s": 0.0, "poll_s": 0.005, "stop_timeout_s": STOP_S},
+                "speculation": speculation,
+            }
+        )
+        fleet = fleet or FakeFleet(*names, standalone=standalone)
+        facts = RunFacts(
+            rule=RULES[mode], requests=8, dtype="bfloat16", checkpoints=tmp_path / "ckpt", policy="policy",
+            data="data", data_sha256=None, temperature=1.0, gpus=2,
+        )  # fmt: skip
+        start = Start(FIRST, FIRST, (2, 4, 6), "a test")
+        trace = TraceWriter(str(tmp_path / "trace"), "trainer")
+        controller = Controller(tlt, facts, start, fleet, trace, PendingWork)
+        controller.before_first_sync(0, resume_from)
+        fleet.sync()
+        controller.after_first_sync(0)
+        built.append((controller, fleet))
+        return controller, fleet
+
+    yield build
+    for controller, fleet in built:
+        fleet.merge_gate.set()
+        controller._pool.shutdown(wait=True)
+
+
+def until(condition, seconds=20.0):
+    deadline = time.time() + seconds
+    while not condition():
+        assert time.time() < deadline, "it did not happen in time"
+        time.sleep(0.002)
+
+
+@contextmanager
+def sampling(controller, fleet, step, *, idle="b"):
+    """A sampling phase: both decode, then `idle` runs dry; inside, `a` still decodes."""
+    controller.sample_begin(step)
+    fleet.load |= dict.fromkeys(fleet.places, 4)
+    until(lambda: controller._watch._load == fleet.load)
+    fleet.load[idle] = 0
+    yield
+    controller.sample_end(step, last=True)
+    fleet.load = dict.fromkeys(fleet.places, 0)
+
+
+def rest_of_step(controller, fleet, step, merged=True):
+    """From the log-probs to the metrics; the weight sync lies in it. Returns the metrics."""
+    controller.log_probs_done(step)
+    if merged and controller._merging is not None:
+        until(controller._merging.done)
+    controller.before_sync(step)
+    fleet.sync()
+    controller.after_sync(step, colocated_asleep=False)
+    return controller.metrics(step, {"timing_s/gen": 1.0})
+
+
+def fill_buffers(controller, fleet):
+    """A first step, whose log-probs fill the buffers."""
+    with sampling(controller, fleet, 1):
+        pass
+    return rest_of_step(controller, fleet, 1)
+
+
+def called(fleet, method):
+    return [call[1:] for call in fleet.calls if call[0] == method]
+
+
+def test_an_idle_replica_trains_and_what_it_learned_is_served_after_the_sync(run):
+    controller, fleet = run()
+    fill_buffers(controller, fleet)
+    assert called(fleet, "train") == [], "nothing to train on in the first step"
+    with sampling(controller, fleet, 2):
+        until(lambda: called(fleet, "train") == [("b",)])
+        assert fleet.balancer == {"a"} and fleet.asleep == {"b": False}
+    metrics = rest_of_step(controller, fleet, 2)
+    assert called(fleet, "stop") == [("b",)] and called(fleet, "merge") == [(("b",),)]
+    assert [d.version for d in fleet.staged] == [1] and called(fleet, "keep_as_served") == [()]
+    assert metrics["tlt/drafter_version"] == metrics["tlt/drafter_version_published"] == 1
+    assert metrics["tlt/drafter_staleness"] == 0
+    assert metrics["tlt/bubble_s"] > 0 and metrics["tlt/errors"] == 0
+    assert fleet.balancer == {"a", "b"}
+    assert fleet.staged[0].acceptance == pytest.approx((0.6,) * 3, abs=0.01)
+
+
+def test_nobody_leaves_while_the_other_has_nothing_to_do_either(run):
+    controller, fleet = run()
+    fill_buffers(controller, fleet)
+    controller.sample_begin(2)
+    fleet.load = {"a": 4, "b": 4}
+    until(lambda: controller._watch._load == fleet.load)
+    fleet.load = {"a": 0, "b": 0}
+    time.sleep(0.1)
+    controller.sample_end(2, last=True)
+    assert called(fleet, "leave") == [] == called(fleet, "train")
+
+
+def test_a_late_merge_keeps_the_served_drafter_and_is_published_a_step_later(run):
+    controller, fleet = run()
+    fill_buffers(controller, fleet)
+    fleet.merge_gate.clear()
+    with sampling(controller, fleet, 2):
+        until(lambda: called(fleet, "train"))
+    began = time.time()
+    metrics = rest_of_step(controller, fleet, 2, merged=False)
+    assert time.time() - began < 1.0, "the step waited for the merge"
+    assert fleet.staged == [] and metrics["tlt/drafter_version"] == 0
+    with sampling(controller, fleet, 3):
+        time.sleep(0.1)
+    assert called(fleet, "train") == [("b",)], "the weights that are being merged are not trained meanwhile"
+    fleet.merge_gate.set()
+    assert rest_of_step(controller, fleet, 3)["tlt/drafter_version"] == 1
+    with sampling(controller, fleet, 4):
+        until(lambda: len(called(fleet, "train")) == 2)
+
+
+def test_a_candidate_that_is_not_better_is_not_served(run):
+    controller, fleet = run()
+    fill_buffers(controller, fleet)
+    fleet.candidate_acceptance = 0.4
+    with sampling(controller, fleet, 2):
+        until(lambda: called(fleet, "train"))
+    metrics = rest_of_step(controller, fleet, 2)
+    assert fleet.staged == [] and called(fleet, "revert") == [("served",)]
+    assert metrics["tlt/drafter_version"] == 0 and metrics["tlt/publish_skipped"] == 1
+
+
+@pytest.mark.parametrize("method", ["stage", "merge", "score", "export"])
+def test_a_publication_that_fails_costs_itself_and_nothing_else(run, method):
+    controller, fleet = run()
+    fill_buffers(controller, fleet)
+    fleet.broken[method] = CallFailed("no answer within 120 s")
+    with sampling(controller, fleet, 2):
+        until(lambda: called(fleet, "train"))
+    metrics = rest_of_step(controller, fleet, 2)
+    assert metrics["tlt/errors"] == 1 and controller.guard.counts == {"publish": 1}
+    assert metrics["tlt/drafter_version"] == 0
+    fleet.broken.clear()
+    with sampling(controller, fleet, 3):
+        until(lambda: len(called(fleet, "train")) == 2)
+    assert rest_of_step(controller, fleet, 3)["tlt/drafter_version"] == 1
+
+
+def test_a_worker_that_never_stops_is_killed_after_the_bound(run):
+    controller, fleet = run(names=("a", "b", "c"))
+    fill_buffers(controller, fleet)
+    fleet.deaf = {"b"}
+    with sampling(controller, fleet, 2):
+        fleet.load["c"] = 0
+        until(lambda: len(called(fleet, "train")) == 2)
+        began = time.time()
+    assert STOP_S <= time.time() - began < STOP_S + 2.0
+    assert fleet.restarts == ["b"]
+    metrics = rest_of_step(controller, fleet, 2)
+    assert called(fleet, "merge") == [(("c",),)], "what c learned is merged without b"
+    assert metrics["tlt/spot_failures"] == 1 and metrics["tlt/drafter_version"] == 1
+
+
+def test_a_replica_whose_sessions_keep_failing_is_left_alone(run):
+    controller, fleet = run()
+    fill_buffers(controller, fleet)
+    fleet.broken["session of b"] = CallFailed("RayTaskError: out of luck")
+    for step in range(2, 14):
+        with sampling(controller, fleet, step):
+            time.sleep(0.05)
+        rest_of_step(controller, fleet, step)
+    assert len(called(fleet, "train")) == controller.tlt.spot.max_failures
+    assert "b" in controller._budget.off
+    assert fleet.restarts == [], "it raised, it did not die"
+
+
+def test_a_worker_that_died_in_its_session_is_restarted(run):
+    controller, fleet = run()
+    fill_buffers(controller, fleet)
+    fleet.broken["session of b"] = CallFailed("RayActorError: gone", died=True)
+    with sampling(controller, fleet, 2):
+        until(lambda: fleet.restarts == ["b"])
+    assert rest_of_step(controller, fleet, 2)["tlt/spot_failures"] == 1
+
+
+def test_whoever_left_is_called_back_before_more_prompts_are_sent(run):
+    controller, fleet = run(mode="colocate_async")
+    fill_buffers(controller, fleet)
+    with sampling(controller, fleet, 2):
+        until(lambda: called(fleet, "train"))
+        assert fleet.asleep == {"b": True}, "it keeps its weights"
+        controller.more_prompts()
+        assert fleet.balancer == {"a", "b"} and fleet.asleep == {}
+        assert called(fleet, "stop") == [("b",)] and called(fleet, "wake_up") == [("b",)]
+    assert controller.guard.total == 0
+    assert rest_of_step(controller, fleet, 2)["tlt/drafter_version"] == 1
+
+
+def test_where_rollout_has_its_own_devices_the_trainers_train_while_it_waits(run):
+    controller, fleet = run(mode="separate_async", names=("a", "b", "far"), standalone={"far"})
+    controller.log_probs_done(0)
+    controller.sample_begin(1)
+    until(lambda: len(called(fleet, "train")) == 2)
+    controller.sample_end(1, last=True)
+    assert {name for (name,) in called(fleet, "stop")} == {"a", "b"} and called(fleet, "leave") == []
+    until(controller._merging.done)
+    controller.before_sync(1)
+    fleet.loaded["far"] = 1
+    controller.after_sync(1, colocated_asleep=True)
+    metrics = controller.metrics(1, {})
+    assert metrics["tlt/drafter_version"] == 1, "those that sleep are not asked"
+    assert metrics["tlt/reload_failures"] == 0
+
+
+def test_several_samplings_of_one_step_are_merged_once(run):
+    controller, fleet = run(mode="separate_async", names=("a", "far"), standalone={"far"})
+    controller.log_probs_done(0)
+    for last in (False, True):
+        controller.sample_begin(1)
+        until(lambda: controller._watch._running)
+        controller.sample_end(1, last=last)
+        assert (controller._merging is not None) is last
+    until(controller._merging.done)
+    assert called(fleet, "merge") == [(("a",),)] and len(called(fleet, "train")) == 2
+
+
+def test_a_replica_that_serves_another_version_is_counted(run):
+    controller, fleet = run()
+    fill_buffers(controller, fleet)
+    with sampling(controller, fleet, 2):
+        until(lambda: called(fleet, "train"))
+    controller.log_probs_done(2)
+    until(controller._merging.done)
+    controller.before_sync(2)
+    fleet.loaded = {"a": 1, "b": 0}
+    controller.after_sync(2, colocated_asleep=False)
+    metrics = controller.metrics(2, {})
+    assert metrics["tlt/reload_failures"] == 1 and metrics["tlt/drafter_version"] == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [("take", "tap"), ("hand_over", "tap"), ("engine_stats", "end of sampling"), ("drafter_statuses", "rejoin"),
+     ("disable_drafting", "runtime control")],
+)  # fmt: skip
+def test_a_call_that_fails_is_counted_and_the_step_goes_on(run, method, kind):
+    controller, fleet = run()
+    fleet.broken[method] = CallFailed("no answer within 120 s")
+    metrics = fill_buffers(controller, fleet)
+    assert controller.guard.counts == {kind: 1} and metrics["tlt/errors"] == 1
+    assert fleet.balancer == {"a", "b"}
+
+
+def test_a_balancer_that_fails_ends_the_watch_and_not_the_phase(run):
+    controller, fleet = run()
+    controller.sample_begin(1)
+    fleet.broken["inflight"] = CallFailed("gone")
+    until(lambda: controller._watch._report.error)
+    controller.sample_end(1, last=True)
+    assert controller._watch is None
+
+
+def test_a_look_that_hangs_does_not_hold_up_the_end_of_sampling(run, monkeypatch):
+    from verl_tlt.trainer import watch
+
+    monkeypatch.setattr(watch, "LOOK_S", 0.2)
+    controller, fleet = run()
+    fill_buffers(controller, fleet)
+    forever = threading.Event()
+    fleet.try_sleep = lambda name, keep_weights: forever.wait(20)
+    with sampling(controller, fleet, 2):
+        until(lambda: called(fleet, "leave"))
+        began = time.time()
+    assert time.time() - began < 2.0
+    forever.set()
+    assert rest_of_step(controller, fleet, 2)["tlt/drafter_version"] == 0
+    assert fleet.balancer == {"a", "b"}
+
+
+def test_hidden_states_that_did_not_arrive_cost_their_worker(run):
+    controller, fleet = run()
+    fleet.broken["add"] = CallFailed("RayActorError: gone", died=True)
+    fill_buffers(controller, fleet)
+    with sampling(controller, fleet, 2):
+        time.sleep(0.05)
+    assert fleet.restarts == ["a", "b"] and controller.guard.counts == {"hand-over": 2}
+    assert called(fleet, "train") == []
+
+
+def test_without_a_tap_nothing_is_trained_and_speculation_goes_on(run):
+    fleet = FakeFleet("a", "b")
+    fleet.untapped = "actor_rollout_ref.actor.strategy=veomni has no hidden-state tap."
+    controller, fleet = run(fleet=fleet)
+    fill_buffers(controller, fleet)
+    assert not controller.spot and called(fleet, "take") == []
+    assert controller.guard.total == 0
+
+
+def test_the_drafter_is_written_while_the_policy_is(run, tmp_path):
+    controller, fleet = run()
+    fill_buffers(controller, fleet)
+    with controller.saving(1):
+        assert [directory for directory, _ in fleet.saved] == [tmp_path / "ckpt" / "global_step_1" / "tlt_drafter"]
+    with sampling(controller, fleet, 2):
+        until(lambda: called(fleet, "train"))
+    rest_of_step(controller, fleet, 2)
+    controller.finish(2)
+    directory, provenance = fleet.saved[-1]
+    assert directory == tmp_path / "drafter"
+    assert (provenance.version, provenance.policy_step, provenance.tokens_trained) == (1, 2, 5000)
+    assert tuple(provenance.acceptance) == fleet.staged[0].acceptance
+
+
+def test_a_checkpoint_that_fails_does_not_fail_the_policys(run):
+    controller, fleet = run()
+    fleet.broken["save"] = CallFailed("No space left on device")
+    with controller.saving(1):
+        reached = True
+    controller.finish(1)
+    assert reached and controller.guard.counts == {"save": 1, "final drafter": 1}
+
+
+def test_a_drafter_that_could_not_be_written_is_counted_after_the_policy_was_saved(run):
+    controller, fleet = run()
+    fleet.broken["writing"] = CallFailed("No space left on device")
+    with controller.saving(1):
+        assert controller.guard.total == 0, "the policy is saved meanwhile"
+    assert controller.guard.counts == {"save": 1}
+
+
+def test_a_resumed_run_continues_the_workers(run):
+    _, fleet = run(resume_from=Path("somewhere"))
+    assert called(fleet, "start_spot") == [((2, 4, 6), Path("somewhere"))]
+
+
+def test_a_run_that_is_switched_off_from_outside_decodes_as_stock_and_trains_nothing(run, tmp_path):
+    controller, fleet = run()
+    fill_buffers(controller, fleet)
+    write_switch(tmp_path / "trace", speculation=False, spot=False)
+    controller.before_sync(1)
+    assert fleet.disabled == {"a", "b"}
+    with sampling(controller, fleet, 2):
+        time.sleep(0.05)
+    assert called(fleet, "train") == []
+
+
+def test_an_audited_replica_drafts_nothing_for_a_rollout(run):
+    controller, fleet = run(audit_every=2)
+    fill_buffers(controller, fleet)
+    assert len(fleet.disabled) == 1, "step 2 is audited"
+
+
+def test_validation_is_not_the_next_rollouts(run):
+    controller, fleet = run()
+    fill_buffers(controller, fleet)
+    asked = len(called(fleet, "engine_stats"))
+    controller.validated(1, colocated_asleep=False)
+    assert len(called(fleet, "engine_stats")) == asked + 1

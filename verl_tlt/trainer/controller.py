@@ -1,0 +1,362 @@
+"""The TLT side of an RL run: owns what one step hands to the next, and decides what happens at each of verl's hooks.
+
+    sample_begin        watch the idle devices, and train the drafter there (`idle.modes` says whose idle time it is)
+    more_prompts        whoever has left is called back before more prompts are sent
+    sample_end          stop training (bounded), start merging in the background
+    log_probs_done      what the tap captured goes to the spot workers
+    before_sync         publish what was merged in time; say who drafts in the coming rollout
+    after_sync          whoever left rejoins; compare what the engines have loaded
+    metrics             the step's numbers
+
+It talks to the outside through a `Fleet`, a trace and a clock that it is given, so whole steps run in a test. Whatever
+fails in here costs speed: the guard logs it, counts it in `tlt/errors`, and the step goes on as stock.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_tlt.config import TLTConfig
+from verl_tlt.idle.failure_budget import FailureBudget
+from verl_tlt.idle.modes import ModeRule
+from verl_tlt.idle.planner import Planner
+from verl_tlt.idle.replica_idle import ReplicaIdlePlanner
+from verl_tlt.idle.trainer_idle import TrainerIdlePlanner
+from verl_tlt.messages.training import BufferStats, DrafterProvenance
+from verl_tlt.trace.events import TraceWriter
+from verl_tlt.trace.metrics import buffer_metrics
+from verl_tlt.trainer.bootstrap import CHECKPOINT, Start
+from verl_tlt.trainer.drafter_update import DrafterUpdate, update_drafter
+from verl_tlt.trainer.fleet import Call, CallFailed, Fleet
+from verl_tlt.trainer.guard import Guard
+from verl_tlt.trainer.pending_work import PendingWork
+from verl_tlt.trainer.runtime_control import RuntimeControl
+from verl_tlt.trainer.step_log import StepLog
+from verl_tlt.trainer.watch import Ended, PhaseReport, SamplingWatch
+
+logger = logging.getLogger(__name__)
+
+BUFFER_S = 30.0
+"""Copies of hidden states ran behind the update and have long arrived; the next rollout waits at most this for one."""
+SAVE_S = 600.0
+"""The policy's checkpoint takes longer than the drafter's; a disk that hangs is given this."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the controller has to know of verl's configuration."""
+
+    rule: ModeRule
+    requests: int
+    """Requests of a rollout."""
+    dtype: str
+    """The rollout's, in which drafters are published."""
+    checkpoints: Path
+    """`trainer.default_local_dir`."""
+    policy: str
+    """`actor_rollout_ref.model.path`, as the user gave it."""
+    data: str
+    data_sha256: str | None
+    temperature: float
+    gpus: int
+    """Of the trainer."""
+
+
+@dataclass
+class _Served:
+    """The drafter that engines should serve."""
+
+    version: int
+    published_at: int
+    """RL step."""
+    acceptance: tuple[float, ...]
+
+
+class Controller:
+    """One run of RL.
+
+    Args:
+        tlt: all settings.
+        facts: of the verl run.
+        start: the first drafter.
+        fleet: everything outside this process.
+        trace: the event log.
+        pending_work: what may still arrive in a sampling phase.
+        clock: unix seconds.
+    """
+
+    def __init__(
+        self,
+        tlt: TLTConfig,
+        facts: RunFacts,
+        start: Start,
+        fleet: Fleet,
+        trace: TraceWriter,
+        pending_work: Callable[[], PendingWork],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.tlt, self.facts, self.fleet, self.clock = tlt, facts, fleet, clock
+        self.guard = Guard()
+        self.log = StepLog(trace)
+        self.runtime = RuntimeControl(str(tlt.trace.dir), list(fleet.places), tlt.speculation.audit_every)
+        self.served = _Served(start.served.version, 0, start.served.acceptance)
+        self.spot = False
+        """Spot workers are there, and the actor is tapped."""
+        self._start, self._trace, self._pending_work = start, trace, pending_work
+        self._budget = FailureBudget(tlt.spot.max_failures)
+        self._watch: SamplingWatch | None = None
+        self._sessions: list[Ended] = []
+        self._merging: Future[DrafterUpdate] | None = None
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tlt-merge")
+        self._buffers: dict[str, BufferStats] = {}
+        self._arriving: dict[str, Call[BufferStats]] = {}
+        self._tokens = 0
+
+    @contextmanager
+    def _charged(self, what: str) -> Iterator[None]:
+        """TLT's own work on the critical path: contained, and charged to the step."""
+        with self.guard(what), self.log.overhead(what):
+            yield
+
+    # ------------------------------------------------------------------ the run's start
+
+    def before_first_sync(self, step: int, resume_from: Path | None) -> None:
+        """Start spot training, before the first weight sync, so that it brings the verifier weights.
+
+        Args:
+            step: the last finished RL step.
+            resume_from: directory of a drafter's checkpoint.
+        """
+        logger.info("TLT starts from %s", self._start.origin)
+        self._choose_who_drafts(step + 1)
+        with self.guard("start of spot training"):
+            if self.tlt.spot.enable:
+                untapped = self.fleet.start_spot(self._start.aux_layers, resume_from)
+                self.spot = untapped is None
+                if untapped:
+                    logger.warning(
+                        "the drafter is not trained in this run, which speculates with it as it is: %s", untapped
+                    )
+
+    def after_first_sync(self, step: int) -> None:
+        """Engines hold weights: measure what their steps cost."""
+        with self.guard("calibration"):
+            if self.tlt.speculation.enable and self.tlt.speculation.calibrate:
+                self.fleet.calibrate()
+        self.served.published_at = step
+        standalone = [name for name, place in self.fleet.places.items() if not place.colocated]
+        self.log.run_started(
+            step + 1, self.tlt, list(self.fleet.places), standalone, self.facts.gpus, self.facts.policy
+        )
+
+    def _choose_who_drafts(self, step: int) -> None:
+        """Tell the engines who decodes the rollout of `step` without a drafter; the coming weight sync makes it so."""
+        with self.guard("runtime control"):
+            disabled = self.runtime.drafting_disabled(step)
+            if self.tlt.speculation.enable:
+                self.fleet.disable_drafting(disabled)
+
+    # ------------------------------------------------------------------ sampling
+
+    def sample_begin(self, step: int) -> None:
+        """A sampling phase begins: watch for idle devices."""
+        with self.guard("watch"):
+            self._settle_buffers()
+            self._watch = SamplingWatch(
+                self.fleet, self._planner(step), self._pending_work, self.tlt.spot.poll_s, self._trace, step,
+                self.facts.rule.recall,
+            )  # fmt: skip
+
+    def _settle_buffers(self) -> None:
+        """Learn how full the buffers are."""
+        arriving, self._arriving = self._arriving, {}
+        for name, call in arriving.items():
+            self._buffers.pop(name, None)
+            try:
+                self._buffers[name] = found = call.result(BUFFER_S)
+                self.guard.count("incomplete sequences", found.incomplete)
+            except CallFailed as error:
+                logger.warning("the spot worker of %s did not take over hidden states: %s", name, error)
+                self.guard.count("hand-over", 1)
+                self.fleet.restart([name])
+
+    def _planner(self, step: int) -> Planner:
+        """Who decides about the idle time of the phase that begins now."""
+        workers = self.fleet.workers()
+        # While a late merge is still running, the workers' weights are not theirs to train.
+        may_train = self.spot and self.runtime.switch.spot and self._merging is None
+        ready = [n for n in workers if may_train and self._budget.allows(n, step) and self._has_data(n)]
+        if self.facts.rule.idle == "trainer" and workers:
+            return TrainerIdlePlanner(workers, begin=self.clock(), settle_s=self.tlt.spot.settle_s, spot_workers=ready)
+        return ReplicaIdlePlanner(
+            list(self.fleet.places),
+            expected_requests=self.facts.requests,
+            settle_s=self.tlt.spot.settle_s,
+            buffer_ready=bool(ready),
+            spot_workers=ready,
+        )
+
+    def _has_data(self, name: str) -> bool:
+        return name in self._buffers and self._buffers[name].train_tokens >= self.tlt.buffer.min_tokens
+
+    def more_prompts(self) -> None:
+        """Groups that the sampler asks for are served by everybody, also by those who have left."""
+        if self._watch is not None:
+            with self.guard("recall"):
+                self._watch.recall(self.tlt.spot.stop_timeout_s)
+
+    def sample_end(self, step: int, last: bool) -> None:
+        """A sampling phase is over.
+
+        Args:
+            step: the RL step.
+            last: no other sampling follows in this step; asynchronous trainers may take several to one weight sync.
+        """
+        with self.guard("end of sampling"):
+            watch, self._watch = self._watch, None
+            if watch is not None:
+                self._account(step, watch.finish(self.tlt.spot.stop_timeout_s))
+            if self.tlt.speculation.enable and last:
+                stats = self.fleet.engine_stats()
+                self.guard.count("statistics", self.log.engine_stats(stats))
+                self.log.audited(self.runtime.report(stats))
+        if self._sessions and last:
+            sessions, self._sessions = self._sessions, []
+            version = self.served.version + 1
+            self._merging = self._pool.submit(update_drafter, self.fleet, self.tlt, sessions, version, self.facts.dtype)
+        if self.facts.rule.recall:
+            # Responses that verl aborts now are sent again within a second: to everybody's gate, as in stock.
+            with self._charged("rejoin"):
+                self.fleet.join(list(self.fleet.places))
+
+    def _account(self, step: int, report: PhaseReport) -> None:
+        """Count failures; three in a row on one replica turn its spot training off, loudly."""
+        self.log.sampled(step, report)
+        self._sessions += report.sessions
+        for session in report.sessions:
+            self._tokens += session.result.tokens if session.result else 0
+            if session.error is None:
+                self._budget.succeeded(session.replica)
+            elif self._budget.failed(session.replica, step):
+                logger.error(
+                    "spot training on %s is off for the rest of the run after %d failures in a row; the last one: %s",
+                    session.replica, self.tlt.spot.max_failures, session.error,
+                )  # fmt: skip
+
+    # ------------------------------------------------------------------ inference, and the end of a step
+
+    def log_probs_done(self, step: int) -> None:
+        """Send what the tap captured to the spot workers; nobody waits for the copies."""
+        if not self.spot:
+            return
+        with self._charged("tap"):
+            taken = self.fleet.take()
+            self.guard.count("tap", sum(t.errors for t in taken))
+            self._arriving = self.fleet.hand_over(step, taken)
+            self.log.tapped(taken)
+
+    def before_sync(self, step: int) -> None:
+        """Publish what was merged, for the weight sync to load; then say who drafts in the coming rollout."""
+        with self._charged("publish"):
+            self._publish(step)
+        self._choose_who_drafts(step + 1)
+
+    def _publish(self, step: int) -> None:
+        """Take the merge if it is there; a late one keeps the served version and is looked at again next step."""
+        if self._merging is None or not self._merging.done():
+            return
+        merging, self._merging = self._merging, None
+        update = merging.result()
+        if update.drafter is not None:
+            self.fleet.stage(update.drafter)
+            self.fleet.keep_as_served()
+            self.served.version, self.served.published_at = update.drafter.version, step
+        if update.acceptance:
+            self.served.acceptance = tuple(update.acceptance)
+        self.log.published(step, update, self.served.version, self.served.published_at)
+        taus = ", ".join(f"{which} {tau:.2f}" for which, tau in update.tau.items())
+        logger.info("drafter %s (%s); held-out accept length: %s", update.decision, update.reason, taus or "unknown")
+
+    def after_sync(self, step: int, colocated_asleep: bool) -> None:
+        """Every engine has new weights.
+
+        Args:
+            step: the RL step.
+            colocated_asleep: the replicas on the trainer's devices sleep and have loaded nothing.
+        """
+        with self._charged("rejoin"):
+            if self.facts.rule.idle == "replicas":
+                self.fleet.join(list(self.fleet.places))
+            if self.tlt.speculation.enable:
+                self._compare(step, colocated_asleep)
+
+    def _compare(self, step: int, colocated_asleep: bool) -> None:
+        """Ask whoever serves which drafter it has loaded."""
+        serving = self._serving(colocated_asleep)
+        statuses = {name: status for name, status in self.fleet.drafter_statuses().items() if name in serving}
+        self.log.reloaded(step, statuses, self.served.version)
+
+    def _serving(self, colocated_asleep: bool) -> set[str]:
+        return {name for name, place in self.fleet.places.items() if not (colocated_asleep and place.colocated)}
+
+    def validated(self, step: int, colocated_asleep: bool) -> None:
+        """A validation is over: its engine steps are not the next rollout's."""
+        with self.guard("validation"):
+            if self.tlt.speculation.enable:
+                self.fleet.engine_stats()
+                if self.log.compared and not self.log.compared >= self._serving(colocated_asleep):
+                    self._compare(step, colocated_asleep)  # verl woke somebody up for the validation
+
+    def metrics(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """The step's `tlt/*` metrics, given verl's."""
+        found: dict[str, float] = {}
+        with self.guard("metrics"):
+            found |= self.log.finish(step, dict(metrics), self.guard.total)
+            found |= buffer_metrics(self._buffers.values())
+        return found
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """Write the drafter while the policy is saved inside, which takes longer.
+
+        Killed before it is done, a resume takes the checkpoint before.
+        """
+        call: Call[Any] | None = None
+        with self._charged("save"):
+            if self.spot:
+                call = self._save(self.facts.checkpoints / f"global_step_{step}" / CHECKPOINT, step)
+        yield
+        with self._charged("save"):
+            if call is not None:
+                call.result(SAVE_S)
+
+    def finish(self, step: int) -> None:
+        """The run is over: leave the drafter behind as a directory that vLLM serves."""
+        with self.guard("final drafter"):
+            if self.spot:
+                self._save(Path(str(self.tlt.drafter.save_dir)), step).result(SAVE_S)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _save(self, directory: Path, step: int) -> Call[Any]:
+        """The served drafter, its training state and where they come from, atomically."""
+        provenance = DrafterProvenance(
+            version=self.served.version,
+            policy_step=step,
+            policy=self.facts.policy,
+            data=self.facts.data,
+            data_sha256=self.facts.data_sha256,
+            objective=self.tlt.drafter.objective,
+            temperature=self.facts.temperature,
+            acceptance=self.served.acceptance,
+            tokens_trained=self._tokens,
+        )
+        return self.fleet.save(directory, provenance)

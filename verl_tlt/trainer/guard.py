@@ -1,0 +1,43 @@
+"""What TLT does in a step may fail; the step may not.
+
+One `Guard` lives for the run: each kind of failure is logged in full the first time, in one line after that, and
+counted in `tlt/errors`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+logger = logging.getLogger(__name__)
+
+
+class Guard:
+    """Contains failures, and counts them by what failed."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def total(self) -> int:
+        """All failures so far."""
+        return self.counts.total()
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        """A failure inside is logged, counted under `what`, and goes no further."""
+        try:
+            yield
+        except Exception as error:
+            self.counts[what] += 1
+            if self.counts[what] == 1:
+                logger.exception("TLT: %s failed; the run goes on without it", what)
+            else:
+                logger.error("TLT: %s failed again (%d times): %s", what, self.counts[what], error)
+
+    def count(self, what: str, failures: int) -> None:
+        """Add failures that somebody else has logged already."""
+        if failures:
+            self.counts[what] += failures

@@ -1,0 +1,336 @@
+"""The fleet as Ray actors: verl's rollout servers, balancer and actor, and a spot worker for each colocated replica.
+
+A spot worker shares its replica's first bundle (verl's workers take a third of a GPU each), so it sees the same
+device and dies with the job. It is created directly rather than as a worker group, because it must be possible to
+kill and restart one alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from verl.plugin.platform.platform_manager import get_platform
+
+from verl_tlt.config import TLTConfig
+from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats
+from verl_tlt.messages.training import (
+    BufferStats,
+    DrafterProvenance,
+    HeldOutScores,
+    Merged,
+    RolloutSampling,
+    SessionResult,
+    TappedStates,
+)
+from verl_tlt.spot_worker.worker import SpotWorker
+from verl_tlt.trainer.fleet import Call, CallFailed, Place
+from verl_tlt.trainer.routes import Routes, route
+
+logger = logging.getLogger(__name__)
+
+CALL_S = 120.0
+"""For calls that take seconds at most: a longer one means the actor is gone."""
+SLEEP_S = 30.0
+"""Sleeping takes milliseconds to seconds; the end of sampling waits at most this for a hung server."""
+CALIBRATION_S = 1200.0
+"""An engine that warms up and captures graphs while it is measured."""
+
+
+@dataclass(frozen=True)
+class SpotPlan:
+    """How spot workers are made: once at the start, and again for one that died."""
+
+    config: TLTConfig
+    policy_dir: str
+    """Visible on every node."""
+    drafter: DrafterFile
+    """The first one, float32."""
+    sampling: RolloutSampling
+    device: str
+
+
+@dataclass
+class _Replica:
+    place: Place
+    server: Any
+    """Handle of the server that owns the engine."""
+    servers: Sequence[Any]
+    """Handles of its servers on all nodes."""
+    ranks: Sequence[int] = ()
+    """Its ranks of the actor's worker group. The first one's device is the spot worker's."""
+    worker: Any = None
+    restarts: int = field(default=0)
+
+
+class RayCall:
+    """See `fleet.Call`."""
+
+    def __init__(self, reference: Any) -> None:
+        self.reference = reference
+
+    def done(self) -> bool:
+        """Whether the object is there, or the error is."""
+        return bool(ray.wait([self.reference], timeout=0)[0])
+
+    def result(self, timeout_s: float) -> Any:
+        """The object, within a bound."""
+        return answer(self.reference, timeout_s)
+
+
+def answer(reference: Any, timeout_s: float) -> Any:
+    """`ray.get` with a bound, whose errors are one line each.
+
+    Args:
+        reference: an ObjectRef or a list of them.
+        timeout_s: seconds, for all of them together.
+
+    Raises:
+        CallFailed: something raised, died or took too long.
+    """
+    try:
+        return ray.get(reference, timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise CallFailed(f"no answer within {timeout_s:.0f} s") from error
+    except ray.exceptions.RayError as error:
+        last = (str(error).strip().splitlines() or [""])[-1]
+        died = isinstance(error, ray.exceptions.RayActorError)
+        raise CallFailed(f"{type(error).__name__}: {last}", died) from error
+
+
+class RayFleet:
+    """See `fleet.Fleet`.
+
+    Args:
+        llm_server_manager: verl's, of the replicas that share devices with the actor.
+        actor: verl's worker group of the actor.
+        store: handle of the run's `DrafterStore`.
+        pool: verl's RayResourcePool of the actor's devices.
+        spot: how spot workers are made.
+        standalone: verl's manager of replicas on devices of their own, whose balancer then serves everybody.
+    """
+
+    def __init__(
+        self, llm_server_manager: Any, actor: Any, store: Any, pool: Any, spot: SpotPlan, standalone: Any = None
+    ) -> None:
+        colocated = llm_server_manager.get_replicas()
+        width = max(1, actor.world_size // max(1, len(colocated)))
+        self.balancer = (standalone or llm_server_manager).global_load_balancer
+        self.actor, self.store, self.pool, self.spot = actor, store, pool, spot
+        self.replicas: dict[str, _Replica] = {}
+        for i, replica in enumerate(colocated):
+            self._add(replica, range(i * width, (i + 1) * width))
+        for replica in standalone.get_replicas() if standalone else ():
+            self._add(replica, ())
+        self._routes = Routes((), {})
+        self._published: Any = None  # ObjectRef of the latest published drafter; the driver owns the copy
+
+    def _add(self, replica: Any, ranks: Sequence[int]) -> None:
+        name = replica._server_address
+        place = Place(name, colocated=bool(ranks))
+        self.replicas[name] = _Replica(place, replica._server_handle, list(replica.servers), ranks)
+
+    @property
+    def places(self) -> Mapping[str, Place]:
+        """Replicas by name."""
+        return {name: r.place for name, r in self.replicas.items()}
+
+    # ------------------------------------------------------------------ rollout servers and their balancer
+
+    def inflight(self) -> dict[str, int]:
+        """See `Fleet`."""
+        found: dict[str, int] = answer(self.balancer.get_status.remote(), CALL_S)["servers"]
+        return found
+
+    def leave(self, name: str) -> None:
+        """See `Fleet`."""
+        answer(self.balancer.remove_servers.remote([name]), CALL_S)
+
+    def join(self, names: Collection[str]) -> None:
+        """See `Fleet`."""
+        present = self.inflight()
+        if missing := {name: self.replicas[name].server for name in names if name not in present}:
+            answer(self.balancer.add_servers.remote(missing), CALL_S)
+
+    def try_sleep(self, name: str, keep_weights: bool) -> bool:
+        """See `Fleet`."""
+        return bool(answer(self.replicas[name].server.tlt_try_sleep.remote(keep_weights), SLEEP_S).slept)
+
+    def wake_up(self, name: str) -> None:
+        """See `Fleet`."""
+        answer(self.replicas[name].server.tlt_recall.remote(), SLEEP_S)
+
+    def disable_drafting(self, names: Collection[str]) -> None:
+        """See `Fleet`."""
+        calls = [r.server.tlt_disable_drafting.remote(name in names) for name, r in self.replicas.items()]
+        answer(calls, CALL_S)
+
+    def stage(self, drafter: DrafterFile) -> None:
+        """See `Fleet`."""
+        self._published = reference = ray.put(drafter)
+        answer([s.tlt_stage.remote(reference) for r in self.replicas.values() for s in r.servers], CALL_S)
+        self.store.put.remote(reference)
+
+    def drafter_statuses(self) -> dict[str, DrafterStatus]:
+        """See `Fleet`."""
+        return self._on_servers("tlt_status")
+
+    def engine_stats(self) -> dict[str, EngineStats]:
+        """See `Fleet`."""
+        return {name: stats for name, stats in self._on_servers("tlt_stats").items() if stats is not None}
+
+    def calibrate(self) -> float:
+        """See `Fleet`. Replicas of a run are alike, so one table serves them."""
+        # What spot workers import and load while they start would be measured, too.
+        answer([r.worker.__ray_ready__.remote() for r in self.replicas.values() if r.worker], CALIBRATION_S)
+        first, *others = self.replicas.values()
+        found = answer(first.server.tlt_calibrate.remote(), CALIBRATION_S)
+        answer([r.server.tlt_calibrate.remote(found) for r in others], CALL_S)
+        logger.info("engine step costs measured in %.1f s: %s", found.seconds, found.latency)
+        return float(found.seconds)
+
+    def _on_servers(self, method: str) -> dict[str, Any]:
+        calls = {name: getattr(r.server, method).remote() for name, r in self.replicas.items()}
+        return dict(zip(calls, answer(list(calls.values()), CALL_S), strict=True))
+
+    # ------------------------------------------------------------------ actor
+
+    def start_spot(self, aux_layers: Sequence[int], resume_from: Path | None) -> str | None:
+        """See `Fleet`. A spot worker per colocated replica, in the bundles of the actor's pool."""
+        ready = self.actor.tlt_setup(self.spot.config, list(aux_layers))
+        if untapped := next((r.untapped for r in ready if r.untapped), None):
+            return str(untapped)
+        colocated = {name: r for name, r in self.replicas.items() if r.ranks}
+        self._routes = route([r.group for r in ready], {name: r.ranks for name, r in colocated.items()})
+        for replica in colocated.values():
+            replica.worker = self._new_worker(replica)
+        if resume_from is not None:
+            self._on_workers("resume", str(resume_from))
+        return None
+
+    def take(self) -> list[TappedStates]:
+        """See `Fleet`."""
+        taken: list[TappedStates] = answer(self.actor.tlt_take(self._routes.shares), CALL_S)
+        return taken
+
+    def hand_over(self, step: int, taken: Sequence[TappedStates]) -> dict[str, Call[BufferStats]]:
+        """See `Fleet`."""
+        under_way: dict[str, Call[BufferStats]] = {}
+        for name in self.workers():
+            replica = self.replicas[name]
+            shards = [[taken[rank].shards[share] for rank in ranks] for ranks, share in self._routes.sources[name]]
+            weights = taken[replica.ranks[0]].verifier_weights
+            under_way[name] = RayCall(replica.worker.add.remote(step, shards, weights))
+        return under_way
+
+    # ------------------------------------------------------------------ spot workers
+
+    def workers(self) -> list[str]:
+        """See `Fleet`."""
+        return [name for name, r in self.replicas.items() if r.worker is not None]
+
+    @cached_property
+    def _bundles(self) -> list[tuple[Any, int]]:
+        return [(group, i) for group in self.pool.get_placement_groups() for i in range(group.bundle_count)]
+
+    def _new_worker(self, replica: _Replica, agreed: Any = None, published: Any = None) -> Any:
+        group, index = self._bundles[replica.ranks[0]]
+        placed = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
+        share = get_platform().ray_resource_options(1.0 / self.pool.max_colocate_count)
+        options = {"scheduling_strategy": placed, "num_cpus": 0, **share}
+        make: Callable[..., Any] = ray.remote(SpotWorker).options(**options).remote
+        plan = {**vars(self.spot), "drafter": self._first_drafter}
+        return make(name=replica.place.name, agreed=agreed, published=published, **plan)
+
+    @cached_property
+    def _first_drafter(self) -> Any:
+        """One copy in the object store for however many workers."""
+        return ray.put(self.spot.drafter)
+
+    def train(self, name: str) -> Call[SessionResult]:
+        """See `Fleet`."""
+        return RayCall(self.replicas[name].worker.train.remote())
+
+    def stop(self, name: str) -> None:
+        """See `Fleet`."""
+        self.replicas[name].worker.stop.remote()
+
+    def restart(self, names: Collection[str]) -> None:
+        """See `Fleet`.
+
+        A new worker's buffer is empty until the next step, but it starts from what the others agree on, or else its
+        changes would be measured from another version than theirs. Without others it starts from what was published
+        last, which is what the engines serve.
+        """
+        for name in names:
+            ray.kill(self.replicas[name].worker)
+        others = [self.replicas[name].worker for name in self.workers() if name not in names]
+        for name in names:
+            replica = self.replicas[name]
+            agreed = others[0].agreed.remote() if others else None
+            replica.worker = self._new_worker(replica, agreed, None if others else self._published)
+            replica.restarts += 1
+            logger.warning("spot worker of %s was killed and restarted (%d times so far)", name, replica.restarts)
+
+    def first_done(self, calls: Mapping[str, Call[Any]], timeout_s: float) -> list[str]:
+        """See `Fleet`."""
+        by_reference = {call.reference: name for name, call in calls.items() if isinstance(call, RayCall)}
+        done, _ = ray.wait(list(by_reference), num_returns=1, timeout=timeout_s)
+        return [by_reference[reference] for reference in done]
+
+    def merge(self, names: Sequence[str]) -> Merged:
+        """See `Fleet`. The first worker does the arithmetic; deltas travel through the object store."""
+        lead = self.replicas[names[0]].worker
+        merging = lead.merge.remote(*[self.replicas[name].worker.contribute.remote() for name in names])
+        merged: Merged = answer(merging, CALL_S)
+        self._on_workers("adopt", merging)
+        return merged
+
+    def score(self, max_draft_length: int) -> dict[str, HeldOutScores]:
+        """See `Fleet`."""
+        return self._on_workers("score", max_draft_length)
+
+    def keep_as_served(self) -> None:
+        """See `Fleet`."""
+        self._on_workers("keep", "served")
+
+    def revert(self, which: str) -> None:
+        """See `Fleet`."""
+        self._on_workers("revert", which)
+
+    def export(self, version: int, dtype: str, acceptance: Sequence[float]) -> DrafterFile:
+        """See `Fleet`."""
+        worker = self.replicas[self.workers()[0]].worker
+        exported: DrafterFile = answer(worker.export.remote(version, dtype, list(acceptance)), CALL_S)
+        return exported
+
+    def save(self, directory: Path, provenance: DrafterProvenance) -> Call[Any]:
+        """See `Fleet`."""
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        worker = self.replicas[self.workers()[0]].worker
+        return RayCall(worker.save.remote(str(directory.absolute()), provenance))
+
+    def _on_workers(self, method: str, *args: Any) -> dict[str, Any]:
+        """Call every spot worker and wait; the result by replica. One that does not answer is restarted and left out.
+
+        Raises:
+            CallFailed: one of them raised; its state may no longer be the others'.
+        """
+        calls = {name: getattr(self.replicas[name].worker, method).remote(*args) for name in self.workers()}
+        done, dead = {}, []
+        for name, reference in calls.items():
+            try:
+                done[name] = answer(reference, CALL_S)
+            except CallFailed as error:
+                if not error.died:
+                    raise
+                logger.warning("spot worker of %s died: %s", name, error)
+                dead.append(name)
+        self.restart(dead)
+        return done
