@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import re
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +107,16 @@ def render() -> str:
     return "\n".join(parts)
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """A page for the built site: links that leave docs/ become the file's name in the repository."""
-    return re.sub(r"\[[^\]]*\]\(\.\./([^)\s]+)\)", r"`\1`", markdown)
+def on_page_markdown(markdown: str, *, config: Mapping[str, Any], **_: Any) -> str:
+    """A page for the built site: links that leave docs/ lead to `repo_url`, or become the file's name without one."""
+    repository = (config.get("repo_url") or "").rstrip("/")
+
+    def elsewhere(link: re.Match[str]) -> str:
+        label, path = link.groups()
+        kind = "tree" if path.endswith("/") else "blob"
+        return f"[{label}]({repository}/{kind}/main/{path})" if repository else f"`{path}`"
+
+    return re.sub(r"\[([^\]]*)\]\(\.\./([^)\s]+)\)", elsewhere, markdown)
 
 
 def _fields(class_name: str) -> list[tuple[str, str, str]]:

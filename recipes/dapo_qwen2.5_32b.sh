@@ -3,6 +3,7 @@
 #
 # Hardware: NNODES nodes (default 8) of 8 GPUs with 80 GB; rollout replicas of 4 GPUs, so 2 on each node.
 # Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (verl's RLHF columns).
+# Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
 # Watch:    tlt/errors 0. Dynamic sampling may ask for more groups at any moment, so no replica leaves before the batch
 #           is complete: tlt/bubble_s counts the last round's tail only, and is smaller than under plain GRPO.
 #

@@ -3,6 +3,7 @@
 #
 # Hardware: NNODES nodes (default 8) of 8 GPUs with 80 GB; rollout replicas of 2 GPUs, so 4 on each node.
 # Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (verl's RLHF columns).
+# Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
 # Watch:    tlt/errors 0; tlt/bubble_s large and mostly trained; tlt/drafter_sim_accept_length rising, then
 #           tlt/drafter_off_frac falling from 1 and tlt/saved_s above 0. The reward curve is that of the run without TLT.
 #

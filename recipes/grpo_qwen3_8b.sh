@@ -3,6 +3,7 @@
 #
 # Hardware: 1 node of 8 GPUs with 80 GB; 8 rollout replicas of 1 GPU, the most bubbles one node can have.
 # Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (verl's RLHF columns).
+# Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
 # Watch:    tlt/errors 0; tlt/bubble_s against timing_s/gen times 8: the share of the fleet that waits. With one node there
 #           are more requests for each engine than in a cluster, so expect less than a cluster gains.
 #

@@ -3,6 +3,7 @@
 #
 # Hardware: 1 node of 8 GPUs with 80 GB; 8 rollout replicas of 1 GPU.
 # Data:     $DATA/gsm8k/{train,test}.parquet (verl's data_preprocess/gsm8k.py); the chat template announces the tool.
+# Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
 # Watch:    tlt/errors 0; num_turns/mean above 2, or nobody calls the tool. While a tool runs its conversation has no request
 #           in any engine and will send one, so no replica leaves before every conversation is over.
 #

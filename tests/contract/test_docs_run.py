@@ -1,0 +1,148 @@
+"""What pages tell a reader to type, run as written: commands that need no engine, scripts as far as their arguments."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "unit"))
+
+from doc_commands import PLACEHOLDER, arguments_of, commands, file_of, script_commands  # noqa: E402
+from made_run import make_run  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
+
+from verl_tlt.cli import app  # noqa: E402
+from verl_tlt.doctor import command as doctor_command  # noqa: E402
+
+POLICY = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "vocab_size": 64,
+    "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "intermediate_size": 128, "max_position_embeddings": 2048,
+}  # fmt: skip
+COMMANDS = script_commands(commands())
+WITHOUT_ENGINE = ("doctor", "report", "switch")
+"""Commands of `verl-tlt` that start nothing."""
+PARSE = """
+import argparse, contextlib, io, json, runpy, sys
+import typer
+
+class Parsed(Exception):
+    pass
+
+def parse_args(self, *args, **kwargs):
+    found, unknown = known(self, *args, **kwargs)
+    if unknown:
+        self.error(f"unrecognized arguments: {unknown}")
+    raise Parsed
+
+def parse_known_args(self, *args, **kwargs):
+    known(self, *args, **kwargs)
+    raise Parsed
+
+def run(function):  # as typer.run, without calling the function
+    app = typer.Typer()
+    app.command()(function)
+    command = typer.main.get_command(app)
+    command.callback = lambda **_: None
+    command.main(sys.argv[1:], standalone_mode=True)
+
+known = argparse.ArgumentParser.parse_known_args
+argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_known_args = parse_args, parse_known_args
+typer.run = run
+before = list(sys.path)
+for file, arguments in json.load(sys.stdin):
+    sys.argv, sys.path[:] = [file, *arguments], [file.rpartition("/")[0], *before]
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            runpy.run_path(file, run_name="__main__")
+        verdict = "ran without parsing its arguments" if arguments else ""
+    except Parsed:
+        verdict = ""
+    except SystemExit as end:
+        verdict = said.getvalue() if end.code else ""
+    print(json.dumps([file, arguments, verdict]), flush=True)
+"""
+WITHOUT_ARGUMENTS = {"benchmarks/ngram.py", "docs/generate.py"}
+"""Scripts that parse nothing: they would run."""
+
+
+@pytest.fixture(scope="module")
+def verdicts():
+    """What each script says of the arguments; all in one process, because most of the time is imports."""
+    asked = [(str(file_of(c)), arguments_of(c)) for c in COMMANDS]
+    asked = [(file, words) for file, words in asked if str(Path(file).relative_to(ROOT)) not in WITHOUT_ARGUMENTS]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VERL_ENGINE_DEVICE": "cuda"}
+    done = subprocess.run(
+        [sys.executable, "-c", PARSE],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=600,
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == len(asked), done.stderr[-2000:]
+    return {(file, *arguments): verdict for file, arguments, verdict in found}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_a_script_takes_what_the_page_gives_it(command, verdicts):
+    words = arguments_of(command)
+    if str(file_of(command).relative_to(ROOT)) in WITHOUT_ARGUMENTS:
+        assert not words and "argparse" not in file_of(command).read_text()
+    else:
+        assert verdicts[(str(file_of(command)), *words)] == ""
+
+
+def without_engine():
+    """What can be run, each once however its placeholders are called."""
+    found = {}
+    for c in commands():
+        words = tuple(PLACEHOLDER if word in ("TRACE_DIR", "DIR") else word for word in c.words[1:])
+        starts_nothing = words[:1] and words[0] in WITHOUT_ENGINE and "--gpu" not in words
+        if c.words[0] == "verl-tlt" and starts_nothing and (c.whole or len(words) > 1):
+            found.setdefault(words, c)
+    return [pytest.param(words, id=str(c)) for words, c in found.items()]
+
+
+@pytest.fixture(scope="module")
+def placeholders(tmp_path_factory):
+    """What stands for `<your recipe>` in a call of the doctor, and for a trace directory elsewhere."""
+    root = tmp_path_factory.mktemp("reader")
+    make_run(root / "run" / "tlt_trace")
+    (root / "policy").mkdir()
+    (root / "policy" / "config.json").write_text(json.dumps(POLICY))
+    (root / "train.parquet").touch()
+    recipe = [
+        "actor_rollout_ref.rollout.name=vllm",
+        f"actor_rollout_ref.model.path={root / 'policy'}",
+        f"data.train_files={root / 'train.parquet'}",
+        f"data.val_files={root / 'train.parquet'}",
+    ]
+    return {"doctor": recipe, "report": [str(root / "run" / "tlt_trace")], "switch": [str(root / "run" / "tlt_trace")]}
+
+
+@pytest.fixture(scope="module")
+def symbols():
+    """What the doctor reads out of verl's and vLLM's sources, once: it takes seconds."""
+    return doctor_command.installed_symbols()
+
+
+@pytest.mark.parametrize("words", without_engine())
+def test_a_command_without_an_engine_runs_as_written(words, placeholders, symbols, monkeypatch):
+    monkeypatch.setattr(doctor_command, "installed_symbols", lambda: symbols)
+    mine = placeholders[words[0]]
+    typed = [part for word in words for part in (mine if word == PLACEHOLDER else (word,))]
+    done = CliRunner().invoke(app, typed, env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+
+
+def test_a_recipe_that_cannot_run_would_be_seen(placeholders, symbols, monkeypatch):
+    monkeypatch.setattr(doctor_command, "installed_symbols", lambda: symbols)
+    done = CliRunner().invoke(app, ["doctor", *placeholders["doctor"], "+tlt=default", "tlt.spot.poll_s=never"])
+    assert done.exit_code == 1

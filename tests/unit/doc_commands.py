@@ -1,0 +1,90 @@
+"""Every command that a page shows, as words: fenced shell blocks, code spans that begin with a command, recipe headers.
+
+`<your recipe>` and the like become one word, `PLACEHOLDER`; what is set in front of a command (`DATA=/data ...`) is
+apart from it.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PLACEHOLDER = "PLACEHOLDER"
+PROGRAMS = ("verl-tlt ", "make ", "python ", "pytest ", "mkdocs ", "vllm serve ", "pip install ", "hf ")
+"""A code span that begins with one of these is a command."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command line."""
+
+    page: str
+    words: tuple[str, ...]
+    environment: tuple[str, ...] = ()
+    whole: bool = True
+    """False: a code span, which may name a command without everything it needs."""
+
+    def __str__(self) -> str:
+        return f"{self.page}: {' '.join(self.words)}"
+
+
+def commands() -> list[Command]:
+    """All of them, in the order of the pages."""
+    found = [command for page in PAGES for command in _of_page(page)]
+    for recipe in sorted((ROOT / "recipes").glob("*.sh")):
+        usage = re.findall(r"^#   (\S.*recipes/\S+\.sh.*)$", recipe.read_text(), re.MULTILINE)
+        assert usage, f"{recipe.name} does not say how it is called"
+        found += [_command(recipe.name, re.sub(r"\[[^]]*\]", "<more>", line)) for line in usage]
+    return found
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a page in one language, indented ones too."""
+    fenced = re.findall(rf"^( *)```{language}\n(.*?)^ *```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [re.sub(rf"^{indent}", "", text, flags=re.MULTILINE) for indent, text in fenced]
+
+
+def script_commands(found: list[Command]) -> list[Command]:
+    """Those that run a script or module of this repository, each once; whole lines win over code spans."""
+    ours = [c for c in found if c.words[0] == "python" and c.words[1:2] != ("-c",)]
+    ours = [c for c in ours if "verl.trainer.main_ppo" not in c.words]
+    return list({c.words: c for c in sorted(ours, key=lambda c: c.whole)}.values())
+
+
+def file_of(command: Command) -> Path:
+    """The file that `python FILE ...` or `python -m MODULE ...` runs."""
+    _, first, *rest = command.words
+    path = ROOT / (rest[0].replace(".", "/") if first == "-m" else first)
+    return path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def arguments_of(command: Command) -> list[str]:
+    """What the script is given."""
+    _, first, *rest = command.words
+    return rest[1:] if first == "-m" else rest
+
+
+def _of_page(page: Path) -> Iterator[Command]:
+    for block in blocks(page, "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.strip() and not line.lstrip().startswith("#"):
+                yield _command(page.name, line)
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for span in re.findall(r"`([^`]+)`", text):
+        line = " ".join(span.split())
+        if re.match(r"[A-Z_]+=\S* [a-z]", line) or line.startswith(PROGRAMS):
+            yield _command(page.name, line, whole=False)
+
+
+def _command(page: str, line: str, whole: bool = True) -> Command:
+    words = shlex.split(re.sub(r"<[a-z][^>]*>", PLACEHOLDER, line), comments=True)
+    environment = []
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        environment.append(words.pop(0))
+    program = words[0].removeprefix(".venv/bin/") if words else ""
+    return Command(page, (program, *(word for word in words[1:] if word != "...")), tuple(environment), whole)
