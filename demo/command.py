@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from demo.machine import DemoError, check_packages, find_machine
+from demo.machine import DemoError, check_packages, find_dtype, find_machine, say_dtype
 from demo.processes import interruptible
 from demo.run import DemoRun, run_recipe
 from demo.screen import Screen
@@ -54,9 +54,12 @@ def _demo(console: Console, compare: bool, steps: int, out: Path, seed: int) -> 
     check_packages()
     for warning in find_machine().check():
         console.print(f"Note: {warning}")
+    dtype = find_dtype()
+    console.print(say_dtype(dtype), highlight=False)
     out.mkdir(parents=True, exist_ok=True)
     with Screen(console) as screen:
-        main = DemoRun("GRPO with verl-tlt", out / "tlt", steps, seed, env=_assets(out / "assets", screen))
+        env = _assets(out / "assets", screen) | {"DTYPE": dtype}
+        main = DemoRun("GRPO with verl-tlt", out / "tlt", steps, seed, env=env)
         run_recipe(main, RECIPE, screen)
         stock = replace(main, title="stock verl, same seed", out=out / "stock", tlt=False)
         warm = replace(main, title="GRPO with the drafter just trained", out=out / "warm", drafter=main.out / "drafter")

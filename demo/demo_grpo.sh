@@ -19,6 +19,7 @@ TLT=${TLT:-1}
 DRAFTER=${DRAFTER:-}
 ASSETS=${ASSETS:-$OUT/assets}
 REPLICAS=${REPLICAS:-2}
+DTYPE=${DTYPE:-$(python -c 'from demo.machine import find_dtype; print(find_dtype())')}
 POLICY=${POLICY:-$ASSETS/policy-wide}
 
 mkdir -p "$OUT"
@@ -49,13 +50,13 @@ exec python -m verl.trainer.main_ppo hydra.run.dir="$OUT/hydra" \
   +actor_rollout_ref.model.override_config.attn_implementation=sdpa \
   actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.actor.use_torch_compile=False \
   actor_rollout_ref.actor.fsdp_config.use_torch_compile=False actor_rollout_ref.actor.fsdp_config.model_dtype=fp32 \
-  +actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16 \
+  +actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype="$DTYPE" \
   +actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype=fp32 \
   +actor_rollout_ref.actor.fsdp_config.mixed_precision.buffer_dtype=fp32 \
   actor_rollout_ref.actor.ppo_mini_batch_size=6 \
   actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1536 \
   actor_rollout_ref.actor.optim.lr=1e-5 \
-  actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.dtype=bfloat16 \
+  actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.dtype="$DTYPE" \
   actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.n_gpus_per_node="$REPLICAS" \
   actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True \
   actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=1536 actor_rollout_ref.rollout.calculate_log_probs=True \

@@ -23,6 +23,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from demo.machine import find_dtype, say_dtype
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "control.json"
 TOY = ROOT / ".cache" / "toy"
@@ -104,6 +106,8 @@ def main() -> None:
     options = parser.parse_args()
     everything = not (options.replay or options.drain or options.overhead)
     found = json.loads(options.out.read_text()) if options.out.exists() else {}
+    if options.overhead or options.drain or everything:
+        console.print(say_dtype(find_dtype()))
     if options.overhead or everything:
         from benchmarks.control.drain import cost_of_control
         from benchmarks.control.toy import prepare

@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.control.engine import ARMS, BATCH, VLLM_ZERO, EngineProcess
 from benchmarks.control.toy import Toy
+from demo.machine import find_dtype
 from verl_tlt.simulate.recorded import recording, step_records, worth
 from verl_tlt.speculation.costs.latency_table import Table, interpolate
 
@@ -84,6 +85,7 @@ def drain(
         "drain": {"runs": len(speeds["off"]), "tok_per_s": tok_per_s, "accept_length": round(accept_length, 3)},
         "drain_detail": {
             "clock": clock,
+            "dtype": find_dtype(),
             "goodput_over": {name: round(_paired(speeds["goodput"], v), 3) for name, v in speeds.items()},
             "final": {
                 name: {

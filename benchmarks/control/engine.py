@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.control.toy import LONGEST_DRAFT, Toy
+from demo.machine import find_dtype
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.policies.factory import make_policy
@@ -145,7 +146,7 @@ class _Engine:
 
             scheduler.time = SimpleNamespace(perf_counter=time.process_time, time=time.time)
         arguments: dict[str, Any] = dict(
-            model=str(toy.policy), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, seed=0,
+            model=str(toy.policy), skip_tokenizer_init=True, dtype=find_dtype(), enforce_eager=True, seed=0,
             max_model_len=CONTEXT, max_num_seqs=BATCH, enable_prefix_caching=False, distributed_executor_backend="uni",
         )  # fmt: skip
         if kind == "tlt":

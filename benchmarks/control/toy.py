@@ -2,7 +2,7 @@
 
     python -m benchmarks.control.toy DIR [--steps N]
 
-The policy is large enough to be memory-bound on one thread: 30M parameters in bfloat16. It computes what the small
+The policy is large enough to be memory-bound on one thread: 30M parameters. It computes what the small
 policy does, padded with zeros (`demo.toy.widen`), so the drafter is trained on the small one's hidden states, which
 are the same, and its MLP has the small one's width: 1.4M parameters, 5 % of the policy, as EAGLE heads of large models
 have. It learns from the task's demonstrations, which the policy imitates, with `verl_tlt.drafter` alone: no engine, no

@@ -26,6 +26,7 @@ import time
 from pathlib import Path
 
 from benchmarks.demo.take_turns import give
+from demo.machine import find_dtype, say_dtype
 from demo.toy.assets import build_assets
 
 RECIPE = Path(__file__).parents[2] / "demo" / "demo_grpo.sh"
@@ -46,6 +47,7 @@ def start(name: str, other: str, out: Path, steps: int, drafter: Path | None) ->
         "ASSETS": str(out / "assets"),
         "POLICY": str(assets.policy),
         "STEPS": str(steps),
+        "DTYPE": find_dtype(),
         "TLT": "0" if name.startswith("stock") else "1",
         "DRAFTER": str(drafter or ""),
         "SAVE_FREQ": "-1",
@@ -137,9 +139,10 @@ def main() -> None:
     parser.add_argument("--drafter", type=Path, help="start `warm` from this one, and leave `fresh` out")
     args = parser.parse_args()
     out = args.out.resolve()
+    print(say_dtype(find_dtype()))
     pairs = {} if args.drafter else {"fresh": pair("fresh", out, args.steps, None)}
     pairs["warm"] = pair("warm", out, args.steps, (args.drafter or out / "fresh" / "drafter").resolve())
-    result: dict[str, object] = {}
+    result: dict[str, object] = {"dtype": find_dtype()}
     if "fresh" in pairs:
         first, again = pairs["fresh"][0], pairs["warm"][0]
         drift = [again[step]["timing_s/gen"] / first[step]["timing_s/gen"] for step in sorted(first)[1:]]

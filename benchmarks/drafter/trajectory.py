@@ -35,6 +35,7 @@ os.environ.update(
 import numpy as np
 import torch
 
+from demo.machine import find_dtype, say_dtype
 from demo.toy import task
 from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from demo.toy.reward import compute_score
@@ -48,6 +49,8 @@ MAX_RESPONSE = 384
 LEARNING_RATE = 3e-5
 MICRO_BATCH = 1536
 """Padded tokens a forward."""
+DTYPE = find_dtype()
+"""Of vLLM's weights and of the update's products: whichever is the faster one here."""
 Text = tuple[list[int], int]
 """Token ids of a prompt and its response, and the prompt's length."""
 SAVE_STATE, SAVE_POLICY = 5, 33
@@ -55,7 +58,7 @@ SAVE_STATE, SAVE_POLICY = 5, 33
 
 
 class VLLMSampler:
-    """Stock vLLM in this process, bfloat16."""
+    """Stock vLLM in this process."""
 
     def __init__(self) -> None:
         from vllm import LLM
@@ -63,7 +66,7 @@ class VLLMSampler:
         self.llm = LLM(
             model=str(SHIPPED_POLICY),
             skip_tokenizer_init=True,
-            dtype="bfloat16",
+            dtype=DTYPE,
             enforce_eager=True,
             seed=0,
             max_model_len=512,
@@ -76,7 +79,7 @@ class VLLMSampler:
         """`samples` responses to each prompt at temperature 1, by group, from `model`'s present weights."""
         from vllm import SamplingParams
 
-        weights = [(name, value.detach().to(torch.bfloat16)) for name, value in model.state_dict().items()]
+        weights = [(name, value.detach().to(getattr(torch, DTYPE))) for name, value in model.state_dict().items()]
         self.llm.apply_model(lambda served: len(served.load_weights(weights)))
         end = task.TOKEN_ID[task.EOS]
         common = {"n": samples, "temperature": 1.0, "max_tokens": MAX_RESPONSE, "stop_token_ids": [end]}
@@ -189,8 +192,8 @@ class Taught:
         return keep
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [B, T, V] for tokens [B, T], padded on the right; weights float32, products bfloat16 as in verl."""
-        with torch.autocast("cpu", torch.bfloat16):
+        """Logits [B, T, V] for tokens [B, T], padded on the right; weights float32 as in verl."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=DTYPE == "bfloat16"):
             return self.model(tokens).logits.float()
 
     def captured(self, text: Text, row: int) -> Sequence:
@@ -348,6 +351,7 @@ def main() -> None:
     parser.add_argument("--sampler", choices=("torch", "vllm"), default="torch", help="what writes the responses")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    print(say_dtype(DTYPE))
     sampler = TorchSampler() if options.sampler == "torch" else VLLMSampler()
     for seed in options.seeds:
         record(sampler, options.out / f"seed-{seed}", seed, options.steps)

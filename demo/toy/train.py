@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from torch import Tensor
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
+from demo.machine import Dtype, find_dtype, say_dtype
 from demo.toy import task
 from demo.toy.tokenizer import save_tokenizer
 
@@ -70,8 +71,8 @@ def policy_config() -> Qwen3Config:
     )
 
 
-def train(config: TrainConfig = TrainConfig()) -> Qwen3ForCausalLM:
-    """Train a policy with plain next-token loss on the responses: fp32 weights, bf16 products."""
+def train(config: TrainConfig = TrainConfig(), products: Dtype = "float32") -> Qwen3ForCausalLM:
+    """Train a policy with plain next-token loss on the responses: fp32 weights, products in either dtype."""
     torch.manual_seed(config.seed)
     model = Qwen3ForCausalLM(policy_config())
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
@@ -83,7 +84,7 @@ def train(config: TrainConfig = TrainConfig()) -> Qwen3ForCausalLM:
             tokens, targets = next(batches)
             for group in optimizer.param_groups:
                 group["lr"] = config.learning_rate * _schedule(step, config.steps)
-            with torch.autocast("cpu", torch.bfloat16):  # weights and their updates stay fp32
+            with torch.autocast("cpu", torch.bfloat16, enabled=products == "bfloat16"):  # weights and their updates stay fp32
                 logits = model(tokens).logits  # [B, T, V]
             loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
             optimizer.zero_grad()
@@ -157,7 +158,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=defaults.seed)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    save_policy(train(TrainConfig(steps=args.steps, seed=args.seed)), args.out)
+    dtype = find_dtype()
+    print(say_dtype(dtype))
+    save_policy(train(TrainConfig(steps=args.steps, seed=args.seed), dtype), args.out)
     print(f"policy written to {args.out}")
 
 

@@ -99,6 +99,7 @@ def grpo(
         "POLICY": str(built.policy),
         "AUX_LAYERS": ",".join(map(str, built.aux_layers)),
         "STEPS": str(steps),
+        "DTYPE": "float32",
         **environment,
     }
     command = [
@@ -108,8 +109,6 @@ def grpo(
         "data.max_response_length=640",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}",
         "actor_rollout_ref.actor.optim.lr=1e-5",
-        "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32",
-        "actor_rollout_ref.rollout.dtype=float32",
         "actor_rollout_ref.rollout.max_model_len=720",
         "actor_rollout_ref.rollout.max_num_seqs=16",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={built.agent_loop}",
