@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from demo.machine import DemoError, check_packages, find_dtype, find_machine, say_dtype
+from demo.machine import DemoError, Dtype, check_packages, find_dtype, find_machine, say_dtype
 from demo.processes import interruptible
 from demo.run import DemoRun, run_recipe
 from demo.screen import Screen
@@ -58,7 +58,7 @@ def _demo(console: Console, compare: bool, steps: int, out: Path, seed: int) -> 
     console.print(say_dtype(dtype), highlight=False)
     out.mkdir(parents=True, exist_ok=True)
     with Screen(console) as screen:
-        env = _assets(out / "assets", screen) | {"DTYPE": dtype}
+        env = _assets(out / "assets", dtype, screen) | {"DTYPE": dtype}
         main = DemoRun("GRPO with verl-tlt", out / "tlt", steps, seed, env=env)
         run_recipe(main, RECIPE, screen)
         stock = replace(main, title="stock verl, same seed", out=out / "stock", tlt=False)
@@ -94,13 +94,16 @@ def conclude(
     _show(console, out, rows, initial_lengths(trace), stock, warm, serving)
 
 
-def _assets(folder: Path, screen: Screen) -> dict[str, str]:
-    """Build the toy (or find it from last time); returns where the recipe finds its parts."""
+def _assets(folder: Path, dtype: Dtype, screen: Screen) -> dict[str, str]:
+    """Build the toy (or find it from last time); returns where the recipe finds its parts.
+
+    Decoding reads the same number of bytes a token in either dtype.
+    """
     from demo.toy.assets import build_assets
 
     screen.status("making the toy policy and its prompts")
     try:
-        assets = build_assets(folder, width="wide")
+        assets = build_assets(folder, width="wide" if dtype == "bfloat16" else "half")
     except (OSError, ValueError) as error:
         raise DemoError(f"The toy could not be made: {error}") from error
     return {

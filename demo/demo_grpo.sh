@@ -4,9 +4,11 @@
 # Hardware: 2 cores, 18 GB of memory.  Data: `python -m demo.toy.assets ASSETS --width wide` makes policy and prompts.
 # Expected: accept length from 1.0 to about 2 within ten steps; the reward of 24 samples a step is noisy.
 #
-#   OUT=demo-out STEPS=10 SEED=1 TLT=1 DRAFTER= demo/demo_grpo.sh [more verl overrides]
+#   OUT=demo-out STEPS=10 SEED=1 TLT=1 DRAFTER= DTYPE= demo/demo_grpo.sh [more verl overrides]
 #
-# TLT=0 runs the same recipe without the flag.
+# TLT=0 runs the same recipe without the flag. DTYPE is that of rollout and of the update's products: bfloat16 or
+# float32; unset: the one that this processor is faster in. EXECUTOR=mp gives an engine's worker a process of its own,
+# as verl does otherwise: with one worker an engine that is another process to start.
 set -euo pipefail
 
 # Reward, sampler and agent loops are in the `demo` package of this clone: every process of the run imports them.
@@ -19,6 +21,7 @@ TLT=${TLT:-1}
 DRAFTER=${DRAFTER:-}
 ASSETS=${ASSETS:-$OUT/assets}
 REPLICAS=${REPLICAS:-2}
+EXECUTOR=${EXECUTOR:-uni}
 DTYPE=${DTYPE:-$(python -c 'from demo.machine import find_dtype; print(find_dtype())')}
 POLICY=${POLICY:-$ASSETS/policy-wide}
 
@@ -32,6 +35,10 @@ export VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda RAY_ACCEL_ENV_VAR_OVERRIDE_ON_Z
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_NO_USAGE_STATS=1 TORCH_COMPILE_DISABLE=1
 export RAY_DEDUP_LOGS=0 RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=disabled
+# vLLM on a CPU makes `mp` of `uni` unless this says otherwise; OpenMP, its reason, has one thread here.
+if [ "$EXECUTOR" = uni ]; then export VLLM_ENABLE_V1_MULTIPROCESSING=0; fi
+# Workers that Ray starts in advance are never used: verl's actors have an environment of their own.
+export RAY_prestart_worker_first_driver=0
 export VERL_FILE_LOGGER_PATH=${VERL_FILE_LOGGER_PATH:-$OUT/metrics.jsonl}
 export TENSORBOARD_DIR=${TENSORBOARD_DIR:-$OUT/tensorboard}
 
@@ -63,6 +70,7 @@ exec python -m verl.trainer.main_ppo hydra.run.dir="$OUT/hydra" \
   actor_rollout_ref.rollout.enforce_eager=True +actor_rollout_ref.rollout.enable_sleep_mode=False \
   actor_rollout_ref.rollout.max_model_len=1536 actor_rollout_ref.rollout.max_num_seqs=32 \
   actor_rollout_ref.rollout.max_num_batched_tokens=2048 actor_rollout_ref.rollout.gpu_memory_utilization=0.1 \
+  ++actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend="$EXECUTOR" \
   actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=64 \
   actor_rollout_ref.rollout.agent.num_workers=1 \
   reward.num_workers=1 reward.custom_reward_function.path=pkg://demo.toy.reward \

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import psutil
 
+from demo.leftovers import Leftovers
+
 PR_SET_CHILD_SUBREAPER = 36
 
 TERM_S = 8.0
@@ -31,15 +33,25 @@ KILL_S = 10.0
 
 
 class ProcessTree:
-    """Starts `argv` in its own session with its output in `log`. One at a time: orphans are told apart by time."""
+    """Starts `argv` in its own session with its output in `log`. One at a time: orphans are told apart by time.
+
+    The command's `TMPDIR` is a folder of its own; that and the shared memory of its processes go when it is stopped.
+    """
 
     def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], log: Path, cwd: Path | None = None) -> None:
+        self._leftovers, self._ending = Leftovers(), False
         self._before = {p.pid for p in psutil.Process().children()}
         self._known: dict[int, psutil.Process] = {}
         _adopt_orphans(True)
         with log.open("ab") as out:
             self.process = subprocess.Popen(
-                argv, env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+                argv,
+                env={**env, "TMPDIR": str(self._leftovers.folder)},
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
             )
         self.alive()
 
@@ -57,23 +69,28 @@ class ProcessTree:
                 found[process.pid] = process
                 queue += children.get(process.pid, ())
         self._known = found
+        self._leftovers.note(found, self._ending)
         return list(found.values())
 
     def stop(self) -> list[int]:
-        """End the whole tree: first asked, then told, then killed. Ctrl-C does not interrupt this.
+        """End the whole tree, first asked, then told, then killed, and remove what it leaves. Ctrl-C waits for this.
 
         Returns:
             Process ids that survived even SIGKILL; empty in every healthy case.
         """
         with _uninterrupted():
+            self._ending = True
             self.alive()
             if self.process.poll() is None:
                 self.process.send_signal(signal.SIGTERM)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.process.wait(TERM_S)
+                deadline = time.monotonic() + TERM_S
+                while self.process.poll() is None and time.monotonic() < deadline:
+                    self.alive()
+                    time.sleep(0.05)
             for sent, seconds in ((None, REST_S), (signal.SIGTERM, REST_S), (signal.SIGKILL, KILL_S)):
                 self._end(sent, seconds)
             left = [p.pid for p in self.alive()]
+            self._leftovers.remove()
             _adopt_orphans(False)
             return left
 
@@ -124,6 +141,21 @@ def _uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in zip(numbers, handlers, strict=True):
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def deferred_interrupts() -> Iterator[None]:
+    """What would interrupt the block does so at its end: around the making of what a `finally` has to know of."""
+    came: list[int] = []
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if callable(signal.getsignal(n))]
+    handlers = [signal.signal(number, lambda number, _: came.append(number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
+    for first in came[:1]:
+        signal.raise_signal(first)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from demo.machine import DemoError
-from demo.processes import ProcessTree
+from demo.processes import ProcessTree, deferred_interrupts
 from demo.progress import Progress, cause, strip_colors
 from demo.screen import Screen
 from verl_tlt.report.follow import Tail, TraceTail
@@ -82,9 +82,10 @@ def run_recipe(run: DemoRun, recipe: Path, screen: Screen, stall_s: float = STAL
     started = time.time()
     progress = Progress(run.steps, started)
     screen.line(f"{run.title}: {run.steps} steps, output of verl in {run.log}")
-    tree = ProcessTree(["bash", str(recipe)], env=run.environment(), log=run.log)
-    left: list[int] = []
+    tree: ProcessTree | None = None
     try:
+        with deferred_interrupts():
+            tree = ProcessTree(["bash", str(recipe)], env=run.environment(), log=run.log)
         watch = _Watch(run, progress, screen)
         while (code := tree.process.poll()) is None:
             if time.time() - watch.poll() > stall_s:
@@ -93,7 +94,7 @@ def run_recipe(run: DemoRun, recipe: Path, screen: Screen, stall_s: float = STAL
             time.sleep(POLL_S)
         watch.poll()
     finally:
-        left = tree.stop()
+        left = tree.stop() if tree is not None else []
     if left:
         raise DemoError(f"These processes of the run could not be ended: {', '.join(map(str, left))}.")
     if code:

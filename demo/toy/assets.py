@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 from demo.toy import task
 
-Width = Literal["small", "wide"]
+Width = Literal["small", "half", "wide"]
 
 SHIPPED_POLICY = Path(__file__).parent / "policy"
 """The trained policy that the package carries; `demo.toy.train` regenerates it."""
@@ -29,7 +29,7 @@ DATA_SOURCE = "toy_addition"
 FORCED_LENGTHS = 16
 """Lengths per prompt for runs on the same tokens: room for groups of up to 16 samples."""
 
-AUX_LAYERS: dict[Width, tuple[int, int, int]] = {"small": (1, 2, 3), "wide": (3, 5, 7)}
+AUX_LAYERS: dict[Width, tuple[int, int, int]] = {"small": (1, 2, 3), "half": (3, 5, 7), "wide": (3, 5, 7)}
 """Layers whose inputs the drafter reads: the outputs of the first three of four layers; of the last three real ones."""
 
 
@@ -61,18 +61,18 @@ def build_assets(
     """Write policy and prompts below `out_dir`, or find them there from an equal call before.
 
     Args:
-        out_dir: created if missing; the small and the wide policy live side by side in it.
-        width: the 3.4M policy as it was trained, or the same function in 30M parameters.
+        out_dir: created if missing; the policies live side by side in it.
+        width: the 3.4M policy as it was trained, or the same function in 16M or 30M parameters.
         train_rows: training prompts.
         val_rows: validation prompts, drawn apart from the training prompts.
         seed: of the prompts.
 
     Raises:
-        ValueError: `width` is neither "small" nor "wide", or there are no rows.
+        ValueError: `width` is no `Width`, or there are no rows.
         FileNotFoundError: the package lacks its trained policy.
     """
     if width not in get_args(Width):
-        raise ValueError(f'width must be "small" or "wide", not {width!r}.')
+        raise ValueError(f'width must be "small", "half" or "wide", not {width!r}.')
     if train_rows < 1 or val_rows < 1:
         raise ValueError(f"train_rows and val_rows must be at least 1, not {train_rows} and {val_rows}.")
     if not (SHIPPED_POLICY / "model.safetensors").exists():
@@ -166,9 +166,9 @@ def _write_policy(path: Path, width: Width) -> None:
     if width == "small":
         shutil.copytree(SHIPPED_POLICY, path)
         return
-    from demo.toy.widen import widen  # torch and transformers take seconds to import: not on a cached call
+    from demo.toy.widen import HALF_MLP_WIDTH, MLP_WIDTH, widen  # torch takes seconds to import: not on a cached call
 
-    widen(SHIPPED_POLICY, path)
+    widen(SHIPPED_POLICY, path, MLP_WIDTH if width == "wide" else HALF_MLP_WIDTH)
 
 
 def _write_rows(path: Path, split: str, count: int, seed: int) -> None:

@@ -84,7 +84,9 @@ def train(config: TrainConfig = TrainConfig(), products: Dtype = "float32") -> Q
             tokens, targets = next(batches)
             for group in optimizer.param_groups:
                 group["lr"] = config.learning_rate * _schedule(step, config.steps)
-            with torch.autocast("cpu", torch.bfloat16, enabled=products == "bfloat16"):  # weights and their updates stay fp32
+            with torch.autocast(
+                "cpu", torch.bfloat16, enabled=products == "bfloat16"
+            ):  # weights and their updates stay fp32
                 logits = model(tokens).logits  # [B, T, V]
             loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
             optimizer.zero_grad()

@@ -100,6 +100,7 @@ def grpo(
         "AUX_LAYERS": ",".join(map(str, built.aux_layers)),
         "STEPS": str(steps),
         "DTYPE": "float32",
+        "EXECUTOR": "mp",
         **environment,
     }
     command = [

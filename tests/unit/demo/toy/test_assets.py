@@ -51,6 +51,13 @@ def test_the_wide_policy_is_the_shipped_one(wide):
         torch.testing.assert_close(b.hidden_states[wide_id], a.hidden_states[small_id], atol=1e-4, rtol=1e-4)
 
 
+def test_the_half_policy_is_as_many_bytes_in_fp32_as_the_wide_one_in_bf16(out, wide):
+    half = assets.build_assets(out, width="half", train_rows=8, val_rows=4)
+    small, big = (Qwen3ForCausalLM.from_pretrained(path) for path in (half.policy, wide.policy))
+    assert 4 * small.num_parameters() == pytest.approx(2 * big.num_parameters(), rel=0.1)
+    assert half.aux_layers == wide.aux_layers
+
+
 def test_an_equal_call_finds_everything(out, wide):
     stamps = {p: p.stat().st_mtime_ns for p in out.rglob("*")}
     start = time.perf_counter()
@@ -89,7 +96,7 @@ def test_the_small_policy_is_copied(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"width": "huge"}, 'width must be "small" or "wide", not \'huge\''),
+        ({"width": "huge"}, 'width must be "small", "half" or "wide", not \'huge\''),
         ({"val_rows": 0}, "at least 1, not 512 and 0"),
     ],
 )
