@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 import itertools
 import re
 import typing
@@ -103,7 +104,7 @@ def render() -> str:
         ]
         table = "\n".join(["| Key | Type | Default | Meaning |", "|---|---|---|---|", *rows])
         notes = "\n".join(f"* {note}" for note in NOTES[section.name])
-        parts.append(f"## {section.name}\n\n{cls.__doc__}\n\n{table}\n\n{notes}\n")
+        parts.append(f"## {section.name}\n\n{inspect.cleandoc(cls.__doc__)}\n\n{table}\n\n{notes}\n")
     return "\n".join(parts)
 
 
