@@ -95,15 +95,12 @@ def conclude(
 
 
 def _assets(folder: Path, dtype: Dtype, screen: Screen) -> dict[str, str]:
-    """Build the toy (or find it from last time); returns where the recipe finds its parts.
-
-    Decoding reads the same number of bytes a token in either dtype.
-    """
-    from demo.toy.assets import build_assets
+    """Build the toy (or find it from last time); returns where the recipe finds its parts."""
+    from demo.toy.assets import build_assets, demo_width
 
     screen.status("making the toy policy and its prompts")
     try:
-        assets = build_assets(folder, width="wide" if dtype == "bfloat16" else "half")
+        assets = build_assets(folder, width=demo_width(dtype))
     except (OSError, ValueError) as error:
         raise DemoError(f"The toy could not be made: {error}") from error
     return {

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO on the toy task with two replicas, on a machine without an accelerator: the recipe behind `make demo`.
 #
-# Hardware: 2 cores, 18 GB of memory.  Data: `python -m demo.toy.assets ASSETS --width wide` makes policy and prompts.
+# Hardware: 2 cores, 18 GB of memory.  Data: `python -m demo.toy.assets ASSETS` makes policy and prompts.
 # Expected: accept length from 1.0 to about 2 within ten steps; the reward of 24 samples a step is noisy.
 #
 #   OUT=demo-out STEPS=10 SEED=1 TLT=1 DRAFTER= DTYPE= demo/demo_grpo.sh [more verl overrides]
@@ -23,7 +23,8 @@ ASSETS=${ASSETS:-$OUT/assets}
 REPLICAS=${REPLICAS:-2}
 EXECUTOR=${EXECUTOR:-uni}
 DTYPE=${DTYPE:-$(python -c 'from demo.machine import find_dtype; print(find_dtype())')}
-POLICY=${POLICY:-$ASSETS/policy-wide}
+case $DTYPE in bfloat16) WIDTH=wide ;; *) WIDTH=half ;; esac # as many bytes to read a token in either dtype
+POLICY=${POLICY:-$ASSETS/policy-$WIDTH}
 
 mkdir -p "$OUT"
 OUT=$(cd "$OUT" && pwd)

@@ -17,7 +17,7 @@ from demo.progress import Progress, cause, strip_colors
 from demo.screen import Screen
 from verl_tlt.report.follow import Tail, TraceTail
 
-POLL_S = 0.5
+POLL_S = 1.0
 STALL_S = 900.0
 """Seconds without any sign of life after which a run counts as hung."""
 LAST_LINES = 15

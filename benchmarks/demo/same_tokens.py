@@ -27,7 +27,7 @@ from pathlib import Path
 
 from benchmarks.demo.take_turns import give
 from demo.machine import find_dtype, say_dtype
-from demo.toy.assets import build_assets
+from demo.toy.assets import build_assets, demo_width
 
 RECIPE = Path(__file__).parents[2] / "demo" / "demo_grpo.sh"
 Steps = dict[int, dict[str, float]]
@@ -35,7 +35,7 @@ Steps = dict[int, dict[str, float]]
 
 def start(name: str, other: str, out: Path, steps: int, drafter: Path | None) -> subprocess.Popen[bytes]:
     """One run of a pair; `drafter` is what TLT starts from, where the run has it."""
-    assets = build_assets(out / "assets", width="wide")
+    assets = build_assets(out / "assets", width=demo_width(find_dtype()))
     target = out / name
     target.mkdir(parents=True, exist_ok=True)
     for left in ("metrics.jsonl", "../turns/ready-" + name, "../turns/waited-" + name):

@@ -1,6 +1,6 @@
 """Everything a run of the toy needs, written once: the policy, the prompts, and where reward and helpers are.
 
-`python -m demo.toy.assets OUT --width wide` writes them and prints the paths; the same call again finds them there.
+`python -m demo.toy.assets OUT` writes what the demo runs on and prints the paths; the same call again finds them there.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from demo.machine import Dtype, find_dtype
 from demo.toy import task
 
 Width = Literal["small", "half", "wide"]
@@ -53,6 +54,11 @@ class Assets:
     """`actor_rollout_ref.rollout.agent.agent_loop_config_path`; its loop is `forced_length`."""
     router: Path = Path(__file__).parent / "router.yaml"
     """`actor_rollout_ref.rollout.router_config_path`: the same replica for the same response of a prompt."""
+
+
+def demo_width(dtype: Dtype) -> Width:
+    """The demo's policy: decoding it reads the same number of bytes a token in either dtype."""
+    return "wide" if dtype == "bfloat16" else "half"
 
 
 def build_assets(
@@ -200,7 +206,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m demo.toy.assets", description=__doc__)
     parser.add_argument("out", type=Path, help="directory to write to")
-    parser.add_argument("--width", choices=get_args(Width), default="small")
+    parser.add_argument("--width", choices=get_args(Width), default=demo_width(find_dtype()))
     parser.add_argument("--train-rows", type=int, default=512)
     parser.add_argument("--val-rows", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
