@@ -6,10 +6,12 @@ import json
 import pytest
 from rich.console import Console
 
+from demo import command
 from demo.command import conclude, demo
-from demo.machine import DemoError
+from demo.machine import DemoError, Machine
 from demo.run import MARKER, DemoRun, run_recipe
 from demo.screen import Screen
+from demo.toy.assets import demo_width
 
 
 @pytest.fixture
@@ -27,7 +29,7 @@ def recipe(tmp_path, made_run):
     metrics.write_text("".join(json.dumps({"step": step, "data": data}) + "\n" for step, data in steps))
     script = tmp_path / "recipe.sh"
     script.write_text(f"""
-        echo "steps $STEPS seed $SEED drafter '$DRAFTER' $GREETING ray '$RAY_ADDRESS'"
+        echo "steps $STEPS seed $SEED drafter '$DRAFTER' $GREETING ray '$RAY_ADDRESS' dtype $DTYPE"
         if [ "$TLT" = 1 ]; then cp -r {made_run.directory} "$OUT/trace"; mkdir "$OUT/drafter"
         else cp {metrics} "$VERL_FILE_LOGGER_PATH"; fi
     """)
@@ -94,6 +96,17 @@ def test_a_comparison_ends_with_summary_picture_report_and_command(tmp_path, rec
     text = shown(screen)
     assert f'--speculative-config \'{{"method": "eagle3", "model": "{tmp_path / "tlt" / "drafter"}"' in text
     assert "rollout against stock, per token: 1.00x" in text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_demo_says_in_which_dtype_it_computes_and_does(tmp_path, recipe, capsys, monkeypatch, dtype):
+    monkeypatch.setattr(command, "RECIPE", recipe)
+    monkeypatch.setattr(command, "find_dtype", lambda: dtype)
+    monkeypatch.setattr(command, "find_machine", lambda: Machine(memory_gb=32.0, cores=2.0))
+    assert demo(compare=False, steps=6, out=tmp_path / "out", seed=0) == 0
+    assert f"Computing in {dtype}: this processor" in capsys.readouterr().out
+    assert f"dtype {dtype}\n" in (tmp_path / "out" / "tlt" / "verl.log").read_text()
+    assert (tmp_path / "out" / "assets" / f"policy-{demo_width(dtype)}").is_dir()
 
 
 def test_a_wrong_number_of_steps_is_refused(tmp_path, capsys):
