@@ -63,7 +63,7 @@ NOTES = {
         "`max_draft_length` must be 1 to 16; `arms` must ascend, start with 0 and end at `max_draft_length` or below.",
         "On engines with CUDA graphs, vLLM releases after 0.24 also get the arm 7 where `max_draft_length` allows it.",
         "`enable=false` starts engines without a drafter; `policy=off` starts them with one that never runs.",
-        "`policy_options` are the chosen policy's, for example `'tlt.speculation.policy_options={epsilon: 0.2}'` of"
+        "`policy_options` are the chosen policy's, for example `'+tlt.speculation.policy_options={epsilon: 0.2}'` of"
         " `tlt.speculation.policy=bandit`.",
         "`policy=fixed` drafts in every step, however little is accepted: for tests and comparisons.",
     ],

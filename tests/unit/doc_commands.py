@@ -49,6 +49,18 @@ def blocks(page: Path, language: str) -> list[str]:
     return [re.sub(rf"^{indent}", "", text, flags=re.MULTILINE) for indent, text in fenced]
 
 
+def overrides() -> list[str]:
+    """Settings of a recipe that a code span gives by their full name, each once, as the shell hands them on."""
+    groups = "tlt|trainer|actor_rollout_ref|algorithm|data|reward|ray_kwargs"
+    found = {
+        line
+        for page in PAGES
+        for line in _spans(page)
+        if re.match(rf"'?\+{{0,2}}(?:{groups})\.[\w.]+=", line) and "…" not in line
+    }
+    return sorted({word for line in found for word in shlex.split(line)})
+
+
 def script_commands(found: list[Command]) -> list[Command]:
     """Those that run a script or module of this repository, each once; whole lines win over code spans."""
     ours = [c for c in found if c.words[0] == "python" and c.words[1:2] != ("-c",)]
@@ -74,11 +86,15 @@ def _of_page(page: Path) -> Iterator[Command]:
         for line in block.replace("\\\n", " ").splitlines():
             if line.strip() and not line.lstrip().startswith("#"):
                 yield _command(page.name, line)
-    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    for span in re.findall(r"`([^`]+)`", text):
-        line = " ".join(span.split())
+    for line in _spans(page):
         if re.match(r"[A-Z_]+=\S* [a-z]", line) or line.startswith(PROGRAMS):
             yield _command(page.name, line, whole=False)
+
+
+def _spans(page: Path) -> list[str]:
+    """The code spans of a page, line ends as spaces."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
 
 
 def _command(page: str, line: str, whole: bool = True) -> Command:

@@ -12,7 +12,7 @@ import tomllib
 
 import pytest
 import typer
-from doc_commands import ROOT, blocks, commands, file_of, script_commands
+from doc_commands import ROOT, blocks, commands, file_of, overrides, script_commands
 
 from verl_tlt.cli import app
 from verl_tlt.compat.sources import source_root
@@ -109,6 +109,13 @@ def test_every_command_is_in_the_readme():
 def test_overrides_compose(command):
     config = compose(["actor_rollout_ref.rollout.name=vllm", *overrides_of(command)], "ppo_trainer")
     assert config.trainer.plugin == "tlt"
+
+
+def test_settings_named_in_a_sentence_compose():
+    """All at once: Hydra names the one that is wrong. `trainer.plugin` is there already with `+tlt=default`."""
+    given = [override for override in overrides() if not override.lstrip("+").startswith("trainer.plugin=")]
+    assert len(given) > 20
+    assert compose(["+tlt=default", *given], "ppo_trainer").tlt.speculation.policy_options == {"epsilon": 0.2}
 
 
 def test_an_override_that_does_not_exist_is_found_out():
