@@ -1,0 +1,84 @@
+"""What a server makes of its workers' verdicts on a drafter, over a real channel; no engine is behind it."""
+
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from verl_tlt.channel import ChannelClient, ChannelServer
+from verl_tlt.config import TLTConfig
+from verl_tlt.drafter.digest import combined, partial_sums
+from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, DraftingReply, LoadReply
+from verl_tlt.server.server import TLTvLLMHttpServer
+from verl_tlt.speculation.draft_length import Profitability
+
+SHARDS = [partial_sums([("fc.weight", torch.full((2, 2), value), 0)]) for value in (1.0, 2.0)]
+FINE = [asdict(LoadReply(ok=True, sums=sums)) for sums in SHARDS]
+NEW = DrafterFile(version=4, config="{}", weights=b"", fingerprint=combined(SHARDS), acceptance=(0.8, 0.7))
+SWITCHED = [DraftingReply(ok=True)] * 2
+
+
+class Workers:
+    """Two ranks that answer `collective_rpc` with these dicts, or raise."""
+
+    def __init__(self, loads, switches=SWITCHED):
+        self.answers = {"tlt_load_drafter": loads, "tlt_set_drafting": [asdict(s) for s in switches]}
+        self.asked = []
+
+    async def collective_rpc(self, method, args):
+        self.asked.append((method, *args))
+        if isinstance(self.answers[method], Exception):
+            raise self.answers[method]
+        return self.answers[method]
+
+
+async def reload(tmp_path, workers, drafter=NEW, disabled=False):
+    """(status after a reload, what the scheduler was told)"""
+    told = []
+    scheduler = ChannelServer(f"ipc://{tmp_path}/private/s.sock", {"control": lambda **s: told.append(s) or {}})
+    server = object.__new__(TLTvLLMHttpServer)  # verl's own part would need Ray and a whole config
+    server.tlt, server.replica_rank, server.engine, server._tlt_dir = TLTConfig.from_dict({}), 0, workers, tmp_path
+    server._tlt_staged, server._tlt_served = drafter, DrafterStatus(version=3, ok=True, acceptance=(0.5,), reloads=7)
+    server._tlt_profitability, server._tlt_drafting_disabled = Profitability("goodput"), disabled
+    server._tlt_channel = ChannelClient(f"ipc://{tmp_path}/private/s.sock")
+    try:
+        await server._tlt_reload()
+        return await server.tlt_status(), told
+    finally:
+        server._tlt_channel.close()
+        scheduler.close()
+
+
+async def test_a_drafter_that_every_rank_holds_is_served(tmp_path):
+    workers = Workers(FINE)
+    status, told = await reload(tmp_path, workers)
+    assert (status.ok, status.version, status.fingerprint, status.error) == (True, 4, NEW.fingerprint, None)
+    assert status.drafting and status.acceptance == (0.8, 0.7) and status.reloads == 8 and status.seconds > 0
+    assert workers.asked[-1] == ("tlt_set_drafting", True)
+    assert told == [{"drafting": True, "force_k": None, "acceptance": [0.8, 0.7]}]
+
+
+@pytest.mark.parametrize(
+    ("loads", "drafter", "why"),
+    [
+        ([FINE[0], asdict(LoadReply(ok=False, error="lacks fc.weight"))], NEW, "lacks fc.weight"),
+        ([FINE[0], FINE[0]], NEW, "differs from the published"),
+        (RuntimeError("engine died"), NEW, "RuntimeError: engine died"),
+        (FINE, DrafterFile(4, "{}", b"", NEW.fingerprint, acceptance=(1.5,)), "must lie in 0..1"),
+    ],
+)
+async def test_a_drafter_that_cannot_be_trusted_stops_the_drafting_and_nothing_else(tmp_path, loads, drafter, why):
+    workers = Workers(loads)
+    status, told = await reload(tmp_path, workers, drafter)
+    assert not status.ok and why in status.error and status.reloads == 8
+    assert (status.version, status.acceptance) == (3, (0.5,)), "of what was served before"
+    assert not status.drafting and workers.asked[-1] == ("tlt_set_drafting", False)
+    assert told[-1]["drafting"] is False
+
+
+async def test_a_pass_that_cannot_be_skipped_runs_and_drafts_nothing(tmp_path):
+    refused = Workers(FINE, [DraftingReply(ok=True), DraftingReply(ok=False, error="V2 cannot")])
+    status, told = await reload(tmp_path, refused, disabled=True)
+    assert refused.asked[-1] == ("tlt_set_drafting", False)
+    assert status.ok and status.drafting, "what its steps cost is the cost of a running drafter"
+    assert told == [{"drafting": True, "force_k": 0, "acceptance": [0.8, 0.7]}]
