@@ -18,13 +18,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from verl_tlt.compat.cpu.environment import CPU_ENGINE
+
 HERE = Path(__file__).resolve().parent
 STEPS = 2
 
-CPU = {
-    "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1",
+CPU = CPU_ENGINE | {
+    "VERL_ENGINE_DEVICE": "cuda", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
     "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled",
 }  # fmt: skip
 """A machine without an accelerator; what each does is said in demo/demo_grpo.sh."""

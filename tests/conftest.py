@@ -5,15 +5,9 @@ import os
 
 import pytest
 
-os.environ.update(
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    TORCH_COMPILE_DISABLE="1",  # vLLM compiles its CPU sampler with g++ otherwise
-    OMP_NUM_THREADS="1",
-    HF_HUB_OFFLINE="1",
-    VERL_PLATFORM="cpu",
-    VLLM_LOGGING_LEVEL="WARNING",
-)
+from verl_tlt.compat.cpu.environment import CPU_ENGINE
+
+os.environ.update(CPU_ENGINE, HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="WARNING")
 
 FINISHED = pytest.StashKey[pytest.Session]()
 

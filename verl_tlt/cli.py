@@ -59,12 +59,12 @@ def calibrate(
     """Measure what an engine step costs here by batch and draft length, and keep the table for later runs."""
     from rich.console import Console
 
-    from verl_tlt.config import TLTConfigError
     from verl_tlt.doctor.command import calibrated, cost_table
+    from verl_tlt.errors import TLTError
 
     try:
         path, costs = calibrated(overrides, config_name, out, seconds, cpu)
-    except TLTConfigError as error:
+    except TLTError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
     Console().print(cost_table(costs))
@@ -232,10 +232,10 @@ def convert(
 @contextmanager
 def _refusals() -> Iterator[None]:
     """Print what a user can put right as a sentence, not as a traceback, and exit with 1."""
-    from verl_tlt.drafter.policy import DrafterError
+    from verl_tlt.errors import TLTError
 
     try:
         yield
-    except DrafterError as error:
+    except TLTError as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(1) from None

@@ -20,18 +20,14 @@ from typing import Any
 
 from benchmarks.control.toy import LONGEST_DRAFT, Toy
 from demo.machine import find_dtype
+from verl_tlt.compat.cpu.environment import CPU_ENGINE
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.policies.factory import make_policy
 from verl_tlt.speculation.types import Load, StepRecord
 
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "TORCH_COMPILE_DISABLE": "1",
-    "OMP_NUM_THREADS": "1",
+ENVIRONMENT = CPU_ENGINE | {
     "HF_HUB_OFFLINE": "1",
-    "VERL_PLATFORM": "cpu",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }

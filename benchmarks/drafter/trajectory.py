@@ -21,13 +21,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from verl_tlt.compat.cpu.environment import CPU_ENGINE
+
 os.environ.update(
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    TORCH_COMPILE_DISABLE="1",  # vLLM compiles its CPU sampler with g++ otherwise
-    OMP_NUM_THREADS="1",
+    CPU_ENGINE,
     HF_HUB_OFFLINE="1",
-    VERL_PLATFORM="cpu",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_LOGGING_LEVEL="ERROR",
 )

@@ -10,17 +10,13 @@ import random
 
 import pytest
 
+from verl_tlt.compat.cpu.environment import CPU_ENGINE
 from verl_tlt.messages.rollout import SleepReply
 
 pytestmark = pytest.mark.e2e
 
-ENVIRONMENT = {
-    "VERL_PLATFORM": "cpu",
+ENVIRONMENT = CPU_ENGINE | {
     "VERL_ENGINE_DEVICE": "cuda",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "TORCH_COMPILE_DISABLE": "1",
-    "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_AUTH_MODE": "disabled",

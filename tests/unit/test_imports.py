@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "config": {"errors", "speculation"},
     "compat": {"errors"},
     "channel": {"errors"},
+    "child_engine": {"errors"},
     "drafter": {"errors"},
     "trace": {"messages"},
     # one process each
@@ -41,8 +42,9 @@ MAY_IMPORT = {
     # commands
     "console": set(),
     "report": {"console", "errors", "trace"},
-    "warmup": SHARED | {"compat", "console", "drafter"},
-    "doctor": SHARED | {"channel", "compat", "drafter", "flag", "idle", "server", "speculation", "trainer"},
+    "warmup": SHARED | {"child_engine", "compat", "console", "drafter"},
+    "doctor": SHARED
+    | {"channel", "child_engine", "compat", "drafter", "flag", "idle", "server", "speculation", "trainer"},
     # what a run and a shell begin with
     "activation": SHARED | {"compat", "doctor", "trainer"},
     "plugin": {"activation", "compat", "flag", "trainer"},
@@ -51,7 +53,7 @@ MAY_IMPORT = {
 }
 FRAMEWORKS_OF = {
     **{room: set() for room in ("errors", "speculation", "idle", "simulate", "messages", "config", "channel", "trace")},
-    **{room: set() for room in ("console", "report", "plugin", "activation", "cli", "conf", "flag")},
+    **{room: set() for room in ("child_engine", "console", "report", "plugin", "activation", "cli", "conf", "flag")},
     "drafter": {"torch", "transformers", "speculators"},
     "compat": FRAMEWORKS,  # only on the CPU platform
     "engine_core": {"vllm"},

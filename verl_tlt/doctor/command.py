@@ -16,6 +16,7 @@ from verl_tlt.config import TLTConfig, TLTConfigError
 from verl_tlt.doctor import facts, rules
 from verl_tlt.doctor.recipe import compose
 from verl_tlt.doctor.rules import Finding, judge_symbols
+from verl_tlt.errors import TLTError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -83,10 +84,10 @@ def measured(overrides: Sequence[str], config_name: str, cpu: bool) -> list[Find
     from verl_tlt.doctor.standalone_engine import EngineJob, run_job
 
     with tempfile.TemporaryDirectory(prefix="tlt-check-") as directory:
-        job = EngineJob("check", list(overrides), config_name, cpu or not _has_gpu(), directory)
+        job = EngineJob("check", list(overrides), config_name, cpu or not _has_gpu())
         try:
-            return judge(found_from(run_job(job)))
-        except TLTConfigError as error:
+            return judge(found_from(run_job(job, Path(directory))))
+        except TLTError as error:
             return [Finding("refuse", "engine", str(error))]
 
 
@@ -106,13 +107,13 @@ def calibrated(
         The file written, and seconds per step by draft length (-1: no drafter) and batch.
 
     Raises:
-        TLTConfigError: the engine could not be started or measured.
+        TLTError: the engine could not be started or measured.
     """
     from verl_tlt.doctor.standalone_engine import EngineJob, keep_costs, run_job
 
     with tempfile.TemporaryDirectory(prefix="tlt-calibrate-") as directory:
-        job = EngineJob("calibrate", list(overrides), config_name, cpu or not _has_gpu(), directory, budget_s=seconds)
-        return keep_costs(run_job(job), out)
+        job = EngineJob("calibrate", list(overrides), config_name, cpu or not _has_gpu(), budget_s=seconds)
+        return keep_costs(run_job(job, Path(directory)), out)
 
 
 def cost_table(costs: Mapping[int, Sequence[tuple[int, float]]]) -> Table:

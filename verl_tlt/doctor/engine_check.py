@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_tlt.child_engine import LOG
 from verl_tlt.doctor.rules import Finding, Level
 from verl_tlt.doctor.standalone_engine import EngineJob, Setup, StandaloneEngine, graph_memory_gib, measure_costs, start
 from verl_tlt.speculation.costs.latency_table import Table, interpolate
@@ -57,12 +58,12 @@ class Found:
     wake_error: str | None = None
 
 
-async def check(job: EngineJob, setup: Setup) -> dict[str, Any]:
+async def check(job: EngineJob, setup: Setup, directory: Path) -> dict[str, Any]:
     """All checks; the fields of `Found`."""
     import torch
 
     on_gpu = not job.cpu and torch.cuda.is_available()
-    found, directory = Found(), Path(job.directory)
+    found = Found()
     batches = [b for b in BATCHES if b <= int(setup.rollout.max_num_seqs)]
     async with start(setup, directory) as engine:
         await survives(engine, found, on_gpu)
@@ -75,7 +76,7 @@ async def check(job: EngineJob, setup: Setup) -> dict[str, Any]:
     async with start(setup, directory, drafting=False) as engine:
         found.stock = {batch: await engine.step_seconds(batch) for batch in batches}
     if on_gpu:
-        found.graph_gib = graph_memory_gib((directory / "engine.log").read_text(errors="replace"))
+        found.graph_gib = graph_memory_gib((directory / LOG).read_text(errors="replace"))
     return vars(found)
 
 

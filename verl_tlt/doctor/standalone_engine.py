@@ -2,18 +2,14 @@
 
 What a step costs and whether a drafter survives sleep are facts about this machine, this policy and this vLLM, so they
 can be found out before a run. The engine takes the same settings from the recipe as verl's server would hand it. It
-runs in a process of its own (`python -m verl_tlt.doctor.standalone_engine JOB`), whose end returns all memory and whose
-crash ends in a sentence; that process writes its findings as JSON.
+runs in a child process (`doctor.engine_process`), which answers with its findings.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -23,7 +19,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from verl_tlt.compat.cpu.environment import CPU_ENGINE
+from verl_tlt import child_engine
+from verl_tlt.compat.cpu.environment import engine_environment
 from verl_tlt.config import TLTConfig, TLTConfigError, dtype_name
 from verl_tlt.server.calibration import COSTS_DIR, calibrate
 from verl_tlt.speculation.costs.latency_table import Table, for_policy, parse
@@ -31,7 +28,6 @@ from verl_tlt.speculation.costs.tables import TableKey, save_table
 from verl_tlt.speculation.types import OFF
 
 PROMPT_TOKENS = 16
-_LAST_LINES = 15
 
 
 @dataclass(frozen=True)
@@ -44,8 +40,6 @@ class EngineJob:
     """Of the recipe, as given to `verl.trainer.main_ppo`."""
     config_name: str
     cpu: bool
-    directory: str
-    """For the drafter, the answer and the engine's log."""
     budget_s: float = 60.0
     """Seconds of measuring, engine starts apart."""
 
@@ -63,33 +57,14 @@ class Setup:
     """Longest sequence, in tokens."""
 
 
-def run_job(job: EngineJob, timeout_s: float = 1800.0) -> dict[str, Any]:
-    """Have a child process do `job`, and return what it found out.
+def run_job(job: EngineJob, directory: Path, timeout_s: float = 1800.0) -> dict[str, Any]:
+    """Have a child process do `job`, and return what it found out; `directory` is for its drafter and its log.
 
     Raises:
-        TLTConfigError: it could not; one sentence, or the end of the engine's log.
+        ChildEngineError: it could not; one sentence, or the end of the engine's log.
     """
-    directory = Path(job.directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    answer, log = directory / "answer.json", directory / "engine.log"
-    answer.unlink(missing_ok=True)
-    (directory / "job.json").write_text(json.dumps(asdict(job)))
-    environment = dict(os.environ)
-    if job.cpu:
-        environment = {**CPU_ENGINE, **environment, "VERL_PLATFORM": "cpu"}
-    with log.open("w") as stream:
-        command = [sys.executable, "-m", "verl_tlt.doctor.engine_process", str(directory)]
-        try:
-            done = subprocess.run(command, env=environment, stdout=stream, stderr=stream, timeout=timeout_s)
-        except subprocess.TimeoutExpired as error:
-            raise TLTConfigError(f"The engine was not done after {timeout_s:.0f} s; its log is {log}.") from error
-    if done.returncode or not answer.is_file():
-        end = "\n".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
-        raise TLTConfigError(f"The engine ended early ({log}):\n{end}")
-    found = json.loads(answer.read_text())
-    if "refused" in found:
-        raise TLTConfigError(found["refused"])
-    return dict(found)
+    environment = engine_environment() if job.cpu else {}
+    return child_engine.run_job("verl_tlt.doctor.engine_process", asdict(job), directory, environment, timeout_s)
 
 
 def read_setup(job: EngineJob) -> Setup:
@@ -173,7 +148,7 @@ async def start(setup: Setup, directory: Path, drafting: bool = True) -> AsyncIt
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from verl_tlt.channel import ChannelClient
-    from verl_tlt.server.engine_arguments import engine_environment, engine_kwargs
+    from verl_tlt.server import engine_arguments
 
     rollout = setup.rollout
     user = {k: v for k, v in dict((rollout.engine_kwargs or {}).get("vllm") or {}).items() if v is not None}
@@ -188,11 +163,11 @@ async def start(setup: Setup, directory: Path, drafting: bool = True) -> AsyncIt
     drafter = channel = None
     if drafting:
         drafter = write_drafter(setup, directory / "drafter")
-        arguments |= engine_kwargs(setup.tlt, str(drafter), rollout, user)
+        arguments |= engine_arguments.engine_kwargs(setup.tlt, str(drafter), rollout, user)
         arguments["worker_extension_cls"] = "verl_tlt.vllm_worker.extension.TLTWorkerExtension"
         # A Unix socket's path is short, whatever the directory's is.
         address = f"ipc://{tempfile.mkdtemp(prefix='tlt-')}/c"
-        os.environ.update(TLT_CHANNEL=address, TLT_REPLICA="0", **engine_environment())
+        os.environ.update(TLT_CHANNEL=address, TLT_REPLICA="0", **engine_arguments.engine_environment())
         channel = ChannelClient(address)
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     try:

@@ -75,7 +75,7 @@ def evaluate(
         console: for progress.
 
     Raises:
-        DrafterError: the drafter or the prompts cannot be used, or vLLM ended early.
+        TLTError: the drafter or the prompts cannot be used, or vLLM ended early.
     """
     from verl_tlt.drafter import check_drafter
 

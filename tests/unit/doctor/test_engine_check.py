@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from verl_tlt.child_engine import ChildEngineError
 from verl_tlt.config import TLTConfigError
 from verl_tlt.doctor.engine_check import Found, found_from, judge
 from verl_tlt.doctor.standalone_engine import EngineJob, graph_memory_gib, keep_costs, run_job
@@ -101,7 +102,6 @@ def test_a_policy_that_is_not_here_is_one_sentence(tmp_path):
         ["actor_rollout_ref.model.path=/nowhere/policy", "+tlt=default"],
         "ppo_trainer",
         True,
-        str(tmp_path),
     )
-    with pytest.raises(TLTConfigError, match=r"actor_rollout_ref.model.path=/nowhere/policy is not on this machine"):
-        run_job(job)
+    with pytest.raises(ChildEngineError, match=r"actor_rollout_ref.model.path=/nowhere/policy is not on this machine"):
+        run_job(job, tmp_path)

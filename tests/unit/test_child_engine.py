@@ -1,0 +1,111 @@
+"""The child process of an engine: real children, that do something simpler than an engine."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from verl_tlt import child_engine
+from verl_tlt.child_engine import ChildEngineError, run_job
+
+CHILD = """
+import os, sys, time
+from verl_tlt.child_engine import serve_job
+from verl_tlt.errors import TLTError
+
+def work(job, directory):
+    (directory / "pid").write_text(str(os.getpid()))
+    print("the child was here", flush=True)
+    match job["do"]:
+        case "answer": return {"sum": sum(job["numbers"]), "said": os.environ.get("SAID")}
+        case "refuse": raise TLTError("No such policy.")
+        case "crash": raise MemoryError("no room for the weights")
+        case "vanish": os._exit(0)
+        case "hang": time.sleep(600)
+
+if __name__ == "__main__":
+    serve_job(work)
+"""
+
+
+@pytest.fixture(autouse=True)
+def child(tmp_path, monkeypatch):
+    (tmp_path / "simple_child.py").write_text(CHILD)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(child_engine.__file__).parents[1]}")
+    monkeypatch.setattr(child_engine, "POLL_S", 0.05)
+
+
+def ask(directory, timeout_s=60.0, tell=lambda: None, **job):
+    return run_job("simple_child", job, directory, {"SAID": "hello"}, timeout_s, tell)
+
+
+def is_alive(pid):
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_job_is_answered(tmp_path):
+    told = []
+    assert ask(tmp_path / "job", tell=lambda: told.append(1), do="answer", numbers=[1, 2]) == {
+        "sum": 3,
+        "said": "hello",
+    }
+    assert told and "the child was here" in (tmp_path / "job" / child_engine.LOG).read_text()
+
+
+def test_a_refusal_is_its_sentence(tmp_path):
+    with pytest.raises(ChildEngineError, match=r"^No such policy\.$"):
+        ask(tmp_path, do="refuse")
+
+
+def test_a_crash_is_a_sentence_with_the_end_of_the_log(tmp_path):
+    with pytest.raises(ChildEngineError, match=r"ended early.*engine.log(?s:.*)MemoryError: no room for the weights"):
+        ask(tmp_path, do="crash")
+
+
+def test_an_earlier_answer_is_nobodys(tmp_path):
+    ask(tmp_path, do="answer", numbers=[])
+    with pytest.raises(ChildEngineError, match="ended early"):
+        ask(tmp_path, do="vanish")
+
+
+def test_one_that_hangs_is_ended(tmp_path):
+    with pytest.raises(ChildEngineError, match="was not done after 5 s"):
+        ask(tmp_path, timeout_s=5.0, do="hang")
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+def test_a_caller_that_gives_up_leaves_no_child(tmp_path):
+    def interrupt():
+        if (tmp_path / "pid").is_file():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ask(tmp_path, tell=interrupt, do="hang")
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+def test_it_ends_with_its_parent(tmp_path):
+    code = (
+        "from pathlib import Path; from verl_tlt.child_engine import run_job;"
+        f"run_job('simple_child', {{'do': 'hang'}}, Path({str(tmp_path)!r}), {{}})"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    wait_for(lambda: (tmp_path / "pid").is_file() and (tmp_path / "pid").read_text())
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    child = int((tmp_path / "pid").read_text())
+    wait_for(lambda: not is_alive(child))

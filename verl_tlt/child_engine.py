@@ -1,0 +1,119 @@
+"""An engine in a child process, for the commands that start one: a job goes in, an answer comes out.
+
+A process of its own returns all memory when it ends, on every device, and a crash of the engine ends in a sentence.
+The parent calls `run_job`, which starts `python -m MODULE DIRECTORY`; that module calls `serve_job`. They meet in the
+directory: `job.json` is what the child is asked, `answer.json` what it answers, `engine.log` what it printed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from verl_tlt.errors import TLTError
+
+LOG = "engine.log"
+POLL_S = 1.0
+_LAST_LINES = 15
+_PATIENCE_S = 20.0
+"""For a child that is told to end."""
+_PR_SET_PDEATHSIG = 1
+
+
+class ChildEngineError(TLTError):
+    """The engine could not do its job: the child's own sentence, or the end of its log."""
+
+
+def run_job(
+    module: str,
+    job: Mapping[str, Any],
+    directory: Path,
+    environment: Mapping[str, str],
+    timeout_s: float = math.inf,
+    tell: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Have a child process do `job`, and return its answer.
+
+    Args:
+        module: what the child runs, as `python -m` takes it; it calls `serve_job`.
+        job: as JSON writes it.
+        directory: made where it is missing; an earlier answer in it goes.
+        environment: set in the child, on top of this process's own.
+        timeout_s: after which the child is ended.
+        tell: called every `POLL_S` while the child runs.
+
+    Raises:
+        ChildEngineError: the child refused, ended without an answer, or took too long.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    answer, log = directory / "answer.json", directory / LOG
+    answer.unlink(missing_ok=True)
+    (directory / "job.json").write_text(json.dumps(job))
+    with log.open("w") as stream:
+        child = subprocess.Popen(
+            [sys.executable, "-m", module, str(directory)],
+            env={**os.environ, **environment},
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            _wait(child, timeout_s, tell)
+        except subprocess.TimeoutExpired as error:
+            raise ChildEngineError(f"The engine was not done after {timeout_s:.0f} s; its log is {log}.") from error
+        finally:
+            _end(child)
+    if not answer.is_file():  # it is the last thing the child does: a crash while it ends changes nothing
+        end = "\n".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
+        raise ChildEngineError(f"The engine ended early ({log}):\n{end}")
+    found: dict[str, Any] = json.loads(answer.read_text())
+    if "refused" in found:
+        raise ChildEngineError(found["refused"])
+    return found
+
+
+def serve_job(work: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:
+    """The child's side: call `work(job, directory)` with what the parent asks, and write what it returns as the answer.
+
+    A `TLTError` is answered with its sentence; any other exception ends the process, and its traceback is in the log.
+    """
+    # Ends with its parent, however that ends, and vLLM's own children with it: nobody else would stop the engine.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    directory = Path(sys.argv[1])
+    try:
+        answer = work(json.loads((directory / "job.json").read_text()), directory)
+    except TLTError as error:
+        answer = {"refused": str(error)}
+    (directory / "answer.partial").write_text(json.dumps(answer))
+    (directory / "answer.partial").rename(directory / "answer.json")
+
+
+def _wait(child: subprocess.Popen[bytes], timeout_s: float, tell: Callable[[], None]) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        tell()
+        try:
+            child.wait(min(POLL_S, max(0.0, deadline - time.monotonic())))
+            return
+        except subprocess.TimeoutExpired:
+            if time.monotonic() >= deadline:
+                raise
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    if child.poll() is not None:
+        return
+    child.terminate()
+    try:
+        child.wait(_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
