@@ -8,7 +8,7 @@ STAMP := $(VENV)/.setup-done
 # One thread per process: engines, trainers and workers that spin against each other cost 10-60x.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup test test-fast lint contract recipes-check demo demo-compare bench-control clean distclean
+.PHONY: help setup wheel test test-fast lint contract recipes-check demo demo-compare bench-control clean distclean
 
 help:
 	@echo "make demo           GRPO on the toy task with TLT, a line per step, pictures in demo-out/"
@@ -18,6 +18,7 @@ help:
 	@echo "make contract       what verl-tlt relies on, in every verl and vLLM release it supports (downloads 300 MB)"
 	@echo "make recipes-check  every recipe composed, judged, and run scaled down (about a quarter of an hour)"
 	@echo "make bench-control  draft-length policies against oracles and on a real engine"
+	@echo "make wheel          what would be released, in dist/"
 	@echo "make setup          only the virtual environment"
 	@echo "make clean          remove what runs left behind; make distclean removes the environment too"
 
@@ -25,6 +26,9 @@ setup: $(STAMP)
 
 $(STAMP): requirements/cpu.lock requirements/setup.sh requirements/vllm-metadata/pyproject.toml pyproject.toml
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" requirements/setup.sh
+
+wheel: $(STAMP)
+	$(BIN)/pip wheel --no-deps --no-build-isolation --wheel-dir dist .
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -14,7 +14,7 @@ from typing import Literal
 
 Dtype = Literal["float32", "bfloat16"]
 
-PACKAGES = ("verl", "vllm", "ray", "torch", "transformers", "speculators", "psutil")
+PACKAGES = ("verl", "vllm", "ray", "torch", "transformers", "speculators", "psutil", "matplotlib")
 NEEDED_GB = 14.0
 """Available memory below which the run would be killed half-way."""
 COMFORTABLE_GB = 18.0

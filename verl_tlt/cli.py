@@ -9,13 +9,25 @@ from typing import Annotated
 
 import typer
 
+import verl_tlt
+
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Speculative rollout for verl, trained in idle time."
 )
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"verl-tlt {verl_tlt.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which release this is.")
+    ] = False,
+) -> None:
     """Speculative rollout for verl, with a drafter that is trained in idle time."""
 
 

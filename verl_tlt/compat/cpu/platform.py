@@ -10,9 +10,9 @@ import os
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
@@ -23,7 +23,13 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
 
 
 def _resident_bytes(*_args: Any, **_kwargs: Any) -> int:
-    return psutil.Process().memory_info().rss
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _memory(*_args: Any) -> tuple[int, int]:
+    """(free, total) bytes of this machine."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
 
 def _device_module() -> types.ModuleType:
@@ -46,9 +52,9 @@ def _device_module() -> types.ModuleType:
         "get_device_capability": lambda *_: (0, 0),
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "set_rng_state": lambda state, *_: torch.set_rng_state(state),
-        "mem_get_info": lambda *_: (psutil.virtual_memory().available, psutil.virtual_memory().total),
+        "mem_get_info": _memory,
         "get_device_properties": lambda *_: types.SimpleNamespace(
-            name="cpu", total_memory=psutil.virtual_memory().total, multi_processor_count=os.cpu_count()
+            name="cpu", total_memory=_memory()[1], multi_processor_count=os.cpu_count()
         ),
     }
     for name, value in values.items():
@@ -121,9 +127,6 @@ class PlatformCPU(PlatformBase):
 
     def ray_resource_name(self) -> str:
         return "GPU"
-
-    def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
-        return {"num_gpus": num_gpus}
 
     def ray_noset_envvars(self) -> list[str]:
         return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]

@@ -1,0 +1,22 @@
+# verl-tlt for NVIDIA GPUs, on verl's own image for vLLM:
+#
+#   docker build -t verl-tlt . && docker run --gpus all --shm-size=10g -it verl-tlt
+#
+# Written from verl's docker/README.md and docker/Dockerfile.stable.vllm; it was not built or run where verl-tlt is
+# developed, which has no container runtime. The image holds vLLM 0.24 with torch 2.11 and what verl needs, but not verl.
+ARG IMAGE=verlai/verl:vllm024.latest
+FROM ${IMAGE}
+
+ARG VERL_VERSION=0.9.1
+WORKDIR /opt/verl-tlt
+COPY pyproject.toml README.md LICENSE ./
+COPY verl_tlt verl_tlt
+COPY hydra_plugins hydra_plugins
+
+# What was compiled together stays as it is; pip says so in one line where that cannot be.
+RUN python3 -m pip freeze | grep -iE '^(torch|torchvision|torchaudio|vllm|flash[-_]attn|transformer[-_]engine)==' > held.txt \
+ && python3 -m pip install --no-cache-dir --constraint held.txt "verl==${VERL_VERSION}" ".[report]" \
+ && verl-tlt --version \
+ && verl-tlt doctor
+
+WORKDIR /workspace
