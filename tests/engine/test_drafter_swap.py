@@ -3,10 +3,11 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_engine import H, prompts, sampled
+from tiny_engine import H, build_drafter_dir, prompts, sampled
 
 from verl_tlt.drafter import fingerprint
 from verl_tlt.drafter.digest import combined
+from verl_tlt.vllm_worker.drafter_buffers import own_buffers
 
 pytestmark = pytest.mark.engine
 
@@ -81,7 +82,43 @@ def test_weights_ruined_by_sleep_are_all_restored(engine, models):
     assert not drafter.draft_id_to_target_id.any()  # offsets of a full vocabulary
 
 
-@pytest.mark.parametrize("wrong", ["missing", "truncated", "lacks", "surplus", "shape"])
+@pytest.fixture(scope="module")
+def with_own_table(engine_of, models, tmp_path_factory):
+    """An engine whose drafter has a context that is not the policy's: vLLM builds a rotary table for it alone."""
+    path = tmp_path_factory.mktemp("short") / "drafter"
+    build_drafter_dir(path, models["target"], informed=True, max_position_embeddings=512 + 3)
+    models["short"] = path
+    with engine_of("short", policy="policies:longest") as started:
+        yield started
+
+
+@pytest.mark.parametrize("garbage", ["zeros", "noise"])
+def test_buffers_ruined_by_sleep_are_restored_with_the_weights(with_own_table, models, garbage):
+    """vLLM 0.24 and 0.26 save the policy's buffers before sleep level 2, and not the drafter's."""
+    engine = with_own_table
+    drafter, file = engine.runner.drafter.model, weights(models, "short")
+    own = own_buffers(drafter, engine.runner.get_model())
+    assert any("cos_sin_cache" in name for name in own)
+    assert engine.rpc("tlt_load_drafter", file)["ok"]
+    fine, before = engine.rpc("tlt_fingerprint"), accepted(engine)
+    with torch.no_grad():
+        for buffer in own.values():
+            buffer.copy_(torch.zeros_like(buffer) if garbage == "zeros" else 9 * torch.rand_like(buffer))
+    assert engine.rpc("tlt_fingerprint") != fine
+    assert accepted(engine) < 0.7 * before, "what this test is about makes no difference here"
+    assert engine.rpc("tlt_load_drafter", file)["ok"]
+    assert engine.rpc("tlt_fingerprint") == fine
+    assert accepted(engine) == before
+
+
+def accepted(engine):
+    """Draft tokens accepted over the same greedy requests."""
+    engine.scheduler.tlt.stats(reset=True)
+    engine.generate(8, TOKENS)
+    return sum(engine.scheduler.tlt.stats(reset=True).num_accepted_tokens_per_pos)
+
+
+@pytest.mark.parametrize("wrong", ["missing", "truncated", "lacks", "surplus", "shape", "not finite"])
 def test_a_file_that_does_not_fit_is_refused_and_the_drafter_stays(engine, models, tmp_path, wrong):
     engine.rpc("tlt_load_drafter", weights(models, "good"))
     fine = engine.rpc("tlt_fingerprint")
@@ -92,11 +129,14 @@ def test_a_file_that_does_not_fit_is_refused_and_the_drafter_stays(engine, model
         "lacks": "lacks model.fc.weight, which the served drafter has",
         "surplus": "holds model.layers.1.mlp.down_proj.weight, which the served drafter does not have",
         "shape": f"model.fc.weight is [{H}, {H}], the served drafter's is [{H}, {3 * H}]",
+        "not finite": "model.layers.0.mlp.down_proj.weight holds numbers that are not finite",
     }[wrong]
     if wrong == "lacks":
         del tensors["fc.weight"]
     if wrong == "surplus":
         tensors["layers.1.mlp.down_proj.weight"] = torch.zeros(H, H)
+    if wrong == "not finite":
+        tensors["layers.0.mlp.down_proj.weight"][3, 5] = float("inf")
     if wrong == "shape":
         tensors["fc.weight"] = torch.zeros(H, H)
     if wrong != "missing":

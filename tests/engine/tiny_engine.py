@@ -38,11 +38,11 @@ def build_target(path: Path, family: str = "qwen3", vocab: int = V) -> None:
     model.save_pretrained(path)
 
 
-def build_drafter_dir(path: Path, target: Path, informed: bool) -> None:
+def build_drafter_dir(path: Path, target: Path, informed: bool, **settings: Any) -> None:
     """A drafter of it: one that knows the present token, or a random head."""
     from verl_tlt.drafter import VerifierWeights, build_drafter, refresh_verifier_weights, save_drafter
 
-    model = build_drafter(target, seed=1)
+    model = build_drafter(target, seed=1, **settings)
     refresh_verifier_weights(model, VerifierWeights.from_policy_dir(target))
     if informed:
         with torch.no_grad():

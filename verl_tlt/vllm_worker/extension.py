@@ -25,6 +25,7 @@ from verl_tlt.errors import TLTError
 from verl_tlt.messages.rollout import DraftingReply, LoadReply
 from verl_tlt.speculation.graph_rules import FULL_GRAPHS
 from verl_tlt.vllm_worker.cuda_graphs import capture_every_arm
+from verl_tlt.vllm_worker.drafter_buffers import DrafterBuffers
 from verl_tlt.vllm_worker.ngram_verification import NoProposals, verify_as_certain
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ _IGNORED = ("t2d",)  # the map from target to draft ids serves training only
 class TLTWorkerExtension(vLLMColocateWorkerExtension):
     """verl's extension with three methods of ours. vLLM refuses name clashes with its worker, hence the prefix."""
 
+    tlt_buffers: DrafterBuffers
+
     def __new__(cls, **kwargs: Any) -> Any:
         """As verl's; what some settings need in the model runner is put there as soon as the models are loaded."""
         worker = super().__new__(cls, **kwargs)
@@ -45,6 +48,9 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
 
         def load(*args: Any, **kwargs: Any) -> Any:
             result = load_model(*args, **kwargs)
+            drafter, target = _models(worker.model_runner)
+            if drafter is not None:
+                worker.tlt_buffers = DrafterBuffers(drafter, target)
             if speculation.get("source") == "both":
                 verify_as_certain(worker.model_runner)
             if os.environ.get(FULL_GRAPHS) == "1":
@@ -67,7 +73,7 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
         """
         start = time.perf_counter()
         try:
-            drafter, target = self._tlt_models()
+            drafter, target = _models(self.model_runner)
             if drafter is None:  # a pipeline stage without the drafter
                 return asdict(LoadReply(ok=True))
             _without_lora(drafter)
@@ -75,6 +81,7 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
             tensors = _read(Path(path), shared)
             shards = self.vllm_config.parallel_config.tensor_parallel_size
             _check(tensors, drafter, shared, shards, path)
+            self.tlt_buffers.restore(drafter)
             self._tlt_copy(drafter, tensors)
             if "d2t" in tensors and not _has_own_head(Path(path)):
                 _follow_head(drafter, target, shards)
@@ -88,9 +95,16 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
         return asdict(loaded)
 
     def tlt_fingerprint(self) -> str:
-        """Fingerprint of the drafter weights that are live here (this rank's shard); empty without a drafter."""
-        drafter, target = self._tlt_models()
-        return "" if drafter is None else fingerprint(_own_parameters(drafter, _shared_modules(drafter, target)))
+        """Fingerprint of the drafter that is live here (this rank's shard); empty without one.
+
+        That of its weights alone while its buffers are what they were at the start; else it names a damaged one.
+        """
+        drafter, target = _models(self.model_runner)
+        if drafter is None:
+            return ""
+        weights = fingerprint(_own_parameters(drafter, _shared_modules(drafter, target)))
+        damaged = self.tlt_buffers.damaged(drafter)
+        return f"{weights} without {damaged[0]}" if damaged else weights
 
     def _tlt_sums(self, live: Mapping[str, torch.Tensor], file: Mapping[str, torch.Tensor]) -> Sums:
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
@@ -122,15 +136,6 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
         proposer.tlt_drafting = enabled
         return asdict(DraftingReply(ok=True))
 
-    def _tlt_models(self) -> tuple[torch.nn.Module | None, torch.nn.Module]:
-        """(drafter or None, policy), out of their CUDA-graph wrappers; V1 and V2 model runners."""
-        runner = self.model_runner
-        holder = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
-        drafter = getattr(holder, "model", None)
-        while drafter is not None and not isinstance(drafter, torch.nn.Module) and hasattr(drafter, "unwrap"):
-            drafter = drafter.unwrap()
-        return drafter, runner.get_model()
-
     def _tlt_copy(self, drafter: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
         from vllm.config import set_current_vllm_config
 
@@ -140,6 +145,15 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
                 offsets.zero_()  # sleep level 2 leaves garbage here, and the file has nothing to put in its place
             load: Any = drafter.load_weights
             load(iter(tensors.items()))
+
+
+def _models(runner: Any) -> tuple[torch.nn.Module | None, torch.nn.Module]:
+    """(drafter or None, policy), out of their CUDA-graph wrappers; V1 and V2 model runners."""
+    holder = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    drafter = getattr(holder, "model", None)
+    while drafter is not None and not isinstance(drafter, torch.nn.Module) and hasattr(drafter, "unwrap"):
+        drafter = drafter.unwrap()
+    return drafter, runner.get_model()
 
 
 class DrafterRefused(TLTError, ValueError):
@@ -259,7 +273,8 @@ def _check(
     """Compare names, and without tensor parallelism shapes, before anything is overwritten.
 
     Raises:
-        DrafterRefused: a tensor is missing, unknown, or of another shape; or the live weights cannot be written at all.
+        DrafterRefused: a tensor is missing, unknown, of another shape, or not finite (its drafts would be token 0); or
+            the live weights cannot be written at all.
     """
     live = _own_parameters(drafter, shared)
     if repacked := next((n for n, p in live.items() if p.numel() == 0), None):
@@ -274,6 +289,9 @@ def _check(
         name = names.live(name)
         rows[name] = rows.get(name, 0) + tensor.shape[0]
         columns[name] = tuple(tensor.shape[1:])
+    broken = (n for n, t in tensors.items() if t.is_floating_point() and not torch.isfinite(t).all())
+    if (name := next(broken, None)) is not None:
+        raise DrafterRefused(f"{path}: {names.live(name)} holds numbers that are not finite.")
     if missing := sorted(live.keys() - rows.keys()):
         raise DrafterRefused(f"{path} lacks {missing[0]}, which the served drafter has.")
     if unknown := sorted(rows.keys() - live.keys()):
