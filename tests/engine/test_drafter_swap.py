@@ -92,8 +92,7 @@ def with_own_table(engine_of, models, tmp_path_factory):
         yield started
 
 
-@pytest.mark.parametrize("garbage", ["zeros", "noise"])
-def test_buffers_ruined_by_sleep_are_restored_with_the_weights(with_own_table, models, garbage):
+def test_buffers_ruined_by_sleep_are_restored_with_the_weights(with_own_table, models):
     """vLLM 0.24 and 0.26 save the policy's buffers before sleep level 2, and not the drafter's."""
     engine = with_own_table
     drafter, file = engine.runner.drafter.model, weights(models, "short")
@@ -103,7 +102,7 @@ def test_buffers_ruined_by_sleep_are_restored_with_the_weights(with_own_table, m
     fine, before = engine.rpc("tlt_fingerprint"), accepted(engine)
     with torch.no_grad():
         for buffer in own.values():
-            buffer.copy_(torch.zeros_like(buffer) if garbage == "zeros" else 9 * torch.rand_like(buffer))
+            buffer.zero_()
     assert engine.rpc("tlt_fingerprint") != fine
     assert accepted(engine) < 0.7 * before, "what this test is about makes no difference here"
     assert engine.rpc("tlt_load_drafter", file)["ok"]

@@ -290,8 +290,8 @@ def _check(
         rows[name] = rows.get(name, 0) + tensor.shape[0]
         columns[name] = tuple(tensor.shape[1:])
     broken = (n for n, t in tensors.items() if t.is_floating_point() and not torch.isfinite(t).all())
-    if (name := next(broken, None)) is not None:
-        raise DrafterRefused(f"{path}: {names.live(name)} holds numbers that are not finite.")
+    if (found := next(broken, None)) is not None:
+        raise DrafterRefused(f"{path}: {names.live(found)} holds numbers that are not finite.")
     if missing := sorted(live.keys() - rows.keys()):
         raise DrafterRefused(f"{path} lacks {missing[0]}, which the served drafter has.")
     if unknown := sorted(rows.keys() - live.keys()):
