@@ -140,9 +140,9 @@ def test_make_has_the_target(command):
 
 @pytest.mark.parametrize("command", of("pip", words=1))
 def test_pip_installs_this_project_and_its_extras(command):
-    _, verb, name = command.words
+    _, verb, name, *others = command.words
     distribution, _, extras = name.rstrip("]").partition("[")
-    assert (verb, distribution) == ("install", PROJECT["name"])
+    assert (verb, distribution) == ("install", PROJECT["name"]) and set(others) <= {"pytest"}
     assert not extras or set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
 
 
