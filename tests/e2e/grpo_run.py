@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from demo.processes import ProcessTree
+from demo.processes import ProcessTree, interruptible
 from demo.toy.assets import build_assets
 from verl_tlt.report.reader import RunTrace, read_trace
 
@@ -52,6 +52,7 @@ def skew(path: Path, long: Callable[[int], bool], longest: int) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
+@interruptible()  # a time limit on the tests ends them with SIGTERM
 def finish(command: list[str], env: dict[str, str], log: Path, timeout: float) -> list[str]:
     """Run a command to its end, or fail with the last lines of its log; returns what outlived it.
 
