@@ -111,11 +111,14 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="Folder for page and picture; the trace's parent if not given.")
     ] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(help="Also a timeline as a Chrome trace, for ui.perfetto.dev or chrome://tracing.")
+    ] = None,
 ) -> None:
     """Write the HTML page and the picture of a traced run."""
     from verl_tlt.report.command import report as run
 
-    raise typer.Exit(run(trace_dir, out))
+    raise typer.Exit(run(trace_dir, out, perfetto))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""A made-up run with the shape of a real one: two replicas, long-tailed responses, a drafter that learns.
+"""A made-up run with the shape of a real one: some replicas, long-tailed responses, a drafter that learns.
 
 What the tests need to know of it is returned beside the directory, so that they compare with numbers and not with
 what the code under test computed.
@@ -16,7 +16,6 @@ from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trace.metrics import StepObservations, step_metrics
 
 KMAX = 5
-REPLICAS = ("replica-0", "replica-1")
 BATCH = 32
 
 
@@ -28,7 +27,10 @@ class MadeRun:
     steps: int
     rollout_s: dict[int, float] = field(default_factory=dict)
     idle_replica: dict[int, str] = field(default_factory=dict)
+    """The first to run dry; of two the only one."""
     bubble_s: dict[int, float] = field(default_factory=dict)
+    """Over all replicas."""
+    saved_s: dict[int, float] = field(default_factory=dict)
     accept_length: dict[int, float] = field(default_factory=dict)
 
 
@@ -65,42 +67,50 @@ def decode(rng, start: float, alpha: float, lengths) -> tuple[list[dict], float]
     return rows, t
 
 
-def make_run(directory: Path, steps: int = 6, seed: int = 3) -> MadeRun:
+def stock_s(row: dict) -> float:
+    """Seconds that the tokens of an engine step cost without a drafter."""
+    return row["produced"] / row["batch"] * (0.018 + 0.0007 * row["batch"])
+
+
+def make_run(directory: Path, steps: int = 6, seed: int = 3, replicas: int = 2) -> MadeRun:
     """Write a whole run's trace."""
+    names = tuple(f"replica-{i}" for i in range(replicas))
     rng = np.random.default_rng(seed)
     made, clock = MadeRun(directory, steps), _Clock()
     driver = TraceWriter(directory, "driver", clock)
-    engines = {r: TraceWriter(directory, f"engine-{r}") for r in REPLICAS}
+    engines = {r: TraceWriter(directory, f"engine-{r}") for r in names}
     speculation = {"max_draft_length": KMAX}
-    driver.emit("run", step0=1, mode="tlt", replicas=REPLICAS, gpus=2, config={"speculation": speculation}, versions={})
+    driver.emit(
+        "run", step0=1, mode="tlt", replicas=names, gpus=replicas, config={"speculation": speculation}, versions={}
+    )
     alpha, version, published = 0.01, 0, 0
     for step in range(1, steps + 1):
         start = clock.now
-        lengths = {r: np.clip(rng.lognormal(4.4, 0.75, BATCH), 20, 900) for r in REPLICAS}
-        lengths[REPLICAS[step % 2]][0] = 450 + 60 * (step % 3)  # the long one that keeps its replica busy
-        lengths[REPLICAS[1 - step % 2]] = np.minimum(lengths[REPLICAS[1 - step % 2]], 180)
-        decoded = {r: decode(rng, start, alpha, lengths[r]) for r in REPLICAS}
+        lengths = {r: np.clip(rng.lognormal(4.4, 0.75, BATCH), 20, 900) for r in names}
+        busy = names[step % replicas]
+        lengths[busy][0] = 450 + 60 * (step % 3)  # the long one that keeps its replica busy
+        lengths |= {r: np.minimum(lengths[r], 180) for r in names if r != busy}
+        decoded = {r: decode(rng, start, alpha, lengths[r]) for r in names}
         end = max(t for _, t in decoded.values())
-        idle = min(REPLICAS, key=lambda r: decoded[r][1])
-        idle_from = decoded[idle][1]
-        for r in REPLICAS:
+        idle_from = {r: t for r, (_, t) in decoded.items() if t < end}
+        for r in names:
             for row in decoded[r][0]:
                 engines[r].write(row)
         for now in np.arange(start, end, 0.1):
             clock.now = float(now)
-            inflight = {r: next((w["batch"] for w in decoded[r][0] if w["t"] >= now), 0) for r in REPLICAS}
+            inflight = {r: next((w["batch"] for w in decoded[r][0] if w["t"] >= now), 0) for r in names}
             driver.emit("load", step=step, inflight=inflight)
-        driver.emit("idle", step=step, replica=idle, start=idle_from)
-        begin = idle_from + 0.35
-        sessions = step > 1 and end - begin > 0.5
+        for r, since in idle_from.items():
+            driver.emit("idle", step=step, replica=r, start=since)
+        sessions = {r: t + 0.35 for r, t in idle_from.items() if step > 1 and end - t - 0.35 > 0.5}
         clock.now = end + 0.06
         driver.emit("phase", step=step, name="rollout", start=start, end=clock.now)
-        if sessions:
+        for r, begin in sessions.items():
             spot_steps = int((end - begin) / 0.2)
-            session = {"worker": REPLICAS.index(idle), "start": begin, "end": end + 0.05, "steps": spot_steps}
+            session = {"worker": names.index(r), "start": begin, "end": end + 0.05, "steps": spot_steps}
             session |= {"tokens": spot_steps * 512, "epochs": 1.2, "loss_first": 9.0 / step, "loss_last": 6.0 / step}
             session |= {"acc": [alpha], "skipped": 0, "stop_latency_s": 0.05, "outcome": "stopped"}
-            driver.emit("session", step=step, replica=idle, **session)
+            driver.emit("session", step=step, replica=r, **session)
         for name, seconds in (("old_log_prob", 1.2), ("update_actor", 2.9), ("update_weights", 0.25)):
             driver.emit("phase", step=step, name=name, start=clock.now, end=clock.now + seconds)
             clock.now += seconds
@@ -109,13 +119,12 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3) -> MadeRun:
             tau = {"candidate": 1.0 + step / 4, "served": 1.0 + (step - 1) / 4, "initial": 1.01}
             driver.emit("publish", step=step, version=version, decision="published", tau=tau, seconds=0.02, bytes=2**20)
             driver.emit("phase", step=step, name="publish", start=clock.now, end=clock.now + 0.02)
-        for r in REPLICAS:
+        for r in names:
             driver.emit("reload", step=step, replica=r, version=version, fingerprint="f", ok=True, seconds=0.01)
-        stats = {r: _stats(decoded[r][0], start) for r in REPLICAS}
-        bubble = end - idle_from
+        stats = {r: _stats(decoded[r][0], start) for r in names}
         seen = StepObservations(
-            step=step, rollout_s=end - start, replicas=stats, bubble_s={idle: bubble},
-            bubble_trained_s={idle: end - begin if sessions else 0.0}, stop_latency_s={idle: 0.05} if sessions else {},
+            step=step, rollout_s=end - start, replicas=stats, bubble_s={r: end - t for r, t in idle_from.items()},
+            bubble_trained_s={r: end - t for r, t in sessions.items()}, stop_latency_s=dict.fromkeys(sessions, 0.05),
             overhead={"stop": 0.05, "publish": 0.02}, published_version=version, served_version=version,
             served_since=published, spot_failures=0,
         )  # fmt: skip
@@ -124,13 +133,17 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3) -> MadeRun:
         verl = {
             "critic/score/mean": 0.70 + 0.03 * step, "timing_s/step": clock.now - start,
             "timing_s/gen": end + 0.06 - start, "timing_s/old_log_prob": 1.2, "timing_s/update_actor": 2.9,
-            "response_length/mean": tokens / 64, "prompt_length/mean": 20.0, "perf/total_num_tokens": tokens + 20 * 64,
+            "response_length/mean": tokens / (BATCH * replicas), "prompt_length/mean": 20.0,
+            "perf/total_num_tokens": tokens + 20 * BATCH * replicas,
             "training/rollout_probs_diff_max": 2e-6,
         }  # fmt: skip
         driver.emit("step", step=step, metrics={**verl, **step_metrics(seen)})
-        made.rollout_s[step], made.idle_replica[step], made.bubble_s[step] = end - start, idle, bubble
-        drafts = sum(w["drafts"] for r in REPLICAS for w in decoded[r][0])
-        accepted = sum(sum(w["accepted"]) for r in REPLICAS for w in decoded[r][0])
+        made.rollout_s[step], made.idle_replica[step] = end - start, min(idle_from, key=lambda r: idle_from[r])
+        made.bubble_s[step] = sum(end - t for t in idle_from.values())
+        stock = {r: start + sum(map(stock_s, decoded[r][0])) for r in names}
+        made.saved_s[step] = max(stock.values()) - end
+        drafts = sum(w["drafts"] for r in names for w in decoded[r][0])
+        accepted = sum(sum(w["accepted"]) for r in names for w in decoded[r][0])
         made.accept_length[step] = 1 + accepted / drafts if drafts else 1.0
         alpha = (0.01, 0.18, 0.42, 0.58, 0.64, 0.67, 0.69)[min(step, 6)]
     for writer in (driver, *engines.values()):
@@ -149,5 +162,5 @@ def _stats(rows: list[dict], start: float) -> EngineStats:
         num_passes=sum(r["batch"] for r in rows), num_drafts=sum(r["drafts"] for r in rows),
         num_draft_tokens_per_pos=tuple(sum(r["drafts"] for r in rows if r["k"] > i) for i in range(KMAX)),
         num_accepted_tokens_per_pos=tuple(accepted.tolist()), steps_by_draft_length={k: ks.count(k) for k in set(ks)},
-        busy_s=busy_s, saved_s=0.5, compared_s=busy_s,
+        busy_s=busy_s, saved_s=sum(map(stock_s, rows)) - sum(r["latency_s"] for r in rows), compared_s=busy_s,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Static pictures of a run, drawn from its trace with matplotlib (no display needed).
+"""The static picture of a run, drawn from its trace with matplotlib (no display needed).
 
 Colours are Okabe and Ito's, which stay apart for colour-blind readers; what matters is labelled where it is drawn, and
 training in the bubble is hatched as well, so nothing hangs on colour alone.
@@ -6,7 +6,6 @@ training in the bubble is hatched as well, so nothing hangs on colour alone.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,26 +18,17 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
+from verl_tlt.report.lanes import BLUE, ORANGE, PALE, PHASES
 from verl_tlt.report.reader import RunTrace, TraceError
+from verl_tlt.report.steps import most_trained, rl_steps
 from verl_tlt.report.summary import StepRow, initial_lengths
+from verl_tlt.report.svg import INK, MUTED
 from verl_tlt.trace.events import Phase, Session
 
-BLUE, SKY, ORANGE, GREEN, PURPLE, RED = "#0072B2", "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#D55E00"
-INK, MUTED, PALE, LIGHT_BLUE = "#222222", "#666666", "#EEEEEE", "#CFE3F0"
+LIGHT_BLUE = "#CFE3F0"
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-
-PHASES = {
-    "reward": ("reward model", SKY),
-    "old_log_prob": ("log-probs", PURPLE),
-    "update_actor": ("policy update", GREEN),
-    "update_weights": ("weight sync", "#999999"),
-}
-"""Phases on the GPU workers after the rollout: what they are called in the picture, and their colour."""
-
-COLORS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
-"""Of replicas, where lines must be told apart."""
 
 STYLE = {
     "font.size": 10,
@@ -49,26 +39,10 @@ STYLE = {
     "axes.titlelocation": "left",
     "axes.titleweight": "bold",
     "hatch.linewidth": 1.2,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "verl-tlt",
 }
 
 LANE = 0.78
 """Height of a replica's lane, of 1."""
-
-
-def pick_step(trace: RunTrace) -> int:
-    """The RL step with the most training in its bubble; without any, the one with the longest rollout.
-
-    Raises:
-        TraceError: no rollout was traced.
-    """
-    rollouts = {p.step: p.end - p.start for p in trace.phases if p.name == "rollout"}
-    if not rollouts:
-        raise TraceError(f"{trace.directory} holds no finished rollout to draw.")
-    trained = {step: sum(s.end - s.start for s in trace.sessions if s.step == step) for step in rollouts}
-    best = max(trained, key=lambda step: trained[step])
-    return best if trained[best] > 0 else max(rollouts, key=lambda step: rollouts[step])
 
 
 def draw_replicas(ax: Axes, trace: RunTrace, step: int) -> None:
@@ -228,51 +202,6 @@ def draw_accept_length(
     ax.set_title("Accept length by RL step")
 
 
-def draw_draft_length(batch_ax: Axes, k_ax: Axes, trace: RunTrace, step: int) -> bool:
-    """Requests in decode (above), the draft length chosen for them (below), in one rollout. False: no engine steps."""
-    rollout = trace.phase(step, "rollout")
-    parts = {
-        name: part
-        for name, steps in sorted(trace.engines.items())
-        if rollout is not None and (part := steps.between(rollout.start, rollout.end)).t.size
-    }
-    for i, (name, part) in enumerate(parts.items()):
-        assert rollout is not None
-        color, dashes, t = COLORS[i % len(COLORS)], ("-", (0, (5, 2)))[i % 2], part.t - rollout.start
-        batch_ax.step(t, part.batch, where="pre", color=color, linewidth=1.8, linestyle=dashes, label=trace.label(name))
-        k_ax.step(t, part.k, where="pre", color=color, linewidth=1.8, linestyle=dashes, gid=f"k-{name}")
-    if not parts:
-        return False
-    longest = max(int(part.k.max()) for part in parts.values())
-    shortest = min(0, *(int(part.k.min()) for part in parts.values()))
-    batch_ax.legend(frameon=False, loc="upper right")
-    batch_ax.set_ylabel("requests\nin decode")
-    batch_ax.set_ylim(0, None)
-    batch_ax.set_title(f"RL step {step}: draft length against load")
-    k_ax.set_ylabel("draft length K\n(tokens)")
-    k_ax.set_xlabel("time since the step began (s)")
-    ticks = range(shortest, max(longest, 1) + 1)
-    k_ax.set_yticks(list(ticks), ["off" if k < 0 else str(k) for k in ticks])
-    k_ax.set_ylim(shortest - 0.25, max(longest, 1) + 0.25)
-    k_ax.set_xlim(0, None)
-    return True
-
-
-def draw_reward(ax: Axes, rows: Sequence[StepRow], stock: Sequence[StepRow] | None = None) -> None:
-    """Mean reward by RL step; with the stock run beside it where there is one."""
-    for part, color, label in ((stock or (), MUTED, "stock verl"), (rows, BLUE, "with verl-tlt")):
-        known = [(r.step, r.reward) for r in part if r.reward is not None]
-        if known:
-            steps, values = zip(*known, strict=True)
-            ax.plot(steps, values, color=color, marker="o", markersize=4, linewidth=2, label=label)
-    if stock:
-        ax.legend(frameon=False, loc="lower right")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.set_xlabel("RL step")
-    ax.set_ylabel("mean reward")
-    ax.set_title("Reward")
-
-
 def main_figure(trace: RunTrace, rows: Sequence[StepRow], warm: Sequence[StepRow] | None = None) -> Figure:
     """The demo's picture: the replicas in one rollout above, the accept length by step below."""
     with matplotlib.rc_context(STYLE):
@@ -280,24 +209,8 @@ def main_figure(trace: RunTrace, rows: Sequence[StepRow], warm: Sequence[StepRow
         lanes = count * min(1.15, max(0.55, 4.6 / count))  # inches; many replicas get narrower lanes
         figure = Figure(figsize=(11, 3.6 + lanes), layout="constrained")
         upper, lower = figure.subplots(2, 1, height_ratios=[lanes, 2.4])
-        draw_replicas(upper, trace, pick_step(trace))
+        draw_replicas(upper, trace, most_trained(rl_steps(trace)))
         draw_accept_length(lower, rows, initial_lengths(trace), warm)
-    return figure
-
-
-def draft_length_figure(trace: RunTrace, step: int) -> Figure | None:
-    """K against batch over one rollout; None without engine steps."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11, 4.2), layout="constrained")
-        upper, lower = figure.subplots(2, 1, sharex=True)
-        return figure if draw_draft_length(upper, lower, trace, step) else None
-
-
-def reward_figure(rows: Sequence[StepRow], stock: Sequence[StepRow] | None = None) -> Figure:
-    """Reward by RL step."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11, 3), layout="constrained")
-        draw_reward(figure.subplots(), rows, stock)
     return figure
 
 
@@ -307,12 +220,3 @@ def save_png(figure: Figure, path: str | Path) -> Path:
         FigureCanvasAgg(figure)
         figure.savefig(path, dpi=160, facecolor="white")
     return Path(path)
-
-
-def to_svg(figure: Figure) -> str:
-    """The figure as an `<svg>` element for an HTML page."""
-    buffer = io.StringIO()
-    with matplotlib.rc_context(STYLE):
-        figure.savefig(buffer, format="svg", facecolor="white", metadata={"Date": None})
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]

@@ -10,6 +10,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,7 +63,7 @@ class EngineSteps:
 
     def between(self, start: float, end: float) -> EngineSteps:
         """The steps that finished in [start, end]."""
-        keep = (self.t >= start) & (self.t <= end)
+        keep = slice(*np.searchsorted(self.t, (start, np.nextafter(end, np.inf))))
         return EngineSteps(**{f.name: getattr(self, f.name)[keep] for f in dataclasses.fields(self)})
 
 
@@ -90,7 +91,7 @@ class RunTrace:
         """The latest start of the run."""
         return self.runs[-1] if self.runs else None
 
-    @property
+    @cached_property
     def replicas(self) -> list[str]:
         """Names of all replicas seen: in the order of the `run` event, then any others by name."""
         named = list(self.run.replicas) if self.run else []
@@ -102,6 +103,11 @@ class RunTrace:
         if replica in self.replicas:
             return f"replica {self.replicas.index(replica)}"
         return f"replica {replica}" if replica.isdigit() else replica
+
+    def engine(self, replica: str) -> EngineSteps | None:
+        """The replica's engine steps, from the file that carries its name or its number; None: there is none."""
+        found = self.engines.get(replica)
+        return self.engines.get(str(self.replicas.index(replica))) if found is None else found
 
     def phase(self, step: int, name: str) -> Phase | None:
         """The phase of that name in that step, or None."""

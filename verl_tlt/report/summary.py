@@ -35,6 +35,8 @@ class StepRow:
     bubble_s: float | None
     bubble_trained_s: float | None
     overhead_s: float | None
+    saved_s: float | None
+    """By which drafting ended the rollout before stock decoding would have, by estimate; negative: after."""
     stop_latency_s: float | None
     drafter_version_published: int | None
     drafter_version_served: int | None
@@ -80,6 +82,7 @@ def step_row(step: int, metrics: Mapping[str, float]) -> StepRow:
         bubble_s=metrics.get("tlt/bubble_s"),
         bubble_trained_s=metrics.get("tlt/bubble_trained_s"),
         overhead_s=metrics.get("tlt/overhead_s"),
+        saved_s=metrics.get("tlt/saved_s"),
         stop_latency_s=metrics.get("tlt/stop_latency_s"),
         drafter_version_published=_int(metrics.get("tlt/drafter_version_published")),
         drafter_version_served=_int(metrics.get("tlt/drafter_version")),
@@ -164,6 +167,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "bubble_s": ("bubble s", "{:.1f}"),
     "bubble_trained_s": ("trained in it s", "{:.1f}"),
     "overhead_s": ("tlt s", "{:.2f}"),
+    "saved_s": ("saved s", "{:.1f}"),
     "stop_latency_s": ("stop s", "{:.3f}"),
     "drafter_version_published": ("published", "v{:d}"),
     "drafter_version_served": ("served", "v{:d}"),

@@ -1,4 +1,4 @@
-"""The pictures show the data: what is drawn is read back from the axes."""
+"""The picture shows the data: what is drawn is read back from the axes."""
 
 import dataclasses
 
@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from verl_tlt.report import picture
+from verl_tlt.report.lanes import BLUE, GREEN, PURPLE
 from verl_tlt.report.reader import TraceError, read_trace
 from verl_tlt.report.summary import initial_lengths, rows_of_trace
 from verl_tlt.trace.events import TraceWriter
@@ -64,11 +65,6 @@ def test_a_bubble_nobody_trained_in_is_drawn_as_idle(trace):
     assert "idle: a bubble of" in texts(ax)
 
 
-def test_the_step_with_most_training_is_picked(trace):
-    seconds = {s.step: s.end - s.start for s in trace.sessions}
-    assert picture.pick_step(trace) == max(seconds, key=seconds.get)
-
-
 def test_accept_length_and_the_reference(trace, made_run):
     ax = Figure().subplots()
     picture.draw_accept_length(ax, rows_of_trace(trace), initial_lengths(trace))
@@ -79,26 +75,15 @@ def test_accept_length_and_the_reference(trace, made_run):
     assert "(tokens per verified draft)" in ax.get_ylabel()
 
 
-def test_draft_length_lines_hold_every_engine_step(trace):
-    upper, lower = Figure().subplots(2, 1)
-    assert picture.draw_draft_length(upper, lower, trace, 6)
-    rollout = trace.phase(6, "rollout")
-    for name, steps in trace.engines.items():
-        (line,) = [x for x in lower.lines if x.get_gid() == f"k-{name}"]
-        assert line.get_ydata().tolist() == steps.between(rollout.start, rollout.end).k.tolist()
-
-
-def test_without_engine_steps_there_is_no_draft_length_picture(tmp_path):
+def test_a_run_without_loads_or_engine_steps_is_drawn(tmp_path):
     TraceWriter(tmp_path, "driver").emit("phase", step=1, name="rollout", start=0.0, end=2.0)
-    trace = read_trace(tmp_path)
-    assert picture.draft_length_figure(trace, 1) is None
-    picture.save_png(picture.main_figure(trace, []), tmp_path / "bare.png")
+    picture.save_png(picture.main_figure(read_trace(tmp_path), []), tmp_path / "bare.png")
 
 
 def test_a_trace_without_a_rollout_says_so(tmp_path):
     TraceWriter(tmp_path, "driver").emit("run", step0=1)
     with pytest.raises(TraceError, match="no finished rollout"):
-        picture.pick_step(read_trace(tmp_path))
+        picture.main_figure(read_trace(tmp_path), [])
 
 
 def test_png_is_written_in_colour(trace, tmp_path):
@@ -106,6 +91,6 @@ def test_png_is_written_in_colour(trace, tmp_path):
     image = imread(path)
     assert image.shape[0] > 800 and image.shape[1] > 1500
     rgb = (image[..., :3] * 255).round().astype(int).reshape(-1, 3)
-    for color in (picture.BLUE, picture.GREEN, picture.PURPLE, picture.LIGHT_BLUE):
+    for color in (BLUE, GREEN, PURPLE, picture.LIGHT_BLUE):
         wanted = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
         assert (rgb == wanted).all(axis=1).sum() > 1000

@@ -10,7 +10,7 @@ from verl_tlt.report.summary import StepRow, ratio, rich_table, rows_of_metrics_
 
 STEP_KEYS = {
     "step", "reward", "step_s", "rollout_s", "train_s", "tokens", "accept_length", "bubble_s", "bubble_trained_s",
-    "overhead_s", "stop_latency_s", "drafter_version_published", "drafter_version_served", "probs_diff_max",
+    "overhead_s", "saved_s", "stop_latency_s", "drafter_version_published", "drafter_version_served", "probs_diff_max",
 }  # fmt: skip
 
 VERL = {
@@ -50,6 +50,7 @@ def test_rows_of_a_trace(made_run):
     for r in rows:
         assert r.bubble_s == pytest.approx(made_run.bubble_s[r.step])
         assert r.accept_length == pytest.approx(made_run.accept_length[r.step])
+        assert r.saved_s == pytest.approx(made_run.saved_s[r.step], abs=1e-3)
         assert r.train_s == pytest.approx(4.1)
     assert rows[0].bubble_trained_s == 0.0 and rows[0].stop_latency_s is None
     assert rows[-1].drafter_version_published == rows[-1].drafter_version_served == 5

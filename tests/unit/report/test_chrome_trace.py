@@ -1,0 +1,162 @@
+"""The timeline as a trace viewer reads it: a small reader that holds to the format, and the run's own numbers in it."""
+
+import json
+import subprocess
+import sys
+from collections import defaultdict
+
+import pytest
+
+from verl_tlt.report import chrome_trace
+from verl_tlt.report.reader import read_trace
+from verl_tlt.report.steps import rl_steps
+
+KNOWN = {"X", "C", "M", "i"}
+
+
+class Timeline:
+    """What a viewer makes of the events; refuses what it would misdraw."""
+
+    def __init__(self, text):
+        self.names, self.slices, self.counters, self.instants = {}, defaultdict(list), defaultdict(list), []
+        events = json.loads(text)
+        assert isinstance(events, list) and events
+        for event in events:
+            assert event.keys() >= {"ph", "ts", "pid", "tid", "name"} and event["ph"] in KNOWN, event
+            assert all(type(event[key]) is int and event[key] >= 0 for key in ("ts", "pid", "tid")), event
+            getattr(self, f"_read_{event['ph']}")(event)
+        for track in self.slices.values():
+            self._check_nesting(track)
+        for samples in self.counters.values():
+            assert [t for t, _ in samples] == sorted(t for t, _ in samples)
+
+    def _read_M(self, event):
+        if event["name"].endswith("_name"):
+            tid = None if event["name"] == "process_name" else event["tid"]
+            self.names[event["pid"], tid] = event["args"]["name"]
+
+    def _read_X(self, event):
+        assert type(event["dur"]) is int and event["dur"] >= 0, event
+        self.slices[event["pid"], event["tid"]].append(event)
+
+    def _read_C(self, event):
+        (value,) = event["args"].values()
+        assert type(value) in (int, float), event
+        self.counters[event["pid"], event["name"]].append((event["ts"], value))
+
+    def _read_i(self, event):
+        assert event["s"] in "gpt"
+        self.instants.append(event)
+
+    @staticmethod
+    def _check_nesting(track):
+        """Of two slices on a track, one holds the other or they are apart."""
+        open_until = []
+        for event in sorted(track, key=lambda e: (e["ts"], -e["dur"])):
+            end = event["ts"] + event["dur"]
+            while open_until and open_until[-1] <= event["ts"]:
+                open_until.pop()
+            assert not open_until or end <= open_until[-1], f"{event} reaches out of the slice it is in"
+            open_until.append(end)
+
+    def pid(self, name):
+        (found,) = [pid for (pid, tid), known in self.names.items() if tid is None and known == name]
+        return found
+
+    def track(self, process, track):
+        (found,) = [k for k, name in self.names.items() if k[0] == self.pid(process) and name == track and k[1]]
+        return self.slices[found]
+
+
+@pytest.fixture(scope="module")
+def timeline(made_run, tmp_path_factory):
+    path = tmp_path_factory.mktemp("timeline") / "out" / "run.json"
+    command = [sys.executable, "-c", "from verl_tlt.cli import app; app()", "report", str(made_run.directory)]
+    done = subprocess.run(
+        [*command, "--out", str(path.parent), "--perfetto", str(path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(path) in done.stdout
+    return Timeline(path.read_text())
+
+
+def seconds(event):
+    return event["dur"] / 1e6
+
+
+def test_a_replica_rolls_out_sleeps_and_updates(timeline, made_run):
+    for replica in ("replica 0", "replica 1"):
+        track = timeline.track(replica, "engine")
+        rollouts = [e for e in track if e["name"] == "rollout"]
+        wanted = [s + 0.06 for s in made_run.rollout_s.values()]
+        assert [seconds(e) for e in rollouts] == pytest.approx(wanted, abs=1e-5)
+        assert sum(e["name"] == "sleep" for e in track) == sum(e["name"] == "update_actor" for e in track) == 6
+    bubbles = {
+        number: seconds(e)
+        for number in made_run.bubble_s
+        for e in timeline.track(made_run.idle_replica[number].replace("-", " "), "engine")
+        if e["name"] == "bubble" and _within(e, timeline, number)
+    }
+    assert bubbles == pytest.approx({n: s + 0.06 for n, s in made_run.bubble_s.items()}, abs=1e-5)
+
+
+def _within(event, timeline, number):
+    (step,) = [e for e in timeline.track("trainer", "RL step") if e["name"] == f"step {number}"]
+    return step["ts"] <= event["ts"] < step["ts"] + step["dur"]
+
+
+def test_sessions_carry_steps_and_loss(timeline, made_run):
+    sessions = [e for r in ("replica 0", "replica 1") for e in timeline.track(r, "spot worker")]
+    assert {e["args"]["step"] for e in sessions} == {2, 3, 4, 5, 6}
+    for event in sessions:
+        step = event["args"]["step"]
+        assert (event["args"]["loss_first"], event["args"]["loss_last"]) == (9.0 / step, 6.0 / step)
+        assert seconds(event) == pytest.approx(made_run.bubble_s[step] - 0.30, abs=1e-4)
+        assert event["args"]["steps"] > 0 and event["args"]["outcome"] == "stopped"
+
+
+def test_counters_hold_every_change_of_batch_and_draft_length(timeline, made_run):
+    trace = read_trace(made_run.directory)
+    steps = rl_steps(trace).values()
+    for replica in trace.replicas:
+        pid = timeline.pid(trace.label(replica))
+        engine = trace.engine(replica)
+        for name in ("batch", "K"):
+            wanted = []
+            for step in steps:
+                part = engine.between(step.start, step.end)
+                values = (part.batch if name == "batch" else part.k).tolist()
+                wanted += [v for before, v in zip([None, *values], values, strict=False) if v != before]
+                wanted.append({"batch": 0, "K": -1}[name])
+            assert [value for _, value in timeline.counters[pid, name]] == wanted
+
+
+def test_the_trainer_has_steps_phases_and_what_became_of_the_drafter(timeline, made_run):
+    names = [e["name"] for e in timeline.track("trainer", "RL step")]
+    assert [n for n in names if n.startswith("step ")] == [f"step {i}" for i in range(1, 7)]
+    assert names.count("rollout") == names.count("update_weights") == 6
+    (first,) = [e for e in timeline.track("trainer", "RL step") if e["name"] == "step 5"]
+    assert first["args"]["tlt/saved_s"] == pytest.approx(made_run.saved_s[5], abs=1e-3)
+    assert len(timeline.track("trainer", "publish")) == 5
+    assert [e["args"]["version"] for e in timeline.instants] == [1, 2, 3, 4, 5]
+
+
+def test_a_long_run_keeps_few_samples(made_run, monkeypatch):
+    monkeypatch.setattr(chrome_trace, "MOST_SAMPLES", 40)
+    events = list(chrome_trace.chrome_events(read_trace(made_run.directory)))
+    samples = defaultdict(list)
+    for event in events:
+        if event["ph"] == "C":
+            samples[event["pid"], event["name"]].append(event["args"][event["name"]])
+    assert all(len(values) <= 40 + 2 * 6 for values in samples.values())
+    assert all(max(values) == 32 for (_, name), values in samples.items() if name == "batch"), "the first of each stays"
+    assert all(5 in values for (_, name), values in samples.items() if name == "K")
+
+
+def test_the_reader_refuses_what_a_viewer_would_misdraw():
+    base = {"pid": 1, "tid": 1, "name": "n", "args": {}}
+    crossing = [{**base, "ph": "X", "ts": 0, "dur": 10}, {**base, "ph": "X", "ts": 5, "dur": 10}]
+    words = [{**base, "ph": "C", "ts": 0, "args": {"K": "five"}}]
+    for events in (crossing, words, [{**base, "ph": "X", "ts": 0.5, "dur": 1}], []):
+        with pytest.raises(AssertionError):
+            Timeline(json.dumps(events))

@@ -1,0 +1,149 @@
+"""A run as a timeline for trace viewers: Chrome's JSON array of events, which Perfetto and chrome://tracing open.
+
+A process for the trainer and one for each replica. A replica has two tracks of nested slices, its engine's (rollout,
+inside it the bubble; then sleep, inside it the policy's update) and its spot worker's sessions; batch and draft length
+are counters. Times are microseconds since the trace began.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl_tlt.report.reader import EngineSteps, RunTrace
+from verl_tlt.report.steps import RLStep, rl_steps
+
+TRAINER, FIRST_REPLICA = 1, 100
+"""Process ids of the viewer."""
+DRIVER, BACKGROUND = 1, 10
+"""Tracks of the trainer: its step, and from `BACKGROUND` on one for each kind of work beside it."""
+ENGINE, SPOT = 1, 2
+"""Tracks of a replica."""
+IN_STEP = ("rollout", "reward", "old_log_prob", "update_actor", "update_weights")
+MOST_SAMPLES = 100_000
+"""Of one counter over a whole run; viewers become slow with millions."""
+
+ChromeEvent = dict[str, Any]
+
+
+def write_chrome_trace(path: Path, trace: RunTrace) -> Path:
+    """Write the timeline; returns the path.
+
+    Raises:
+        TraceError: the trace holds no finished rollout.
+        OSError: the file cannot be written.
+    """
+    with path.open("w", encoding="utf-8") as file:
+        file.write("[\n")
+        for i, event in enumerate(chrome_events(trace)):
+            file.write((",\n" if i else "") + json.dumps(event, separators=(",", ":"), allow_nan=False))
+        file.write("\n]\n")
+    return path
+
+
+def chrome_events(trace: RunTrace) -> Iterator[ChromeEvent]:
+    """All events, slices of a track in the order in which they begin.
+
+    Raises:
+        TraceError: the trace holds no finished rollout.
+    """
+    steps = rl_steps(trace)
+    zero = min(step.start for step in steps.values())
+    yield from _names(TRAINER, "trainer", 0, {DRIVER: "RL step"})
+    yield from _trainer(trace, steps, zero)
+    apart = set(trace.run.standalone if trace.run else ())
+    for i, replica in enumerate(trace.replicas):
+        pid = FIRST_REPLICA + i
+        yield from _names(pid, trace.label(replica), i + 1, {ENGINE: "engine", SPOT: "spot worker"})
+        yield from _engine_track(pid, replica, steps, zero, replica in apart)
+        yield from _sessions(pid, replica, steps, zero)
+        engine = trace.engine(replica)
+        if engine is not None and engine.t.size:
+            yield from _counters(pid, engine, steps, zero)
+
+
+def _names(pid: int, name: str, order: int, tracks: Mapping[int, str]) -> Iterator[ChromeEvent]:
+    yield {"ph": "M", "ts": 0, "pid": pid, "tid": 0, "name": "process_name", "args": {"name": name}}
+    yield {"ph": "M", "ts": 0, "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": order}}
+    for tid, track in tracks.items():
+        yield {"ph": "M", "ts": 0, "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": track}}
+
+
+def _trainer(trace: RunTrace, steps: Mapping[int, RLStep], zero: float) -> Iterator[ChromeEvent]:
+    """The step and inside it its phases; what runs beside them has tracks of its own."""
+    beside: dict[str, int] = {}
+    for step in steps.values():
+        shown = {n: v for n, v in step.metrics.items() if n.startswith("tlt/") and isinstance(v, int | float)}
+        yield _slice(TRAINER, DRIVER, f"step {step.step}", step.start - zero, step.finish - zero, shown)
+        for phase in (p for p in trace.phases if p.step == step.step):
+            tid = DRIVER
+            if phase.name not in IN_STEP:
+                tid = beside.setdefault(phase.name, BACKGROUND + len(beside))
+            start, end = (t if tid != DRIVER else min(max(t, step.start), step.finish)
+                          for t in (phase.start, phase.end))  # fmt: skip
+            yield _slice(TRAINER, tid, phase.name, start - zero, end - zero, {"step": step.step})
+        if (p := step.publish) is not None:
+            args = {"version": p.version, "reason": p.reason, "gain": p.gain, **p.tau}
+            yield {"ph": "i", "ts": _us(p.t - zero), "pid": TRAINER, "tid": DRIVER, "name": f"drafter {p.decision}",
+                   "s": "p", "args": args}  # fmt: skip
+    for name, tid in beside.items():
+        yield {"ph": "M", "ts": 0, "pid": TRAINER, "tid": tid, "name": "thread_name", "args": {"name": name}}
+
+
+def _engine_track(
+    pid: int, replica: str, steps: Mapping[int, RLStep], zero: float, standalone: bool
+) -> Iterator[ChromeEvent]:
+    """Rollout with its bubbles, and the sleep until the next one; standalone replicas do not sleep."""
+    following = [*list(steps.values())[1:], None]
+    for step, after in zip(steps.values(), following, strict=True):
+        yield _slice(pid, ENGINE, "rollout", step.start - zero, step.end - zero, {"step": step.step})
+        for b in (b for b in step.bubbles if b.replica == replica):
+            start, end = max(b.start, step.start), min(b.end, step.end)
+            yield _slice(pid, ENGINE, "bubble", start - zero, end - zero, {})
+        until = step.finish if after is None else min(step.finish, after.start)
+        if standalone or until <= step.end:
+            continue
+        yield _slice(pid, ENGINE, "sleep", step.end - zero, until - zero, {"step": step.step})
+        for phase in (p for p in step.after if p.name in IN_STEP):
+            yield _slice(pid, ENGINE, phase.name, max(phase.start, step.end) - zero, min(phase.end, until) - zero, {})
+
+
+def _sessions(pid: int, replica: str, steps: Mapping[int, RLStep], zero: float) -> Iterator[ChromeEvent]:
+    shown = ("step", "steps", "tokens", "epochs", "loss_first", "loss_last", "outcome", "error")
+    for session in (s for step in steps.values() for s in step.sessions if s.replica == replica):
+        args = {name: getattr(session, name) for name in shown}
+        yield _slice(pid, SPOT, "training session", session.start - zero, session.end - zero, args)
+
+
+def _counters(pid: int, engine: EngineSteps, steps: Mapping[int, RLStep], zero: float) -> Iterator[ChromeEvent]:
+    """Batch and draft length where they change, 0 and -1 after each rollout; a long run keeps every n-th change."""
+    parts = [engine.between(step.start, step.end) for step in steps.values()]
+    for name, rest in (("batch", 0), ("K", -1)):
+        columns = [part.batch if name == "batch" else part.k for part in parts]
+        changed = [np.flatnonzero(np.diff(values, prepend=values[:1] - 1)) for values in columns]
+        every = -(-sum(map(len, changed)) // MOST_SAMPLES) or 1
+        for step, part, values, at in zip(steps.values(), parts, columns, changed, strict=True):
+            for i in at[::every].tolist():
+                began = max(float(part.t[i] - part.latency_s[i]), step.start)
+                yield _counter(pid, name, began - zero, int(values[i]))
+            if len(at):
+                yield _counter(pid, name, step.end - zero, rest)
+
+
+def _slice(pid: int, tid: int, name: str, start: float, end: float, args: Mapping[str, Any]) -> ChromeEvent:
+    """A stretch of time; seconds since the trace began."""
+    begun = _us(start)
+    return {"ph": "X", "ts": begun, "dur": max(0, _us(end) - begun), "pid": pid, "tid": tid, "name": name,
+            "args": dict(args)}  # fmt: skip
+
+
+def _counter(pid: int, name: str, at: float, value: int) -> ChromeEvent:
+    return {"ph": "C", "ts": _us(at), "pid": pid, "tid": 0, "name": name, "args": {name: value}}
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)
