@@ -50,6 +50,15 @@ def names_read(*, outside):
                 yield node.value
 
 
+def strings(path):
+    """The strings of a module; what is filled in is `…`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield re.sub(r"%[.0-9]*[sdf]", "…", node.value)
+
+
 def test_the_settings_page_is_the_generated_one(generate):
     assert generate.PAGE.read_text() == generate.render(), "run `python docs/generate.py`"
 
@@ -108,6 +117,18 @@ def test_contributing_says_of_every_room_what_it_may_import():
         assert allowed == MAY_IMPORT[room], f"CONTRIBUTING.md, row {room}"
         named = FRAMEWORKS if "all" in world else {name for name in world.strip().split(", ") if name}
         assert named == FRAMEWORKS_OF[room], f"CONTRIBUTING.md, row {room}"
+
+
+def test_what_troubleshooting_says_that_it_says_is_said():
+    """Every message in a column "It says", piece by piece between its placeholders, is in a string of the code."""
+    code = [path for room in ("verl_tlt", "hydra_plugins") for path in (ROOT / room).rglob("*.py")]
+    said = " ".join(text for path in code for text in strings(path))
+    pages = (DOCS / "troubleshooting.md").read_text()
+    rows = [row for table in re.findall(r"^\| It says \|.*?\n\n", pages, re.M | re.S) for row in table.splitlines()[2:]]
+    cells = [row.split("|")[1].partition("Hydra's")[0] for row in rows if row]
+    pieces = {p.strip() for cell in cells for span in re.findall(r"`([^`]+)`", cell) for p in span.split("…")}
+    messages = {piece for piece in pieces if piece and not re.fullmatch(r"[\w.]*[=.]|tlt/\w+", piece)}
+    assert len(messages) > 20 and not [piece for piece in messages if piece not in said]
 
 
 def test_the_readme_is_short():
