@@ -148,6 +148,12 @@ def test_policy_off_never_drafts():
     assert not Profitability("off", "both").decide([0.9])
 
 
+def test_a_draft_measured_cheaper_than_no_drafter_at_all_is_taken_to_cost_as_much():
+    lucky = StepCosts(for_policy({OFF: [(1, 0.020)], 0: [(1, 0.020)], 1: [(1, 0.015)]}))
+    assert is_profitable([0.06], lucky, "goodput", worth=0.95), "1 / 1.06 of OFF's time"
+    assert not is_profitable([0.06], lucky, "goodput", worth=0.93)
+
+
 def test_costs_without_a_figure_for_off_are_none():
     switch = Profitability("goodput")
     switch.set_costs(for_policy({0: [(1, 0.011)], 3: [(1, 0.018)]}))
