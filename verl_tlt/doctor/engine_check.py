@@ -19,6 +19,7 @@ from typing import Any
 from verl_tlt.child_engine import LOG
 from verl_tlt.doctor.rules import Finding, Level
 from verl_tlt.doctor.standalone_engine import EngineJob, Setup, StandaloneEngine, graph_memory_gib, measure_costs, start
+from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.speculation.costs.latency_table import Table, interpolate
 from verl_tlt.speculation.types import OFF
 
@@ -90,9 +91,8 @@ async def survives(engine: StandaloneEngine, found: Found, on_gpu: bool) -> None
         await engine.llm.collective_rpc("reload_weights")  # verl would send the policy's
         found.lost_in_sleep = await engine.rpc("tlt_fingerprint") != found.fingerprint
         await engine.llm.wake_up(tags=["kv_cache"])
-    answer = await engine.rpc("tlt_load_drafter", str(engine.drafter / "model.safetensors"))
-    found.reloaded = answer.get("fingerprint", "") if answer["ok"] else answer["error"]
-    found.reload_s = answer.get("seconds", 0.0)
+    reply = LoadReply(**await engine.rpc("tlt_load_drafter", str(engine.drafter / "model.safetensors")))
+    found.reloaded, found.reload_s = reply.error or reply.fingerprint, reply.seconds
 
 
 async def wakes_beside_a_context(engine: StandaloneEngine, found: Found) -> None:

@@ -124,8 +124,8 @@ class _Plan:
     control_s: float = 0.0
     """What the engine waited for us since the step before."""
 
-    def record(self) -> tuple[StepRecord, dict[str, Any]]:
-        """The finished step, and what `StepControl.record` wants to know besides."""
+    def tell(self, control: StepControl) -> None:
+        """Hand the finished step to the controller."""
         verified, emitted = self.verified, self.verified.tokens
         if emitted is None or self.ended or self.prefilling:  # one that ends gets fewer tokens than were sampled
             counts = [(o.request_id, len(o.new_token_ids)) for client in self.outputs.values() for o in client.outputs]
@@ -152,13 +152,14 @@ class _Plan:
             latency_s=self.finished_s - (self.started_s if paused else self.previous_finished_s),
             clean=clean,
         )
-        facts = {
-            "num_generation_tokens": emitted,
-            "num_draft_tokens": verified.num_draft_tokens,
-            "decode_only": decode_only,
-            "control_s": self.control_s,
-        }
-        return step, facts
+        control.record(
+            step,
+            num_generation_tokens=emitted,
+            num_draft_tokens=verified.num_draft_tokens,
+            decode_only=decode_only,
+            control_s=self.control_s,
+            unix_s=self.unix_s,
+        )
 
 
 class TLTScheduler(Scheduler):
@@ -367,8 +368,7 @@ class TLTScheduler(Scheduler):
         """Turn finished steps into records."""
         done, self._tlt_done = self._tlt_done, []
         for plan in done:
-            step, facts = plan.record()
-            self.tlt.record(step, plan.unix_s, **facts)
+            plan.tell(self.tlt)
 
     def shutdown(self) -> None:
         """As vLLM's; the channel closes and the trace is written out."""

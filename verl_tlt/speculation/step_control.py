@@ -70,16 +70,37 @@ class StepControl:
                 self._give_up(error)
                 return 0
 
-    def record(self, step: StepRecord, unix_s: float | None = None, **facts: Any) -> None:
+    def record(
+        self,
+        step: StepRecord,
+        *,
+        num_generation_tokens: int,
+        num_draft_tokens: int,
+        decode_only: bool = True,
+        control_s: float = 0.0,
+        unix_s: float | None = None,
+    ) -> None:
         """Account for one finished step, write it down, and let the policy learn from it.
 
         Args:
             step: what happened.
+            num_generation_tokens: see `Aggregates.add`, as for the next three.
+            num_draft_tokens: tokens verified over all requests.
+            decode_only: its time is that of decoding.
+            control_s: seconds that it waited for the controller.
             unix_s: when it finished; None: now.
-            **facts: the arguments of `Aggregates.add` besides.
         """
         with self._lock:
-            self._account(step, **facts)
+            if self._learns_costs and step.clean and step.drafted in (OFF, step.verified):
+                self.costs.observe(step.batch, step.kv_tokens, step.drafted, step.latency_s)
+            self._sums.add(
+                step,
+                num_generation_tokens=num_generation_tokens,
+                num_draft_tokens=num_draft_tokens,
+                decode_only=decode_only,
+                stock_s=self._stock_seconds(step) if decode_only else None,
+                control_s=control_s,
+            )
             if self.trace is not None:
                 self.trace.add(step, time.time() if unix_s is None else unix_s)
             if self.policy_error is not None:
@@ -97,17 +118,17 @@ class StepControl:
             if self.trace is not None:
                 self.trace.flush()
 
-    def _account(self, step: StepRecord, *, decode_only: bool = True, **facts: Any) -> None:
-        if self._learns_costs and step.clean and step.drafted in (OFF, step.verified):
-            self.costs.observe(step.batch, step.kv_tokens, step.drafted, step.latency_s)
-        stock_s = None
-        if decode_only and step.batch and self.costs.largest_batch(OFF):
-            # Stock would have spent one step of this batch for every `batch` tokens. An OFF step is just that: it saves
-            # nothing, whatever noise is in the model of its cost.
-            stock_s = step.latency_s
-            if step.drafted != OFF:
-                stock_s = step.produced / step.batch * self.costs.seconds(step.batch, step.kv_tokens, OFF)
-        self._sums.add(step, decode_only=decode_only, stock_s=stock_s, **facts)
+    def _stock_seconds(self, step: StepRecord) -> float | None:
+        """What stock would have needed for a step's tokens; None where that is not known.
+
+        Stock would have spent one step of this batch for every `batch` tokens. An OFF step is just that: it saves
+        nothing, whatever noise is in the model of its cost.
+        """
+        if not step.batch or not self.costs.largest_batch(OFF):
+            return None
+        if step.drafted == OFF:
+            return step.latency_s
+        return step.produced / step.batch * self.costs.seconds(step.batch, step.kv_tokens, OFF)
 
     def _give_up(self, error: Exception) -> None:
         """A policy that raises costs speculation, never the rollout: K=0 from here on, said in every `stats`."""
