@@ -1,0 +1,60 @@
+"""From the tap to the buffer through verl's worker group and Ray: what a rank hands over, what a spot worker gets."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from actor import LAYERS, build_actor, free_port, make_batch, make_rows
+from recorded import CONFIG, ray_cluster, worker_arguments
+
+from verl_tlt.actor.worker import TLTActorWorker
+from verl_tlt.drafter import VerifierWeights
+
+pytestmark = pytest.mark.engine
+
+ray = pytest.importorskip("ray")
+
+LENGTHS = [(3, 21), (12, 4), (5, 40), (7, 1), (2, 33), (9, 16)]
+
+
+class Worker(TLTActorWorker):
+    """One rank that holds the toy's policy as `init_model` would leave it, without a rollout."""
+
+    def __init__(self):
+        self._rank = 0
+        self.actor = build_actor(port=free_port())  # with a tap of its own, which nobody arms
+        self.config = SimpleNamespace(rollout=SimpleNamespace(dtype="bfloat16"))
+
+    def compute(self):
+        """An old-log-prob forward after a weight sync."""
+        self.actor.infer_batch(make_batch(make_rows(LENGTHS), 60, compute_loss=False))
+        self._tlt_verifier_weights = self._tlt_base_parts()
+
+
+@pytest.fixture(scope="module")
+def group():
+    with pytest.MonkeyPatch.context() as patch, ray_cluster(patch):
+        from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+        pool = RayResourcePool([1], use_gpu=False, max_colocate_count=1)
+        yield RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Worker)))
+
+
+def test_what_the_tap_takes_fills_a_spot_workers_buffer(group):
+    from verl_tlt.spot_worker.worker import SpotWorker
+
+    (ready,) = group.tlt_setup(CONFIG, list(LAYERS))
+    assert (ready.group, ready.untapped) == (0, None)
+    group.execute_all_sync("compute")
+    (taken,) = ray.get(group.tlt_take((2,)))
+    assert taken.errors == 0 and taken.seconds > 0
+    rows = [[shard.row for shard in ray.get(share)] for share in taken.shards]
+    assert rows == [[0, 2, 4], [1, 3, 5]]
+    worker = ray.remote(SpotWorker).options(num_cpus=0).remote("a", **worker_arguments())
+    stats = ray.get(worker.add.remote(1, [[share] for share in taken.shards], taken.verifier_weights), timeout=300)
+    assert (stats.sequences, stats.tokens, stats.incomplete) == (6, sum(p + r for p, r in LENGTHS), 0)
+    head = ray.get(worker.__ray_call__.remote(lambda one: one.learner.model.verifier_lm_head.weight.detach().clone()))
+    wanted = VerifierWeights.from_policy_dir(worker_arguments()["policy_dir"]).lm_head
+    torch.testing.assert_close(head, wanted.bfloat16().to(head.dtype), rtol=0, atol=0)
+    (again,) = ray.get(group.tlt_take((1,)))
+    assert (ray.get(again.shards[0]), again.verifier_weights) == ([], None), "nothing is handed over twice"
