@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from demo.follow import Tail, TraceTail
 from demo.machine import DemoError
 from demo.processes import ProcessTree, deferred_interrupts
 from demo.progress import Progress, cause, strip_colors
 from demo.screen import Screen
-from verl_tlt.report.follow import Tail, TraceTail
 
 POLL_S = 1.0
 STALL_S = 900.0

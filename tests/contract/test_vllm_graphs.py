@@ -1,4 +1,4 @@
-"""The CUDA-graph rules of `verl_tlt.speculation.graph_rules` against vLLM's own dispatcher, which is plain Python."""
+"""What `verl_tlt.speculation.graph_rules` relies on, as arithmetic, against vLLM's own dispatcher: plain Python."""
 
 import hashlib
 import inspect
@@ -11,13 +11,48 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from verl_tlt.compat.versions import installed, release
-from verl_tlt.speculation.graph_rules import PLANS, capture_sizes, graph_for
+from verl_tlt.speculation.graph_rules import PLANS
 from verl_tlt.vllm_worker.cuda_graphs import capture_every_arm
 
 DISPATCHER = "51f632753af729aeee6ce4a802d9d74b64f22eef02a524f36e2a24b07ef0cf63"
 """SHA-256 of vllm/v1/cudagraph_dispatcher.py in the releases below: one rule for all of them."""
 SAME_DISPATCHER = ((0, 24), (0, 26), (0, 28))
 SEQUENCES = 64
+
+
+def capture_sizes(max_num_seqs, longest, largest=512):
+    """Token counts that vLLM captures by default with K_max = `longest`.
+
+    Args:
+        max_num_seqs: requests in a batch at most.
+        longest: K_max.
+        largest: vLLM's own limit (`VllmConfig._set_cudagraph_sizes`; also bounded by `max_num_batched_tokens`).
+    """
+    width = 1 + longest
+    most = min(max_num_seqs * width * 2, largest)
+    sizes = [1, 2, 4, *range(8, min(most + 1, 256), 8), *range(256, most + 1, 16)]
+    rounded = {-(-size // width) * width for size in sizes if size <= most}
+    return sorted(size for size in rounded if size <= most) or [width]
+
+
+def graph_for(batch, draft_length, longest, sizes, max_num_seqs, full=()):
+    """(mode, tokens computed with padding) of a pure decode step under `cudagraph_mode=FULL_AND_PIECEWISE`.
+
+    Args:
+        batch: requests, each with `1 + draft_length` tokens.
+        draft_length: K that the step verifies.
+        longest: K_max.
+        sizes: captured token counts, ascending.
+        max_num_seqs: requests in a batch at most.
+        full: further draft lengths with FULL graphs (`capture_every_arm`).
+    """
+    width = 1 + draft_length
+    tokens = batch * width
+    padded = next((size for size in sizes if size >= tokens), 0)
+    if not padded:
+        return "eager", tokens
+    has_full = draft_length == longest or draft_length in full
+    return ("FULL" if has_full and padded <= width * max_num_seqs else "PIECEWISE"), padded
 
 
 class Runner:
@@ -79,6 +114,17 @@ class Runner:
 
 def arms_of(longest):
     return [k for k in (0, 1, 3, 7) if k <= longest]
+
+
+def test_arms_divide_every_captured_size():
+    for plan in PLANS:
+        for size in capture_sizes(256, plan.arms[-1]):
+            assert all(size % (1 + k) == 0 for k in plan.arms)
+
+
+def test_memory_is_not_multiplied_by_arms():
+    # Rounding leaves fewer sizes than vLLM captures without a drafter.
+    assert len(capture_sizes(256, 7)) <= len(capture_sizes(256, 3)) <= len(capture_sizes(256, 0))
 
 
 def test_the_rules_were_read_off_this_dispatcher():

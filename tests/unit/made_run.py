@@ -108,7 +108,7 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3, replicas: int = 2) 
         for r, begin in sessions.items():
             spot_steps = int((end - begin) / 0.2)
             session = {"worker": names.index(r), "start": begin, "end": end + 0.05, "steps": spot_steps}
-            session |= {"tokens": spot_steps * 512, "epochs": 1.2, "loss_first": 9.0 / step, "loss_last": 6.0 / step}
+            session |= {"tokens": spot_steps * 512, "epochs": 1.2, "loss_last": 6.0 / step}
             session |= {"acc": [alpha], "skipped": 0, "stop_latency_s": 0.05, "outcome": "stopped"}
             driver.emit("session", step=step, replica=r, **session)
         for name, seconds in (("old_log_prob", 1.2), ("update_actor", 2.9), ("update_weights", 0.25)):

@@ -29,13 +29,12 @@ class Text:
     prompt_len: int
 
 
-def load_policy(directory: str | os.PathLike, device: torch.device | str, dtype: str = "auto") -> Any:
+def load_policy(directory: str | os.PathLike, device: torch.device | str) -> Any:
     """The policy as a frozen transformers model on `device`; over all GPUs where there are several.
 
     Args:
         directory: Hugging Face directory.
         device: where it computes.
-        dtype: of its weights, e.g. "bfloat16"; "auto": as saved, which is what vLLM serves.
 
     Raises:
         DrafterError: a model of a family that drafters are not built for.
@@ -45,7 +44,7 @@ def load_policy(directory: str | os.PathLike, device: torch.device | str, dtype:
     policy_shape(directory)
     several = torch.device(device).type == "cuda" and torch.cuda.device_count() > 1
     model: Any = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, attn_implementation="sdpa", **({"device_map": "auto"} if several else {})
+        directory, dtype="auto", attn_implementation="sdpa", **({"device_map": "auto"} if several else {})
     )
     return (model if several else model.to(device)).eval().requires_grad_(False)
 

@@ -52,7 +52,6 @@ def serving_tensors(
     model: Eagle3DraftModel,
     dtype: torch.dtype | None = None,
     *,
-    standalone: bool = False,
     without: Collection[str] = (),
 ) -> dict[str, torch.Tensor]:
     """What vLLM loads, by speculators' names, on the host.
@@ -60,11 +59,10 @@ def serving_tensors(
     Args:
         model: the drafter.
         dtype: cast floats to this; None: as held (float32). Publishing in the serving dtype halves the bytes.
-        standalone: with the policy's embedding and head.
         without: names to leave out, whose values the caller has.
     """
     brings_head = model.use_draft_vocab or has_own_head(model)
-    policy_owned = () if standalone else ("embed_tokens.",) + (() if brings_head else ("lm_head.",))
+    policy_owned = ("embed_tokens.",) + (() if brings_head else ("lm_head.",))
     tensors = {}
     for name, tensor in model.state_dict().items():
         if name in without or name.startswith(_VERIFIER + policy_owned):
@@ -97,8 +95,6 @@ def save_drafter(
     provenance: Mapping[str, Any],
     *,
     policy: str | os.PathLike | None = None,
-    standalone: bool = False,
-    dtype: torch.dtype | str | None = None,
     training_state: Mapping[str, Any] | None = None,
     tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
@@ -110,8 +106,6 @@ def save_drafter(
         provenance: JSON-able facts for `provenance.json` and the model card: policy, steps, tokens, data, acceptance.
             The releases it was made with are added.
         policy: directory of the policy; its tokenizer is noted, so that a policy with another one is refused.
-        standalone: add the policy's embedding and head, for use without this policy's own.
-        dtype: of the weights; None: as held.
         training_state: `DrafterTrainer.state()`, to resume from.
         tensors: what to write, taken earlier by `serving_tensors` so that training can go on meanwhile; None: the
             model's present weights.
@@ -124,7 +118,7 @@ def save_drafter(
 
     target = Path(directory)
     if tensors is None:
-        tensors = serving_tensors(model, _dtype(dtype), standalone=standalone)
+        tensors = serving_tensors(model)
     if any(bool(t.isnan().any()) for t in tensors.values() if t.is_floating_point()):
         raise DrafterError(
             f"{target} was not written: the drafter holds NaN (refresh_verifier_weights fills head and embedding)."
@@ -138,7 +132,7 @@ def save_drafter(
             torch.save(dict(training_state), draft / STATE)
         (draft / CONFIG).write_text(model.config.to_json_string())
         (draft / PROVENANCE).write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
-        (draft / "README.md").write_text(_card(model, target.name, facts, standalone))
+        (draft / "README.md").write_text(_card(model, target.name, facts))
     return target
 
 
@@ -216,12 +210,11 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _card(model: Eagle3DraftModel, name: str, facts: Mapping[str, Any], standalone: bool) -> str:
+def _card(model: Eagle3DraftModel, name: str, facts: Mapping[str, Any]) -> str:
     """The model card: what it is, how to serve it, where it comes from."""
     config = json.dumps(
         {"method": "eagle3", "model": name, "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
     )
-    own = "with" if standalone else "without"
     rows = {**facts, "versions": ", ".join(f"{k} {v}" for k, v in facts["versions"].items())}
     table = "\n".join(f"| {key} | {value} |" for key, value in sorted(rows.items()))
     layers = ", ".join(map(str, model.target_layer_ids))
@@ -232,7 +225,7 @@ tags: [speculative-decoding, eagle3, vllm]
 ---
 # EAGLE-3 drafter
 
-Drafts tokens for one policy; it is no language model of its own. Saved by verl-tlt {own} the policy's embedding and
+Drafts tokens for one policy; it is no language model of its own. Saved by verl-tlt without the policy's embedding and
 head. It reads the inputs of the policy's layers {layers}; hidden size {model.hidden_size}, draft vocabulary
 {model.draft_vocab_size} of {model.verifier_vocab_size}.{own_head}
 

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 FLEX_BLOCK = 128
 """Rows of a CUDA batch are padded to a multiple of this: flex attention's block, and fewer recompilations."""
 
+BETAS = (0.9, 0.95)
+CLIP = 1.0
+"""Largest gradient norm."""
 _MAX_EMPTY = 100
 
 
@@ -76,8 +79,6 @@ class DrafterTrainer:
         warmup_steps: int = 20,
         ttt_steps: int = 3,
         loss: str = "kl_div",
-        betas: tuple[float, float] = (0.9, 0.95),
-        clip: float = 1.0,
         seed: int = 0,
     ) -> None:
         """Args:
@@ -86,15 +87,13 @@ class DrafterTrainer:
         warmup_steps: optimizer steps of warm-up, counted over all sessions.
         ttt_steps: passes per step.
         loss: a name of `speculators.losses`, or a JSON object of names and weights.
-        betas: AdamW's.
-        clip: largest gradient norm.
         seed: seeds `rng`.
         """
         self.model = model
         self.learning_rate, self.warmup_steps = learning_rate, warmup_steps
-        self.ttt_steps, self.clip = ttt_steps, clip
+        self.ttt_steps = ttt_steps
         self.parameters = trainable_parameters(model)
-        self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=learning_rate, betas=betas, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=learning_rate, betas=BETAS, weight_decay=0.0)
         self.steps = 0
         """Optimizer steps taken, over all sessions."""
         self.skipped = 0
@@ -201,7 +200,7 @@ class DrafterTrainer:
     def _backward(self, loss: torch.Tensor) -> bool:
         """Clipped gradients in place; False when their norm is not finite."""
         torch.autograd.backward(loss)
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), CLIP)
         return math.isfinite(float(norm))
 
     def _copy_in(self, values: dict[str, torch.Tensor]) -> None:

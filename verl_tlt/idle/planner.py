@@ -77,12 +77,6 @@ class PhaseAccount:
     end: float
     """When the last request anywhere had finished (the planner's clock): where every bubble ends."""
 
-    @property
-    def used_frac(self) -> float:
-        """Share of all bubble seconds in which training ran; 0 without a bubble."""
-        bubble = sum(self.bubble_s.values())
-        return sum(self.used_s.values()) / bubble if bubble > 0 else 0.0
-
 
 def together(first: PhaseAccount | None, second: PhaseAccount) -> PhaseAccount:
     """Several sampling phases of one RL step as one: seconds and counts add up, the rest is the last one's."""

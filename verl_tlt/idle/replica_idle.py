@@ -2,7 +2,7 @@
 
     BUSY ──LeaveBalancer──▶ DRAINING ──TrySleep──▶ IDLE ──StartTraining──▶ TRAINING ──StopTraining──▶ IDLE
       ▲                        │ refused                                                               │
-      └────────Rejoin──────────┴──── Rejoin: after the weight sync, or recalled (WakeUp) before it ────┘
+      └────────Rejoin──────────┴───────────────── WakeUp and Rejoin: recalled ─────────────────────────┘
 
 The policy:
 * Nobody leaves while work can still arrive: nothing pending, no agent loop open, no refill wave possible.
@@ -15,7 +15,8 @@ The policy:
 * Where the sampler may ask for more groups at any moment (asynchronous trainers replace failed and stale ones), whoever
   has left is called back before they are sent.
 
-One `ReplicaIdlePlanner` lives for one sampling phase. It reads no clock and takes no lock: times are seconds from any
+One `ReplicaIdlePlanner` lives for one sampling phase: the weight sync after it wakes every replica up and puts it back,
+however the phase ended. It reads no clock and takes no lock: times are seconds from any
 one monotonic clock, calls come from one thread at a time. Every method returns the commands to carry out next, so that
 a hop costs no polling interval.
 """
@@ -253,13 +254,6 @@ class ReplicaIdlePlanner:
         if self._ended is None:
             self._ended = now
         return [StopTraining(name) for name, r in self._replicas.items() if r.started]
-
-    def synced(self) -> list[Command]:
-        """All replicas are awake with new weights: whoever left comes back."""
-        away = [name for name, r in self._replicas.items() if r.state is not State.BUSY]
-        for name in away:
-            self._replicas[name].state = State.BUSY
-        return [Rejoin(name) for name in away]
 
     def state(self, replica: str) -> State:
         """Where the replica stands."""

@@ -153,28 +153,3 @@ QWEN_32B_TP4 = RooflineCost(
     request_pass_s=0.0365e-3 / 8,
 )
 """32B on four H100: weights and KV from its shapes, the rest fitted to the paper's Table 4 (3 % rms, 6 % at most)."""
-
-TABLE4_BATCHES = (1, 2, 4, 8, 16, 32)
-TABLE4_SPEEDUP = {
-    16: (3.22, 3.08, 3.01, 2.73, 2.67, 2.48),
-    32: (3.46, 3.28, 3.09, 2.63, 2.52, 2.23),
-    48: (3.56, 3.39, 3.13, 2.51, 2.24, 1.90),
-    64: (3.62, 3.38, 2.98, 2.27, 1.91, 1.70),
-}
-"""TLT Table 4: speed-up by verified tokens and batch (tree of depth 10, top-8, Qwen-32B, TP4)."""
-TABLE4_ACCEPT_LENGTH = {16: 6.80, 32: 7.63, 48: 7.97, 64: 8.21}
-"""TLT Fig. 13: accept length at depth 10."""
-
-
-def table4_speedup(batch: int, verify: int, context: int = 13_700) -> float:
-    """The calibrated model's answer for one cell of Table 4: a tree of depth 10 whose passes carry 8 tokens each.
-
-    Args:
-        batch: requests.
-        verify: tree tokens verified per request.
-        context: tokens of context per request (the paper does not say; fitted).
-    """
-    model = QWEN_32B_TP4
-    stock = model.verify_s(batch, batch * context, 1)
-    drafting = 10 * (model.pass_s + 8 * model.request_pass_s * batch)
-    return TABLE4_ACCEPT_LENGTH[verify] * stock / (model.verify_s(batch, batch * context, verify) + drafting)

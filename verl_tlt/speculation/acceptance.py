@@ -137,10 +137,6 @@ class AcceptanceEstimate:
         p = (self._mean[position] * n + 0.5) / (n + 1.0)
         return math.sqrt(p * (1.0 - p) / (n + 1.0))
 
-    def evidence(self, position: int) -> float:
-        """Effective number of trials behind one position, staleness deducted."""
-        return self._trials[position] * self._freshness(position, self._unseen(position) + self._unlooked(position))
-
     def _unseen(self, i: int) -> float:
         return self._drafts_seen - self._seen_at[i]
 

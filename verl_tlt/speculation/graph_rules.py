@@ -1,22 +1,19 @@
-"""Which CUDA graphs an engine has for which draft length, by vLLM release: the plan, its rules, a shim for the rest.
+"""Which CUDA graphs an engine has for which draft length, by vLLM release.
 
 A captured graph saves the launch of hundreds of kernels per step, most of a small batch's time, so a draft length
 without one looks dearer than it is. vLLM's V1 model runner captures FULL graphs for batches in which every request has
 exactly 1 + K_max tokens, and PIECEWISE graphs (attention outside) by token count for everything else; counts are
-rounded up to multiples of 1 + K_max, up to a largest one, beyond which a step runs eagerly. The rules below say so as
-arithmetic; a test holds them against vLLM's own dispatcher, whose text is the same in 0.24, 0.26 and 0.28.
+rounded up to multiples of 1 + K_max, up to a largest one, beyond which a step runs eagerly. A test holds this, as
+arithmetic, against vLLM's own dispatcher, whose text is the same in 0.24, 0.26 and 0.28.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 FULL_GRAPHS = "TLT_FULL_GRAPHS"
 """Environment variable of the engines: 1 has `capture_every_arm` run. No setting, because no GPU has seen it."""
-
-Mode = Literal["FULL", "PIECEWISE", "eager"]
 
 
 @dataclass(frozen=True)
@@ -79,46 +76,6 @@ def table() -> str:
         arms = ", ".join(map(str, plan.arms))
         lines.append(f"| {releases} | {plan.runner} | {arms} | {plan.full} | {plan.fallback} | {plan.reason} |")
     return "\n".join(lines)
-
-
-# ---------------------------------------------------------------------- V1's rules
-
-
-def capture_sizes(max_num_seqs: int, longest: int, largest: int = 512) -> list[int]:
-    """Token counts that vLLM captures by default with K_max = `longest`.
-
-    Args:
-        max_num_seqs: requests in a batch at most.
-        longest: K_max.
-        largest: vLLM's own limit (`VllmConfig._set_cudagraph_sizes`; also bounded by `max_num_batched_tokens`).
-    """
-    width = 1 + longest
-    most = min(max_num_seqs * width * 2, largest)
-    sizes = [1, 2, 4, *range(8, min(most + 1, 256), 8), *range(256, most + 1, 16)]
-    rounded = {-(-size // width) * width for size in sizes if size <= most}
-    return sorted(size for size in rounded if size <= most) or [width]
-
-
-def graph_for(
-    batch: int, draft_length: int, longest: int, sizes: Sequence[int], max_num_seqs: int, full: Sequence[int] = ()
-) -> tuple[Mode, int]:
-    """(mode, tokens computed with padding) of a pure decode step under `cudagraph_mode=FULL_AND_PIECEWISE`.
-
-    Args:
-        batch: requests, each with `1 + draft_length` tokens.
-        draft_length: K that the step verifies.
-        longest: K_max.
-        sizes: captured token counts, ascending.
-        max_num_seqs: requests in a batch at most.
-        full: further draft lengths with FULL graphs (`capture_every_arm`).
-    """
-    width = 1 + draft_length
-    tokens = batch * width
-    padded = next((size for size in sizes if size >= tokens), 0)
-    if not padded:
-        return "eager", tokens
-    has_full = draft_length == longest or draft_length in full
-    return ("FULL" if has_full and padded <= width * max_num_seqs else "PIECEWISE"), padded
 
 
 def token_limit(vllm_config: Any) -> int:

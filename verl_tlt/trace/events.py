@@ -2,8 +2,8 @@
 
 Each line carries `t` (unix seconds, when it was written) and `kind`. The dataclasses below are the whole vocabulary:
 their fields are the keys of the line. Engine steps are the exception: a scheduler writes thousands of them, so they go
-to `engine-<replica>.jsonl` as bare records without a kind (`EngineStep`). Writing must never disturb the run: a
-`TraceWriter` counts its failures instead of raising them. Standard library only, so any process can afford it.
+to `engine-<replica>.jsonl` as bare records without a kind (`engine_core.step_trace`). Writing must never disturb the
+run: a `TraceWriter` counts its failures instead of raising them. Standard library only, so any process can afford it.
 """
 
 from __future__ import annotations
@@ -116,7 +116,6 @@ class Session:
     outcome: Literal["stopped", "exhausted", "failed"]
     """Stopped by the end of sampling, out of data worth another epoch, or raised."""
     epochs: float = 0.0
-    loss_first: float | None = None
     loss_last: float | None = None
     acc: Sequence[float] = ()
     """Share of training positions whose draft i was the target's most likely token, at the session's end."""
@@ -173,23 +172,6 @@ class Step:
     t: float
     step: int
     metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineStep:
-    """One finished step of one engine; `verl_tlt.speculation.types.StepRecord` explains the terms."""
-
-    t: float
-    batch: int
-    kv: int
-    k: int
-    """K drafted in this step; -1 when the drafter did not run."""
-    verified: int = 0
-    drafts: int = 0
-    accepted: Sequence[int] = ()
-    produced: int = 0
-    latency_s: float = 0.0
-    clean: bool = True
 
 
 Event = RunStarted | Phase | LoadSample | Idle | Session | Publish | Reload | Step

@@ -1,6 +1,7 @@
 """From what was seen in one RL step to the numbers in the trainer's logger. Pure: no clock, no files, no Ray.
 
-What could not be measured yields no key: a dashboard shows a gap, never a NaN or an invented zero.
+What could not be measured yields no key: a dashboard shows a gap, never a NaN or an invented zero. What each metric
+means stands in docs/metrics.md, one row for each.
 """
 
 from __future__ import annotations
@@ -13,45 +14,6 @@ from itertools import zip_longest
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.messages.training import BufferStats
 from verl_tlt.trace.events import Publish, Reload, Session
-
-METRICS = {
-    "tlt/errors": "failures of TLT contained since the run began; each kind is logged in full once",
-    "tlt/accept_length": "tokens per verified draft, the target's own included; 1 while nothing is drafted",
-    "tlt/tokens_per_pass": "tokens per request and pass of the target, with and without a draft",
-    "tlt/accept_rate_pos_<i>": "share of the drafts that reach position i whose first i tokens were all accepted",
-    "tlt/draft_length_frac_<k>": "share of engine steps with draft length k",
-    "tlt/draft_length_mean": "mean draft length over engine steps, 0 where nothing was drafted",
-    "tlt/spec_off_frac": "share of engine steps that drafted nothing",
-    "tlt/drafter_off_frac": "the part of spec_off_frac in which the drafter did not even run, as in stock verl",
-    "tlt/ngram_draft_frac": "share of the verified drafts that were n-grams, where speculation.source has any",
-    "tlt/ngram_accept_rate": "share of those whose first token was accepted",
-    "tlt/rollout_tok_per_s": "tokens of responses per second of rollout, over all replicas",
-    "tlt/saved_s": "seconds by which the rollout ended before stock decoding would have; negative: after",
-    "tlt/audit_saved_frac": "share of stock's decoding seconds that was saved, against a replica that ran without",
-    "tlt/bubble_s": "seconds replicas were empty while another still decoded, or the trainer's own waited; summed",
-    "tlt/bubble_trained_s": "the part of bubble_s in which a spot worker trained",
-    "tlt/bubble_used_frac": "bubble_trained_s / bubble_s",
-    "tlt/stop_latency_s": "seconds from the stop command to the slowest spot worker's answer",
-    "tlt/overhead_s": "seconds of TLT's own work on the critical path",
-    "tlt/overhead_<part>_s": "the same by what it was: stop, tap, merge, publish, reload, ...",
-    "tlt/spot_steps": "optimizer steps of the drafter, over all spot workers",
-    "tlt/spot_tokens": "tokens the drafter was trained on",
-    "tlt/spot_skipped_steps": "optimizer steps skipped for a non-finite loss or gradient",
-    "tlt/spot_failures": "sessions that raised or were killed",
-    "tlt/buffer_tokens": "tokens of hidden states in the buffers of all spot workers when sampling began",
-    "tlt/buffer_sequences_per_gb": "sequences that 1e9 bytes of buffer hold, at their present lengths",
-    "tlt/drafter_loss": "training loss at the end of the sessions, weighted by tokens",
-    "tlt/drafter_sim_accept_length": "accept length of the served drafter, simulated on held-out sequences",
-    "tlt/drafter_version": "oldest drafter version that an engine serves after the step",
-    "tlt/drafter_version_published": "version the engines should serve after the step",
-    "tlt/drafter_staleness": "RL steps since the served version was published",
-    "tlt/publish_s": "seconds publication took",
-    "tlt/publish_skipped": "1 if a merged drafter was not published",
-    "tlt/gate_gain": "held-out accept length of the merged drafter relative to the served one's, minus one",
-    "tlt/gate_gain_low": "lower end of the gate's interval around gate_gain, which the decision goes by",
-    "tlt/reload_failures": "replicas that did not accept the drafter and run without speculation",
-}
-"""Every metric and its meaning; <i>, <k> and <part> stand for a number or a name."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +51,7 @@ class StepObservations:
 
 
 def step_metrics(seen: StepObservations) -> dict[str, float]:
-    """The `tlt/*` metrics of one RL step: finite floats under the names of `METRICS`."""
+    """The `tlt/*` metrics of one RL step: finite floats."""
     metrics: dict[str, float | None] = {
         **speculation_metrics(list(seen.replicas.values()), seen.rollout_s),
         **_bubble_metrics(seen),

@@ -58,8 +58,14 @@ def test_round_trip_without_the_policys_tensors(drafter, saved, policy, policy_d
     assert "vllm serve" in card and "| rl_steps | 7 |" in card
 
 
-def test_standalone_brings_the_policys_tensors(drafter, policy, tmp_path):
-    saved = save_drafter(drafter, tmp_path / "alone", {}, standalone=True)
+def standalone(model):
+    """Its tensors with embedding and head, as others save theirs."""
+    own = {"embed_tokens.weight": model.embed_tokens.weight, "lm_head.weight": model.lm_head.weight}
+    return serving_tensors(model) | {name: tensor.detach().clone() for name, tensor in own.items()}
+
+
+def test_a_standalone_file_brings_the_policys_tensors(drafter, policy, tmp_path):
+    saved = save_drafter(drafter, tmp_path / "alone", {}, tensors=standalone(drafter))
     loaded = load_drafter(saved, policy.config)
     assert torch.equal(loaded.embed_tokens.weight, policy.model.embed_tokens.weight)
     assert torch.equal(loaded.lm_head.weight, policy.lm_head.weight)
@@ -76,7 +82,7 @@ def test_pruned_vocabulary_always_brings_its_head_and_maps(policy, tmp_path):
 
 def test_sixteen_bit_files_are_half_as_large_and_load_as_float32(drafter, policy, tmp_path):
     full = save_drafter(drafter, tmp_path / "a", {})
-    half = save_drafter(drafter, tmp_path / "b", {}, dtype="bfloat16")
+    half = save_drafter(drafter, tmp_path / "b", {}, tensors=serving_tensors(drafter, torch.bfloat16))
     sizes = [os.path.getsize(d / "model.safetensors") for d in (full, half)]
     assert sizes[1] < 0.6 * sizes[0]
     loaded = load_drafter(half, policy.config)
@@ -154,7 +160,7 @@ def test_nan_is_not_saved(policy, tmp_path):
     model = build_drafter(policy.config)  # its head and embedding were never filled
     save_drafter(model, tmp_path / "own", {})
     with pytest.raises(DrafterError, match="NaN"):
-        save_drafter(model, tmp_path / "alone", {}, standalone=True)
+        save_drafter(model, tmp_path / "alone", {}, tensors=standalone(model))
     assert not (tmp_path / "alone").exists()
 
 

@@ -39,8 +39,8 @@ def test_a_long_draft_informs_every_shorter_one():
     feed(estimate, [0.8] * 7, 7, 32, 200, np.random.default_rng(0))
     short = AcceptanceEstimate(7)
     feed(short, [0.8] * 7, 2, 32, 200, np.random.default_rng(0))
-    assert all(estimate.evidence(i) > 100 for i in range(7))
-    assert [short.evidence(i) > 100 for i in range(7)] == [True, True, False, False, False, False, False]
+    assert all(estimate.uncertainty(i) < 0.05 for i in range(7))
+    assert [short.uncertainty(i) < 0.05 for i in range(7)] == [True, True, False, False, False, False, False]
     assert estimate.accept_lengths()[:3] == pytest.approx(short.accept_lengths()[:3], rel=0.05)
 
 

@@ -4,7 +4,7 @@ Draft lengths are grouped by the tokens they make the target verify, long ones f
 owns some of them; the reward of a step is tokens per second and an arm's score the median over a window. With
 probability ε any arm of the bucket is tried, otherwise the best. An arm without a reward is tried first.
 
-The released code of TLT has one arm per bucket, hence nothing to learn: `RELEASED` reproduces that lookup table.
+The released code of TLT has one arm per bucket, hence nothing to learn: a lookup table, which settings reproduce.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from typing import Any
 
 from verl_tlt.speculation.policies.base import BasePolicy
 from verl_tlt.speculation.types import ControlError, Load, StepRecord
-
-RELEASED: dict[str, Any] = {"thresholds": (1, 2, 5, 21), "arms_per_bucket": 1, "off_arm": False, "off_above": 32}
-"""Settings under which BEG is what TLT's released defaults are; needs exactly four draft lengths besides 0."""
 
 
 @dataclass(frozen=True)

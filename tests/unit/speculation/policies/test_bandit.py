@@ -2,11 +2,13 @@
 
 import pytest
 
-from verl_tlt.speculation.policies.bandit import RELEASED, BanditPolicy, BanditSettings
+from verl_tlt.speculation.policies.bandit import BanditPolicy, BanditSettings
 from verl_tlt.speculation.policies.factory import make_policy
 from verl_tlt.speculation.types import Load, StepRecord
 
 ARMS = (0, 1, 3, 5, 7)
+RELEASED = {"thresholds": (1, 2, 5, 21), "arms_per_bucket": 1, "off_arm": False, "off_above": 32}
+"""Settings under which BEG is what TLT's released defaults are; needs exactly four draft lengths besides 0."""
 
 
 def reward(policy, batch, k, tokens_per_s, times=1):

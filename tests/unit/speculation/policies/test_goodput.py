@@ -4,11 +4,11 @@ import dataclasses
 
 import numpy as np
 import pytest
+from steady import SteadyEngine
 
 from verl_tlt.simulate.engine import Noise, SimulatedEngine
 from verl_tlt.simulate.hardware import QWEN3_8B_H100
 from verl_tlt.simulate.oracles import TrueGoodput
-from verl_tlt.simulate.steady import SteadyEngine
 from verl_tlt.simulate.workload import Workload, geometric
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
 from verl_tlt.speculation.policies.factory import make_policy

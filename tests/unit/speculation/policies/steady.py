@@ -1,7 +1,7 @@
 """An engine that never drains: batch, context and acceptance stay what they are set to until they are set anew.
 
-Where `engine.py` asks how fast a whole rollout is, this asks how a policy behaves at one load: which K it settles on,
-how often it changes it, what it does when acceptance or batch jump.
+Where `simulate.engine` asks how fast a whole rollout is, this asks how a policy behaves at one load: which K it settles
+on, how often it changes it, what it does when acceptance or batch jump.
 """
 
 from __future__ import annotations
