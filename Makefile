@@ -8,12 +8,13 @@ STAMP := $(VENV)/.setup-done
 # One thread per process: engines, trainers and workers that spin against each other cost 10-60x.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup wheel test test-fast lint contract recipes-check demo demo-compare bench-control clean distclean
+.PHONY: help setup wheel test test-all test-fast lint contract recipes-check demo demo-compare bench-control clean distclean
 
 help:
 	@echo "make demo           GRPO on the toy task with TLT, a line per step, pictures in demo-out/"
 	@echo "make demo-compare   the same beside the same run without TLT"
-	@echo "make test           lint, types and every test"
+	@echo "make test           lint, types and the tests that continuous integration runs (a quarter of an hour)"
+	@echo "make test-all       the same with the heavy tests: more recipes, modes and combinations (half an hour)"
 	@echo "make test-fast      lint, types and the unit tests"
 	@echo "make contract       what verl-tlt relies on, in every verl and vLLM release it supports (downloads 300 MB)"
 	@echo "make recipes-check  every recipe composed, judged, and run scaled down (about a quarter of an hour)"
@@ -36,6 +37,9 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test: lint
+	$(BIN)/pytest -m "not heavy"
+
+test-all: lint
 	$(BIN)/pytest
 
 test-fast: lint

@@ -59,6 +59,7 @@ def switch_off_after(steps: int, out: Path, done: threading.Event, said: list[st
             return
 
 
+@pytest.mark.heavy
 def test_conversations_with_a_tool_and_n_grams_beside_the_drafter(check, tmp_path):
     recipe, extra = check.RECIPES["grpo_tools_qwen3_4b"], ["tlt.speculation.source=both"]
     steps = check.run(recipe, tmp_path / "tools", extra=extra, timeout_s=LIMIT_S)
@@ -90,6 +91,7 @@ def test_a_critic_an_audit_and_the_switch(check, tmp_path):
     assert {s.step for s in read_trace(out / "trace").sessions if s.steps} <= {2, 3}
 
 
+@pytest.mark.heavy
 def test_groups_that_teach_nothing_are_sampled_anew(check, tmp_path):
     """DAPO's dynamic sampling: at a low temperature many groups are all right or all wrong; others are asked for."""
     out = tmp_path / "dapo"
@@ -118,6 +120,7 @@ def score(model: Path, prompt: str, response: str) -> float:
         return scorer(**tokenizer(prompt + response, return_tensors="pt")).logits.item()
 
 
+@pytest.mark.heavy
 def test_lora_and_a_colocated_reward_model(check, tmp_path):
     """At given lengths and replicas, of which some step surely leaves a bubble; the reward model's engines, which are
     stock ones, wake up on the devices on which the drafter was trained a moment ago."""
@@ -137,6 +140,7 @@ def test_lora_and_a_colocated_reward_model(check, tmp_path):
         assert session.end <= trace.phase(session.step, "reward").start
 
 
+@pytest.mark.heavy
 def test_n_grams_alone_and_an_audit(check, tmp_path):
     """Without a drafter and without training: what engines without a tap get; the paper's TLT-Base."""
     out, recipe = tmp_path / "alone", check.RECIPES["grpo_deepseek_r1_distill_qwen_7b"]
@@ -154,12 +158,14 @@ def test_n_grams_alone_and_an_audit(check, tmp_path):
     assert not list(out.rglob("provenance.json")), "a drafter was saved"
 
 
+@pytest.mark.heavy
 def test_plain_grpo(check, tmp_path):
     steps = check.run(check.RECIPES["grpo_qwen2.5_7b"], tmp_path / "plain", timeout_s=LIMIT_S)
     assert any(step["tlt/draft_length_frac_2"] > 0.5 for step in steps), "nothing was drafted"
     assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
 
 
+@pytest.mark.heavy
 def test_a_mixture_of_experts_on_one_replica(check, tmp_path):
     """One replica has no bubble: it speculates, and nothing goes wrong."""
     sizes = ("trainer.n_gpus_per_node", "actor_rollout_ref.rollout.n_gpus_per_node", "ray_kwargs.ray_init.num_gpus")

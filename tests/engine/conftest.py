@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # policies.py, named in additional_config
 
-from tiny_engine import SMALL, Engine, V, build_drafter_dir, build_target
+from recorded import end_ray
+from shared_engines import SharedEngines, part_of
+from tiny_engine import SMALL, V, build_drafter_dir, build_target
 
-K_MAX = 3
 LOST = "Missing cached draft probabilities"
-
-
-def part_of(family: str, part: str) -> str:
-    """Directory name of a family's `target`, `good` or `bad`; without a prefix it is the Qwen3's."""
-    return part if family == "qwen3" else f"{family}-{part}"
 
 
 @pytest.fixture(scope="session")
@@ -60,49 +53,41 @@ def lost_probabilities() -> Iterator[list[str]]:
     assert not handler.lost
 
 
+ENGINES = pytest.StashKey[SharedEngines]()
+
+
 @pytest.fixture(scope="session")
-def engine_of(models) -> Callable[..., Any]:
+def engine_of(models, pytestconfig) -> SharedEngines:
     """Context manager: `with engine_of("good", policy="module:function", ...) as engine`; drafter None: stock vLLM."""
     pytest.importorskip("vllm")
     from verl.workers.rollout.vllm_rollout import utils
 
     utils.set_death_signal = lambda: None  # it would end pytest itself when pytest's parent is the container's init
+    pytestconfig.stash[ENGINES] = SharedEngines(models)
+    return pytestconfig.stash[ENGINES]
 
-    @contextmanager
-    def start(
-        drafter: str | None = "good",
-        family: str = "qwen3",
-        policy: str | None = None,
-        speculation: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> Iterator[Engine]:
-        from vllm import LLM
 
-        from verl_tlt.config import TLTConfig
-        from verl_tlt.server.engine_arguments import engine_kwargs
+def in_ray(item) -> bool:
+    """Whether a test's file uses the cluster of `recorded`."""
+    return hasattr(getattr(item, "module", None), "ray_cluster")
 
-        arguments: dict[str, Any] = dict(
-            model=str(models[part_of(family, "target")]), skip_tokenizer_init=True, dtype="float32", seed=0,
-            enforce_eager=True, max_model_len=512, max_num_seqs=32, enable_prefix_caching=False,
-            distributed_executor_backend="uni", disable_log_stats=False,
-        )  # fmt: skip
-        if drafter is not None:
-            settings = {"max_draft_length": K_MAX, "policy": "fixed", **(speculation or {})}
-            tlt = TLTConfig.from_dict({"speculation": settings})
-            own = str(models[part_of(family, drafter)])
-            ours = engine_kwargs(tlt, own, SimpleNamespace(enforce_eager=True), {})
-            if policy:
-                ours["additional_config"]["tlt"]["policy_factory"] = policy
-            arguments |= {**ours, "worker_extension_cls": "verl_tlt.vllm_worker.extension.TLTWorkerExtension"}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-            engine = Engine(LLM(**(arguments | kwargs)))
-            try:
-                yield engine
-            finally:
-                engine.close()
 
-    return start
+def pytest_collection_modifyitems(items) -> None:
+    """The files that share a Ray cluster follow each other; everything else stays in its place."""
+    places = [i for i, item in enumerate(items) if Path(__file__).parent in item.path.parents]
+    ordered = sorted((items[i] for i in places), key=lambda item: not in_ray(item))
+    for i, item in zip(places, ordered, strict=True):
+        items[i] = item
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem) -> None:
+    """What tests share ends before one that has no use for it: others start a Ray or process groups of their own."""
+    engines = item.config.stash.get(ENGINES, None)
+    if engines is not None and "engine_of" not in getattr(nextitem, "fixturenames", ()):
+        engines.close()
+    if in_ray(item) and not in_ray(nextitem):
+        end_ray()
 
 
 @pytest.fixture(scope="session")

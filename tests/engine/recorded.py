@@ -49,16 +49,23 @@ CONFIG = TLTConfig.from_dict(
 
 @contextmanager
 def ray_cluster(monkeypatch: Any) -> Iterator[None]:
-    """A Ray of its own with three pretended GPUs."""
+    """A Ray with pretended GPUs, enough for all files that import this: they run in turn, in one cluster (conftest)."""
     for key, value in ENVIRONMENT.items():
         monkeypatch.setenv(key, value)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     import ray
 
-    ray.init(num_cpus=8, num_gpus=3, include_dashboard=False, object_store_memory=300_000_000, log_to_driver=False)
-    try:
-        yield
-    finally:
+    if not ray.is_initialized():
+        sizes = dict(num_cpus=32, num_gpus=16, object_store_memory=300_000_000)
+        ray.init(include_dashboard=False, log_to_driver=False, **sizes)
+    yield
+
+
+def end_ray() -> None:
+    """End the cluster, if there is one."""
+    import ray
+
+    if ray.is_initialized():
         ray.shutdown()
 
 

@@ -39,15 +39,15 @@ def test_greedy_tokens_with_ngrams_are_stock_tokens(engine_of, stock_tokens, fam
     "pressure",
     [
         {"enable_prefix_caching": True},
-        {"max_num_batched_tokens": 16, "max_num_seqs": 8},  # prompts in chunks, and not everybody runs in every step
         {"num_gpu_blocks_override": 6, "block_size": 32, "max_model_len": 160},  # not enough cache: preemptions
+        {"max_num_batched_tokens": 16, "max_num_seqs": 8},  # prompts in chunks, and not everybody runs in every step
     ],
-    ids=["prefix-caching", "chunked-prefill", "preemption"],
+    ids=["prefix-caching", "preemption", "chunked-prefill"],
 )
 def test_greedy_tokens_under_pressure(engine_of, stock_tokens, pressure):
     with engine_of("good", policy="policies:rand", **pressure) as engine:
         preempt, preempted = engine.scheduler._preempt_request, []
-        engine.scheduler._preempt_request = lambda *a, **k: preempted.append(preempt(*a, **k))
+        engine.patch.setattr(engine.scheduler, "_preempt_request", lambda *a, **k: preempted.append(preempt(*a, **k)))
         assert engine.generate(8, TOKENS) == stock_tokens["qwen3"]
         assert engine.generate(8, TOKENS) == stock_tokens["qwen3"]
         assert bool(preempted) == ("num_gpu_blocks_override" in pressure)
@@ -64,7 +64,7 @@ def test_sampled_drafts_always_keep_their_probabilities(engine_of):
             lost.append(found is None and runner._draft_probs is not None and sum(metadata.num_draft_tokens) > 0)
             return found
 
-        runner._get_spec_decode_draft_probs = watch
+        engine.patch.setattr(runner, "_get_spec_decode_draft_probs", watch)
         engine.generate(8, TOKENS, temperature=1.0)
         assert len(lost) > 20
         assert not any(lost)
@@ -73,7 +73,7 @@ def test_sampled_drafts_always_keep_their_probabilities(engine_of):
 def test_a_lost_probability_would_be_seen_in_the_log(engine_of, lost_probabilities):
     """What the fixture `lost_probabilities` relies on, with our own precaution taken away."""
     with engine_of("good", policy="policies:rand", max_num_batched_tokens=16, max_num_seqs=8) as engine:
-        engine.scheduler._tlt_drop_stale_drafts = lambda _scheduled: None
+        engine.patch.setattr(engine.scheduler, "_tlt_drop_stale_drafts", lambda _scheduled: None)
         for _ in range(6):  # which request loses its draft is a matter of chance
             engine.generate(8, TOKENS, temperature=1.0)
             if lost_probabilities:

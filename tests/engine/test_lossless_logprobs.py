@@ -39,7 +39,7 @@ def check(exact: Exact, mode: str, prompt: list[int], completion, sampling: Samp
     assert theirs == pytest.approx(exact.of_tokens(prompt, tokens, sampling if processed else None), abs=TOLERANCE)
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama"])
+@pytest.fixture(scope="module")
 def family(request):
     return request.param
 
@@ -49,15 +49,24 @@ def exact(models, family) -> Exact:
     return Exact(models["target" if family == "qwen3" else f"{family}-target"])
 
 
-@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
 @pytest.mark.parametrize(
     ("source", "pressure"), [("eagle", {}), ("both", PRESSURE), ("ngram", {})], ids=["calm", "pressed", "ngrams"]
+)
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        ("qwen3", "processed_logprobs"),
+        ("llama", "raw_logprobs"),
+        pytest.param("qwen3", "raw_logprobs", marks=pytest.mark.heavy),
+        pytest.param("llama", "processed_logprobs", marks=pytest.mark.heavy),
+    ],
+    indirect=["family"],
 )
 def test_log_probabilities_are_hugging_faces(engine_of, exact, family, mode, source, pressure):
     speculation = {"source": source}
     with engine_of("good", family=family, logprobs_mode=mode, speculation=speculation, **pressure) as engine:
         preempt, preempted = engine.scheduler._preempt_request, []
-        engine.scheduler._preempt_request = lambda *a, **k: preempted.append(preempt(*a, **k))
+        engine.patch.setattr(engine.scheduler, "_preempt_request", lambda *a, **k: preempted.append(preempt(*a, **k)))
         for name in CONTROLS:
             engine.put_in_charge(name)
             requests = prompts(REQUESTS)
@@ -73,6 +82,7 @@ def test_log_probabilities_are_hugging_faces(engine_of, exact, family, mode, sou
             assert engine.scheduler.tlt_ngram.num_accepted > 10
 
 
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("llama", marks=pytest.mark.heavy)], indirect=True)
 def test_log_probabilities_across_a_drafter_swap_an_abort_and_a_resumption(engine_of, exact, family, models):
     """A request is aborted and continued from what it had, as verl's partial rollouts are, with another drafter."""
     prefix = "" if family == "qwen3" else f"{family}-"

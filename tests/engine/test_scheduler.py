@@ -1,6 +1,7 @@
 """What the scheduler tells the policy, counts and writes down, on real engines."""
 
 import json
+import os
 
 import pytest
 from tiny_engine import prompts, sampled
@@ -13,6 +14,20 @@ from verl_tlt.speculation.types import OFF
 pytestmark = pytest.mark.engine
 
 TOKENS = 96
+SHARED = {"enable_prefix_caching": True}
+"""What most tests' engine is like, so that they share one."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def written(tmp_path_factory):
+    """Every engine here has a channel and writes a trace: its lines so far."""
+    path = tmp_path_factory.mktemp("trace")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TLT_TRACE_DIR", str(path))
+        patch.setenv("TLT_REPLICA", "5")
+        patch.setenv("TLT_CHANNEL", f"ipc://{path}/c/s.sock")
+        file = path / "engine-5.jsonl"
+        yield lambda: [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def spec_counters(llm):
@@ -22,10 +37,9 @@ def spec_counters(llm):
     return [*(counters[f"vllm:spec_decode_{name}"].value for name in names), *per_position]
 
 
-def test_the_account_is_vllms_own(engine_of, monkeypatch, tmp_path):
-    monkeypatch.setenv("TLT_TRACE_DIR", str(tmp_path))
-    monkeypatch.setenv("TLT_REPLICA", "5")
-    with engine_of("good", policy="policies:rand") as engine:
+def test_the_account_is_vllms_own(engine_of, written):
+    with engine_of("good", policy="policies:rand", **SHARED) as engine:
+        earlier = len(written())
         before = spec_counters(engine.llm)
         outputs = engine.generate(8, TOKENS)
         drafts, draft_tokens, accepted, *per_position = (
@@ -39,22 +53,14 @@ def test_the_account_is_vllms_own(engine_of, monkeypatch, tmp_path):
         assert sum(stats.num_accepted_tokens_per_pos) == accepted
         assert sum(stats.num_draft_tokens_per_pos) == draft_tokens
         steps = engine.scheduler.tlt.policy.steps
-    lines = [json.loads(line) for line in (tmp_path / "engine-5.jsonl").read_text().splitlines()]
+    lines = written()[earlier:]
     assert len(lines) == len(steps) == stats.num_steps
     assert sum(line["produced"] for line in lines) == stats.num_decode_tokens
     assert sum(line["latency_s"] for line in lines) == pytest.approx(stats.busy_s, rel=1e-3)
 
 
-def test_the_account_does_not_need_log_statistics(engine_of):
-    with engine_of("good", policy="policies:longest", disable_log_stats=True) as engine:
-        outputs = engine.generate(8, TOKENS)
-        stats = engine.scheduler.tlt.stats()
-        assert stats.num_generation_tokens == sum(map(len, outputs))
-        assert sum(stats.num_accepted_tokens_per_pos) > 0.5 * stats.num_drafts
-
-
 def test_workers_are_asked_for_drafts_only_after_steps_that_drafted(engine_of, monkeypatch):
-    with engine_of("good", policy="policies:rand") as engine:
+    with engine_of("good", policy="policies:rand", **SHARED) as engine:
         executor, asked = engine.core.model_executor, []
         take = executor.take_draft_token_ids
         monkeypatch.setattr(executor, "take_draft_token_ids", lambda: asked.append(1) or take())
@@ -66,7 +72,7 @@ def test_workers_are_asked_for_drafts_only_after_steps_that_drafted(engine_of, m
 
 
 def test_only_steady_decode_steps_teach(engine_of):
-    with engine_of("good", policy="policies:up_to_four") as engine:
+    with engine_of("good", policy="policies:up_to_four", **SHARED) as engine:
         engine.generate(8, TOKENS)
         steps = engine.scheduler.tlt.policy.steps
     assert not steps[0].clean  # the prefill
@@ -79,34 +85,23 @@ def test_only_steady_decode_steps_teach(engine_of):
     assert sum(s.clean for s in steps) > 0.6 * len(steps)
 
 
-def test_a_prefill_that_joins_does_not_flip_the_draft_length(engine_of):
-    with engine_of("good", policy="policies:up_to_four", max_num_batched_tokens=48, max_num_seqs=8) as engine:
-        vllm_engine, policy = engine.llm.llm_engine, engine.scheduler.tlt.policy
-        for i, prompt in enumerate(prompts(4)):
-            vllm_engine.add_request(f"early-{i}", prompt, sampled(120))
-        for _ in range(8):
-            vllm_engine.step()
-        steady = len(policy.loads)
-        # 32 tokens a step are left beside the four drafting requests, so this prompt takes several steps.
-        vllm_engine.add_request("late", {"prompt_token_ids": list(range(5, 205))}, sampled(8))
-        vllm_engine.step()
-        late = engine.scheduler.running[-1]
-        while late.is_prefill_chunk:
-            vllm_engine.step()
-        during = slice(steady, len(policy.loads))
-        assert len(policy.loads) - steady >= 4
-        assert {load.batch for load in policy.loads[during]} == {4}
-        assert set(policy.chosen[during]) == {3}
-        vllm_engine.step()
-        assert (policy.loads[-1].batch, policy.chosen[-1]) == (5, 0)
-        mixed = policy.steps[steady : len(policy.steps) - 1]
-        assert all(s.batch == 4 and not s.clean for s in mixed)
-        assert all(s.produced <= 16 for s in mixed)  # the late request's first token is not theirs
-        engine.llm.llm_engine.abort_request([f"early-{i}" for i in range(4)] + ["late"], internal=False)
+async def test_the_channel_reaches_a_running_engine(engine_of):
+    with engine_of("good", speculation={"policy": "goodput"}, **SHARED) as engine:
+        client = ChannelClient(os.environ["TLT_CHANNEL"])
+        off = for_policy({OFF: [(1, 0.004), (8, 0.005)]}).to_list()
+        await client.call("control", force_k=2, acceptance=[0.8, 0.7, 0.6], points=off)
+        engine.generate(8, TOKENS)
+        stats = EngineStats.from_dict(await client.call("stats", reset=True))
+        assert stats.steps_by_draft_length.keys() == {0, 2}
+        assert stats.compared_s > 0
+        assert 0.0 < stats.control_s < 0.2 * stats.busy_s
+        assert stats.num_ngram_drafts is None
+        assert EngineStats.from_dict(await client.call("stats")).num_steps == 0
+        client.close()
 
 
 def test_off_runs_no_drafter_and_decodes_the_same(engine_of, stock_tokens):
-    with engine_of("good", policy="policies:longest", enable_prefix_caching=True) as engine:
+    with engine_of("good", policy="policies:longest", **SHARED) as engine:
         passes, prepared = [], []
         engine.runner.drafter.model.register_forward_hook(lambda *_: passes.append(1))
         prepare = engine.runner.drafter.prepare_next_token_ids_padded
@@ -135,17 +130,35 @@ def test_off_runs_no_drafter_and_decodes_the_same(engine_of, stock_tokens):
         assert stats.num_accepted_tokens_per_pos[0] > 0.5 * stats.num_drafts
 
 
-async def test_the_channel_reaches_a_running_engine(engine_of, monkeypatch, tmp_path):
-    monkeypatch.setenv("TLT_CHANNEL", f"ipc://{tmp_path}/c/s.sock")
-    with engine_of("good", speculation={"policy": "goodput"}) as engine:
-        client = ChannelClient(f"ipc://{tmp_path}/c/s.sock")
-        off = for_policy({OFF: [(1, 0.004), (8, 0.005)]}).to_list()
-        await client.call("control", force_k=2, acceptance=[0.8, 0.7, 0.6], points=off)
-        engine.generate(8, TOKENS)
-        stats = EngineStats.from_dict(await client.call("stats", reset=True))
-        assert stats.steps_by_draft_length.keys() == {0, 2}
-        assert stats.compared_s > 0
-        assert 0.0 < stats.control_s < 0.2 * stats.busy_s
-        assert stats.num_ngram_drafts is None
-        assert EngineStats.from_dict(await client.call("stats")).num_steps == 0
-        client.close()
+def test_a_prefill_that_joins_does_not_flip_the_draft_length(engine_of):
+    with engine_of("good", policy="policies:up_to_four", max_num_batched_tokens=48, max_num_seqs=8) as engine:
+        vllm_engine, policy = engine.llm.llm_engine, engine.scheduler.tlt.policy
+        for i, prompt in enumerate(prompts(4)):
+            vllm_engine.add_request(f"early-{i}", prompt, sampled(120))
+        for _ in range(8):
+            vllm_engine.step()
+        steady = len(policy.loads)
+        # 32 tokens a step are left beside the four drafting requests, so this prompt takes several steps.
+        vllm_engine.add_request("late", {"prompt_token_ids": list(range(5, 205))}, sampled(8))
+        vllm_engine.step()
+        late = engine.scheduler.running[-1]
+        while late.is_prefill_chunk:
+            vllm_engine.step()
+        during = slice(steady, len(policy.loads))
+        assert len(policy.loads) - steady >= 4
+        assert {load.batch for load in policy.loads[during]} == {4}
+        assert set(policy.chosen[during]) == {3}
+        vllm_engine.step()
+        assert (policy.loads[-1].batch, policy.chosen[-1]) == (5, 0)
+        mixed = policy.steps[steady : len(policy.steps) - 1]
+        assert all(s.batch == 4 and not s.clean for s in mixed)
+        assert all(s.produced <= 16 for s in mixed)  # the late request's first token is not theirs
+        engine.llm.llm_engine.abort_request([f"early-{i}" for i in range(4)] + ["late"], internal=False)
+
+
+def test_the_account_does_not_need_log_statistics(engine_of):
+    with engine_of("good", policy="policies:longest", disable_log_stats=True) as engine:
+        outputs = engine.generate(8, TOKENS)
+        stats = engine.scheduler.tlt.stats()
+        assert stats.num_generation_tokens == sum(map(len, outputs))
+        assert sum(stats.num_accepted_tokens_per_pos) > 0.5 * stats.num_drafts

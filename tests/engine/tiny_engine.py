@@ -11,6 +11,7 @@ import gc
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 V, H, LAYERS, HEADS, HEAD_DIM, MLP = 512, 128, 4, 4, 32, 256
@@ -82,6 +83,8 @@ class Engine:
         self.llm = llm
         self.core = llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
+        self.patch = pytest.MonkeyPatch()
+        """For what a test changes inside; undone before the next test has the engine."""
 
     @property
     def runner(self) -> Any:
@@ -91,6 +94,25 @@ class Engine:
     def rpc(self, method: str, *args: Any) -> Any:
         """One worker's answer to `collective_rpc`."""
         return self.llm.collective_rpc(method, args=args)[0]
+
+    def renew(self, tlt: dict[str, Any] | None, weights: Path | None) -> None:
+        """As after a start with these settings (`additional_config["tlt"]`) and this drafter; None: stock vLLM."""
+        from vllm.utils.torch_utils import set_random_seed
+
+        assert self.llm.reset_prefix_cache()
+        set_random_seed(0)
+        if tlt is None:
+            return
+        from verl_tlt.engine_core.scheduler import load_policy, ngram_drafts
+
+        if not self.scheduler.tlt.drafting:
+            assert self.rpc("tlt_set_drafting", True)["ok"]
+        loaded = self.rpc("tlt_load_drafter", str(weights))
+        assert loaded["ok"], loaded
+        scheduler, control = self.scheduler, self.scheduler.tlt
+        control.__init__(load_policy(tlt), control.limits, control.trace)  # the same object: the channel has it too
+        scheduler.tlt_ngram = ngram_drafts(tlt["speculation"])
+        scheduler._tlt_arm = 0
 
     def put_in_charge(self, policy: str) -> None:
         """Let another policy choose from now on: one of `policies`, else one of `control.make_policy`."""

@@ -113,7 +113,7 @@ def _engine_track(
 
 
 def _sessions(pid: int, replica: str, steps: Mapping[int, RLStep], zero: float) -> Iterator[ChromeEvent]:
-    shown = ("step", "steps", "tokens", "epochs", "loss_first", "loss_last", "outcome", "error")
+    shown = ("step", "steps", "tokens", "epochs", "loss_last", "outcome", "error")
     for session in (s for step in steps.values() for s in step.sessions if s.replica == replica):
         args = {name: getattr(session, name) for name in shown}
         yield _slice(pid, SPOT, "training session", session.start - zero, session.end - zero, args)

@@ -115,7 +115,7 @@ def _sessions(trace: RunTrace, step: RLStep) -> Element | None:
         return None
     rows = [
         [trace.label(s.replica), f"{s.start - step.start:.1f}", f"{s.end - s.start:.1f}", str(s.steps), str(s.tokens),
-         _loss(s.loss_first, s.loss_last), " ".join(f"{a:.2f}" for a in s.acc), s.outcome, s.error or ""]
+         "" if s.loss_last is None else f"{s.loss_last:.2f}", " ".join(f"{a:.2f}" for a in s.acc), s.outcome, s.error or ""]
         for s in step.sessions
     ]  # fmt: skip
     head = ["replica", "from s", "seconds", "steps", "tokens", "loss", "accuracy by position", "outcome", "error"]
@@ -123,10 +123,6 @@ def _sessions(trace: RunTrace, step: RLStep) -> Element | None:
     shown = table([head[i] for i in keep], [[row[i] for i in keep] for row in rows])
     count = f"{len(rows)} training session{'s' if len(rows) > 1 else ''}"
     return element("details", element("summary", count), shown)
-
-
-def _loss(first: float | None, last: float | None) -> str:
-    return " → ".join(f"{loss:.2f}" for loss in (first, last) if loss is not None)
 
 
 def _drafter(trace: RunTrace, step: RLStep) -> Element | None:
