@@ -115,7 +115,8 @@ def _sessions(trace: RunTrace, step: RLStep) -> Element | None:
         return None
     rows = [
         [trace.label(s.replica), f"{s.start - step.start:.1f}", f"{s.end - s.start:.1f}", str(s.steps), str(s.tokens),
-         "" if s.loss_last is None else f"{s.loss_last:.2f}", " ".join(f"{a:.2f}" for a in s.acc), s.outcome, s.error or ""]
+         "" if s.loss_last is None else f"{s.loss_last:.2f}", " ".join(f"{a:.2f}" for a in s.acc), s.outcome,
+         s.error or ""]
         for s in step.sessions
     ]  # fmt: skip
     head = ["replica", "from s", "seconds", "steps", "tokens", "loss", "accuracy by position", "outcome", "error"]
