@@ -13,8 +13,8 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make demo           GRPO on the toy task with TLT, a line per step, pictures in demo-out/"
 	@echo "make demo-compare   the same beside the same run without TLT"
-	@echo "make test           lint, types and the tests that continuous integration runs (a quarter of an hour)"
-	@echo "make test-all       the same with the heavy tests: more recipes, modes and combinations (half an hour)"
+	@echo "make test           lint, types and the tests that continuous integration runs"
+	@echo "make test-all       the same with the heavy tests: more recipes, modes and combinations"
 	@echo "make test-fast      lint, types and the unit tests"
 	@echo "make contract       what verl-tlt relies on, in every verl and vLLM release it supports (downloads 300 MB)"
 	@echo "make recipes-check  every recipe composed, judged, and run scaled down (about a quarter of an hour)"

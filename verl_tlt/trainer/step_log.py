@@ -42,7 +42,7 @@ class StepLog:
     def _reset(self) -> None:
         self._account: PhaseAccount | None = None
         self._stats: dict[str, EngineStats] = {}
-        self._stolen: dict[str, float] = {}
+        self._overhead: dict[str, float] = {}
         self._publish: Publish | None = None
         self._reloads: dict[str, Reload] = {}  # by replica
         self._sessions: list[Session] = []
@@ -88,13 +88,13 @@ class StepLog:
         try:
             yield
         finally:
-            self._stolen[name] = self._stolen.get(name, 0.0) + time.perf_counter() - start
+            self._overhead[name] = self._overhead.get(name, 0.0) + time.perf_counter() - start
 
     def sampled(self, step: int, report: PhaseReport) -> None:
         """A sampling phase is over; an asynchronous step may have several."""
         end = report.account.end
         self._account = together(self._account, report.account)
-        self._stolen["stop"] = self._stolen.get("stop", 0.0) + report.stop_s
+        self._overhead["stop"] = self._overhead.get("stop", 0.0) + report.stop_s
         start = report.first_dispatch or end
         self.trace.emit("phase", step=step, name="rollout", start=start, end=end)
         for replica, seconds in report.account.bubble_s.items():
@@ -116,7 +116,7 @@ class StepLog:
 
     def tapped(self, taken: list[TappedStates]) -> None:
         """What the tap copied; its own time is part of the forward and counts as overhead."""
-        self._stolen["tap"] = self._stolen.get("tap", 0.0) + max((t.seconds for t in taken), default=0.0)
+        self._overhead["tap"] = self._overhead.get("tap", 0.0) + max((t.seconds for t in taken), default=0.0)
 
     def published(self, step: int, learned: DrafterUpdate, version: int, since: int) -> None:
         """A merge arrived in time."""
@@ -151,7 +151,7 @@ class StepLog:
             self.trace.emit("reload", **{k: v for k, v in vars(reload).items() if k != "t"})
         self._served = min((s.version for s in statuses.values()), default=None)
         self._version = wanted
-        self._stolen["reload"] = max((r.seconds for r in self._reloads.values()), default=0.0)
+        self._overhead["reload"] = max((r.seconds for r in self._reloads.values()), default=0.0)
 
     def finish(self, step: int, metrics: dict[str, Any], errors: int) -> dict[str, float]:
         """The step's `tlt/*` metrics; prints the step's line and closes the step in the trace."""
@@ -166,7 +166,7 @@ class StepLog:
             sessions=self._sessions,
             publish=self._publish,
             reloads=list(self._reloads.values()),
-            overhead=self._stolen,
+            overhead=self._overhead,
             published_version=self._version,
             served_version=self._served,
             served_since=self._since,

@@ -75,7 +75,7 @@ def test_without_a_draft_each_pass_gives_one_token():
     assert metrics["tlt/spec_off_frac"] == 1.0
 
 
-def test_bubbles_and_what_was_stolen():
+def test_bubbles_and_what_was_overhead():
     seen = StepObservations(
         bubble_s={"a": 6.0, "b": 2.0}, bubble_trained_s={"a": 5.0, "b": 0.0}, stop_latency_s={"a": 0.02, "b": 0.05},
         overhead={"stop": 0.05, "tap": 0.1},

@@ -57,7 +57,7 @@ def run(tmp_path):
         controller._pool.shutdown(wait=True)
 
 
-def until(condition, seconds=20.0):
+def until(condition, seconds=120.0):
     deadline = time.time() + seconds
     while not condition():
         assert time.time() < deadline, "it did not happen in time"
@@ -135,7 +135,7 @@ def test_a_late_merge_keeps_the_served_drafter_and_is_published_a_step_later(run
         until(lambda: called(fleet, "train"))
     began = time.time()
     metrics = rest_of_step(controller, fleet, 2, merged=False)
-    assert time.time() - began < 1.0, "the step waited for the merge"
+    assert time.time() - began < 10.0, "the step waited for the merge"
     assert fleet.staged == [] and metrics["tlt/drafter_version"] == 0
     with sampling(controller, fleet, 3):
         time.sleep(0.1)
@@ -181,7 +181,7 @@ def test_a_worker_that_never_stops_is_killed_after_the_bound(run):
         fleet.load["c"] = 0
         until(lambda: len(called(fleet, "train")) == 2)
         began = time.time()
-    assert STOP_S <= time.time() - began < STOP_S + 2.0
+    assert STOP_S <= time.time() - began < STOP_S + 10.0
     assert fleet.restarts == ["b"]
     metrics = rest_of_step(controller, fleet, 2)
     assert called(fleet, "merge") == [(("c",),)], "what c learned is merged without b"
@@ -193,8 +193,9 @@ def test_a_replica_whose_sessions_keep_failing_is_left_alone(run):
     fill_buffers(controller, fleet)
     fleet.broken["session of b"] = CallFailed("RayTaskError: out of luck")
     for step in range(2, 14):
+        tried, allowed = len(called(fleet, "train")), controller._budget.allows("b", step)
         with sampling(controller, fleet, step):
-            time.sleep(0.05)
+            until(lambda: not allowed or (len(called(fleet, "train")) > tried and not controller._watch._running))  # noqa: B023
         rest_of_step(controller, fleet, step)
     assert len(called(fleet, "train")) == controller.tlt.spot.max_failures
     assert "b" in controller._budget.off
@@ -298,7 +299,7 @@ def test_a_look_that_hangs_does_not_hold_up_the_end_of_sampling(run, monkeypatch
     with sampling(controller, fleet, 2):
         until(lambda: called(fleet, "leave"))
         began = time.time()
-    assert time.time() - began < 2.0
+    assert time.time() - began < 10.0, "a look would take twenty"
     forever.set()
     assert rest_of_step(controller, fleet, 2)["tlt/drafter_version"] == 0
     assert fleet.balancer == {"a", "b"}
