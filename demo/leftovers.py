@@ -41,14 +41,14 @@ class Leftovers:
         self._noted_at = 0.0
         self._owned: set[str] = set()
 
-    def note(self, pids: Iterable[int], ending: bool = False) -> None:
+    def note(self, pids: Iterable[int], every_s: float = EVERY_S) -> None:
         """Remember what these processes have open, unless that was done just now; call it as often as you like.
 
         Args:
             pids: the run's living processes.
-            ending: they are about to go, so that every look may be the last.
+            every_s: what counts as just now, seconds; 0: look.
         """
-        if time.monotonic() - self._noted_at >= (ENDING_EVERY_S if ending else EVERY_S):
+        if time.monotonic() - self._noted_at >= every_s:
             self._owned |= _open_files(pids)
             self._noted_at = time.monotonic()
 

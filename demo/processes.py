@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from demo.leftovers import Leftovers
+from demo.leftovers import ENDING_EVERY_S, EVERY_S, Leftovers
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -39,7 +39,7 @@ class ProcessTree:
     """
 
     def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], log: Path, cwd: Path | None = None) -> None:
-        self._leftovers, self._ending = Leftovers(), False
+        self._leftovers, self._every_s = Leftovers(), EVERY_S
         self._before = {p.pid for p in psutil.Process().children()}
         self._known: dict[int, psutil.Process] = {}
         _adopt_orphans(True)
@@ -69,7 +69,7 @@ class ProcessTree:
                 found[process.pid] = process
                 queue += children.get(process.pid, ())
         self._known = found
-        self._leftovers.note(found, self._ending)
+        self._leftovers.note(found, self._every_s)
         return list(found.values())
 
     def stop(self) -> list[int]:
@@ -79,10 +79,10 @@ class ProcessTree:
             Process ids that survived even SIGKILL; empty in every healthy case.
         """
         with _uninterrupted():
-            self._ending = True
+            self._every_s = ENDING_EVERY_S
             self.alive()
             if self.process.poll() is None:
-                self.process.send_signal(signal.SIGTERM)
+                self._signal([psutil.Process(self.process.pid)], signal.SIGTERM)
                 deadline = time.monotonic() + TERM_S
                 while self.process.poll() is None and time.monotonic() < deadline:
                     self.alive()
@@ -98,13 +98,24 @@ class ProcessTree:
         """Signal everybody until nobody is left: the dying may still have started someone."""
         deadline, told = time.monotonic() + seconds, set[int]()
         while (alive := self.alive()) and time.monotonic() < deadline:
-            for process in alive:
-                if sent is not None and process.pid not in told:
-                    told.add(process.pid)
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.send_signal(sent)
+            if sent is not None and (untold := [p for p in alive if p.pid not in told]):
+                told.update(p.pid for p in untold)
+                self._signal(untold, sent)
             time.sleep(0.05)
             self._reap()
+
+    def _signal(self, processes: Sequence[psutil.Process], sent: signal.Signals) -> None:
+        """Send the signal, and know what everybody owned then: all stand still while that is looked at."""
+        still = [*self._known.values()]
+        for process in still:
+            _send(process, signal.SIGSTOP)
+        try:
+            self._leftovers.note(self._known, every_s=0)
+            for process in processes:
+                _send(process, sent)
+        finally:
+            for process in still:
+                _send(process, signal.SIGCONT)
 
     def _reap(self) -> None:
         """Collect exit states, of the command and of orphans that this process adopted."""
@@ -120,6 +131,11 @@ def _lives(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def _send(process: psutil.Process, sent: signal.Signals) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(sent)
 
 
 def _adopt_orphans(on: bool) -> None:

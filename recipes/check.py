@@ -232,6 +232,7 @@ def run(
     environment = {
         **os.environ, **CPU, "VERL_FILE_LOGGER_PATH": str(metrics), "DATA": str(out), "DRAFTER": "null",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])),  # for `demo.toy`
     }  # fmt: skip
     command = [str(HERE / recipe.script), *scaled_down(recipe), *overrides, *extra]
     with (out / "log").open("w") as log:

@@ -63,6 +63,7 @@ def test_what_was_meant_for_tlt_and_would_do_nothing_does_not_start(recipe, monk
 
 
 def test_a_config_that_cannot_be_looked_at_is_left_to_verl(caplog):
+    caplog.set_level("WARNING", "verl_tlt")  # libraries that other tests import quieten the root logger
     config = OmegaConf.create({"trainer": {"plugn": "${nowhere}"}})
     module = stock_module()
     plugin._wrap_validate_config(module)
