@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.control.engine import ARMS, BATCH, VLLM_ZERO, EngineProcess
 from benchmarks.control.toy import Toy
+from benchmarks.simulate.recorded import recording, step_records, worth
 from demo.machine import find_dtype
-from verl_tlt.simulate.recorded import recording, step_records, worth
 from verl_tlt.speculation.costs.latency_table import Table, interpolate
 
 POLICY_ARMS = ("table", "ema", "bandit", "goodput")

@@ -174,7 +174,7 @@ def step(
     """One engine step of a made worker: K drafted, and our seconds that the step waited for and those it did not."""
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
-    from verl_tlt.simulate.hardware import QWEN3_8B_H100
+    from benchmarks.simulate.hardware import QWEN3_8B_H100
 
     output = scheduler.schedule()
     waited = ledger.take()

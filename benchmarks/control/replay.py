@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.simulate.engine import Noise, SimulatedEngine, SimulationResult
+from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, VLLM_CAPTURE, CostModel, SwitchCost, TableCost
+from benchmarks.simulate.oracles import TrueGoodput, best_per_bucket, static_runs
+from benchmarks.simulate.workload import FIG16_ADAPTIVE, FIG16_VANILLA, Workload, geometric
 from verl_tlt.server.calibration import BATCHES, STEPS, plan_arms
-from verl_tlt.simulate.engine import Noise, SimulatedEngine, SimulationResult
-from verl_tlt.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, VLLM_CAPTURE, CostModel, SwitchCost, TableCost
-from verl_tlt.simulate.oracles import TrueGoodput, best_per_bucket, static_runs
-from verl_tlt.simulate.workload import FIG16_ADAPTIVE, FIG16_VANILLA, Workload, geometric
 from verl_tlt.speculation.costs.latency_table import CONTEXT_TOKENS, Table, fill_arms, for_policy
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
 from verl_tlt.speculation.policies.base import BasePolicy

@@ -21,7 +21,7 @@ import numpy as np
 from study import CONFIG, SCORED, SESSION_STEPS, STARTS, K
 from trajectory import LEARNING_RATE, PROMPTS, SAMPLES, load_step
 
-from verl_tlt.simulate.recorded import recording, step_records
+from benchmarks.simulate.recorded import recording, step_records
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.types import OFF
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from verl_tlt.simulate.engine import Noise, SimulatedEngine
-from verl_tlt.simulate.hardware import QWEN3_8B_H100
-from verl_tlt.simulate.oracles import TrueGoodput, best_per_bucket, static_runs
-from verl_tlt.simulate.workload import FIG16_ADAPTIVE, Workload, geometric
+from benchmarks.simulate.engine import Noise, SimulatedEngine
+from benchmarks.simulate.hardware import QWEN3_8B_H100
+from benchmarks.simulate.oracles import TrueGoodput, best_per_bucket, static_runs
+from benchmarks.simulate.workload import FIG16_ADAPTIVE, Workload, geometric
 from verl_tlt.speculation.policies.base import FixedPolicy
 from verl_tlt.speculation.types import OFF, Load
 

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from verl_tlt.simulate.hardware import (
+from benchmarks.simulate.hardware import (
     QWEN3_8B_H100,
     QWEN_32B_TP4,
     SwitchCost,

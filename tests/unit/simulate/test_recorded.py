@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from verl_tlt.simulate.hardware import QWEN3_8B_H100, TableCost
-from verl_tlt.simulate.recorded import recording, step_records, worth
+from benchmarks.simulate.hardware import QWEN3_8B_H100, TableCost
+from benchmarks.simulate.recorded import recording, step_records, worth
 
 
 def line(batch, k, seconds, clean=True, verified=None, accepted=None):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from verl_tlt.simulate.hardware import QWEN3_8B_H100
+from benchmarks.simulate.hardware import QWEN3_8B_H100
 from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
 from verl_tlt.speculation.types import OFF, ControlError

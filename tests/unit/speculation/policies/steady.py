@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from verl_tlt.simulate.hardware import CostModel
+from benchmarks.simulate.hardware import CostModel
 from verl_tlt.speculation.types import Load, Policy, StepRecord
 
 

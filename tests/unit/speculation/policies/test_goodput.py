@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from steady import SteadyEngine
 
-from verl_tlt.simulate.engine import Noise, SimulatedEngine
-from verl_tlt.simulate.hardware import QWEN3_8B_H100
-from verl_tlt.simulate.oracles import TrueGoodput
-from verl_tlt.simulate.workload import Workload, geometric
+from benchmarks.simulate.engine import Noise, SimulatedEngine
+from benchmarks.simulate.hardware import QWEN3_8B_H100
+from benchmarks.simulate.oracles import TrueGoodput
+from benchmarks.simulate.workload import Workload, geometric
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
 from verl_tlt.speculation.policies.factory import make_policy
 from verl_tlt.speculation.policies.goodput import GoodputPolicy

@@ -15,8 +15,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from verl_tlt.simulate.hardware import CostModel
-from verl_tlt.simulate.workload import Rollout, Workload
+from benchmarks.simulate.hardware import CostModel
+from benchmarks.simulate.workload import Rollout, Workload
 from verl_tlt.speculation.types import OFF, Load, Policy, StepRecord
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from verl_tlt.simulate.engine import SimulatedEngine, SimulationResult, Truth
+from benchmarks.simulate.engine import SimulatedEngine, SimulationResult, Truth
 from verl_tlt.speculation.policies.base import FixedPolicy
 from verl_tlt.speculation.types import Load, StepRecord
 
