@@ -134,7 +134,8 @@ def symbols():
 
 
 @pytest.mark.parametrize("words", without_engine())
-def test_a_command_without_an_engine_runs_as_written(words, placeholders, symbols, monkeypatch):
+def test_a_command_without_an_engine_runs_as_written(words, placeholders, symbols, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(doctor_command, "installed_symbols", lambda: symbols)
     mine = placeholders[words[0]]
     typed = [part for word in words for part in (mine if word == PLACEHOLDER else (word,))]
