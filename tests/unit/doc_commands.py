@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 PLACEHOLDER = "PLACEHOLDER"
 PROGRAMS = ("verl-tlt ", "make ", "python ", "pytest ", "mkdocs ", "vllm serve ", "pip install ", "hf ")
 """A code span that begins with one of these is a command."""

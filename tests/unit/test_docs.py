@@ -17,7 +17,7 @@ from verl_tlt.trace.events import EVENT_TYPES
 PACKAGE = Path(verl_tlt.__file__).parent
 ROOT = PACKAGE.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tests" / "README.md", *sorted(DOCS.glob("*.md"))]
 
 
 @pytest.fixture(scope="module")
