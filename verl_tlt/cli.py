@@ -90,7 +90,7 @@ def switch(
     spot: Annotated[str | None, typer.Option(help="on or off: training the drafter in idle time.")] = None,
 ) -> None:
     """Stop or resume TLT in a run that goes on, from its next rollout; without options, say what is on."""
-    from verl_tlt.trainer.runtime_switch import SwitchError, read_switch, write_switch
+    from verl_tlt.trainer.runtime_switch import SwitchError, find_run, read_switch, write_switch
 
     states = {"on": True, "off": False, None: None}
     if not {speculation, spot} <= states.keys():
@@ -98,7 +98,7 @@ def switch(
     try:
         changed = speculation or spot
         now = write_switch(trace_dir, speculation=states[speculation], spot=states[spot]) if changed else None
-        now = now or read_switch(trace_dir)
+        now = now or read_switch(find_run(trace_dir))
     except SwitchError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None

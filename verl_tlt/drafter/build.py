@@ -16,6 +16,7 @@ import torch
 
 from verl_tlt.drafter.attention import BY_DOCUMENT, register
 from verl_tlt.drafter.policy import (
+    LONGEST_DRAFT,
     SUPPORTED,
     DrafterError,
     PolicyLike,
@@ -51,8 +52,9 @@ def drafter_config(
         policy: config object, mapping or directory of the policy.
         aux_layers: layer inputs to read; None: `aux_layers_for`.
         intermediate_size: width of the MLP; None: the policy's.
-        max_position_embeddings: longest context to draft at; None: the policy's. vLLM before 0.28 stops drafting
-            for the whole batch when one request comes within K of it.
+        max_position_embeddings: longest context to draft at; None: the policy's and `LONGEST_DRAFT` more, so that
+            the drafter fits every run of this policy. vLLM before 0.28 stops drafting for the whole batch when one
+            request comes within K of it.
         draft_vocab_size: tokens the drafter can propose; None: the policy's whole vocabulary.
 
     Raises:
@@ -81,7 +83,7 @@ def drafter_config(
         head_dim=shape.head_dim,
         hidden_act=shape.hidden_act,
         rms_norm_eps=shape.rms_norm_eps,
-        max_position_embeddings=max_position_embeddings or shape.max_position_embeddings,
+        max_position_embeddings=max_position_embeddings or shape.max_position_embeddings + LONGEST_DRAFT,
         rope_parameters=dict(shape.rope),
         tie_word_embeddings=False,
         pad_token_id=None,

@@ -16,6 +16,7 @@ from typing import Any
 
 from verl_tlt.drafter.foreign import PICKLED, as_speculators, is_foreign, renamed
 from verl_tlt.drafter.policy import (
+    COMPUTED_ROPE,
     NUM_AUX,
     DrafterError,
     PolicyLike,
@@ -23,6 +24,7 @@ from verl_tlt.drafter.policy import (
     check_aux_layers,
     policy_shape,
     read_json,
+    rope_of,
 )
 
 CONFIG = "config.json"
@@ -42,7 +44,8 @@ def check_drafter(directory: str | os.PathLike, policy: PolicyLike, min_context:
     Args:
         directory: the drafter.
         policy: config object, mapping or directory of the policy.
-        min_context: longest prompt plus response plus draft it must serve, in tokens.
+        min_context: longest prompt plus response plus draft it must serve, in tokens. A shorter
+            `max_position_embeddings` is no obstacle where the RoPE is computed: `load_drafter` makes it longer.
 
     Raises:
         DrafterError: the first thing that does not fit.
@@ -88,15 +91,22 @@ def read_config(path: Path, policy: PolicyShape, min_context: int = 0) -> dict[s
         raise DrafterError(f"{where} must be a list of {NUM_AUX} layers, not {ids!r}.")
     check_aux_layers(ids, policy.num_layers, where)
     context = layer.get("max_position_embeddings")
-    if not isinstance(context, int) or context < min_context:
+    if not isinstance(context, int) or context < 1:
+        raise DrafterError(f"{prefix}max_position_embeddings must be a positive integer, not {context!r}.")
+    if context < min_context and not has_computed_rope(layer):
         raise DrafterError(
-            f"{prefix}max_position_embeddings={context!r} is below {min_context}, the longest prompt, response and "
-            "draft together."
+            f"{prefix}max_position_embeddings={context} is below {min_context}, the longest prompt, response and draft "
+            f"together, and positions of RoPE type {rope_of(layer)['rope_type']!r} cannot be continued."
         )
     draft_vocab = config.get("draft_vocab_size")
     if not isinstance(draft_vocab, int) or not 0 < draft_vocab <= policy.vocab_size:
         raise DrafterError(f"{file}: draft_vocab_size must be 1..{policy.vocab_size}, not {draft_vocab!r}.")
     return config
+
+
+def has_computed_rope(layer: Mapping[str, Any]) -> bool:
+    """Whether a drafter's `max_position_embeddings` is a size only, which its RoPE does not depend on."""
+    return rope_of(layer)["rope_type"] in COMPUTED_ROPE
 
 
 def _check_heads(layer: dict[str, Any], prefix: str) -> None:

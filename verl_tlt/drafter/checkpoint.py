@@ -1,6 +1,6 @@
 """Drafters on disk, in the speculators format that stock vLLM serves.
 
-    config.json  model.safetensors  provenance.json  README.md  (training_state.pt, to resume)
+    config.json  model.safetensors  provenance.json  README.md  (training/training_state.pt, to resume)
 
 By default the weights carry neither embedding nor head: vLLM then shares the policy's own, which stay current through
 every weight sync, while a copy would go stale (and, with a dummy-loaded policy, never compare equal to it). A
@@ -42,7 +42,10 @@ from verl_tlt.drafter.policy import DrafterError, PolicyLike, policy_shape, read
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
-STATE = "training_state.pt"
+STATE = "training/training_state.pt"
+"""In a folder of its own, so that what lies beside `config.json` is what is served."""
+EARLIER_STATE = "training_state.pt"
+"""Where version 0.1 kept it."""
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _VERIFIER = ("verifier_lm_head.", "verifier_norm.")
@@ -127,10 +130,12 @@ def save_drafter(
     if policy is not None and (vocabulary := tokenizer_hash(policy)):
         facts[TOKENIZER] = vocabulary
     with replaced(target) as draft:
-        save_file(dict(tensors), draft / WEIGHTS, metadata={"format": "pt"})
-        if training_state is not None:
-            torch.save(dict(training_state), draft / STATE)
         (draft / CONFIG).write_text(model.config.to_json_string())
+        save_file(dict(tensors), draft / WEIGHTS, metadata={"format": "pt"})
+        shutil.copymode(draft / CONFIG, draft / WEIGHTS)  # safetensors writes for its owner alone
+        if training_state is not None:
+            (draft / STATE).parent.mkdir()
+            torch.save(dict(training_state), draft / STATE)
         (draft / PROVENANCE).write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
         (draft / "README.md").write_text(_card(model, target.name, facts))
     return target
@@ -164,6 +169,9 @@ def load_drafter(
         config = Eagle3SpeculatorConfig.from_dict(fields)
     else:
         config, tensors = Eagle3SpeculatorConfig.from_pretrained(path), load_file(path / WEIGHTS)
+    # Of a shorter run: vLLM and transformers compute a table of whatever size is said.
+    layer = config.transformer_layer_config
+    layer.max_position_embeddings = max(layer.max_position_embeddings, min_context)
     with torch.device("cpu"):
         model = instantiate(config, attention or default_attention(device))
     model.load_state_dict(tensors, strict=False)  # names and shapes were checked
@@ -176,8 +184,9 @@ def load_training_state(directory: str | os.PathLike) -> dict[str, Any] | None:
     Raises:
         DrafterError: the file is damaged, or holds anything but tensors and plain values.
     """
-    file = Path(directory) / STATE
-    if not file.is_file():
+    places = (Path(directory) / name for name in (STATE, EARLIER_STATE))
+    file = next((place for place in places if place.is_file()), None)
+    if file is None:
         return None
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
@@ -255,9 +264,8 @@ def replaced(target: Path) -> Iterator[Path]:
     draft.mkdir()
     try:
         yield draft
-        for file in draft.iterdir():
-            _flush(file)
-        _flush(draft)
+        for path in (*draft.rglob("*"), draft):
+            _flush(path)
         _swap(draft, target)
         _flush(target.parent)
     finally:

@@ -24,6 +24,12 @@ SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
 NUM_AUX = 3
 """Hidden states of the policy the drafter sees at each position (EAGLE-3 section 3: low, middle, high)."""
 
+LONGEST_DRAFT = 16
+"""Positions a drafter needs beyond the policy's own range: the longest draft there is."""
+
+COMPUTED_ROPE = ("default", "linear", "llama3")
+"""RoPE types whose table is computed position by position from constants: a longer one continues a shorter one."""
+
 PolicyLike = Any
 """A `transformers` config, a mapping of its fields, a `PolicyShape`, or the policy's directory."""
 

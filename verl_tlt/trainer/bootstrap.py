@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_tlt.config import TLTConfig
+from verl_tlt.drafter.policy import LONGEST_DRAFT
 from verl_tlt.messages.rollout import DrafterFile
 
 logger = logging.getLogger(__name__)
@@ -57,11 +58,13 @@ def first_drafter(config: TLTConfig, policy_dir: str, dtype: str, context: int, 
         model, origin = load_drafter(config.drafter.path, policy_dir, min_context=context), config.drafter.path
         acceptance = tuple(provenance(config.drafter.path).get("acceptance", ()))
     else:
+        shape = read_policy_config(policy_dir)
         model = build_drafter(
-            read_policy_config(policy_dir),
+            shape,
             aux_layers=config.drafter.aux_layers,
             intermediate_size=config.drafter.intermediate_size,
-            max_position_embeddings=context,
+            # The policy's own range, not this run's: a resumed run may be longer.
+            max_position_embeddings=max(context, shape.max_position_embeddings + LONGEST_DRAFT),
             seed=config.drafter.seed,
         )
         origin = "a random head"

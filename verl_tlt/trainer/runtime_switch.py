@@ -6,8 +6,7 @@ Standard library and PyYAML only: `verl-tlt switch` runs where nothing else is i
 
 from __future__ import annotations
 
-import os
-import tempfile
+import secrets
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -16,6 +15,8 @@ import yaml
 from verl_tlt.errors import TLTError
 
 SWITCH_FILE = "tlt_control.yaml"
+TRACE_FILE = "trainer.jsonl"
+"""What the trainer writes beside it, from the start of a run on."""
 
 
 class SwitchError(TLTError, ValueError):
@@ -59,14 +60,26 @@ def write_switch(directory: str | Path, **changes: bool | None) -> RuntimeSwitch
     """Change some switches of a run; None leaves one as it is. A reader sees the old file or the new one.
 
     Raises:
-        SwitchError: there is no such directory, or its present file cannot be understood.
+        SwitchError: see `find_run`; or the present file cannot be understood.
+    """
+    directory = find_run(directory)
+    switch = replace(read_switch(directory), **{k: v for k, v in changes.items() if v is not None})
+    temporary = directory / f".{SWITCH_FILE}.{secrets.token_hex(4)}"
+    temporary.write_text("".join(f"{key}: {'on' if value else 'off'}\n" for key, value in asdict(switch).items()))
+    temporary.replace(directory / SWITCH_FILE)
+    return switch
+
+
+def find_run(directory: str | Path) -> Path:
+    """`directory`, if a run's trainer writes its trace there: only then does anybody read a switch in it.
+
+    Raises:
+        SwitchError: there is no such directory, or no run's trace in it.
     """
     directory = Path(directory)
-    if not directory.is_dir():
-        raise SwitchError(f"{directory} is not the trace directory of a run (tlt.trace.dir).")
-    switch = replace(read_switch(directory), **{k: v for k, v in changes.items() if v is not None})
-    handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{SWITCH_FILE}.")
-    with os.fdopen(handle, "w") as file:
-        file.writelines(f"{key}: {'on' if value else 'off'}\n" for key, value in asdict(switch).items())
-    os.replace(temporary, directory / SWITCH_FILE)
-    return switch
+    if (directory / TRACE_FILE).is_file():
+        return directory
+    why = f"holds no {TRACE_FILE}" if directory.is_dir() else "does not exist"
+    near = sorted(file.parent for file in directory.glob(f"*/{TRACE_FILE}"))
+    hint = f"; did you mean {near[0]}?" if near else "."
+    raise SwitchError(f"{directory} {why}, so it is not the trace directory of a run (tlt.trace.dir){hint}")

@@ -23,8 +23,6 @@ from verl_tlt.warmup.engine import GenerationJob, Response, SamplingSettings, fi
 from verl_tlt.warmup.prompts import Prompts, load_tokenizer, read_prompts
 from verl_tlt.warmup.train import Budget, TrainingRun
 
-CONTEXT_MARGIN = 16
-"""Longest draft that is planned for: positions the drafter needs beyond the policy's longest response."""
 MIN_RESPONSE = 8
 """Mean tokens of a response below which there is nothing to draft."""
 
@@ -271,7 +269,6 @@ def _drafter(s: Warmup, responses: list[Response], device: str) -> Any:
         intermediate_size=s.intermediate_size,
         seed=s.seed,
         device=device,
-        max_position_embeddings=shape.max_position_embeddings + CONTEXT_MARGIN,
         draft_ids=draft_ids,
     )
 

@@ -231,9 +231,16 @@ def test_a_config_that_contradicts_itself(saved, policy, change, field):
     assert field in refusal(saved, policy.config)
 
 
-def test_too_short_a_context(saved, policy):
-    check_drafter(saved, policy.config, min_context=256)
+def test_a_longer_context_than_the_file_says(saved, policy):
+    edit(saved, max_position_embeddings=256)
+    check_drafter(saved, policy.config, min_context=257)
+    assert load_drafter(saved, policy.config).config.transformer_layer_config.max_position_embeddings == 256
+    longer = load_drafter(saved, policy.config, min_context=257)
+    assert longer.config.transformer_layer_config.max_position_embeddings == 257
+    edit(saved, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     assert "max_position_embeddings=256 is below 257" in refusal(saved, policy.config, min_context=257)
+    edit(saved, max_position_embeddings=None)
+    assert "max_position_embeddings must be a positive integer, not None" in refusal(saved, policy.config)
 
 
 def test_a_missing_tensor_is_named(saved, policy):
@@ -243,10 +250,32 @@ def test_a_missing_tensor_is_named(saved, policy):
     assert "model.safetensors has no tensor 'norm.weight'" in refusal(saved, policy.config)
 
 
-def test_training_state_is_optional_and_its_damage_named(saved, drafter):
+SERVED = ["README.md", "config.json", "model.safetensors", "provenance.json"]
+
+
+def test_the_served_folder_holds_what_is_served_and_anybody_may_read_it(drafter, tmp_path):
+    mask = os.umask(0o022)
+    try:
+        saved = save_drafter(drafter, tmp_path / "drafter", {}, training_state={"steps": 3})
+    finally:
+        os.umask(mask)
+    assert sorted(p.name for p in saved.iterdir() if p.is_file()) == SERVED
+    assert {oct(p.stat().st_mode & 0o777) for p in saved.rglob("*") if p.is_file()} == {"0o644"}
+    assert oct(saved.stat().st_mode & 0o777) == "0o755"
+    assert load_training_state(saved) == {"steps": 3}
+    assert sorted(p.name for p in save_drafter(drafter, tmp_path / "plain", {}).iterdir()) == SERVED
+
+
+def test_a_checkpoint_of_version_0_1_resumes(saved):
+    torch.save({"steps": 5}, saved / "training_state.pt")
+    assert load_training_state(saved) == {"steps": 5}
+
+
+def test_training_state_is_optional_and_its_damage_named(saved):
     assert load_training_state(saved) is None
-    (saved / "training_state.pt").write_bytes(b"cut off")
-    with pytest.raises(DrafterError, match=r"training_state\.pt is damaged"):
+    (saved / "training").mkdir()
+    (saved / "training" / "training_state.pt").write_bytes(b"cut off")
+    with pytest.raises(DrafterError, match=r"training/training_state\.pt is damaged"):
         load_training_state(saved)
 
 

@@ -1,10 +1,77 @@
-"""Which drafter a resumed run finds."""
+"""Which drafter a run starts with, and what a resumed run finds."""
 
+import json
 import logging
 
 import pytest
 
-from verl_tlt.trainer.bootstrap import CHECKPOINT, saved_drafter
+from verl_tlt.config import TLTConfig
+from verl_tlt.drafter import DrafterError, build_drafter, check_drafter, load_drafter, save_drafter
+from verl_tlt.trainer.bootstrap import CHECKPOINT, first_drafter, saved_drafter
+
+POLICY = {
+    "model_type": "llama", "hidden_size": 32, "vocab_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "max_position_embeddings": 2000,
+}  # fmt: skip
+SHORT, LONG = 300, 1500
+"""Longest prompt, response and draft of a first run, and of one that goes on from it."""
+
+
+def policy_with(tmp_path, **rope):
+    path = tmp_path / "policy"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({**POLICY, "rope_parameters": {"rope_theta": 1e4, **rope}}))
+    return path
+
+
+def positions(start):
+    """How many positions each of both files allows."""
+    layers = (json.loads(file.config)["transformer_layer_config"] for file in (start.trainable, start.served))
+    return [layer["max_position_embeddings"] for layer in layers]
+
+
+def settings(max_draft_length):
+    return TLTConfig.from_dict({"speculation": {"max_draft_length": max_draft_length}})
+
+
+def test_a_new_drafter_serves_whatever_its_policy_does(tmp_path):
+    policy = policy_with(tmp_path, rope_type="default")
+    assert positions(first_drafter(settings(3), str(policy), "bfloat16", SHORT, None)) == [2016, 2016]
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 256},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)  # fmt: skip
+def test_a_checkpoint_of_a_shorter_run_goes_on_in_a_longer_one(tmp_path, rope):
+    """As releases before this one wrote them: the first run's length is all that its RoPE table held."""
+    policy, step = policy_with(tmp_path, **rope), tmp_path / "global_step_7"
+    saved = build_drafter(policy, max_position_embeddings=SHORT, seed=5)
+    save_drafter(saved, step / CHECKPOINT, {"version": 4, "acceptance": [0.6, 0.4, 0.2]}, policy=policy)
+    start = first_drafter(settings(7), str(policy), "float32", LONG, step)
+    assert positions(start) == [LONG, LONG] and start.served.version == 4
+    for file in ("config", "weights"):  # what the engines get stands for itself
+        value = getattr(start.served, file)
+        name = {"config": "config.json", "weights": "model.safetensors"}[file]
+        (tmp_path / "served").mkdir(exist_ok=True)
+        (tmp_path / "served" / name).write_bytes(value.encode() if isinstance(value, str) else value)
+    check_drafter(tmp_path / "served", policy, LONG)
+    first, longer = (m.rotary_emb.inv_freq for m in (saved, load_drafter(tmp_path / "served", policy)))
+    assert first.equal(longer), "positions that were trained keep their angles"
+
+
+def test_positions_that_cannot_be_continued_are_refused(tmp_path):
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    policy, step = policy_with(tmp_path, **rope), tmp_path / "global_step_7"
+    save_drafter(build_drafter(policy, max_position_embeddings=SHORT), step / CHECKPOINT, {})
+    with pytest.raises(DrafterError, match=r"max_position_embeddings=300 is below 1500.*RoPE type 'yarn'"):
+        first_drafter(settings(7), str(policy), "float32", LONG, step)
 
 
 @pytest.fixture

@@ -4,20 +4,55 @@ import pytest
 from typer.testing import CliRunner
 
 from verl_tlt.messages.rollout import EngineStats, Work
+from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.audit import audit_saving, audited
 from verl_tlt.trainer.runtime_control import RuntimeControl
-from verl_tlt.trainer.runtime_switch import SWITCH_FILE, RuntimeSwitch, SwitchError, read_switch, write_switch
+from verl_tlt.trainer.runtime_switch import (
+    SWITCH_FILE,
+    TRACE_FILE,
+    RuntimeSwitch,
+    SwitchError,
+    read_switch,
+    write_switch,
+)
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run's trace directory."""
+    path = tmp_path / "checkpoints" / "tlt_trace"
+    path.mkdir(parents=True)
+    (path / TRACE_FILE).touch()
+    return path
 
 
 def test_without_a_file_everything_is_on(tmp_path):
     assert read_switch(tmp_path) == RuntimeSwitch(speculation=True, spot=True)
 
 
-def test_switches_are_written_one_by_one_and_read_back(tmp_path):
-    write_switch(tmp_path, speculation=False)
-    assert write_switch(tmp_path, spot=False, speculation=None) == RuntimeSwitch(False, False) == read_switch(tmp_path)
-    assert write_switch(tmp_path, speculation=True) == RuntimeSwitch(True, False) == read_switch(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == [SWITCH_FILE]
+def test_switches_are_written_one_by_one_and_read_back(run_dir):
+    write_switch(run_dir, speculation=False)
+    assert write_switch(run_dir, spot=False, speculation=None) == RuntimeSwitch(False, False) == read_switch(run_dir)
+    assert write_switch(run_dir, speculation=True) == RuntimeSwitch(True, False) == read_switch(run_dir)
+    assert sorted(p.name for p in run_dir.iterdir()) == [SWITCH_FILE, TRACE_FILE]
+    modes = {(run_dir / name).stat().st_mode for name in (SWITCH_FILE, TRACE_FILE)}
+    assert len(modes) == 1, "the switch is as readable as anything else in the trace"
+
+
+def test_the_trainer_s_trace_is_what_a_run_is_known_by(tmp_path):
+    assert TraceWriter(str(tmp_path), "trainer").path.name == TRACE_FILE
+
+
+def test_a_folder_that_is_no_run_is_refused(run_dir, tmp_path):
+    for folder, sentence in (
+        (tmp_path, f"{tmp_path} holds no trainer.jsonl, so it is not the trace directory of a run (tlt.trace.dir)."),
+        (tmp_path / "absent", f"{tmp_path / 'absent'} does not exist, so it is not the trace directory of a run (tlt."),
+        (run_dir.parent, f"; did you mean {run_dir}?"),
+    ):
+        with pytest.raises(SwitchError) as error:
+            write_switch(folder, spot=False)
+        assert sentence in str(error.value)
+    assert not list(tmp_path.glob(f"**/{SWITCH_FILE}"))
 
 
 @pytest.mark.parametrize(
@@ -36,17 +71,19 @@ def test_a_file_that_cannot_be_understood_names_itself(tmp_path, text, said):
     assert SWITCH_FILE in str(error.value)
 
 
-def test_the_command_switches_and_says_what_is_on(tmp_path):
+def test_the_command_switches_and_says_what_is_on(run_dir, tmp_path):
     from verl_tlt.cli import app
 
     runner = CliRunner()
-    assert "speculation on, spot training on" in runner.invoke(app, ["switch", str(tmp_path)]).output
-    assert not (tmp_path / SWITCH_FILE).exists()
-    done = runner.invoke(app, ["switch", str(tmp_path), "--speculation", "off"])
+    assert "speculation on, spot training on" in runner.invoke(app, ["switch", str(run_dir)]).output
+    assert not (run_dir / SWITCH_FILE).exists()
+    done = runner.invoke(app, ["switch", str(run_dir), "--speculation", "off"])
     assert done.exit_code == 0 and "speculation off, spot training on" in done.output
-    assert read_switch(tmp_path) == RuntimeSwitch(speculation=False)
-    assert runner.invoke(app, ["switch", str(tmp_path), "--spot", "no"]).exit_code == 2
-    assert runner.invoke(app, ["switch", str(tmp_path / "absent"), "--spot", "off"]).exit_code == 1
+    assert read_switch(run_dir) == RuntimeSwitch(speculation=False)
+    assert runner.invoke(app, ["switch", str(run_dir), "--spot", "no"]).exit_code == 2
+    for options in ([], ["--spot", "off"]):
+        done = runner.invoke(app, ["switch", str(tmp_path), *options])
+        assert done.exit_code == 1 and "is not the trace directory of a run" in done.output
 
 
 def test_each_replica_is_audited_in_turn():
@@ -74,7 +111,8 @@ def test_loads_that_the_audited_replica_never_had_are_left_out():
     assert audit_saving(stock, []) is None
 
 
-def test_the_trainer_rests_everybody_when_drafting_is_switched_off(tmp_path):
+def test_the_trainer_rests_everybody_when_drafting_is_switched_off(run_dir):
+    tmp_path = run_dir
     live = RuntimeControl(str(tmp_path), ["a", "b"], audit_every=2)
     assert live.drafting_disabled(1) == [] and live.drafting_disabled(2) == ["b"] == [live.audited]
     stats = {"a": EngineStats(work=(Work(1, 0.5, 1),)), "b": EngineStats(work=(Work(1, 1.0, 1),))}

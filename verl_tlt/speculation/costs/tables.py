@@ -11,9 +11,8 @@ import hashlib
 import json
 import logging
 import math
-import os
 import re
-import tempfile
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -117,13 +116,13 @@ def save_table(directory: str | Path, key: TableKey, table: LatencyTable) -> Pat
     path = table_path(directory, key)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"schema": SCHEMA, "key": asdict(key), "points": table.to_list()}
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+    temporary = path.with_suffix(f".{secrets.token_hex(4)}.tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8") as file:
             json.dump(content, file, indent=1)
-        os.replace(temporary, path)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     return path
 

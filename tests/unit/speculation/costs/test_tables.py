@@ -74,6 +74,11 @@ def test_undecodable_bytes_are_set_aside(tmp_path):
     assert table_path(tmp_path, KEY).with_suffix(".corrupt").exists()
 
 
+def test_a_table_is_as_readable_as_any_file_made_here(tmp_path):
+    (tmp_path / "other").touch()
+    assert save_table(tmp_path, KEY, TABLE).stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
 def test_a_failed_write_keeps_the_old_table(tmp_path, monkeypatch):
     save_table(tmp_path, KEY, TABLE)
 
