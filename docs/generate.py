@@ -60,7 +60,7 @@ NOTES = {
         "`save_dir` is written only where spot training runs.",
     ],
     "speculation": [
-        "`max_draft_length` must be 1 to 16; `arms` must ascend, start with 0 and end at `max_draft_length` or below.",
+        "`arms` must ascend, start with 0 and end at `max_draft_length` or below.",
         "On engines with CUDA graphs, vLLM releases after 0.24 also get the arm 7 where `max_draft_length` allows it.",
         "`enable=false` starts engines without a drafter; `policy=off` starts them with one that never runs.",
         "`policy_options` are the chosen policy's, for example `'+tlt.speculation.policy_options={epsilon: 0.2}'` of"
@@ -74,8 +74,7 @@ NOTES = {
     "buffer": [
         "One token takes 8 bytes per unit of the policy's hidden size: 32 KiB at 4096.",
         "`max_mb`, `min_tokens` and `tokens_per_step` are per replica. `min_tokens` does not count held-out sequences.",
-        "`held_out` must lie between 0 and 0.9. While fewer than 24 sequences are held out, a quarter of"
-        " what arrives is.",
+        "While fewer than 24 sequences are held out, a quarter of what arrives is.",
     ],
     "gate": [
         "In doubt the served drafter stays and the candidate trains on: it is published only when it is *surely* (1 %"
@@ -121,14 +120,19 @@ def on_page_markdown(markdown: str, *, config: Mapping[str, Any], **_: Any) -> s
 
 
 def _fields(class_name: str) -> list[tuple[str, str, str]]:
-    """(name, type in words, docstring) of each field, in the order of the source."""
+    """(name, type and bounds in words, docstring) of each field, in the order of the source."""
+    hints = typing.get_type_hints(getattr(config, class_name), include_extras=True)
     module = ast.parse(Path(config.__file__).read_text())
     body = next(n.body for n in module.body if isinstance(n, ast.ClassDef) and n.name == class_name)
     found = []
     for field, text in itertools.pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
             meaning = " ".join(ast.literal_eval(text.value).split())
-            found.append((ast.unparse(field.target), _kind(ast.unparse(field.annotation)), _cell(meaning)))
+            name, annotation = ast.unparse(field.target), field.annotation
+            bounds = ""
+            if typing.get_origin(hints[name]) is typing.Annotated:
+                annotation, bounds = annotation.slice.elts[0], f", {hints[name].__metadata__[0]}"
+            found.append((name, _kind(ast.unparse(annotation)) + bounds, _cell(meaning)))
     return found
 
 

@@ -135,22 +135,9 @@ RECIPES = {
 
 def captured(recipe: Recipe, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> list[str]:
     """The overrides with which an unchanged recipe, given `arguments`, calls `verl.trainer.main_ppo`."""
-    with tempfile.TemporaryDirectory() as folder:
-        stand_in = Path(folder) / "python"
-        stand_in.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
-        stand_in.chmod(0o755)
-        done = subprocess.run(
-            [str(HERE / recipe.script), *arguments],
-            env={**os.environ, **environment, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        )
-    called = done.stdout.split("\0")[:-1]
-    if called[:2] != ["-m", "verl.trainer.main_ppo"]:
-        raise ValueError(f"{recipe.script} does not call `python -m verl.trainer.main_ppo`, but {called[:2]}.")
-    return called[2:]
+    from verl_tlt.doctor.recipe import read_script
+
+    return list(read_script(HERE / recipe.script, arguments, environment).overrides)
 
 
 def touch_data(directory: Path) -> None:

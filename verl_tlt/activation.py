@@ -18,6 +18,7 @@ import verl_tlt
 from verl_tlt import MODE_PREFIX
 from verl_tlt.config import TLTConfig, TLTConfigError
 from verl_tlt.doctor import facts, rules
+from verl_tlt.doctor.models import located
 
 
 def check(config: DictConfig) -> TLTConfig:
@@ -82,7 +83,7 @@ def resolve(config: DictConfig, settings: TLTConfig) -> TLTConfig:
         trace=dataclasses.replace(settings.trace, dir=facts.absolute(trace_dir)),
         drafter=dataclasses.replace(
             settings.drafter,
-            path=facts.absolute(drafter_path) if drafter_path else None,
+            path=located(drafter_path) if drafter_path else None,
             save_dir=facts.absolute(save_dir),
         ),
         spot=dataclasses.replace(settings.spot, enable=spot),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +36,10 @@ def main(
 def doctor(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="The overrides of your recipe, as given to verl.trainer.main_ppo; none: packages only."),
+        typer.Argument(
+            help="Your recipe: the overrides given to verl.trainer.main_ppo, or a script that starts it and what is "
+            "given to that; nothing: packages only."
+        ),
     ] = None,
     config_name: Annotated[str, typer.Option(help="verl's top-level config.")] = "ppo_trainer",
     symbols: Annotated[bool, typer.Option("--symbols", help="List everything verl-tlt relies on.")] = False,
@@ -47,11 +51,13 @@ def doctor(
     """Say whether TLT can run here: packages and their insides, and with a recipe's overrides that recipe too."""
     from rich.console import Console
 
-    from verl_tlt.doctor.command import diagnose, measured, symbol_table, table
+    from verl_tlt.doctor.command import diagnose, measured, read_arguments, symbol_table, table
 
-    findings = diagnose(overrides or [], config_name)
+    with _refusals():
+        recipe = read_arguments(overrides or [], config_name)
+    findings = diagnose(recipe.overrides, recipe.config)
     if gpu and not any(finding.level == "refuse" for finding in findings):
-        findings += measured(overrides or [], config_name, cpu)
+        findings += measured(recipe.overrides, recipe.config, cpu)
     Console().print(table(findings))
     if symbols:
         Console().print(symbol_table())
@@ -60,25 +66,22 @@ def doctor(
 
 @app.command()
 def calibrate(
-    overrides: Annotated[list[str], typer.Argument(help="The overrides of your recipe.")],
+    overrides: Annotated[list[str], typer.Argument(help="Your recipe: its overrides, or its script.")],
     config_name: Annotated[str, typer.Option(help="verl's top-level config.")] = "ppo_trainer",
     out: Annotated[
         Path | None, typer.Option(help="Where the table is kept; not given: where runs look for it.")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="How long to measure, the engine's start apart.")] = 60.0,
+    seconds: Annotated[float, typer.Option(min=1, help="How long to measure, the engine's start apart.")] = 60.0,
     cpu: Annotated[bool, typer.Option("--cpu", help="On this machine's CPU, even where there is a GPU.")] = False,
 ) -> None:
     """Measure what an engine step costs here by batch and draft length, and keep the table for later runs."""
     from rich.console import Console
 
-    from verl_tlt.doctor.command import calibrated, cost_table
-    from verl_tlt.errors import TLTError
+    from verl_tlt.doctor.command import calibrated, cost_table, read_arguments
 
-    try:
-        path, costs = calibrated(overrides, config_name, out, seconds, cpu)
-    except TLTError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
+    with _refusals():
+        recipe = read_arguments(overrides, config_name)
+        path, costs = calibrated(recipe.overrides, recipe.config, out, seconds, cpu)
     Console().print(cost_table(costs))
     typer.echo(f"Kept in {path}")
 
@@ -90,18 +93,15 @@ def switch(
     spot: Annotated[str | None, typer.Option(help="on or off: training the drafter in idle time.")] = None,
 ) -> None:
     """Stop or resume TLT in a run that goes on, from its next rollout; without options, say what is on."""
-    from verl_tlt.trainer.runtime_switch import SwitchError, find_run, read_switch, write_switch
+    from verl_tlt.trainer.runtime_switch import find_run, read_switch, write_switch
 
     states = {"on": True, "off": False, None: None}
     if not {speculation, spot} <= states.keys():
         raise typer.BadParameter("a switch is on or off")
-    try:
+    with _refusals():
         changed = speculation or spot
         now = write_switch(trace_dir, speculation=states[speculation], spot=states[spot]) if changed else None
         now = now or read_switch(find_run(trace_dir))
-    except SwitchError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
     typer.echo(f"speculation {'on' if now.speculation else 'off'}, spot training {'on' if now.spot else 'off'}")
 
 
@@ -123,10 +123,12 @@ def report(
 
 @app.command()
 def warmup(
-    model: Annotated[Path, typer.Option(help="The policy's Hugging Face directory.")],
+    model: Annotated[Path, typer.Option(help="The policy's Hugging Face directory, or its name on the hub.")],
     prompts: Annotated[Path, typer.Option(help="Prompts: verl's .parquet, .jsonl with a field `prompt`, or .txt.")],
     out: Annotated[Path, typer.Option(help="Where the drafter goes; work in progress is in OUT.warmup beside it.")],
-    drafter: Annotated[Path | None, typer.Option(help="A drafter to go on from, any EAGLE-3 layout.")] = None,
+    drafter: Annotated[
+        Path | None, typer.Option(help="A drafter to go on from, any EAGLE-3 layout; a directory or a name on the hub.")
+    ] = None,
     objective: Annotated[str, typer.Option(help="eagle, hass or eagle3: 1, 3 or 7 draft positions unrolled.")] = "hass",
     loss: Annotated[str, typer.Option(help="Loss of speculators: kl_div, ce, tv, nla, lk_hybrid.")] = "kl_div",
     aux_layers: Annotated[str | None, typer.Option(help="Policy layers to read, e.g. 2,18,33.")] = None,
@@ -135,11 +137,11 @@ def warmup(
     ] = None,
     draft_vocab: Annotated[int | None, typer.Option(help="Only the most frequent tokens can be drafted.")] = None,
     samples: Annotated[int, typer.Option(help="Responses per prompt.")] = 1,
-    limit: Annotated[int | None, typer.Option(help="Use the first so many prompts.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use the first so many prompts.")] = None,
     response_length: Annotated[int, typer.Option(help="Longest response, in tokens.")] = 1024,
-    temperature: Annotated[float, typer.Option(help="Of the rollout this drafter is for.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Of the rollout.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Of the rollout; 0: off.")] = 0,
+    temperature: Annotated[float, typer.Option(min=0, help="Of the rollout this drafter is for.")] = 1.0,
+    top_p: Annotated[float, typer.Option(min=1e-6, max=1, help="Of the rollout.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Of the rollout; 0: off.")] = 0,
     epochs: Annotated[float, typer.Option(help="Budget: passes over the responses.")] = 4.0,
     max_steps: Annotated[float, typer.Option(help="Budget: optimizer steps.")] = float("inf"),
     max_tokens: Annotated[float, typer.Option(help="Budget: response tokens learned from.")] = float("inf"),
@@ -148,11 +150,14 @@ def warmup(
     learning_rate: Annotated[float, typer.Option(help="AdamW's, at its peak.")] = 1e-3,
     draft_length: Annotated[int, typer.Option(help="Draft length its accept length is reported for.")] = 3,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    tensor_parallel: Annotated[int, typer.Option(help="GPUs vLLM generates on.")] = 1,
-    cache_gb: Annotated[float, typer.Option(help="Host memory for hidden states; the rest is computed again.")] = 8.0,
-    seed: Annotated[int, typer.Option(help="Seeds head, sampling and order.")] = 0,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs vLLM generates on.")] = 1,
+    cache_gb: Annotated[
+        float, typer.Option(min=0, help="Host memory for hidden states; the rest is computed again.")
+    ] = 8.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seeds head, sampling and order.")] = 0,
 ) -> None:
     """Make a drafter for a policy from its own responses to prompts. The same command goes on after a kill."""
+    _need("warmup", "torch", "transformers", "vllm")
     from rich.console import Console
 
     from verl_tlt.warmup.command import Warmup, parse_layers
@@ -188,22 +193,23 @@ def warmup(
 
 @app.command()
 def evaluate(
-    drafter: Annotated[Path, typer.Argument(help="The drafter's directory.")],
-    model: Annotated[Path, typer.Option(help="The policy's Hugging Face directory.")],
+    drafter: Annotated[Path, typer.Argument(help="The drafter's directory, or its name on the hub.")],
+    model: Annotated[Path, typer.Option(help="The policy's Hugging Face directory, or its name on the hub.")],
     prompts: Annotated[
         Path | None, typer.Option(help="Prompts; if not given those of its warm-up, held-out ones only.")
     ] = None,
-    limit: Annotated[int, typer.Option(help="Most prompts.")] = 64,
+    limit: Annotated[int, typer.Option(min=1, help="Most prompts.")] = 64,
     response_length: Annotated[int, typer.Option(help="Longest response, in tokens.")] = 1024,
-    temperature: Annotated[float, typer.Option(help="Of the rollout.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Of the rollout.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Of the rollout; 0: off.")] = 0,
-    draft_length: Annotated[int, typer.Option(help="Tokens per draft.")] = 3,
+    temperature: Annotated[float, typer.Option(min=0, help="Of the rollout.")] = 1.0,
+    top_p: Annotated[float, typer.Option(min=1e-6, max=1, help="Of the rollout.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Of the rollout; 0: off.")] = 0,
+    draft_length: Annotated[int, typer.Option(min=1, max=16, help="Tokens per draft.")] = 3,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    tensor_parallel: Annotated[int, typer.Option(help="GPUs vLLM serves on.")] = 1,
-    seed: Annotated[int, typer.Option(help="Seeds sampling.")] = 0,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs vLLM serves on.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seeds sampling.")] = 0,
 ) -> None:
     """Accept length of a drafter: predicted from text, and counted by stock vLLM. Exits 1 if they disagree by 5 %."""
+    _need("evaluate", "torch", "transformers", "vllm")
     from rich.console import Console
 
     from verl_tlt.warmup.engine import SamplingSettings, find_device
@@ -230,10 +236,11 @@ def evaluate(
 @app.command()
 def convert(
     drafter: Annotated[Path, typer.Argument(help="A drafter in SafeAILab's, SpecForge's or speculators' layout.")],
-    model: Annotated[Path, typer.Option(help="The policy's Hugging Face directory.")],
+    model: Annotated[Path, typer.Option(help="The policy's Hugging Face directory, or its name on the hub.")],
     out: Annotated[Path, typer.Option(help="Where the converted drafter goes.")],
 ) -> None:
     """Write an existing EAGLE-3 drafter in the layout that vLLM serves, or say what is wrong with it."""
+    _need("convert", "torch", "transformers")
     from verl_tlt.drafter import DrafterError, load_drafter, provenance, save_drafter
 
     with _refusals():
@@ -242,6 +249,14 @@ def convert(
         facts = provenance(drafter) or {"policy": str(model), "converted from": str(drafter)}
         save_drafter(load_drafter(drafter, model), out, facts, policy=model)
         typer.echo(f"Wrote {out}.")
+
+
+def _need(command: str, *packages: str) -> None:
+    """End in a sentence where a package is missing that only some commands need."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        typer.secho(f"verl-tlt {command} needs {' and '.join(missing)}, not installed here.", fg="red", err=True)
+        raise typer.Exit(1)
 
 
 @contextmanager

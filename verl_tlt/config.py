@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import sys
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from verl_tlt.errors import TLTError
 
@@ -32,29 +34,58 @@ class TLTConfigError(TLTError, ValueError):
 
 
 @dataclass(frozen=True)
+class Bounds:
+    """Which numbers a setting takes; of a list, each of its numbers. Infinity is none of them unless it is a bound."""
+
+    low: float
+    high: float = sys.float_info.max
+    open: bool = False
+    """Whether the bounds themselves are out."""
+
+    def allow(self, value: float) -> bool:
+        """Whether `value` lies within; NaN does not."""
+        if self.open and math.isfinite(value):
+            return self.low < value < self.high
+        return self.low <= value <= self.high
+
+    def __str__(self) -> str:
+        if self.high >= sys.float_info.max:
+            return f"above {self.low:g}" if self.open else f"{self.low:g} or above"
+        return f"between {self.low:g} and {self.high:g}" if self.open else f"{self.low:g}..{self.high:g}"
+
+
+# Where a number has bounds of its own, they stand at the setting.
+POSITIVE = Bounds(0, open=True)
+NOT_NEGATIVE = Bounds(0)
+COUNT = Bounds(1)
+SHARE = Bounds(0, 1)
+DRAFT_LENGTH = Bounds(0, 16)
+
+
+@dataclass(frozen=True)
 class DrafterConfig:
     """What drafts, and how it learns."""
 
     path: str | None = None
-    """Directory of an EAGLE-3 drafter to start from, in speculators', SpecForge's or SafeAILab's layout; null: a random
-    head."""
+    """Directory of an EAGLE-3 drafter to start from, or its name on the Hugging Face hub; speculators', SpecForge's or
+    SafeAILab's layout. Null: a random head."""
     save_dir: str | None = None
     """Where the drafter is left at the end of the run; null: `<trainer.default_local_dir>/tlt_drafter`."""
-    aux_layers: tuple[int, ...] | None = None
+    aux_layers: Annotated[tuple[int, ...] | None, NOT_NEGATIVE] = None
     """Layer *inputs* of the policy fed to the drafter; null: (2, L/2, L-3), spread out for shallow models."""
-    intermediate_size: int | None = None
+    intermediate_size: Annotated[int | None, COUNT] = None
     """Width of a new drafter's MLP; null: the policy's. A narrower one drafts and trains faster and learns less."""
     objective: Literal["eagle", "hass", "eagle3"] = "hass"
     """How many draft positions a training step unrolls: `eagle` 1, `hass` 3, `eagle3` 7."""
     loss: Literal["kl_div", "ce", "tv", "nla", "lk_hybrid"] = "kl_div"
     """Loss of `speculators.losses`."""
-    learning_rate: float = 1e-3
+    learning_rate: Annotated[float, Bounds(0, 1, open=True)] = 1e-3
     """AdamW's learning rate after warm-up."""
-    warmup_steps: int = 20
+    warmup_steps: Annotated[int, NOT_NEGATIVE] = 20
     """Optimizer steps over which the learning rate rises linearly."""
-    batch_tokens: int = 1024
+    batch_tokens: Annotated[int, COUNT] = 1024
     """Tokens in one packed micro-batch: also the longest a stop request waits."""
-    seed: int = 0
+    seed: Annotated[int, NOT_NEGATIVE] = 0
     """Seeds the random head and the order of training sequences."""
 
     @property
@@ -74,19 +105,19 @@ class SpeculationConfig:
     or nobody."""
     policy_options: dict[str, Any] = field(default_factory=dict)
     """Constants of the policies goodput, bandit and ema, by name; docs/adaptive-speculation.md lists them."""
-    max_draft_length: int = 3
-    """K_max: the longest draft; the drafter's context must hold the rollout length plus this."""
-    arms: tuple[int, ...] | None = None
+    max_draft_length: Annotated[int, Bounds(1, 16)] = 3
+    """K_max: the longest draft."""
+    arms: Annotated[tuple[int, ...] | None, DRAFT_LENGTH] = None
     """Draft lengths the policy may use, ascending, starting with 0; null: 0..K_max on eager engines, else those with
     CUDA graphs ({0, 1, 3} on vLLM 0.24, {0, 1, 3, 7} later), up to K_max."""
-    fixed: int | None = None
+    fixed: Annotated[int | None, DRAFT_LENGTH] = None
     """The K of policy=fixed; null: K_max."""
     calibrate: bool = True
     """Measure step latency by batch and K at start, about 20 seconds; false: learn it from the rollout alone."""
     costs_dir: str | None = "~/.cache/verl-tlt/costs"
     """Where step costs are kept, measured by `verl-tlt calibrate` or learned by a run, for the next run on the same
     hardware, policy and vLLM, which then measures nothing at start; null: nowhere."""
-    audit_every: int = 0
+    audit_every: Annotated[int, NOT_NEGATIVE] = 0
     """Every so many steps one replica decodes without the drafter, and the true saving is reported; 0: never."""
     source: Literal["eagle", "ngram", "both"] = "eagle"
     """Who drafts: the drafter, n-grams of sibling responses without any drafter, or n-grams where they match and the
@@ -103,17 +134,17 @@ class SpotConfig:
 
     enable: bool = True
     """False: the drafter stays as it was loaded."""
-    poll_s: float = 0.05
+    poll_s: Annotated[float, POSITIVE] = 0.05
     """Seconds between two looks at the replicas' load while it changes, up to five times as many while it does not."""
-    settle_s: float = 0.1
+    settle_s: Annotated[float, NOT_NEGATIVE] = 0.1
     """A replica must have been empty this long before it is asked to leave, or the trainer must have waited as long."""
-    stop_timeout_s: float = 5.0
+    stop_timeout_s: Annotated[float, POSITIVE] = 5.0
     """A spot worker that has not stopped by then is killed and restarted; RL does not wait longer."""
-    max_epochs: float = 3.0
+    max_epochs: Annotated[float, Bounds(0, math.inf, open=True)] = 3.0
     """Passes over the buffer's tokens per session at most (a small buffer is memorised otherwise)."""
-    min_merge_steps: int = 8
+    min_merge_steps: Annotated[int, COUNT] = 8
     """Fewer optimizer steps than this are not merged but kept for later: AdamW's first steps are sign-like."""
-    max_failures: int = 3
+    max_failures: Annotated[int, COUNT] = 3
     """Failed sessions in a row after which a replica's spot training stays off for the run."""
 
 
@@ -121,17 +152,17 @@ class SpotConfig:
 class BufferConfig:
     """The hidden states of recent rollouts, kept on the node that made them."""
 
-    max_mb: int = 2048
+    max_mb: Annotated[int, COUNT] = 2048
     """Bytes of hidden states per spot worker, in MiB; the oldest step is evicted first."""
-    keep_steps: int = 8
+    keep_steps: Annotated[int, COUNT] = 8
     """RL steps a sequence stays."""
-    min_tokens: int = 2000
+    min_tokens: Annotated[int, NOT_NEGATIVE] = 2000
     """Below this many tokens no session starts."""
-    tokens_per_step: int = 8192
+    tokens_per_step: Annotated[int, COUNT] = 8192
     """Tokens captured per worker and RL step; each length gets its share of the tokens."""
-    window: int = 4096
+    window: Annotated[int, COUNT] = 4096
     """Longest stretch kept of one sequence, at its true positions."""
-    held_out: float = 0.1
+    held_out: Annotated[float, Bounds(0, 0.9, open=True)] = 0.1
     """Share of sequences that only the publish gate sees."""
 
 
@@ -141,12 +172,12 @@ class GateConfig:
 
     enable: bool = True
     """False: every merged drafter is published."""
-    margin: float = 0.0025
+    margin: Annotated[float, SHARE] = 0.0025
     """Publish when the candidate is surely not worse than the served drafter by this share of its accept length (and
     is not seen to be worse than the initial one by as much)."""
-    revert: float = 0.01
+    revert: Annotated[float, SHARE] = 0.01
     """Go back to the best of served and initial when the candidate is surely worse than it by this share."""
-    min_tokens: int = 512
+    min_tokens: Annotated[int, NOT_NEGATIVE] = 512
     """Held-out positions needed to judge; with fewer a candidate is served only if what is served is useless."""
 
 
@@ -193,7 +224,7 @@ T = TypeVar("T")
 def _build(cls: type[T], node: Mapping[str, Any], where: str) -> T:
     if not isinstance(node, Mapping):
         raise TLTConfigError(f"{where} must be a mapping of settings, not {node!r}.")
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     names = [f.name for f in dataclasses.fields(typing.cast(Any, cls))]
     values: dict[str, Any] = {}
     for key, value in node.items():
@@ -209,8 +240,14 @@ def _build(cls: type[T], node: Mapping[str, Any], where: str) -> T:
 
 
 def _cast(hint: Any, value: Any, where: str) -> Any:
-    """`value` as the annotated type; ints pass for floats, lists for tuples; everything else must match."""
+    """`value` as the annotated type, within its bounds; ints pass for floats, lists for tuples, nothing else does."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        value = _cast(args[0], value, where)
+        numbers = value if isinstance(value, tuple) else () if value is None else (value,)
+        if wrong := [number for number in numbers if not args[1].allow(number)]:
+            raise TLTConfigError(f"{where} must be {args[1]}, not {wrong[0]}.")
+        return value
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
@@ -254,10 +291,8 @@ def _check_policy(s: SpeculationConfig) -> None:
 
 
 def _check(c: TLTConfig) -> None:
-    """Bounds and contradictions that types cannot say."""
+    """Contradictions between settings."""
     s = c.speculation
-    if not 1 <= s.max_draft_length <= 16:
-        raise TLTConfigError(f"tlt.speculation.max_draft_length must be 1..16, not {s.max_draft_length}.")
     if s.arms is not None:
         if list(s.arms) != sorted(set(s.arms)) or not s.arms or s.arms[0] != 0:
             raise TLTConfigError(f"tlt.speculation.arms must be ascending and start with 0, not {list(s.arms)}.")
@@ -266,25 +301,7 @@ def _check(c: TLTConfig) -> None:
                 f"tlt.speculation.arms goes up to {s.arms[-1]}, above "
                 f"tlt.speculation.max_draft_length={s.max_draft_length}."
             )
-    if s.fixed is not None and not 0 <= s.fixed <= s.max_draft_length:
+    if s.fixed is not None and s.fixed > s.max_draft_length:
         raise TLTConfigError(f"tlt.speculation.fixed must be 0..max_draft_length={s.max_draft_length}, not {s.fixed}.")
     if s.policy_options:
         _check_policy(s)
-    if s.audit_every < 0:
-        raise TLTConfigError(f"tlt.speculation.audit_every must be 0 or above, not {s.audit_every}.")
-    positive = {
-        "drafter.learning_rate": c.drafter.learning_rate,
-        "drafter.batch_tokens": c.drafter.batch_tokens,
-        "spot.poll_s": c.spot.poll_s,
-        "spot.stop_timeout_s": c.spot.stop_timeout_s,
-        "spot.max_epochs": c.spot.max_epochs,
-        "buffer.max_mb": c.buffer.max_mb,
-        "buffer.keep_steps": c.buffer.keep_steps,
-        "buffer.tokens_per_step": c.buffer.tokens_per_step,
-        "buffer.window": c.buffer.window,
-    }
-    for key, value in positive.items():
-        if value <= 0:
-            raise TLTConfigError(f"tlt.{key} must be above 0, not {value}.")
-    if not 0.0 < c.buffer.held_out < 0.9:
-        raise TLTConfigError(f"tlt.buffer.held_out must be between 0 and 0.9, not {c.buffer.held_out}.")

@@ -12,6 +12,10 @@ class TLTError(Exception):
     """Something the user can mend; the message says what and where."""
 
 
+class DrafterError(TLTError, ValueError):
+    """A drafter, a policy or a file does not fit; the message says which, what it holds and what is needed."""
+
+
 def require(package: str, extra: str, what: str) -> None:
     """Refuse where an optional package is missing, before the import that would fail.
 

@@ -40,6 +40,7 @@ def recipe(tmp_path):
                 "actor": {"strategy": "fsdp2"},
                 "rollout": {
                     "name": "vllm",
+                    "tensor_model_parallel_size": 1,
                     "data_parallel_size": 1,
                     "prompt_length": 64,
                     "response_length": 128,
@@ -50,6 +51,8 @@ def recipe(tmp_path):
             },
             "ray_kwargs": {"ray_init": {"num_cpus": None}},
             "trainer": {
+                "nnodes": 1,
+                "n_gpus_per_node": 2,
                 "use_v1": True,
                 "v1": {"trainer_mode": "sync"},
                 "plugin": "tlt",

@@ -40,6 +40,14 @@ def test_paths_are_absolute_because_workers_start_elsewhere(recipe, tmp_path, mo
     assert activate(recipe)["tlt"]["trace"]["dir"] == str(tmp_path / "relative" / "tlt_trace")
 
 
+def test_a_drafter_s_name_on_the_hub_stays_a_name_and_a_folder_becomes_absolute(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = TLTConfig.from_dict({"drafter": {"path": "Org/drafter"}})
+    assert activation.resolve(recipe, settings).drafter.path == "Org/drafter"
+    (tmp_path / "Org" / "drafter").mkdir(parents=True)
+    assert activation.resolve(recipe, settings).drafter.path == str(tmp_path / "Org" / "drafter")
+
+
 def test_no_spot_training_where_nothing_can_feed_it(recipe, capsys):
     recipe.actor_rollout_ref.actor.strategy = "veomni"
     assert activate(recipe)["tlt"]["spot"]["enable"] is False

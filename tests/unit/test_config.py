@@ -2,6 +2,8 @@
 
 import ast
 import dataclasses
+import math
+import typing
 from pathlib import Path
 
 import pytest
@@ -66,7 +68,20 @@ def test_settings_do_not_change():
         ({"speculation": {"arms": [0, 7]}}, "goes up to 7, above tlt.speculation.max_draft_length=3"),
         ({"speculation": {"fixed": 4}}, "tlt.speculation.fixed must be 0..max_draft_length=3"),
         ({"speculation": {"max_draft_length": 17}}, "tlt.speculation.max_draft_length must be 1..16"),
-        ({"buffer": {"held_out": 1.0}}, "tlt.buffer.held_out must be between"),
+        ({"buffer": {"held_out": 1.0}}, "tlt.buffer.held_out must be between 0 and 0.9, not 1.0."),
+        ({"buffer": {"held_out": 0}}, "tlt.buffer.held_out must be between 0 and 0.9, not 0.0."),
+        ({"buffer": {"min_tokens": -1}}, "tlt.buffer.min_tokens must be 0 or above, not -1."),
+        ({"gate": {"margin": -0.01}}, "tlt.gate.margin must be 0..1, not -0.01."),
+        ({"gate": {"revert": 2.0}}, "tlt.gate.revert must be 0..1, not 2.0."),
+        ({"gate": {"min_tokens": -5}}, "tlt.gate.min_tokens must be 0 or above, not -5."),
+        ({"drafter": {"seed": -1}}, "tlt.drafter.seed must be 0 or above, not -1."),
+        ({"drafter": {"learning_rate": float("nan")}}, "tlt.drafter.learning_rate must be between 0 and 1, not nan."),
+        ({"drafter": {"intermediate_size": 0}}, "tlt.drafter.intermediate_size must be 1 or above, not 0."),
+        ({"drafter": {"aux_layers": [-1, 2, 3]}}, "tlt.drafter.aux_layers must be 0 or above, not -1."),
+        ({"drafter": {"warmup_steps": -2}}, "tlt.drafter.warmup_steps must be 0 or above, not -2."),
+        ({"spot": {"settle_s": float("inf")}}, "tlt.spot.settle_s must be 0 or above, not inf."),
+        ({"spot": {"max_failures": 0}}, "tlt.spot.max_failures must be 1 or above, not 0."),
+        ({"speculation": {"audit_every": -1}}, "tlt.speculation.audit_every must be 0 or above, not -1."),
         ({"speculation": {"policy": "godput"}}, "tlt.speculation.policy must be one of goodput, bandit, ema,"),
         ({"speculation": {"policy_options": [1]}}, "tlt.speculation.policy_options must be a mapping"),
         (
@@ -85,6 +100,31 @@ def test_a_wrong_setting_names_its_key(tree, sentence):
     with pytest.raises(TLTConfigError) as error:
         TLTConfig.from_dict(tree)
     assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def numbers(cls, name=""):
+    """(full name, annotation) of every setting that is a number or a list of them."""
+    for key, hint in typing.get_type_hints(cls, include_extras=True).items():
+        inner = typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
+        if dataclasses.is_dataclass(inner):
+            yield from numbers(inner, f"{name}{key}.")
+        elif {int, float} & {inner, *typing.get_args(inner), *sum(map(typing.get_args, typing.get_args(inner)), ())}:
+            yield f"{name}{key}", hint
+
+
+def test_every_number_has_bounds_and_its_default_lies_within():
+    found = dict(numbers(TLTConfig))
+    assert len(found) >= 24
+    assert [name for name, hint in found.items() if typing.get_origin(hint) is not typing.Annotated] == []
+    assert TLTConfig.from_dict(TLTConfig().to_dict()) == TLTConfig()
+
+
+def test_infinity_is_a_number_of_epochs_and_of_nothing_else():
+    assert TLTConfig.from_dict({"spot": {"max_epochs": math.inf}}).spot.max_epochs == math.inf
+    for name in (name for name in dict(numbers(TLTConfig)) if name != "spot.max_epochs"):
+        section, key = name.split(".")
+        with pytest.raises(TLTConfigError, match=name):
+            TLTConfig.from_dict({section: {key: math.inf}})
 
 
 def test_an_objective_says_how_many_positions_are_unrolled():

@@ -10,16 +10,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl_tlt import flag
 from verl_tlt.compat.sources import check_symbols, source_root
 from verl_tlt.compat.upstream_api import Symbol
 from verl_tlt.config import TLTConfig, TLTConfigError
 from verl_tlt.doctor import facts, rules
-from verl_tlt.doctor.recipe import compose
+from verl_tlt.doctor.facts import RecipeFacts
+from verl_tlt.doctor.recipe import Recipe, compose, is_script, read_script
 from verl_tlt.doctor.rules import Finding, judge_symbols
 from verl_tlt.errors import TLTError
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+def read_arguments(arguments: Sequence[str], config_name: str) -> Recipe:
+    """A recipe as a command is given it: overrides, or a script and what is given to that.
+
+    Raises:
+        TLTConfigError: the script does not start `main_ppo`.
+    """
+    if arguments and is_script(arguments[0]):
+        return read_script(arguments[0], arguments[1:])
+    return Recipe(tuple(arguments), config_name)
 
 
 def diagnose(overrides: Sequence[str], config_name: str) -> list[Finding]:
@@ -43,12 +56,14 @@ def examine_recipe(overrides: Sequence[str], config_name: str) -> list[Finding]:
     environment = facts.read_environment()
     if not overrides or environment.versions["verl"] is None:
         return rules.examine(environment, None, TLTConfig())
+    first: list[Finding] = []
     try:
         config = compose(overrides, config_name)
+        first = [rules.switched_on(RecipeFacts(on=flag.wanted(config), mistaken=flag.mistaken(config)))]
         settings = facts.read_settings(config)
         run = facts.read_recipe(config, settings)
     except TLTConfigError as error:
-        return [*rules.examine(environment, None, TLTConfig()), Finding("refuse", "settings", str(error))]
+        return [*first, *rules.examine(environment, None, TLTConfig()), Finding("refuse", "settings", str(error))]
     return rules.examine(environment, run, settings)
 
 
@@ -107,10 +122,15 @@ def calibrated(
         The file written, and seconds per step by draft length (-1: no drafter) and batch.
 
     Raises:
-        TLTError: the engine could not be started or measured.
+        TLTError: the doctor refuses the recipe, a sentence for each reason; or the engine could not be started or
+            measured. Data need not be there: nothing is trained.
     """
     from verl_tlt.doctor.standalone_engine import EngineJob, keep_costs, run_job
 
+    findings = examine_recipe(overrides, config_name)
+    refusals = [f.sentence for f in findings if f.level == "refuse" and not f.what.startswith("data.")]
+    if refusals:
+        raise TLTConfigError("\n".join(refusals))
     with tempfile.TemporaryDirectory(prefix="tlt-calibrate-") as directory:
         job = EngineJob("calibrate", list(overrides), config_name, cpu or not _has_gpu(), budget_s=seconds)
         return keep_costs(run_job(job, Path(directory)), out)

@@ -8,16 +8,17 @@ once there is a config: `verl-tlt doctor` has to work where nothing is installed
 from __future__ import annotations
 
 import glob
+import math
 import os
 import platform
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verl_tlt import flag
 from verl_tlt.compat.versions import SUPPORTED, installed
 from verl_tlt.config import TLTConfig, TLTConfigError
+from verl_tlt.doctor.models import Look, look_at_drafter, look_at_policy
 from verl_tlt.server.engine_arguments import problems
 
 if TYPE_CHECKING:
@@ -66,8 +67,10 @@ class RecipeFacts:
     bypass_old_log_prob: bool = False
     missing_data: tuple[tuple[str, str], ...] = ()
     """(key, path) of data files that are not there."""
-    policy_problem: str | None = None
-    drafter_problem: str | None = None
+    policy: Look = field(default_factory=lambda: Look("qwen3"))
+    drafter: Look = field(default_factory=Look)
+    replicas: int = 2
+    """That hold rollout engines on the trainer's devices."""
     remote_driver: bool = False
     """The driver talks to Ray through a client: its disk is not the cluster's, so no file was looked at."""
 
@@ -104,6 +107,7 @@ def read_recipe(config: DictConfig, settings: TLTConfig) -> RecipeFacts:
     """
     rollout = "actor_rollout_ref.rollout"
     remote = _is_remote(config)
+    policy = str(_select(config, "actor_rollout_ref.model.path", ""))
     strategy, dynamic_context_parallel = read_actor(config)
     return RecipeFacts(
         on=flag.wanted(config),
@@ -129,8 +133,9 @@ def read_recipe(config: DictConfig, settings: TLTConfig) -> RecipeFacts:
         and bool(_select(config, "actor_rollout_ref.model.mtp.enable_rollout", False)),
         bypass_old_log_prob=bool(_select(config, "algorithm.rollout_correction.bypass_mode", False)),
         missing_data=() if remote else _missing_data(config),
-        policy_problem=None if remote else _policy_problem(str(_select(config, "actor_rollout_ref.model.path", ""))),
-        drafter_problem=None if remote else _drafter_problem(config, settings),
+        policy=Look() if remote else look_at_policy(policy),
+        drafter=Look() if remote else look_at_drafter(settings, policy, _context(config)),
+        replicas=_replicas(config),
         remote_driver=remote,
     )
 
@@ -141,6 +146,21 @@ def read_actor(config: DictConfig) -> tuple[str, bool]:
     return str(_select(config, f"{node}.strategy", "")), bool(
         _select(config, f"{node}.megatron.dynamic_context_parallel", False)
     )
+
+
+def _context(config: DictConfig) -> int:
+    """Longest prompt and response, in tokens."""
+    rollout = "actor_rollout_ref.rollout"
+    length = int(_select(config, f"{rollout}.prompt_length", 0)) + int(_select(config, f"{rollout}.response_length", 0))
+    return int(_select(config, f"{rollout}.max_model_len", length))
+
+
+def _replicas(config: DictConfig) -> int:
+    """As verl's `LLMServerManager` counts them."""
+    devices = int(_select(config, "trainer.nnodes", 1)) * int(_select(config, "trainer.n_gpus_per_node", 1))
+    kinds = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+    per_replica = math.prod(int(_select(config, f"actor_rollout_ref.rollout.{kind}", 1)) for kind in kinds)
+    return devices // max(1, per_replica)
 
 
 def absolute(path: str) -> str:
@@ -191,18 +211,6 @@ def _missing_data(config: DictConfig) -> tuple[tuple[str, str], ...]:
     return tuple(missing)
 
 
-def local_policy(path: str) -> str | None:
-    """The policy's directory on this disk; None for a Hugging Face name that was not downloaded, or a remote path."""
-    if os.path.isdir(os.path.expanduser(path)):
-        return os.path.expanduser(path)
-    if "://" in path or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
-        return None
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = try_to_load_from_cache(path, "config.json")
-    return os.path.dirname(cached) if isinstance(cached, str) else None
-
-
 def _engine_problems(config: DictConfig, settings: TLTConfig) -> tuple[str, ...]:
     """What `verl_tlt.server.engine_arguments` would refuse when the engines start."""
     if not settings.speculation.enable or installed("vllm") is None:
@@ -213,53 +221,3 @@ def _engine_problems(config: DictConfig, settings: TLTConfig) -> tuple[str, ...]
     user: dict[str, Any] = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
     enforce_eager = user.get("enforce_eager", _select(config, "actor_rollout_ref.rollout.enforce_eager", False))
     return tuple(problems(settings, user, bool(enforce_eager)))
-
-
-def _policy_problem(path: str) -> str | None:
-    """Why the policy cannot be used, as far as this disk can tell."""
-    key = f"actor_rollout_ref.model.path={path}"
-    if not path:
-        return "actor_rollout_ref.model.path is not set."
-    local = path.startswith(("/", ".", "~")) or path.count("/") > 1
-    if "://" in path or (not local and not os.path.exists(path)):
-        return None  # a remote path, or a name on the Hugging Face hub
-    if not os.path.isdir(os.path.expanduser(path)):
-        return f"{key} is not a directory on this machine."
-    if not os.path.isfile(os.path.join(os.path.expanduser(path), "config.json")):
-        return f"{key} holds no config.json, so it is not a Hugging Face model."
-    from verl_tlt.drafter.policy import SUPPORTED as ARCHITECTURES
-    from verl_tlt.drafter.policy import DrafterError, policy_shape
-
-    try:
-        kind = policy_shape(os.path.expanduser(path)).model_type
-    except DrafterError as error:
-        return f"actor_rollout_ref.model.path: {error}"
-    if kind not in ARCHITECTURES:
-        return f"{key} is a {kind} model, and drafters exist for {', '.join(ARCHITECTURES)}."
-    return None
-
-
-def _drafter_problem(config: DictConfig, settings: TLTConfig) -> str | None:
-    """Why the drafter the user named, or a new one of these settings, cannot draft for this policy; None if it can."""
-    path = settings.drafter.path
-    if path is not None and not os.path.isdir(os.path.expanduser(path)):
-        return f"tlt.drafter.path={path} is not a directory on this machine."
-    policy = local_policy(str(_select(config, "actor_rollout_ref.model.path", "")))
-    if policy is None or not os.path.isfile(os.path.join(policy, "config.json")):
-        return None  # its config is not here (yet); the trainer checks again after the download
-    from verl_tlt.drafter.check import check_drafter
-    from verl_tlt.drafter.policy import DrafterError, aux_layers_for, check_aux_layers, policy_shape
-
-    rollout = "actor_rollout_ref.rollout"
-    length = int(_select(config, f"{rollout}.prompt_length", 0)) + int(_select(config, f"{rollout}.response_length", 0))
-    length = int(_select(config, f"{rollout}.max_model_len", length))
-    try:
-        if path is not None:
-            check_drafter(absolute(path), policy, length + settings.speculation.max_draft_length)
-        elif settings.drafter.aux_layers is not None:
-            check_aux_layers(settings.drafter.aux_layers, policy_shape(policy).num_layers, "tlt.drafter.aux_layers")
-        else:
-            aux_layers_for(policy_shape(policy).num_layers)
-    except DrafterError as error:
-        return str(error) if path is None else f"tlt.drafter.path: {error}"
-    return None

@@ -15,7 +15,9 @@ from verl_tlt.compat.upstream_api import Symbol
 from verl_tlt.compat.versions import SUPPORTED, Release, Supported, release
 from verl_tlt.config import TLTConfig
 from verl_tlt.doctor.facts import Environment, RecipeFacts
+from verl_tlt.doctor.models import DRAFTER, POLICY
 from verl_tlt.idle.modes import MODES
+from verl_tlt.idle.modes import RULES as MODE_RULES
 
 Level = Literal["ok", "warn", "refuse"]
 
@@ -162,7 +164,8 @@ def rollout(run: RecipeFacts, _settings: TLTConfig) -> Iterator[Finding]:
     node = "actor_rollout_ref.rollout"
     problems = []
     if run.rollout != "vllm":
-        problems.append((f"{node}.name", f"{node}.name={run.rollout} is not supported; verl-tlt works with vllm only."))
+        named = f"{node}.name={run.rollout} is not supported" if run.rollout else f"{node}.name is not set"
+        problems.append((f"{node}.name", f"{named}; verl-tlt works with vllm only."))
     if run.disaggregation:
         problems.append(
             (
@@ -211,18 +214,35 @@ def files(run: RecipeFacts, settings: TLTConfig) -> Iterator[Finding]:
         yield Finding("refuse", key, f"{key}={path} does not exist on this machine.")
     if not run.missing_data:
         yield Finding("ok", "data.train_files", "data files found")
-    for what, problem in (
-        ("actor_rollout_ref.model.path", run.policy_problem),
-        ("tlt.drafter.path", run.drafter_problem),
+    supported = f"{POLICY} is a {run.policy.family} model, which drafters are made for"
+    given = f"{DRAFTER} is usable"
+    none = "no drafter given: it starts from a random head and drafts once that pays"
+    for what, look, fine in (
+        (POLICY, run.policy, supported),
+        (DRAFTER, run.drafter, given if settings.drafter.path else none),
     ):
-        if problem:
-            yield Finding("refuse", what, problem)
-        elif what != "tlt.drafter.path" or settings.drafter.path:
-            yield Finding("ok", what, f"{what} is usable")
-    if settings.drafter.path is None:
+        if look.problem:
+            yield Finding("refuse", what, look.problem)
+        else:
+            yield Finding("warn", what, look.unseen) if look.unseen else Finding("ok", what, fine)
+
+
+def bubble(run: RecipeFacts, settings: TLTConfig) -> Iterator[Finding]:
+    """Somebody must have time to train the drafter."""
+    what = "trainer.n_gpus_per_node"
+    rule = MODE_RULES.get(run.trainer_mode)
+    if rule is None or rule.idle != "replicas" or not settings.spot.enable:
+        return
+    if run.replicas > 1:
+        yield Finding("ok", what, f"{run.replicas} replicas, so that some can train while others decode")
+    else:
         yield Finding(
-            "ok", "tlt.drafter.path", "no drafter given: it starts from a random head and drafts once that pays"
+            "warn",
+            what,
+            f"{what} and trainer.nnodes make one replica alone, which never waits for another, so nothing will ever be "
+            "idle and the drafter is not trained: use more devices, or a smaller "
+            "actor_rollout_ref.rollout.tensor_model_parallel_size.",
         )
 
 
-RULES: tuple[Rule, ...] = (trainer, actor, rollout, files)
+RULES: tuple[Rule, ...] = (trainer, actor, rollout, files, bubble)

@@ -49,7 +49,7 @@ class Setup:
     """A recipe, as far as its engine is concerned."""
 
     policy: str
-    """Local directory."""
+    """Local directory, or name on the hub."""
     tlt: TLTConfig
     rollout: Any
     """verl's `actor_rollout_ref.rollout` node."""
@@ -74,17 +74,16 @@ def read_setup(job: EngineJob) -> Setup:
         TLTConfigError: the recipe cannot be composed, or its policy is not on this machine.
     """
     from verl_tlt.doctor import facts
+    from verl_tlt.doctor.models import located, look_at_policy
     from verl_tlt.doctor.recipe import compose
 
     config = compose(job.overrides, job.config_name)
     rollout, path = config.actor_rollout_ref.rollout, str(config.actor_rollout_ref.model.path)
-    policy = facts.local_policy(path)
-    if policy is None or not os.path.isfile(os.path.join(policy, "config.json")):
-        raise TLTConfigError(
-            f"actor_rollout_ref.model.path={path} is not on this machine; download it, or give a directory."
-        )
+    look = look_at_policy(path)
+    if look.family is None or look.problem:
+        raise TLTConfigError(look.problem or look.unseen or path)
     context = int(rollout.max_model_len or rollout.prompt_length + rollout.response_length)
-    return Setup(policy, facts.read_settings(config), rollout, context)
+    return Setup(located(path), facts.read_settings(config), rollout, context)
 
 
 def keep_costs(answer: dict[str, Any], out: Path | None) -> tuple[Path, Table]:
@@ -145,20 +144,21 @@ class StandaloneEngine:
 async def start(setup: Setup, directory: Path, drafting: bool = True) -> AsyncIterator[StandaloneEngine]:
     """An engine as the recipe would have it; without `drafting` as stock verl would start it."""
     from vllm import AsyncEngineArgs
+    from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from verl_tlt.channel import ChannelClient
     from verl_tlt.server import engine_arguments
 
     rollout = setup.rollout
+    sleeps = bool(rollout.get("enable_sleep_mode", True)) and current_platform.is_sleep_mode_available()
     user = {k: v for k, v in dict((rollout.engine_kwargs or {}).get("vllm") or {}).items() if v is not None}
     arguments: dict[str, Any] = {
         "model": setup.policy, "dtype": rollout.dtype, "max_model_len": setup.context,
         "skip_tokenizer_init": True, "max_num_seqs": rollout.max_num_seqs, "enforce_eager": rollout.enforce_eager,
         "max_num_batched_tokens": max(int(rollout.max_num_batched_tokens), setup.context),
         "gpu_memory_utilization": rollout.gpu_memory_utilization, "tensor_parallel_size":
-        rollout.tensor_model_parallel_size, "enable_sleep_mode": bool(rollout.get("enable_sleep_mode", True)),
-        "distributed_executor_backend": "mp", **user,
+        rollout.tensor_model_parallel_size, "enable_sleep_mode": sleeps, "distributed_executor_backend": "mp", **user,
     }  # fmt: skip
     drafter = channel = None
     if drafting:

@@ -7,14 +7,13 @@ training-time-test loss and its file format are those of `speculators.models.eag
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from verl_tlt.drafter.attention import BY_DOCUMENT, register
+from verl_tlt.drafter.hub import Model, folder
 from verl_tlt.drafter.policy import (
     LONGEST_DRAFT,
     SUPPORTED,
@@ -212,17 +211,16 @@ class VerifierWeights:
     """[H] weight of the final RMSNorm."""
 
     @classmethod
-    def from_policy_dir(cls, path: str | os.PathLike) -> VerifierWeights:
-        """Read the three tensors, and no other, from a policy's safetensors files.
+    def from_policy_dir(cls, path: Model) -> VerifierWeights:
+        """Read the three tensors, and no other, from a policy's safetensors files, in its folder or of its name.
 
         Raises:
             DrafterError: a file or a tensor is missing or unreadable.
         """
-        directory = Path(path)
         wanted = dict(_NAMES)
-        if policy_shape(directory).tied:
+        if policy_shape(path).tied:
             del wanted["lm_head"]
-        tensors = {part: _read(directory, name) for part, name in wanted.items()}
+        tensors = {part: _read(path, name) for part, name in wanted.items()}
         return cls(tensors["embed"], tensors.get("lm_head", tensors["embed"]), tensors["norm"])
 
 
@@ -253,17 +251,18 @@ def refresh_verifier_weights(model: Eagle3DraftModel, parts: VerifierWeights) ->
             held.copy_(given)
 
 
-def _read(directory: Path, name: str) -> torch.Tensor:
+def _read(policy: Model, name: str) -> torch.Tensor:
     """One tensor of a policy, from its single file or by its index."""
     from safetensors import SafetensorError, safe_open
 
-    file = directory / "model.safetensors"
-    index = directory / "model.safetensors.index.json"
+    single, listing = "model.safetensors", "model.safetensors.index.json"
+    directory = folder(policy, (single, listing))
+    file, index = directory / single, directory / listing
     if not file.is_file() and index.is_file():
         owner = read_json(index).get("weight_map", {}).get(name)
         if owner is None:
             raise DrafterError(f"{index} lists no tensor {name!r}.")
-        file = directory / owner
+        file = folder(policy, (owner,)) / owner
     if not file.is_file():
         raise DrafterError(
             f"{file} does not exist: the policy's safetensors are needed for the drafter's verifier weights."

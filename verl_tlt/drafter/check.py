@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_tlt.drafter.foreign import PICKLED, as_speculators, is_foreign, renamed
+from verl_tlt.drafter.hub import Model, NotHereError, folder
 from verl_tlt.drafter.policy import (
     COMPUTED_ROPE,
     NUM_AUX,
@@ -32,33 +33,44 @@ WEIGHTS = "model.safetensors"
 PROVENANCE = "provenance.json"
 TOKENIZER = "tokenizer_sha256"
 """Key in `provenance.json`: the vocabulary the drafter was trained for."""
+VOCABULARY = "tokenizer.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 
 
-def check_drafter(directory: str | os.PathLike, policy: PolicyLike, min_context: int = 0) -> None:
+def check_drafter(directory: Model, policy: PolicyLike, min_context: int = 0) -> None:
     """Return when `directory` is a complete EAGLE-3 drafter that fits `policy`.
 
     It may be in speculators' layout or in SafeAILab's and SpecForge's. The tensors of a pickled file, which only those
     have, are checked by `load_drafter`.
 
     Args:
-        directory: the drafter.
-        policy: config object, mapping or directory of the policy.
+        directory: the drafter's, or its name on the hub.
+        policy: see `PolicyLike`.
         min_context: longest prompt plus response plus draft it must serve, in tokens. A shorter
             `max_position_embeddings` is no obstacle where the RoPE is computed: `load_drafter` makes it longer.
 
     Raises:
         DrafterError: the first thing that does not fit.
     """
-    path = Path(directory)
-    if not path.is_dir():
-        raise DrafterError(f"{path} is not a directory: a drafter is a directory with {CONFIG} and {WEIGHTS}.")
+    path = drafter_folder(directory)
     config = read_config(path, policy_shape(policy), min_context)
     _check_tokenizer(path, policy)
     foreign = is_foreign(read_json(path / CONFIG))
     if not (foreign and (path / PICKLED).is_file() and not (path / WEIGHTS).is_file()):
         shapes = _shapes(path)
         check_tensors({renamed(n) or n: s for n, s in shapes.items()} if foreign else shapes, config, path / WEIGHTS)
+
+
+def drafter_folder(drafter: Model) -> Path:
+    """The folder on this disk of a drafter, whose files are fetched where it is a name on the hub.
+
+    Raises:
+        DrafterError: there is no such folder, or the hub's files cannot be had.
+    """
+    path = folder(drafter, (WEIGHTS, PICKLED), besides=(CONFIG, PROVENANCE))
+    if not path.is_dir():
+        raise DrafterError(f"{path} is not a directory: a drafter is a directory with {CONFIG} and {WEIGHTS}.")
+    return path
 
 
 def read_config(path: Path, policy: PolicyShape, min_context: int = 0) -> dict[str, Any]:
@@ -203,12 +215,15 @@ def _wanted(config: dict[str, Any]) -> dict[str, list[int]]:
     return wanted
 
 
-def tokenizer_hash(directory: str | os.PathLike) -> str | None:
+def tokenizer_hash(policy: Model) -> str | None:
     """Sixteen hex digits over the tokenizer's vocabulary, tokens with their ids; None where there is no tokenizer.json.
 
     Of what the file says, not of its bytes: saving a tokenizer again with another release changes its layout.
     """
-    file = Path(directory) / "tokenizer.json"
+    try:
+        file = folder(policy, (VOCABULARY,)) / VOCABULARY
+    except NotHereError:
+        return None
     if not file.is_file():
         return None
     content = read_json(file)

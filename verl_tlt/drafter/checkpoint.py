@@ -32,11 +32,13 @@ from verl_tlt.drafter.check import (
     WEIGHTS,
     check_drafter,
     check_tensors,
+    drafter_folder,
     read_config,
     tokenizer_hash,
 )
 from verl_tlt.drafter.digest import fingerprint
 from verl_tlt.drafter.foreign import PICKLED, is_foreign, read_tensors
+from verl_tlt.drafter.hub import Model
 from verl_tlt.drafter.policy import DrafterError, PolicyLike, policy_shape, read_json
 
 if TYPE_CHECKING:
@@ -142,15 +144,15 @@ def save_drafter(
 
 
 def load_drafter(
-    directory: str | os.PathLike,
+    directory: Model,
     policy: PolicyLike,
     *,
     min_context: int = 0,
     attention: str | None = None,
     device: torch.device | str = "cpu",
 ) -> Eagle3DraftModel:
-    """A drafter from `directory` that fits `policy`, in float32; fill its verifier weights with
-    `refresh_verifier_weights`.
+    """A drafter from `directory`, or of that name on the hub, that fits `policy`, in float32; fill its verifier weights
+    with `refresh_verifier_weights`.
 
     A stand-alone file's own embedding and head are loaded, ready until the policy changes. SafeAILab's and SpecForge's
     layouts are converted; `save_drafter` then writes the drafter in the layout that vLLM serves.
@@ -161,7 +163,7 @@ def load_drafter(
     from safetensors.torch import load_file
     from speculators.models.eagle3 import Eagle3SpeculatorConfig
 
-    path = Path(directory)
+    path = drafter_folder(directory)
     check_drafter(path, policy, min_context)
     if is_foreign(read_json(path / CONFIG)):
         fields, tensors = read_config(path, policy_shape(policy), min_context), read_tensors(path)
@@ -194,13 +196,13 @@ def load_training_state(directory: str | os.PathLike) -> dict[str, Any] | None:
         raise DrafterError(f"{file} is damaged: {str(error).splitlines()[0]}") from error
 
 
-def provenance(directory: str | os.PathLike) -> dict[str, Any]:
+def provenance(directory: Model) -> dict[str, Any]:
     """The facts saved beside a drafter; empty for a drafter from elsewhere.
 
     Raises:
         DrafterError: the file is damaged.
     """
-    file = Path(directory) / PROVENANCE
+    file = drafter_folder(directory) / PROVENANCE
     return read_json(file) if file.is_file() else {}
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_tlt.errors import TLTError
+from verl_tlt.drafter.hub import folder
+from verl_tlt.errors import DrafterError as DrafterError
 
 SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Policies whose hidden states vLLM hands to an EAGLE-3 head and whose final norm is a plain RMSNorm."""
@@ -31,11 +32,7 @@ COMPUTED_ROPE = ("default", "linear", "llama3")
 """RoPE types whose table is computed position by position from constants: a longer one continues a shorter one."""
 
 PolicyLike = Any
-"""A `transformers` config, a mapping of its fields, a `PolicyShape`, or the policy's directory."""
-
-
-class DrafterError(TLTError, ValueError):
-    """A drafter, a policy or a file does not fit; the message says which, what it holds and what is needed."""
+"""A `transformers` config, a mapping of its fields, a `PolicyShape`, the policy's directory or its name on the hub."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +75,12 @@ def policy_shape(policy: PolicyLike) -> PolicyShape:
 
 
 def read_policy_config(directory: str | os.PathLike) -> PolicyShape:
-    """The shape of the policy in a Hugging Face directory.
+    """The shape of the policy in a Hugging Face directory, or of that name on the hub.
 
     Raises:
         DrafterError: `config.json` is missing, unreadable or lacks a field.
     """
-    path = Path(directory) / "config.json"
+    path = folder(directory, ("config.json",)) / "config.json"
     return _from_fields(read_json(path), str(path))
 
 

@@ -23,6 +23,7 @@ from uuid import uuid4
 
 from verl_tlt.channel import ChannelClient
 from verl_tlt.compat.versions import installed
+from verl_tlt.drafter.hub import folder
 from verl_tlt.messages.rollout import DraftingReply, EngineStats
 from verl_tlt.speculation.costs.latency_table import Table, cheapest_off, fill_arms
 from verl_tlt.speculation.costs.tables import TableKey
@@ -46,14 +47,15 @@ def cost_key(policy: str, rollout: Any, drafter: Path | None = None) -> TableKey
     """What a table of step costs holds for: hardware, policy, drafter, precision, graphs or none, vLLM's release.
 
     Args:
-        policy: its local directory; the configuration in it counts, not the path.
+        policy: its local directory or its name on the hub; the configuration counts, not the path.
         drafter: its directory, of which the sizes count; None: nothing but n-grams is drafted.
         rollout: verl's `actor_rollout_ref.rollout`; `enforce_eager`, `dtype` and `tensor_model_parallel_size` are read.
     """
     from vllm.platforms import current_platform
 
     device = _cpu_name() if current_platform.is_cpu() else current_platform.get_device_name()
-    shape = hashlib.sha256((Path(policy) / "config.json").read_bytes()).hexdigest()[:12]
+    config = folder(policy, ("config.json",)) / "config.json"
+    shape = hashlib.sha256(config.read_bytes()).hexdigest()[:12]
     drafts = "n-grams" if drafter is None else f"drafter {_drafter_sizes(drafter)}"
     model = f"policy {shape} {rollout.dtype} {'eager' if rollout.enforce_eager else 'graphs'} {drafts}"
     return TableKey(f"{device} x{rollout.tensor_model_parallel_size}", model, installed("vllm") or "")

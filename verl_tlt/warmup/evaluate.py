@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from verl_tlt.drafter.check import check_drafter, drafter_folder
 from verl_tlt.drafter.checkpoint import provenance
 from verl_tlt.drafter.policy import DrafterError
 from verl_tlt.warmup.engine import GenerationJob, Response, SamplingSettings, Served, generate
@@ -63,8 +64,8 @@ def evaluate(
     """Serve, count, and score the same answers.
 
     Args:
-        drafter: its directory.
-        model: the policy's directory.
+        drafter: its directory, or its name on the hub.
+        model: the policy's, likewise.
         prompts: a file as `read_prompts` takes it; None: the one the drafter was warmed up with. Of that file only
             prompts that were held out are used.
         sampling: how answers are sampled.
@@ -77,8 +78,6 @@ def evaluate(
     Raises:
         TLTError: the drafter or the prompts cannot be used, or vLLM ended early.
     """
-    from verl_tlt.drafter import check_drafter
-
     check_drafter(drafter, model)
     chosen = _prompts(drafter, model, prompts, sampling.max_tokens, limit)
     job = GenerationJob(
@@ -87,7 +86,7 @@ def evaluate(
         samples=1,
         sampling=sampling,
         device=device,
-        drafter=str(drafter),
+        drafter=str(drafter_folder(drafter)),
         draft_length=draft_length,
         tensor_parallel=tensor_parallel,
     )

@@ -103,5 +103,6 @@ def test_a_policy_that_is_not_here_is_one_sentence(tmp_path):
         "ppo_trainer",
         True,
     )
-    with pytest.raises(ChildEngineError, match=r"actor_rollout_ref.model.path=/nowhere/policy is not on this machine"):
+    said = r"actor_rollout_ref.model.path=/nowhere/policy is not a directory on this machine"
+    with pytest.raises(ChildEngineError, match=said):
         run_job(job, tmp_path)

@@ -101,8 +101,17 @@ def test_an_installed_logits_processor_that_vllm_would_leave_out_is_named(recipe
 )
 def test_aux_layers_the_policy_does_not_have_are_known_before_ray_starts(recipe, layers, sentence):
     settings = TLTConfig(drafter=DrafterConfig(aux_layers=layers))
-    assert read_recipe(recipe, settings).drafter_problem.startswith(sentence)
-    assert read_recipe(recipe, DEFAULTS).drafter_problem is None
+    assert read_recipe(recipe, settings).drafter.problem.startswith(sentence)
+    assert read_recipe(recipe, DEFAULTS).drafter.problem is None
+
+
+@pytest.mark.parametrize(
+    ("devices", "tensor_parallel", "replicas"), [((1, 8), 2, 4), ((2, 8), 16, 1), ((1, 1), 1, 1), ((1, 2), 4, 0)]
+)
+def test_replicas_are_counted_as_verl_does(recipe, devices, tensor_parallel, replicas):
+    recipe.trainer.nnodes, recipe.trainer.n_gpus_per_node = devices
+    recipe.actor_rollout_ref.rollout.tensor_model_parallel_size = tensor_parallel
+    assert read_recipe(recipe, DEFAULTS).replicas == replicas
 
 
 def test_data_files_may_be_one_several_a_glob_or_remote(recipe, tmp_path):
@@ -123,7 +132,7 @@ def test_a_custom_dataset_reads_what_it_likes(recipe):
 def test_policy_problems_name_the_key(recipe, tmp_path):
     def problem(path):
         recipe.actor_rollout_ref.model.path = str(path)
-        return read_recipe(recipe, DEFAULTS).policy_problem
+        return read_recipe(recipe, DEFAULTS).policy.problem
 
     assert "is not a directory" in problem("/nowhere/policy")
     assert "is not a directory" in problem("models/not/here")
@@ -137,7 +146,7 @@ def test_policy_problems_name_the_key(recipe, tmp_path):
 
 def test_a_drafter_that_is_not_there(recipe):
     settings = TLTConfig(drafter=DrafterConfig(path="/nowhere/drafter"))
-    problem = read_recipe(recipe, settings).drafter_problem
+    problem = read_recipe(recipe, settings).drafter.problem
     assert problem == "tlt.drafter.path=/nowhere/drafter is not a directory on this machine."
 
 
@@ -152,7 +161,7 @@ def test_a_drafter_of_another_policy_names_file_and_field(recipe, tmp_path, fiel
     (drafter / "config.json").write_text(
         json.dumps({"speculators_model_type": "eagle3", "transformer_layer_config": layer})
     )
-    problem = read_recipe(recipe, TLTConfig(drafter=DrafterConfig(path=str(drafter)))).drafter_problem
+    problem = read_recipe(recipe, TLTConfig(drafter=DrafterConfig(path=str(drafter)))).drafter.problem
     assert problem.startswith("tlt.drafter.path: ") and str(drafter / "config.json") in problem and named in problem
 
 
@@ -160,7 +169,7 @@ def test_a_ray_client_driver_looks_at_no_file(recipe, monkeypatch):
     recipe.data.train_files = "/only/on/the/cluster.parquet"
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     run = read_recipe(recipe, TLTConfig(drafter=DrafterConfig(path="/only/there")))
-    assert run.remote_driver and run.missing_data == () and run.drafter_problem is None
+    assert run.remote_driver and run.missing_data == () and run.drafter.problem is None
 
 
 def test_an_unresolvable_key_is_named(recipe):

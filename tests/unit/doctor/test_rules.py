@@ -7,6 +7,7 @@ import pytest
 from verl_tlt.compat.versions import SUPPORTED, release
 from verl_tlt.config import DrafterConfig, SpotConfig, TLTConfig
 from verl_tlt.doctor.facts import Environment, RecipeFacts
+from verl_tlt.doctor.models import Look
 from verl_tlt.doctor.rules import MODES, examine, judge_version
 
 GOOD = Environment("3.11.9", {"verl": "0.9.1", "vllm": "0.24.0", "speculators": "0.9.0"})
@@ -85,8 +86,8 @@ def test_releases_compare_as_numbers():
         ({"engine_problems": ("s.",)}, "actor_rollout_ref.rollout.engine_kwargs"),
         ({"mtp_rollout": True}, "actor_rollout_ref.model.mtp.enable_rollout"),
         ({"missing_data": (("data.val_files", "/x.parquet"),)}, "data.val_files"),
-        ({"policy_problem": "p."}, "actor_rollout_ref.model.path"),
-        ({"drafter_problem": "d."}, "tlt.drafter.path"),
+        ({"policy": Look(problem="p.")}, "actor_rollout_ref.model.path"),
+        ({"drafter": Look(problem="d.")}, "tlt.drafter.path"),
         ({"quantized_by": "rollout.quantization=fp8"}, "rollout.quantization"),
     ],
 )
@@ -123,6 +124,22 @@ def test_a_random_drafter_that_cannot_learn_is_called_useless():
 
     assert "random" in sentence(TLTConfig())
     assert "random" not in sentence(TLTConfig(drafter=DrafterConfig(path="/d")))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_replica_alone_warns_that_nothing_will_ever_be_idle(mode):
+    alone = {} if mode == "separate_async" else {"trainer.n_gpus_per_node": "warn"}
+    assert levels(RecipeFacts(trainer_mode=mode, replicas=1)) == alone
+    assert levels(RecipeFacts(trainer_mode=mode, replicas=1), TLTConfig(spot=SpotConfig(enable=False))) == {}
+
+
+def test_what_could_not_be_looked_at_is_a_warning():
+    run = RecipeFacts(policy=Look(unseen="p."), drafter=Look(unseen="d."))
+    assert levels(run) == {"actor_rollout_ref.model.path": "warn", "tlt.drafter.path": "warn"}
+
+
+def test_the_policy_s_family_is_named():
+    assert any("is a qwen3 model" in f.sentence for f in examine(GOOD, RecipeFacts(), TLTConfig()))
 
 
 def test_bypass_mode_warns_that_nothing_feeds_the_drafter():

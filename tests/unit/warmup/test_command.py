@@ -3,6 +3,9 @@
 import io
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -149,6 +152,64 @@ def test_a_wrong_option_is_one_sentence_and_leaves_nothing(policy_dir, prompts_f
     said = re.sub(r"\s+", " ", result.output)
     assert result.exit_code == 1 and sentence in said, said
     assert [p.name for p in tmp_path.iterdir()] == ["prompts.txt"]
+
+
+NEEDED = {
+    "warmup": ["--model", "m", "--prompts", "p", "--out", "o"],
+    "evaluate": ["d", "--model", "m"],
+    "convert": ["d", "--model", "m", "--out", "o"],
+    "calibrate": ["x=1"],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("warmup", "--seed=-1"),
+        ("warmup", "--top-p=1.5"),
+        ("warmup", "--limit=0"),
+        ("evaluate", "--draft-length=0"),
+        ("evaluate", "--temperature=-0.1"),
+        ("calibrate", "--seconds=-1"),
+    ],
+)
+def test_a_number_out_of_bounds_names_its_option(command, option):
+    result = CliRunner().invoke(app, [command, *NEEDED[command], option], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert result.exit_code == 2 and f"Invalid value for '{option.partition('=')[0]}'" in result.output
+
+
+@pytest.mark.parametrize(
+    ("package", "command"),
+    [("torch", "warmup"), ("vllm", "warmup"), ("torch", "evaluate"), ("vllm", "evaluate"), ("torch", "convert")],
+)
+def test_without_torch_or_vllm_a_command_ends_in_one_sentence(tmp_path, package, command):
+    words = [command, *NEEDED[command]]
+    code = f"import sys; sys.modules[{package!r}] = None\nfrom verl_tlt.cli import app\napp({words!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"verl-tlt {command} needs {package}, not installed here.\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_policy_and_drafter_may_be_names_on_the_hub(settings, policy_dir, prompts_file, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    from verl_tlt.drafter import build_drafter, save_drafter
+    from verl_tlt.warmup.prompts import load_tokenizer
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    given = save_drafter(build_drafter(policy_dir), tmp_path / "given", {}, policy=policy_dir)
+    for name, files in (("policy", policy_dir), ("drafter", given)):
+        model = tmp_path / "hub" / f"models--Org--{name}"
+        (model / "refs").mkdir(parents=True)
+        (model / "refs" / "main").write_text("abc")
+        (model / "snapshots").mkdir()
+        (model / "snapshots" / "abc").symlink_to(files)
+    wanted = settings(model=Path("Org/policy"), start=Path("Org/drafter"))
+    command.check(wanted)
+    assert len(load_tokenizer(wanted.model)) == 48 and command._prompts(wanted).tokens
+    with pytest.raises(command.DrafterError, match=r"Org/other is no folder here .*HF_HUB_OFFLINE is set"):
+        command.check(settings(model=Path("Org/other")))
 
 
 def test_nothing_is_overwritten(policy_dir, prompts_file, tmp_path):

@@ -1,0 +1,131 @@
+"""What the doctor finds out about a policy and a drafter, by folder and by name."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from verl_tlt.compat.families import serves_eagle3
+from verl_tlt.config import TLTConfig
+from verl_tlt.doctor.models import look_at_drafter, look_at_policy
+
+
+@pytest.fixture
+def policy(recipe):
+    """The recipe's policy, a folder."""
+    return str(recipe.actor_rollout_ref.model.path)
+
+
+@pytest.fixture
+def cached(policy, tmp_path, monkeypatch):
+    """Puts the policy's config, changed, into the Hugging Face cache under a name."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    config = json.loads(Path(policy, "config.json").read_text())
+
+    def put(name, **changes):
+        model = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+        (model / "snapshots" / "abc").mkdir(parents=True)
+        (model / "refs").mkdir()
+        (model / "refs" / "main").write_text("abc")
+        (model / "snapshots" / "abc" / "config.json").write_text(json.dumps(config | changes))
+        return name
+
+    return put
+
+
+def test_a_name_is_resolved_and_its_family_named(cached, policy):
+    assert look_at_policy(policy).family == "qwen3"
+    assert look_at_policy(cached("Org/policy")).family == "qwen3"
+    look = look_at_policy(cached("Org/other", model_type="mamba", architectures=["MambaForCausalLM"]))
+    assert look.family == "mamba"
+    assert look.problem.startswith(
+        "actor_rollout_ref.model.path=Org/other is a mamba model, and drafters exist for llama"
+    )
+
+
+def test_a_name_that_cannot_be_resolved_is_no_refusal_but_is_said(cached):
+    look = look_at_policy("Org/absent")
+    assert look.family is None and look.problem is None
+    assert look.unseen == (
+        "Org/absent is no folder here and could not be fetched: it is not in the local cache, and HF_HUB_OFFLINE is "
+        "set, so the family of actor_rollout_ref.model.path was not checked."
+    )
+    assert "another file system" in look_at_policy("hdfs://cluster/policy").unseen
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]},
+            "would serve a head beside GptOssForCausalLM,",
+        ),
+        (
+            {"model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"]},
+            "serves no EAGLE-3 head beside SeedOssForC",
+        ),
+        (
+            {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"], "text_config": {}},
+            "would serve a head beside Qwen2_5_VLForConditionalGeneration",
+        ),
+        (
+            {
+                "model_type": "llava",
+                "architectures": ["LlavaForConditionalGeneration"],
+                "text_config": {"model_type": "llama"},
+            },
+            "whose language model lies inside a larger one",
+        ),
+        ({"model_type": "martian", "architectures": ["MartianForCausalLM"]}, "drafters exist for llama, qwen2"),
+        ({"model_type": "martian", "architectures": None}, "drafters exist for llama, qwen2"),
+    ],
+)
+def test_another_family_is_refused_with_the_reason(cached, changes, said):
+    pytest.importorskip("vllm")
+    sentence = look_at_policy(cached("Org/policy", **changes)).problem
+    assert said in sentence and sentence.endswith(".") and "\n" not in sentence
+
+
+def test_vllms_sources_say_the_same_as_its_classes():
+    pytest.importorskip("vllm")
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for name in ("Qwen3ForCausalLM", "MistralForCausalLM", "Qwen2MoeForCausalLM", "SeedOssForCausalLM"):
+        cls = ModelRegistry._try_load_model_cls(name)
+        assert serves_eagle3(name) is any(base.__name__ == "SupportsEagle3" for base in cls.__mro__), name
+    assert serves_eagle3("MartianForCausalLM") is None
+
+
+def drafter_at(path, policy, **changes):
+    """A config that fits; no weights."""
+    layer = json.loads(Path(policy, "config.json").read_text()) | {"num_hidden_layers": 1} | changes
+    config = {
+        "speculators_model_type": "eagle3", "transformer_layer_config": layer, "draft_vocab_size": 64,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+    }  # fmt: skip
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_a_drafter_on_the_hub_is_judged_by_its_config_until_its_weights_are_here(cached, policy, tmp_path):
+    def look(name):
+        return look_at_drafter(TLTConfig.from_dict({"drafter": {"path": name}}), policy, 192)
+
+    cached("Org/drafter")
+    place = tmp_path / "hub" / "models--Org--drafter" / "snapshots" / "abc"
+    drafter_at(place, policy)
+    assert look("Org/drafter").unseen == (
+        "tlt.drafter.path=Org/drafter fits by its config; its weights are fetched when the run starts."
+    )
+    drafter_at(place, policy, hidden_size=32)
+    assert "hidden_size=32, but the policy's is 64" in look("Org/drafter").problem
+    drafter_at(place, policy)
+    (place / "model.safetensors").write_bytes(b"cut off")
+    assert "model.safetensors is truncated" in look("Org/drafter").problem
+    shutil.rmtree(tmp_path / "hub")
+    unseen = look("Org/drafter").unseen
+    assert unseen.endswith("so whether tlt.drafter.path fits was not checked.") and "HF_HUB_OFFLINE" in unseen

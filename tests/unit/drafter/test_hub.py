@@ -1,0 +1,118 @@
+"""A model by its name on the hub: found in the local cache or fetched, or one sentence that says why not."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hub_server import serving
+from tiny_policy import verifier_weights
+
+from verl_tlt.config import TLTConfig
+from verl_tlt.drafter import (
+    VerifierWeights,
+    check_drafter,
+    load_drafter,
+    policy_shape,
+    provenance,
+    refresh_verifier_weights,
+    save_drafter,
+)
+from verl_tlt.drafter.hub import NotHereError, folder, is_name
+from verl_tlt.trainer.bootstrap import first_drafter
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Puts a folder into a Hugging Face cache, as a download would leave it; no hub can be reached."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+
+    def put(name, files):
+        model = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+        (model / "refs").mkdir(parents=True)
+        (model / "refs" / "main").write_text("abc")
+        (model / "snapshots").mkdir()
+        (model / "snapshots" / "abc").symlink_to(files)
+        return name
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [("Qwen/Qwen3-8B", True), ("org/my.model_2", True), ("/models/a", False), ("./a/b", False), ("~/a", False),
+     ("a/b/c", False), ("folder", False), ("hdfs://a/b", False), (Path("Org/name"), True)],
+)  # fmt: skip
+def test_what_can_only_be_a_name(model, expected):
+    assert is_name(model) is expected
+
+
+def test_a_folder_comes_before_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert not is_name("org/name") and folder("org/name", ("config.json",)) == Path("org/name")
+    assert folder("/nowhere/at/all", ("config.json",)) == Path("/nowhere/at/all")  # whoever opens a file says so
+
+
+def test_policy_and_drafter_are_read_from_the_cache(cache, policy, policy_dir, drafter, tmp_path):
+    refresh_verifier_weights(drafter, verifier_weights(policy))
+    saved = save_drafter(drafter, tmp_path / "drafter", {"acceptance": [0.5]})
+    policy_name, drafter_name = cache("Org/policy", policy_dir), cache("Org/drafter", saved)
+    assert policy_shape(policy_name).vocab_size == 48
+    assert torch.equal(VerifierWeights.from_policy_dir(policy_name).lm_head, policy.lm_head.weight)
+    check_drafter(drafter_name, policy_name)
+    assert torch.equal(load_drafter(drafter_name, policy_name).fc.weight, drafter.fc.weight)
+    assert provenance(drafter_name)["acceptance"] == [0.5]
+    start = first_drafter(
+        TLTConfig.from_dict({"drafter": {"path": drafter_name}}), policy_name, "float32", 100, resume_from=None
+    )
+    assert start.origin == drafter_name and start.served.acceptance == (0.5,)
+
+
+def test_without_a_hub_the_sentence_says_so(cache, policy_dir):
+    with pytest.raises(NotHereError, match=r"^Org/absent is no folder here .*HF_HUB_OFFLINE is set\.$"):
+        policy_shape("Org/absent")
+    name = cache("Org/policy", policy_dir)
+    with pytest.raises(NotHereError, match=r"weights\.bin is not in the local cache"):
+        folder(name, ("weights.bin",), fetch=False)
+
+
+ASK = """
+import sys
+from verl_tlt.drafter.hub import folder
+for name in sys.argv[1:]:
+    try:
+        print(sorted(p.name for p in folder(name, ("config.json",), besides=("provenance.json",)).iterdir()))
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_what_the_hub_has_is_fetched_and_nothing_else(tmp_path):
+    files = {"config.json": json.dumps({}).encode(), "provenance.json": b"{}", "model.safetensors": b"0" * 64}
+    with serving({"Org/model": files, "Org/empty": {"README.md": b"hello"}}, gated=("Org/gated",)) as (address, asked):
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        names = ["Org/model", "Org/model", "Org/empty", "Org/gated", "Org/none"]
+        done = subprocess.run(
+            [sys.executable, "-c", ASK, *names], env=environment, capture_output=True, text=True, timeout=300
+        )
+    first, again, *reasons = done.stdout.splitlines()
+    assert first == again == "['config.json', 'provenance.json']", done.stderr
+    assert sum("/api/models/Org/model/revision" in path for path in asked) == 1, "the second time it was in the cache"
+    assert not any("safetensors" in path for path in asked)
+    for reason, said in zip(
+        reasons,
+        (
+            "Org/empty has no config.json on the hub.",
+            "it is gated, and this machine has no",
+            "the hub knows no such model",
+        ),
+        strict=True,
+    ):
+        assert reason.startswith("NotHereError ") and said in reason and reason.endswith(".")

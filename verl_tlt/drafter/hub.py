@@ -1,0 +1,82 @@
+"""Where a model's files are on this disk, whether it was named by its folder or by its name on the Hugging Face hub.
+
+verl, vLLM and transformers take either, so whatever reads a policy's or a drafter's files asks for them here first.
+A name is looked up in the local cache, then on the hub, as those do it (`HF_HUB_OFFLINE`, `HF_HUB_CACHE` and a token
+count); only the files asked for are fetched. Standard library until there is a name to look up.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from verl_tlt.errors import DrafterError
+
+Model = str | os.PathLike[str]
+"""A folder, or a name on the hub such as "Qwen/Qwen3-8B"."""
+_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
+
+
+class NotHereError(DrafterError):
+    """A model on the hub has not the files asked for on this disk, and they could not be fetched; it says why."""
+
+
+def is_name(model: Model) -> bool:
+    """Whether `model` can only be a name on the hub: it reads like one, and there is no such folder here."""
+    text = os.fspath(model)
+    return _NAME.fullmatch(text) is not None and not os.path.isdir(text)
+
+
+def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fetch: bool = True) -> Path:
+    """The folder that holds one or more of `any_of`.
+
+    Args:
+        model: a folder, which is returned as it is, or a name on the hub.
+        any_of: files of which one is enough, such as both layouts of weights.
+        besides: files that are fetched with them where the hub has them.
+        fetch: ask the hub for what is not in the cache.
+
+    Raises:
+        NotHereError: the hub's name could not be resolved, or has none of the files.
+    """
+    if not is_name(model):
+        return Path(os.path.expanduser(model))
+    name = os.fspath(model)
+    try:
+        from huggingface_hub import snapshot_download, try_to_load_from_cache
+    except ImportError as error:
+        raise NotHereError(f"{name} is no folder here, and huggingface_hub is not installed to look it up.") from error
+    try:
+        for file in any_of:
+            cached = try_to_load_from_cache(name, file)
+            if isinstance(cached, str):
+                return Path(cached).parent
+        if not fetch:
+            raise NotHereError(f"{name}: {' or '.join(any_of)} is not in the local cache.")
+        found = Path(snapshot_download(name, allow_patterns=[*any_of, *besides]))
+    except (OSError, ValueError) as error:
+        if isinstance(error, NotHereError):
+            raise
+        raise NotHereError(f"{name} is no folder here and could not be fetched: {_reason(error)}.") from error
+    if not any((found / file).is_file() for file in any_of):
+        raise NotHereError(f"{name} has no {' or '.join(any_of)} on the hub.")
+    return found
+
+
+def _reason(error: Exception) -> str:
+    """Why the hub gave nothing, for the end of a sentence."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    if constants.HF_HUB_OFFLINE:
+        return "it is not in the local cache, and HF_HUB_OFFLINE is set"
+    if isinstance(error, GatedRepoError):
+        return "it is gated, and this machine has no token that may read it"
+    if isinstance(error, RepositoryNotFoundError):
+        return "the hub knows no such model, or it is private and this machine has no token for it"
+    if isinstance(error, HFValidationError):
+        return "this is no name that the hub allows"
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return f"it is not in the local cache, and the hub was not reached ({first})"
