@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 from verl_tlt.compat.sources import source_root
@@ -12,6 +13,7 @@ INTERFACE = "SupportsEagle3"
 """What a model class of vLLM inherits when it hands hidden states to an EAGLE-3 head."""
 
 
+@functools.cache
 def serves_eagle3(architecture: str, root: Path | None = None) -> bool | None:
     """Whether vLLM's class for `architecture` has the interface; None: vLLM has no such class. Nothing is imported.
 

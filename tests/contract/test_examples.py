@@ -1,0 +1,163 @@
+"""verl's own example scripts, with `+trainer.plugin=tlt` and nothing else added: composed, and judged by the doctor.
+
+They are no part of verl's package. `make contract` takes them from its repository, at the release that is installed,
+and keeps them in its cache; nothing of theirs is kept here. Models and data are stand-ins, since nobody has all of
+them: for a model a folder with a config of its family.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from verl_tlt.compat.versions import installed
+from verl_tlt.config import TLTConfigError
+from verl_tlt.doctor import facts, rules
+from verl_tlt.doctor.recipe import MAIN, compose, read_script
+
+CACHE = os.environ.get("TLT_CONTRACT_CACHE")
+REPOSITORY = "https://github.com/verl-project/verl"
+
+# The family of a model by its name: (pattern, model_type, architecture); the first that matches.
+FAMILIES = (
+    (r"Qwen3-VL-.*A\d+B", "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
+    (r"Qwen3-VL", "qwen3_vl", "Qwen3VLForConditionalGeneration"),
+    (r"Qwen3\.5-.*A\d+B", "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
+    (r"Qwen3\.5", "qwen3_5", "Qwen3_5ForConditionalGeneration"),
+    (r"Qwen3-Next", "qwen3_next", "Qwen3NextForCausalLM"),
+    (r"Qwen3-.*(A\d+B|MoE)", "qwen3_moe", "Qwen3MoeForCausalLM"),
+    (r"Qwen3", "qwen3", "Qwen3ForCausalLM"),
+    (r"Qwen2\.5-VL", "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
+    (r"Qwen2", "qwen2", "Qwen2ForCausalLM"),
+    (r"deepseek-(llm|coder)", "llama", "LlamaForCausalLM"),
+    (r"DeepSeek-V4", "deepseek_v4", "DeepseekV4ForCausalLM"),
+    (r"DeepSeek-V3|Moonlight", "deepseek_v3", "DeepseekV3ForCausalLM"),
+    (r"Kimi-K2", "kimi_k25", "KimiK25ForConditionalGeneration"),
+    (r"GLM-4\.1V", "glm4v", "Glm4vForConditionalGeneration"),
+    (r"gpt-oss", "gpt_oss", "GptOssForCausalLM"),
+    (r"Hy3", "hy_v3", "HYV3ForCausalLM"),
+    (r"MiniCPM-o", "minicpmo", "MiniCPMO"),
+    (r"MiMo-7B", "mimo", "MiMoForCausalLM"),
+    (r"Mistral", "mistral", "MistralForCausalLM"),
+    (r"Nemotron-3", "nemotron_h", "NemotronHForCausalLM"),
+    (r"Seed-OSS", "seed_oss", "SeedOssForCausalLM"),
+    (r"gemma", "gemma", "GemmaForCausalLM"),
+)
+SHAPE = {
+    "hidden_size": 64, "vocab_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "intermediate_size": 128, "max_position_embeddings": 1 << 20,
+}  # fmt: skip
+
+# What the scripts' authors have around them.
+AROUND = {
+    "HDFS_ROOT": "/hdfs", "RAY_DATA_HOME": "/ray", "INFER_BACKEND": "vllm", "LORA_ADAPTER_PATH": "/adapter",
+    "KIMI_K2_6_MODEL_PATH": "/models/Kimi-K2.6",
+}  # fmt: skip
+PROGRAMS = ("ray", "pip", "pip3", "git", "curl", "wget", "hf", "huggingface-cli", "nvidia-smi")
+"""What a script may call beside Python: here it does nothing."""
+
+
+@pytest.fixture(scope="module")
+def examples():
+    """verl's `examples/` at the installed release."""
+    if not CACHE:
+        pytest.skip("takes verl's examples from its repository: run by `make contract`, not by `make test`")
+    version = installed("verl")
+    folder = Path(CACHE).resolve() / f"verl-examples-{version}"
+    if not folder.is_dir():
+        clone = folder.with_suffix(".clone")
+        shutil.rmtree(clone, ignore_errors=True)
+        done = subprocess.run(
+            ["git", "clone", "--quiet", "--depth=1", f"--branch=v{version}", REPOSITORY, str(clone)],
+            env={**os.environ, "GIT_TERMINAL_PROMPT": "0"}, capture_output=True, text=True, timeout=900,
+        )  # fmt: skip
+        if done.returncode:
+            shutil.rmtree(clone, ignore_errors=True)
+            reason = (done.stderr.strip().splitlines() or ["git gave no reason"])[-1]
+            pytest.skip(f"{folder} is not there, and the examples of verl {version} could not be fetched: {reason}")
+        (clone / "examples").rename(folder)
+        shutil.rmtree(clone)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A home with programs that do nothing, one data file, and room for models."""
+    home = tmp_path_factory.mktemp("examples")
+    (home / "bin").mkdir()
+    for name in PROGRAMS:
+        (home / "bin" / name).write_text("#!/bin/sh\nexit 0\n")
+        (home / "bin" / name).chmod(0o755)
+    (home / "shell").write_text("ulimit() { :; }\n")  # a container may not raise its limits
+    (home / "data.parquet").touch()
+    return home
+
+
+def stand_in(place, name):
+    """A folder with a config of the family that a model's name tells."""
+    found = next((f for f in FAMILIES if re.search(f[0], name, re.IGNORECASE)), None)
+    assert found, f"FAMILIES knows no family of {name}"
+    folder = place / "models" / found[1]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": found[1], "architectures": [found[2]], **SHAPE}))
+    return folder
+
+
+def verdict(script, place):
+    """(one word or a key, the sentences) for a script."""
+    environment = {
+        **AROUND, "HOME": str(place), "BASH_ENV": str(place / "shell"),
+        "PATH": os.pathsep.join([str(place / "bin"), str(Path(sys.executable).parent), "/usr/bin", "/bin"]),
+    }  # fmt: skip
+    try:
+        recipe = read_script(script, environment=environment)
+        (*_, model) = (o.partition("=")[2] for o in recipe.overrides if "actor_rollout_ref.model.path=" in o)
+        replaced = {
+            "actor_rollout_ref.model.path": stand_in(place, model),
+            "data.train_files": place / "data.parquet", "data.val_files": place / "data.parquet",
+        }  # fmt: skip
+        config = compose(
+            [*recipe.overrides, "+trainer.plugin=tlt", *(f"{k}={v}" for k, v in replaced.items())], recipe.config
+        )
+        settings = facts.read_settings(config)
+        findings = rules.examine(facts.read_environment(), facts.read_recipe(config, settings), settings)
+    except TLTConfigError as error:
+        return "not composed", [str(error)]
+    refused = [f for f in findings if f.level == "refuse"]
+    assert findings[0].sentence == "TLT is on"
+    if refused:
+        return f"refused: {refused[0].what}", [f.sentence for f in refused]
+    warned = [f for f in findings if f.level == "warn"]
+    return ("warned" if warned else "accepted"), [f.sentence for f in warned]
+
+
+def test_every_example_is_judged(examples, place, monkeypatch, capsys):
+    pytest.importorskip("vllm")
+    monkeypatch.chdir(place)
+    scripts = [
+        path for path in sorted(examples.rglob("*.sh")) if re.search(rf"-m {re.escape(MAIN)}\s", path.read_text())
+    ]
+    verdicts = {str(path.relative_to(examples)): verdict(path, place) for path in scripts}
+    counts = Counter(kind for kind, _ in verdicts.values())
+    with capsys.disabled():
+        print(f"\n{len(scripts)} examples of verl call {MAIN}:", *counts.most_common(), sep="\n  ")
+        for name, (kind, sentences) in verdicts.items():
+            if kind not in ("accepted", "warned"):
+                print(f"  {name}: {' '.join(sentences)}")
+    assert len(scripts) >= 40
+    for name, (kind, sentences) in verdicts.items():
+        for sentence in sentences:
+            assert "\n" not in sentence and (kind == "not composed" or sentence.endswith((".", "?"))), name
+    assert counts["not composed"] <= len(scripts) // 20, "a script that cannot be read says nothing of verl-tlt"
+    assert counts["accepted"] + counts["warned"] >= len(scripts) // 2
+    assert set(counts) - {"accepted", "warned", "not composed"} <= {
+        "refused: actor_rollout_ref.model.path", "refused: actor_rollout_ref.rollout.name",
+        "refused: actor_rollout_ref.model.mtp.enable_rollout", "refused: actor_rollout_ref.rollout.quantization",
+        "refused: actor_rollout_ref.rollout.data_parallel_size",
+    }  # fmt: skip
