@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter
 
 from verl_tlt import config
 from verl_tlt.config import TLTConfig
@@ -121,29 +122,37 @@ def on_page_markdown(markdown: str, *, config: Mapping[str, Any], **_: Any) -> s
 
 def _fields(class_name: str) -> list[tuple[str, str, str]]:
     """(name, type and bounds in words, docstring) of each field, in the order of the source."""
-    hints = typing.get_type_hints(getattr(config, class_name), include_extras=True)
+    schema = TypeAdapter(getattr(config, class_name)).json_schema()["properties"]
     module = ast.parse(Path(config.__file__).read_text())
     body = next(n.body for n in module.body if isinstance(n, ast.ClassDef) and n.name == class_name)
     found = []
     for field, text in itertools.pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-            meaning = " ".join(ast.literal_eval(text.value).split())
-            name, annotation = ast.unparse(field.target), field.annotation
-            bounds = ""
-            if typing.get_origin(hints[name]) is typing.Annotated:
-                annotation, bounds = annotation.slice.elts[0], f", {hints[name].__metadata__[0]}"
-            found.append((name, _kind(ast.unparse(annotation)) + bounds, _cell(meaning)))
+            meaning, name = " ".join(ast.literal_eval(text.value).split()), ast.unparse(field.target)
+            found.append((name, _kind(schema[name]), _cell(meaning)))
     return found
 
 
-def _kind(annotation: str) -> str:
-    """A type annotation in words."""
-    kind, _, optional = annotation.partition(" | ")
-    if kind.startswith("Literal["):
-        kind = ", ".join(f"`{choice}`" for choice in ast.literal_eval(kind.removeprefix("Literal")))
-    elif kind.startswith("tuple["):
-        kind = f"list of {kind[6:].partition(',')[0]}"
-    return f"{kind} or null" if optional else kind
+def _kind(schema: Mapping[str, Any]) -> str:
+    """A JSON schema in words."""
+    if "anyOf" in schema:
+        given, nothing = schema["anyOf"]
+        assert nothing == {"type": "null"}
+        return f"{_kind(given)}, or null"
+    if "enum" in schema:
+        return ", ".join(f"`{choice}`" for choice in schema["enum"])
+    if schema["type"] == "array":
+        return f"list of {_kind(schema['items'])}"
+    name = {"integer": "int", "number": "float", "boolean": "bool", "string": "str", "object": "mapping"}[
+        schema["type"]
+    ]
+    low, high = schema.get("minimum"), schema.get("maximum")
+    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    bounds = {
+        f"{low}..{high}": high is not None, f"{low} or above": low is not None,
+        f"above {above}, below {below}": below is not None, f"above {above}": above is not None,
+    }  # fmt: skip
+    return ", ".join([name, *[words for words, holds in bounds.items() if holds][:1]])
 
 
 def _cell(text: str) -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
-import sys
-import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BeforeValidator, ConfigDict, Field, Strict, ValidationError
+from pydantic.dataclasses import dataclass
 
 from verl_tlt.errors import TLTError
 
@@ -33,36 +33,22 @@ class TLTConfigError(TLTError, ValueError):
     """A setting is wrong; the message names the key and says what is allowed."""
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Which numbers a setting takes; of a list, each of its numbers. Infinity is none of them unless it is a bound."""
+STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+"""Nothing is guessed: an int passes for a float and a list for a tuple, nothing else for anything."""
 
-    low: float
-    high: float = sys.float_info.max
-    open: bool = False
-    """Whether the bounds themselves are out."""
-
-    def allow(self, value: float) -> bool:
-        """Whether `value` lies within; NaN does not."""
-        if self.open and math.isfinite(value):
-            return self.low < value < self.high
-        return self.low <= value <= self.high
-
-    def __str__(self) -> str:
-        if self.high >= sys.float_info.max:
-            return f"above {self.low:g}" if self.open else f"{self.low:g} or above"
-        return f"between {self.low:g} and {self.high:g}" if self.open else f"{self.low:g}..{self.high:g}"
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Index = Annotated[int, Field(ge=0)]
+DraftLength = Annotated[int, Field(ge=0, le=16)]
+Policy = Annotated[
+    Literal["goodput", "bandit", "ema", "table", "fixed", "off"],
+    BeforeValidator(lambda value: "off" if value is False else value),  # how YAML reads a bare `off`
+]
 
 
-# Where a number has bounds of its own, they stand at the setting.
-POSITIVE = Bounds(0, open=True)
-NOT_NEGATIVE = Bounds(0)
-COUNT = Bounds(1)
-SHARE = Bounds(0, 1)
-DRAFT_LENGTH = Bounds(0, 16)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class DrafterConfig:
     """What drafts, and how it learns."""
 
@@ -71,21 +57,21 @@ class DrafterConfig:
     SafeAILab's layout. Null: a random head."""
     save_dir: str | None = None
     """Where the drafter is left at the end of the run; null: `<trainer.default_local_dir>/tlt_drafter`."""
-    aux_layers: Annotated[tuple[int, ...] | None, NOT_NEGATIVE] = None
+    aux_layers: Annotated[tuple[Index, ...], Strict(False)] | None = None
     """Layer *inputs* of the policy fed to the drafter; null: (2, L/2, L-3), spread out for shallow models."""
-    intermediate_size: Annotated[int | None, COUNT] = None
+    intermediate_size: Count | None = None
     """Width of a new drafter's MLP; null: the policy's. A narrower one drafts and trains faster and learns less."""
     objective: Literal["eagle", "hass", "eagle3"] = "hass"
     """How many draft positions a training step unrolls: `eagle` 1, `hass` 3, `eagle3` 7."""
     loss: Literal["kl_div", "ce", "tv", "nla", "lk_hybrid"] = "kl_div"
     """Loss of `speculators.losses`."""
-    learning_rate: Annotated[float, Bounds(0, 1, open=True)] = 1e-3
+    learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-3
     """AdamW's learning rate after warm-up."""
-    warmup_steps: Annotated[int, NOT_NEGATIVE] = 20
+    warmup_steps: Index = 20
     """Optimizer steps over which the learning rate rises linearly."""
-    batch_tokens: Annotated[int, COUNT] = 1024
+    batch_tokens: Count = 1024
     """Tokens in one packed micro-batch: also the longest a stop request waits."""
-    seed: Annotated[int, NOT_NEGATIVE] = 0
+    seed: Index = 0
     """Seeds the random head and the order of training sequences."""
 
     @property
@@ -94,30 +80,30 @@ class DrafterConfig:
         return OBJECTIVES[self.objective]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class SpeculationConfig:
     """How many tokens to draft, decided once per engine step before drafting."""
 
     enable: bool = True
     """False: decode as stock verl does; spot training can still run."""
-    policy: Literal["goodput", "bandit", "ema", "table", "fixed", "off"] = "goodput"
+    policy: Policy = "goodput"
     """Who chooses the draft length K: measured goodput, TLT's bandit, SGLang's tiers, a table measured at start, one K,
     or nobody."""
     policy_options: dict[str, Any] = field(default_factory=dict)
     """Constants of the policies goodput, bandit and ema, by name; docs/adaptive-speculation.md lists them."""
-    max_draft_length: Annotated[int, Bounds(1, 16)] = 3
+    max_draft_length: Annotated[int, Field(ge=1, le=16)] = 3
     """K_max: the longest draft."""
-    arms: Annotated[tuple[int, ...] | None, DRAFT_LENGTH] = None
+    arms: Annotated[tuple[DraftLength, ...], Strict(False)] | None = None
     """Draft lengths the policy may use, ascending, starting with 0; null: 0..K_max on eager engines, else those with
     CUDA graphs ({0, 1, 3} on vLLM 0.24, {0, 1, 3, 7} later), up to K_max."""
-    fixed: Annotated[int | None, DRAFT_LENGTH] = None
+    fixed: DraftLength | None = None
     """The K of policy=fixed; null: K_max."""
     calibrate: bool = True
     """Measure step latency by batch and K at start, about 20 seconds; false: learn it from the rollout alone."""
     costs_dir: str | None = "~/.cache/verl-tlt/costs"
     """Where step costs are kept, measured by `verl-tlt calibrate` or learned by a run, for the next run on the same
     hardware, policy and vLLM, which then measures nothing at start; null: nowhere."""
-    audit_every: Annotated[int, NOT_NEGATIVE] = 0
+    audit_every: Index = 0
     """Every so many steps one replica decodes without the drafter, and the true saving is reported; 0: never."""
     source: Literal["eagle", "ngram", "both"] = "eagle"
     """Who drafts: the drafter, n-grams of sibling responses without any drafter, or n-grams where they match and the
@@ -126,7 +112,7 @@ class SpeculationConfig:
     """Whether a prompt's responses outlive a weight sync, for its next epoch; false: only siblings are quoted."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class SpotConfig:
     """Training the drafter in idle time: on replicas that have finished while others decode, or while the trainer
     waits for samples (`trainer.v1.trainer_mode=separate_async`).
@@ -134,54 +120,54 @@ class SpotConfig:
 
     enable: bool = True
     """False: the drafter stays as it was loaded."""
-    poll_s: Annotated[float, POSITIVE] = 0.05
+    poll_s: Positive = 0.05
     """Seconds between two looks at the replicas' load while it changes, up to five times as many while it does not."""
-    settle_s: Annotated[float, NOT_NEGATIVE] = 0.1
+    settle_s: NotNegative = 0.1
     """A replica must have been empty this long before it is asked to leave, or the trainer must have waited as long."""
-    stop_timeout_s: Annotated[float, POSITIVE] = 5.0
+    stop_timeout_s: Positive = 5.0
     """A spot worker that has not stopped by then is killed and restarted; RL does not wait longer."""
-    max_epochs: Annotated[float, Bounds(0, math.inf, open=True)] = 3.0
+    max_epochs: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 3.0
     """Passes over the buffer's tokens per session at most (a small buffer is memorised otherwise)."""
-    min_merge_steps: Annotated[int, COUNT] = 8
+    min_merge_steps: Count = 8
     """Fewer optimizer steps than this are not merged but kept for later: AdamW's first steps are sign-like."""
-    max_failures: Annotated[int, COUNT] = 3
+    max_failures: Count = 3
     """Failed sessions in a row after which a replica's spot training stays off for the run."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class BufferConfig:
     """The hidden states of recent rollouts, kept on the node that made them."""
 
-    max_mb: Annotated[int, COUNT] = 2048
+    max_mb: Count = 2048
     """Bytes of hidden states per spot worker, in MiB; the oldest step is evicted first."""
-    keep_steps: Annotated[int, COUNT] = 8
+    keep_steps: Count = 8
     """RL steps a sequence stays."""
-    min_tokens: Annotated[int, NOT_NEGATIVE] = 2000
+    min_tokens: Index = 2000
     """Below this many tokens no session starts."""
-    tokens_per_step: Annotated[int, COUNT] = 8192
+    tokens_per_step: Count = 8192
     """Tokens captured per worker and RL step; each length gets its share of the tokens."""
-    window: Annotated[int, COUNT] = 4096
+    window: Count = 4096
     """Longest stretch kept of one sequence, at its true positions."""
-    held_out: Annotated[float, Bounds(0, 0.9, open=True)] = 0.1
+    held_out: Annotated[float, Field(gt=0, lt=0.9)] = 0.1
     """Share of sequences that only the publish gate sees."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class GateConfig:
     """Whether a merged drafter is served."""
 
     enable: bool = True
     """False: every merged drafter is published."""
-    margin: Annotated[float, SHARE] = 0.0025
+    margin: Share = 0.0025
     """Publish when the candidate is surely not worse than the served drafter by this share of its accept length (and
     is not seen to be worse than the initial one by as much)."""
-    revert: Annotated[float, SHARE] = 0.01
+    revert: Share = 0.01
     """Go back to the best of served and initial when the candidate is surely worse than it by this share."""
-    min_tokens: Annotated[int, NOT_NEGATIVE] = 512
+    min_tokens: Index = 512
     """Held-out positions needed to judge; with fewer a candidate is served only if what is served is useless."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class TraceConfig:
     """What is written down."""
 
@@ -191,7 +177,7 @@ class TraceConfig:
     """One line per engine step (about 150 bytes)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class TLTConfig:
     """The `tlt` node."""
 
@@ -224,53 +210,22 @@ T = TypeVar("T")
 def _build(cls: type[T], node: Mapping[str, Any], where: str) -> T:
     if not isinstance(node, Mapping):
         raise TLTConfigError(f"{where} must be a mapping of settings, not {node!r}.")
-    hints = typing.get_type_hints(cls, include_extras=True)
-    names = [f.name for f in dataclasses.fields(typing.cast(Any, cls))]
+    hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     for key, value in node.items():
-        if key not in names:
-            close = difflib.get_close_matches(str(key), names, n=1)
-            hint = f" Did you mean {where}.{close[0]}?" if close else f" Known keys: {', '.join(names)}."
+        if key not in hints:
+            close = difflib.get_close_matches(str(key), hints, n=1)
+            hint = f" Did you mean {where}.{close[0]}?" if close else f" Known keys: {', '.join(hints)}."
             raise TLTConfigError(f"{where}.{key} is not a setting of verl-tlt.{hint}")
-        hint_type = hints[key]
-        path = f"{where}.{key}"
-        convert: Any = _build if dataclasses.is_dataclass(hint_type) else _cast
-        values[key] = convert(hint_type, value, path)
-    return cls(**values)
-
-
-def _cast(hint: Any, value: Any, where: str) -> Any:
-    """`value` as the annotated type, within its bounds; ints pass for floats, lists for tuples, nothing else does."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Annotated:
-        value = _cast(args[0], value, where)
-        numbers = value if isinstance(value, tuple) else () if value is None else (value,)
-        if wrong := [number for number in numbers if not args[1].allow(number)]:
-            raise TLTConfigError(f"{where} must be {args[1]}, not {wrong[0]}.")
-        return value
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
-        return _cast(next(a for a in args if a is not type(None)), value, where)
-    if origin is Literal:
-        if value is False and "off" in args:  # how YAML reads a bare `off`
-            return "off"
-        if value not in args:
-            raise TLTConfigError(f"{where} must be one of {', '.join(map(str, args))}, not {value!r}.")
-        return value
-    if origin is dict:
-        if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
-            raise TLTConfigError(f"{where} must be a mapping of names to values, not {value!r}.")
-        return {k: _plain(v) for k, v in value.items()}
-    if origin is tuple:
-        if isinstance(value, str) or not hasattr(value, "__iter__"):
-            raise TLTConfigError(f"{where} must be a list of {args[0].__name__}, not {value!r}.")
-        return tuple(_cast(args[0], v, where) for v in value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise TLTConfigError(f"{where} must be of type {hint.__name__}, not {value!r}.")
-    return value
+        section = dataclasses.is_dataclass(hints[key])
+        values[key] = _build(hints[key], value, f"{where}.{key}") if section else _plain(value)
+    try:
+        return cls(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join([where, *map(str, first["loc"])])
+        allowed = first["msg"].replace("Input should", "must").replace("valid tuple", "list")
+        raise TLTConfigError(f"{key} {allowed}, not {first['input']!r}.") from None
 
 
 def _plain(value: Any) -> Any:

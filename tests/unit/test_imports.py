@@ -64,7 +64,7 @@ FRAMEWORKS_OF = {
     "warmup": {"torch", "transformers", "vllm"},
     "doctor": {"torch", "transformers", "verl", "vllm"},
 }
-STANDARD = ("__init__.py", "plugin.py", "compat/import_hooks.py", "config.py", "flag.py", "speculation/types.py")
+STANDARD = ("__init__.py", "plugin.py", "compat/import_hooks.py", "flag.py", "speculation/types.py")
 """What every process loads, TLT or not."""
 
 
@@ -140,6 +140,10 @@ def test_no_two_files_import_each_other():
 @pytest.mark.parametrize("name", STANDARD)
 def test_what_every_process_loads_is_standard_library(name):
     assert roots(ROOT / name, lazily=False) <= set(sys.stdlib_module_names) | {"verl_tlt"}
+
+
+def test_settings_need_no_framework():
+    assert roots(ROOT / "config.py") <= set(sys.stdlib_module_names) | {"verl_tlt", "pydantic"}
 
 
 def test_the_hydra_plugin_needs_hydra_alone():
