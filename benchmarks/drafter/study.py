@@ -1,9 +1,9 @@
 """Does training the drafter during RL pay? Accept length by RL step: none, frozen and online, from three starts.
 
     python benchmarks/drafter/trajectory.py --out study      # the policy's runs, once
-    python benchmarks/drafter/study.py --out study           # every arm on them; interrupt and repeat at will
+    python benchmarks/drafter/study.py --out study           # every variant on them; interrupt and repeat at will
 
-The arms of a seed share its recorded trajectory (speculation is lossless, so they would have written the same text).
+The variants of a seed share its recorded trajectory (speculation is lossless: they would have written the same text).
 At every RL step the frozen and the online drafter are scored on that step's responses under that step's policy; then
 the online one goes through what a run does: a session on the steps before, of as many tokens as a bubble gives, this
 step's capture into the buffer, merge, and the gate. Learner, buffer, merge and gate are the plugin's own.
@@ -130,15 +130,15 @@ def start_file(out: Path, start: str, seed: int) -> DrafterFile:
     return DrafterFile(0, config, weights, fingerprint)
 
 
-class Arm:
+class Variant:
     """The online drafter of one start and seed, with its frozen twin, on a recorded trajectory."""
 
     def __init__(self, out: Path, start: str, seed: int) -> None:
         self.start, self.seed = start, seed
         self.trajectory = out / f"seed-{seed}"
-        self.rows = out / "arms" / f"{start}-{seed}.jsonl"
-        self.saved = out / "arms" / f"{start}-{seed}.pt"
-        self.drafters = out / "arms" / f"{start}-{seed}"
+        self.rows = out / "variants" / f"{start}-{seed}.jsonl"
+        self.saved = out / "variants" / f"{start}-{seed}.pt"
+        self.drafters = out / "variants" / f"{start}-{seed}"
         self.learner = SpotLearner(
             f"{start}-{seed}",
             CONFIG,
@@ -246,20 +246,20 @@ class Arm:
 
 
 def run(out: Path, seeds: list[int], starts: list[str], steps: int) -> None:
-    """Advance all arms side by side; wait where a trajectory is still being recorded."""
-    (out / "arms").mkdir(parents=True, exist_ok=True)
-    arms = [Arm(out, start, seed) for seed in seeds for start in starts]
-    while any(arm.step < steps for arm in arms):
+    """Advance all variants side by side; wait where a trajectory is still being recorded."""
+    (out / "variants").mkdir(parents=True, exist_ok=True)
+    variants = [Variant(out, start, seed) for seed in seeds for start in starts]
+    while any(variant.step < steps for variant in variants):
         moved = False
-        for arm in arms:
-            if not arm.available(steps):
+        for variant in variants:
+            if not variant.available(steps):
                 continue
-            moved, row = True, arm.advance()
-            with arm.rows.open("a") as file:
+            moved, row = True, variant.advance()
+            with variant.rows.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-            print(arm.start, arm.seed, row, flush=True)
-            if arm.step % BLOCK == 0:
-                arm.save()
+            print(variant.start, variant.seed, row, flush=True)
+            if variant.step % BLOCK == 0:
+                variant.save()
         if not moved:
             time.sleep(5.0)
 

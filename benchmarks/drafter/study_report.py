@@ -72,7 +72,7 @@ def rollout_seconds(lengths: np.ndarray, counts: np.ndarray, cost: dict[int, tup
 
 def rows_of(out: Path, start: str, seed: int) -> list[dict[str, Any]]:
     """What an arm wrote."""
-    return [json.loads(line) for line in (out / "arms" / f"{start}-{seed}.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (out / "variants" / f"{start}-{seed}.jsonl").read_text().splitlines()]
 
 
 def collect(out: Path, seeds: list[int], cost: dict[int, tuple[float, float]]) -> dict[str, Any]:
