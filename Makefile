@@ -49,7 +49,7 @@ contract: $(STAMP)
 	TLT_CONTRACT_CACHE=$(CURDIR)/.cache/contract $(BIN)/pytest tests/contract
 
 recipes-check: $(STAMP)
-	$(BIN)/python recipes/check.py --run
+	$(BIN)/python -m recipes.check --run
 
 demo: $(STAMP)
 	$(BIN)/python -m demo

@@ -1,6 +1,6 @@
 """Is TLT a drop-in? Runs a recipe of somebody else's, unchanged, with and without the flag, and compares.
 
-    python benchmarks/drop_in.py RECIPE.sh --out DIR [--steps 6] [overrides that make this recipe toy-sized]
+    python -m benchmarks.drop_in RECIPE.sh --out DIR [--steps 6] [overrides that make this recipe toy-sized]
 
 Each arm runs on the CPU with the toy policy: the recipe, then the overrides of `recipes/check.py`, then with TLT
 `+trainer.plugin=tlt`. They are appended where the recipe calls `python -m verl.trainer.main_ppo`, since not every
@@ -12,7 +12,6 @@ drafter drafts in every step (`policy=fixed`), or equal tokens would prove nothi
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import statistics
@@ -21,19 +20,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from recipes import check
+
 ROOT = Path(__file__).parents[1]
 FSDP2 = ("actor_rollout_ref.actor.strategy=fsdp2", "critic.strategy=fsdp2")
 """FSDP1, which verl defaults to, cannot start on a CPU."""
-
-
-def load_check() -> Any:
-    """recipes/check.py, which is no package."""
-    spec = importlib.util.spec_from_file_location("recipes_check", ROOT / "recipes" / "check.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def stand_in(directory: Path, overrides: list[str]) -> Path:
@@ -58,7 +49,6 @@ def run(recipe: Path, out: Path, steps: int, tlt: bool, extra: list[str]) -> dic
     """
     from demo.toy.assets import build_assets
 
-    check = load_check()
     out.mkdir(parents=True, exist_ok=True)
     assets = build_assets(out.parent / "assets", width="small", train_rows=64, val_rows=16)
     metrics = out / "metrics.jsonl"

@@ -1,6 +1,6 @@
 """What n-gram drafts cost the scheduler's thread: time in the index per engine step, by batch size.
 
-    python benchmarks/ngram.py
+    python -m benchmarks.ngram
 
 Responses are made; a given share of their tokens is said by a sibling too. What giving up async scheduling costs, which
 n-grams need, takes a GPU to measure and is not in these figures.

@@ -1,6 +1,6 @@
 """What the hidden-state tap costs: old-log-prob forwards of verl's FSDP2 engine with it and without, on this machine.
 
-    VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda python benchmarks/tap.py --out benchmarks/results/tap.json
+    VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda python -m benchmarks.tap --out benchmarks/results/tap.json
 
 The toy's policy in float32 on one process of one thread, packed batches. Forwards with and without the tap take turns,
 so that both see the same machine; medians are compared. What the tap itself says it took (`tlt/overhead_tap_s` in a

@@ -1,4 +1,4 @@
-"""Checks every recipe as it is written: `python recipes/check.py [NAME ...] [--run] [--out DIR]`.
+"""Checks every recipe as it is written: `python -m recipes.check [NAME ...] [--run] [--out DIR]`.
 
 Composing needs no accelerator: a stand-in for `python` catches what the recipe would have called, Hydra composes it,
 verl validates it and the doctor judges it. With `--run` the recipe then really runs for a few steps on the CPU with

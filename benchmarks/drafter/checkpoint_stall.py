@@ -1,6 +1,6 @@
 """How long a checkpoint keeps drafter training waiting: selective and asynchronous, against synchronous and full.
 
-    python benchmarks/drafter/checkpoint_stall.py --out benchmarks/results/drafter_checkpoint.json
+    python -m benchmarks.drafter.checkpoint_stall --out benchmarks/results/drafter_checkpoint.json
 
 Full and synchronous: `torch.save` of the whole model (the policy's frozen embedding and head included) and the
 optimizer, flushed to disk, while training waits. Selective and asynchronous: what the plugin's spot worker does;
@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 
 import torch
-from packing import sequences_of
 
+from benchmarks.drafter.packing import sequences_of
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import build_drafter, pack, save_drafter, to_drafter_file
 from verl_tlt.messages.rollout import DrafterFile

@@ -1,6 +1,6 @@
 """What merging is worth: several workers that merge, against each alone and against one with all their tokens.
 
-    python benchmarks/drafter/merging.py --out benchmarks/results/drafter_merging.json
+    python -m benchmarks.drafter.merging --out benchmarks/results/drafter_merging.json
 
 Workers train on sequences of their own, in sessions as short as a bubble, and merge after each as in a run (local SGD,
 weighted by tokens). All are judged on the same held-out sequences; differences are paired and bootstrapped by sequence.
@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from study import CONFIG, K, new_drafter
-from trajectory import SHIPPED_POLICY, Taught, capture
 
+from benchmarks.drafter.study import CONFIG, K, new_drafter
+from benchmarks.drafter.trajectory import SHIPPED_POLICY, Taught, capture
 from demo.toy import task
 from verl_tlt.drafter import Sequence, to_drafter_file
 from verl_tlt.messages.rollout import DrafterFile

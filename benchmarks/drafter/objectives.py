@@ -1,6 +1,6 @@
 """What each training objective brings and costs, on the toy: accept length on held-out prompts against training cost.
 
-    python benchmarks/drafter/objectives.py --out benchmarks/results/drafter_objectives.json [--work DIR]
+    python -m benchmarks.drafter.objectives --out benchmarks/results/drafter_objectives.json [--work DIR]
 
 One set of responses of the small toy policy, sampled by stock vLLM; from it one drafter per objective and seed, alike
 in everything but the number of draft positions unrolled. Cost is CPU time per training step, measured in turn on the
@@ -40,7 +40,7 @@ from verl_tlt.warmup.engine import GenerationJob, SamplingSettings, generate
 from verl_tlt.warmup.prompts import load_tokenizer, read_prompts
 from verl_tlt.warmup.train import Budget, TrainingRun
 
-COMMAND = "python benchmarks/drafter/objectives.py"
+COMMAND = "python -m benchmarks.drafter.objectives"
 PROMPTS, RESPONSE, BATCH, DRAFT = 192, 384, 1024, 7
 TIMED_STEPS = 7
 

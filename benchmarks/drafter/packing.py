@@ -1,6 +1,6 @@
 """Packed against padded micro-batches: sequences a second in drafter training on a long-tailed mix of lengths.
 
-    python benchmarks/drafter/packing.py --out benchmarks/results/drafter_packing.json
+    python -m benchmarks.drafter.packing --out benchmarks/results/drafter_packing.json
 
 Same model, same loss, same sequences. Packed: the plugin's own micro-batches of `--budgets` rows
 (`Buffer.sample_batch`, `pack`). Padded: groups of as many sequences in random order as a packed batch holds on average,

@@ -1,7 +1,7 @@
 """Does training the drafter during RL pay? Accept length by RL step: none, frozen and online, from three starts.
 
-    python benchmarks/drafter/trajectory.py --out study      # the policy's runs, once
-    python benchmarks/drafter/study.py --out study           # every variant on them; interrupt and repeat at will
+    python -m benchmarks.drafter.trajectory --out study      # the policy's runs, once
+    python -m benchmarks.drafter.study --out study           # every variant on them; interrupt and repeat at will
 
 The variants of a seed share its recorded trajectory (speculation is lossless: they would have written the same text).
 At every RL step the frozen and the online drafter are scored on that step's responses under that step's policy; then
@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from trajectory import MAX_RESPONSE, SAVE_POLICY, Taught, Text, TorchSampler, capture, load_step
 
+from benchmarks.drafter.trajectory import MAX_RESPONSE, SAVE_POLICY, Taught, Text, TorchSampler, capture, load_step
 from demo.toy import task
 from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from verl_tlt.config import TLTConfig

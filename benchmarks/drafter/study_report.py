@@ -1,6 +1,6 @@
 """From the arms' rows to `drafter_study.json`, a plot, and the sentences' numbers.
 
-    python benchmarks/drafter/study_report.py --out study --costs benchmarks/results/drafter_study_costs.json \
+    python -m benchmarks.drafter.study_report --out study --costs benchmarks/results/drafter_study_costs.json \
         --json benchmarks/results/drafter_study.json --plot docs/drafter-study.png
 
 Accept lengths are measured (simulated accept length of three-token drafts on the step's own responses). Rollout seconds
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from study import CONFIG, SCORED, SESSION_STEPS, STARTS, K
-from trajectory import LEARNING_RATE, PROMPTS, SAMPLES, load_step
 
+from benchmarks.drafter.study import CONFIG, SCORED, SESSION_STEPS, STARTS, K
+from benchmarks.drafter.trajectory import LEARNING_RATE, PROMPTS, SAMPLES, load_step
 from benchmarks.simulate.recorded import recording, step_records
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.types import OFF

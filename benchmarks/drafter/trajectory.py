@@ -1,6 +1,6 @@
 """Records what the policy of a GRPO run looked like at every step, so that many drafters can be tried on the same run.
 
-    python benchmarks/drafter/trajectory.py --out study --seeds 0 1 2 --steps 100
+    python -m benchmarks.drafter.trajectory --out study --seeds 0 1 2 --steps 100
 
 Speculative decoding is lossless: which drafter is served changes how fast a rollout is and not what is in it. So the
 arms of the study share one trajectory per seed, and it is made only once. It is a plain GRPO loop in one process: the

@@ -53,13 +53,16 @@ def run(function):  # as typer.run, without calling the function
 known = argparse.ArgumentParser.parse_known_args
 argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_known_args = parse_args, parse_known_args
 typer.run = run
-before = list(sys.path)
-for file, arguments in json.load(sys.stdin):
-    sys.argv, sys.path[:] = [file, *arguments], [file.rpartition("/")[0], *before]
+before = sys.path[1:]
+for file, module, arguments in json.load(sys.stdin):
+    sys.argv, sys.path[:] = [file, *arguments], ["" if module else file.rpartition("/")[0], *before]
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-            runpy.run_path(file, run_name="__main__")
+            if module:
+                runpy.run_module(module, run_name="__main__")
+            else:
+                runpy.run_path(file, run_name="__main__")
         verdict = "ran without parsing its arguments" if arguments else ""
     except Parsed:
         verdict = ""
@@ -74,15 +77,19 @@ WITHOUT_ARGUMENTS = {"benchmarks/ngram.py", "docs/generate.py"}
 @pytest.fixture(scope="module")
 def verdicts():
     """What each script says of the arguments; all in one process, because most of the time is imports."""
-    asked = [(str(file_of(c)), arguments_of(c)) for c in COMMANDS]
-    asked = [(file, words) for file, words in asked if str(Path(file).relative_to(ROOT)) not in WITHOUT_ARGUMENTS]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VERL_ENGINE_DEVICE": "cuda"}
+    asked = [
+        (str(file_of(c)), c.words[2] if c.words[1] == "-m" else None, arguments_of(c))
+        for c in COMMANDS
+        if str(file_of(c).relative_to(ROOT)) not in WITHOUT_ARGUMENTS
+    ]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"VERL_ENGINE_DEVICE": "cuda"}
     done = subprocess.run(
         [sys.executable, "-c", PARSE],
         input=json.dumps(asked),
         capture_output=True,
         text=True,
         env=environment,
+        cwd=ROOT,
         timeout=600,
     )
     found = [json.loads(line) for line in done.stdout.splitlines()]

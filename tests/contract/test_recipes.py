@@ -3,41 +3,31 @@
 Whether they also run, `make recipes-check` and tests/e2e/test_recipe_runs.py tell.
 """
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 
 import pytest
+
+from recipes import check
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 FILES = sorted(path for path in RECIPES.glob("*.sh"))
 
 
 @pytest.fixture(scope="module")
-def check():
-    """recipes/check.py, which is no package."""
-    spec = importlib.util.spec_from_file_location("recipes_check", RECIPES / "check.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def data(check, tmp_path_factory):
+def data(tmp_path_factory):
     """The data files recipes name, empty."""
     path = tmp_path_factory.mktemp("data")
     check.touch_data(path)
     return path
 
 
-def test_every_shell_file_is_checked(check):
+def test_every_shell_file_is_checked():
     assert {path.stem for path in FILES} == set(check.RECIPES)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_recipe_composes_and_can_run(check, data, path, monkeypatch):
+def test_a_recipe_composes_and_can_run(data, path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert check.problems(check.RECIPES[path.stem], data) == []
 
@@ -54,8 +44,8 @@ def test_a_recipe_says_what_it_needs_and_all_of_tlt_is_in_its_last_lines(path):
     assert tlt and tlt == list(range(len(stock) - len(tlt), len(stock))) and len(tlt) <= 3
 
 
-def test_a_recipe_that_cannot_run_is_found_out(check, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(check, "HERE", tmp_path)
+def test_a_recipe_that_cannot_run_is_found_out(data, tmp_path, monkeypatch):
+    monkeypatch.setattr("HERE", tmp_path)
     broken = tmp_path / "broken.sh"
     good = (RECIPES / "grpo_qwen3_8b.sh").read_text()
     for wrong, said in (

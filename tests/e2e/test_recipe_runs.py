@@ -1,6 +1,5 @@
 """Recipes, unchanged and scaled down, really run: all but one whose engine needs CUDA and one that is another's run."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from demo.toy.assets import Assets, build_reward_model
+from recipes import check
 from verl_tlt.report.reader import read_trace
 
 pytestmark = pytest.mark.e2e
@@ -38,16 +38,6 @@ FORCED = (
 """Every response of a given length."""
 
 
-@pytest.fixture(scope="module")
-def check():
-    """recipes/check.py, which is no package."""
-    spec = importlib.util.spec_from_file_location("recipes_check", RECIPES / "check.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def switch_off_after(steps: int, out: Path, done: threading.Event, said: list[str]) -> None:
     """Call `verl-tlt switch`, as from another shell, once so many steps are logged: the one after the next obeys."""
     metrics = out / "metrics.jsonl"
@@ -60,7 +50,7 @@ def switch_off_after(steps: int, out: Path, done: threading.Event, said: list[st
 
 
 @pytest.mark.heavy
-def test_conversations_with_a_tool_and_n_grams_beside_the_drafter(check, tmp_path):
+def test_conversations_with_a_tool_and_n_grams_beside_the_drafter(tmp_path):
     recipe, extra = check.RECIPES["grpo_tools_qwen3_4b"], ["tlt.speculation.source=both"]
     steps = check.run(recipe, tmp_path / "tools", extra=extra, timeout_s=LIMIT_S)
     assert all(step["num_turns/mean"] > 2 for step in steps), "nobody called the tool"
@@ -70,7 +60,7 @@ def test_conversations_with_a_tool_and_n_grams_beside_the_drafter(check, tmp_pat
     assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
 
 
-def test_a_critic_an_audit_and_the_switch(check, tmp_path):
+def test_a_critic_an_audit_and_the_switch(tmp_path):
     out, done, said = tmp_path / "ppo", threading.Event(), []
     switching = threading.Thread(target=switch_off_after, args=(2, out, done, said))
     switching.start()
@@ -92,7 +82,7 @@ def test_a_critic_an_audit_and_the_switch(check, tmp_path):
 
 
 @pytest.mark.heavy
-def test_groups_that_teach_nothing_are_sampled_anew(check, tmp_path):
+def test_groups_that_teach_nothing_are_sampled_anew(tmp_path):
     """DAPO's dynamic sampling: at a low temperature many groups are all right or all wrong; others are asked for."""
     out = tmp_path / "dapo"
     extra = ["actor_rollout_ref.rollout.temperature=0.5", "algorithm.filter_groups.max_num_gen_batches=1000"]
@@ -121,7 +111,7 @@ def score(model: Path, prompt: str, response: str) -> float:
 
 
 @pytest.mark.heavy
-def test_lora_and_a_colocated_reward_model(check, tmp_path):
+def test_lora_and_a_colocated_reward_model(tmp_path):
     """At given lengths and replicas, of which some step surely leaves a bubble; the reward model's engines, which are
     stock ones, wake up on the devices on which the drafter was trained a moment ago."""
     out, rm = tmp_path / "lora", build_reward_model(tmp_path / "reward")
@@ -141,7 +131,7 @@ def test_lora_and_a_colocated_reward_model(check, tmp_path):
 
 
 @pytest.mark.heavy
-def test_n_grams_alone_and_an_audit(check, tmp_path):
+def test_n_grams_alone_and_an_audit(tmp_path):
     """Without a drafter and without training: what engines without a tap get; the paper's TLT-Base."""
     out, recipe = tmp_path / "alone", check.RECIPES["grpo_deepseek_r1_distill_qwen_7b"]
     extra = [*FORCED, "tlt.spot.enable=false", "tlt.speculation.source=ngram", "tlt.speculation.audit_every=2"]
@@ -159,14 +149,14 @@ def test_n_grams_alone_and_an_audit(check, tmp_path):
 
 
 @pytest.mark.heavy
-def test_plain_grpo(check, tmp_path):
+def test_plain_grpo(tmp_path):
     steps = check.run(check.RECIPES["grpo_qwen2.5_7b"], tmp_path / "plain", timeout_s=LIMIT_S)
     assert any(step["tlt/draft_length_frac_2"] > 0.5 for step in steps), "nothing was drafted"
     assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
 
 
 @pytest.mark.heavy
-def test_a_mixture_of_experts_on_one_replica(check, tmp_path):
+def test_a_mixture_of_experts_on_one_replica(tmp_path):
     """One replica has no bubble: it speculates, and nothing goes wrong."""
     sizes = ("trainer.n_gpus_per_node", "actor_rollout_ref.rollout.n_gpus_per_node", "ray_kwargs.ray_init.num_gpus")
     steps = check.run(
@@ -178,7 +168,7 @@ def test_a_mixture_of_experts_on_one_replica(check, tmp_path):
     assert all(step.get("tlt/bubble_s", 0.0) < 1.0 for step in steps)
 
 
-def test_no_recipe_is_left_out(check):
+def test_no_recipe_is_left_out():
     """Those that do not run here differ in sizes only from one that does."""
     source = Path(__file__).read_text()
     runs = {name for name in check.RECIPES if f'["{name}"]' in source}
