@@ -45,7 +45,7 @@ def test_a_recipe_says_what_it_needs_and_all_of_tlt_is_in_its_last_lines(path):
 
 
 def test_a_recipe_that_cannot_run_is_found_out(data, tmp_path, monkeypatch):
-    monkeypatch.setattr("HERE", tmp_path)
+    monkeypatch.setattr(check, "HERE", tmp_path)
     broken = tmp_path / "broken.sh"
     good = (RECIPES / "grpo_qwen3_8b.sh").read_text()
     for wrong, said in (
