@@ -233,6 +233,7 @@ def test_a_worker_without_verifier_weights_or_data_does_not_train(arguments):
     assert asyncio.run(worker.train()).steps > 0
 
 
-def test_on_a_gpu_attention_is_block_sparse(arguments):
+def test_on_a_gpu_attention_is_one_kernel_and_only_sessions_score(arguments):
     worker = SpotWorker("gpu", **{**arguments, "device": "cuda"})
-    assert worker.learner.model.config.transformer_layer_config._attn_implementation == "simple_flex_attention"
+    assert worker.learner.model.config.transformer_layer_config._attn_implementation == "sdpa"
+    assert asyncio.run(worker.score(3)) is None

@@ -2,7 +2,7 @@
 
 A packed row of S positions holds several documents, and each pass of a training-time test adds S keys, of which a
 position sees one. A dense mask computes all of S x (passes x S); here are computed the documents' own triangles and
-that one key of each later pass. Flex attention does so on CUDA, but has no backward pass on the CPU.
+that one key of each later pass.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ training-time-test loss and its file format are those of `speculators.models.eag
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,8 +35,8 @@ DEFAULT_DRAFT_LENGTH = 3
 
 
 def default_attention(device: torch.device | str) -> str:
-    """Block-sparse flex attention on CUDA; document by document elsewhere, where flex has no backward pass."""
-    return "simple_flex_attention" if torch.device(device).type == "cuda" else BY_DOCUMENT
+    """One kernel over the dense mask on CUDA, where the keys it masks cost little; document by document elsewhere."""
+    return "sdpa" if torch.device(device).type == "cuda" else BY_DOCUMENT
 
 
 def drafter_config(
@@ -124,7 +126,7 @@ def build_drafter(
         aux_layers: see `drafter_config`.
         intermediate_size: see `drafter_config`.
         seed: seeds the weights; the process's random state is left as it was.
-        attention: `BY_DOCUMENT`, "sdpa", "eager" or "simple_flex_attention"; None: `default_attention(device)`.
+        attention: `BY_DOCUMENT`, "sdpa" or "eager"; None: `default_attention(device)`.
         device: where the drafter goes after it was made on the CPU.
         max_position_embeddings: see `drafter_config`.
         draft_ids: int64 [DV], ascending target ids the drafter may propose; None: all of them.
@@ -155,6 +157,9 @@ def instantiate(config: Eagle3SpeculatorConfig, attention: str) -> Eagle3DraftMo
     register()
     config.transformer_layer_config._attn_implementation = attention
     model = Eagle3DraftModel(config).float()
+    # Where CUDA is, `speculators` compiles the forward: anew for other row counts and for scoring, for as long as that
+    # takes, while a stop waits. Its time is in a few large matrix products, for which there is nothing to compile.
+    model.forward = MethodType(inspect.unwrap(type(model).forward), model)
     if not has_own_head(model):
         # Both are frozen copies of the policy's head; one tensor saves V x H floats and one copy per refresh.
         model.verifier_lm_head.weight = model.lm_head.weight
@@ -164,6 +169,17 @@ def instantiate(config: Eagle3SpeculatorConfig, attention: str) -> Eagle3DraftMo
 def has_own_head(model: Eagle3DraftModel) -> bool:
     """Whether it drafts through a head of its own, as SafeAILab's and SpecForge's drafters do, not the policy's."""
     return bool(getattr(model.config, "own_head", False))
+
+
+def halve_frozen(model: Eagle3DraftModel) -> None:
+    """Keep the policy's weights in 16 bits, in which they come and an accelerator computes; not for float32 products.
+
+    A head of the drafter's own stays as it was loaded, to be saved again as it was.
+    """
+    own = model.lm_head.weight if has_own_head(model) else None
+    for parameter in model.parameters():
+        if not parameter.requires_grad and parameter is not own:
+            parameter.data = parameter.data.bfloat16()
 
 
 def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

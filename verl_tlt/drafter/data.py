@@ -121,7 +121,7 @@ class Batch:
         return Batch(**moved)
 
     def padded(self, multiple: int) -> Batch:
-        """Filled up with padding rows to a multiple of `multiple`: flex attention works in blocks of 128."""
+        """Filled up with padding rows to a multiple of `multiple`."""
         missing = -self.rows % multiple
         if not missing:
             return self

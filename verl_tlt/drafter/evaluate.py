@@ -22,7 +22,7 @@ import torch
 
 from verl_tlt.drafter.data import Batch, Sequence, groups, pack
 from verl_tlt.drafter.policy import DrafterError
-from verl_tlt.drafter.train import FLEX_BLOCK, mixed_precision
+from verl_tlt.drafter.train import ROW_BLOCK, mixed_precision
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -130,7 +130,7 @@ class _Probe:
         lm_head: torch.Tensor | None,
     ) -> None:
         self.model, self.rows = model, batch.rows
-        self.batch = batch.padded(FLEX_BLOCK) if batch.input_ids.is_cuda else batch
+        self.batch = batch.padded(ROW_BLOCK) if batch.input_ids.is_cuda else batch
         self.temperature, self.top_p, self.top_k = temperature, top_p, top_k
         self.lm_head = lm_head
         self.policy: torch.Tensor | None = None  # [S, DV] the policy's probabilities on the draft vocabulary
@@ -154,7 +154,6 @@ class _Probe:
             )
         return self._stack(self.overlap), self._stack(self.coin)
 
-    @torch.compiler.disable
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Called once per pass k with drafter and policy logits [1, S - k, DV], row i of both about the same token."""
         if self.policy is None:

@@ -8,8 +8,8 @@ restart often, so beta2 is 0.95 and the state resumes to the bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +17,14 @@ import numpy as np
 import torch
 
 from verl_tlt.drafter.build import trainable_parameters
-from verl_tlt.drafter.data import Batch
+from verl_tlt.drafter.data import Batch, Sequence, align
 from verl_tlt.drafter.policy import DrafterError
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
-FLEX_BLOCK = 128
-"""Rows of a CUDA batch are padded to a multiple of this: flex attention's block, and fewer recompilations."""
+ROW_BLOCK = 128
+"""Rows of a CUDA batch are padded to a multiple of this: aligned for its kernels, which are then of few kinds."""
 
 BETAS = (0.9, 0.95)
 CLIP = 1.0
@@ -167,17 +167,32 @@ class DrafterTrainer:
         """
         self._copy_in({name: torch.from_numpy(np.array(value)) for name, value in parameters.items()})
 
-    def to(self, device: torch.device | str) -> None:
-        """Move model and optimizer: between sessions they live on the host."""
-        self.model.to(device)
-        for moments in self.optimizer.state.values():
-            for key, value in moments.items():
-                if isinstance(value, torch.Tensor) and key != "step":  # AdamW keeps its step count on the host
-                    moments[key] = value.to(device)
+    @contextmanager
+    def holding(self, parameters: Mapping[str, np.ndarray]) -> Iterator[None]:
+        """The drafter with other weights for a moment; its own come back to the bit."""
+        own = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self.load_parameters(parameters)
+        try:
+            yield
+        finally:
+            self._copy_in(own)
+
+    def rehearse(self) -> None:
+        """A forward and a backward pass over nothing: what kernels need to be chosen and compiled, they have then.
+
+        The loss's Triton kernels are tuned for the vocabulary when they are first called, which takes longer than a
+        stop may. Nothing is learned, whatever the weights are.
+        """
+        hidden = self.model.hidden_size
+        states = torch.zeros(ROW_BLOCK + 1, (len(self.model.target_layer_ids) + 1) * hidden)  # [L, 4H]
+        tokens = torch.zeros(ROW_BLOCK + 1, dtype=torch.int64)
+        loss, _ = self._forward(self._prepare(align(Sequence(tokens, 1, states[:, hidden:], states[:, :hidden]))))
+        torch.autograd.backward(loss)
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _prepare(self, batch: Batch) -> Batch:
         batch = batch.to(self.device, torch.float32)
-        batch = batch.padded(FLEX_BLOCK) if self.device.type == "cuda" else batch
+        batch = batch.padded(ROW_BLOCK) if self.device.type == "cuda" else batch
         return batch.for_passes(self.ttt_steps)
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

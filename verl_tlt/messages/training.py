@@ -120,6 +120,9 @@ class SessionResult:
     """Mean over the session's steps."""
     acc: tuple[float, ...] = ()
     """Share of positions whose drafter argmax is the policy's, by draft position."""
+    scores: HeldOutScores | None = None
+    """Of the version agreed on before it, on a device that only sessions may use; None: it was judged, or not to the
+    end."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,8 @@ class AgreedParameters:
     candidate: Parameters
     served: Parameters
     initial: Parameters
+    proposed: Parameters | None = None
+    """About to be published: it becomes the served one; None: nothing is."""
 
     def of(self, which: str) -> Parameters:
         """One of the three by name."""

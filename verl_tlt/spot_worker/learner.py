@@ -4,6 +4,9 @@ A learner trains alone on its own buffer and leaves the device empty between ses
 it learned is a delta against the version all learners agree on; `spot_worker.merge` averages deltas, `trainer.gate`
 judges the result. Three sets of parameters are kept besides its own: the agreed one (the candidate), the served and the
 initial.
+
+The gate's scores need the device, too. On a borrowed one (`spot_worker.device`) a session begins with them, for the
+version that was agreed on after the sessions before; on the host they are made as soon as there is such a version.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,9 +33,9 @@ from verl_tlt.drafter import (
     Sequence,
     SequenceScore,
     VerifierWeights,
-    acceptance,
     default_attention,
     from_numpy16,
+    halve_frozen,
     load_drafter,
     load_training_state,
     pack,
@@ -57,6 +60,8 @@ from verl_tlt.messages.training import (
     VerifierArrays,
 )
 from verl_tlt.spot_worker.buffer import Buffer
+from verl_tlt.spot_worker.device import TrainingDevice
+from verl_tlt.spot_worker.scoring import PORTION, counts, score_versions
 
 HELD_OUT_TOKENS = 32_768
 """Most positions a gate looks at: twice what a paired comparison needs, and still seconds of work."""
@@ -67,7 +72,8 @@ WHICH = ("candidate", "served", "initial")
 class SpotLearner:
     """State: the model on the host, the agreed base, the served and the initial parameters, the buffer, Adam's moments.
 
-    Methods may be called from several threads: the model has one set of weights, so they take turns.
+    Methods may be called from several threads: the model has one set of weights, so they take turns. `add` waits for
+    nobody's turn, because the trainer waits for it.
 
     Args:
         name: of the replica it belongs to.
@@ -91,31 +97,47 @@ class SpotLearner:
         agreed: AgreedParameters | None = None,
         published: DrafterFile | None = None,
     ) -> None:
-        self.name, self.config, self.sampling, self.device = name, config, sampling, torch.device(device)
+        self.name, self.config, self.sampling, self.place = name, config, sampling, TrainingDevice(device)
         self._policy_dir = policy_dir
         d, b = config.drafter, config.buffer
         with tempfile.TemporaryDirectory(prefix="verl-tlt-spot-") as directory:
             stage(drafter.config, drafter.weights, Path(directory))
             # Loaded on the host, but trained on the device.
-            self.model = load_drafter(directory, policy_dir, attention=default_attention(self.device))
+            self.model = load_drafter(directory, policy_dir, attention=default_attention(device))
+            if self.place.is_borrowed:
+                halve_frozen(self.model)
         self.trainer = DrafterTrainer(
             self.model, learning_rate=d.learning_rate, warmup_steps=d.warmup_steps, ttt_steps=d.passes, loss=d.loss
         )
         self.buffer = Buffer(max_bytes=b.max_mb << 20, keep_steps=b.keep_steps, held_out=b.held_out)
         self.base: Parameters = self.trainer.parameters_numpy()
         self.kept: dict[str, Parameters] = {"served": self.base, "initial": self.base}
+        self.proposed: Parameters | None = None
+        """The agreed version that was exported to be served."""
+        self.unjudged = False
+        """The agreed version waits for a session that scores it."""
         self.unmerged_steps = self.unmerged_tokens = 0
         if agreed is not None:
             self._start_from(_copied(agreed.candidate))
             self.kept = {"served": _copied(agreed.served), "initial": _copied(agreed.initial)}
+            self.proposed = None if agreed.proposed is None else _copied(agreed.proposed)
         elif published is not None:
             tensors = load(published.weights)
             self._start_from({name: tensors[name].float().numpy() for name in self.base})
             self.keep("served")
         self.rng = random.Random(f"{d.seed}-{name}")
-        self._busy = threading.Lock()
+        self._busy = threading.Lock()  # the model
+        self._shelf = threading.Lock()  # the buffer; nobody holds it for long
+        self._arrived: VerifierArrays | None = None
         self._verifier_known = False
         self._whole_head: torch.Tensor | None = None
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The model, for one at a time, with the newest verifier weights."""
+        with self._busy:
+            self._take_in()
+            yield
 
     # ------------------------------------------------------------------ buffer
 
@@ -127,14 +149,24 @@ class SpotLearner:
             sequences: states in 16 bits; the buffer keeps them.
             verifier_weights: None: as they were.
         """
-        with self._busy:
+        with self._shelf:
             for index, sequence in enumerate(sequences):
                 self.buffer.add(step, index, sequence)
-            if verifier_weights is not None:
-                self._refresh(verifier_weights)
-            return self.buffer.stats()
+            stats = self.buffer.stats()
+        if verifier_weights is not None:
+            self._arrived = verifier_weights
+            if self._busy.acquire(blocking=False):  # else the next turn takes them in
+                try:
+                    self._take_in()
+                finally:
+                    self._busy.release()
+        return stats
 
-    def _refresh(self, arrays: VerifierArrays) -> None:
+    def _take_in(self) -> None:
+        """Copy verifier weights that have arrived into the model, for whoever holds the lock."""
+        arrays, self._arrived = self._arrived, None
+        if arrays is None:
+            return
         weights = VerifierWeights(**{part: from_numpy16(array) for part, array in vars(arrays).items()})
         refresh_verifier_weights(self.model, weights)
         # A pruned draft vocabulary is judged against the policy's whole head, which the drafter does not hold.
@@ -144,16 +176,23 @@ class SpotLearner:
     # ------------------------------------------------------------------ sessions
 
     def train(self, should_stop: Callable[[], bool]) -> SessionResult:
-        """Train until told to stop (asked before each micro-batch), or until the buffer's epochs are used up."""
+        """Train until told to stop (asked before each micro-batch), or until the buffer's epochs are used up.
+
+        Raises:
+            NoRoom: the device's owners left too little of it.
+        """
         start = time.perf_counter()
-        if not self._verifier_known or not self.buffer.ready(self.config.buffer.min_tokens):
-            return SessionResult("exhausted")
-        with self._busy:
-            self.buffer.begin_session(max_epochs=self.config.spot.max_epochs)
-            with self._visiting(self.trainer):
+        scores = None
+        with self._turn():
+            if not self._verifier_known or not self._begin():
+                return SessionResult("exhausted")
+            with self._visit(trains=True):
+                if self.unjudged:
+                    scores = self._score_held_out(self.config.speculation.max_draft_length, should_stop)
+                    self.unjudged = scores is None
                 done = train_until(self.trainer, self._batches(), should_stop)
-        self.unmerged_steps += done.steps
-        self.unmerged_tokens += math.ceil(done.weighted_tokens)
+            self.unmerged_steps += done.steps
+            self.unmerged_tokens += math.ceil(done.weighted_tokens)
         return SessionResult(
             "stopped" if done.stopped else "exhausted",
             steps=done.steps,
@@ -163,30 +202,43 @@ class SpotLearner:
             seconds=time.perf_counter() - start,
             loss=done.loss,
             acc=done.acc_by_position,
+            scores=scores,
         )
 
-    @contextmanager
-    def _visiting(self, what: Any) -> Iterator[None]:
-        """Model or trainer on the training device for a moment, for whoever holds the lock."""
-        what.to(self.device)
-        try:
-            yield
-        finally:
-            what.to("cpu")  # the engine maps fixed sizes when it wakes: leave nothing behind
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # it needs all of the memory
+    def _begin(self) -> bool:
+        """Begin a pass over the buffer; False where there is too little to train on."""
+        with self._shelf:
+            self.buffer.begin_session(max_epochs=self.config.spot.max_epochs)
+            return self.buffer.ready(self.config.buffer.min_tokens)
+
+    def _visit(self, *, trains: bool) -> AbstractContextManager[None]:
+        """The drafter on the training device, for whoever holds the lock."""
+        return self.place.visit(self.trainer, max(self.config.drafter.batch_tokens, PORTION), trains=trains)
 
     def _batches(self) -> Iterator[Batch]:
-        while not self.buffer.exhausted():
-            drawn = self.buffer.sample_batch(self.rng, self.config.drafter.batch_tokens)
+        while True:
+            with self._shelf:
+                if self.buffer.exhausted():
+                    return
+                drawn = self.buffer.sample_batch(self.rng, self.config.drafter.batch_tokens)
             if windows := [window for window in drawn if len(window) > 1]:
                 yield pack(windows)
+
+    def warm_up(self) -> None:
+        """Have the device do once what a session does, so that no session waits for its kernels; nothing is learned.
+
+        Raises:
+            NoRoom: the device's owners left too little of it.
+        """
+        if self.place.is_borrowed:
+            with self._turn(), self._visit(trains=False):
+                self.trainer.rehearse()
 
     # ------------------------------------------------------------------ merge
 
     def contribute(self) -> Contribution:
         """What this learner learned since its last merge."""
-        with self._busy:
+        with self._turn():
             return Contribution(self.name, self.unmerged_tokens, self.unmerged_steps, self._own_delta())
 
     def _own_delta(self) -> Parameters:
@@ -199,10 +251,11 @@ class SpotLearner:
         One left out for too few steps keeps its own progress on top and hands it in later; one left out for broken
         numbers starts again from the agreed version, with fresh moments: they may be what broke it.
         """
-        with self._busy:
+        with self._turn():
             own = self._own_delta()
             sound = all(np.isfinite(v).all() for v in own.values())
             if merged.delta is not None:
+                self.unjudged = self.place.is_borrowed
                 self.base = {name: self.base[name] + merged.delta[name] for name in self.base}
             if sound and self.name not in merged.included:
                 self.trainer.load_parameters({name: self.base[name] + own[name] for name in own})
@@ -219,66 +272,64 @@ class SpotLearner:
 
     def agreed(self) -> AgreedParameters:
         """What all learners hold alike, for one that joins them."""
-        return AgreedParameters(self.base, self.kept["served"], self.kept["initial"])
+        return AgreedParameters(self.base, self.kept["served"], self.kept["initial"], self.proposed)
+
+    def propose(self) -> None:
+        """The agreed version is about to be published, and may be another one when it is."""
+        self.proposed = self.base  # replaced by the next version, never written to
 
     def keep(self, which: str) -> None:
-        """The agreed version is published: remember it as the served one."""
-        self.kept[which] = self.base  # replaced by the next version, never written to
+        """What was proposed is published, or else the agreed version: remember it as the served one."""
+        self.kept[which] = self.base if self.proposed is None else self.proposed
+        self.unjudged = self.unjudged and self.kept[which] is not self.base
+        self.proposed = None
 
     def revert(self, which: str) -> None:
         """Go back to the served or the initial parameters; the candidate is given up."""
-        with self._busy:
+        with self._turn():
             self._start_from(self.kept[which])
+            self.unjudged, self.proposed = False, None
 
     # ------------------------------------------------------------------ judging and publishing
 
-    def score(self, max_draft: int) -> HeldOutScores:
+    def score(self, max_draft: int) -> HeldOutScores | None:
         """Score candidate, served and initial on the held-out sequences, all under the same verifier weights.
 
-        Without any, or before the verifier weights are known, S is 0.
+        Without any, or before the verifier weights are known, S is 0. None where the device is borrowed: a session does
+        it.
         """
-        with self._busy:
+        if self.place.is_borrowed:
+            return None
+        with self._turn():
+            return self._score_held_out(max_draft, lambda: False)
+
+    def _score_held_out(self, max_draft: int, should_stop: Callable[[], bool]) -> HeldOutScores | None:
+        """See `score`; None when told to stop. For whoever holds the lock, on the device."""
+        with self._shelf:
             held_out = self.buffer.held_out(HELD_OUT_TOKENS) if self._verifier_known else []
-        scores = self.score_on([s for s in held_out if len(s) > 1], WHICH, max_draft)
+        scores = self._score([s for s in held_out if len(s) > 1], WHICH, max_draft, should_stop)
+        if scores is None:
+            return None
         positions = np.array([s.positions for s in scores["candidate"]], dtype=np.int64)
         return HeldOutScores(positions, **{which: counts(scores[which], max_draft) for which in WHICH})
 
     def score_on(
         self, sequences: list[Sequence], which: Iterable[str], max_draft: int
     ) -> dict[str, list[SequenceScore]]:
-        """Score some of `WHICH` on any sequences."""
-        if not sequences:
-            return {one: [] for one in which}
-        found = {}
-        with self._busy, self._visiting(self.model):  # without the optimizer: it shares the device with the policy
-            head = None if self._whole_head is None else self._whole_head.to(self.device)
-            for one in which:
-                with self._holding(self.agreed().of(one)):
-                    found[one] = acceptance(
-                        self.model,
-                        sequences,
-                        temperature=self.sampling.temperature,
-                        top_p=self.sampling.top_p,
-                        top_k=self.sampling.top_k,
-                        max_draft=max_draft,
-                        lm_head=head,
-                    )
-            del head
-        return found
+        """Score some of `WHICH` on any sequences; for studies, which own their device."""
+        with self._turn(), self._visit(trains=False) if sequences else nullcontext():
+            return self._score(sequences, which, max_draft, lambda: False) or {}
 
-    @contextmanager
-    def _holding(self, params: Parameters) -> Iterator[None]:
-        """The model with other parameters for a moment, for whoever holds the lock; the learner's own come back."""
-        own = self.trainer.parameters_numpy()
-        self.trainer.load_parameters(params)
-        try:
-            yield
-        finally:
-            self.trainer.load_parameters(own)
+    def _score(
+        self, sequences: list[Sequence], which: Iterable[str], max_draft: int, should_stop: Callable[[], bool]
+    ) -> dict[str, list[SequenceScore]] | None:
+        head = None if self._whole_head is None else self._whole_head.to(self.place.device)
+        versions = {one: self.agreed().of(one) for one in which}
+        return score_versions(self.trainer, versions, sequences, self.sampling, max_draft, head, should_stop)
 
     def export(self, version: int, dtype: str, acceptance: list[float]) -> DrafterFile:
         """The agreed version as vLLM loads it."""
-        with self._busy, self._holding(self.base):
+        with self._turn(), self.trainer.holding(self.base):
             config, weights, fingerprint = to_drafter_file(self.model, dtype)
         return DrafterFile(version, config, weights, fingerprint, tuple(acceptance))
 
@@ -296,7 +347,7 @@ class SpotLearner:
 
     def snapshot(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """(the served drafter's tensors, `DrafterTrainer.state()`), on the host; training does not change them."""
-        with self._busy:
+        with self._turn():
             served = self.kept["served"]  # replaced, never written to: no copy is needed
             tensors = serving_tensors(self.model, without=served.keys())
             state = self.trainer.state()  # of the candidate, which may be ahead of what is served
@@ -307,15 +358,10 @@ class SpotLearner:
         state = load_training_state(directory)
         if state is None:
             return False
-        with self._busy:
+        with self._turn():
             self.trainer.load_state(state)
             self.base = self.trainer.parameters_numpy()
         return True
-
-
-def counts(scores: list[SequenceScore], max_draft: int) -> np.ndarray:
-    """Drafts and acceptances as `HeldOutScores` has them: float64 [S, 1+K]."""
-    return np.array([[s.drafts, *s.accepted] for s in scores], dtype=np.float64).reshape(-1, 1 + max_draft)
 
 
 def _copied(params: Parameters) -> Parameters:

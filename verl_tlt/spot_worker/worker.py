@@ -66,7 +66,7 @@ class SpotWorker:
         self.learner = SpotLearner(name, config, policy_dir, drafter, sampling, device, agreed, published)
         self._stopping = threading.Event()
         # Without an accelerator training shares its cores with the engines that still decode.
-        shared = self.learner.device.type == "cpu" and hasattr(os, "SCHED_IDLE")
+        shared = not self.learner.place.is_borrowed and hasattr(os, "SCHED_IDLE")
         self._session = ThreadPoolExecutor(1, "tlt-session", initializer=_yield_to_engines if shared else None)
 
     async def add(
@@ -94,6 +94,10 @@ class SpotWorker:
             logger.warning("%d of %d sequences were left out: a rank's shard is missing", missing, total)
         return dataclasses.replace(self.learner.add(step, sequences, verifier_weights), incomplete=missing)
 
+    async def warm_up(self) -> None:
+        """Have the device ready for sessions, while it is nobody's."""
+        await asyncio.to_thread(self.learner.warm_up)
+
     async def train(self) -> SessionResult:
         """Train until `stop`, or until the buffer's epochs are used up."""
         self._stopping.clear()
@@ -120,16 +124,20 @@ class SpotWorker:
         """Candidate, served and initial parameters, for a worker that joins."""
         return self.learner.agreed()
 
+    async def propose(self) -> None:
+        """The agreed version is about to be published."""
+        self.learner.propose()
+
     async def keep(self, which: str) -> None:
-        """The agreed version is published."""
+        """What was proposed is published."""
         self.learner.keep(which)
 
     async def revert(self, which: str) -> None:
         """Go back to the served or the initial parameters."""
         await asyncio.to_thread(self.learner.revert, which)
 
-    async def score(self, max_draft: int) -> HeldOutScores:
-        """Score candidate, served and initial on this node's held-out sequences."""
+    async def score(self, max_draft: int) -> HeldOutScores | None:
+        """Score candidate, served and initial on this node's held-out sequences; None: a session does it."""
         return await asyncio.to_thread(self.learner.score, max_draft)
 
     async def export(self, version: int, dtype: str, acceptance: list[float]) -> DrafterFile:

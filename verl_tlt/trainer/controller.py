@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 BUFFER_S = 30.0
 """Copies of hidden states ran behind the update and have long arrived; the next rollout waits at most this for one."""
+WARM_UP_S = 300.0
+"""For starting a spot worker and tuning its kernels; its successor warms up in its first session."""
 SAVE_S = 600.0
 """The policy's checkpoint takes longer than the drafter's; a disk that hangs is given this."""
 
@@ -144,6 +146,20 @@ class Controller:
                     logger.warning(
                         "the drafter is not trained in this run, which speculates with it as it is: %s", untapped
                     )
+                else:
+                    self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Let spot workers try their devices before the engines take them; later it would take from a stop's time."""
+        deadline = time.monotonic() + WARM_UP_S
+        for name, call in self.fleet.warm_up().items():
+            try:
+                call.result(max(0.0, deadline - time.monotonic()))
+            except CallFailed as error:
+                logger.warning("the spot worker of %s did not warm up: %s", name, error)
+                self.guard.count("warm-up", 1)
+                if error.died or not call.done():  # it must be off the device when the engines wake
+                    self.fleet.restart([name])
 
     def after_first_sync(self, step: int) -> None:
         """Engines hold weights: measure what their steps cost."""

@@ -2,6 +2,10 @@
 
 Runs in a background thread behind old-log-prob and the actor update, with the weight sync as its deadline: a merge that
 is late keeps the version that is served. The workers do the arithmetic; the decision is `trainer.gate`'s.
+
+None of it touches an accelerator, which is the actor's then. The scores that judging needs come with the sessions, and
+are of the version that was merged before these: it is judged one step after it was merged. Where spot workers compute
+on the host they score what was merged at once.
 """
 
 from __future__ import annotations
@@ -62,37 +66,63 @@ def update_drafter(
         CallFailed: a worker raised or did not answer.
     """
     start = time.perf_counter()
-    workers = fleet.workers()
-    # A worker with several sessions in the step hands in what all of them changed.
-    trained = list(dict.fromkeys(s.replica for s in sessions if s.result and s.result.steps and s.replica in workers))
     out = DrafterUpdate(reason="no session trained")
-    if not trained:
-        return out
-    merged = fleet.merge(trained)
-    out.excluded = merged.excluded
-    for name, reason in out.excluded.items():
-        logger.info("the session of %s is not merged yet: %s", name, reason)
-    if merged.delta is None:
-        out.reason = "every session was excluded"
-        return out
-    _judge(out, fleet, config, version)
-    if out.serves_another:
-        out.drafter = fleet.export(version, dtype, out.acceptance)
+    scored = {s.replica: s.result.scores for s in sessions if s.result and s.result.scores is not None}
+    if scored:
+        _judge(out, gather(scored), fleet, config, version, dtype)
+    if out.decision != "reverted":  # else what the sessions added to it has gone with it
+        _merge(out, fleet, config, sessions, version, dtype, judged=bool(scored))
     out.seconds = time.perf_counter() - start
     return out
 
 
-def _judge(out: DrafterUpdate, fleet: Fleet, config: TLTConfig, seed: int) -> None:
-    """Fill in decision, taus and acceptance; carry out a reversion on the workers."""
-    scores = gather(fleet.score(config.speculation.max_draft_length))
+def _merge(
+    out: DrafterUpdate,
+    fleet: Fleet,
+    config: TLTConfig,
+    sessions: Sequence[Ended],
+    version: int,
+    dtype: str,
+    judged: bool,
+) -> None:
+    """Agree on what the sessions learned; judge it where nothing is `judged` yet and workers can score it now."""
+    workers = fleet.workers()
+    # A worker with several sessions in the step hands in what all of them changed.
+    trained = list(dict.fromkeys(s.replica for s in sessions if s.result and s.result.steps and s.replica in workers))
+    if not trained:
+        return
+    merged = fleet.merge(trained)
+    out.excluded = merged.excluded
+    for name, reason in out.excluded.items():
+        logger.info("the session of %s is not merged yet: %s", name, reason)
+    if judged:
+        return
+    if merged.delta is None:
+        out.reason = "every session was excluded"
+    elif scores := fleet.score(config.speculation.max_draft_length):
+        _judge(out, gather(scores), fleet, config, version, dtype)
+    else:
+        out.reason = "merged, and the next session scores it"
+
+
+def _judge(
+    out: DrafterUpdate, scores: HeldOutScores | None, fleet: Fleet, config: TLTConfig, version: int, dtype: str
+) -> None:
+    """Fill in what comes of the agreed version, and have the workers revert or export it; None: nothing is held out."""
     if not config.gate.enable:
         out.decision, out.reason, out.serves_another = "published", "the gate is off", True
         if scores is not None:
             out.acceptance, out.tau = scores.conditional("candidate"), scores.taus()
-        return
-    if scores is None:
+    elif scores is None:
         out.reason = "no held-out sequences yet"
-        return
+    else:
+        _carry_out(out, scores, fleet, config, version)
+    if out.serves_another:
+        out.drafter = fleet.export(version, dtype, out.acceptance)
+
+
+def _carry_out(out: DrafterUpdate, scores: HeldOutScores, fleet: Fleet, config: TLTConfig, seed: int) -> None:
+    """The gate's verdict."""
     verdict = decide(scores, config.gate, seed=seed)
     out.tau, out.reason = scores.taus(), verdict.reason
     if verdict.interval is not None:

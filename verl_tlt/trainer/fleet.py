@@ -128,6 +128,10 @@ class Fleet(Protocol):
         """Send what was taken to the spot workers; nobody waits for the copies."""
         ...
 
+    def warm_up(self) -> dict[str, Call[Any]]:
+        """Have spot workers try their devices, which are nobody's now; empty where there is nothing to warm up."""
+        ...
+
     def train(self, name: str) -> Call[SessionResult]:
         """Start a session on a replica's spot worker."""
         ...
@@ -149,11 +153,14 @@ class Fleet(Protocol):
         ...
 
     def score(self, max_draft_length: int) -> dict[str, HeldOutScores]:
-        """Every worker's held-out scores of candidate, served and initial drafter."""
+        """Held-out scores of candidate, served and initial drafter, of every worker that computes on the host.
+
+        The others' devices are the actor's now: their scores come with a session's result.
+        """
         ...
 
     def keep_as_served(self) -> None:
-        """The agreed version is published: every worker remembers it as the served one."""
+        """What was exported is published: every worker remembers it as the served one."""
         ...
 
     def revert(self, which: str) -> None:

@@ -253,6 +253,12 @@ class RayFleet:
         """One copy in the object store for however many workers."""
         return ray.put(self.spot.drafter)
 
+    def warm_up(self) -> dict[str, Call[Any]]:
+        """See `Fleet`."""
+        if self.spot.device == "cpu":
+            return {}
+        return {name: RayCall(self.replicas[name].worker.warm_up.remote()) for name in self.workers()}
+
     def train(self, name: str) -> Call[SessionResult]:
         """See `Fleet`."""
         return RayCall(self.replicas[name].worker.train.remote())
@@ -294,7 +300,8 @@ class RayFleet:
 
     def score(self, max_draft_length: int) -> dict[str, HeldOutScores]:
         """See `Fleet`."""
-        return self._on_workers("score", max_draft_length)
+        scores = self._on_workers("score", max_draft_length)
+        return {name: found for name, found in scores.items() if found is not None}
 
     def keep_as_served(self) -> None:
         """See `Fleet`."""
@@ -306,6 +313,7 @@ class RayFleet:
 
     def export(self, version: int, dtype: str, acceptance: Sequence[float]) -> DrafterFile:
         """See `Fleet`."""
+        self._on_workers("propose")
         worker = self.replicas[self.workers()[0]].worker
         exported: DrafterFile = answer(worker.export.remote(version, dtype, list(acceptance)), CALL_S)
         return exported

@@ -1,7 +1,8 @@
 """A fleet of plain objects, for driving the controller through whole RL steps: no Ray, no engines, no arrays.
 
 It keeps the promises of `trainer.fleet.Fleet` and notes every call. What goes wrong is set by the test: `broken` makes
-a method raise, `deaf` and `slow` change how sessions end, `merge_gate` holds merges back.
+a method raise, `deaf` and `stop_s` change how sessions end, `merge_gate` holds merges back. With `borrowed` the spot
+workers' devices are the actor's outside sessions.
 """
 
 import threading
@@ -65,6 +66,10 @@ class FakeFleet:
         self.saved: list[tuple[Path, Any]] = []
         self.restarts: list[str] = []
         self.sessions: dict[str, FakeCall] = {}
+        self.stop_s = 0.0
+        self.borrowed = self.unjudged = False
+        self.on_device: set[str] = set()
+        self.warming: dict[str, FakeCall] = {}
         self.candidate_acceptance = 0.6
         self.untapped: str | None = None
         self._spot = False
@@ -147,9 +152,14 @@ class FakeFleet:
         failure = self.broken.get("add")
         return {name: ended(failure or stats) for name in self.workers()}
 
+    def warm_up(self) -> dict[str, FakeCall]:
+        self._call("warm_up")
+        return self.warming
+
     def train(self, name: str) -> FakeCall:
         self._call("train", name)
         assert name in self.asleep or not self.load[name], "it trains on a device that decodes"
+        self.on_device.add(name)
         call = self.sessions[name] = FakeCall()
         if error := self.broken.get(f"session of {name}"):
             call.end(error)
@@ -158,10 +168,18 @@ class FakeFleet:
     def stop(self, name: str) -> None:
         self._call("stop", name)
         if name not in self.deaf:
-            self.sessions[name].end(SessionResult("stopped", steps=20, tokens=5000))
+            threading.Timer(self.stop_s, self._end, [name]).start() if self.stop_s else self._end(name)
+
+    def _end(self, name: str) -> None:
+        """A session begins with the scores of what was merged before it."""
+        scores = self._scores() if self.unjudged else None
+        self.unjudged = False
+        self.on_device.discard(name)
+        self.sessions[name].end(SessionResult("stopped", steps=20, tokens=5000, scores=scores))
 
     def restart(self, names: Collection[str]) -> None:
         self.restarts += names
+        self.on_device -= set(names)
 
     def first_done(self, calls: Mapping[str, FakeCall], timeout_s: float) -> list[str]:
         deadline = time.time() + timeout_s
@@ -174,10 +192,14 @@ class FakeFleet:
     def merge(self, names: Sequence[str]) -> Merged:
         self._call("merge", tuple(names))
         assert self.merge_gate.wait(30)
+        self.unjudged = self.borrowed
         return Merged(delta={"w": np.ones(1)}, tokens=5000, included=tuple(names))
 
     def score(self, max_draft_length: int) -> dict[str, HeldOutScores]:
         self._call("score")
+        return {} if self.borrowed else {"a": self._scores()}
+
+    def _scores(self) -> HeldOutScores:
         rng = np.random.default_rng(0)
         positions = np.full(40, 1000)  # [S]
 
@@ -187,7 +209,7 @@ class FakeFleet:
             return np.stack([drafts * acceptance**i for i in range(K + 1)], axis=1)  # [S, 1+K]
 
         served = counts(0.5)
-        return {"a": HeldOutScores(positions, counts(self.candidate_acceptance), served, served)}
+        return HeldOutScores(positions, counts(self.candidate_acceptance), served, served)
 
     def keep_as_served(self) -> None:
         self._call("keep_as_served")

@@ -2,100 +2,14 @@
 
 import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from fake_fleet import FakeFleet
+from rl_steps import STOP_S, called, fill_buffers, rest_of_step, sampling, until
 
-from verl_tlt.config import TLTConfig
-from verl_tlt.idle.modes import RULES
-from verl_tlt.messages.rollout import DrafterFile
-from verl_tlt.trace.events import TraceWriter
-from verl_tlt.trainer.bootstrap import Start
-from verl_tlt.trainer.controller import Controller, RunFacts
 from verl_tlt.trainer.fleet import CallFailed
-from verl_tlt.trainer.pending_work import PendingWork
 from verl_tlt.trainer.runtime_switch import write_switch
-
-FIRST = DrafterFile(0, "{}", b"", "f0", (0.0, 0.0, 0.0))
-STOP_S = 0.3
-
-
-@pytest.fixture
-def run(tmp_path):
-    """Build a controller with its fleet; both are at the end of their set-up."""
-    built = []
-
-    def build(mode="sync", names=("a", "b"), standalone=(), resume_from=None, fleet=None, **speculation):
-        tlt = TLTConfig.from_dict(
-            {
-                "trace": {"dir": str(tmp_path / "trace")},
-                "drafter": {"save_dir": str(tmp_path / "drafter")},
-                "buffer": {"min_tokens": 100},
-                "spot": {"settle_s": 0.0, "poll_s": 0.005, "stop_timeout_s": STOP_S},
-                "speculation": speculation,
-            }
-        )
-        fleet = fleet or FakeFleet(*names, standalone=standalone)
-        facts = RunFacts(
-            rule=RULES[mode], requests=8, dtype="bfloat16", checkpoints=tmp_path / "ckpt", policy="policy",
-            data="data", data_sha256=None, temperature=1.0, gpus=2,
-        )  # fmt: skip
-        start = Start(FIRST, FIRST, (2, 4, 6), "a test")
-        trace = TraceWriter(str(tmp_path / "trace"), "trainer")
-        controller = Controller(tlt, facts, start, fleet, trace, PendingWork)
-        controller.before_first_sync(0, resume_from)
-        fleet.sync()
-        controller.after_first_sync(0)
-        built.append((controller, fleet))
-        return controller, fleet
-
-    yield build
-    for controller, fleet in built:
-        fleet.merge_gate.set()
-        controller._pool.shutdown(wait=True)
-
-
-def until(condition, seconds=120.0):
-    deadline = time.time() + seconds
-    while not condition():
-        assert time.time() < deadline, "it did not happen in time"
-        time.sleep(0.002)
-
-
-@contextmanager
-def sampling(controller, fleet, step, *, idle="b"):
-    """A sampling phase: both decode, then `idle` runs dry; inside, `a` still decodes."""
-    controller.sample_begin(step)
-    fleet.load |= dict.fromkeys(fleet.places, 4)
-    until(lambda: controller._watch._load == fleet.load)
-    fleet.load[idle] = 0
-    yield
-    controller.sample_end(step, last=True)
-    fleet.load = dict.fromkeys(fleet.places, 0)
-
-
-def rest_of_step(controller, fleet, step, merged=True):
-    """From the log-probs to the metrics; the weight sync lies in it. Returns the metrics."""
-    controller.log_probs_done(step)
-    if merged and controller._merging is not None:
-        until(controller._merging.done)
-    controller.before_sync(step)
-    fleet.sync()
-    controller.after_sync(step, colocated_asleep=False)
-    return controller.metrics(step, {"timing_s/gen": 1.0})
-
-
-def fill_buffers(controller, fleet):
-    """A first step, whose log-probs fill the buffers."""
-    with sampling(controller, fleet, 1):
-        pass
-    return rest_of_step(controller, fleet, 1)
-
-
-def called(fleet, method):
-    return [call[1:] for call in fleet.calls if call[0] == method]
 
 
 def test_an_idle_replica_trains_and_what_it_learned_is_served_after_the_sync(run):

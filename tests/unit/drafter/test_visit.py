@@ -1,0 +1,152 @@
+"""Visits to a device, counted: what crosses, what a stop waits for, and that nothing is lost on the way.
+
+The "device" is other memory of the host, which shows all but speed.
+"""
+
+import math
+
+import pytest
+import torch
+from tiny_policy import verifier_weights
+from transformers import Qwen2Config
+
+from verl_tlt.drafter import (
+    DrafterTrainer,
+    acceptance,
+    build_drafter,
+    drafter_config,
+    evaluate,
+    pack,
+    refresh_verifier_weights,
+    session_bytes,
+    traffic,
+    train,
+    visit,
+    visiting,
+)
+from verl_tlt.drafter.build import instantiate
+
+AWAY = torch.device("cpu")
+QWEN_7B = Qwen2Config(
+    hidden_size=3584, intermediate_size=18944, vocab_size=152064, num_attention_heads=28, num_key_value_heads=4,
+    num_hidden_layers=28, max_position_embeddings=32768, architectures=["Qwen2ForCausalLM"],
+)  # fmt: skip
+
+
+class Counted:
+    """Copies, and counts the bytes of what arrives."""
+
+    def __init__(self):
+        self.bytes = 0
+
+    def __call__(self, target, source):
+        target.copy_(source)
+        self.bytes += target.nbytes
+
+    def since(self):
+        found, self.bytes = self.bytes, 0
+        return found
+
+
+@pytest.fixture
+def in_16_bits(monkeypatch):
+    """Matrix products as on CUDA."""
+    for module in (train, evaluate):
+        monkeypatch.setattr(module, "mixed_precision", lambda device: torch.autocast("cpu", torch.bfloat16))
+
+
+@pytest.fixture
+def trainer(drafter):
+    return DrafterTrainer(drafter, ttt_steps=3, warmup_steps=2)
+
+
+def homes(trainer):
+    return [t.data_ptr() for t in (*trainer.model.parameters(), *trainer.model.buffers())]
+
+
+def test_a_stop_moves_what_training_changed_and_nothing_else(in_16_bits, trainer, sequences):
+    trained = sum(p.nbytes for p in trainer.parameters.values())
+    frozen = sum(p.numel() for p in trainer.model.parameters() if not p.requires_grad)
+    buffers = sum(b.nbytes for b in trainer.model.buffers())
+    at_home = homes(trainer)
+    copy = Counted()
+    for session in range(3):
+        with visiting(trainer, AWAY, copy=copy):
+            there = copy.since()
+            assert not set(homes(trainer)) & set(at_home), "something stayed behind"
+            embedding = trainer.model.embed_tokens.weight
+            assert embedding.dtype == torch.bfloat16 and next(iter(trainer.parameters.values())).dtype == torch.float32
+            trainer.step(pack(sequences))
+        assert copy.since() == 3 * trained == traffic(trainer.model).back
+        moments = 2 * trained if session else 0  # there are none before the first step
+        assert there == trained + moments + 2 * frozen + buffers
+        assert homes(trainer) == at_home
+    assert there == traffic(trainer.model).there
+    with visiting(trainer, AWAY, trains=False, copy=copy):
+        assert copy.since() == traffic(trainer.model, trains=False).there == trained + 2 * frozen + buffers
+        acceptance(trainer.model, sequences, max_draft=2)
+    assert copy.since() == traffic(trainer.model, trains=False).back == 0
+
+
+def test_sessions_away_are_sessions_at_home_to_the_bit(monkeypatch, policy, sequences):
+    monkeypatch.setattr(visit, "FROZEN", torch.float32)
+
+    def trained(away):
+        model = build_drafter(policy.config, seed=3)
+        refresh_verifier_weights(model, verifier_weights(policy))
+        trainer = DrafterTrainer(model, ttt_steps=2)
+        for some in (sequences[:2], sequences[2:], sequences):
+            if away:
+                with visiting(trainer, AWAY):
+                    trainer.step(pack(some))
+            else:
+                trainer.step(pack(some))
+        return trainer.state()
+
+    one, two = trained(True), trained(False)
+    assert all(torch.equal(one["parameters"][name], value) for name, value in two["parameters"].items())
+    for i, moments in two["optimizer"]["state"].items():
+        assert all(torch.equal(one["optimizer"]["state"][i][key], value) for key, value in moments.items())
+
+
+def test_sixteen_bit_verifier_weights_teach_the_same(in_16_bits, trainer, sequences):
+    plain = DrafterTrainer(trainer.model, ttt_steps=3)._forward(trainer._prepare(pack(sequences)))[0]
+    with visiting(trainer, AWAY):
+        result = trainer.step(pack(sequences))
+    assert math.isfinite(result.loss) and not result.skipped
+    assert result.loss == pytest.approx(float(plain), rel=0.02)
+
+
+@pytest.mark.parametrize("where", ["inside", "on the way back"])
+def test_a_visit_that_fails_leaves_nothing_away(in_16_bits, trainer, sequences, where):
+    at_home, before = homes(trainer), trainer.state()["parameters"]
+
+    def copy(target, source):
+        if where == "on the way back" and target.data_ptr() in at_home:
+            raise RuntimeError("the device is lost")
+        target.copy_(source)
+
+    with pytest.raises(RuntimeError), visiting(trainer, AWAY, copy=copy):
+        trainer.step(pack(sequences))
+        trainer._forward(trainer._prepare(pack(sequences)))[0].backward()
+        raise RuntimeError("out of memory")
+    assert homes(trainer) == at_home
+    assert all(p.grad is None for p in trainer.parameters.values())
+    after = trainer.state()["parameters"]
+    assert torch.equal(after["fc.weight"], before["fc.weight"]) == (where == "on the way back")
+
+
+def test_a_rehearsal_teaches_nothing(trainer):
+    before = trainer.state()
+    trainer.rehearse()
+    after = trainer.state()
+    assert all(torch.equal(after["parameters"][name], value) for name, value in before["parameters"].items())
+    assert (after["steps"], after["skipped"], after["rng"]) == (0, 0, before["rng"])
+    assert after["optimizer"]["state"] == {} and all(p.grad is None for p in trainer.parameters.values())
+
+
+def test_what_a_7b_policys_drafter_moves():
+    with torch.device("meta"):
+        model = instantiate(drafter_config(QWEN_7B), "sdpa")
+    assert traffic(model).back == pytest.approx(3.46e9, rel=0.01), "7.8e9 with the policy's embedding and head"
+    assert session_bytes(model, rows=1024, passes=3) == pytest.approx(10e9, rel=0.05)

@@ -1,0 +1,195 @@
+"""A learner on a device that is somebody else's outside its sessions: counted memory, slow scoring, and no waiting.
+
+The device is other memory of the host, and counts what is on it.
+"""
+
+import threading
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from tiny_learner import make_learner, texts, verifier_arrays
+
+from verl_tlt.drafter import evaluate, session_bytes, train, visiting
+from verl_tlt.messages.training import Merged
+from verl_tlt.spot_worker import scoring
+from verl_tlt.spot_worker.device import NoRoom, TrainingDevice, check_room
+
+SLOW_S = 0.2
+GIB = 2**30
+
+
+class CountedDevice(TrainingDevice):
+    """A device of so many bytes."""
+
+    def __init__(self, total):
+        super().__init__("cpu")
+        self.total, self.used, self.most, self.visits, self.back = total, 0, 0, 0, 0
+
+    is_borrowed = True
+
+    def memory(self):
+        return self.total - self.used, self.total
+
+    def _there(self, trainer, trains):
+        self.visits += 1
+        self.arriving = True
+
+        def copy(target, source):
+            target.copy_(source)
+            if self.arriving:
+                self.used += target.nbytes
+                self.most = max(self.most, self.used)
+            else:
+                self.back += target.nbytes
+
+        return self._emptied(visiting(trainer, self.device, trains=trains, copy=copy))
+
+    @contextmanager
+    def _emptied(self, visit):
+        try:
+            with visit:
+                self.arriving = False
+                yield
+        finally:
+            self.used = 0
+
+
+@pytest.fixture
+def learner(tmp_path, monkeypatch):
+    """Its device has room for a session and no more; matrix products are in 16 bits, as there."""
+    for module in (train, evaluate):
+        monkeypatch.setattr(module, "mixed_precision", lambda device: torch.autocast("cpu", torch.bfloat16))
+    made = make_learner(tmp_path / "policy")
+    made.place = CountedDevice(int(1.1 * session_bytes(made.model, 1024, 3)))
+    made.add(1, texts(40), verifier_arrays())
+    return made
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Scoring takes a while for each portion; set once it has begun. The portions are small."""
+    begun, real = threading.Event(), scoring.acceptance
+
+    def acceptance(*args, **settings):
+        begun.set()
+        time.sleep(SLOW_S)
+        return real(*args, **settings)
+
+    monkeypatch.setattr(scoring, "acceptance", acceptance)
+    monkeypatch.setattr(scoring, "PORTION", 128)
+    return begun
+
+
+def train_and_merge(learner):
+    result = learner.train(lambda: False)
+    assert result.steps > 0
+    learner.adopt(Merged(learner.contribute().delta, 1, ("a",)))
+    return result
+
+
+def weights(learner):
+    return learner.trainer.parameters_numpy()
+
+
+def same(left, right):
+    return all(np.array_equal(left[name], right[name]) for name in left)
+
+
+def test_scores_are_made_by_the_next_session_and_by_nobody_else(learner):
+    assert train_and_merge(learner).scores is None, "the first drafter is the served one"
+    visits = learner.place.visits
+    assert learner.score(3) is None and learner.place.visits == visits, "it went to a device that is not its own"
+    agreed = learner.base
+    judged = learner.train(lambda: False)
+    assert judged.steps > 0 and judged.scores.positions.sum() > 0
+    assert not np.array_equal(judged.scores.candidate, judged.scores.served)
+    assert same(agreed, learner.base) and not same(weights(learner), agreed)
+    assert learner.train(lambda: False).scores is None, "once is enough"
+    assert learner.place.used == 0 < learner.place.most < learner.place.total
+
+
+def test_a_stop_ends_scoring_and_the_version_is_scored_later(learner, slow):
+    train_and_merge(learner)
+    before, stop = weights(learner), threading.Event()
+    slow.clear()
+    session = threading.Thread(target=lambda: results.append(learner.train(stop.is_set)))
+    results = []
+    session.start()
+    assert slow.wait(60)
+    stop.set()
+    told = time.monotonic()
+    session.join(60)
+    assert time.monotonic() - told < 6 * SLOW_S, "three versions of three portions each take longer"
+    (result,) = results
+    assert (result.outcome, result.steps, result.scores) == ("stopped", 0, None)
+    assert learner.place.used == 0 and same(weights(learner), before)
+    assert learner.train(lambda: False).scores is not None
+
+
+def test_states_arrive_while_somebody_scores(learner, slow):
+    train_and_merge(learner)
+    slow.clear()
+    held = learner.buffer.stats().sequences
+    session = threading.Thread(target=lambda: learner.train(lambda: False))
+    session.start()
+    assert slow.wait(60)
+    learner.add(2, texts(4, seed=1), verifier_arrays(seed=1))
+    assert session.is_alive(), "it waited for the scores"
+    assert learner.buffer.stats().sequences == held + 4
+    old = learner.model.verifier_lm_head.weight[0, 0].item()
+    session.join(60)
+    learner.contribute()  # the next turn takes them in
+    assert learner.model.verifier_lm_head.weight[0, 0].item() == verifier_arrays(seed=1).lm_head[0, 0] != old
+
+
+def test_a_device_that_others_fill_is_not_touched(learner):
+    learner.place.used = learner.place.total // 2  # the actor keeps its optimizer there
+    with pytest.raises(NoRoom, match=r"lower tlt\.drafter\.batch_tokens"):
+        learner.train(lambda: False)
+    assert learner.place.visits == 0 and learner.contribute().steps == 0
+    with pytest.raises(NoRoom):
+        learner.warm_up()
+    learner.place.used = 0
+    assert learner.train(lambda: False).steps > 0
+
+
+@pytest.mark.parametrize(("needed", "free", "fits"), [(10, 13, True), (10, 12, False), (0, 2, False), (77, 80, True)])
+def test_some_memory_is_left_to_the_devices_owners(needed, free, fits):
+    if fits:
+        check_room(needed * GIB, free * GIB, 80 * GIB)
+    else:
+        with pytest.raises(NoRoom, match=f"{free}.0 of 80.0 GiB"):
+            check_room(needed * GIB, free * GIB, 80 * GIB)
+
+
+def test_a_warm_up_visits_the_device_and_brings_nothing_back(learner):
+    before = weights(learner)
+    learner.warm_up()
+    assert learner.place.visits == 1 and learner.place.back == learner.place.used == 0
+    assert same(weights(learner), before) and learner.trainer.steps == 0
+
+
+def test_what_was_exported_is_what_is_kept_as_served(learner):
+    train_and_merge(learner)
+    exported = learner.base
+    learner.train(lambda: False)
+    learner.propose()
+    train_and_merge(learner)
+    assert learner.agreed().proposed is exported
+    learner.keep("served")
+    assert learner.kept["served"] is exported is not learner.base
+    assert learner.unjudged, "what was merged since has yet to be scored"
+
+
+def test_on_an_accelerator_the_policys_weights_are_kept_in_16_bits(tmp_path):
+    learner = make_learner(tmp_path / "policy", device="cuda")
+    frozen = [p for p in learner.model.parameters() if not p.requires_grad]
+    assert {p.dtype for p in frozen} == {torch.bfloat16}
+    assert {p.dtype for p in learner.trainer.parameters.values()} == {torch.float32}
+    assert learner.model.lm_head.weight is learner.model.verifier_lm_head.weight
+    learner.add(1, [], verifier_arrays())
+    assert learner.model.embed_tokens.weight[0, 0].item() == pytest.approx(verifier_arrays().embed[0, 0], rel=2**-8)
+    assert learner.score(3) is None

@@ -1,0 +1,50 @@
+"""A learner of a tiny policy, and something for it to learn from: no policy is run."""
+
+import json
+
+import numpy as np
+import torch
+
+from verl_tlt.config import TLTConfig
+from verl_tlt.drafter import Sequence
+from verl_tlt.messages.training import RolloutSampling, VerifierArrays
+from verl_tlt.spot_worker.learner import SpotLearner
+from verl_tlt.trainer.bootstrap import first_drafter
+
+HIDDEN, VOCABULARY = 32, 24
+POLICY = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": HIDDEN, "vocab_size": VOCABULARY,
+    "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+    "intermediate_size": 24, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+}  # fmt: skip
+CONFIG = TLTConfig.from_dict(
+    {"buffer": {"min_tokens": 10, "held_out": 0.4}, "drafter": {"batch_tokens": 64}, "spot": {"max_epochs": 1.0}}
+)
+
+
+def make_learner(directory, device="cpu", **more):
+    """On the host; `directory` becomes the policy's."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(POLICY))
+    start = first_drafter(CONFIG, str(directory), "bfloat16", 64, None)
+    sampling = RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
+    return SpotLearner("a", CONFIG, str(directory), start.trainable, sampling, device, **more)
+
+
+def texts(count, seed=0):
+    """Random sequences of 20 tokens."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=rng).bfloat16()
+
+    return [
+        Sequence(torch.randint(VOCABULARY, (20,), generator=rng), 2, draw(20, 3 * HIDDEN), draw(20, HIDDEN))
+        for _ in range(count)
+    ]
+
+
+def verifier_arrays(seed=0):
+    """Random ones."""
+    head = np.random.default_rng(seed).normal(size=(VOCABULARY, HIDDEN)).astype(np.float16)
+    return VerifierArrays(head, head, np.ones(HIDDEN, np.float16))

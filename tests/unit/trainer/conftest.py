@@ -1,0 +1,47 @@
+"""A controller with a fleet of plain objects, at the end of its set-up."""
+
+import pytest
+from fake_fleet import FakeFleet
+from rl_steps import FIRST, STOP_S
+
+from verl_tlt.config import TLTConfig
+from verl_tlt.idle.modes import RULES
+from verl_tlt.trace.events import TraceWriter
+from verl_tlt.trainer.bootstrap import Start
+from verl_tlt.trainer.controller import Controller, RunFacts
+from verl_tlt.trainer.pending_work import PendingWork
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Build a controller with its fleet; both are at the end of their set-up."""
+    built = []
+
+    def build(mode="sync", names=("a", "b"), standalone=(), resume_from=None, fleet=None, **speculation):
+        tlt = TLTConfig.from_dict(
+            {
+                "trace": {"dir": str(tmp_path / "trace")},
+                "drafter": {"save_dir": str(tmp_path / "drafter")},
+                "buffer": {"min_tokens": 100},
+                "spot": {"settle_s": 0.0, "poll_s": 0.005, "stop_timeout_s": STOP_S},
+                "speculation": speculation,
+            }
+        )
+        fleet = fleet or FakeFleet(*names, standalone=standalone)
+        facts = RunFacts(
+            rule=RULES[mode], requests=8, dtype="bfloat16", checkpoints=tmp_path / "ckpt", policy="policy",
+            data="data", data_sha256=None, temperature=1.0, gpus=2,
+        )  # fmt: skip
+        start = Start(FIRST, FIRST, (2, 4, 6), "a test")
+        trace = TraceWriter(str(tmp_path / "trace"), "trainer")
+        controller = Controller(tlt, facts, start, fleet, trace, PendingWork)
+        controller.before_first_sync(0, resume_from)
+        fleet.sync()
+        controller.after_first_sync(0)
+        built.append((controller, fleet))
+        return controller, fleet
+
+    yield build
+    for controller, fleet in built:
+        fleet.merge_gate.set()
+        controller._pool.shutdown(wait=True)

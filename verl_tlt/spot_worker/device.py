@@ -1,0 +1,80 @@
+"""The device that a learner trains on, and whose it is: on an accelerator a guest's, in the bubble alone.
+
+Outside a session it is the actor's, or an engine's that maps fixed sizes when it wakes. Neither knows of a guest, and
+running out of memory there ends the run. So nothing here goes to an accelerator outside a session, and a session looks
+at the free memory before it begins.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from verl_tlt.drafter import DrafterTrainer, session_bytes, visiting
+from verl_tlt.errors import TLTError
+
+MARGIN = 0.03
+"""Share of the device's memory that a session leaves free: contexts and pools of its owners grow a little."""
+GIB = 2**30
+
+
+class NoRoom(TLTError, RuntimeError):
+    """The device's owners keep too much of its memory for a session."""
+
+
+def check_room(needed: int, free: int, total: int) -> None:
+    """Return where a session fits; all in bytes.
+
+    Args:
+        needed: what the session takes at its peak.
+        free: what nobody has now.
+        total: of the device.
+
+    Raises:
+        NoRoom: it does not fit; one sentence with the numbers.
+    """
+    if needed > free - MARGIN * total:
+        raise NoRoom(
+            f"a session needs {needed / GIB:.1f} GiB of device memory, and {free / GIB:.1f} of {total / GIB:.1f} GiB "
+            "are free: lower tlt.drafter.batch_tokens or have the actor offload its parameters and optimizer."
+        )
+
+
+class TrainingDevice:
+    """Where a learner trains.
+
+    Args:
+        name: as torch has it, "cuda" or "cpu".
+    """
+
+    def __init__(self, name: str) -> None:
+        self.device = torch.device(name)
+
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether it is somebody else's outside a session; the host's memory is everybody's, and no map is fixed."""
+        return self.device.type != "cpu"
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes of an accelerator."""
+        return torch.cuda.mem_get_info(self.device)
+
+    def visit(self, trainer: DrafterTrainer, rows: int, *, trains: bool = True) -> AbstractContextManager[None]:
+        """The drafter on the device inside the block, and off it afterwards.
+
+        Args:
+            trainer: of the drafter.
+            rows: of the largest batch.
+            trains: whether it learns there; else nothing has to come back.
+
+        Raises:
+            NoRoom: too little memory is free.
+        """
+        if not self.is_borrowed:
+            return nullcontext()
+        check_room(session_bytes(trainer.model, rows, trainer.ttt_steps), *self.memory())
+        return self._there(trainer, trains)
+
+    def _there(self, trainer: DrafterTrainer, trains: bool) -> AbstractContextManager[None]:
+        return visiting(trainer, self.device, trains=trains)
