@@ -156,5 +156,5 @@ def test_nothing_is_kept_alive(actor):
     copies = [shard.states for shard in actor.tap.take()]
     assert copies
     assert all(c.base.untyped_storage().nbytes() == c.nbytes for c in copies)  # not a view of the whole micro-batch
-    assert not actor.tap._states
+    assert actor.tap._open is None
     assert not actor.tap.taken

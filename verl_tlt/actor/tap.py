@@ -2,7 +2,8 @@
 
 The drafter learns from the inputs of three policy layers and from the last hidden state before the final norm
 (EAGLE-3; TLT section 5). verl's engines compute exactly these, with the weights that produced the rollout, so forward
-hooks copy the chosen tokens and nothing else: sequences that were not chosen cost nothing.
+hooks copy the chosen tokens and nothing else: sequences that were not chosen cost nothing, not even the memory of a
+layer's input beyond the layer.
 
 What differs between engines is behind an `Adapter` (`actor.adapter`): where the layers are, and which tokens
 of a sequence lie on this rank. Each rank copies what it has, once, into the arrays that travel; `spot_worker.shards`
@@ -14,10 +15,10 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
 from verl_tlt.actor.adapter import Adapter
@@ -48,8 +49,8 @@ class HiddenStateTap:
         self.taken: list[HiddenStateShard] = []
         self.seconds = 0.0
         self.errors = 0
-        self._states: dict[int, torch.Tensor] = {}
-        self._recording = False
+        self._open: _MicroBatch | None = None
+        """The one that is being computed, if it is recorded."""
         for index, module in adapter.points():
             if index in self.wanted:
                 module.register_forward_pre_hook(self._hook(index), with_kwargs=True)
@@ -70,70 +71,114 @@ class HiddenStateTap:
 
     def _hook(self, index: int) -> Callable[..., None]:
         def keep(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._recording:
-                self._states[index] = (args[0] if args else kwargs["hidden_states"]).detach()
+            if self._open is not None:
+                with self._contained():
+                    self._open.slice(index, args[0] if args else kwargs["hidden_states"])
 
         return keep
 
     def _around(self, micro_batch: Any, forward_only: bool, forward: Callable[[], Any]) -> Any:
-        rows = micro_batch[ROW].tolist() if self.chosen and ROW in micro_batch else []
-        self._recording = forward_only and any(row in self.chosen for row in rows)
+        rows = micro_batch[ROW].tolist() if forward_only and self.chosen and ROW in micro_batch else []
+        if not any(row in self.chosen for row in rows):
+            return forward()
+        with self._contained():
+            self._open = _MicroBatch(self.adapter, self.dtype, micro_batch, rows, self.chosen)
         try:
             output = forward()
         finally:
-            states, self._states = self._states, {}
-            recording, self._recording = self._recording, False
-        if recording and states:
-            start = time.perf_counter()
-            try:
-                self._collect(micro_batch, rows, states)
-            except Exception as error:  # the log-probs are right; only the drafter goes without these sequences
-                self.errors += 1
-                log = logger.exception if self.errors == 1 else logger.debug
-                log("the tap could not keep the hidden states of a micro-batch: %s", error)
-            self.seconds += time.perf_counter() - start
+            found, self._open = self._open, None
+        if found is not None:
+            found.settle()
+            with self._contained():
+                self.taken += found.shards(self.wanted)
         return output
 
-    def _collect(self, micro_batch: Any, rows: list[int], states: dict[int, torch.Tensor]) -> None:
+    @contextmanager
+    def _contained(self) -> Iterator[None]:
+        """Work of the tap: timed, and a failure ends with this micro-batch, of which then nothing is kept."""
+        start = time.perf_counter()
+        try:
+            yield
+        except Exception as error:  # the log-probs are right; only the drafter goes without these sequences
+            self._open = None
+            self.errors += 1
+            log = logger.exception if self.errors == 1 else logger.debug
+            log("the tap could not keep the hidden states of a micro-batch: %s", error)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+class _MicroBatch:
+    """The chosen tokens of one micro-batch, layer after layer: a layer's other tokens are free once it has run."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        dtype: torch.dtype,
+        micro_batch: Any,
+        rows: Sequence[int],
+        chosen: Mapping[int, tuple[int, int]],
+    ) -> None:
+        self._adapter, self._dtype, self._batch = adapter, dtype, micro_batch
         ids = micro_batch["input_ids"]  # jagged [B, L_b]: prompt and response without padding
-        offsets, tokens = ids.offsets().tolist(), ids.values()
-        lengths = [b - a for a, b in itertools.pairwise(offsets)]
-        responses = response_lengths(micro_batch)
-        layers = tuple(sorted(states))
-        located = [self.adapter.locate(states[layer], lengths) for layer in layers]
+        self._offsets = ids.offsets().tolist()
+        self._lengths = [b - a for a, b in itertools.pairwise(self._offsets)]
+        self._windows = {i: (row, *chosen[row]) for i, row in enumerate(rows) if row in chosen}
+        self._stretches: dict[int, list[Stretch]] = {}
+        self._slices: dict[int, dict[int, torch.Tensor]] = {}  # by layer, then by place in the batch: [n, H]
+
+    def slice(self, layer: int, state: torch.Tensor) -> None:
+        """Copy the chosen tokens out of a layer's input, in 16 bits, where it is."""
+        located = self._adapter.locate(state.detach(), self._lengths)
+        held = self._slices[layer] = {}
+        for i, (_row, start, stop) in self._windows.items():
+            axis, stretches = located[i]
+            if stretches := window(stretches, start, stop):
+                self._stretches[i] = stretches  # the same under every layer
+                held[i] = _copy(axis, stretches, self._dtype)
+
+    def settle(self) -> None:
+        """Wait for the forward on the device, which is not the tap's time."""
+        tensors = [tensor for held in self._slices.values() for tensor in held.values()]
+        if tensors and tensors[0].is_cuda:
+            torch.cuda.current_stream(tensors[0].device).synchronize()
+
+    def shards(self, wanted: tuple[int, ...]) -> list[HiddenStateShard]:
+        """What this rank holds of each chosen sequence, on the host."""
+        ids, responses = self._batch["input_ids"].values(), response_lengths(self._batch)
+        layers = tuple(sorted(self._slices))
         found = []
-        for i, row in enumerate(rows):
-            if row not in self.chosen:
-                continue
-            start, stop = self.chosen[row]
-            stretches = window(located[0][i][1], start, stop)  # the same under every layer
-            if not stretches:
-                continue
-            begin = offsets[i]  # of this sequence in the jagged values
+        for i, stretches in self._stretches.items():
+            row, start, stop = self._windows[i]
+            begin = self._offsets[i]  # of this sequence in the jagged values
+            states = [self._slices[layer].pop(i) for layer in layers]
+            kept = torch.empty(len(layers), *states[0].shape, dtype=self._dtype)
+            for layer, state in zip(kept, states, strict=True):
+                layer.copy_(state)
             found.append(
                 HiddenStateShard(
                     row=row,
-                    tokens=tokens[begin + start : begin + stop].to("cpu", torch.int64, copy=True).numpy(),
-                    prompt_len=max(0, lengths[i] - responses[i] - start),
+                    tokens=ids[begin + start : begin + stop].to("cpu", torch.int64, copy=True).numpy(),
+                    prompt_len=max(0, self._lengths[i] - responses[i] - start),
                     start=start,
                     stretches=tuple((s.start - start, s.stop - start) for s in stretches),
-                    wanted=self.wanted,
+                    wanted=wanted,
                     layers=layers,
-                    states=self._copy([sequences[i][0] for sequences in located], stretches),
+                    states=to_numpy16(kept),
                 )
             )
-        self.taken += found  # of a micro-batch that fails on the way, nothing
+        return found
 
-    def _copy(self, axes: Sequence[torch.Tensor], stretches: Sequence[Stretch]) -> np.ndarray:
-        """16 bits [layers, n, H] out of each layer's token axis [N, H]; cast on the device, copied once."""
-        kept = torch.empty(len(axes), sum(s.stop - s.start for s in stretches), axes[0].shape[-1], dtype=self.dtype)
-        for layer, axis in zip(kept, axes, strict=True):
-            at = 0
-            for s in stretches:
-                after = at + s.stop - s.start
-                layer[at:after].copy_(axis[s.at : s.at + s.stop - s.start])
-                at = after
-        return to_numpy16(kept)
+
+def _copy(axis: torch.Tensor, stretches: Sequence[Stretch], dtype: torch.dtype) -> torch.Tensor:
+    """[n, H] out of a layer's token axis [N, H], on memory of its own."""
+    kept = axis.new_empty(sum(s.stop - s.start for s in stretches), axis.shape[-1], dtype=dtype)
+    at = 0
+    for s in stretches:
+        after = at + s.stop - s.start
+        kept[at:after].copy_(axis[s.at : s.at + s.stop - s.start])
+        at = after
+    return kept
 
 
 def response_lengths(micro_batch: Any) -> list[int]:
