@@ -1,5 +1,8 @@
 """A drafter written to disk so that a reader finds the old or the new one, never half of either.
 
+A replica may span nodes. Each node has a server, which stages under a private name of its own, and engine processes,
+which are the server's children: they find their node's file through the environment, where no message can name it.
+
 Standard library only: rollout servers call it, and they need no torch for it.
 """
 
@@ -9,12 +12,25 @@ import os
 import tempfile
 from pathlib import Path
 
+DIRECTORY = "TLT_DRAFTER_DIR"
+"""Environment variable of a server and its children: where this node's drafter is staged."""
+WEIGHTS = "model.safetensors"
+
+
+def staged_weights() -> Path:
+    """The weights that the server of this node staged, for a process below it.
+
+    Raises:
+        KeyError: no server stages here.
+    """
+    return Path(os.environ[DIRECTORY]) / WEIGHTS
+
 
 def stage(config: str, weights: bytes, directory: Path) -> None:
     """Write a drafter so that a reader finds the old or the new one, never half of either; files are private (0600)."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     # The weights come last: a reader that sees the new weights also sees the configuration they need.
-    for name, content in (("config.json", config.encode()), ("model.safetensors", weights)):
+    for name, content in (("config.json", config.encode()), (WEIGHTS, weights)):
         handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{name}.")  # mkstemp creates with mode 0600
         with os.fdopen(handle, "wb") as file:
             file.write(content)

@@ -24,7 +24,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from verl_tlt.channel import ChannelClient, ChannelError
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.digest import combined
-from verl_tlt.drafter.staging import stage
+from verl_tlt.drafter.staging import DIRECTORY, stage
 from verl_tlt.messages.rollout import (
     STORE_NAME,
     Calibration,
@@ -73,13 +73,13 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             return
         store = ray.get_actor(STORE_NAME)
         self.tlt_stage(ray.get(store.latest.remote()))
-        kwargs.update(engine_kwargs(self.tlt, str(self._tlt_dir / "drafter"), self.config, kwargs))
-        # The engine core is a child of this process and inherits these; they differ per replica, so they cannot
-        # travel in vLLM's config, which is part of its compile-cache key.
+        drafter = str(self._tlt_dir / "drafter")
+        kwargs.update(engine_kwargs(self.tlt, drafter, self.config, kwargs))
+        # The engine core and its workers are children of this process and inherit these; they differ per replica and
+        # node, so they cannot travel in vLLM's config, which is part of its compile-cache key.
         address = f"ipc://{self._tlt_dir}/channel.sock"
-        os.environ.update(
-            TLT_CHANNEL=address, TLT_REPLICA=str(self.replica_rank), **engine_environment(self.tlt.speculation.source)
-        )
+        mine = {"TLT_CHANNEL": address, "TLT_REPLICA": str(self.replica_rank), DIRECTORY: drafter}
+        os.environ.update(mine | engine_environment(self.tlt.speculation.source))
         if self.tlt.trace.dir and self.tlt.trace.engine_steps:
             os.environ["TLT_TRACE_DIR"] = self.tlt.trace.dir
         if self.node_rank == 0:
@@ -203,10 +203,9 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self._tlt_served = replace(self._tlt_served, seconds=time.perf_counter() - start)
 
     async def _tlt_load(self, staged: DrafterFile) -> str | None:
-        """Have every rank load the staged file and compare fingerprints; what is wrong with it, or None."""
-        path = str(self._tlt_dir / "drafter" / "model.safetensors")
+        """Have every rank load its node's file and compare fingerprints; what is wrong with it, or None."""
         try:
-            results = await self.engine.collective_rpc(method="tlt_load_drafter", args=(path,))
+            results = await self.engine.collective_rpc(method="tlt_load_drafter", args=())
             replies = [LoadReply(**reply) for reply in results]
             fingerprint = combined(reply.sums for reply in replies)
         except Exception as error:  # the engine still holds the policy: decode without a drafter

@@ -21,6 +21,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from verl_tlt.drafter import names
 from verl_tlt.drafter.digest import Sums, combined, fingerprint, own_shards, partial_sums
+from verl_tlt.drafter.staging import staged_weights
 from verl_tlt.errors import TLTError
 from verl_tlt.messages.rollout import DraftingReply, LoadReply
 from verl_tlt.speculation.graph_rules import FULL_GRAPHS
@@ -60,13 +61,14 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
         worker.load_model = load
         return worker
 
-    def tlt_load_drafter(self, path: str) -> dict[str, Any]:
+    def tlt_load_drafter(self, path: str | None = None) -> dict[str, Any]:
         """Load a drafter's weights into the live one, in place; the policy's own tensors are never written.
 
         Args:
-            path: a safetensors file in speculators' or vLLM's names, beside its config.json. Embedding and head in it
-                are skipped where the drafter shares the policy's modules; under a pruned vocabulary its head is cut
-                anew from the policy that is live here, which may be newer than the file.
+            path: a safetensors file in speculators' or vLLM's names, beside its config.json; None: what the server of
+                this worker's node staged. Embedding and head in it are skipped where the drafter shares the policy's
+                modules; under a pruned vocabulary its head is cut anew from the policy that is live here, which may be
+                newer than the file.
 
         Returns:
             a `LoadReply` as a dict.
@@ -78,16 +80,17 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
                 return asdict(LoadReply(ok=True))
             _without_lora(drafter)
             shared = _shared_modules(drafter, target)
-            tensors = _read(Path(path), shared)
+            file = staged_weights() if path is None else Path(path)
+            tensors = _read(file, shared)
             shards = self.vllm_config.parallel_config.tensor_parallel_size
-            _check(tensors, drafter, shared, shards, path)
+            _check(tensors, drafter, shared, shards, file)
             self.tlt_buffers.restore(drafter)
             self._tlt_copy(drafter, tensors)
-            if "d2t" in tensors and not _has_own_head(Path(path)):
+            if "d2t" in tensors and not _has_own_head(file):
                 _follow_head(drafter, target, shards)
             sums = self._tlt_sums(_own_parameters(drafter, shared), tensors)
         except Exception as error:
-            logger.error("The drafter %s was not loaded.", path, exc_info=error)
+            logger.error("The drafter %s was not loaded.", path or "of this node", exc_info=error)
             text = str(error) if isinstance(error, DrafterRefused) else f"{type(error).__name__}: {error}"
             return asdict(LoadReply(ok=False, error=text))
         seconds = time.perf_counter() - start
@@ -268,7 +271,7 @@ def _read(path: Path, shared: list[str]) -> dict[str, torch.Tensor]:
 
 
 def _check(
-    tensors: Mapping[str, torch.Tensor], drafter: torch.nn.Module, shared: list[str], shards: int, path: str
+    tensors: Mapping[str, torch.Tensor], drafter: torch.nn.Module, shared: list[str], shards: int, path: Path
 ) -> None:
     """Compare names, and without tensor parallelism shapes, before anything is overwritten.
 

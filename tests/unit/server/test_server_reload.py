@@ -1,16 +1,22 @@
 """What a server makes of its workers' verdicts on a drafter, over a real channel; no engine is behind it."""
 
+import os
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from verl_tlt.channel import ChannelClient, ChannelServer
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.digest import combined, partial_sums
+from verl_tlt.drafter.staging import DIRECTORY, stage
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, DraftingReply, LoadReply
 from verl_tlt.server.server import TLTvLLMHttpServer
 from verl_tlt.speculation.draft_length import Profitability
+from verl_tlt.vllm_worker.drafter_buffers import DrafterBuffers
+from verl_tlt.vllm_worker.extension import TLTWorkerExtension
 
 SHARDS = [partial_sums([("fc.weight", torch.full((2, 2), value), 0)]) for value in (1.0, 2.0)]
 FINE = [asdict(LoadReply(ok=True, sums=sums)) for sums in SHARDS]
@@ -82,3 +88,60 @@ async def test_a_pass_that_cannot_be_skipped_runs_and_drafts_nothing(tmp_path):
     assert refused.asked[-1] == ("tlt_set_drafting", False)
     assert status.ok and status.drafting, "what its steps cost is the cost of a running drafter"
     assert told == [{"drafting": True, "force_k": 0, "acceptance": [0.8, 0.7]}]
+
+
+class Rank(TLTWorkerExtension):
+    """Our extension around a drafter of one layer, in place of vLLM's worker."""
+
+    @staticmethod
+    def on_this_node():
+        rank = object.__new__(Rank)
+        target, drafter = torch.nn.Module(), torch.nn.Module()
+        target.embed_tokens = torch.nn.Embedding(3, 2)
+        drafter.model = torch.nn.Module()
+        drafter.model.embed_tokens, drafter.model.fc = target.embed_tokens, torch.nn.Linear(2, 2, bias=False)
+        rank.model_runner = SimpleNamespace(drafter=SimpleNamespace(model=drafter), get_model=lambda: target)
+        rank.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
+        rank.tlt_buffers = DrafterBuffers(drafter, target)
+        return rank
+
+    def _tlt_copy(self, drafter, tensors):  # vLLM's own loading needs its whole configuration
+        drafter.model.fc.weight.data.copy_(tensors["fc.weight"])
+
+
+class Nodes:
+    """An engine with one rank on each node; a node sees its own environment and its own files."""
+
+    def __init__(self, monkeypatch, directories):
+        self.monkeypatch, self.directories = monkeypatch, directories
+        self.ranks = [Rank.on_this_node() for _ in directories]
+
+    async def collective_rpc(self, method, args):
+        if method == "tlt_set_drafting":
+            return [asdict(DraftingReply(ok=True)) for _ in self.ranks]
+        return [self._on(node, method, args) for node in range(len(self.ranks))]
+
+    def _on(self, node, method, args):
+        others = [d for d in self.directories if d != self.directories[node]]
+        hidden = {d: d.rename(d.with_name(f"{d.name}-of-another-machine")) for d in others}
+        self.monkeypatch.setenv(DIRECTORY, str(self.directories[node] / "drafter"))
+        try:
+            return getattr(self.ranks[node], method)(*args)
+        finally:
+            for directory, elsewhere in hidden.items():
+                os.rename(elsewhere, directory)
+
+
+async def test_every_node_of_a_replica_loads_what_was_staged_there(tmp_path, monkeypatch):
+    weights = {"fc.weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}
+    published = combined([partial_sums([("fc.weight", weights["fc.weight"], 0)])] * 2)
+    drafter = DrafterFile(version=4, config="{}", weights=save(weights), fingerprint=published, acceptance=(0.8, 0.7))
+    directories = [tmp_path / "first", tmp_path / "second"]
+    for directory in directories:
+        stage(drafter.config, drafter.weights, directory / "drafter")
+    nodes = Nodes(monkeypatch, directories)
+    status, _ = await reload(directories[0], nodes, drafter)
+    assert (status.ok, status.error, status.version) == (True, None, 4)
+    assert status.drafting
+    for rank in nodes.ranks:
+        torch.testing.assert_close(rank.model_runner.drafter.model.model.fc.weight.detach(), weights["fc.weight"])
