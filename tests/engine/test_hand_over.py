@@ -27,8 +27,10 @@ class Worker(TLTActorWorker):
 
     def compute(self):
         """An old-log-prob forward after a weight sync."""
+        for _ in self._tlt_capture.tee(self.actor.engine.get_per_tensor_param()[0]):
+            pass
+        self._tlt_capture.finish(None)
         self.actor.infer_batch(make_batch(make_rows(LENGTHS), 60, compute_loss=False))
-        self._tlt_verifier_weights = self._tlt_base_parts()
 
 
 @pytest.fixture(scope="module")
@@ -43,18 +45,21 @@ def group():
 def test_what_the_tap_takes_fills_a_spot_workers_buffer(group):
     from verl_tlt.spot_worker.worker import SpotWorker
 
-    (ready,) = group.tlt_setup(CONFIG, list(LAYERS))
+    (ready,) = group.tlt_setup(CONFIG, list(LAYERS), {0})
     assert (ready.group, ready.untapped) == (0, None)
     group.execute_all_sync("compute")
-    (taken,) = ray.get(group.tlt_take((2,)))
-    assert taken.errors == 0 and taken.seconds > 0
+    (taken,) = ray.get(group.tlt_take((2,), set()))
+    assert taken.errors == 0 and taken.seconds > 0 and taken.sync_seconds > 0
+    wanted = VerifierWeights.from_policy_dir(worker_arguments()["policy_dir"])
+    assert taken.sync_bytes == 2 * (wanted.embed.numel() + wanted.norm.numel()), (
+        "16 bits; tied, so the head is not sent"
+    )
     rows = [[shard.row for shard in ray.get(share)] for share in taken.shards]
     assert rows == [[0, 2, 4], [1, 3, 5]]
     worker = ray.remote(SpotWorker).options(num_cpus=0).remote("a", **worker_arguments())
     stats = ray.get(worker.add.remote(1, [[share] for share in taken.shards], taken.verifier_weights), timeout=300)
     assert (stats.sequences, stats.tokens, stats.incomplete) == (6, sum(p + r for p, r in LENGTHS), 0)
     head = ray.get(worker.__ray_call__.remote(lambda one: one.learner.model.verifier_lm_head.weight.detach().clone()))
-    wanted = VerifierWeights.from_policy_dir(worker_arguments()["policy_dir"]).lm_head
-    torch.testing.assert_close(head, wanted.bfloat16().to(head.dtype), rtol=0, atol=0)
-    (again,) = ray.get(group.tlt_take((1,)))
+    torch.testing.assert_close(head, wanted.lm_head.bfloat16().to(head.dtype), rtol=0, atol=0)
+    (again,) = ray.get(group.tlt_take((1,), set()))
     assert (ray.get(again.shards[0]), again.verifier_weights) == ([], None), "nothing is handed over twice"

@@ -12,8 +12,9 @@ import torch
 from actor import build_actor, free_port
 from rank_cases import build_policies
 
-from verl_tlt.actor.worker import VERIFIER_PARTS, TLTActorWorker
-from verl_tlt.drafter import VerifierWeights
+from verl_tlt.actor.verifier_capture import VERIFIER_PARTS, VerifierCapture
+from verl_tlt.actor.worker import TLTActorWorker
+from verl_tlt.drafter import VerifierWeights, from_numpy16
 
 pytestmark = pytest.mark.engine
 
@@ -47,18 +48,26 @@ def sync(root):
         worker.config = SimpleNamespace(rollout=Settings(settings))
         worker.peft_merge = bool(model.get("lora", {}).get("merge"))
         worker.layered_summon, worker.base_sync_done = False, loaded
-        worker._tlt_captures, worker._tlt_dtype = True, torch.bfloat16
-        weights = []
-        for _ in range(2):
+        worker._tlt_capture = capture = VerifierCapture(torch.bfloat16, copied)
+        taken = []
+        for armed in (True, True, False):
+            capture.armed = armed
             asyncio.run(worker.update_weights(global_steps=0))
-            weights.append(worker._tlt_verifier_weights)
-            worker._tlt_verifier_weights = None
-        return weights, worker.rollout.names
+            assert "get_per_tensor_param" not in vars(actor.engine)
+            taken.append(capture.take())
+        unasked = taken.pop()
+        assert (unasked.reference, unasked.nbytes) == (None, 0), "nobody asked for it"
+        return taken, worker.rollout.names
 
     yield run
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     gc.collect()
+
+
+def copied(arrays):
+    """What the object store does: by the next sync the arrays are other ones."""
+    return {part: from_numpy16(getattr(arrays, part).copy()) for part in VERIFIER_PARTS}
 
 
 class Settings(dict):
@@ -80,10 +89,14 @@ LORA = {"lora_rank": 4, "lora_alpha": 8}
     ],
 )
 def test_verifier_weights_are_the_policys(sync, root, loaded, model, syncs):
-    weights, names = sync(loaded, **model)
+    taken, names = sync(loaded, **model)
+    weights = [found.reference for found in taken]
     assert [f is not None for f in weights] == [True, syncs == 2], "parts that do not change are sent once"
     wanted = VerifierWeights.from_policy_dir(root / "qwen3")
     for part in VERIFIER_PARTS:
         torch.testing.assert_close(weights[0][part], getattr(wanted, part).bfloat16(), rtol=0, atol=0)
+    size = sum(2 * getattr(wanted, part).numel() for part in VERIFIER_PARTS)
+    assert [found.nbytes for found in taken] == [size, size * (syncs - 1)]
+    assert all(found.errors == 0 for found in taken) and taken[0].seconds > 0
     if loaded:
         assert all("lora_" in name for name in names[0]), "the base was not meant to be sent"

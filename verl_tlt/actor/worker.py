@@ -7,7 +7,7 @@ would replace the engine in every process, with the flag or without.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import ray
@@ -19,13 +19,11 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_tlt.actor.adapter import Adapter, Untapped
 from verl_tlt.actor.tap import ROW, HiddenStateTap, response_lengths
+from verl_tlt.actor.verifier_capture import VERIFIER_PARTS, VerifierCapture
 from verl_tlt.actor.windows import choose_window, select_for_tap, split
 from verl_tlt.config import TLTConfig, dtype_name
-from verl_tlt.drafter import VerifierWeights, to_numpy16
-from verl_tlt.messages.training import TappedStates, TapReady, VerifierArrays
-
-VERIFIER_PARTS = {"embed": "embed_tokens.weight", "lm_head": "lm_head.weight", "norm": "model.norm.weight"}
-"""The policy's parts the drafter shares, by the end of their Hugging Face names."""
+from verl_tlt.drafter import VerifierWeights
+from verl_tlt.messages.training import TappedStates, TapReady
 
 
 def adapt(engine: Any) -> Adapter:
@@ -71,59 +69,62 @@ class TLTTrainingWorker(TrainingWorker):
 
 
 class TLTActorWorker(ActorRolloutRefWorker):
-    """Adds `tlt_setup`, `tlt_take` and the capture of verifier weights to verl's hybrid worker."""
+    """Adds `tlt_setup`, `tlt_take` and the copying of verifier weights to verl's hybrid worker."""
 
     actor_worker_cls = TLTTrainingWorker
-    _tlt_verifier_weights: dict[str, torch.Tensor] | None = None
-    _tlt_verifier_seen = False
-    _tlt_captures = False
+    _tlt_capture: VerifierCapture | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def tlt_setup(self, config: TLTConfig, aux_layers: list[int]) -> TapReady:
+    def tlt_setup(self, config: TLTConfig, aux_layers: list[int], captors: Collection[int]) -> TapReady:
         """Install the tap on this rank's engine.
 
         Args:
             config: all settings.
             aux_layers: layer inputs the drafter wants.
+            captors: ranks that copy the verifier weights out of the coming weight sync.
         """
-        self._tlt_dtype = torch.float16 if dtype_name(self.config.rollout.dtype) == "float16" else torch.bfloat16
+        dtype = torch.float16 if dtype_name(self.config.rollout.dtype) == "float16" else torch.bfloat16
         try:
             adapter = adapt(self.actor.engine)
         except Untapped as why:
             return TapReady(group=0, untapped=str(why))
-        self.actor.tap = HiddenStateTap(adapter, aux_layers, self._tlt_dtype)
+        self.actor.tap = HiddenStateTap(adapter, aux_layers, dtype)
         self.actor.tap_budget = config.buffer.tokens_per_step
         self.actor.tap_window = config.buffer.window
-        self._tlt_captures = True
+        self._tlt_capture = VerifierCapture(dtype, ray.put)
+        self._tlt_capture.armed = self.rank in captors
         return TapReady(self.actor.engine.get_data_parallel_rank())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def tlt_take(self, shares: Sequence[int]) -> TappedStates:
-        """Hand over what the last old-log-prob forward was tapped for.
+    def tlt_take(self, shares: Sequence[int], captors: Collection[int]) -> TappedStates:
+        """Hand over what the last old-log-prob forward was tapped for, and what a weight sync before it was copied for.
 
         Args:
             shares: for each rank, among how many spot workers its sequences are to be shared.
+            captors: ranks that copy the verifier weights out of the next weight sync.
         """
-        tap = self.actor.tap
-        assert tap is not None
+        tap, capture = self.actor.tap, self._tlt_capture
+        assert tap is not None and capture is not None
         taken = tap.take()
         errors, tap.errors = tap.errors, 0
-        weights, self._tlt_verifier_weights = self._tlt_verifier_weights, None
-        arrays = VerifierArrays(**{part: to_numpy16(tensor) for part, tensor in weights.items()}) if weights else None
+        captured = capture.take()
+        capture.armed |= self.rank in captors
         return TappedStates(
             shards=tuple(ray.put(share) for share in split(taken, shares[self.rank])),
-            verifier_weights=None if arrays is None else ray.put(arrays),
+            verifier_weights=captured.reference,
             seconds=tap.seconds,
-            errors=errors,
+            errors=errors + captured.errors,
+            sync_seconds=captured.seconds,
+            sync_bytes=captured.nbytes,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:
-        """As verl's; the parts the drafter shares are copied to the host as they stream past."""
-        if not self._tlt_captures:
+        """As verl's; the parts the drafter shares are copied to the host as they stream past, where that was asked."""
+        capture = self._tlt_capture
+        if capture is None or not capture.armed:
             return await super().update_weights(global_steps=global_steps, mode=mode)
         engine = self.actor.engine
-        kept: dict[str, torch.Tensor] = {}
         adapter_alone = False
         original = engine.get_per_tensor_param
 
@@ -131,32 +132,18 @@ class TLTActorWorker(ActorRolloutRefWorker):
             nonlocal adapter_alone
             params, peft = original(*args, **kwargs)
             adapter_alone = peft is not None
-            return self._tlt_capture(params, kept), peft
+            return capture.tee(params), peft
 
         engine.get_per_tensor_param = captured
         try:
             return await super().update_weights(global_steps=global_steps, mode=mode)
         finally:
             del engine.get_per_tensor_param  # the instance attribute; the class's method shows again
-            if {"embed", "norm"} <= kept.keys():
-                kept.setdefault("lm_head", kept["embed"])  # tied embeddings stream once
-                self._tlt_verifier_weights, self._tlt_verifier_seen = kept, True
-            elif adapter_alone and not self._tlt_verifier_seen:
-                # With LoRA and a rollout that loaded the base itself, none of it ever streams past, nor changes.
-                self._tlt_verifier_weights, self._tlt_verifier_seen = self._tlt_base_parts(), True
+            capture.finish(self._tlt_base_parts if adapter_alone else None)
 
     def _tlt_base_parts(self) -> dict[str, torch.Tensor]:
         parts = VerifierWeights.from_policy_dir(self.actor.engine.model_config.local_path)
-        return {part: getattr(parts, part).to("cpu", self._tlt_dtype) for part in VERIFIER_PARTS}
-
-    def _tlt_capture(
-        self, params: Iterator[tuple[str, torch.Tensor]], kept: dict[str, torch.Tensor]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in params:
-            for part, suffix in VERIFIER_PARTS.items():
-                if name.endswith(suffix) and ".layers." not in name:
-                    kept[part] = tensor.detach().to("cpu", self._tlt_dtype, copy=True)
-            yield name, tensor
+        return {part: getattr(parts, part) for part in VERIFIER_PARTS}
 
 
 class TLTDetachActorWorker(TLTActorWorker, DetachActorWorker):

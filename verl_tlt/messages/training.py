@@ -72,11 +72,15 @@ class TappedStates:
     shards: tuple[ObjectRef, ...]
     """For each share of the sequences a list of `HiddenStateShard`."""
     verifier_weights: ObjectRef | None
-    """`VerifierArrays`; None: as they were."""
+    """`VerifierArrays` out of the last weight sync; None: as they were, or copied by another rank."""
     seconds: float
     """What the tap cost."""
     errors: int
-    """Micro-batches it could not keep."""
+    """Micro-batches it could not keep, and verifier weights that could not be copied."""
+    sync_seconds: float = 0.0
+    """What copying the verifier weights cost the last weight sync."""
+    sync_bytes: int = 0
+    """Bytes of them that left this rank's device."""
 
 
 # ---------------------------------------------------------------------- spot worker -> trainer

@@ -115,6 +115,7 @@ class Controller:
         self._budget = FailureBudget(tlt.spot.max_failures)
         self._watch: SamplingWatch | None = None
         self._sessions: list[Ended] = []
+        self._ready = self._trained = False  # of the last sampling: somebody could train; somebody did
         self._merging: Future[DrafterUpdate] | None = None
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tlt-merge")
         self._buffers: dict[str, BufferStats] = {}
@@ -209,6 +210,7 @@ class Controller:
         # While a late merge is still running, the workers' weights are not theirs to train.
         may_train = self.spot and self.runtime.switch.spot and self._merging is None
         ready = [n for n in workers if may_train and self._budget.allows(n, step) and self._has_data(n)]
+        self._ready = bool(ready)
         if self.facts.rule.idle == "trainer" and workers:
             return TrainerIdlePlanner(workers, begin=self.clock(), settle_s=self.tlt.spot.settle_s, spot_workers=ready)
         return ReplicaIdlePlanner(
@@ -256,6 +258,7 @@ class Controller:
         """Count failures; three in a row on one replica turn its spot training off, loudly."""
         self.log.sampled(step, report)
         self._sessions += report.sessions
+        self._trained |= bool(report.sessions)
         for session in report.sessions:
             self._tokens += session.result.tokens if session.result else 0
             if session.error is None:
@@ -273,10 +276,20 @@ class Controller:
         if not self.spot:
             return
         with self._charged("tap"):
-            taken = self.fleet.take()
+            taken = self.fleet.take(self._trains_next(step))
             self.guard.count("tap", sum(t.errors for t in taken))
             self._arriving = self.fleet.hand_over(step, taken)
             self.log.tapped(taken)
+
+    def _trains_next(self, step: int) -> bool:
+        """Whether the next weight sync is to bring the verifier weights.
+
+        Not while nobody may train, nor after workers were ready and no session began: there was no bubble. The first
+        session after that has the weights of the last one that asked for them.
+        """
+        trained, self._trained = self._trained, False
+        allowed = self.runtime.switch.spot and any(self._budget.allows(n, step + 1) for n in self.fleet.workers())
+        return allowed and (trained or not self._ready)
 
     def before_sync(self, step: int) -> None:
         """Publish what was merged, for the weight sync to load; then say who drafts in the coming rollout."""

@@ -120,8 +120,12 @@ class Fleet(Protocol):
         """Replicas that have a spot worker."""
         ...
 
-    def take(self) -> list[TappedStates]:
-        """What the last old-log-prob forward was tapped for, on each rank of the actor."""
+    def take(self, train_next: bool) -> list[TappedStates]:
+        """What the last old-log-prob forward was tapped for, on each rank of the actor.
+
+        Args:
+            train_next: the drafter will be trained again, so the next weight sync is to bring the verifier weights.
+        """
         ...
 
     def hand_over(self, step: int, taken: Sequence[TappedStates]) -> dict[str, Call[BufferStats]]:

@@ -31,7 +31,7 @@ from verl_tlt.messages.training import (
 )
 from verl_tlt.spot_worker.worker import SpotWorker
 from verl_tlt.trainer.fleet import Call, CallFailed, Place
-from verl_tlt.trainer.routes import Routes, route
+from verl_tlt.trainer.routes import Routes, captors, route
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +129,7 @@ class RayFleet:
         for replica in standalone.get_replicas() if standalone else ():
             self._add(replica, ())
         self._routes = Routes((), {})
+        self._captors: dict[str, int] = {}  # by replica: the rank that copies the verifier weights for it
         self._published: Any = None  # ObjectRef of the latest published drafter; the driver owns the copy
 
     def _add(self, replica: Any, ranks: Sequence[int]) -> None:
@@ -203,20 +204,22 @@ class RayFleet:
 
     def start_spot(self, aux_layers: Sequence[int], resume_from: Path | None) -> str | None:
         """See `Fleet`. A spot worker per colocated replica, in the bundles of the actor's pool."""
-        ready = self.actor.tlt_setup(self.spot.config, list(aux_layers))
+        ranks = {name: r.ranks for name, r in self.replicas.items() if r.ranks}
+        self._captors = captors(ranks, self._nodes())
+        ready = self.actor.tlt_setup(self.spot.config, list(aux_layers), set(self._captors.values()))
         if untapped := next((r.untapped for r in ready if r.untapped), None):
             return str(untapped)
-        colocated = {name: r for name, r in self.replicas.items() if r.ranks}
-        self._routes = route([r.group for r in ready], {name: r.ranks for name, r in colocated.items()})
-        for replica in colocated.values():
-            replica.worker = self._new_worker(replica)
+        self._routes = route([r.group for r in ready], ranks)
+        for name in ranks:
+            self.replicas[name].worker = self._new_worker(self.replicas[name])
         if resume_from is not None:
             self._on_workers("resume", str(resume_from))
         return None
 
-    def take(self) -> list[TappedStates]:
+    def take(self, train_next: bool) -> list[TappedStates]:
         """See `Fleet`."""
-        taken: list[TappedStates] = answer(self.actor.tlt_take(self._routes.shares), CALL_S)
+        ranks = set(self._captors.values()) if train_next else set()
+        taken: list[TappedStates] = answer(self.actor.tlt_take(self._routes.shares, ranks), CALL_S)
         return taken
 
     def hand_over(self, step: int, taken: Sequence[TappedStates]) -> dict[str, Call[BufferStats]]:
@@ -225,7 +228,7 @@ class RayFleet:
         for name in self.workers():
             replica = self.replicas[name]
             shards = [[taken[rank].shards[share] for rank in ranks] for ranks, share in self._routes.sources[name]]
-            weights = taken[replica.ranks[0]].verifier_weights
+            weights = taken[self._captors[name]].verifier_weights
             under_way[name] = RayCall(replica.worker.add.remote(step, shards, weights))
         return under_way
 
@@ -238,6 +241,11 @@ class RayFleet:
     @cached_property
     def _bundles(self) -> list[tuple[Any, int]]:
         return [(group, i) for group in self.pool.get_placement_groups() for i in range(group.bundle_count)]
+
+    def _nodes(self) -> list[str]:
+        """The node of each of the actor's ranks."""
+        tables = {group.id: ray.util.placement_group_table(group) for group, _ in self._bundles}
+        return [str(tables[group.id]["bundles_to_node_id"][i]) for group, i in self._bundles]
 
     def _new_worker(self, replica: _Replica, agreed: Any = None, published: Any = None) -> Any:
         group, index = self._bundles[replica.ranks[0]]

@@ -1,4 +1,4 @@
-"""Which spot worker gets which captured sequences.
+"""Which spot worker gets what from which rank of the actor: captured sequences, and the policy's verifier weights.
 
 Ranks of the actor that compute the same sequences form a group; its sequences are shared among all rollout replicas
 that its ranks belong to, for each of them has a spot worker to feed.
@@ -37,3 +37,14 @@ def route(groups: Sequence[int], replicas: Mapping[str, Iterable[int]]) -> Route
             sources[name].append((tuple(members[group]), share))
     shares = tuple(max(1, len(touched[group])) for group in groups)
     return Routes(shares, {name: tuple(found) for name, found in sources.items()})
+
+
+def captors(replicas: Mapping[str, Sequence[int]], nodes: Sequence[str]) -> dict[str, int]:
+    """For each replica the rank that copies the verifier weights for it: the same for all whose workers share a node.
+
+    Args:
+        replicas: for each replica, its ranks; its spot worker is where the first one is.
+        nodes: for each rank, its node.
+    """
+    first: dict[str, int] = {}
+    return {name: first.setdefault(nodes[own[0]], own[0]) for name, own in replicas.items()}

@@ -115,8 +115,13 @@ class StepLog:
         self._audit = saving
 
     def tapped(self, taken: list[TappedStates]) -> None:
-        """What the tap copied; its own time is part of the forward and counts as overhead."""
-        self._overhead["tap"] = self._overhead.get("tap", 0.0) + max((t.seconds for t in taken), default=0.0)
+        """What the tap copied; its own time is part of the forward, and what it took out of the weight sync before this
+        step's rollout is part of that: both count as overhead.
+        """
+        slowest = {"tap": max((t.seconds for t in taken), default=0.0)}
+        slowest["sync"] = max((t.sync_seconds for t in taken), default=0.0)
+        for name, seconds in slowest.items():
+            self._overhead[name] = self._overhead.get(name, 0.0) + seconds
 
     def published(self, step: int, learned: DrafterUpdate, version: int, since: int) -> None:
         """A merge arrived in time."""

@@ -142,8 +142,8 @@ class FakeFleet:
     def workers(self) -> list[str]:
         return [name for name, place in self.places.items() if place.colocated] if self._spot else []
 
-    def take(self) -> list[TappedStates]:
-        self._call("take")
+    def take(self, train_next: bool) -> list[TappedStates]:
+        self._call("take", train_next)
         return [TappedStates((), None, seconds=0.0, errors=0)]
 
     def hand_over(self, step: int, taken: Sequence[TappedStates]) -> dict[str, FakeCall]:

@@ -298,3 +298,27 @@ def test_validation_is_not_the_next_rollouts(run):
     asked = len(called(fleet, "engine_stats"))
     controller.validated(1, colocated_asleep=False)
     assert len(called(fleet, "engine_stats")) == asked + 1
+
+
+def test_a_weight_sync_is_copied_from_only_when_the_drafter_will_be_trained(run):
+    controller, fleet = run()
+    fill_buffers(controller, fleet)
+    assert called(fleet, "take") == [(True,)], "the first session needs them"
+
+    def step(number, bubble):
+        fleet.calls.clear()
+        if bubble:
+            with sampling(controller, fleet, number):
+                until(lambda: called(fleet, "train"))
+        else:
+            controller.sample_begin(number)
+            controller.sample_end(number, last=True)
+        rest_of_step(controller, fleet, number)
+        return called(fleet, "take")
+
+    assert step(2, bubble=True) == [(True,)]
+    assert step(3, bubble=False) == [(False,)], "workers were ready, and there was no bubble"
+    assert step(4, bubble=True) == [(True,)]
+    write_switch(controller.runtime.directory, spot=False)
+    assert step(5, bubble=False) == [(False,)]
+    assert step(6, bubble=False) == [(False,)], "nobody trains until it is switched on again"

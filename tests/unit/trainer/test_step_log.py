@@ -3,6 +3,7 @@
 import dataclasses
 
 from verl_tlt.messages.rollout import DrafterStatus, EngineStats
+from verl_tlt.messages.training import TappedStates
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.step_log import StepLog
 
@@ -34,3 +35,12 @@ def test_what_is_served_is_the_oldest_drafter_and_any_other_than_wanted_is_a_fai
     assert (metrics["tlt/drafter_version"], metrics["tlt/drafter_version_published"]) == (2.0, 3.0)
     assert metrics["tlt/reload_failures"] == 1.0
     assert metrics["tlt/overhead_reload_s"] == 0.2
+
+
+def test_what_ranks_took_out_of_forward_and_weight_sync_is_overhead_by_the_slowest(tmp_path):
+    log = StepLog(TraceWriter(tmp_path, "driver"))
+    copies = TappedStates((), None, seconds=0.1, errors=0, sync_seconds=0.4, sync_bytes=100)
+    log.tapped([copies, dataclasses.replace(copies, seconds=0.2, sync_seconds=0.0)])
+    metrics = log.finish(1, {}, errors=0)
+    assert (metrics["tlt/overhead_tap_s"], metrics["tlt/overhead_sync_s"]) == (0.2, 0.4)
+    assert metrics["tlt/overhead_s"] == sum((0.2, 0.4))

@@ -1,0 +1,149 @@
+"""What a weight sync costs each rank for the drafter: counted in bytes, with plain tensors in place of a policy's."""
+
+import threading
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from verl_tlt.actor.verifier_capture import VerifierCapture
+from verl_tlt.drafter import from_numpy16
+from verl_tlt.trainer.routes import captors
+
+VOCABULARY, HIDDEN = 200, 16
+PARTS = {"model.embed_tokens.weight": "embed", "model.norm.weight": "norm", "lm_head.weight": "lm_head"}
+BYTES = 2 * (2 * VOCABULARY + 1) * HIDDEN
+
+
+def policy(tied=False, seed=0):
+    """A policy's tensors in float32, in the order in which they stream."""
+    torch.manual_seed(seed)
+    shapes = {
+        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+        "model.layers.0.mlp.up_proj.weight": (64, HIDDEN),
+        "model.layers.0.self_attn.norm.weight": (HIDDEN,),
+        "model.norm.weight": (HIDDEN,),
+        **({} if tied else {"lm_head.weight": (VOCABULARY, HIDDEN)}),
+    }
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def sync(capture, params):
+    """A weight sync in which the rank streams `params`; what arrives at the other end."""
+    arrived = list(capture.tee(iter(params.items())))
+    capture.finish(None)
+    return arrived
+
+
+def stored(arrays):
+    """As the object store does: a copy."""
+    return {part: from_numpy16(getattr(arrays, part).copy()) for part in ("embed", "lm_head", "norm")}
+
+
+@pytest.mark.parametrize(
+    ("replicas", "nodes", "copies"),
+    [
+        pytest.param({"a": [0, 1, 2, 3], "b": [4, 5, 6, 7]}, "nnnnmmmm", [0, 4], id="a replica per node"),
+        pytest.param({str(i): [i] for i in range(8)}, "nnnnnnnn", [0], id="eight replicas on one node"),
+        pytest.param({"a": [0, 1], "b": [2, 3]}, "nnmm", [0, 2], id="tensor parallel"),
+        pytest.param({"a": [0, 1, 2, 3]}, "nnmm", [0], id="one replica over two nodes"),
+    ],
+)
+def test_one_rank_of_a_node_copies_and_every_replica_has_a_source(replicas, nodes, copies):
+    sources = captors(replicas, nodes)
+    assert all(nodes[sources[name]] == nodes[own[0]] for name, own in replicas.items())
+    captures = [VerifierCapture(torch.bfloat16, stored) for _ in nodes]
+    params = policy()
+    for rank, capture in enumerate(captures):
+        capture.armed = rank in sources.values()
+        arrived = sync(capture, params)
+        assert [name for name, _ in arrived] == list(params)
+        assert all(tensor is params[name] for name, tensor in arrived), "the sync itself is as stock"
+    found = [capture.take() for capture in captures]
+    assert [f.nbytes for f in found] == [BYTES if rank in copies else 0 for rank in range(len(nodes))]
+    assert [f.reference is not None for f in found] == [rank in copies for rank in range(len(nodes))]
+    for rank in copies:
+        for name, part in PARTS.items():
+            assert torch.equal(found[rank].reference[part], params[name].bfloat16())
+
+
+class Crossing(TorchDispatchMode):
+    """Notes what is copied into host memory from where the policy is: (its type, bytes)."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.copy_.default:
+            self.seen.append((args[1].dtype, args[1].nbytes))
+        return function(*args, **(kwargs or {}))
+
+
+def test_what_crosses_has_sixteen_bits_and_lands_in_memory_that_is_kept():
+    capture = VerifierCapture(torch.bfloat16, stored)
+    places = []
+    for seed in range(2):
+        capture.armed = True
+        with Crossing() as crossing:
+            sync(capture, policy(seed=seed))
+        assert {dtype for dtype, _ in crossing.seen} == {torch.bfloat16}
+        assert sum(size for _, size in crossing.seen) == BYTES
+        found = capture.take()
+        assert torch.equal(found.reference["lm_head"], policy(seed=seed)["lm_head.weight"].bfloat16())
+        places.append({part: tensor.data_ptr() for part, tensor in capture._host.items()})
+    assert places[0] == places[1]
+    assert capture.take().reference is None, "nothing is handed over twice"
+    sync(capture, policy())
+    assert capture.take().nbytes == 0, "each sync is asked for anew"
+
+
+def test_tied_embeddings_cross_and_are_stored_once():
+    capture = VerifierCapture(torch.bfloat16, lambda arrays: arrays)
+    capture.armed = True
+    sync(capture, policy(tied=True))
+    found = capture.take()
+    assert found.reference.lm_head is found.reference.embed
+    assert found.nbytes == 2 * (VOCABULARY + 1) * HIDDEN
+
+
+def test_the_sync_does_not_wait_for_the_object_store_and_the_next_one_overwrites_nothing_unread():
+    read, kept = threading.Event(), []
+
+    def slowly(arrays):
+        assert read.wait(30)
+        kept.append(stored(arrays))
+        return len(kept)
+
+    capture = VerifierCapture(torch.bfloat16, slowly)
+    capture.armed = True
+    sync(capture, policy(seed=0))  # would not return
+    capture.armed = True
+    second = threading.Thread(target=sync, args=(capture, policy(seed=1)))
+    second.start()
+    read.set()
+    second.join(30)
+    assert capture.take().reference == 2
+    for seed, copy in enumerate(kept):
+        assert torch.equal(copy["embed"], policy(seed=seed)["model.embed_tokens.weight"].bfloat16())
+
+
+def test_what_fails_costs_the_drafter_and_not_the_sync():
+    def full(_arrays):
+        raise MemoryError("the object store is full")
+
+    capture = VerifierCapture(torch.bfloat16, full)
+    capture.armed = True
+    assert len(sync(capture, policy())) == 5
+    found = capture.take()
+    assert (found.reference, found.errors) == (None, 1)
+    capture.armed = True
+    broken = policy() | {"model.embed_tokens.weight": "not a tensor"}
+    assert len(sync(capture, broken)) == 5
+    found = capture.take()
+    assert (found.reference, found.errors) == (None, 1)
+    capture._put, capture.armed = stored, True
+    sync(capture, policy())
+    found = capture.take()
+    assert found.errors == 0 and found.seconds > 0
+    assert torch.equal(found.reference["norm"], policy()["model.norm.weight"].bfloat16())
