@@ -51,9 +51,7 @@ def test_what_the_tap_takes_fills_a_spot_workers_buffer(group):
     (taken,) = ray.get(group.tlt_take((2,), set()))
     assert taken.errors == 0 and taken.seconds > 0 and taken.sync_seconds > 0
     wanted = VerifierWeights.from_policy_dir(worker_arguments()["policy_dir"])
-    assert taken.sync_bytes == 2 * (wanted.embed.numel() + wanted.norm.numel()), (
-        "16 bits; tied, so the head is not sent"
-    )
+    assert taken.sync_bytes == 2 * (wanted.embed.numel() + wanted.lm_head.numel() + wanted.norm.numel()), "16 bits"
     rows = [[shard.row for shard in ray.get(share)] for share in taken.shards]
     assert rows == [[0, 2, 4], [1, 3, 5]]
     worker = ray.remote(SpotWorker).options(num_cpus=0).remote("a", **worker_arguments())

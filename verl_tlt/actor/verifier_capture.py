@@ -50,12 +50,14 @@ class VerifierCapture:
     Args:
         dtype: 16-bit dtype of the copies (the rollout's).
         put: hands the arrays to the object store, copying them.
+        tied: the policy's head is its embedding, under whichever names it streams.
     """
 
-    def __init__(self, dtype: torch.dtype, put: Callable[[VerifierArrays], Any]) -> None:
+    def __init__(self, dtype: torch.dtype, put: Callable[[VerifierArrays], Any], tied: bool = False) -> None:
         self.armed = False
         """The coming weight sync is copied from."""
         self._dtype, self._put = dtype, put
+        self._wanted = {p: end for p, end in VERIFIER_PARTS.items() if not (tied and p == "lm_head")}
         self._host: dict[str, torch.Tensor] = {}  # kept for the run: locking pages takes longer than the copy
         self._arrived: set[str] = set()
         self._seen = False
@@ -66,7 +68,7 @@ class VerifierCapture:
     def tee(self, params: Params) -> Params:
         """Hand `params` on as they are; what the drafter shares is copied on the way."""
         for name, tensor in params:
-            for part, suffix in VERIFIER_PARTS.items():
+            for part, suffix in self._wanted.items():
                 if self.armed and name.endswith(suffix) and ".layers." not in name:
                     with self._contained():
                         self._keep(part, tensor)
@@ -82,7 +84,8 @@ class VerifierCapture:
         with self._contained():
             if self.armed and base is not None and not self._seen and not self._arrived:
                 for part, tensor in base().items():
-                    self._keep(part, tensor)
+                    if part in self._wanted:
+                        self._keep(part, tensor)
             if self.armed and {"embed", "norm"} <= self._arrived:
                 self._seen = True
                 self._putting = self._thread.submit(self._put, self._arrays())
@@ -111,7 +114,7 @@ class VerifierCapture:
 
     def _arrays(self) -> VerifierArrays:
         arrays: dict[str, np.ndarray] = {part: to_numpy16(self._host[part]) for part in self._arrived}
-        arrays.setdefault("lm_head", arrays["embed"])  # tied embeddings stream once, and are stored once
+        arrays.setdefault("lm_head", arrays["embed"])  # tied: copied once, stored once
         return VerifierArrays(**arrays)
 
     @contextmanager

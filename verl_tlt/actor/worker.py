@@ -22,7 +22,7 @@ from verl_tlt.actor.tap import ROW, HiddenStateTap, response_lengths
 from verl_tlt.actor.verifier_capture import VERIFIER_PARTS, VerifierCapture
 from verl_tlt.actor.windows import choose_window, select_for_tap, split
 from verl_tlt.config import TLTConfig, dtype_name
-from verl_tlt.drafter import VerifierWeights
+from verl_tlt.drafter import VerifierWeights, policy_shape
 from verl_tlt.messages.training import TappedStates, TapReady
 
 
@@ -91,7 +91,8 @@ class TLTActorWorker(ActorRolloutRefWorker):
         self.actor.tap = HiddenStateTap(adapter, aux_layers, dtype)
         self.actor.tap_budget = config.buffer.tokens_per_step
         self.actor.tap_window = config.buffer.window
-        self._tlt_capture = VerifierCapture(dtype, ray.put)
+        tied = policy_shape(self.actor.engine.model_config.local_path).tied
+        self._tlt_capture = VerifierCapture(dtype, ray.put, tied)
         self._tlt_capture.armed = self.rank in captors
         return TapReady(self.actor.engine.get_data_parallel_rank())
 

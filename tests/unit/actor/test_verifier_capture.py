@@ -98,10 +98,12 @@ def test_what_crosses_has_sixteen_bits_and_lands_in_memory_that_is_kept():
     assert capture.take().nbytes == 0, "each sync is asked for anew"
 
 
-def test_tied_embeddings_cross_and_are_stored_once():
-    capture = VerifierCapture(torch.bfloat16, lambda arrays: arrays)
+@pytest.mark.parametrize("streams", [1, 2], ids=["once", "under both names"])
+def test_tied_embeddings_cross_and_are_stored_once(streams):
+    capture = VerifierCapture(torch.bfloat16, lambda arrays: arrays, tied=True)
     capture.armed = True
-    sync(capture, policy(tied=True))
+    params = policy(tied=True)
+    sync(capture, params | {"lm_head.weight": params["model.embed_tokens.weight"]} if streams == 2 else params)
     found = capture.take()
     assert found.reference.lm_head is found.reference.embed
     assert found.nbytes == 2 * (VOCABULARY + 1) * HIDDEN
