@@ -21,6 +21,7 @@ from recorded import (
 from verl_tlt.drafter import fingerprint, load_training_state
 from verl_tlt.messages.training import DrafterProvenance
 from verl_tlt.spot_worker.worker import SpotWorker
+from verl_tlt.trainer.merge_tree import start_merge
 
 pytestmark = pytest.mark.engine
 
@@ -63,9 +64,9 @@ def get(*references):
 
 def merge(pair):
     """What the trainer does with two sessions."""
-    merged = pair[0].merge.remote(*[a.contribute.remote() for a in pair])
-    get(*[a.adopt.remote(merged) for a in pair])
-    return get(merged)
+    facts, slices = start_merge(pair)
+    get(*[a.adopt.remote(*slices) for a in pair])
+    return get(facts[0])
 
 
 def same(left, right):

@@ -161,6 +161,20 @@ class Merged:
 
 
 @dataclass(frozen=True)
+class MergedSlice:
+    """One slice of an average on its way between workers: number i is `values[i]` times the scale of its block."""
+
+    facts: Merged
+    """Without its delta."""
+    values: np.ndarray
+    """int16 [n]; empty when everything was excluded."""
+    scales: np.ndarray
+    """float32 [blocks]."""
+    lengths: tuple[int, ...]
+    """Numbers in each block, n in all."""
+
+
+@dataclass(frozen=True)
 class AgreedParameters:
     """What all spot workers hold alike, for one that joins them."""
 

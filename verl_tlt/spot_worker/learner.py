@@ -54,6 +54,7 @@ from verl_tlt.messages.training import (
     DrafterProvenance,
     HeldOutScores,
     Merged,
+    MergedSlice,
     Parameters,
     RolloutSampling,
     SessionResult,
@@ -61,6 +62,8 @@ from verl_tlt.messages.training import (
 )
 from verl_tlt.spot_worker.buffer import Buffer
 from verl_tlt.spot_worker.device import TrainingDevice
+from verl_tlt.spot_worker.merge import facts_of
+from verl_tlt.spot_worker.merge_slices import added, hand_in
 from verl_tlt.spot_worker.scoring import PORTION, counts, score_versions
 
 HELD_OUT_TOKENS = 32_768
@@ -241,29 +244,53 @@ class SpotLearner:
         with self._turn():
             return Contribution(self.name, self.unmerged_tokens, self.unmerged_steps, self._own_delta())
 
+    def hand_in(self, slices: int) -> list[MergedSlice]:
+        """The same in slices of 16 bits, for workers on several machines (`spot_worker.merge_slices`)."""
+        with self._turn():
+            facts = facts_of(self.name, self.unmerged_tokens, self.unmerged_steps, self.config.spot.min_merge_steps)
+            return hand_in(facts, self._live(), self.base, slices)
+
     def _own_delta(self) -> Parameters:
         now = self.trainer.parameters_numpy()
         return {name: now[name] - self.base[name] for name in self.base}
 
     def adopt(self, merged: Merged) -> None:
-        """Move to the new agreed version: base plus the merged delta, on every learner alike.
+        """Move to the new agreed version: base plus the merged delta, on every learner alike."""
+        with self._turn():
+            delta = merged.delta
+            agreed = self.base if delta is None else {name: value + delta[name] for name, value in self.base.items()}
+            self._move_to(agreed, self.name in merged.included)
 
-        One left out for too few steps keeps its own progress on top and hands it in later; one left out for broken
+    def adopt_slices(self, slices: tuple[MergedSlice, ...]) -> None:
+        """The same, of a merge in slices."""
+        with self._turn():
+            if self.name not in slices[0].facts.included:
+                self._move_to(added(self.base, slices), included=False)
+                return
+            self.base = added(self.base, slices, self._live())
+            self.unjudged = self.place.is_borrowed
+            self.unmerged_steps = self.unmerged_tokens = 0
+
+    def _live(self) -> Parameters:
+        """The trainer's parameters themselves, for whoever holds the lock: between sessions they are on the host."""
+        return {name: p.data.numpy() for name, p in self.trainer.parameters.items()}
+
+    def _move_to(self, agreed: Parameters, included: bool) -> None:
+        """One left out for too few steps keeps its own progress on top and hands it in later; one left out for broken
         numbers starts again from the agreed version, with fresh moments: they may be what broke it.
         """
-        with self._turn():
-            own = self._own_delta()
-            sound = all(np.isfinite(v).all() for v in own.values())
-            if merged.delta is not None:
-                self.unjudged = self.place.is_borrowed
-                self.base = {name: self.base[name] + merged.delta[name] for name in self.base}
-            if sound and self.name not in merged.included:
-                self.trainer.load_parameters({name: self.base[name] + own[name] for name in own})
-                return
-            self._start_from(self.base)
-            if not sound:
-                self.trainer.optimizer.state.clear()
-                self.trainer.steps = 0  # warm up again
+        own = {} if included else self._own_delta()
+        sound = all(np.isfinite(v).all() for v in own.values())
+        if agreed is not self.base:
+            self.unjudged = self.place.is_borrowed
+        if sound and not included:
+            self.base = agreed
+            self.trainer.load_parameters({name: agreed[name] + own[name] for name in own})
+            return
+        self._start_from(agreed)
+        if not sound:
+            self.trainer.optimizer.state.clear()
+            self.trainer.steps = 0  # warm up again
 
     def _start_from(self, params: Parameters) -> None:
         self.base = params

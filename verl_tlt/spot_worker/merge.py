@@ -8,11 +8,13 @@ Bubbles differ in length, and a plain average would let a short session hold a l
 to move the parameters by t * g and noise. Least squares then gives g = sum(t_i d_i) / sum(t_i^2), and the merged change
 is g times the longest session: the average of equal sessions, and a longer step in its direction for unequal ones.
 During the warm-up tokens move less, so each counts by its learning rate.
+
+Between machines the same average is made slice by slice (`spot_worker.merge_slices`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -26,63 +28,81 @@ def merge(contributions: Sequence[Contribution], *, min_steps: int) -> Merged:
     Raises:
         ValueError: a worker appears twice, or two workers' deltas differ in names or shapes.
     """
-    ordered = sorted(contributions, key=lambda c: c.worker)
-    names = [c.worker for c in ordered]
-    if len(set(names)) != len(names):
-        raise ValueError(f"A worker hands in once per merge, but these did: {', '.join(names)}.")
-    if not ordered:
-        return Merged(None, 0, ())
+    parts = [_prepare(c, min_steps) for c in sorted(contributions, key=lambda c: c.worker)]
+    facts = together(parts)
+    level = [part for part in parts if part.included]
+    if not level:
+        return facts
     # By two, so that rounding grows with log2(n); a fixed order, so that it is the same for all.
-    level = [_prepare(c, min_steps) for c in ordered]
     while len(level) > 1:
         odd = [level[-1]] if len(level) % 2 else []
         level = [_combine(a, b) for a, b in zip(level[::2], level[1::2], strict=False)] + odd
-    return _finish(level[0])
+    assert level[0].delta is not None
+    longer = np.float32(stretch(facts))
+    return replace(facts, delta={name: longer * value for name, value in level[0].delta.items()})
+
+
+def facts_of(worker: str, tokens: int, steps: int, min_steps: int) -> Merged:
+    """One worker's hand-in as an average of itself, or as an exclusion, without its delta."""
+    reason = None
+    if steps < min_steps:
+        reason = f"{steps} optimizer steps, fewer than {min_steps}"
+    elif tokens <= 0:
+        reason = "it trained on no tokens"
+    return exclusion(worker, reason) if reason else Merged(None, tokens, (worker,), longest=tokens, squares=tokens**2)
+
+
+def exclusion(worker: str, reason: str) -> Merged:
+    """A hand-in that is left out."""
+    return Merged(None, 0, (), {worker: reason})
+
+
+def together(parts: Sequence[Merged]) -> Merged:
+    """The facts of several averages as those of one; no delta.
+
+    Raises:
+        ValueError: a worker appears twice.
+    """
+    names = [name for part in parts for name in (*part.included, *part.excluded)]
+    if len(set(names)) != len(names):
+        raise ValueError(f"A worker hands in once per merge, but these did: {', '.join(names)}.")
+    return Merged(
+        None,
+        tokens=sum(part.tokens for part in parts),
+        included=tuple(name for part in parts for name in part.included),
+        excluded={name: reason for part in parts for name, reason in part.excluded.items()},
+        longest=max((part.longest for part in parts), default=0),
+        squares=sum(part.squares for part in parts),
+    )
+
+
+def stretch(average: Merged) -> float:
+    """How much further than the plain average the merged change goes (see above): 1 for equal sessions."""
+    return average.longest * average.tokens / average.squares if average.squares else 1.0
 
 
 def _prepare(contribution: Contribution, min_steps: int) -> Merged:
-    """One contribution as an average of itself, or as an exclusion."""
-    reason = _unusable(contribution, min_steps)
-    if reason is not None:
-        return Merged(None, 0, (), {contribution.worker: reason})
-    delta = {name: np.asarray(value, dtype=np.float32) for name, value in contribution.delta.items()}
-    n = contribution.tokens
-    return Merged(delta, n, (contribution.worker,), longest=n, squares=n * n)
+    c = contribution
+    facts = facts_of(c.worker, c.tokens, c.steps, min_steps)
+    if facts.included and (reason := _unusable(c.delta)):
+        return exclusion(c.worker, reason)
+    return replace(facts, delta={name: np.asarray(value, dtype=np.float32) for name, value in c.delta.items()})
 
 
 def _combine(left: Merged, right: Merged) -> Merged:
-    """Two averages as one, weighted by their tokens; an empty one only adds its exclusions."""
-    excluded = {**left.excluded, **right.excluded}
-    if left.delta is None or right.delta is None:
-        return replace(left if right.delta is None else right, excluded=excluded)
+    """Two averages as one, weighted by their tokens."""
+    assert left.delta is not None and right.delta is not None
     _check_alike(left, right)
-    tokens = left.tokens + right.tokens
-    share = np.float32(right.tokens / tokens)
+    facts = together([left, right])
+    share = np.float32(right.tokens / facts.tokens)
     # A running average stays within the range of its inputs, whatever the number of workers.
-    delta = {name: a + share * (right.delta[name] - a) for name, a in left.delta.items()}
-    longest, squares = max(left.longest, right.longest), left.squares + right.squares
-    return Merged(delta, tokens, left.included + right.included, excluded, longest, squares)
+    return replace(facts, delta={name: a + share * (right.delta[name] - a) for name, a in left.delta.items()})
 
 
-def _finish(average: Merged) -> Merged:
-    """The average over all workers, as far as the longest session goes (see above)."""
-    if average.delta is None:
-        return average
-    stretch = np.float32(average.longest * average.tokens / average.squares)  # 1 for equal sessions
-    return replace(average, delta={name: stretch * value for name, value in average.delta.items()})
-
-
-def _unusable(c: Contribution, min_steps: int) -> str | None:
-    if c.steps < min_steps:
-        return f"{c.steps} optimizer steps, fewer than {min_steps}"
-    if c.tokens <= 0:
-        return "it trained on no tokens"
-    if not c.delta:
+def _unusable(delta: Mapping[str, np.ndarray]) -> str | None:
+    if not delta:
         return "its delta is empty"
-    for name, value in c.delta.items():
-        if not np.isfinite(value).all():
-            return f"{name} is not finite"
-    return None
+    return next((f"{name} is not finite" for name, value in delta.items() if not np.isfinite(value).all()), None)
 
 
 def _check_alike(left: Merged, right: Merged) -> None:

@@ -26,11 +26,12 @@ from verl_tlt.messages.training import (
     HeldOutScores,
     HiddenStateShard,
     Merged,
+    MergedSlice,
     RolloutSampling,
     SessionResult,
     VerifierArrays,
 )
-from verl_tlt.spot_worker.merge import merge
+from verl_tlt.spot_worker.merge_slices import join as join_slices
 from verl_tlt.spot_worker.shards import join
 
 if TYPE_CHECKING:
@@ -112,13 +113,18 @@ class SpotWorker:
         """What this worker learned since its last merge."""
         return await asyncio.to_thread(self.learner.contribute)
 
-    async def merge(self, *contributions: Contribution) -> Merged:
-        """Average several workers' deltas by tokens (runs on one worker; they arrive through the object store)."""
-        return await asyncio.to_thread(merge, contributions, min_steps=self.learner.config.spot.min_merge_steps)
+    async def hand_in(self, slices: int) -> list[MergedSlice]:
+        """The same for a merge over machines (`spot_worker.merge_slices`)."""
+        return await asyncio.to_thread(self.learner.hand_in, slices)
 
-    async def adopt(self, merged: Merged) -> None:
+    async def join(self, *parts: MergedSlice, last: bool) -> tuple[Merged, MergedSlice]:
+        """Average one slice of several workers, which arrives through the object store: (facts without a delta, it)."""
+        joined = await asyncio.to_thread(join_slices, parts, last=last)
+        return joined.facts, joined
+
+    async def adopt(self, *slices: MergedSlice) -> None:
         """Move to the new agreed version."""
-        await asyncio.to_thread(self.learner.adopt, merged)
+        await asyncio.to_thread(self.learner.adopt_slices, slices)
 
     async def agreed(self) -> AgreedParameters:
         """Candidate, served and initial parameters, for a worker that joins."""

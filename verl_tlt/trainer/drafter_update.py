@@ -97,7 +97,7 @@ def _merge(
         logger.info("the session of %s is not merged yet: %s", name, reason)
     if judged:
         return
-    if merged.delta is None:
+    if not merged.included:
         out.reason = "every session was excluded"
     elif scores := fleet.score(config.speculation.max_draft_length):
         _judge(out, gather(scores), fleet, config, version, dtype)

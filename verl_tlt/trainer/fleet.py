@@ -153,7 +153,7 @@ class Fleet(Protocol):
         ...
 
     def merge(self, names: Sequence[str]) -> Merged:
-        """Average what these workers learned, and have all of them adopt the result."""
+        """Average what these workers learned, and have all workers adopt the result, whose delta is not returned."""
         ...
 
     def score(self, max_draft_length: int) -> dict[str, HeldOutScores]:

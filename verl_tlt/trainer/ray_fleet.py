@@ -31,6 +31,7 @@ from verl_tlt.messages.training import (
 )
 from verl_tlt.spot_worker.worker import SpotWorker
 from verl_tlt.trainer.fleet import Call, CallFailed, Place
+from verl_tlt.trainer.merge_tree import start_merge
 from verl_tlt.trainer.routes import Routes, captors, route
 
 logger = logging.getLogger(__name__)
@@ -299,11 +300,10 @@ class RayFleet:
         return [by_reference[reference] for reference in done]
 
     def merge(self, names: Sequence[str]) -> Merged:
-        """See `Fleet`. The first worker does the arithmetic; deltas travel through the object store."""
-        lead = self.replicas[names[0]].worker
-        merging = lead.merge.remote(*[self.replicas[name].worker.contribute.remote() for name in names])
-        merged: Merged = answer(merging, CALL_S)
-        self._on_workers("adopt", merging)
+        """See `Fleet`."""
+        facts, slices = start_merge([self.replicas[name].worker for name in names])
+        merged: Merged = answer(facts, CALL_S)[0]
+        self._on_workers("adopt", *slices)
         return merged
 
     def score(self, max_draft_length: int) -> dict[str, HeldOutScores]:

@@ -1,0 +1,156 @@
+"""The merge between machines is the merge, to 16 bits, and no worker reads more than its share."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from verl_tlt.messages.training import Contribution
+from verl_tlt.spot_worker import merge_slices
+from verl_tlt.spot_worker.merge import facts_of, merge
+from verl_tlt.spot_worker.merge_slices import BLOCK, added, hand_in, join
+from verl_tlt.trainer.merge_tree import FAN_IN, start_merge
+
+SHAPES = {"fc": (300, 700), "norm": (33,), "down": (BLOCK + 5,), "up": (4, BLOCK)}
+SIZE = sum(int(np.prod(shape)) for shape in SHAPES.values())
+
+
+def parameters(seed, size=1.0):
+    rng = np.random.default_rng(seed)
+    return {name: size * rng.standard_normal(shape, dtype=np.float32) for name, shape in SHAPES.items()}
+
+
+BASE = parameters(seed=99)
+
+
+def session(i, tokens=None, steps=10):
+    """(facts, parameters after it) of a worker whose changes are as small as a learning rate makes them."""
+    change = parameters(seed=i, size=1e-3)
+    now = {name: BASE[name] + change[name] for name in BASE}
+    return facts_of(f"w{i:02}", tokens or 100 * (i + 1), steps, min_steps=8), now
+
+
+class Method:
+    """`handle.method.options(...).remote(...)`, which runs at once."""
+
+    def __init__(self, call):
+        self.remote = call
+
+    def options(self, num_returns):
+        self.returns = num_returns
+        return self
+
+
+class Worker:
+    """A spot worker's part in a merge; counts the bytes that it reads of others, by level."""
+
+    def __init__(self, facts, now):
+        self.facts, self.now, self.made, self.reads = facts, now, [], []
+        self.hand_in = Method(lambda slices: self._made(hand_in(self.facts, self.now, BASE, slices)))
+        self.join = Method(self._join)
+
+    def _made(self, slices):
+        self.made += slices
+        return slices
+
+    def _join(self, *parts, last):
+        self.reads.append(sum(p.values.nbytes + p.scales.nbytes for p in parts if not any(p is m for m in self.made)))
+        joined = join(parts, last=last)
+        self._made([joined])
+        return joined.facts, joined
+
+
+def merged_by(workers):
+    facts, slices = start_merge(workers)
+    assert all(f == facts[0] for f in facts), "the slices' facts differ"
+    live = {name: value.copy() for name, value in BASE.items()}
+    new = added(BASE, slices, live)
+    assert all(np.array_equal(live[name], value) for name, value in new.items())
+    return facts[0], {name: value - BASE[name] for name, value in new.items()}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 9, 20])
+def test_it_is_the_merge(count):
+    sessions = [session(i) for i in range(count)]
+    facts, found = merged_by([Worker(*s) for s in sessions])
+    changes = [{name: now[name] - BASE[name] for name in BASE} for _, now in sessions]
+    wanted = merge(
+        [Contribution(f.included[0], f.tokens, 10, delta) for (f, _), delta in zip(sessions, changes, strict=True)],
+        min_steps=8,
+    )
+    assert facts == dataclasses.replace(wanted, delta=None)
+    top = max(np.abs(value).max() for change in changes for value in change.values())
+    for name, value in wanted.delta.items():
+        assert found[name].shape == SHAPES[name] and found[name].dtype == np.float32
+        # A rounding when handed in and one on each level, half a unit each; the whole is stretched by at most two here.
+        # Adding to the base rounds, too.
+        np.testing.assert_allclose(found[name], value, rtol=1e-6, atol=3 * 2 * top / 65534 + 1e-6)
+
+
+def test_no_worker_reads_more_than_one_delta_on_any_level_however_many_there_are(monkeypatch):
+    monkeypatch.setattr(merge_slices, "BLOCK", 512)  # many to a slice, as in a drafter of real size
+    count = FAN_IN**2
+    workers = [Worker(*session(i, tokens=100)) for i in range(count)]
+    merged_by(workers)
+    one = 2 * SIZE
+    handed_in = sum(part.values.nbytes for part in workers[0].made[:FAN_IN])
+    assert handed_in == one, "16 bits a number"
+    assert max(read for worker in workers for read in worker.reads) < one * (1 + 1 / FAN_IN)
+    assert max(len(worker.reads) for worker in workers) <= 2, "nobody averages more than a slice of each level"
+    assert sum(len(worker.reads) == 2 for worker in workers) == FAN_IN, "the second level is dealt out, too"
+
+
+def test_the_order_of_arrival_changes_no_bit():
+    parts = [hand_in(*session(i), BASE, 1)[0] for i in range(4)]
+    first = join(parts, last=True)
+    for order in itertools.permutations(parts):
+        again = join(order, last=True)
+        assert again.facts == first.facts
+        assert np.array_equal(again.values, first.values) and np.array_equal(again.scales, first.scales)
+
+
+@pytest.mark.parametrize("where", [("fc", 0), ("up", -1)])
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_a_broken_number_anywhere_leaves_its_worker_out_of_every_slice(where, number):
+    sessions = [session(i) for i in range(9)]
+    sessions[4][1][where[0]].reshape(-1)[where[1]] = number
+    facts, found = merged_by([Worker(*s) for s in sessions])
+    assert facts.excluded == {"w04": f"{where[0]} is not finite"}
+    others, without = merged_by([Worker(*s) for i, s in enumerate(sessions) if i != 4])
+    assert facts.included == others.included and facts.tokens == others.tokens
+    for name, value in without.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6)
+
+
+def test_nothing_usable_changes_nothing():
+    facts, found = merged_by([Worker(*session(0, steps=3)), Worker(*session(1, steps=7))])
+    assert not any(value.any() for value in found.values())
+    assert (facts.included, set(facts.excluded)) == ((), {"w00", "w01"})
+
+
+def test_what_did_not_change_stays_as_it_is():
+    facts, _ = session(0)
+    _, found = merged_by([Worker(facts, {name: value.copy() for name, value in BASE.items()})])
+    assert not any(value.any() for value in found.values())
+    tiny = {name: np.zeros_like(value) for name, value in BASE.items()}
+    part = hand_in(facts, {name: value + np.float32(1e-42) for name, value in tiny.items()}, tiny, 1)[0]
+    assert not part.values.any() and np.isfinite(part.scales).all()
+
+
+def test_slices_that_do_not_belong_together_are_refused():
+    one, other = hand_in(*session(0), BASE, 1)[0], hand_in(*session(1), BASE, 2)[0]
+    with pytest.raises(ValueError, match="w00, w01 differ in length"):
+        join([one, other], last=True)
+    with pytest.raises(ValueError, match="once per merge"):
+        join([one, one], last=True)
+
+
+def test_what_came_through_the_object_store_is_only_read():
+    parts = [hand_in(*session(i), BASE, 1)[0] for i in range(2)]
+    for part in parts:
+        part.values.flags.writeable = part.scales.flags.writeable = False
+    before = [part.values.copy() for part in parts]
+    joined = join(parts, last=True)
+    added(BASE, [joined])
+    assert all(np.array_equal(part.values, old) for part, old in zip(parts, before, strict=True))
