@@ -28,16 +28,15 @@ class SourceTree:
     def problem(self, symbol: Symbol) -> str | None:
         """What is not as we rely on, in a few words; None if all is."""
         module, _, qualified = symbol.name.partition(":")
-        found = self._module(module)
-        if found is None:
+        if (found := self._module(module)) is None:
             return f"there is no module {module}"
-        text, tree = found
-        node: ast.AST = tree
-        for part in qualified.split(".") if qualified else []:
-            inner = next((n for n, _ in self._members(node, module) if getattr(n, "name", None) == part), None)
+        node: ast.AST = found[1]
+        for depth, part in enumerate(qualified.split(".") if qualified else []):
+            inner = self._definition(module, part) if depth == 0 else self._member(node, module, part)
             if inner is None:
-                return f"{module} has no {qualified}"
-            node = inner
+                return f"{symbol.name.partition(':')[0]} has no {qualified}"
+            node, module = inner
+        text = self._text(module)
         if wanted := symbol.takes.split():
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 return "is no function"
@@ -53,6 +52,10 @@ class SourceTree:
             if absent := next((fragment for fragment in symbol.says if fragment not in source), None):
                 return f"does not say `{absent}`"
         return None
+
+    def _text(self, module: str) -> str:
+        found = self._module(module)
+        return found[0] if found else ""
 
     def _module(self, name: str) -> tuple[str, ast.Module] | None:
         if name not in self._modules:
@@ -78,17 +81,28 @@ class SourceTree:
                 if found is not None:
                     yield from self._members(found[0], found[1], assigned, depth + 1)
 
+    def _member(self, node: ast.AST, module: str, name: str) -> tuple[ast.AST, str] | None:
+        """What a class or its bases define under `name`, and the module of the class."""
+        inner = next((n for n, _ in self._members(node, module) if getattr(n, "name", None) == name), None)
+        return None if inner is None else (inner, module)
+
+    def _definition(self, module: str, name: str, hops: int = 5) -> tuple[ast.AST, str] | None:
+        """What defines `name` of a module, and where: a package hands on what its modules define."""
+        tree = self._module(module)
+        if tree is None:
+            return None
+        if (found := self._member(tree[1], module, name)) is not None:
+            return found
+        for node in (n for n in tree[1].body if isinstance(n, ast.ImportFrom) and hops):
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return self._definition(self._absolute(node, module), alias.name, hops - 1)
+        return None
+
     def _find_class(self, base: ast.expr, module: str) -> tuple[ast.ClassDef, str] | None:
         """A base class by its name, in its module or in the one it was imported from."""
-        tree = self._module(module)
-        if not isinstance(base, ast.Name) or tree is None:
-            return None
-        for node in tree[1].body:
-            if isinstance(node, ast.ClassDef) and node.name == base.id:
-                return node, module
-            if isinstance(node, ast.ImportFrom) and any((a.asname or a.name) == base.id for a in node.names):
-                return self._find_class(base, self._absolute(node, module))
-        return None
+        found = self._definition(module, base.id) if isinstance(base, ast.Name) else None
+        return (found[0], found[1]) if found is not None and isinstance(found[0], ast.ClassDef) else None
 
     def _absolute(self, node: ast.ImportFrom, module: str) -> str:
         """The module that a `from ... import` in `module` names."""

@@ -26,7 +26,7 @@ class Supported:
 SUPPORTED = (
     # 0.9.0 has neither the submission gate nor the router module: a replica that leaves early would lose requests.
     Supported("verl", (0, 9, 1), (0, 10, 0), (0, 9, 1), "install verl 0.9.1"),
-    Supported("vllm", (0, 24, 0), None, (0, 28, 0), "install the vLLM that your verl release names, 0.24 or later"),
+    Supported("vllm", (0, 24, 0), None, (0, 31, 0), "install the vLLM that your verl release names, 0.24 or later"),
     Supported("speculators", (0, 9, 0), (0, 10, 0), (0, 9, 0), "pip install 'speculators>=0.9,<0.10'"),
 )
 
