@@ -36,11 +36,17 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Two workers, since most tests compute on one thread; whole runs have the machine to themselves.
+define run-tests
+	$(BIN)/pytest -n 2 --dist loadfile $(1) tests/unit tests/contract tests/engine; parts=$$?; \
+	$(BIN)/pytest $(1) tests/e2e && exit $$parts
+endef
+
 test: lint
-	$(BIN)/pytest -m "not heavy"
+	$(call run-tests,-m "not heavy")
 
 test-all: lint
-	$(BIN)/pytest
+	$(call run-tests)
 
 test-fast: lint
 	$(BIN)/pytest tests/unit

@@ -14,8 +14,8 @@ def run(tmp_path_factory) -> Run:
 
 @pytest.fixture(scope="session")
 def resumed(run) -> Run:
-    """The same run, continued from its last checkpoint for one more step."""
+    """The same run, continued from its last checkpoint for one more step; its engines run their workers inside."""
     out = run.out.parent / "resumed"
     out.mkdir()
     (out / "checkpoints").symlink_to(run.out / "checkpoints")
-    return grpo(out, run.out.parent / "assets", 6, *TLT, SAVE_FREQ="-1", RESUME="auto")
+    return grpo(out, run.out.parent / "assets", 6, *TLT, SAVE_FREQ="-1", RESUME="auto", EXECUTOR="uni")

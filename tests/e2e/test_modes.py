@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from grpo_run import BATCH, TLT, Run, grpo
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 LONGEST = 320
 """Tokens of a long response: a bubble of several seconds beside those of 40 to 85."""
@@ -74,7 +74,6 @@ def assert_sound(run: Run, steps: int) -> None:
     assert all(len(fingerprints) == 1 for fingerprints in by_version.values())
 
 
-@pytest.mark.heavy
 def test_colocated(colocated):
     assert_sound(colocated, 4)
     # The long response was begun in step 1 and is whole, although a weight sync interrupted it.
@@ -82,7 +81,6 @@ def test_colocated(colocated):
     assert {s.step for s in colocated.trace.sessions} <= {2, 3, 4}
 
 
-@pytest.mark.heavy
 def test_colocated_idle_replica_trained_while_the_other_decoded(colocated):
     for session in [s for s in colocated.trace.sessions if s.steps > 0]:
         load = [x for x in colocated.trace.loads if x.step == session.step and x.t <= session.start][-1].inflight

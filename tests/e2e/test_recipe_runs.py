@@ -60,6 +60,7 @@ def test_conversations_with_a_tool_and_n_grams_beside_the_drafter(tmp_path):
     assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
 
 
+@pytest.mark.heavy
 def test_a_critic_an_audit_and_the_switch(tmp_path):
     out, done, said = tmp_path / "ppo", threading.Event(), []
     switching = threading.Thread(target=switch_off_after, args=(2, out, done, said))

@@ -229,7 +229,6 @@ def test_a_worker_that_does_not_stop_is_killed_and_its_successor_joins_the_other
     assert ray.get(fleet.replicas["short"].worker.train.remote(), timeout=300).steps > 0
 
 
-@pytest.mark.heavy
 def test_a_worker_whose_process_dies_is_replaced(fleet, phase, recorded):
     restarts = fleet.replicas["brief"].restarts
     move_on(fleet)
@@ -253,7 +252,6 @@ def kill(worker):
             time.sleep(0.05)
 
 
-@pytest.mark.heavy
 def test_when_all_workers_die_their_successors_start_from_what_is_served(fleet):
     move_on(fleet)
     published = ray.get(fleet.replicas["long"].worker.export.remote(5, "bfloat16", []))
@@ -271,7 +269,6 @@ def test_when_all_workers_die_their_successors_start_from_what_is_served(fleet):
         np.testing.assert_array_equal(agreed.initial[name], value)
 
 
-@pytest.mark.heavy
 def test_a_worker_found_dead_between_phases_is_replaced_too(fleet):
     restarts = fleet.replicas["long"].restarts
     kill(fleet.replicas["long"].worker)

@@ -13,7 +13,7 @@ import pytest
 from verl_tlt.compat.cpu.environment import CPU_ENGINE
 from verl_tlt.messages.rollout import SleepReply
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.engine
 
 ENVIRONMENT = CPU_ENGINE | {
     "VERL_ENGINE_DEVICE": "cuda",
