@@ -77,7 +77,7 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3, replicas: int = 2) 
     names = tuple(f"replica-{i}" for i in range(replicas))
     rng = np.random.default_rng(seed)
     made, clock = MadeRun(directory, steps), _Clock()
-    driver = TraceWriter(directory, "driver", clock)
+    driver = TraceWriter(directory, "trainer", clock)
     engines = {r: TraceWriter(directory, f"engine-{r}") for r in names}
     speculation = {"max_draft_length": KMAX}
     driver.emit(

@@ -37,17 +37,17 @@ def test_engine_steps_come_back_as_columns(made_run):
 
 
 def test_half_a_line_is_skipped_and_the_next_writer_starts_a_new_one(tmp_path):
-    TraceWriter(tmp_path, "driver").emit("phase", **PHASE)
-    with (tmp_path / "driver.jsonl").open("a") as file:
+    TraceWriter(tmp_path, "trainer").emit("phase", **PHASE)
+    with (tmp_path / "trainer.jsonl").open("a") as file:
         file.write('{"t": 5, "kind": "pha')
     assert (len(read_trace(tmp_path).phases), read_trace(tmp_path).skipped) == (1, 1)
-    TraceWriter(tmp_path, "driver").emit("phase", **PHASE)
+    TraceWriter(tmp_path, "trainer").emit("phase", **PHASE)
     assert (len(read_trace(tmp_path).phases), read_trace(tmp_path).skipped) == (2, 1)
 
 
 def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):
     clock = iter(range(100, 200))
-    driver = TraceWriter(tmp_path, "driver", lambda: float(next(clock)))
+    driver = TraceWriter(tmp_path, "trainer", lambda: float(next(clock)))
     engine = TraceWriter(tmp_path, "engine-a")
     driver.emit("run", step0=1)
     for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3)):
@@ -63,17 +63,17 @@ def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):
 
 
 def test_numpy_values_and_nan_are_written_as_json(tmp_path):
-    writer = TraceWriter(tmp_path, "driver")
+    writer = TraceWriter(tmp_path, "trainer")
     writer.emit("step", step=np.int64(1), metrics={"a": np.float32(0.5), "b": float("nan"), "c": np.arange(2)})
     assert writer.failures == 0
-    record = json.loads((tmp_path / "driver.jsonl").read_text())
+    record = json.loads((tmp_path / "trainer.jsonl").read_text())
     assert (record["step"], record["metrics"]) == (1, {"a": 0.5, "b": None, "c": [0, 1]})
 
 
 def test_failures_are_counted_and_logged_once(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):
-        writer = TraceWriter(tmp_path / "file", "driver")
+        writer = TraceWriter(tmp_path / "file", "trainer")
         for _ in range(3):
             writer.emit("phase", **PHASE)
     assert writer.failures == 4
@@ -84,7 +84,7 @@ def test_failures_are_counted_and_logged_once(tmp_path, caplog):
     ("kind", "fields", "word"), [("phaze", {}, "phaze"), ("phase", {"step": 1}, "end, name, start")]
 )
 def test_an_event_no_reader_understands_is_counted(tmp_path, caplog, kind, fields, word):
-    writer = TraceWriter(tmp_path, "driver")
+    writer = TraceWriter(tmp_path, "trainer")
     with caplog.at_level(logging.WARNING):
         writer.emit(kind, **fields)
     assert writer.failures == 1 and word in caplog.text
@@ -93,7 +93,7 @@ def test_an_event_no_reader_understands_is_counted(tmp_path, caplog, kind, field
 
 
 def test_threads_share_a_writer(tmp_path):
-    writer = TraceWriter(tmp_path, "driver")
+    writer = TraceWriter(tmp_path, "trainer")
 
     def emit(step):
         for _ in range(200):
@@ -104,7 +104,7 @@ def test_threads_share_a_writer(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    lines = (tmp_path / "driver.jsonl").read_text().splitlines()
+    lines = (tmp_path / "trainer.jsonl").read_text().splitlines()
     assert len(lines) == 800 and all(json.loads(line) for line in lines)
 
 
@@ -125,7 +125,7 @@ def test_a_missing_or_empty_directory_is_named(tmp_path):
 
 
 def test_replicas_are_numbered_in_the_runs_order_whatever_their_names(tmp_path):
-    writer = TraceWriter(tmp_path, "driver")
+    writer = TraceWriter(tmp_path, "trainer")
     writer.emit("run", step0=1, replicas=["10.0.0.9:1", "10.0.0.1:2"])
     writer.emit("load", step=1, inflight={"10.0.0.1:2": 3, "10.0.0.9:1": 1})
     TraceWriter(tmp_path, "engine-1").write({"t": 0.0, "batch": 1, "k": 0})
