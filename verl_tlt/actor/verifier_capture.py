@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 VERIFIER_PARTS = {"embed": "embed_tokens.weight", "lm_head": "lm_head.weight", "norm": "model.norm.weight"}
 """The policy's parts the drafter shares, by the end of their Hugging Face names."""
 
+PUT_S = 60.0
+"""Seconds for the object store's copy of at most some GB, begun a rollout ago."""
+
 Params = Iterator[tuple[str, torch.Tensor]]
 
 
@@ -95,7 +98,7 @@ class VerifierCapture:
         """What was copied, once."""
         reference, putting, self._putting = None, self._putting, None
         with self._contained():
-            reference = putting.result() if putting else None
+            reference = putting.result(PUT_S) if putting else None
         found = Captured(reference, self._seconds, self._nbytes, self._errors)
         self._seconds, self._nbytes, self._errors = 0.0, 0, 0
         return found
@@ -103,7 +106,7 @@ class VerifierCapture:
     def _keep(self, part: str, tensor: torch.Tensor) -> None:
         """Copy one tensor in 16 bits: cast where it is, so that half of it crosses."""
         if self._putting is not None:
-            self._putting.result()  # nobody asked for the copy before this one: it is overwritten once it is read
+            self._putting.result(PUT_S)  # nobody asked for the copy before this one: it is overwritten once it is read
         short = tensor.detach().to(self._dtype)
         held = self._host.get(part)
         if held is None or held.shape != short.shape:
@@ -126,6 +129,6 @@ class VerifierCapture:
         except Exception as error:
             self.armed, self._putting = False, None
             self._errors += 1
-            logger.warning("the policy's embedding, head and norm could not be copied for the drafter: %s", error)
+            logger.warning("the policy's embedding, head and norm could not be copied for the drafter: %r", error)
         finally:
             self._seconds += time.perf_counter() - start

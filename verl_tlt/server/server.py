@@ -46,6 +46,8 @@ from verl_tlt.speculation.types import ControlError
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
+STORE_S = 120.0
+"""Seconds for the run's first drafter to come, while the servers start."""
 ADMISSION_TIMEOUT_S = 2.0  # an admission takes milliseconds; a stuck one means "busy", not "wait"
 
 
@@ -72,7 +74,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         if not self.tlt.speculation.enable:
             return
         store = ray.get_actor(STORE_NAME)
-        self.tlt_stage(ray.get(store.latest.remote()))
+        self.tlt_stage(ray.get(store.latest.remote(), timeout=STORE_S))
         drafter = str(self._tlt_dir / "drafter")
         kwargs.update(engine_kwargs(self.tlt, drafter, self.config, kwargs))
         # The engine core and its workers are children of this process and inherit these; they differ per replica and

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from verl_tlt.actor import verifier_capture
 from verl_tlt.actor.verifier_capture import VerifierCapture
 from verl_tlt.drafter import from_numpy16
 from verl_tlt.trainer.routes import captors
@@ -149,3 +150,20 @@ def test_what_fails_costs_the_drafter_and_not_the_sync():
     found = capture.take()
     assert found.errors == 0 and found.seconds > 0
     assert torch.equal(found.reference["norm"], policy()["model.norm.weight"].bfloat16())
+
+
+def test_an_object_store_that_hangs_holds_nobody_up(monkeypatch):
+    monkeypatch.setattr(verifier_capture, "PUT_S", 0.05)
+    go_on = threading.Event()
+    capture = VerifierCapture(torch.bfloat16, lambda _: go_on.wait(60))
+    try:
+        for again in (False, True):  # asked for the copy, and about to make the next one
+            capture.armed = True
+            sync(capture, policy())
+            if again:
+                capture.armed = True
+                assert len(sync(capture, policy())) == len(policy())
+            found = capture.take()
+            assert found.reference is None and found.errors == 1
+    finally:
+        go_on.set()
