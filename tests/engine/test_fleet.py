@@ -22,7 +22,7 @@ from recorded import (
 )
 
 from verl_tlt.idle.replica_idle import ReplicaIdlePlanner, State
-from verl_tlt.messages.training import TapReady
+from verl_tlt.messages.training import TappedStates, TapReady
 from verl_tlt.trace.events import TraceWriter
 
 pytestmark = pytest.mark.engine
@@ -65,6 +65,26 @@ def fleet(recorded):
         assert fleet.start_spot((3, 5, 7), None) is None
         fill(fleet, recorded, fleet.replicas)
         yield fleet
+
+
+@pytest.fixture(scope="module")
+def wide(recorded):
+    """A replica on two devices, alone."""
+    with pytest.MonkeyPatch.context() as patch, ray_cluster(patch):
+        from verl.single_controller.ray import RayResourcePool
+
+        from verl_tlt.trainer import ray_fleet as module
+
+        server = ray.remote(Server).options(num_cpus=0).remote()
+        replica = SimpleNamespace(_server_address="wide", _server_handle=server, servers=[server])
+        manager = SimpleNamespace(get_replicas=lambda: [replica], global_load_balancer=None)
+        actor = SimpleNamespace(world_size=2, tlt_setup=lambda *_: [TapReady(group=rank) for rank in range(2)])
+        pool = RayResourcePool([2], max_colocate_count=2)
+        fleet = module.RayFleet(manager, actor, None, pool, module.SpotPlan(**worker_arguments()))
+        assert fleet.start_spot((3, 5, 7), None) is None
+        yield fleet
+        for worker in fleet.replicas["wide"].crew.values():
+            ray.kill(worker)
 
 
 def fill(fleet, recorded, names):
@@ -275,3 +295,30 @@ def test_a_worker_found_dead_between_phases_is_replaced_too(fleet):
     assert set(fleet.score(3)) == {"short", "brief"}
     assert fleet.replicas["long"].restarts == restarts + 1
     assert_alike(fleet)
+
+
+def test_every_device_of_a_replica_trains_on_its_share(wide, recorded):
+    sequences, weights = recorded
+    assert (wide.places["wide"].devices, list(wide.replicas["wide"].crew)) == (2, ["wide", "wide/1"])
+    arrays = ray.put(weights)
+    taken = [
+        TappedStates((ray.put(as_shards(sequences[rank::2])),), arrays if rank == 0 else None, seconds=0.0, errors=0)
+        for rank in range(2)
+    ]
+    stats = wide.hand_over(1, taken)["wide"].result(300)
+    assert (stats.sequences, stats.incomplete) == (len(sequences), 0)
+    workers = list(wide.replicas["wide"].crew.values())
+    ray.get([w.__ray_call__.remote(set_epochs, 1e9) for w in workers], timeout=300)
+    session = wide.train("wide")
+    wait_for(lambda: min(ray.get([w.__ray_call__.remote(steps_taken) for w in workers], timeout=300)) >= 3)
+    assert not session.done() and wide.first_done({"wide": session}, 0.05) == []
+    wide.stop("wide")
+    assert wide.first_done({"wide": session}, 60) == ["wide"]
+    found = session.result(1)
+    assert (found.outcome, found.steps) == (
+        "stopped",
+        sum(ray.get([w.__ray_call__.remote(steps_taken) for w in workers])),
+    )
+    assert found.devices > 1.5
+    assert wide.merge(["wide"]).included == ("wide", "wide/1")
+    assert set(wide.score(3)) == {"wide", "wide/1"}

@@ -127,6 +127,8 @@ class SessionResult:
     scores: HeldOutScores | None = None
     """Of the version agreed on before it, on a device that only sessions may use; None: it was judged, or not to the
     end."""
+    devices: float = 1.0
+    """On how many it trained, on average over `seconds`."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,11 @@ class StepObservations:
     bubble_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds each replica was empty while another still decoded."""
     bubble_trained_s: Mapping[str, float] = field(default_factory=dict)
-    """The part of `bubble_s` in which its spot worker trained."""
+    """The part of `bubble_s` in which its spot workers trained."""
+    devices: Mapping[str, int] = field(default_factory=dict)
+    """How many each replica has; one where it is not said."""
+    devices_trained: Mapping[str, float] = field(default_factory=dict)
+    """On how many it trained while it did, on average; one where it is not said."""
     stop_latency_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds from the stop command to the spot worker's answer."""
     sessions: Sequence[Session] = ()
@@ -124,7 +128,9 @@ def _bubble_metrics(seen: StepObservations) -> dict[str, float | None]:
         bubble, trained = sum(seen.bubble_s.values()), sum(seen.bubble_trained_s.values())
         metrics["tlt/bubble_s"] = bubble
         metrics["tlt/bubble_trained_s"] = trained
-        metrics["tlt/bubble_used_frac"] = trained / bubble if bubble > 0 else None
+        idle = sum(seconds * seen.devices.get(name, 1) for name, seconds in seen.bubble_s.items())
+        used = sum(seconds * seen.devices_trained.get(name, 1.0) for name, seconds in seen.bubble_trained_s.items())
+        metrics["tlt/bubble_used_frac"] = used / idle if idle > 0 else None
     if seen.stop_latency_s:
         metrics["tlt/stop_latency_s"] = max(seen.stop_latency_s.values())
     overhead = dict(seen.overhead)

@@ -168,6 +168,7 @@ class Controller:
             if self.tlt.speculation.enable and self.tlt.speculation.calibrate:
                 self.fleet.calibrate()
         self.served.published_at = step
+        self.log.devices = {name: place.devices for name, place in self.fleet.places.items()}
         standalone = [name for name, place in self.fleet.places.items() if not place.colocated]
         self.log.run_started(
             step + 1, self.tlt, list(self.fleet.places), standalone, self.facts.gpus, self.facts.policy

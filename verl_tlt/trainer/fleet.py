@@ -57,7 +57,9 @@ class Place:
     name: str
     """Its address, by which verl's load balancer knows it."""
     colocated: bool
-    """It shares devices with the actor, so it has a spot worker; else its devices are its own."""
+    """It shares devices with the actor, so it has spot workers; else its devices are its own."""
+    devices: int = 1
+    """It has as many, and a spot worker on each of them, where it has any."""
 
 
 class Fleet(Protocol):
@@ -113,11 +115,15 @@ class Fleet(Protocol):
     # ------------------------------------------------------------------ actor and spot workers
 
     def start_spot(self, aux_layers: Sequence[int], resume_from: Path | None) -> str | None:
-        """Install the tap and start a spot worker for each colocated replica; else one sentence why there is no tap."""
+        """Install the tap and start spot workers, one for each device of a colocated replica.
+
+        Returns:
+            None, or one sentence why there is no tap.
+        """
         ...
 
     def workers(self) -> list[str]:
-        """Replicas that have a spot worker."""
+        """Replicas that have spot workers. All of a replica's are meant by its name."""
         ...
 
     def take(self, train_next: bool) -> list[TappedStates]:
@@ -137,11 +143,11 @@ class Fleet(Protocol):
         ...
 
     def train(self, name: str) -> Call[SessionResult]:
-        """Start a session on a replica's spot worker."""
+        """Start a session on a replica's spot workers."""
         ...
 
     def stop(self, name: str) -> None:
-        """Ask it to end after its micro-batch; does not wait."""
+        """Ask them to end after their micro-batch; does not wait."""
         ...
 
     def restart(self, names: Collection[str]) -> None:

@@ -1,13 +1,14 @@
-"""The fleet as Ray actors: verl's rollout servers, balancer and actor, and a spot worker for each colocated replica.
+"""The fleet as Ray actors: verl's rollout servers, balancer and actor, and spot workers on the actor's devices.
 
-A spot worker shares its replica's first bundle (verl's workers take a third of a GPU each), so it sees the same
-device and dies with the job. It is created directly rather than as a worker group, because it must be possible to
-kill and restart one alone.
+Each device of a colocated replica has a spot worker, for all of them are idle when the replica is. It shares a bundle
+with the actor's rank there (verl's workers take a third of a GPU each), so it sees the same device and dies with the
+job. It is created directly rather than as a worker group, because it must be possible to kill and restart one alone.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,6 +31,7 @@ from verl_tlt.messages.training import (
     TappedStates,
 )
 from verl_tlt.spot_worker.worker import SpotWorker
+from verl_tlt.trainer.crew import CrewCall, one_buffer, one_session
 from verl_tlt.trainer.fleet import Call, CallFailed, Place
 from verl_tlt.trainer.merge_tree import start_merge
 from verl_tlt.trainer.routes import Routes, captors, route
@@ -65,9 +67,19 @@ class _Replica:
     servers: Sequence[Any]
     """Handles of its servers on all nodes."""
     ranks: Sequence[int] = ()
-    """Its ranks of the actor's worker group. The first one's device is the spot worker's."""
-    worker: Any = None
+    """Its ranks of the actor's worker group: on the device of each, a spot worker."""
+    crew: dict[str, Any] = field(default_factory=dict)
+    """Handles of its spot workers by name, as many as ranks and in their order."""
     restarts: int = field(default=0)
+
+    @property
+    def worker(self) -> Any:
+        """Handle of one of them, where one is enough; all hold the same version."""
+        return next(iter(self.crew.values()))
+
+    def names(self) -> list[str]:
+        """Its spot workers' names."""
+        return [self.place.name if i == 0 else f"{self.place.name}/{i}" for i in range(len(self.ranks))]
 
 
 class RayCall:
@@ -135,7 +147,7 @@ class RayFleet:
 
     def _add(self, replica: Any, ranks: Sequence[int]) -> None:
         name = replica._server_address
-        place = Place(name, colocated=bool(ranks))
+        place = Place(name, colocated=bool(ranks), devices=max(1, len(ranks)))
         self.replicas[name] = _Replica(place, replica._server_handle, list(replica.servers), ranks)
 
     @property
@@ -190,7 +202,7 @@ class RayFleet:
     def calibrate(self) -> float:
         """See `Fleet`. Replicas of a run are alike, so one table serves them."""
         # What spot workers import and load while they start would be measured, too.
-        answer([r.worker.__ray_ready__.remote() for r in self.replicas.values() if r.worker], CALIBRATION_S)
+        answer([worker.__ray_ready__.remote() for worker in self._crews().values()], CALIBRATION_S)
         first, *others = self.replicas.values()
         found = answer(first.server.tlt_calibrate.remote(), CALIBRATION_S)
         answer([r.server.tlt_calibrate.remote(found) for r in others], CALL_S)
@@ -204,15 +216,15 @@ class RayFleet:
     # ------------------------------------------------------------------ actor
 
     def start_spot(self, aux_layers: Sequence[int], resume_from: Path | None) -> str | None:
-        """See `Fleet`. A spot worker per colocated replica, in the bundles of the actor's pool."""
-        ranks = {name: r.ranks for name, r in self.replicas.items() if r.ranks}
+        """See `Fleet`."""
+        ranks = {name: [rank] for r in self.replicas.values() for name, rank in zip(r.names(), r.ranks, strict=True)}
         self._captors = captors(ranks, self._nodes())
         ready = self.actor.tlt_setup(self.spot.config, list(aux_layers), set(self._captors.values()))
         if untapped := next((r.untapped for r in ready if r.untapped), None):
             return str(untapped)
         self._routes = route([r.group for r in ready], ranks)
-        for name in ranks:
-            self.replicas[name].worker = self._new_worker(self.replicas[name])
+        for replica in self.replicas.values():
+            replica.crew = self._new_crew(replica)
         if resume_from is not None:
             self._on_workers("resume", str(resume_from))
         return None
@@ -226,18 +238,24 @@ class RayFleet:
     def hand_over(self, step: int, taken: Sequence[TappedStates]) -> dict[str, Call[BufferStats]]:
         """See `Fleet`."""
         under_way: dict[str, Call[BufferStats]] = {}
-        for name in self.workers():
-            replica = self.replicas[name]
-            shards = [[taken[rank].shards[share] for rank in ranks] for ranks, share in self._routes.sources[name]]
-            weights = taken[self._captors[name]].verifier_weights
-            under_way[name] = RayCall(replica.worker.add.remote(step, shards, weights))
+        for replica in self.workers():
+            calls = []
+            for name, worker in self.replicas[replica].crew.items():
+                shards = [[taken[rank].shards[share] for rank in ranks] for ranks, share in self._routes.sources[name]]
+                weights = taken[self._captors[name]].verifier_weights
+                calls.append(RayCall(worker.add.remote(step, shards, weights)))
+            under_way[replica] = CrewCall(calls, one_buffer)
         return under_way
 
     # ------------------------------------------------------------------ spot workers
 
     def workers(self) -> list[str]:
         """See `Fleet`."""
-        return [name for name, r in self.replicas.items() if r.worker is not None]
+        return [name for name, r in self.replicas.items() if r.crew]
+
+    def _crews(self) -> dict[str, Any]:
+        """All spot workers by name."""
+        return {name: worker for r in self.replicas.values() for name, worker in r.crew.items()}
 
     @cached_property
     def _bundles(self) -> list[tuple[Any, int]]:
@@ -248,14 +266,18 @@ class RayFleet:
         tables = {group.id: ray.util.placement_group_table(group) for group, _ in self._bundles}
         return [str(tables[group.id]["bundles_to_node_id"][i]) for group, i in self._bundles]
 
-    def _new_worker(self, replica: _Replica, agreed: Any = None, published: Any = None) -> Any:
-        group, index = self._bundles[replica.ranks[0]]
+    def _new_crew(self, replica: _Replica, agreed: Any = None, published: Any = None) -> dict[str, Any]:
+        named = zip(replica.names(), replica.ranks, strict=True)
+        return {name: self._new_worker(name, rank, agreed, published) for name, rank in named}
+
+    def _new_worker(self, name: str, rank: int, agreed: Any, published: Any) -> Any:
+        group, index = self._bundles[rank]
         placed = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
         share = get_platform().ray_resource_options(1.0 / self.pool.max_colocate_count)
         options = {"scheduling_strategy": placed, "num_cpus": 0, **share}
         make: Callable[..., Any] = ray.remote(SpotWorker).options(**options).remote
         plan = {**vars(self.spot), "drafter": self._first_drafter}
-        return make(name=replica.place.name, agreed=agreed, published=published, **plan)
+        return make(name=name, agreed=agreed, published=published, **plan)
 
     @cached_property
     def _first_drafter(self) -> Any:
@@ -266,15 +288,19 @@ class RayFleet:
         """See `Fleet`."""
         if self.spot.device == "cpu":
             return {}
-        return {name: RayCall(self.replicas[name].worker.warm_up.remote()) for name in self.workers()}
+        return {
+            name: CrewCall([RayCall(worker.warm_up.remote()) for worker in self.replicas[name].crew.values()], list)
+            for name in self.workers()
+        }
 
     def train(self, name: str) -> Call[SessionResult]:
         """See `Fleet`."""
-        return RayCall(self.replicas[name].worker.train.remote())
+        return CrewCall([RayCall(worker.train.remote()) for worker in self.replicas[name].crew.values()], one_session)
 
     def stop(self, name: str) -> None:
         """See `Fleet`."""
-        self.replicas[name].worker.stop.remote()
+        for worker in self.replicas[name].crew.values():
+            worker.stop.remote()
 
     def restart(self, names: Collection[str]) -> None:
         """See `Fleet`.
@@ -284,24 +310,30 @@ class RayFleet:
         last, which is what the engines serve.
         """
         for name in names:
-            ray.kill(self.replicas[name].worker)
-        others = [self.replicas[name].worker for name in self.workers() if name not in names]
+            for worker in self.replicas[name].crew.values():
+                ray.kill(worker)
+        others = [w for name, r in self.replicas.items() if name not in names for w in r.crew.values()]
         for name in names:
             replica = self.replicas[name]
             agreed = others[0].agreed.remote() if others else None
-            replica.worker = self._new_worker(replica, agreed, None if others else self._published)
+            replica.crew = self._new_crew(replica, agreed, None if others else self._published)
             replica.restarts += 1
-            logger.warning("spot worker of %s was killed and restarted (%d times so far)", name, replica.restarts)
+            logger.warning("the spot workers of %s were killed and restarted (%d times so far)", name, replica.restarts)
 
     def first_done(self, calls: Mapping[str, Call[Any]], timeout_s: float) -> list[str]:
         """See `Fleet`."""
-        by_reference = {call.reference: name for name, call in calls.items() if isinstance(call, RayCall)}
-        done, _ = ray.wait(list(by_reference), num_returns=1, timeout=timeout_s)
-        return [by_reference[reference] for reference in done]
+        deadline = time.monotonic() + timeout_s
+        while not (done := [name for name, call in calls.items() if call.done()]):
+            left = deadline - time.monotonic()
+            crews = [call for call in calls.values() if isinstance(call, CrewCall)]
+            waiting = [c.reference for crew in crews for c in crew.calls if isinstance(c, RayCall) and not c.done()]
+            if left <= 0 or not ray.wait(waiting, num_returns=1, timeout=left)[0]:
+                break
+        return done
 
     def merge(self, names: Sequence[str]) -> Merged:
         """See `Fleet`."""
-        facts, slices = start_merge([self.replicas[name].worker for name in names])
+        facts, slices = start_merge([worker for name in names for worker in self.replicas[name].crew.values()])
         merged: Merged = answer(facts, CALL_S)[0]
         self._on_workers("adopt", *slices)
         return merged
@@ -333,13 +365,13 @@ class RayFleet:
         return RayCall(worker.save.remote(str(directory.absolute()), provenance))
 
     def _on_workers(self, method: str, *args: Any) -> dict[str, Any]:
-        """Call every spot worker and wait; the result by replica. One that does not answer is restarted and left out.
+        """Call every spot worker and wait; the result by worker. A replica of which one died is restarted.
 
         Raises:
             CallFailed: one of them raised; its state may no longer be the others'.
         """
-        calls = {name: getattr(self.replicas[name].worker, method).remote(*args) for name in self.workers()}
-        done, dead = {}, []
+        calls = {name: getattr(worker, method).remote(*args) for name, worker in self._crews().items()}
+        done, dead = {}, set()
         for name, reference in calls.items():
             try:
                 done[name] = answer(reference, CALL_S)
@@ -347,6 +379,6 @@ class RayFleet:
                 if not error.died:
                     raise
                 logger.warning("spot worker of %s died: %s", name, error)
-                dead.append(name)
-        self.restart(dead)
+                dead.add(next(replica for replica, r in self.replicas.items() if name in r.crew))
+        self.restart(sorted(dead))
         return done

@@ -35,6 +35,8 @@ class StepLog:
 
     def __init__(self, trace: TraceWriter) -> None:
         self.trace = trace
+        self.devices: dict[str, int] = {}
+        """How many each replica has."""
         self._warned = False
         self._reset()
         self._version = self._since = 0
@@ -46,6 +48,8 @@ class StepLog:
         self._publish: Publish | None = None
         self._reloads: dict[str, Reload] = {}  # by replica
         self._sessions: list[Session] = []
+        self._trained_s: dict[str, float] = {}  # by replica
+        self._device_s: dict[str, float] = {}
         self._served: int | None = None
         self._audit: float | None = None
 
@@ -103,6 +107,10 @@ class StepLog:
         for ended in report.sessions:
             session = _session(step, ended)
             self._sessions.append(session)
+            if ended.result and ended.result.seconds > 0:
+                name, seconds = ended.replica, ended.result.seconds
+                self._trained_s[name] = self._trained_s.get(name, 0.0) + seconds
+                self._device_s[name] = self._device_s.get(name, 0.0) + seconds * ended.result.devices
             self.trace.emit("session", **{k: v for k, v in vars(session).items() if k != "t"})
 
     def engine_stats(self, stats: dict[str, EngineStats]) -> int:
@@ -167,6 +175,8 @@ class StepLog:
             replicas=self._stats,
             bubble_s=account.bubble_s if account else {},
             bubble_trained_s=account.used_s if account else {},
+            devices=self.devices,
+            devices_trained={name: used / self._trained_s[name] for name, used in self._device_s.items()},
             stop_latency_s=account.stop_s if account else {},
             sessions=self._sessions,
             publish=self._publish,

@@ -89,6 +89,16 @@ def test_bubbles_and_what_was_overhead():
     assert metrics["tlt/overhead_tap_s"] == 0.1
 
 
+def test_the_used_part_of_the_bubble_counts_devices():
+    seen = StepObservations(
+        bubble_s={"a": 6.0, "b": 2.0}, bubble_trained_s={"a": 6.0, "b": 1.0}, devices={"a": 4, "b": 4},
+        devices_trained={"a": 1.0, "b": 4.0},
+    )  # fmt: skip
+    metrics = step_metrics(seen)
+    assert (metrics["tlt/bubble_s"], metrics["tlt/bubble_trained_s"]) == (8.0, 7.0), "seconds of replicas"
+    assert metrics["tlt/bubble_used_frac"] == pytest.approx((6 * 1 + 1 * 4) / (8 * 4))
+
+
 def test_what_engine_steps_waited_for_us_is_overhead_by_the_slowest_replica():
     slow, quick = (dataclasses.replace(A, control_s=s) for s in (0.3, 0.2))
     metrics = step_metrics(StepObservations(replicas={"a": quick, "b": slow}, overhead={"tap": 0.1}))
