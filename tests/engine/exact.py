@@ -23,13 +23,51 @@ LEAST = 5.0
 """Leaves expected less often than this are counted together with their siblings (chi-square's usual rule)."""
 
 
+AFTER_THE_END = 0
+"""Stands for the tokens behind a stop token, which are none."""
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters that shape a distribution; `top_k` 0: all tokens."""
+    """Sampling parameters that shape a distribution, by the names of vLLM's `SamplingParams`; `top_k` 0: all tokens."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """As tokens."""
+
+    def penalised(self, logits: torch.Tensor, prompt: list[int], outputs: torch.Tensor) -> torch.Tensor:
+        """Logits after what depends on the tokens so far: penalties, bad words, and stop tokens before their time.
+
+        Args:
+            logits: [n, length, vocab].
+            prompt: shared by all outputs.
+            outputs: [n, length] tokens.
+        """
+        chosen = torch.nn.functional.one_hot(outputs, logits.shape[-1])  # [n, length, vocab]
+        before = chosen.cumsum(1) - chosen  # how often each token is in the output before each position
+        seen = before > 0
+        seen[..., prompt] = True
+        scale = torch.where(logits > 0, 1.0 / self.repetition_penalty, self.repetition_penalty)
+        logits = torch.where(seen, logits * scale, logits)
+        logits = logits - self.frequency_penalty * before - self.presence_penalty * (before > 0)
+        logits[:, : self.min_tokens, list(self.stop_token_ids)] = -torch.inf
+        for *begun, last in self.bad_words:
+            for i in range(len(begun), logits.shape[1]):
+                said = (outputs[:, i - len(begun) : i] == torch.tensor(begun, dtype=torch.long)).all(-1)  # [n]
+                logits[said, i, last] = -torch.inf
+        return logits
+
+    def ended(self, outputs: torch.Tensor) -> torch.Tensor:
+        """[n, length]: whether there is a stop token before each position."""
+        stops = torch.isin(outputs, torch.tensor(self.stop_token_ids, dtype=outputs.dtype)).long()
+        return stops.cumsum(1) > stops
 
     def log_probs(self, logits: torch.Tensor) -> torch.Tensor:
         """Log-probabilities of the tokens kept, -inf for the others: top-k first, then top-p over what is left.
@@ -66,10 +104,15 @@ class Exact:
             outputs: [n, length] tokens.
             sampling: what the tokens are drawn with.
         """
-        outputs = torch.as_tensor(outputs)
+        outputs = torch.as_tensor(outputs).long()
         ids = torch.cat([torch.tensor(prompt).expand(len(outputs), -1), outputs], 1)  # [n, prompt + length]
-        parts = [self.model(chunk).logits[:, len(prompt) - 1 : -1] for chunk in ids.split(256)]
-        return (sampling or Sampling()).log_probs(torch.cat(parts))
+        logits = torch.cat([self.model(chunk).logits[:, len(prompt) - 1 : -1] for chunk in ids.split(256)])
+        sampling = sampling or Sampling()
+        log_probs = sampling.log_probs(sampling.penalised(logits, prompt, outputs))
+        ended = sampling.ended(outputs)
+        log_probs[ended] = -torch.inf
+        log_probs[..., AFTER_THE_END][ended] = 0.0
+        return log_probs
 
     def of_tokens(self, prompt: list[int], output: list[int], sampling: Sampling | None) -> list[float]:
         """Log-probability of each token of one output."""
@@ -87,6 +130,18 @@ class Exact:
         mean, square = (p * finite).sum(-1), (p * finite**2).sum(-1)
         z = (drawn - mean).sum() / (square - mean**2).sum().sqrt()
         return math.erfc(abs(float(z)) / math.sqrt(2.0))
+
+    def stops(self, prompt: list[int], outputs: np.ndarray, sampling: Sampling) -> float:
+        """p-value of how many `outputs` [n, length] end at each token, against their chance given what came before.
+
+        Sees a token judged by a wrong count of those before it, which a test over all tokens hardly does.
+        """
+        chance = self.log_probs(prompt, outputs, sampling).double().exp()[..., list(sampling.stop_token_ids)].sum(-1)
+        ended = torch.isin(torch.as_tensor(outputs), torch.tensor(sampling.stop_token_ids)).double()  # [n, length]
+        variance = (chance * (1 - chance)).sum(0)
+        possible = variance > 0
+        z = ((ended - chance).sum(0)[possible] / variance[possible].sqrt()).abs().max()
+        return min(1.0, int(possible.sum()) * math.erfc(float(z) / math.sqrt(2.0)))
 
     def chi_square(self, prompt: list[int], outputs: np.ndarray, sampling: Sampling) -> tuple[float, int]:
         """(p-value, cells) of `outputs` [n, length] by the chi-square test over all outputs of that length."""

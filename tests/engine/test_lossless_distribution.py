@@ -1,49 +1,19 @@
 """Sampled tokens have exactly the target's distribution, whoever chooses K; and these tests can fail.
 
-The vocabulary is small, so that every output of a few tokens can be enumerated. All thresholds are p-values: a correct
-engine fails one test in ten thousand.
+The vocabulary is small, so that every output of a few tokens can be enumerated (draws.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
-import numpy as np
 import pytest
-from exact import Exact, Sampling
-from tiny_engine import sampled
+from draws import CAUGHT, COOL, FAILS, HOT, draw, exact_models, p_values
 
 pytestmark = pytest.mark.engine
 
-PROMPTS = ([3, 14, 1, 5, 9], [2, 7, 1, 8, 2, 8, 1, 8])
-DRAWS, TOKENS, ENUMERATED = 1200, 10, 4  # per prompt; the first token is the prefill's, three are drafted
-HOT = Sampling()
-COOL = Sampling(temperature=0.8, top_p=0.9, top_k=6)
-FAILS, CAUGHT = 1e-4, 1e-6
-
-
-def draw(engine, sampling: Sampling) -> list[np.ndarray]:
-    """DRAWS outputs [DRAWS, TOKENS] of each prompt, all of them in flight together."""
-    params = sampled(TOKENS, **asdict(sampling))
-    requests = [{"prompt_token_ids": list(p)} for p in PROMPTS] * DRAWS
-    outputs = [o.outputs[0].token_ids for o in engine.llm.generate(requests, params, use_tqdm=False)]
-    return [np.array(outputs[i :: len(PROMPTS)]) for i in range(len(PROMPTS))]
-
-
-def p_values(exact: Exact, draws: list[np.ndarray], sampling: Sampling) -> tuple[float, float]:
-    """Smallest p-value over the prompts of (chi-square over first tokens, martingale over all)."""
-    chi, martingale = [], []
-    for prompt, outputs in zip(PROMPTS, draws, strict=True):
-        p, cells = exact.chi_square(list(prompt), outputs[:, :ENUMERATED], sampling)
-        assert cells > 25
-        chi.append(p)
-        martingale.append(exact.martingale(list(prompt), outputs, sampling))
-    return min(chi), min(martingale)
-
 
 @pytest.fixture(scope="module")
-def exact(models) -> dict[str, Exact]:
-    return {family: Exact(models[f"{family}-small-target"]) for family in ("qwen3", "llama")}
+def exact(models):
+    return exact_models(models)
 
 
 def propose_often(engine):

@@ -87,11 +87,21 @@ def to_drafter_file(model: Eagle3DraftModel, dtype: torch.dtype | str) -> tuple[
 
     Returns:
         (text of `config.json`, bytes of `model.safetensors` as `serving_tensors` has it, `fingerprint` of the weights).
+
+    Raises:
+        DrafterError: a weight is not finite in that dtype; no engine would take it.
     """
     from safetensors.torch import save
 
     tensors = serving_tensors(model, _dtype(dtype))
+    if (broken := _not_finite(tensors)) is not None:
+        raise DrafterError(f"The drafter's {broken} holds numbers that are not finite as {dtype}.")
     return model.config.to_json_string(), save(tensors, metadata={"format": "pt"}), fingerprint(tensors)
+
+
+def _not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """Name of the first that holds NaN or infinity."""
+    return next((n for n, t in tensors.items() if t.is_floating_point() and not bool(t.isfinite().all())), None)
 
 
 def save_drafter(
@@ -116,7 +126,7 @@ def save_drafter(
             model's present weights.
 
     Raises:
-        DrafterError: the weights to be written hold NaN.
+        DrafterError: the weights to be written hold NaN or infinity.
         TypeError: provenance that is not JSON; nothing is left under the name.
     """
     from safetensors.torch import save_file
@@ -124,9 +134,10 @@ def save_drafter(
     target = Path(directory)
     if tensors is None:
         tensors = serving_tensors(model)
-    if any(bool(t.isnan().any()) for t in tensors.values() if t.is_floating_point()):
+    if (broken := _not_finite(tensors)) is not None:
         raise DrafterError(
-            f"{target} was not written: the drafter holds NaN (refresh_verifier_weights fills head and embedding)."
+            f"{target} was not written: the drafter's {broken} holds NaN or infinity (refresh_verifier_weights fills "
+            "head and embedding)."
         )
     facts = {**provenance, "versions": _versions()}
     if policy is not None and (vocabulary := tokenizer_hash(policy)):

@@ -32,13 +32,14 @@ from verl_tlt.channel import ChannelServer
 from verl_tlt.engine_core.empty_drafts import spare_empty_drafts
 from verl_tlt.engine_core.ngram_drafts import NgramDrafts
 from verl_tlt.engine_core.step_trace import StepTrace
-from verl_tlt.messages.rollout import EngineStats
+from verl_tlt.messages.rollout import BROKEN_MARK, EngineStats
 from verl_tlt.speculation.decode_load import DecodeLoad
 from verl_tlt.speculation.draft_length import Limits
 from verl_tlt.speculation.graph_rules import token_limit
 from verl_tlt.speculation.ngram_index import NgramIndex
 from verl_tlt.speculation.policies.factory import make_policy
 from verl_tlt.speculation.step_control import StepControl
+from verl_tlt.speculation.stop_boundary import StopBoundary
 from verl_tlt.speculation.types import Policy, StepRecord
 from verl_tlt.speculation.verified import NOTHING, Verified, count_verified
 
@@ -178,6 +179,7 @@ class TLTScheduler(Scheduler):
         self.tlt = StepControl(load_policy(settings), limits, trace)
         self.dynamic_sd_lookup = _DraftLengthLookup(self._tlt_choose)
         self._tlt_load = DecodeLoad(limits.context_limit)
+        self._tlt_boundary = StopBoundary()
         self._tlt_plans: deque[_Plan] = deque()  # one under sync scheduling, two or more in flight under async
         self._tlt_done: list[_Plan] = []  # finished steps to learn from
         self._tlt_known = 0  # requests that were running before this step admitted new ones
@@ -274,7 +276,8 @@ class TLTScheduler(Scheduler):
         self._tlt_kv_tokens = load.kv_tokens
         longest = self._tlt_load.longest
         self._tlt_blocked = self.tlt.limits.outgrown(longest)
-        self._tlt_arm = self.tlt.choose(load, longest)
+        room = self._tlt_boundary.room(self.running[self._tlt_known :], max(self._tlt_arm, 0))
+        self._tlt_arm = self.tlt.choose(load, longest, room)
         self._tlt_waited_s += time.perf_counter() - waiting
         return max(self._tlt_arm, 0)
 
@@ -314,6 +317,8 @@ class TLTScheduler(Scheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         """As vLLM's, and one `StepRecord` for each step that did work."""
         now = time.perf_counter()
+        if broken := getattr(model_runner_output, BROKEN_MARK, 0):
+            self.tlt.drafter_broke(broken)
         verified = count_verified(
             scheduler_output.num_scheduled_tokens,
             scheduler_output.scheduled_spec_decode_tokens,

@@ -12,6 +12,9 @@ STORE_NAME = "verl_tlt_drafter_store"
 NGRAM_MARK = "tlt_ngram"
 """Attribute of vLLM's `SchedulerOutput`: ids of the requests whose draft is an n-gram."""
 
+BROKEN_MARK = "tlt_broken_drafts"
+"""Attribute of vLLM's `ModelRunnerOutput`: draft tokens dropped since the last one, because they had no probability."""
+
 
 # ---------------------------------------------------------------------- the trainer to a rollout server
 
@@ -135,6 +138,8 @@ class EngineStats:
     """By batch, ascending."""
     step_times: tuple[StepTime, ...] = ()
     """Of every draft length and batch with a clean step, ascending."""
+    num_broken_drafts: int = 0
+    """Draft tokens that were dropped because the drafter's probabilities were not finite: it is off since."""
     policy_error: str | None = None
     """Why the policy was given up: the engine drafts nothing since."""
     failure: str | None = None

@@ -52,9 +52,39 @@ class Limits(NamedTuple):
             return wanted
         return max((k for k in self.arms if k < wanted and batch * (1 + k) <= self.token_limit), default=0)
 
+    def within(self, room: int) -> int:
+        """The longest arm of at most `room` tokens."""
+        return max((k for k in self.arms if k <= room), default=0)
+
+
+STEPS_IN_FLIGHT = 4
+"""Steps that vLLM schedules before it knows what came of the first: 1, with async scheduling 2, in a pipeline more."""
+
+
+def room_before_stop(least: int, has: int, most: int) -> int:
+    """Longest draft for a request that must not stop before its `least`th token; `sys.maxsize`: any.
+
+    vLLM hides stop tokens row by row, and errs at the boundary: it judges the token behind a whole draft by the tokens
+    before the draft, and under async scheduling every row by the tokens that there would be if all drafts in flight
+    were accepted. Where all that a draft can reach lies on one side of the boundary, any way of counting is right.
+
+    Args:
+        least: `SamplingParams.min_tokens`.
+        has: tokens that it has for certain.
+        most: tokens that it can have when the draft is verified.
+    """
+    return sys.maxsize if has >= least else max(0, least - most - STEPS_IN_FLIGHT)
+
 
 def draft_length(
-    policy: Policy, load: Load, limits: Limits, *, longest: int = 0, drafting: bool = True, forced: int | None = None
+    policy: Policy,
+    load: Load,
+    limits: Limits,
+    *,
+    longest: int = 0,
+    room: int = sys.maxsize,
+    drafting: bool = True,
+    forced: int | None = None,
 ) -> int:
     """K of the coming step, or OFF. An engine step waits for this.
 
@@ -63,13 +93,16 @@ def draft_length(
         load: what the step carries.
         limits: of the engine.
         longest: tokens of the longest context that the step may reach.
+        room: no draft may be longer (`room_before_stop`).
         drafting: the drafter runs in this rollout.
         forced: a K ordered from outside.
     """
     if not drafting:
         return OFF
     wanted = policy.choose(load) if forced is None else forced
-    return 0 if limits.outgrown(longest) else limits.fitting(wanted, load.batch)
+    if limits.outgrown(longest):
+        return 0
+    return limits.fitting(wanted if wanted <= room else limits.within(room), load.batch)
 
 
 # ---------------------------------------------------------------------- before a rollout

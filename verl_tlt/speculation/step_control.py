@@ -10,6 +10,7 @@ the following step, learns from the last one and lets the policy prepare its nex
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from typing import Any, Protocol
@@ -58,13 +59,19 @@ class StepControl:
         self._sums = Aggregates()
         self._lock = threading.Lock()
 
-    def choose(self, load: Load, longest: int = 0) -> int:
-        """K of the coming step, or OFF; `longest`: tokens of the longest context that it may reach."""
+    def choose(self, load: Load, longest: int = 0, room: int = sys.maxsize) -> int:
+        """K of the coming step, or OFF; `longest` and `room` as `draft_length` has them."""
         with self._lock:
             forced = 0 if self.force_k is None and self.policy_error is not None else self.force_k
             try:
                 return draft_length(
-                    self.policy, load, self.limits, longest=longest, drafting=self.drafting, forced=forced
+                    self.policy,
+                    load,
+                    self.limits,
+                    longest=longest,
+                    room=room,
+                    drafting=self.drafting,
+                    forced=forced,
                 )
             except Exception as error:
                 self._give_up(error)
@@ -111,6 +118,16 @@ class StepControl:
                     self._tell_policy("prepare", Load(step.batch, step.kv_tokens))
             except Exception as error:
                 self._give_up(error)
+
+    def drafter_broke(self, dropped: int) -> None:
+        """The worker dropped this many draft tokens that had no probability: OFF until the drafter is switched on."""
+        with self._lock:
+            if self.drafting:
+                logger.error(
+                    "The drafter's probabilities are not finite: %d draft tokens were dropped, and it is off.", dropped
+                )
+            self.drafting = False
+            self._sums.num_broken_drafts += dropped
 
     def flush(self) -> None:
         """Write out the trace; called whenever the engine runs out of work."""

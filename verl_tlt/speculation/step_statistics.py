@@ -19,6 +19,8 @@ class Aggregates:
     """Sums over engine steps since construction; `EngineStats` says what each of them is."""
 
     def __init__(self) -> None:
+        self.num_broken_drafts = 0
+        """Draft tokens without a probability, which the worker dropped."""
         self._num_steps = 0
         self._num_generation_tokens = 0
         self._num_decode_tokens = 0
@@ -99,5 +101,6 @@ class Aggregates:
             control_s=self._control_s,
             work=tuple(Work(batch, *sums) for batch, sums in sorted(self._work.items())),
             step_times=tuple(StepTime(k, b, statistics.median(v)) for (k, b), v in sorted(self._step_times.items())),
+            num_broken_drafts=self.num_broken_drafts,
             policy_error=policy_error,
         )

@@ -322,8 +322,8 @@ class SpotLearner:
     def score(self, max_draft: int) -> HeldOutScores | None:
         """Score candidate, served and initial on the held-out sequences, all under the same verifier weights.
 
-        Without any, or before the verifier weights are known, S is 0. None where the device is borrowed: a session does
-        it.
+        Without any, or before the verifier weights are known, S is 0. One that holds NaN or infinity scores NaN. None
+        where the device is borrowed: a session does it.
         """
         if self.place.is_borrowed:
             return None
@@ -338,7 +338,10 @@ class SpotLearner:
         if scores is None:
             return None
         positions = np.array([s.positions for s in scores["candidate"]], dtype=np.int64)
-        return HeldOutScores(positions, **{which: counts(scores[which], max_draft) for which in WHICH})
+        of = {which: counts(scores[which], max_draft) for which in WHICH}
+        if not all(np.isfinite(value).all() for value in self.base.values()):
+            of["candidate"][:] = np.nan  # greedy acceptance is a number whatever the logits are
+        return HeldOutScores(positions, **of)
 
     def score_on(
         self, sequences: list[Sequence], which: Iterable[str], max_draft: int
@@ -355,7 +358,7 @@ class SpotLearner:
         return score_versions(self.trainer, versions, sequences, self.sampling, max_draft, head, should_stop)
 
     def export(self, version: int, dtype: str, acceptance: list[float]) -> DrafterFile:
-        """The agreed version as vLLM loads it."""
+        """The agreed version as vLLM loads it; a `DrafterError` where its numbers are not finite in that dtype."""
         with self._turn(), self.trainer.holding(self.base):
             config, weights, fingerprint = to_drafter_file(self.model, dtype)
         return DrafterFile(version, config, weights, fingerprint, tuple(acceptance))

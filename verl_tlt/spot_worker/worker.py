@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from verl_tlt.config import TLTConfig
+from verl_tlt.errors import DrafterError
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import (
     AgreedParameters,
@@ -146,9 +147,13 @@ class SpotWorker:
         """Score candidate, served and initial on this node's held-out sequences; None: a session does it."""
         return await asyncio.to_thread(self.learner.score, max_draft)
 
-    async def export(self, version: int, dtype: str, acceptance: list[float]) -> DrafterFile:
-        """The agreed version as vLLM loads it."""
-        return await asyncio.to_thread(self.learner.export, version, dtype, acceptance)
+    async def export(self, version: int, dtype: str, acceptance: list[float]) -> DrafterFile | None:
+        """The agreed version as vLLM loads it; None: its numbers are not finite in that dtype."""
+        try:
+            return await asyncio.to_thread(self.learner.export, version, dtype, acceptance)
+        except DrafterError as error:
+            logger.error("%s", error)
+            return None
 
     async def save(self, directory: str, provenance: DrafterProvenance) -> None:
         """Write the served drafter and the training state atomically under `directory`."""

@@ -102,6 +102,7 @@ def speculation_metrics(replicas: Sequence[EngineStats], rollout_s: float | None
         metrics["tlt/ngram_accept_rate"] = sum(r.num_ngram_accepted for r in ngrams) / found if found else None
     if rollout_s:
         metrics["tlt/rollout_tok_per_s"] = sum(r.num_generation_tokens for r in replicas) / rollout_s
+    metrics["tlt/broken_drafts"] = sum(r.num_broken_drafts for r in replicas)
     metrics["tlt/saved_s"] = saved_seconds(replicas)
     return metrics
 

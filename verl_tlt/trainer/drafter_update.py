@@ -119,6 +119,10 @@ def _judge(
         _carry_out(out, scores, fleet, config, version)
     if out.serves_another:
         out.drafter = fleet.export(version, dtype, out.acceptance)
+        if out.drafter is None:
+            fleet.revert("served")
+            out.decision, out.reason = "reverted", f"it holds numbers that are not finite as {dtype}"
+            out.serves_another, out.acceptance = False, []
 
 
 def _carry_out(out: DrafterUpdate, scores: HeldOutScores, fleet: Fleet, config: TLTConfig, seed: int) -> None:

@@ -177,8 +177,8 @@ class Fleet(Protocol):
         """Every worker goes back to the served or the initial drafter."""
         ...
 
-    def export(self, version: int, dtype: str, acceptance: Sequence[float]) -> DrafterFile:
-        """The agreed version as engines load it."""
+    def export(self, version: int, dtype: str, acceptance: Sequence[float]) -> DrafterFile | None:
+        """The agreed version as engines load it; None: its numbers are not finite in that dtype."""
         ...
 
     def save(self, directory: Path, provenance: DrafterProvenance) -> Call[Any]:

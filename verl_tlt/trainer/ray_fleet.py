@@ -351,11 +351,11 @@ class RayFleet:
         """See `Fleet`."""
         self._on_workers("revert", which)
 
-    def export(self, version: int, dtype: str, acceptance: Sequence[float]) -> DrafterFile:
+    def export(self, version: int, dtype: str, acceptance: Sequence[float]) -> DrafterFile | None:
         """See `Fleet`."""
         self._on_workers("propose")
         worker = self.replicas[self.workers()[0]].worker
-        exported: DrafterFile = answer(worker.export.remote(version, dtype, list(acceptance)), CALL_S)
+        exported: DrafterFile | None = answer(worker.export.remote(version, dtype, list(acceptance)), CALL_S)
         return exported
 
     def save(self, directory: Path, provenance: DrafterProvenance) -> Call[Any]:

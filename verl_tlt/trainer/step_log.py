@@ -114,9 +114,9 @@ class StepLog:
             self.trace.emit("session", **{k: v for k, v in vars(session).items() if k != "t"})
 
     def engine_stats(self, stats: dict[str, EngineStats]) -> int:
-        """The schedulers' sums of this rollout by replica; returns how many have none, or gave up their policy."""
+        """The schedulers' sums of this rollout by replica; returns how many have none, or gave up policy or drafter."""
         self._stats = {name: s for name, s in stats.items() if s.failure is None}
-        return sum(bool(s.failure or s.policy_error) for s in stats.values())
+        return sum(bool(s.failure or s.policy_error or s.num_broken_drafts) for s in stats.values())
 
     def audited(self, saving: float | None) -> None:
         """What an audit of this rollout showed (`trainer.runtime_switch`)."""

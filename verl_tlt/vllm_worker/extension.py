@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from verl_tlt.drafter.staging import staged_weights
 from verl_tlt.errors import TLTError
 from verl_tlt.messages.rollout import DraftingReply, LoadReply
 from verl_tlt.speculation.graph_rules import FULL_GRAPHS
+from verl_tlt.vllm_worker.broken_drafts import BrokenDrafts
 from verl_tlt.vllm_worker.cuda_graphs import capture_every_arm
 from verl_tlt.vllm_worker.drafter_buffers import DrafterBuffers
 from verl_tlt.vllm_worker.ngram_verification import NoProposals, verify_as_certain
@@ -39,6 +41,7 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
     """verl's extension with three methods of ours. vLLM refuses name clashes with its worker, hence the prefix."""
 
     tlt_buffers: DrafterBuffers
+    tlt_broken: BrokenDrafts | None = None
 
     def __new__(cls, **kwargs: Any) -> Any:
         """As verl's; what some settings need in the model runner is put there as soon as the models are loaded."""
@@ -54,6 +57,8 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
                 worker.tlt_buffers = DrafterBuffers(drafter, target)
             if speculation.get("source") == "both":
                 verify_as_certain(worker.model_runner)
+            if drafter is not None and hasattr(worker.model_runner, "_get_spec_decode_draft_probs"):
+                worker.tlt_broken = BrokenDrafts(worker.model_runner, partial(worker.tlt_set_drafting, False))
             if os.environ.get(FULL_GRAPHS) == "1":
                 capture_every_arm(worker.model_runner, tlt["arms"])
             return result
@@ -88,6 +93,8 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
             self._tlt_copy(drafter, tensors)
             if "d2t" in tensors and not _has_own_head(file):
                 _follow_head(drafter, target, shards)
+            if self.tlt_broken is not None:
+                self.tlt_broken.clear_cache(self.model_runner.drafter)
             sums = self._tlt_sums(_own_parameters(drafter, shared), tensors)
         except Exception as error:
             logger.error("The drafter %s was not loaded.", path or "of this node", exc_info=error)

@@ -162,6 +162,21 @@ def test_nan_is_not_saved(policy, tmp_path):
     with pytest.raises(DrafterError, match="NaN"):
         save_drafter(model, tmp_path / "alone", {}, tensors=standalone(model))
     assert not (tmp_path / "alone").exists()
+    with torch.no_grad():
+        model.fc.weight[0, 0] = float("inf")
+    with pytest.raises(DrafterError, match=r"fc.weight holds NaN or infinity"):
+        save_drafter(model, tmp_path / "infinite", {})
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(float("nan"), "float32"), (1e5, "float16")])
+def test_what_an_engine_would_refuse_is_not_exported(policy, value, dtype):
+    model = build_drafter(policy.config)
+    with torch.no_grad():
+        model.fc.weight[0, 0] = value
+    with pytest.raises(DrafterError, match=f"fc.weight holds numbers that are not finite as {dtype}"):
+        to_drafter_file(model, dtype)
+    if dtype == "float16":
+        to_drafter_file(model, "bfloat16")
 
 
 def refusal(directory, policy, **arguments):

@@ -240,3 +240,18 @@ def test_the_calibration_is_stored_as_it_was_told():
     again = StepControl(Remembers(), LIMITS)
     again.control(points=control.learned()["points"])
     assert LatencyTable.from_list(again.learned()["points"]).calibration() == stored
+
+
+def test_a_drafter_that_broke_is_off_until_it_is_switched_on_again(caplog):
+    control = StepControl(Remembers(), LIMITS)
+    control.drafter_broke(6)
+    control.drafter_broke(3)
+    assert control.choose(Load(4, 100)) == OFF
+    assert control.stats(reset=True).num_broken_drafts == 9 and control.stats().num_broken_drafts == 0
+    assert [r.getMessage().partition(":")[0] for r in caplog.records] == ["The drafter's probabilities are not finite"]
+    control.control(drafting=True)
+    assert control.choose(Load(4, 100)) == 2
+
+
+def test_no_draft_is_longer_than_there_is_room_for():
+    assert StepControl(Remembers(), LIMITS).choose(Load(4, 100), room=1) == 1

@@ -71,6 +71,7 @@ class FakeFleet:
         self.on_device: set[str] = set()
         self.warming: dict[str, FakeCall] = {}
         self.candidate_acceptance = 0.6
+        self.overflows = False
         self.untapped: str | None = None
         self._spot = False
 
@@ -217,8 +218,10 @@ class FakeFleet:
     def revert(self, which: str) -> None:
         self._call("revert", which)
 
-    def export(self, version: int, dtype: str, acceptance: Sequence[float]) -> DrafterFile:
+    def export(self, version: int, dtype: str, acceptance: Sequence[float]) -> DrafterFile | None:
         self._call("export", version)
+        if self.overflows:
+            return None
         return DrafterFile(version, "{}", b"", "f", tuple(acceptance))
 
     def save(self, directory: Path, provenance: Any) -> FakeCall:

@@ -71,6 +71,18 @@ def test_a_candidate_that_is_not_better_is_not_served(run):
     assert metrics["tlt/drafter_version"] == 0 and metrics["tlt/publish_skipped"] == 1
 
 
+def test_a_candidate_whose_numbers_no_engine_would_take_is_given_up(run):
+    controller, fleet = run()
+    fill_buffers(controller, fleet)
+    fleet.overflows = True
+    with sampling(controller, fleet, 2):
+        until(lambda: called(fleet, "train"))
+    metrics = rest_of_step(controller, fleet, 2)
+    assert fleet.staged == [] and called(fleet, "revert") == [("served",)]
+    assert metrics["tlt/drafter_version"] == 0 and metrics["tlt/publish_skipped"] == 1
+    assert metrics["tlt/errors"] == 0
+
+
 @pytest.mark.parametrize("method", ["stage", "merge", "score", "export"])
 def test_a_publication_that_fails_costs_itself_and_nothing_else(run, method):
     controller, fleet = run()

@@ -18,13 +18,15 @@ def test_statistics_that_could_not_be_had_are_counted_and_the_others_kept(tmp_pa
     answers = {
         "whole": STATS,
         "without its policy": dataclasses.replace(STATS, policy_error="ZeroDivisionError: division by zero"),
+        "without its drafter": dataclasses.replace(STATS, num_broken_drafts=7),
         "silent": EngineStats(failure="the channel is closed"),
         "speculation off": EngineStats(),
     }
-    assert log.engine_stats(answers) == 2
+    assert log.engine_stats(answers) == 3
     metrics = log.finish(1, {}, errors=2)
     assert metrics["tlt/errors"] == 2.0
-    assert metrics["tlt/accept_length"] == 1.5, "12 tokens in 8 drafts, of the two replicas that drafted"
+    assert metrics["tlt/accept_length"] == 1.5, "18 tokens in 12 drafts, of the three replicas that drafted"
+    assert metrics["tlt/broken_drafts"] == 7.0
 
 
 def test_what_is_served_is_the_oldest_drafter_and_any_other_than_wanted_is_a_failure(tmp_path):

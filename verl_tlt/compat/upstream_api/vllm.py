@@ -55,6 +55,18 @@ VLLM = (
         has="request_id num_computed_tokens num_tokens is_prefill_chunk spec_token_ids",
         used_by="speculation/decode_load.py",
     ),
+    # The boundary of `min_tokens`.
+    Symbol(
+        "vllm.v1.request:Request",
+        has="sampling_params status num_output_tokens num_output_placeholders is_finished",
+        used_by="speculation/stop_boundary.py",
+    ),
+    Symbol("vllm.v1.request:RequestStatus", has="PREEMPTED", used_by="speculation/stop_boundary.py"),
+    Symbol(
+        "vllm.sampling_params:SamplingParams",
+        has="min_tokens all_stop_token_ids",
+        used_by="speculation/stop_boundary.py",
+    ),
     Symbol(
         "vllm.config.speculative:SpeculativeConfig",
         has="method model num_speculative_tokens draft_sample_method draft_load_config draft_model_config",
@@ -106,6 +118,29 @@ VLLM = (
         used_by="engine_core/ngram_drafts.py",
     ),
     Symbol(f"{_RUNNER}.execute_model", "scheduler_output", used_by="engine_core/ngram_drafts.py"),
+    # Drafts without probabilities.
+    Symbol(
+        f"{_RUNNER}._get_spec_decode_draft_probs",
+        "spec_decode_metadata",
+        says=("return torch.cat(draft_probs_rows, dim=0)",),
+        used_by="vllm_worker/broken_drafts.py",
+    ),
+    Symbol(f"{_RUNNER}.sample_tokens", used_by="vllm_worker/broken_drafts.py"),
+    Symbol(
+        "vllm.v1.worker.gpu_model_runner:AsyncGPUModelRunnerOutput",
+        has="_model_runner_output",
+        used_by="vllm_worker/broken_drafts.py",
+    ),
+    Symbol(
+        "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer",
+        has="_draft_attn_layer_names",
+        used_by="vllm_worker/broken_drafts.py",
+    ),
+    Symbol(
+        "vllm.config.compilation:CompilationConfig",
+        has="static_forward_context",
+        used_by="vllm_worker/broken_drafts.py",
+    ),
     # n-grams alone: a proposer of our own, through vLLM's extension point.
     Symbol(
         f"{_RUNNER}.propose_draft_token_ids",

@@ -1,0 +1,74 @@
+"""Samples of a tiny engine, and how likely they are if every token has exactly the target's distribution.
+
+All thresholds are p-values: a correct engine fails one test in ten thousand.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import asdict
+
+import numpy as np
+from exact import AFTER_THE_END, Exact, Sampling
+from tiny_engine import Engine, sampled
+
+PROMPTS = ([3, 14, 1, 5, 9], [2, 7, 1, 8, 2, 8, 1, 8])
+DRAWS, TOKENS, ENUMERATED = 1200, 10, 4  # per prompt; the first token is the prefill's, three are drafted
+HOT = Sampling()
+COOL = Sampling(temperature=0.8, top_p=0.9, top_k=6)
+FAILS, CAUGHT = 1e-4, 1e-6
+
+
+def exact_models(models) -> dict[str, Exact]:
+    """The small targets, by family."""
+    return {family: Exact(models[f"{family}-small-target"]) for family in ("qwen3", "llama")}
+
+
+def draw(engine: Engine, sampling: Sampling, draws: int = DRAWS, n: int = 1, seeded: bool = False) -> list[np.ndarray]:
+    """`draws` outputs [draws, TOKENS] of each prompt, all of them in flight together; what ends early is filled up.
+
+    Args:
+        engine: whose tokens.
+        sampling: how they are drawn.
+        draws: a multiple of `n`.
+        n: outputs of each request.
+        seeded: every request has a seed of its own.
+    """
+    requests = [{"prompt_token_ids": list(p)} for p in PROMPTS] * (draws // n)
+    asked = asdict(sampling)
+    forbidden = [list(word) for word in asked.pop("bad_words")]
+    params = [sampled(TOKENS, n=n, seed=i if seeded else None, **asked) for i in range(len(requests))]
+    for one in params:
+        one._bad_words_token_ids = forbidden  # what vLLM makes of `bad_words`, which need a tokenizer
+    outputs = engine.llm.generate(requests, params, use_tqdm=False)
+    filled = [[filled_up(list(o.token_ids)) for o in one.outputs] for one in outputs]
+    return [np.array(filled[i :: len(PROMPTS)]).reshape(-1, TOKENS) for i in range(len(PROMPTS))]
+
+
+def filled_up(tokens: list[int]) -> list[int]:
+    """An output of TOKENS tokens, as `exact` expects one that a stop token ended."""
+    return tokens + [AFTER_THE_END] * (TOKENS - len(tokens))
+
+
+def p_values(exact: Exact, draws: list[np.ndarray], sampling: Sampling) -> tuple[float, float]:
+    """Smallest p-value over the prompts of (chi-square over first tokens, martingale over all)."""
+    chi, martingale = [], []
+    for prompt, outputs in zip(PROMPTS, draws, strict=True):
+        p, cells = exact.chi_square(list(prompt), outputs[:, :ENUMERATED], sampling)
+        assert cells > 25 * len(outputs) / DRAWS
+        chi.append(p)
+        martingale.append(exact.martingale(list(prompt), outputs, sampling))
+    return min(chi), min(martingale)
+
+
+def before_each_step(engine: Engine, act: Callable[[int], None]) -> None:
+    """Have `act(number of the step)` called before each engine step, until the engine is given back."""
+    vllm_engine, number = engine.llm.llm_engine, itertools.count()
+    step = vllm_engine.step
+
+    def acted() -> object:
+        act(next(number))
+        return step()
+
+    engine.patch.setattr(vllm_engine, "step", acted)
