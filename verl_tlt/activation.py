@@ -12,7 +12,7 @@ import dataclasses
 import os
 import sys
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 import verl_tlt
 from verl_tlt import MODE_PREFIX
@@ -62,9 +62,9 @@ def apply(config: DictConfig, settings: TLTConfig) -> None:
     """Rewrite `config` in place; doing it twice is the same as once."""
     rollout = config.actor_rollout_ref.rollout
     final = resolve(config, settings).to_dict()
-    custom = OmegaConf.to_container(rollout.custom, resolve=True) if rollout.get("custom") else {}
+    custom = facts.read_mapping(config, "actor_rollout_ref.rollout.custom")
     with open_dict(config):
-        rollout.custom = {**dict(custom), "tlt": final}
+        rollout.custom = {**custom, "tlt": final}
         mode = str(config.trainer.v1.trainer_mode).removeprefix(MODE_PREFIX)
         config.trainer.v1.trainer_mode = MODE_PREFIX + mode
     print(f"[verl-tlt {verl_tlt.__version__}] on: trainer mode {MODE_PREFIX}{mode}", flush=True)

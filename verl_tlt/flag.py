@@ -6,6 +6,7 @@ config, and looks at no value but those of the few keys that could have been mea
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import SequenceMatcher
 from importlib.metadata import entry_points
 from typing import Any
@@ -22,10 +23,10 @@ ALIKE = 0.66
 
 def wanted(config: Any) -> bool:
     """Whether a verl config asks for TLT: `trainer.plugin=tlt`, or a trainer mode that only TLT has."""
-    trainer = config.get("trainer") or {}
+    trainer = _node(config, "trainer")
     if str(trainer.get(KEY) or "").strip().lower() == NAME:
         return True
-    return str((trainer.get("v1") or {}).get("trainer_mode") or "").startswith(MODE_PREFIX)
+    return str(_node(trainer, "v1").get("trainer_mode") or "").startswith(MODE_PREFIX)
 
 
 def mistaken(config: Any) -> str | None:
@@ -35,7 +36,7 @@ def mistaken(config: Any) -> str | None:
     """
     if wanted(config):
         return None
-    trainer = config.get("trainer") or {}
+    trainer = _node(config, "trainer")
     name = trainer.get(KEY)
     if name:
         known = sorted(point.name for point in entry_points(group=GROUP))
@@ -43,7 +44,7 @@ def mistaken(config: Any) -> str | None:
             return None
         hint = f"; did you mean trainer.{KEY}={NAME}?" if _alike(name, NAME) else f" (installed: {', '.join(known)})."
         return f"trainer.{KEY}={name} names no trainer plugin that is installed here{hint}"
-    for where, node in (("", config), ("trainer.", trainer), ("trainer.v1.", trainer.get("v1") or {})):
+    for where, node in (("", config), ("trainer.", trainer), ("trainer.v1.", _node(trainer, "v1"))):
         for key in node.keys():  # noqa: SIM118 (iterating OmegaConf's own would resolve values)
             misplaced = str(key) != KEY or where != "trainer."
             if misplaced and _alike(key, KEY) and _alike(node.get(key), NAME):
@@ -54,6 +55,12 @@ def mistaken(config: Any) -> str | None:
             f"+trainer.{KEY}=null to run stock verl."
         )
     return None
+
+
+def _node(config: Any, key: str) -> Any:
+    """A node of the config; empty where there is none, or something else in its place, which verl will refuse."""
+    node = config.get(key)
+    return node if isinstance(node, Mapping) else {}
 
 
 def _alike(word: Any, meant: str) -> bool:

@@ -11,7 +11,7 @@ import glob
 import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -86,17 +86,7 @@ def read_settings(config: DictConfig) -> TLTConfig:
     Raises:
         TLTConfigError: an unknown key or a wrong value, named.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    node = _select(config, "tlt", {})
-    try:
-        plain = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-    except OmegaConfBaseException as error:
-        raise TLTConfigError(
-            f"{error.full_key or 'tlt'} cannot be read from the configuration: {_first(error)}"
-        ) from error
-    return TLTConfig.from_dict(plain)
+    return TLTConfig.from_dict(read_mapping(config, "tlt"))
 
 
 def read_recipe(config: DictConfig, settings: TLTConfig) -> RecipeFacts:
@@ -106,13 +96,14 @@ def read_recipe(config: DictConfig, settings: TLTConfig) -> RecipeFacts:
         TLTConfigError: a key of the config cannot be resolved.
     """
     rollout = "actor_rollout_ref.rollout"
+    read_mapping(config, f"{rollout}.custom")  # what TLT hands to every process will stand beside it
     remote = _is_remote(config)
     policy = str(_select(config, "actor_rollout_ref.model.path", ""))
     strategy, dynamic_context_parallel = read_actor(config)
     return RecipeFacts(
         on=flag.wanted(config),
         mistaken=flag.mistaken(config),
-        trainer_mode=str(_select(config, "trainer.v1.trainer_mode", "sync")).removeprefix("tlt_"),
+        trainer_mode=str(_select(config, "trainer.v1.trainer_mode", "")).removeprefix("tlt_"),
         use_v1=bool(_select(config, "trainer.use_v1", True)),
         other_trainer=next((node for node in ("async_training", "rollout") if node in config), None),
         hybrid_engine=bool(_select(config, "actor_rollout_ref.hybrid_engine", True)),
@@ -120,7 +111,7 @@ def read_recipe(config: DictConfig, settings: TLTConfig) -> RecipeFacts:
         dynamic_context_parallel=dynamic_context_parallel,
         rollout=str(_select(config, f"{rollout}.name", "")),
         disaggregation=bool(_select(config, f"{rollout}.disaggregation.enabled", False)),
-        data_parallel=int(_select(config, f"{rollout}.data_parallel_size", 1)),
+        data_parallel=_number(config, f"{rollout}.data_parallel_size", 1),
         refused_sampling=tuple(
             f"{node}.{name}"
             for node in (rollout, f"{rollout}.val_kwargs")
@@ -151,15 +142,15 @@ def read_actor(config: DictConfig) -> tuple[str, bool]:
 def _context(config: DictConfig) -> int:
     """Longest prompt and response, in tokens."""
     rollout = "actor_rollout_ref.rollout"
-    length = int(_select(config, f"{rollout}.prompt_length", 0)) + int(_select(config, f"{rollout}.response_length", 0))
-    return int(_select(config, f"{rollout}.max_model_len", length))
+    length = sum(_number(config, f"{rollout}.{part}", 0) for part in ("prompt_length", "response_length"))
+    return _number(config, f"{rollout}.max_model_len", length)
 
 
 def _replicas(config: DictConfig) -> int:
     """As verl's `LLMServerManager` counts them."""
-    devices = int(_select(config, "trainer.nnodes", 1)) * int(_select(config, "trainer.n_gpus_per_node", 1))
+    devices = math.prod(_number(config, f"trainer.{kind}", 1) for kind in ("nnodes", "n_gpus_per_node"))
     kinds = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-    per_replica = math.prod(int(_select(config, f"actor_rollout_ref.rollout.{kind}", 1)) for kind in kinds)
+    per_replica = math.prod(_number(config, f"actor_rollout_ref.rollout.{kind}", 1) for kind in kinds)
     return devices // max(1, per_replica)
 
 
@@ -178,6 +169,35 @@ def _select(config: DictConfig, key: str, default: Any = None) -> Any:
     except OmegaConfBaseException as error:
         raise TLTConfigError(f"{key} cannot be read from the configuration: {_first(error)}") from error
     return default if value is None else value
+
+
+def _number(config: DictConfig, key: str, default: int) -> int:
+    """A whole number of 0 or more."""
+    value = _select(config, key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise TLTConfigError(f"{key} must be a whole number of 0 or more, not {value!r}.")
+    return value
+
+
+def read_mapping(config: DictConfig, key: str) -> dict[str, Any]:
+    """The node at a dotted key as plain Python; empty where it is absent.
+
+    Raises:
+        TLTConfigError: it is no mapping, or cannot be resolved.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    node = _select(config, key, {})
+    try:
+        plain = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+    except OmegaConfBaseException as error:
+        raise TLTConfigError(
+            f"{error.full_key or key} cannot be read from the configuration: {_first(error)}"
+        ) from error
+    if not isinstance(plain, dict):
+        raise TLTConfigError(f"{key} must be a mapping, not {plain!r}.")
+    return plain
 
 
 def _first(error: Exception) -> str:
@@ -205,7 +225,10 @@ def _missing_data(config: DictConfig) -> tuple[tuple[str, str], ...]:
     missing = []
     for key in ("data.train_files", "data.val_files"):
         value = _select(config, key, [])
-        for path in [value] if isinstance(value, str) else value:
+        files = [value] if isinstance(value, str) else value
+        if isinstance(files, Mapping) or not isinstance(files, Iterable):
+            raise TLTConfigError(f"{key} must be a file or a list of files, not {value!r}.")
+        for path in files:
             if "://" not in str(path) and not glob.glob(os.path.expanduser(str(path))):
                 missing.append((key, str(path)))
     return tuple(missing)
@@ -215,9 +238,6 @@ def _engine_problems(config: DictConfig, settings: TLTConfig) -> tuple[str, ...]
     """What `verl_tlt.server.engine_arguments` would refuse when the engines start."""
     if not settings.speculation.enable or installed("vllm") is None:
         return ()
-    from omegaconf import OmegaConf
-
-    node = _select(config, "actor_rollout_ref.rollout.engine_kwargs.vllm", {})
-    user: dict[str, Any] = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
+    user = read_mapping(config, "actor_rollout_ref.rollout.engine_kwargs.vllm")
     enforce_eager = user.get("enforce_eager", _select(config, "actor_rollout_ref.rollout.enforce_eager", False))
     return tuple(problems(settings, user, bool(enforce_eager)))

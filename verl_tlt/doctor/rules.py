@@ -130,11 +130,14 @@ def trainer(run: RecipeFacts, _settings: TLTConfig) -> Iterator[Finding]:
             key,
             f"{key}=False leaves no replica on the trainer's devices, and TLT needs one with {what}=separate_async.",
         )
-    if run.trainer_mode in MODES:
-        yield Finding("ok", what, f"{what}={run.trainer_mode}")
+    mode = run.trainer_mode or "null"
+    if mode in MODES:
+        yield Finding("ok", what, f"{what}={mode}")
     else:
         yield Finding(
-            "refuse", what, f"{what}={run.trainer_mode} has no TLT trainer in this release; it has {', '.join(MODES)}."
+            "refuse",
+            what,
+            f"{what}={mode} has no TLT trainer in this release; it has {', '.join(MODES)}.",
         )
 
 

@@ -50,7 +50,7 @@ def test_a_good_run_has_nothing_to_say():
         ("verl", "unknown", "warn"),
         ("vllm", "0.28.0+cpu", "ok"),
         ("vllm", "0.23.1", "refuse"),
-        ("vllm", "0.31.0", "warn"),
+        ("vllm", "0.32.0", "warn"),
         ("vllm", None, "refuse"),
         ("speculators", None, "refuse"),
         ("speculators", "0.10.0", "refuse"),
