@@ -72,9 +72,9 @@ def apply(config: DictConfig, settings: TLTConfig) -> None:
 
 def resolve(config: DictConfig, settings: TLTConfig) -> TLTConfig:
     """Settings as the workers need them: absolute paths, and no spot training that nothing feeds or nobody serves."""
-    trace_dir = settings.trace.dir or os.path.join(str(config.trainer.default_local_dir), "tlt_trace")
-    drafter_path = settings.drafter.path
-    save_dir = settings.drafter.save_dir or os.path.join(str(config.trainer.default_local_dir), "tlt_drafter")
+    run_dir, drafter_path = facts.read_run_dir(config), settings.drafter.path
+    trace_dir = settings.trace.dir or os.path.join(run_dir, "tlt_trace")
+    save_dir = settings.drafter.save_dir or os.path.join(run_dir, "tlt_drafter")
     alone = settings.speculation.enable and settings.speculation.source == "ngram"
     spot = settings.spot.enable and not alone and not rules.untapped(*facts.read_actor(config))
     return dataclasses.replace(

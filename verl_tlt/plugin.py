@@ -51,7 +51,7 @@ def _wrap_validate_config(module: Any) -> None:
 
     @functools.wraps(original)
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> Any:
-        if not flag.wanted(config):
+        if not _asked(config):
             _refuse_a_mistake(config)
             return original(config, *args, **kwargs)
         try:
@@ -71,6 +71,19 @@ def _wrap_validate_config(module: Any) -> None:
     package: Any = sys.modules.get(CONFIG_MODULE.rpartition(".")[0])
     if package is not None and getattr(package, "validate_config", None) is original:
         package.validate_config = validate_config  # verl.utils re-exports it
+
+
+def _asked(config: Any) -> bool:
+    """Whether the run is to be a TLT run.
+
+    Raises:
+        SystemExit: the config does not say: its value cannot be read.
+    """
+    try:
+        return flag.wanted(config)
+    except Exception as error:
+        said = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise SystemExit(f"verl-tlt: trainer.plugin or trainer.v1.trainer_mode cannot be read: {said}.") from None
 
 
 def _refuse_a_mistake(config: Any) -> None:

@@ -97,6 +97,7 @@ def read_recipe(config: DictConfig, settings: TLTConfig) -> RecipeFacts:
     """
     rollout = "actor_rollout_ref.rollout"
     read_mapping(config, f"{rollout}.custom")  # what TLT hands to every process will stand beside it
+    read_run_dir(config)
     remote = _is_remote(config)
     policy = str(_select(config, "actor_rollout_ref.model.path", ""))
     strategy, dynamic_context_parallel = read_actor(config)
@@ -198,6 +199,18 @@ def read_mapping(config: DictConfig, key: str) -> dict[str, Any]:
     if not isinstance(plain, dict):
         raise TLTConfigError(f"{key} must be a mapping, not {plain!r}.")
     return plain
+
+
+def read_run_dir(config: DictConfig) -> str:
+    """Where the run keeps its checkpoints, and TLT its own files where nothing else is said.
+
+    Raises:
+        TLTConfigError: the key is not set, or cannot be resolved.
+    """
+    key = "trainer.default_local_dir"
+    if not isinstance(directory := _select(config, key), str):
+        raise TLTConfigError(f"{key} must be a directory, not {directory!r}.")
+    return directory
 
 
 def _first(error: Exception) -> str:
