@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from recorded import CONFIG, begin_learner_anew, poison_learner, record, worker_arguments
 
+from verl_tlt.drafter import DrafterError
 from verl_tlt.messages.training import HeldOutScores
+from verl_tlt.spot_worker.buffer import Buffer
 from verl_tlt.spot_worker.learner import SpotLearner, counts
 from verl_tlt.spot_worker.merge import merge
 from verl_tlt.trainer.gate import relative_interval
@@ -27,10 +29,10 @@ def texts():
 @pytest.fixture(scope="module")
 def made(texts):
     """Four learners; two by two they have the same sequences."""
-    config = dataclasses.replace(CONFIG, buffer=dataclasses.replace(CONFIG.buffer, held_out=0.0))
-    arguments = worker_arguments() | {"config": config}
+    arguments = worker_arguments()
     learners = [SpotLearner(name, **arguments) for name in ("a", "b", "a-alone", "b-alone")]
     for learner, sequences in zip(learners, (*texts[:2], *texts[:2]), strict=True):
+        learner.buffer = Buffer(max_bytes=1 << 30, keep_steps=CONFIG.buffer.keep_steps, held_out=0.0)
         learner.add(1, sequences, texts[3])
     return learners
 
@@ -136,3 +138,23 @@ def test_without_other_workers_one_starts_from_what_is_served(team):
 
 def _arguments():
     return {key: value for key, value in worker_arguments().items() if key != "config"}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_a_candidate_that_is_not_finite_scores_nothing_and_is_not_exported(made, texts, temperature):
+    learner = made[0]
+    begin_learner_anew(learner)
+    learner.buffer.held_out = lambda tokens: texts[2][:4]
+    sampling, learner.sampling = learner.sampling, dataclasses.replace(learner.sampling, temperature=temperature)
+    try:
+        assert np.isfinite(learner.score(3).candidate).all()
+        learner.base = {name: value.copy() for name, value in learner.base.items()}
+        learner.base["fc.weight"][0, 0] = np.nan
+        scores = learner.score(3)
+        assert np.isnan(scores.candidate).all() and np.isfinite(scores.served).all()
+        with pytest.raises(DrafterError, match=r"fc.weight holds numbers that are not finite"):
+            learner.export(1, "bfloat16", [])
+    finally:
+        learner.sampling = sampling
+        del learner.buffer.held_out
+        learner.revert("served")
