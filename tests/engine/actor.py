@@ -93,13 +93,16 @@ def make_rows(lengths: list[tuple[int, int]], seed: int = 0) -> list[tuple[torch
     return [(torch.randint(VOCAB, (p + r,), generator=rng), p) for p, r in lengths]
 
 
-def make_batch(rows: list[tuple[torch.Tensor, int]], max_tokens: int, padded: bool = False, **extra: Any) -> Any:
+def make_batch(
+    rows: list[tuple[torch.Tensor, int]], max_tokens: int, padded: bool = False, axes: int = 0, **extra: Any
+) -> Any:
     """What verl's trainer sends for old log-probs: jagged ids, micro-batches of at most `max_tokens` tokens.
 
     Args:
         rows: from `make_rows`.
         max_tokens: of one micro-batch.
         padded: response mask as a padded tensor and no responses, verl's older form; else jagged responses.
+        axes: positions of a token, where a policy also has those of images; 0: one, without an axis of its own.
         extra: more non-tensor fields.
     """
     from verl.utils import tensordict_utils as tu
@@ -112,7 +115,7 @@ def make_batch(rows: list[tuple[torch.Tensor, int]], max_tokens: int, padded: bo
     prompts = [torch.zeros(p, dtype=torch.int64) for _, p in rows]
     tensors = {
         "input_ids": jagged(tokens),
-        "position_ids": jagged([torch.arange(len(t)) for t in tokens]),
+        "position_ids": jagged([torch.arange(len(t)).expand(*[axes] * bool(axes), -1).clone() for t in tokens]),
         "loss_mask": jagged([torch.cat(pair) for pair in zip(prompts, masks, strict=True)]),
     }
     if padded:

@@ -135,7 +135,7 @@ def test_an_engine_without_a_tap_says_so():
 
 def test_a_model_of_another_shape_says_so():
     engine = SimpleNamespace(engine_config=SimpleNamespace(strategy="fsdp2"), module=torch.nn.Linear(2, 2))
-    with pytest.raises(Untapped, match=r"is a Linear, without model\.layers"):
+    with pytest.raises(Untapped, match=r"is a Linear, in which no modules hold a list of decoder layers"):
         adapt(engine)
 
 

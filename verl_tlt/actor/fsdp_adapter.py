@@ -13,6 +13,8 @@ import torch
 
 from verl_tlt.actor.adapter import Around, Untapped
 from verl_tlt.actor.token_layout import Stretch, even_split
+from verl_tlt.drafter import DrafterError
+from verl_tlt.drafter.decoder import find_decoder
 
 
 class FSDPAdapter:
@@ -22,18 +24,15 @@ class FSDPAdapter:
         engine: `verl.workers.engine.fsdp.transformer_impl.FSDPEngineWithLMHead`.
 
     Raises:
-        Untapped: the model is not laid out as `model.layers` and `model.norm`.
+        Untapped: the model's decoder is not found.
     """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        policy = unwrapped(engine.module)
-        decoder = getattr(policy, "model", None)
-        if decoder is None or not (hasattr(decoder, "layers") and hasattr(decoder, "norm")):
-            raise Untapped(
-                f"actor_rollout_ref.model.path is a {type(policy).__name__}, without model.layers and model.norm."
-            )
-        self._decoder = decoder
+        try:
+            self._decoder = find_decoder(unwrapped(engine.module), "actor_rollout_ref.model.path")
+        except DrafterError as error:
+            raise Untapped(str(error)) from error
         self.layers = len(self._decoder.layers)
         self._slice = torch.distributed.get_rank(engine.ulysses_parallel_group) if engine.use_ulysses_sp else None
 

@@ -21,12 +21,13 @@ import numpy as np
 import torch
 
 from verl_tlt.drafter import to_numpy16
+from verl_tlt.drafter.names import policy_part
 from verl_tlt.messages.training import VerifierArrays
 
 logger = logging.getLogger(__name__)
 
-VERIFIER_PARTS = {"embed": "embed_tokens.weight", "lm_head": "lm_head.weight", "norm": "model.norm.weight"}
-"""The policy's parts the drafter shares, by the end of their Hugging Face names."""
+VERIFIER_PARTS = ("embed", "lm_head", "norm")
+"""The policy's parts the drafter shares (`names.policy_part`)."""
 
 PUT_S = 60.0
 """Seconds for the object store's copy of at most some GB, begun a rollout ago."""
@@ -60,7 +61,7 @@ class VerifierCapture:
         self.armed = False
         """The coming weight sync is copied from."""
         self._dtype, self._put = dtype, put
-        self._wanted = {p: end for p, end in VERIFIER_PARTS.items() if not (tied and p == "lm_head")}
+        self._wanted = [part for part in VERIFIER_PARTS if not (tied and part == "lm_head")]
         self._host: dict[str, torch.Tensor] = {}  # kept for the run: locking pages takes longer than the copy
         self._arrived: set[str] = set()
         self._seen = False
@@ -71,10 +72,10 @@ class VerifierCapture:
     def tee(self, params: Params) -> Params:
         """Hand `params` on as they are; what the drafter shares is copied on the way."""
         for name, tensor in params:
-            for part, suffix in self._wanted.items():
-                if self.armed and name.endswith(suffix) and ".layers." not in name:
-                    with self._contained():
-                        self._keep(part, tensor)
+            part = policy_part(name)
+            if self.armed and part is not None and part in self._wanted:
+                with self._contained():
+                    self._keep(part, tensor)
             yield name, tensor
 
     def finish(self, base: Callable[[], Mapping[str, torch.Tensor]] | None) -> None:

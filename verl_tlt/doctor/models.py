@@ -18,12 +18,13 @@ from verl_tlt.drafter.check import CONFIG, WEIGHTS, check_drafter, read_config
 from verl_tlt.drafter.foreign import PICKLED
 from verl_tlt.drafter.hub import NotHereError, folder, is_name
 from verl_tlt.drafter.policy import (
-    SUPPORTED,
+    UNTESTABLE,
     DrafterError,
     aux_layers_for,
     check_aux_layers,
     policy_shape,
     read_json,
+    unsupported,
 )
 
 POLICY, DRAFTER = "actor_rollout_ref.model.path", "tlt.drafter.path"
@@ -57,8 +58,12 @@ def look_at_policy(path: str) -> Look:
             return Look(problem=f"{key} holds no config.json, so it is not a Hugging Face model.")
         fields = read_json(file)
         family = str(fields.get("model_type"))
-        if family not in SUPPORTED:
-            return Look(family, f"{key} is a {family} model, and drafters exist for {_why_not(fields)}.")
+        served, by_vllm = _served_by_vllm(fields)
+        if why := unsupported(family):
+            known = family in UNTESTABLE or served is None
+            return Look(family, f"{key} is a {family} model, and {why}{'' if known else f': {by_vllm}'}.")
+        if served is False:
+            return Look(family, f"{key} is a {family} model, and {by_vllm}.")
         policy_shape(file.parent)
     except NotHereError as error:
         return Look(unseen=f"{str(error).rstrip('.')}, so the family of {POLICY} was not checked.")
@@ -67,17 +72,13 @@ def look_at_policy(path: str) -> Look:
     return Look(family)
 
 
-def _why_not(fields: Mapping[str, Any]) -> str:
-    """The supported families, and what stands in the way of this one as far as the installed vLLM tells."""
-    supported = ", ".join(SUPPORTED)
+def _served_by_vllm(fields: Mapping[str, Any]) -> tuple[bool | None, str]:
+    """Whether the installed vLLM serves a head beside a model with this config, None where it cannot tell; in words."""
     architecture = next(iter(fields.get("architectures") or ()), "")
     served = serves_eagle3(architecture) if architecture else None
-    if served is None:
-        return supported
-    if not served:
-        return f"{supported}: vLLM {installed('vllm')} serves no EAGLE-3 head beside {architecture}"
-    inside = ", whose language model lies inside a larger one" if fields.get("text_config") else ""
-    return f"{supported}: vLLM would serve a head beside {architecture}{inside}, but none was made and tested yet"
+    if served:
+        return served, f"vLLM would serve a head beside {architecture}, but none was made and tested yet"
+    return served, f"vLLM {installed('vllm')} serves no EAGLE-3 head beside {architecture}"
 
 
 def look_at_drafter(settings: TLTConfig, policy: str, context: int) -> Look:

@@ -8,7 +8,9 @@ training-time-test loss and its file format are those of `speculators.models.eag
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +18,17 @@ import torch
 
 from verl_tlt.drafter.attention import BY_DOCUMENT, register
 from verl_tlt.drafter.hub import Model, folder
+from verl_tlt.drafter.names import policy_part
 from verl_tlt.drafter.policy import (
     LONGEST_DRAFT,
-    SUPPORTED,
     DrafterError,
     PolicyLike,
     aux_layers_for,
     check_aux_layers,
+    drafter_rope,
     policy_shape,
     read_json,
+    unsupported,
 )
 
 if TYPE_CHECKING:
@@ -47,7 +51,7 @@ def drafter_config(
     max_position_embeddings: int | None = None,
     draft_vocab_size: int | None = None,
 ) -> Eagle3SpeculatorConfig:
-    """The drafter's config for a Qwen2, Qwen3 or Llama policy.
+    """The drafter's config for a policy, one of `policy.SUPPORTED`.
 
     Args:
         policy: config object, mapping or directory of the policy.
@@ -67,11 +71,8 @@ def drafter_config(
     from transformers import LlamaConfig
 
     shape = policy_shape(policy)
-    if shape.model_type not in SUPPORTED:
-        raise DrafterError(
-            f"{shape.source}: model_type {shape.model_type!r} is not supported; drafters are built for "
-            f"{', '.join(SUPPORTED)} policies."
-        )
+    if why := unsupported(shape.model_type):
+        raise DrafterError(f"{shape.source}: model_type {shape.model_type!r} is not supported; {why}.")
     layers = aux_layers_for(shape.num_layers) if aux_layers is None else aux_layers
     check_aux_layers(layers, shape.num_layers, "aux_layers")
     layer = LlamaConfig(
@@ -82,10 +83,10 @@ def drafter_config(
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        hidden_act=shape.hidden_act,
+        hidden_act="silu",  # the only one that vLLM's head has
         rms_norm_eps=shape.rms_norm_eps,
         max_position_embeddings=max_position_embeddings or shape.max_position_embeddings + LONGEST_DRAFT,
-        rope_parameters=dict(shape.rope),
+        rope_parameters=drafter_rope(shape.rope),
         tie_word_embeddings=False,
         pad_token_id=None,
         bos_token_id=None,
@@ -212,7 +213,7 @@ def vocabulary_maps(draft_ids: torch.Tensor, vocab_size: int) -> tuple[torch.Ten
     return t2d, ids - torch.arange(len(ids))
 
 
-_NAMES = {"embed": "model.embed_tokens.weight", "lm_head": "lm_head.weight", "norm": "model.norm.weight"}
+_USUAL = {"embed": "model.embed_tokens.weight", "lm_head": "lm_head.weight", "norm": "model.norm.weight"}
 
 
 @dataclass(frozen=True)
@@ -233,10 +234,8 @@ class VerifierWeights:
         Raises:
             DrafterError: a file or a tensor is missing or unreadable.
         """
-        wanted = dict(_NAMES)
-        if policy_shape(path).tied:
-            del wanted["lm_head"]
-        tensors = {part: _read(path, name) for part, name in wanted.items()}
+        tied = policy_shape(path).tied
+        tensors = _read(path, [part for part in _USUAL if not (tied and part == "lm_head")])
         return cls(tensors["embed"], tensors.get("lm_head", tensors["embed"]), tensors["norm"])
 
 
@@ -267,26 +266,40 @@ def refresh_verifier_weights(model: Eagle3DraftModel, parts: VerifierWeights) ->
             held.copy_(given)
 
 
-def _read(policy: Model, name: str) -> torch.Tensor:
-    """One tensor of a policy, from its single file or by its index."""
-    from safetensors import SafetensorError, safe_open
-
+def _read(policy: Model, parts: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The policy's tensors for these parts, from its single file or by its index; no other is read."""
     single, listing = "model.safetensors", "model.safetensors.index.json"
     directory = folder(policy, (single, listing))
-    file, index = directory / single, directory / listing
-    if not file.is_file() and index.is_file():
-        owner = read_json(index).get("weight_map", {}).get(name)
-        if owner is None:
-            raise DrafterError(f"{index} lists no tensor {name!r}.")
-        file = folder(policy, (owner,)) / owner
+    source = directory / single
+    if source.is_file() or not (directory / listing).is_file():
+        with _open(source) as reader:
+            owners = dict.fromkeys(reader.keys(), single)
+    else:
+        source = directory / listing
+        owners = read_json(source).get("weight_map", {})
+    tensors = {}
+    for part in parts:
+        name = next((name for name in owners if policy_part(name) == part), None)
+        if name is None:
+            raise DrafterError(
+                f"{source} has no tensor {_USUAL[part]!r}, nor that of a language model in a larger one."
+            )
+        with _open(folder(policy, (owners[name],)) / owners[name]) as reader:
+            if name not in reader.keys():  # noqa: SIM118 (a safetensors reader is no mapping)
+                raise DrafterError(f"{owners[name]} has no tensor {name!r}, which {source} says it has.")
+            tensors[part] = reader.get_tensor(name)
+    return tensors
+
+
+def _open(file: Path) -> Any:
+    """A safetensors file of the policy's, to be closed."""
+    from safetensors import SafetensorError, safe_open
+
     if not file.is_file():
         raise DrafterError(
             f"{file} does not exist: the policy's safetensors are needed for the drafter's verifier weights."
         )
     try:
-        with safe_open(file, framework="pt") as reader:
-            if name not in reader.keys():  # noqa: SIM118 (a safetensors reader is no mapping)
-                raise DrafterError(f"{file} has no tensor {name!r}.")
-            return reader.get_tensor(name)
+        return safe_open(file, framework="pt")
     except SafetensorError as error:
         raise DrafterError(f"{file} is not a complete safetensors file: {error}.") from error

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from verl_tlt.drafter import data
+from verl_tlt.drafter.decoder import find_decoder
 from verl_tlt.drafter.policy import check_aux_layers, policy_shape
 
 FORWARD_TOKENS = 8192
@@ -37,13 +38,13 @@ def load_policy(directory: str | os.PathLike, device: torch.device | str) -> Any
         device: where it computes.
 
     Raises:
-        DrafterError: a model of a family that drafters are not built for.
+        DrafterError: its config is unreadable or lacks a field.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    policy_shape(directory)
+    kind = AutoModelForImageTextToText if policy_shape(directory).nested else AutoModelForCausalLM
     several = torch.device(device).type == "cuda" and torch.cuda.device_count() > 1
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    model: Any = kind.from_pretrained(
         directory, dtype="auto", attn_implementation="sdpa", **({"device_map": "auto"} if several else {})
     )
     return (model if several else model.to(device)).eval().requires_grad_(False)
@@ -53,21 +54,23 @@ class PolicyStates:
     """Runs a policy over texts and hands out what a drafter learns from.
 
     Args:
-        policy: a transformers causal language model (`.model.layers`, `.model.norm`).
+        policy: a transformers model with a decoder (`find_decoder`).
         aux_layers: layers whose inputs are kept, ascending.
 
     Raises:
-        DrafterError: aux layers the policy does not have.
+        DrafterError: aux layers the policy does not have, or no decoder.
     """
 
     def __init__(self, policy: Any, aux_layers: Sequence[int]) -> None:
-        check_aux_layers(aux_layers, len(policy.model.layers), "aux_layers")
-        self.policy, self.aux_layers = policy, tuple(aux_layers)
+        decoder = find_decoder(policy, "the policy")
+        check_aux_layers(aux_layers, len(decoder.layers), "aux_layers")
+        self.aux_layers, self._decoder = tuple(aux_layers), decoder.model
+        self._device = policy.get_input_embeddings().weight.device
         self._seen: dict[int | str, torch.Tensor] = {}
         for index in self.aux_layers:
-            policy.model.layers[index].register_forward_pre_hook(self._keep(index), with_kwargs=True)
+            decoder.layers[index].register_forward_pre_hook(self._keep(index), with_kwargs=True)
         # The final norm's input: what transformers returns as the last hidden state is already normed.
-        policy.model.norm.register_forward_pre_hook(self._keep("last"), with_kwargs=True)
+        decoder.norm.register_forward_pre_hook(self._keep("last"), with_kwargs=True)
 
     def _keep(self, name: int | str) -> Any:
         def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -86,7 +89,7 @@ class PolicyStates:
         ids = torch.zeros(len(texts), longest, dtype=torch.int64)  # [B, L]
         for row, text in zip(ids, texts, strict=True):
             row[: len(text.tokens)] = torch.tensor(text.tokens)
-        self.policy.model(ids.to(self.policy.model.embed_tokens.weight.device), use_cache=False)
+        self._decoder(input_ids=ids.to(self._device), use_cache=False)
         seen, self._seen = self._seen, {}
         out = []
         for i, text in enumerate(texts):

@@ -1,4 +1,4 @@
-"""What one tensor of a drafter is called by whom.
+"""What one tensor of a drafter is called by whom, and which of a policy's tensors it shares.
 
 speculators, and our files    layers.0.self_attn.q_proj.weight
 SafeAILab/EAGLE, SpecForge    midlayer.self_attn.q_proj.weight
@@ -15,6 +15,20 @@ _STACKED = (
     (re.compile(r"\.(q|k|v)_proj\."), ".qkv_proj."),
     (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
 )
+_POLICY = {
+    part: re.compile(rf"(?:(?:base_model|model|language_model)\.)*{ending}\.weight")
+    for part, ending in (("embed", "embed_tokens"), ("lm_head", "lm_head"), ("norm", r"(?:model|language_model)\.norm"))
+}
+
+
+def policy_part(name: str) -> str | None:
+    """Which part of a policy its tensor is: "embed", "lm_head", "norm" (the final one); None: one of all the others.
+
+    Args:
+        name: as transformers saves it, and verl's weight sync calls it; a vision-language model's decoder is inside
+            its `language_model`.
+    """
+    return next((part for part, pattern in _POLICY.items() if pattern.fullmatch(name)), None)
 
 
 def plain(name: str) -> str:

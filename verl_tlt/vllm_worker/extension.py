@@ -241,7 +241,8 @@ def _follow_head(drafter: torch.nn.Module, target: torch.nn.Module, shards: int)
     """
     offsets = dict(drafter.named_parameters())[OFFSETS]  # [DV]
     ids = torch.arange(len(offsets), device=offsets.device) + offsets
-    policy: Any = target
+    whole: Any = target
+    policy = whole.get_language_model() if hasattr(whole, "get_language_model") else whole
     head = getattr(policy, "lm_head", None) or policy.model.embed_tokens  # the latter where they are tied
     first, last = head.shard_indices.org_vocab_start_index, head.shard_indices.org_vocab_end_index
     here = (ids >= first) & (ids < last)  # [DV]

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from verl_tlt.config import OBJECTIVES
-from verl_tlt.drafter.policy import SUPPORTED, DrafterError, check_aux_layers, policy_shape
+from verl_tlt.drafter.policy import DrafterError, check_aux_layers, policy_shape, unsupported
 from verl_tlt.warmup.engine import GenerationJob, Response, SamplingSettings, find_device, generate
 from verl_tlt.warmup.prompts import Prompts, load_tokenizer, read_prompts
 from verl_tlt.warmup.train import Budget, TrainingRun
@@ -99,10 +99,8 @@ def check(s: Warmup) -> None:
         DrafterError: the first thing that is wrong.
     """
     shape = policy_shape(s.model)
-    if shape.model_type not in SUPPORTED:
-        raise DrafterError(
-            f"--model {s.model} is a {shape.model_type} model; drafters are built for {', '.join(SUPPORTED)} policies."
-        )
+    if why := unsupported(shape.model_type):
+        raise DrafterError(f"--model {s.model} is a {shape.model_type} model; {why}.")
     if s.out.exists():
         raise DrafterError(f"--out {s.out} exists; give another name, or remove it.")
     if s.objective not in OBJECTIVES:

@@ -60,16 +60,16 @@ def test_a_name_that_cannot_be_resolved_is_no_refusal_but_is_said(cached):
     ("changes", "said"),
     [
         (
-            {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]},
-            "would serve a head beside GptOssForCausalLM,",
+            {"model_type": "afmoe", "architectures": ["AfmoeForCausalLM"]},
+            "would serve a head beside AfmoeForCausalLM, but none was made and tested yet",
         ),
         (
             {"model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"]},
             "serves no EAGLE-3 head beside SeedOssForC",
         ),
         (
-            {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"], "text_config": {}},
-            "would serve a head beside Qwen2_5_VLForConditionalGeneration",
+            {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]},
+            "qwen3_vl: latent attention (MLA) does not start on vLLM's CPU backend",
         ),
         (
             {
@@ -77,8 +77,9 @@ def test_a_name_that_cannot_be_resolved_is_no_refusal_but_is_said(cached):
                 "architectures": ["LlavaForConditionalGeneration"],
                 "text_config": {"model_type": "llama"},
             },
-            "whose language model lies inside a larger one",
+            "would serve a head beside LlavaForConditionalGeneration",
         ),
+        ({"model_type": "qwen2", "architectures": ["SeedOssForCausalLM"]}, "is a qwen2 model, and vLLM "),
         ({"model_type": "martian", "architectures": ["MartianForCausalLM"]}, "drafters exist for llama, qwen2"),
         ({"model_type": "martian", "architectures": None}, "drafters exist for llama, qwen2"),
     ],

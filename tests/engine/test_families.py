@@ -1,0 +1,135 @@
+"""Every family that drafters are built for: its states through the tap, a drafter of it, and a real engine's tokens."""
+
+import gc
+import shutil
+
+import families
+import pytest
+import torch
+from actor import LAYERS, build_actor, free_port, make_batch, make_rows, whole_sequences
+from shared_engines import part_of
+from tiny_engine import build_drafter_dir, prompts, sampled
+
+from demo.toy.assets import SHIPPED_POLICY
+from verl_tlt.drafter import (
+    DrafterTrainer,
+    Sequence,
+    VerifierWeights,
+    batches,
+    build_drafter,
+    load_drafter,
+    refresh_verifier_weights,
+    save_drafter,
+    trainable_parameters,
+)
+from verl_tlt.drafter.policy import SUPPORTED
+from verl_tlt.vllm_worker import extension
+
+pytestmark = pytest.mark.engine
+
+IN_OTHER_TESTS = ("llama", "qwen2", "qwen3")
+QUICK = ("mistral", "qwen3_moe")
+FAMILIES = [family for family in SUPPORTED if family not in IN_OTHER_TESTS]
+SERVED = [pytest.param(family, marks=() if family in QUICK else pytest.mark.heavy) for family in FAMILIES]
+LENGTHS = [(3, 21), (12, 4), (5, 40), (7, 1)]
+TOLERANCE = dict(rtol=2**-8, atol=1e-2)  # bfloat16's rounding; batching changes float32 sums by less
+
+
+@pytest.fixture(scope="module")
+def policy_of(models):
+    """(a family's tiny policy, its directory), made once; `good` drafters of it beside it."""
+    made = {}
+
+    def get(family):
+        if family not in made:
+            target = models["target"].parent / part_of(family, "target")
+            made[family] = families.build_family(target, family)
+            for file in ("tokenizer.json", "tokenizer_config.json"):  # verl loads one
+                shutil.copy(SHIPPED_POLICY / file, target)
+            models[target.name] = target
+            models[part_of(family, "good")] = target.parent / part_of(family, "good")
+            build_drafter_dir(models[part_of(family, "good")], target, informed=True)
+        return made[family], models[part_of(family, "target")]
+
+    return get
+
+
+def states_and_logits(policy, tokens):
+    """Hugging Face's layers + 1 states [1, L, H] and logits [L, V] of a text; verl changes what is around them."""
+    output = policy.get_decoder()(input_ids=tokens[None], output_hidden_states=True)
+    return output.hidden_states, policy.get_output_embeddings()(output.last_hidden_state)[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tap_and_a_drafter_of_it(policy_of, family, tmp_path, monkeypatch):
+    """The tap keeps the policy's states, and the teacher made of them is the policy; a drafter learns from it."""
+    policy, directory = policy_of(family)
+    if family == "qwen2_5_vl":  # what verl 0.9.1 does with images does not run with transformers 5
+        from verl.models.transformers import qwen2_vl
+
+        text = lambda model, ids, mask, *_images: (model.get_input_embeddings()(ids), mask)  # noqa: E731
+        monkeypatch.setattr(qwen2_vl, "_get_input_embeds", text)
+    eager = {"override_config": {"attn_implementation": "eager"}}  # which every family has
+    actor = build_actor(port=free_port(), policy=directory, remove_padding=False, model=eager)
+    rows = make_rows(LENGTHS)
+    actor.tap_budget = actor.tap_window = 10_000
+    actor.infer_batch(make_batch(rows, 1000, axes=4 * (family in families.NESTED), compute_loss=False))
+    torch.distributed.destroy_process_group()
+    taken = whole_sequences([actor.tap.take()])
+    assert not actor.tap.errors and len(taken) == len(rows)
+    del actor
+    gc.collect()
+    model = build_drafter(directory, seed=0)
+    refresh_verifier_weights(model, VerifierWeights.from_policy_dir(directory))
+    exact = []
+    for s, (tokens, prompt_len) in zip(taken, rows, strict=True):
+        states, logits = states_and_logits(policy, tokens)
+        aux = torch.cat([states[i][0] for i in LAYERS], dim=-1)
+        torch.testing.assert_close(s.aux.float(), aux, **TOLERANCE)
+        with torch.no_grad():
+            teacher = model.verifier_lm_head(model.verifier_norm(s.last.float()))
+        torch.testing.assert_close(teacher, logits, rtol=0, atol=2**-6 * logits.abs().max().item())
+        exact.append(Sequence(s.tokens, prompt_len, s.aux, s.last))
+    before = {name: p.detach().clone() for name, p in trainable_parameters(model).items()}
+    trainer = DrafterTrainer(model, ttt_steps=2)
+    result = trainer.step(next(iter(batches(exact, 200))))
+    assert result.loss > 0 and trainer.skipped == 0
+    assert all(not torch.equal(p, before[name]) for name, p in trainable_parameters(model).items())
+    save_drafter(model, tmp_path / "drafter", {"made for": "tests"})
+    again = trainable_parameters(load_drafter(tmp_path / "drafter", directory))
+    assert all(torch.equal(p, again[name]) for name, p in trainable_parameters(model).items())
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_greedy_tokens_are_stock_tokens(policy_of, engine_of, family):
+    """And the states that vLLM hands to the drafter are those that it was trained on."""
+    text_only = {}
+    if family in families.NESTED:
+        pytest.importorskip("torchvision", reason="vLLM and transformers cut images with it")
+        text_only = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
+    policy, _ = policy_of(family)
+    with engine_of(drafter=None, family=family, **text_only) as engine:
+        stock = engine.generate(8, 96)
+    with engine_of("good", family=family, **text_only) as engine:
+        prompt, seen = prompts(8)[7], []
+        drafter = engine.runner.drafter.model
+        combine = drafter.combine_hidden_states
+
+        def watch(states):
+            seen.append(states.clone())  # [tokens, 3 H]
+            return combine(states)
+
+        engine.patch.setattr(drafter, "combine_hidden_states", watch)
+        engine.llm.generate([prompt], [sampled(2)], use_tqdm=False)
+        states, _ = states_and_logits(policy, torch.tensor(prompt["prompt_token_ids"]))
+        wanted = torch.cat([states[i][0] for i in LAYERS], dim=-1)
+        torch.testing.assert_close(seen[0][: len(wanted)].float(), wanted, rtol=1e-3, atol=1e-3)
+        for control in ("fixed", "rand", "cycle", "goodput"):
+            engine.put_in_charge(control)
+            assert engine.generate(8, 96) == stock, control
+            stats = engine.scheduler.tlt.stats(reset=True)
+            assert stats.policy_error is None
+            assert sum(stats.num_accepted_tokens_per_pos) > 100
+        head = drafter.lm_head.weight.clone()
+        extension._follow_head(drafter, engine.runner.get_model(), 1)  # finds the policy's head: nothing is pruned here
+        assert torch.equal(drafter.lm_head.weight, head)

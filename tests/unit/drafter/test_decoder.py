@@ -1,0 +1,121 @@
+"""What a drafter reads of a policy is found by one rule, or refused in one sentence."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_policy import SHAPE, make_policy
+
+from verl_tlt.drafter import DrafterError, PolicyStates, Text, VerifierWeights, drafter_config, policy_shape
+from verl_tlt.drafter.capture import load_policy
+from verl_tlt.drafter.decoder import find_decoder
+from verl_tlt.drafter.names import policy_part
+from verl_tlt.drafter.policy import SUPPORTED, UNTESTABLE, rope_of
+
+VISION = {"depth": 4, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    """(a small vision-language policy whose vision tower has as many layers, its directory)."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2], "mrope_interleaved": True}
+    text = {**SHAPE, "head_dim": 8, "max_position_embeddings": 300, "rope_parameters": rope}
+    tokens = {"image_token_id": 40, "video_token_id": 41, "vision_start_token_id": 42, "vision_end_token_id": 43}
+    policy = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=VISION, **tokens)).eval()
+    with torch.no_grad():
+        policy.model.language_model.norm.weight.uniform_(0.5, 1.5)
+    directory = tmp_path_factory.mktemp("seeing")
+    policy.requires_grad_(False).save_pretrained(directory)
+    return policy, directory
+
+
+def test_the_decoder_is_found_in_a_plain_policy_and_inside_a_larger_one(seeing):
+    policy = make_policy()
+    found = find_decoder(policy, "it")
+    assert found.layers is policy.model.layers and found.norm is policy.model.norm and found.model is policy.model
+    inside = seeing[0].model.language_model
+    found = find_decoder(seeing[0], "it")
+    assert found.layers is inside.layers and found.norm is inside.norm
+
+
+def test_none_or_two_are_refused_in_one_sentence():
+    policy = make_policy()
+    policy.second = make_policy().model
+    with pytest.raises(DrafterError, match=r"^model\.path is a Qwen3ForCausalLM, in which 2 modules hold a list of 4 "):
+        find_decoder(policy, "model.path")
+    policy.second, policy.model.layers = None, torch.nn.ModuleList(policy.model.layers[:3])
+    with pytest.raises(DrafterError, match=r"in which no modules hold a list of 4 layers with one norm beside it"):
+        find_decoder(policy, "model.path")
+
+
+def test_a_larger_models_drafter_is_its_language_models(seeing):
+    policy, directory = seeing
+    shape = policy_shape(directory)
+    assert (shape.model_type, shape.nested, shape.max_position_embeddings) == ("qwen3_vl", True, 300)
+    assert (shape.hidden_size, shape.vocab_size, shape.num_layers, shape.tied) == (32, 48, 4, False)
+    assert shape.architectures == ("Qwen3VLForConditionalGeneration",)
+    layer = drafter_config(directory).transformer_layer_config
+    assert layer.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}, "its RoPE has one position"
+    parts = VerifierWeights.from_policy_dir(directory)
+    assert torch.equal(parts.embed, policy.get_input_embeddings().weight)
+    assert torch.equal(parts.lm_head, policy.lm_head.weight)
+    assert torch.equal(parts.norm, policy.model.language_model.norm.weight)
+
+
+def test_a_larger_models_states_are_captured_from_text(seeing):
+    policy, directory = seeing
+    (kept,) = PolicyStates(load_policy(directory, "cpu"), (1, 2, 3))([Text((5, 6, 7, 8, 9), 2)])
+    states = policy.model.language_model(input_ids=torch.tensor([[5, 6, 7, 8, 9]]), output_hidden_states=True)
+    torch.testing.assert_close(kept.aux, torch.cat([states.hidden_states[i][0] for i in (1, 2, 3)], -1))
+    torch.testing.assert_close(policy.model.language_model.norm(kept.last), states.last_hidden_state[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("model.embed_tokens.weight", "embed"),
+        ("model.language_model.embed_tokens.weight", "embed"),
+        ("language_model.model.norm.weight", "norm"),
+        ("model.language_model.norm.weight", "norm"),
+        ("base_model.model.model.norm.weight", "norm"),
+        ("language_model.lm_head.weight", "lm_head"),
+        ("model.visual.merger.norm.weight", None),
+        ("model.layers.61.embed_tokens.weight", None),
+        ("model.layers.0.norm.weight", None),
+        ("mtp.norm.weight", None),
+        ("model.norm.weight_scale", None),
+    ],
+)
+def test_the_shared_parts_by_name(name, part):
+    assert policy_part(name) == part
+
+
+def test_a_mixture_of_experts_without_a_dense_layer_is_as_wide_as_what_a_token_passes():
+    fields = {**SHAPE, "model_type": "qwen3_vl_moe", "moe_intermediate_size": 16, "num_experts_per_tok": 3}
+    del fields["intermediate_size"]
+    assert policy_shape(fields).intermediate_size == 48
+    del fields["moe_intermediate_size"]
+    with pytest.raises(DrafterError, match="no field 'intermediate_size'"):
+        policy_shape(fields)
+
+
+def test_a_drafters_rope_rotates_whole_heads_by_one_position():
+    def rope(**fields):
+        config = drafter_config({**SHAPE, "model_type": "glm", "head_dim": 8, **fields})
+        return config.transformer_layer_config.rope_parameters
+
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    assert rope(rope_parameters={**plain, "partial_rotary_factor": 0.5}) == plain
+    assert rope(rope_theta=10000.0, rope_scaling={"type": "mrope", "mrope_section": [1, 1, 2]}) == plain
+    by_kind = {"full_attention": {**plain, "rope_theta": 5.0}, "sliding_attention": plain}
+    assert rope_of({"rope_parameters": by_kind}) == {"rope_type": "default", "rope_theta": 5.0}
+
+
+def test_the_docs_name_every_family_that_is_decided():
+    page = (Path(__file__).parents[3] / "docs" / "compatibility.md").read_text()
+    named = set(re.findall(r"`(\w+)`", page))
+    assert set(SUPPORTED) | UNTESTABLE.keys() <= named
