@@ -67,6 +67,7 @@ def changed(recipe, changes):
 @example(changes={f"{ROLLOUT}.data_parallel_size": "two"})
 @example(changes={f"{ROLLOUT}.engine_kwargs.vllm": 3})
 @example(changes={"data.train_files": 7})
+@example(changes={"data.train_files": ["${nowhere}"]})
 @example(changes={f"{ROLLOUT}.custom": [""]})
 @example(changes={"trainer.v1": None})
 @example(changes={"trainer.plugin": "${nowhere}"})

@@ -11,7 +11,7 @@ import glob
 import math
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -161,14 +161,16 @@ def absolute(path: str) -> str:
 
 
 def _select(config: DictConfig, key: str, default: Any = None) -> Any:
-    """The value at a dotted key; `default` where it is absent, null or still `???`."""
+    """The value at a dotted key, in plain Python; `default` where it is absent, null or still `???`."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
         value = OmegaConf.select(config, key)
+        value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     except OmegaConfBaseException as error:
-        raise TLTConfigError(f"{key} cannot be read from the configuration: {_first(error)}") from error
+        where = error.full_key or key
+        raise TLTConfigError(f"{where} cannot be read from the configuration: {_first(error)}") from error
     return default if value is None else value
 
 
@@ -186,16 +188,7 @@ def read_mapping(config: DictConfig, key: str) -> dict[str, Any]:
     Raises:
         TLTConfigError: it is no mapping, or cannot be resolved.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    node = _select(config, key, {})
-    try:
-        plain = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-    except OmegaConfBaseException as error:
-        raise TLTConfigError(
-            f"{error.full_key or key} cannot be read from the configuration: {_first(error)}"
-        ) from error
+    plain = _select(config, key, {})
     if not isinstance(plain, dict):
         raise TLTConfigError(f"{key} must be a mapping, not {plain!r}.")
     return plain
@@ -239,7 +232,7 @@ def _missing_data(config: DictConfig) -> tuple[tuple[str, str], ...]:
     for key in ("data.train_files", "data.val_files"):
         value = _select(config, key, [])
         files = [value] if isinstance(value, str) else value
-        if isinstance(files, Mapping) or not isinstance(files, Iterable):
+        if not isinstance(files, list):
             raise TLTConfigError(f"{key} must be a file or a list of files, not {value!r}.")
         for path in files:
             if "://" not in str(path) and not glob.glob(os.path.expanduser(str(path))):
