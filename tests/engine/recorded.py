@@ -8,7 +8,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ import torch
 from demo.toy import task
 from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from verl_tlt.config import TLTConfig
-from verl_tlt.drafter import Sequence, VerifierWeights, to_numpy16
+from verl_tlt.drafter import DrafterTrainer, Sequence, VerifierWeights, to_numpy16
 from verl_tlt.messages.rollout import SleepReply
 from verl_tlt.messages.training import HiddenStateShard, RolloutSampling, SessionResult, VerifierArrays
+from verl_tlt.spot_worker.device import TrainingDevice
 from verl_tlt.spot_worker.learner import SpotLearner
 from verl_tlt.spot_worker.worker import SpotWorker
 from verl_tlt.trainer.bootstrap import first_drafter
@@ -134,6 +135,21 @@ def set_epochs(worker: SpotWorker, epochs: float) -> None:
     """How long a session lasts where nobody stops it."""
     config = worker.learner.config
     worker.learner.config = dataclasses.replace(config, spot=dataclasses.replace(config.spot, max_epochs=epochs))
+
+
+class Borrowed(TrainingDevice):
+    """The host as if it were somebody else's outside sessions; nothing has to move there."""
+
+    is_borrowed = True
+
+    def visit(self, trainer: DrafterTrainer, rows: int, *, trains: bool = True) -> AbstractContextManager[None]:
+        """Nothing moves."""
+        return nullcontext()
+
+
+def borrow(worker: SpotWorker, borrowed: bool) -> None:
+    """Whose the device is."""
+    worker.learner.place = Borrowed("cpu") if borrowed else TrainingDevice("cpu")
 
 
 def poison(worker: SpotWorker) -> None:

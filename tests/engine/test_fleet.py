@@ -14,6 +14,7 @@ from recorded import (
     Server,
     as_shards,
     begin_anew,
+    borrow,
     ray_cluster,
     record,
     set_epochs,
@@ -24,6 +25,7 @@ from recorded import (
 from verl_tlt.idle.replica_idle import ReplicaIdlePlanner, State
 from verl_tlt.messages.training import TappedStates, TapReady
 from verl_tlt.trace.events import TraceWriter
+from verl_tlt.trainer.watch import Ended
 
 pytestmark = pytest.mark.engine
 
@@ -178,6 +180,35 @@ def test_idle_replicas_train_and_what_they_learned_is_published(fleet, phase):
     assert_alike(fleet)
     fleet.stage(learned.drafter)
     assert ray.get([r.server.staged.remote() for r in fleet.replicas.values()]) == [1, 1, 1]
+
+
+def test_on_borrowed_devices_the_next_session_judges_and_its_own_work_waits(fleet):
+    from verl_tlt.trainer.drafter_update import update_drafter
+
+    workers = [r.worker for r in fleet.replicas.values()]
+    ray.get([w.__ray_call__.remote(begin_anew) for w in workers], timeout=300)
+    ray.get([w.__ray_call__.remote(borrow, True) for w in workers], timeout=300)
+    try:
+        merged = update_drafter(fleet, CONFIG, [session(fleet, "short")], 7, "bfloat16")
+        assert (merged.drafter, merged.reason) == (None, "merged, and the next session scores it")
+        assert fleet.score(3) == {}
+        candidate = ray.get(workers[0].export.remote(7, "bfloat16", [])).fingerprint
+        scored = session(fleet, "short")
+        assert scored.result.steps > 0 and scored.result.scores is not None
+        learned = update_drafter(fleet, CONFIG, [scored], 7, "bfloat16")
+        assert learned.decision == "published" and learned.drafter.fingerprint == candidate
+        fleet.keep_as_served()
+        assert_alike(fleet)
+        agreed = ray.get(workers[0].agreed.remote())
+        assert any((value != agreed.served[name]).any() for name, value in agreed.candidate.items())
+    finally:
+        ray.get([w.__ray_call__.remote(borrow, False) for w in workers], timeout=300)
+
+
+def session(fleet, name):
+    """One pass over its buffer."""
+    begin = time.time()
+    return Ended(name, begin, time.time(), fleet.train(name).result(300))
 
 
 def test_late_requests_meet_the_whole_fleet(fleet, phase):
