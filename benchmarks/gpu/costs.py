@@ -1,0 +1,103 @@
+"""What steps of an engine of real shape cost, and what it leaves to a training session while it sleeps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from benchmarks.gpu.engines import hold, shaped_engine, stats
+from benchmarks.gpu.parts import NEEDS_CUDA, Bench, device_memory
+from verl_tlt.child_engine import LOG
+from verl_tlt.doctor.standalone_engine import StandaloneEngine, graph_memory_gib
+from verl_tlt.server.engine_arguments import engine_arms
+from verl_tlt.speculation.types import OFF
+
+BATCHES = (1, 4, 16, 64, 128)
+TURNS = 3
+SESSION_S = 180.0
+"""Budget of the session beside an engine, its process and its buffer included."""
+
+
+async def step_costs(bench: Bench, drafting: bool = True) -> dict[str, Any]:
+    """Milliseconds of a step by arm and batch, every turn of them.
+
+    `stock` has no drafter. It, off and K=0 are timed on the wall clock, alike; each arm with a drafter also on the
+    engine's own clock (medians of clean steps), since a request may gain several tokens a step.
+    """
+    batches = (1, 2) if bench.tiny else BATCHES
+    found: dict[str, Any] = {"runner": os.environ.get("VLLM_USE_V2_MODEL_RUNNER"), "wall_ms": {}, "engine_ms": {}}
+    async with shaped_engine(bench, drafting=drafting) as engine:
+        setup = engine.setup
+        arms = [OFF, *engine_arms(setup.tlt, bool(setup.rollout.enforce_eager))] if drafting else [None]
+        for arm in arms:
+            if arm is not None:
+                await hold(engine, arm)
+            name = {None: "stock", OFF: "off"}.get(arm, f"K={arm}")
+            for batch in batches:
+                await engine.step_seconds(batch, tokens=8)  # the first use of a batch compiles and allocates
+                turns = [await _turn(engine, batch, arm) for _ in range(TURNS)]
+                if arm in (None, OFF, 0):
+                    found["wall_ms"].setdefault(name, {})[batch] = [wall for wall, _ in turns]
+                if arm is not None:
+                    found["engine_ms"].setdefault(name, {})[batch] = [own for _, own in turns]
+    found["graph_gib"] = graph_memory_gib((bench.directory / LOG).read_text(errors="replace"))
+    return found
+
+
+async def _turn(engine: StandaloneEngine, batch: int, arm: int | None) -> tuple[float, float | None]:
+    """(milliseconds of a step on the wall clock, the same on the engine's; None: no clean step)."""
+    if arm is None:
+        return round(1e3 * await engine.step_seconds(batch), 3), None
+    await stats(engine)
+    wall = await engine.step_seconds(batch)
+    times = (await stats(engine)).step_times
+    own = next((1e3 * t.seconds for t in times if (t.draft_length, t.batch) == (arm, batch)), None)
+    return round(1e3 * wall, 3), None if own is None else round(own, 3)
+
+
+async def beside(bench: Bench) -> dict[str, Any]:
+    """Sessions of the real learner on the device of a sleeping engine, which then wakes and decodes."""
+    memory: dict[str, Any] = {}
+
+    def note(stage: str) -> None:
+        memory[stage] = device_memory() if bench.cuda else NEEDS_CUDA
+
+    async with shaped_engine(bench) as engine:
+        await hold(engine, 1)
+        await engine.generate(range(1, 9), 4)
+        note("awake")
+        if bench.cuda:
+            await engine.llm.sleep(level=2)
+            note("asleep")
+        session = await asyncio.to_thread(_session, bench, note)
+        note("after the session")
+        if bench.cuda:
+            await engine.llm.wake_up(tags=["weights"])
+            await engine.llm.wake_up(tags=["kv_cache"])
+            note("awake again")
+            assert engine.drafter is not None
+            reply = await engine.rpc("tlt_load_drafter", str(engine.drafter / "model.safetensors"))
+            assert reply["ok"], reply
+        await engine.generate(range(1, 9), 16)
+    return {"memory_gib": memory, "session": session, "decodes_afterwards": True}
+
+
+def _session(bench: Bench, note: Any) -> dict[str, Any]:
+    """The part `stop` of `benchmarks.gpu.drafter` in processes of its own; memory is noted while it goes on."""
+    report = bench.directory / "beside.json"
+    command = [sys.executable, "-m", "benchmarks.gpu.drafter", "--parts", "stop", "--out", str(report)]
+    command += ["--budget", str(SESSION_S), *(["--tiny"] if bench.tiny else [])]
+    child = subprocess.Popen(command, stdout=sys.stderr, stderr=sys.stderr)
+    turn = 0
+    while child.poll() is None:
+        try:
+            child.wait(5.0)
+        except subprocess.TimeoutExpired:
+            turn += 1
+            note(f"in the session, {5 * turn} s")
+    found: dict[str, Any] = json.loads(report.read_text())["parts"]["stop"]
+    return found

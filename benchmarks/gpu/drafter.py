@@ -1,0 +1,136 @@
+"""What a GPU changes for the drafter's training: its numbers, its speed, what a stop waits for. No engine is needed.
+
+    python -m benchmarks.gpu.drafter --out FILE --budget 540
+
+* numerics: is the loss, and the gradient of every parameter, what the CPU computes in float32?
+* speed: tokens a second at a 7B policy's shape, and does any step after the first trace a graph?
+* visit_7b, visit_32b: bytes and seconds from the host to the device and, at a stop, back.
+* stop: how long the real learner goes on after it was told to stop.
+* scoring: how much memory the gate's scores take.
+
+Without a GPU: `--tiny`, which says of no figure that it is one of a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.learner import scoring, stop
+from benchmarks.gpu.parts import NEEDS_CUDA, Bench, Part, clock, main, peak_gib, seconds
+from benchmarks.gpu.shapes import Shape, drafter, rows_of, shape_of, texts
+from verl_tlt.drafter import Batch, DrafterTrainer, default_attention, fingerprint, pack, traffic, visiting
+from verl_tlt.spot_worker.device import TrainingDevice
+
+PASSES = 3
+
+
+# ---------------------------------------------------------------------- numerics
+
+
+def numerics(bench: Bench) -> dict[str, Any]:
+    """One batch of three documents on both sides; on the CPU alone the kernel that CUDA gets meets the one it does not.
+
+    Returns:
+        both losses; each parameter's |g - g0| / |g0|, the largest of them; whether a fingerprint is the same there.
+    """
+    shape = shape_of(bench, "small")
+    batch = pack(texts(shape, (300, 180, 33)))
+    loss0, gradients0 = _gradients(shape, "cpu", default_attention("cpu"), batch)
+    loss, gradients = _gradients(shape, bench.device, default_attention("cuda"), batch)
+    errors = {n: float((gradients[n] - g).norm() / g.norm().clamp_min(1e-12)) for n, g in gradients0.items()}
+    there = {n: g.to(bench.device) for n, g in gradients0.items()}
+    return {
+        "loss": {"cpu_float32": loss0, "tested": loss},
+        "relative_error": errors,
+        "largest_error": max(errors.values()),
+        "fingerprint_is_the_same": fingerprint(there) == fingerprint(gradients0),
+    }
+
+
+def _gradients(shape: Shape, device: str, attention: str, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
+    """(loss, gradients before they are clipped) of the trainer's own step."""
+    trainer = DrafterTrainer(drafter(shape, device, attention), ttt_steps=PASSES)
+    seen: dict[str, torch.Tensor] = {}
+
+    def watch(name: str) -> Any:
+        def keep(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            seen[name] = parameter.grad.detach().float().cpu().clone()
+
+        return keep
+
+    with TrainingDevice(device).visit(trainer, batch.rows):
+        for name, parameter in trainer.parameters.items():
+            parameter.register_post_accumulate_grad_hook(watch(name))
+        return trainer.step(batch).loss, seen
+
+
+# ---------------------------------------------------------------------- speed
+
+
+def speed(bench: Bench) -> dict[str, Any]:
+    """Steps at varied row counts, then four times as long ones; the graphs that dynamo has traced after each."""
+    from torch._dynamo.utils import counters
+
+    shape, rows = shape_of(bench, "7b"), rows_of(bench)
+    eighths = [[8]] * 4 + [[7], [6], [4, 2], [5]] + [[8]] * 4 + [[8] * 4] * 4  # documents of a batch, in rows / 8
+    batches = {str(e): pack(texts(shape, [1 + n * rows // 8 for n in e])) for e in eighths}
+    trainer = DrafterTrainer(drafter(shape, bench.device), ttt_steps=PASSES)
+    steps: list[dict[str, Any]] = []
+
+    def step(batch: Batch) -> None:
+        start = clock(bench.device)
+        result = trainer.step(batch)
+        took = clock(bench.device) - start
+        graphs = counters["stats"]["unique_graphs"]
+        steps.append({"rows": batch.rows, "seconds": took, "graphs": graphs, "skipped": result.skipped})
+        steps[-1] |= {"tokens_per_s": round(result.tokens / took), "peak_gib": peak_gib(bench.device)}
+
+    with TrainingDevice(bench.device).visit(trainer, 4 * rows):
+        rehearsal = seconds(bench.device, [trainer.rehearse])[0]
+        for documents in eighths:
+            step(batches[str(documents)])
+    return {"rehearsal_s": rehearsal, "steps": steps}
+
+
+# ---------------------------------------------------------------------- visits
+
+
+def visit(bench: Bench, name: str) -> dict[str, Any]:
+    """Three visits with moments, of which the first pins the host's memory; bytes as counted and as planned."""
+    shape, device = shape_of(bench, name), torch.device(bench.device)
+    trainer = DrafterTrainer(drafter(shape, bench.device), ttt_steps=1)
+    with TrainingDevice(bench.device).visit(trainer, 128):
+        trainer.step(pack(texts(shape, (65,))))
+    crossed: list[int] = []
+
+    def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+        crossed.append(target.nbytes)
+        target.copy_(source, non_blocking=True)
+
+    turns = []
+    for _ in range(3):
+        start = clock(bench.device)
+        with visiting(trainer, device, copy=copy):
+            there, arrived = sum(crossed), clock(bench.device)
+        back, home = sum(crossed) - there, clock(bench.device)
+        crossed.clear()
+        times = {"there_s": arrived - start, "back_s": home - arrived} if bench.cuda else {"times": NEEDS_CUDA}
+        turns.append({"there_bytes": there, "back_bytes": back, **times})
+    return {"planned": vars(traffic(trainer.model)), "turns": turns}
+
+
+PARTS = {
+    "numerics": Part(numerics, 30),
+    "speed": Part(speed, 60),
+    "visit_7b": Part(lambda bench: visit(bench, "7b"), 40),
+    "stop": Part(stop, 90),
+    "scoring": Part(scoring, 40),
+    "visit_32b": Part(lambda bench: visit(bench, "32b"), 90),
+}
+"""In the order of what a user meets first."""
+
+if __name__ == "__main__":
+    main("benchmarks.gpu.drafter", PARTS, __doc__)

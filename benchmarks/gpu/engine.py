@@ -1,0 +1,139 @@
+"""What a GPU changes for an engine with a drafter: sleep, sampling, and what a step costs.
+
+    python -m benchmarks.gpu.engine --out FILE --budget 580
+
+* sleep: after verl's deepest sleep (level 2) and a reload, does the drafter accept as before?
+* nan: does a worker notice a drafter that computes NaN, and are the tokens still the policy's?
+* distribution: are tokens sampled at temperature 1 distributed alike with drafts and without?
+* costs_stock_v1, costs_stock_v2: what a step of a 7B policy's shape takes by batch, with each of vLLM's model runners.
+* costs_tlt, costs_tlt_full_graphs: the same of an engine with a drafter, off and at each draft length, without and with
+  `TLT_FULL_GRAPHS=1`.
+* beside: memory at each stage of a training session on the device of a sleeping engine, which then wakes.
+
+Without a GPU: `--tiny`, which says of no figure that it is one of a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.gpu.chi_square import compare
+from benchmarks.gpu.costs import beside, step_costs
+from benchmarks.gpu.engines import (
+    ENVIRONMENT,
+    K_MAX,
+    accepted,
+    hold,
+    in_worker,
+    overwrite,
+    sample,
+    stats,
+    task_prompts,
+    toy_engine,
+)
+from benchmarks.gpu.parts import NEEDS_CUDA, Bench, Part, device_memory, main
+from verl_tlt.messages.rollout import LoadReply
+from verl_tlt.speculation.graph_rules import FULL_GRAPHS
+from verl_tlt.speculation.types import OFF
+
+BEGINNING = [1]
+"""Of any text: the policy is in doubt about every token after it, while it knows the answer to a task for sure."""
+
+
+async def sleep(bench: Bench) -> dict[str, Any]:
+    """Acceptance before the sleep and after the reload; which of the drafter's buffers had come back as they were.
+
+    Where there is no sleep the drafter's weights and buffers are overwritten instead.
+    """
+    async with toy_engine(bench) as engine:
+        assert engine.drafter is not None
+        await hold(engine, K_MAX)
+        found: dict[str, Any] = {"accepted_before": await accepted(engine)}
+        before = await engine.rpc("tlt_fingerprint")
+        if bench.cuda:
+            found["memory_gib"] = {"awake": device_memory()}
+            await engine.llm.sleep(level=2)
+            found["memory_gib"]["asleep"] = device_memory()
+            await engine.llm.wake_up(tags=["weights"])
+            await engine.llm.collective_rpc("reload_weights")  # verl would send the policy's
+        else:
+            found |= {"sleep": NEEDS_CUDA, "overwritten": await in_worker(engine, overwrite, 7.0)}
+        found["lost"] = (damaged := await engine.rpc("tlt_fingerprint")) != before
+        found["fingerprint_asleep"] = damaged
+        reply = LoadReply(**await engine.rpc("tlt_load_drafter", str(engine.drafter / "model.safetensors")))
+        if bench.cuda:
+            await engine.llm.wake_up(tags=["kv_cache"])
+        found |= {"reload_error": reply.error, "reload_s": round(reply.seconds, 3)}
+        found["fingerprint_is_the_same"] = await engine.rpc("tlt_fingerprint") == before
+        found["accepted_after"] = await accepted(engine)
+        return found
+
+
+async def nan(bench: Bench) -> dict[str, Any]:
+    """Share of token 0 at temperature 1 without the drafter, and with one that has begun to compute NaN.
+
+    Such a file is refused; this one goes wrong while it is live. The worker should notice and drop its drafts.
+    """
+    async with toy_engine(bench) as engine:
+        await hold(engine, OFF)
+        without = await sample(engine, task_prompts(16), 64)
+        await hold(engine, K_MAX)
+        filled = await in_worker(engine, overwrite, float("nan"), "fc.weight")
+        await stats(engine)
+        tokens = await sample(engine, task_prompts(16), 64)
+        done = await stats(engine)
+        return {
+            "filled": filled,
+            "token_0_share_without_drafter": _share(without, 0),
+            "token_0_share_with_nan_drafter": _share(tokens, 0),
+            "drafts_verified": done.num_drafts,
+            "broken_drafts": done.num_broken_drafts,
+        }
+
+
+def _share(outputs: list[list[int]], token: int) -> float:
+    return round(sum(row.count(token) for row in outputs) / sum(map(len, outputs)), 4)
+
+
+async def distribution(bench: Bench) -> dict[str, Any]:
+    """Chi-square of outputs after one prompt, drafted against not drafted; and of two halves without drafts.
+
+    The first token comes with the prompt, the others are drafted. The halves show what the test says of equals.
+    """
+    draws, tokens = (300, 4) if bench.tiny else (4000, 4)
+    async with toy_engine(bench) as engine:
+        prompts = [BEGINNING] * draws
+        await hold(engine, OFF)
+        plain = await sample(engine, prompts, tokens)
+        await hold(engine, K_MAX)
+        await stats(engine)
+        drafted = await sample(engine, prompts, tokens)
+        done = await stats(engine)
+    return {
+        "draws": draws,
+        "tokens": tokens,
+        "drafts": done.num_drafts,
+        "accepted": list(done.num_accepted_tokens_per_pos),
+        "drafted_against_plain": compare(drafted, plain),
+        "plain_against_plain": compare(plain[::2], plain[1::2]),
+    }
+
+
+def _runner(version: int) -> dict[str, str]:
+    return {**ENVIRONMENT, "VLLM_USE_V2_MODEL_RUNNER": str(version - 1)}
+
+
+PARTS = {
+    "sleep": Part(sleep, 60, environment=ENVIRONMENT),
+    "nan": Part(nan, 60, environment=ENVIRONMENT),
+    "distribution": Part(distribution, 60, environment=ENVIRONMENT),
+    "costs_stock_v1": Part(lambda bench: step_costs(bench, drafting=False), 90, environment=_runner(1)),
+    "costs_stock_v2": Part(lambda bench: step_costs(bench, drafting=False), 90, cuda_only=True, environment=_runner(2)),
+    "costs_tlt": Part(step_costs, 90, environment=ENVIRONMENT),
+    "costs_tlt_full_graphs": Part(step_costs, 90, cuda_only=True, environment={**ENVIRONMENT, FULL_GRAPHS: "1"}),
+    "beside": Part(beside, 240, environment=ENVIRONMENT),
+}
+"""In the order of what a user meets first."""
+
+if __name__ == "__main__":
+    main("benchmarks.gpu.engine", PARTS, __doc__)

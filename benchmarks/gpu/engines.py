@@ -1,0 +1,123 @@
+"""Engines for `benchmarks.gpu.engine`, started as a recipe would have them, and what is done to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from omegaconf import OmegaConf
+
+from benchmarks.control.toy import STEPS, prepare
+from benchmarks.gpu.parts import Bench
+from benchmarks.gpu.shapes import shape_of
+from verl_tlt.config import TLTConfig
+from verl_tlt.doctor.standalone_engine import Setup, StandaloneEngine, start
+from verl_tlt.messages.rollout import EngineStats
+from verl_tlt.speculation.types import OFF
+
+K_MAX = 3
+TINY_STEPS = 30
+"""Of the toy's drafter, for a dry run: enough to be right now and then."""
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+"""The latter lets functions of this file be sent to vLLM's workers (`in_worker`)."""
+
+
+def toy_engine(bench: Bench) -> AbstractAsyncContextManager[StandaloneEngine]:
+    """The toy's policy with a drafter that was trained for it: what it samples and accepts can be judged.
+
+    The drafter's longest context is not the policy's, so it has a table of rotary positions of its own.
+    """
+    toy = prepare(bench.directory.parent / "toy", TINY_STEPS if bench.tiny else STEPS)
+    return start(_setup(bench, toy.policy, toy.drafter, context=256, batch=64), bench.directory)
+
+
+def shaped_engine(bench: Bench, *, drafting: bool = True) -> AbstractAsyncContextManager[StandaloneEngine]:
+    """A 7B policy's shape with made-up weights and a random drafter: what it costs is real, what it writes is noise."""
+    policy = shape_of(bench, "7b").write(bench.directory.parent / "policy-7b")
+    context, batch = (256, 4) if bench.tiny else (4096, 256)
+    return start(_setup(bench, policy, None, context, batch, load_format="dummy"), bench.directory, drafting)
+
+
+def _setup(bench: Bench, policy: Path, drafter: Path | None, context: int, batch: int, **vllm: Any) -> Setup:
+    rollout = OmegaConf.create({
+        "dtype": "float32" if bench.tiny else "bfloat16", "max_num_seqs": batch, "enforce_eager": bench.tiny,
+        "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.6, "tensor_model_parallel_size": 1,
+        "enable_sleep_mode": bench.cuda, "engine_kwargs": {"vllm": {"seed": 0, "enable_prefix_caching": False, **vllm}},
+    })  # fmt: skip
+    speculation = {"max_draft_length": K_MAX, "policy": "fixed"}
+    settings = {"speculation": speculation, "drafter": {"path": None if drafter is None else str(drafter)}}
+    return Setup(str(policy), TLTConfig.from_dict(settings), rollout, context)
+
+
+# ---------------------------------------------------------------------- what is done to them
+
+
+async def hold(engine: StandaloneEngine, arm: int) -> None:
+    """Draft so many tokens in every step from here on; `OFF`: without the drafter's pass."""
+    reply = await engine.rpc("tlt_set_drafting", arm != OFF)
+    assert reply["ok"], reply
+    await engine.llm.reset_prefix_cache()
+    await engine.channel.call("control", drafting=arm != OFF, force_k=max(arm, 0))
+
+
+async def stats(engine: StandaloneEngine) -> EngineStats:
+    """Of what the engine did since the last call."""
+    return EngineStats.from_dict(await engine.channel.call("stats", reset=True))
+
+
+async def sample(engine: StandaloneEngine, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
+    """So many tokens after each prompt, sampled at temperature 1, all of them in flight together."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+
+    async def one(prompt: list[int]) -> list[int]:
+        found: list[int] = []
+        async for output in engine.llm.generate({"prompt_token_ids": prompt}, params, request_id=uuid4().hex):
+            found = list(output.outputs[0].token_ids)
+        return found
+
+    return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+
+
+def task_prompts(count: int) -> list[list[int]]:
+    """Of the toy's own task, the same in every call."""
+    import random
+
+    from demo.toy import task
+
+    rng = random.Random(0)
+    return [[task.TOKEN_ID[w] for w in task.prompt_tokens(task.sample_problem(rng))] for _ in range(count)]
+
+
+async def accepted(engine: StandaloneEngine) -> list[float]:
+    """Share of the drafts whose first 1, 2, ... tokens are accepted, on the toy's own task."""
+    await stats(engine)
+    await sample(engine, task_prompts(16), 64)
+    found = await stats(engine)
+    return [round(n / max(1, found.num_drafts), 4) for n in found.num_accepted_tokens_per_pos]
+
+
+async def in_worker(engine: StandaloneEngine, function: Callable[..., Any], *args: Any) -> Any:
+    """`function(worker, *args)` in the first worker's process."""
+    return (await engine.llm.collective_rpc(function, args=args))[0]
+
+
+def overwrite(worker: Any, value: float, only: str = "") -> list[str]:
+    """Fill the live drafter's own weights and buffers, but not what is the policy's; `only`: the one of that name."""
+    from verl_tlt.vllm_worker.drafter_buffers import own_buffers
+
+    drafter, target = worker.model_runner.drafter.model, worker.model_runner.get_model()
+    theirs = {p.data_ptr() for p in target.parameters()}
+    own = {n: p for n, p in drafter.named_parameters() if p.data_ptr() not in theirs and p.is_floating_point()}
+    own |= own_buffers(drafter, target)
+    chosen = [name for name in own if only in name]
+    with torch.no_grad():
+        for name in chosen:
+            own[name].fill_(value)
+    return chosen

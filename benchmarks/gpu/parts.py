@@ -1,0 +1,189 @@
+"""Parts of a benchmark that are run one by one, so that one that fails costs nothing but itself.
+
+Each part has a process of its own (`benchmarks.gpu.child`): an error that leaves a device unusable, memory that is not
+given back and a part that hangs stay with it, and peaks of memory are its own. The report is written after each part.
+It begins with the machine, since figures without it say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl_tlt.child_engine import ChildEngineError, run_job
+from verl_tlt.compat.cpu.environment import engine_environment
+from verl_tlt.compat.versions import installed
+
+NEEDS_CUDA = "needs CUDA"
+"""Stands for a figure, or for a whole part, that no other device can give."""
+PACKAGES = ("verl-tlt", "torch", "triton", "transformers", "speculators", "vllm", "verl", "ray")
+SHOWN_FLAGS = ("avx", "amx", "sve", "bf16")
+"""Beginnings of the CPU's flags that matter to matrix products."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where a part runs."""
+
+    tiny: bool
+    """Toy sizes on the CPU."""
+    directory: Path
+    """For what it writes; models that parts share lie in the directory above."""
+
+    @property
+    def device(self) -> str:
+        """As torch names it."""
+        return "cpu" if self.tiny else "cuda"
+
+    @property
+    def cuda(self) -> bool:
+        """Whether this is the real thing."""
+        return not self.tiny
+
+
+@dataclass(frozen=True)
+class Part:
+    """One question to the machine."""
+
+    work: Callable[[Bench], Any]
+    """What it finds out: a dict that JSON takes, or a coroutine of one."""
+    least_s: float
+    """It is not begun with less time left."""
+    cuda_only: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of its process."""
+
+
+def main(module: str, parts: Mapping[str, Part], description: str) -> None:
+    """Command line of a benchmark: run its parts in their order, as many as fit the budget.
+
+    Args:
+        module: the dotted name of the one that holds `PARTS`.
+        parts: by name.
+        description: for `--help`.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="the report, JSON; written after each part")
+    parser.add_argument("--parts", nargs="+", choices=list(parts), default=list(parts), metavar="PART")
+    parser.add_argument("--budget", type=float, default=540.0, metavar="SECONDS", help="of all parts together")
+    parser.add_argument("--tiny", action="store_true", help="every part at toy size on the CPU")
+    parser.add_argument("--scratch", type=Path, help="keeps models and logs; else a temporary directory")
+    options = parser.parse_args()
+    if not options.tiny and not device_memory():
+        parser.error("there is no CUDA device here; --tiny runs every part at toy size on the CPU.")
+    scratch = options.scratch or Path(tempfile.mkdtemp(prefix="verl-tlt-gpu-"))
+    try:
+        run(module, {name: parts[name] for name in options.parts}, scratch.resolve(), options)
+    finally:
+        if options.scratch is None:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def run(module: str, parts: Mapping[str, Part], scratch: Path, options: argparse.Namespace) -> None:
+    """Run the parts, print what each found, and keep the report."""
+    begin = time.monotonic()
+    found: dict[str, Any] = {}
+    report = {"benchmark": module, "tiny": options.tiny, "machine": machine(), "parts": found}
+    for name, part in parts.items():
+        start = time.monotonic()
+        found[name] = attempt(module, name, part, options.tiny, scratch, options.budget - (start - begin))
+        found[name]["seconds"] = round(time.monotonic() - start, 1)
+        print(f"{name}: {json.dumps(found[name])}", flush=True)
+        if options.out:
+            options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def attempt(module: str, name: str, part: Part, tiny: bool, scratch: Path, left_s: float) -> dict[str, Any]:
+    """What a part found, under `found`; or why there is nothing, under `needs`, `skipped` or `error`."""
+    if part.cuda_only and tiny:
+        return {"needs": "CUDA"}
+    if left_s < part.least_s:
+        return {"skipped": f"{left_s:.0f} s of the budget were left, and it takes {part.least_s:.0f} s or more"}
+    environment = {**(engine_environment() if tiny else {}), **part.environment}
+    job = {"module": module, "part": name, "tiny": tiny}
+    try:
+        return {"found": run_job("benchmarks.gpu.child", job, scratch / name, environment, left_s)}
+    except ChildEngineError as error:
+        return {"error": str(error)}
+
+
+# ---------------------------------------------------------------------- the machine
+
+
+def machine() -> dict[str, Any]:
+    """What the figures hold for: devices, driver, processor, versions, and the commit."""
+    cpu: dict[str, str] = {}
+    if Path("/proc/cpuinfo").exists():
+        rows = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+        cpu = {key.strip(): value.strip() for key, _, value in reversed(list(rows))}
+    flags = sorted(flag for flag in cpu.get("flags", cpu.get("Features", "")).split() if flag.startswith(SHOWN_FLAGS))
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "gpu": _said("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"),
+        "cpu": cpu.get("model name", platform.machine()),
+        "cpu_flags": flags,
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "python": platform.python_version(),
+        "versions": {package: installed(package) for package in PACKAGES},
+        "commit": _said("git", "rev-parse", "HEAD"),
+        "changed_files": _said("git", "status", "--porcelain", "--untracked-files=no"),
+    }
+
+
+def device_memory() -> list[float]:
+    """GiB in use on each CUDA device, without opening a context there; empty where there is none."""
+    said = _said("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+    return [round(float(line) / 1024, 2) for line in (said or "").splitlines()]
+
+
+def _said(*command: str) -> str | None:
+    """What a command prints; None where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+# ---------------------------------------------------------------------- inside a part
+
+
+def clock(device: str) -> float:
+    """Seconds, once the device has done what it was told."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def seconds(device: str, calls: Sequence[Callable[[], Any]]) -> list[float]:
+    """What each call takes, one after the other."""
+    taken = []
+    for call in calls:
+        start = clock(device)
+        call()
+        taken.append(round(clock(device) - start, 4))
+    return taken
+
+
+def peak_gib(device: str) -> float | str:
+    """Most memory that torch had handed out on the device since the last call."""
+    if device != "cuda":
+        return NEEDS_CUDA
+    import torch
+
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return round(peak, 2)

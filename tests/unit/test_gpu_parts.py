@@ -1,0 +1,85 @@
+"""The GPU benchmark's frame: parts that fail cost nothing but themselves; and its test of two samples can fail."""
+
+import argparse
+import json
+import random
+
+import pytest
+
+from benchmarks.gpu.chi_square import chi_square, compare
+from benchmarks.gpu.parts import Part, attempt, run
+
+MODULE = """
+import os, time
+from benchmarks.gpu.parts import Part
+
+async def late(bench):
+    return {"device": bench.device}
+
+def fails(bench):
+    raise ValueError("no such kernel")
+
+PARTS = {
+    "works": Part(lambda bench: {"tiny": bench.tiny}, 0), "waits": Part(late, 0), "fails": Part(fails, 0),
+    "dies": Part(lambda bench: os._exit(9), 0), "hangs": Part(lambda bench: time.sleep(60), 0),
+}
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Parts that a child can import; in the parent only their names count."""
+    (tmp_path / "made_parts.py").write_text(MODULE)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:.")
+    return "made_parts"
+
+
+def named(least_s=0.0, **more):
+    return Part(lambda bench: {}, least_s, **more)
+
+
+def test_what_a_part_does_stays_with_it(module, tmp_path, capsys):
+    parts = {name: named() for name in ("fails", "dies")}
+    parts |= {"works": named(), "waits": named(), "long": named(1e6), "gpu": named(cuda_only=True)}
+    options = argparse.Namespace(tiny=True, budget=60.0, out=tmp_path / "report.json")
+    run(module, parts, tmp_path, options)
+    report = json.loads(options.out.read_text())
+    found = report["parts"]
+    assert list(found) == list(parts) and all("seconds" in part for part in found.values())
+    assert "ValueError: no such kernel" in found["fails"]["error"] and "ended early" in found["dies"]["error"]
+    assert found["works"]["found"] == {"tiny": True} and found["waits"]["found"] == {"device": "cpu"}
+    assert "of the budget were left" in found["long"]["skipped"] and found["gpu"]["needs"] == "CUDA"
+    machine = report["machine"]
+    assert {"gpu", "cpu", "cpu_flags", "cores", "versions", "commit"} <= machine.keys() and machine["versions"]["torch"]
+    assert capsys.readouterr().out.count("\n") == len(parts)
+
+
+def test_a_part_that_hangs_is_ended_with_the_budget(module, tmp_path):
+    assert "not done after 2 s" in attempt(module, "hangs", named(), True, tmp_path, 2.0)["error"]
+
+
+def drawn(count, weights, seed):
+    return [[token] for token in random.Random(seed).choices(range(len(weights)), weights, k=count)]
+
+
+def test_samples_of_one_distribution_pass_and_others_do_not():
+    weights = [8, 4, 2, 1, 1, 0.01]
+    same = chi_square(drawn(4000, weights, 1), drawn(2000, weights, 2))
+    assert same["p"] > 1e-3 and same["freedom"] == 5  # the rare token is in a cell of its own kind
+    assert chi_square(drawn(4000, weights, 1), drawn(4000, [8, 4, 2, 2, 1, 0.01], 2))["p"] < 1e-6
+
+
+def test_p_values_are_uniform():
+    ps = [chi_square(drawn(400, [4, 3, 2, 1], i), drawn(400, [4, 3, 2, 1], 1000 + i))["p"] for i in range(300)]
+    assert sum(p < 0.1 for p in ps) == pytest.approx(30, abs=18)
+    assert sum(p < 0.5 for p in ps) == pytest.approx(150, abs=36)
+
+
+def test_outputs_whose_tokens_hang_together_otherwise_are_told_apart():
+    draws = random.Random(0)
+    alone = [[draws.randrange(4), draws.randrange(4), 7] for _ in range(4000)]
+    other = [[draws.randrange(4), draws.randrange(4), 7] for _ in range(4000)]
+    hanging = [[x, x if draws.random() < 0.15 else draws.randrange(4), 7] for x, _, _ in other]
+    assert compare(alone, other)["p"] > 1e-3
+    found = compare(alone, hanging)
+    assert found["p"] < 1e-6 and all(found["tests"][f"token {i}"]["p"] > 1e-3 for i in range(3))
