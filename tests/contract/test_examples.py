@@ -158,7 +158,7 @@ def test_every_example_is_judged(examples, place, monkeypatch, capsys):
         for sentence in sentences:
             assert "\n" not in sentence and ("compose" in kind or sentence.endswith((".", "?"))), name
     assert counts["verl does not compose it"] <= len(scripts) // 8, "a script that cannot be read says nothing of us"
-    assert counts["accepted"] + counts["warned"] >= len(scripts) * 2 // 5
+    assert counts["accepted"] + counts["warned"] >= len(scripts) // 2
     assert set(counts) - {"accepted", "warned", "verl does not compose it"} <= {
         "refused: actor_rollout_ref.model.path", "refused: actor_rollout_ref.rollout.name",
         "refused: actor_rollout_ref.model.mtp.enable_rollout", "refused: actor_rollout_ref.rollout.quantization",
