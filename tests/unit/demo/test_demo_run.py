@@ -22,7 +22,7 @@ def screen():
 @pytest.fixture
 def recipe(tmp_path, made_run):
     """Writes the made-up run's trace, or the same steps as verl's metrics file when TLT=0."""
-    lines = [json.loads(line) for line in (made_run.directory / "driver.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (made_run.directory / "trainer.jsonl").read_text().splitlines()]
     metrics = tmp_path / "stock.jsonl"
     steps = [(e["step"], {k: v for k, v in e["metrics"].items() if not k.startswith("tlt/")}) for e in lines
              if e["kind"] == "step"]  # fmt: skip
