@@ -10,7 +10,6 @@ The policy is the toy's, the texts are demonstrations of its task.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import random
 from pathlib import Path
@@ -25,6 +24,7 @@ from demo.toy import task
 from verl_tlt.drafter import Sequence, to_drafter_file
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import HeldOutScores, RolloutSampling, VerifierArrays
+from verl_tlt.spot_worker.buffer import Buffer
 from verl_tlt.spot_worker.learner import SpotLearner, counts
 from verl_tlt.spot_worker.merge import merge
 from verl_tlt.trainer.gate import relative_interval
@@ -52,14 +52,14 @@ class Team:
     """Workers from one random head, each with its share of the sequences."""
 
     def __init__(self, shares: list[list[Sequence]], weights: VerifierArrays, seed: int) -> None:
-        config = dataclasses.replace(CONFIG, buffer=dataclasses.replace(CONFIG.buffer, held_out=0.0))
         file = DrafterFile(0, *to_drafter_file(new_drafter(seed), "float32"))
         sampling = RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
         self.workers = [
-            SpotLearner(f"worker-{seed}-{i}", config, str(SHIPPED_POLICY), file, sampling, "cpu")
+            SpotLearner(f"worker-{seed}-{i}", CONFIG, str(SHIPPED_POLICY), file, sampling, "cpu")
             for i in range(len(shares))
         ]
         for worker, share in zip(self.workers, shares, strict=True):
+            worker.buffer = Buffer(max_bytes=2**40, keep_steps=1, held_out=0.0)  # judged on sequences of nobody's
             worker.add(0, share, weights)
 
     def session(self, steps: list[int]) -> None:
@@ -85,12 +85,12 @@ def compare(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
 
 
 def one_seed(seed: int, sessions: int, steps: int) -> dict[str, Any]:
-    """All arms of one seed; two workers, with equal and with unequal bubbles."""
+    """All variants of one seed; two workers, with equal and with unequal bubbles."""
     policy = Taught()
     sequences = capture(policy, demonstrations(2 * TEXTS + HELD_OUT, seed))
     weights = policy.verifier_weights()
     left, right, held_out = sequences[:TEXTS], sequences[TEXTS : 2 * TEXTS], sequences[2 * TEXTS :]
-    arms = {
+    variants = {
         "merged": (Team([left, right], weights, seed), [steps, steps]),
         "left_alone": (Team([left], weights, seed), [steps]),
         "right_alone": (Team([right], weights, seed), [steps]),
@@ -100,7 +100,7 @@ def one_seed(seed: int, sessions: int, steps: int) -> dict[str, Any]:
     out: dict[str, Any] = {"seed": seed, "sessions": []}
     for _ in range(sessions):
         seen = {}
-        for name, (team, steps_each) in arms.items():
+        for name, (team, steps_each) in variants.items():
             team.session(steps_each)
             seen[name] = team.counts(held_out)
         row: dict[str, Any] = {f"tau_{n}": round(float(c.sum() / c[:, 0].sum()), 4) for n, c in seen.items()}
