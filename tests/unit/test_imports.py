@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "messages": set(),
     "speculation": {"errors", "messages"},
     "idle": set(),
+    "simulate": {"errors", "messages", "speculation", "idle"},
     # what every process may carry
     "flag": set(),
     "config": {"errors", "speculation"},
@@ -51,7 +52,7 @@ MAY_IMPORT = {
     "conf": set(),
 }
 FRAMEWORKS_OF = {
-    **{room: set() for room in ("errors", "speculation", "idle", "messages", "config", "channel", "trace")},
+    **{room: set() for room in ("errors", "speculation", "idle", "simulate", "messages", "config", "channel", "trace")},
     **{room: set() for room in ("child_engine", "console", "report", "plugin", "activation", "cli", "conf", "flag")},
     "drafter": {"torch", "transformers", "speculators"},
     "compat": FRAMEWORKS,  # only on the CPU platform

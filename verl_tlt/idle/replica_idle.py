@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from verl_tlt.idle.planner import (
@@ -155,9 +155,10 @@ class ReplicaIdlePlanner:
                 self._watch_idle(r, now, pending)
         self._watch_end(now, pending)
         commands: list[Command] = []
-        for name, r in self._replicas.items():  # one after the other: each departure narrows the choice of the next
+        working = self._working()  # whoever leaves below has no request, so it is not among them
+        for name, r in self._replicas.items():
             if r.state is State.BUSY:
-                r.obstacle = self._first_obstacle(name, now)
+                r.obstacle = self._first_obstacle(name, now, working)
                 if r.obstacle is None:
                     r.state = State.DRAINING
                     commands.append(LeaveBalancer(name))
@@ -168,7 +169,7 @@ class ReplicaIdlePlanner:
         r = self._in(replica, State.DRAINING)
         if self._ended is not None:
             return []  # the trainer puts everybody to sleep; back with the weight sync
-        if self._hold or not self._others_busy(replica):  # the world changed on the way out
+        if self._hold or not self._working() - {replica}:  # the world changed on the way out
             r.state = State.BUSY
             return [Rejoin(replica)]
         return [TrySleep(replica)]
@@ -280,14 +281,14 @@ class ReplicaIdlePlanner:
             end=end,
         )
 
-    def _first_obstacle(self, name: str, now: float) -> str | None:
-        """The first reason against this replica leaving now."""
+    def _first_obstacle(self, name: str, now: float, working: Set[str]) -> str | None:
+        """The first reason against this replica leaving now, where `working` serve requests."""
         r = self._replicas[name]
         if self._hold:
             return self._hold
         if r.inflight:
             return "it is serving"
-        if not self._others_busy(name):
+        if not working:  # this one is not among them
             return "no other replica is serving a request"
         if r.peak < self._need:
             return f"it carried at most {r.peak} requests at once, fewer than {self._need}"
@@ -303,9 +304,9 @@ class ReplicaIdlePlanner:
             return "it has only just become empty"
         return None
 
-    def _others_busy(self, name: str) -> bool:
-        """Whether another replica serves *and* works; one on its way out does not count, whatever it still holds."""
-        return any(o.state is State.BUSY and o.inflight > 0 for n, o in self._replicas.items() if n != name)
+    def _working(self) -> set[str]:
+        """Who serves *and* works; one on its way out does not count, whatever it still holds."""
+        return {name for name, r in self._replicas.items() if r.state is State.BUSY and r.inflight > 0}
 
     def _watch_idle(self, r: _Replica, now: float, pending: int) -> None:
         if r.inflight or pending or not r.peak:

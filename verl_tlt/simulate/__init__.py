@@ -1,0 +1,1 @@
+"""An RL run on a computed clock: replicas, requests, costs, a learning drafter, and our own control code."""

@@ -1,0 +1,155 @@
+"""What an engine step costs in a simulation: a roofline, or a measured table of step costs.
+
+Seconds of a step = reading weights and KV, or computing over the verified tokens, whichever dominates, plus the
+drafter's passes, plus a fixed overhead.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from verl_tlt.speculation.costs.latency_table import Table, fill_arms, interpolate
+from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.types import OFF, ControlError
+
+
+class CostModel(Protocol):
+    """Noise-free seconds of one engine step."""
+
+    def seconds(self, batch: int, kv_tokens: int, verified: int, drafted: int) -> float:
+        """A step that verifies `verified`+1 tokens per request and drafts `drafted` more (OFF: no drafter)."""
+        ...
+
+
+@dataclass(frozen=True)
+class RooflineCost:
+    """A decoder on an accelerator: smooth maximum of memory time and compute time."""
+
+    weights_s: float
+    """Reading all weights once."""
+    kv_token_s: float
+    """Reading one token of KV cache."""
+    token_s: float
+    """Computing one token."""
+    sharpness: float
+    """Exponent of the smooth maximum: 1 adds memory and compute time, large takes the larger."""
+    overhead_s: float
+    """Scheduling, launches and sampling per step."""
+    sync_s: float
+    """The drafter's pass that keeps its KV in step: paid at K=0, not at OFF."""
+    first_s: float
+    """What turns that pass into the first draft token (the LM head)."""
+    pass_s: float
+    """Each further draft token."""
+    request_pass_s: float
+    """Per request and draft token."""
+    extra_s: Mapping[int, float] = field(default_factory=dict)
+    """Penalty by verified K, for draft lengths without full CUDA graphs."""
+    capture: tuple[int, ...] = ()
+    """Token counts with a CUDA graph, ascending: a step is padded up to the next; beyond the last none applies."""
+    eager_s: float = 0.0
+    """Penalty of a step beyond the last graph."""
+    touched: float = 1.0
+    """Share of the weights that one token reads: below 1 in a mixture of experts, whose tokens wake different ones."""
+
+    def seconds(self, batch: int, kv_tokens: int, verified: int, drafted: int) -> float:
+        """Seconds of one step."""
+        return self.verify_s(batch, kv_tokens, verified + 1 if verified > 0 else 1) + (
+            self.draft_s(batch, drafted) + self.extra_s.get(verified, 0.0)
+        )
+
+    def verify_s(self, batch: int, kv_tokens: int, tokens: int) -> float:
+        """The target's pass over `tokens` tokens per request."""
+        count, eager_s = batch * tokens, 0.0
+        share = 1.0 if self.touched >= 1.0 else 1.0 - (1.0 - self.touched) ** count
+        memory = self.weights_s * share + self.kv_token_s * kv_tokens
+        if self.capture and count <= self.capture[-1]:
+            count = self.capture[bisect_left(self.capture, count)]
+        elif self.capture:
+            eager_s = self.eager_s
+        compute = self.token_s * count
+        return (
+            self.overhead_s
+            + eager_s
+            + float((memory**self.sharpness + compute**self.sharpness) ** (1.0 / self.sharpness))
+        )
+
+    def draft_s(self, batch: int, drafted: int) -> float:
+        """The drafter's passes for `drafted` tokens per request."""
+        if drafted == OFF:
+            return 0.0
+        further = self.pass_s * (drafted - 1) + self.first_s if drafted > 0 else 0.0
+        return self.sync_s + further + self.request_pass_s * batch * max(drafted, 1)
+
+
+class TableCost:
+    """Measured step costs, linear in batch and K; context costs what `kv_token_s` says beyond the table's own.
+
+    A step that changes K costs the mean of both draft lengths' steady steps: tables hold only steady steps.
+
+    Args:
+        table: points of one machine; of several at one batch and draft length the median counts.
+        kv_token_s: seconds per token of context more than the measured points had; 0: context costs nothing.
+
+    Raises:
+        ControlError: the table is empty, or holds neither OFF nor K=0.
+    """
+
+    def __init__(self, table: LatencyTable, kv_token_s: float = 0.0) -> None:
+        found: dict[int, dict[int, list[tuple[float, int]]]] = {}
+        for p in table.points:
+            found.setdefault(p.draft_length, {}).setdefault(p.batch, []).append((p.seconds, p.kv_tokens))
+        if not {OFF, 0} & found.keys():
+            raise ControlError("A table of step costs must hold draft length -1 or 0: a step without drafts.")
+        curves: Table = {k: sorted((b, float(np.median([s for s, _ in v]))) for b, v in rows.items())
+                         for k, rows in found.items()}  # fmt: skip
+        curves.setdefault(OFF, curves.get(0, []))
+        curves.setdefault(0, curves[OFF])
+        self._curves = fill_arms(curves, range(max(curves) + 1))
+        self._kv_token_s = kv_token_s
+        self._context = float(np.median([p.kv_tokens / p.batch for p in table.points]))
+        self.longest = max(self._curves)
+        """Longest draft that was measured."""
+
+    def seconds(self, batch: int, kv_tokens: int, verified: int, drafted: int) -> float:
+        """Seconds of one step; KeyError for a draft length beyond `longest`."""
+        context = self._kv_token_s * max(0.0, kv_tokens - batch * self._context)
+        steady = interpolate(self._curves[drafted], batch)
+        if verified != max(drafted, 0):
+            steady = 0.5 * (steady + interpolate(self._curves[verified], batch))
+        return steady + context
+
+
+QWEN3_8B_H100 = RooflineCost(
+    weights_s=16e9 / 3.0e12,
+    kv_token_s=147e3 / 3.0e12,
+    token_s=2 * 8e9 / 4.0e14,
+    sharpness=4.0,
+    overhead_s=0.6e-3,
+    sync_s=0.25e-3,
+    first_s=0.20e-3,
+    pass_s=0.45e-3,
+    request_pass_s=0.6e-6,
+)
+"""8B in bf16 on one H100: 3.0 TB/s and 400 TFLOP/s achieved, 147 KB of KV per token."""
+
+QWEN_32B_TP4 = RooflineCost(
+    weights_s=5.5e-3,
+    kv_token_s=65.5e3 / 3.0e12,
+    token_s=0.0233e-3,
+    sharpness=1.065,
+    overhead_s=0.3e-3,
+    sync_s=0.35e-3,
+    first_s=0.28e-3,
+    pass_s=0.63e-3,
+    request_pass_s=0.0365e-3 / 8,
+)
+"""32B on four H100: weights and KV from its shapes, the rest fitted to the paper's Table 4 (3 % rms, 6 % at most)."""
+
+PRESETS = {"qwen3-8b-h100": QWEN3_8B_H100, "qwen-32b-4xh100": QWEN_32B_TP4}
+"""By the name that `verl-tlt simulate --cost` takes."""
