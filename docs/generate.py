@@ -74,7 +74,8 @@ NOTES = {
     ],
     "buffer": [
         "One token takes 8 bytes per unit of the policy's hidden size: 32 KiB at 4096.",
-        "`max_mb`, `min_tokens` and `tokens_per_step` are per replica. `min_tokens` does not count held-out sequences.",
+        "`max_mb`, `min_tokens` and `tokens_per_step` are per spot worker. `min_tokens` leaves out what is held out.",
+        "`tlt/tap_tokens` is what `tokens_per_step` has become; other sizes of a run are in its trace's first event.",
         "While fewer than 24 sequences are held out, a quarter of what arrives is.",
     ],
     "gate": [

@@ -21,6 +21,10 @@ from verl_tlt.errors import TLTError
 
 OBJECTIVES = {"eagle": 1, "hass": 3, "eagle3": 7}
 """Passes of the training-time test by the name of the method that trains so; the costs of the TLT paper's Table 7."""
+BATCH_TOKENS, BUFFER_MB = 1024, 2048
+"""The smallest sizes of `trainer.sizes`: of micro-batches on a processor, and of buffers in MiB."""
+TOKENS_PER_STEP = 8192
+"""Where the tokens captured begin; a session needs some thousand, and no bubble has been seen yet."""
 
 
 def dtype_name(name: Any) -> str:
@@ -69,8 +73,9 @@ class DrafterConfig:
     """AdamW's learning rate after warm-up."""
     warmup_steps: Index = 20
     """Optimizer steps over which the learning rate rises linearly."""
-    batch_tokens: Count = 1024
-    """Tokens in one packed micro-batch: also the longest a stop request waits."""
+    batch_tokens: Count | None = None
+    """Tokens in one packed micro-batch: also the longest a stop request waits. Null: 1024 on a processor; on an
+    accelerator up to 4096, as far as the logits of the policy's vocabulary fit into 6 GiB."""
     seed: Index = 0
     """Seeds the random head and the order of training sequences."""
 
@@ -78,6 +83,11 @@ class DrafterConfig:
     def passes(self) -> int:
         """Training-time-test passes per step."""
         return OBJECTIVES[self.objective]
+
+    @property
+    def rows(self) -> int:
+        """`batch_tokens`, or what it is where nothing is known of policy and device."""
+        return self.batch_tokens or BATCH_TOKENS
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -138,18 +148,31 @@ class SpotConfig:
 class BufferConfig:
     """The hidden states of recent rollouts, kept on the node that made them."""
 
-    max_mb: Count = 2048
-    """Bytes of hidden states per spot worker, in MiB; the oldest step is evicted first."""
+    max_mb: Count | None = None
+    """Bytes of hidden states per spot worker, in MiB; the oldest step is evicted first. Null: 2048, or on
+    accelerators a tenth of a node's memory among its workers where that is more."""
     keep_steps: Count = 8
     """RL steps a sequence stays."""
     min_tokens: Index = 2000
     """Below this many tokens no session starts."""
-    tokens_per_step: Count = 8192
-    """Tokens captured per worker and RL step; each length gets its share of the tokens."""
+    tokens_per_step: Count | None = None
+    """Tokens captured per worker and RL step; each length gets its share of the tokens. Null: 8192, doubled after every
+    step in which most sessions used up their epochs with a fifth of the bubble left, until two steps fill the buffer or
+    capturing takes 0.5 % of a step."""
     window: Count = 4096
     """Longest stretch kept of one sequence, at its true positions."""
     held_out: Annotated[float, Field(gt=0, lt=0.9)] = 0.1
     """Share of sequences that only the publish gate sees."""
+
+    @property
+    def first_tokens(self) -> int:
+        """`tokens_per_step`, or what it is before a bubble was seen."""
+        return self.tokens_per_step or TOKENS_PER_STEP
+
+    @property
+    def max_bytes(self) -> int:
+        """`max_mb` in bytes, or what it is where nothing is known of the node."""
+        return (self.max_mb or BUFFER_MB) << 20
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -48,7 +48,7 @@ def test_what_the_tap_takes_fills_a_spot_workers_buffer(group):
     (ready,) = group.tlt_setup(CONFIG, list(LAYERS), {0})
     assert (ready.group, ready.untapped) == (0, None)
     group.execute_all_sync("compute")
-    (taken,) = ray.get(group.tlt_take((2,), set()))
+    (taken,) = ray.get(group.tlt_take((2,), set(), 8192))
     assert taken.errors == 0 and taken.seconds > 0 and taken.sync_seconds > 0
     wanted = VerifierWeights.from_policy_dir(worker_arguments()["policy_dir"])
     assert taken.sync_bytes == 2 * (wanted.embed.numel() + wanted.lm_head.numel() + wanted.norm.numel()), "16 bits"
@@ -59,5 +59,5 @@ def test_what_the_tap_takes_fills_a_spot_workers_buffer(group):
     assert (stats.sequences, stats.tokens, stats.incomplete) == (6, sum(p + r for p, r in LENGTHS), 0)
     head = ray.get(worker.__ray_call__.remote(lambda one: one.learner.model.verifier_lm_head.weight.detach().clone()))
     torch.testing.assert_close(head, wanted.lm_head.bfloat16().to(head.dtype), rtol=0, atol=0)
-    (again,) = ray.get(group.tlt_take((1,), set()))
+    (again,) = ray.get(group.tlt_take((1,), set(), 8192))
     assert (ray.get(again.shards[0]), again.verifier_weights) == ([], None), "nothing is handed over twice"

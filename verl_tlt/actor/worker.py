@@ -89,7 +89,7 @@ class TLTActorWorker(ActorRolloutRefWorker):
         except Untapped as why:
             return TapReady(group=0, untapped=str(why))
         self.actor.tap = HiddenStateTap(adapter, aux_layers, dtype)
-        self.actor.tap_budget = config.buffer.tokens_per_step
+        self.actor.tap_budget = config.buffer.first_tokens
         self.actor.tap_window = config.buffer.window
         tied = policy_shape(self.actor.engine.model_config.local_path).tied
         self._tlt_capture = VerifierCapture(dtype, ray.put, tied)
@@ -97,13 +97,15 @@ class TLTActorWorker(ActorRolloutRefWorker):
         return TapReady(self.actor.engine.get_data_parallel_rank())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def tlt_take(self, shares: Sequence[int], captors: Collection[int]) -> TappedStates:
+    def tlt_take(self, shares: Sequence[int], captors: Collection[int], tokens: int) -> TappedStates:
         """Hand over what the last old-log-prob forward was tapped for, and what a weight sync before it was copied for.
 
         Args:
             shares: for each rank, among how many spot workers its sequences are to be shared.
             captors: ranks that copy the verifier weights out of the next weight sync.
+            tokens: to capture in the next forward.
         """
+        self.actor.tap_budget = tokens
         tap, capture = self.actor.tap, self._tlt_capture
         assert tap is not None and capture is not None
         taken = tap.take()

@@ -112,7 +112,7 @@ class SpotLearner:
         self.trainer = DrafterTrainer(
             self.model, learning_rate=d.learning_rate, warmup_steps=d.warmup_steps, ttt_steps=d.passes, loss=d.loss
         )
-        self.buffer = Buffer(max_bytes=b.max_mb << 20, keep_steps=b.keep_steps, held_out=b.held_out)
+        self.buffer = Buffer(max_bytes=b.max_bytes, keep_steps=b.keep_steps, held_out=b.held_out)
         self.base: Parameters = self.trainer.parameters_numpy()
         self.kept: dict[str, Parameters] = {"served": self.base, "initial": self.base}
         self.proposed: Parameters | None = None
@@ -216,14 +216,14 @@ class SpotLearner:
 
     def _visit(self, *, trains: bool) -> AbstractContextManager[None]:
         """The drafter on the training device, for whoever holds the lock."""
-        return self.place.visit(self.trainer, max(self.config.drafter.batch_tokens, PORTION), trains=trains)
+        return self.place.visit(self.trainer, max(self.config.drafter.rows, PORTION), trains=trains)
 
     def _batches(self) -> Iterator[Batch]:
         while True:
             with self._shelf:
                 if self.buffer.exhausted():
                     return
-                drawn = self.buffer.sample_batch(self.rng, self.config.drafter.batch_tokens)
+                drawn = self.buffer.sample_batch(self.rng, self.config.drafter.rows)
             if windows := [window for window in drawn if len(window) > 1]:
                 yield pack(windows)
 

@@ -184,13 +184,14 @@ def _served_tau(publish: Publish) -> float | None:
     return max(known, default=None)
 
 
-def buffer_metrics(stats: Iterable[BufferStats]) -> dict[str, float]:
-    """What several workers' buffers hold as trainer metrics; empty without any."""
+def buffer_metrics(stats: Iterable[BufferStats], tap_tokens: int) -> dict[str, float]:
+    """What several workers' buffers hold, and what each gets of the next step, as metrics; empty without any."""
     held = [s for s in stats if s.bytes]
     if not held:
         return {}
     sequences, nbytes = sum(s.sequences for s in held), sum(s.bytes for s in held)
     return {
         "tlt/buffer_tokens": sum(s.tokens for s in held),
+        "tlt/tap_tokens": tap_tokens,
         "tlt/buffer_sequences_per_gb": sequences * 1e9 / nbytes,
     }

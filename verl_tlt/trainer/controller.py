@@ -28,6 +28,7 @@ from verl_tlt.idle.failure_budget import FailureBudget
 from verl_tlt.idle.modes import ModeRule
 from verl_tlt.idle.planner import Planner
 from verl_tlt.idle.replica_idle import ReplicaIdlePlanner
+from verl_tlt.idle.tap_budget import TapBudget
 from verl_tlt.idle.trainer_idle import TrainerIdlePlanner
 from verl_tlt.messages.training import BufferStats, DrafterProvenance
 from verl_tlt.trace.events import TraceWriter
@@ -113,6 +114,7 @@ class Controller:
         """Spot workers are there, and the actor is tapped."""
         self._start, self._trace, self._pending_work = start, trace, pending_work
         self._budget = FailureBudget(tlt.spot.max_failures)
+        self._tap = TapBudget(tlt.buffer.first_tokens, tlt.buffer.tokens_per_step is None, tlt.buffer.max_bytes)
         self._watch: SamplingWatch | None = None
         self._sessions: list[Ended] = []
         self._ready = self._trained = False  # of the last sampling: somebody could train; somebody did
@@ -277,7 +279,10 @@ class Controller:
         if not self.spot:
             return
         with self._charged("tap"):
-            taken = self.fleet.take(self._trains_next(step))
+            held = [s for s in self._buffers.values() if s.tokens]
+            self._tap.sampled(self.log.bubbles(), max((s.bytes / s.tokens for s in held), default=0.0))
+            taken = self.fleet.take(self._trains_next(step), self._tap.tokens)
+            self._tap.tapped(max((t.seconds for t in taken), default=0.0), self.clock())
             self.guard.count("tap", sum(t.errors for t in taken))
             self._arriving = self.fleet.hand_over(step, taken)
             self.log.tapped(taken)
@@ -349,7 +354,7 @@ class Controller:
         found: dict[str, float] = {}
         with self.guard("metrics"):
             found |= self.log.finish(step, dict(metrics), self.guard.total)
-            found |= buffer_metrics(self._buffers.values())
+            found |= buffer_metrics(self._buffers.values(), self._tap.tokens)
         return found
 
     # ------------------------------------------------------------------ checkpoints

@@ -126,11 +126,12 @@ class Fleet(Protocol):
         """Replicas that have spot workers. All of a replica's are meant by its name."""
         ...
 
-    def take(self, train_next: bool) -> list[TappedStates]:
+    def take(self, train_next: bool, tokens: int) -> list[TappedStates]:
         """What the last old-log-prob forward was tapped for, on each rank of the actor.
 
         Args:
             train_next: the drafter will be trained again, so the next weight sync is to bring the verifier weights.
+            tokens: to capture for each worker in the next one.
         """
         ...
 

@@ -229,10 +229,10 @@ class RayFleet:
             self._on_workers("resume", str(resume_from))
         return None
 
-    def take(self, train_next: bool) -> list[TappedStates]:
+    def take(self, train_next: bool, tokens: int) -> list[TappedStates]:
         """See `Fleet`."""
         ranks = set(self._captors.values()) if train_next else set()
-        taken: list[TappedStates] = answer(self.actor.tlt_take(self._routes.shares, ranks), CALL_S)
+        taken: list[TappedStates] = answer(self.actor.tlt_take(self._routes.shares, ranks, tokens), CALL_S)
         return taken
 
     def hand_over(self, step: int, taken: Sequence[TappedStates]) -> dict[str, Call[BufferStats]]:

@@ -10,12 +10,13 @@ from typing import Any
 from omegaconf import OmegaConf, open_dict
 
 from verl_tlt.config import TLTConfig, dtype_name
-from verl_tlt.drafter import files_digest
+from verl_tlt.drafter import files_digest, policy_shape
 from verl_tlt.idle.modes import RULES
 from verl_tlt.messages.training import RolloutSampling
 from verl_tlt.trainer.bootstrap import Start, first_drafter, saved_drafter
 from verl_tlt.trainer.controller import RunFacts
 from verl_tlt.trainer.ray_fleet import SpotPlan
+from verl_tlt.trainer.sizes import with_sizes
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,26 @@ def prepare(config: Any, tlt: TLTConfig, base_mode: str) -> RunSetup:
         temperature=rollout.temperature,
         gpus=config.trainer.n_gpus_per_node * config.trainer.nnodes,
     )
+    accelerator = config.trainer.device == "cuda"
+    tlt = with_sizes(
+        tlt, policy_shape(policy_dir).vocab_size, accelerator, _node_bytes(), config.trainer.n_gpus_per_node
+    )
     spot = SpotPlan(
         config=tlt,
         policy_dir=policy_dir,
         drafter=start.trainable,
         sampling=RolloutSampling(rollout.temperature, rollout.top_p, rollout.top_k),
-        device="cuda" if config.trainer.device == "cuda" else "cpu",
+        device="cuda" if accelerator else "cpu",
     )
     return RunSetup(tlt, facts, start, spot, saved_drafter(checkpoint))
+
+
+def _node_bytes() -> float:
+    """Memory of the smallest node of the cluster, as far as Ray may use it; 0: Ray does not say."""
+    import ray
+
+    nodes = ray.nodes() if ray.is_initialized() else []
+    return min((node["Resources"].get("memory", 0.0) for node in nodes if node["Alive"]), default=0.0)
 
 
 def _resume_dir(trainer: Any) -> Path | None:

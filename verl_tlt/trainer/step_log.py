@@ -14,6 +14,7 @@ from typing import Any
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.idle.planner import PhaseAccount, together
+from verl_tlt.idle.tap_budget import Bubble
 from verl_tlt.messages.rollout import DrafterStatus, EngineStats
 from verl_tlt.messages.training import SessionResult, TappedStates
 from verl_tlt.trace.events import Publish, Reload, Session, TraceWriter
@@ -117,6 +118,13 @@ class StepLog:
         """The schedulers' sums of this rollout by replica; returns how many have none, or gave up policy or drafter."""
         self._stats = {name: s for name, s in stats.items() if s.failure is None}
         return sum(bool(s.failure or s.policy_error or s.num_broken_drafts) for s in stats.values())
+
+    def bubbles(self) -> list[Bubble]:
+        """Of the replicas that trained in this step."""
+        account, exhausted = self._account, {s.replica: s.outcome == "exhausted" for s in self._sessions}
+        if account is None:
+            return []
+        return [Bubble(account.bubble_s.get(n, 0.0), account.used_s.get(n, 0.0), e) for n, e in exhausted.items()]
 
     def audited(self, saving: float | None) -> None:
         """What an audit of this rollout showed (`trainer.runtime_switch`)."""

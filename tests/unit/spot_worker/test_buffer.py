@@ -280,6 +280,7 @@ def test_an_empty_buffer_is_exhausted_and_gives_nothing():
 
 def test_what_the_buffers_hold_becomes_metrics():
     long, short = filled([1000] * 3), filled([10] * 5)
-    found = buffer_metrics([long.stats(), short.stats(), filled([]).stats()])
-    assert found == {"tlt/buffer_tokens": 3050, "tlt/buffer_sequences_per_gb": pytest.approx(8e9 / (3050 * BYTES))}
-    assert buffer_metrics([]) == {}
+    found = buffer_metrics([long.stats(), short.stats(), filled([]).stats()], 8192)
+    per_gb = pytest.approx(8e9 / (3050 * BYTES))
+    assert found == {"tlt/buffer_tokens": 3050, "tlt/tap_tokens": 8192, "tlt/buffer_sequences_per_gb": per_gb}
+    assert buffer_metrics([], 8192) == {}

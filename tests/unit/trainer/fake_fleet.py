@@ -65,6 +65,7 @@ class FakeFleet:
         self.disabled: set[str] = set()
         self.saved: list[tuple[Path, Any]] = []
         self.restarts: list[str] = []
+        self.tap_tokens: list[int] = []
         self.sessions: dict[str, FakeCall] = {}
         self.stop_s = 0.0
         self.borrowed = self.unjudged = False
@@ -143,8 +144,9 @@ class FakeFleet:
     def workers(self) -> list[str]:
         return [name for name, place in self.places.items() if place.colocated] if self._spot else []
 
-    def take(self, train_next: bool) -> list[TappedStates]:
+    def take(self, train_next: bool, tokens: int) -> list[TappedStates]:
         self._call("take", train_next)
+        self.tap_tokens.append(tokens)
         return [TappedStates((), None, seconds=0.0, errors=0)]
 
     def hand_over(self, step: int, taken: Sequence[TappedStates]) -> dict[str, FakeCall]:

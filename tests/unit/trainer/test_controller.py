@@ -8,6 +8,8 @@ import pytest
 from fake_fleet import FakeFleet
 from rl_steps import STOP_S, called, fill_buffers, rest_of_step, sampling, until
 
+from verl_tlt.config import TOKENS_PER_STEP
+from verl_tlt.messages.training import SessionResult
 from verl_tlt.trainer.fleet import CallFailed
 from verl_tlt.trainer.runtime_switch import write_switch
 
@@ -27,6 +29,23 @@ def test_an_idle_replica_trains_and_what_it_learned_is_served_after_the_sync(run
     assert metrics["tlt/bubble_s"] > 0 and metrics["tlt/errors"] == 0
     assert fleet.balancer == {"a", "b"}
     assert fleet.staged[0].acceptance == pytest.approx((0.6,) * 3, abs=0.01)
+
+
+def test_a_session_that_ran_out_of_data_in_a_long_bubble_gets_more_of_the_next_step(run):
+    controller, fleet = run()
+    fill_buffers(controller, fleet)
+    with sampling(controller, fleet, 2):
+        until(lambda: called(fleet, "train") == [("b",)])
+        fleet.sessions["b"].end(SessionResult("exhausted", steps=20, tokens=5000, epochs=3.0))
+        time.sleep(1.5)
+    metrics = rest_of_step(controller, fleet, 2)
+    assert fleet.tap_tokens == [TOKENS_PER_STEP, 2 * TOKENS_PER_STEP]
+    assert metrics["tlt/tap_tokens"] == 2 * TOKENS_PER_STEP
+    with sampling(controller, fleet, 3):
+        until(lambda: len(called(fleet, "train")) == 2)
+        time.sleep(1.5)
+    rest_of_step(controller, fleet, 3)
+    assert fleet.tap_tokens[-1] == 2 * TOKENS_PER_STEP, "this one lasted as long as its bubble"
 
 
 def test_nobody_leaves_while_the_other_has_nothing_to_do_either(run):

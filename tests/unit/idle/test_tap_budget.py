@@ -1,0 +1,96 @@
+"""Tokens captured of a step, which follow the bubbles."""
+
+import pytest
+
+from verl_tlt.config import TOKENS_PER_STEP
+from verl_tlt.idle.tap_budget import Bubble, TapBudget
+
+RAN_OUT = Bubble(seconds=100.0, trained_s=10.0, exhausted=True)
+STOPPED = Bubble(seconds=100.0, trained_s=99.0, exhausted=False)
+BRIEF = Bubble(seconds=0.5, trained_s=0.1, exhausted=True)
+TOKEN = 28_672
+"""Bytes of a 7B policy's hidden states at one position."""
+ROOM = 1_000_000 * TOKEN
+
+
+def steps_until(budget, seconds):
+    """How many steps until a session fills a bubble of so many seconds: three passes over eight steps' tokens at
+    30,000 tokens a second."""
+    for step in range(1, 50):
+        trained = min(seconds, 3 * 8 * budget.tokens / 30_000)
+        if trained >= 0.8 * seconds:
+            return step
+        budget.sampled([Bubble(seconds, trained, exhausted=True)], TOKEN)
+    return None
+
+
+def test_a_bubble_of_minutes_is_filled_after_a_few_steps():
+    assert steps_until(TapBudget(TOKENS_PER_STEP, True, ROOM), 100.0) == 5
+    assert steps_until(TapBudget(TOKENS_PER_STEP, False, ROOM), 100.0) is None, "what the user sets stays"
+
+
+@pytest.mark.parametrize(
+    ("bubbles", "grows"),
+    [
+        ([RAN_OUT], True),
+        ([RAN_OUT, RAN_OUT, STOPPED], True),
+        ([RAN_OUT, STOPPED], False),
+        ([STOPPED], False),
+        ([BRIEF], False),
+        ([BRIEF, BRIEF, RAN_OUT], True),
+        ([], False),
+        ([Bubble(100.0, 10.0, exhausted=False)], False),
+        ([Bubble(100.0, 81.0, exhausted=True)], False),
+    ],
+)
+def test_it_doubles_where_most_ran_out_of_data_in_long_bubbles(bubbles, grows):
+    budget = TapBudget(TOKENS_PER_STEP, True, ROOM)
+    budget.sampled(bubbles, TOKEN)
+    assert budget.tokens == TOKENS_PER_STEP * (2 if grows else 1)
+
+
+def test_two_steps_fit_into_the_buffer():
+    budget = TapBudget(TOKENS_PER_STEP, True, 50_000 * TOKEN)
+    for _ in range(10):
+        budget.sampled([RAN_OUT], TOKEN)
+    assert budget.tokens == 25_000
+    budget.sampled([RAN_OUT], 10 * TOKEN)
+    assert budget.tokens == 25_000, "it never shrinks for that"
+
+
+def test_it_waits_until_the_size_of_a_token_is_known():
+    budget = TapBudget(TOKENS_PER_STEP, True, ROOM)
+    budget.sampled([RAN_OUT], 0.0)
+    assert budget.tokens == TOKENS_PER_STEP
+
+
+def test_copying_that_takes_noticeable_time_halves_it_for_good():
+    budget = TapBudget(TOKENS_PER_STEP, True, ROOM)
+    for _ in range(3):
+        budget.sampled([RAN_OUT], TOKEN)
+    budget.tapped(9.0, 100.0)
+    assert budget.tokens == 8 * TOKENS_PER_STEP, "how long a step takes is not known yet"
+    budget.tapped(0.49, 200.0)
+    assert budget.tokens == 8 * TOKENS_PER_STEP
+    budget.tapped(0.51, 300.0)
+    budget.sampled([RAN_OUT], TOKEN)
+    assert budget.tokens == 4 * TOKENS_PER_STEP
+    for step in range(5):
+        budget.tapped(1.0, 400.0 + 100.0 * step)
+    assert budget.tokens == TOKENS_PER_STEP
+
+
+def test_what_costs_too_much_at_the_start_does_not_grow():
+    budget = TapBudget(TOKENS_PER_STEP, True, ROOM)
+    budget.tapped(0.0, 0.0)
+    budget.tapped(1.0, 100.0)
+    budget.sampled([RAN_OUT], TOKEN)
+    assert budget.tokens == TOKENS_PER_STEP
+
+
+def test_a_size_that_was_set_is_not_touched():
+    budget = TapBudget(100_000, False, ROOM)
+    for step in range(3):
+        budget.tapped(50.0, 100.0 * step)
+        budget.sampled([RAN_OUT], TOKEN)
+    assert budget.tokens == 100_000

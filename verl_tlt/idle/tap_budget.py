@@ -1,0 +1,70 @@
+"""How many tokens to capture of a step, for a session to have something to train on as long as its bubble lasts.
+
+A drafter for a toy learns all there is to learn from 8,192 tokens a step. One for a 7B policy, on an accelerator that
+trains tens of thousands of tokens a second, has passed over them before a bubble of minutes has well begun. So the
+tokens double while most sessions use up their passes with much of the bubble left, as far as two steps fit into the
+buffer; and they are halved again, for good, if copying them out of the actor's forward takes noticeable time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+LEFT = 0.2
+"""Part of a bubble that a session may leave without being called short of data."""
+SHORTEST_S = 1.0
+"""Bubbles below it are over before data could matter."""
+TAP_SHARE = 0.005
+"""Of a step's time that the tap may take, half of what all of TLT's work may."""
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """One replica's idle time in a step."""
+
+    seconds: float
+    trained_s: float
+    """Part of it in which its workers trained."""
+    exhausted: bool
+    """Its last session ended because its passes over the buffer were used up."""
+
+
+class TapBudget:
+    """Tokens that each worker's buffer is to get from one step.
+
+    Args:
+        first: where they begin.
+        follows: whether they follow the bubbles; else they stay.
+        max_bytes: of a worker's buffer.
+    """
+
+    def __init__(self, first: int, follows: bool, max_bytes: int) -> None:
+        self.tokens = self._least = first
+        self._max_bytes = max_bytes
+        self._may_shrink = self._may_grow = follows
+        self._before: float | None = None  # when the step before this one was captured
+
+    def sampled(self, bubbles: Iterable[Bubble], token_bytes: float) -> None:
+        """A step's sampling is over.
+
+        Args:
+            bubbles: of the replicas that trained.
+            token_bytes: of one token's hidden states; 0: not known yet.
+        """
+        long = [b for b in bubbles if b.seconds >= SHORTEST_S]
+        short_of_data = sum(b.exhausted and b.trained_s < (1 - LEFT) * b.seconds for b in long)
+        if self._may_grow and token_bytes and 2 * short_of_data > len(long):
+            self.tokens = max(self.tokens, min(2 * self.tokens, int(self._max_bytes / token_bytes / 2)))
+
+    def tapped(self, tap_s: float, now: float) -> None:
+        """The step's hidden states were captured.
+
+        Args:
+            tap_s: seconds that it took on the slowest rank of the actor.
+            now: seconds from any one clock.
+        """
+        before, self._before = self._before, now
+        if before is not None and self._may_shrink and tap_s > TAP_SHARE * (now - before):
+            self._may_grow = False
+            self.tokens = max(self._least, self.tokens // 2)
