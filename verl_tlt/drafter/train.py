@@ -8,6 +8,7 @@ restart often, so beta2 is 0.95 and the state resumes to the bit.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -66,6 +67,8 @@ class TrainSummary:
     """Mean over the steps; NaN without any."""
     acc_by_position: tuple[float, ...]
     """Mean over the steps."""
+    slowest_s: float = 0.0
+    """Seconds of the longest micro-batch."""
 
 
 class DrafterTrainer:
@@ -246,7 +249,7 @@ def train_until(
         ValueError: batch after batch has nothing to learn from (an endless stream would spin otherwise).
     """
     first, skipped = trainer.steps, trainer.skipped
-    tokens, weighted, stopped = 0, 0.0, False
+    tokens, weighted, stopped, slowest = 0, 0.0, False, 0.0
     empty = 0  # batches in a row without a loss
     losses: list[float] = []
     accuracies: list[tuple[float, ...]] = []
@@ -261,7 +264,9 @@ def train_until(
                 raise ValueError(f"{empty} batches in a row had no row with a loss: the sequences hold no response.")
             continue
         empty = 0
+        begun = time.perf_counter()
         result = trainer.step(batch)
+        slowest = max(slowest, time.perf_counter() - begun)
         if not result.skipped:
             tokens += result.tokens
             weighted += result.rate * result.tokens
@@ -276,6 +281,7 @@ def train_until(
         stopped=stopped,
         loss=float(np.mean(losses)) if losses else math.nan,
         acc_by_position=mean,
+        slowest_s=slowest,
     )
 
 

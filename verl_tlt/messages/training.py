@@ -127,8 +127,23 @@ class SessionResult:
     scores: HeldOutScores | None = None
     """Of the version agreed on before it, on a device that only sessions may use; None: it was judged, or not to the
     end."""
+    slowest_s: float = 0.0
+    """Its longest micro-batch: what a stop may have to wait for."""
     devices: float = 1.0
     """On how many it trained, on average over `seconds`."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a spot worker holds after it took over a checkpoint: fingerprints in float32, to compare with its files."""
+
+    steps: int
+    """Optimizer steps so far."""
+    candidate: str
+    served: str
+    initial: str
+    moments: str
+    """Adam's."""
 
 
 @dataclass(frozen=True)
@@ -264,4 +279,4 @@ class DrafterProvenance:
     acceptance: Sequence[float]
     """Conditional acceptance by draft position on held-out sequences; empty: unknown."""
     tokens_trained: int
-    """By all spot workers in this run."""
+    """By all spot workers in this run, before and after it was resumed."""

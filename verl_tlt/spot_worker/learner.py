@@ -56,6 +56,7 @@ from verl_tlt.messages.training import (
     Merged,
     MergedSlice,
     Parameters,
+    Resumed,
     RolloutSampling,
     SessionResult,
     VerifierArrays,
@@ -64,6 +65,7 @@ from verl_tlt.spot_worker.buffer import Buffer
 from verl_tlt.spot_worker.device import TrainingDevice
 from verl_tlt.spot_worker.merge import facts_of
 from verl_tlt.spot_worker.merge_slices import added, hand_in
+from verl_tlt.spot_worker.resume import account, go_on, state_of
 from verl_tlt.spot_worker.scoring import PORTION, counts, score_versions
 
 HELD_OUT_TOKENS = 32_768
@@ -172,7 +174,7 @@ class SpotLearner:
             return
         weights = VerifierWeights(**{part: from_numpy16(array) for part, array in vars(arrays).items()})
         refresh_verifier_weights(self.model, weights)
-        # A pruned draft vocabulary is judged against the policy's whole head, which the drafter does not hold.
+        # A pruned draft vocabulary is judged against the policy's whole head.
         self._whole_head = weights.lm_head if self.model.use_draft_vocab else None
         self._verifier_known = True
 
@@ -206,6 +208,7 @@ class SpotLearner:
             loss=done.loss,
             acc=done.acc_by_position,
             scores=scores,
+            slowest_s=done.slowest_s,
         )
 
     def _begin(self) -> bool:
@@ -376,22 +379,20 @@ class SpotLearner:
         save_drafter(self.model, directory, facts, policy=self._policy_dir, training_state=state, tensors=tensors)
 
     def snapshot(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """(the served drafter's tensors, `DrafterTrainer.state()`), on the host; training does not change them."""
+        """(the served drafter's tensors, what `resume` needs), on the host; training does not change them."""
         with self._turn():
             served = self.kept["served"]  # replaced, never written to: no copy is needed
             tensors = serving_tensors(self.model, without=served.keys())
-            state = self.trainer.state()  # of the candidate, which may be ahead of what is served
+            state = state_of(self.trainer, self.kept)  # of the candidate, which may be ahead of what is served
         return tensors | {name: torch.from_numpy(value) for name, value in served.items()}, state
 
-    def resume(self, directory: str) -> bool:
-        """Continue candidate, moments and step count from a checkpoint; False where it holds none."""
-        state = load_training_state(directory)
-        if state is None:
-            return False
+    def resume(self, directory: str) -> Resumed | None:
+        """Continue candidate, moments, steps and the gate's initial drafter; None where a checkpoint holds none."""
+        if (state := load_training_state(directory)) is None:
+            return None
         with self._turn():
-            self.trainer.load_state(state)
-            self.base = self.trainer.parameters_numpy()
-        return True
+            self.base = go_on(self.trainer, self.kept, state)
+            return account(self.trainer, self.kept)
 
 
 def _copied(params: Parameters) -> Parameters:

@@ -28,6 +28,7 @@ from verl_tlt.messages.training import (
     HiddenStateShard,
     Merged,
     MergedSlice,
+    Resumed,
     RolloutSampling,
     SessionResult,
     VerifierArrays,
@@ -159,6 +160,6 @@ class SpotWorker:
         """Write the served drafter and the training state atomically under `directory`."""
         await asyncio.to_thread(self.learner.save, directory, provenance)
 
-    async def resume(self, directory: str) -> bool:
-        """Continue from a checkpoint; False where it holds none."""
+    async def resume(self, directory: str) -> Resumed | None:
+        """Continue from a checkpoint; None where it holds none."""
         return await asyncio.to_thread(self.learner.resume, directory)

@@ -121,6 +121,8 @@ class Session:
     """Share of training positions whose draft i was the target's most likely token, at the session's end."""
     skipped: int = 0
     """Optimizer steps skipped for a non-finite loss or gradient."""
+    slowest_s: float | None = None
+    """Seconds of its longest micro-batch, which a stop may have to wait for."""
     stop_latency_s: float | None = None
     """Seconds from the stop request to its acknowledgement."""
     error: str | None = None

@@ -5,18 +5,13 @@ Servers need it before the first weight sync, spot workers before the first sess
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.policy import LONGEST_DRAFT
 from verl_tlt.messages.rollout import DrafterFile
-
-logger = logging.getLogger(__name__)
-
-CHECKPOINT = "tlt_drafter"
-"""Name of the drafter's directory inside verl's `global_step_N`."""
+from verl_tlt.trainer.checkpoints import saved_drafter
 
 
 @dataclass(frozen=True)
@@ -30,6 +25,8 @@ class Start:
     aux_layers: tuple[int, ...]
     origin: str
     """One phrase for the log: where it came from."""
+    tokens_trained: int = 0
+    """By spot workers of this run before it was resumed."""
 
 
 def first_drafter(config: TLTConfig, policy_dir: str, dtype: str, context: int, resume_from: Path | None) -> Start:
@@ -49,11 +46,12 @@ def first_drafter(config: TLTConfig, policy_dir: str, dtype: str, context: int, 
 
     checkpoint = saved_drafter(resume_from)
     acceptance: tuple[float, ...] = ()
-    version = 0
+    version = tokens = 0
     if checkpoint is not None:
         model, origin = load_drafter(str(checkpoint), policy_dir, min_context=context), f"checkpoint {checkpoint}"
         facts = provenance(checkpoint)
         version, acceptance = int(facts.get("version", 0)), tuple(facts.get("acceptance", ()))
+        tokens = int(facts.get("tokens_trained", 0))
     elif config.drafter.path:
         model, origin = load_drafter(config.drafter.path, policy_dir, min_context=context), config.drafter.path
         acceptance = tuple(provenance(config.drafter.path).get("acceptance", ()))
@@ -76,29 +74,4 @@ def first_drafter(config: TLTConfig, policy_dir: str, dtype: str, context: int, 
         text, weights, fingerprint = to_drafter_file(model, as_dtype)
         return DrafterFile(version, text, weights, fingerprint, acceptance)
 
-    return Start(file("float32"), file(dtype), aux_layers, origin)
-
-
-def saved_drafter(resume_from: Path | None) -> Path | None:
-    """The drafter's directory in a checkpoint; the newest earlier one where the run was killed while writing it.
-
-    Args:
-        resume_from: a `global_step_N` directory, which need not exist; None: nothing is resumed.
-    """
-    if resume_from is None:
-        return None
-    if (resume_from / CHECKPOINT).is_dir():
-        return resume_from / CHECKPOINT
-    steps = {p.name.removeprefix("global_step_"): p for p in resume_from.parent.glob("global_step_*")}
-    last = _number(resume_from.name)
-    earlier = [int(n) for n, p in steps.items() if n.isdigit() and int(n) < last and (p / CHECKPOINT).is_dir()]
-    if not earlier:
-        return None
-    found = steps[str(max(earlier))] / CHECKPOINT
-    logger.warning("%s has no complete drafter; the run goes on with %s", resume_from, found)
-    return found
-
-
-def _number(name: str) -> float:
-    digits = name.removeprefix("global_step_")
-    return int(digits) if digits.isdigit() else float("inf")
+    return Start(file("float32"), file(dtype), aux_layers, origin, tokens)

@@ -18,8 +18,9 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ from verl_tlt.idle.trainer_idle import TrainerIdlePlanner
 from verl_tlt.messages.training import BufferStats, DrafterProvenance
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trace.metrics import buffer_metrics
-from verl_tlt.trainer.bootstrap import CHECKPOINT, Start
+from verl_tlt.trainer.bootstrap import Start
+from verl_tlt.trainer.checkpoints import SAVE_S, Checkpoint, saving
 from verl_tlt.trainer.drafter_update import DrafterUpdate, update_drafter
 from verl_tlt.trainer.fleet import Call, CallFailed, Fleet
 from verl_tlt.trainer.guard import Guard
@@ -48,8 +50,6 @@ BUFFER_S = 30.0
 """Copies of hidden states ran behind the update and have long arrived; the next rollout waits at most this for one."""
 WARM_UP_S = 300.0
 """For starting a spot worker and tuning its kernels; its successor warms up in its first session."""
-SAVE_S = 600.0
-"""The policy's checkpoint takes longer than the drafter's; a disk that hangs is given this."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class RunFacts:
     """The rollout's, in which drafters are published."""
     checkpoints: Path
     """`trainer.default_local_dir`."""
+    prunes: bool
+    """Whether verl removes the policies of old checkpoints there."""
     policy: str
     """`actor_rollout_ref.model.path`, as the user gave it."""
     data: str
@@ -122,7 +124,7 @@ class Controller:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tlt-merge")
         self._buffers: dict[str, BufferStats] = {}
         self._arriving: dict[str, Call[BufferStats]] = {}
-        self._tokens = 0
+        self._tokens = start.tokens_trained
 
     @contextmanager
     def _charged(self, what: str) -> Iterator[None]:
@@ -359,20 +361,10 @@ class Controller:
 
     # ------------------------------------------------------------------ checkpoints
 
-    @contextmanager
-    def saving(self, step: int) -> Iterator[None]:
-        """Write the drafter while the policy is saved inside, which takes longer.
-
-        Killed before it is done, a resume takes the checkpoint before.
-        """
-        call: Call[Any] | None = None
-        with self._charged("save"):
-            if self.spot:
-                call = self._save(self.facts.checkpoints / f"global_step_{step}" / CHECKPOINT, step)
-        yield
-        with self._charged("save"):
-            if call is not None:
-                call.result(SAVE_S)
+    def saving(self, step: int) -> AbstractContextManager[Callable[[], None]]:
+        """Write the drafter while the policy is saved inside (see `checkpoints.saving`)."""
+        place = Checkpoint(self.facts.checkpoints, step, self.facts.prunes)
+        return saving(place, partial(self._save, step=step) if self.spot else None, partial(self._charged, "save"))
 
     def finish(self, step: int) -> None:
         """The run is over: leave the drafter behind as a directory that vLLM serves."""

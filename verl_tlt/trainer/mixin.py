@@ -16,6 +16,7 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from verl_tlt.messages.rollout import STORE_NAME
 from verl_tlt.trace.events import TraceWriter
+from verl_tlt.trainer.checkpoints import followed
 from verl_tlt.trainer.controller import Controller
 from verl_tlt.trainer.drafter_store import DrafterStore
 from verl_tlt.trainer.pending_work import BufferWatch
@@ -133,7 +134,8 @@ class TLTMixin(VerlTrainer):
         return result
 
     def _save_checkpoint(self) -> None:
-        with self.tlt.saving(self.global_steps):
+        policy = self.actor_rollout_wg
+        with self.tlt.saving(self.global_steps) as written, followed(policy, "save_checkpoint", written):
             super()._save_checkpoint()
 
     def fit(self, agent_loop_manager: Any) -> None:

@@ -226,7 +226,8 @@ class RayFleet:
         for replica in self.replicas.values():
             replica.crew = self._new_crew(replica)
         if resume_from is not None:
-            self._on_workers("resume", str(resume_from))
+            for name, found in self._on_workers("resume", str(resume_from)).items():
+                logger.info("spot worker %s goes on from %s: %s", name, resume_from, found or "it holds no training")
         return None
 
     def take(self, train_next: bool, tokens: int) -> list[TappedStates]:

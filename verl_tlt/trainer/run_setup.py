@@ -13,7 +13,8 @@ from verl_tlt.config import TLTConfig, dtype_name
 from verl_tlt.drafter import files_digest, policy_shape
 from verl_tlt.idle.modes import RULES
 from verl_tlt.messages.training import RolloutSampling
-from verl_tlt.trainer.bootstrap import Start, first_drafter, saved_drafter
+from verl_tlt.trainer.bootstrap import Start, first_drafter
+from verl_tlt.trainer.checkpoints import saved_drafter
 from verl_tlt.trainer.controller import RunFacts
 from verl_tlt.trainer.ray_fleet import SpotPlan
 from verl_tlt.trainer.sizes import with_sizes
@@ -61,6 +62,7 @@ def prepare(config: Any, tlt: TLTConfig, base_mode: str) -> RunSetup:
         requests=data.train_batch_size * rollout.n,
         dtype=dtype,
         checkpoints=Path(config.trainer.default_local_dir),
+        prunes=bool(config.trainer.get("max_actor_ckpt_to_keep") or config.trainer.get("remove_previous_ckpt_in_save")),
         policy=model.path,
         data=str(data.train_files),
         data_sha256=_data_digest(data.train_files),

@@ -233,6 +233,7 @@ def _session(step: int, ended: Ended) -> Session:
         loss_last=r.loss if ended.result else None,
         acc=r.acc,
         skipped=r.skipped,
+        slowest_s=r.slowest_s,
         stop_latency_s=ended.stop_latency_s,
         error=ended.error,
     )

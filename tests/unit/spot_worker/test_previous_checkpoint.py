@@ -15,7 +15,8 @@ from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import Sequence
 from verl_tlt.messages.training import RolloutSampling, VerifierArrays
 from verl_tlt.spot_worker.worker import SpotWorker
-from verl_tlt.trainer.bootstrap import first_drafter, saved_drafter
+from verl_tlt.trainer.bootstrap import first_drafter
+from verl_tlt.trainer.checkpoints import saved_drafter
 
 HIDDEN, VOCABULARY, WIDTH = 32, 24, 24
 POLICY = {

@@ -7,7 +7,8 @@ import pytest
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import DrafterError, build_drafter, check_drafter, load_drafter, save_drafter
-from verl_tlt.trainer.bootstrap import CHECKPOINT, first_drafter, saved_drafter
+from verl_tlt.trainer.bootstrap import first_drafter
+from verl_tlt.trainer.checkpoints import CHECKPOINT, saved_drafter
 
 POLICY = {
     "model_type": "llama", "hidden_size": 32, "vocab_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -53,9 +54,10 @@ def test_a_checkpoint_of_a_shorter_run_goes_on_in_a_longer_one(tmp_path, rope):
     """As releases before this one wrote them: the first run's length is all that its RoPE table held."""
     policy, step = policy_with(tmp_path, **rope), tmp_path / "global_step_7"
     saved = build_drafter(policy, max_position_embeddings=SHORT, seed=5)
-    save_drafter(saved, step / CHECKPOINT, {"version": 4, "acceptance": [0.6, 0.4, 0.2]}, policy=policy)
+    facts = {"version": 4, "acceptance": [0.6, 0.4, 0.2], "tokens_trained": 70}
+    save_drafter(saved, step / CHECKPOINT, facts, policy=policy)
     start = first_drafter(settings(7), str(policy), "float32", LONG, step)
-    assert positions(start) == [LONG, LONG] and start.served.version == 4
+    assert positions(start) == [LONG, LONG] and (start.served.version, start.tokens_trained) == (4, 70)
     for file in ("config", "weights"):  # what the engines get stands for itself
         value = getattr(start.served, file)
         name = {"config": "config.json", "weights": "model.safetensors"}[file]

@@ -35,6 +35,16 @@ VERL = (
         "resource_pool_manager role_worker_mapping local_trigger_step parameter_sync_step",
         used_by="trainer/mixin.py",
     ),
+    # The drafter is complete between the two, and goes when the policy's directory does.
+    Symbol(
+        f"{_TRAINER}._save_checkpoint",
+        says=(
+            'os.path.join(local_global_step_folder, "actor")',
+            "self.actor_rollout_wg.save_checkpoint(",
+            '"latest_checkpointed_iteration.txt"',
+        ),
+        used_by="trainer/checkpoints.py",
+    ),
     Symbol(f"{_TRAINER}._add_prompts_to_generate", "num_prompts", used_by="trainer/mixin.py"),
     Symbol(f"{_TRAINER}._build_replay_buffer", says=("refill_fn=self._add_prompts",), used_by="trainer/mixin.py"),
     Symbol(f"{_TRAINER}.__init__", "config", used_by="trainer/mixin.py"),

@@ -1,0 +1,74 @@
+"""A learner that goes on from a checkpoint holds what was saved: candidate, moments, steps, and both of the gate's
+references."""
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+from tiny_learner import CONFIG, RolloutSampling, make_learner, texts, verifier_arrays
+
+from verl_tlt.drafter import fingerprint, load_training_state
+from verl_tlt.messages.training import DrafterProvenance
+from verl_tlt.spot_worker.learner import SpotLearner
+from verl_tlt.spot_worker.merge import merge
+from verl_tlt.spot_worker.resume import account, moments
+from verl_tlt.trainer.bootstrap import first_drafter
+
+FACTS = DrafterProvenance(1, 3, "policy", "data", None, "hass", 1.0, (0.5, 0.4, 0.3), 1234)
+
+
+def train_and_agree(learner):
+    while learner.unmerged_steps < CONFIG.spot.min_merge_steps:
+        learner.train(lambda: False)
+    learner.adopt(merge([learner.contribute()], min_steps=1))
+
+
+@pytest.fixture
+def learner(tmp_path):
+    """It has published once and is ahead of that: candidate, served and initial are three."""
+    learner = make_learner(tmp_path / "policy")
+    learner.add(1, texts(60), verifier_arrays())
+    train_and_agree(learner)
+    learner.propose()
+    learner.keep("served")
+    train_and_agree(learner)
+    return learner
+
+
+def resumed(learner, tmp_path):
+    """(a new learner, what it says it holds), from what this one saves."""
+    directory = tmp_path / "global_step_3" / "tlt_drafter"
+    learner.save(str(directory), FACTS)
+    start = first_drafter(CONFIG, str(tmp_path / "policy"), "bfloat16", 64, directory.parent)
+    sampling = RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
+    other = SpotLearner("a", CONFIG, str(tmp_path / "policy"), start.trainable, sampling, "cpu")
+    return other, other.resume(str(directory))
+
+
+def test_it_goes_on_with_everything_the_gate_and_the_optimizer_knew(learner, tmp_path):
+    saved = account(learner.trainer, learner.kept)
+    assert len({saved.candidate, saved.served, saved.initial}) == 3
+    other, found = resumed(learner, tmp_path)
+    assert found == saved
+    for which in ("candidate", "served", "initial"):
+        ours, theirs = learner.agreed().of(which), other.agreed().of(which)
+        assert all(np.array_equal(ours[name], theirs[name]) for name in ours), which
+    other.revert("initial")
+    assert all(np.array_equal(other.base[name], value) for name, value in learner.kept["initial"].items())
+
+
+def test_its_account_is_that_of_the_files(learner, tmp_path):
+    _, found = resumed(learner, tmp_path)
+    directory = tmp_path / "global_step_3" / "tlt_drafter"
+    state, tensors = load_training_state(directory), load_file(directory / "model.safetensors")
+    assert found.served == fingerprint({name: tensors[name] for name in state["parameters"]})
+    assert found.candidate == fingerprint(state["parameters"]) != found.served
+    assert (found.moments, found.steps) == (moments(state["optimizer"]), state["steps"])
+    state["optimizer"]["state"][0]["exp_avg"].view(-1)[0] += 1e-3
+    assert found.moments != moments(state["optimizer"])
+
+
+def test_one_that_never_published_has_one_reference(tmp_path):
+    learner = make_learner(tmp_path / "policy")
+    other, found = resumed(learner, tmp_path)
+    assert found.served == found.initial == found.candidate
+    assert all(np.array_equal(other.kept["initial"][name], v) for name, v in learner.kept["initial"].items())

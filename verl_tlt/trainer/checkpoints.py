@@ -1,0 +1,129 @@
+"""The drafter's directories among verl's checkpoints: which one a resumed run takes, and which have had their day.
+
+verl writes `global_step_N/actor`, and last of all `latest_checkpointed_iteration.txt`, which names the step to resume
+from; the drafter in `global_step_N/tlt_drafter` is complete before that. Where verl keeps only the newest policies, the
+drafters of the others go with them.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_tlt.trainer.fleet import Call
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINT = "tlt_drafter"
+"""Name of the drafter's directory inside verl's `global_step_N`."""
+POLICY = "actor"
+"""Name of the policy's, which is what verl removes of an old checkpoint."""
+SAVE_S = 600.0
+"""The policy's checkpoint takes longer than the drafter's; a disk that hangs is given this."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where the checkpoint of a step goes."""
+
+    checkpoints: Path
+    """`trainer.default_local_dir`."""
+    step: int
+    prunes: bool
+    """Whether verl removes old policies; where it does not, a drafter that lies alone is somebody's own."""
+
+    @property
+    def directory(self) -> Path:
+        """The step's."""
+        return self.checkpoints / f"global_step_{self.step}"
+
+
+def saved_drafter(resume_from: Path | None) -> Path | None:
+    """The drafter's directory in a checkpoint; the newest earlier one where the run was killed while writing it.
+
+    Args:
+        resume_from: a `global_step_N` directory, which need not exist; None: nothing is resumed.
+    """
+    if resume_from is None:
+        return None
+    if (resume_from / CHECKPOINT).is_dir():
+        return resume_from / CHECKPOINT
+    steps = {p.name.removeprefix("global_step_"): p for p in resume_from.parent.glob("global_step_*")}
+    last = _number(resume_from.name)
+    earlier = [int(n) for n, p in steps.items() if n.isdigit() and int(n) < last and (p / CHECKPOINT).is_dir()]
+    if not earlier:
+        return None
+    found = steps[str(max(earlier))] / CHECKPOINT
+    logger.warning("%s has no complete drafter; the run goes on with %s", resume_from, found)
+    return found
+
+
+def _number(name: str) -> float:
+    digits = name.removeprefix("global_step_")
+    return int(digits) if digits.isdigit() else float("inf")
+
+
+@contextmanager
+def saving(
+    place: Checkpoint, save: Callable[[Path], Call[Any]] | None, charged: Callable[[], AbstractContextManager[None]]
+) -> Iterator[Callable[[], None]]:
+    """Write the drafter while the policy is saved inside, which takes longer.
+
+    Yields what waits for it, to be called before verl names the step as one to resume from: both are of one step.
+
+    Args:
+        place: where.
+        save: begins to write the drafter to a directory; None: there is none to write.
+        charged: contains and charges what TLT does.
+    """
+    calls: list[Call[Any]] = []
+    with charged():
+        calls += [save(place.directory / CHECKPOINT)] if save else []
+
+    def written() -> None:
+        with charged():
+            while calls:
+                calls.pop().result(SAVE_S)
+
+    yield written
+    written()
+    with charged():
+        tidy(place)
+
+
+def tidy(place: Checkpoint) -> None:
+    """Remove what nobody will resume from, once the checkpoint of a step is complete."""
+    for left in place.directory.glob(f".{CHECKPOINT}.*"):  # by a run that was killed while it wrote
+        shutil.rmtree(left)
+    if not place.prunes or not (place.directory / POLICY).is_dir():  # on another node's disk: nothing is known here
+        return
+    for drafter in place.checkpoints.glob(f"global_step_*/{CHECKPOINT}"):
+        if not (drafter.parent / POLICY).is_dir():
+            # First its name, so that whoever is killed meanwhile leaves no half of a drafter to resume from.
+            shutil.rmtree(drafter.rename(drafter.with_name(f".{CHECKPOINT}.old-{secrets.token_hex(4)}")))
+
+
+@contextmanager
+def followed(owner: Any, method: str, follow: Callable[[], None]) -> Iterator[None]:
+    """Inside, `follow` is called whenever a method of `owner` has returned.
+
+    verl has no hook between the policy's files and the name of the step to resume from.
+    """
+    original = getattr(owner, method)
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        follow()
+        return result
+
+    setattr(owner, method, both)
+    try:
+        yield
+    finally:
+        setattr(owner, method, original)
