@@ -1,0 +1,326 @@
+"""A job that is killed again and again, and what each of its resumptions goes on with.
+
+    python -m benchmarks.resume --resumptions 20 --out benchmarks/results/resume.json
+
+One chain: the toy's GRPO job with two replicas saves every step; all its processes get SIGKILL at a random moment of a
+phase that is drawn in turn, and it is started again with verl's `resume_mode=auto`. What the new job holds in memory
+(its spot workers log fingerprints, its engines report theirs) is compared with the checkpoint's files, and these with
+what the trace of the killed jobs says of that step: version and weights that the engines served, optimizer steps that
+were trained, the drafter the whole chain began with. All of it must be of the step that verl resumes.
+
+The work folder keeps the chain: called again, the command goes on with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from benchmarks.toy_job import Job, make_assets
+from demo.processes import interruptible
+from demo.toy.assets import Assets
+from verl_tlt.drafter import fingerprint, load_training_state
+from verl_tlt.messages.training import Resumed
+from verl_tlt.report.reader import RunTrace, read_trace
+from verl_tlt.spot_worker.resume import INITIAL, moments
+from verl_tlt.trace.events import Event, LoadSample, Phase, Publish, Reload, RunStarted, Session
+from verl_tlt.trainer.checkpoints import CHECKPOINT
+
+OVERRIDES = (
+    "data.train_batch_size=4",
+    "data.max_response_length=480",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.rollout.max_model_len=560",
+    "trainer.max_actor_ckpt_to_keep=2",
+    "tlt.speculation.policy=fixed",
+    "tlt.speculation.fixed=2",
+    "tlt.speculation.calibrate=false",
+    "tlt.speculation.costs_dir=null",
+    "tlt.drafter.intermediate_size=null",
+    "tlt.drafter.warmup_steps=5",
+    "tlt.drafter.batch_tokens=512",
+    "tlt.buffer.min_tokens=300",
+    "tlt.spot.min_merge_steps=2",
+    "tlt.gate.min_tokens=64",
+)
+PHASES = ("save", "session", "merge", "publish", "start", "save", "rollout", "sync", "session", "update")
+"""Drawn in turn; `start` is a resumption that is killed itself."""
+LENGTHS_S = {
+    "start": 15.0, "rollout": 2.0, "session": 2.0, "merge": 0.4, "update": 1.0, "save": 0.4, "publish": 0.3, "sync": 1.0
+}  # fmt: skip
+"""Longest delay after a phase's mark, seconds: about as long as the phase is on two cores."""
+LIMIT_S = 300.0
+WENT_ON = re.compile(r"spot worker \S+ goes on from \S+: Resumed\((.*?)\)")
+STARTS = "TLT starts from"
+
+
+@dataclass
+class Target:
+    """When to kill: `delay_s` after the mark of `phase`, in the second step of a job or later."""
+
+    phase: str
+    delay_s: float
+    trained: bool = False
+    """A replica has run dry in the present step or before."""
+
+    def mark(self, event: Event, first: int) -> bool:
+        """Whether `event` is the mark; `first`: the job's first step, in which nobody can train."""
+        if isinstance(event, RunStarted) or event.step <= first:
+            return False
+        match event:
+            case LoadSample():
+                loads = list(event.inflight.values())
+                dry = len(loads) > 1 and min(loads) == 0 < max(loads)
+                self.trained |= dry
+                return self.phase == "rollout" or (self.phase == "session" and dry)
+            case Phase(name="rollout"):
+                return self.phase == "merge" and self.trained
+            case Phase(name="old_log_prob"):
+                return self.phase == "update"
+            case Phase(name="update_actor"):
+                return self.phase == "save"
+            case Publish():
+                return self.phase == "sync"
+        return False
+
+
+def draw(number: int, seed: int) -> Target:
+    """The target of kill `number`, from 0 on."""
+    phase = PHASES[number % len(PHASES)]
+    return Target(phase, random.Random(f"{seed}-{number}").uniform(0.0, LENGTHS_S[phase]))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a resumption must go on with: the checkpoint's files."""
+
+    step: int
+    version: int
+    policy_step: int
+    served_file: str
+    """Fingerprint of all that engines load."""
+    holds: Resumed
+    """What spot workers must hold."""
+
+
+def saved(checkpoints: Path) -> Saved | None:
+    """What lies in the checkpoint that verl is going to resume; None: it has no complete drafter."""
+    step = int((checkpoints / "latest_checkpointed_iteration.txt").read_text())
+    directory = checkpoints / f"global_step_{step}" / CHECKPOINT
+    if not directory.is_dir():
+        return None
+    facts = json.loads((directory / "provenance.json").read_text())
+    state, tensors = load_training_state(directory), load_file(directory / "model.safetensors")
+    served = fingerprint({name: tensors[name] for name in state["parameters"]})
+    holds = Resumed(
+        steps=state["steps"],
+        candidate=fingerprint(state["parameters"]),
+        served=served,
+        initial=fingerprint(state[INITIAL]) if INITIAL in state else served,
+        moments=moments(state["optimizer"]),
+    )
+    return Saved(step, facts["version"], facts["policy_step"], fingerprint(tensors), holds)
+
+
+def history(trace: RunTrace, step: int) -> dict[str, Any]:
+    """What the jobs so far wrote down of the moment at which `step` was saved; void steps are left out.
+
+    `served` is None while nobody has said what is loaded.
+    """
+
+    def lasted(event: Publish | Reload) -> bool:
+        """A step is saved before its drafter is published, so who resumes it knows of none but earlier publications."""
+        return event.step < min([step] + [run.step0 - 1 for run in trace.runs if run.t > event.t])
+
+    def saver(session: Session) -> str:
+        """The first replica's worker writes the checkpoint, and all go on with its optimizer."""
+        return [run.replicas[0] for run in trace.runs if run.t <= session.start][-1]
+
+    version = next((p.version for p in reversed(trace.publishes) if lasted(p)), 0)
+    loaded = {r.version: r.fingerprint for r in trace.reloads if r.ok and lasted(r)}
+    steps = sum(s.steps for s in trace.sessions if s.step <= step and s.replica == saver(s))
+    return {"version": version, "served": loaded.get(version), "initial": loaded.get(0), "steps": steps}
+
+
+def judge(want: Saved, past: dict[str, Any], step0: int, held: list[Resumed], reloads: list[Reload]) -> dict[str, Any]:
+    """Each thing that must be of one and the same step -> whether it is; None: the job was killed before it said so."""
+    first = [(r.version, r.fingerprint) == (want.version, want.served_file) for r in reloads if r.step == step0]
+    gate = past["initial"] in (None, want.holds.initial)
+    return {
+        "step": step0 == want.step + 1 and want.policy_step == want.step,
+        "version": want.version == past["version"],
+        "drafter": past["served"] in (None, want.served_file) and all(h.served == want.holds.served for h in held),
+        "engines": all(first) if first else None,
+        "candidate": all(h.candidate == want.holds.candidate for h in held),
+        "optimizer": all((h.moments, h.steps) == (want.holds.moments, want.holds.steps) for h in held),
+        "optimizer_steps": want.holds.steps == past["steps"],
+        "gate_initial": gate and all(h.initial == want.holds.initial for h in held),
+        "all_workers_said": len(held) == 2,
+    }  # fmt: skip
+
+
+def held_by(said: str) -> list[Resumed]:
+    """What each spot worker says it goes on with."""
+    found = [dict(re.findall(r"(\w+)='?([0-9a-f]+)'?", fields)) for fields in WENT_ON.findall(said)]
+    return [Resumed(**{**one, "steps": int(one["steps"])}) for one in found]
+
+
+def last_event(file: Path) -> str:
+    """What the killed job wrote down last, and for which step."""
+    record = json.loads(file.read_text().splitlines()[-1])
+    return " ".join(str(record[key]) for key in ("kind", "name", "step", "step0") if key in record)
+
+
+class Chain:
+    """The chain in its folder: every link is a start, its judgement, and how it was killed."""
+
+    def __init__(self, work: Path, seed: int) -> None:
+        self.work, self.seed = work, seed
+        self.run, self.file = work / "run", work / "chain.json"
+        self.links: list[dict[str, Any]] = json.loads(self.file.read_text()) if self.file.exists() else []
+        self.assets: Assets = make_assets(work / "assets", lambda i: [440 if i % 4 == 0 else 60, 40, 43, 46])
+
+    @property
+    def checkpoints(self) -> Path:
+        """verl's."""
+        return self.run / "checkpoints"
+
+    def link(self, target: Target | None) -> None:
+        """Start (again), judge what it goes on with, and kill it at the target; None: it runs two steps, to its end."""
+        tracker = self.checkpoints / "latest_checkpointed_iteration.txt"
+        resumes = tracker.exists()
+        want = saved(self.checkpoints) if resumes else None
+        last = int(tracker.read_text()) if resumes else 0
+        past = history(read_trace(self.run / "trace"), last) if want else {}
+        began = time.time()
+        job = Job(
+            self.run, self.assets, last + 2 if target is None else 10_000, OVERRIDES,
+            SAVE_FREQ="1", RESUME="auto", VERL_FILE_LOGGER_PATH=str(self.run / f"metrics-{len(self.links)}.jsonl"),
+        )  # fmt: skip
+        seen: list[Event] = []
+        try:
+            for event in self._until(job, target):
+                seen.append(event)
+            died = job.tree.process.poll()
+        finally:
+            said = job.said()
+            job.kill()
+        run = next((event for event in seen if isinstance(event, RunStarted)), None)
+        found: dict[str, Any] = {
+            "resumed_from": last,
+            "step0": run.step0 if run else None,
+            "killed_in": target.phase if target else None,
+            "delay_s": round(target.delay_s, 2) if target else None,
+            "last_event": last_event(self.run / "trace" / "trainer.jsonl"),
+            "saved": int(tracker.read_text()) if tracker.exists() else 0,
+            "seconds": round(time.time() - began, 1),
+        }
+        if died is not None:
+            found["ended_with"] = died
+        if resumes and (run is not None or died is not None):  # else it was killed before it had gone on
+            found["checks"] = {"it_went_on_with_a_drafter_of_that_step": False}
+            if want is not None and run is not None:
+                reloads = [event for event in seen if isinstance(event, Reload)]
+                found["checks"] = judge(want, past, run.step0, held_by(said), reloads)
+                found["version"] = want.version
+                found["optimizer_steps"] = want.holds.steps
+            found["equal"] = all(value is not False for value in found["checks"].values())
+        self.links.append(found)
+        self.file.write_text(json.dumps(self.links, indent=1))
+        print(json.dumps(found), flush=True)
+
+    def _until(self, job: Job, target: Target | None) -> Iterator[Event]:
+        """What the job writes until it is time to kill it."""
+        first, looked = 0, 0.0
+        if target is not None and target.phase == "start":
+            while STARTS not in job.said() and job.tree.process.poll() is None:
+                job.processes()
+                time.sleep(0.2)
+            time.sleep(target.delay_s)
+            return
+        for event in job.events(LIMIT_S):
+            yield event
+            if isinstance(event, RunStarted):
+                first = event.step0
+            if time.monotonic() - looked > 2.0:
+                looked = time.monotonic()
+                job.processes()
+            if target is None:
+                continue
+            if target.phase == "publish" and isinstance(event, Phase) and event.name == "update_actor":
+                if event.step > first:
+                    self._wait_for(event.step)
+                    time.sleep(target.delay_s)
+                    return
+            elif target.mark(event, first):
+                time.sleep(target.delay_s)
+                return
+
+    def _wait_for(self, step: int) -> None:
+        """Until verl names the step as the one to resume from; what was merged is published right after that."""
+        deadline = time.monotonic() + LIMIT_S
+        while int((self.checkpoints / "latest_checkpointed_iteration.txt").read_text() or 0) < step:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"step {step} was not saved")
+            time.sleep(0.002)
+
+
+def machine() -> str:
+    """What it ran on."""
+    import psutil
+
+    memory = psutil.virtual_memory().total / 2**30
+    return f"{psutil.cpu_count()} virtual {platform.machine()} cores that others share, {memory:.0f} GB"
+
+
+def commit() -> str:
+    """Of this checkout."""
+    return subprocess.check_output(
+        ["git", "rev-parse", "--short", "HEAD"], text=True, cwd=Path(__file__).parent
+    ).strip()
+
+
+@interruptible()
+def main() -> None:
+    """Go on with the chain until it is long enough."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--resumptions", type=int, default=20, help="those that get as far as to be judged")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work", type=Path, default=Path("demo-out/resume"))
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    chain = Chain(args.work.resolve(), args.seed)
+    while (judged := sum("equal" in link for link in chain.links)) < args.resumptions:
+        # The first link starts anew; the last one ends by itself.
+        chain.link(None if judged == args.resumptions - 1 else draw(len(chain.links), args.seed))
+    resumed = [link for link in chain.links if "equal" in link]
+    left = {path.parent.name for path in chain.checkpoints.glob(f"*/{CHECKPOINT}")}
+    kept = {path.parent.name for path in chain.checkpoints.glob("*/actor")}
+    result = {
+        "machine": machine(),
+        "commit": commit(),
+        "kills": sum(link["killed_in"] is not None for link in chain.links),
+        "resumed": len(resumed),
+        "equal": sum(link["equal"] for link in resumed),
+        "steps": chain.links[-1]["saved"],
+        "drafters_without_a_policy": sorted(left - kept),
+        "links": chain.links,
+    }
+    print(json.dumps({key: value for key, value in result.items() if key != "links"}, indent=1))
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

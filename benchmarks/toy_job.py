@@ -1,0 +1,122 @@
+"""One GRPO job of the demo's recipe on the smallest toy policy, for benchmarks that treat whole jobs badly or long.
+
+Response lengths are forced (`demo.toy.agent`), so that a replica runs dry long before another in nearly every step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from demo.follow import TraceTail
+from demo.processes import ProcessTree
+from demo.toy.assets import Assets, build_assets
+from verl_tlt.trace.events import Event
+
+RECIPE = Path(__file__).parents[1] / "demo" / "demo_grpo.sh"
+SAMPLES = 4
+"""Responses of a prompt."""
+
+
+def make_assets(folder: Path, lengths: Callable[[int], Sequence[int]], rows: int = 64) -> Assets:
+    """Policy and prompts below `folder`; response i of prompt number `index` has `lengths(index)[i]` tokens."""
+    assets = build_assets(folder, width="small", train_rows=rows, val_rows=8)
+    table = pq.read_table(assets.train).to_pylist()
+    for index, row in enumerate(table):
+        row["extra_info"]["forced_lengths"] = list(lengths(index))
+    pq.write_table(pa.Table.from_pylist(table), assets.train)
+    return assets
+
+
+class Job:
+    """A job of its own Ray cluster, followed by its trace.
+
+    Args:
+        out: its folder; one that holds checkpoints is resumed from.
+        assets: policy and prompts.
+        steps: after which it ends by itself.
+        overrides: of verl's and TLT's settings.
+        environment: of the recipe (`demo_grpo.sh`).
+    """
+
+    def __init__(self, out: Path, assets: Assets, steps: int, overrides: Sequence[str], **environment: str) -> None:
+        self.out, self.log, self.started = out, out / "verl.log", time.time()
+        out.mkdir(parents=True, exist_ok=True)
+        self._said = self.log.stat().st_size if self.log.exists() else 0
+        self._trace = TraceTail(out / "trace")
+        self._trace.poll()  # what earlier jobs wrote
+        env = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "OUT": str(out),
+            "ASSETS": str(assets.policy.parent),
+            "POLICY": str(assets.policy),
+            "AUX_LAYERS": ",".join(map(str, assets.aux_layers)),
+            "STEPS": str(steps),
+            "DTYPE": "float32",
+            **environment,
+        }
+        env.pop("RAY_ADDRESS", None)
+        command = [
+            str(RECIPE),
+            "data.shuffle=False",
+            f"actor_rollout_ref.rollout.n={SAMPLES}",
+            f"actor_rollout_ref.rollout.agent.agent_loop_config_path={assets.agent_loop}",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=forced_length",
+            *overrides,
+        ]
+        self.tree = ProcessTree(command, env=env, log=self.log, cwd=out)
+        self._known = self.processes()
+
+    def said(self) -> str:
+        """What this job has logged so far."""
+        with self.log.open("rb") as file:
+            file.seek(self._said)
+            return file.read().decode(errors="replace")
+
+    def events(self, limit_s: float, poll_s: float = 0.01) -> Iterator[Event]:
+        """The trace as it is written, until the job has ended.
+
+        Raises:
+            TimeoutError: nothing was written for `limit_s` seconds.
+        """
+        last = time.monotonic()
+        while True:
+            ended = self.tree.process.poll() is not None
+            for event in self._trace.poll():
+                last = time.monotonic()
+                yield event
+            if ended:
+                return
+            if time.monotonic() - last > limit_s:
+                raise TimeoutError(f"{self.out} has written nothing for {limit_s:.0f} s; see {self.log}")
+            time.sleep(poll_s)
+
+    def processes(self) -> list[psutil.Process]:
+        """All that are alive; call it now and then, or what detaches itself is lost sight of."""
+        self._known = self.tree.alive()
+        return self._known
+
+    def kill(self) -> None:
+        """SIGKILL to every process at once, as a machine that fails; then what they left outside their folder goes.
+
+        At once: those of the last look, since another one would take a tenth of a second; who is younger follows.
+        """
+        for process in self._known:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        self.end()
+
+    def end(self) -> None:
+        """End what is left."""
+        if left := self.tree.stop():
+            raise RuntimeError(f"these processes could not be ended: {left}")
