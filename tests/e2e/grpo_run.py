@@ -121,7 +121,8 @@ def grpo(
     log = out.with_name(f"{out.name}.log")
     left = finish(command, env, log, LIMIT_S)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return Run(out, {line["step"]: line["data"] for line in lines}, read_trace(out / "trace"), log.read_text(), left)
+    trace = read_trace(out / "trace") if env.get("TLT") != "0" else RunTrace(out / "trace")
+    return Run(out, {line["step"]: line["data"] for line in lines}, trace, log.read_text(), left)
 
 
 TLT = (

@@ -1,4 +1,4 @@
-"""One run that is resumed with TLT, then without, then with it again: the policy's checkpoints are verl's in any case."""
+"""A run of stock verl that goes on with TLT and then without it again: the policy's checkpoints are verl's anyway."""
 
 import json
 
@@ -17,10 +17,8 @@ def across(tmp_path_factory):
         out = base / f"run-{step}"
         out.mkdir()
         (out / "checkpoints").symlink_to(base / "checkpoints")
-        tlt = {"TLT": "1" if overrides else "0"}
-        finished.append(
-            grpo(out, base / "assets", step, *overrides, longest=120, SAVE_FREQ="1", RESUME="auto", EXECUTOR="uni", **tlt)
-        )
+        environment = {"SAVE_FREQ": "1", "RESUME": "auto", "EXECUTOR": "uni", "TLT": "1" if overrides else "0"}
+        finished.append(grpo(out, base / "assets", step, *overrides, longest=120, **environment))
     return finished
 
 
