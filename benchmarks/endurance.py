@@ -38,7 +38,7 @@ from verl_tlt.trace.events import Session
 TOLERANCE = {"memory": 0.1, "threads": 0.01, "files": 0.01, "shared_memory": 0.01, "objects": 0.02}
 """Most growth a step: MiB of a process, threads and open files of one, entries of /dev/shm, MiB in Ray's store."""
 MARGIN_S = 0.1
-STALL_S = 300.0
+STALL_S = 900.0
 STOCK = (
     "data.train_batch_size=2",
     "data.max_response_length=320",

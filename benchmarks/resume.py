@@ -60,7 +60,7 @@ LENGTHS_S = {
     "start": 15.0, "rollout": 2.0, "session": 2.0, "merge": 0.4, "update": 1.0, "save": 0.4, "publish": 0.3, "sync": 1.0
 }  # fmt: skip
 """Longest delay after a phase's mark, seconds: about as long as the phase is on two cores."""
-LIMIT_S = 300.0
+LIMIT_S = 900.0
 WENT_ON = re.compile(r"spot worker \S+ goes on from \S+: Resumed\((.*?)\)")
 STARTS = "TLT starts from"
 
