@@ -75,10 +75,14 @@ def test_nothing_is_sent_twice(root, name):
 @pytest.mark.parametrize(
     ("engine", "why"),
     [
-        (SimpleNamespace(dynamic_context_parallel=True, strategy="megatron"), "dynamic_context_parallel=True"),
-        (SimpleNamespace(dynamic_context_parallel=False, strategy="megatron"), "is a Linear, without a decoder"),
+        ({"dynamic_context_parallel": True}, "dynamic_context_parallel=True"),
+        ({"use_megatron_fsdp": True}, "use_megatron_fsdp=True"),
+        ({}, "is a Linear, without a decoder"),
     ],
 )
 def test_what_cannot_be_tapped_says_so(engine, why):
+    config = SimpleNamespace(
+        **{"strategy": "megatron", "dynamic_context_parallel": False, "use_megatron_fsdp": False, **engine}
+    )
     with pytest.raises(Untapped, match=why):
-        adapt(SimpleNamespace(engine_config=engine, module=[torch.nn.Linear(2, 2)]))
+        adapt(SimpleNamespace(engine_config=config, module=[torch.nn.Linear(2, 2)]))

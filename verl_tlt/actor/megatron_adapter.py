@@ -24,8 +24,8 @@ class MegatronAdapter:
         engine: `verl.workers.engine.megatron.transformer_impl.MegatronEngineWithLMHead`.
 
     Raises:
-        Untapped: sequences are scheduled over ranks anew in every step, split in another way than zigzag, or the model
-            is no GPT model.
+        Untapped: sequences are scheduled over ranks anew in every step, or split in another way than zigzag; layers
+            are sharded by Megatron-FSDP, or are not those of a GPT model.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -36,6 +36,11 @@ class MegatronAdapter:
             raise Untapped(
                 "actor_rollout_ref.actor.megatron.dynamic_context_parallel=True deals sequences out to ranks anew in "
                 "every step, and the hidden-state tap relies on their staying together."
+            )
+        if engine.engine_config.use_megatron_fsdp:
+            raise Untapped(
+                "actor_rollout_ref.actor.megatron.use_megatron_fsdp=True shards layers in a way that the hidden-state "
+                "tap was never tried with."
             )
         chunks = [unwrap_model(chunk) for chunk in engine.module]
         if not all(hasattr(chunk, "decoder") for chunk in chunks):

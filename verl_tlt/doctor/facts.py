@@ -52,8 +52,8 @@ class RecipeFacts:
     hybrid_engine: bool = True
     """Whether the actor's devices hold rollout replicas too."""
     strategy: str = "fsdp2"
-    dynamic_context_parallel: bool = False
-    """Megatron deals sequences out to ranks anew in every step."""
+    megatron: tuple[str, ...] = ()
+    """Switches of `actor.megatron` that are on."""
     rollout: str = "vllm"
     disaggregation: bool = False
     data_parallel: int = 1
@@ -100,7 +100,7 @@ def read_recipe(config: DictConfig, settings: TLTConfig) -> RecipeFacts:
     read_run_dir(config)
     remote = _is_remote(config)
     policy = str(_select(config, "actor_rollout_ref.model.path", ""))
-    strategy, dynamic_context_parallel = read_actor(config)
+    strategy, megatron = read_actor(config)
     return RecipeFacts(
         on=flag.wanted(config),
         mistaken=flag.mistaken(config),
@@ -109,7 +109,7 @@ def read_recipe(config: DictConfig, settings: TLTConfig) -> RecipeFacts:
         other_trainer=next((node for node in ("async_training", "rollout") if node in config), None),
         hybrid_engine=bool(_select(config, "actor_rollout_ref.hybrid_engine", True)),
         strategy=strategy,
-        dynamic_context_parallel=dynamic_context_parallel,
+        megatron=megatron,
         rollout=str(_select(config, f"{rollout}.name", "")),
         disaggregation=bool(_select(config, f"{rollout}.disaggregation.enabled", False)),
         data_parallel=_number(config, f"{rollout}.data_parallel_size", 1),
@@ -132,12 +132,12 @@ def read_recipe(config: DictConfig, settings: TLTConfig) -> RecipeFacts:
     )
 
 
-def read_actor(config: DictConfig) -> tuple[str, bool]:
-    """The actor's strategy, and whether Megatron deals sequences out to its ranks anew in every step."""
+def read_actor(config: DictConfig) -> tuple[str, tuple[str, ...]]:
+    """The actor's strategy, and which switches of its Megatron engine are on."""
     node = "actor_rollout_ref.actor"
-    return str(_select(config, f"{node}.strategy", "")), bool(
-        _select(config, f"{node}.megatron.dynamic_context_parallel", False)
-    )
+    switches = ("dynamic_context_parallel", "use_megatron_fsdp")
+    on = tuple(name for name in switches if _select(config, f"{node}.megatron.{name}", False))
+    return str(_select(config, f"{node}.strategy", "")), on
 
 
 def _context(config: DictConfig) -> int:

@@ -23,6 +23,11 @@ Level = Literal["ok", "warn", "refuse"]
 
 TAPPED = ("fsdp", "fsdp2", "megatron")
 """Actor strategies whose engine has a hidden-state tap; the others can speculate, but not train the drafter."""
+UNTAPPED_LAYOUTS = {
+    "dynamic_context_parallel": "deals sequences out to ranks anew in every step, which the tap cannot follow",
+    "use_megatron_fsdp": "shards layers in a way that the tap was never tried with",
+}
+"""Keys of `actor.megatron`, where they are set."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +43,20 @@ class Finding:
 Rule = Callable[[RecipeFacts, TLTConfig], Iterator[Finding]]
 
 
-def untapped(strategy: str, dynamic_context_parallel: bool) -> tuple[str, str] | None:
-    """Why the drafter cannot learn from such an actor, as (key, beginning of a sentence); None where it can."""
+def untapped(strategy: str, megatron: tuple[str, ...]) -> tuple[str, str] | None:
+    """Why the drafter cannot learn from such an actor, as (key, beginning of a sentence); None where it can.
+
+    Args:
+        strategy: the actor's.
+        megatron: keys of `actor.megatron` that are set.
+    """
     if strategy not in TAPPED:
         key = "actor_rollout_ref.actor.strategy"
         return key, f"{key}={strategy} has no hidden-state tap (only {', '.join(TAPPED)} have)"
-    if strategy == "megatron" and dynamic_context_parallel:
-        key = "actor_rollout_ref.actor.megatron.dynamic_context_parallel"
-        return key, f"{key}=True deals sequences out to ranks anew in every step, which the tap cannot follow"
+    for name in megatron if strategy == "megatron" else ():
+        if name in UNTAPPED_LAYOUTS:
+            key = f"actor_rollout_ref.actor.megatron.{name}"
+            return key, f"{key}=True {UNTAPPED_LAYOUTS[name]}"
     return None
 
 
@@ -146,7 +157,7 @@ def actor(run: RecipeFacts, settings: TLTConfig) -> Iterator[Finding]:
     what = "actor_rollout_ref.actor.strategy"
     if not settings.spot.enable:
         yield Finding("ok", what, f"{what}={run.strategy}; tlt.spot.enable=False, so the drafter stays as it is loaded")
-    elif why := untapped(run.strategy, run.dynamic_context_parallel):
+    elif why := untapped(run.strategy, run.megatron):
         useless = (
             "" if settings.drafter.path else ", which without tlt.drafter.path is random and will not speed up anything"
         )

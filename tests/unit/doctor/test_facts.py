@@ -8,6 +8,7 @@ from omegaconf import open_dict
 from verl_tlt.compat.versions import installed
 from verl_tlt.config import DrafterConfig, SpeculationConfig, TLTConfig, TLTConfigError
 from verl_tlt.doctor.facts import RecipeFacts, read_environment, read_recipe, read_settings
+from verl_tlt.doctor.rules import UNTAPPED_LAYOUTS
 
 DEFAULTS = TLTConfig()
 
@@ -36,7 +37,11 @@ def test_the_mode_is_read_the_same_before_and_after_activation(recipe):
         ("actor_rollout_ref.rollout.disaggregation", {"enabled": True}, "disaggregation", True),
         ("async_training", {"x": 1}, "other_trainer", "async_training"),
         ("trainer.use_v1", False, "use_v1", False),
-        ("actor_rollout_ref.actor.megatron.dynamic_context_parallel", True, "dynamic_context_parallel", True),
+        *(
+            (f"actor_rollout_ref.actor.megatron.{name}", on, "megatron", (name,) if on else ())
+            for name in UNTAPPED_LAYOUTS
+            for on in (True, False)
+        ),
         ("actor_rollout_ref.rollout.quantization", "fp8", "quantized_by", "actor_rollout_ref.rollout.quantization=fp8"),
         (
             "actor_rollout_ref.actor.fsdp_config.qat.enable",

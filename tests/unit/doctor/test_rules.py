@@ -8,7 +8,7 @@ from verl_tlt.compat.versions import SUPPORTED, release
 from verl_tlt.config import DrafterConfig, SpotConfig, TLTConfig
 from verl_tlt.doctor.facts import Environment, RecipeFacts
 from verl_tlt.doctor.models import Look
-from verl_tlt.doctor.rules import MODES, examine, judge_version
+from verl_tlt.doctor.rules import MODES, UNTAPPED_LAYOUTS, examine, judge_version
 
 GOOD = Environment("3.11.9", {"verl": "0.9.1", "vllm": "0.24.0", "speculators": "0.9.0"})
 BY_NAME = {s.name: s for s in SUPPORTED}
@@ -112,10 +112,12 @@ def test_an_engine_without_a_tap_speculates_only(strategy):
     assert levels(RecipeFacts(strategy=strategy)) == {"actor_rollout_ref.actor.strategy": "warn"}
 
 
-def test_megatron_feeds_the_drafter_unless_it_deals_sequences_out_anew():
+def test_megatron_feeds_the_drafter_but_for_layouts_without_a_tap():
     assert levels(RecipeFacts(strategy="megatron")) == {}
-    key = "actor_rollout_ref.actor.megatron.dynamic_context_parallel"
-    assert levels(RecipeFacts(strategy="megatron", dynamic_context_parallel=True)) == {key: "warn"}
+    for name in UNTAPPED_LAYOUTS:
+        key = f"actor_rollout_ref.actor.megatron.{name}"
+        assert levels(RecipeFacts(strategy="megatron", megatron=(name,))) == {key: "warn"}
+    assert levels(RecipeFacts(strategy="fsdp2", megatron=tuple(UNTAPPED_LAYOUTS))) == {}
 
 
 def test_a_random_drafter_that_cannot_learn_is_called_useless():

@@ -156,7 +156,7 @@ VERL = (
     Symbol("verl.utils.megatron_utils:unwrap_model", "model", used_by="actor/megatron_adapter.py"),
     Symbol(
         "verl.workers.config.engine:McoreEngineConfig",
-        has="strategy dynamic_context_parallel",
+        has="strategy dynamic_context_parallel use_megatron_fsdp",
         used_by="actor/megatron_adapter.py",
     ),
     Symbol(
