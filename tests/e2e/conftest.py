@@ -7,15 +7,17 @@ from grpo_run import TLT, Run, grpo
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory) -> Run:
-    """Five steps from a random head, with a checkpoint after the fourth."""
+    """Four steps from a random head, with a checkpoint after the last."""
     base = tmp_path_factory.mktemp("grpo")
-    return grpo(base / "run", base / "assets", 5, *TLT, SAVE_FREQ="4")
+    return grpo(base / "run", base / "assets", 4, *TLT, SAVE_FREQ="4")
 
 
 @pytest.fixture(scope="session")
 def resumed(run) -> Run:
-    """The same run, continued from its last checkpoint for one more step; its engines run their workers inside."""
+    """The same run, continued from its checkpoint for one more step; its engines run their workers inside, and what a
+    step costs is known from the run before."""
     out = run.out.parent / "resumed"
     out.mkdir()
     (out / "checkpoints").symlink_to(run.out / "checkpoints")
-    return grpo(out, run.out.parent / "assets", 6, *TLT, SAVE_FREQ="-1", RESUME="auto", EXECUTOR="uni")
+    tables = f"tlt.speculation.costs_dir={run.out}/tables"
+    return grpo(out, run.out.parent / "assets", 5, *TLT, tables, SAVE_FREQ="-1", RESUME="auto", EXECUTOR="uni")

@@ -29,7 +29,7 @@ def test_most_of_the_bubble_was_used_once_the_buffer_was_worth_it(run):
 def test_the_published_version_is_the_one_that_is_served(run):
     for metrics in run.steps.values():
         assert metrics["tlt/drafter_version"] == metrics["tlt/drafter_version_published"]
-    assert run.steps[5]["tlt/drafter_version"] >= 2
+    assert run.steps[4]["tlt/drafter_version"] >= 2
     by_version = {}
     for reload in run.trace.reloads:
         assert reload.ok
@@ -46,7 +46,7 @@ def test_rollout_and_actor_agree_on_probabilities_under_speculation(run):
 
 def test_acceptance_rose_from_a_random_head(run):
     assert run.steps[1]["tlt/accept_length"] == pytest.approx(1.0, abs=0.15)
-    assert run.steps[5]["tlt/accept_length"] > run.steps[1]["tlt/accept_length"] + 0.3
+    assert run.steps[4]["tlt/accept_length"] > run.steps[1]["tlt/accept_length"] + 0.3
 
 
 def test_nothing_failed_and_no_response_was_lost(run):
@@ -77,10 +77,10 @@ def test_metrics_reach_tensorboard(run):
 
 
 def test_resume_continues_the_drafter(run, resumed):
-    saved = json.loads((run.out / "checkpoints" / "global_step_5" / "tlt_drafter" / "provenance.json").read_text())
+    saved = json.loads((run.out / "checkpoints" / "global_step_4" / "tlt_drafter" / "provenance.json").read_text())
     assert saved["version"] >= 1
-    assert min(resumed.steps) == 6
+    assert min(resumed.steps) == 5
     first = min(resumed.trace.reloads, key=lambda r: r.t)
     assert first.version >= saved["version"]
     # A fresh random head would accept nothing in the first resumed step.
-    assert resumed.steps[6]["tlt/accept_length"] > 1.25
+    assert resumed.steps[5]["tlt/accept_length"] > 1.25

@@ -23,7 +23,7 @@ ENVIRONMENT = CPU_ENGINE | {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TOKENIZERS_PARALLELISM": "false",
 }
-REQUESTS, TOKENS = 120, 24
+REQUESTS, TOKENS = 80, 24
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,7 @@ def fleet(tmp_path_factory):
                     "actor_rollout_ref.rollout.dtype=float32",
                     "actor_rollout_ref.rollout.load_format=auto",
                     "actor_rollout_ref.rollout.enforce_eager=True",
+                    "+actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend=uni",
                     "+actor_rollout_ref.rollout.enable_sleep_mode=False",
                     "actor_rollout_ref.rollout.max_model_len=256",
                     "actor_rollout_ref.rollout.max_num_seqs=16",
@@ -105,7 +106,7 @@ async def storm(servers, balancer, config) -> tuple[list, list[SleepReply], int]
     answers: list[SleepReply] = []
 
     async def one(i: int):
-        await asyncio.sleep(rng.random() * 12)
+        await asyncio.sleep(rng.random() * 8)
         params = {"max_tokens": TOKENS, "ignore_eos": True, "logprobs": True, "temperature": 1.0}
         return await client.generate(f"request-{i}", prompt_ids=prompt(rng), sampling_params=params)
 
