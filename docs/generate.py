@@ -62,7 +62,8 @@ NOTES = {
     ],
     "speculation": [
         "`arms` must ascend, start with 0 and end at `max_draft_length` or below.",
-        "On engines with CUDA graphs, vLLM releases after 0.24 also get the arm 7 where `max_draft_length` allows it.",
+        "With the environment variable `TLT_FULL_GRAPHS=0`, K_max is 3 on engines with CUDA graphs too, where none is"
+        " given.",
         "`enable=false` starts engines without a drafter; `policy=off` starts them with one that never runs.",
         "`policy_options` are the chosen policy's, for example `'+tlt.speculation.policy_options={epsilon: 0.2}'` of"
         " `tlt.speculation.policy=bandit`.",

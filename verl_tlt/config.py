@@ -18,6 +18,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, Strict, ValidationError
 from pydantic.dataclasses import dataclass
 
 from verl_tlt.errors import TLTError
+from verl_tlt.speculation.graph_rules import LONGEST_WITHOUT_GRAPHS
 
 OBJECTIVES = {"eagle": 1, "hass": 3, "eagle3": 7}
 """Passes of the training-time test by the name of the method that trains so; the costs of the TLT paper's Table 7."""
@@ -101,11 +102,11 @@ class SpeculationConfig:
     or nobody."""
     policy_options: dict[str, Any] = field(default_factory=dict)
     """Constants of the policies goodput, bandit and ema, by name; docs/adaptive-speculation.md lists them."""
-    max_draft_length: Annotated[int, Field(ge=1, le=16)] = 3
-    """K_max: the longest draft."""
+    max_draft_length: Annotated[int, Field(ge=1, le=16)] | None = None
+    """K_max: the longest draft; null: 7 on engines with CUDA graphs for every draft length, else 3."""
     arms: Annotated[tuple[DraftLength, ...], Strict(False)] | None = None
     """Draft lengths the policy may use, ascending, starting with 0; null: 0..K_max on eager engines, else those with
-    CUDA graphs ({0, 1, 3} on vLLM 0.24, {0, 1, 3, 7} later), up to K_max."""
+    CUDA graphs (0, 1, 3 and 7), up to K_max."""
     fixed: DraftLength | None = None
     """The K of policy=fixed; null: K_max."""
     calibrate: bool = True
@@ -120,6 +121,11 @@ class SpeculationConfig:
     drafter elsewhere. n-grams give up vLLM's async scheduling."""
     ngram_keep: bool = True
     """Whether a prompt's responses outlive a weight sync, for its next epoch; false: only siblings are quoted."""
+
+    @property
+    def longest(self) -> int:
+        """K_max; where nobody has named or found one yet, that of an engine without CUDA graphs."""
+        return LONGEST_WITHOUT_GRAPHS if self.max_draft_length is None else self.max_draft_length
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -263,7 +269,7 @@ def _check_policy(s: SpeculationConfig) -> None:
     from verl_tlt.speculation.types import ControlError
 
     try:
-        make_policy(s.policy, s.arms or tuple(range(s.max_draft_length + 1)), settings=s.policy_options)
+        make_policy(s.policy, s.arms or tuple(range(s.longest + 1)), settings=s.policy_options)
     except ControlError as error:
         raise TLTConfigError(f"tlt.speculation.policy_options: {error}") from error
 
@@ -274,12 +280,11 @@ def _check(c: TLTConfig) -> None:
     if s.arms is not None:
         if list(s.arms) != sorted(set(s.arms)) or not s.arms or s.arms[0] != 0:
             raise TLTConfigError(f"tlt.speculation.arms must be ascending and start with 0, not {list(s.arms)}.")
-        if s.arms[-1] > s.max_draft_length:
+        if s.arms[-1] > s.longest:
             raise TLTConfigError(
-                f"tlt.speculation.arms goes up to {s.arms[-1]}, above "
-                f"tlt.speculation.max_draft_length={s.max_draft_length}."
+                f"tlt.speculation.arms goes up to {s.arms[-1]}, above tlt.speculation.max_draft_length={s.longest}."
             )
-    if s.fixed is not None and s.fixed > s.max_draft_length:
-        raise TLTConfigError(f"tlt.speculation.fixed must be 0..max_draft_length={s.max_draft_length}, not {s.fixed}.")
+    if s.fixed is not None and s.fixed > s.longest:
+        raise TLTConfigError(f"tlt.speculation.fixed must be 0..max_draft_length={s.longest}, not {s.fixed}.")
     if s.policy_options:
         _check_policy(s)

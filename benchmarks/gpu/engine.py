@@ -6,8 +6,8 @@
 * nan: does a worker notice a drafter that computes NaN, and are the tokens still the policy's?
 * distribution: are tokens sampled at temperature 1 distributed alike with drafts and without?
 * costs_stock_v1, costs_stock_v2: what a step of a 7B policy's shape takes by batch, with each of vLLM's model runners.
-* costs_tlt, costs_tlt_full_graphs: the same of an engine with a drafter, off and at each draft length, without and with
-  `TLT_FULL_GRAPHS=1`.
+* costs_tlt, costs_tlt_longest_graphs: the same of an engine with a drafter, off and at each draft length, with FULL
+  graphs for all of them and (`TLT_FULL_GRAPHS=0`) for the longest alone.
 * beside: memory at each stage of a training session on the device of a sleeping engine, which then wakes.
 
 Without a GPU: `--tiny`, which says of no figure that it is one of a GPU.
@@ -130,7 +130,7 @@ PARTS = {
     "costs_stock_v1": Part(lambda bench: step_costs(bench, drafting=False), 90, environment=_runner(1)),
     "costs_stock_v2": Part(lambda bench: step_costs(bench, drafting=False), 90, cuda_only=True, environment=_runner(2)),
     "costs_tlt": Part(step_costs, 90, environment=ENVIRONMENT),
-    "costs_tlt_full_graphs": Part(step_costs, 90, cuda_only=True, environment={**ENVIRONMENT, FULL_GRAPHS: "1"}),
+    "costs_tlt_longest_graphs": Part(step_costs, 90, cuda_only=True, environment={**ENVIRONMENT, FULL_GRAPHS: "0"}),
     "beside": Part(beside, 240, environment=ENVIRONMENT),
 }
 """In the order of what a user meets first."""

@@ -1,23 +1,30 @@
-"""What `verl_tlt.speculation.graph_rules` relies on, as arithmetic, against vLLM's own dispatcher: plain Python."""
+"""What graphs each draft length has, on vLLM's own code and without a GPU.
 
-import hashlib
-import inspect
+Of each supported release the parts that `vllm_worker.cuda_graphs` relies on are taken out of its source text and run:
+the dispatcher, how a batch is looked up in it, the capture of a graph, and the beginning of the dummy run that a
+capture consists of. The installed release always, others with `make contract`.
+"""
+
+import __future__
+
+import ast
+import os
+import textwrap
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from test_symbols import RELEASES, sources
 from vllm.config import CUDAGraphMode
 from vllm.v1 import cudagraph_dispatcher
-from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker import gpu_model_runner
 
-from verl_tlt.compat.versions import installed, release
-from verl_tlt.speculation.graph_rules import PLANS
-from verl_tlt.vllm_worker.cuda_graphs import capture_every_arm
+from verl_tlt.compat.sources import source_root
+from verl_tlt.speculation.graph_rules import FULL_GRAPHS, PLANS
+from verl_tlt.vllm_worker.cuda_graphs import KNOWN, SAYS, capture_every_arm, digest, full_graph_arms
 
-DISPATCHER = "51f632753af729aeee6ce4a802d9d74b64f22eef02a524f36e2a24b07ef0cf63"
-"""SHA-256 of vllm/v1/cudagraph_dispatcher.py in the releases below: one rule for all of them."""
-SAME_DISPATCHER = ((0, 24), (0, 26), (0, 28))
 SEQUENCES = 64
+CACHED = [version for package, version in RELEASES if package == "vllm"] if os.environ.get("TLT_CONTRACT_CACHE") else []
 
 
 def capture_sizes(max_num_seqs, longest, largest=512):
@@ -55,44 +62,89 @@ def graph_for(batch, draft_length, longest, sizes, max_num_seqs, full=()):
     return ("FULL" if has_full and padded <= width * max_num_seqs else "PIECEWISE"), padded
 
 
-class Runner:
-    """As much of a V1 model runner as the shim touches, with vLLM's own methods where they need no device."""
+# ---------------------------------------------------------------------- a runner of vLLM's own text
 
-    _is_uniform_decode = staticmethod(GPUModelRunner._is_uniform_decode)
+NO_DEVICE = SimpleNamespace(
+    accelerator=SimpleNamespace(synchronize=lambda: None),
+    profiler=SimpleNamespace(record_function=lambda name: nullcontext()),
+)
+"""As much of torch as a capture asks for before it begins."""
+
+
+def texts(version):
+    """{name: source} of what the shim wraps and relies on; version None: the installed release."""
+    root = source_root("vllm") if version is None else sources("vllm", version)
+    found = {}
+    for path in ("vllm/v1/worker/gpu_model_runner.py", "vllm/v1/cudagraph_dispatcher.py"):
+        source = (root / path).read_text()
+        lines = source.split("\n")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in {*KNOWN, *SAYS}:
+                first = min(n.lineno for n in (node, *node.decorator_list))
+                found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+    return found
+
+
+def compiled(source, cut_at=None, then=""):
+    """A function of vLLM's text, in the installed modules' namespace; with `cut_at`, its body up to that statement."""
+    (node,) = ast.parse(textwrap.dedent(source)).body
+    node.decorator_list = [d for d in node.decorator_list if ast.unparse(d) == "staticmethod"]
+    if cut_at:
+        last = next(i for i, s in enumerate(node.body) if ast.unparse(s).startswith(cut_at))
+        node.body = [*node.body[: last + 1], *ast.parse(then).body]
+    module = ast.fix_missing_locations(ast.Module([node], []))
+    names = {**vars(cudagraph_dispatcher), **vars(gpu_model_runner), "torch": NO_DEVICE}
+    flags = __future__.annotations.compiler_flag
+    exec(compile(module, "<vllm>", "exec", flags=flags, dont_inherit=True), names)
+    return names[node.name]
+
+
+def runner_class(version=None):
+    text = texts(version)
+    text["_dummy_run_"] = text.pop("_dummy_run")
+    names = {**vars(cudagraph_dispatcher)}
+    exec(text["CudagraphDispatcher"], names)
+    return type("Runner", (Made,), {
+        "dispatcher": names["CudagraphDispatcher"],
+        "_is_uniform_decode": compiled(text["_is_uniform_decode"]),
+        "_determine_batch_execution_and_padding": compiled(text["_determine_batch_execution_and_padding"]),
+        "_warmup_and_capture": compiled(text["_warmup_and_capture"]),
+        # Up to the point where the capture would begin: by then it must have found the graph it is to make.
+        "_dummy_run": compiled(
+            text["_dummy_run_"], "if cudagraph_runtime_mode is None",
+            "self.captured.append((cudagraph_runtime_mode.name, batch_desc))",
+        ),
+    })  # fmt: skip
+
+
+class Made:
+    """What those methods look at, of a runner that decodes `SEQUENCES` requests at most."""
 
     def __init__(self, longest):
-        sizes = capture_sizes(SEQUENCES, longest)
-        compilation = SimpleNamespace(
+        self.sizes, self.captured = capture_sizes(SEQUENCES, longest), []
+        scheduler = SimpleNamespace(max_num_seqs=SEQUENCES)
+        self.compilation_config = SimpleNamespace(
             cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE, is_attention_compiled_piecewise=lambda: True,
-            max_cudagraph_capture_size=sizes[-1], cudagraph_capture_sizes=sizes, compile_sizes=None, mode=3,
-            splitting_ops=[],
+            max_cudagraph_capture_size=self.sizes[-1], cudagraph_capture_sizes=self.sizes, compile_sizes=None, mode=3,
+            splitting_ops=[], pass_config=SimpleNamespace(enable_sp=False), cudagraph_num_of_warmups=1,
         )  # fmt: skip
-        config = SimpleNamespace(
-            compilation_config=compilation, num_speculative_tokens=longest, lora_config=None,
-            scheduler_config=SimpleNamespace(max_num_seqs=SEQUENCES),
+        self.parallel_config = SimpleNamespace(data_parallel_size=1, tensor_parallel_size=1)
+        self.model_config = SimpleNamespace(
+            is_encoder_decoder=False, multimodal_config=None, is_hybrid=False, use_mla=False, has_inner_state=False,
+            enforce_eager=False,
         )  # fmt: skip
-        self.cudagraph_dispatcher = CudagraphDispatcher(config)
+        self.vllm_config = SimpleNamespace(
+            compilation_config=self.compilation_config, num_speculative_tokens=longest, lora_config=None,
+            scheduler_config=scheduler, parallel_config=self.parallel_config, model_config=self.model_config,
+            observability_config=SimpleNamespace(cudagraph_metrics=False),
+        )  # fmt: skip
+        self.scheduler_config, self.max_num_tokens = scheduler, 8192
+        self.input_batch = SimpleNamespace(lora_id_to_lora_request={})
+        self.cudagraph_dispatcher = self.dispatcher(self.vllm_config)
         self.uniform_decode_query_len = 1 + longest
-        self.sizes, self.captured = sizes, []
 
-    def _determine_batch_execution_and_padding(
-        self, num_tokens, num_reqs, max_num_scheduled_tokens, force_uniform_decode=None
-    ):
-        uniform = self._is_uniform_decode(
-            max_num_scheduled_tokens=max_num_scheduled_tokens, uniform_decode_query_len=self.uniform_decode_query_len,
-            num_tokens=num_tokens, num_reqs=num_reqs, force_uniform_decode=force_uniform_decode,
-        )  # fmt: skip
-        return self.cudagraph_dispatcher.dispatch(num_tokens, uniform)
-
-    def _warmup_and_capture(self, desc, cudagraph_runtime_mode):
-        """As `_dummy_run`: a batch of the present width, which must lead back to the graph that is captured."""
-        width = self.uniform_decode_query_len if desc.uniform else desc.num_tokens
-        mode, found = self._determine_batch_execution_and_padding(
-            num_tokens=desc.num_tokens, num_reqs=-(-desc.num_tokens // width), max_num_scheduled_tokens=width,
-            force_uniform_decode=desc.uniform,
-        )  # fmt: skip
-        assert (mode, found.num_tokens, found.num_reqs) == (cudagraph_runtime_mode, desc.num_tokens, desc.num_reqs)
-        self.captured.append((mode.name, desc))
+    def _pad_for_sequence_parallelism(self, tokens):
+        return tokens
 
     def start(self):
         """Keys, then graphs, in vLLM's order."""
@@ -101,19 +153,52 @@ class Runner:
         )
         for mode, descs in self.cudagraph_dispatcher.get_capture_descs():
             for desc in descs:
+                self.captured.clear()
                 self._warmup_and_capture(desc, cudagraph_runtime_mode=mode)
+                # The warm-up runs without a graph; then the very one that was to be captured is found.
+                assert [name for name, _ in self.captured] == ["NONE", mode.name]
+                found = self.captured[-1][1]
+                assert (found.num_tokens, found.num_reqs, found.uniform) == (
+                    desc.num_tokens,
+                    desc.num_reqs,
+                    desc.uniform,
+                )
 
-    def step(self, batch, draft_length):
-        """(mode, padded tokens) of a decode step."""
-        width = 1 + draft_length
-        mode, desc = self._determine_batch_execution_and_padding(
-            num_tokens=batch * width, num_reqs=batch, max_num_scheduled_tokens=width
-        )
+    def step(self, batch, draft_length, width=None, tokens=None):
+        """(mode, padded tokens) of a decode step, looked up as `execute_model` does."""
+        width = width or 1 + draft_length
+        mode, desc, *_ = self._determine_batch_execution_and_padding(
+            num_tokens=tokens or batch * width, num_reqs=batch, num_scheduled_tokens_np=None,
+            max_num_scheduled_tokens=width, use_cascade_attn=False, num_encoder_reqs=0,
+        )  # fmt: skip
         return "eager" if mode == CUDAGraphMode.NONE else mode.name, desc.num_tokens
+
+
+@pytest.fixture(params=[None, *CACHED], scope="module", ids=lambda v: v or "installed")
+def release_of(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def runner_of(release_of):
+    cls = runner_class(release_of)
+
+    def make(longest, arms=()):
+        runner = cls(longest)
+        if arms:
+            assert capture_every_arm(runner, arms) == tuple(arms)
+        runner.start()
+        runner.sizes = runner.compilation_config.cudagraph_capture_sizes
+        return runner
+
+    return make
 
 
 def arms_of(longest):
     return [k for k in (0, 1, 3, 7) if k <= longest]
+
+
+# ---------------------------------------------------------------------- the rules
 
 
 def test_arms_divide_every_captured_size():
@@ -127,61 +212,131 @@ def test_memory_is_not_multiplied_by_arms():
     assert len(capture_sizes(256, 7)) <= len(capture_sizes(256, 3)) <= len(capture_sizes(256, 0))
 
 
-def test_the_rules_were_read_off_this_dispatcher():
-    assert {plan.first for plan in PLANS} >= set(SAME_DISPATCHER)
-    if release(installed("vllm"))[:2] in SAME_DISPATCHER:
-        assert hashlib.sha256(inspect.getsource(cudagraph_dispatcher).encode()).hexdigest() == DISPATCHER
-
-
 @pytest.mark.parametrize("longest", [1, 3, 7])
 @pytest.mark.parametrize("every_arm", [False, True])
-def test_each_step_runs_on_the_graph_that_the_rules_say(longest, every_arm):
-    runner = Runner(longest)
-    if every_arm:
-        capture_every_arm(runner, arms_of(longest))
-    runner.start()
+def test_each_step_runs_on_the_graph_that_the_rules_say(runner_of, longest, every_arm):
     full = arms_of(longest) if every_arm else ()
+    runner = runner_of(longest, full)
     for batch in range(1, SEQUENCES + 1):
         for k in range(longest + 1):
             assert runner.step(batch, k) == graph_for(batch, k, longest, runner.sizes, SEQUENCES, full), (batch, k)
 
 
 @pytest.mark.parametrize("longest", [3, 7])
-def test_with_the_shim_every_arm_has_a_full_graph_at_every_batch(longest):
-    runner = Runner(longest)
-    capture_every_arm(runner, arms_of(longest))
-    runner.start()
+def test_with_the_shim_every_arm_has_a_full_graph_at_every_batch(runner_of, longest):
+    runner, stock = runner_of(longest, arms_of(longest)), runner_of(longest)
     within = [(b, k) for b in range(1, SEQUENCES + 1) for k in arms_of(longest) if b * (1 + k) <= runner.sizes[-1]]
     assert len(within) >= 3 * SEQUENCES
     assert {runner.step(b, k)[0] for b, k in within} == {"FULL"}
-    # Not more than one more set of each kind: sizes that the width's batch cannot fill are left out.
-    stock = Runner(longest)
-    stock.start()
-    assert len(runner.captured) <= len(stock.captured) + len(arms_of(longest)) * len(runner.sizes)
+    # Not more than one more set of each kind, and the few small sizes.
+    graphs, without = (sum(len(d) for _, d in r.cudagraph_dispatcher.get_capture_descs()) for r in (runner, stock))
+    assert without < graphs <= without + len(arms_of(longest)) * len(runner.sizes)
 
 
-def test_a_mixed_batch_is_not_taken_for_a_decode_step():
-    runner = Runner(3)
-    capture_every_arm(runner, (0, 1, 3))
-    runner.start()
-    mode, _ = runner._determine_batch_execution_and_padding(num_tokens=9, num_reqs=8, max_num_scheduled_tokens=2)
-    assert mode == CUDAGraphMode.PIECEWISE
+@pytest.mark.parametrize("longest", [3, 7])
+def test_a_step_without_a_draft_runs_on_the_graph_that_stock_would_take(runner_of, longest):
+    """OFF and K=0 at every batch, against the same release's runner without any drafter."""
+    ours, stock = runner_of(longest, arms_of(longest)), runner_of(0)
+    for batch in range(1, SEQUENCES + 1):
+        assert ours.step(batch, 0) == stock.step(batch, 0) and ours.step(batch, 0)[0] == "FULL", batch
+    assert runner_of(longest).step(1, 0) == ("PIECEWISE", 1 + longest), "what the shim is for"
+
+
+def test_a_mixed_batch_is_not_taken_for_a_decode_step(runner_of):
+    runner = runner_of(3, (0, 1, 3))
+    assert runner.step(8, 1, tokens=9)[0] == "PIECEWISE"
     assert runner.uniform_decode_query_len == runner.cudagraph_dispatcher.uniform_decode_query_len == 4
 
 
-def test_other_graph_modes_are_left_alone():
-    runner, stock = Runner(3), Runner(3)
-    capture_every_arm(runner, (0, 1, 3))
+def test_other_graph_modes_are_left_alone(runner_of):
+    runner, stock = runner_of(3, (0, 1, 3)), runner_of(3)
     for one in (runner, stock):
+        one.compilation_config.cudagraph_capture_sizes = [4, 8]
+        one.cudagraph_dispatcher.cudagraph_keys = {CUDAGraphMode.PIECEWISE: set(), CUDAGraphMode.FULL: set()}
         one.cudagraph_dispatcher.initialize_cudagraph_keys(CUDAGraphMode.PIECEWISE, 4)
     assert runner.cudagraph_dispatcher.cudagraph_keys == stock.cudagraph_dispatcher.cudagraph_keys
 
 
-def test_the_shim_knows_the_installed_runner():
-    source = inspect.getsource(GPUModelRunner)
+def test_widths_that_do_not_divide_each_other_share_no_small_size(runner_of):
+    """Ten tokens a request: five and two do not divide each other, and a padded batch must be whole requests."""
+    runner = runner_of(9, (0, 1, 4, 9))
+    for batch in range(1, 9):
+        for k in (0, 1, 4, 9):
+            mode, tokens = runner.step(batch, k)
+            assert mode == "FULL" and tokens % (1 + k) == 0
+
+
+# ---------------------------------------------------------------------- which runner is known
+
+
+def test_the_shim_knows_the_runner_of_each_release(release_of):
+    text = texts(release_of)
+    assert {name: digest(text[name]) for name in KNOWN} == KNOWN
+    for name, said in SAYS.items():
+        assert all(words in text[name] for words in said), name
+    # By keyword, as the shim reads them.
+    root = source_root("vllm") if release_of is None else sources("vllm", release_of)
+    source = (root / "vllm/v1/worker/gpu_model_runner.py").read_text()
     assert "self.uniform_decode_query_len = 1 + self.num_spec_tokens" in source
-    assert "max_query_len = self.uniform_decode_query_len if uniform_decode else num_tokens" in source
     calls = source.split("self._determine_batch_execution_and_padding(")[1:]
-    assert all(call.lstrip().startswith("num_tokens=") for call in calls)  # by keyword, as the shim reads them
-    with pytest.raises(RuntimeError, match="TLT_FULL_GRAPHS=1 does not know this vLLM: its runner has no cudagr"):
-        capture_every_arm(SimpleNamespace(), (0, 1))
+    assert len(calls) == 2 and all(call.lstrip().startswith("num_tokens=") for call in calls)
+
+
+def test_a_docstring_changes_no_digest_and_anything_else_does():
+    text = texts(None)["_is_uniform_decode"]
+    assert digest(text.replace("Checks if", "Whether")) == digest(text)
+    assert digest(text.replace("num_tokens ==", "num_tokens >=")) != digest(text)
+
+
+@pytest.fixture
+def installed_runner():
+    """vLLM's own class, without a device behind it, and the configuration it would have."""
+    made = runner_class()(3)
+    runner = object.__new__(gpu_model_runner.GPUModelRunner)
+    runner.cudagraph_dispatcher = cudagraph_dispatcher.CudagraphDispatcher(made.vllm_config)
+    runner.uniform_decode_query_len = 4
+    return runner, made.vllm_config
+
+
+SETTINGS = {"arms": [0, 1, 3]}
+
+
+def test_every_arm_has_graphs_unless_somebody_says_no(installed_runner, monkeypatch):
+    runner, config = installed_runner
+    monkeypatch.setenv(FULL_GRAPHS, "0")
+    assert full_graph_arms(runner, config, SETTINGS) == (3,)
+    assert runner._warmup_and_capture.__name__ == "_warmup_and_capture", "nothing is wrapped"
+    monkeypatch.delenv(FULL_GRAPHS)
+    assert full_graph_arms(runner, config, SETTINGS) == (0, 1, 3)
+    assert runner._warmup_and_capture.__name__ == "warmup_and_capture"
+
+
+def test_where_nothing_is_captured_nothing_is_done(installed_runner):
+    runner, config = installed_runner
+    config.model_config.enforce_eager = True
+    assert full_graph_arms(runner, config, SETTINGS) is None
+    assert full_graph_arms(None, config, SETTINGS) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("another", "vLLM's _determine_batch_execution_and_padding is not the one of 0.24 to 0.31"),
+        ("hybrid", "the policy is not made of plain attention alone"),
+        ("V2", "vLLM's model runner is another one"),
+    ],
+)
+def test_an_unknown_runner_is_left_alone_with_one_line_in_the_log(installed_runner, caplog, change, why):
+    runner, config = installed_runner
+    if change == "another":
+        like = gpu_model_runner.GPUModelRunner
+        determine = dict(_determine_batch_execution_and_padding=like._is_uniform_decode)
+        runner.__class__ = type("Changed", (like,), determine)
+    elif change == "hybrid":
+        config.model_config.is_hybrid = True
+    else:
+        runner = SimpleNamespace()
+    assert full_graph_arms(runner, config, SETTINGS) == (3,)
+    (line,) = caplog.messages
+    assert line.startswith("Only drafts of 3 tokens have FULL CUDA graphs") and why in line
+    assert "_warmup_and_capture" not in vars(runner)

@@ -77,7 +77,7 @@ def test_the_engines_costs_and_a_session_beside_it(report_of):
     assert set(tlt["wall_ms"]) == {"off", "K=0"} and set(tlt["engine_ms"]) == {"off", "K=0", "K=1", "K=2", "K=3"}
     assert all(len(turns) == 3 for arm in tlt["engine_ms"].values() for turns in arm.values())
     assert set(found(report, "costs_stock_v1")["wall_ms"]["stock"]) == {"1", "2"}
-    assert all(report["parts"][part]["needs"] == "CUDA" for part in ("costs_stock_v2", "costs_tlt_full_graphs"))
+    assert all(report["parts"][part]["needs"] == "CUDA" for part in ("costs_stock_v2", "costs_tlt_longest_graphs"))
     beside = found(report, "beside")
     assert beside["decodes_afterwards"] and beside["memory_gib"]["awake"] == "needs CUDA"
     assert all(s["outcome"] == "stopped" for s in beside["session"]["found"]["sessions"])

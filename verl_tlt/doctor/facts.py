@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verl_tlt import flag
-from verl_tlt.compat.versions import SUPPORTED, installed
+from verl_tlt.compat.versions import SUPPORTED, installed, release
 from verl_tlt.config import TLTConfig, TLTConfigError
 from verl_tlt.doctor.models import Look, look_at_drafter, look_at_policy
 from verl_tlt.server.engine_arguments import problems
+from verl_tlt.speculation.graph_rules import FULL_GRAPHS, longest_draft
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -81,12 +82,35 @@ def read_environment() -> Environment:
 
 
 def read_settings(config: DictConfig) -> TLTConfig:
-    """The `tlt` node as checked settings; all defaults where it is absent.
+    """The `tlt` node as checked settings; all defaults where it is absent, K_max the one for this recipe's engines.
 
     Raises:
         TLTConfigError: an unknown key or a wrong value, named.
     """
-    return TLTConfig.from_dict(read_mapping(config, "tlt"))
+    node = read_mapping(config, "tlt")
+    speculation = node.get("speculation", {})
+    if isinstance(speculation, dict) and speculation.get("max_draft_length") is None:
+        found = release(installed("vllm") or "")
+        graphs = _on_gpu(config) and not _enforce_eager(config) and _full_graphs(config)
+        if found is not None:
+            node["speculation"] = {**speculation, "max_draft_length": longest_draft(found[:2], graphs)}
+    return TLTConfig.from_dict(node)
+
+
+def _on_gpu(config: DictConfig) -> bool:
+    return str(_select(config, "trainer.device", "cuda")) == "cuda"
+
+
+def _full_graphs(config: DictConfig) -> bool:
+    """Whether engines may capture graphs for every draft length; what Ray hands to them wins."""
+    handed = _select(config, f"ray_kwargs.ray_init.runtime_env.env_vars.{FULL_GRAPHS}")
+    return str(handed if handed is not None else os.environ.get(FULL_GRAPHS)) != "0"
+
+
+def _enforce_eager(config: DictConfig) -> bool:
+    """Whether engines capture no CUDA graphs; what is said to vLLM itself wins."""
+    user = read_mapping(config, "actor_rollout_ref.rollout.engine_kwargs.vllm")
+    return bool(user.get("enforce_eager", _select(config, "actor_rollout_ref.rollout.enforce_eager", False)))
 
 
 def read_recipe(config: DictConfig, settings: TLTConfig) -> RecipeFacts:
@@ -245,5 +269,4 @@ def _engine_problems(config: DictConfig, settings: TLTConfig) -> tuple[str, ...]
     if not settings.speculation.enable or installed("vllm") is None:
         return ()
     user = read_mapping(config, "actor_rollout_ref.rollout.engine_kwargs.vllm")
-    enforce_eager = user.get("enforce_eager", _select(config, "actor_rollout_ref.rollout.enforce_eager", False))
-    return tuple(problems(settings, user, bool(enforce_eager)))
+    return tuple(problems(settings, user, _enforce_eager(config)))

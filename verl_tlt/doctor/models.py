@@ -102,10 +102,10 @@ def look_at_drafter(settings: TLTConfig, policy: str, context: int) -> Look:
         elif path is None:
             aux_layers_for(shape.num_layers)
         elif is_name(path) and not _fetched(path):
-            read_config(folder(path, (CONFIG,)), shape, context + settings.speculation.max_draft_length)
+            read_config(folder(path, (CONFIG,)), shape, context + settings.speculation.longest)
             return Look(unseen=f"{DRAFTER}={path} fits by its config; its weights are fetched when the run starts.")
         else:
-            check_drafter(located(path), located(policy), context + settings.speculation.max_draft_length)
+            check_drafter(located(path), located(policy), context + settings.speculation.longest)
     except NotHereError as error:
         return Look(unseen=f"{str(error).rstrip('.')}, so whether {DRAFTER} fits was not checked.")
     except DrafterError as error:

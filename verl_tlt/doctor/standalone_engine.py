@@ -183,7 +183,7 @@ def write_drafter(setup: Setup, directory: Path) -> Path:
     from verl_tlt.drafter.staging import stage
     from verl_tlt.trainer.bootstrap import first_drafter
 
-    longest = setup.context + setup.tlt.speculation.max_draft_length
+    longest = setup.context + setup.tlt.speculation.longest
     served = first_drafter(setup.tlt, setup.policy, dtype_name(setup.rollout.dtype), longest, None).served
     stage(served.config, served.weights, directory)
     return directory

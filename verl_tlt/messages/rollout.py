@@ -67,6 +67,8 @@ class DrafterStatus:
     reloads: int = 0
     acceptance: tuple[float, ...] = ()
     """`DrafterFile.acceptance` of the drafter that is served."""
+    full_graphs: tuple[int, ...] | None = None
+    """`LoadReply.full_graphs`."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,8 @@ class LoadReply:
     seconds: float = 0.0
     shared: tuple[str, ...] = ()
     """Modules that are the policy's own."""
+    full_graphs: tuple[int, ...] | None = None
+    """Draft lengths whose steps have FULL CUDA graphs; None: nothing is captured there."""
 
 
 @dataclass(frozen=True)

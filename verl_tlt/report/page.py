@@ -81,7 +81,7 @@ class Serving:
         if run is None or not run.policy or not run.drafter:
             return None
         speculation = run.config.get("speculation", {})
-        return cls(run.policy, run.drafter, int(speculation.get("max_draft_length", MAX_DRAFT_LENGTH)))
+        return cls(run.policy, run.drafter, int(speculation.get("max_draft_length") or MAX_DRAFT_LENGTH))
 
     def command(self) -> str:
         """The shell command; drafts are sampled, which is what makes them acceptable at temperature 1."""

@@ -33,8 +33,8 @@ def engine_arms(tlt: TLTConfig, enforce_eager: bool, version: str | None = None)
     if s.arms is not None:
         return s.arms
     if enforce_eager:
-        return tuple(range(s.max_draft_length + 1))
-    return tuple(k for k in plan_for(_release(version)).arms if k <= s.max_draft_length)
+        return tuple(range(s.longest + 1))
+    return tuple(k for k in plan_for(_release(version)).arms if k <= s.longest)
 
 
 def speculative_config(drafter_dir: str, draft_length: int, source: str = "eagle") -> dict[str, Any]:

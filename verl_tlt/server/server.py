@@ -212,7 +212,8 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             fingerprint = combined(reply.sums for reply in replies)
         except Exception as error:  # the engine still holds the policy: decode without a drafter
             return f"{type(error).__name__}: {error}"
-        self._tlt_served = replace(self._tlt_served, fingerprint=fingerprint)
+        graphs = next((reply.full_graphs for reply in replies if reply.full_graphs is not None), None)
+        self._tlt_served = replace(self._tlt_served, fingerprint=fingerprint, full_graphs=graphs)
         if bad := next((reply for reply in replies if not reply.ok), None):
             return bad.error or "load failed"
         if fingerprint != staged.fingerprint:

@@ -3,8 +3,9 @@
 A captured graph saves the launch of hundreds of kernels per step, most of a small batch's time, so a draft length
 without one looks dearer than it is. vLLM's V1 model runner captures FULL graphs for batches in which every request has
 exactly 1 + K_max tokens, and PIECEWISE graphs (attention outside) by token count for everything else; counts are
-rounded up to multiples of 1 + K_max, up to a largest one, beyond which a step runs eagerly. A test holds this, as
-arithmetic, against vLLM's own dispatcher, whose text is the same in 0.24, 0.26 and 0.28.
+rounded up to multiples of 1 + K_max, up to a largest one, beyond which a step runs eagerly. `vllm_worker.cuda_graphs`
+has FULL graphs captured for the other draft lengths too, OFF and K=0 among them, as stock vLLM has them. A test holds
+both, as arithmetic, against vLLM's own dispatcher and runner, whose text is the same in 0.24 to 0.31.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 FULL_GRAPHS = "TLT_FULL_GRAPHS"
-"""Environment variable of the engines: 1 has `capture_every_arm` run. No setting, because no GPU has seen it."""
+"""Environment variable of driver and engines: 0 leaves FULL graphs to the longest arm, as vLLM does."""
+
+LONGEST, LONGEST_WITHOUT_GRAPHS = 7, 3
+"""K_max by default, where every arm has FULL graphs and where not: a longer one would have shorter drafts padded."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +37,18 @@ class GraphPlan:
     reason: str
 
 
-_V1_FULL = "the longest arm; with TLT_FULL_GRAPHS=1 every arm"
+_V1_FULL = "every arm (the longest alone with `TLT_FULL_GRAPHS=0`, or in a runner that was changed)"
 _V1_FALLBACK = "PIECEWISE, padded to a multiple of 1 + K_max; no arm is chosen whose step is above the largest graph"
 
 PLANS = (
     GraphPlan(
-        (0, 24), "V1", (0, 1, 3), _V1_FULL, _V1_FALLBACK,
+        (0, 24), "V1", (0, 1, 3, 7), _V1_FULL, _V1_FALLBACK,
         "The V2 runner of this release drafts K_max whatever is asked, and vLLM's own table of draft lengths would take"
-        " the FULL graphs away altogether; 1, 2 and 4 tokens a request divide every captured size, and a longer K_max "
-        "would pad K=0 to 8 tokens.",
+        " the FULL graphs away altogether; 1, 2 and 4 tokens a request divide every captured size.",
     ),
     GraphPlan(
         (0, 26), "V1", (0, 1, 3, 7), _V1_FULL, _V1_FALLBACK,
-        "As 0.24: V2 still drafts K_max, and with a table its capture fails for EAGLE (vLLM issue 48494). K=7 needs "
-        "`max_draft_length=7`.",
+        "As 0.24: V2 still drafts K_max, and with a table its capture fails for EAGLE (vLLM issue 48494).",
     ),
     GraphPlan(
         (0, 28), "V1", (0, 1, 3, 7), _V1_FULL, _V1_FALLBACK,
@@ -64,6 +66,16 @@ PLANS = (
 def plan_for(release: tuple[int, int]) -> GraphPlan:
     """The plan of a vLLM release (0.24 or later)."""
     return next((plan for plan in reversed(PLANS) if release >= plan.first), PLANS[0])
+
+
+def longest_draft(release: tuple[int, int], graphs: bool) -> int:
+    """K_max where the user names none.
+
+    Args:
+        release: of vLLM.
+        graphs: the engines capture CUDA graphs, and may for every arm.
+    """
+    return LONGEST if graphs and plan_for(release).runner == "V1" else LONGEST_WITHOUT_GRAPHS
 
 
 def table() -> str:

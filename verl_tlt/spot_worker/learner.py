@@ -193,7 +193,7 @@ class SpotLearner:
                 return SessionResult("exhausted")
             with self._visit(trains=True):
                 if self.unjudged:
-                    scores = self._score_held_out(self.config.speculation.max_draft_length, should_stop)
+                    scores = self._score_held_out(self.config.speculation.longest, should_stop)
                     self.unjudged = scores is None
                 done = train_until(self.trainer, self._batches(), should_stop)
             self.unmerged_steps += done.steps

@@ -164,6 +164,8 @@ class Reload:
     ok: bool
     """False: not the version or fingerprint asked for; the replica runs without speculation."""
     seconds: float = 0.0
+    full_graphs: Sequence[int] | None = None
+    """Draft lengths whose steps have FULL CUDA graphs; None: nothing is captured there."""
 
 
 @dataclass(frozen=True, kw_only=True)

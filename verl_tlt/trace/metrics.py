@@ -170,6 +170,8 @@ def _drafter_metrics(seen: StepObservations) -> dict[str, float | None]:
         metrics["tlt/gate_gain"], metrics["tlt/gate_gain_low"] = seen.publish.gain, seen.publish.gain_low
     if seen.reloads:
         metrics["tlt/reload_failures"] = sum(not r.ok for r in seen.reloads)
+    graphs = [len(r.full_graphs) for r in seen.reloads if r.full_graphs is not None]
+    metrics["tlt/full_graph_arms"] = min(graphs, default=None)
     return metrics
 
 

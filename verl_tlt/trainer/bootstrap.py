@@ -67,7 +67,7 @@ def first_drafter(config: TLTConfig, policy_dir: str, dtype: str, context: int, 
         )
         origin = "a random head"
         # Known without measuring: nothing is accepted, so the engines need not find out.
-        acceptance = (0.0,) * config.speculation.max_draft_length
+        acceptance = (0.0,) * config.speculation.longest
     aux_layers = tuple(model.config.eagle_aux_hidden_state_layer_ids)
 
     def file(as_dtype: str) -> DrafterFile:

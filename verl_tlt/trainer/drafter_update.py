@@ -99,7 +99,7 @@ def _merge(
         return
     if not merged.included:
         out.reason = "every session was excluded"
-    elif scores := fleet.score(config.speculation.max_draft_length):
+    elif scores := fleet.score(config.speculation.longest):
         _judge(out, gather(scores), fleet, config, version, dtype)
     else:
         out.reason = "merged, and the next session scores it"

@@ -56,7 +56,7 @@ def prepare(config: Any, tlt: TLTConfig, base_mode: str) -> RunSetup:
     policy_dir = copy_to_local(model.path, use_shm=model.get("use_shm", False))
     context = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     checkpoint, dtype = _resume_dir(config.trainer), dtype_name(rollout.dtype)
-    start = first_drafter(tlt, policy_dir, dtype, context + tlt.speculation.max_draft_length, checkpoint)
+    start = first_drafter(tlt, policy_dir, dtype, context + tlt.speculation.longest, checkpoint)
     facts = RunFacts(
         rule=RULES[base_mode],
         requests=data.train_batch_size * rollout.n,

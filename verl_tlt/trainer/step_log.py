@@ -166,7 +166,7 @@ class StepLog:
         for name, s in statuses.items():
             reload = Reload(
                 t=time.time(), step=step, replica=name, version=s.version, fingerprint=s.fingerprint,
-                ok=s.ok and s.version == wanted, seconds=s.seconds,
+                ok=s.ok and s.version == wanted, seconds=s.seconds, full_graphs=s.full_graphs,
             )  # fmt: skip
             self._reloads[name] = reload
             self.trace.emit("reload", **{k: v for k, v in vars(reload).items() if k != "t"})

@@ -1,40 +1,110 @@
 """FULL CUDA graphs for every draft length, in a vLLM worker that captures them for the longest one alone.
 
-The plan for each release and the arithmetic of graphs are in `speculation.graph_rules`; here is the shim that stands in
-for the upstream change in `patches/vllm`.
+Without them a step that drafts nothing runs on piecewise graphs, padded to 1 + K_max tokens, while stock vLLM runs the
+same step on a full one. So they are captured wherever vLLM's model runner is, word for word, the one that this file
+was written for; elsewhere the longest draft alone has them, and one line in the log says why. The arithmetic of graphs
+is in `speculation.graph_rules`; here is the shim that stands in for the upstream change in `patches/vllm`.
 """
 
 from __future__ import annotations
 
+import ast
+import hashlib
+import inspect
 import logging
-from collections.abc import Sequence
+import os
+import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl_tlt.speculation.graph_rules import FULL_GRAPHS
+from verl_tlt.speculation.graph_rules import FULL_GRAPHS, token_limit
 
 logger = logging.getLogger(__name__)
 
+KNOWN = {
+    "CudagraphDispatcher": "a060ab2f",
+    "_is_uniform_decode": "e0337d0a",
+    "_determine_batch_execution_and_padding": "2daff2bd",
+}
+"""`digest` of what is wrapped, the same in vLLM 0.24 to 0.31 (tests/contract/test_vllm_graphs.py)."""
+SAYS = {
+    "_dummy_run": (
+        "max_query_len = self.uniform_decode_query_len if uniform_decode else num_tokens",
+        "max_num_scheduled_tokens=max_query_len",
+        "force_uniform_decode=uniform_decode",
+    ),
+    "_warmup_and_capture": ("uniform_decode=desc.uniform", "desc.num_tokens"),
+}
+"""What the rest of the runner must say: it changes from release to release, elsewhere."""
 
-def capture_every_arm(runner: Any, arms: Sequence[int]) -> None:
-    """Give each arm its own FULL graphs; call it when the model is loaded, before graphs are captured.
+
+def full_graph_arms(runner: Any, vllm_config: Any, tlt: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Have every arm's graphs captured where that is possible; call it when the model is loaded, before the capture.
+
+    Args:
+        runner: vLLM's model runner.
+        vllm_config: resolved.
+        tlt: `additional_config["tlt"]`.
+
+    Returns:
+        Draft lengths whose steps will have FULL graphs; None where nothing is captured at all.
+    """
+    arms = tuple(tlt["arms"])
+    if not token_limit(vllm_config):
+        return None
+    if os.environ.get(FULL_GRAPHS) == "0":
+        return arms[-1:]
+    if (reason := unknown(type(runner), type(getattr(runner, "cudagraph_dispatcher", None)), vllm_config)) is None:
+        return capture_every_arm(runner, arms)
+    logger.warning("Only drafts of %d tokens have FULL CUDA graphs: %s.", arms[-1], reason)
+    return arms[-1:]
+
+
+def unknown(runner: type, dispatcher: type, vllm_config: Any) -> str | None:
+    """Why `capture_every_arm` would not know what it does with this model runner; None: it does."""
+    model = vllm_config.model_config
+    if model.use_mla or model.is_hybrid or model.has_inner_state:
+        return "the policy is not made of plain attention alone"
+    try:
+        parts = {name: getattr(runner, name) for name in (*KNOWN, *SAYS) if name != dispatcher.__name__}
+        texts = {name: inspect.getsource(part) for name, part in {**parts, dispatcher.__name__: dispatcher}.items()}
+    except (AttributeError, OSError, TypeError) as error:
+        return f"vLLM's model runner is another one ({error})"
+    changed = [name for name, known in KNOWN.items() if digest(texts[name]) != known]
+    changed += [name for name, said in SAYS.items() if any(words not in texts[name] for words in said)]
+    return f"vLLM's {changed[0]} is not the one of 0.24 to 0.31" if changed else None
+
+
+def digest(source: str) -> str:
+    """Of a definition's lines, without docstrings and indentation: what releases change without changing anything."""
+    source = textwrap.dedent(source)
+    prose: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node, clean=False) is not None:
+            prose |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    lines = [line.strip() for number, line in enumerate(source.split("\n"), 1) if number not in prose]
+    return hashlib.sha256("\n".join(line for line in lines if line).encode()).hexdigest()[:8]
+
+
+def capture_every_arm(runner: Any, arms: Sequence[int]) -> tuple[int, ...]:
+    """Give each arm its own FULL graphs, and a batch of one request one of exactly its tokens.
 
     The dispatcher tells graphs apart by tokens and requests, so graphs of several widths live side by side; what has to
     change with the batch is the one width that runner and dispatcher believe in. Graphs of all widths share one memory
-    pool, of which the largest decides the size. Upstream form: `patches/vllm`.
+    pool, of which the largest decides the size. vLLM rounds the sizes it captures up to multiples of 1 + K_max; the
+    sizes below, which stock vLLM has too, are put back. Upstream form: `patches/vllm`.
 
     Args:
         runner: vLLM's V1 `GPUModelRunner`.
         arms: draft lengths; those whose width does not divide 1 + K_max are left as they are.
 
-    Raises:
-        RuntimeError: this vLLM's runner is not the one that is known here.
+    Returns:
+        The arms that have graphs of their own, the longest included.
     """
-    needed = ("cudagraph_dispatcher", "uniform_decode_query_len", "_determine_batch_execution_and_padding")
-    missing = [name for name in (*needed, "_warmup_and_capture") if not hasattr(runner, name)]
-    if missing:
-        raise RuntimeError(f"{FULL_GRAPHS}=1 does not know this vLLM: its runner has no {missing[0]}.")
     dispatcher, longest = runner.cudagraph_dispatcher, runner.uniform_decode_query_len
-    widths = {1 + arm for arm in arms if longest % (1 + arm) == 0} - {longest}
+    widths = sorted({1 + arm for arm in arms if longest % (1 + arm) == 0} - {longest})
+    # A padded batch must still consist of whole requests, of whichever width.
+    small = [size for size in widths if all(size % width == 0 for width in widths if width < size)]
     initialize, determine = dispatcher.initialize_cudagraph_keys, runner._determine_batch_execution_and_padding
     warm_up = runner._warmup_and_capture
 
@@ -42,15 +112,18 @@ def capture_every_arm(runner: Any, arms: Sequence[int]) -> None:
         runner.uniform_decode_query_len = dispatcher.uniform_decode_query_len = width
 
     def initialize_cudagraph_keys(mode: Any, width: int = 1) -> None:
+        full, compilation = type(mode).FULL, dispatcher.compilation_config
+        separate = mode.decode_mode() == full and mode.separate_routine()
+        if separate and not compilation.pass_config.enable_sp:  # which needs multiples of the shards
+            compilation.cudagraph_capture_sizes = sorted({*compilation.cudagraph_capture_sizes, *small})
         initialize(mode, width)
-        full = type(mode).FULL
-        if mode.decode_mode() != full or not mode.separate_routine():
+        if not separate:
             return  # one set of graphs for all widths, or none
         for other in widths:
             believe(other)
             most = other * dispatcher.vllm_config.scheduler_config.max_num_seqs
-            for size in dispatcher.compilation_config.cudagraph_capture_sizes:
-                if other <= size <= most:
+            for size in compilation.cudagraph_capture_sizes:
+                if other <= size <= most and size % other == 0:
                     for loras in dispatcher._get_lora_cases():
                         key = dispatcher._create_padded_batch_descriptor(size, True, loras > 0, loras)
                         dispatcher.add_cudagraph_key(full, key)
@@ -79,4 +152,5 @@ def capture_every_arm(runner: Any, arms: Sequence[int]) -> None:
     dispatcher.initialize_cudagraph_keys = initialize_cudagraph_keys
     runner._warmup_and_capture = warmup_and_capture
     runner._determine_batch_execution_and_padding = determine_batch
-    logger.info("FULL CUDA graphs are captured for %s tokens a request too.", sorted(widths))
+    logger.info("FULL CUDA graphs are captured for %s tokens a request, besides %d.", widths, longest)
+    return tuple(width - 1 for width in (*widths, longest))

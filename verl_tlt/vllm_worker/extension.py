@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,8 @@ from verl_tlt.drafter.digest import Sums, combined, fingerprint, own_shards, par
 from verl_tlt.drafter.staging import staged_weights
 from verl_tlt.errors import TLTError
 from verl_tlt.messages.rollout import DraftingReply, LoadReply
-from verl_tlt.speculation.graph_rules import FULL_GRAPHS
 from verl_tlt.vllm_worker.broken_drafts import BrokenDrafts
-from verl_tlt.vllm_worker.cuda_graphs import capture_every_arm
+from verl_tlt.vllm_worker.cuda_graphs import full_graph_arms
 from verl_tlt.vllm_worker.drafter_buffers import DrafterBuffers
 from verl_tlt.vllm_worker.ngram_verification import NoProposals, verify_as_certain
 
@@ -42,11 +41,13 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
 
     tlt_buffers: DrafterBuffers
     tlt_broken: BrokenDrafts | None = None
+    tlt_full_graphs: tuple[int, ...] | None = None
 
     def __new__(cls, **kwargs: Any) -> Any:
         """As verl's; what some settings need in the model runner is put there as soon as the models are loaded."""
         worker = super().__new__(cls, **kwargs)
-        tlt = (kwargs["vllm_config"].additional_config or {}).get("tlt", {})
+        config = kwargs["vllm_config"]
+        tlt = (config.additional_config or {}).get("tlt", {})
         speculation = tlt.get("speculation", {})
         load_model = worker.load_model
 
@@ -59,8 +60,8 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
                 verify_as_certain(worker.model_runner)
             if drafter is not None and hasattr(worker.model_runner, "_get_spec_decode_draft_probs"):
                 worker.tlt_broken = BrokenDrafts(worker.model_runner, partial(worker.tlt_set_drafting, False))
-            if os.environ.get(FULL_GRAPHS) == "1":
-                capture_every_arm(worker.model_runner, tlt["arms"])
+            if "arms" in tlt:
+                worker.tlt_full_graphs = full_graph_arms(worker.model_runner, config, tlt)
             return result
 
         worker.load_model = load
@@ -102,7 +103,7 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
             return asdict(LoadReply(ok=False, error=text))
         seconds = time.perf_counter() - start
         loaded = LoadReply(ok=True, fingerprint=combined([sums]), sums=sums, seconds=seconds, shared=tuple(shared))
-        return asdict(loaded)
+        return asdict(replace(loaded, full_graphs=self.tlt_full_graphs))
 
     def tlt_fingerprint(self) -> str:
         """Fingerprint of the drafter that is live here (this rank's shard); empty without one.

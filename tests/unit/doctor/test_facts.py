@@ -1,6 +1,7 @@
 """Reading facts off a config and a disk."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from omegaconf import open_dict
@@ -183,8 +184,40 @@ def test_an_unresolvable_key_is_named(recipe):
         read_recipe(recipe, DEFAULTS)
 
 
+@pytest.mark.parametrize(
+    ("rollout", "tlt", "longest"),
+    [
+        ({}, {}, 7),
+        ({"enforce_eager": True}, {}, 3),
+        ({"engine_kwargs": {"vllm": {"enforce_eager": True}}}, {}, 3),
+        ({"enforce_eager": True}, {"max_draft_length": 5}, 5),
+        ({}, {"max_draft_length": None, "arms": [0, 7]}, 7),
+    ],
+)
+def test_the_longest_draft_is_that_for_which_the_engines_have_graphs(recipe, rollout, tlt, longest):
+    with open_dict(recipe):
+        recipe.actor_rollout_ref.rollout = {**recipe.actor_rollout_ref.rollout, **rollout}
+        recipe.tlt = {"speculation": tlt}
+    assert read_settings(recipe).speculation.longest == longest
+    with open_dict(recipe):
+        recipe.trainer.device = "cpu"
+    if "arms" not in tlt:
+        assert read_settings(recipe).speculation.longest == tlt.get("max_draft_length", 3)
+
+
+def test_without_graphs_for_every_arm_the_longest_draft_is_shorter(recipe, monkeypatch):
+    monkeypatch.setenv("TLT_FULL_GRAPHS", "0")
+    assert read_settings(recipe).speculation.longest == 3
+    with open_dict(recipe):
+        recipe.ray_kwargs = {"ray_init": {"runtime_env": {"env_vars": {"TLT_FULL_GRAPHS": "1"}}}}
+    assert read_settings(recipe).speculation.longest == 7
+
+
 def test_settings_default_without_a_tlt_node(recipe):
-    assert read_settings(recipe) == DEFAULTS
+    with open_dict(recipe):
+        recipe.trainer.device = "cpu"
+    speculation = replace(DEFAULTS.speculation, max_draft_length=3)
+    assert read_settings(recipe) == replace(DEFAULTS, speculation=speculation)
 
 
 def test_the_environment_lists_every_package_that_matters():

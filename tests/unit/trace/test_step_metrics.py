@@ -132,7 +132,7 @@ TAU = {"candidate": 2.5, "served": 2.2, "initial": 2.3}
 )
 def test_publication(decision, skipped, tau):
     publish = Publish(t=0.0, step=4, version=3, decision=decision, tau=TAU, seconds=0.02, gain=0.1, gain_low=-0.02)
-    reload = Reload(t=0.0, step=4, replica="a", version=2, fingerprint="f", ok=False)
+    reload = Reload(t=0.0, step=4, replica="a", version=2, fingerprint="f", ok=False, full_graphs=(3,))
     metrics = step_metrics(
         StepObservations(
             publish=publish, reloads=[reload], step=9, served_since=4, published_version=3, served_version=2
@@ -143,7 +143,7 @@ def test_publication(decision, skipped, tau):
     assert (metrics["tlt/gate_gain"], metrics["tlt/gate_gain_low"]) == (0.1, -0.02)
     assert metrics["tlt/drafter_staleness"] == 5.0
     assert (metrics["tlt/drafter_version_published"], metrics["tlt/drafter_version"]) == (3.0, 2.0)
-    assert metrics["tlt/reload_failures"] == 1.0
+    assert metrics["tlt/reload_failures"] == 1.0 and metrics["tlt/full_graph_arms"] == 1.0
 
 
 def test_nothing_seen_gives_no_key_and_values_are_finite_floats():
@@ -193,7 +193,8 @@ def test_every_metric_is_documented():
         stop_latency_s={"a": 0.02}, sessions=[session(loss_last=2.0)], overhead={"tap": 0.1}, step=9, served_since=4,
         publish=Publish(t=0.0, step=4, version=3, decision="kept", tau=TAU, gain=0.1, gain_low=0.0),
         published_version=3, served_version=2,
-        reloads=[Reload(t=0.0, step=4, replica="a", version=2, fingerprint="f", ok=True)], spot_failures=0, errors=0,
+        reloads=[Reload(t=0.0, step=4, replica="a", version=2, fingerprint="f", ok=True, full_graphs=(0, 3))],
+        spot_failures=0, errors=0,
         audit_saved_frac=0.2,
     )  # fmt: skip
     names = {
