@@ -56,7 +56,7 @@ TLT = (
     "tlt.drafter.batch_tokens=768",
     "tlt.buffer.min_tokens=100",
     "tlt.buffer.keep_steps=4",
-    "tlt.spot.max_epochs=.inf",
+    "tlt.spot.max_epochs=1000000",
     "tlt.spot.min_merge_steps=2",
 )
 
@@ -68,12 +68,13 @@ def lengths(index: int) -> list[int]:
     return [rng.randint(140, 300), *short[1:]] if index % 2 == 0 else short
 
 
-def watch(job: Job, steps: int) -> list[dict[str, Any]]:
-    """A look at every process after each step."""
+def watch(job: Job, steps: int, minutes: float) -> list[dict[str, Any]]:
+    """A look at every process after each step, until there are enough, or time is up."""
     metrics, shm, store = Tail(job.out / "metrics.jsonl"), SharedMemory(), None
     looks: list[dict[str, Any]] = []
     last = time.monotonic()
-    while len(looks) < steps:
+    end = last + 60 * minutes
+    while len(looks) < steps and time.monotonic() < end:
         ended = job.tree.process.poll() is not None
         for line in metrics.poll():
             last = time.monotonic()
@@ -191,6 +192,7 @@ def main() -> None:
     """Run the job, judge what was seen, keep the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=230)
+    parser.add_argument("--minutes", type=float, default=120, help="after which fewer steps must do")
     parser.add_argument("--last", type=int, default=150, help="steps over which nothing may grow")
     parser.add_argument("--stock", action="store_true", help="the same job without TLT")
     parser.add_argument("--work", type=Path, default=Path("demo-out/endurance"))
@@ -202,9 +204,11 @@ def main() -> None:
     began = time.time()
     job = Job(work / "run", assets, args.steps, overrides, SAVE_FREQ="25", TLT="0" if args.stock else "1")
     try:
-        looks = watch(job, args.steps)
+        looks = watch(job, args.steps, args.minutes)
     finally:
         job.end()
+    if not looks:
+        raise SystemExit(f"the job ended no step; see {job.log}")
     (work / "looks.json").write_text(json.dumps(looks))
     grown = growth(looks, args.last)
     result = {

@@ -120,3 +120,6 @@ class Job:
         """End what is left."""
         if left := self.tree.stop():
             raise RuntimeError(f"these processes could not be ended: {left}")
+        with contextlib.suppress(ChildProcessError):  # orphans are this process's children, and zombies until then
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
