@@ -87,11 +87,14 @@ class ObjectStore:
     def __init__(self, processes: Iterable[psutil.Process]) -> None:
         from ray._private.internal_api import get_state_from_address
 
-        lines = (" ".join(p.cmdline()) for p in processes if "raylet" in p.name())
-        self._state: Any = get_state_from_address(next(iter(re.findall(r"--gcs-address=(\S+)", " ".join(lines)))))
+        found: list[str] = []
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                found += re.findall(r"--gcs-address=(\S+)", " ".join(process.cmdline()))
+        self._state: Any = get_state_from_address(found[0])
 
     def used(self) -> float:
         """MiB of objects."""
         from ray._private.internal_api import get_memory_info_reply
 
-        return get_memory_info_reply(self._state).store_stats.object_store_bytes_used / MIB
+        return float(get_memory_info_reply(self._state).store_stats.object_store_bytes_used) / MIB
