@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from benchmarks.resume import held_by, saved
+
 pytestmark = pytest.mark.e2e
 
 
@@ -77,10 +79,14 @@ def test_metrics_reach_tensorboard(run):
 
 
 def test_resume_continues_the_drafter(run, resumed):
-    saved = json.loads((run.out / "checkpoints" / "global_step_4" / "tlt_drafter" / "provenance.json").read_text())
-    assert saved["version"] >= 1
+    facts = json.loads((run.out / "checkpoints" / "global_step_4" / "tlt_drafter" / "provenance.json").read_text())
+    assert facts["version"] >= 1
     assert min(resumed.steps) == 5
     first = min(resumed.trace.reloads, key=lambda r: r.t)
-    assert first.version >= saved["version"]
+    held = saved(run.out / "checkpoints")
+    assert (first.version, first.fingerprint) == (facts["version"], held.served_file)
+    assert held_by(resumed.log) == [held.holds] * 2, (
+        "each spot worker: candidate, moments, steps, the gate's references"
+    )
     # A fresh random head would accept nothing in the first resumed step.
     assert resumed.steps[5]["tlt/accept_length"] > 1.25
