@@ -122,6 +122,85 @@ def report(
 
 
 @app.command()
+def advise(
+    recipe: Annotated[list[str], typer.Argument(help="Your recipe: its overrides, or its script.")],
+    trace: Annotated[Path | None, typer.Option(help="Trace directory of a run of it (tlt.trace.dir).")] = None,
+    metrics: Annotated[
+        Path | None, typer.Option(help="Metrics of a run of it, stock or not: verl's `file` logger or console log.")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="A100, B200, H100, H20, H200 or L40S; H100 if not given.")] = None,
+    parameters: Annotated[float | None, typer.Option(help="The policy's size, in billions.")] = None,
+    response_length: Annotated[float | None, typer.Option(help="Mean response, in tokens.")] = None,
+    reward_seconds: Annotated[float, typer.Option(min=0, help="What reward adds to a step.")] = 0.0,
+    acceptance: Annotated[
+        str | None, typer.Option(help="Of your drafter, by position: 0.8,0.75,0.7 as verl-tlt evaluate says it.")
+    ] = None,
+    config_name: Annotated[str, typer.Option(help="verl's top-level config.")] = "ppo_trainer",
+    seed: Annotated[int, typer.Option(min=0, help="Seeds the simulation.")] = 0,
+) -> None:
+    """Say whether TLT would pay, by how much, and which number decides; from a recipe, better with a run of it."""
+    _need("advise", "verl")
+    from verl_tlt.advise.command import Given, parse_acceptance
+    from verl_tlt.advise.command import advise as run
+    from verl_tlt.console import make_console
+
+    with _refusals():
+        given = Given(
+            gpu, parameters, response_length, reward_seconds, parse_acceptance(acceptance), trace, metrics, seed
+        )
+        run(recipe, config_name, given, make_console())
+
+
+@app.command()
+def simulate(
+    replicas: Annotated[int, typer.Option(help="Rollout replicas.")] = 16,
+    requests: Annotated[int, typer.Option(help="Responses of an RL step.")] = 1024,
+    steps: Annotated[int, typer.Option(help="RL steps.")] = 8,
+    median: Annotated[float, typer.Option(help="Median response, in tokens.")] = 2000.0,
+    sigma: Annotated[float, typer.Option(help="Spread of the logarithm of response lengths.")] = 1.0,
+    longest: Annotated[int, typer.Option(help="Longest response, in tokens.")] = 16384,
+    lengths: Annotated[
+        Path | None, typer.Option(help="Recorded response lengths instead: a JSON list, or one number a line.")
+    ] = None,
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
+    cost: Annotated[
+        str, typer.Option(help="What engine steps cost: qwen3-8b-h100, qwen-32b-4xh100, or a table of calibrate.")
+    ] = "qwen3-8b-h100",
+    arms: Annotated[str, typer.Option(help="Draft lengths the policy may choose.")] = "0,1,3",
+    policy: Annotated[str, typer.Option(help="tlt.speculation.policy.")] = "goodput",
+    max_num_seqs: Annotated[int, typer.Option(help="Requests an engine decodes at once.")] = 256,
+    acceptance: Annotated[
+        str, typer.Option(help="By position: of a drafter that has learned all it can.")
+    ] = "0.8,0.75,0.7",
+    start: Annotated[
+        str | None, typer.Option(help="Of the one the run begins with; not given: it has learned already.")
+    ] = None,
+    learning_tokens: Annotated[float, typer.Option(help="Training tokens that close 63 % of what is left.")] = 1e6,
+    fade: Annotated[float, typer.Option(help="Share of it that a policy update undoes.")] = 0.02,
+    train_tokens_s: Annotated[float, typer.Option(help="Tokens a second that an idle replica learns from.")] = 20000.0,
+    rest: Annotated[float, typer.Option(help="Seconds of a step outside rollout.")] = 30.0,
+    overhead: Annotated[float, typer.Option(help="TLT's own seconds in a step.")] = 0.5,
+    seed: Annotated[int, typer.Option(min=0, help="Everything drawn at random.")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="Also write the steps there, as JSON.")] = None,
+) -> None:
+    """Simulate an RL run with TLT beside stock, with our own control code, on a computed clock."""
+    from verl_tlt.advise.command import parse_acceptance
+    from verl_tlt.advise.simulation import Settings
+    from verl_tlt.advise.simulation import simulate_run as run
+    from verl_tlt.console import make_console
+
+    with _refusals():
+        settings = Settings(
+            replicas=replicas, requests=requests, steps=steps, median=median, sigma=sigma, longest=longest,
+            lengths=lengths, prompt=prompt, cost=cost, arms=arms, policy=policy, max_num_seqs=max_num_seqs,
+            acceptance=parse_acceptance(acceptance), start=parse_acceptance(start), learning_tokens=learning_tokens,
+            fade=fade, train_tokens_s=train_tokens_s, rest_s=rest, overhead_s=overhead, seed=seed,
+        )  # fmt: skip
+        run(settings, jobs, out, make_console())
+
+
+@app.command()
 def warmup(
     model: Annotated[Path, typer.Option(help="The policy's Hugging Face directory, or its name on the hub.")],
     prompts: Annotated[Path, typer.Option(help="Prompts: verl's .parquet, .jsonl with a field `prompt`, or .txt.")],

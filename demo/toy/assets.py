@@ -182,10 +182,10 @@ def _write_rows(path: Path, split: str, count: int, seed: int) -> None:
     import pyarrow.parquet as pq
 
     rng = random.Random(f"{split} {seed}")
-    pq.write_table(pa.Table.from_pylist([_row(rng, split, i) for i in range(count)]), path)
+    pq.write_table(pa.Table.from_pylist([prompt_row(rng, split, i) for i in range(count)]), path)
 
 
-def _row(rng: random.Random, split: str, index: int) -> dict[str, Any]:
+def prompt_row(rng: random.Random, split: str, index: int) -> dict[str, Any]:
     """One prompt in verl's columns; `forced_lengths` are drawn from the task's own distribution (`demo.toy.agent`)."""
     problem = task.sample_problem(rng)
     return {

@@ -23,8 +23,12 @@ POLICY = {
     "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "intermediate_size": 128, "max_position_embeddings": 2048,
 }  # fmt: skip
+STOCK = {
+    "timing_s/gen": 80.0, "timing_s/step": 100.0, "response_length/mean": 300.0, "response_length/max": 1500.0,
+}  # fmt: skip
+"""What verl logs of a step."""
 COMMANDS = script_commands(commands())
-WITHOUT_ENGINE = ("doctor", "report", "switch")
+WITHOUT_ENGINE = ("advise", "doctor", "report", "simulate", "switch")
 """Commands of `verl-tlt` that start nothing."""
 PARSE = """
 import argparse, contextlib, io, json, runpy, sys
@@ -131,7 +135,9 @@ def placeholders(tmp_path_factory):
         f"data.train_files={root / 'train.parquet'}",
         f"data.val_files={root / 'train.parquet'}",
     ]
-    return {"doctor": recipe, "report": [str(root / "run" / "tlt_trace")], "switch": [str(root / "run" / "tlt_trace")]}
+    traced = [str(root / "run" / "tlt_trace")]
+    small = [*recipe, "data.train_batch_size=16", "trainer.n_gpus_per_node=4", "data.max_response_length=2048"]
+    return {"advise": small, "doctor": recipe, "report": traced, "simulate": [], "switch": traced}
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +149,8 @@ def symbols():
 @pytest.mark.parametrize("words", without_engine())
 def test_a_command_without_an_engine_runs_as_written(words, placeholders, symbols, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "data": STOCK}))
+    (tmp_path / "tlt_trace").symlink_to(placeholders["report"][0])
     monkeypatch.setattr(doctor_command, "installed_symbols", lambda: symbols)
     mine = placeholders[words[0]]
     typed = [part for word in words for part in (mine if word == PLACEHOLDER else (word,))]

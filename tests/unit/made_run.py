@@ -134,6 +134,7 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3, replicas: int = 2) 
             "critic/score/mean": 0.70 + 0.03 * step, "timing_s/step": clock.now - start,
             "timing_s/gen": end + 0.06 - start, "timing_s/old_log_prob": 1.2, "timing_s/update_actor": 2.9,
             "response_length/mean": tokens / (BATCH * replicas), "prompt_length/mean": 20.0,
+            "response_length/max": max(float(x.max()) for x in lengths.values()),
             "perf/total_num_tokens": tokens + 20 * BATCH * replicas,
             "training/rollout_probs_diff_max": 2e-6,
         }  # fmt: skip

@@ -45,15 +45,19 @@ MAY_IMPORT = {
     "warmup": SHARED | {"child_engine", "compat", "console", "drafter"},
     "doctor": SHARED
     | {"channel", "child_engine", "compat", "drafter", "flag", "idle", "server", "speculation", "trainer"},
+    "advise": {"config", "console", "doctor", "drafter", "errors", "report", "simulate", "speculation"},
     # what a run and a shell begin with
     "activation": SHARED | {"compat", "doctor", "trainer"},
     "plugin": {"activation", "compat", "flag", "trainer"},
-    "cli": SHARED | {"compat", "doctor", "drafter", "report", "trainer", "warmup"},
+    "cli": SHARED | {"advise", "compat", "console", "doctor", "drafter", "report", "trainer", "warmup"},
     "conf": set(),
 }
 FRAMEWORKS_OF = {
     **{room: set() for room in ("errors", "speculation", "idle", "simulate", "messages", "config", "channel", "trace")},
-    **{room: set() for room in ("child_engine", "console", "report", "plugin", "activation", "cli", "conf", "flag")},
+    **{
+        room: set()
+        for room in ("child_engine", "console", "report", "plugin", "activation", "advise", "cli", "conf", "flag")
+    },
     "drafter": {"torch", "transformers", "speculators"},
     "compat": FRAMEWORKS,  # only on the CPU platform
     "engine_core": {"vllm"},

@@ -1,8 +1,8 @@
 """Everything the doctor looks at, read from a composed verl config, the disk and the environment.
 
 The reading is here and the judging in `verl_tlt.doctor.rules`, so that each rule can be tested on plain values. No key
-of verl's config is read anywhere else before Ray starts. Imports neither verl nor vLLM nor torch, and omegaconf only
-once there is a config: `verl-tlt doctor` has to work where nothing is installed yet.
+of verl's config is read outside this folder before Ray starts. Imports neither verl nor vLLM nor torch, and omegaconf
+only once there is a config: `verl-tlt doctor` has to work where nothing is installed yet.
 """
 
 from __future__ import annotations
@@ -98,19 +98,19 @@ def read_settings(config: DictConfig) -> TLTConfig:
 
 
 def _on_gpu(config: DictConfig) -> bool:
-    return str(_select(config, "trainer.device", "cuda")) == "cuda"
+    return str(select(config, "trainer.device", "cuda")) == "cuda"
 
 
 def _full_graphs(config: DictConfig) -> bool:
     """Whether engines may capture graphs for every draft length; what Ray hands to them wins."""
-    handed = _select(config, f"ray_kwargs.ray_init.runtime_env.env_vars.{FULL_GRAPHS}")
+    handed = select(config, f"ray_kwargs.ray_init.runtime_env.env_vars.{FULL_GRAPHS}")
     return str(handed if handed is not None else os.environ.get(FULL_GRAPHS)) != "0"
 
 
 def _enforce_eager(config: DictConfig) -> bool:
     """Whether engines capture no CUDA graphs; what is said to vLLM itself wins."""
     user = read_mapping(config, "actor_rollout_ref.rollout.engine_kwargs.vllm")
-    return bool(user.get("enforce_eager", _select(config, "actor_rollout_ref.rollout.enforce_eager", False)))
+    return bool(user.get("enforce_eager", select(config, "actor_rollout_ref.rollout.enforce_eager", False)))
 
 
 def read_recipe(config: DictConfig, settings: TLTConfig) -> RecipeFacts:
@@ -123,31 +123,31 @@ def read_recipe(config: DictConfig, settings: TLTConfig) -> RecipeFacts:
     read_mapping(config, f"{rollout}.custom")  # what TLT hands to every process will stand beside it
     read_run_dir(config)
     remote = _is_remote(config)
-    policy = str(_select(config, "actor_rollout_ref.model.path", ""))
+    policy = str(select(config, "actor_rollout_ref.model.path", ""))
     strategy, megatron = read_actor(config)
     return RecipeFacts(
         on=flag.wanted(config),
         mistaken=flag.mistaken(config),
-        trainer_mode=str(_select(config, "trainer.v1.trainer_mode", "")).removeprefix("tlt_"),
-        use_v1=bool(_select(config, "trainer.use_v1", True)),
+        trainer_mode=str(select(config, "trainer.v1.trainer_mode", "")).removeprefix("tlt_"),
+        use_v1=bool(select(config, "trainer.use_v1", True)),
         other_trainer=next((node for node in ("async_training", "rollout") if node in config), None),
-        hybrid_engine=bool(_select(config, "actor_rollout_ref.hybrid_engine", True)),
+        hybrid_engine=bool(select(config, "actor_rollout_ref.hybrid_engine", True)),
         strategy=strategy,
         megatron=megatron,
-        rollout=str(_select(config, f"{rollout}.name", "")),
-        disaggregation=bool(_select(config, f"{rollout}.disaggregation.enabled", False)),
-        data_parallel=_number(config, f"{rollout}.data_parallel_size", 1),
+        rollout=str(select(config, f"{rollout}.name", "")),
+        disaggregation=bool(select(config, f"{rollout}.disaggregation.enabled", False)),
+        data_parallel=number(config, f"{rollout}.data_parallel_size", 1),
         refused_sampling=tuple(
             f"{node}.{name}"
             for node in (rollout, f"{rollout}.val_kwargs")
             for name in REFUSED_SAMPLING
-            if _select(config, f"{node}.{name}")
+            if select(config, f"{node}.{name}")
         ),
         engine_problems=_engine_problems(config, settings),
         quantized_by=_quantized_by(config),
-        mtp_rollout=bool(_select(config, "actor_rollout_ref.model.mtp.enable", False))
-        and bool(_select(config, "actor_rollout_ref.model.mtp.enable_rollout", False)),
-        bypass_old_log_prob=bool(_select(config, "algorithm.rollout_correction.bypass_mode", False)),
+        mtp_rollout=bool(select(config, "actor_rollout_ref.model.mtp.enable", False))
+        and bool(select(config, "actor_rollout_ref.model.mtp.enable_rollout", False)),
+        bypass_old_log_prob=bool(select(config, "algorithm.rollout_correction.bypass_mode", False)),
         missing_data=() if remote else _missing_data(config),
         policy=Look() if remote else look_at_policy(policy),
         drafter=Look() if remote else look_at_drafter(settings, policy, _context(config)),
@@ -160,22 +160,22 @@ def read_actor(config: DictConfig) -> tuple[str, tuple[str, ...]]:
     """The actor's strategy, and which switches of its Megatron engine are on."""
     node = "actor_rollout_ref.actor"
     switches = ("dynamic_context_parallel", "use_megatron_fsdp")
-    on = tuple(name for name in switches if _select(config, f"{node}.megatron.{name}", False))
-    return str(_select(config, f"{node}.strategy", "")), on
+    on = tuple(name for name in switches if select(config, f"{node}.megatron.{name}", False))
+    return str(select(config, f"{node}.strategy", "")), on
 
 
 def _context(config: DictConfig) -> int:
     """Longest prompt and response, in tokens."""
     rollout = "actor_rollout_ref.rollout"
-    length = sum(_number(config, f"{rollout}.{part}", 0) for part in ("prompt_length", "response_length"))
-    return _number(config, f"{rollout}.max_model_len", length)
+    length = sum(number(config, f"{rollout}.{part}", 0) for part in ("prompt_length", "response_length"))
+    return number(config, f"{rollout}.max_model_len", length)
 
 
 def _replicas(config: DictConfig) -> int:
     """As verl's `LLMServerManager` counts them."""
-    devices = math.prod(_number(config, f"trainer.{kind}", 1) for kind in ("nnodes", "n_gpus_per_node"))
+    devices = math.prod(number(config, f"trainer.{kind}", 1) for kind in ("nnodes", "n_gpus_per_node"))
     kinds = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-    per_replica = math.prod(_number(config, f"actor_rollout_ref.rollout.{kind}", 1) for kind in kinds)
+    per_replica = math.prod(number(config, f"actor_rollout_ref.rollout.{kind}", 1) for kind in kinds)
     return devices // max(1, per_replica)
 
 
@@ -184,7 +184,7 @@ def absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
 
 
-def _select(config: DictConfig, key: str, default: Any = None) -> Any:
+def select(config: DictConfig, key: str, default: Any = None) -> Any:
     """The value at a dotted key, in plain Python; `default` where it is absent, null or still `???`."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -198,9 +198,9 @@ def _select(config: DictConfig, key: str, default: Any = None) -> Any:
     return default if value is None else value
 
 
-def _number(config: DictConfig, key: str, default: int) -> int:
+def number(config: DictConfig, key: str, default: int) -> int:
     """A whole number of 0 or more."""
-    value = _select(config, key, default)
+    value = select(config, key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise TLTConfigError(f"{key} must be a whole number of 0 or more, not {value!r}.")
     return value
@@ -212,7 +212,7 @@ def read_mapping(config: DictConfig, key: str) -> dict[str, Any]:
     Raises:
         TLTConfigError: it is no mapping, or cannot be resolved.
     """
-    plain = _select(config, key, {})
+    plain = select(config, key, {})
     if not isinstance(plain, dict):
         raise TLTConfigError(f"{key} must be a mapping, not {plain!r}.")
     return plain
@@ -225,7 +225,7 @@ def read_run_dir(config: DictConfig) -> str:
         TLTConfigError: the key is not set, or cannot be resolved.
     """
     key = "trainer.default_local_dir"
-    if not isinstance(directory := _select(config, key), str):
+    if not isinstance(directory := select(config, key), str):
         raise TLTConfigError(f"{key} must be a directory, not {directory!r}.")
     return directory
 
@@ -237,24 +237,24 @@ def _first(error: Exception) -> str:
 
 def _quantized_by(config: DictConfig) -> str | None:
     key = "actor_rollout_ref.rollout.quantization"
-    if kind := _select(config, key):
+    if kind := select(config, key):
         return f"{key}={kind}"
     keys = (f"actor_rollout_ref.actor.{engine}.qat.enable" for engine in ("fsdp_config", "megatron"))
-    return next((f"{key}=True" for key in keys if _select(config, key)), None)
+    return next((f"{key}=True" for key in keys if select(config, key)), None)
 
 
 def _is_remote(config: DictConfig) -> bool:
-    address = _select(config, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS", "")
+    address = select(config, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS", "")
     return str(address).startswith("ray://")
 
 
 def _missing_data(config: DictConfig) -> tuple[tuple[str, str], ...]:
     """Data files that verl's own dataset would look for here and not find; a custom dataset reads what it likes."""
-    if _select(config, "data.custom_cls.path"):
+    if select(config, "data.custom_cls.path"):
         return ()
     missing = []
     for key in ("data.train_files", "data.val_files"):
-        value = _select(config, key, [])
+        value = select(config, key, [])
         files = [value] if isinstance(value, str) else value
         if not isinstance(files, list):
             raise TLTConfigError(f"{key} must be a file or a list of files, not {value!r}.")

@@ -13,7 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
-from verl_tlt.speculation.costs.latency_table import Table, fill_arms, interpolate
+from verl_tlt.speculation.costs.latency import LatencyModel
+from verl_tlt.speculation.costs.latency_table import Table, interpolate
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.types import OFF, ControlError
 
@@ -110,7 +111,7 @@ class TableCost:
                          for k, rows in found.items()}  # fmt: skip
         curves.setdefault(OFF, curves.get(0, []))
         curves.setdefault(0, curves[OFF])
-        self._curves = fill_arms(curves, range(max(curves) + 1))
+        self._curves = curves
         self._kv_token_s = kv_token_s
         self._context = float(np.median([p.kv_tokens / p.batch for p in table.points]))
         self.longest = max(self._curves)
@@ -119,10 +120,44 @@ class TableCost:
     def seconds(self, batch: int, kv_tokens: int, verified: int, drafted: int) -> float:
         """Seconds of one step; KeyError for a draft length beyond `longest`."""
         context = self._kv_token_s * max(0.0, kv_tokens - batch * self._context)
-        steady = interpolate(self._curves[drafted], batch)
+        steady = self._steady(batch, drafted)
         if verified != max(drafted, 0):
-            steady = 0.5 * (steady + interpolate(self._curves[verified], batch))
+            steady = 0.5 * (steady + self._steady(batch, verified))
         return steady + context
+
+    def _steady(self, batch: int, k: int) -> float:
+        """Between measured draft lengths linear in K: each token is one more pass and one more position."""
+        if k in self._curves:
+            return interpolate(self._curves[k], batch)
+        if k > self.longest:
+            raise KeyError(k)
+        below, above = max(x for x in self._curves if x < k), min(x for x in self._curves if x > k)
+        share = (k - below) / (above - below)
+        return (1.0 - share) * interpolate(self._curves[below], batch) + share * interpolate(self._curves[above], batch)
+
+
+class LearnedCost:
+    """What a run's own steps took, wherever they happened to be: our model of step costs completes them.
+
+    Args:
+        table: measured steps, of every draft length at the batches at which it was used.
+
+    Raises:
+        ControlError: the table is empty.
+    """
+
+    def __init__(self, table: LatencyTable) -> None:
+        if not table.points:
+            raise ControlError("A run without steady engine steps does not say what a step costs.")
+        self.longest = max(0, *table.arms())
+        """Longest draft that was measured."""
+        self._model = LatencyModel(range(self.longest + 1), table=table)
+
+    def seconds(self, batch: int, kv_tokens: int, verified: int, drafted: int) -> float:
+        """Seconds of one step; a change of K costs the mean of both."""
+        found = self._model.predict(batch, kv_tokens)  # OFF, 0, 1, ...
+        steady = found[drafted + 1]
+        return steady if verified == max(drafted, 0) else 0.5 * (steady + found[verified + 1])
 
 
 QWEN3_8B_H100 = RooflineCost(

@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 
@@ -240,6 +241,12 @@ def _small_share(drained: Sequence[Drained]) -> float:
     seconds = sum(sum(d.seconds_by_batch.values()) for d in drained)
     small = sum(s for d in drained for b, s in d.seconds_by_batch.items() if b < SMALL_BATCH)
     return small / seconds if seconds else 0.0
+
+
+def mean_step(results: Sequence[StepResult]) -> StepResult:
+    """The step in the middle of a run, as it were: means of all figures, whose ratios are those of the sums."""
+    means: dict[str, Any] = {f.name: float(np.mean([getattr(r, f.name) for r in results])) for f in fields(StepResult)}
+    return StepResult(**means | {name: round(means[name]) for name in ("step", "drafting")})
 
 
 def total_ratios(results: Sequence[StepResult]) -> tuple[float, float]:

@@ -79,7 +79,9 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSample:
-    """Requests in flight by replica from `t` on, written when they changed (at most about 20 times a second)."""
+    """Requests in flight by replica from `t` on, written when they changed: at most about 20 times a second, and less
+    often where there are more than a hundred replicas.
+    """
 
     kind: ClassVar[str] = "load"
     t: float

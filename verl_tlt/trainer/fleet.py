@@ -156,7 +156,7 @@ class Fleet(Protocol):
         ...
 
     def first_done(self, calls: Mapping[str, Call[Any]], timeout_s: float) -> list[str]:
-        """Wait until at least one of these calls is done; those that are, or nothing after `timeout_s`."""
+        """Wait until at least one of these calls is done; those that are, or nothing after `timeout_s` (0: a look)."""
         ...
 
     def merge(self, names: Sequence[str]) -> Merged:

@@ -324,13 +324,16 @@ class RayFleet:
     def first_done(self, calls: Mapping[str, Call[Any]], timeout_s: float) -> list[str]:
         """See `Fleet`."""
         deadline = time.monotonic() + timeout_s
-        while not (done := [name for name, call in calls.items() if call.done()]):
-            left = deadline - time.monotonic()
-            crews = [call for call in calls.values() if isinstance(call, CrewCall)]
-            waiting = [c.reference for crew in crews for c in crew.calls if isinstance(c, RayCall) and not c.done()]
-            if left <= 0 or not ray.wait(waiting, num_returns=1, timeout=left)[0]:
-                break
-        return done
+        crews = {name: call.calls if isinstance(call, CrewCall) else [call] for name, call in calls.items()}
+        of = {name: [c.reference for c in crew if isinstance(c, RayCall)] for name, crew in crews.items()}
+        every = [reference for references in of.values() for reference in references]
+        while every:  # one question for all of them: a call each would cost a large fleet seconds a look
+            ready, waiting = ray.wait(every, num_returns=len(every), timeout=0)
+            there, left = set(ready), deadline - time.monotonic()
+            if (done := [name for name in calls if there.issuperset(of[name])]) or left <= 0:
+                return done
+            ray.wait(waiting, num_returns=1, timeout=left)
+        return []
 
     def merge(self, names: Sequence[str]) -> Merged:
         """See `Fleet`."""

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 ANSWER_S = 1.0
 """A session that has ended has its result in the object store; this is for bringing it here."""
+LOAD_LINE_S = 0.5e-3
+"""Seconds between two lines of load for each replica in them: 50 KB of trace a second, however many there are."""
 LOOK_S = 60.0
 """A look takes milliseconds; when sampling ends, the trainer waits at most this for one that hangs."""
 
@@ -93,6 +95,8 @@ class SamplingWatch:
         self._end = threading.Event()
         self._turn = threading.Lock()  # a recall comes from the trainer's thread, while this one looks
         self._load: dict[str, int] = {}
+        self._written: dict[str, int] = {}  # of the load, to the trace
+        self._write_at = 0.0
         self._thread = threading.Thread(target=self._watch, name="tlt-sampling-watch", daemon=True)
         self._thread.start()
 
@@ -114,18 +118,25 @@ class SamplingWatch:
         changed = load != self._load
         if changed:
             self._load = load
-            self.trace.emit("load", step=self.step, inflight=load)
             if self._report.first_dispatch is None and any(load.values()):
                 self._report.first_dispatch = now
+        if load != self._written and now >= self._write_at:
+            self._write_load(now)
         commands = self.planner.observe(now, load, work.pending, work.open_loops, work.refill_possible)
         self._do(commands)
-        over = [name for name, (call, _) in self._running.items() if call.done()]
+        calls = {name: call for name, (call, _) in self._running.items()}
+        over = self.fleet.first_done(calls, 0.0) if calls else []
         for name in over:
             if self._collect(name).error is None:
                 self._do(self.planner.done(name, time.time()))
             else:
                 self._do(self.planner.failed(name, time.time()))
         return changed or bool(commands) or bool(over)
+
+    def _write_load(self, now: float) -> None:
+        """A line of the trace names every replica: a large fleet's are written less often."""
+        self._written, self._write_at = self._load, now + LOAD_LINE_S * len(self._load)
+        self.trace.emit("load", step=self.step, inflight=self._load)
 
     def _do(self, commands: list[Command]) -> None:
         queue = list(commands)
@@ -196,6 +207,8 @@ class SamplingWatch:
         start = time.time()
         self._end.set()
         self._thread.join(LOOK_S)
+        if self._load != self._written:
+            self._write_load(start)
         if self._thread.is_alive():  # a call that does not come back; what it will say is nobody's business any more
             self._report.error = f"a look at the fleet took longer than {LOOK_S:.0f} s"
             logger.error("the end of sampling goes on without its watch: %s", self._report.error)

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.simulate.engine import Noise, SimulatedEngine
 from benchmarks.simulate.workload import Workload, geometric
-from verl_tlt.simulate.costs import QWEN3_8B_H100, QWEN_32B_TP4, TableCost
+from verl_tlt.simulate.costs import QWEN3_8B_H100, QWEN_32B_TP4, LearnedCost, TableCost
 from verl_tlt.simulate.replica import EngineSpec, Replica, stock
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
 from verl_tlt.speculation.policies.factory import make_policy
@@ -105,3 +105,18 @@ def test_experts_wake_with_tokens():
     sparse = replace(QWEN3_8B_H100, touched=0.1)
     one, many = (sparse.verify_s(1, 0, n) / QWEN3_8B_H100.verify_s(1, 0, n) for n in (1, 64))
     assert one < 0.3 and many == pytest.approx(1.0, abs=0.01)
+
+
+def test_scattered_measurements_are_completed():
+    """Each draft length was used at some batches only, as in a run; the others follow from the shape of the costs."""
+    used = {0: (4, 16, 64), 1: (24, 32, 48), 3: (8, 12, 20), 5: (1, 2, 4, 6)}
+    points = [
+        LatencyPoint(b, 900 * b, k, QWEN3_8B_H100.seconds(b, 900 * b, k, k), 16) for k, at in used.items() for b in at
+    ]
+    cost = LearnedCost(LatencyTable(tuple(points)))
+    for batch, k in ((1, 1), (1, 3), (32, 3), (32, 0), (4, OFF)):
+        true = QWEN3_8B_H100.seconds(batch, 900 * batch, max(k, 0), k)
+        assert cost.seconds(batch, 900 * batch, max(k, 0), k) == pytest.approx(true, rel=0.15)
+    assert cost.longest == 5 and cost.seconds(4, 3600, 0, 5) < cost.seconds(4, 3600, 5, 5)
+    with pytest.raises(ControlError, match="does not say what a step costs"):
+        LearnedCost(LatencyTable(()))

@@ -186,11 +186,9 @@ class FakeFleet:
 
     def first_done(self, calls: Mapping[str, FakeCall], timeout_s: float) -> list[str]:
         deadline = time.time() + timeout_s
-        while time.time() < deadline:
-            if done := [name for name, call in calls.items() if call.done()]:
-                return done
+        while not (done := [name for name, call in calls.items() if call.done()]) and time.time() < deadline:
             time.sleep(0.001)
-        return []
+        return done
 
     def merge(self, names: Sequence[str]) -> Merged:
         self._call("merge", tuple(names))

@@ -1,0 +1,167 @@
+"""`verl-tlt advise` as a user calls it."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from verl_tlt.advise.command import Given, numbers, read_case
+from verl_tlt.advise.hardware import GPUS, find_shape, step_cost
+from verl_tlt.advise.outlook import look_ahead
+from verl_tlt.cli import app
+from verl_tlt.doctor.recipe import compose
+from verl_tlt.doctor.workload import read_workload
+from verl_tlt.errors import TLTError
+
+ROLLOUT = "actor_rollout_ref.rollout"
+RECIPE = [
+    "+tlt=default", f"{ROLLOUT}.name=vllm", "actor_rollout_ref.model.path=Some/Policy-8B",
+    "algorithm.adv_estimator=grpo", "data.train_batch_size=8", f"{ROLLOUT}.n=4",
+    f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=8", "data.max_prompt_length=512",
+    "data.max_response_length=8192",
+]  # fmt: skip
+STOCK = {
+    "timing_s/gen": 80.0, "timing_s/step": 100.0, "response_length/mean": 1200.0, "response_length/max": 7000.0,
+    "response_length/clip_ratio": 0.0, "prompt_length/mean": 120.0,
+}  # fmt: skip
+
+
+def advise(*words):
+    done = CliRunner().invoke(app, ["advise", *words], env={"COLUMNS": "200"})
+    return done.exit_code, done.output
+
+
+@pytest.fixture
+def metrics(tmp_path):
+    """Writes verl's metrics of a stock run; returns the file."""
+
+    def write(**changes):
+        path = tmp_path / "metrics.jsonl"
+        row = {**STOCK, **changes}
+        path.write_text("".join(json.dumps({"step": i, "data": row}) + "\n" for i in (1, 2)))
+        return str(path)
+
+    return write
+
+
+def test_a_recipe_alone_is_judged_and_what_was_assumed_is_said():
+    code, said = advise(*RECIPE)
+    assert code == 0, said
+    for what in ("GPU: H100", "policy's shape: 8.0B", "response lengths:", "outside rollout:", "acceptance:"):
+        assert what in said
+    assert "32 responses on 4 replicas, each of 2 GPUs; 8 GPUs train" in said
+    assert "Does it pay? yes: " in said and "if what is assumed holds" in said
+
+
+def test_a_stock_run_replaces_assumptions(metrics):
+    code, said = advise(*RECIPE, "--metrics", metrics())
+    assert code == 0, said
+    assert "80% (80.0 of 100.0 s)" in said and "5.00x" in said and "metrics.jsonl" in said
+    assert "response lengths:" not in said and "outside rollout:" not in said and "if what is assumed" not in said
+
+
+@pytest.mark.parametrize(
+    ("recipe", "run", "decides"),
+    [
+        ([], {"timing_s/gen": 10.0}, "rollout is 10% of a step"),
+        ([], {"timing_s/gen": 10.0, "timing_s/reward": 60.0}, "reward-bound: reward takes 60.0 s"),
+        ([], {"timing_s/agent_loop/tool_calls/mean": 9.0, "timing_s/agent_loop/generate_sequences/mean": 1.0},
+         "tool-bound: responses wait for tools 90%"),
+        ([f"{ROLLOUT}.tensor_model_parallel_size=8"], {}, "with one replica nobody waits"),
+        (["data.max_response_length=64"], {"timing_s/gen": 1.2, "timing_s/step": 2.0, "response_length/mean": 30.0,
+                                          "response_length/max": 64.0}, "its responses are short: "),
+        (["data.train_batch_size=8192", f"{ROLLOUT}.max_num_seqs=1024", "data.max_response_length=512"],
+         {"response_length/mean": 500.0, "response_length/max": 512.0, "response_length/clip_ratio": 0.9},
+         "its replicas never drain: "),
+    ],
+    ids=["small share", "reward", "tools", "one replica", "short", "full"],
+)  # fmt: skip
+def test_no_where_it_is_no(recipe, run, decides, metrics):
+    code, said = advise(*RECIPE, *recipe, "--gpu", "H20", "--metrics", metrics(**run))
+    assert code == 0 and "Does it pay? no: " in said and decides in " ".join(said.split()), said
+
+
+def test_a_run_with_tlt_brings_its_own_costs_and_acceptance(made_run):
+    recipe = [
+        *RECIPE, "data.train_batch_size=16", f"{ROLLOUT}.tensor_model_parallel_size=4", f"{ROLLOUT}.enforce_eager=true",
+        "data.max_response_length=1024", "tlt.speculation.max_draft_length=5",
+    ]  # fmt: skip
+    case, _ = read_case(recipe, "ppo_trainer", Given(trace=made_run.directory))
+    found = look_ahead(case)
+    n = numbers(case, found)
+    assert not {what for what, _ in found.assumed} & {"acceptance", "step costs", "response lengths", "outside rollout"}
+    assert 1.0 < n.rollout["low"] <= n.rollout["likely"] <= n.rollout["high"] < 3.0
+    assert n.has_drafter and n.replicas == 2 and n.bubble_s > 0
+    code, said = advise(*recipe, "--trace", str(made_run.directory))
+    assert code == 0 and "│ run" in said, said
+
+
+def test_a_better_drafter_promises_more():
+    results = []
+    for acceptance in ("0.4,0.3,0.2", "0.9,0.9,0.9"):
+        case, _ = read_case(RECIPE, "ppo_trainer", Given(acceptance=tuple(map(float, acceptance.split(",")))))
+        results.append(look_ahead(case).results["likely"].rollout_ratio)
+    assert results[1] > 1.3 * results[0] > 1.2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpu", "TPU"], "--gpu TPU is not one of A100"),
+        (["--acceptance", "0.8,2"], "--acceptance takes numbers in 0..1"),
+        (["--acceptance", "much"], "--acceptance takes numbers in 0..1"),
+        (["--parameters", "-3"], "--parameters must be above 0"),
+        (["--response-length", "9000"], "--response-length must be between 1 and data.max_response_length=8192"),
+        (["--metrics", "nowhere.jsonl"], "--metrics nowhere.jsonl cannot be read: No such file"),
+        (["--metrics", "a", "--trace", "b"], "give one of them"),
+        (["--trace", "nowhere"], "nowhere is not a directory"),
+        (["actor_rollout_ref.model.path=unnamed/policy"], "its name does not tell its size"),
+        (["trainer.n_gpus_per_node=1"], "ask for 2 GPUs a replica"),
+        (["data.train_batch_size=0"], "data.train_batch_size"),
+        (["no.such.key=1"], "no.such.key"),
+        (["tlt.spot.poll_s=never"], "tlt.spot.poll_s"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(words, said):
+    code, output = advise(*RECIPE, *words)
+    assert code == 1 and said in output and output.count("\n") == 1, output
+
+
+def test_a_mean_length_that_the_recipe_forbids_is_one_sentence(metrics):
+    code, said = advise(*RECIPE, "data.max_response_length=1024", "--metrics", metrics())
+    assert code == 1 and "1200" in said and "1024" in said and said.count("\n") == 1
+
+
+def test_the_work_of_recipes_is_read():
+    sync = read_workload(compose([*RECIPE, "actor_rollout_ref.actor.use_kl_loss=true"], "ppo_trainer"))
+    assert (sync.replicas, sync.requests, sync.reference, sync.critic, sync.multi_turn) == (4, 32, True, False, False)
+    apart = [*RECIPE, "trainer.v1.trainer_mode=separate_async", f"{ROLLOUT}.nnodes=2", f"{ROLLOUT}.n_gpus_per_node=4"]
+    assert read_workload(compose(apart, "ppo_trainer")).replicas == 4
+    tools = [*RECIPE, f"{ROLLOUT}.multi_turn.enable=true", "algorithm.adv_estimator=gae"]
+    found = read_workload(compose(tools, "ppo_trainer"))
+    assert found.multi_turn and found.critic
+
+
+def test_a_policys_shape_is_that_of_its_config(tmp_path):
+    fields = {"hidden_size": 4096, "num_hidden_layers": 36, "vocab_size": 151936, "num_attention_heads": 32,
+              "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    shape, source = find_shape(str(tmp_path))
+    assert shape.parameters == pytest.approx(8.2e9, rel=0.02) and shape.kv_bytes == 147456 and "config" in source
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "hidden_size": 2048,
+               "num_hidden_layers": 48, "num_key_value_heads": 4}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(fields | experts))
+    shape, _ = find_shape(str(tmp_path))
+    assert shape.parameters == pytest.approx(30.5e9, rel=0.03) and shape.active == pytest.approx(3.3e9, rel=0.1)
+    named, _ = find_shape("Qwen/Qwen3-30B-A3B")
+    assert (named.parameters, named.active) == (30e9, 3e9)
+    with pytest.raises(TLTError, match="--parameters"):
+        find_shape("mine/policy")
+
+
+def test_costs_of_a_policy_are_those_of_a_known_one():
+    """An 8B policy on one H100 decodes one request in about the six milliseconds that it takes to read its weights."""
+    shape, _ = find_shape("Qwen/Qwen3-8B")
+    cost = step_cost(shape, GPUS["H100"], 1, eager=False, sharpness=4.0)
+    assert cost.seconds(1, 1000, 0, -1) == pytest.approx(6e-3, rel=0.1)
+    assert cost.seconds(1, 1000, 0, -1) < cost.seconds(1, 1000, 3, 3) < 1.6 * cost.seconds(1, 1000, 0, -1)

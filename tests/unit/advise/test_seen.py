@@ -1,0 +1,92 @@
+"""What a run showed, from verl's file logger, from its console, and from TLT's trace."""
+
+import json
+
+import numpy as np
+import pytest
+
+from verl_tlt.advise.seen import read_metrics, read_run
+from verl_tlt.errors import TLTError
+from verl_tlt.speculation.types import OFF
+
+STEP = {
+    "timing_s/gen": 80.0, "timing_s/step": 100.0, "timing_s/reward": 2.5, "response_length/mean": 900.0,
+    "response_length/max": 4000.0, "response_length/clip_ratio": 0.01, "prompt_length/mean": 120.0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    """Four steps: a slow first one, two plain ones, one with validation; half a line at the end."""
+    rows = [{**STEP, "timing_s/step": 300.0}, STEP, {**STEP, "timing_s/gen": 60.0}, {**STEP, "timing_s/testing": 50.0}]
+    lines = [json.dumps({"step": 0, "data": {"val-core/acc": 0.1}})]
+    lines += [json.dumps({"step": i + 1, "data": row}) for i, row in enumerate(rows)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join(lines) + '\n{"step": 5, "da')
+    return path
+
+
+def test_steps_with_validation_and_the_first_one_are_left_out(jsonl):
+    seen = read_metrics(jsonl)
+    assert (seen.steps, seen.gen_s, seen.step_s, seen.rest_s) == (2, 70.0, 100.0, 30.0)
+    assert (seen.response_mean, seen.response_max, seen.clipped, seen.prompt_mean) == (900.0, 4000.0, 0.01, 120.0)
+    assert seen.reward_s == 2.5 and seen.tool_share is None and seen.stock_gen_s == 70.0
+
+
+def test_verls_console_says_the_same(jsonl, tmp_path):
+    def printed(row):
+        return " - ".join(f"{k}:{np.float64(v)!r}" for k, v in row.items())
+
+    log = ["WARNING something - odd:thing", "(TaskRunner pid=1) step:0 - val-core/acc:0.1"]
+    for line in jsonl.read_text().splitlines()[1:5]:
+        record = json.loads(line)
+        log.append(f"(TaskRunner pid=1) step:{record['step']} - {printed(record['data'])} - training/odd:nan")
+    path = tmp_path / "run.log"
+    path.write_text("\n".join(log))
+    ours, theirs = read_metrics(path), read_metrics(jsonl)
+    assert {k: v for k, v in ours.__dict__.items() if k != "source"} == {
+        k: v for k, v in theirs.__dict__.items() if k != "source"
+    }
+
+
+def test_waiting_for_tools(tmp_path):
+    tools = {"timing_s/agent_loop/tool_calls/mean": 30.0, "timing_s/agent_loop/generate_sequences/mean": 10.0}
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"step": 1, "data": {**STEP, **tools}}))
+    assert read_metrics(path).tool_share == 0.75
+
+
+def test_a_traced_run(made_run):
+    seen = read_run(made_run.directory)
+    last = list(made_run.rollout_s)[1:]
+    assert seen.steps == len(last) and seen.gen_s == pytest.approx(
+        np.mean([made_run.rollout_s[s] for s in last]) + 0.06
+    )
+    assert seen.bubble_s == pytest.approx(np.mean([made_run.bubble_s[s] for s in last]))
+    assert seen.stock_gen_s > seen.gen_s and seen.busy_share == pytest.approx(1.0, abs=0.05)
+    lines = [line for file in made_run.directory.glob("engine-*") for line in file.read_text().splitlines()]
+    assert sum(seen.seconds_by_batch.values()) == pytest.approx(sum(json.loads(line)["latency_s"] for line in lines))
+    assert set(seen.seconds_by_batch) <= {2**i for i in range(6)}
+    # choose_k drafts with an acceptance of 0.42 to 0.67 per position, the same at every position
+    assert len(seen.acceptance) >= 3 and all(0.35 < a < 0.75 for a in seen.acceptance)
+    seconds = {(p.batch, p.draft_length): p.seconds for p in seen.costs.points}
+    assert seconds and OFF not in seen.costs.arms()
+    for (batch, k), s in seconds.items():
+        assert s == pytest.approx(0.018 + 0.0007 * batch * (1 + k) + 0.002 * k, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "no metrics here", '{"step": 1, "data": {"timing_s/gen": 1.0}}', '{"step": 1, "data": 5}']
+)
+def test_a_file_without_a_finished_step_is_one_sentence(text, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(text)
+    with pytest.raises(TLTError, match="holds no finished training step with timing_s/gen"):
+        read_metrics(path)
+
+
+def test_what_is_not_there_is_one_sentence(tmp_path):
+    with pytest.raises(TLTError, match="cannot be read: No such file"):
+        read_metrics(tmp_path / "none.jsonl")
+    with pytest.raises(TLTError, match="is not a directory"):
+        read_run(tmp_path / "none")

@@ -1,0 +1,148 @@
+"""What an engine step costs on an accelerator nobody has measured yet: from its data sheet and the policy's shape.
+
+Good for the shape of an answer. A table of `verl-tlt calibrate`, or a run's trace, replaces it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_tlt.drafter.hub import NotHereError, folder
+from verl_tlt.drafter.policy import read_json
+from verl_tlt.errors import DrafterError, TLTError
+from verl_tlt.simulate.costs import RooflineCost
+
+BYTES = 2
+"""Of a number in 16 bits."""
+BANDWIDTH_REACHED, FLOPS_REACHED, TRAINING_REACHED = 0.9, 0.4, 0.3
+"""Shares of the data sheet that decoding and training are taken to reach."""
+LAUNCH_S, PARALLEL_S, EAGER_S = 0.6e-3, 0.4e-3, 8e-3
+"""Seconds of a step besides: scheduling and sampling; communication among devices; launches without graphs."""
+DRAFT_LAUNCH_S = 0.1e-3
+"""Seconds of a drafter's pass besides reading its weights."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """From a data sheet."""
+
+    bytes_s: float
+    flops: float
+    """Dense, in 16 bits."""
+
+
+GPUS = {
+    "A100": Gpu(2.0e12, 312e12),
+    "H20": Gpu(4.0e12, 148e12),
+    "H100": Gpu(3.35e12, 989e12),
+    "H200": Gpu(4.8e12, 989e12),
+    "L40S": Gpu(0.86e12, 362e12),
+    "B200": Gpu(8.0e12, 2250e12),
+}
+"""By the name that `--gpu` takes."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides the cost of a policy."""
+
+    parameters: float
+    active: float
+    """Of them used by one token: fewer in a mixture of experts."""
+    layers: int
+    kv_bytes: float
+    """Of one token's context."""
+    head: float
+    """Parameters of the output head."""
+
+
+KNOWN = (
+    Shape(0.6e9, 0.6e9, 28, 115e3, 0.16e9),
+    Shape(1.7e9, 1.7e9, 28, 115e3, 0.31e9),
+    Shape(4.0e9, 4.0e9, 36, 147e3, 0.39e9),
+    Shape(7.6e9, 7.6e9, 28, 57e3, 0.54e9),
+    Shape(8.2e9, 8.2e9, 36, 147e3, 0.62e9),
+    Shape(14.8e9, 14.8e9, 40, 164e3, 0.78e9),
+    Shape(32.8e9, 32.8e9, 64, 262e3, 0.78e9),
+    Shape(70.6e9, 70.6e9, 80, 328e3, 1.05e9),
+    Shape(235e9, 235e9, 94, 193e3, 0.62e9),
+)
+"""Qwen and Llama policies; a policy known by its name alone is like the nearest one in size."""
+
+
+def find_shape(policy: str) -> tuple[Shape, str]:
+    """(shape, where it is from): the policy's config on this disk, else the size in its name.
+
+    Raises:
+        TLTError: neither tells.
+    """
+    try:
+        fields = read_json(folder(policy, ("config.json",), fetch=False) / "config.json")
+        return _from_config(fields), "its config.json"
+    except (NotHereError, DrafterError, KeyError, TypeError):
+        pass
+    sized = re.search(r"(\d+(?:\.\d+)?)[bB](?:-[aA](\d+(?:\.\d+)?)[bB])?(?![a-zA-Z])", Path(policy).name)
+    if sized is None:
+        raise TLTError(
+            f"actor_rollout_ref.model.path={policy} is not on this disk and its name does not tell its size; "
+            "say it with --parameters, in billions."
+        )
+    return shape_of_size(float(sized[1]) * 1e9, float(sized[2]) * 1e9 if sized[2] else None), "the size in its name"
+
+
+def shape_of_size(parameters: float, active: float | None = None) -> Shape:
+    """The known shape nearest in size, with this many parameters."""
+    near = min(KNOWN, key=lambda s: abs(s.parameters / parameters - 1.0))
+    return Shape(parameters, active or parameters, near.layers, near.kv_bytes, near.head)
+
+
+def _from_config(fields: Mapping[str, Any]) -> Shape:
+    fields = fields.get("text_config") or fields
+    hidden, layers, vocab = (int(fields[k]) for k in ("hidden_size", "num_hidden_layers", "vocab_size"))
+    heads = int(fields["num_attention_heads"])
+    kv_heads, size = int(fields.get("num_key_value_heads") or heads), int(fields.get("head_dim") or hidden // heads)
+    attention = hidden * size * (2 * heads + 2 * kv_heads)
+    experts = int(fields.get("num_experts") or fields.get("num_local_experts") or 0)
+    if experts:
+        one = 3 * hidden * int(fields.get("moe_intermediate_size") or fields["intermediate_size"])
+        all_of, used = experts * one, int(fields.get("num_experts_per_tok") or 1) * one
+    else:
+        all_of = used = 3 * hidden * int(fields["intermediate_size"])
+    head = hidden * vocab
+    ends = head if fields.get("tie_word_embeddings") else 2 * head
+    whole = layers * (attention + all_of) + ends
+    return Shape(whole, layers * (attention + used) + ends, layers, 2 * layers * kv_heads * size * BYTES, head)
+
+
+def step_cost(shape: Shape, gpu: Gpu, devices: int, eager: bool, sharpness: float) -> RooflineCost:
+    """Costs of an engine over so many devices; `sharpness` as in `RooflineCost`."""
+    reads, computes = gpu.bytes_s * BANDWIDTH_REACHED * devices, gpu.flops * FLOPS_REACHED * devices
+    layer_s = BYTES * shape.active / shape.layers / reads
+    head_s = BYTES * shape.head / reads
+    return RooflineCost(
+        weights_s=BYTES * shape.parameters / reads,
+        kv_token_s=shape.kv_bytes / reads,
+        token_s=2 * shape.active / computes,
+        sharpness=sharpness,
+        overhead_s=LAUNCH_S + (PARALLEL_S if devices > 1 else 0.0) + (EAGER_S if eager else 0.0),
+        sync_s=DRAFT_LAUNCH_S + layer_s,
+        first_s=head_s,
+        pass_s=DRAFT_LAUNCH_S + layer_s + head_s,
+        request_pass_s=2 * (shape.active / shape.layers + shape.head) / computes,
+        touched=min(1.0, shape.active / shape.parameters),
+    )
+
+
+def update_token_s(shape: Shape, gpu: Gpu, devices: int, critic: bool, reference: bool) -> float:
+    """Seconds per token of all that follows a rollout: log-probs, and the update with recomputation (8 FLOP)."""
+    passes = 2 + 8 + (2 if reference else 0) + (10 if critic else 0)
+    return passes * shape.active / (gpu.flops * TRAINING_REACHED * devices)
+
+
+def drafter_tokens_s(shape: Shape, gpu: Gpu, devices: int) -> float:
+    """Tokens a second that a replica's spot workers learn from, over three unrolled positions."""
+    return gpu.flops * TRAINING_REACHED * devices / (3 * 6 * (shape.active / shape.layers + shape.head))

@@ -1,0 +1,221 @@
+"""What a run showed: its steps from verl's metrics or TLT's trace, and from the trace what its engines did.
+
+Metrics are read from verl's `file` logger (`{"step": ..., "data": {...}}` a line) or from its console lines
+(`step:3 - timing_s/gen:12.5 - ...`), whatever else the log holds. The first step and steps with validation or a
+checkpoint are left out, where others are there: they take longer than those that follow.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from verl_tlt.errors import TLTError
+from verl_tlt.report.reader import EngineSteps, RunTrace, read_trace
+from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
+from verl_tlt.speculation.types import OFF
+
+Metrics = Mapping[str, float]
+
+NEEDED = ("timing_s/gen", "timing_s/step", "response_length/mean", "response_length/max")
+_CONSOLE = re.compile(r"step:(\d+) - (\S.*)")
+_ENTRY = re.compile(r"(\S+):(?:np\.float\d+\()?([-+0-9.eE]+)\)?$")
+_FEWEST_STEPS, _FEWEST_DRAFTS = 8, 200
+"""Engine steps behind a figure of the table of costs; drafts behind an acceptance."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Means over a run's steps; None: not logged. Seconds are wall clock."""
+
+    source: str
+    steps: int
+    gen_s: float
+    step_s: float
+    response_mean: float
+    response_max: float
+    """Mean over steps of each step's longest."""
+    clipped: float
+    """Share of responses that reached the limit."""
+    prompt_mean: float | None = None
+    reward_s: float | None = None
+    tool_share: float | None = None
+    """Share of a response's time in which it waits for tools."""
+    saved_s: float | None = None
+    """By TLT's own account: what its rollouts were shorter than stock's."""
+    overhead_s: float | None = None
+    bubble_s: float | None = None
+    """Time in which replicas had nothing to decode, over all of them."""
+    accept_length: float | None = None
+    busy_share: float | None = None
+    """Share of a rollout in which the busiest engine computed."""
+    seconds_by_batch: Mapping[int, float] = field(default_factory=dict)
+    """Of engine steps, by batch rounded down to a power of two."""
+    acceptance: tuple[float, ...] = ()
+    """Conditional, by draft position."""
+    costs: LatencyTable = field(default_factory=lambda: LatencyTable(()))
+    """What engine steps took."""
+
+    @property
+    def stock_gen_s(self) -> float:
+        """Rollout as stock would have taken, by TLT's own account where it drafted."""
+        return self.gen_s + max(0.0, self.saved_s or 0.0)
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds of a step outside rollout, TLT's own work left out."""
+        return max(0.0, self.step_s - self.gen_s - (self.overhead_s or 0.0))
+
+
+def read_metrics(path: Path) -> Seen:
+    """A run from verl's metrics file or console log.
+
+    Raises:
+        TLTError: the file cannot be read, or holds no finished step with what is needed.
+    """
+    try:
+        text = path.read_text(errors="replace")
+    except OSError as error:
+        raise TLTError(f"--metrics {path} cannot be read: {error.strerror}.") from error
+    steps: dict[int, dict[str, float]] = {}
+    for line in text.splitlines():
+        found = _of_line(line)
+        if found is not None:
+            steps.setdefault(found[0], {}).update(found[1])
+    return _summary(steps, f"--metrics {path}")
+
+
+def _of_line(line: str) -> tuple[int, dict[str, float]] | None:
+    if line.lstrip().startswith("{"):
+        try:
+            record = json.loads(line)
+            data = {k: float(v) for k, v in record["data"].items() if isinstance(v, int | float)}
+            return int(record["step"]), data
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+    match = _CONSOLE.search(line)
+    if match is None:
+        return None
+    entries = (_ENTRY.match(entry) for entry in match[2].split(" - "))
+    return int(match[1]), {e[1]: float(e[2]) for e in entries if e is not None and _is_number(e[2])}
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return bool(np.isfinite(float(text)))
+    except ValueError:
+        return False
+
+
+def read_run(directory: Path) -> Seen:
+    """A run from TLT's trace.
+
+    Raises:
+        TLTError: there is no trace, or no finished step in it.
+    """
+    trace = read_trace(directory)
+    seen = _summary({step: dict(metrics) for step, metrics in trace.steps.items()}, f"--trace {directory}")
+    engines = [engine for replica in trace.replicas if (engine := trace.engine(replica)) is not None and engine.t.size]
+    if not engines:
+        return seen
+    changes = {
+        "seconds_by_batch": _seconds_by_batch(engines),
+        "acceptance": _acceptance(engines),
+        "costs": _costs(engines),
+        "busy_share": _busy_share(trace, engines),
+    }
+    return Seen(**{**seen.__dict__, **changes})
+
+
+def _summary(steps: Mapping[int, Metrics], source: str) -> Seen:
+    finished = {step: m for step, m in steps.items() if all(name in m for name in NEEDED) and m["timing_s/step"] > 0}
+    if not finished:
+        raise TLTError(f"{source} holds no finished training step with {', '.join(NEEDED)}.")
+    slow = ("timing_s/testing", "timing_s/save_checkpoint")
+    plain = [m for step, m in finished.items() if step != min(finished) and not any(name in m for name in slow)]
+    rows = plain or list(finished.values())
+    tools = _mean(rows, "timing_s/agent_loop/tool_calls/mean", "agent_loop/tool_calls/mean")
+    generate = _mean(rows, "timing_s/agent_loop/generate_sequences/mean", "agent_loop/generate_sequences/mean")
+    return Seen(
+        source=source,
+        steps=len(rows),
+        gen_s=_mean(rows, "timing_s/gen") or 0.0,
+        step_s=_mean(rows, "timing_s/step") or 0.0,
+        response_mean=_mean(rows, "response_length/mean") or 0.0,
+        response_max=_mean(rows, "response_length/max") or 0.0,
+        clipped=_mean(rows, "response_length/clip_ratio") or 0.0,
+        prompt_mean=_mean(rows, "prompt_length/mean"),
+        reward_s=_mean(rows, "timing_s/reward"),
+        tool_share=tools / (tools + generate) if tools is not None and generate else None,
+        saved_s=_mean(rows, "tlt/saved_s"),
+        overhead_s=_mean(rows, "tlt/overhead_s"),
+        bubble_s=_mean(rows, "tlt/bubble_s"),
+        accept_length=_mean(rows, "tlt/accept_length"),
+    )
+
+
+def _mean(rows: Sequence[Metrics], *names: str) -> float | None:
+    """Mean of the first of these metrics that was logged."""
+    for name in names:
+        if values := [row[name] for row in rows if name in row]:
+            return statistics.fmean(values)
+    return None
+
+
+def _seconds_by_batch(engines: Sequence[EngineSteps]) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for e in engines:
+        for batch, seconds in zip(e.batch.tolist(), e.latency_s.tolist(), strict=True):
+            if batch > 0:
+                octave = 1 << (batch.bit_length() - 1)
+                found[octave] = found.get(octave, 0.0) + seconds
+    return found
+
+
+def _acceptance(engines: Sequence[EngineSteps]) -> tuple[float, ...]:
+    """Conditional acceptance over all drafts that reached a position; it ends where too few did."""
+    found: list[float] = []
+    for i in range(max(e.accepted.shape[1] for e in engines)):
+        trials = hits = 0
+        for e in engines:
+            here = e.accepted[:, i] if e.accepted.shape[1] > i else np.zeros(e.t.size, dtype=np.int64)
+            before = e.drafts if i == 0 else e.accepted[:, i - 1]
+            verified = np.concatenate(([0], np.maximum(e.k[:-1], 0)))  # what a step verifies, the one before drafted
+            reached = (verified > i) & (e.drafts > 0)
+            trials, hits = trials + int(before[reached].sum()), hits + int(here[reached].sum())
+        if trials < _FEWEST_DRAFTS:
+            break
+        found.append(min(1.0, hits / trials))
+    return tuple(found)
+
+
+def _costs(engines: Sequence[EngineSteps]) -> LatencyTable:
+    """Median seconds by half-octave of batch and draft length, of steps whose draft length did not just change."""
+    kinds: dict[tuple[int, int], list[tuple[int, int, float]]] = {}
+    for e in engines:
+        steady = np.concatenate(([False], (e.k[1:] == e.k[:-1]) & (e.batch[1:] <= e.batch[:-1])))
+        for batch, kv, k, seconds in zip(*(column[steady].tolist() for column in (e.batch, e.kv, e.k, e.latency_s)),
+                                         strict=True):  # fmt: skip
+            if batch > 0 and seconds > 0:
+                kinds.setdefault((round(2 * np.log2(batch)), k), []).append((batch, kv, seconds))
+    points = []
+    for (_, k), rows in kinds.items():
+        if len(rows) >= _FEWEST_STEPS:
+            batch, kv, seconds = (float(np.median([row[i] for row in rows])) for i in range(3))
+            points.append(LatencyPoint(max(1, round(batch)), round(kv), max(k, OFF), seconds, len(rows)))
+    return LatencyTable(tuple(points))
+
+
+def _busy_share(trace: RunTrace, engines: Sequence[EngineSteps]) -> float | None:
+    """Seconds that the busiest engine computed in a rollout, over the rollout's; summed over all rollouts."""
+    busy = whole = 0.0
+    for phase in (p for p in trace.phases if p.name == "rollout"):
+        busy += max(float(e.between(phase.start, phase.end).latency_s.sum()) for e in engines)
+        whole += phase.end - phase.start
+    return min(1.0, busy / whole) if whole > 0 else None
