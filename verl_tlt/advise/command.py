@@ -11,7 +11,7 @@ from rich.table import Table
 
 from verl_tlt.advise.hardware import GPUS, find_shape, shape_of_size
 from verl_tlt.advise.judge import Numbers, Verdict, judge, never_trained
-from verl_tlt.advise.outlook import SETTINGS, Case, Outlook, accept_length, break_even, look_ahead
+from verl_tlt.advise.outlook import SETTINGS, Case, Outlook, accept_length, break_even, look_ahead, usable
 from verl_tlt.advise.seen import Seen, read_metrics, read_run
 from verl_tlt.config import TLTConfig
 from verl_tlt.doctor.command import read_arguments
@@ -80,13 +80,16 @@ def read_case(arguments: Sequence[str], config_name: str, given: Given) -> tuple
     else:
         shape, source = find_shape(work.policy)
         assumed.append(("policy's shape", f"{shape.parameters / 1e9:.1f}B parameters, from {source}"))
+    arms = _arms(settings, work.eager)
+    if len(arms) < 2:
+        raise TLTError(f"tlt.speculation.arms={list(arms)} never drafts, so there is nothing to advise on.")
     seen: Seen | None = None
     if given.trace is not None:
         seen = read_run(given.trace)
     elif given.metrics is not None:
         seen = read_metrics(given.metrics)
     case = Case(
-        work, shape, GPUS[(given.gpu or DEFAULT_GPU).upper()], _arms(settings, work.eager), settings.spot.enable,
+        work, shape, GPUS[(given.gpu or DEFAULT_GPU).upper()], arms, settings.spot.enable,
         settings.drafter.path is not None, seen, given.acceptance, given.response_length, given.reward_s, given.seed,
     )  # fmt: skip
     return case, assumed
@@ -104,7 +107,8 @@ def _arms(settings: TLTConfig, eager: bool) -> tuple[int, ...]:
 def numbers(case: Case, found: Outlook) -> Numbers:
     """What decides, measured where it was, simulated elsewhere."""
     seen, likely = case.seen, found.results["likely"]
-    k = max(k for k in case.arms if k <= max(3, case.arms[1] if len(case.arms) > 1 else 0))
+    lengths = usable(found.costs["likely"], case.arms)
+    k = max(k for k in lengths if k <= max(3, lengths[1]))
     context = _context(case, found)
     tail = likely.small_batch_share
     if seen is not None and (whole := sum(seen.seconds_by_batch.values())):

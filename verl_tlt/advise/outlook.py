@@ -109,8 +109,7 @@ def look_ahead(case: Case) -> Outlook:
     for setting in SETTINGS:
         cost, found.acceptance[setting] = _cost(case, setting, found), _accepted(case, setting, found)
         found.costs[setting] = cost
-        longest = cost.longest if isinstance(cost, LearnedCost) else case.arms[-1]
-        arms = tuple(k for k in case.arms if k <= longest)
+        arms = usable(cost, case.arms)
         prefill = cost.token_s if isinstance(cost, RooflineCost) else 0.0
         engine = EngineSpec(cost, arms, max_batch=work.max_num_seqs, prefill_token_s=prefill, spread=SPREAD[setting])
         run = Scenario(
@@ -191,11 +190,17 @@ def accept_length(acceptance: tuple[float, ...], k: int) -> float:
     return float(1.0 + np.cumprod(acceptance[:k]).sum())
 
 
+def usable(cost: CostModel, arms: tuple[int, ...]) -> tuple[int, ...]:
+    """The draft lengths whose cost is known: a run says nothing of longer drafts than its own."""
+    return tuple(k for k in arms if not isinstance(cost, LearnedCost) or k <= cost.longest)
+
+
 def break_even(
     cost: CostModel, batches: tuple[int, ...], arms: tuple[int, ...], context: int
 ) -> dict[int, dict[int, float]]:
     """By batch and K: the accept length above which a draft pays."""
+    lengths = [k for k in usable(cost, arms) if k > 0]
     return {
-        b: {k: cost.seconds(b, b * context, k, k) / cost.seconds(b, b * context, 0, OFF) for k in arms if k > 0}
+        b: {k: cost.seconds(b, b * context, k, k) / cost.seconds(b, b * context, 0, OFF) for k in lengths}
         for b in batches
     }

@@ -84,7 +84,7 @@ def test_no_where_it_is_no(recipe, run, decides, metrics):
 def test_a_run_with_tlt_brings_its_own_costs_and_acceptance(made_run):
     recipe = [
         *RECIPE, "data.train_batch_size=16", f"{ROLLOUT}.tensor_model_parallel_size=4", f"{ROLLOUT}.enforce_eager=true",
-        "data.max_response_length=1024", "tlt.speculation.max_draft_length=5",
+        "data.max_response_length=1024", "tlt.speculation.max_draft_length=7",  # the run had 5
     ]  # fmt: skip
     case, _ = read_case(recipe, "ppo_trainer", Given(trace=made_run.directory))
     found = look_ahead(case)
@@ -120,6 +120,7 @@ def test_a_better_drafter_promises_more():
         (["data.train_batch_size=0"], "data.train_batch_size"),
         (["no.such.key=1"], "no.such.key"),
         (["tlt.spot.poll_s=never"], "tlt.spot.poll_s"),
+        (["tlt.speculation.arms=[0]"], "never drafts"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(words, said):
