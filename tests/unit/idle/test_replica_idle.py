@@ -226,6 +226,16 @@ def test_reports_that_arrive_after_the_end_start_nothing():
     assert p.observe(3.0, {"a": 0, "b": 3}, pending=0) == []
 
 
+def test_a_look_after_the_end_moves_nobody_and_changes_no_account():
+    p = loaded(planner())
+    p.observe(1.0, {"a": 0, "b": 3}, pending=0)
+    p.end(1.05)
+    before = p.account(9.0)
+    assert p.observe(2.0, {"a": 0, "b": 3}, pending=0) == []
+    assert p.observe(3.0, {"a": 0, "b": 0}, pending=0) == []
+    assert p.state("a") is State.BUSY and p.account(9.0) == before
+
+
 def test_a_worker_that_was_only_just_started_is_stopped_too():
     p = loaded_and_leaving()
     p.left("a")

@@ -1,5 +1,7 @@
 """The acceptance estimate: full information, forgetting, jumps, staleness."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -106,3 +108,104 @@ def test_steps_without_drafts_teach_nothing():
     estimate.observe(0, ())
     estimate.observe(5, ())
     assert estimate.conditional() == before
+
+
+# ---------------------------------------------------------------- in numbers
+
+
+def spread(p, votes):
+    """Standard deviation of the belief after so many votes, the prior's among them."""
+    p = (p * votes + 0.5) / (votes + 1.0)
+    return math.sqrt(p * (1.0 - p) / (votes + 1.0))
+
+
+@pytest.mark.parametrize(
+    ("batch", "votes"),
+    [
+        (2, 2 / (1 - math.exp(-2 / 600))),  # at small batches the last 600 drafts count
+        (10, 10 / (1 - math.exp(-10 / 600))),
+        (64, 64 / (1 - math.exp(-1 / 16))),  # at large ones the last 16 steps
+    ],
+)
+def test_the_window_is_of_drafts_or_of_steps_whichever_is_longer(batch, votes):
+    estimate = AcceptanceEstimate(1)
+    for _ in range(12_000 // batch if batch < 64 else 400):
+        estimate.observe(batch, [batch // 2])
+    assert estimate.conditional() == pytest.approx([0.5])
+    assert estimate.uncertainty(0) == pytest.approx(spread(0.5, votes + 2), rel=1e-6)
+
+
+def test_a_window_can_be_set():
+    estimate = AcceptanceEstimate(1, window_drafts=50, window_steps=4)
+    for _ in range(2000):
+        estimate.observe(2, [1])
+    assert estimate.uncertainty(0) == pytest.approx(spread(0.5, 2 / (1 - math.exp(-2 / 50)) + 2), rel=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [{"positions": -1}, {"window_drafts": 0}, {"window_steps": 0}, {"stale_after": 0}])
+def test_windows_and_positions_that_cannot_be_are_refused(wrong):
+    with pytest.raises(ControlError):
+        AcceptanceEstimate(**{"positions": 1, **wrong})
+
+
+@pytest.mark.parametrize(("prior", "weight", "votes"), [([], 24.0, 2.0), ([0.5], 2.0, 2.0), ([0.5], 24.0, 24.0)])
+def test_a_prior_is_worth_its_weight_in_drafts(prior, weight, votes):
+    estimate = AcceptanceEstimate(1)
+    estimate.set_prior(prior, weight=weight)
+    estimate.observe(10, [9])
+    assert estimate.conditional() == pytest.approx([(9 + votes * 0.5) / (10 + votes)])
+
+
+def test_what_is_not_looked_at_counts_half_after_its_time():
+    known, stale, other = (AcceptanceEstimate(1, stale_after=100.0) for _ in range(3))
+    for estimate in (known, stale, other):
+        estimate.observe(10, [8])
+    p = (8 + 1) / 12
+    assert known.uncertainty(0) == pytest.approx(spread(p, 12))
+    stale.skip(100)
+    assert stale.uncertainty(0) == pytest.approx(spread(p, 7))
+    other.skip(100)
+    other.observe(10, [5])  # what was known before counts half for good
+    keep = math.exp(-10 / 600)
+    hits, trials = 4 * keep + 5, 5 * keep + 10
+    assert other.conditional() == pytest.approx([(hits + 1) / (trials + 2)])
+
+
+def test_five_hundredths_of_that_time_are_nothing():
+    estimate = AcceptanceEstimate(1, stale_after=100.0)
+    estimate.observe(10, [8])
+    estimate.skip(5)
+    estimate.observe(10, [5])
+    keep = math.exp(-10 / 600)
+    assert estimate.conditional() == pytest.approx([(8 * keep + 5 + 1) / (10 * keep + 10 + 2)])
+
+
+def test_a_position_that_nobody_reached_learns_nothing_but_was_looked_at():
+    estimate = AcceptanceEstimate(2)
+    estimate.observe(20, [0, 0])
+    assert estimate.conditional() == pytest.approx([1 / 22, 1 / 22 * DECAY_GUESS])
+    assert estimate._unseen(1) == 0
+
+
+def test_more_hits_than_trials_count_as_all_of_them():
+    estimate = AcceptanceEstimate(2)
+    estimate.observe(10, [4, 9])
+    assert estimate.conditional()[1] == pytest.approx((4 + 2 * min(1.0, 5 / 12 * DECAY_GUESS)) / 6)
+
+
+def test_the_uncertainty_of_an_accept_length_adds_up_over_its_positions():
+    estimate = AcceptanceEstimate(2)
+    estimate.set_prior([0.8, 0.5], weight=9)
+    a, b = spread(0.8, 9), spread(0.5, 9)
+    # tau(2) = 1 + p0 + p0 p1
+    expected = [0.0, a, math.hypot(a * (1 + 0.5), b * 0.8)]
+    assert estimate.accept_length_uncertainty() == pytest.approx(expected)
+
+
+def test_a_jump_is_the_latest_word_and_worth_few_votes():
+    estimate = AcceptanceEstimate(1)
+    for _ in range(200):
+        estimate.observe(8, [8])
+    for _ in range(3):
+        estimate.observe(8, [0])
+    assert estimate._trials[0] < 3 * 16 + 8 and estimate.conditional()[0] < 0.6

@@ -76,6 +76,11 @@ def test_a_bad_contribution_is_named_and_changes_nothing(bad, reason, name):
         np.testing.assert_allclose(merged.delta[tensor], clean.delta[tensor], rtol=1e-5, atol=1e-7)
 
 
+def test_exactly_as_many_steps_as_are_needed_are_enough():
+    merged = merge([contribution("a", steps=8), contribution("b", steps=7)], min_steps=8)
+    assert merged.included == ("a",) and list(merged.excluded) == ["b"]
+
+
 def test_nothing_usable_gives_no_delta():
     merged = merge([contribution("a", steps=1), contribution("b", tokens=0)], min_steps=8)
     assert merged.delta is None

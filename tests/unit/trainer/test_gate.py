@@ -200,6 +200,13 @@ def test_students_t(freedom):
     assert _student(0.95, freedom) == pytest.approx(stats.t.ppf(0.95, freedom), rel=0.02)
 
 
+@pytest.mark.parametrize("freedom", [5, 10, 50, 500])
+@pytest.mark.parametrize("p", [0.99, 0.995])
+def test_students_t_where_the_gate_uses_it(p, freedom):
+    """`ERROR`, and half of it: far out, where every term of the expansion counts."""
+    assert _student(p, freedom) == pytest.approx(stats.t.ppf(p, freedom), rel=0.02)
+
+
 @pytest.mark.parametrize(("gain", "published"), [(-0.05, 0.0), (0.0, 0.0), (0.05, 0.0), (0.35, 1.0)])
 def test_two_sequences_publish_only_what_is_far_better(gain, published):
     assert rates(200, sequences=2, versus_served=gain, versus_initial=gain)["publish"] == pytest.approx(

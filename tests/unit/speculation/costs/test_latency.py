@@ -218,3 +218,21 @@ def test_a_pace_that_nothing_confirms_is_forgotten():
         model.observe(16, 16000, 3, 1.3 * true(16, 16000, 3) * rng.lognormal(0.0, 0.03))
     assert model.seconds(16, 16000, 3) == pytest.approx(1.3 * true(16, 16000, 3), rel=0.05)
     assert model.seconds(16, 16000, 0) == pytest.approx(true(16, 16000, 0), rel=0.1)
+
+
+def test_an_optimist_takes_what_drafting_cost_at_a_large_batch_to_be_its_tokens():
+    """K=0 is known everywhere, K=3 only at 32: at 8 its extra cost may be a quarter."""
+    model = LatencyModel((0, 1, 3))
+    points = [LatencyPoint(b, b * 1000, 0, 0.010) for b in (4, 8, 32)]
+    points += [LatencyPoint(8, 8000, 1, 0.012), LatencyPoint(32, 32_000, 1, 0.013), LatencyPoint(32, 32_000, 3, 0.030)]
+    model.seed(LatencyTable(tuple(points)))
+    off, zero, one, three = model.predict(8, 8000)
+    assert three > 1.4 * zero
+    assert model.optimistic(8, 8000) == pytest.approx([off, zero, one, zero + (three - zero) * 8 / 32])
+    assert model.optimistic(32, 32_000) == model.predict(32, 32_000), "measured here"
+    assert model.optimistic(64, 64_000) == model.predict(64, 64_000), "measured at a smaller batch"
+
+
+def test_without_a_measurement_an_optimist_knows_no_more():
+    model = LatencyModel((0, 1))
+    assert model.optimistic(8, 8000) == model.predict(8, 8000)
