@@ -4,7 +4,7 @@
 
 One chain: the toy's GRPO job with two replicas saves every step; all its processes get SIGKILL at a random moment of a
 phase that is drawn in turn, and it is started again with verl's `resume_mode=auto`. What the new job holds in memory
-(its spot workers log fingerprints, its engines report theirs) is compared with the checkpoint's files, and these with
+(its spot workers log checksums, its engines tell fingerprints) is compared with the checkpoint's files, and these with
 what the trace of the killed jobs says of that step: version and weights that the engines served, optimizer steps that
 were trained, the drafter the whole chain began with. All of it must be of the step that verl resumes.
 
@@ -33,7 +33,7 @@ from demo.toy.assets import Assets
 from verl_tlt.drafter import fingerprint, load_training_state
 from verl_tlt.messages.training import Resumed
 from verl_tlt.report.reader import RunTrace, read_trace
-from verl_tlt.spot_worker.resume import INITIAL, moments
+from verl_tlt.spot_worker.resume import INITIAL, checksum, moments
 from verl_tlt.trace.events import Event, LoadSample, Phase, Publish, Reload, RunStarted, Session
 from verl_tlt.trainer.checkpoints import CHECKPOINT
 
@@ -110,6 +110,8 @@ class Saved:
     policy_step: int
     served_file: str
     """Fingerprint of all that engines load."""
+    initial: str
+    """Fingerprint of the drafter that the chain began with, by which engines called it."""
     holds: Resumed
     """What spot workers must hold."""
 
@@ -122,15 +124,16 @@ def saved(checkpoints: Path) -> Saved | None:
         return None
     facts = json.loads((directory / "provenance.json").read_text())
     state, tensors = load_training_state(directory), load_file(directory / "model.safetensors")
-    served = fingerprint({name: tensors[name] for name in state["parameters"]})
+    served = {name: tensors[name] for name in state["parameters"]}
+    initial = state.get(INITIAL, served)
     holds = Resumed(
         steps=state["steps"],
-        candidate=fingerprint(state["parameters"]),
-        served=served,
-        initial=fingerprint(state[INITIAL]) if INITIAL in state else served,
+        candidate=checksum(state["parameters"]),
+        served=checksum(served),
+        initial=checksum(initial),
         moments=moments(state["optimizer"]),
     )
-    return Saved(step, facts["version"], facts["policy_step"], fingerprint(tensors), holds)
+    return Saved(step, facts["version"], facts["policy_step"], fingerprint(tensors), fingerprint(initial), holds)
 
 
 def history(trace: RunTrace, step: int) -> dict[str, Any]:
@@ -156,7 +159,7 @@ def history(trace: RunTrace, step: int) -> dict[str, Any]:
 def judge(want: Saved, past: dict[str, Any], step0: int, held: list[Resumed], reloads: list[Reload]) -> dict[str, Any]:
     """Each thing that must be of one and the same step -> whether it is; None: the job was killed before it said so."""
     first = [(r.version, r.fingerprint) == (want.version, want.served_file) for r in reloads if r.step == step0]
-    gate = past["initial"] in (None, want.holds.initial)
+    gate = past["initial"] in (None, want.initial)
     return {
         "step": step0 == want.step + 1 and want.policy_step == want.step,
         "version": want.version == past["version"],

@@ -135,7 +135,7 @@ class SessionResult:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a spot worker holds after it took over a checkpoint: fingerprints in float32, to compare with its files."""
+    """What a spot worker holds after it took over a checkpoint: checksums, to compare with those of its files."""
 
     steps: int
     """Optimizer steps so far."""

@@ -10,8 +10,8 @@ from verl_tlt.report.reader import read_trace
 from verl_tlt.trace.events import LoadSample, Phase, Publish, Reload, RunStarted, TraceWriter
 
 HELD = Resumed(40, "aa", "bb", "cc", "dd")
-WANT = Saved(3, 2, 3, "ee", HELD)
-PAST = {"version": 2, "served": "ee", "initial": "cc", "steps": 40}
+WANT = Saved(3, 2, 3, "ee", "ii", HELD)
+PAST = {"version": 2, "served": "ee", "initial": "ii", "steps": 40}
 
 
 def phase(name, step):
@@ -79,6 +79,7 @@ def test_a_resumption_with_everything_of_one_step_is_equal():
         ("engines", {"reloads": [reload(4, 2, "old")]}),
         ("optimizer", {"held": [HELD, Resumed(40, "aa", "bb", "cc", "other")]}),
         ("candidate", {"held": [HELD, Resumed(40, "xx", "bb", "cc", "dd")]}),
+        ("gate_initial", {"past": {**PAST, "initial": "served since"}}),
         ("gate_initial", {"held": [HELD, Resumed(40, "aa", "bb", "bb", "dd")]}),
         ("optimizer_steps", {"past": {**PAST, "steps": 41}}),
         ("all_workers_said", {"held": [HELD]}),

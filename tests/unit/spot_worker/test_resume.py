@@ -6,11 +6,11 @@ import pytest
 from safetensors.torch import load_file
 from tiny_learner import CONFIG, RolloutSampling, make_learner, texts, verifier_arrays
 
-from verl_tlt.drafter import fingerprint, load_training_state
+from verl_tlt.drafter import load_training_state
 from verl_tlt.messages.training import DrafterProvenance
 from verl_tlt.spot_worker.learner import SpotLearner
 from verl_tlt.spot_worker.merge import merge
-from verl_tlt.spot_worker.resume import account, moments
+from verl_tlt.spot_worker.resume import account, checksum, moments
 from verl_tlt.trainer.bootstrap import first_drafter
 
 FACTS = DrafterProvenance(1, 3, "policy", "data", None, "hass", 1.0, (0.5, 0.4, 0.3), 1234)
@@ -60,8 +60,8 @@ def test_its_account_is_that_of_the_files(learner, tmp_path):
     _, found = resumed(learner, tmp_path)
     directory = tmp_path / "global_step_3" / "tlt_drafter"
     state, tensors = load_training_state(directory), load_file(directory / "model.safetensors")
-    assert found.served == fingerprint({name: tensors[name] for name in state["parameters"]})
-    assert found.candidate == fingerprint(state["parameters"]) != found.served
+    assert found.served == checksum({name: tensors[name] for name in state["parameters"]})
+    assert found.candidate == checksum(state["parameters"]) != found.served
     assert (found.moments, found.steps) == (moments(state["optimizer"]), state["steps"])
     state["optimizer"]["state"][0]["exp_avg"].view(-1)[0] += 1e-3
     assert found.moments != moments(state["optimizer"])
