@@ -57,9 +57,9 @@ def test_one_replica_has_no_bubble():
 
 def test_bubbles_are_used_as_the_planner_allows():
     spot = Spot(tokens_per_s=100, begin_s=2.0, settle_s=0.5, least_tokens=500, most_tokens=1500)
-    account, tokens = harvest(spot, [10.0, 16.0, 28.0, 30.0], [8, 8, 8, 8], ready=True)
-    assert account.bubble_s == pytest.approx({"0": 20.0, "1": 14.0, "2": 2.0, "3": 0.0})
-    assert account.used_s == pytest.approx({"0": 17.5, "1": 11.5, "2": 0.0, "3": 0.0})
+    account, tokens = harvest(spot, [10.0, 16.0, 26.5, 30.0], [8, 8, 8, 8], ready=True)
+    assert account.bubble_s == pytest.approx({"0": 20.0, "1": 14.0, "2": 3.5, "3": 0.0})
+    assert account.used_s == pytest.approx({"0": 17.5, "1": 11.5, "2": 1.0, "3": 0.0})
     assert tokens == pytest.approx(1500 + 1150), "one session ran out of epochs, one was stopped, one was too short"
     assert harvest(spot, [10.0, 30.0], [8, 8], ready=False)[1] == 0
     assert harvest(spot, [10.0, 30.0], [1, 8], ready=True)[1] == 0, "it carried less than half its share"
