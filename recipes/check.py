@@ -33,16 +33,7 @@ CPU = CPU_ENGINE | {
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 TOY = (
     "data.train_batch_size=4", "data.max_prompt_length=64", "data.max_response_length=192",
-    "data.dataloader_num_workers=0", "++actor_rollout_ref.model.override_config.attn_implementation=sdpa",
-    "actor_rollout_ref.model.enable_gradient_checkpointing=False",
-    f"{ACTOR}.use_torch_compile=False", f"{ACTOR}.fsdp_config.use_torch_compile=False",
-    f"{ACTOR}.fsdp_config.model_dtype=fp32", f"++{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp32",
-    f"++{ACTOR}.fsdp_config.mixed_precision.reduce_dtype=fp32", f"{ACTOR}.fsdp_config.param_offload=False",
-    f"{ACTOR}.fsdp_config.optimizer_offload=False", f"{ACTOR}.ppo_mini_batch_size=4",
-    f"{ACTOR}.ppo_max_token_len_per_gpu=2048", "actor_rollout_ref.ref.fsdp_config.param_offload=False",
-    "actor_rollout_ref.ref.fsdp_config.model_dtype=fp32",
-    "++actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype=fp32",
-    "actor_rollout_ref.ref.use_torch_compile=False", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=2048",
+    "data.dataloader_num_workers=0", f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.ppo_max_token_len_per_gpu=2048",
     f"{ROLLOUT}.dtype=float32", f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.n_gpus_per_node=2",
     f"{ROLLOUT}.enforce_eager=True", f"++{ROLLOUT}.enable_sleep_mode=False", f"{ROLLOUT}.max_model_len=320",
     f"{ROLLOUT}.max_num_seqs=16", f"{ROLLOUT}.max_num_batched_tokens=1024", f"{ROLLOUT}.gpu_memory_utilization=0.1",
@@ -57,7 +48,26 @@ TOY = (
     "ray_kwargs.ray_init.num_cpus=16", "++ray_kwargs.ray_init.num_gpus=2",
     "++ray_kwargs.ray_init.include_dashboard=False", "++ray_kwargs.ray_init.object_store_memory=1000000000",
 )  # fmt: skip
-"""verl, small enough for two cores."""
+"""verl, small enough for two cores, but for the actor's engine."""
+
+FSDP = (
+    "++actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+    f"{ACTOR}.use_torch_compile=False", f"{ACTOR}.fsdp_config.use_torch_compile=False",
+    f"{ACTOR}.fsdp_config.model_dtype=fp32", f"++{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp32",
+    f"++{ACTOR}.fsdp_config.mixed_precision.reduce_dtype=fp32", f"{ACTOR}.fsdp_config.param_offload=False",
+    f"{ACTOR}.fsdp_config.optimizer_offload=False", "actor_rollout_ref.ref.fsdp_config.param_offload=False",
+    "actor_rollout_ref.ref.fsdp_config.model_dtype=fp32",
+    "++actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype=fp32",
+    "actor_rollout_ref.ref.use_torch_compile=False", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=2048",
+)  # fmt: skip
+"""An actor of verl's FSDP engines on two CPU ranks."""
+
+MEGATRON = (
+    f"{ACTOR}.megatron.tensor_model_parallel_size=2", f"{ACTOR}.megatron.pipeline_model_parallel_size=1",
+    f"{ACTOR}.megatron.dtype=float32", f"{ACTOR}.megatron.vanilla_mbridge=True",
+)  # fmt: skip
+"""One of verl's Megatron engine, loaded by mbridge: the Megatron-Bridge that verl names needs Python 3.12."""
 
 TLT = (
     "tlt.drafter.aux_layers=[1,2,3]", "tlt.drafter.batch_tokens=256", "tlt.speculation.policy=fixed",
@@ -68,6 +78,10 @@ TLT = (
 
 SHORT = (f"{ROLLOUT}.n=4",)
 """Groups of four."""
+DAPO = (
+    *SHORT, "reward.reward_kwargs.max_resp_len=192", "reward.reward_kwargs.overlong_buffer_cfg.len=64",
+    f"{ACTOR}.ppo_mini_batch_size=2", "trainer.v1.sampler.custom_sampler.path=null", "data.train_batch_size=2",
+)  # fmt: skip
 CRITIC = (
     f"{ROLLOUT}.n=2", "++critic.model.override_config.attn_implementation=sdpa",
     "critic.model.enable_gradient_checkpointing=False", "critic.fsdp.param_offload=False",
@@ -90,13 +104,13 @@ class Recipe:
 
     script: str
     toy: Sequence[str] = SHORT
-    """Appended after `TOY` and `TLT`."""
+    """Appended after all others."""
+    engine: Sequence[str] = FSDP
+    """What its actor's engine needs: `FSDP` or `MEGATRON`."""
     expect: str = "tlt/accept_length"
     """A metric that the run must have logged beside `tlt/errors` = 0."""
     policy: str = "small"
     """Toy policy: small, or moe."""
-    not_run: str | None = None
-    """Why it cannot run on a CPU; it is composed and judged only."""
 
     @property
     def name(self) -> str:
@@ -109,18 +123,8 @@ RECIPES = {
     for recipe in (
         Recipe("grpo_qwen2.5_7b.sh"),
         Recipe("grpo_deepseek_r1_distill_qwen_7b.sh"),
-        Recipe(
-            "dapo_qwen2.5_32b.sh",
-            (
-                *SHORT,
-                "reward.reward_kwargs.max_resp_len=192",
-                "reward.reward_kwargs.overlong_buffer_cfg.len=64",
-                f"{ACTOR}.ppo_mini_batch_size=2",
-                "trainer.v1.sampler.custom_sampler.path=null",
-                "data.train_batch_size=2",
-            ),
-        ),
-        Recipe("grpo_llama3.3_70b_megatron.sh", not_run="verl's Megatron engine needs CUDA"),
+        Recipe("dapo_qwen2.5_32b.sh", DAPO),
+        Recipe("grpo_llama3.3_70b_megatron.sh", engine=MEGATRON),
         Recipe("grpo_qwen3_8b.sh"),
         Recipe("ppo_qwen3_8b.sh", CRITIC, expect="critic/vf_loss"),
         Recipe("grpo_tools_qwen3_4b.sh", TOOLS, expect="num_turns/mean"),
@@ -177,7 +181,7 @@ def problems(recipe: Recipe, data: Path) -> list[str]:
 
 def scaled_down(recipe: Recipe) -> tuple[str, ...]:
     """What is appended to the recipe so that two cores can run it; paths apart."""
-    return (*TOY, *TLT, *recipe.toy)
+    return (*TOY, *recipe.engine, *TLT, *recipe.toy)
 
 
 def same_run(first: Recipe, second: Recipe) -> bool:
@@ -186,7 +190,7 @@ def same_run(first: Recipe, second: Recipe) -> bool:
 
     from verl_tlt.doctor.recipe import compose
 
-    if (first.policy, first.expect, first.not_run) != (second.policy, second.expect, second.not_run):
+    if (first.policy, first.expect) != (second.policy, second.expect):
         return False
     configs = []
     for recipe in (first, second):
@@ -254,15 +258,13 @@ def main() -> int:
         start = time.monotonic()
         found = problems(recipe, out / "data")
         said = "composes, and the doctor passes it"
-        if not found and arguments.run and recipe.not_run is None:
+        if not found and arguments.run:
             try:
                 logged = run(recipe, out / recipe.name)
                 last = {k: f"{logged[-1][k]:.3g}" for k in ("tlt/accept_length", "tlt/drafter_version", "tlt/errors")}
                 said += f"; ran {len(logged)} steps: {last}"
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 found = [str(error)]
-        elif arguments.run and recipe.not_run:
-            said += f"; not run here: {recipe.not_run}"
         failed += bool(found)
         verdict = "FAILED: " + "\n  ".join(found) if found else said
         print(f"{recipe.name}: {verdict} ({time.monotonic() - start:.0f} s)", flush=True)

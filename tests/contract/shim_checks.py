@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 
 SHIMMED = sys.argv[1:] == ["shim"]
 
@@ -129,6 +130,80 @@ def buckets() -> str:
     return "kept" if kept[0][1].tolist() == list(range(8)) else "overwritten"
 
 
+def megatron_dtype() -> str:
+    """In what a Megatron engine may compute."""
+    from verl.workers.config import McoreEngineConfig
+
+    try:
+        return McoreEngineConfig(dtype="float32").dtype
+    except AssertionError:
+        return "16 bits only"
+
+
+def megatron_layers() -> str:
+    """What megatron-core makes a layer of where it would take Transformer Engine's parts."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    try:
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
+    except NameError as error:
+        return str(error)
+    return layer.submodules.self_attention.submodules.core_attention.__name__
+
+
+def megatron_load() -> str:
+    """What becomes of float32 parameters that Megatron's optimizer loads."""
+    from types import SimpleNamespace
+
+    import torch
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    weight = torch.nn.Parameter(torch.zeros(4))
+    optimizer = SimpleNamespace(
+        model_param_group_index_map={weight: (0, 0)},
+        config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=False),
+        optimizer=SimpleNamespace(param_groups=[{"params": [view := weight.view(-1)]}], state={view: {}}),
+    )
+    try:
+        DistributedOptimizer._set_main_param_and_optimizer_states(optimizer, weight, {"param": torch.ones(4)})
+    except RuntimeError as error:
+        return str(error).partition(" that")[0]
+    return f"loaded {weight.sum().item():.0f}"
+
+
+def megatron_random() -> str:
+    """Whether megatron-core's tracker of random states works without CUDA, given what else asks torch.cuda."""
+    import torch
+    from megatron.core.tensor_parallel import random
+
+    state = torch.get_rng_state()
+    try:
+        random._set_cuda_rng_state(state)
+        return "the CPU's" if torch.equal(random._get_cuda_rng_state(), state) else "another"
+    except (AssertionError, RuntimeError) as error:
+        return type(error).__name__
+
+
+def megatron_engine() -> str:
+    """How far verl's Megatron engine comes with a policy of 3 MB in one process."""
+    import torch.distributed as dist
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+
+    policy = Path(__file__).parents[2] / "demo" / "toy" / "policy"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        engine = MegatronEngineWithLMHead(
+            HFModelConfig(path=str(policy)), McoreEngineConfig(vanilla_mbridge=True),
+            McoreOptimizerConfig(lr=1e-3, total_training_steps=1), CheckpointConfig(),
+        )  # fmt: skip
+        engine.initialize()
+    except AssertionError as error:
+        return str(error)
+    return f"{len(dict(engine.get_per_tensor_param()[0]))} tensors"
+
+
 def say(name: str, found: object) -> None:
     """One result, at once."""
     print(json.dumps([name, found]), flush=True)
@@ -144,7 +219,8 @@ def main() -> None:
     else:
         from verl_tlt.compat.cpu.platform import register  # stock verl knows no platform of that name
     register()
-    for check in (entry, expand, linear, backend, critic, queue, buckets):
+    megatron = megatron_dtype, megatron_layers, megatron_load, megatron_random, megatron_engine
+    for check in (entry, expand, linear, backend, critic, queue, *megatron, buckets):
         say(check.__name__, check())
 
 

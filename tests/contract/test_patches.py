@@ -256,6 +256,32 @@ def test_the_critic_shim_leaves_a_loader_that_reads_the_config(tmp_path, fixed):
     assert (module.load_valuehead_model is before) == fixed
 
 
+@pytest.mark.parametrize("fixed", [True, False])
+def test_the_float32_shim_leaves_a_config_that_allows_it(tmp_path, fixed):
+    pytest.importorskip("torch")
+    import verl.workers.config.engine as stock
+
+    from verl_tlt.compat.cpu.verl_shims import megatron_in_float32
+
+    module = load(patched("float32", tmp_path) if fixed else Path(stock.__file__), stock.__name__)
+    before = module.McoreEngineConfig.__post_init__
+    megatron_in_float32(module)
+    assert (module.McoreEngineConfig.__post_init__ is before) == fixed
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_the_loading_shim_leaves_an_optimizer_that_records_nothing(tmp_path, fixed):
+    pytest.importorskip("megatron.core.optimizer")
+    import megatron.core.optimizer.distrib_optimizer as stock
+
+    from verl_tlt.compat.cpu.megatron_shims import load_without_gradients
+
+    module = load(patched("gradients", tmp_path) if fixed else Path(stock.__file__), stock.__name__)
+    before = module.DistributedOptimizer._set_main_param_and_optimizer_states
+    load_without_gradients(module)
+    assert (module.DistributedOptimizer._set_main_param_and_optimizer_states is before) == fixed
+
+
 def test_the_spinning_shim_asks_for_the_patchs_setting(monkeypatch):
     from verl_tlt.compat.cpu.vllm_shims import sleep_between_looks
 

@@ -52,6 +52,18 @@ def found():
         pytest.param("backend", "started", "ValueError", id="a backend that names the CPU twice starts"),
         pytest.param("critic", "1 value", "no value head", id="a critic loads without flash-attention"),
         pytest.param("queue", [["one", "two"], True], [["one", "two"], False], id="a reader sleeps between looks"),
+        pytest.param("megatron_dtype", "float32", "16 bits only", id="a Megatron engine computes in float32"),
+        pytest.param(
+            "megatron_layers",
+            "PackedAttention",
+            "name 'TESpecProvider' is not defined",
+            id="Megatron's layers need no Transformer Engine",
+        ),
+        pytest.param("megatron_load", "loaded 4", "a view of a leaf Variable", id="Megatron loads float32 parameters"),
+        pytest.param("megatron_random", "the CPU's", "AssertionError", id="Megatron keeps the CPU's random state"),
+        pytest.param(
+            "megatron_engine", "47 tensors", "Torch not compiled with CUDA enabled", id="verl's Megatron engine starts"
+        ),
         pytest.param("buckets", "kept", "BufferError", id="received weights outlive their shared memory"),
     ],
 )

@@ -1,20 +1,24 @@
-"""The tap on verl's Megatron engine over four processes: joined, the shards are what Hugging Face computes alone."""
+"""verl's Megatron engine over four processes: what is tapped, computed and sent is what Hugging Face has alone."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
 from actor import free_port, make_rows, reference, whole_sequences
-from megatron_cases import CASES, LENGTHS, RANKS, run_cases
-from rank_cases import build_policies
+from megatron_cases import CASES, RANKS, rows_to_learn, run_cases
+from rank_cases import LENGTHS, build_policies
 
 from verl_tlt.actor.adapter import Untapped
 from verl_tlt.actor.worker import adapt
+from verl_tlt.drafter import from_numpy16
 
 pytestmark = pytest.mark.engine
 pytest.importorskip("megatron.core")
 
 TOLERANCE = dict(rtol=2**-7, atol=5e-3)  # bfloat16's rounding; sums over ranks are ordered otherwise
+EXACT = [name for name, case in CASES.items() if case.dtype == "float32"]
+"""Cases that compute as the reference does; a random policy in 16 bits soon computes something else."""
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +32,14 @@ def root(tmp_path_factory):
 
 def load(root, name, window):
     """(group, shards) of every rank."""
-    found = [torch.load(root / f"{name}-{rank}.pt", weights_only=False)[window] for rank in range(RANKS)]
+    found = [ranks[window] for ranks in look(root, name)]
     assert not any(errors for _, _, errors in found)
     return [(group, shards) for group, shards, _ in found]
+
+
+def look(root, name):
+    """What every rank left of a case."""
+    return [torch.load(root / f"{name}-{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +48,12 @@ def policies(root):
 
     return {
         name: AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32, attn_implementation="sdpa").eval()
-        for name in ("qwen3", "llama")
+        for name in ("qwen3", "llama", "tied")
     }
 
 
 @pytest.mark.parametrize("window", [10_000, 11])
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", EXACT)
 def test_joined_shards_are_the_policys_states(root, policies, name, window):
     found, policy = load(root, name, window), policies[CASES[name].policy]
     groups = {group for group, _ in found}
@@ -70,6 +79,64 @@ def test_nothing_is_sent_twice(root, name):
         sent = sum(shard.states.nbytes for g, shards in found if g == group for shard in shards)
         tokens = sum(p + r for p, r in LENGTHS[group])
         assert sent == tokens * 4 * 64 * 2  # three aux states and the last one, 64 wide, 16 bits
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_log_probs_are_the_policys(root, policies, name):
+    policy, answered = policies[CASES[name].policy], 0
+    for rank in look(root, name):
+        group = rank[11][0]
+        for (tokens, _), got in zip(make_rows(LENGTHS[group], seed=group), rank["log-probs"] or (), strict=False):
+            with torch.no_grad():
+                scores = policy(tokens[None]).logits[0].log_softmax(-1)
+            want = scores[:-1].gather(1, tokens[1:, None])[:, 0]
+            torch.testing.assert_close(got[: len(want)], want, rtol=1e-4, atol=1e-4)
+            answered += 1
+    assert answered == sum(len(LENGTHS[group]) for group in {rank[11][0] for rank in look(root, name)})
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_every_rank_sends_the_policys_own_tensors(root, policies, name):
+    """By name, whole, unfused, once each, without padding of the vocabulary; so a policy's own file could be sent."""
+    case, stored = CASES[name], dict(policies[CASES[name].policy].state_dict())
+    if case.policy == "tied":
+        del stored["lm_head.weight"]
+    for rank in look(root, name):
+        assert rank["weights"].keys() == stored.keys()
+        for key, tensor in stored.items():
+            sent = rank["weights"][key]
+            assert sent.dtype == getattr(torch, case.dtype) and torch.equal(sent, tensor.to(sent.dtype)), key
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_embedding_head_and_norm_are_captured_as_they_stream_past(root, policies, name):
+    """On every rank, although embedding, norm and head are on different stages; a tied head is the embedding."""
+    policy = policies[CASES[name].policy]
+    parts = {"embed": policy.model.embed_tokens, "lm_head": policy.lm_head, "norm": policy.model.norm}
+    for rank in look(root, name):
+        errors, (arrays,) = rank["captured"]
+        assert errors == 0
+        for part, module in parts.items():
+            assert torch.equal(from_numpy16(getattr(arrays, part)), module.weight.to(torch.bfloat16)), part
+
+
+def test_a_step_is_torchs_and_a_checkpoint_brings_it_back(root, policies):
+    (name,) = [name for name, case in CASES.items() if case.trained]
+    policy = copy.deepcopy(policies[CASES[name].policy])
+    for tokens, prompt_len in rows_to_learn():
+        scores = policy(tokens[None]).logits[0].log_softmax(-1)[prompt_len - 1 : -1]
+        loss = -scores.gather(1, tokens[prompt_len:, None]).sum() / sum(response for _, response in LENGTHS[0])
+        loss.backward()
+    gradient = torch.nn.utils.get_total_norm([p.grad for p in policy.parameters()]).item()
+    for rank in look(root, name):
+        first, second, loaded = rank["trained"]
+        if first["logged"] is not None:
+            assert first["logged"]["grad_norm"] == pytest.approx(gradient, rel=1e-3)
+            assert second["logged"]["loss"] < first["logged"]["loss"]
+        for key, tensor in first["weights"].items():
+            assert torch.equal(loaded["weights"][key], tensor), key
+        assert not torch.equal(first["weights"]["lm_head.weight"], second["weights"]["lm_head.weight"])
+    assert any(rank["trained"][0]["logged"] is not None for rank in look(root, name))
 
 
 @pytest.mark.parametrize(

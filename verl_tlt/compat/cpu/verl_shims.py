@@ -88,9 +88,27 @@ def critic_attention(module: Any) -> None:
     module.load_valuehead_model = load_valuehead_model
 
 
+def megatron_in_float32(module: Any) -> None:
+    """Let a Megatron engine compute in float32; verl allows 16 bits only, in which few CPUs multiply fast."""
+    original = module.McoreEngineConfig.__post_init__
+    if "float32" in inspect.getsource(original):
+        return  # patches/verl/0006 is in
+
+    @functools.wraps(original)
+    def __post_init__(self: Any) -> None:
+        wanted = self.dtype
+        if wanted == "float32":
+            object.__setattr__(self, "dtype", "bfloat16")  # the config is frozen
+        original(self)
+        object.__setattr__(self, "dtype", wanted)
+
+    module.McoreEngineConfig.__post_init__ = __post_init__
+
+
 def register() -> None:
     """Arm every shim in this process."""
     when_imported("torch.distributed", _patch_init_process_group)
     when_imported("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", clone_buckets)
     when_imported("verl.workers.engine.fsdp.transformer_impl", offload_unpinned)
     when_imported("verl.utils.model", critic_attention)
+    when_imported("verl.workers.config.engine", megatron_in_float32)
