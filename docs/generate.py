@@ -1,7 +1,8 @@
-"""Writes docs/configuration.md from the dataclasses in verl_tlt/config.py: `python docs/generate.py`.
+"""Writes docs/configuration.md and docs/api.md: `python docs/generate.py`.
 
-Keys, types, defaults and meanings are read from the source, so that the page cannot differ from the code
-(tests/unit/test_docs.py compares). What concerns several keys at once is in `NOTES`.
+The settings come from the dataclasses in verl_tlt/config.py, and the interface from the docstrings of what
+verl_tlt/drafter exports, so that no page can differ from the code (tests/unit/test_docs.py compares). What concerns
+several keys at once is in `NOTES`.
 
 mkdocs loads this file too, as a hook (mkdocs.yml): pages link to source files, which a built site does not hold.
 """
@@ -13,6 +14,7 @@ import dataclasses
 import inspect
 import itertools
 import re
+import textwrap
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,10 +23,11 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter
 
-from verl_tlt import config
+from verl_tlt import config, drafter
 from verl_tlt.config import TLTConfig
 
 PAGE = Path(__file__).parent / "configuration.md"
+API_PAGE = Path(__file__).parent / "api.md"
 
 INTRO = """# Settings
 
@@ -52,6 +55,28 @@ Most runs need only these:
 | less host memory | `tlt.buffer.max_mb`, `tlt.buffer.keep_steps` |
 | speculation without training | `tlt.spot.enable=false` |
 | training without speculation | `tlt.speculation.enable=false` |
+"""
+
+API_INTRO = """# The drafter in your own code
+
+<!-- Written by docs/generate.py from the docstrings in verl_tlt/drafter: edit those. -->
+
+`verl_tlt.drafter` is everything about the drafter without verl, vLLM or Ray. In
+[custom_worker.py](../examples/custom_worker.py) a verl worker trains one with it, in
+[custom_megatron_worker.py](../examples/custom_megatron_worker.py) verl's own Megatron actor does.
+
+```python
+from verl_tlt.drafter import DrafterTrainer, build_drafter, refresh_verifier_weights, save_drafter
+```
+
+* **What is here** can be imported from `verl_tlt.drafter`, and from nowhere else: files below it may move. Names load
+  on first use, so importing the package alone is quick.
+* **Stability.** verl-tlt is 0.x: a name or argument here may change with a minor version, not with a patch version.
+  Drafters that an earlier version wrote stay loadable, by vLLM and here.
+* **Errors.** What a caller did wrong (a model of another family, a file that is missing or does not fit) raises
+  `DrafterError`, a `TLTError` and `ValueError` whose sentence names it. Anything else is a bug.
+* **Letters** in shapes: B sequences, L tokens of one, T of a packed batch, H the policy's hidden size, V its
+  vocabulary.
 """
 
 NOTES = {
@@ -110,6 +135,18 @@ def render() -> str:
     return "\n".join(parts)
 
 
+def render_api() -> str:
+    """The text of the page about `verl_tlt.drafter`."""
+    parts = [API_INTRO]
+    for module, names in itertools.groupby(drafter._HOME, drafter._HOME.__getitem__):
+        tree = ast.parse((Path(drafter.__file__).parent / f"{module}.py").read_text())
+        about = ast.get_docstring(tree).partition("\n\n")[0]
+        parts.append(f"## {module}\n\n{about}\n")
+        defined = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        parts += [_entry(defined[name]) for name in names if name in defined]  # the error is in the introduction
+    return "\n".join(parts)
+
+
 def on_page_markdown(markdown: str, *, config: Mapping[str, Any], **_: Any) -> str:
     """A page for the built site: links that leave docs/ lead to `repo_url`, or become the file's name without one."""
     repository = (config.get("repo_url") or "").rstrip("/")
@@ -120,6 +157,57 @@ def on_page_markdown(markdown: str, *, config: Mapping[str, Any], **_: Any) -> s
         return f"[{label}]({repository}/{kind}/main/{path})" if repository else f"`{path}`"
 
     return re.sub(r"\[([^\]]*)\]\(\.\./([^)\s]+)\)", elsewhere, markdown)
+
+
+def _entry(node: ast.FunctionDef | ast.ClassDef) -> str:
+    """One exported function or class: how it is called, what its docstring says, and a class's fields and methods."""
+    parts = [f"### {node.name}\n"]
+    if isinstance(node, ast.FunctionDef):
+        parts.append(_call(node))
+    elif start := next((n for n in node.body if getattr(n, "name", "") == "__init__"), None):
+        parts.append(_call(start, node.name))
+    parts.append(_prose(ast.get_docstring(node) or "") + "\n")
+    rows = [f"* `{ast.unparse(field)}`{_about(text)}" for field, text in itertools.pairwise([*node.body, None])
+            if isinstance(node, ast.ClassDef) and isinstance(field, ast.AnnAssign)]  # fmt: skip
+    for method in node.body if isinstance(node, ast.ClassDef) else ():
+        if isinstance(method, ast.FunctionDef) and not method.name.startswith("_"):
+            said = (ast.get_docstring(method) or "").partition("\n\n")[0]
+            own = [arg for arg in ast.unparse(method.args).split(", ") if arg not in ("self", "cls")]
+            shown = method.name if _is_property(method) else f"{method.name}({', '.join(own)})"
+            rows.append(f"* `{shown}`: {' '.join(said.split())}")
+    return "\n".join([*parts, *rows, ""] if rows else parts)
+
+
+def _call(function: ast.FunctionDef, name: str = "") -> str:
+    """A signature as a block of code."""
+    given = [arg for arg in ast.unparse(function.args).split(", ") if arg != "self"]
+    returns = f" -> {ast.unparse(function.returns)}" if function.returns and not name else ""
+    line = f"{name or function.name}({', '.join(given)}){returns}"
+    return f"```python\n{line}\n```\n"
+
+
+def _is_property(method: ast.FunctionDef) -> bool:
+    return any(ast.unparse(decorator).endswith("property") for decorator in method.decorator_list)
+
+
+def _about(text: ast.stmt | None) -> str:
+    """The docstring below a field, if that is what follows it."""
+    said = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and " ".join(text.value.value.split())
+    return f": {said}" if said else ""
+
+
+def _prose(docstring: str) -> str:
+    """A docstring in Markdown: its sections become lists."""
+    text, *sections = re.split(r"^(Args|Returns|Yields|Raises):\n", docstring, flags=re.MULTILINE)
+    parts = [text.strip()]
+    for title, body in zip(sections[::2], sections[1::2], strict=True):
+        entries = [" ".join(entry.split()) for entry in re.split(r"\n(?=\S)", textwrap.dedent(body).strip())]
+        if title in ("Returns", "Yields"):
+            parts.append(f"{title}: {' '.join(entries)}")
+        else:
+            named = [re.sub(r"^(\**\w+): ", r"`\1`: ", entry) for entry in entries]
+            parts.append(f"{title}:\n\n" + "\n".join(f"* {entry}" for entry in named))
+    return "\n\n".join(parts)
 
 
 def _fields(class_name: str) -> list[tuple[str, str, str]]:
@@ -167,5 +255,6 @@ def _yaml(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render())
-    print(f"{PAGE.name} written")
+    for page, text in ((PAGE, render()), (API_PAGE, render_api())):
+        page.write_text(text)
+        print(f"{page.name} written")

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from test_imports import FRAMEWORKS, FRAMEWORKS_OF, MAY_IMPORT, SHARED
 
 import verl_tlt
+from verl_tlt import drafter
 from verl_tlt.config import TLTConfig
 from verl_tlt.trace.events import EVENT_TYPES
 
@@ -60,6 +61,12 @@ def strings(path):
 
 def test_the_settings_page_is_the_generated_one(generate):
     assert generate.PAGE.read_text() == generate.render(), "run `python docs/generate.py`"
+
+
+def test_the_interface_page_is_the_generated_one_and_has_every_name(generate):
+    page = generate.API_PAGE.read_text()
+    assert page == generate.render_api(), "run `python docs/generate.py`"
+    assert set(re.findall(r"^### (\w+)$", page, re.MULTILINE)) == set(drafter.__all__) - {"DrafterError"}
 
 
 def test_every_setting_of_the_yaml_is_on_the_settings_page():
