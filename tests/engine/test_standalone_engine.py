@@ -6,14 +6,17 @@ import pytest
 from typer.testing import CliRunner
 
 from verl_tlt.cli import app
+from verl_tlt.doctor import standalone_engine
+from verl_tlt.doctor.standalone_engine import run_job
 from verl_tlt.speculation.types import OFF
 
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture
-def overrides(models, tmp_path):
+@pytest.fixture(scope="module")
+def overrides(models, tmp_path_factory):
     """A recipe's overrides for the tiny policy."""
+    tmp_path = tmp_path_factory.mktemp("recipe")
     (tmp_path / "data.parquet").touch()
     rollout = "actor_rollout_ref.rollout"
     return [
@@ -26,20 +29,41 @@ def overrides(models, tmp_path):
     ]  # fmt: skip
 
 
-def test_calibrate_measures_and_keeps_a_table(overrides, tmp_path):
+@pytest.fixture(scope="module")
+def doctor(overrides, tmp_path_factory):
+    """What the doctor said, what its child process had answered, and the home in which it kept a table."""
+    home, answers = tmp_path_factory.mktemp("home"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(standalone_engine, "run_job", lambda *args: answers.append(run_job(*args)) or answers[-1])
+        patch.setenv("HOME", str(home))
+        done = CliRunner().invoke(app, ["doctor", *overrides, "--gpu", "--cpu"], env={"COLUMNS": "200"})
+    return done, answers, home
+
+
+def test_the_doctor_measures_on_this_machine(doctor):
+    done, _, home = doctor
+    assert done.exit_code == 0, done.output
+    said = ("fingerprint is the published one", "times stock's step", "K=2 against off", "no graphs", "kept for runs")
+    for text in said:
+        assert text in done.output
+    (kept,) = (home / ".cache/verl-tlt/costs").iterdir()
+    assert {batch for batch, *_ in json.loads(kept.read_text())["stock"]} == {1, 4}
+
+
+def test_calibrate_keeps_the_same_measurements(doctor, overrides, tmp_path, monkeypatch):
+    """Its job is the doctor's without sleep and memory, so the engines are not started for it again."""
+    asked, (_, (answer,), _) = [], doctor
+    monkeypatch.setattr(standalone_engine, "run_job", lambda job, _: asked.append(job) or answer)
     done = CliRunner().invoke(
         app, ["calibrate", *overrides, "--cpu", "--seconds", "60", "--out", str(tmp_path / "costs")]
     )
     assert done.exit_code == 0, done.output
     (kept,) = (tmp_path / "costs").iterdir()
-    points = json.loads(kept.read_text())["points"]
-    assert {p["draft_length"] for p in points} == {OFF, 0, 1, 2}
-    assert {p["batch"] for p in points} == {1, 2, 4} and all(p["seconds"] > 0 for p in points)
-    assert "no drafter" in done.output and "batch 4" in done.output
-
-
-def test_the_doctor_measures_on_this_machine(overrides):
-    done = CliRunner().invoke(app, ["doctor", *overrides, "--gpu", "--cpu"], env={"COLUMNS": "200"})
-    assert done.exit_code == 0, done.output
-    for text in ("the fingerprint is the published one", "times stock's step", "K=2 against off", "no graphs"):
+    table = json.loads(kept.read_text())
+    assert {p["draft_length"] for p in table["points"]} == {OFF, 0, 1, 2}
+    assert {p["batch"] for p in table["points"]} == {1, 2, 4} and all(p["seconds"] > 0 for p in table["points"])
+    assert all(stock_s > 0 and off_s > 0 for _, stock_s, off_s in table["stock"])
+    for text in ("stock vLLM", "no drafter", "batch 4"):
         assert text in done.output
+    (job,) = asked
+    assert (job.costs_only, job.cpu, job.budget_s) == (True, True, 60.0)

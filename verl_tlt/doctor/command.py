@@ -23,6 +23,8 @@ from verl_tlt.errors import TLTError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from verl_tlt.speculation.costs.tables import LatencyTable
+
 
 def read_arguments(arguments: Sequence[str], config_name: str) -> Recipe:
     """A recipe as a command is given it: overrides, or a script and what is given to that.
@@ -96,19 +98,25 @@ def symbol_table() -> Table:
 def measured(overrides: Sequence[str], config_name: str, cpu: bool) -> list[Finding]:
     """What only a real engine on this machine can tell (`doctor.engine_check`), as findings."""
     from verl_tlt.doctor.engine_check import found_from, judge
-    from verl_tlt.doctor.standalone_engine import EngineJob, run_job
+    from verl_tlt.doctor.standalone_engine import EngineJob, keep_costs, run_job
 
     with tempfile.TemporaryDirectory(prefix="tlt-check-") as directory:
-        job = EngineJob("check", list(overrides), config_name, cpu or not _has_gpu())
+        job = EngineJob(list(overrides), config_name, cpu or not _has_gpu())
         try:
-            return judge(found_from(run_job(job, Path(directory))))
+            answer = run_job(job, Path(directory))
         except TLTError as error:
             return [Finding("refuse", "engine", str(error))]
+    findings = judge(found_from(answer))
+    try:
+        kept = Finding("ok", "cost table", f"kept for runs in {keep_costs(answer, None)[0]}")
+    except TLTConfigError as error:
+        kept = Finding("warn", "cost table", str(error))
+    return [*findings, kept]
 
 
 def calibrated(
     overrides: Sequence[str], config_name: str, out: Path | None, seconds: float, cpu: bool
-) -> tuple[Path, dict[int, list[tuple[int, float]]]]:
+) -> tuple[Path, LatencyTable]:
     """Measure the costs of a recipe's engine and keep them.
 
     Args:
@@ -119,7 +127,7 @@ def calibrated(
         cpu: on the CPU, even where there is a GPU.
 
     Returns:
-        The file written, and seconds per step by draft length (-1: no drafter) and batch.
+        The file written, and what is in it.
 
     Raises:
         TLTError: the doctor refuses the recipe, a sentence for each reason; or the engine could not be started or
@@ -132,20 +140,28 @@ def calibrated(
     if refusals:
         raise TLTConfigError("\n".join(refusals))
     with tempfile.TemporaryDirectory(prefix="tlt-calibrate-") as directory:
-        job = EngineJob("calibrate", list(overrides), config_name, cpu or not _has_gpu(), budget_s=seconds)
+        job = EngineJob(list(overrides), config_name, cpu or not _has_gpu(), budget_s=seconds, costs_only=True)
         return keep_costs(run_job(job, Path(directory)), out)
 
 
-def cost_table(costs: Mapping[int, Sequence[tuple[int, float]]]) -> Table:
-    """Milliseconds per engine step, a column per batch."""
+def cost_table(costs: LatencyTable) -> Table:
+    """Milliseconds per engine step, a column per batch; stock's as a share of those of the drafter's engine in OFF."""
     from rich.table import Table
 
-    batches = sorted({batch for points in costs.values() for batch, _ in points})
+    from verl_tlt.speculation.costs.latency_table import stock_share
+
+    seconds = {(p.draft_length, p.batch): p.seconds for p in costs.points}
+    batches = sorted({batch for _, batch in seconds})
     rows = Table("draft length", *(f"batch {b}" for b in batches), title="milliseconds per engine step")
-    for k in sorted(costs):
-        row = dict(costs[k])
-        cells = (f"{1e3 * row[b]:.2f}" if b in row else "" for b in batches)
-        rows.add_row("no drafter" if k < 0 else str(k), *cells)
+
+    def add(name: str, row: Mapping[int, float]) -> None:
+        rows.add_row(name, *(f"{1e3 * row[b]:.2f}" if b in row else "" for b in batches))
+
+    off = {b: s for (k, b), s in seconds.items() if k < 0}
+    if costs.stock:
+        add("stock vLLM", {b: s * stock_share(costs.stock, b) for b, s in off.items()})
+    for k in costs.arms():
+        add("no drafter" if k < 0 else str(k), {b: s for (arm, b), s in seconds.items() if arm == k})
     return rows
 
 

@@ -5,6 +5,9 @@
 * How much memory do CUDA graphs take, with and without a drafter?
 * Does the engine still wake up while a spot worker's context stays on the device, and how much is then free?
 
+Stock's engine comes first: it must not inherit the environment by which ours chooses its model runner. What is found
+about costs is kept for runs, as `verl-tlt calibrate` does, which asks for the costs alone.
+
 The same runs on a CPU (`--cpu`), where there is no sleep, no graph and no device context; those lines say so.
 """
 
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +23,12 @@ from verl_tlt.child_engine import LOG
 from verl_tlt.doctor.rules import Finding, Level
 from verl_tlt.doctor.standalone_engine import EngineJob, Setup, StandaloneEngine, graph_memory_gib, measure_costs, start
 from verl_tlt.messages.rollout import LoadReply
+from verl_tlt.server.calibration import cost_key
 from verl_tlt.speculation.costs.latency_table import Table, interpolate
 from verl_tlt.speculation.types import OFF
 
-BATCHES = (1, 4, 16)
-"""At which the engine without a drafter is timed."""
+BATCHES = (1, 4, 16, 64)
+"""At which stock's engine is timed, and ours in OFF."""
 DEAR = 1.10
 """A step without the drafter's pass should cost what stock's costs; above this share the difference is reported."""
 
@@ -42,6 +46,8 @@ sys.stdin.read()
 class Found:
     """What the engines told; a field stays None where the device has no such thing."""
 
+    key: dict[str, str] | None = None
+    """`TableKey` of the costs."""
     fingerprint: str = ""
     lost_in_sleep: bool | None = None
     """The drafter's weights were others after waking up."""
@@ -66,18 +72,21 @@ async def check(job: EngineJob, setup: Setup, directory: Path) -> dict[str, Any]
     on_gpu = not job.cpu and torch.cuda.is_available()
     found = Found()
     batches = [b for b in BATCHES if b <= int(setup.rollout.max_num_seqs)]
-    async with start(setup, directory) as engine:
-        await survives(engine, found, on_gpu)
-        if on_gpu:
-            await wakes_beside_a_context(engine, found)
-        found.costs = await measure_costs(engine, job.budget_s)
-        await engine.rpc("tlt_set_drafting", False)
-        await engine.channel.call("control", drafting=False)
-        found.off = {batch: await engine.step_seconds(batch) for batch in batches}
     async with start(setup, directory, drafting=False) as engine:
-        found.stock = {batch: await engine.step_seconds(batch) for batch in batches}
+        found.stock = await engine.wall_seconds(batches)
+    async with start(setup, directory) as engine:
+        if not job.costs_only:
+            await survives(engine, found, on_gpu)
+            if on_gpu:
+                await wakes_beside_a_context(engine, found)
+        found.costs = await measure_costs(engine, job.budget_s)
+        if (await engine.rpc("tlt_set_drafting", False))["ok"]:
+            await engine.channel.call("control", drafting=False)
+            found.off = await engine.wall_seconds(batches)
+        drafter = None if setup.tlt.speculation.source == "ngram" else engine.drafter
+        found.key = asdict(cost_key(setup.policy, setup.rollout, drafter))
     if on_gpu:
-        found.graph_gib = graph_memory_gib((directory / LOG).read_text(errors="replace"))
+        found.graph_gib = graph_memory_gib((directory / LOG).read_text(errors="replace"))[::-1]
     return vars(found)
 
 

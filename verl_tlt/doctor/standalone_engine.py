@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -23,8 +23,8 @@ from verl_tlt import child_engine
 from verl_tlt.compat.cpu.environment import engine_environment
 from verl_tlt.config import TLTConfig, TLTConfigError, dtype_name
 from verl_tlt.server.calibration import COSTS_DIR, calibrate
-from verl_tlt.speculation.costs.latency_table import Table, for_policy, parse
-from verl_tlt.speculation.costs.tables import TableKey, save_table
+from verl_tlt.speculation.costs.latency_table import for_policy, parse
+from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, save_table, stock_points
 from verl_tlt.speculation.types import OFF
 
 PROMPT_TOKENS = 16
@@ -34,14 +34,14 @@ PROMPT_TOKENS = 16
 class EngineJob:
     """What the child process is asked."""
 
-    task: str
-    """"calibrate" or "check"."""
     overrides: list[str]
     """Of the recipe, as given to `verl.trainer.main_ppo`."""
     config_name: str
     cpu: bool
     budget_s: float = 60.0
     """Seconds of measuring, engine starts apart."""
+    costs_only: bool = False
+    """Step costs alone, and nothing about sleep and memory."""
 
 
 @dataclass(frozen=True)
@@ -86,17 +86,20 @@ def read_setup(job: EngineJob) -> Setup:
     return Setup(located(path), facts.read_settings(config), rollout, context)
 
 
-def keep_costs(answer: dict[str, Any], out: Path | None) -> tuple[Path, Table]:
-    """Store what a "calibrate" job measured, under its key; returns the file and the table.
+def keep_costs(answer: dict[str, Any], out: Path | None) -> tuple[Path, LatencyTable]:
+    """Store what a job measured, under its key; returns the file and the table.
 
     Raises:
         TLTConfigError: nothing was measured, or the directory cannot be written.
     """
-    costs = parse(answer["latency"])
+    costs = parse(answer["costs"] or {})
     if OFF not in costs or not any(arm > 0 for arm in costs):
         raise TLTConfigError("Steps with and without a drafter are needed, and not all were measured; raise --seconds.")
+    stock, off = answer["stock"] or {}, answer["off"] or {}
+    measured = stock_points([(batch, stock[batch], off[batch]) for batch in stock.keys() & off.keys()])
+    table = replace(for_policy(costs), stock=measured)
     try:
-        return save_table(out or COSTS_DIR, TableKey(**answer["key"]), for_policy(costs)), costs
+        return save_table(out or COSTS_DIR, TableKey(**answer["key"]), table), table
     except OSError as error:
         raise TLTConfigError(f"The cost table cannot be kept: {error}") from error
 
@@ -138,6 +141,11 @@ class StandaloneEngine:
 
         short, long = await timed(2), await timed(2 + tokens)
         return max(long - short, 1e-9) / tokens
+
+    async def wall_seconds(self, batches: Sequence[int]) -> dict[int, float]:
+        """`step_seconds` by batch, the lower of two: a busy machine only ever adds."""
+        turns = [{batch: await self.step_seconds(batch) for batch in batches} for _ in range(2)]
+        return {batch: min(turn[batch] for turn in turns) for batch in batches}
 
 
 @asynccontextmanager

@@ -79,6 +79,8 @@ class Calibration:
     """Draft length (OFF included) → (batch, seconds), by batch; empty: nothing could be measured."""
     seconds: float = 0.0
     """What finding out took."""
+    stock: tuple[tuple[int, float, float], ...] = ()
+    """(batch, seconds of stock vLLM's step, of one in OFF) as `verl-tlt calibrate` measured them; empty: it did not."""
 
 
 class Work(NamedTuple):

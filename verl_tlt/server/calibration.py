@@ -27,6 +27,7 @@ from verl_tlt.drafter.hub import folder
 from verl_tlt.messages.rollout import DraftingReply, EngineStats
 from verl_tlt.speculation.costs.latency_table import Table, cheapest_off, fill_arms
 from verl_tlt.speculation.costs.tables import TableKey
+from verl_tlt.speculation.graph_rules import FULL_GRAPHS
 from verl_tlt.speculation.types import OFF
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,10 @@ def cost_key(policy: str, rollout: Any, drafter: Path | None = None) -> TableKey
     config = folder(policy, ("config.json",)) / "config.json"
     shape = hashlib.sha256(config.read_bytes()).hexdigest()[:12]
     drafts = "n-grams" if drafter is None else f"drafter {_drafter_sizes(drafter)}"
-    model = f"policy {shape} {rollout.dtype} {'eager' if rollout.enforce_eager else 'graphs'} {drafts}"
+    # How a step without a draft is padded depends on what graphs there are.
+    which = "of the longest draft" if os.environ.get(FULL_GRAPHS) == "0" else "of all drafts"
+    graphs = "eager" if rollout.enforce_eager else f"graphs {which}"
+    model = f"policy {shape} {rollout.dtype} {graphs} {drafts}"
     return TableKey(f"{device} x{rollout.tensor_model_parallel_size}", model, installed("vllm") or "")
 
 

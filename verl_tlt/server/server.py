@@ -39,7 +39,7 @@ from verl_tlt.server.calibration import calibrate, cost_key, plan_batches
 from verl_tlt.server.engine_arguments import engine_arms, engine_environment, engine_kwargs
 from verl_tlt.server.private_dir import make_private_dir
 from verl_tlt.speculation.costs.latency_table import for_policy, from_stored
-from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, save_table
+from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, save_table, stock_points
 from verl_tlt.speculation.draft_length import Profitability
 from verl_tlt.speculation.types import ControlError
 
@@ -284,10 +284,11 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             )
         measured = for_policy(latency)
         self._tlt_profitability.set_costs(measured)
-        await self._tlt_channel.call("control", points=(stored if covered else measured).to_list())
+        points = (stored if covered else measured).to_list()
+        await self._tlt_channel.call("control", points=points, stock=stored.stock)
         await self._tlt_reload()  # the switch may now be decided by cost
         await self._tlt_channel.call("stats", reset=True)
-        return Calibration(latency, time.perf_counter() - start)
+        return Calibration(latency, time.perf_counter() - start, stored.stock)
 
     async def _tlt_stored(self) -> LatencyTable:
         """Step costs that an earlier run or `verl-tlt calibrate` found for an engine like this one; empty: nothing."""
@@ -308,7 +309,8 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             return
         try:
             learned = await self._tlt_channel.call("learned")
-            await asyncio.to_thread(save_table, directory, key, LatencyTable.from_list(learned["points"]))
+            table = replace(LatencyTable.from_list(learned["points"]), stock=stock_points(learned["stock"]))
+            await asyncio.to_thread(save_table, directory, key, table)
         except Exception as error:
             self._tlt_key = None
             logger.warning("Learned step latencies are not kept (tlt.speculation.costs_dir=%s): %s", directory, error)

@@ -13,11 +13,13 @@ import logging
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import Any, Protocol
 
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.latency import LatencyModel
-from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.costs.latency_table import stock_share
+from verl_tlt.speculation.costs.tables import LatencyTable, stock_points
 from verl_tlt.speculation.draft_length import Limits, draft_length
 from verl_tlt.speculation.step_statistics import Aggregates
 from verl_tlt.speculation.types import OFF, Load, Policy, StepRecord
@@ -138,14 +140,15 @@ class StepControl:
     def _stock_seconds(self, step: StepRecord) -> float | None:
         """What stock would have needed for a step's tokens; None where that is not known.
 
-        Stock would have spent one step of this batch for every `batch` tokens. An OFF step is just that: it saves
-        nothing, whatever noise is in the model of its cost.
+        Stock would have spent one step of this batch for every `batch` tokens. An OFF step is just that, whatever noise
+        is in the model of its cost: it saves what stock vLLM was found to be slower, which may be less than nothing.
         """
         if not step.batch or not self.costs.largest_batch(OFF):
             return None
+        share = stock_share(self._calibration.stock, step.batch)
         if step.drafted == OFF:
-            return step.latency_s
-        return step.produced / step.batch * self.costs.seconds(step.batch, step.kv_tokens, OFF)
+            return share * step.latency_s
+        return share * step.produced / step.batch * self.costs.seconds(step.batch, step.kv_tokens, OFF)
 
     def _give_up(self, error: Exception) -> None:
         """A policy that raises costs speculation, never the rollout: K=0 from here on, said in every `stats`."""
@@ -170,13 +173,14 @@ class StepControl:
         Args:
             **settings: any of `force_k` (this K in every step, until set to None), `drafting` (False while the worker's
                 drafter is switched off, `TLTWorkerExtension.tlt_set_drafting`), `acceptance` (conditional, per draft
-                position, expected of a drafter just published; empty: nothing known) and `points` (step costs that were
-                measured, or learned by an earlier run: rows of `LatencyTable.to_list`).
+                position, expected of a drafter just published; empty: nothing known), `points` (step costs that were
+                measured, or learned by an earlier run: rows of `LatencyTable.to_list`) and with them `stock` (rows of
+                `StockPoint`).
 
         Raises:
             ValueError: an unknown setting or a value that cannot be.
         """
-        unknown = set(settings) - {"force_k", "drafting", "acceptance", "points"}
+        unknown = set(settings) - {"force_k", "drafting", "acceptance", "points", "stock"}
         if unknown:
             raise ValueError(f"control does not know {', '.join(sorted(unknown))}.")
         with self._lock:
@@ -185,15 +189,16 @@ class StepControl:
             if "drafting" in settings:
                 self.drafting = bool(settings["drafting"])
             if settings.get("points"):
-                self._believe(LatencyTable.from_list(settings["points"]))
+                table = LatencyTable.from_list(settings["points"])
+                self._believe(replace(table, stock=stock_points(settings.get("stock") or ())))
             if settings.get("acceptance"):
                 self._tell_policy("set_acceptance", [float(a) for a in settings["acceptance"]])
             return {"drafting": self.drafting, "force_k": self.force_k}
 
     def learned(self) -> dict[str, Any]:
-        """What engine steps were found to cost, for the store: rows of `LatencyTable.to_list` under `points`."""
+        """What engine steps were found to cost, for the store: `points` and `stock` as `control` takes them."""
         with self._lock:
-            return {"points": self.costs.to_table(self._calibration).to_list()}
+            return {"points": self.costs.to_table(self._calibration).to_list(), "stock": self._calibration.stock}
 
     def _checked_k(self, k: int | None) -> int | None:
         if k is not None and (not isinstance(k, int) or not 0 <= k <= self.limits.arms[-1]):

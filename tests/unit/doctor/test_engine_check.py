@@ -8,10 +8,12 @@ import pytest
 
 from verl_tlt.child_engine import ChildEngineError
 from verl_tlt.config import TLTConfigError
+from verl_tlt.doctor.command import cost_table
 from verl_tlt.doctor.engine_check import Found, found_from, judge
 from verl_tlt.doctor.standalone_engine import EngineJob, graph_memory_gib, keep_costs, run_job
 from verl_tlt.server.calibration import cost_key
-from verl_tlt.speculation.costs.tables import TableKey, load_table
+from verl_tlt.speculation.costs.latency_table import for_policy
+from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, stock_points
 from verl_tlt.speculation.types import OFF
 
 GOOD = Found(
@@ -70,12 +72,25 @@ def test_graph_memory_is_read_from_vllms_log():
 
 def test_what_is_kept_is_found_again_and_nothing_measured_is_said(tmp_path):
     key = {"hardware": "H100 x2", "model": "policy 123 bfloat16 graphs", "vllm": "0.24.0"}
-    file, costs = keep_costs({"latency": {"-1": [[1, 0.01]], "3": [[4, 0.03], [1, 0.02]]}, "key": key}, tmp_path)
-    assert file.parent == tmp_path and costs == {OFF: [(1, 0.01)], 3: [(1, 0.02), (4, 0.03)]}
+    answer = {
+        "costs": {"-1": [[1, 0.01]], "3": [[4, 0.03], [1, 0.02]]}, "key": key,
+        "stock": {"16": 0.05, "1": 0.009}, "off": {"1": 0.0101, "16": 0.06},
+    }  # fmt: skip
+    file, table = keep_costs(answer, tmp_path)
+    assert file.parent == tmp_path
     kept = load_table(tmp_path, TableKey(**key))
+    assert kept == table and kept.stock == ((1, 0.009, 0.0101), (16, 0.05, 0.06))
     assert {(p.draft_length, p.batch, p.seconds) for p in kept.points} == {(OFF, 1, 0.01), (3, 1, 0.02), (3, 4, 0.03)}
+    assert keep_costs({**answer, "off": None}, tmp_path)[1].stock == (), "an engine that cannot be switched off"
     with pytest.raises(TLTConfigError, match="--seconds"):
-        keep_costs({"latency": {"1": [[1, 0.01]]}, "key": key}, tmp_path)
+        keep_costs({**answer, "costs": {"1": [[1, 0.01]]}}, tmp_path)
+
+
+def test_what_stock_takes_stands_beside_off():
+    answer = {OFF: [(1, 0.010), (4, 0.020)], 3: [(1, 0.030)]}
+    table = LatencyTable(for_policy(answer).points, stock_points([(1, 0.4, 0.5), (4, 0.5, 0.5)]))
+    columns = [list(column.cells) for column in cost_table(table).columns]
+    assert columns == [["stock vLLM", "no drafter", "3"], ["8.00", "10.00", "30.00"], ["20.00", "20.00", ""]]
 
 
 def test_the_key_of_a_calibration_is_what_costs_depend_on(tmp_path):
@@ -98,7 +113,6 @@ def test_the_key_of_a_calibration_is_what_costs_depend_on(tmp_path):
 
 def test_a_policy_that_is_not_here_is_one_sentence(tmp_path):
     job = EngineJob(
-        "calibrate",
         ["actor_rollout_ref.model.path=/nowhere/policy", "+tlt=default"],
         "ppo_trainer",
         True,

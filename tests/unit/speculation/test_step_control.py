@@ -142,6 +142,17 @@ def test_a_step_without_the_drafter_saves_nothing_however_noisy_the_calibration(
     assert control.stats().compared_s == pytest.approx(0.02)
 
 
+def test_where_stock_was_measured_it_is_what_time_is_saved_against():
+    """Stock takes 0.8 of what a step in OFF takes: drafting saves less by that, and a step in OFF loses it."""
+    control, stock = StepControl(Remembers(), LIMITS), [[1, 0.04, 0.05], [8, 0.08, 0.1]]
+    control.control(points=points({-1: [[4, 0.04]], 2: [[4, 0.05]]}), stock=stock)
+    record(control, step(produced=10, latency_s=0.03, kv_tokens=128, clean=False))
+    assert control.stats(reset=True).saved_s == pytest.approx(0.8 * 10 / 4 * 0.04 - 0.03, rel=0.1)
+    record(control, step(drafted=OFF, **UNDRAFTED, produced=4, latency_s=0.02))
+    assert control.stats().saved_s == pytest.approx(-0.2 * 0.02)
+    assert [list(row) for row in control.learned()["stock"]] == stock, "kept with what the run learned"
+
+
 def test_the_cost_of_stock_follows_what_is_measured_after_a_cold_calibration():
     control = StepControl(Remembers(), LIMITS)
     control.control(points=points({-1: [[4, 0.08]], 2: [[4, 0.05]]}))  # OFF was measured first, on a cold machine

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
+from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable, StockPoint
 from verl_tlt.speculation.types import OFF
 
 Table = dict[int, list[tuple[int, float]]]
@@ -55,6 +55,13 @@ def interpolate(points: Sequence[tuple[int, float]], batch: float) -> float:
     slope = (high - low) / (high_batch - low_batch)
     # Noise can make the last slope negative; a larger batch never takes less than the largest one measured.
     return max(high if batch > high_batch else 0.0, low + slope * (batch - low_batch))
+
+
+def stock_share(stock: Sequence[StockPoint], batch: float) -> float:
+    """What stock vLLM's step takes of one in OFF at this batch, between measured ones; 1 where nothing was measured."""
+    shares = [(p.batch, p.stock_s / p.off_s) for p in stock]
+    within = min(batch, shares[-1][0]) if shares else 0.0
+    return interpolate(shares, within) if shares else 1.0
 
 
 def fill_arms(table: Table, arms: Iterable[int]) -> Table:

@@ -14,14 +14,14 @@ import math
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl_tlt.speculation.types import OFF, ControlError
 
-SCHEMA = 1
-"""Version of the file format; a file of another version is set aside."""
+SCHEMA = 2
+"""Version of the file format: 2 has stock vLLM's steps too. Any other than 1 and 2 is set aside."""
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +41,23 @@ class LatencyPoint:
     """Measured in turn with the other draft lengths, on an engine that did nothing else: they can be compared."""
 
 
+class StockPoint(NamedTuple):
+    """One batch decoded by stock vLLM, and by an engine with a drafter that does not run; on the same clock."""
+
+    batch: int
+    stock_s: float
+    """Seconds of a step without plugin and drafter, with the model runner that vLLM chooses then."""
+    off_s: float
+    """Of a step in OFF."""
+
+
 @dataclass(frozen=True)
 class LatencyTable:
     """Latency points of one machine, model and vLLM version, in no particular order."""
 
     points: tuple[LatencyPoint, ...]
+    stock: tuple[StockPoint, ...] = ()
+    """What stock vLLM takes, by batch, ascending; empty: not measured."""
 
     def arms(self) -> tuple[int, ...]:
         """Draft lengths that were measured, ascending, OFF included."""
@@ -53,7 +65,7 @@ class LatencyTable:
 
     def calibration(self) -> LatencyTable:
         """The points that were calibrated."""
-        return LatencyTable(tuple(p for p in self.points if p.calibrated))
+        return LatencyTable(tuple(p for p in self.points if p.calibrated), self.stock)
 
     def to_list(self) -> list[dict[str, Any]]:
         """JSON-able rows."""
@@ -83,6 +95,21 @@ def _point(row: Mapping[str, Any]) -> LatencyPoint:
     if not (sane and math.isfinite(point.seconds) and point.seconds > 0):
         raise ControlError(f"A latency row is out of range: {row!r}.")
     return point
+
+
+def stock_points(rows: Sequence[Sequence[float]]) -> tuple[StockPoint, ...]:
+    """Rows of (batch, stock_s, off_s), as JSON carries them, sorted by batch.
+
+    Raises:
+        ControlError: a row is no such measurement.
+    """
+    try:
+        points = tuple(sorted(StockPoint(int(batch), float(stock), float(off)) for batch, stock, off in rows))
+    except (TypeError, ValueError) as error:
+        raise ControlError(f"What stock takes must be rows of (batch, stock_s, off_s), not {rows!r}.") from error
+    if not all(p.batch >= 1 and 0 < p.stock_s < math.inf and 0 < p.off_s < math.inf for p in points):
+        raise ControlError(f"What stock takes is out of range: {rows!r}.")
+    return points
 
 
 @dataclass(frozen=True)
@@ -115,7 +142,7 @@ def save_table(directory: str | Path, key: TableKey, table: LatencyTable) -> Pat
     """
     path = table_path(directory, key)
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"schema": SCHEMA, "key": asdict(key), "points": table.to_list()}
+    content = {"schema": SCHEMA, "key": asdict(key), "points": table.to_list(), "stock": table.stock}
     temporary = path.with_suffix(f".{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("x", encoding="utf-8") as file:
@@ -145,11 +172,11 @@ def load_table(directory: str | Path, key: TableKey) -> LatencyTable | None:
 
 
 def _checked(content: object, key: TableKey) -> LatencyTable:
-    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        raise ControlError(f"it is not a latency table of schema {SCHEMA}")
+    if not isinstance(content, dict) or content.get("schema") not in (1, SCHEMA):
+        raise ControlError(f"it is not a latency table of schema 1 or {SCHEMA}")
     if content.get("key") != asdict(key):
         raise ControlError(f"it was measured for {content.get('key')}")
-    return LatencyTable.from_list(content.get("points", []))
+    return replace(LatencyTable.from_list(content.get("points", [])), stock=stock_points(content.get("stock", ())))
 
 
 def _set_aside(path: Path, reason: str) -> None:

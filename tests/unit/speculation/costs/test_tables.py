@@ -2,10 +2,20 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 
-from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable, TableKey, load_table, save_table, table_path
+from verl_tlt.speculation.costs.latency_table import stock_share
+from verl_tlt.speculation.costs.tables import (
+    LatencyPoint,
+    LatencyTable,
+    TableKey,
+    load_table,
+    save_table,
+    stock_points,
+    table_path,
+)
 
 KEY = TableKey("NVIDIA H100 80GB HBM3 x4", "Qwen/Qwen2.5-32B bf16", "0.24.0")
 TABLE = LatencyTable((LatencyPoint(1, 500, -1, 0.005, 9), LatencyPoint(64, 32000, 3, 0.02, 7)))
@@ -90,3 +100,23 @@ def test_a_failed_write_keeps_the_old_table(tmp_path, monkeypatch):
         save_table(tmp_path, KEY, LatencyTable(()))
     assert load_table(tmp_path, KEY) == TABLE
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_what_stock_takes_is_kept_and_older_tables_are_read(tmp_path):
+    stock = stock_points([[8, 0.03, 0.04], [1, 0.01, 0.0125]])
+    assert [p.batch for p in stock] == [1, 8]
+    path = save_table(tmp_path, KEY, replace(TABLE, stock=stock))
+    assert load_table(tmp_path, KEY) == replace(TABLE, stock=stock)
+    content = json.loads(path.read_text())
+    assert content.pop("schema") == 2 and content.pop("stock")
+    path.write_text(json.dumps({**content, "schema": 1}))
+    assert load_table(tmp_path, KEY) == TABLE, "written before stock was measured"
+    for wrong in ([[0, 1.0, 1.0]], [[1, -1.0, 1.0]], [[1, 1.0]], 3):
+        path.write_text(json.dumps({**content, "schema": 2, "stock": wrong}))
+        assert load_table(tmp_path, KEY) is None
+
+
+def test_stock_is_a_share_of_off_between_the_batches_that_were_measured():
+    stock = stock_points([(1, 0.8, 1.0), (5, 2.0, 2.0)])
+    assert [stock_share(stock, batch) for batch in (1, 3, 5, 500)] == [0.8, 0.9, 1.0, 1.0]
+    assert stock_share((), 3) == 1.0
