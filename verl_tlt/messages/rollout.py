@@ -91,6 +91,22 @@ class Work(NamedTuple):
     tokens: float
 
 
+class Stretch(NamedTuple):
+    """A short stretch of an engine's rollout, summed over its steps."""
+
+    start: float
+    """Unix seconds, like `end`."""
+    end: float
+    batch: float
+    """Decode-phase requests in a step, on average."""
+    seconds: float
+    """Of decode-only steps."""
+    stock_steps: float
+    """Steps in which the same tokens are decoded without a drafter: one of batch b for every b of them."""
+    off: bool
+    """The drafter's pass did not run in any of them."""
+
+
 class StepTime(NamedTuple):
     """What a steady step took."""
 
@@ -129,7 +145,8 @@ class EngineStats:
     busy_s: float = 0.0
     """Seconds with a request in the engine."""
     saved_s: float = 0.0
-    """Seconds that stock decoding would have taken on top of `compared_s` for the same tokens; negative: fewer."""
+    """Seconds that stock decoding would have taken on top of `compared_s` for the same tokens, as far as one engine can
+    tell (the trainer knows better: `speculation.baseline`); negative: fewer."""
     compared_s: float = 0.0
     """The part of `busy_s` that can be compared with stock: decode-only steps, once OFF's cost is known."""
     control_s: float = 0.0
@@ -140,6 +157,8 @@ class EngineStats:
     """Those of them whose first token was accepted."""
     work: tuple[Work, ...] = ()
     """By batch, ascending."""
+    stretches: tuple[Stretch, ...] = ()
+    """In order of time; at most some hundred, however long the rollout was."""
     step_times: tuple[StepTime, ...] = ()
     """Of every draft length and batch with a clean step, ascending."""
     num_broken_drafts: int = 0
@@ -161,6 +180,7 @@ class EngineStats:
             **{name: tuple(sent[name]) for name in per_pos},
             "steps_by_draft_length": {int(k): n for k, n in sent["steps_by_draft_length"].items()},
             "work": tuple(Work(*row) for row in sent["work"]),
+            "stretches": tuple(Stretch(*row) for row in sent["stretches"]),
             "step_times": tuple(StepTime(*row) for row in sent["step_times"]),
         }
         return cls(**{**sent, **restored})

@@ -54,6 +54,9 @@ ADMISSION_TIMEOUT_S = 2.0  # an admission takes milliseconds; a stuck one means 
 class TLTvLLMHttpServer(vLLMHttpServer):
     """One engine's server. Methods prefixed `tlt_` are called by the trainer; the others are verl's hooks."""
 
+    _tlt_rollout: tuple[EngineStats, bool, tuple[float, ...]] | None = None
+    """The last rollout, whether the drafter ran in it and what was expected of it, until the trainer has judged it."""
+
     def _post_init(self, cuda_visible_devices: str) -> None:
         super()._post_init(cuda_visible_devices)
         self.tlt = TLTConfig.from_dict((self.config.custom or {})["tlt"])
@@ -237,9 +240,19 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             logger.error("replica %d: the engine did not take the drafting switch: %s", self.replica_rank, error)
             self._tlt_served = replace(self._tlt_served, error=f"{type(error).__name__}: {error}")
 
-    def tlt_disable_drafting(self, disabled: bool) -> None:
-        """Decode without the drafter, as stock would, from the next weight sync on, or go back to drafting."""
+    def tlt_disable_drafting(self, disabled: bool, saved: tuple[float, float] | None = None) -> None:
+        """Decode without the drafter, as stock would, from the next weight sync on, or go back to drafting.
+
+        Args:
+            disabled: as said.
+            saved: (seconds that drafting saved in the last rollout, seconds compared), by the trainer, who knows how
+                busy the other replicas were; None: it does not know.
+        """
         self._tlt_drafting_disabled = disabled
+        if self._tlt_rollout is not None:
+            (stats, drafting, acceptance), self._tlt_rollout = self._tlt_rollout, None
+            saved_s, compared_s = saved or (0.0, 0.0)
+            self._tlt_profitability.learn(replace(stats, saved_s=saved_s, compared_s=compared_s), drafting, acceptance)
 
     async def tlt_status(self) -> DrafterStatus:
         """What is served, as it was last proved."""
@@ -252,7 +265,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         await self._tlt_store()
         try:
             stats = EngineStats.from_dict(await self._tlt_channel.call("stats", reset=True))
-            self._tlt_profitability.learn(stats, self._tlt_served.drafting, self._tlt_served.acceptance)
+            self._tlt_rollout = stats, self._tlt_served.drafting, self._tlt_served.acceptance
         except Exception as error:
             logger.warning("replica %d: no engine statistics this step: %s", self.replica_rank, error)
             return EngineStats(failure=str(error))

@@ -99,6 +99,7 @@ class StepControl:
             control_s: seconds that it waited for the controller.
             unix_s: when it finished; None: now.
         """
+        unix_s = time.time() if unix_s is None else unix_s
         with self._lock:
             if self._learns_costs and step.clean and step.drafted in (OFF, step.verified):
                 self.costs.observe(step.batch, step.kv_tokens, step.drafted, step.latency_s)
@@ -109,9 +110,10 @@ class StepControl:
                 decode_only=decode_only,
                 stock_s=self._stock_seconds(step) if decode_only else None,
                 control_s=control_s,
+                unix_s=unix_s,
             )
             if self.trace is not None:
-                self.trace.add(step, time.time() if unix_s is None else unix_s)
+                self.trace.add(step, unix_s)
             if self.policy_error is not None:
                 return
             try:

@@ -9,10 +9,49 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict, deque
 
-from verl_tlt.messages.rollout import EngineStats, StepTime, Work
+from verl_tlt.messages.rollout import EngineStats, StepTime, Stretch, Work
 from verl_tlt.speculation.types import OFF, StepRecord
 
 LATENCY_SAMPLES = 64  # per (arm, batch): enough for a median, bounded however long the rollout is
+
+
+STRETCH_S, STRETCHES = 0.25, 512
+"""Length of a stretch at first, and how many there may be before the length doubles."""
+
+
+class _Stretches:
+    """Sums over stretches of time."""
+
+    def __init__(self) -> None:
+        self._width = STRETCH_S
+        self._rows: list[list[float]] = []  # start, end, sum of batches, seconds, stock's steps, steps, drafted
+
+    def add(self, step: StepRecord, unix_s: float, decode_only: bool) -> None:
+        counts = decode_only and step.batch > 0
+        steps = step.produced / step.batch if counts else 0.0
+        row = [
+            unix_s - step.latency_s, unix_s, step.batch if counts else 0.0, step.latency_s if counts else 0.0, steps,
+            float(counts), float(step.drafted != OFF),
+        ]  # fmt: skip
+        self._put(row)
+        if len(self._rows) > STRETCHES:
+            self._width *= 2
+            rows, self._rows = self._rows, []
+            for row in rows:
+                self._put(row)
+
+    def _put(self, row: list[float]) -> None:
+        last = self._rows[-1] if self._rows else None
+        if last is None or last[1] // self._width != row[1] // self._width or (last[6] > 0) != (row[6] > 0):
+            self._rows.append(row)
+        else:
+            self._rows[-1] = [last[0], row[1], *(a + b for a, b in zip(last[2:], row[2:], strict=True))]
+
+    def stretches(self) -> tuple[Stretch, ...]:
+        return tuple(
+            Stretch(start, end, batches / max(steps, 1.0), seconds, stock_steps, drafted == 0)
+            for start, end, batches, seconds, stock_steps, steps, drafted in self._rows
+        )
 
 
 class Aggregates:
@@ -34,6 +73,7 @@ class Aggregates:
         self._saved_s = 0.0
         self._compared_s = 0.0
         self._control_s = 0.0
+        self._stretches = _Stretches()
         self._work: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._step_times: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=LATENCY_SAMPLES))
 
@@ -46,6 +86,7 @@ class Aggregates:
         decode_only: bool = True,
         stock_s: float | None = None,
         control_s: float = 0.0,
+        unix_s: float = 0.0,
     ) -> None:
         """Account for one finished step.
 
@@ -56,7 +97,9 @@ class Aggregates:
             decode_only: no prefill in the step and no pause before it, so that its time is that of decoding.
             stock_s: seconds stock would have needed for the step's tokens, where that is known.
             control_s: seconds that the step waited for the controller.
+            unix_s: when it finished.
         """
+        self._stretches.add(step, unix_s, decode_only)
         arm = OFF if step.drafted == OFF else step.verified
         self._num_steps += 1
         self._busy_s += step.latency_s
@@ -100,6 +143,7 @@ class Aggregates:
             compared_s=self._compared_s,
             control_s=self._control_s,
             work=tuple(Work(batch, *sums) for batch, sums in sorted(self._work.items())),
+            stretches=self._stretches.stretches(),
             step_times=tuple(StepTime(k, b, statistics.median(v)) for (k, b), v in sorted(self._step_times.items())),
             num_broken_drafts=self.num_broken_drafts,
             policy_error=policy_error,

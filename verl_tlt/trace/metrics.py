@@ -48,6 +48,10 @@ class StepObservations:
     """This RL step."""
     spot_failures: int | None = None
     """Sessions that raised or were killed in this step."""
+    saved_s: float | None = None
+    """Seconds by which the rollout ended earlier than stock's would have (`speculation.baseline`)."""
+    accounted: bool = False
+    """The trainer has compared the rollout: what single engines think that they saved does not count."""
     audit_saved_frac: float | None = None
     """Saving that an audit showed; None: no audit in this step, or too little to compare."""
     errors: int | None = None
@@ -64,6 +68,8 @@ def step_metrics(seen: StepObservations) -> dict[str, float]:
         "tlt/audit_saved_frac": seen.audit_saved_frac,
         "tlt/errors": seen.errors,
     }
+    if seen.accounted:
+        metrics["tlt/saved_s"] = seen.saved_s
     return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}
 
 

@@ -1,13 +1,17 @@
 """Does drafting save time? One replica decodes a whole rollout without it, and the others are compared with that one.
 
-The audit answers the one question `tlt/saved_s` cannot: its baseline was measured at the start, on short contexts.
-Every N steps one replica decodes a whole rollout without the drafter, and the others' time is compared with what that
-replica needed at the same loads. Pure functions of numbers.
+Every N steps one replica decodes a whole rollout without the drafter. Its steps are what `tlt/saved_s` compares with
+from then on (`speculation.baseline`), and the others' time in this very rollout is compared with what that replica
+needed at the same loads. Pure functions of numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from verl_tlt.speculation.baseline import between
+from verl_tlt.speculation.costs.latency_table import stock_share
+from verl_tlt.speculation.costs.tables import StockPoint
 
 ENOUGH = 0.5
 """Least share of the others' decoding time at loads the audited replica has seen too; below it nothing is reported."""
@@ -29,7 +33,7 @@ def audited(step: int, replicas: Sequence[str], every: int) -> str | None:
     return replicas[step // every % len(replicas)]
 
 
-def audit_saving(stock: Work, others: Sequence[Work]) -> tuple[float, float] | None:
+def audit_saving(stock: Work, others: Sequence[Work], vllm: Sequence[StockPoint] = ()) -> tuple[float, float] | None:
     """What drafting saved, measured against a replica that decoded the same rollout without it.
 
     Stock needs one step of batch b for every b tokens; what such a step takes is what the audited replica's steps took.
@@ -38,6 +42,7 @@ def audit_saving(stock: Work, others: Sequence[Work]) -> tuple[float, float] | N
     Args:
         stock: the audited replica's work.
         others: that of the replicas which drafted.
+        vllm: what stock vLLM takes of a step without the drafter, where it was measured.
 
     Returns:
         (share of stock's seconds that was saved, negative if lost; share of the others' seconds that was compared),
@@ -52,12 +57,5 @@ def audit_saving(stock: Work, others: Sequence[Work]) -> tuple[float, float] | N
     spent, total = sum(row[1] for row in compared), sum(row[1] for row in every)
     if not spent or spent < ENOUGH * total:
         return None
-    stock_s = sum(tokens / batch * _between(step_s, batch) for batch, _, tokens in compared)
+    stock_s = sum(tokens / batch * between(step_s, batch) * stock_share(vllm, batch) for batch, _, tokens in compared)
     return 1.0 - spent / stock_s, spent / total
-
-
-def _between(points: Sequence[tuple[float, float]], at: float) -> float:
-    """Linear interpolation; `at` lies within the sorted points."""
-    after = next(i for i, (x, _) in enumerate(points) if x >= at)
-    (x1, y1), (x0, y0) = points[after], points[max(after - 1, 0)]
-    return y1 if x1 == x0 else y0 + (y1 - y0) * (at - x0) / (x1 - x0)

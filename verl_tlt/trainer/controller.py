@@ -72,6 +72,8 @@ class RunFacts:
     temperature: float
     gpus: int
     """Of the trainer."""
+    shared: bool = False
+    """The replicas share a machine: without accelerators, one's work slows the others' down."""
 
 
 @dataclass
@@ -110,7 +112,7 @@ class Controller:
         self.tlt, self.facts, self.fleet, self.clock = tlt, facts, fleet, clock
         self.guard = Guard()
         self.log = StepLog(trace)
-        self.runtime = RuntimeControl(str(tlt.trace.dir), list(fleet.places), tlt.speculation.audit_every)
+        self.runtime = RuntimeControl(str(tlt.trace.dir), list(fleet.places), tlt.speculation.audit_every, facts.shared)
         self.served = _Served(start.served.version, 0, start.served.acceptance)
         self.spot = False
         """Spot workers are there, and the actor is tapped."""
@@ -170,7 +172,7 @@ class Controller:
         """Engines hold weights: measure what their steps cost."""
         with self.guard("calibration"):
             if self.tlt.speculation.enable and self.tlt.speculation.calibrate:
-                self.fleet.calibrate()
+                self.runtime.calibrated(self.fleet.calibrate())
         self.served.published_at = step
         self.log.devices = {name: place.devices for name, place in self.fleet.places.items()}
         standalone = [name for name, place in self.fleet.places.items() if not place.colocated]
@@ -183,7 +185,7 @@ class Controller:
         with self.guard("runtime control"):
             disabled = self.runtime.drafting_disabled(step)
             if self.tlt.speculation.enable:
-                self.fleet.disable_drafting(disabled)
+                self.fleet.disable_drafting(disabled, self.runtime.savings.of)
 
     # ------------------------------------------------------------------ sampling
 
@@ -249,7 +251,7 @@ class Controller:
             if self.tlt.speculation.enable and last:
                 stats = self.fleet.engine_stats()
                 self.guard.count("statistics", self.log.engine_stats(stats))
-                self.log.audited(self.runtime.report(stats))
+                self.log.accounted(self.runtime.account(stats), self.runtime.report(stats))
         if self._sessions and last:
             sessions, self._sessions = self._sessions, []
             version = self.served.version + 1

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from verl_tlt.errors import TLTError
-from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats
+from verl_tlt.messages.rollout import Calibration, DrafterFile, DrafterStatus, EngineStats
 from verl_tlt.messages.training import (
     BufferStats,
     DrafterProvenance,
@@ -92,8 +92,13 @@ class Fleet(Protocol):
         """Have a server that sleeps with its weights serve again."""
         ...
 
-    def disable_drafting(self, names: Collection[str]) -> None:
-        """These replicas, and no others, decode without a drafter from the next weight sync on."""
+    def disable_drafting(self, names: Collection[str], saved: Mapping[str, tuple[float, float]]) -> None:
+        """These replicas, and no others, decode without a drafter from the next weight sync on.
+
+        Args:
+            names: replicas.
+            saved: what drafting saved each in the last rollout (`speculation.baseline.Savings.of`).
+        """
         ...
 
     def stage(self, drafter: DrafterFile) -> None:
@@ -108,8 +113,8 @@ class Fleet(Protocol):
         """What each engine did since it was last asked; engines without speculation are left out."""
         ...
 
-    def calibrate(self) -> float:
-        """Measure on one replica what engine steps cost, and tell all of them; returns the seconds it took."""
+    def calibrate(self) -> Calibration:
+        """Measure on one replica what engine steps cost, and tell all of them."""
         ...
 
     # ------------------------------------------------------------------ actor and spot workers

@@ -13,14 +13,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl.plugin.platform.platform_manager import get_platform
 
 from verl_tlt.config import TLTConfig
-from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats
+from verl_tlt.messages.rollout import Calibration, DrafterFile, DrafterStatus, EngineStats
 from verl_tlt.messages.training import (
     BufferStats,
     DrafterProvenance,
@@ -180,9 +180,10 @@ class RayFleet:
         """See `Fleet`."""
         answer(self.replicas[name].server.tlt_recall.remote(), SLEEP_S)
 
-    def disable_drafting(self, names: Collection[str]) -> None:
+    def disable_drafting(self, names: Collection[str], saved: Mapping[str, tuple[float, float]]) -> None:
         """See `Fleet`."""
-        calls = [r.server.tlt_disable_drafting.remote(name in names) for name, r in self.replicas.items()]
+        servers = {name: r.server for name, r in self.replicas.items()}
+        calls = [s.tlt_disable_drafting.remote(name in names, saved.get(name)) for name, s in servers.items()]
         answer(calls, CALL_S)
 
     def stage(self, drafter: DrafterFile) -> None:
@@ -199,7 +200,7 @@ class RayFleet:
         """See `Fleet`."""
         return {name: stats for name, stats in self._on_servers("tlt_stats").items() if stats is not None}
 
-    def calibrate(self) -> float:
+    def calibrate(self) -> Calibration:
         """See `Fleet`. Replicas of a run are alike, so one table serves them."""
         # What spot workers import and load while they start would be measured, too.
         answer([worker.__ray_ready__.remote() for worker in self._crews().values()], CALIBRATION_S)
@@ -207,7 +208,7 @@ class RayFleet:
         found = answer(first.server.tlt_calibrate.remote(), CALIBRATION_S)
         answer([r.server.tlt_calibrate.remote(found) for r in others], CALL_S)
         logger.info("engine step costs measured in %.1f s: %s", found.seconds, found.latency)
-        return float(found.seconds)
+        return cast(Calibration, found)
 
     def _on_servers(self, method: str) -> dict[str, Any]:
         calls = {name: getattr(r.server, method).remote() for name, r in self.replicas.items()}

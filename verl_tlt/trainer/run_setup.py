@@ -68,6 +68,7 @@ def prepare(config: Any, tlt: TLTConfig, base_mode: str) -> RunSetup:
         data_sha256=_data_digest(data.train_files),
         temperature=rollout.temperature,
         gpus=config.trainer.n_gpus_per_node * config.trainer.nnodes,
+        shared=config.trainer.device == "cpu",
     )
     accelerator = config.trainer.device == "cuda"
     tlt = with_sizes(

@@ -1,4 +1,7 @@
-"""Who decodes the coming rollout without a drafter: all while speculation is switched off, else who is audited."""
+"""Who decodes the coming rollout without a drafter, and what drafting saved in the last one.
+
+All do while speculation is switched off, else the one that is audited; each engine besides decides by what it saved.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from verl_tlt.messages.rollout import EngineStats
+from verl_tlt.messages.rollout import Calibration, EngineStats
+from verl_tlt.speculation.baseline import Baseline, Savings
+from verl_tlt.speculation.costs.tables import StockPoint, stock_points
 from verl_tlt.trainer.audit import audit_saving, audited
 from verl_tlt.trainer.runtime_switch import RuntimeSwitch, SwitchError, read_switch
 
@@ -20,10 +25,15 @@ class RuntimeControl:
         directory: of the switch (`tlt.trace.dir`).
         replicas: all replicas, in a fixed order.
         audit_every: `tlt.speculation.audit_every`.
+        shared: the replicas share a machine (`Baseline`).
     """
 
-    def __init__(self, directory: str, replicas: Sequence[str], audit_every: int) -> None:
+    def __init__(self, directory: str, replicas: Sequence[str], audit_every: int, shared: bool = False) -> None:
         self.directory, self.replicas, self.audit_every = directory, list(replicas), audit_every
+        self.baseline = Baseline(shared)
+        self.savings = Savings()
+        """Of the last rollout."""
+        self._stock: Sequence[StockPoint] = ()
         self.switch = RuntimeSwitch()
         self.audited: str | None = None
         """The replica that drafts nothing in the coming rollout because it is audited."""
@@ -47,6 +57,18 @@ class RuntimeControl:
             return self.replicas
         return [self.audited] if self.audited else []
 
+    def calibrated(self, found: Calibration) -> None:
+        """Take note of what engine steps were measured to cost."""
+        self._stock = stock_points(found.stock)
+        self.baseline.calibrated(dict(found.latency), self._stock)
+
+    def account(self, stats: Mapping[str, EngineStats]) -> Savings:
+        """What drafting saved in this rollout, whose steps without a drafter are learned from first."""
+        rollout = {name: s.stretches for name, s in stats.items() if s.stretches}
+        self.baseline.learn(rollout)
+        self.savings = self.baseline.savings(rollout)
+        return self.savings
+
     def report(self, stats: Mapping[str, EngineStats]) -> float | None:
         """The saving that this rollout's audit showed (`tlt/audit_saved_frac`); None without an audit or enough data.
 
@@ -56,7 +78,7 @@ class RuntimeControl:
         name, self.audited = self.audited, None
         if name is None or name not in stats or not stats[name].work:
             return None
-        found = audit_saving(stats[name].work, [s.work for n, s in stats.items() if n != name])
+        found = audit_saving(stats[name].work, [s.work for n, s in stats.items() if n != name], self._stock)
         if found is None:
             logger.info("audit: %s decoded without a drafter, at loads too unlike the others' to compare", name)
             return None

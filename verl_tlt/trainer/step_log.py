@@ -17,9 +17,11 @@ from verl_tlt.idle.planner import PhaseAccount, together
 from verl_tlt.idle.tap_budget import Bubble
 from verl_tlt.messages.rollout import DrafterStatus, EngineStats
 from verl_tlt.messages.training import SessionResult, TappedStates
+from verl_tlt.speculation.baseline import Savings
 from verl_tlt.trace.events import Publish, Reload, Session, TraceWriter
 from verl_tlt.trace.line import step_line
 from verl_tlt.trace.metrics import StepObservations, step_metrics
+from verl_tlt.trainer.beside import BesideMerge
 from verl_tlt.trainer.drafter_update import DrafterUpdate
 from verl_tlt.trainer.watch import Ended, PhaseReport
 
@@ -39,6 +41,7 @@ class StepLog:
         self.devices: dict[str, int] = {}
         """How many each replica has."""
         self._warned = False
+        self._beside = BesideMerge()
         self._reset()
         self._version = self._since = 0
 
@@ -52,6 +55,7 @@ class StepLog:
         self._trained_s: dict[str, float] = {}  # by replica
         self._device_s: dict[str, float] = {}
         self._served: int | None = None
+        self._saved: Savings | None = None
         self._audit: float | None = None
 
     def run_started(
@@ -126,9 +130,9 @@ class StepLog:
             return []
         return [Bubble(account.bubble_s.get(n, 0.0), account.used_s.get(n, 0.0), e) for n, e in exhausted.items()]
 
-    def audited(self, saving: float | None) -> None:
-        """What an audit of this rollout showed (`trainer.runtime_switch`)."""
-        self._audit = saving
+    def accounted(self, savings: Savings, audit: float | None) -> None:
+        """What drafting saved in this rollout, and what an audit of it showed (`trainer.runtime_control`)."""
+        self._saved, self._audit = savings, audit
 
     def tapped(self, taken: list[TappedStates]) -> None:
         """What the tap copied; its own time is part of the forward, and what it took out of the weight sync before this
@@ -194,10 +198,14 @@ class StepLog:
             served_version=self._served,
             served_since=self._since,
             spot_failures=account.failures if account else None,
+            saved_s=self._saved.rollout_s if self._saved else None,
+            accounted=self._saved is not None,
             audit_saved_frac=self._audit,
             errors=errors,
         )
         tlt = step_metrics(seen)
+        if (beside := self._beside.observe({**metrics, **tlt}, merging=bool(self._sessions))) is not None:
+            tlt["tlt/beside_s"] = beside
         self._warn_if_useless(tlt)
         everything = {k: v for k, v in {**metrics, **tlt}.items() if isinstance(v, int | float) or hasattr(v, "item")}
         self.trace.emit("step", step=step, metrics=everything)

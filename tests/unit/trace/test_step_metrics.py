@@ -203,4 +203,11 @@ def test_every_metric_is_documented():
     }
     names = {re.sub(r"overhead_\w+_s$", "overhead_<part>_s", name) for name in names}
     page = Path(verl_tlt.__file__).parents[1] / "docs" / "metrics.md"
+    names.add("tlt/beside_s")  # of several steps: trainer/beside.py
     assert names == set(re.findall(r"^\| `(tlt/[^`]+)` \|", page.read_text(), flags=re.MULTILINE))
+
+
+def test_what_the_trainer_compared_counts_and_not_what_engines_think():
+    seen = StepObservations(replicas={"a": A, "b": B}, accounted=True, saved_s=1.25)
+    assert step_metrics(seen)["tlt/saved_s"] == 1.25
+    assert "tlt/saved_s" not in step_metrics(dataclasses.replace(seen, saved_s=None)), "nothing to compare with"

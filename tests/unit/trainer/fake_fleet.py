@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_tlt.messages.rollout import DrafterFile, DrafterStatus
+from verl_tlt.messages.rollout import Calibration, DrafterFile, DrafterStatus
 from verl_tlt.messages.training import BufferStats, HeldOutScores, Merged, SessionResult, TappedStates
 from verl_tlt.trainer.fleet import CallFailed, Place
 
@@ -108,7 +108,7 @@ class FakeFleet:
         if not self.asleep.pop(name):
             raise CallFailed("it sleeps without its weights")
 
-    def disable_drafting(self, names: Collection[str]) -> None:
+    def disable_drafting(self, names: Collection[str], saved: Mapping[str, tuple[float, float]]) -> None:
         self._call("disable_drafting", tuple(names))
         self.disabled = set(names)
 
@@ -130,9 +130,9 @@ class FakeFleet:
         self._call("engine_stats")
         return {}
 
-    def calibrate(self) -> float:
+    def calibrate(self) -> Calibration:
         self._call("calibrate")
-        return 0.1
+        return Calibration()
 
     # actor and spot workers
 

@@ -1,0 +1,186 @@
+"""What drafting saved, in runs whose truth is known: the same requests decoded without a drafter, on one machine."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from verl_tlt.messages.rollout import EngineStats, Stretch
+from verl_tlt.speculation.baseline import Baseline
+from verl_tlt.speculation.costs.tables import stock_points
+from verl_tlt.speculation.draft_length import Limits, Profitability
+from verl_tlt.speculation.policies.base import FixedPolicy
+from verl_tlt.speculation.step_control import StepControl
+from verl_tlt.speculation.step_statistics import STRETCHES
+from verl_tlt.speculation.types import OFF, Load, StepRecord
+from verl_tlt.trace.metrics import saved_seconds
+
+K = 3
+SLOWED = {1: 1.0, 2: 1.8}
+"""How much longer a step takes by busy replicas, on a machine that they share."""
+
+
+def step_s(batch, arm, busy, shared=True, context=0.0):
+    """Seconds: weights, requests and their context, the drafter's pass and what it drafted."""
+    alone = (
+        0.010 + 0.0004 * batch + 2e-7 * context + (0.0 if arm == OFF else 0.003 + 0.0015 * arm + 0.0001 * arm * batch)
+    )
+    return alone * (SLOWED[busy] if shared else 1.0)
+
+
+class Replica:
+    """Decodes requests of given lengths, and has the engine's own code keep the account."""
+
+    def __init__(self, lengths, arm, accepts, seed, table):
+        self.left, self.arm, self.rng = list(lengths), arm, random.Random(seed)
+        self.accepts, self.context, self.begun = accepts, 0, False
+        self.control = StepControl(FixedPolicy(K), Limits((0, 1, 2, 3)))
+        points = [
+            {"batch": b, "kv_tokens": 32 * b, "draft_length": k, "seconds": s, "samples": 4, "calibrated": True}
+            for k, row in table.items() for b, s in row
+        ]  # fmt: skip
+        self.control.control(points=points, drafting=arm != OFF)
+
+    def step(self, clock, seconds):
+        batch, k, produced = len(self.left), max(self.arm, 0), 0
+        verified = k if self.begun else 0
+        accepted = [0] * verified
+        for i, left in enumerate(self.left):
+            got = 1
+            while got <= verified and self.rng.random() < self.accepts:
+                accepted[got - 1] += 1
+                got += 1
+            produced += min(got, left)
+            self.left[i] = left - min(got, left)
+        self.control.choose(Load(batch, self.context))
+        self.control.record(
+            StepRecord(batch, self.context, self.arm, verified, batch if verified else 0, tuple(accepted), produced,
+                       seconds, clean=self.begun),
+            num_generation_tokens=produced, num_draft_tokens=verified * batch, unix_s=clock,
+        )  # fmt: skip
+        self.left, self.context, self.begun = [n for n in self.left if n], self.context + produced, True
+
+
+def table(context=32):
+    """What a calibration measures: one replica alone, on short contexts."""
+    batches = (1, 2, 4, 8, 16, 32)
+    return {k: [(b, step_s(b, k, 1, context=context * b)) for b in batches] for k in (OFF, 0, 1, 3)}
+
+
+def rollout(arms, accepts=0.8, seed=0, shared=True, scale=1, begin=1000.0):
+    """({replica: its engine's sums}, seconds until the last one ended); lengths have a long tail."""
+    rng = random.Random(seed)
+    lengths = [[scale * int(rng.lognormvariate(4.0, 0.8)) + 5 for _ in range(16)] for _ in arms]
+    lengths[0][0] += 150 * scale
+    engines = {f"r{i}": Replica(lengths[i], arm, accepts, seed + i, table()) for i, arm in enumerate(arms)}
+    ends = dict.fromkeys(engines, begin)
+    while any(e.left for e in engines.values()):
+        name = min((n for n, e in engines.items() if e.left), key=lambda n: ends[n])
+        engine, busy = engines[name], sum(bool(e.left) for e in engines.values())
+        seconds = step_s(len(engine.left), engine.arm, busy, shared, engine.context * len(engine.left) / 16)
+        ends[name] += seconds
+        engine.step(ends[name], seconds)
+    return {name: e.control.stats() for name, e in engines.items()}, max(ends.values()) - begin
+
+
+def stretches(stats):
+    return {name: s.stretches for name, s in stats.items()}
+
+
+def account(baseline, stats):
+    baseline.learn(stretches(stats))
+    return baseline.savings(stretches(stats))
+
+
+BOTH_ON, BOTH_OFF = (K, K), (OFF, OFF)
+
+
+@pytest.mark.parametrize("accepts", [0.85, 0.6, 0.05], ids=["warm", "middling", "fresh"])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("before", ["audit", "off"])
+def test_what_was_saved_is_within_15_percent_of_the_truth(accepts, shared, before):
+    """One audit, or one rollout in which drafting was off, some steps earlier: then drafted rollouts alone."""
+    baseline = Baseline(shared)
+    baseline.calibrated(table(), ())
+    account(baseline, rollout((OFF, K) if before == "audit" else BOTH_OFF, accepts, seed=50, shared=shared)[0])
+    claimed = truth = 0.0
+    for seed in range(4):
+        stats, took = rollout(BOTH_ON, accepts, seed, shared)
+        claimed += account(baseline, stats).rollout_s
+        truth += rollout(BOTH_OFF, accepts, seed, shared)[1] - took
+    assert abs(truth) > 0.1
+    assert claimed == pytest.approx(truth, rel=0.15)
+
+
+def test_an_engine_alone_cannot_tell_a_busy_machine_from_a_slow_one():
+    """What the account was before: an estimate of the engine, whose pace drafted steps beside others have raised."""
+    claimed = truth = 0.0
+    for seed in range(4):
+        stats, took = rollout(BOTH_ON, 0.6, seed)
+        claimed += saved_seconds(list(stats.values()))
+        truth += rollout(BOTH_OFF, 0.6, seed)[1] - took
+    assert abs(claimed - truth) > 0.15 * abs(truth)
+
+
+def test_without_live_steps_the_calibration_is_the_baseline_where_it_holds():
+    """Of one busy replica; beside another nothing is known on a shared machine, and nothing is claimed."""
+    for shared in (False, True):
+        baseline = Baseline(shared)
+        baseline.calibrated(table(), ())
+        assert baseline.off_seconds(3, 1) == pytest.approx(step_s(3, OFF, 1, context=96), rel=0.01)
+        assert (baseline.off_seconds(3, 2) is None) == shared
+    stats, took = rollout(BOTH_ON, 0.8, 1)
+    saved = account(baseline, stats)
+    assert saved.rollout_s is None or saved.rollout_s <= rollout(BOTH_OFF, 0.8, 1)[1] - took
+    for name, (_, compared_s) in saved.of.items():
+        assert compared_s < stats[name].busy_s
+
+
+def test_drafted_steps_never_change_the_baseline():
+    baseline = Baseline(True)
+    baseline.calibrated(table(), ())
+    account(baseline, rollout(BOTH_OFF, seed=50)[0])
+    before = [baseline.off_seconds(batch, busy) for batch in (1, 4, 16) for busy in (1, 2)]
+    for seed in range(3):
+        account(baseline, rollout(BOTH_ON, 0.05, seed)[0])
+    assert [baseline.off_seconds(batch, busy) for batch in (1, 4, 16) for busy in (1, 2)] == before
+
+
+def test_stock_that_is_faster_than_off_leaves_less_saved():
+    plain, faster = Baseline(False), Baseline(False)
+    plain.calibrated(table(), ())
+    faster.calibrated(table(), stock_points([(1, 0.8, 1.0)]))
+    off, drafted = rollout(BOTH_OFF, seed=50, shared=False)[0], rollout(BOTH_ON, seed=1, shared=False)
+    assert account(plain, off).rollout_s == pytest.approx(0.0, abs=1e-6)
+    assert account(faster, off).rollout_s == pytest.approx(-0.2 * max(s.busy_s for s in off.values()), rel=0.01)
+    stock_took = drafted[1] + account(plain, drafted[0]).rollout_s
+    assert account(faster, drafted[0]).rollout_s == pytest.approx(0.8 * stock_took - drafted[1], rel=0.01)
+    assert account(faster, drafted[0]).of == account(plain, drafted[0]).of, "whether to draft is asked against OFF"
+
+
+def test_a_drafter_is_not_blamed_for_a_busy_machine_nor_praised_for_it():
+    """The engine's own decision follows the trainer's account."""
+    baseline = Baseline(True)
+    baseline.calibrated(table(), ())
+    account(baseline, rollout(BOTH_OFF, seed=50)[0])
+    for accepts, pays in ((0.8, True), (0.05, False)):
+        stats = rollout(BOTH_ON, accepts, seed=2)[0]
+        saved_s, compared_s = account(baseline, stats).of["r0"]
+        switch = Profitability("goodput")
+        switch.learn(EngineStats(saved_s=saved_s, compared_s=compared_s), drafting=True, acceptance=[])
+        assert switch.decide([]) == pays
+
+
+def test_a_long_rollout_is_told_in_a_bounded_number_of_stretches():
+    stats, took = rollout((OFF,), seed=3, scale=60)
+    rows = stats["r0"].stretches
+    assert STRETCHES / 4 < len(rows) <= STRETCHES and stats["r0"].num_steps > 5 * len(rows)
+    assert sum(row.seconds for row in rows) == pytest.approx(took, rel=0.01)
+    assert all(a.end <= b.start + 1e-6 for a, b in pairwise(rows))
+    assert rows[-1].batch == 1.0 and rows[0].batch > 10
+
+
+def test_a_rollout_without_stretches_says_nothing():
+    baseline = Baseline(False)
+    assert baseline.savings({}).rollout_s is None
+    assert baseline.savings({"a": [Stretch(1.0, 2.0, 0.0, 0.0, 0.0, True)]}).rollout_s is None
