@@ -28,6 +28,7 @@ from verl_tlt.report.section import facts, step_section, table
 from verl_tlt.report.steps import RLStep, Saving, most_trained, rl_steps, saving
 from verl_tlt.report.summary import COLUMNS, StepRow, cells, initial_lengths, ratio
 from verl_tlt.report.svg import element, markup
+from verl_tlt.trace.events import Stopped
 
 MAX_DRAFT_LENGTH = 3
 """Draft length in the serve command when the trace does not tell the run's."""
@@ -114,6 +115,7 @@ def write_report(
         element("h1", "verl-tlt: what one run did"),
         facts(_facts(rows, savings, stock, warm)),
         *_savings(savings),
+        *_stops(trace.stops),
         *_charts(trace, rows, stock, warm),
         element("h2", "Steps", id="steps"),
         _table(rows, linked=set(steps)),
@@ -190,6 +192,13 @@ def _savings(savings: Sequence[Saving]) -> list[Element | None]:
     items = [element("li", element("i", style=f"background:{color}"), words) for color, words in key]
     return [heading, element("p", explained), saving_chart(savings), element("ul", *items, class_="key"),
             element("h3", "Summed up"), sum_chart(savings)]  # fmt: skip
+
+
+def _stops(stops: Sequence[Stopped]) -> list[Element]:
+    """When speculation was stopped and why, and when it went on."""
+    lines = [f"After step {s.step} " + (f"it was stopped: {s.cause}." if s.cause else "it went on.") for s in stops]
+    items = [element("li", line) for line in lines]
+    return [element("h3", "Speculation that did not pay"), element("ul", *items)] if items else []
 
 
 def _charts(

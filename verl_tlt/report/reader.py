@@ -30,6 +30,7 @@ from verl_tlt.trace.events import (
     RunStarted,
     Session,
     Step,
+    Stopped,
     required_fields,
 )
 
@@ -81,6 +82,7 @@ class RunTrace:
     sessions: list[Session] = field(default_factory=list)
     publishes: list[Publish] = field(default_factory=list)
     reloads: list[Reload] = field(default_factory=list)
+    stops: list[Stopped] = field(default_factory=list)
     engines: dict[str, EngineSteps] = field(default_factory=dict)
     """Replica -> its engine's steps; empty when `tlt.trace.engine_steps` was off."""
     skipped: int = 0
@@ -151,6 +153,7 @@ def read_trace(directory: str | Path) -> RunTrace:
         sessions=_of(events, Session),
         publishes=_of(events, Publish),
         reloads=_of(events, Reload),
+        stops=_of(events, Stopped),
         engines={name: _columns(rows, voids) for name, rows in engines.items()},
         skipped=skipped,
     )

@@ -171,6 +171,18 @@ class Reload:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stopped:
+    """Speculation was stopped because it does not pay, or goes on again."""
+
+    kind: ClassVar[str] = "stopped"
+    t: float
+    step: int
+    """The RL step after whose rollout."""
+    cause: str
+    """The likely cause; empty: it goes on, since a replica that tried gained time."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Step:
     """One RL step is over: its metrics under the names the trainer's logger uses (`tlt/*`, `timing_s/*`, ...)."""
 
@@ -180,9 +192,9 @@ class Step:
     metrics: Mapping[str, float]
 
 
-Event = RunStarted | Phase | LoadSample | Idle | Session | Publish | Reload | Step
+Event = RunStarted | Phase | LoadSample | Idle | Session | Publish | Reload | Stopped | Step
 EVENT_TYPES: dict[str, type[Event]] = {
-    cls.kind: cls for cls in (RunStarted, Phase, LoadSample, Idle, Session, Publish, Reload, Step)
+    cls.kind: cls for cls in (RunStarted, Phase, LoadSample, Idle, Session, Publish, Reload, Stopped, Step)
 }
 
 

@@ -39,6 +39,7 @@ from verl_tlt.trainer.checkpoints import SAVE_S, Checkpoint, saving
 from verl_tlt.trainer.drafter_update import DrafterUpdate, update_drafter
 from verl_tlt.trainer.fleet import Call, CallFailed, Fleet
 from verl_tlt.trainer.guard import Guard
+from verl_tlt.trainer.payoff import Payoff
 from verl_tlt.trainer.pending_work import PendingWork
 from verl_tlt.trainer.runtime_control import RuntimeControl
 from verl_tlt.trainer.step_log import StepLog
@@ -112,7 +113,9 @@ class Controller:
         self.tlt, self.facts, self.fleet, self.clock = tlt, facts, fleet, clock
         self.guard = Guard()
         self.log = StepLog(trace)
-        self.runtime = RuntimeControl(str(tlt.trace.dir), list(fleet.places), tlt.speculation.audit_every, facts.shared)
+        s, names = tlt.speculation, list(fleet.places)
+        payoff = Payoff(names, s.policy, s.source)
+        self.runtime = RuntimeControl(str(tlt.trace.dir), names, s.audit_every, facts.shared, payoff)
         self.served = _Served(start.served.version, 0, start.served.acceptance)
         self.spot = False
         """Spot workers are there, and the actor is tapped."""
@@ -252,6 +255,7 @@ class Controller:
                 stats = self.fleet.engine_stats()
                 self.guard.count("statistics", self.log.engine_stats(stats))
                 self.log.accounted(self.runtime.account(stats), self.runtime.report(stats))
+                self.log.stopped(step, self.runtime.payoff.cause)
         if self._sessions and last:
             sessions, self._sessions = self._sessions, []
             version = self.served.version + 1

@@ -1,6 +1,7 @@
 """Who decodes the coming rollout without a drafter, and what drafting saved in the last one.
 
-All do while speculation is switched off, else the one that is audited; each engine besides decides by what it saved.
+All do while speculation is switched off or stopped (`trainer.payoff`), but for a probe; else the one that is audited.
+Each engine besides decides by what it saved.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from dataclasses import asdict
 
 from verl_tlt.messages.rollout import Calibration, EngineStats
 from verl_tlt.speculation.baseline import Baseline, Savings
+from verl_tlt.speculation.costs.latency_table import stock_share
 from verl_tlt.speculation.costs.tables import StockPoint, stock_points
 from verl_tlt.trainer.audit import audit_saving, audited
+from verl_tlt.trainer.payoff import Payoff
 from verl_tlt.trainer.runtime_switch import RuntimeSwitch, SwitchError, read_switch
 
 logger = logging.getLogger(__name__)
@@ -26,9 +29,18 @@ class RuntimeControl:
         replicas: all replicas, in a fixed order.
         audit_every: `tlt.speculation.audit_every`.
         shared: the replicas share a machine (`Baseline`).
+        payoff: stops what does not pay; None: one with the usual settings.
     """
 
-    def __init__(self, directory: str, replicas: Sequence[str], audit_every: int, shared: bool = False) -> None:
+    def __init__(
+        self,
+        directory: str,
+        replicas: Sequence[str],
+        audit_every: int,
+        shared: bool = False,
+        payoff: Payoff | None = None,
+    ) -> None:
+        self.payoff = payoff or Payoff(replicas)
         self.directory, self.replicas, self.audit_every = directory, list(replicas), audit_every
         self.baseline = Baseline(shared)
         self.savings = Savings()
@@ -52,10 +64,12 @@ class RuntimeControl:
             said = ", ".join(f"{key} {'on' if value else 'off'}" for key, value in asdict(switch).items())
             logger.warning("TLT was switched from outside; from step %d on: %s", step, said)
         self.switch = switch
-        self.audited = audited(step, self.replicas, self.audit_every) if switch.speculation else None
-        if not switch.speculation:
-            return self.replicas
-        return [self.audited] if self.audited else []
+        on = switch.speculation and not self.payoff.cause
+        self.audited = audited(step, self.replicas, self.audit_every) if on else None
+        if on:
+            return [self.audited] if self.audited else []
+        probe = self.payoff.choose_probe() if switch.speculation else None
+        return [name for name in self.replicas if name != probe]
 
     def calibrated(self, found: Calibration) -> None:
         """Take note of what engine steps were measured to cost."""
@@ -67,6 +81,12 @@ class RuntimeControl:
         rollout = {name: s.stretches for name, s in stats.items() if s.stretches}
         self.baseline.learn(rollout)
         self.savings = self.baseline.savings(rollout)
+        if self.switch.speculation and stats:
+            work = [row for s in stats.values() for row in s.work]
+            batch = sum(w.batch * w.seconds for w in work) / max(sum(w.seconds for w in work), 1e-9)
+            share = stock_share(self._stock, max(batch, 1.0))
+            if said := self.payoff.observe(stats, self.savings, share, self.audited is not None):
+                logger.warning("%s", said)
         return self.savings
 
     def report(self, stats: Mapping[str, EngineStats]) -> float | None:

@@ -23,12 +23,10 @@ from verl_tlt.trace.line import step_line
 from verl_tlt.trace.metrics import StepObservations, step_metrics
 from verl_tlt.trainer.beside import BesideMerge
 from verl_tlt.trainer.drafter_update import DrafterUpdate
+from verl_tlt.trainer.payoff import USELESS
 from verl_tlt.trainer.watch import Ended, PhaseReport
 
 logger = logging.getLogger(__name__)
-
-USELESS = 1.05
-"""Accept length up to which a drafter only costs."""
 
 DISTRIBUTIONS = ("verl-tlt", "verl", "vllm", "torch", "ray", "transformers", "speculators")
 
@@ -42,6 +40,7 @@ class StepLog:
         """How many each replica has."""
         self._warned = False
         self._beside = BesideMerge()
+        self._cause = ""
         self._reset()
         self._version = self._since = 0
 
@@ -134,6 +133,12 @@ class StepLog:
         """What drafting saved in this rollout, and what an audit of it showed (`trainer.runtime_control`)."""
         self._saved, self._audit = savings, audit
 
+    def stopped(self, step: int, cause: str) -> None:
+        """Why speculation is stopped from the next rollout on; empty: it is not (`trainer.payoff`)."""
+        if cause != self._cause:
+            self.trace.emit("stopped", step=step, cause=cause)
+        self._cause = cause
+
     def tapped(self, taken: list[TappedStates]) -> None:
         """What the tap copied; its own time is part of the forward, and what it took out of the weight sync before this
         step's rollout is part of that: both count as overhead.
@@ -206,6 +211,8 @@ class StepLog:
         tlt = step_metrics(seen)
         if (beside := self._beside.observe({**metrics, **tlt}, merging=bool(self._sessions))) is not None:
             tlt["tlt/beside_s"] = beside
+        if self._stats:
+            tlt["tlt/speculation_stopped"] = float(bool(self._cause))
         self._warn_if_useless(tlt)
         everything = {k: v for k, v in {**metrics, **tlt}.items() if isinstance(v, int | float) or hasattr(v, "item")}
         self.trace.emit("step", step=step, metrics=everything)

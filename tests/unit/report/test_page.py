@@ -54,6 +54,18 @@ class Page(HTMLParser):
             self.sections[self._section].append(data)
 
 
+def test_speculation_that_was_stopped_is_told_with_its_cause(tmp_path):
+    writer = TraceWriter(tmp_path, "trainer")
+    writer.emit("run", step0=1)
+    writer.emit("stopped", step=4, cause=f"accept length of 1.02 {EVIL}")
+    writer.emit("stopped", step=30, cause="")
+    writer.emit("step", step=4, metrics={"timing_s/gen": 1.0})
+    trace = read_trace(tmp_path)
+    page = Page(write_report(tmp_path / "page.html", trace, rows_of_trace(trace)).read_text())
+    assert "After step 4 it was stopped: accept length of 1.02" in page.text and "After step 30 it went on" in page.text
+    assert "script" not in page.tags
+
+
 @pytest.fixture(scope="module")
 def path(made_run, tmp_path_factory):
     trace = read_trace(made_run.directory)

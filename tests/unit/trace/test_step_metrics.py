@@ -203,7 +203,7 @@ def test_every_metric_is_documented():
     }
     names = {re.sub(r"overhead_\w+_s$", "overhead_<part>_s", name) for name in names}
     page = Path(verl_tlt.__file__).parents[1] / "docs" / "metrics.md"
-    names.add("tlt/beside_s")  # of several steps: trainer/beside.py
+    names |= {"tlt/beside_s", "tlt/speculation_stopped"}  # of several steps: trainer/step_log.py
     assert names == set(re.findall(r"^\| `(tlt/[^`]+)` \|", page.read_text(), flags=re.MULTILINE))
 
 
