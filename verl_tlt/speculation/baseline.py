@@ -3,10 +3,7 @@
 Drafted steps are compared with live steps without the drafter: of a replica that was audited, or of rollouts in which
 drafting was off, at the same batch and with the same number of busy replicas, because replicas of one machine slow each
 other down. Where none was seen, the calibration counts, which was measured on one busy replica. Drafted steps teach
-nothing here: a machine that drafting itself made slow would make stock look slow too.
-
-On a shared machine stock would also have kept the other replicas busy for longer. So the rollout is played again with
-the baseline's steps, and its end compared with the real one. Pure functions of numbers.
+nothing here: a machine that drafting itself made slow would make stock look slow too. Pure functions of numbers.
 """
 
 from __future__ import annotations
@@ -96,61 +93,36 @@ class Baseline:
         return there if max(nearest / batch, batch / nearest) <= REACH else None
 
     def savings(self, rollout: Rollout) -> Savings:
-        """What drafting saved in a rollout."""
-        begin = min((rows[0].start for rows in rollout.values() if rows), default=0.0)
-        end = max((rows[-1].end for rows in rollout.values() if rows), default=0.0)
-        of = {name: (0.0, 0.0) for name in rollout}
-        spent = 0.0
+        """What drafting saved in a rollout, which ends with its last replica."""
+        by_replica: dict[str, list[tuple[Stretch, float]]] = {}
         for name, row, busy in _with_busy(rollout):
-            spent += row.seconds
+            by_replica.setdefault(name, []).append((row, busy))
+        of = {name: self._against_off(rows) for name, rows in by_replica.items()}
+        spent = sum(row.seconds for rows in rollout.values() for row in rows)
+        if not spent or sum(compared for _, compared in of.values()) < spent / 2:
+            return Savings(None, of)
+        end = max(rows[-1].end for rows in rollout.values() if rows)
+        return Savings(max(self._stock_end(rows) for rows in by_replica.values()) - end, of)
+
+    def _against_off(self, rows: Sequence[tuple[Stretch, float]]) -> tuple[float, float]:
+        """(seconds that OFF would have taken more, seconds compared)."""
+        saved_s = compared_s = 0.0
+        for row, busy in rows:
+            step_s = self.off_seconds(row.batch, round(busy)) if row.seconds > 0 else None
+            if step_s is not None:
+                saved_s += 0.0 if row.off else row.stock_steps * step_s - row.seconds
+                compared_s += row.seconds
+        return saved_s, compared_s
+
+    def _stock_end(self, rows: Sequence[tuple[Stretch, float]]) -> float:
+        """When stock would have ended what one replica decoded; its prefills and pauses are what they were."""
+        late = 0.0
+        for row, busy in rows:
             step_s = self.off_seconds(row.batch, round(busy)) if row.seconds > 0 else None
             if step_s is not None:
                 off_s = row.seconds if row.off else row.stock_steps * step_s
-                of[name] = of[name][0] + off_s - row.seconds, of[name][1] + row.seconds
-        compared = sum(seconds for _, seconds in of.values())
-        if not spent or compared < spent / 2:
-            return Savings(None, of)
-        return Savings(self._stock_end(rollout, begin) - end, of)
-
-    def _row_seconds(self, row: Stretch, busy: int) -> float:
-        """What stock takes for a stretch: its decoding, and the prefills and pauses that it had."""
-        step_s = self.off_seconds(row.batch, busy) if row.seconds > 0 else None
-        if step_s is None:
-            return row.end - row.start
-        off_s = row.seconds if row.off and not self._shared else row.stock_steps * step_s
-        return row.end - row.start - row.seconds + off_s * stock_share(self._stock, row.batch)
-
-    def _stock_end(self, rollout: Rollout, begin: float) -> float:
-        """When stock's rollout would have ended, all replicas starting when they did."""
-        if not self._shared:
-            busy_of = {id(row): round(busy) for _, row, busy in _with_busy(rollout)}
-            return max(
-                rows[0].start + _pauses(rows) + sum(self._row_seconds(row, busy_of[id(row)]) for row in rows)
-                for rows in rollout.values() if rows
-            )  # fmt: skip
-        waiting = {name: rows[0].start - begin for name, rows in rollout.items() if rows}
-        at = {name: (0, 1.0) for name in waiting}  # (stretch, share of it that is left)
-        clock, active = 0.0, set[str]()
-        while waiting or active:
-            active |= {name for name, start in waiting.items() if start <= clock}
-            waiting = {name: start for name, start in waiting.items() if start > clock}
-            if not active:
-                clock = min(waiting.values())
-                continue
-            whole = {name: max(self._row_seconds(rollout[name][at[name][0]], len(active)), 1e-9) for name in active}
-            step = min([at[name][1] * whole[name] for name in active] + [s - clock for s in waiting.values()])
-            clock += step
-            for name in tuple(active):
-                row, left = at[name]
-                left -= step / whole[name]
-                if left > 1e-9:
-                    at[name] = row, left
-                    continue
-                active.discard(name)
-                at[name] = row + 1, 1.0
-                if row + 1 < len(rows := rollout[name]):
-                    waiting[name] = clock + max(0.0, rows[row + 1].start - rows[row].end)
-        return begin + clock
+                late += off_s * stock_share(self._stock, row.batch) - row.seconds
+        return rows[-1][0].end + late
 
 
 def _with_busy(rollout: Rollout) -> list[tuple[str, Stretch, float]]:
@@ -171,10 +143,6 @@ def _with_busy(rollout: Rollout) -> list[tuple[str, Stretch, float]]:
         (name, row, max(1.0, (until(row.end) - until(row.start)) / max(row.end - row.start, 1e-9)))
         for name, rows in rollout.items() for row in rows
     ]  # fmt: skip
-
-
-def _pauses(rows: Sequence[Stretch]) -> float:
-    return sum(max(0.0, after.start - before.end) for before, after in pairwise(rows))
 
 
 def between(points: Sequence[tuple[float, float]], at: float) -> float:

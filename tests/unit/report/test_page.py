@@ -59,7 +59,8 @@ def test_speculation_that_was_stopped_is_told_with_its_cause(tmp_path):
     writer.emit("run", step0=1)
     writer.emit("stopped", step=4, cause=f"accept length of 1.02 {EVIL}")
     writer.emit("stopped", step=30, cause="")
-    writer.emit("step", step=4, metrics={"timing_s/gen": 1.0})
+    writer.emit("phase", step=4, name="rollout", start=0.0, end=2.0)
+    writer.emit("step", step=4, metrics={"timing_s/gen": 2.0})
     trace = read_trace(tmp_path)
     page = Page(write_report(tmp_path / "page.html", trace, rows_of_trace(trace)).read_text())
     assert "After step 4 it was stopped: accept length of 1.02" in page.text and "After step 30 it went on" in page.text
