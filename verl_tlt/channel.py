@@ -19,6 +19,7 @@ import zmq
 import zmq.asyncio
 
 from verl_tlt.errors import TLTError
+from verl_tlt.ownership import NotPrivateError, check_private
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,10 @@ class ChannelServer:
         self.handlers = dict(handlers)
         path = _ipc_path(address)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if path.parent.stat().st_mode & 0o077:
-            raise ChannelError(f"The control channel's directory {path.parent} is open to other users; chmod 700 it.")
+        try:
+            check_private(path.parent)
+        except NotPrivateError as error:
+            raise ChannelError(f"The control channel's directory {error}") from error
         self._context = zmq.Context(io_threads=1)
         socket = self._context.socket(zmq.REP)
         socket.linger = 0

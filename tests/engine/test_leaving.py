@@ -42,7 +42,7 @@ def fleet(tmp_path_factory):
 
         from demo.toy.assets import build_assets
         from verl_tlt.config import TLTConfig
-        from verl_tlt.messages.rollout import STORE_NAME
+        from verl_tlt.messages.rollout import store_name
         from verl_tlt.server.server import TLTvLLMHttpServer
         from verl_tlt.trainer.bootstrap import first_drafter
         from verl_tlt.trainer.drafter_store import DrafterStore
@@ -78,7 +78,8 @@ def fleet(tmp_path_factory):
         ray.init(num_cpus=8, include_dashboard=False, object_store_memory=300_000_000, log_to_driver=False)
         try:
             start = first_drafter(tlt, str(assets.policy), "float32", 260, None)
-            store = ray.remote(DrafterStore).options(name=STORE_NAME, num_cpus=0).remote(start.served)
+            name = store_name(ray.get_runtime_context().get_job_id())
+            store = ray.remote(DrafterStore).options(name=name, num_cpus=0).remote(start.served)
             servers = {}
             for rank in range(2):
                 server = ray.remote(TLTvLLMHttpServer).options(max_concurrency=100, num_cpus=0).remote(

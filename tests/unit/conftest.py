@@ -1,6 +1,7 @@
-"""A verl config as `main_ppo` would compose it, reduced to what verl-tlt reads, with its files on disk."""
+"""A verl config as `main_ppo` would compose it, reduced to what verl-tlt reads, with its files on disk; other users."""
 
 import json
+import os
 
 import pytest
 from made_run import MadeRun, make_run
@@ -68,3 +69,38 @@ def recipe(tmp_path):
 def made_run(tmp_path_factory) -> MadeRun:
     """A finished run of six RL steps; do not write into its directory."""
     return make_run(tmp_path_factory.mktemp("made") / "trace")
+
+
+STRANGER = 54321
+
+
+@pytest.fixture
+def everybodys(tmp_path):
+    """A directory like /tmp."""
+    path = tmp_path / "everybodys"
+    path.mkdir()
+    path.chmod(0o1777)
+    return path
+
+
+@pytest.fixture
+def give_away(monkeypatch):
+    """Makes a path, with all below it, another user's."""
+    given = set()
+    lstat = os.lstat
+
+    def stranger(path, **kwargs):
+        found = list(lstat(path, **kwargs))
+        if os.path.abspath(path) in given:
+            found[4] = STRANGER
+        return os.stat_result(found)
+
+    def give(path):
+        for place in (path, *path.rglob("*")):
+            if os.geteuid() == 0:
+                os.chown(place, STRANGER, -1, follow_symlinks=False)
+            else:  # only root can: the system's answer about this one path is changed
+                given.add(os.path.abspath(place))
+                monkeypatch.setattr(os, "lstat", stranger)
+
+    return give

@@ -16,22 +16,23 @@ import verl_tlt
 ROOT = Path(verl_tlt.__file__).parent
 FRAMEWORKS = {"verl", "vllm", "ray", "torch", "megatron", "transformers", "speculators"}
 
-SHARED = {"config", "errors", "messages"}
+SHARED = {"config", "errors", "messages", "ownership"}
 MAY_IMPORT = {
     # PURE: decisions over numbers
     "errors": set(),
     "messages": set(),
-    "speculation": {"errors", "messages"},
+    "ownership": {"errors"},
+    "speculation": {"errors", "messages", "ownership"},
     "idle": set(),
     "simulate": {"errors", "messages", "speculation", "idle"},
     # what every process may carry
     "flag": set(),
     "config": {"errors", "speculation"},
     "compat": {"errors"},
-    "channel": {"errors"},
+    "channel": {"errors", "ownership"},
     "child_engine": {"errors"},
-    "drafter": {"errors"},
-    "trace": {"messages"},
+    "drafter": {"errors", "ownership"},
+    "trace": {"messages", "ownership"},
     # one process each
     "engine_core": SHARED | {"channel", "compat", "speculation"},
     "vllm_worker": SHARED | {"compat", "drafter", "speculation"},
@@ -53,7 +54,8 @@ MAY_IMPORT = {
     "conf": set(),
 }
 FRAMEWORKS_OF = {
-    **{room: set() for room in ("errors", "speculation", "idle", "simulate", "messages", "config", "channel", "trace")},
+    **{room: set() for room in ("errors", "ownership", "speculation", "idle", "simulate", "messages", "config")},
+    **{room: set() for room in ("channel", "trace")},
     **{
         room: set()
         for room in ("child_engine", "console", "report", "plugin", "activation", "advise", "cli", "conf", "flag")

@@ -14,8 +14,7 @@ from typing import Any
 from verl_tlt.compat.families import serves_eagle3
 from verl_tlt.compat.versions import installed
 from verl_tlt.config import TLTConfig
-from verl_tlt.drafter.check import CONFIG, WEIGHTS, check_drafter, read_config
-from verl_tlt.drafter.foreign import PICKLED
+from verl_tlt.drafter.check import CONFIG, WEIGHTS, check_drafter, check_owner, read_config
 from verl_tlt.drafter.hub import NotHereError, folder, is_name
 from verl_tlt.drafter.policy import (
     UNTESTABLE,
@@ -105,6 +104,7 @@ def look_at_drafter(settings: TLTConfig, policy: str, context: int) -> Look:
             read_config(folder(path, (CONFIG,)), shape, context + settings.speculation.longest)
             return Look(unseen=f"{DRAFTER}={path} fits by its config; its weights are fetched when the run starts.")
         else:
+            check_owner(located(path))
             check_drafter(located(path), located(policy), context + settings.speculation.longest)
     except NotHereError as error:
         return Look(unseen=f"{str(error).rstrip('.')}, so whether {DRAFTER} fits was not checked.")
@@ -116,7 +116,7 @@ def look_at_drafter(settings: TLTConfig, policy: str, context: int) -> Look:
 def _fetched(drafter: str) -> bool:
     """Whether the weights of a drafter on the hub are in the local cache."""
     try:
-        folder(drafter, (WEIGHTS, PICKLED), fetch=False)
+        folder(drafter, (WEIGHTS,), fetch=False)
     except NotHereError:
         return False
     return True

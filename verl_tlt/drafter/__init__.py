@@ -49,6 +49,7 @@ _HOME = {
     "accept_length": "evaluate",
     "acceptance": "evaluate",
     "check_drafter": "check",
+    "check_owner": "check",
     "files_digest": "check",
     "fingerprint": "digest",
     "load_drafter": "checkpoint",

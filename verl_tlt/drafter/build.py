@@ -284,6 +284,8 @@ def _read(policy: Model, parts: Iterable[str]) -> dict[str, torch.Tensor]:
             raise DrafterError(
                 f"{source} has no tensor {_USUAL[part]!r}, nor that of a language model in a larger one."
             )
+        if Path(owners[name]).name != owners[name]:
+            raise DrafterError(f"{source}: {name} is said to be in {owners[name]!r}, which is no file beside it.")
         with _open(folder(policy, (owners[name],)) / owners[name]) as reader:
             if name not in reader.keys():  # noqa: SIM118 (a safetensors reader is no mapping)
                 raise DrafterError(f"{owners[name]} has no tensor {name!r}, which {source} says it has.")

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_tlt.drafter.foreign import PICKLED, as_speculators, is_foreign, renamed
+from verl_tlt.drafter.foreign import as_speculators, is_foreign, renamed
 from verl_tlt.drafter.hub import Model, NotHereError, folder
 from verl_tlt.drafter.policy import (
     COMPUTED_ROPE,
@@ -27,6 +27,7 @@ from verl_tlt.drafter.policy import (
     read_json,
     rope_of,
 )
+from verl_tlt.ownership import foreign
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -37,17 +38,19 @@ VOCABULARY = "tokenizer.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 
 
-def check_drafter(directory: Model, policy: PolicyLike, min_context: int = 0) -> None:
+def check_drafter(
+    directory: Model, policy: PolicyLike, min_context: int = 0, shapes: Mapping[str, list[int]] | None = None
+) -> None:
     """Return when `directory` is a complete EAGLE-3 drafter that fits `policy`.
 
-    It may be in speculators' layout or in SafeAILab's and SpecForge's. The tensors of a pickled file, which only those
-    have, are checked by `load_drafter`.
+    It may be in speculators' layout or in SafeAILab's and SpecForge's, but not pickled.
 
     Args:
         directory: the drafter's, or its name on the hub.
         policy: see `PolicyLike`.
         min_context: longest prompt plus response plus draft it must serve, in tokens. A shorter
             `max_position_embeddings` is no obstacle where the RoPE is computed: `load_drafter` makes it longer.
+        shapes: of its tensors, by the names they have in its layout; None: as its safetensors say.
 
     Raises:
         DrafterError: the first thing that does not fit.
@@ -55,10 +58,22 @@ def check_drafter(directory: Model, policy: PolicyLike, min_context: int = 0) ->
     path = drafter_folder(directory)
     config = read_config(path, policy_shape(policy), min_context)
     _check_tokenizer(path, policy)
-    foreign = is_foreign(read_json(path / CONFIG))
-    if not (foreign and (path / PICKLED).is_file() and not (path / WEIGHTS).is_file()):
-        shapes = _shapes(path)
-        check_tensors({renamed(n) or n: s for n, s in shapes.items()} if foreign else shapes, config, path / WEIGHTS)
+    found = _shapes(path) if shapes is None else shapes
+    if is_foreign(read_json(path / CONFIG)):
+        found = {renamed(name) or name: shape for name, shape in found.items()}
+    check_tensors(found, config, path / WEIGHTS if shapes is None else path)
+
+
+def check_owner(drafter: Model) -> None:
+    """Return where nobody but this user and root can have put the drafter's files where they are.
+
+    Raises:
+        DrafterError: somebody else can, or it is not there.
+    """
+    path = drafter_folder(drafter)
+    for name in (CONFIG, WEIGHTS, PROVENANCE):
+        if reason := foreign(path / name):
+            raise DrafterError(f"{path} may be another user's drafter: {reason}; copy it to a place of your own.")
 
 
 def drafter_folder(drafter: Model) -> Path:
@@ -67,7 +82,7 @@ def drafter_folder(drafter: Model) -> Path:
     Raises:
         DrafterError: there is no such folder, or the hub's files cannot be had.
     """
-    path = folder(drafter, (WEIGHTS, PICKLED), besides=(CONFIG, PROVENANCE))
+    path = folder(drafter, (WEIGHTS,), besides=(CONFIG, PROVENANCE))
     if not path.is_dir():
         raise DrafterError(f"{path} is not a directory: a drafter is a directory with {CONFIG} and {WEIGHTS}.")
     return path
@@ -172,7 +187,7 @@ def _shapes(path: Path) -> dict[str, list[int]]:
         pickles = sorted(found.name for pattern in _PICKLES for found in path.glob(pattern))
         if pickles:
             raise DrafterError(
-                f"{path / pickles[0]} is pickled, which can run code when loaded; a drafter's weights are {WEIGHTS}."
+                f"{path / pickles[0]} is pickled, which can run code when loaded; `verl-tlt convert` writes {WEIGHTS}."
             )
         raise DrafterError(f"{file} does not exist.")
     try:

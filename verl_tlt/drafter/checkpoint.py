@@ -1,6 +1,6 @@
 """Drafters on disk, in the speculators format that stock vLLM serves.
 
-    config.json  model.safetensors  provenance.json  README.md  (training/training_state.pt, to resume)
+    config.json  model.safetensors  provenance.json  README.md  (training/training_state.safetensors, to resume)
 
 By default the weights carry neither embedding nor head: vLLM then shares the policy's own, which stay current through
 every weight sync, while a copy would go stale (and, with a dummy-loaded policy, never compare equal to it). A
@@ -13,9 +13,10 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import json
+import logging
 import os
-import pickle
 import secrets
+import shlex
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -31,23 +32,23 @@ from verl_tlt.drafter.check import (
     TOKENIZER,
     WEIGHTS,
     check_drafter,
-    check_tensors,
     drafter_folder,
     read_config,
     tokenizer_hash,
 )
 from verl_tlt.drafter.digest import fingerprint
-from verl_tlt.drafter.foreign import PICKLED, is_foreign, read_tensors
+from verl_tlt.drafter.foreign import as_named_here, is_foreign
 from verl_tlt.drafter.hub import Model
 from verl_tlt.drafter.policy import DrafterError, PolicyLike, policy_shape, read_json
+from verl_tlt.drafter.state_file import read_state, write_state
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
-STATE = "training/training_state.pt"
+logger = logging.getLogger(__name__)
+
+STATE = "training/training_state.safetensors"
 """In a folder of its own, so that what lies beside `config.json` is what is served."""
-EARLIER_STATE = "training_state.pt"
-"""Where version 0.1 kept it."""
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _VERIFIER = ("verifier_lm_head.", "verifier_norm.")
@@ -148,7 +149,8 @@ def save_drafter(
         shutil.copymode(draft / CONFIG, draft / WEIGHTS)  # safetensors writes for its owner alone
         if training_state is not None:
             (draft / STATE).parent.mkdir()
-            torch.save(dict(training_state), draft / STATE)
+            write_state(training_state, draft / STATE)
+            shutil.copymode(draft / CONFIG, draft / STATE)
         (draft / PROVENANCE).write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
         (draft / "README.md").write_text(_card(model, target.name, facts))
     return target
@@ -161,12 +163,21 @@ def load_drafter(
     min_context: int = 0,
     attention: str | None = None,
     device: torch.device | str = "cpu",
+    tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> Eagle3DraftModel:
     """A drafter from `directory`, or of that name on the hub, that fits `policy`, in float32; fill its verifier weights
     with `refresh_verifier_weights`.
 
     A stand-alone file's own embedding and head are loaded, ready until the policy changes. SafeAILab's and SpecForge's
     layouts are converted; `save_drafter` then writes the drafter in the layout that vLLM serves.
+
+    Args:
+        directory: the drafter's, or its name on the hub.
+        policy: see `PolicyLike`.
+        min_context: see `check_drafter`.
+        attention: see `build_drafter`.
+        device: where it goes.
+        tensors: its weights, where they are not safetensors: `drafter.pickled` has read them.
 
     Raises:
         DrafterError: see `check_drafter`.
@@ -175,13 +186,14 @@ def load_drafter(
     from speculators.models.eagle3 import Eagle3SpeculatorConfig
 
     path = drafter_folder(directory)
-    check_drafter(path, policy, min_context)
+    shapes = None if tensors is None else {name: list(tensor.shape) for name, tensor in tensors.items()}
+    check_drafter(path, policy, min_context, shapes)
+    tensors = load_file(path / WEIGHTS) if tensors is None else tensors
     if is_foreign(read_json(path / CONFIG)):
-        fields, tensors = read_config(path, policy_shape(policy), min_context), read_tensors(path)
-        check_tensors({name: list(tensor.shape) for name, tensor in tensors.items()}, fields, path / PICKLED)
-        config = Eagle3SpeculatorConfig.from_dict(fields)
+        config = Eagle3SpeculatorConfig.from_dict(read_config(path, policy_shape(policy), min_context))
+        tensors = as_named_here(tensors)
     else:
-        config, tensors = Eagle3SpeculatorConfig.from_pretrained(path), load_file(path / WEIGHTS)
+        config = Eagle3SpeculatorConfig.from_pretrained(path)
     # Of a shorter run: vLLM and transformers compute a table of whatever size is said.
     layer = config.transformer_layer_config
     layer.max_position_embeddings = max(layer.max_position_embeddings, min_context)
@@ -192,19 +204,19 @@ def load_drafter(
 
 
 def load_training_state(directory: str | os.PathLike) -> dict[str, Any] | None:
-    """The `DrafterTrainer.state()` saved beside a drafter; None where there is none.
+    """The `DrafterTrainer.state()` saved beside a drafter; None where there is none, or only a pickled one.
 
     Raises:
-        DrafterError: the file is damaged, or holds anything but tensors and plain values.
+        DrafterError: the file is damaged, or holds something else.
     """
-    places = (Path(directory) / name for name in (STATE, EARLIER_STATE))
-    file = next((place for place in places if place.is_file()), None)
-    if file is None:
-        return None
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise DrafterError(f"{file} is damaged: {str(error).splitlines()[0]}") from error
+    if (file := Path(directory) / STATE).is_file():
+        return read_state(file)
+    if earlier := sorted(Path(directory).glob("**/training_state.pt")):
+        logger.warning(
+            "%s is not read, since it is pickled, which can run code: the drafter goes on with a fresh optimizer. "
+            "`verl-tlt convert` rewrites what release 0.1 saved.", earlier[0],
+        )  # fmt: skip
+    return None
 
 
 def provenance(directory: Model) -> dict[str, Any]:
@@ -251,7 +263,7 @@ Drafts tokens for one policy; it is no language model of its own. Saved by verl-
 head. It reads the inputs of the policy's layers {layers}; hidden size {model.hidden_size}, draft vocabulary
 {model.draft_vocab_size} of {model.verifier_vocab_size}.{own_head}
 
-    vllm serve {facts.get("policy", "POLICY")} --speculative-config '{config}'
+    vllm serve {shlex.quote(str(facts.get("policy", "POLICY")))} --speculative-config {shlex.quote(config)}
 
 Speculative decoding does not change what the policy answers, only how fast: with another policy, or another version of
 this one, fewer drafted tokens are accepted.
@@ -278,6 +290,7 @@ def replaced(target: Path) -> Iterator[Path]:
     try:
         yield draft
         for path in (*draft.rglob("*"), draft):
+            path.chmod(path.stat().st_mode & ~0o002)  # what everybody may write to is not read again (`ownership`)
             _flush(path)
         _swap(draft, target)
         _flush(target.parent)

@@ -1,7 +1,7 @@
 """EAGLE-3 drafters in the layout of SafeAILab/EAGLE and SpecForge, read as what they are: the same network.
 
     config.json       a flat Llama config with `draft_vocab_size`; architectures ["LlamaForCausalLMEagle3"]
-    model.safetensors (SpecForge) or pytorch_model.bin (SafeAILab): midlayer.*, fc, norm, lm_head, d2t, t2d
+    model.safetensors (SpecForge) or pytorch_model.bin (SafeAILab; see `drafter.pickled`): midlayer.*, fc, norm, ...
 
 Three things differ from a drafter made here. Their head is trained, so it is kept and never replaced by the policy's
 (`config.own_head`). The residual is taken before `hidden_norm` (`norm_before_residual=False`). And where SpecForge
@@ -13,7 +13,6 @@ SGLang `set_eagle3_layers_to_capture`, which adds the one.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,6 @@ from verl_tlt.drafter.policy import DrafterError, PolicyShape, aux_layers_for, r
 if TYPE_CHECKING:
     import torch
 
-PICKLED = "pytorch_model.bin"
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 _IGNORED = ("embed_tokens.", "rotary_emb.")
 """A frozen copy of the policy's embedding, and tables that are computed."""
@@ -109,28 +107,12 @@ def renamed(name: str) -> str | None:
     return None if any(part in name for part in _IGNORED) else name
 
 
-def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors needed, renamed; pickled files are read as tensors only, which runs no code.
-
-    Raises:
-        DrafterError: the file is damaged, or holds anything but tensors.
-    """
-    import torch
-    from safetensors.torch import load_file
-
-    file = directory / "model.safetensors"
-    if file.is_file():
-        found = load_file(file)  # whole: its header was read before
-    else:
-        file = directory / PICKLED
-        try:
-            found = torch.load(file, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-            raise DrafterError(f"{file} is damaged, or not only tensors: {str(error).splitlines()[0]}") from error
-    tensors = {new: tensor for name, tensor in found.items() if (new := renamed(name)) is not None}
-    if "d2t" in tensors and "lm_head.weight" in tensors:
-        if len(tensors["d2t"]) == len(tensors.get("t2d", ())):  # the whole vocabulary needs no maps
-            del tensors["d2t"], tensors["t2d"]
-        elif "t2d" in tensors:
-            tensors["t2d"] = tensors["t2d"].bool()
-    return tensors
+def as_named_here(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All tensors needed, renamed; maps of a vocabulary that is whole are left out."""
+    named = {new: tensor for name, tensor in tensors.items() if (new := renamed(name)) is not None}
+    if "d2t" in named and "lm_head.weight" in named:
+        if len(named["d2t"]) == len(named.get("t2d", ())):  # the whole vocabulary needs no maps
+            del named["d2t"], named["t2d"]
+        elif "t2d" in named:
+            named["t2d"] = named["t2d"].bool()
+    return named

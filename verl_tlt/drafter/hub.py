@@ -16,7 +16,8 @@ from verl_tlt.errors import DrafterError
 
 Model = str | os.PathLike[str]
 """A folder, or a name on the hub such as "Qwen/Qwen3-8B"."""
-_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
+_NAME = re.compile(r"\w(?:[\w-]|\.(?!\.))*/\w(?:[\w-]|\.(?!\.))*")
+"""Owner and model; neither begins with a dot or holds two in a row, so that no name leads out of the cache."""
 
 
 class NotHereError(DrafterError):

@@ -12,6 +12,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from verl_tlt.ownership import check_private
+
 DIRECTORY = "TLT_DRAFTER_DIR"
 """Environment variable of a server and its children: where this node's drafter is staged."""
 WEIGHTS = "model.safetensors"
@@ -22,13 +24,21 @@ def staged_weights() -> Path:
 
     Raises:
         KeyError: no server stages here.
+        NotPrivateError: others may have written what is there.
     """
-    return Path(os.environ[DIRECTORY]) / WEIGHTS
+    directory = Path(os.environ[DIRECTORY])
+    check_private(directory)
+    return directory / WEIGHTS
 
 
 def stage(config: str, weights: bytes, directory: Path) -> None:
-    """Write a drafter so that a reader finds the old or the new one, never half of either; files are private (0600)."""
+    """Write a drafter so that a reader finds the old or the new one, never half of either; files are private (0600).
+
+    Raises:
+        NotPrivateError: the directory is there already, and another user's or open to others.
+    """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_private(directory)
     # The weights come last: a reader that sees the new weights also sees the configuration they need.
     for name, content in (("config.json", config.encode()), (WEIGHTS, weights)):
         handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{name}.")  # mkstemp creates with mode 0600

@@ -154,7 +154,10 @@ class DrafterTrainer:
             DrafterError: the state is of a drafter with other parameters.
         """
         self._copy_in(state["parameters"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        saved = state["optimizer"]  # from a file, parameters are counted in text, and pairs are lists
+        moments = {int(number): values for number, values in saved["state"].items()}
+        groups = [{**group, "betas": tuple(group["betas"])} for group in saved["param_groups"]]
+        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
         self.steps, self.skipped = state["steps"], state["skipped"]
         self.rng.bit_generator.state = state["rng"]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
+from verl_tlt.ownership import open_to_append
 from verl_tlt.speculation.types import StepRecord
 
 logger = logging.getLogger(__name__)
@@ -42,7 +44,7 @@ class StepTrace:
         if not lines or self.failed:
             return
         try:
-            with self.path.open("a") as file:
+            with os.fdopen(open_to_append(self.path), "a") as file:
                 file.writelines(lines)
         except OSError as error:
             self.failed = str(error)

@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-STORE_NAME = "verl_tlt_drafter_store"
-"""Name of the Ray actor that a starting server asks for the drafter (`trainer.drafter_store`)."""
-
 NGRAM_MARK = "tlt_ngram"
 """Attribute of vLLM's `SchedulerOutput`: ids of the requests whose draft is an n-gram."""
 
@@ -17,6 +14,16 @@ BROKEN_MARK = "tlt_broken_drafts"
 
 
 # ---------------------------------------------------------------------- the trainer to a rollout server
+
+
+def store_name(job: str) -> str:
+    """Name of the Ray actor that a starting server asks for the drafter (`trainer.drafter_store`): its job's own, even
+    in a namespace that several jobs share.
+
+    Args:
+        job: Ray's id of the job, the same in all its processes.
+    """
+    return f"verl_tlt_drafter_store_{job}"
 
 
 @dataclass(frozen=True)

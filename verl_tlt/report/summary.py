@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from verl_tlt.report.reader import RunTrace, TraceError
 
@@ -197,7 +198,7 @@ def rich_table(rows: Sequence[StepRow], title: str, width: int) -> Table:
     for name in DROPPED_FIRST:
         if sum(needed.values()) + 3 * len(needed) + 1 > width:  # a border and two blanks each
             needed.pop(list(COLUMNS).index(name), None)
-    table = Table(title=title, title_justify="left")
+    table = Table(title=Text(title), title_justify="left")  # a path is no markup
     for i, least in needed.items():
         table.add_column(headings[i], justify="right", min_width=least)
     for line in text:

@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import shutil
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,8 @@ def make_private_dir(prefix: str) -> PrivateDir:
         prefix: how such directories begin, below the system's temporary directory.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*/{OWNER}"):
-        _remove_unowned(left)
+        if _is_ours(left.parent):
+            _remove_unowned(left)
     path = Path(tempfile.mkdtemp(prefix=prefix))
     lock = os.open(path / f".{OWNER}", os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -45,10 +47,19 @@ def make_private_dir(prefix: str) -> PrivateDir:
     return PrivateDir(path, lock)
 
 
+def _is_ours(directory: Path) -> bool:
+    """Whether this user made it: others may give theirs a name like ours, or a link to something of ours."""
+    try:
+        found = os.lstat(directory)
+    except OSError:  # gone meanwhile
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
 def _remove_unowned(owner: Path) -> None:
     try:
-        lock = os.open(owner, os.O_RDWR)
-    except OSError:  # gone meanwhile, or another user's
+        lock = os.open(owner, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:  # gone meanwhile, or no lock of ours
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

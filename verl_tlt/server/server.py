@@ -26,7 +26,6 @@ from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.digest import combined
 from verl_tlt.drafter.staging import DIRECTORY, stage
 from verl_tlt.messages.rollout import (
-    STORE_NAME,
     Calibration,
     DrafterFile,
     DrafterStatus,
@@ -34,6 +33,7 @@ from verl_tlt.messages.rollout import (
     EngineStats,
     LoadReply,
     SleepReply,
+    store_name,
 )
 from verl_tlt.server.calibration import calibrate, cost_key, plan_batches
 from verl_tlt.server.engine_arguments import engine_arms, engine_environment, engine_kwargs
@@ -76,7 +76,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         super()._preprocess_engine_kwargs(kwargs)
         if not self.tlt.speculation.enable:
             return
-        store = ray.get_actor(STORE_NAME)
+        store = ray.get_actor(store_name(ray.get_runtime_context().get_job_id()))
         self.tlt_stage(ray.get(store.latest.remote(), timeout=STORE_S))
         drafter = str(self._tlt_dir / "drafter")
         kwargs.update(engine_kwargs(self.tlt, drafter, self.config, kwargs))

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from verl_tlt.ownership import open_to_append
+
 logger = logging.getLogger(__name__)
 
 ENGINE_PREFIX = "engine-"
@@ -225,7 +227,7 @@ class TraceWriter:
         self._fd: int | None = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            self._fd = open_to_append(self.path)
             size = os.fstat(self._fd).st_size
             if size and os.pread(self._fd, 1, size - 1) != b"\n":
                 os.write(self._fd, b"\n")

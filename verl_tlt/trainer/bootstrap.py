@@ -40,9 +40,17 @@ def first_drafter(config: TLTConfig, policy_dir: str, dtype: str, context: int, 
         resume_from: a `global_step_N` directory being resumed, if any.
 
     Raises:
-        verl_tlt.drafter.DrafterError: the given drafter does not fit; one sentence naming file and field.
+        verl_tlt.drafter.DrafterError: the given drafter does not fit, or may be another user's; one sentence naming
+            file and field.
     """
-    from verl_tlt.drafter import build_drafter, load_drafter, provenance, read_policy_config, to_drafter_file
+    from verl_tlt.drafter import (
+        build_drafter,
+        check_owner,
+        load_drafter,
+        provenance,
+        read_policy_config,
+        to_drafter_file,
+    )
 
     checkpoint = saved_drafter(resume_from)
     acceptance: tuple[float, ...] = ()
@@ -53,6 +61,7 @@ def first_drafter(config: TLTConfig, policy_dir: str, dtype: str, context: int, 
         version, acceptance = int(facts.get("version", 0)), tuple(facts.get("acceptance", ()))
         tokens = int(facts.get("tokens_trained", 0))
     elif config.drafter.path:
+        check_owner(config.drafter.path)
         model, origin = load_drafter(config.drafter.path, policy_dir, min_context=context), config.drafter.path
         acceptance = tuple(provenance(config.drafter.path).get("acceptance", ()))
     else:

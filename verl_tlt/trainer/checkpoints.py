@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_tlt.ownership import foreign
 from verl_tlt.trainer.fleet import Call
 
 logger = logging.getLogger(__name__)
@@ -52,11 +53,11 @@ def saved_drafter(resume_from: Path | None) -> Path | None:
     """
     if resume_from is None:
         return None
-    if (resume_from / CHECKPOINT).is_dir():
+    if _holds_drafter(resume_from):
         return resume_from / CHECKPOINT
     steps = {p.name.removeprefix("global_step_"): p for p in resume_from.parent.glob("global_step_*")}
     last = _number(resume_from.name)
-    earlier = [int(n) for n, p in steps.items() if n.isdigit() and int(n) < last and (p / CHECKPOINT).is_dir()]
+    earlier = [int(n) for n, p in steps.items() if n.isdecimal() and int(n) < last and _holds_drafter(p)]
     if not earlier:
         return None
     found = steps[str(max(earlier))] / CHECKPOINT
@@ -64,9 +65,23 @@ def saved_drafter(resume_from: Path | None) -> Path | None:
     return found
 
 
+def _holds_drafter(step: Path) -> bool:
+    """Whether a drafter lies in a checkpoint that belongs to whoever the checkpoint belongs to: verl reads the rest of
+    it, so that its owner is trusted already.
+    """
+    place = step / CHECKPOINT
+    if not place.is_dir():
+        return False
+    files = (file for file in place.rglob("*") if file.is_file())
+    if reason := next((why for file in files if (why := foreign(file, also=step.stat().st_uid))), None):
+        logger.warning("%s is left out: %s", place, reason)
+        return False
+    return True
+
+
 def _number(name: str) -> float:
     digits = name.removeprefix("global_step_")
-    return int(digits) if digits.isdigit() else float("inf")
+    return int(digits) if digits.isdecimal() else float("inf")
 
 
 @contextmanager

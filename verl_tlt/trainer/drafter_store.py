@@ -10,7 +10,7 @@ from verl_tlt.messages.rollout import DrafterFile
 
 
 class DrafterStore:
-    """Holds the latest drafter for servers that start; a Ray actor named `STORE_NAME` in the run's namespace."""
+    """Holds the latest drafter for servers that start; a Ray actor under the job's `store_name`."""
 
     def __init__(self, drafter: DrafterFile) -> None:
         self._drafter = drafter

@@ -14,7 +14,7 @@ import ray
 from verl.trainer.ppo.utils import Role
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-from verl_tlt.messages.rollout import STORE_NAME
+from verl_tlt.messages.rollout import store_name
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.checkpoints import followed
 from verl_tlt.trainer.controller import Controller
@@ -69,7 +69,8 @@ class TLTMixin(VerlTrainer):
     def _setup(self) -> None:
         self._tlt_run = prepare(self.config, self._tlt_config, self.tlt_base_mode)
         served = self._tlt_run.start.served  # each server asks for it while it starts
-        self._tlt_store = ray.remote(DrafterStore).options(name=STORE_NAME, num_cpus=0).remote(served)
+        name = store_name(ray.get_runtime_context().get_job_id())
+        self._tlt_store = ray.remote(DrafterStore).options(name=name, num_cpus=0).remote(served)
         super()._setup()
 
     def on_init_end(self) -> None:

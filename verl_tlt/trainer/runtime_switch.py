@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml
 
 from verl_tlt.errors import TLTError
+from verl_tlt.ownership import foreign
 
 SWITCH_FILE = "tlt_control.yaml"
 TRACE_FILE = "trainer.jsonl"
@@ -37,9 +38,12 @@ def read_switch(directory: str | Path) -> RuntimeSwitch:
     """The switch as the file in a trace directory has it; all on where there is no file.
 
     Raises:
-        SwitchError: no YAML mapping, an unknown key, or a value that is neither on nor off.
+        SwitchError: no YAML mapping, an unknown key, or a value that is neither on nor off; or anybody may have
+            written it.
     """
     path = Path(directory) / SWITCH_FILE
+    if reason := foreign(path):
+        raise SwitchError(f"{path} is not obeyed: {reason}.")
     try:
         node = yaml.safe_load(path.read_text()) or {}
     except FileNotFoundError:
@@ -65,6 +69,7 @@ def write_switch(directory: str | Path, **changes: bool | None) -> RuntimeSwitch
     directory = find_run(directory)
     switch = replace(read_switch(directory), **{k: v for k, v in changes.items() if v is not None})
     temporary = directory / f".{SWITCH_FILE}.{secrets.token_hex(4)}"
+    temporary.touch(mode=0o664)  # whatever the umask: what everybody may write to is not obeyed
     temporary.write_text("".join(f"{key}: {'on' if value else 'off'}\n" for key, value in asdict(switch).items()))
     temporary.replace(directory / SWITCH_FILE)
     return switch

@@ -19,10 +19,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from verl_tlt.config import OBJECTIVES
 from verl_tlt.drafter.policy import DrafterError, check_aux_layers, policy_shape, unsupported
+from verl_tlt.ownership import foreign
 from verl_tlt.warmup.engine import GenerationJob, Response, SamplingSettings, find_device, generate
 from verl_tlt.warmup.prompts import Prompts, load_tokenizer, read_prompts
 from verl_tlt.warmup.train import Budget, TrainingRun
 
+STATE = "state.safetensors"
+"""In the working directory: the training run's."""
 MIN_RESPONSE = 8
 """Mean tokens of a response below which there is nothing to draft."""
 
@@ -131,8 +134,9 @@ def check(s: Warmup) -> None:
             raise DrafterError(
                 "--drafter brings its own shape: leave out --aux-layers, --draft-vocab and --intermediate-size."
             )
-        from verl_tlt.drafter import check_drafter
+        from verl_tlt.drafter import check_drafter, check_owner
 
+        check_owner(s.start)
         check_drafter(s.start, s.model)
 
 
@@ -163,6 +167,9 @@ def _prompts(s: Warmup) -> Prompts:
 def _begin(s: Warmup, prompts: Prompts) -> None:
     """Make the working directory, or see that it belongs to a run with the same settings."""
     file = s.work / "run.json"
+    for name in (file.name, STATE, "responses"):
+        if reason := foreign(s.work / name):
+            raise DrafterError(f"{s.work} may be another user's work: {reason}; give an --out in a place of your own.")
     wanted = {**s.facts(), "prompts_sha256": prompts.digest}
     if file.is_file():
         begun = json.loads(file.read_text())
@@ -241,7 +248,7 @@ def _prepare(s: Warmup, prompts: Prompts, responses: list[Response], device: str
         batch_tokens=s.batch_tokens,
         draft_length=s.draft_length,
         sampling={k: v for k, v in asdict(s.sampling).items() if k in ("temperature", "top_p", "top_k")},
-        state_file=s.work / "state.pt",
+        state_file=s.work / STATE,
         seed=s.seed,
         whole_head=parts.lm_head.to(device) if drafter.use_draft_vocab else None,
     )

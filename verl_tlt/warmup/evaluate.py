@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from verl_tlt.drafter.check import check_drafter, drafter_folder
+from verl_tlt.drafter.check import check_drafter, check_owner, drafter_folder
 from verl_tlt.drafter.checkpoint import provenance
 from verl_tlt.drafter.policy import DrafterError
 from verl_tlt.warmup.engine import GenerationJob, Response, SamplingSettings, Served, generate
@@ -78,6 +78,7 @@ def evaluate(
     Raises:
         TLTError: the drafter or the prompts cannot be used, or vLLM ended early.
     """
+    check_owner(drafter)
     check_drafter(drafter, model)
     chosen = _prompts(drafter, model, prompts, sampling.max_tokens, limit)
     job = GenerationJob(

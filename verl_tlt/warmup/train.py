@@ -126,11 +126,11 @@ class TrainingRun:
 
     def resume(self) -> bool:
         """Go on from the state file; False where there is none."""
-        import torch
+        from verl_tlt.drafter.state_file import read_state
 
         if not self.state_file.is_file():
             return False
-        state = torch.load(self.state_file, map_location="cpu", weights_only=True)
+        state = read_state(self.state_file)
         self.trainer.load_state(state["trainer"])
         self.progress = TrainingProgress(**state["progress"])
         self.best = {name: value.numpy() for name, value in state["best"].items()}
@@ -178,13 +178,15 @@ class TrainingRun:
         """Write the state in one piece."""
         import torch
 
+        from verl_tlt.drafter.state_file import write_state
+
         state = {
             "trainer": self.trainer.state(),
             "progress": dict(vars(self.progress)),
             "best": {name: torch.from_numpy(value) for name, value in self.best.items()},
         }
         draft = self.state_file.with_suffix(".new")
-        torch.save(state, draft)
+        write_state(state, draft)
         os.replace(draft, self.state_file)
 
     def _step(self) -> None:

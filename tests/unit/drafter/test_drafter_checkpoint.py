@@ -1,6 +1,7 @@
 """On disk: complete or absent, the same after loading, and one sentence for everything that does not fit."""
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -12,7 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load, load_file, save_file
 from tiny_policy import make_policy, verifier_weights
+from typer.testing import CliRunner
 
+from verl_tlt.cli import app
 from verl_tlt.drafter import (
     DrafterError,
     build_drafter,
@@ -281,16 +284,25 @@ def test_the_served_folder_holds_what_is_served_and_anybody_may_read_it(drafter,
     assert sorted(p.name for p in save_drafter(drafter, tmp_path / "plain", {}).iterdir()) == SERVED
 
 
-def test_a_checkpoint_of_version_0_1_resumes(saved):
-    torch.save({"steps": 5}, saved / "training_state.pt")
-    assert load_training_state(saved) == {"steps": 5}
+@pytest.mark.parametrize("name", ["training_state.pt", "training/training_state.pt"])
+def test_the_pickled_state_of_version_0_1_is_read_by_convert_alone(saved, policy_dir, tmp_path, caplog, name):
+    (saved / name).parent.mkdir(exist_ok=True)
+    torch.save({"steps": 5, "mean": torch.ones(2)}, saved / name)
+    with caplog.at_level(logging.WARNING):
+        assert load_training_state(saved) is None
+    assert f"{saved / name} is not read, since it is pickled" in caplog.text
+    words = ["convert", saved, "--model", policy_dir, "--out", tmp_path / "new"]
+    assert CliRunner().invoke(app, [str(word) for word in words]).exit_code == 0
+    state = load_training_state(tmp_path / "new")
+    assert state["steps"] == 5 and torch.equal(state["mean"], torch.ones(2))
+    assert not list((tmp_path / "new").rglob("*.pt"))
 
 
 def test_training_state_is_optional_and_its_damage_named(saved):
     assert load_training_state(saved) is None
     (saved / "training").mkdir()
-    (saved / "training" / "training_state.pt").write_bytes(b"cut off")
-    with pytest.raises(DrafterError, match=r"training/training_state\.pt is damaged"):
+    (saved / "training" / "training_state.safetensors").write_bytes(b"cut off")
+    with pytest.raises(DrafterError, match=r"training/training_state\.safetensors is damaged"):
         load_training_state(saved)
 
 

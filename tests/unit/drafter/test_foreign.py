@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from vllm_by_hand import Reference, passes
 
 from verl_tlt.cli import app
+from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import (
     DrafterError,
     align,
@@ -21,6 +22,8 @@ from verl_tlt.drafter import (
     save_drafter,
     serving_tensors,
 )
+from verl_tlt.drafter.pickled import pickled_weights
+from verl_tlt.trainer.bootstrap import first_drafter
 
 H, DV = 32, 20
 FLAT = dict(  # the fields of SpecForge's configs/qwen3-*-eagle3.json
@@ -73,12 +76,17 @@ def foreign(request, tmp_path):
     return path
 
 
+def loaded(path, policy, **kwargs):
+    """As `verl-tlt convert` does it: a pickled file is read apart."""
+    return load_drafter(path, policy, tensors=pickled_weights(path)[1], **kwargs)
+
+
 def edit(path, **changes):
     (path / "config.json").write_text(json.dumps({**FLAT, **changes}))
 
 
 def test_it_computes_what_its_own_project_computes(foreign, policy, sequences):
-    model = load_drafter(foreign, policy.config)
+    model = loaded(foreign, policy.config)
     refresh_verifier_weights(model, verifier_weights(policy))
     theirs = foreign_tensors()
     assert torch.equal(model.lm_head.weight, theirs["lm_head.weight"])  # its own head stays
@@ -94,7 +102,7 @@ def test_it_computes_what_its_own_project_computes(foreign, policy, sequences):
 
 
 def test_converted_it_is_a_drafter_like_any_other(foreign, policy, policy_dir, sequences, tmp_path):
-    model = load_drafter(foreign, policy_dir, min_context=200)  # its own 64 positions are a training length
+    model = loaded(foreign, policy_dir, min_context=200)  # its own 64 positions are a training length
     refresh_verifier_weights(model, verifier_weights(policy))
     save_drafter(model, tmp_path / "ours", {"converted from": "theirs"})
     check_drafter(tmp_path / "ours", policy_dir)
@@ -162,7 +170,7 @@ def test_newer_norms_are_carried_over(policy, tmp_path):
 def test_what_does_not_fit_is_named(foreign, policy, change, sentence):
     edit(foreign, **change)
     with pytest.raises(DrafterError) as caught:
-        load_drafter(foreign, policy.config)
+        loaded(foreign, policy.config)
     assert sentence in str(caught.value) and str(foreign) in str(caught.value)
 
 
@@ -179,19 +187,30 @@ def test_pickled_code_is_not_run(policy, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(FLAT))
     torch.save({**foreign_tensors(), "trap": Trap()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(DrafterError, match=r"pytorch_model\.bin is damaged, or not only tensors"):
-        load_drafter(tmp_path, policy.config)
+        loaded(tmp_path, policy.config)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("foreign", ["safeailab"], indirect=True)
+def test_a_run_reads_no_pickle(foreign, policy, policy_dir, monkeypatch):
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("unpickled"))
+    for read in (check_drafter, load_drafter):
+        with pytest.raises(DrafterError, match=r"pytorch_model\.bin is pickled, .* `verl-tlt convert` writes"):
+            read(foreign, policy.config)
+    settings = TLTConfig.from_dict({"drafter": {"path": str(foreign)}})
+    with pytest.raises(DrafterError, match="is pickled"):
+        first_drafter(settings, str(policy_dir), "float32", 64, None)
 
 
 def test_damage_is_named(foreign, policy):
     file = next(p for p in foreign.iterdir() if p.name != "config.json")
     file.write_bytes(file.read_bytes()[:2000])
     with pytest.raises(DrafterError, match=r"truncated|damaged"):
-        load_drafter(foreign, policy.config)
+        loaded(foreign, policy.config)
 
 
 def test_nothing_is_lost_in_renaming(foreign, policy):
-    model = load_drafter(foreign, policy.config)
+    model = loaded(foreign, policy.config)
     kept = {n: t for n, t in serving_tensors(model).items()}
     wanted = foreign_tensors()
     assert {n.replace("midlayer.", "layers.0.") for n in wanted} - {"embed_tokens.weight"} == kept.keys()

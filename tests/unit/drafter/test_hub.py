@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from tiny_policy import verifier_weights
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import (
+    DrafterError,
     VerifierWeights,
     check_drafter,
     load_drafter,
@@ -73,6 +75,26 @@ def test_policy_and_drafter_are_read_from_the_cache(cache, policy, policy_dir, d
         TLTConfig.from_dict({"drafter": {"path": drafter_name}}), policy_name, "float32", 100, resume_from=None
     )
     assert start.origin == drafter_name and start.served.acceptance == (0.5,)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../secret", "Org/..", "../../etc", "Org/../secret", "Org/a/b", "/etc", ".Org/x", "Org/.x", "Org/a..b", "Org/x\n"],
+)
+def test_no_name_leads_out_of_the_cache(cache, policy_dir, name):
+    cache("Org/policy", policy_dir)
+    assert not is_name(name)
+    assert folder(name, ("config.json",)) == Path(name), "only ever the folder that was written"
+
+
+def test_an_index_names_no_file_outside_the_policy(policy_dir, tmp_path):
+    policy = shutil.copytree(policy_dir, tmp_path / "policy")
+    (policy / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
+    for file in ("../elsewhere.safetensors", str(tmp_path / "elsewhere.safetensors")):
+        names = ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight")
+        (policy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
+        with pytest.raises(DrafterError, match=r"index\.json: .* is said to be in .*, which is no file beside it"):
+            VerifierWeights.from_policy_dir(policy)
 
 
 def test_without_a_hub_the_sentence_says_so(cache, policy_dir):

@@ -6,7 +6,9 @@ import shlex
 from html.parser import HTMLParser
 
 import pytest
+from typer.testing import CliRunner
 
+from verl_tlt.cli import app
 from verl_tlt.report.page import Serving, write_report
 from verl_tlt.report.reader import TraceError, read_trace
 from verl_tlt.report.summary import rows_of_trace
@@ -150,6 +152,51 @@ def test_names_errors_and_reasons_are_text(tmp_path):
     page = Page(write_report(tmp_path / "r.html", trace, [], serving=Serving.of_trace(trace)).read_text())
     assert not {"script", "img"} & set(page.tags) and not page.handlers
     assert page.text.count("<script>alert(1)</script>") >= 6
+
+
+def hostile(value):
+    """A record in which every text has markup in it, and some names of metrics have."""
+    if isinstance(value, str):
+        return value + EVIL
+    if isinstance(value, list):
+        return [hostile(item) for item in value]
+    if isinstance(value, dict):
+        kept = {name: value[name] for name in ("kind", "t") if name in value}
+        if value.get("kind") == "phase":
+            kept["name"] = value["name"]  # else no step has a rollout
+        if value.get("kind") == "step":
+            kept["metrics"] = value["metrics"] | {EVIL: 1.0, f"tlt/{EVIL}": 1.0, f"tlt/overhead_{EVIL}_s": 1.0}
+        if value.get("kind") == "load":
+            kept["inflight"] = {hostile(name): number for name, number in value["inflight"].items()}
+        return {name: hostile(item) for name, item in value.items()} | kept
+    return value
+
+
+def test_whatever_a_trace_says_is_text(made_run, tmp_path):
+    directory = tmp_path / "[bold]t[/nope]<script>alert(1)<"  # rich's markup, too
+    directory.mkdir(parents=True)
+    for file in made_run.directory.glob("*.jsonl"):
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        if file.stem.startswith("engine-"):
+            name = f"{file.stem}{EVIL.replace('/', '')}"
+        else:
+            name, records = file.stem, [hostile(record) for record in records]
+            run = next(record for record in records if record["kind"] == "run")
+            run |= {"policy": EVIL, "drafter": EVIL, "mode": EVIL, "versions": {EVIL: EVIL}}
+            errors = {"outcome": EVIL, "error": EVIL, "worker": EVIL}
+            records = [r | errors if r["kind"] == "session" else r for r in records]
+        (directory / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
+    timeline = tmp_path / "timeline.json"
+    done = CliRunner().invoke(
+        app, ["report", str(directory), "--out", str(tmp_path / "out"), "--perfetto", str(timeline)]
+    )
+    assert done.exit_code == 0, done.output
+    page = Page((tmp_path / "out" / "report.html").read_text())
+    assert not {"script", "link", "iframe", "img", "object"} & set(page.tags) and not page.handlers
+    assert all(link.startswith("#") for link in page.links)
+    assert len(page.sections) == made_run.steps and page.text.count("<script>alert(1)</script>") > 3 * made_run.steps
+    assert any(EVIL in json.dumps(event["args"], ensure_ascii=False).replace('\\"', '"')
+               for event in json.loads(timeline.read_text()))  # fmt: skip
 
 
 def test_many_replicas_and_steps_stay_small(many_replicas, tmp_path):

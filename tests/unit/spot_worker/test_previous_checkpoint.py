@@ -1,5 +1,7 @@
 """A run goes on from a checkpoint that release 0.1.0 wrote: every file, key and tensor as it wrote them.
 
+Its optimizer was pickled: `verl-tlt convert` rewrites it once, and without that a run goes on without it.
+
 The files are written here by hand, so that a change of what the plugin writes cannot change what it must read.
 """
 
@@ -10,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
+from verl_tlt.cli import app
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import Sequence
 from verl_tlt.messages.training import RolloutSampling, VerifierArrays
@@ -146,7 +150,18 @@ def test_the_engines_get_the_served_drafter(step_dir):
     assert all(np.array_equal(learner.kept["served"][name], value.numpy()) for name, value in SERVED.items())
 
 
+def test_without_convert_training_goes_on_with_a_fresh_optimizer(step_dir):
+    worker = worker_of(step_dir, first_drafter(TLTConfig(), str(step_dir.parent / "policy"), "bfloat16", 64, step_dir))
+    assert not asyncio.run(worker.resume(str(saved_drafter(step_dir))))
+    assert all(np.array_equal(worker.learner.base[name], value.numpy()) for name, value in SERVED.items())
+
+
 def test_training_goes_on_with_the_candidate_and_its_optimizer(step_dir):
+    old, new = step_dir / "tlt_drafter", step_dir / "converted"
+    words = ["convert", old, "--model", step_dir.parent / "policy", "--out", new]
+    assert CliRunner().invoke(app, [str(word) for word in words]).exit_code == 0
+    old.rename(step_dir / "kept")
+    new.rename(old)
     worker = worker_of(step_dir, first_drafter(TLTConfig(), str(step_dir.parent / "policy"), "bfloat16", 64, step_dir))
     assert asyncio.run(worker.resume(str(saved_drafter(step_dir))))
     learner, trainer = worker.learner, worker.learner.trainer

@@ -63,7 +63,7 @@ def test_its_account_is_that_of_the_files(learner, tmp_path):
     assert found.served == checksum({name: tensors[name] for name in state["parameters"]})
     assert found.candidate == checksum(state["parameters"]) != found.served
     assert (found.moments, found.steps) == (moments(state["optimizer"]), state["steps"])
-    state["optimizer"]["state"][0]["exp_avg"].view(-1)[0] += 1e-3
+    state["optimizer"]["state"]["0"]["exp_avg"].view(-1)[0] += 1e-3
     assert found.moments != moments(state["optimizer"])
 
 

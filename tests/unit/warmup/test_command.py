@@ -71,7 +71,7 @@ def test_killed_and_run_again_it_ends_where_it_would_have(settings, answered, mo
         patch.setattr(train.TrainingRun, "__call__", lambda run, tell: call(run, save_and_die))
         with pytest.raises(Killed):
             warmup(other, QUIET)
-    assert not other.out.exists() and (other.work / "state.pt").is_file()
+    assert not other.out.exists() and (other.work / "state.safetensors").is_file()
     warmup(other, QUIET)
     found = load_drafter(other.out, other.model)
     for (name, a), (_, b) in zip(expected.named_parameters(), found.named_parameters(), strict=True):

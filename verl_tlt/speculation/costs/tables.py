@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from verl_tlt.ownership import foreign
 from verl_tlt.speculation.types import OFF, ControlError
 
 SCHEMA = 2
@@ -145,7 +146,8 @@ def save_table(directory: str | Path, key: TableKey, table: LatencyTable) -> Pat
     content = {"schema": SCHEMA, "key": asdict(key), "points": table.to_list(), "stock": table.stock}
     temporary = path.with_suffix(f".{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("x", encoding="utf-8") as file:
+        temporary.touch(mode=0o664, exist_ok=False)  # whatever the umask: what everybody may write to is not read
+        with temporary.open("w", encoding="utf-8") as file:
             json.dump(content, file, indent=1)
         temporary.replace(path)
     except BaseException:
@@ -155,8 +157,11 @@ def save_table(directory: str | Path, key: TableKey, table: LatencyTable) -> Pat
 
 
 def load_table(directory: str | Path, key: TableKey) -> LatencyTable | None:
-    """The stored table of `key`; None when there is none or it had to be set aside."""
+    """The stored table of `key`; None when there is none, it had to be set aside, or anybody may have written it."""
     path = table_path(directory, key)
+    if reason := foreign(path):
+        logger.warning("The latency table %s is not read, since %s; latencies are learned anew.", path, reason)
+        return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,0 +1,217 @@
+"""Who can have written a file, asked of real files: another user's where this test runs as root, else by a stand-in."""
+
+import logging
+import os
+import threading
+
+import pytest
+
+from verl_tlt.channel import ChannelError, ChannelServer
+from verl_tlt.drafter.staging import DIRECTORY, stage, staged_weights
+from verl_tlt.engine_core.step_trace import StepTrace
+from verl_tlt.ownership import NotPrivateError, check_private, foreign, open_to_append
+from verl_tlt.server.private_dir import OWNER, make_private_dir
+from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable, TableKey, load_table, save_table, table_path
+from verl_tlt.speculation.types import StepRecord
+from verl_tlt.trace.events import TraceWriter
+from verl_tlt.trainer.checkpoints import CHECKPOINT, saved_drafter
+from verl_tlt.trainer.runtime_switch import SWITCH_FILE, SwitchError, read_switch, write_switch
+
+
+def planted(directory, give_away, name, text):
+    """A file that another user put below a directory that everybody may write to."""
+    (directory / "run").mkdir()
+    (directory / "run" / name).write_text(text)
+    give_away(directory / "run")
+    return directory / "run"
+
+
+def test_ones_own_is_ones_own(everybodys):
+    (everybodys / "run").mkdir()
+    (everybodys / "run" / "file").touch(mode=0o644)
+    assert foreign(everybodys / "run" / "file") is None
+    assert foreign(everybodys / "run" / "absent") is None and foreign(everybodys / "no" / "way") is None
+
+
+def test_another_users_counts_where_only_that_user_could_put_it(tmp_path, everybodys, give_away):
+    for below in (tmp_path, everybodys):
+        run = planted(below, give_away, "file", "")
+        said = foreign(run / "file")
+        if below == tmp_path:
+            assert said is None
+        else:
+            assert said == f"{run} belongs to user 54321, and everybody may write to {everybodys}"
+            assert foreign(run / "file", also=54321) is None
+
+
+def test_a_link_is_judged_by_where_it_lies_and_where_it_leads(tmp_path, everybodys, give_away):
+    run = planted(everybodys, give_away, "file", "")
+    (tmp_path / "link").symlink_to(run / "file")
+    assert "belongs to user" in foreign(tmp_path / "link")
+    (tmp_path / "ours").touch()
+    (everybodys / "link").symlink_to(tmp_path / "ours")
+    assert foreign(everybodys / "link") is None
+    give_away(everybodys / "link")
+    assert f"{everybodys / 'link'} belongs to user 54321" in foreign(everybodys / "link")
+
+
+def test_what_everybody_may_write_to_and_what_is_no_file_counts_for_nothing(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "file").chmod(0o666)
+    os.mkfifo(tmp_path / "pipe")
+    assert foreign(tmp_path / "file") == f"everybody may write to {tmp_path / 'file'}"
+    assert foreign(tmp_path / "pipe") == f"{tmp_path / 'pipe'} is no ordinary file"
+
+
+# ---------------------------------------------------------------------- what reads
+
+
+def test_the_switch_of_another_user_is_not_obeyed(everybodys, give_away):
+    run = planted(everybodys, give_away, SWITCH_FILE, "speculation: off\n")
+    with pytest.raises(SwitchError, match=rf"{SWITCH_FILE} is not obeyed: .* belongs to user 54321"):
+        read_switch(run)
+
+
+def test_a_switch_that_is_a_pipe_holds_nobody_up(tmp_path):
+    os.mkfifo(tmp_path / SWITCH_FILE)
+    with pytest.raises(SwitchError, match="is no ordinary file"):
+        read_switch(tmp_path)
+
+
+KEY = TableKey("H100", "policy", "0.30")
+TABLE = LatencyTable((LatencyPoint(1, 500, 3, 0.02, 7),))
+
+
+def test_whatever_the_umask_ones_own_files_count(tmp_path):
+    (tmp_path / "trainer.jsonl").touch()
+    mask = os.umask(0)
+    try:
+        write_switch(tmp_path, spot=False)
+        save_table(tmp_path, KEY, TABLE)
+    finally:
+        os.umask(mask)
+    assert not read_switch(tmp_path).spot and load_table(tmp_path, KEY) == TABLE
+
+
+def test_costs_of_another_user_are_not_read(everybodys, give_away, caplog):
+    save_table(everybodys, KEY, TABLE)
+    assert load_table(everybodys, KEY) == TABLE
+    give_away(everybodys)
+    everybodys.chmod(0o1777)
+    with caplog.at_level(logging.WARNING):
+        assert load_table(everybodys, KEY) is None
+    assert "latencies are learned anew" in caplog.text
+    assert table_path(everybodys, KEY).exists(), "another user's file is left where it is"
+
+
+def test_a_checkpoint_is_believed_if_it_is_its_owners(tmp_path, give_away):
+    for step in (1, 2):
+        place = tmp_path / f"global_step_{step}" / CHECKPOINT
+        place.mkdir(parents=True)
+        (place / "config.json").touch()
+        place.parent.chmod(0o777)
+    last = tmp_path / "global_step_2"
+    assert saved_drafter(last) == last / CHECKPOINT
+    give_away(last)  # all of it: whoever wrote the policy's state, which verl unpickles
+    last.chmod(0o777)
+    assert saved_drafter(last) == last / CHECKPOINT
+    first = tmp_path / "global_step_1"
+    give_away(first / CHECKPOINT)
+    assert saved_drafter(first) is None
+
+
+# ---------------------------------------------------------------------- what is staged
+
+
+def test_a_drafter_is_staged_and_loaded_in_private(tmp_path, monkeypatch):
+    directory = tmp_path / "drafter"
+    monkeypatch.setenv(DIRECTORY, str(directory))
+    stage("{}", b"weights", directory)
+    assert oct(directory.stat().st_mode & 0o777) == "0o700"
+    assert {oct(file.stat().st_mode & 0o777) for file in directory.iterdir()} == {"0o600"}
+    assert staged_weights().read_bytes() == b"weights"
+    directory.chmod(0o770)
+    for call in (staged_weights, lambda: stage("{}", b"other", directory)):
+        with pytest.raises(NotPrivateError, match="is open to other users; chmod 700 it"):
+            call()
+
+
+def test_a_directory_that_another_user_made_is_not_private(tmp_path, give_away):
+    (tmp_path / "ours").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "ours")
+    with pytest.raises(NotPrivateError, match="must be a directory"):
+        check_private(tmp_path / "link")
+    give_away(tmp_path / "ours")
+    with pytest.raises(NotPrivateError, match="belongs to user 54321"):
+        check_private(tmp_path / "ours")
+    with pytest.raises(ChannelError, match="belongs to user 54321"):
+        ChannelServer(f"ipc://{tmp_path}/ours/c.sock", {})
+    with pytest.raises(NotPrivateError):
+        stage("{}", b"", tmp_path / "ours")
+
+
+def test_sweeping_leaves_what_another_user_named_like_ours(everybodys, give_away, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(everybodys))
+    for name in ("tlt-theirs", "tlt-dead"):
+        (everybodys / name).mkdir()
+        (everybodys / name / OWNER).touch()
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / OWNER).touch()
+    (everybodys / "tlt-link").symlink_to(tmp_path / "precious")
+    give_away(everybodys / "tlt-theirs")
+    ours = make_private_dir("tlt-").path
+    assert {p.name for p in everybodys.iterdir()} == {"tlt-theirs", "tlt-link", ours.name}
+    assert (everybodys / "tlt-theirs" / OWNER).exists() and (tmp_path / "precious" / OWNER).exists()
+
+
+# ---------------------------------------------------------------------- what is written
+
+
+def step_record():
+    return StepRecord(**{**dict.fromkeys(StepRecord.__dataclass_fields__, 0), "num_accepted_tokens_per_pos": ()})
+
+
+def test_a_trace_is_not_written_through_a_link(tmp_path, caplog):
+    precious = tmp_path / "precious"
+    precious.write_text("mine\n")
+    for name in ("trainer", "engine-0"):
+        (tmp_path / f"{name}.jsonl").symlink_to(precious)
+    writer = TraceWriter(tmp_path, "trainer")
+    writer.emit("run", step0=1)
+    steps = StepTrace(tmp_path / "engine-0.jsonl")
+    steps.add(step_record(), 1.0)
+    assert writer.failures == 2 and steps.failed and precious.read_text() == "mine\n"
+
+
+def test_a_trace_that_is_a_pipe_holds_nobody_up(tmp_path):
+    for name in ("trainer", "engine-0"):
+        os.mkfifo(tmp_path / f"{name}.jsonl")
+    said = []
+
+    def write():
+        said.append(TraceWriter(tmp_path, "trainer").failures)
+        steps = StepTrace(tmp_path / "engine-0.jsonl")
+        steps.add(step_record(), 1.0)
+        said.append(steps.failed)
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive() and said[0] == 1 and "no ordinary file" in said[1]
+
+
+def test_what_is_opened_to_append_is_new_or_ordinary(tmp_path):
+    os.close(open_to_append(tmp_path / "new"))
+    assert oct((tmp_path / "new").stat().st_mode & 0o777 & ~0o022) == "0o644"
+    with pytest.raises(OSError):
+        open_to_append(tmp_path)
+
+
+# ---------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize("part", ["../../etc/passwd", "/etc/passwd", "..", "a\0b", "~/x", "$(x)"])
+def test_a_table_stays_in_its_directory(tmp_path, part):
+    path = table_path(tmp_path, TableKey(part, part, part))
+    assert path.parent == tmp_path and "\0" not in path.name
+    assert save_table(tmp_path, TableKey(part, part, part), TABLE) == path

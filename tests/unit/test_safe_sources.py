@@ -1,0 +1,95 @@
+"""Nothing in the package can run what it reads, listens on the network or hands text to a shell: found in source."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import verl_tlt
+
+ROOT = Path(verl_tlt.__file__).parents[1]
+FOLDERS = ("verl_tlt", "hydra_plugins", "demo", "recipes", "examples")
+MODULES = {
+    "pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve",  # run what they read
+    "socket", "socketserver", "http", "xmlrpc", "uvicorn", "fastapi", "flask", "aiohttp", "websockets",  # listen
+}  # fmt: skip
+CALLS = {
+    "eval", "exec", "compile", "__import__", "os.system", "os.popen", "os.execv", "pty.spawn", "runpy.run_path",
+    "torch.load", "torch.save", "torch.jit.load", "np.load", "numpy.load", "pd.read_pickle", "np.save",
+    "yaml.load", "yaml.unsafe_load", "yaml.full_load", "yaml.load_all", "tempfile.mktemp", "importlib.import_module",
+}  # fmt: skip
+FLAGS = ("shell", "trust_remote_code", "allow_pickle", "allow_dangerous_deserialization")
+ALLOWED = {
+    # For `verl-tlt convert`, which a person starts: no run imports it.
+    "verl_tlt/drafter/pickled.py": {"import pickle", "torch.load"},
+    # Names of ours, and of the function that a user names in vLLM's arguments.
+    "verl_tlt/drafter/__init__.py": {"importlib.import_module"},
+    "verl_tlt/engine_core/scheduler.py": {"importlib.import_module"},
+    "hydra_plugins/verl_tlt_search.py": {"importlib.import_module"},
+    # A Unix socket, in a directory that was found to be private.
+    "verl_tlt/channel.py": {"listens: socket.bind(address)"},
+    # Passed on as verl's own loader has it.
+    "verl_tlt/compat/cpu/verl_shims.py": {"trust_remote_code=trust_remote_code"},
+}
+
+
+def offences(source):
+    """What a module does that needs a reason, as it is written."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (f"import {a.name}" for a in node.names if a.name.partition(".")[0] in MODULES)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in MODULES:
+            yield f"import {node.module}"
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name in CALLS:
+                yield name
+            if name.rpartition(".")[2] in ("bind", "listen", "start_server", "create_server"):
+                yield f"listens: {ast.unparse(node)}"
+            for keyword in node.keywords:
+                if keyword.arg in FLAGS and ast.unparse(keyword.value) != "False":
+                    yield f"{keyword.arg}={ast.unparse(keyword.value)}"
+
+
+FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def test_no_module_runs_what_it_reads_or_listens():
+    assert len(FILES) > 150
+    found = {str(path.relative_to(ROOT)): set(offences(path.read_text())) for path in FILES}
+    assert {path: what for path, what in found.items() if what} == ALLOWED
+
+
+def test_what_reads_pickles_is_for_convert_alone():
+    users = [path for path in FILES if "drafter.pickled import" in path.read_text()]
+    assert [str(path.relative_to(ROOT)) for path in users] == ["verl_tlt/cli.py"]
+    tree = ast.parse(users[0].read_text())
+    commands = [f for f in tree.body if isinstance(f, ast.FunctionDef) and "drafter.pickled" in ast.unparse(f)]
+    assert [f.name for f in commands] == ["convert"]
+    assert not any(
+        "pickled" in ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import pickle", True),
+        ("from http.server import HTTPServer", True),
+        ("torch.load(file, weights_only=True)", True),
+        ("torch.save(state, file)", True),
+        ("np.load(file)", True),
+        ("eval(text)", True),
+        ("model.eval()", False),
+        ("ast.literal_eval(text)", False),
+        ("subprocess.run(words, shell=True)", True),
+        ("subprocess.run(words)", False),
+        ("AutoModel.from_pretrained(path, trust_remote_code=True)", True),
+        ("AutoModel.from_pretrained(path, trust_remote_code=False)", False),
+        ("yaml.load(text, Loader=yaml.Loader)", True),
+        ("yaml.safe_load(text)", False),
+        ("server.bind('tcp://*:5555')", True),
+    ],
+)
+def test_the_test_sees_an_offence(source, found):
+    assert bool(list(offences(source))) == found

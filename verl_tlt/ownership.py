@@ -1,0 +1,87 @@
+"""Whose a file is, on machines that others use too: asked before a file is obeyed, believed or written to.
+
+Where all users may write (`/tmp`, a scratch disk, a share opened to everybody), a name says nothing about who made what
+is there. What lies below such a directory counts only if this user or root owns the entry by which the way leads on;
+a file that all may write to counts for nothing. Places that only their owner's group may write to are the group's own
+matter. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from verl_tlt.errors import TLTError
+
+_ROOT = 0
+
+
+class NotPrivateError(TLTError):
+    """A directory that must be this user's alone is another's, or open to others."""
+
+
+def foreign(path: str | os.PathLike[str], also: int | None = None) -> str | None:
+    """Why what `path` holds may be another user's, as a sentence without its end; None: it is not, or is not there.
+
+    Args:
+        path: a file that is to be read, or a directory.
+        also: user id of one more owner to trust.
+    """
+    owners = {_ROOT, os.geteuid(), also}
+    for place in _places(Path(path)):
+        try:
+            found, above = os.lstat(place), os.stat(place.parent)
+        except FileNotFoundError:
+            return None
+        if above.st_mode & stat.S_IWOTH and found.st_uid not in owners:
+            return f"{place} belongs to user {found.st_uid}, and everybody may write to {place.parent}"
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(mode):
+        return None
+    if not stat.S_ISREG(mode):
+        return f"{path} is no ordinary file"
+    return f"everybody may write to {path}" if mode & stat.S_IWOTH else None
+
+
+def _places(path: Path) -> Iterator[Path]:
+    """Everything on the way from the root to `path`, as it is written and as its links lead."""
+    for way in dict.fromkeys((os.path.abspath(path), os.path.realpath(path))):
+        yield from reversed([Path(way), *list(Path(way).parents)[:-1]])
+
+
+def check_private(directory: Path) -> None:
+    """Return where `directory` is this user's and open to nobody else.
+
+    Raises:
+        NotPrivateError: it is a link, another user's or open to others.
+        OSError: it is not there.
+    """
+    found = os.lstat(directory)
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotPrivateError(f"{directory} must be a directory.")
+    if found.st_uid != os.geteuid():
+        raise NotPrivateError(f"{directory} belongs to user {found.st_uid}, not to this one.")
+    if found.st_mode & 0o077:
+        raise NotPrivateError(f"{directory} is open to other users; chmod 700 it.")
+
+
+def open_to_append(path: str | os.PathLike[str]) -> int:
+    """A descriptor that appends to an ordinary file, made where it is missing.
+
+    A link is not followed, since somebody may have laid it to a file of ours; a pipe is not opened, since writing to it
+    waits for a reader.
+
+    Raises:
+        OSError: it is something else, or cannot be written.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o644)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{os.fspath(path)} is no ordinary file")
+    return descriptor
