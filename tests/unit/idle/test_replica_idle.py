@@ -226,6 +226,14 @@ def test_reports_that_arrive_after_the_end_start_nothing():
     assert p.observe(3.0, {"a": 0, "b": 3}, pending=0) == []
 
 
+def test_the_end_comes_although_one_replica_never_had_a_request():
+    p = planner(("a", "b", "never"))
+    p.observe(0.0, {"a": 4, "b": 4}, pending=0)
+    p.observe(5.0, {"a": 0, "b": 0}, pending=0)
+    p.end(9.0)
+    assert p.account(9.0).end == 5.0
+
+
 def test_a_look_after_the_end_moves_nobody_and_changes_no_account():
     p = loaded(planner())
     p.observe(1.0, {"a": 0, "b": 3}, pending=0)

@@ -209,3 +209,21 @@ def test_a_jump_is_the_latest_word_and_worth_few_votes():
     for _ in range(3):
         estimate.observe(8, [0])
     assert estimate._trials[0] < 3 * 16 + 8 and estimate.conditional()[0] < 0.6
+
+
+def test_the_longer_a_position_is_out_of_sight_the_more_its_ratio_to_the_one_before_speaks_for_it():
+    estimate = AcceptanceEstimate(2, stale_after=1e9)
+    estimate.observe(10, [10, 2])
+    for _ in range(4):
+        estimate.observe(16, [16])
+    first, second = estimate.conditional()
+    votes = 2 + 64 / 16
+    assert second == pytest.approx((2 + votes * min(1.0, first * DECAY_GUESS)) / (10 + votes), rel=1e-6)
+
+
+def test_evidence_about_a_position_does_not_fade_while_nobody_reaches_it():
+    estimate = AcceptanceEstimate(2)
+    estimate.observe(10, [5, 1])
+    before = estimate._trials[1], estimate._hits[1]
+    estimate.observe(10, [0, 0])
+    assert (estimate._trials[1], estimate._hits[1]) == before

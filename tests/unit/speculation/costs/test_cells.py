@@ -1,0 +1,45 @@
+"""A cell's arithmetic: restated against another shape it says the same, and goes on as if it had always been so."""
+
+import math
+
+import pytest
+
+from verl_tlt.speculation.costs.cells import Cell
+
+SAMPLES = (0.30, 0.34, 0.31, 0.33, 0.29, 0.32)
+
+
+def fed(samples, prior=0.1, cell=None):
+    cell = Cell(3, prior, 0.2, 0.03) if cell is None else cell
+    for sample in samples:
+        cell.learn(sample, 0.0, 0.0, 96.0)
+    return cell
+
+
+@pytest.mark.parametrize("before", range(7))
+@pytest.mark.parametrize("offset", [0.5, -0.25])
+def test_a_shift_restates_everything(before, offset):
+    cell = fed(SAMPLES[:before])
+    cell.shift(offset)
+    cell = fed([s + offset for s in SAMPLES[before:]], cell=cell)
+    plain = fed(SAMPLES)
+    assert (cell.level, cell.prior) == pytest.approx((plain.level + offset, plain.prior + offset))
+    assert cell.variance == pytest.approx(plain.variance)
+
+
+def test_a_shift_restates_samples_that_were_far_off_too():
+    far = [2.0, 2.0, 2.0, 2.0]
+    plain, moved = fed(SAMPLES), fed(SAMPLES)
+    for i in range(4):
+        fed(far[i : i + 1], cell=plain)
+        moved.shift(0.5 if i == 1 else 0.0)
+        fed([far[i] + (0.5 if i >= 1 else 0.0)], cell=moved)
+    assert moved.level == pytest.approx(plain.level + 0.5)
+
+
+def test_the_centre_is_the_mean_of_the_loads():
+    cell = Cell(3, 0.0, math.inf, 0.03)
+    for batch, kv in ((2, 100), (4, 300), (9, 500)):
+        cell.learn(0.1, 0.0, 0.0, 96.0)
+        cell.place(batch, kv)
+    assert (cell.batch, cell.kv_tokens) == pytest.approx((5, 300))
