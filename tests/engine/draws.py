@@ -18,6 +18,12 @@ DRAWS, TOKENS, ENUMERATED = 1200, 10, 4  # per prompt; the first token is the pr
 HOT = Sampling()
 COOL = Sampling(temperature=0.8, top_p=0.9, top_k=6)
 FAILS, CAUGHT = 1e-4, 1e-6
+CASES = {  # what requests may ask for: (sampling, more of `draw`)
+    "penalties": (Sampling(0.9, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3), {}),
+    "bad-words": (Sampling(bad_words=((7,), (3, 14), (1, 5, 9))), {}),
+    "seeds": (HOT, {"seeded": True}),
+    "several-outputs": (HOT, {"n": 4}),
+}
 
 
 def exact_models(models) -> dict[str, Exact]:

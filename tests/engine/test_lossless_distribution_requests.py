@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from draws import CAUGHT, FAILS, HOT, PROMPTS, TOKENS, before_each_step, draw, exact_models, p_values
+from draws import CASES, CAUGHT, FAILS, HOT, PROMPTS, TOKENS, before_each_step, draw, exact_models, p_values
 from exact import Sampling
 from safetensors.torch import load_file, save_file
 from tiny_engine import sampled
@@ -19,14 +19,6 @@ STOPS = (2, 5, 11)  # vLLM hides the end token (2) before `min_tokens` whether a
 @pytest.fixture(scope="module")
 def exact(models):
     return exact_models(models)["qwen3"]
-
-
-CASES = {
-    "penalties": (Sampling(0.9, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3), {}),
-    "bad-words": (Sampling(bad_words=((7,), (3, 14), (1, 5, 9))), {}),
-    "seeds": (HOT, {"seeded": True}),
-    "several-outputs": (HOT, {"n": 4}),
-}
 
 
 @pytest.mark.parametrize("case", CASES)
