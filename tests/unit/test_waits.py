@@ -17,6 +17,24 @@ WAITS = ("acquire", "get", "join", "recv", "result", "wait")
 WITHOUT_A_BOUND = {
     "trainer/controller.py": {"merging.result()"},  # asked for when it is done
 }
+HIT_IN = {
+    "actor/verifier_capture.py:PUT_S": "unit/actor/test_verifier_capture.py",
+    "server/server.py:ADMISSION_TIMEOUT_S": "unit/server/test_server_bounds.py",
+    "server/server.py:STORE_S": "unit/server/test_server_bounds.py",
+    "trainer/checkpoints.py:SAVE_S": "unit/trainer/test_bounds.py",
+    "trainer/controller.py:BUFFER_S": "unit/trainer/test_bounds.py",
+    "trainer/controller.py:WARM_UP_S": "unit/trainer/test_borrowed_steps.py",
+    "trainer/ray_fleet.py:ANSWER_S": "engine/test_fleet_bounds.py",
+    "trainer/ray_fleet.py:CALIBRATION_S": "engine/test_fleet_bounds.py",
+    "trainer/ray_fleet.py:CALL_S": "engine/test_fleet_bounds.py",
+    "trainer/ray_fleet.py:KEEP_S": "engine/test_fleet_bounds.py",
+    "trainer/ray_fleet.py:START_S": "engine/test_fleet_bounds.py",
+    "trainer/ray_fleet.py:SLEEP_S": "engine/test_fleet_bounds.py",
+    "trainer/watch.py:ANSWER_S": "unit/trainer/test_bounds.py",
+    "trainer/watch.py:LOOK_S": "unit/trainer/test_bounds.py",
+}
+"""The test in which each bound is reached: it sets it to something short, by name. `tlt.spot.stop_timeout_s` is a
+setting, and reached in test_controller.py."""
 
 
 def unbounded(source):
@@ -38,6 +56,22 @@ def unbounded(source):
 )
 def test_every_wait_has_a_bound(path):
     assert set(unbounded(path.read_text())) == WITHOUT_A_BOUND.get(str(path.relative_to(ROOT)), set())
+
+
+def bounds():
+    """Every bound that a module of ours gives to a wait: its constants that are seconds."""
+    for room in ROOMS:
+        for path in sorted((ROOT / room).glob("*.py")):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).endswith("_S"):
+                    yield f"{path.relative_to(ROOT)}:{ast.unparse(node.targets[0])}"
+
+
+def test_every_bound_is_reached_in_a_test():
+    pauses = {"server/client.py:RETRY_PAUSE_S", "trainer/watch.py:LOAD_LINE_S"}  # nobody's answer is awaited
+    assert set(bounds()) - pauses == HIT_IN.keys()
+    for bound, test in HIT_IN.items():
+        assert f'"{bound.partition(":")[2]}"' in (ROOT.parent / "tests" / test).read_text(), bound
 
 
 @pytest.mark.parametrize(

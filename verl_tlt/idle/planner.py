@@ -76,6 +76,8 @@ class PhaseAccount:
     """Why a replica with a bubble did not leave, as last seen."""
     end: float
     """When the last request anywhere had finished (the planner's clock): where every bubble ends."""
+    lost: int = 0
+    """Times the load balancer no longer knew a replica that nobody had sent away."""
 
 
 def together(first: PhaseAccount | None, second: PhaseAccount) -> PhaseAccount:
@@ -91,6 +93,7 @@ def together(first: PhaseAccount | None, second: PhaseAccount) -> PhaseAccount:
         failures=first.failures + second.failures,
         obstacles={**first.obstacles, **second.obstacles},
         end=second.end,
+        lost=first.lost + second.lost,
     )
 
 

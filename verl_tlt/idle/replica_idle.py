@@ -121,7 +121,7 @@ class ReplicaIdlePlanner:
         self._hold: str | None = "nothing has been observed yet"
         self._last_request: float | None = None  # since when nothing runs anywhere
         self._ended: float | None = None
-        self._refusals = self._failures = 0
+        self._refusals = self._failures = self._lost = 0
 
     def observe(
         self,
@@ -135,7 +135,7 @@ class ReplicaIdlePlanner:
 
         Args:
             now: when the look was taken.
-            inflight: requests on each replica; one that is missing (it has left the balancer) has none.
+            inflight: requests on each replica; one that is missing has left the balancer, or is put back into it.
             pending: requests of the phase that no replica has yet.
             open_loops: agent loops that may still send another turn.
             refill_possible: whether the trainer may still ask for more groups (DAPO filtering, failed groups).
@@ -157,7 +157,11 @@ class ReplicaIdlePlanner:
         commands: list[Command] = []
         working = self._working()  # whoever leaves below has no request, so it is not among them
         for name, r in self._replicas.items():
-            if r.state is State.BUSY:
+            if r.state is State.BUSY and name not in inflight:
+                self._lost += 1
+                r.obstacle = "the load balancer had lost it"
+                commands.append(Rejoin(name))
+            elif r.state is State.BUSY:
                 r.obstacle = self._first_obstacle(name, now, working)
                 if r.obstacle is None:
                     r.state = State.DRAINING
@@ -277,6 +281,7 @@ class ReplicaIdlePlanner:
             stop_s={n: r.stop_s for n, r in self._replicas.items() if r.stop_s is not None},
             refusals=self._refusals,
             failures=self._failures,
+            lost=self._lost,
             obstacles={n: r.obstacle for n, r in self._replicas.items() if r.obstacle and bubble[n] > 0},
             end=end,
         )

@@ -1,8 +1,9 @@
-"""A directory on this node that belongs to one process alone, and goes when the next one finds its owner dead.
+"""A directory on this node that belongs to one process alone; where that died, the next one removes it.
 
 Ray numbers jobs from one in every cluster, so two runs on one machine have the same job, and their replicas the same
-ranks: only the system's own temporary names keep their files apart. Ray kills servers without a chance to clean up.
-The owner therefore holds a file lock, which ends with the process, and whoever comes later removes what is unlocked.
+ranks: only the system's own temporary names keep their files apart. Ray kills servers without a chance to clean up, so
+a run that ends tells them before; one that is killed cannot. The owner therefore holds a file lock, which ends with the
+process, and whoever comes later removes what is unlocked.
 Standard library only.
 """
 
@@ -28,7 +29,11 @@ class PrivateDir:
 
     path: Path
     lock: int
-    """Descriptor of the locked file; never to be closed."""
+    """Descriptor of the locked file; closed by nothing but the process's end."""
+
+    def remove(self) -> None:
+        """Nobody needs it any more."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
 
 def make_private_dir(prefix: str) -> PrivateDir:

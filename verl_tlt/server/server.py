@@ -166,6 +166,15 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self._tlt_left = False
         await self.open_submission_gate()
 
+    async def tlt_close(self) -> None:
+        """The run is over: end the engine, whose sockets and shared memory go with it, and remove the staged drafter.
+
+        Ray is about to kill this process, and then nobody could.
+        """
+        if self.node_rank == 0:
+            await asyncio.to_thread(self.engine.shutdown)
+        self._tlt_private_dir.remove()
+
     # ------------------------------------------------------------------ the drafter
 
     def tlt_stage(self, drafter: DrafterFile) -> None:
@@ -181,11 +190,18 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         """Load the staged drafter into the engine; on any failure this engine drafts nothing until the next sync."""
         if self._tlt_channel is None or self._tlt_staged is None:
             return
-        staged, start = self._tlt_staged, time.perf_counter()
-        source = self.tlt.speculation.source
+        try:
+            await self._tlt_serve(self._tlt_staged, self._tlt_channel)
+        except Exception as error:  # everybody waits for the weight sync that this is a part of
+            logger.exception("replica %d cannot use drafter v%d", self.replica_rank, self._tlt_staged.version)
+            self._tlt_served = replace(self._tlt_served, ok=False, error=f"{type(error).__name__}: {error}")
+            await self._tlt_set_drafting(False)
+
+    async def _tlt_serve(self, staged: DrafterFile, channel: ChannelClient) -> None:
+        start, source = time.perf_counter(), self.tlt.speculation.source
         if source != "eagle":
             try:
-                await self._tlt_channel.call("policy_changed")
+                await channel.call("policy_changed")
             except ChannelError as error:  # old responses are quoted as if the policy were the same
                 logger.warning("replica %d: its n-grams did not hear of the weight sync: %s", self.replica_rank, error)
         if source == "ngram":  # nothing to load: the engine has no drafter
@@ -209,6 +225,8 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     async def _tlt_load(self, staged: DrafterFile) -> str | None:
         """Have every rank load its node's file and compare fingerprints; what is wrong with it, or None."""
+        if self._tlt_served.reloads and not self._tlt_served.ok:  # the file may have been damaged where it lies
+            await asyncio.to_thread(stage, staged.config, staged.weights, self._tlt_dir / "drafter")
         try:
             results = await self.engine.collective_rpc(method="tlt_load_drafter", args=())
             replies = [LoadReply(**reply) for reply in results]

@@ -54,8 +54,8 @@ class StepObservations:
     """The trainer has compared the rollout: what single engines think that they saved does not count."""
     audit_saved_frac: float | None = None
     """Saving that an audit showed; None: no audit in this step, or too little to compare."""
-    errors: int | None = None
-    """Failures of TLT contained since the run began."""
+    errors: Mapping[str, int] | None = None
+    """Failures of TLT contained since the run began, by what failed."""
 
 
 def step_metrics(seen: StepObservations) -> dict[str, float]:
@@ -66,11 +66,18 @@ def step_metrics(seen: StepObservations) -> dict[str, float]:
         **_spot_metrics(seen),
         **_drafter_metrics(seen),
         "tlt/audit_saved_frac": seen.audit_saved_frac,
-        "tlt/errors": seen.errors,
+        **_error_metrics(seen.errors),
     }
     if seen.accounted:
         metrics["tlt/saved_s"] = seen.saved_s
     return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}
+
+
+def _error_metrics(errors: Mapping[str, int] | None) -> dict[str, float | None]:
+    if errors is None:
+        return {}
+    kinds = {f"tlt/errors_{what.replace(' ', '_').replace('-', '_')}": float(count) for what, count in errors.items()}
+    return {"tlt/errors": float(sum(errors.values())), **kinds}
 
 
 def speculation_metrics(replicas: Sequence[EngineStats], rollout_s: float | None = None) -> dict[str, float | None]:

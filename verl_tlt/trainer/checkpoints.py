@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_tlt.ownership import foreign
-from verl_tlt.trainer.fleet import Call
+from verl_tlt.trainer.fleet import Call, CallFailed
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,10 @@ def _number(name: str) -> float:
 
 @contextmanager
 def saving(
-    place: Checkpoint, save: Callable[[Path], Call[Any]] | None, charged: Callable[[], AbstractContextManager[None]]
+    place: Checkpoint,
+    save: Callable[[Path], Call[Any]] | None,
+    charged: Callable[[], AbstractContextManager[None]],
+    silent: Callable[[], None] = lambda: None,
 ) -> Iterator[Callable[[], None]]:
     """Write the drafter while the policy is saved inside, which takes longer.
 
@@ -96,6 +99,7 @@ def saving(
         place: where.
         save: begins to write the drafter to a directory; None: there is none to write.
         charged: contains and charges what TLT does.
+        silent: what to do about whoever has not written within the bound, or else the next checkpoint waits as long.
     """
     calls: list[Call[Any]] = []
     with charged():
@@ -103,8 +107,13 @@ def saving(
 
     def written() -> None:
         with charged():
-            while calls:
-                calls.pop().result(SAVE_S)
+            try:
+                while calls:
+                    calls.pop().result(SAVE_S)
+            except CallFailed as error:
+                if error.silent:
+                    silent()
+                raise
 
     yield written
     written()

@@ -153,9 +153,7 @@ class Controller:
                 untapped = self.fleet.start_spot(self._start.aux_layers, resume_from)
                 self.spot = untapped is None
                 if untapped:
-                    logger.warning(
-                        "the drafter is not trained in this run, which speculates with it as it is: %s", untapped
-                    )
+                    logger.warning("the drafter is not trained in this run, and used as it is: %s", untapped)
                 else:
                     self._warm_up()
 
@@ -204,6 +202,8 @@ class Controller:
     def _settle_buffers(self) -> None:
         """Learn how full the buffers are."""
         arriving, self._arriving = self._arriving, {}
+        if arriving:  # whoever got nothing is new and has nothing
+            self._buffers = {name: held for name, held in self._buffers.items() if name in arriving}
         for name, call in arriving.items():
             self._buffers.pop(name, None)
             try:
@@ -219,7 +219,8 @@ class Controller:
         workers = self.fleet.workers()
         # While a late merge is still running, the workers' weights are not theirs to train.
         may_train = self.spot and self.runtime.switch.spot and self._merging is None
-        ready = [n for n in workers if may_train and self._budget.allows(n, step) and self._has_data(n)]
+        fed = {name for name, held in self._buffers.items() if held.train_tokens >= self.tlt.buffer.min_tokens}
+        ready = [n for n in workers if may_train and self._budget.allows(n, step) and n in fed]
         self._ready = bool(ready)
         if self.facts.rule.idle == "trainer" and workers:
             return TrainerIdlePlanner(workers, begin=self.clock(), settle_s=self.tlt.spot.settle_s, spot_workers=ready)
@@ -230,9 +231,6 @@ class Controller:
             buffer_ready=bool(ready),
             spot_workers=ready,
         )
-
-    def _has_data(self, name: str) -> bool:
-        return name in self._buffers and self._buffers[name].train_tokens >= self.tlt.buffer.min_tokens
 
     def more_prompts(self) -> None:
         """Groups that the sampler asks for are served by everybody, also by those who have left."""
@@ -268,10 +266,14 @@ class Controller:
     def _account(self, step: int, report: PhaseReport) -> None:
         """Count failures; three in a row on one replica turn its spot training off, loudly."""
         self.log.sampled(step, report)
+        self.guard.count("watch", int(report.error is not None))
+        self.guard.count("lost replica", report.account.lost)
         self._sessions += report.sessions
         self._trained |= bool(report.sessions)
         for session in report.sessions:
             self._tokens += session.result.tokens if session.result else 0
+            if session.result and (skipped := session.result.skipped):
+                logger.warning("%d micro-batches on %s were left out: not finite", skipped, session.replica)
             if session.error is None:
                 self._budget.succeeded(session.replica)
             elif self._budget.failed(session.replica, step):
@@ -324,8 +326,8 @@ class Controller:
         if update.acceptance:
             self.served.acceptance = tuple(update.acceptance)
         self.log.published(step, update, self.served.version, self.served.published_at)
-        taus = ", ".join(f"{which} {tau:.2f}" for which, tau in update.tau.items())
-        logger.info("drafter %s (%s); held-out accept length: %s", update.decision, update.reason, taus or "unknown")
+        taus = ", ".join(f"{which} {tau:.2f}" for which, tau in update.tau.items()) or "unknown"
+        logger.info("drafter %s (%s); held-out accept length: %s", update.decision, update.reason, taus)
 
     def after_sync(self, step: int, colocated_asleep: bool) -> None:
         """Every engine has new weights.
@@ -361,7 +363,7 @@ class Controller:
         """The step's `tlt/*` metrics, given verl's."""
         found: dict[str, float] = {}
         with self.guard("metrics"):
-            found |= self.log.finish(step, dict(metrics), self.guard.total)
+            found |= self.log.finish(step, dict(metrics), self.guard.counts)
             found |= buffer_metrics(self._buffers.values(), self._tap.tokens)
         return found
 
@@ -370,13 +372,16 @@ class Controller:
     def saving(self, step: int) -> AbstractContextManager[Callable[[], None]]:
         """Write the drafter while the policy is saved inside (see `checkpoints.saving`)."""
         place = Checkpoint(self.facts.checkpoints, step, self.facts.prunes)
-        return saving(place, partial(self._save, step=step) if self.spot else None, partial(self._charged, "save"))
+        save = partial(self._save, step=step) if self.spot else None
+        return saving(place, save, partial(self._charged, "save"), lambda: self.fleet.restart(self.fleet.workers()[:1]))
 
     def finish(self, step: int) -> None:
-        """The run is over: leave the drafter behind as a directory that vLLM serves."""
+        """The run is over: leave the drafter behind as a directory that vLLM serves, and nothing else."""
         with self.guard("final drafter"):
             if self.spot:
                 self._save(Path(str(self.tlt.drafter.save_dir)), step).result(SAVE_S)
+        with self.guard("end of the run"):
+            self.fleet.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _save(self, directory: Path, step: int) -> Call[Any]:

@@ -28,10 +28,12 @@ T = TypeVar("T", covariant=True)
 class CallFailed(TLTError, RuntimeError):
     """A call into another process raised, found nobody there, or took longer than its bound."""
 
-    def __init__(self, message: str, died: bool = False) -> None:
+    def __init__(self, message: str, died: bool = False, silent: bool = False) -> None:
         super().__init__(message)
         self.died = died
         """The other process is gone."""
+        self.silent = silent
+        """It has not answered within the bound, and may never."""
 
 
 class Call(Protocol[T]):
@@ -115,6 +117,10 @@ class Fleet(Protocol):
 
     def calibrate(self) -> Calibration:
         """Measure on one replica what engine steps cost, and tell all of them."""
+        ...
+
+    def close(self) -> None:
+        """The run is over: every server, on every node, ends its engine and clears away what it put there."""
         ...
 
     # ------------------------------------------------------------------ actor and spot workers

@@ -34,12 +34,19 @@ from verl_tlt.spot_worker.worker import SpotWorker
 from verl_tlt.trainer.crew import CrewCall, one_buffer, one_session
 from verl_tlt.trainer.fleet import Call, CallFailed, Place
 from verl_tlt.trainer.merge_tree import start_merge
+from verl_tlt.trainer.ray_call import RayCall, answer
 from verl_tlt.trainer.routes import Routes, captors, route
 
 logger = logging.getLogger(__name__)
 
 CALL_S = 120.0
 """For calls that take seconds at most: a longer one means the actor is gone."""
+ANSWER_S = 1.0
+"""For bringing here what is there, when others have used up the time."""
+KEEP_S = 5.0
+"""For telling spot workers what is served: microseconds of work, for which everybody waits."""
+START_S = 300.0
+"""A spot worker's successor on a busy node is up by then; until then nobody waits for it, nor takes it for silent."""
 SLEEP_S = 30.0
 """Sleeping takes milliseconds to seconds; the end of sampling waits at most this for a hung server."""
 CALIBRATION_S = 1200.0
@@ -82,41 +89,6 @@ class _Replica:
         return [self.place.name if i == 0 else f"{self.place.name}/{i}" for i in range(len(self.ranks))]
 
 
-class RayCall:
-    """See `fleet.Call`."""
-
-    def __init__(self, reference: Any) -> None:
-        self.reference = reference
-
-    def done(self) -> bool:
-        """Whether the object is there, or the error is."""
-        return bool(ray.wait([self.reference], timeout=0)[0])
-
-    def result(self, timeout_s: float) -> Any:
-        """The object, within a bound."""
-        return answer(self.reference, timeout_s)
-
-
-def answer(reference: Any, timeout_s: float) -> Any:
-    """`ray.get` with a bound, whose errors are one line each.
-
-    Args:
-        reference: an ObjectRef or a list of them.
-        timeout_s: seconds, for all of them together.
-
-    Raises:
-        CallFailed: something raised, died or took too long.
-    """
-    try:
-        return ray.get(reference, timeout=timeout_s)
-    except ray.exceptions.GetTimeoutError as error:
-        raise CallFailed(f"no answer within {timeout_s:.0f} s") from error
-    except ray.exceptions.RayError as error:
-        last = (str(error).strip().splitlines() or [""])[-1]
-        died = isinstance(error, ray.exceptions.RayActorError)
-        raise CallFailed(f"{type(error).__name__}: {last}", died) from error
-
-
 class RayFleet:
     """See `fleet.Fleet`.
 
@@ -143,6 +115,7 @@ class RayFleet:
             self._add(replica, ())
         self._routes = Routes((), {})
         self._captors: dict[str, int] = {}  # by replica: the rank that copies the verifier weights for it
+        self._starting: dict[str, tuple[Any, float]] = {}  # by spot worker: what is there when it is up, and since when
         self._published: Any = None  # ObjectRef of the latest published drafter; the driver owns the copy
 
     def _add(self, replica: Any, ranks: Sequence[int]) -> None:
@@ -188,8 +161,14 @@ class RayFleet:
 
     def stage(self, drafter: DrafterFile) -> None:
         """See `Fleet`."""
-        self._published = reference = ray.put(drafter)
-        answer([s.tlt_stage.remote(reference) for r in self.replicas.values() for s in r.servers], CALL_S)
+        reference = ray.put(drafter)
+        try:
+            answer([server.tlt_stage.remote(reference) for server in self._servers()], CALL_S)
+        except CallFailed:
+            if self._published is not None:  # those that have taken it go back to what the others serve
+                [server.tlt_stage.remote(self._published) for server in self._servers()]
+            raise
+        self._published = reference
         self.store.put.remote(reference)
 
     def drafter_statuses(self) -> dict[str, DrafterStatus]:
@@ -209,6 +188,13 @@ class RayFleet:
         answer([r.server.tlt_calibrate.remote(found) for r in others], CALL_S)
         logger.info("engine step costs measured in %.1f s: %s", found.seconds, found.latency)
         return cast(Calibration, found)
+
+    def close(self) -> None:
+        """See `Fleet`."""
+        answer([server.tlt_close.remote() for server in self._servers()], SLEEP_S)
+
+    def _servers(self) -> list[Any]:
+        return [server for r in self.replicas.values() for server in r.servers]
 
     def _on_servers(self, method: str) -> dict[str, Any]:
         calls = {name: getattr(r.server, method).remote() for name, r in self.replicas.items()}
@@ -242,6 +228,9 @@ class RayFleet:
         under_way: dict[str, Call[BufferStats]] = {}
         for replica in self.workers():
             calls = []
+            if any(self._starts(name) for name in self.replicas[replica].crew):
+                logger.info("the spot workers of %s are still starting; they get the next step's states", replica)
+                continue
             for name, worker in self.replicas[replica].crew.items():
                 shards = [[taken[rank].shards[share] for rank in ranks] for ranks, share in self._routes.sources[name]]
                 weights = taken[self._captors[name]].verifier_weights
@@ -314,13 +303,20 @@ class RayFleet:
         for name in names:
             for worker in self.replicas[name].crew.values():
                 ray.kill(worker)
-        others = [w for name, r in self.replicas.items() if name not in names for w in r.crew.values()]
+        others = {who: w for name, r in self.replicas.items() if name not in names for who, w in r.crew.items()}
+        one = min(others, key=self._starts, default=None)  # rather one that is up
         for name in names:
             replica = self.replicas[name]
-            agreed = others[0].agreed.remote() if others else None
+            agreed = others[one].agreed.remote() if one is not None else None
             replica.crew = self._new_crew(replica, agreed, None if others else self._published)
+            now = time.monotonic()
+            self._starting |= {who: (worker.__ray_ready__.remote(), now) for who, worker in replica.crew.items()}
             replica.restarts += 1
             logger.warning("the spot workers of %s were killed and restarted (%d times so far)", name, replica.restarts)
+
+    def _starts(self, worker: str) -> bool:
+        ready, since = self._starting.get(worker, (None, 0.0))
+        return ready is not None and time.monotonic() - since < START_S and not RayCall(ready).done()
 
     def first_done(self, calls: Mapping[str, Call[Any]], timeout_s: float) -> list[str]:
         """See `Fleet`."""
@@ -339,7 +335,12 @@ class RayFleet:
     def merge(self, names: Sequence[str]) -> Merged:
         """See `Fleet`."""
         facts, slices = start_merge([worker for name in names for worker in self.replicas[name].crew.values()])
-        merged: Merged = answer(facts, CALL_S)[0]
+        try:
+            merged: Merged = answer(facts, CALL_S)[0]
+        except CallFailed as error:
+            if error.silent:  # one of them hangs, and holds what it would train
+                self.restart(names)
+            raise
         self._on_workers("adopt", *slices)
         return merged
 
@@ -350,7 +351,7 @@ class RayFleet:
 
     def keep_as_served(self) -> None:
         """See `Fleet`."""
-        self._on_workers("keep", "served")
+        self._on_workers("keep", "served", within_s=KEEP_S)
 
     def revert(self, which: str) -> None:
         """See `Fleet`."""
@@ -369,21 +370,26 @@ class RayFleet:
         worker = self.replicas[self.workers()[0]].worker
         return RayCall(worker.save.remote(str(directory.absolute()), provenance))
 
-    def _on_workers(self, method: str, *args: Any) -> dict[str, Any]:
-        """Call every spot worker and wait; the result by worker. A replica of which one died is restarted.
+    def _on_workers(self, method: str, *args: Any, within_s: float | None = None) -> dict[str, Any]:
+        """Call every spot worker and wait; the result by worker. A replica of which one died or hangs is restarted.
 
         Raises:
             CallFailed: one of them raised; its state may no longer be the others'.
         """
+        crews = {name: r.crew for name, r in self.replicas.items()}
         calls = {name: getattr(worker, method).remote(*args) for name, worker in self._crews().items()}
-        done, dead = {}, set()
+        done, gone = {}, set()
+        deadline = time.monotonic() + (CALL_S if within_s is None else within_s)
         for name, reference in calls.items():
             try:
-                done[name] = answer(reference, CALL_S)
+                done[name] = answer(reference, max(ANSWER_S, deadline - time.monotonic()))
             except CallFailed as error:
-                if not error.died:
+                if error.silent and (within_s is not None or self._starts(name)):
+                    continue  # it will do so when it can; one that hangs is found out when it is given something
+                if not (error.died or error.silent):
                     raise
                 logger.warning("spot worker of %s died: %s", name, error)
-                dead.add(next(replica for replica, r in self.replicas.items() if name in r.crew))
-        self.restart(sorted(dead))
+                gone.add(next(replica for replica, crew in crews.items() if name in crew))
+        # The trainer's thread may have replaced one meanwhile.
+        self.restart(sorted(name for name in gone if self.replicas[name].crew is crews[name]))
         return done

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -183,8 +183,14 @@ class StepLog:
         self._version = wanted
         self._overhead["reload"] = max((r.seconds for r in self._reloads.values()), default=0.0)
 
-    def finish(self, step: int, metrics: dict[str, Any], errors: int) -> dict[str, float]:
-        """The step's `tlt/*` metrics; prints the step's line and closes the step in the trace."""
+    def finish(self, step: int, metrics: dict[str, Any], errors: Mapping[str, int]) -> dict[str, float]:
+        """The step's `tlt/*` metrics; prints the step's line and closes the step in the trace.
+
+        Args:
+            step: the RL step.
+            metrics: verl's.
+            errors: contained failures so far, by what failed.
+        """
         account = self._account
         seen = StepObservations(
             step=step,

@@ -123,6 +123,8 @@ class SamplingWatch:
         if load != self._written and now >= self._write_at:
             self._write_load(now)
         commands = self.planner.observe(now, load, work.pending, work.open_loops, work.refill_possible)
+        for lost in [command.replica for command in commands if isinstance(command, Rejoin)]:
+            logger.warning("the load balancer had lost replica %s; it is put back", lost)
         self._do(commands)
         calls = {name: call for name, (call, _) in self._running.items()}
         over = self.fleet.first_done(calls, 0.0) if calls else []

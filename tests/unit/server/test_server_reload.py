@@ -1,7 +1,7 @@
 """What a server makes of its workers' verdicts on a drafter, over a real channel; no engine is behind it."""
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -38,13 +38,16 @@ class Workers:
         return self.answers[method]
 
 
-async def reload(tmp_path, workers, drafter=NEW, disabled=False):
+BEFORE = DrafterStatus(version=3, ok=True, acceptance=(0.5,), reloads=7)
+
+
+async def reload(tmp_path, workers, drafter=NEW, disabled=False, before=BEFORE):
     """(status after a reload, what the scheduler was told)"""
     told = []
     scheduler = ChannelServer(f"ipc://{tmp_path}/private/s.sock", {"control": lambda **s: told.append(s) or {}})
     server = object.__new__(TLTvLLMHttpServer)  # verl's own part would need Ray and a whole config
     server.tlt, server.replica_rank, server.engine, server._tlt_dir = TLTConfig.from_dict({}), 0, workers, tmp_path
-    server._tlt_staged, server._tlt_served = drafter, DrafterStatus(version=3, ok=True, acceptance=(0.5,), reloads=7)
+    server._tlt_staged, server._tlt_served = drafter, before
     server._tlt_profitability, server._tlt_drafting_disabled = Profitability("goodput"), disabled
     server._tlt_channel = ChannelClient(f"ipc://{tmp_path}/private/s.sock")
     try:
@@ -80,6 +83,22 @@ async def test_a_drafter_that_cannot_be_trusted_stops_the_drafting_and_nothing_e
     assert (status.version, status.acceptance) == (3, (0.5,)), "of what was served before"
     assert not status.drafting and workers.asked[-1] == ("tlt_set_drafting", False)
     assert told[-1]["drafting"] is False
+
+
+async def test_what_nobody_thought_of_stops_the_drafting_and_not_the_weight_sync(tmp_path, monkeypatch):
+    monkeypatch.setattr(Profitability, "decide", lambda self, acceptance: {}["no such key"])
+    workers = Workers(FINE)
+    status, told = await reload(tmp_path, workers)
+    assert not status.ok and "no such key" in status.error and not status.drafting
+    assert workers.asked[-1] == ("tlt_set_drafting", False) and told[-1]["drafting"] is False
+
+
+@pytest.mark.parametrize(("accepted", "found"), [(False, b"whole"), (True, b"half")])
+async def test_a_file_that_was_refused_is_written_again_before_the_next_load(tmp_path, accepted, found):
+    stage("{}", b"half", tmp_path / "drafter")
+    before = DrafterStatus(version=3, ok=accepted, reloads=7)
+    await reload(tmp_path, Workers(FINE), replace(NEW, weights=b"whole"), before=before)
+    assert (tmp_path / "drafter" / "model.safetensors").read_bytes() == found
 
 
 async def test_a_pass_that_cannot_be_skipped_runs_and_drafts_nothing(tmp_path):

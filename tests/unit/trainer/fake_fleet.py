@@ -35,7 +35,7 @@ class FakeCall:
 
     def result(self, timeout_s: float) -> Any:
         if not self._event.wait(timeout_s):
-            raise CallFailed(f"no answer within {timeout_s} s")
+            raise CallFailed(f"no answer within {timeout_s} s", silent=True)
         if isinstance(self._value, Exception):
             raise self._value
         return self._value
@@ -133,6 +133,9 @@ class FakeFleet:
     def calibrate(self) -> Calibration:
         self._call("calibrate")
         return Calibration()
+
+    def close(self) -> None:
+        self._call("close")
 
     # actor and spot workers
 

@@ -230,7 +230,20 @@ def test_a_balancer_that_fails_ends_the_watch_and_not_the_phase(run):
     fleet.broken["inflight"] = CallFailed("gone")
     until(lambda: controller._watch._report.error)
     controller.sample_end(1, last=True)
-    assert controller._watch is None
+    assert controller._watch is None and controller.guard.counts == {"watch": 1}
+
+
+def test_a_replica_that_the_balancer_forgot_is_put_back_and_counted(run):
+    controller, fleet = run()
+    fill_buffers(controller, fleet)
+    controller.sample_begin(2)
+    fleet.load = {"a": 4, "b": 4}
+    until(lambda: controller._watch._load == fleet.load)
+    fleet.balancer.discard("b")
+    until(lambda: fleet.balancer == {"a", "b"})
+    controller.sample_end(2, last=True)
+    assert called(fleet, "leave") == [] and controller.guard.counts == {"lost replica": 1}
+    assert rest_of_step(controller, fleet, 2)["tlt/errors_lost_replica"] == 1
 
 
 def test_a_look_that_hangs_does_not_hold_up_the_end_of_sampling(run, monkeypatch):
@@ -260,6 +273,20 @@ def test_hidden_states_that_did_not_arrive_cost_their_worker(run):
     assert called(fleet, "train") == []
 
 
+def test_one_that_is_replaced_trains_when_it_has_been_given_something(run):
+    controller, fleet = run()
+    fill_buffers(controller, fleet)
+    give = fleet.hand_over
+    for step, starting, ready in ((2, True, ["a", "b"]), (3, False, ["a"]), (4, False, ["a", "b"])):
+        controller.sample_begin(step)
+        assert sorted(controller._buffers) == ready
+        controller.sample_end(step, last=True)
+        fleet.hand_over = lambda s, taken, less=starting: {
+            n: c for n, c in give(s, taken).items() if n != "b" or not less
+        }
+        controller.log_probs_done(step)
+
+
 def test_without_a_tap_nothing_is_trained_and_speculation_goes_on(run):
     fleet = FakeFleet("a", "b")
     fleet.untapped = "actor_rollout_ref.actor.strategy=veomni has no hidden-state tap."
@@ -278,6 +305,7 @@ def test_the_drafter_is_written_while_the_policy_is(run, tmp_path):
         until(lambda: called(fleet, "train"))
     rest_of_step(controller, fleet, 2)
     controller.finish(2)
+    assert called(fleet, "close") == [()]
     directory, provenance = fleet.saved[-1]
     assert directory == tmp_path / "drafter"
     assert (provenance.version, provenance.policy_step, provenance.tokens_trained) == (1, 2, 5000)

@@ -73,6 +73,6 @@ def test_a_replica_of_four_devices_that_trains_on_two_and_a_half_uses_that_part_
     log.devices = {"a": 4}
     account = PhaseAccount({"a": 10.0}, {"a": 10.0}, {"a": 10.0}, {}, 0, 0, {}, end=100.0)
     log.sampled(1, PhaseReport(account, [Ended("a", 90.0, 100.0, one_session([LONG, SHORT, LONG, NOTHING]))]))
-    metrics = log.finish(1, {}, errors=0)
+    metrics = log.finish(1, {}, errors={})
     assert metrics["tlt/bubble_used_frac"] == pytest.approx(2.5 / 4)
     assert metrics["tlt/bubble_s"] == metrics["tlt/bubble_trained_s"] == 10.0

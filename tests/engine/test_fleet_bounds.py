@@ -1,0 +1,134 @@
+"""Each bound of the fleet's calls, hit once on real actors: nobody answers, and what happens is said and bounded."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from recorded import ray_cluster, worker_arguments
+
+from verl_tlt.trainer.fleet import CallFailed
+
+pytestmark = pytest.mark.engine
+
+ray = pytest.importorskip("ray")
+
+BOUND_S, LATE_S = 1.0, 20.0
+
+
+class Deaf:
+    """An actor that takes every call and answers none."""
+
+    async def nothing(self):
+        """Never."""
+        import asyncio
+
+        await asyncio.sleep(3600)
+
+    async def ready(self):
+        """It is up."""
+
+    def __getattr__(self, name):
+        return self.nothing
+
+
+class Forever:
+    """A handle whose every method is the deaf actor's."""
+
+    def __init__(self, actor):
+        self.remote = lambda *args: actor.nothing.remote()
+
+    def __getattr__(self, name):
+        return self
+
+
+@pytest.fixture(scope="module")
+def deaf():
+    """A handle that can be called anything."""
+    with pytest.MonkeyPatch.context() as patch, ray_cluster(patch):
+        actor = ray.remote(Deaf).options(num_cpus=0).remote()
+        ray.get(actor.ready.remote(), timeout=300)
+        yield Forever(actor)
+        ray.kill(actor)
+
+
+@pytest.fixture
+def fleet(deaf, monkeypatch):
+    """One replica, of which nobody answers; every bound is short."""
+    from verl_tlt.trainer import ray_fleet as module
+
+    for name in ("CALL_S", "SLEEP_S", "KEEP_S", "CALIBRATION_S"):
+        monkeypatch.setattr(module, name, BOUND_S)
+    monkeypatch.setattr(module, "ANSWER_S", 0.1)
+    replica = SimpleNamespace(_server_address="a", _server_handle=deaf, servers=[deaf])
+    manager = SimpleNamespace(get_replicas=lambda: [replica], global_load_balancer=deaf)
+    actor = SimpleNamespace(world_size=1, tlt_take=lambda *_: deaf.remote())
+    fleet = module.RayFleet(manager, actor, deaf, None, module.SpotPlan(**worker_arguments()))
+    fleet.replaced = []
+    monkeypatch.setattr(fleet, "restart", lambda names: fleet.replaced.extend(names))
+    return fleet
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda fleet: fleet.inflight(),
+        lambda fleet: fleet.leave("a"),
+        lambda fleet: fleet.join(["a"]),
+        lambda fleet: fleet.try_sleep("a", False),
+        lambda fleet: fleet.wake_up("a"),
+        lambda fleet: fleet.disable_drafting([]),
+        lambda fleet: fleet.stage(fleet.spot.drafter),
+        lambda fleet: fleet.drafter_statuses(),
+        lambda fleet: fleet.engine_stats(),
+        lambda fleet: fleet.calibrate(),
+        lambda fleet: fleet.take(True, 100),
+        lambda fleet: fleet.close(),
+    ],
+    ids=lambda call: call.__code__.co_names[0],
+)
+def test_a_call_that_nobody_answers_fails_after_its_bound(fleet, call):
+    begin = time.monotonic()
+    with pytest.raises(CallFailed, match="no answer within 1 s") as failure:
+        call(fleet)
+    assert BOUND_S <= time.monotonic() - begin < BOUND_S + LATE_S
+    assert failure.value.silent and not failure.value.died
+
+
+def test_spot_workers_that_answer_nobody_are_replaced(fleet, deaf):
+    fleet.replicas["a"].crew = {"a": deaf, "a/1": deaf}
+    begin = time.monotonic()
+    assert fleet.score(3) == {}
+    assert time.monotonic() - begin < BOUND_S + LATE_S, "they share one bound"
+    assert fleet.replaced == ["a"]
+
+
+def test_the_weight_sync_does_not_wait_for_those_who_are_told_what_is_served(fleet, deaf, monkeypatch):
+    from verl_tlt.trainer import ray_fleet as module
+
+    monkeypatch.setattr(module, "CALL_S", 600.0)
+    fleet.replicas["a"].crew = {"a": deaf}
+    begin = time.monotonic()
+    fleet.keep_as_served()
+    assert BOUND_S <= time.monotonic() - begin < BOUND_S + LATE_S
+    assert fleet.replaced == [], "who hangs is found out when it is given hidden states"
+
+
+def test_one_that_is_still_starting_is_left_alone_for_its_bound(fleet, deaf, monkeypatch):
+    from verl_tlt.trainer import ray_fleet as module
+
+    fleet.replicas["a"].crew = {"a": deaf}
+    fleet._starting["a"] = (deaf.remote(), time.monotonic())
+    assert fleet.score(3) == {} and fleet.replaced == []
+    assert fleet.hand_over(1, []) == {}
+    monkeypatch.setattr(module, "START_S", 0.0)
+    assert fleet.score(3) == {} and fleet.replaced == ["a"]
+
+
+def test_workers_whose_merge_hangs_are_replaced(fleet, monkeypatch, deaf):
+    from verl_tlt.trainer import ray_fleet as module
+
+    monkeypatch.setattr(module, "start_merge", lambda workers: ([deaf.remote()], []))
+    fleet.replicas["a"].crew = {"a": deaf}
+    with pytest.raises(CallFailed, match="no answer"):
+        fleet.merge(["a"])
+    assert fleet.replaced == ["a"]
