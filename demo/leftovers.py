@@ -52,13 +52,21 @@ class Leftovers:
             self._owned |= _open_files(pids)
             self._noted_at = time.monotonic()
 
+    def found(self) -> list[Path]:
+        """What there is now: entries of the folder, and what was noted outside it."""
+        return [*self.folder.iterdir(), *(p for p in self._left_outside() if self.folder not in p.parents)]
+
     def remove(self) -> None:
         """Remove the folder and what was noted; call it when the processes have ended."""
+        outside = self._left_outside()
         shutil.rmtree(self.folder, ignore_errors=True)
+        for path in outside:
+            path.unlink(missing_ok=True)
+
+    def _left_outside(self) -> list[Path]:
         new = {path for path in self._owned if _changed(path) >= self._since}
         others = _open_files(int(name) for name in os.listdir("/proc") if name.isdigit()) if new else set()
-        for path in new - others:
-            Path(path).unlink(missing_ok=True)
+        return [Path(path) for path in sorted(new - others)]
 
 
 def _open_files(pids: Iterable[int]) -> set[str]:

@@ -72,6 +72,10 @@ class ProcessTree:
         self._leftovers.note(found, self._every_s)
         return list(found.values())
 
+    def left_behind(self) -> list[Path]:
+        """Files that a tree which has ended by itself did not clear away; `stop` removes them."""
+        return self._leftovers.found()
+
     def stop(self) -> list[int]:
         """End the whole tree, first asked, then told, then killed, and remove what it leaves. Ctrl-C waits for this.
 

@@ -1,0 +1,128 @@
+"""Real GRPO runs in which something of TLT fails, one fault after the other: `make test-faults`.
+
+    python -m benchmarks.faults [--out DIR]
+
+Four runs of the toy on the CPU, two replicas each: TLT with every fault that a run must survive; stock verl as the
+yardstick; and both with the one that ends stock verl, too. All train on the responses that the first run sampled
+(`replay.py`), so updates are compared with stock verl's to the bit. The verdicts go to
+`benchmarks/results/faults.json`; what is not as it should be is printed, and makes the exit status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import zipfile
+from pathlib import Path
+
+from benchmarks.faults.judge import Evidence, row, wrong
+from benchmarks.faults.plan import FAULTS, SAVE_EVERY, SERVER_KILLED, STEPS
+from benchmarks.faults.run import ROOT, FaultRun, run
+from verl_tlt.report.reader import read_trace
+
+RESULTS = ROOT / "benchmarks" / "results" / "faults.json"
+KILLED_STEPS = 4
+
+
+def weights(out: Path, step: int) -> list[bytes]:
+    """The actor's tensors of a checkpoint, as they lie in torch's archives."""
+    found = []
+    for path in sorted((out / "checkpoints" / f"global_step_{step}" / "actor").glob("model_world_size_*.pt")):
+        with zipfile.ZipFile(path) as archive:
+            found += [archive.read(name) for name in sorted(archive.namelist()) if "/data/" in name]
+    return found
+
+
+def evidence(tlt: FaultRun, stock: FaultRun, steps: int) -> Evidence:
+    """What a run with TLT and one without say."""
+    last = weights(tlt.out, steps)
+    late = tlt.out.with_name(f"{tlt.out.name}-armed") / "late-request"
+    folders = (tlt.out / "checkpoints").glob("global_step_*/tlt_drafter/model.safetensors")
+    return Evidence(
+        ended=tlt.status == 0 and sorted(tlt.steps) == list(range(1, steps + 1)),
+        steps=tlt.steps,
+        stock=stock.steps,
+        trace=read_trace(tlt.out / "trace"),
+        log=tlt.log,
+        fired=tlt.fired,
+        same_weights=bool(last) and last == weights(stock.out, steps),
+        late_request=late.read_text() if late.exists() else "",
+        saved=[int(path.parents[1].name.rpartition("_")[2]) for path in folders],
+    )
+
+
+def kind(left: str) -> str:
+    """What it is, without what is random in its name."""
+    return re.sub(r"^tmp\w{8}|[0-9a-f-]{8,}", "*", left.rpartition("/")[2])
+
+
+def say(what: FaultRun) -> None:
+    """One line a run, and what it left."""
+    print(f"{what.out.name}: {len(what.steps)} steps in {what.seconds:.0f} s, exit status {what.status}", flush=True)
+    for left in what.left:
+        print(f"  left behind: {left}")
+
+
+def survivable(out: Path) -> tuple[list[dict], list[str]]:
+    """The long run beside stock verl: rows, and complaints."""
+    tlt = run("faults", out, STEPS, FAULTS, save_every=SAVE_EVERY)
+    say(tlt)
+    stock = run("stock", out, STEPS, (), tlt=False, save_every=SAVE_EVERY)
+    say(stock)
+    seen = evidence(tlt, stock, STEPS)
+    rows, complaints = [], []
+    for fault in FAULTS:
+        rows.append(row(fault, seen))
+        complaints += [f"{fault.name}: {what}" for what in wrong(fault, rows[-1], seen)]
+    if more := {kind(name) for name in tlt.left} - {kind(name) for name in stock.left}:
+        complaints.append(f"left behind, and not by stock verl: {', '.join(sorted(more))}")
+    return rows, complaints
+
+
+def fatal(out: Path) -> tuple[list[dict], list[str]]:
+    """A rollout server killed: stock verl ends, and so does TLT, as soon."""
+    rows, complaints, ended = [], [], {}
+    for name, tlt in (("stock verl", False), ("TLT", True)):
+        one = run(f"killed-{'tlt' if tlt else 'stock'}", out, KILLED_STEPS, [SERVER_KILLED], tlt=tlt)
+        say(one)
+        ended[name] = one
+        rows.append(
+            {
+                "fault": f"{SERVER_KILLED.name}: {name}",
+                "survived": one.status == 0,
+                "policy_updates_equal": len(one.steps) == KILLED_STEPS,
+                "recovered": False,
+                "counter": None,
+            }
+        )
+    stock, tlt_run = ended["stock verl"], ended["TLT"]
+    if not stock.fired or not tlt_run.fired:
+        complaints.append(f"{SERVER_KILLED.name}: it never struck")
+    if tlt_run.status == -1 and stock.status != -1:
+        complaints.append(f"{SERVER_KILLED.name}: TLT hangs where stock verl ends")
+    if len(tlt_run.steps) < len(stock.steps):
+        complaints.append(f"{SERVER_KILLED.name}: {len(tlt_run.steps)} steps with TLT, {len(stock.steps)} without")
+    return rows, complaints
+
+
+def main() -> None:
+    """Run everything, write the verdicts, say what is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("demo-out/faults"))
+    out = parser.parse_args().out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    rows, complaints = [], []
+    for part in (survivable, fatal):
+        found, wrong_ones = part(out)
+        rows, complaints = rows + found, complaints + wrong_ones
+    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    for line in rows:
+        print(json.dumps(line))
+    for complaint in complaints:
+        print("WRONG:", complaint)
+    raise SystemExit(1 if complaints else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Makes one function of one process fail at a given RL step, from outside: the product has no hook for it.
+
+Every process of a run arms this when Python starts (`inject/sitecustomize.py`). A fault names a function; once its
+module is imported the function is wrapped, and a call of it in the fault's step does what the fault says instead. The
+directory `TLT_FAULTS` holds what processes have to know of each other: `plan` (names of faults, by line), `step` (the
+RL step that is going on), and `fired-NAME` (the pids that a fault has struck).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from benchmarks.faults import actions
+from benchmarks.faults.plan import BOUNDS, FAULTS, Fault
+from verl_tlt.compat.import_hooks import when_imported
+
+DIRECTORY = "TLT_FAULTS"
+
+
+def arm() -> None:
+    """Wrap what the plan's faults name, as modules arrive."""
+    folder = Path(os.environ[DIRECTORY])
+    planned = set((folder / "plan").read_text().splitlines())
+    when_imported("verl.trainer.ppo.v1.trainer_base", functools.partial(_note_steps, folder))
+    for fault in FAULTS:
+        if fault.name in planned:
+            for target in fault.targets:
+                when_imported(target.partition(":")[0], functools.partial(_wrap, folder, fault, target))
+    for bound, seconds in BOUNDS.items():
+        name, _, attribute = bound.partition(":")
+        when_imported(name, functools.partial(_set, attribute, seconds))
+
+
+def _set(attribute: str, value: float, module: ModuleType) -> None:
+    if not hasattr(module, attribute):
+        raise AttributeError(f"{module.__name__} has no {attribute}")
+    setattr(module, attribute, value)
+
+
+def _note_steps(folder: Path, module: Any) -> None:
+    original = module.PPOTrainer.on_step_begin
+
+    @functools.wraps(original)
+    def on_step_begin(trainer: Any) -> None:
+        scratch = folder / f"step.{os.getpid()}"
+        scratch.write_text(str(trainer.global_steps))
+        scratch.replace(folder / "step")
+        original(trainer)
+
+    module.PPOTrainer.on_step_begin = on_step_begin
+
+
+def now(folder: Path) -> int:
+    """The RL step that is going on; 0: none yet."""
+    try:
+        return int((folder / "step").read_text())
+    except FileNotFoundError:
+        return 0
+
+
+def _wrap(folder: Path, fault: Fault, target: str, module: ModuleType) -> None:
+    owner: Any = module
+    *path, name = target.partition(":")[2].split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    original = inspect.getattr_static(owner, name)
+    calls: dict[int, int] = {}
+
+    def strikes() -> bool:
+        step = now(folder)
+        if step != fault.step:
+            return False
+        calls[step] = calls.get(step, 0) + 1
+        if not fault.first <= calls[step] < fault.first + fault.times:
+            return False
+        return _claim(folder, fault, target)
+
+    act: Callable[..., Any] = functools.partial(getattr(actions, fault.action), original)
+
+    if inspect.iscoroutinefunction(original):
+
+        @functools.wraps(original)
+        async def wrapped(*args: Any, **kwargs: Any) -> Any:
+            result = act(*args, **kwargs) if strikes() else original(*args, **kwargs)
+            return await result if inspect.isawaitable(result) else result
+    else:
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return act(*args, **kwargs) if strikes() else original(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def _claim(folder: Path, fault: Fault, target: str) -> bool:
+    """Whether this process is the one that the fault strikes: the first, unless it strikes all."""
+    note = folder / f"fired-{fault.note(target)}"
+    try:
+        with note.open("x") as file:
+            file.write(f"{os.getpid()}\n")
+    except FileExistsError:
+        if not fault.everywhere and int(note.read_text().split()[0]) != os.getpid():
+            return False
+        with note.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+    return True

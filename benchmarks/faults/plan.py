@@ -1,0 +1,115 @@
+"""The faults: what fails, where and in which RL step, and what must be seen of it. Standard library only.
+
+One long run holds most of them, one to four a step. Two replicas take turns at being idle (`run.py`): the first in
+even steps, the second in odd ones. A spot worker that failed pauses for a step: in its next idle step it trains again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STEPS = 27
+"""Of the long run."""
+SAVE_EVERY = 10
+BOUNDS = {
+    "verl_tlt.trainer.ray_fleet:CALL_S": 30.0,
+    "verl_tlt.trainer.controller:BUFFER_S": 10.0,
+}
+"""Bounds of the trainer that are minutes for real machines; here steps take seconds."""
+
+LEARNER = "verl_tlt.spot_worker.learner"
+SERVER = "verl_tlt.server.server:TLTvLLMHttpServer"
+MICRO_BATCH = "verl_tlt.drafter.train:DrafterTrainer.step"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault."""
+
+    name: str
+    """As `faults.json` calls it."""
+    step: int
+    """RL step in which it strikes; 0: while the run starts."""
+    targets: tuple[str, ...]
+    """Functions that fail, `module:attribute`; each once."""
+    action: str
+    """Function of `actions`."""
+    counter: str
+    """Metric that counts it."""
+    log: str
+    """What one line of the log says."""
+    recovers: str
+    """Function of `judge`: what works again afterwards."""
+    first: int = 1
+    """Which of the function's calls in that step and process is the first to fail."""
+    times: int = 1
+    """How many calls of that process fail."""
+    everywhere: bool = False
+    """In every process; else in the first one that calls it."""
+    fallback: str = ""
+    """Metric that is above 0 in the next rollout: engines draft nothing there."""
+
+    def note(self, target: str) -> str:
+        """Name of the file that says whom the fault struck in this function."""
+        function = target.replace(":", ".").rpartition(".")[2]
+        return f"{''.join(c if c.isalnum() else '-' for c in self.name)}-{function}"
+
+
+FAULTS = (
+    Fault("a server raising in tlt_calibrate", 0, (f"{SERVER}.tlt_calibrate",), "fail",
+          "tlt/errors_calibration", "calibration failed", "drafts"),
+    Fault("spot worker killed (SIGKILL) in mid-session", 3, (MICRO_BATCH,), "kill",
+          "tlt/spot_failures", "spot training on", "trains", first=3),
+    Fault("drafter file truncated between staging and load", 4, (f"{SERVER}._tlt_load",), "truncate",
+          "tlt/reload_failures", "is no complete safetensors file", "serves", fallback="tlt/drafter_off_frac"),
+    Fault("NaN in the gradient", 5, ("verl_tlt.drafter.train:DrafterTrainer._backward",), "nan_gradient",
+          "tlt/spot_skipped_steps", "were left out: not finite", "trains", times=2),
+    Fault("spot worker raising", 6, (MICRO_BATCH,), "fail",
+          "tlt/spot_failures", "a fault was injected", "trains", first=3),
+    Fault("drafter file of a wrong fingerprint between staging and load", 7, (f"{SERVER}._tlt_load",), "swap",
+          "tlt/reload_failures", "differs from the published", "serves", fallback="tlt/drafter_off_frac"),
+    Fault("the balancer losing a replica", 8, ("verl_tlt.trainer.watch:SamplingWatch._look",), "lose_replica",
+          "tlt/errors_lost_replica", "the load balancer had lost replica", "joins", first=6),
+    Fault("spot worker stopped (SIGSTOP) past its bound", 9, (MICRO_BATCH,), "stop",
+          "tlt/spot_failures", "did not stop within", "trains", first=3),
+    Fault("object store full when a drafter is published", 10, ("verl_tlt.trainer.ray_fleet:RayFleet.stage",),
+          "full_store", "tlt/errors_publish", "ObjectStoreFullError", "publishes"),
+    Fault("disk full while checkpointing", 10, ("verl_tlt.spot_worker.learner:save_drafter",), "full_disk",
+          "tlt/errors_save", "No space left on device", "saves"),
+    Fault("a request acquired between the idle reading and the removal", 11,
+          ("verl_tlt.trainer.ray_fleet:RayFleet.leave",), "late_request", "", "", "served_late"),
+    Fault("spot worker exhausting its memory", 12, (MICRO_BATCH,), "exhaust_memory",
+          "tlt/spot_failures", "can't allocate memory", "trains", first=3),
+    Fault("tap raising", 13, ("verl_tlt.actor.tap:_MicroBatch.slice",), "fail",
+          "tlt/errors_tap", "the tap could not keep the hidden states", "trains", times=1000, everywhere=True),
+    Fault("a merge that hangs", 14, (f"{LEARNER}:hand_in",), "hang",
+          "tlt/errors_publish", "no answer within 30 s", "publishes"),
+    Fault("NaN in the published weights", 19, (f"{SERVER}.tlt_stage",), "nan_weights",
+          "tlt/reload_failures", "holds numbers that are not finite", "serves", fallback="tlt/drafter_off_frac"),
+    Fault("object store full when hidden states are handed over", 20,
+          ("verl_tlt.actor.worker:TLTActorWorker.tlt_take",), "full_store",
+          "tlt/errors_tap", "ObjectStoreFullError", "trains"),
+    Fault("a server raising in tlt_try_sleep", 21, (f"{SERVER}.tlt_try_sleep",), "fail",
+          "tlt/spot_failures", "did not answer whether it may sleep", "trains"),
+    Fault("a server raising while it loads the drafter", 21, (f"{SERVER}._tlt_load",), "fail",
+          "tlt/reload_failures", "cannot use drafter", "serves", fallback="tlt/drafter_off_frac"),
+    Fault("a server raising in tlt_stage", 22, (f"{SERVER}.tlt_stage",), "fail",
+          "tlt/errors_publish", "publish failed", "publishes"),
+    Fault("a server raising in tlt_stats", 22, (f"{SERVER}.tlt_stats",), "fail",
+          "tlt/errors_end_of_sampling", "end of sampling failed", "drafts"),
+    Fault("a server raising in tlt_status", 22, (f"{SERVER}.tlt_status",), "fail",
+          "tlt/errors_rejoin", "rejoin failed", "serves"),
+    Fault("a server raising in tlt_disable_drafting", 22, (f"{SERVER}.tlt_disable_drafting",), "fail",
+          "tlt/errors_runtime_control", "runtime control failed", "drafts"),
+    Fault("NaN in the merged drafter", 23, (f"{LEARNER}:SpotLearner.export",), "nan_parameter",
+          "tlt/publish_skipped", "numbers that are not finite", "publishes"),
+    Fault("spot worker stopped (SIGSTOP) while it scores", 24, (f"{LEARNER}:SpotLearner._score_held_out",), "stop",
+          "tlt/errors_hand_over", "did not take over hidden states", "trains"),
+)  # fmt: skip
+"""Of the long run, by step."""
+
+GENERATE = "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.generate"
+SERVER_KILLED = Fault(
+    "a rollout server killed", 2, (GENERATE,), "kill", "", "", "as_stock", first=5
+)  # fmt: skip
+"""Ends a run, with TLT as without it."""

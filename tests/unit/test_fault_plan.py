@@ -1,0 +1,119 @@
+"""The faults of `make test-faults`: what they name exists, the page and the results say the same, verdicts can fail."""
+
+import dataclasses
+import importlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults import actions, judge
+from benchmarks.faults.plan import BOUNDS, FAULTS, SERVER_KILLED, STEPS, Fault
+from verl_tlt.report.reader import RunTrace
+from verl_tlt.trace.events import Session
+
+ROOT = Path(__file__).parents[2]
+KEYS = ["fault", "survived", "policy_updates_equal", "recovered", "counter"]
+
+
+def table():
+    """The page's table: {fault: (counter, log)}."""
+    section = (ROOT / "docs" / "troubleshooting.md").read_text().partition("## What a fault costs")[2]
+    rows = re.findall(r"^\| (.+?) \| .+? \| ?(.*?) ?\| ?(.*?) ?\|$", section.partition("\n## ")[0], re.MULTILINE)
+    return {name: (counter.strip("`"), log) for name, counter, log in rows[1:]}
+
+
+@pytest.mark.parametrize("target", [t for f in (*FAULTS, SERVER_KILLED) for t in f.targets] + list(BOUNDS))
+def test_what_a_fault_names_exists(target):
+    pytest.importorskip("vllm")
+    module, _, path = target.partition(":")
+    found = importlib.import_module(module)
+    for name in path.split("."):
+        found = inspect.getattr_static(found, name)
+    assert found is not None
+
+
+def test_every_fault_does_something_that_can_be_judged():
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    for fault in FAULTS:
+        assert hasattr(actions, fault.action) and fault.recovers in judge.RECOVERIES and fault.step < STEPS
+
+
+def test_the_page_has_every_fault_and_its_counter():
+    page = table()
+    assert page.keys() == {fault.name for fault in (*FAULTS, SERVER_KILLED)}
+    for fault in FAULTS:
+        assert page[fault.name][0] == fault.counter, fault.name
+
+
+FAULT = Fault("spot worker raising", 2, ("m:f",), "fail", "tlt/spot_failures", "out of luck", "trains")
+STOCK = {step: {"actor/grad_norm": 0.1 * step, "actor/pg_loss": 0.0, "critic/score/mean": 0.5} for step in (1, 2, 3)}
+
+
+def session(step, **facts):
+    return Session(**{"t": 0.0, "step": step, "replica": "a", "worker": "a", "start": 0.0, "end": 1.0, "steps": 9,
+                      "tokens": 9, "outcome": "stopped", **facts})  # fmt: skip
+
+
+def seen(**changes):
+    """A run that went as it should."""
+    steps = {step: {**metrics, "tlt/spot_failures": float(step == 2)} for step, metrics in STOCK.items()}
+    trace = RunTrace(ROOT, sessions=[session(2, steps=0, error="out of luck"), session(3)])
+    good = judge.Evidence(True, steps, STOCK, trace, "out of luck", {"spot-worker-raising-f": [7]}, same_weights=True)
+    return dataclasses.replace(good, **changes)
+
+
+def test_a_run_that_went_as_it_should_is_told_so():
+    row = judge.row(FAULT, seen())
+    assert list(row) == KEYS and list(row.values())[1:] == [True, True, True, "tlt/spot_failures"]
+    assert judge.wrong(FAULT, row, seen()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"fired": {}}, "it never struck"),
+        ({"ended": False}, "survived"),
+        ({"same_weights": False}, "policy_updates_equal"),
+        ({"stock": {**STOCK, 3: {**STOCK[3], "actor/grad_norm": 0.30000001}}}, "policy_updates_equal"),
+        ({"steps": {1: STOCK[1], 2: STOCK[2]}}, "policy_updates_equal"),
+        ({"steps": STOCK}, "tlt/spot_failures did not count it"),
+        ({"trace": RunTrace(ROOT, sessions=[session(2), session(3, steps=0)])}, "recovered"),
+        ({"log": ""}, "no line of the log says 'out of luck'"),
+    ],
+)
+def test_what_is_not_as_it_should_be_is_said(changes, complaint):
+    evidence = seen(**changes)
+    assert complaint in judge.wrong(FAULT, judge.row(FAULT, evidence), evidence)
+
+
+INJECTED = """
+import os
+from verl_tlt.trainer.guard import Guard
+print("armed")
+from benchmarks.faults import injector
+from benchmarks.faults.plan import Fault
+folder = injector.Path(os.environ["TLT_FAULTS"])
+import verl_tlt.trainer.guard as module
+fault = Fault("a fault", 3, ("verl_tlt.trainer.guard:Guard.count",), "fail", "", "", "trains", first=2)
+injector._wrap(folder, fault, fault.targets[0], module)
+for step in (2, 3, 4):
+    (folder / "step").write_text(str(step))
+    for call in range(3):
+        try:
+            Guard().count("what", 1)
+        except RuntimeError as error:
+            print(step, call, error)
+"""
+
+
+def test_a_fault_strikes_one_call_of_its_step(tmp_path):
+    (tmp_path / "plan").touch()
+    env = {**os.environ, "TLT_FAULTS": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", INJECTED], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["armed", "3 1 a fault was injected"]
+    assert len((tmp_path / "fired-a-fault-count").read_text().split()) == 1
