@@ -76,7 +76,7 @@ def fleet(deaf, monkeypatch):
         lambda fleet: fleet.join(["a"]),
         lambda fleet: fleet.try_sleep("a", False),
         lambda fleet: fleet.wake_up("a"),
-        lambda fleet: fleet.disable_drafting([]),
+        lambda fleet: fleet.disable_drafting([], {}),
         lambda fleet: fleet.stage(fleet.spot.drafter),
         lambda fleet: fleet.drafter_statuses(),
         lambda fleet: fleet.engine_stats(),
@@ -90,7 +90,7 @@ def test_a_call_that_nobody_answers_fails_after_its_bound(fleet, call):
     begin = time.monotonic()
     with pytest.raises(CallFailed, match="no answer within 1 s") as failure:
         call(fleet)
-    assert BOUND_S <= time.monotonic() - begin < BOUND_S + LATE_S
+    assert 0.9 * BOUND_S <= time.monotonic() - begin < BOUND_S + LATE_S
     assert failure.value.silent and not failure.value.died
 
 
@@ -109,7 +109,7 @@ def test_the_weight_sync_does_not_wait_for_those_who_are_told_what_is_served(fle
     fleet.replicas["a"].crew = {"a": deaf}
     begin = time.monotonic()
     fleet.keep_as_served()
-    assert BOUND_S <= time.monotonic() - begin < BOUND_S + LATE_S
+    assert 0.9 * BOUND_S <= time.monotonic() - begin < BOUND_S + LATE_S
     assert fleet.replaced == [], "who hangs is found out when it is given hidden states"
 
 
