@@ -140,7 +140,7 @@ class _Engine:
         if clock == "cpu":  # the policies see what the result is measured in
             from verl_tlt.engine_core import scheduler
 
-            scheduler.time = SimpleNamespace(perf_counter=time.process_time, time=time.time)
+            vars(scheduler)["time"] = SimpleNamespace(perf_counter=time.process_time, time=time.time)
         arguments: dict[str, Any] = dict(
             model=str(toy.policy), skip_tokenizer_init=True, dtype=find_dtype(), enforce_eager=True, seed=0,
             max_model_len=CONTEXT, max_num_seqs=BATCH, enable_prefix_caching=False, distributed_executor_backend="uni",
