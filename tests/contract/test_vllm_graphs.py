@@ -329,6 +329,7 @@ def test_where_nothing_is_captured_nothing_is_done(installed_runner):
 )
 def test_an_unknown_runner_is_left_alone_with_one_line_in_the_log(installed_runner, caplog, monkeypatch, change, why):
     monkeypatch.setattr(logging.getLogger("verl_tlt"), "propagate", True)  # a trainer's set-up turns it off
+    caplog.set_level(logging.INFO, logger="verl_tlt")  # libraries change the levels of the root's handlers
     runner, config = installed_runner
     if change == "another":
         like = gpu_model_runner.GPUModelRunner

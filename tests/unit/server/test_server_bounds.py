@@ -43,7 +43,9 @@ def test_a_first_drafter_that_does_not_come_ends_the_start(server, monkeypatch):
 
     monkeypatch.setattr(module, "STORE_S", BOUND_S)
     store = SimpleNamespace(latest=SimpleNamespace(remote=lambda: None))
-    monkeypatch.setattr(module, "ray", SimpleNamespace(get_actor=lambda name: store, get=get))
+    context = SimpleNamespace(get_job_id=lambda: "01000000")
+    alike = SimpleNamespace(get_actor=lambda name: store, get=get, get_runtime_context=lambda: context)
+    monkeypatch.setattr(module, "ray", alike)
     server.config = SimpleNamespace(checkpoint_engine=None)
     with pytest.raises(ray.exceptions.GetTimeoutError):
         server._preprocess_engine_kwargs({})

@@ -112,6 +112,7 @@ def test_what_is_no_evidence_does_not_turn_it_on(share, accepted, drafting):
 def test_the_trainer_rests_every_replica_but_the_probe(tmp_path, caplog, monkeypatch):
     """Live: rollouts that decode at half of stock's speed, then a probe that decodes at twice the speed."""
     monkeypatch.setattr(logging.getLogger("verl_tlt"), "propagate", True)  # a trainer's set-up turns it off
+    caplog.set_level(logging.INFO, logger="verl_tlt")  # libraries change the levels of the root's handlers
     live = RuntimeControl(str(tmp_path), REPLICAS, audit_every=0)
     live.calibrated(Calibration({OFF: [(1, 0.01), (8, 0.01)]}))
 
