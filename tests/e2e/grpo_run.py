@@ -115,7 +115,7 @@ def grpo(
         "actor_rollout_ref.rollout.max_num_seqs=16",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={built.agent_loop}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=forced_length",
-        f"tlt.speculation.costs_dir={out}/tables",
+        *(() if environment.get("TLT") == "0" else (f"tlt.speculation.costs_dir={out}/tables",)),
         *overrides,
     ]
     log = out.with_name(f"{out.name}.log")
