@@ -1,0 +1,39 @@
+"""What a run is made of, from a config as verl composes it."""
+
+import pytest
+
+from verl_tlt.activation import apply
+from verl_tlt.config import BATCH_TOKENS, BUFFER_MB
+from verl_tlt.doctor.command import compose
+from verl_tlt.doctor.facts import read_settings
+from verl_tlt.trainer.run_setup import claim, prepare
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "sizes"),
+    [
+        ("cuda", [], (4096, BUFFER_MB)),
+        ("cpu", [], (BATCH_TOKENS, BUFFER_MB)),
+        ("cuda", ["tlt.drafter.batch_tokens=300", "tlt.buffer.max_mb=10"], (300, 10)),
+    ],
+)
+def test_controller_and_spot_workers_get_sizes_that_fit(recipe, device, given, sizes):
+    config = compose(
+        [
+            "+tlt=default",
+            f"actor_rollout_ref.model.path={recipe.actor_rollout_ref.model.path}",
+            f"data.train_files={recipe.data.train_files}",
+            f"trainer.default_local_dir={recipe.trainer.default_local_dir}",
+            f"trainer.device={device}",
+            "actor_rollout_ref.rollout.name=vllm",
+            "data.train_batch_size=4",
+            "actor_rollout_ref.rollout.n=2",
+            *given,
+        ],
+        "ppo_trainer",
+    )
+    apply(config, read_settings(config))
+    setup = prepare(config, claim(config, "sync"), "sync")
+    for settings in (setup.tlt, setup.spot.config):
+        assert (settings.drafter.batch_tokens, settings.buffer.max_mb) == sizes
+    assert (setup.facts.requests, setup.spot.device, setup.resume_from) == (8, device, None)
