@@ -102,7 +102,6 @@ def drain(
             "goodput": stats["goodput"]["policy"],
             "table": stats["table"]["policy"],
             "k_steps": {name: stats[name]["steps_by_draft_length"] for name in POLICY_ARMS},
-            "saved_s": {name: round(stats[name]["saved_s"], 2) for name in arms},
             "calibration": table,
         },
         "goodput_rollout": rollout(traces["goodput"]),

@@ -93,7 +93,6 @@ async def test_the_channel_reaches_a_running_engine(engine_of):
         engine.generate(8, TOKENS)
         stats = EngineStats.from_dict(await client.call("stats", reset=True))
         assert stats.steps_by_draft_length.keys() == {0, 2}
-        assert stats.compared_s > 0
         assert 0.0 < stats.control_s < 0.2 * stats.busy_s
         assert stats.num_ngram_drafts is None
         assert EngineStats.from_dict(await client.call("stats")).num_steps == 0

@@ -122,11 +122,13 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3, replicas: int = 2) 
         for r in names:
             driver.emit("reload", step=step, replica=r, version=version, fingerprint="f", ok=True, seconds=0.01)
         stats = {r: _stats(decoded[r][0], start) for r in names}
+        stock = {r: start + sum(map(stock_s, decoded[r][0])) for r in names}
+        made.saved_s[step] = max(stock.values()) - end
         seen = StepObservations(
             step=step, rollout_s=end - start, replicas=stats, bubble_s={r: end - t for r, t in idle_from.items()},
             bubble_trained_s={r: end - t for r, t in sessions.items()}, stop_latency_s=dict.fromkeys(sessions, 0.05),
             overhead={"stop": 0.05, "publish": 0.02}, published_version=version, served_version=version,
-            served_since=published, spot_failures=0,
+            served_since=published, spot_failures=0, saved_s=made.saved_s[step],
         )  # fmt: skip
         tokens = sum(s.num_generation_tokens for s in stats.values())
         clock.now += 0.2
@@ -141,8 +143,6 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3, replicas: int = 2) 
         driver.emit("step", step=step, metrics={**verl, **step_metrics(seen)})
         made.rollout_s[step], made.idle_replica[step] = end - start, min(idle_from, key=lambda r: idle_from[r])
         made.bubble_s[step] = sum(end - t for t in idle_from.values())
-        stock = {r: start + sum(map(stock_s, decoded[r][0])) for r in names}
-        made.saved_s[step] = max(stock.values()) - end
         drafts = sum(w["drafts"] for r in names for w in decoded[r][0])
         accepted = sum(sum(w["accepted"]) for r in names for w in decoded[r][0])
         made.accept_length[step] = 1 + accepted / drafts if drafts else 1.0
@@ -163,5 +163,5 @@ def _stats(rows: list[dict], start: float) -> EngineStats:
         num_passes=sum(r["batch"] for r in rows), num_drafts=sum(r["drafts"] for r in rows),
         num_draft_tokens_per_pos=tuple(sum(r["drafts"] for r in rows if r["k"] > i) for i in range(KMAX)),
         num_accepted_tokens_per_pos=tuple(accepted.tolist()), steps_by_draft_length={k: ks.count(k) for k in set(ks)},
-        busy_s=busy_s, saved_s=sum(map(stock_s, rows)) - sum(r["latency_s"] for r in rows), compared_s=busy_s,
+        busy_s=busy_s,
     )  # fmt: skip

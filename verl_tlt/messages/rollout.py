@@ -151,11 +151,6 @@ class EngineStats:
     """Engine steps by the K they verified; -1: the drafter did not run."""
     busy_s: float = 0.0
     """Seconds with a request in the engine."""
-    saved_s: float = 0.0
-    """Seconds that stock decoding would have taken on top of `compared_s` for the same tokens, as far as one engine can
-    tell (the trainer knows better: `speculation.baseline`); negative: fewer."""
-    compared_s: float = 0.0
-    """The part of `busy_s` that can be compared with stock: decode-only steps, once OFF's cost is known."""
     control_s: float = 0.0
     """Seconds that engine steps waited for the controller."""
     num_ngram_drafts: int | None = None

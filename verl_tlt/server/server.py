@@ -269,8 +269,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self._tlt_drafting_disabled = disabled
         if self._tlt_rollout is not None:
             (stats, drafting, acceptance), self._tlt_rollout = self._tlt_rollout, None
-            saved_s, compared_s = saved or (0.0, 0.0)
-            self._tlt_profitability.learn(replace(stats, saved_s=saved_s, compared_s=compared_s), drafting, acceptance)
+            self._tlt_profitability.learn(stats, drafting, acceptance, saved)
 
     async def tlt_status(self) -> DrafterStatus:
         """What is served, as it was last proved."""

@@ -152,18 +152,26 @@ class Profitability:
         worth = is_profitable(acceptance, self._costs, self.policy, self._work, self._worth)
         return worth and self._promise(acceptance) > BETTER * self._lost
 
-    def learn(self, stats: EngineStats, drafting: bool, acceptance: Sequence[float]) -> None:
+    def learn(
+        self,
+        stats: EngineStats,
+        drafting: bool,
+        acceptance: Sequence[float],
+        saved: tuple[float, float] | None = None,
+    ) -> None:
         """Take note of a rollout.
 
         Args:
             stats: its sums.
             drafting: whether the drafter ran in it.
             acceptance: what had been expected of it.
+            saved: (seconds that drafting saved, seconds compared; `speculation.baseline`); None: unknown.
         """
+        saved_s, compared_s = saved or (0.0, 0.0)
         self._work = {work.batch: work.tokens for work in stats.work if work.tokens > 0} or self._work
-        if drafting and stats.compared_s > 0.0:
+        if drafting and compared_s > 0.0:
             self._worth = WORTH
-            lost = -stats.saved_s > (1.0 - WORTH) * stats.compared_s
+            lost = -saved_s > (1.0 - WORTH) * compared_s
             self._lost = self._promise(acceptance) if lost else 0.0
 
     def _promise(self, acceptance: Sequence[float]) -> float:

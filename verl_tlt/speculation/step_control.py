@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.latency import LatencyModel
-from verl_tlt.speculation.costs.latency_table import stock_share
 from verl_tlt.speculation.costs.tables import LatencyTable, stock_points
 from verl_tlt.speculation.draft_length import Limits, draft_length
 from verl_tlt.speculation.step_statistics import Aggregates
@@ -108,7 +107,6 @@ class StepControl:
                 num_generation_tokens=num_generation_tokens,
                 num_draft_tokens=num_draft_tokens,
                 decode_only=decode_only,
-                stock_s=self._stock_seconds(step) if decode_only else None,
                 control_s=control_s,
                 unix_s=unix_s,
             )
@@ -138,19 +136,6 @@ class StepControl:
         with self._lock:
             if self.trace is not None:
                 self.trace.flush()
-
-    def _stock_seconds(self, step: StepRecord) -> float | None:
-        """What stock would have needed for a step's tokens; None where that is not known.
-
-        Stock would have spent one step of this batch for every `batch` tokens. An OFF step is just that, whatever noise
-        is in the model of its cost: it saves what stock vLLM was found to be slower, which may be less than nothing.
-        """
-        if not step.batch or not self.costs.largest_batch(OFF):
-            return None
-        share = stock_share(self._calibration.stock, step.batch)
-        if step.drafted == OFF:
-            return share * step.latency_s
-        return share * step.produced / step.batch * self.costs.seconds(step.batch, step.kv_tokens, OFF)
 
     def _give_up(self, error: Exception) -> None:
         """A policy that raises costs speculation, never the rollout: K=0 from here on, said in every `stats`."""

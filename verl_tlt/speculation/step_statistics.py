@@ -70,8 +70,6 @@ class Aggregates:
         self._num_accepted_tokens_per_pos: list[int] = []
         self._steps_by_draft_length: Counter[int] = Counter()
         self._busy_s = 0.0
-        self._saved_s = 0.0
-        self._compared_s = 0.0
         self._control_s = 0.0
         self._stretches = _Stretches()
         self._work: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -84,7 +82,6 @@ class Aggregates:
         num_generation_tokens: int,
         num_draft_tokens: int,
         decode_only: bool = True,
-        stock_s: float | None = None,
         control_s: float = 0.0,
         unix_s: float = 0.0,
     ) -> None:
@@ -95,7 +92,6 @@ class Aggregates:
             num_generation_tokens: tokens handed to requests, first tokens after a prefill included.
             num_draft_tokens: tokens verified over all requests.
             decode_only: no prefill in the step and no pause before it, so that its time is that of decoding.
-            stock_s: seconds stock would have needed for the step's tokens, where that is known.
             control_s: seconds that the step waited for the controller.
             unix_s: when it finished.
         """
@@ -122,9 +118,6 @@ class Aggregates:
             work = self._work[step.batch]
             work[0] += step.latency_s
             work[1] += step.produced
-        if stock_s is not None:
-            self._saved_s += stock_s - step.latency_s
-            self._compared_s += step.latency_s
 
     def stats(self, policy_error: str | None = None) -> EngineStats:
         """The sums so far; `policy_error` is passed on."""
@@ -139,8 +132,6 @@ class Aggregates:
             num_accepted_tokens_per_pos=tuple(self._num_accepted_tokens_per_pos),
             steps_by_draft_length=dict(sorted(self._steps_by_draft_length.items())),
             busy_s=self._busy_s,
-            saved_s=self._saved_s,
-            compared_s=self._compared_s,
             control_s=self._control_s,
             work=tuple(Work(batch, *sums) for batch, sums in sorted(self._work.items())),
             stretches=self._stretches.stretches(),

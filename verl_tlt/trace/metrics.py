@@ -49,9 +49,7 @@ class StepObservations:
     spot_failures: int | None = None
     """Sessions that raised or were killed in this step."""
     saved_s: float | None = None
-    """Seconds by which the rollout ended earlier than stock's would have (`speculation.baseline`)."""
-    accounted: bool = False
-    """The trainer has compared the rollout: what single engines think that they saved does not count."""
+    """Seconds by which the rollout ended earlier than stock's would have (`speculation.baseline`); None: unknown."""
     audit_saved_frac: float | None = None
     """Saving that an audit showed; None: no audit in this step, or too little to compare."""
     errors: Mapping[str, int] | None = None
@@ -65,11 +63,10 @@ def step_metrics(seen: StepObservations) -> dict[str, float]:
         **_bubble_metrics(seen),
         **_spot_metrics(seen),
         **_drafter_metrics(seen),
+        "tlt/saved_s": seen.saved_s,
         "tlt/audit_saved_frac": seen.audit_saved_frac,
         **_error_metrics(seen.errors),
     }
-    if seen.accounted:
-        metrics["tlt/saved_s"] = seen.saved_s
     return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}
 
 
@@ -116,19 +113,7 @@ def speculation_metrics(replicas: Sequence[EngineStats], rollout_s: float | None
     if rollout_s:
         metrics["tlt/rollout_tok_per_s"] = sum(r.num_generation_tokens for r in replicas) / rollout_s
     metrics["tlt/broken_drafts"] = sum(r.num_broken_drafts for r in replicas)
-    metrics["tlt/saved_s"] = saved_seconds(replicas)
     return metrics
-
-
-def saved_seconds(replicas: Sequence[EngineStats]) -> float | None:
-    """Seconds by which the rollout ended earlier than with stock decoding; negative if it ended later.
-
-    A rollout ends with its last replica: what another one saved does not count. None without a baseline.
-    """
-    if not replicas or not all(r.compared_s for r in replicas):
-        return None
-    stock = max(r.busy_s + r.saved_s for r in replicas)
-    return stock - max(r.busy_s for r in replicas)
 
 
 def _by_position(counts: Iterable[Sequence[int]]) -> list[int]:

@@ -210,7 +210,6 @@ class StepLog:
             served_since=self._since,
             spot_failures=account.failures if account else None,
             saved_s=self._saved.rollout_s if self._saved else None,
-            accounted=self._saved is not None,
             audit_saved_frac=self._audit,
             errors=errors,
         )

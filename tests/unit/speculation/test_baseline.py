@@ -13,7 +13,6 @@ from verl_tlt.speculation.policies.base import FixedPolicy
 from verl_tlt.speculation.step_control import StepControl
 from verl_tlt.speculation.step_statistics import STRETCHES
 from verl_tlt.speculation.types import OFF, Load, StepRecord
-from verl_tlt.trace.metrics import saved_seconds
 
 K = 3
 SLOWED = {1: 1.0, 2: 1.8}
@@ -112,16 +111,6 @@ def test_what_was_saved_is_within_15_percent_of_the_truth(accepts, shared, befor
     assert claimed == pytest.approx(truth, rel=0.15)
 
 
-def test_an_engine_alone_cannot_tell_a_busy_machine_from_a_slow_one():
-    """What the account was before: an estimate of the engine, whose pace drafted steps beside others have raised."""
-    claimed = truth = 0.0
-    for seed in range(4):
-        stats, took = rollout(BOTH_ON, 0.6, seed)
-        claimed += saved_seconds(list(stats.values()))
-        truth += rollout(BOTH_OFF, 0.6, seed)[1] - took
-    assert abs(claimed - truth) > 0.15 * abs(truth)
-
-
 def test_without_live_steps_the_calibration_is_the_baseline_where_it_holds():
     """Of one busy replica; beside another nothing is known on a shared machine, and nothing is claimed."""
     for shared in (False, True):
@@ -165,9 +154,9 @@ def test_a_drafter_is_not_blamed_for_a_busy_machine_nor_praised_for_it():
     account(baseline, rollout(BOTH_OFF, seed=50)[0])
     for accepts, pays in ((0.8, True), (0.05, False)):
         stats = rollout(BOTH_ON, accepts, seed=2)[0]
-        saved_s, compared_s = account(baseline, stats).of["r0"]
+        saved = account(baseline, stats).of["r0"]
         switch = Profitability("goodput")
-        switch.learn(EngineStats(saved_s=saved_s, compared_s=compared_s), drafting=True, acceptance=[])
+        switch.learn(EngineStats(), drafting=True, acceptance=[], saved=saved)
         assert switch.decide([]) == pays
 
 

@@ -88,9 +88,8 @@ MEDIOCRE = [0.6, 0.5, 0.4]
 """Pays at batch 1, costs at batch 32."""
 
 
-def rollout(work, compared_s=10.0, saved_s=0.0):
-    done = tuple(Work(batch, 1.0, tokens) for batch, tokens in work.items())
-    return EngineStats(work=done, compared_s=compared_s, saved_s=saved_s)
+def rollout(work):
+    return EngineStats(work=tuple(Work(batch, 1.0, tokens) for batch, tokens in work.items()))
 
 
 @pytest.mark.parametrize(("work", "worth"), [({1: 900, 32: 320}, True), ({1: 10, 32: 32000}, False)])
@@ -110,7 +109,7 @@ def test_a_drafter_must_promise_more_while_none_has_been_tried():
     some = [0.5, 0.5, 0.5]  # 0.93 of OFF's time at batch 1
     switch.learn(rollout({1: 100}), drafting=False, acceptance=some)
     assert not switch.decide(some)
-    switch.learn(rollout({1: 100}, saved_s=1.0), drafting=True, acceptance=some)
+    switch.learn(rollout({1: 100}), drafting=True, acceptance=some, saved=(1.0, 10.0))
     assert switch.decide(some)
 
 
@@ -119,28 +118,28 @@ def test_a_drafter_that_lost_time_rests_until_a_better_one_comes():
     switch.set_costs(MEASURED)
     good, better = [0.7, 0.7, 0.7], [0.8, 0.8, 0.8]
     assert switch.decide(good)
-    switch.learn(rollout({1: 100}, saved_s=-0.2), drafting=True, acceptance=good)
+    switch.learn(rollout({1: 100}), drafting=True, acceptance=good, saved=(-0.2, 10.0))
     assert switch.decide(good), "two percent may be noise"
-    switch.learn(rollout({1: 100}, saved_s=-2.0), drafting=True, acceptance=good)
+    switch.learn(rollout({1: 100}), drafting=True, acceptance=good, saved=(-2.0, 10.0))
     assert not switch.decide(good)
     switch.learn(rollout({1: 100}), drafting=False, acceptance=good)
     assert not switch.decide(good), "a rollout without it proves nothing"
     assert switch.decide(better)
-    switch.learn(rollout({1: 100}, saved_s=3.0), drafting=True, acceptance=better)
+    switch.learn(rollout({1: 100}), drafting=True, acceptance=better, saved=(3.0, 10.0))
     assert switch.decide(good)
 
 
 def test_a_drafter_of_unknown_acceptance_that_lost_time_rests():
     switch = Profitability("goodput")
     assert switch.decide([])
-    switch.learn(rollout({8: 100}, saved_s=-2.0), drafting=True, acceptance=[])
+    switch.learn(rollout({8: 100}), drafting=True, acceptance=[], saved=(-2.0, 10.0))
     assert not switch.decide([])
 
 
 @pytest.mark.parametrize(("policy", "source"), [("fixed", "eagle"), ("goodput", "both")])
 def test_what_always_drafts_never_rests(policy, source):
     switch = Profitability(policy, source)
-    switch.learn(rollout({8: 100}, saved_s=-9.0), drafting=True, acceptance=[])
+    switch.learn(rollout({8: 100}), drafting=True, acceptance=[], saved=(-9.0, 10.0))
     assert switch.decide([0.01])
 
 

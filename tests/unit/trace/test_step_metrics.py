@@ -14,17 +14,16 @@ from verl_tlt.speculation.step_statistics import Aggregates
 from verl_tlt.speculation.types import StepRecord
 from verl_tlt.trace.events import Publish, Reload, Session
 from verl_tlt.trace.line import step_line
-from verl_tlt.trace.metrics import StepObservations, buffer_metrics, saved_seconds, step_metrics
+from verl_tlt.trace.metrics import StepObservations, buffer_metrics, step_metrics
 
 A = EngineStats(
     num_steps=10, num_generation_tokens=100, num_decode_tokens=96, num_passes=40, num_drafts=40,
     num_draft_tokens_per_pos=(40, 40, 20), num_accepted_tokens_per_pos=(30, 20, 6),
-    steps_by_draft_length={-1: 2, 0: 3, 3: 5}, busy_s=8.0, saved_s=4.0, compared_s=8.0,
+    steps_by_draft_length={-1: 2, 0: 3, 3: 5}, busy_s=8.0,
 )  # fmt: skip
 B = EngineStats(
     num_steps=10, num_generation_tokens=20, num_decode_tokens=12, num_passes=10, num_drafts=10,
     num_draft_tokens_per_pos=(10,), num_accepted_tokens_per_pos=(2,), steps_by_draft_length={1: 10}, busy_s=10.0,
-    saved_s=1.0, compared_s=9.0,
 )  # fmt: skip
 
 
@@ -59,13 +58,6 @@ def test_n_grams_are_a_share_of_the_drafts():
     assert found["tlt/ngram_draft_frac"] == pytest.approx(15 / 50)
     assert found["tlt/ngram_accept_rate"] == pytest.approx(4 / 15)
     assert not {m for m in step_metrics(StepObservations(replicas={"a": A})) if "ngram" in m}
-
-
-def test_saved_seconds_count_the_last_replica():
-    assert saved_seconds([A, B]) == pytest.approx(max(12.0, 11.0) - 10.0)
-    unknown = dataclasses.replace(B, compared_s=0.0)
-    assert saved_seconds([A, unknown]) is None
-    assert "tlt/saved_s" not in step_metrics(StepObservations(replicas={"a": A, "b": unknown}))
 
 
 def test_without_a_draft_each_pass_gives_one_token():
@@ -161,7 +153,7 @@ def test_what_the_scheduler_sends_is_what_the_metrics_read():
         latency_s=0.5, clean=True,
     )  # fmt: skip
     sums.add(step, num_generation_tokens=6, num_draft_tokens=4)
-    sums.add(step, num_generation_tokens=6, num_draft_tokens=4, stock_s=1.0, control_s=0.001)
+    sums.add(step, num_generation_tokens=6, num_draft_tokens=4, control_s=0.001)
     stats = EngineStats.from_dict(json.loads(json.dumps(sums.stats().to_dict())))
     metrics = step_metrics(StepObservations(replicas={"a": stats}, rollout_s=2.0))
     assert metrics["tlt/accept_length"] == pytest.approx(1 + 6 / 4)
@@ -169,7 +161,6 @@ def test_what_the_scheduler_sends_is_what_the_metrics_read():
     assert metrics["tlt/draft_length_frac_2"] == 1.0
     assert metrics["tlt/tokens_per_pass"] == pytest.approx(10 / 4)
     assert metrics["tlt/rollout_tok_per_s"] == pytest.approx(6.0)
-    assert metrics["tlt/saved_s"] == pytest.approx(0.5)
     assert metrics["tlt/overhead_control_s"] == pytest.approx(0.001)
     assert not {name for name in metrics if "ngram" in name}
 
@@ -195,7 +186,7 @@ def test_every_metric_is_documented():
         published_version=3, served_version=2,
         reloads=[Reload(t=0.0, step=4, replica="a", version=2, fingerprint="f", ok=True, full_graphs=(0, 3))],
         spot_failures=0, errors={"end of sampling": 2},
-        audit_saved_frac=0.2,
+        saved_s=1.0, audit_saved_frac=0.2,
     )  # fmt: skip
     names = {
         re.sub(r"(pos|frac)_\d+$", lambda m: f"{m[1]}_<{'i' if m[1] == 'pos' else 'k'}>", n)
@@ -208,7 +199,7 @@ def test_every_metric_is_documented():
     assert names == set(re.findall(r"^\| `(tlt/[^`]+)` \|", page.read_text(), flags=re.MULTILINE))
 
 
-def test_what_the_trainer_compared_counts_and_not_what_engines_think():
-    seen = StepObservations(replicas={"a": A, "b": B}, accounted=True, saved_s=1.25)
+def test_what_was_saved_is_left_out_where_nothing_could_be_compared():
+    seen = StepObservations(replicas={"a": A, "b": B}, saved_s=1.25)
     assert step_metrics(seen)["tlt/saved_s"] == 1.25
-    assert "tlt/saved_s" not in step_metrics(dataclasses.replace(seen, saved_s=None)), "nothing to compare with"
+    assert "tlt/saved_s" not in step_metrics(dataclasses.replace(seen, saved_s=None))
