@@ -25,6 +25,7 @@ from verl_tlt.drafter.digest import Sums, combined, fingerprint, own_shards, par
 from verl_tlt.drafter.staging import staged_weights
 from verl_tlt.errors import TLTError
 from verl_tlt.messages.rollout import DraftingReply, LoadReply
+from verl_tlt.vllm_worker import v2_runner
 from verl_tlt.vllm_worker.broken_drafts import BrokenDrafts
 from verl_tlt.vllm_worker.cuda_graphs import full_graph_arms
 from verl_tlt.vllm_worker.drafter_buffers import DrafterBuffers
@@ -133,14 +134,12 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
         Returns:
             a `DraftingReply` as a dict.
         """
+        if hasattr(self.model_runner, "speculator"):
+            refusal = v2_runner.set_drafting(self.model_runner, enabled)
+            return asdict(DraftingReply(ok=refusal is None, error=refusal))
         proposer = getattr(self.model_runner, "drafter", None)
-        if isinstance(proposer, NoProposals):
+        if proposer is None or isinstance(proposer, NoProposals):
             return asdict(DraftingReply(ok=True))
-        if proposer is None:
-            if not hasattr(self.model_runner, "speculator"):
-                return asdict(DraftingReply(ok=True))
-            sentence = "vLLM's V2 model runner cannot skip the drafter's pass; set VLLM_USE_V2_MODEL_RUNNER=0."
-            return asdict(DraftingReply(ok=False, error=sentence))
         if not hasattr(proposer, "tlt_drafting"):
             proposer.propose = _skippable(proposer, proposer.propose)
             _skip_preparation(self.model_runner, proposer)

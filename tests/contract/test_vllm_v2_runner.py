@@ -1,0 +1,287 @@
+"""OFF on vLLM's V2 model runner: what the wrapper relies on, in each release's own text.
+
+The part of `sample_tokens` in which the drafter is asked is taken out of the text and run around the wrapper, with a
+speculator whose `propose` is the release's own. The installed release always, others with `make contract`.
+"""
+
+import ast
+import os
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_symbols import RELEASES, sources
+from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+
+from verl_tlt.compat.sources import source_root
+from verl_tlt.messages.rollout import DraftingReply
+from verl_tlt.vllm_worker import v2_runner
+from verl_tlt.vllm_worker.extension import TLTWorkerExtension
+
+V2 = "vllm/v1/worker/gpu"
+LAST = "0.32.0"  # cannot be installed beside verl 0.9.1, and is the first that leaves the choice to vLLM
+DRAFTS_WHAT_IS_ASKED = (0, 32)
+CACHED = [v for package, v in RELEASES if package == "vllm"] + [LAST] if os.environ.get("TLT_CONTRACT_CACHE") else []
+STEPS, REQUESTS, SLOTS = 3, 2, 5
+
+
+class Release:
+    """Parsed sources of a release's V2 model runner."""
+
+    def __init__(self, version):
+        self.root = source_root("vllm") if version is None else sources("vllm", version)
+        self.version = version
+        self.runner = self.tree(f"{V2}/model_runner.py")
+        # The class under Eagle's speculator that drafts; it was renamed in 0.32.
+        (eagle,) = (n for n in self.tree(f"{V2}/spec_decode/eagle/speculator.py").body if isinstance(n, ast.ClassDef))
+        folder = {"AutoRegressiveSpeculator": "autoregressive", "TargetDependentARSpeculator": "target_dependent_ar"}
+        path = f"{V2}/spec_decode/{folder[ast.unparse(eagle.bases[0])]}/speculator.py"
+        assert [n.name for n in functions(eagle)] == ["load_draft_model"]
+        (self.propose,) = (n for n in functions(self.tree(path)) if n.name == "propose")
+        self.propose_text = ast.get_source_segment((self.root / path).read_text(), self.propose)
+
+    def tree(self, path):
+        return ast.parse((self.root / path).read_text())
+
+    def method(self, name):
+        return next(n for n in functions(self.runner) if n.name == name)
+
+
+def functions(tree):
+    return [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+
+
+def said(node, kind):
+    return [ast.unparse(n) for n in ast.walk(node) if isinstance(n, kind)]
+
+
+def calls_of(node, function):
+    return [n for n in ast.walk(node) if isinstance(n, ast.Call) and ast.unparse(n.func) == function]
+
+
+def keywords(call):
+    return {k.arg: ast.unparse(k.value) for k in call.keywords}
+
+
+@pytest.fixture(params=[None, *CACHED], scope="module", ids=lambda v: v or "installed")
+def release(request):
+    return Release(request.param)
+
+
+def drafts_what_is_asked(release):
+    return "num_speculative_tokens" in said(release.propose.args, ast.arg)[-1]
+
+
+# ---------------------------------------------------------------------- where the drafter is asked
+
+
+def test_the_drafter_is_asked_in_two_places_and_a_dummy_run_says_so(release):
+    everywhere = [
+        (path, call)
+        for path in sorted((release.root / V2).rglob("*.py"))
+        for call in calls_of(ast.parse(path.read_text()), "self.speculator.propose")
+    ]
+    assert {path.name for path, _ in everywhere} == {"model_runner.py"} and len(everywhere) == 2
+    (sampled,) = calls_of(release.method("sample_tokens"), "self.speculator.propose")
+    (dummy,) = calls_of(release.method("_dummy_run"), "self.speculator.propose")
+    assert ast.unparse(sampled.args[0]) == "input_batch" and "dummy_run" not in keywords(sampled)
+    assert not dummy.args and keywords(dummy)["input_batch"] == "input_batch" and keywords(dummy)["dummy_run"] == "True"
+
+
+def test_the_step_says_how_many_tokens_to_draft(release):
+    runs = release.method("execute_model")
+    assert runs.args.args[1].arg == "scheduler_output"
+    output = release.tree("vllm/v1/core/sched/output.py")
+    assert "num_spec_tokens_to_schedule: int = 0" in said(output, ast.AnnAssign)
+    # One step at a time: what it leaves is taken by the `sample_tokens` that belongs to it.
+    assert "self.execute_model_state = None" in said(release.method("sample_tokens"), ast.Assign)
+    if release.version is not None:
+        asked = tuple(map(int, release.version.split(".")[:2])) >= DRAFTS_WHAT_IS_ASKED
+        assert drafts_what_is_asked(release) == asked
+
+
+def test_drafts_are_read_by_what_the_scheduler_asks_to_verify(release):
+    conditions = [ast.unparse(n.test) for n in ast.walk(release.method("sample")) if isinstance(n, ast.If)]
+    assert "input_batch.num_draft_tokens == 0 or self.rejection_sampler is None" in conditions
+    prepared = ast.unparse(release.runner)
+    assert "draft_tokens = scheduler_output.scheduled_spec_decode_tokens" in prepared
+    kernel = (release.root / V2 / "input_batch.py").read_text()
+    assert "num_draft_tokens = num_logits - NUM_NEW_SAMPLED_TOKENS" in kernel and "if num_draft_tokens > 0:" in kernel
+
+
+# ---------------------------------------------------------------------- what it returns
+
+
+def test_rows_of_one_buffer_are_returned(release):
+    returned = set(said(release.propose, ast.Return))
+    assert returned <= {"return self.draft_tokens[:num_reqs]", "return self.draft_tokens[:num_reqs, :1]"}
+    if "return self.draft_tokens[:num_reqs, :1]" in returned:  # the same rows where the buffer has one column
+        assert "if self.num_speculative_steps == 1:" in ast.unparse(release.propose)
+    assert "num_reqs = input_batch.num_reqs" in said(release.propose, ast.Assign)
+    shape = "self.max_num_reqs, self.num_speculative_steps"
+    zeros = f"self.draft_tokens = torch.zeros({shape}, dtype=torch.int64, device=device)"
+    for path in ("spec_decode/speculator.py", "states.py"):
+        assert zeros in said(release.tree(f"{V2}/{path}"), ast.Assign), path
+
+
+def test_graphs_are_captured_without_it(release):
+    folder = release.root / V2 / "spec_decode"
+    parsed = [ast.parse(path.read_text()) for path in folder.rglob("*.py")]
+    captures = [n for tree in parsed for n in functions(tree) if n.name == "capture"]
+    assert captures and not any(calls_of(n, "self.propose") for n in captures)
+
+
+# ---------------------------------------------------------------------- the wrapper, in that text
+
+
+class Speculator:
+    """What the text asks of one; `propose` says what was drafted."""
+
+    def __init__(self):
+        self.draft_tokens = torch.zeros(SLOTS, STEPS, dtype=torch.int64)
+        self.num_speculative_steps, self.asked = STEPS, []
+
+    def propose(self, input_batch, *_args, num_speculative_tokens=None, **_kwargs):
+        self.asked.append(num_speculative_tokens)
+        self.draft_tokens[: input_batch.num_reqs] = 7
+        return self.draft_tokens[: input_batch.num_reqs]
+
+
+def runner_of(release):
+    """A runner that executes the release's own text of asking the drafter, and its speculator."""
+    asking = next(
+        n
+        for n in release.method("sample_tokens").body
+        if isinstance(n, ast.If) and calls_of(n, "self.speculator.propose")
+    )
+    code = compile(ast.Module([asking], []), "<vllm>", "exec")
+    batch = SimpleNamespace(num_reqs=REQUESTS, idx_mapping=torch.tensor([3, 1]))
+
+    class Runner:
+        def __init__(self):
+            self.speculator, self.model, self.adaptive_verification = Speculator(), None, None
+            self.sampler = SimpleNamespace(
+                sampling_states=SimpleNamespace(temperature=SimpleNamespace(gpu=None), seeds=SimpleNamespace(gpu=None))
+            )
+            self.req_states = SimpleNamespace(
+                draft_tokens=torch.full((SLOTS, STEPS), 9), last_sampled_tokens=None, next_prefill_tokens=None
+            )
+            self.num_speculative_steps, self._draft_workspace_lane = STEPS, 0
+
+        def execute_model(self, scheduler_output, intermediate_tensors=None, **_):
+            self.output = scheduler_output
+
+        def sample_tokens(self):
+            given = dict.fromkeys(
+                (
+                    "attn_metadata", "slot_mappings_by_layer", "hidden_states", "draft_hidden_states", "mm_inputs",
+                    "aux_hidden_states", "num_sampled", "num_rejected", "dp_sync", "dp_sync_state",
+                )
+            )  # fmt: skip
+            around = {
+                "use_workspace_lane": lambda _: nullcontext(), "get_drafter_hidden_states": lambda *_: None,
+                "DraftModelSpeculator": type(None), "GPUWatermarkSampler": type(None),
+            }  # fmt: skip
+            asked = {"num_spec_tokens": self.output.num_spec_tokens_to_schedule}
+            exec(code, {**given, **around, **asked, "self": self, "input_batch": batch})
+
+        def step(self, draft_length):
+            self.execute_model(SimpleNamespace(num_spec_tokens_to_schedule=draft_length))
+            self.sample_tokens()
+            return self.req_states.draft_tokens[batch.idx_mapping].tolist()
+
+        def dummy(self):
+            self.execute_model(SimpleNamespace(num_spec_tokens_to_schedule=0), dummy_run=True)
+            self.speculator.propose(input_batch=batch, dummy_run=True)
+
+    return Runner()
+
+
+@pytest.fixture
+def runner(release, monkeypatch):
+    monkeypatch.setattr(v2_runner, "unknown", lambda *_: None)  # these two are stand-ins; see below
+    return runner_of(release)
+
+
+def test_off_asks_no_drafter_and_stores_rows_of_the_same_shape(release, runner):
+    nothing = -1 if drafts_what_is_asked(release) else 0  # the runner itself marks what was not asked for
+    runner.step(STEPS)
+    assert v2_runner.set_drafting(runner, False) is None
+    runner.speculator.asked.clear()
+    assert runner.step(0) == [[nothing] * STEPS] * REQUESTS and not runner.speculator.asked
+    assert runner.req_states.draft_tokens[[0, 2, 4]].eq(9).all(), "no other request's drafts"
+    runner.dummy()
+    assert len(runner.speculator.asked) == 1
+
+
+def test_whatever_the_switch_says_a_step_that_drafts_asks_the_drafter(release, runner):
+    """As where the workers heard of OFF and the scheduler did not."""
+    assert v2_runner.set_drafting(runner, False) is None
+    assert runner.step(STEPS) == [[7] * STEPS] * REQUESTS and len(runner.speculator.asked) == 1
+    runner.dummy()
+    assert runner.step(1)[0][0] == 7 and len(runner.speculator.asked) == 3
+
+
+def test_on_again_it_is_asked_in_every_step(release, runner):
+    for enabled in (False, True, True):
+        assert v2_runner.set_drafting(runner, enabled) is None
+    runner.step(0)
+    runner.step(STEPS)
+    assert len(runner.speculator.asked) == 2, "wrapped once"
+
+
+# ---------------------------------------------------------------------- which runner is known
+
+
+def test_each_release_says_what_the_wrapper_looks_for(release):
+    text = (release.root / V2 / "model_runner.py").read_text()
+    for name, said in v2_runner.RUNNER_SAYS.items():
+        method = ast.get_source_segment(text, release.method(name))
+        assert all(words in method for words in said), name
+    assert all(words in release.propose_text for words in v2_runner.PROPOSE_SAYS)
+
+
+@pytest.fixture
+def installed():
+    """vLLM's own objects, as far as they go without a device."""
+    runner = object.__new__(model_runner.GPUModelRunner)
+    runner.speculator = object.__new__(EagleSpeculator)
+    runner.speculator.draft_tokens = torch.full((SLOTS, STEPS), 7)
+    return runner
+
+
+def switched(runner, enabled):
+    return DraftingReply(**TLTWorkerExtension.tlt_set_drafting(SimpleNamespace(model_runner=runner), enabled))
+
+
+def test_the_installed_runner_is_switched(installed):
+    assert switched(installed, True).ok and not vars(installed.speculator).get("propose"), "nothing to do"
+    assert switched(installed, False) == DraftingReply(ok=True)
+    rows = installed.speculator.propose(SimpleNamespace(num_reqs=REQUESTS), None)
+    assert rows.dtype == torch.int64 and rows.tolist() == [[0] * STEPS] * REQUESTS
+    with pytest.raises(TypeError, match="last_hidden_states"):  # vLLM's own propose
+        installed.speculator.propose(input_batch=None, dummy_run=True)
+
+
+def test_a_pipeline_stage_without_the_drafter_has_nothing_to_switch(installed):
+    installed.speculator = None
+    assert switched(installed, False).ok and not vars(installed).get("execute_model")
+
+
+class Another(EagleSpeculator):
+    def propose(self, *args, **kwargs):
+        return super().propose(*args, **kwargs)
+
+
+def test_an_unknown_runner_is_left_alone_with_one_sentence(installed):
+    installed.speculator.__class__ = Another
+    reply = switched(installed, False)
+    assert reply.error == (
+        "Another.propose of vLLM's V2 model runner is not the one of 0.24 to 0.32, so the drafter's pass is not "
+        "skipped; set VLLM_USE_V2_MODEL_RUNNER=0."
+    )
+    assert not vars(installed.speculator).get("propose") and not vars(installed).get("execute_model")
+    assert switched(installed, True).ok
+    assert "another one" in switched(SimpleNamespace(speculator=installed.speculator), False).error

@@ -1,0 +1,88 @@
+"""Run by a test in a process of its own: vLLM's V2 model runner under our scheduler, in Triton's interpreter.
+
+Prints JSON: the tokens that transformers decodes greedily, and for each way to draft those of the engine, how often the
+drafter ran, and how many steps drafted how much. Arguments: directories of the policy and of a drafter of it.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
+
+from triton.backends import backends
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+backends["cpu"] = SimpleNamespace(driver=None, compiler=None)  # else vLLM's CPU backend sees no Triton
+
+REQUESTS, TOKENS = 4, 16
+LIMITS = {"max_model_len": 64, "max_num_seqs": REQUESTS, "max_num_batched_tokens": 64}
+
+
+def masked(access, at):
+    """The interpreter's own, for masks that NumPy made numbers of."""
+
+    def run(builder, *args):
+        mask = args[at]
+        args = (*args[:at], TensorHandle(mask.data.astype(bool), mask.dtype), *args[at + 1 :])
+        return access(builder, *args)
+
+    return run
+
+
+InterpreterBuilder.create_masked_load = masked(InterpreterBuilder.create_masked_load, 1)
+InterpreterBuilder.create_masked_store = masked(InterpreterBuilder.create_masked_store, 2)
+
+
+def expected(target):
+    import torch
+    import transformers
+    from tiny_engine import prompts
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    found = []
+    for i, prompt in enumerate(prompts(REQUESTS)):
+        ids, length = torch.tensor([prompt["prompt_token_ids"]]), max(8, TOKENS * (i + 1) // REQUESTS)
+        whole = model.generate(ids, max_new_tokens=length, min_new_tokens=length, do_sample=False, eos_token_id=None)
+        found.append(whole[0, ids.shape[1] :].tolist())
+    return found
+
+
+def observe(engine, passes, *, worker, scheduler, draft_length=None):
+    """Decode with the drafter switched on or off in worker and scheduler; `draft_length` None: the policy's."""
+    assert engine.llm.reset_prefix_cache()
+    passes.clear()
+    reply = engine.rpc("tlt_set_drafting", worker)
+    assert reply["ok"], reply
+    engine.scheduler.tlt.control(drafting=scheduler, force_k=draft_length)
+    engine.scheduler.tlt.stats(reset=True)
+    tokens = engine.generate(REQUESTS, TOKENS)
+    stats = engine.scheduler.tlt.stats(reset=True)
+    return {"tokens": tokens, "passes": len(passes), "steps": stats.steps_by_draft_length,
+            "accepted": sum(stats.num_accepted_tokens_per_pos)}  # fmt: skip
+
+
+if __name__ == "__main__":
+    from shared_engines import SharedEngines
+    from verl.workers.rollout.vllm_rollout import utils
+
+    utils.set_death_signal = lambda: None
+    models = dict(zip(("target", "good"), map(Path, sys.argv[1:]), strict=True))
+    engines = SharedEngines(models)
+    with engines("good", **LIMITS) as engine:
+        passes = []
+        engine.runner.speculator.model.register_forward_hook(lambda *_: passes.append(1))
+        found = {
+            "transformers": {"tokens": expected(models["target"])},
+            "K=0": observe(engine, passes, worker=True, scheduler=True, draft_length=0),
+            "drafting": observe(engine, passes, worker=True, scheduler=True),
+            "OFF": observe(engine, passes, worker=False, scheduler=False),
+            "OFF, and the scheduler did not hear of it": observe(engine, passes, worker=False, scheduler=True),
+            "drafting again": observe(engine, passes, worker=True, scheduler=True),
+            "runner": type(engine.runner).__mro__[1].__module__,
+        }
+        engine.runner._dummy_run(8)
+    engines.close()
+    print(json.dumps(found))
