@@ -37,9 +37,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Two workers, since most tests compute on one thread; whole runs have the machine to themselves.
+# Two workers, since most tests compute on one thread; they take files in the order of tests/engine/conftest.py, in which
+# they end at about the same time. Whole runs have the machine to themselves.
 define run-tests
-	$(BIN)/pytest -n 2 --dist loadfile $(1) tests/unit tests/contract tests/engine; parts=$$?; \
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(1) tests/unit tests/contract tests/engine; parts=$$?; \
 	$(BIN)/pytest $(1) tests/e2e && exit $$parts
 endef
 

@@ -2,12 +2,17 @@
 
 import atexit
 import os
+import runpy
+from pathlib import Path
 
 import pytest
 
 from verl_tlt.compat.cpu.environment import CPU_ENGINE
 
 os.environ.update(CPU_ENGINE, HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="WARNING")
+STARTUP = Path(__file__).with_name("startup")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH")]))
+runpy.run_path(str(STARTUP / "sitecustomize.py"))  # this process has started already
 
 FINISHED = pytest.StashKey[pytest.Session]()
 

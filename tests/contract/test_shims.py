@@ -18,6 +18,8 @@ ENVIRONMENT = {
     # Plugins are off, so a process has the shims it asks for and no others.
     "VLLM_PLUGINS": "",
     "VERL_USE_EXTERNAL_PLUGINS": "none",
+    # Without the tests' own start of Python, which looks for garbage seldom.
+    "PYTHONPATH": str(CHECKS.parents[2]),
 }
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,13 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def run_ranks(work: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> None:
+    """Run `work(rank, *arguments)` in so many processes, forks of one that has imported verl and Megatron already."""
+    imported = ["verl.workers.engine_workers", "verl.trainer.config", "peft", "megatron.core", "mbridge"]
+    multiprocessing.set_forkserver_preload(imported)
+    torch.multiprocessing.start_processes(work, arguments, nprocs=ranks, start_method="forkserver")
 
 
 def whole_sequences(ranks: Iterable[Iterable[HiddenStateShard]]) -> list[Sequence]:

@@ -67,15 +67,20 @@ def engine_of(models, pytestconfig) -> SharedEngines:
     return pytestconfig.stash[ENGINES]
 
 
+LONG = ("test_leaving", "test_standalone_engine", "test_warmup", "test_tap_fsdp", "test_tap_megatron")
+"""Files of more than half a minute, most of it in one go."""
+
+
 def in_ray(item) -> bool:
     """Whether a test's file uses the cluster of `recorded`."""
     return hasattr(getattr(item, "module", None), "ray_cluster")
 
 
 def pytest_collection_modifyitems(items) -> None:
-    """The files that share a Ray cluster follow each other; everything else stays in its place."""
+    """The files that share a Ray cluster follow each other, and then come long ones: of two processes that take a file
+    each, neither is to wait long for the other at the end. Everything else stays in its place."""
     places = [i for i, item in enumerate(items) if Path(__file__).parent in item.path.parents]
-    ordered = sorted((items[i] for i in places), key=lambda item: not in_ray(item))
+    ordered = sorted((items[i] for i in places), key=lambda item: (not in_ray(item), item.path.stem not in LONG))
     for i, item in zip(places, ordered, strict=True):
         items[i] = item
 

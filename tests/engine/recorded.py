@@ -18,7 +18,6 @@ from demo.toy import task
 from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import DrafterTrainer, Sequence, VerifierWeights, to_numpy16
-from verl_tlt.messages.rollout import SleepReply
 from verl_tlt.messages.training import HiddenStateShard, RolloutSampling, SessionResult, VerifierArrays
 from verl_tlt.spot_worker.device import TrainingDevice
 from verl_tlt.spot_worker.learner import SpotLearner
@@ -35,7 +34,7 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_prestart_worker_first_driver": "0",  # a worker process per CPU would start at once
-    "PYTHONPATH": str(Path(__file__).parent),  # workers import this module
+    "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{os.environ['PYTHONPATH']}",  # workers import this module
 }
 CONFIG = TLTConfig.from_dict(
     {
@@ -197,34 +196,3 @@ class Odd(SpotWorker):
             threading.Timer(0.2, os._exit, (1,)).start()
             await asyncio.sleep(60)
         return await super().train()
-
-
-class Server:
-    """The parts of a rollout server that the fleet calls."""
-
-    def __init__(self) -> None:
-        self.version: int | None = None
-        self.asleep = self.keeps_weights = False
-
-    def tlt_try_sleep(self, recall: bool) -> SleepReply:
-        """Always willing: the gate has its own tests."""
-        self.asleep, self.keeps_weights = True, recall
-        return SleepReply(slept=True)
-
-    def tlt_recall(self) -> None:
-        """As the real one."""
-        if self.asleep and not self.keeps_weights:
-            raise RuntimeError("no weights")
-        self.asleep = False
-
-    def sleeps(self) -> bool:
-        """Whether it is away."""
-        return self.asleep
-
-    def tlt_stage(self, drafter: Any) -> None:
-        """Remember the version."""
-        self.version = drafter.version
-
-    def staged(self) -> int | None:
-        """What was staged last."""
-        return self.version

@@ -11,7 +11,6 @@ import pytest
 from recorded import (
     CONFIG,
     Odd,
-    Server,
     as_shards,
     begin_anew,
     borrow,
@@ -21,6 +20,7 @@ from recorded import (
     steps_taken,
     worker_arguments,
 )
+from stand_in_server import Server
 
 from verl_tlt.idle.replica_idle import ReplicaIdlePlanner, State
 from verl_tlt.messages.training import TappedStates, TapReady

@@ -21,6 +21,7 @@ ENVIRONMENT = CPU_ENGINE | {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_AUTH_MODE": "disabled",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # without it a CPU's engine has its worker in one more process
     "TOKENIZERS_PARALLELISM": "false",
 }
 REQUESTS, TOKENS = 80, 24

@@ -24,8 +24,8 @@ def overrides(models, tmp_path_factory):
         f"actor_rollout_ref.model.path={models['target']}", f"{rollout}.name=vllm", f"{rollout}.dtype=float32",
         f"{rollout}.enforce_eager=True", f"{rollout}.max_model_len=256", f"{rollout}.max_num_seqs=4",
         f"{rollout}.max_num_batched_tokens=512", f"{rollout}.tensor_model_parallel_size=1",
-        f"++{rollout}.enable_sleep_mode=False", "+tlt=default", "tlt.speculation.max_draft_length=2",
-        f"tlt.drafter.path={models['good']}",
+        f"++{rollout}.enable_sleep_mode=False", f"++{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",
+        "+tlt=default", "tlt.speculation.max_draft_length=2", f"tlt.drafter.path={models['good']}",
     ]  # fmt: skip
 
 
@@ -36,6 +36,7 @@ def doctor(overrides, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(standalone_engine, "run_job", lambda *args: answers.append(run_job(*args)) or answers[-1])
         patch.setenv("HOME", str(home))
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # and `uni`: an engine's worker is not one more process
         done = CliRunner().invoke(app, ["doctor", *overrides, "--gpu", "--cpu"], env={"COLUMNS": "200"})
     return done, answers, home
 

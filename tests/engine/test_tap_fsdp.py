@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from actor import free_port, make_rows, reference, whole_sequences
+from actor import free_port, make_rows, reference, run_ranks, whole_sequences
 from rank_cases import CASES, LENGTHS, build_policies, run_cases
 
 pytestmark = pytest.mark.engine
@@ -15,7 +15,7 @@ def root(tmp_path_factory):
     """Policies, and what two ranks left for every case."""
     root = tmp_path_factory.mktemp("taps")
     build_policies(root)
-    torch.multiprocessing.spawn(run_cases, (free_port(), str(root), list(CASES)), nprocs=2)
+    run_ranks(run_cases, (free_port(), str(root), list(CASES)), ranks=2)
     return root
 
 

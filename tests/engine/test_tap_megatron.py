@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from actor import free_port, make_rows, reference, whole_sequences
+from actor import free_port, make_rows, reference, run_ranks, whole_sequences
 from megatron_cases import CASES, RANKS, rows_to_learn, run_cases
 from rank_cases import LENGTHS, build_policies
 
@@ -26,7 +26,7 @@ def root(tmp_path_factory):
     """Policies, and what four ranks left for every case."""
     root = tmp_path_factory.mktemp("megatron")
     build_policies(root)
-    torch.multiprocessing.spawn(run_cases, (free_port(), str(root), list(CASES)), nprocs=RANKS)
+    run_ranks(run_cases, (free_port(), str(root), list(CASES)), RANKS)
     return root
 
 
