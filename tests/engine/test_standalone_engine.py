@@ -1,6 +1,7 @@
 """`verl-tlt calibrate` and `doctor --gpu --cpu` on a real engine, started as a recipe would have it."""
 
 import json
+import os
 
 import pytest
 from typer.testing import CliRunner
@@ -35,6 +36,8 @@ def doctor(overrides, tmp_path_factory):
     home, answers = tmp_path_factory.mktemp("home"), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(standalone_engine, "run_job", lambda *args: answers.append(run_job(*args)) or answers[-1])
+        # What vLLM knows of a model's class it keeps at home, and asks a process of its own where it does not.
+        patch.setenv("VLLM_CACHE_ROOT", os.environ.get("VLLM_CACHE_ROOT", os.path.expanduser("~/.cache/vllm")))
         patch.setenv("HOME", str(home))
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # and `uni`: an engine's worker is not one more process
         done = CliRunner().invoke(app, ["doctor", *overrides, "--gpu", "--cpu"], env={"COLUMNS": "200"})
