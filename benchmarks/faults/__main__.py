@@ -1,11 +1,13 @@
 """Real GRPO runs in which something of TLT fails, one fault after the other: `make test-faults`.
 
-    python -m benchmarks.faults [--out DIR]
+    python -m benchmarks.faults [--out DIR] [--only TEXT ...]
 
 Four runs of the toy on the CPU, two replicas each: TLT with every fault that a run must survive; stock verl as the
 yardstick; and both with the one that ends stock verl, too. All train on the responses that the first run sampled
 (`replay.py`), so updates are compared with stock verl's to the bit. The verdicts go to
 `benchmarks/results/faults.json`; what is not as it should be is printed, and makes the exit status 1.
+
+`--only` makes a short run of the faults whose names hold one of the texts, and writes nothing.
 """
 
 from __future__ import annotations
@@ -14,15 +16,19 @@ import argparse
 import json
 import re
 import zipfile
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.faults.judge import Evidence, row, wrong
-from benchmarks.faults.plan import FAULTS, SAVE_EVERY, SERVER_KILLED, STEPS
+from benchmarks.faults.plan import FAULTS, SAVE_EVERY, SERVER_KILLED, STEPS, Fault
 from benchmarks.faults.run import ROOT, FaultRun, run
 from verl_tlt.report.reader import read_trace
 
 RESULTS = ROOT / "benchmarks" / "results" / "faults.json"
 KILLED_STEPS = 4
+FIRST, EVERY = 3, 5
+"""Step of the first of a few faults, and steps from one to the next."""
 
 
 def weights(out: Path, step: int) -> list[bytes]:
@@ -64,15 +70,17 @@ def say(what: FaultRun) -> None:
         print(f"  left behind: {left}")
 
 
-def survivable(out: Path) -> tuple[list[dict], list[str]]:
+def survivable(
+    out: Path, faults: Sequence[Fault] = FAULTS, steps: int = STEPS, save_every: int = SAVE_EVERY
+) -> tuple[list[dict], list[str]]:
     """The long run beside stock verl: rows, and complaints."""
-    tlt = run("faults", out, STEPS, FAULTS, save_every=SAVE_EVERY)
+    tlt = run("faults", out, steps, faults, save_every=save_every)
     say(tlt)
-    stock = run("stock", out, STEPS, (), tlt=False, save_every=SAVE_EVERY)
+    stock = run("stock", out, steps, (), tlt=False, save_every=save_every)
     say(stock)
-    seen = evidence(tlt, stock, STEPS)
+    seen = evidence(tlt, stock, steps)
     rows, complaints = [], []
-    for fault in FAULTS:
+    for fault in faults:
         rows.append(row(fault, seen))
         complaints += [f"{fault.name}: {what}" for what in wrong(fault, rows[-1], seen)]
     if more := {kind(name) for name in tlt.left} - {kind(name) for name in stock.left}:
@@ -106,17 +114,29 @@ def fatal(out: Path) -> tuple[list[dict], list[str]]:
     return rows, complaints
 
 
+def a_few(out: Path, texts: Sequence[str]) -> tuple[list[dict], list[str]]:
+    """The faults whose names hold one of the texts, `EVERY` steps apart."""
+    chosen = [fault for fault in FAULTS if any(text in fault.name for text in texts)]
+    moved = [replace(fault, step=min(fault.step, FIRST + EVERY * i)) for i, fault in enumerate(chosen)]
+    return survivable(out, moved, FIRST + EVERY * (len(chosen) + 1), EVERY)
+
+
 def main() -> None:
     """Run everything, write the verdicts, say what is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("demo-out/faults"))
-    out = parser.parse_args().out.resolve()
+    parser.add_argument("--only", nargs="+", metavar="TEXT")
+    args = parser.parse_args()
+    out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    rows, complaints = [], []
-    for part in (survivable, fatal):
-        found, wrong_ones = part(out)
-        rows, complaints = rows + found, complaints + wrong_ones
-    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    if args.only:
+        rows, complaints = a_few(out, args.only)
+    else:
+        rows, complaints = [], []
+        for part in (survivable, fatal):
+            found, wrong_ones = part(out)
+            rows, complaints = rows + found, complaints + wrong_ones
+        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     for line in rows:
         print(json.dumps(line))
     for complaint in complaints:

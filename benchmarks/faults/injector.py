@@ -1,23 +1,25 @@
 """Makes one function of one process fail at a given RL step, from outside: the product has no hook for it.
 
 Every process of a run arms this when Python starts (`inject/sitecustomize.py`). A fault names a function; once its
-module is imported the function is wrapped, and a call of it in the fault's step does what the fault says instead. The
-directory `TLT_FAULTS` holds what processes have to know of each other: `plan` (names of faults, by line), `step` (the
-RL step that is going on), and `fired-NAME` (the pids that a fault has struck).
+module is imported the function is wrapped. A call of it in the fault's step, or in the first later step that has any,
+does what the fault says instead. The directory `TLT_FAULTS` holds what processes have to know of each other: `plan`
+(the step of each fault), `step` (the RL step that is going on), and `fired-NAME` (step and pid of what it has struck).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from benchmarks.faults import actions
-from benchmarks.faults.plan import BOUNDS, FAULTS, Fault
+from benchmarks.faults.plan import BOUNDS, FAULTS, SERVER_KILLED, Fault
 from verl_tlt.compat.import_hooks import when_imported
 
 DIRECTORY = "TLT_FAULTS"
@@ -26,12 +28,13 @@ DIRECTORY = "TLT_FAULTS"
 def arm() -> None:
     """Wrap what the plan's faults name, as modules arrive."""
     folder = Path(os.environ[DIRECTORY])
-    planned = set((folder / "plan").read_text().splitlines())
+    planned = json.loads((folder / "plan").read_text())
     when_imported("verl.trainer.ppo.v1.trainer_base", functools.partial(_note_steps, folder))
-    for fault in FAULTS:
+    for fault in (*FAULTS, SERVER_KILLED):
         if fault.name in planned:
             for target in fault.targets:
-                when_imported(target.partition(":")[0], functools.partial(_wrap, folder, fault, target))
+                now_due = replace(fault, step=planned[fault.name])
+                when_imported(target.partition(":")[0], functools.partial(_wrap, folder, now_due, target))
     for bound, seconds in BOUNDS.items():
         name, _, attribute = bound.partition(":")
         when_imported(name, functools.partial(_set, attribute, seconds))
@@ -74,12 +77,12 @@ def _wrap(folder: Path, fault: Fault, target: str, module: ModuleType) -> None:
 
     def strikes() -> bool:
         step = now(folder)
-        if step != fault.step:
+        if step < fault.step:
             return False
         calls[step] = calls.get(step, 0) + 1
         if not fault.first <= calls[step] < fault.first + fault.times:
             return False
-        return _claim(folder, fault, target)
+        return _claim(folder / f"fired-{fault.note(target)}", step, fault.everywhere)
 
     act: Callable[..., Any] = functools.partial(getattr(actions, fault.action), original)
 
@@ -98,15 +101,16 @@ def _wrap(folder: Path, fault: Fault, target: str, module: ModuleType) -> None:
     setattr(owner, name, wrapped)
 
 
-def _claim(folder: Path, fault: Fault, target: str) -> bool:
-    """Whether this process is the one that the fault strikes: the first, unless it strikes all."""
-    note = folder / f"fired-{fault.note(target)}"
+def _claim(note: Path, step: int, everywhere: bool) -> bool:
+    """Whether this process is one that the fault strikes in this step: the first to ask, or all of them."""
+    line = f"{step} {os.getpid()}\n"
     try:
         with note.open("x") as file:
-            file.write(f"{os.getpid()}\n")
+            file.write(line)
     except FileExistsError:
-        if not fault.everywhere and int(note.read_text().split()[0]) != os.getpid():
+        struck, pid = map(int, note.read_text().split()[:2])
+        if step != struck or (not everywhere and pid != os.getpid()):
             return False
         with note.open("a") as file:
-            file.write(f"{os.getpid()}\n")
+            file.write(line)
     return True

@@ -6,7 +6,7 @@ Pure: numbers and lines in, a verdict out.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.faults.plan import Fault
@@ -28,8 +28,8 @@ class Evidence:
     stock: Steps
     trace: RunTrace
     log: str
-    fired: Mapping[str, Sequence[int]]
-    """By file name: the pids that were struck."""
+    fired: Mapping[str, int]
+    """By file name: the step in which it struck."""
     same_weights: bool
     """The last checkpoints hold the same actor, to the bit."""
     late_request: str = ""
@@ -40,6 +40,7 @@ class Evidence:
 
 def row(fault: Fault, seen: Evidence) -> dict[str, Any]:
     """A line of `faults.json`."""
+    fault = replace(fault, step=max([seen.fired.get(fault.note(t), fault.step) for t in fault.targets]))
     return {
         "fault": fault.name,
         "survived": seen.ended and struck(fault, seen),

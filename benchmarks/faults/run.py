@@ -51,8 +51,8 @@ class FaultRun:
     steps: dict[int, dict[str, float]]
     """verl's own metrics by step."""
     log: str
-    fired: dict[str, list[int]]
-    """Files of faults that struck, with the pids."""
+    fired: dict[str, int]
+    """Files of faults that struck, with the step."""
     left: list[str] = field(default_factory=list)
     """What was still there when it had ended: processes, folders, shared memory."""
 
@@ -75,9 +75,9 @@ def run(
     for old in (target, armed):
         shutil.rmtree(old, ignore_errors=True)
         old.mkdir(parents=True)
-    (armed / "plan").write_text("\n".join(fault.name for fault in faults))
     (out / "recorded").mkdir(exist_ok=True)
-    log, env, command = out / f"{name}.log", *_command(out, target, armed, steps, tlt, save_every)
+    log, env, command = out / f"{name}.log", *_command(out, target, steps, tlt, save_every)
+    env |= arm(armed, faults)
     log.unlink(missing_ok=True)
     begin = time.time()
     tree = ProcessTree(command, env=env, log=log, cwd=target)
@@ -101,22 +101,33 @@ def run(
         seconds,
         {line["step"]: line["data"] for line in lines},
         log.read_text(errors="replace"),
-        {p.name.removeprefix("fired-"): [int(n) for n in p.read_text().split()] for p in armed.glob("fired-*")},
+        fired(armed),
         left,
     )
 
 
-def _command(
-    out: Path, target: Path, armed: Path, steps: int, tlt: bool, save_every: int
-) -> tuple[dict[str, str], list[str]]:
+def arm(folder: Path, faults: Sequence[Fault]) -> dict[str, str]:
+    """Environment of a run that these faults strike; the folder is empty, and the run's own."""
+    (folder / "plan").write_text(json.dumps({fault.name: fault.step for fault in faults}))
+    inject = Path(__file__).parent / "inject"
+    return {
+        "PYTHONPATH": os.pathsep.join([str(inject), os.environ.get("PYTHONPATH", "")]),
+        "TLT_FAULTS": str(folder),
+    }
+
+
+def fired(folder: Path) -> dict[str, int]:
+    """Notes of the faults that have struck -> the step."""
+    return {p.name.removeprefix("fired-"): int(p.read_text().split()[0]) for p in folder.glob("fired-*")}
+
+
+def _command(out: Path, target: Path, steps: int, tlt: bool, save_every: int) -> tuple[dict[str, str], list[str]]:
     built = build_assets(out / "assets", width="small", train_rows=BATCH * 64, val_rows=8)
     _take_turns(built.train)
     env = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "inject"), os.environ.get("PYTHONPATH", "")]),
         "PYTHONFAULTHANDLER": "1",
-        "TLT_FAULTS": str(armed),
         "TLT_FAULTS_RECORDED": str(out / "recorded"),
         "OUT": str(target),
         "ASSETS": str(out / "assets"),

@@ -3,6 +3,9 @@ else is short."""
 
 import pytest
 from grpo_run import TLT, Run, grpo
+from struck import STRUCK
+
+from benchmarks.faults.run import arm
 
 
 @pytest.fixture(scope="session")
@@ -14,10 +17,12 @@ def run(tmp_path_factory) -> Run:
 
 @pytest.fixture(scope="session")
 def resumed(run) -> Run:
-    """The same run, continued from its checkpoint for one more step; its engines run their workers inside, and what a
-    step costs is known from the run before."""
+    """The same run, continued from its checkpoint for three more steps, in which faults strike; its engines run their
+    workers inside, and what a step costs is known from the run before."""
     out = run.out.parent / "resumed"
     out.mkdir()
     (out / "checkpoints").symlink_to(run.out / "checkpoints")
     tables = f"tlt.speculation.costs_dir={run.out}/tables"
-    return grpo(out, run.out.parent / "assets", 5, *TLT, tables, SAVE_FREQ="-1", RESUME="auto", EXECUTOR="uni")
+    (armed := out.parent / "armed").mkdir()
+    faults = arm(armed, STRUCK)
+    return grpo(out, out.parent / "assets", 7, *TLT, tables, SAVE_FREQ="-1", RESUME="auto", EXECUTOR="uni", **faults)

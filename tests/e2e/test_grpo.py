@@ -3,7 +3,11 @@
 import json
 
 import pytest
+from struck import STRUCK
 
+from benchmarks.faults import judge
+from benchmarks.faults.plan import Fault
+from benchmarks.faults.run import fired
 from benchmarks.resume import held_by, saved
 
 pytestmark = pytest.mark.e2e
@@ -90,3 +94,21 @@ def test_resume_continues_the_drafter(run, resumed):
     )
     # A fresh random head would accept nothing in the first resumed step.
     assert resumed.steps[5]["tlt/accept_length"] > 1.25
+
+
+@pytest.mark.parametrize("fault", STRUCK, ids=lambda fault: fault.name)
+def test_a_fault_costs_no_step_and_is_counted_and_named(resumed, fault: Fault):
+    struck = fired(resumed.out.parent / "armed")
+    seen = judge.Evidence(
+        sorted(resumed.steps) == [5, 6, 7], resumed.steps, resumed.steps, resumed.trace, resumed.log, struck, True
+    )
+    assert set(judge.wrong(fault, judge.row(fault, seen), seen)) <= {"recovered"}
+    assert judge.falls_back(fault, seen)
+
+
+def test_service_recovers_from_the_faults(resumed):
+    last = resumed.steps[7]
+    assert last["tlt/drafter_off_frac"] == 0.0 and last["tlt/reload_failures"] == 0.0
+    assert last["tlt/drafter_version"] == last["tlt/drafter_version_published"]
+    assert last["tlt/accept_length"] > 1.25
+    assert last["response_length/max"] == 600.0

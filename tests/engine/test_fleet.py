@@ -3,6 +3,9 @@
 The servers are stand-ins that always agree to sleep; tests/e2e/test_leaving.py has the real ones.
 """
 
+import os
+import signal
+import threading
 import time
 from types import SimpleNamespace
 
@@ -318,6 +321,20 @@ def test_when_all_workers_die_their_successors_start_from_what_is_served(fleet):
     for name, value in before.items():
         np.testing.assert_array_equal(agreed.served[name], agreed.candidate[name])
         np.testing.assert_array_equal(agreed.initial[name], value)
+
+
+def test_a_worker_that_a_merge_waits_for_is_replaced_once(fleet, monkeypatch):
+    """The trainer's thread kills it, and the background sees it die."""
+    restarts, crew = fleet.replicas["long"].restarts, fleet.replicas["long"].crew
+    os.kill(ray.get(fleet.replicas["long"].worker.__ray_call__.remote(lambda worker: os.getpid())), signal.SIGSTOP)
+    scoring = threading.Thread(target=fleet.score, args=(3,))
+    scoring.start()
+    die = ray.kill
+    monkeypatch.setattr(ray, "kill", lambda worker: (die(worker), scoring.join(20.0)))
+    fleet.restart(["long"])
+    assert not scoring.is_alive() and fleet.replicas["long"].crew is not crew
+    assert fleet.replicas["long"].restarts == restarts + 1
+    assert_alike(fleet)
 
 
 def test_a_worker_found_dead_between_phases_is_replaced_too(fleet):

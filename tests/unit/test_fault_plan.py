@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.faults import actions, judge
 from benchmarks.faults.plan import BOUNDS, FAULTS, SERVER_KILLED, STEPS, Fault
+from benchmarks.faults.run import arm
 from verl_tlt.report.reader import RunTrace
 from verl_tlt.trace.events import Session
 
@@ -63,7 +64,7 @@ def seen(**changes):
     """A run that went as it should."""
     steps = {step: {**metrics, "tlt/spot_failures": float(step == 2)} for step, metrics in STOCK.items()}
     trace = RunTrace(ROOT, sessions=[session(2, steps=0, error="out of luck"), session(3)])
-    good = judge.Evidence(True, steps, STOCK, trace, "out of luck", {"spot-worker-raising-f": [7]}, same_weights=True)
+    good = judge.Evidence(True, steps, STOCK, trace, "out of luck", {"spot-worker-raising-f": 2}, same_weights=True)
     return dataclasses.replace(good, **changes)
 
 
@@ -71,6 +72,11 @@ def test_a_run_that_went_as_it_should_is_told_so():
     row = judge.row(FAULT, seen())
     assert list(row) == KEYS and list(row.values())[1:] == [True, True, True, "tlt/spot_failures"]
     assert judge.wrong(FAULT, row, seen()) == []
+
+
+def test_a_fault_that_struck_late_is_judged_from_there_on():
+    late = seen(fired={"spot-worker-raising-f": 3})
+    assert "recovered" in judge.wrong(FAULT, judge.row(FAULT, late), late), "its only good session was in that step"
 
 
 @pytest.mark.parametrize(
@@ -111,9 +117,24 @@ for step in (2, 3, 4):
 """
 
 
-def test_a_fault_strikes_one_call_of_its_step(tmp_path):
-    (tmp_path / "plan").touch()
+@pytest.mark.parametrize(("steps", "struck"), [("(2, 3, 4)", 3), ("(2, 5, 6)", 5)], ids=["in time", "later"])
+def test_a_fault_strikes_one_call_of_its_step_or_of_the_next_that_has_any(tmp_path, steps, struck):
+    (tmp_path / "plan").write_text("{}")
     env = {**os.environ, "TLT_FAULTS": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", INJECTED], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["armed", "3 1 a fault was injected"]
-    assert len((tmp_path / "fired-a-fault-count").read_text().split()) == 1
+    done = subprocess.run(
+        [sys.executable, "-c", INJECTED.replace("(2, 3, 4)", steps)],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["armed", f"{struck} 1 a fault was injected"]
+    assert (tmp_path / "fired-a-fault-count").read_text().split()[0] == str(struck)
+
+
+def test_every_fault_of_a_plan_is_armed_as_python_starts(tmp_path):
+    faults = (*FAULTS, SERVER_KILLED)
+    modules = "from verl_tlt.compat.import_hooks import _FINDER; print(*_FINDER.callbacks)"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)} | arm(tmp_path, faults)
+    done = subprocess.run([sys.executable, "-c", modules], env=env, capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) >= {t.partition(":")[0] for fault in faults for t in fault.targets}

@@ -300,15 +300,15 @@ class RayFleet:
         changes would be measured from another version than theirs. Without others it starts from what was published
         last, which is what the engines serve.
         """
-        for name in names:
-            for worker in self.replicas[name].crew.values():
-                ray.kill(worker)
         others = {who: w for name, r in self.replicas.items() if name not in names for who, w in r.crew.items()}
         one = min(others, key=self._starts, default=None)  # rather one that is up
         for name in names:
             replica = self.replicas[name]
             agreed = others[one].agreed.remote() if one is not None else None
-            replica.crew = self._new_crew(replica, agreed, None if others else self._published)
+            # In its place before it dies: another thread that waits for it must not replace it once more.
+            gone, replica.crew = replica.crew, self._new_crew(replica, agreed, None if others else self._published)
+            for worker in gone.values():
+                ray.kill(worker)
             now = time.monotonic()
             self._starting |= {who: (worker.__ray_ready__.remote(), now) for who, worker in replica.crew.items()}
             replica.restarts += 1

@@ -243,6 +243,7 @@ class SamplingWatch:
         self.fleet.restart(names)
         error = f"did not stop within {stop_timeout_s} s and was killed"
         for name in names:
+            logger.warning("spot training on %s failed: it %s", name, error)
             _, begin = self._running.pop(name)
             self.planner.failed(name, time.time())
             self._report.killed.append(name)
