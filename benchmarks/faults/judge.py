@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.faults.plan import Fault
+from benchmarks.faults.plan import FAULTS, Fault
 from verl_tlt.report.reader import RunTrace
 
 Steps = Mapping[int, Mapping[str, float]]
@@ -40,7 +40,7 @@ class Evidence:
 
 def row(fault: Fault, seen: Evidence) -> dict[str, Any]:
     """A line of `faults.json`."""
-    fault = replace(fault, step=max([seen.fired.get(fault.note(t), fault.step) for t in fault.targets]))
+    fault = replace(fault, step=struck_in(fault, seen))
     return {
         "fault": fault.name,
         "survived": seen.ended and struck(fault, seen),
@@ -76,12 +76,19 @@ def same_updates(seen: Evidence) -> bool:
     return same and seen.same_weights
 
 
+def struck_in(fault: Fault, seen: Evidence) -> int:
+    """The step in which the last of its functions failed."""
+    return max(seen.fired.get(fault.note(target), fault.step) for target in fault.targets)
+
+
 def counter(fault: Fault, seen: Evidence) -> str | None:
-    """The metric that counted the fault, if it did within two steps."""
+    """The metric that counted the fault, if it did before another fault struck that it counts, too."""
     if not fault.counter:
         return None
     before = _value(seen.steps, fault.step - 1, fault.counter) if fault.counter.startswith("tlt/errors") else 0.0
-    steps = range(max(1, fault.step), fault.step + 4)
+    others = [struck_in(other, seen) for other in FAULTS if other.counter == fault.counter and struck(other, seen)]
+    end = min([step for step in others if step > fault.step], default=max(seen.steps) + 1)
+    steps = range(max(1, fault.step), end)
     return fault.counter if any(_value(seen.steps, step, fault.counter) > before for step in steps) else None
 
 

@@ -79,6 +79,15 @@ def test_a_fault_that_struck_late_is_judged_from_there_on():
     assert "recovered" in judge.wrong(FAULT, judge.row(FAULT, late), late), "its only good session was in that step"
 
 
+def test_what_counts_another_fault_does_not_count_this_one():
+    other = next(fault for fault in judge.FAULTS if fault.counter == FAULT.counter)
+    counted = {**STOCK, 3: {**STOCK[3], FAULT.counter: 1.0}}
+    fired = {"spot-worker-raising-f": 2}
+    assert judge.row(FAULT, seen(steps=counted, fired=fired))["counter"], "late, and nobody else's"
+    fired |= {other.note(target): 3 for target in other.targets}
+    assert not judge.row(FAULT, seen(steps=counted, fired=fired))["counter"]
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
