@@ -17,7 +17,7 @@ def run(tmp_path_factory) -> Run:
 
 @pytest.fixture(scope="session")
 def resumed(run) -> Run:
-    """The same run, continued from its checkpoint for three more steps, in which faults strike; its engines run their
+    """The same run, continued from its checkpoint for four more steps, in which faults strike; its engines run their
     workers inside, and what a step costs is known from the run before."""
     out = run.out.parent / "resumed"
     out.mkdir()
@@ -25,4 +25,4 @@ def resumed(run) -> Run:
     tables = f"tlt.speculation.costs_dir={run.out}/tables"
     (armed := out.parent / "armed").mkdir()
     faults = arm(armed, STRUCK)
-    return grpo(out, out.parent / "assets", 7, *TLT, tables, SAVE_FREQ="-1", RESUME="auto", EXECUTOR="uni", **faults)
+    return grpo(out, out.parent / "assets", 8, *TLT, tables, SAVE_FREQ="-1", RESUME="auto", EXECUTOR="uni", **faults)

@@ -5,9 +5,8 @@ import dataclasses
 from benchmarks.faults.plan import FAULTS
 
 STEPS = {
-    "drafter file truncated between staging and load": 5,
+    "drafter file truncated between staging and load": 6,
     "spot worker killed (SIGKILL) in mid-session": 6,
-    "a server raising in tlt_stats": 6,
     "the balancer losing a replica": 7,
 }
 STRUCK = [dataclasses.replace(fault, step=STEPS[fault.name]) for fault in FAULTS if fault.name in STEPS]

@@ -100,14 +100,14 @@ def test_resume_continues_the_drafter(run, resumed):
 def test_a_fault_costs_no_step_and_is_counted_and_named(resumed, fault: Fault):
     struck = fired(resumed.out.parent / "armed")
     seen = judge.Evidence(
-        sorted(resumed.steps) == [5, 6, 7], resumed.steps, resumed.steps, resumed.trace, resumed.log, struck, True
+        sorted(resumed.steps) == [5, 6, 7, 8], resumed.steps, resumed.steps, resumed.trace, resumed.log, struck, True
     )
     assert set(judge.wrong(fault, judge.row(fault, seen), seen)) <= {"recovered"}
     assert judge.falls_back(fault, seen)
 
 
 def test_service_recovers_from_the_faults(resumed):
-    last = resumed.steps[7]
+    last = resumed.steps[8]
     assert last["tlt/drafter_off_frac"] == 0.0 and last["tlt/reload_failures"] == 0.0
     assert last["tlt/drafter_version"] == last["tlt/drafter_version_published"]
     assert last["tlt/accept_length"] > 1.25
