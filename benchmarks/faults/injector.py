@@ -12,6 +12,7 @@ import functools
 import inspect
 import json
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -104,13 +105,16 @@ def _wrap(folder: Path, fault: Fault, target: str, module: ModuleType) -> None:
 def _claim(note: Path, step: int, everywhere: bool) -> bool:
     """Whether this process is one that the fault strikes in this step: the first to ask, or all of them."""
     line = f"{step} {os.getpid()}\n"
+    scratch = note.with_name(f"{os.getpid()}-{threading.get_ident()}-{note.name}")
+    scratch.write_text(line)
     try:
-        with note.open("x") as file:
-            file.write(line)
+        os.link(scratch, note)  # whole, or not there
     except FileExistsError:
         struck, pid = map(int, note.read_text().split()[:2])
         if step != struck or (not everywhere and pid != os.getpid()):
             return False
         with note.open("a") as file:
             file.write(line)
+    finally:
+        scratch.unlink()
     return True
