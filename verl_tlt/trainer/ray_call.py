@@ -40,5 +40,9 @@ def answer(reference: Any, timeout_s: float) -> Any:
         raise CallFailed(f"no answer within {timeout_s:.0f} s", silent=True) from error
     except ray.exceptions.RayError as error:
         last = (str(error).strip().splitlines() or [""])[-1]
-        died = isinstance(error, ray.exceptions.RayActorError)
-        raise CallFailed(f"{type(error).__name__}: {last}", died) from error
+        raise CallFailed(f"{type(error).__name__}: {last}", is_dead(error)) from error
+
+
+def is_dead(error: Exception) -> bool:
+    """Whether an error means that the actor is gone, also by Ray's own memory monitor; else it raised."""
+    return isinstance(error, ray.exceptions.RayActorError | ray.exceptions.OutOfMemoryError)
