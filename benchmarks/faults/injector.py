@@ -2,7 +2,8 @@
 
 Every process of a run arms this when Python starts (`inject/sitecustomize.py`). A fault names a function; once its
 module is imported the function is wrapped. A call of it in the fault's step, or in the first later step that has any,
-does what the fault says instead. The directory `TLT_FAULTS` holds what processes have to know of each other: `plan`
+does what the fault says instead; but not before all faults of earlier steps have struck, each of which needs a step to
+be judged by. The directory `TLT_FAULTS` holds what processes have to know of each other: `plan`
 (the step of each fault), `step` (the RL step that is going on), and `fired-NAME` (step and pid of what it has struck).
 """
 
@@ -13,7 +14,7 @@ import inspect
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +25,7 @@ from benchmarks.faults.plan import BOUNDS, FAULTS, SERVER_KILLED, Fault
 from verl_tlt.compat.import_hooks import when_imported
 
 DIRECTORY = "TLT_FAULTS"
+EVERY = (*FAULTS, SERVER_KILLED)
 
 
 def arm() -> None:
@@ -31,11 +33,12 @@ def arm() -> None:
     folder = Path(os.environ[DIRECTORY])
     planned = json.loads((folder / "plan").read_text())
     when_imported("verl.trainer.ppo.v1.trainer_base", functools.partial(_note_steps, folder))
-    for fault in (*FAULTS, SERVER_KILLED):
+    for fault in EVERY:
         if fault.name in planned:
             for target in fault.targets:
-                now_due = replace(fault, step=planned[fault.name])
-                when_imported(target.partition(":")[0], functools.partial(_wrap, folder, now_due, target))
+                due = replace(fault, step=planned[fault.name])
+                before = [f.note(t) for f in EVERY if planned.get(f.name, due.step) < due.step for t in f.targets]
+                when_imported(target.partition(":")[0], functools.partial(_wrap, folder, due, target, before))
     for bound, seconds in BOUNDS.items():
         name, _, attribute = bound.partition(":")
         when_imported(name, functools.partial(_set, attribute, seconds))
@@ -68,7 +71,7 @@ def now(folder: Path) -> int:
         return 0
 
 
-def _wrap(folder: Path, fault: Fault, target: str, module: ModuleType) -> None:
+def _wrap(folder: Path, fault: Fault, target: str, before: Sequence[str], module: ModuleType) -> None:
     owner: Any = module
     *path, name = target.partition(":")[2].split(".")
     for part in path:
@@ -78,7 +81,7 @@ def _wrap(folder: Path, fault: Fault, target: str, module: ModuleType) -> None:
 
     def strikes() -> bool:
         step = now(folder)
-        if step < fault.step:
+        if step < fault.step or any(_struck(folder / f"fired-{note}", step) >= step for note in before):
             return False
         calls[step] = calls.get(step, 0) + 1
         if not fault.first <= calls[step] < fault.first + fault.times:
@@ -100,6 +103,14 @@ def _wrap(folder: Path, fault: Fault, target: str, module: ModuleType) -> None:
             return act(*args, **kwargs) if strikes() else original(*args, **kwargs)
 
     setattr(owner, name, wrapped)
+
+
+def _struck(note: Path, otherwise: int) -> int:
+    """The step in which a fault struck; `otherwise`: it has not yet."""
+    try:
+        return int(note.read_text().split()[0])
+    except FileNotFoundError:
+        return otherwise
 
 
 def _claim(note: Path, step: int, everywhere: bool) -> bool:

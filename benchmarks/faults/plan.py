@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-STEPS = 38
+STEPS = 48
 """Of the long run; the last fault costs more than half a dozen of them."""
 SAVE_EVERY = 10
 BOUNDS = {
@@ -29,8 +29,8 @@ class Fault:
     name: str
     """As `faults.json` calls it."""
     step: int
-    """RL step in which it strikes, or the first later one in which its functions are called; 0: while the run starts.
-    """
+    """RL step in which it strikes, or the first later one in which its functions are called and all faults of earlier
+    steps have struck; 0: while the run starts."""
     targets: tuple[str, ...]
     """Functions that fail, `module:attribute`; each once."""
     action: str

@@ -115,7 +115,7 @@ from benchmarks.faults.plan import Fault
 folder = injector.Path(os.environ["TLT_FAULTS"])
 import verl_tlt.trainer.guard as module
 fault = Fault("a fault", 3, ("verl_tlt.trainer.guard:Guard.count",), "fail", "", "", "trains", first=2)
-injector._wrap(folder, fault, fault.targets[0], module)
+injector._wrap(folder, fault, fault.targets[0], ['another'], module)
 for step in (2, 3, 4):
     (folder / "step").write_text(str(step))
     for call in range(3):
@@ -126,9 +126,14 @@ for step in (2, 3, 4):
 """
 
 
-@pytest.mark.parametrize(("steps", "struck"), [("(2, 3, 4)", 3), ("(2, 5, 6)", 5)], ids=["in time", "later"])
-def test_a_fault_strikes_one_call_of_its_step_or_of_the_next_that_has_any(tmp_path, steps, struck):
+@pytest.mark.parametrize(
+    ("steps", "other", "struck"),
+    [("(2, 3, 4)", 2, 3), ("(2, 5, 6)", 2, 5), ("(2, 3, 4)", 3, 4)],
+    ids=["in time", "later", "after another"],
+)
+def test_a_fault_strikes_one_call_of_its_step_or_of_the_next_that_has_any(tmp_path, steps, other, struck):
     (tmp_path / "plan").write_text("{}")
+    (tmp_path / "fired-another").write_text(f"{other} 1\n")
     env = {**os.environ, "TLT_FAULTS": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", INJECTED.replace("(2, 3, 4)", steps)],
