@@ -219,6 +219,8 @@ class Chain:
         finally:
             said = job.said()
             job.kill()
+        if died is not None and (target is not None or died):
+            raise RuntimeError(f"the job ended by itself with exit status {died}; see {job.log}")
         run = next((event for event in seen if isinstance(event, RunStarted)), None)
         found: dict[str, Any] = {
             "resumed_from": last,
@@ -229,11 +231,9 @@ class Chain:
             "saved": int(tracker.read_text()) if tracker.exists() else 0,
             "seconds": round(time.time() - began, 1),
         }
-        if died is not None:
-            found["ended_with"] = died
-        if resumes and (run is not None or died is not None):  # else it was killed before it had gone on
+        if resumes and run is not None:  # else it was killed before it had gone on
             found["checks"] = {"it_went_on_with_a_drafter_of_that_step": False}
-            if want is not None and run is not None:
+            if want is not None:
                 reloads = [event for event in seen if isinstance(event, Reload)]
                 found["checks"] = judge(want, past, run.step0, held_by(said), reloads)
                 found["version"] = want.version
