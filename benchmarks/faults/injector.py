@@ -2,8 +2,8 @@
 
 Every process of a run arms this when Python starts (`inject/sitecustomize.py`). A fault names a function; once its
 module is imported the function is wrapped. A call of it in the fault's step, or in the first later step that has any,
-does what the fault says instead; but not before all faults of earlier steps have struck, each of which needs a step to
-be judged by. The directory `TLT_FAULTS` holds what processes have to know of each other: `plan`
+does what the fault says instead; where an earlier fault struck late, all later ones do, so that each has the steps by
+which it is judged. The directory `TLT_FAULTS` holds what processes have to know of each other: `plan`
 (the step of each fault), `step` (the RL step that is going on), and `fired-NAME` (step and pid of what it has struck).
 """
 
@@ -14,7 +14,7 @@ import inspect
 import json
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -37,7 +37,8 @@ def arm() -> None:
         if fault.name in planned:
             for target in fault.targets:
                 due = replace(fault, step=planned[fault.name])
-                before = [f.note(t) for f in EVERY if planned.get(f.name, due.step) < due.step for t in f.targets]
+                gaps = {f: due.step - planned.get(f.name, due.step) for f in EVERY}
+                before = {f.note(t): gap for f, gap in gaps.items() if gap > 0 for t in f.targets}
                 when_imported(target.partition(":")[0], functools.partial(_wrap, folder, due, target, before))
     for bound, seconds in BOUNDS.items():
         name, _, attribute = bound.partition(":")
@@ -71,7 +72,7 @@ def now(folder: Path) -> int:
         return 0
 
 
-def _wrap(folder: Path, fault: Fault, target: str, before: Sequence[str], module: ModuleType) -> None:
+def _wrap(folder: Path, fault: Fault, target: str, before: Mapping[str, int], module: ModuleType) -> None:
     owner: Any = module
     *path, name = target.partition(":")[2].split(".")
     for part in path:
@@ -81,7 +82,9 @@ def _wrap(folder: Path, fault: Fault, target: str, before: Sequence[str], module
 
     def strikes() -> bool:
         step = now(folder)
-        if step < fault.step or any(_struck(folder / f"fired-{note}", step) >= step for note in before):
+        if step < fault.step:
+            return False
+        if any(step < _struck(folder / f"fired-{note}", otherwise=step) + gap for note, gap in before.items()):
             return False
         calls[step] = calls.get(step, 0) + 1
         if not fault.first <= calls[step] < fault.first + fault.times:

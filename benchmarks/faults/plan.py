@@ -29,8 +29,8 @@ class Fault:
     name: str
     """As `faults.json` calls it."""
     step: int
-    """RL step in which it strikes, or the first later one in which its functions are called and all faults of earlier
-    steps have struck; 0: while the run starts."""
+    """RL step in which it strikes, or the first later one in which its functions are called, as many steps after the
+    faults before it as planned; 0: while the run starts."""
     targets: tuple[str, ...]
     """Functions that fail, `module:attribute`; each once."""
     action: str

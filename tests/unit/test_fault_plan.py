@@ -115,7 +115,7 @@ from benchmarks.faults.plan import Fault
 folder = injector.Path(os.environ["TLT_FAULTS"])
 import verl_tlt.trainer.guard as module
 fault = Fault("a fault", 3, ("verl_tlt.trainer.guard:Guard.count",), "fail", "", "", "trains", first=2)
-injector._wrap(folder, fault, fault.targets[0], ['another'], module)
+injector._wrap(folder, fault, fault.targets[0], {'another': 1}, module)
 for step in (2, 3, 4):
     (folder / "step").write_text(str(step))
     for call in range(3):
