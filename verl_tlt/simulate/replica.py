@@ -79,8 +79,15 @@ class Drained:
     """Engine steps by draft length; OFF where the drafter did not run."""
     seconds_by_batch: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     """By batch, rounded down to a power of two."""
+    off_s: float = 0.0
+    """Seconds of decoding that the same tokens would have taken without the drafter."""
     drafting: bool = False
     """The drafter's pass ran."""
+
+    def saved(self) -> tuple[float, float]:
+        """(seconds that drafting saved, seconds of decoding), as the trainer's account finds them."""
+        decoding = sum(self.seconds_by_batch.values())
+        return self.off_s - decoding, decoding
 
 
 class Replica:
@@ -112,7 +119,7 @@ class Replica:
         self.control.drafting = self.worth.decide(believed.tolist())
         self.control.control(acceptance=believed.tolist())
         found = _Drain(self.spec, lengths, prompt, true, self).run()
-        self.worth.learn(self.control.stats(reset=True), self.control.drafting, believed.tolist())
+        self.worth.learn(self.control.stats(reset=True), self.control.drafting, believed.tolist(), found.saved())
         return found
 
     def _calibration(self) -> LatencyTable:
@@ -190,7 +197,8 @@ class _Drain:
             latency_s=seconds * float(rng.lognormal(0.0, self.spec.jitter)), clean=verified == max(k, 0),
         )  # fmt: skip
         control.record(record, num_generation_tokens=record.produced, num_draft_tokens=batch * verified, unix_s=0.0)
-        self._account(1.0, batch, k, verified, produced, seconds)
+        off_s = self.spec.cost.seconds(batch, kv, 0, OFF) * produced / batch
+        self._account(1.0, batch, k, verified, produced, seconds, off_s)
         self.verified = max(k, 0)
         return k
 
@@ -206,14 +214,16 @@ class _Drain:
         busy = np.clip(needed / until, 0.0, 1.0).sum()  # requests that decode, on average over the leap
         middle = max(1, round(float(busy)))
         produced = self._advance(rate * until)
-        seconds = until * self.spec.cost.seconds(middle, round(kv * middle / batch + 0.5 * produced), draft, k)
+        there = round(kv * middle / batch + 0.5 * produced)
+        seconds = until * self.spec.cost.seconds(middle, there, draft, k)
+        off_s = produced / middle * self.spec.cost.seconds(middle, there, 0, OFF)
         if self.replica is not None and seconds > 0:
             record = StepRecord(
                 batch=middle, kv_tokens=kv, drafted=k, verified=draft, num_drafts=0, num_accepted_tokens_per_pos=(),
                 produced=max(1, round(produced)), latency_s=seconds, clean=False,
             )  # fmt: skip
             self.replica.control.record(record, num_generation_tokens=record.produced, num_draft_tokens=0, unix_s=0.0)
-        self._account(until, middle, k, draft, produced, seconds)
+        self._account(until, middle, k, draft, produced, seconds, off_s)
         self.verified = draft
 
     def _retire(self) -> None:
@@ -248,9 +258,12 @@ class _Drain:
     def _prefill(self, requests: int) -> None:
         self.found.seconds += requests * self.prompt * self.spec.prefill_token_s
 
-    def _account(self, steps: float, batch: int, k: int, verified: int, produced: float, seconds: float) -> None:
+    def _account(
+        self, steps: float, batch: int, k: int, verified: int, produced: float, seconds: float, off_s: float
+    ) -> None:
         found = self.found
         found.seconds += seconds
+        found.off_s += off_s
         found.tokens += produced
         found.steps += steps
         found.steps_by_k[k] += steps
