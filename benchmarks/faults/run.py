@@ -111,7 +111,7 @@ def arm(folder: Path, faults: Sequence[Fault]) -> dict[str, str]:
     (folder / "plan").write_text(json.dumps({fault.name: fault.step for fault in faults}))
     inject = Path(__file__).parent / "inject"
     return {
-        "PYTHONPATH": os.pathsep.join([str(inject), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(inject), str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "TLT_FAULTS": str(folder),
     }
 

@@ -22,9 +22,9 @@ def compiled(monkeypatch):
 
     torch._dynamo.reset()
     counters.clear()
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)  # the tests' environment disables it
     monkeypatch.setattr(Eagle3DraftModel, "forward", torch.compile(Eagle3DraftModel.forward, backend="eager"))
-    yield Eagle3DraftModel.forward
+    with torch._dynamo.config.patch(disable=False):  # the tests' environment disables it
+        yield Eagle3DraftModel.forward
     torch._dynamo.reset()
 
 
