@@ -1,5 +1,6 @@
 """Whole RL steps with a fleet of plain objects: what the controller does at verl's hooks, and what failures cost."""
 
+import logging
 import threading
 import time
 from pathlib import Path
@@ -118,7 +119,9 @@ def test_a_publication_that_fails_costs_itself_and_nothing_else(run, method):
     assert rest_of_step(controller, fleet, 3)["tlt/drafter_version"] == 1
 
 
-def test_a_worker_that_never_stops_is_killed_after_the_bound(run):
+def test_a_worker_that_never_stops_is_killed_after_the_bound(run, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("verl_tlt"), "propagate", True)
+    caplog.set_level(logging.WARNING, logger="verl_tlt")
     controller, fleet = run(names=("a", "b", "c"))
     fill_buffers(controller, fleet)
     fleet.deaf = {"b"}
@@ -128,6 +131,7 @@ def test_a_worker_that_never_stops_is_killed_after_the_bound(run):
         began = time.time()
     assert STOP_S <= time.time() - began < STOP_S + 10.0
     assert fleet.restarts == ["b"]
+    assert f"spot training on b failed: it did not stop within {STOP_S} s" in caplog.text
     metrics = rest_of_step(controller, fleet, 2)
     assert called(fleet, "merge") == [(("c",),)], "what c learned is merged without b"
     assert metrics["tlt/spot_failures"] == 1 and metrics["tlt/drafter_version"] == 1
