@@ -330,7 +330,13 @@ def test_a_worker_that_a_merge_waits_for_is_replaced_once(fleet, monkeypatch):
     scoring = threading.Thread(target=fleet.score, args=(3,))
     scoring.start()
     die = ray.kill
-    monkeypatch.setattr(ray, "kill", lambda worker: (die(worker), scoring.join(20.0)))
+
+    def die_in_sight_of_the_merge(worker):
+        die(worker)
+        if threading.current_thread() is not scoring:
+            scoring.join(20.0)
+
+    monkeypatch.setattr(ray, "kill", die_in_sight_of_the_merge)
     fleet.restart(["long"])
     assert not scoring.is_alive() and fleet.replicas["long"].crew is not crew
     assert fleet.replicas["long"].restarts == restarts + 1
