@@ -29,7 +29,7 @@ import psutil
 
 from benchmarks.process_sizes import ObjectStore, SharedMemory, role, sizes, slope
 from benchmarks.resume import commit, machine
-from benchmarks.toy_job import SAMPLES, Job, make_assets
+from benchmarks.toy_job import FORCED, SAMPLES, Job, make_assets
 from demo.follow import Tail
 from demo.processes import interruptible
 from verl_tlt.report.reader import RunTrace, read_trace
@@ -40,6 +40,7 @@ TOLERANCE = {"memory": 0.1, "threads": 0.01, "files": 0.01, "shared_memory": 0.0
 MARGIN_S = 0.1
 STALL_S = 900.0
 STOCK = (
+    FORCED,
     "data.train_batch_size=2",
     "data.max_response_length=320",
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",

@@ -27,7 +27,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from benchmarks.toy_job import Job, make_assets
+from benchmarks.toy_job import FORCED, Job, make_assets
 from demo.processes import interruptible
 from demo.toy.assets import Assets
 from verl_tlt.drafter import fingerprint, load_training_state
@@ -38,6 +38,7 @@ from verl_tlt.trace.events import Event, LoadSample, Phase, Publish, Reload, Run
 from verl_tlt.trainer.checkpoints import CHECKPOINT
 
 OVERRIDES = (
+    FORCED,
     "data.train_batch_size=4",
     "data.max_response_length=480",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",

@@ -1,6 +1,6 @@
-"""One GRPO job of the demo's recipe on the smallest toy policy, for benchmarks that treat whole jobs badly or long.
+"""One GRPO job of the demo's recipe, for benchmarks that treat whole jobs badly, or compare many.
 
-Response lengths are forced (`demo.toy.agent`), so that a replica runs dry long before another in nearly every step.
+Response lengths can be forced (`FORCED`), so that a replica runs dry long before another in nearly every step.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from verl_tlt.trace.events import Event
 RECIPE = Path(__file__).parents[1] / "demo" / "demo_grpo.sh"
 SAMPLES = 4
 """Responses of a prompt."""
+FORCED = "actor_rollout_ref.rollout.agent.default_agent_loop=forced_length"
+"""Override of the jobs whose responses are as long as their prompts' rows say (`demo.toy.agent`)."""
 
 
 def make_assets(folder: Path, lengths: Callable[[int], Sequence[int]], rows: int = 64) -> Assets:
@@ -35,6 +37,23 @@ def make_assets(folder: Path, lengths: Callable[[int], Sequence[int]], rows: int
         row["extra_info"]["forced_lengths"] = list(lengths(index))
     pq.write_table(pa.Table.from_pylist(table), assets.train)
     return assets
+
+
+def recipe_environment(out: Path, assets: Assets, steps: int, **environment: str) -> dict[str, str]:
+    """What `demo_grpo.sh` reads, with this interpreter and without anybody's Ray cluster; `environment` wins."""
+    env = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "OUT": str(out),
+        "ASSETS": str(assets.policy.parent),
+        "POLICY": str(assets.policy),
+        "AUX_LAYERS": ",".join(map(str, assets.aux_layers)),
+        "STEPS": str(steps),
+        "DTYPE": "float32",
+        **environment,
+    }
+    env.pop("RAY_ADDRESS", None)
+    return env
 
 
 class Job:
@@ -54,24 +73,12 @@ class Job:
         self._said = self.log.stat().st_size if self.log.exists() else 0
         self._trace = TraceTail(out / "trace")
         self._trace.poll()  # what earlier jobs wrote
-        env = {
-            **os.environ,
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "OUT": str(out),
-            "ASSETS": str(assets.policy.parent),
-            "POLICY": str(assets.policy),
-            "AUX_LAYERS": ",".join(map(str, assets.aux_layers)),
-            "STEPS": str(steps),
-            "DTYPE": "float32",
-            **environment,
-        }
-        env.pop("RAY_ADDRESS", None)
+        env = recipe_environment(out, assets, steps, **environment)
         command = [
             str(RECIPE),
             "data.shuffle=False",
             f"actor_rollout_ref.rollout.n={SAMPLES}",
             f"actor_rollout_ref.rollout.agent.agent_loop_config_path={assets.agent_loop}",
-            "actor_rollout_ref.rollout.agent.default_agent_loop=forced_length",
             *overrides,
         ]
         self.tree = ProcessTree(command, env=env, log=self.log, cwd=out)

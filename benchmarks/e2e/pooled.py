@@ -1,0 +1,113 @@
+"""What the steps of all arms say together: medians, and ratios against stock with an interval. Numbers only.
+
+A step of an arm is compared with stock's step of the same turn and number, which had the same prompts. Ratios are of
+sums: all of stock's seconds over all of the arm's. Lengths are sampled, so an arm may have had more to write; the ratio
+per token divides each side by the tokens that it wrote. Its interval comes from drawing the pairs anew, 2,000 times.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+DRAWS = 2000
+COVERED = 0.95
+
+
+@dataclass(frozen=True)
+class Step:
+    """One RL step of one arm."""
+
+    turn: int
+    step: int
+    step_s: float
+    rollout_s: float
+    tokens: float
+    """Of all responses."""
+    longest: float
+    """Tokens of the longest response."""
+    reward: float
+    accept_length: float | None = None
+    saved_s: float | None = None
+    overhead_s: float | None = None
+
+
+Pairs = Sequence[tuple[Step, Step]]
+
+
+def read_step(turn: int, step: int, metrics: Mapping[str, float], responses: int) -> Step:
+    """From verl's metrics of a step with so many `responses`; what the checkpoint took is no part of its time."""
+    return Step(
+        turn=turn,
+        step=step,
+        step_s=metrics["timing_s/step"] - metrics.get("timing_s/save_checkpoint", 0.0),
+        rollout_s=metrics["timing_s/gen"],
+        tokens=metrics["response_length/mean"] * responses,
+        longest=metrics["response_length/max"],
+        reward=metrics["critic/score/mean"],
+        accept_length=metrics.get("tlt/accept_length"),
+        saved_s=metrics.get("tlt/saved_s"),
+        overhead_s=metrics.get("tlt/overhead_s"),
+    )
+
+
+def pairs(stock: Sequence[Step], arm: Sequence[Step]) -> list[tuple[Step, Step]]:
+    """(stock's step, the arm's) for every turn and number that both have."""
+    of_stock = {(step.turn, step.step): step for step in stock}
+    return [(of_stock[step.turn, step.step], step) for step in arm if (step.turn, step.step) in of_stock]
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and range."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def ratio(both: Pairs, seconds: Callable[[Step], float], per: Callable[[Step], float], seed: int = 0) -> dict[str, Any]:
+    """How many times as fast the arm is: stock's seconds over the arm's, each for what `per` counts.
+
+    Returns:
+        `pooled`, `low` and `high` (95 %), and the ratio of every pair, `each`.
+    """
+
+    def of(chosen: Pairs) -> float:
+        pace = [sum(map(seconds, side)) / sum(map(per, side)) for side in zip(*chosen, strict=True)]
+        return pace[0] / pace[1]
+
+    rng = random.Random(seed)
+    drawn = sorted(of(rng.choices(both, k=len(both))) for _ in range(DRAWS))
+    tail = round((1 - COVERED) / 2 * (DRAWS - 1))
+    return {
+        "pooled": round(of(both), 4),
+        "low": round(drawn[tail], 4),
+        "high": round(drawn[-1 - tail], 4),
+        "each": [round(of([pair]), 4) for pair in both],
+    }
+
+
+def summary(steps: Sequence[Step]) -> dict[str, Any]:
+    """One arm's figures."""
+    accepted = [step.accept_length for step in steps if step.accept_length is not None]
+    saved = [step.saved_s for step in steps if step.saved_s is not None]
+    return {
+        "step_s": spread([step.step_s for step in steps]),
+        "rollout_s": spread([step.rollout_s for step in steps]),
+        "train_s": spread([step.step_s - step.rollout_s for step in steps]),
+        "tok_per_s": spread([step.tokens / step.rollout_s for step in steps]),
+        "accept_length": round(statistics.median(accepted), 4) if accepted else None,
+        "saved_s": round(sum(saved), 2) if saved else None,
+        "reward": [round(step.reward, 4) for step in steps],
+    }
+
+
+def ratios(stock: Sequence[Step], arm: Sequence[Step]) -> dict[str, Any]:
+    """Rollout and whole step against stock, by step and by token."""
+    both = pairs(stock, arm)
+    return {
+        "rollout": ratio(both, lambda s: s.rollout_s, lambda s: 1.0),
+        "rollout_per_token": ratio(both, lambda s: s.rollout_s, lambda s: s.tokens),
+        "e2e": ratio(both, lambda s: s.step_s, lambda s: 1.0),
+        "e2e_per_token": ratio(both, lambda s: s.step_s, lambda s: s.tokens),
+    }
