@@ -8,7 +8,7 @@ STAMP := $(VENV)/.setup-done
 # One thread per process: engines, trainers and workers that spin against each other cost 10-60x.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup wheel test test-all test-fast lint contract recipes-check test-faults demo demo-compare bench-control clean distclean
+.PHONY: help setup wheel test test-all test-fast lint contract recipes-check test-faults demo demo-compare bench bench-control clean distclean
 
 help:
 	@echo "make demo           GRPO on the toy task with TLT, a line per step, pictures in demo-out/"
@@ -19,6 +19,7 @@ help:
 	@echo "make contract       what verl-tlt relies on, in every verl and vLLM release it supports (downloads 300 MB)"
 	@echo "make recipes-check  every recipe composed, judged, and run scaled down (about a quarter of an hour)"
 	@echo "make test-faults    real runs in which parts of TLT fail, and what that cost them (half an hour)"
+	@echo "make bench          stock verl, vLLM's speculation and TLT, nine arms in turns (two hours)"
 	@echo "make bench-control  draft-length policies against oracles and on a real engine"
 	@echo "make wheel          what would be released, in dist/"
 	@echo "make setup          only the virtual environment"

@@ -1,8 +1,8 @@
-"""Writes docs/configuration.md and docs/api.md: `python docs/generate.py`.
+"""Writes docs/configuration.md, docs/api.md and the tables of docs/results.md: `python docs/generate.py`.
 
 The settings come from the dataclasses in verl_tlt/config.py, and the interface from the docstrings of what
 verl_tlt/drafter exports, so that no page can differ from the code (tests/unit/test_docs.py compares). What concerns
-several keys at once is in `NOTES`.
+several keys at once is in `NOTES`. Tables of figures are made by tables.py.
 
 mkdocs loads this file too, as a hook (mkdocs.yml): pages link to source files, which a built site does not hold.
 """
@@ -255,6 +255,9 @@ def _yaml(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    for page, text in ((PAGE, render()), (API_PAGE, render_api())):
+    import tables  # beside this file
+
+    results = tables.render(tables.PAGE.read_text())
+    for page, text in ((PAGE, render()), (API_PAGE, render_api()), (tables.PAGE, results)):
         page.write_text(text)
         print(f"{page.name} written")

@@ -23,8 +23,17 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tests" / "README.
 
 @pytest.fixture(scope="module")
 def generate():
-    """docs/generate.py, which is no package."""
-    spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
+    return beside_the_pages("generate")
+
+
+@pytest.fixture(scope="module")
+def tables():
+    return beside_the_pages("tables")
+
+
+def beside_the_pages(name):
+    """A file of docs/, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -67,6 +76,26 @@ def test_the_interface_page_is_the_generated_one_and_has_every_name(generate):
     page = generate.API_PAGE.read_text()
     assert page == generate.render_api(), "run `python docs/generate.py`"
     assert set(re.findall(r"^### (\w+)$", page, re.MULTILINE)) == set(drafter.__all__) - {"DrafterError"}
+
+
+def test_the_tables_of_results_are_those_of_the_files(tables):
+    page = tables.PAGE.read_text()
+    assert page == tables.render(page), "run `python docs/generate.py`"
+    assert set(re.findall(r"<!-- table: (\w+) -->", page)) == set(tables.TABLES)
+
+
+def test_a_figure_that_differs_from_its_file_is_seen(tables):
+    page = tables.PAGE.read_text()
+    for block in tables.BLOCK.finditer(page):
+        cell = re.findall(r"\d", block[2])[-1]
+        wrong = (str((int(cell) + 1) % 10)).join(block[2].rsplit(cell, 1))
+        assert tables.render(page.replace(block[2], wrong, 1)) == page
+
+
+def test_every_file_of_results_is_named_in_the_list(tables):
+    named = set(re.findall(r"benchmarks/results/(\w+)\.json\)", tables.PAGE.read_text()))
+    study = {"drafter_study_costs"}  # on the study's own page
+    assert {path.stem for path in tables.FILES.glob("*.json")} - study == named
 
 
 def test_every_setting_of_the_yaml_is_on_the_settings_page():

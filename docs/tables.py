@@ -1,0 +1,310 @@
+"""The tables of docs/results.md, made from the files in benchmarks/results/: `python docs/generate.py` writes them.
+
+A table stands in the page between `<!-- table: NAME -->` and `<!-- end -->`, NAME being a function here. What is in
+between is replaced, so that no figure in a table can differ from the file that it is of (tests/unit/test_docs.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+PAGE = Path(__file__).parent / "results.md"
+FILES = Path(__file__).parents[1] / "benchmarks" / "results"
+BLOCK = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
+
+
+def load(name: str) -> Any:
+    """What a benchmark kept."""
+    return json.loads((FILES / f"{name}.json").read_text())
+
+
+def rows(head: Sequence[str], body: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+
+    def line(cells: Sequence[object]) -> str:
+        return "|" + "|".join(f" {cell} " if str(cell) else " " for cell in cells) + "|\n"
+
+    return line(head) + "|" + "---|" * len(head) + "\n" + "".join(map(line, body))
+
+
+def percent(share: float, digits: int = 0) -> str:
+    """A difference, with its sign; none where it is nothing at these digits."""
+    return re.sub(r"^[+-](0(\.0+)?)$", r"\1", f"{100 * share:+.{digits}f}")
+
+
+def same_tokens() -> str:
+    """Step by step, both pairs."""
+    found = load("same_tokens")
+
+    def of(step: dict[str, float]) -> list[str]:
+        return [
+            f"{step['stock_rollout_s']:.1f} s",
+            f"{step['rollout_s']:.1f} s",
+            f"{step['accept_length']:.2f}",
+            f"{step['rollout_ratio']:.2f}x",
+        ]
+
+    both = zip(found["fresh"]["steps"], found["warm"]["steps"], strict=True)
+    body = [[fresh["step"], *of(fresh), *of(warm)] for fresh, warm in both]
+    medians = [f"{found[name]['rollout_ratio']['median']:.2f}x" for name in ("fresh", "warm")]
+    head = [
+        "step",
+        *("stock", "from scratch", "accept length", "ratio"),
+        *("stock", "trained", "accept length", "ratio"),
+    ]
+    return rows(head, [*body, ["median", "", "", "", medians[0], "", "", "", medians[1]]])
+
+
+def control_by_batch() -> str:
+    """OFF and K=0 against an engine without a drafter."""
+    found = load("control")["cost_vs_stock_by_batch"]
+    body = [
+        [batch, f"{percent(of['off_over_stock'] - 1)} %", f"{percent(of['k0_over_stock'] - 1)} %"]
+        for batch, of in found.items()
+    ]
+    return rows(("batch", "OFF", "K=0"), body)
+
+
+def clusters() -> str:
+    """The paper's, simulated."""
+    found = load("simulator")["paper"]
+    body = [
+        [
+            f"{row['model']}, {row['nodes']} node{'s' * (row['nodes'] > 1)}",
+            f"{row['paper_step']:.2f}",
+            f"{row['theirs']['step']:.2f}",
+            f"{row['ours']['step']:.2f}",
+            f"{100 * row['rollout_share']:.0f} %",
+        ]
+        for row in found["clusters"]
+    ]
+    case = found["case_study"]
+    last = ["case study: rollout of 128 requests on one engine, 32B", case["paper"], f"{case['theirs']:.2f}", "", ""]
+    return rows(
+        ("", "paper", "its rule, simulated", "our control, chains of up to 7", "rollout's share"), [*body, last]
+    )
+
+
+def control_plane() -> str:
+    """By the number of replicas."""
+    found = load("control_plane")
+    keys = ("critical_path_ms", "look_ms", "trace_kb_per_step", "memory_peak_kb", "memory_left_kb_per_step")
+    body = []
+    for row in found["rows"]:
+        step, look, trace, peak, left = (row[key] for key in keys)
+        times = [f"{step:.2g} ms", f"{look:.{1 if look < 9.95 else 0}f} ms"]
+        sizes = [f"{trace:.0f} KB", f"{peak / 1000:.1f} MB", f"{left:.0f} KB" if left >= 0.5 else "none"]
+        body.append([f"{row['replicas']:,}", *times, *sizes])
+    grows = ["grows as replicas to the", *(f"{found['exponents'][key]:.2f}" for key in keys[:4]), ""]
+    head = ("Replicas", "the trainer's thread, all hooks", "one look at the fleet", "trace", "memory at its peak",
+            "left behind by a step")  # fmt: skip
+    return rows(head, [*body, grows])
+
+
+def tap() -> str:
+    """What capturing costs a forward."""
+    found = load("tap")
+    figures = found["figures"]
+    names = {"without a tap": "without a tap", "nothing chosen": "nothing chosen", "a quarter chosen": "{} tokens",
+             "everything chosen": "all"}  # fmt: skip
+    body = []
+    for key, name in names.items():
+        of, own = figures[key], ["", ""]
+        if key != "without a tap":
+            own = [
+                f"{of['tap_ms']:.1f} ms" if of["tap_ms"] else "0",
+                f"{of['mb_kept']:.1f} MB" if of["mb_kept"] else "0",
+            ]
+        body.append([name.format(of["tokens_kept"]), f"{of['forward_ms']:.0f} ms", *own])
+    return rows((f"of {found['tokens']} tokens", "forward", "the tap's own part", "kept"), body)
+
+
+def merging() -> str:
+    """Three seeds of each session."""
+    keys = ("merged_vs_better_alone", "merged_vs_one_with_all_tokens", "merged_unequal_vs_better_alone")
+    body = []
+    for length in load("drafter_merging"):
+        for number in range(len(length["seeds"][0]["sessions"])):
+            sessions = [seed["sessions"][number] for seed in length["seeds"]]
+            cells = [f"{', '.join(percent(s[key]['mean'], 1) for s in sessions)} %" for key in keys]
+            if all(not any(s[keys[2]].values()) for s in sessions):
+                cells[2] = "0 (left out)"
+            body.append([f"{length['micro_batches']}, {number + 1}", *cells])
+    return rows(
+        ("Micro-batches, session", "merged against the better one alone", "merged against one worker with all tokens",
+         "unequal: against the longer one alone"), body,
+    )  # fmt: skip
+
+
+def merge_tree() -> str:
+    """One worker's share."""
+    found = load("merge_tree")
+    hand_in, join, adopt, whole = (
+        found[key] for key in ("hand_in_s", "join_s_per_level", "adopt_s", "critical_path_s")
+    )
+    body = [
+        ["hand in: the change in 16 bits, in eight slices (two threads)", hand_in, 1],
+        ["the tree: two levels, on each an average of one slice of eight workers", join, found["levels"]],
+        ["adopt: the new version, and the live parameters with it (two threads)", adopt, 1],
+    ]
+    body = [[what, *(f"{f'{n} x ' * (n > 1)}{took[clock]:.2f} s" for clock in took)] for what, took, n in body]
+    body.append(["**together**", f"**{whole['clock']:.2f} s**", f"{whole['cpu']:.2f} s"])
+    return rows(("", "by the clock", "CPU"), body)
+
+
+def packing() -> str:
+    """Packed over padded."""
+    found = load("drafter_packing")["ratios"]
+    body = []
+    best = max(found, key=lambda key: median(found[key]))
+    for name, ratios in found.items():
+        budget, group = re.findall(r"\d+", name)
+        middle = f"{median(ratios):.2f}x"
+        shown = f"**{middle}**" if name == best else middle
+        body.append([f"{budget} rows", f"{group} sequences", f"{shown} ({min(ratios):.2f} to {max(ratios):.2f})"])
+    return rows(("packed batch", "padded group", "samples a second, packed over padded: median (min to max)"), body)
+
+
+def study() -> str:
+    """Frozen and online, by where the drafter starts."""
+    body = []
+    for name, of in load("drafter_study")["summary"].items():
+        if name not in ("random", "generic", "in_domain"):
+            continue
+
+        def gain(key: str, of: dict[str, Any] = of) -> str:
+            found = of[f"online_vs_frozen_accept_length_{key}"]
+            digits = 1 if abs(found["mean"]) < 0.1 else 0
+            low, high = percent(found["low"], digits), percent(found["high"], digits)
+            return f"{percent(found['mean'], digits)} % ({low} to {high} %)"
+
+        seconds = " / ".join(f"{of[f'{arm}_rollout_s_total']:.0f}" for arm in ("none", "frozen", "online"))
+        lengths = [f"{of[f'{arm}_last20']:.2f}" for arm in ("frozen", "online")]
+        body.append([name.replace("_", "-"), *lengths, gain("last20"), gain("all"), f"{seconds} s"])
+    return rows(
+        ("Start", "accept length, last 20 steps: frozen", "online", "online against frozen, last 20", "all 100 steps",
+         "rollout, model: none / frozen / online"), body,
+    )  # fmt: skip
+
+
+def oracles() -> str:
+    """Every policy's worst and median replay."""
+    found = load("control")
+    replays, detail = found["replay"], found["replay_detail"]
+    steady = [r for r in replays if detail[r["name"]]["stationary"]]
+
+    def scores(name: str, of: Sequence[dict[str, Any]] = replays) -> list[float]:
+        return [r["policies"][name]["pct_of_oracle"] for r in of]
+
+    def seeds(of: Sequence[dict[str, Any]]) -> list[float]:
+        others = [s["pct_of_oracle"] for r in of for s in detail[r["name"]]["goodput_other_seeds"]]
+        return [*scores("goodput", of), *others]
+
+    def row(name: str, values: Sequence[float], calm: Sequence[float] = ()) -> list[str]:
+        stationary = f" (stationary costs: {min(calm):.2f})" if calm else ""
+        return [name, f"{min(values):.1f}{stationary}", f"{median(values):.1f}"]
+
+    best_single = [r["policies"][detail[r["name"]]["O1"]]["pct_of_oracle"] for r in replays]
+    body = [
+        row("`goodput`", scores("goodput"), scores("goodput", steady)),
+        row("`goodput`, five seeds of each replay", seeds(replays), seeds(steady)),
+        row("`goodput`, told nothing at its start", [detail[r["name"]]["cold_pct"] for r in replays]),
+        row("best K per range of batch sizes, in hindsight (O2)", [detail[r["name"]]["O2_pct"] for r in replays]),
+        row("best single K, in hindsight (O1)", best_single),
+        row("`ema`", scores("ema")),
+        row("`bandit`", scores("bandit" if "bandit" in replays[0]["policies"] else "beg")),
+        row("`table`, told the true costs and the first acceptance", scores("table")),
+    ]
+    return rows(("", "worst", "median"), body)
+
+
+def objectives() -> str:
+    """Accept length by objective, beside the paper's."""
+    paper = {"eagle": "6.53, 1x", "hass": "6.67, 3x", "eagle3": "6.83, 7x"}
+    body = []
+    for name, of in load("drafter_objectives")["objectives"].items():
+        taus = [f"{mean(seed['accept_length'][str(k)] for seed in of['seeds']):.2f}" for k in (1, 3, 7)]
+        shown = f"`{name}`{' (default)' if name == 'hass' else ''}"
+        cost = f"{of['cpu_seconds_per_step']:.2f}"
+        body.append([shown, of["passes"], cost, " / ".join(taus), f"{mean(of['at_equal_cost']):.2f}", paper[name]])
+    return rows(
+        ("Objective", "Draft positions unrolled", "CPU seconds per step", "Accept length at K=1 / 3 / 7",
+         "At equal cost (K=7)", "Paper, Table 7: accept length, cost"), body,
+    )  # fmt: skip
+
+
+def drain() -> str:
+    """Who chooses K, on a real engine."""
+    found = load("control")
+    detail, by_run = found["drain_detail"], found["drain_detail"]["tok_per_s_by_run"]
+    ours, body = detail["final"]["goodput"]["tok_per_s_by_run"], []
+    for name, speeds in by_run.items():
+        over = sorted(a / b for a, b in zip(speeds, by_run["off"], strict=True))
+        theirs = detail["final"].get(name, {}).get("tok_per_s_by_run")
+        met = sorted(a / b for a, b in zip(ours, theirs, strict=True)) if theirs and name != "goodput" else []
+        worth = detail["worth_pct"].get(name)
+        body.append(
+            [
+                DRAIN.get(name) or name.replace("fixed-", "fixed K="),
+                f"{min(speeds):.0f}{', ' if len(speeds) == 2 else ' to '}{max(speeds):.0f}",
+                "" if name == "off" else f"{over[0]:.2f}x, {over[-1]:.2f}x",
+                f"{median(met):.2f}x ({met[0]:.2f} to {met[-1]:.2f})" if met else "",
+                f"{worth:.1f}" if worth else "",
+            ]
+        )
+    return rows(
+        ("chosen by", "tokens a second", "over off", "in the final, goodput over it: median (range)",
+         "K, in % of the best at every step"), body,
+    )  # fmt: skip
+
+
+DRAIN = {"beg": "`bandit`", "bandit": "`bandit`", "ema": "`ema`", "goodput": "`goodput`",
+         "table": "vLLM's table, told goodput's calibration"}  # fmt: skip
+
+
+def residuals() -> str:
+    """The simulator against what was measured."""
+    found = load("simulator")
+    steps, tokens, drained = found["steps"]["ratio"].values(), found["same_tokens"], found["drain"]["tok_per_s"]
+    fixed = [of["ratio"] for name, of in drained.items() if name.startswith("fixed")]
+    body = [
+        [f"segments, against an engine that is stepped through token by token: {len(steps)} cases", "nothing",
+         f"{min(steps):.2f} to {max(steps):.2f}"],
+    ]  # fmt: skip
+    for name, (what, fitted) in ROLLOUTS.items():
+        of = tokens[name]
+        body.append([what, fitted, f"{of['ratio']:.2f} ({of['lowest']:.2f} to {of['highest']:.2f})"])
+    body.append(
+        ["[the drain](#draft-length-on-a-real-engine): K=1 to 7 and goodput, told the held-out acceptance",
+         "its arm without drafts, for the machine's pace",
+         f"{min(fixed):.2f} to {max(fixed):.2f}; goodput {drained['goodput']['ratio']:.2f}"]
+    )  # fmt: skip
+    return rows(("Compared", "Fitted to", "Predicted / measured"), body)
+
+
+ROLLOUTS = {
+    "stock": (
+        "seven stock rollouts [on the same tokens](#on-the-same-tokens)",
+        "these: a step beside a busy engine, one beside an idle one, a request",
+    ),
+    "stock, second pair": ("the seven of the second pair", "nothing else"),
+    "warm": ("the seven with the trained drafter, told their accept length", "nothing else"),
+    "fresh": ("the seven from scratch, likewise", "nothing else"),
+}
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    table.__name__: table
+    for table in (same_tokens, oracles, drain, residuals, clusters, control_by_batch, control_plane, tap, objectives,
+                  study, merging, merge_tree, packing)
+}  # fmt: skip
+
+
+def render(page: str) -> str:
+    """The page with its tables made anew."""
+    return BLOCK.sub(lambda block: f"<!-- table: {block[1]} -->\n{TABLES[block[1]]()}<!-- end -->", page)
