@@ -61,6 +61,8 @@ LENGTHS_S = {
     "start": 15.0, "rollout": 2.0, "session": 2.0, "merge": 0.4, "update": 1.0, "save": 0.4, "publish": 0.3, "sync": 1.0
 }  # fmt: skip
 """Longest delay after a phase's mark, seconds: about as long as the phase is on two cores."""
+LATEST = 3
+"""How many steps after its first a job is killed, at most: what is published in one step is saved in the next."""
 LIMIT_S = 900.0
 WENT_ON = re.compile(r"spot worker \S+ goes on from \S+: Resumed\((.*?)\)")
 STARTS = "TLT starts from"
@@ -68,16 +70,17 @@ STARTS = "TLT starts from"
 
 @dataclass
 class Target:
-    """When to kill: `delay_s` after the mark of `phase`, in the second step of a job or later."""
+    """When to kill: `delay_s` after the mark of `phase`, in step `later` after the job's first or in one after that."""
 
     phase: str
     delay_s: float
+    later: int = 1
     trained: bool = False
     """A replica has run dry in the present step or before."""
 
     def mark(self, event: Event, first: int) -> bool:
         """Whether `event` is the mark; `first`: the job's first step, in which nobody can train."""
-        if isinstance(event, RunStarted) or event.step <= first:
+        if isinstance(event, RunStarted) or event.step < first + self.later:
             return False
         match event:
             case LoadSample():
@@ -98,8 +101,8 @@ class Target:
 
 def draw(number: int, seed: int) -> Target:
     """The target of kill `number`, from 0 on."""
-    phase = PHASES[number % len(PHASES)]
-    return Target(phase, random.Random(f"{seed}-{number}").uniform(0.0, LENGTHS_S[phase]))
+    phase, rng = PHASES[number % len(PHASES)], random.Random(f"{seed}-{number}")
+    return Target(phase, rng.uniform(0.0, LENGTHS_S[phase]), rng.randint(1, LATEST))
 
 
 @dataclass(frozen=True)
@@ -263,7 +266,7 @@ class Chain:
             if target is None:
                 continue
             if target.phase == "publish" and isinstance(event, Phase) and event.name == "update_actor":
-                if event.step > first:
+                if event.step >= first + target.later:
                     self._wait_for(event.step)
                     time.sleep(target.delay_s)
                     return
@@ -317,6 +320,8 @@ def main() -> None:
         "kills": sum(link["killed_in"] is not None for link in chain.links),
         "resumed": len(resumed),
         "equal": sum(link["equal"] for link in resumed),
+        "of_a_trained_optimizer": sum(link.get("optimizer_steps", 0) > 0 for link in resumed),
+        "of_a_published_drafter": sum(link.get("version", 0) > 0 for link in resumed),
         "steps": chain.links[-1]["saved"],
         "drafters_without_a_policy": sorted(left - kept),
         "links": chain.links,

@@ -25,6 +25,7 @@ def load(step, **inflight):
 def test_twenty_kills_hit_every_phase_at_moments_of_their_own():
     drawn = [draw(number, seed=0) for number in range(20)]
     assert Counter(t.phase for t in drawn) == Counter(PHASES * 2)
+    assert {t.later for t in drawn} == {1, 2, 3}, "what is published in one step is saved in the next"
     assert {"save", "publish", "session", "merge"} <= {t.phase for t in drawn}
     assert len({t.delay_s for t in drawn}) == 20 and drawn == [draw(number, seed=0) for number in range(20)]
 
@@ -44,6 +45,7 @@ def test_a_phase_has_one_mark_and_not_in_a_jobs_first_step(name, event):
     target = Target(name, 0.0)
     assert target.mark(event, first=4) and not target.mark(event, first=5)
     assert not target.mark(RunStarted(t=1.0, step0=5), first=0)
+    assert not Target(name, 0.0, later=2).mark(event, first=4) and Target(name, 0.0, later=2).mark(event, first=3)
     others = [other for other in marks if other.kind != event.kind or vars(other) != vars(event)]
     assert not any(target.mark(other, first=4) for other in others if not (name == "rollout" and other.kind == "load"))
 
