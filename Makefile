@@ -69,6 +69,9 @@ demo-compare: $(STAMP)
 test-faults: $(STAMP)
 	$(BIN)/python -m benchmarks.faults
 
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.e2e --out demo-out/e2e.json
+
 bench-control: $(STAMP)
 	$(BIN)/python -m benchmarks.control
 

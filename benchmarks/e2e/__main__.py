@@ -1,6 +1,7 @@
 """RL end to end: stock verl, vLLM's own speculation and TLT, in turns, on a policy that learns.
 
-    python -m benchmarks.e2e [--rounds 3] [--steps 4] [--arms NAME ...] [--work DIR] [--out FILE]
+    python -m benchmarks.e2e --out benchmarks/results/e2e.json [--rounds 3] [--steps 4] [--arms NAME ...]
+    python -m benchmarks.e2e --forced --work demo-out/e2e-forced --out benchmarks/results/e2e_forced.json
 
 Nine arms (`arms.py`), each a run of the demo's recipe with a policy of its own that really learns, on the same prompts
 in the same order, sampled as in training. They take turns: in every round each arm goes on from its checkpoint for
@@ -11,6 +12,9 @@ them pooled, with an interval (`pooled.py`).
 
 The trained drafter was trained offline on demonstrations of the task, which are not the prompts here
 (`benchmarks.control.toy`); step costs are measured once before (`verl-tlt calibrate`), for TLT and for `vllm-table`.
+
+`--forced` makes a second table: every response has the length that its prompt's row says, on the same replica in every
+arm, so that what `tlt/saved_s` claims can be compared with what was saved.
 
 The work folder keeps what was measured: called again, the command goes on with it.
 """
@@ -88,7 +92,9 @@ class Record:
         return round(sum(logged) / len(logged), 4) if logged else None
 
 
-def result(record: Record, names: Sequence[str], rounds: int, steps: int, table: list[list[int]]) -> dict[str, Any]:
+def result(
+    record: Record, names: Sequence[str], rounds: int, steps: int, table: list[list[int]], forced: bool
+) -> dict[str, Any]:
     """What is kept of the whole."""
     found = {name: summary(record.steps(name)) for name in names}
     for name in names:
@@ -99,6 +105,7 @@ def result(record: Record, names: Sequence[str], rounds: int, steps: int, table:
         "machine": here,
         "commit": here["commit"],
         "dtype": find_dtype(),
+        "lengths": "forced" if forced else "sampled",
         "runs": rounds,
         "steps_of_a_turn": steps,
         "vllm_table": table,
@@ -113,8 +120,12 @@ def say(found: dict[str, Any]) -> None:
     for name, of in found["ratios"].items():
         arm, parts = found["arms"][name], []
         for what, ratio in of.items():
+            if what == "saved":
+                continue
             parts.append(f"{what} {ratio['pooled']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})")
         print(f"{name}: {', '.join(parts)}, accept length {arm['accept_length']}")
+        if of["saved"]:
+            print(f"  tlt/saved_s claimed {of['saved']['claimed_s']} s; shorter by {of['saved']['measured_s']} s")
 
 
 @interruptible()
@@ -124,6 +135,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="turns of every arm")
     parser.add_argument("--steps", type=int, default=4, help="of a turn, of which the first is left out")
     parser.add_argument("--arms", nargs="+", help="only these, beside stock")
+    parser.add_argument("--forced", action="store_true", help="response lengths and replicas are given")
     parser.add_argument("--toy", type=Path, default=ROOT / ".cache" / "toy", help="where the drafter is kept")
     parser.add_argument("--work", type=Path, default=Path("demo-out/e2e"))
     parser.add_argument("--out", type=Path)
@@ -146,11 +158,11 @@ def main() -> None:
             name = names[(place + turn) % len(names)]
             if record.done(name, turn):
                 continue
-            taken = take(every[name], turn, options.steps, assets, work / name)
+            taken = take(every[name], turn, options.steps, assets, work / name, options.forced)
             record.add({"arm": name, "turn": turn, **asdict(taken)})
             pace = [f"{step.rollout_s:.1f}/{step.step_s:.1f}" for step in taken.steps]
             print(f"{name}, turn {turn + 1}, {taken.seconds:.0f} s; rollout/step s: {', '.join(pace)}", flush=True)
-    found = result(record, names, options.rounds, options.steps, table)
+    found = result(record, names, options.rounds, options.steps, table, options.forced)
     say(found)
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")

@@ -90,22 +90,32 @@ def ratio(both: Pairs, seconds: Callable[[Step], float], per: Callable[[Step], f
 def summary(steps: Sequence[Step]) -> dict[str, Any]:
     """One arm's figures."""
     accepted = [step.accept_length for step in steps if step.accept_length is not None]
-    saved = [step.saved_s for step in steps if step.saved_s is not None]
     return {
         "step_s": spread([step.step_s for step in steps]),
         "rollout_s": spread([step.rollout_s for step in steps]),
         "train_s": spread([step.step_s - step.rollout_s for step in steps]),
         "tok_per_s": spread([step.tokens / step.rollout_s for step in steps]),
         "accept_length": round(statistics.median(accepted), 4) if accepted else None,
-        "saved_s": round(sum(saved), 2) if saved else None,
         "reward": [round(step.reward, 4) for step in steps],
     }
 
 
+def saved(both: Pairs) -> dict[str, float] | None:
+    """What an arm's `tlt/saved_s` claimed over the steps that had one, and by how much their rollouts were shorter."""
+    told = [(theirs, ours) for theirs, ours in both if ours.saved_s is not None]
+    if not told:
+        return None
+    return {
+        "claimed_s": round(sum(ours.saved_s or 0.0 for _, ours in told), 2),
+        "measured_s": round(sum(theirs.rollout_s - ours.rollout_s for theirs, ours in told), 2),
+    }
+
+
 def ratios(stock: Sequence[Step], arm: Sequence[Step]) -> dict[str, Any]:
-    """Rollout and whole step against stock, by step and by token."""
+    """Rollout and whole step against stock, by step and by token, and the account of `tlt/saved_s`."""
     both = pairs(stock, arm)
     return {
+        "saved": saved(both),
         "rollout": ratio(both, lambda s: s.rollout_s, lambda s: 1.0),
         "rollout_per_token": ratio(both, lambda s: s.rollout_s, lambda s: s.tokens),
         "e2e": ratio(both, lambda s: s.step_s, lambda s: 1.0),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.e2e.arms import SPECULATIVE, Arm
 from benchmarks.e2e.pooled import Step, read_step
-from benchmarks.toy_job import SAMPLES, Job
+from benchmarks.toy_job import FORCED, SAMPLES, Job
 from demo.machine import find_dtype
 from demo.toy.assets import Assets
 
@@ -35,16 +35,17 @@ class Turn:
     """Of stock verl with vLLM's speculation: vLLM's log over the whole turn."""
 
 
-def take(arm: Arm, turn: int, steps: int, assets: Assets, home: Path) -> Turn:
-    """Run turn number `turn` (from 0 on) of `arm` in its folder `home`.
+def take(arm: Arm, turn: int, steps: int, assets: Assets, home: Path, forced: bool) -> Turn:
+    """Run turn number `turn` (from 0 on) of `arm` in its folder `home`, with `forced` at given lengths and replicas.
 
     Raises:
         RuntimeError: the job failed, or wrote nothing for a quarter of an hour.
     """
     began, metrics = time.monotonic(), home / f"metrics-{turn}.jsonl"
     stats = ("actor_rollout_ref.rollout.disable_log_stats=False",) if SPECULATIVE in "".join(arm.overrides) else ()
+    given = (FORCED, f"actor_rollout_ref.rollout.router_config_path={assets.router}") if forced else ()
     job = Job(
-        home, assets, steps * (turn + 1), (*OVERRIDES, *stats, *arm.overrides),
+        home, assets, steps * (turn + 1), (*OVERRIDES, *given, *stats, *arm.overrides),
         TLT=str(int(arm.tlt)), DRAFTER=str(arm.drafter or ""), DTYPE=find_dtype(), RESUME="auto",
         SAVE_FREQ=str(steps), VERL_FILE_LOGGER_PATH=str(metrics),
     )  # fmt: skip

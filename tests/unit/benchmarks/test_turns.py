@@ -1,6 +1,7 @@
 """What the end-to-end benchmark concludes from the steps of its arms, and how it reads them."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,13 @@ def test_only_steps_that_both_have_are_compared():
     stock = [step(0, 1, 10.0), step(1, 1, 40.0)]
     arm = [step(1, 1, 20.0), step(2, 1, 1.0)]
     assert ratios(stock, arm)["rollout"]["each"] == [2.0]
+
+
+def test_what_was_claimed_to_be_saved_is_compared_where_something_was_claimed():
+    stock, arm = [step(0, n, 10.0) for n in range(3)], [step(0, n, 6.0) for n in range(3)]
+    assert ratios(stock, arm)["saved"] is None
+    told = [arm[0], replace(arm[1], saved_s=5.0), replace(arm[2], saved_s=2.0)]
+    assert ratios(stock, told)["saved"] == {"claimed_s": 7.0, "measured_s": 8.0}
 
 
 def test_the_checkpoint_of_a_turn_is_no_part_of_its_steps():
