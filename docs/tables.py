@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -296,6 +297,83 @@ ROLLOUTS = {
     "warm": ("the seven with the trained drafter, told their accept length", "nothing else"),
     "fresh": ("the seven from scratch, likewise", "nothing else"),
 }
+
+
+def resumptions() -> str:
+    """What jobs that were killed went on with, by what they were killed in."""
+    links = load("resume")["links"]
+    found: dict[str, list[bool]] = {}
+    for killed, resumed in pairwise(links):
+        if "equal" in resumed:
+            found.setdefault(killed["killed_in"], []).append(resumed["equal"])
+    body = [[KILLED[phase], len(equal), sum(equal)] for phase, equal in found.items()]
+    every = [one for equal in found.values() for one in equal]
+    return rows(("killed", "resumed", "all of one step"), [*body, ["**together**", len(every), f"**{sum(every)}**"]])
+
+
+KILLED = {
+    "start": "while it resumed", "rollout": "in a rollout", "session": "while a replica trained",
+    "merge": "in a merge", "update": "in an update", "save": "while it saved", "publish": "while it published",
+    "sync": "in a weight sync",
+}  # fmt: skip
+
+
+def growth() -> str:
+    """The steepest slope of anything, after hundreds of steps."""
+    found = load("endurance")
+    units = {"memory": "MiB", "threads": "", "files": "", "shared_memory": "", "objects": "MiB"}
+    names = {
+        "memory": "resident memory of a process", "threads": "threads of a process",
+        "files": "open files of a process", "shared_memory": "entries of /dev/shm", "objects": "Ray's object store",
+    }  # fmt: skip
+    body = []
+    for what, name in names.items():
+        of = {key: row for key, row in found["growth"]["series"].items() if key.split(" of ")[0] == what}
+        steepest = max(of, key=lambda key: of[key]["slope"])
+        row, unit = of[steepest], units[what] and f" {units[what]}"
+        whose = steepest.partition(" of ")[2].rpartition(" ")[0]
+        body.append(
+            [name, len(of), f"{found['tolerance_per_step'][what]}{unit}", f"{row['slope']:.4f}{unit}", whose,
+             f"{row['first']:g} to {row['last']:g}{unit}"]
+        )  # fmt: skip
+    return rows(("", "looked at", "may grow a step", "steepest", "of", "first to last look"), body)
+
+
+def stops() -> str:
+    """How long sessions took to stop."""
+    found = load("endurance")["stops"]
+    names = {
+        "latency_s": "stop, from the request to the answer",
+        "longest_micro_batch_s": "the session's longest micro-batch",
+        "beyond_the_longest_micro_batch_s": "the one less the other",
+    }
+    body = [[name, *(f"{1000 * found[key][q]:.0f} ms" for q in ("p50", "p99", "max"))] for key, name in names.items()]
+    return rows((f"of {found['stopped']} sessions", "p50", "p99", "longest"), body)
+
+
+def overhead() -> str:
+    """What TLT takes of a step, by phase."""
+    found = load("endurance")["overhead"]
+    body = [
+        [name.replace("_", " "), f"{1000 * of['median_s']:.0f} ms", f"{100 * of['share']:.2f} %"]
+        for name, of in found["phases"].items()
+    ]
+    whole = ["**together**", f"**{1000 * found['median_s']:.0f} ms**", f"**{100 * found['share']:.2f} %**"]
+    return rows((f"of steps of {found['median_step_s']} s", "median", "of all steps' time"), [*body, whole])
+
+
+def end_to_end() -> str:
+    """All arms against stock."""
+    found = load("e2e")
+    body = []
+    for name, of in found["ratios"].items():
+        arm, cells = found["arms"][name], []
+        for key in ("rollout", "rollout_per_token", "e2e", "e2e_per_token"):
+            cells.append(f"{of[key]['pooled']:.2f}x ({of[key]['low']:.2f} to {of[key]['high']:.2f})")
+        body.append([f"`{name}`", *cells, arm["accept_length"] or "", f"{mean(arm['reward']):.2f}"])
+    stock = found["arms"]["stock"]
+    body.append(["`stock`", *[""] * 5, f"{mean(stock['reward']):.2f}"])
+    return rows(("", "rollout", "per token", "step", "per token", "accept length", "reward"), body)
 
 
 TABLES: dict[str, Callable[[], str]] = {

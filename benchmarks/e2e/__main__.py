@@ -53,7 +53,8 @@ def calibrate(work: Path, assets: Assets, drafter: Path) -> Path:
     """Folder with what engine steps cost here; measured unless it was before."""
     costs = work / "costs"
     if not list(costs.glob("*.json")):
-        command = [sys.executable, "-m", "verl_tlt.cli", "calibrate", str(RECIPE), "--cpu", "--out", str(costs)]
+        recipe = [str(RECIPE), f"tlt.speculation.max_draft_length={LONGEST_DRAFT}"]
+        command = [str(Path(sys.executable).parent / "verl-tlt"), "calibrate", *recipe, "--cpu", "--out", str(costs)]
         env = recipe_environment(work / "calibration", assets, 1, TLT="1", DRAFTER=str(drafter), DTYPE=find_dtype())
         subprocess.run(command, env=env, cwd=ROOT, check=True)
     return costs
