@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -301,12 +300,14 @@ ROLLOUTS = {
 
 def resumptions() -> str:
     """What jobs that were killed went on with, by what they were killed in."""
-    links = load("resume")["links"]
     found: dict[str, list[bool]] = {}
-    for killed, resumed in pairwise(links):
-        if "equal" in resumed:
-            found.setdefault(killed["killed_in"], []).append(resumed["equal"])
-    body = [[KILLED[phase], len(equal), sum(equal)] for phase, equal in found.items()]
+    kills: list[str] = []
+    for link in load("resume")["links"]:
+        if "equal" in link:
+            found.setdefault(", then ".join(kills), []).append(link["equal"])
+            kills = []
+        kills.append(KILLED.get(link["killed_in"], ""))
+    body = [[killed, len(equal), sum(equal)] for killed, equal in found.items()]
     every = [one for equal in found.values() for one in equal]
     return rows(("killed", "resumed", "all of one step"), [*body, ["**together**", len(every), f"**{sum(every)}**"]])
 
