@@ -185,6 +185,22 @@ def test_idle_replicas_train_and_what_they_learned_is_published(fleet, phase):
     assert ray.get([r.server.staged.remote() for r in fleet.replicas.values()]) == [1, 1, 1]
 
 
+def test_to_ask_for_the_load_leaves_no_record_in_rays_store(fleet):
+    """It is asked many times a second, however long a run is."""
+
+    def calls():
+        return sum(event["cat"].endswith(".get_status") for event in ray.timeline())
+
+    own = fleet.balancer.get_status
+    ray.get([own.remote() for _ in range(3)])
+    for _ in range(3):
+        fleet.inflight()
+    ray.get(own.remote())
+    wait_for(lambda: calls() >= 4)
+    time.sleep(2.0)  # Ray sends them every second
+    assert calls() == 4
+
+
 def test_on_borrowed_devices_the_next_session_judges_and_its_own_work_waits(fleet):
     from verl_tlt.trainer.drafter_update import update_drafter
 

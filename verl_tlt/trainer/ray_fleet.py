@@ -131,8 +131,9 @@ class RayFleet:
     # ------------------------------------------------------------------ rollout servers and their balancer
 
     def inflight(self) -> dict[str, int]:
-        """See `Fleet`."""
-        found: dict[str, int] = answer(self.balancer.get_status.remote(), CALL_S)["servers"]
+        """See `Fleet`. Asked many times a second, so Ray keeps no record of it (else 4 KB a call)."""
+        status = self.balancer.get_status.options(enable_task_events=False).remote()
+        found: dict[str, int] = answer(status, CALL_S)["servers"]
         return found
 
     def leave(self, name: str) -> None:
