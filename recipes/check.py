@@ -69,6 +69,11 @@ MEGATRON = (
 )  # fmt: skip
 """One of verl's Megatron engine, loaded by mbridge: the Megatron-Bridge that verl names needs Python 3.12."""
 
+PIPELINE = (
+    *MEGATRON, f"{ACTOR}.megatron.tensor_model_parallel_size=1", f"{ACTOR}.megatron.pipeline_model_parallel_size=2",
+)  # fmt: skip
+"""The same, its layers dealt out to two stages."""
+
 TLT = (
     "tlt.drafter.aux_layers=[1,2,3]", "tlt.drafter.batch_tokens=256", "tlt.speculation.policy=fixed",
     "tlt.speculation.fixed=2", "tlt.speculation.calibrate=false", "tlt.buffer.min_tokens=200", "tlt.spot.settle_s=0.05",
@@ -106,7 +111,7 @@ class Recipe:
     toy: Sequence[str] = SHORT
     """Appended after all others."""
     engine: Sequence[str] = FSDP
-    """What its actor's engine needs: `FSDP` or `MEGATRON`."""
+    """What its actor's engine needs: `FSDP`, `MEGATRON` or `PIPELINE`."""
     expect: str = "tlt/accept_length"
     """A metric that the run must have logged beside `tlt/errors` = 0."""
     policy: str = "small"
@@ -124,6 +129,7 @@ RECIPES = {
         Recipe("grpo_qwen2.5_7b.sh"),
         Recipe("grpo_deepseek_r1_distill_qwen_7b.sh"),
         Recipe("dapo_qwen2.5_32b.sh", DAPO),
+        Recipe("dapo_qwen2.5_32b_megatron.sh", DAPO, engine=PIPELINE),
         Recipe("grpo_llama3.3_70b_megatron.sh", engine=MEGATRON),
         Recipe("grpo_qwen3_8b.sh"),
         Recipe("ppo_qwen3_8b.sh", CRITIC, expect="critic/vf_loss"),
