@@ -1,6 +1,7 @@
 """Recipes, unchanged and scaled down, really run: all but one that is another's run."""
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,7 +18,8 @@ from verl_tlt.report.reader import read_trace
 
 pytestmark = pytest.mark.e2e
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipes"
 LIMIT_S = 1500.0
 """Six times what a run takes on a slow machine: it ends a hang, and is not about speed."""
 
@@ -38,6 +40,14 @@ FORCED = (
 """Every response of a given length."""
 ROUTER = f"actor_rollout_ref.rollout.router_config_path={Assets.router}"
 """And on a given replica."""
+RECORDED = "TLT_FAULTS_RECORDED"
+REPLAYED = (
+    f"actor_rollout_ref.rollout.agent.agent_loop_config_path={ROOT}/benchmarks/faults/agent_loop.yaml",
+    "actor_rollout_ref.rollout.agent.default_agent_loop=replay",
+    "trainer.v1.sampler.custom_sampler.path=pkg://benchmarks.faults.replay",
+    "trainer.v1.sampler.custom_sampler.name=OrderedReplayBuffer",
+)
+"""What is trained on is recorded in the first run and the same in later ones."""
 
 
 def switch_off_after(steps: int, out: Path, done: threading.Event, said: list[str]) -> None:
@@ -170,13 +180,23 @@ def test_a_mixture_of_experts_on_one_replica(tmp_path):
     assert all(step.get("tlt/bubble_s", 0.0) < 1.0 for step in steps)
 
 
+@pytest.fixture(scope="module")
+def megatron(tmp_path_factory):
+    """(folder, overrides, steps) of a run with verl's Megatron actor over two ranks, with tensor and sequence
+    parallelism and offloading, that left a checkpoint and what it trained on. It learns so fast that a replica with
+    weights of the step before would be far off."""
+    out = tmp_path_factory.mktemp("megatron")
+    (out / "recorded").mkdir()
+    extra = [*FORCED, *REPLAYED, ROUTER, "actor_rollout_ref.actor.optim.lr=1e-4", "trainer.save_freq=3"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(RECORDED, str(out / "recorded"))
+        recipe = check.RECIPES["grpo_llama3.3_70b_megatron"]
+        yield out, extra, check.run(recipe, out, steps=4, extra=extra, timeout_s=LIMIT_S)
+
+
 @pytest.mark.heavy
-def test_a_megatron_actor(tmp_path):
-    """verl's own over two ranks, with tensor and sequence parallelism and offloading. It learns so fast that a replica
-    with weights of the step before would be far off."""
-    out, recipe = tmp_path / "megatron", check.RECIPES["grpo_llama3.3_70b_megatron"]
-    extra = [*FORCED, ROUTER, "actor_rollout_ref.actor.optim.lr=1e-4"]
-    steps = check.run(recipe, out, steps=3, extra=extra, timeout_s=LIMIT_S)
+def test_a_megatron_actor(megatron):
+    out, _, steps = megatron
     trace = read_trace(out / "trace")
     sessions = [session for session in trace.sessions if session.steps]
     assert sessions, "no bubble was trained in"
@@ -190,6 +210,38 @@ def test_a_megatron_actor(tmp_path):
     assert all(step["actor/grad_norm"] > 0.0 for step in steps), "the actor learned nothing"
     assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
     forced(out, steps)
+
+
+def same_update(one, other):
+    """Two steps trained on the same responses, with the same policy."""
+    assert one["critic/score/mean"] == other["critic/score/mean"]
+    assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=0.01)
+    assert one["actor/pg_loss"] == pytest.approx(other["actor/pg_loss"], abs=1e-3)
+
+
+@pytest.mark.heavy
+def test_fsdp2_makes_the_same_updates_of_the_same_responses(megatron, tmp_path):
+    """The recipe for FSDP2, with the loss of the one for Megatron, replays what that one recorded."""
+    _, extra, theirs = megatron
+    extra = [*extra, "actor_rollout_ref.actor.use_kl_loss=False", "trainer.save_freq=-1"]
+    ours = check.run(check.RECIPES["grpo_qwen2.5_7b"], tmp_path / "fsdp2", steps=4, extra=extra, timeout_s=LIMIT_S)
+    for one, other in zip(ours, theirs, strict=True):
+        same_update(one, other)
+
+
+@pytest.mark.heavy
+def test_a_megatron_run_goes_on_with_its_policy_and_its_drafter(megatron, tmp_path):
+    """From its third step, in a copy: the fourth is the one that it made before, the fifth is new."""
+    before, extra, steps = megatron
+    out = tmp_path / "resumed"
+    shutil.copytree(before, out, ignore=shutil.ignore_patterns("trace", "recorded"))
+    (out / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("3")
+    recipe = check.RECIPES["grpo_llama3.3_70b_megatron"]
+    again, new = check.run(recipe, out, steps=5, extra=extra, timeout_s=LIMIT_S, done=3)
+    same_update(again, steps[3])
+    assert max(step["training/rollout_probs_diff_max"] for step in (again, new)) < 1e-4
+    saved = json.loads((out / "checkpoints/global_step_3/tlt_drafter/provenance.json").read_text())
+    assert saved["policy_step"] == 3 and read_trace(out / "trace").reloads[0].version == saved["version"] >= 1
 
 
 @pytest.mark.heavy
