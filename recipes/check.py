@@ -71,8 +71,9 @@ MEGATRON = (
 
 PIPELINE = (
     *MEGATRON, f"{ACTOR}.megatron.tensor_model_parallel_size=1", f"{ACTOR}.megatron.pipeline_model_parallel_size=2",
+    f"{ACTOR}.optim.lr_warmup_steps=0",
 )  # fmt: skip
-"""The same, its layers dealt out to two stages."""
+"""The same, its layers dealt out to two stages; Megatron refuses to warm up for longer than a run lasts."""
 
 TLT = (
     "tlt.drafter.aux_layers=[1,2,3]", "tlt.drafter.batch_tokens=256", "tlt.speculation.policy=fixed",

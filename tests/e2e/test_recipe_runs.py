@@ -1,7 +1,6 @@
 """Recipes, unchanged and scaled down, really run: all but one that is another's run."""
 
 import json
-import shutil
 import subprocess
 import sys
 import threading
@@ -227,21 +226,6 @@ def test_fsdp2_makes_the_same_updates_of_the_same_responses(megatron, tmp_path):
     ours = check.run(check.RECIPES["grpo_qwen2.5_7b"], tmp_path / "fsdp2", steps=4, extra=extra, timeout_s=LIMIT_S)
     for one, other in zip(ours, theirs, strict=True):
         same_update(one, other)
-
-
-@pytest.mark.heavy
-def test_a_megatron_run_goes_on_with_its_policy_and_its_drafter(megatron, tmp_path):
-    """From its third step, in a copy: the fourth is the one that it made before, the fifth is new."""
-    before, extra, steps = megatron
-    out = tmp_path / "resumed"
-    shutil.copytree(before, out, ignore=shutil.ignore_patterns("trace", "recorded"))
-    (out / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("3")
-    recipe = check.RECIPES["grpo_llama3.3_70b_megatron"]
-    again, new = check.run(recipe, out, steps=5, extra=extra, timeout_s=LIMIT_S, done=3)
-    same_update(again, steps[3])
-    assert max(step["training/rollout_probs_diff_max"] for step in (again, new)) < 1e-4
-    saved = json.loads((out / "checkpoints/global_step_3/tlt_drafter/provenance.json").read_text())
-    assert saved["policy_step"] == 3 and read_trace(out / "trace").reloads[0].version == saved["version"] >= 1
 
 
 @pytest.mark.heavy
