@@ -233,7 +233,8 @@ def test_dapo_over_the_stages_of_a_megatron_pipeline(tmp_path):
     """What the tap keeps comes from both stages, embedding and head from the first and the last."""
     out, recipe = tmp_path / "pipeline", check.RECIPES["dapo_qwen2.5_32b_megatron"]
     steps = check.run(recipe, out, steps=3, extra=["actor_rollout_ref.actor.optim.lr=1e-4"], timeout_s=LIMIT_S)
-    assert all(step["tlt/buffer_tokens"] > 0 for step in steps), "the tap kept nothing"
+    # What a step kept is in the buffer by the next one.
+    assert steps[2]["tlt/buffer_tokens"] > steps[1]["tlt/buffer_tokens"] > 0, "the tap kept nothing"
     assert any(step["tlt/draft_length_frac_2"] > 0.5 for step in steps), "nothing was drafted"
     assert all(step["actor/grad_norm"] > 0.0 for step in steps), "the actor learned nothing"
     assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
