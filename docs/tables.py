@@ -379,8 +379,8 @@ def end_to_end() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
-    for table in (same_tokens, oracles, drain, residuals, clusters, control_by_batch, control_plane, tap, objectives,
-                  study, merging, merge_tree, packing)
+    for table in (same_tokens, oracles, drain, residuals, clusters, control_by_batch, control_plane, resumptions,
+                  growth, stops, overhead, tap, objectives, study, merging, merge_tree, packing)
 }  # fmt: skip
 
 
