@@ -12,9 +12,6 @@ from benchmarks.resume import held_by, saved
 
 pytestmark = pytest.mark.e2e
 
-LEARNED = 1.1
-"""Accept length that a random head does not reach (1.02), and one that was trained does on a slow and busy machine."""
-
 
 def test_an_idle_replica_trained_inside_its_bubble(run):
     sessions = [s for s in run.trace.sessions if s.steps > 0]
@@ -54,8 +51,8 @@ def test_rollout_and_actor_agree_on_probabilities_under_speculation(run):
 
 
 def test_acceptance_rose_from_a_random_head(run):
-    first, last = run.steps[1]["tlt/accept_length"], run.steps[4]["tlt/accept_length"]
-    assert 0.95 < first < LEARNED < last
+    assert run.steps[1]["tlt/accept_length"] == pytest.approx(1.0, abs=0.15)
+    assert run.steps[4]["tlt/accept_length"] > run.steps[1]["tlt/accept_length"] + 0.3
 
 
 def test_nothing_failed_and_no_response_was_lost(run):
@@ -96,7 +93,7 @@ def test_resume_continues_the_drafter(run, resumed):
         "each spot worker: candidate, moments, steps, the gate's references"
     )
     # A fresh random head would accept nothing in the first resumed step.
-    assert resumed.steps[5]["tlt/accept_length"] > LEARNED
+    assert resumed.steps[5]["tlt/accept_length"] > 1.25
 
 
 @pytest.mark.parametrize("fault", STRUCK, ids=lambda fault: fault.name)
@@ -113,5 +110,5 @@ def test_service_recovers_from_the_faults(resumed):
     last = resumed.steps[8]
     assert last["tlt/drafter_off_frac"] == 0.0 and last["tlt/reload_failures"] == 0.0
     assert last["tlt/drafter_version"] == last["tlt/drafter_version_published"]
-    assert last["tlt/accept_length"] > LEARNED
+    assert last["tlt/accept_length"] > 1.25
     assert last["response_length/max"] == 600.0
