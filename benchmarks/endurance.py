@@ -5,7 +5,7 @@
 
 The toy's GRPO job with two replicas and a bubble in every step. After each step every process of the job is looked at
 from outside (`process_sizes`). Nothing may grow: the Theil-Sen slope over the last steps is below `TOLERANCE`. In the
-first hundred, allocators and buffers find their size. Ray's control store remembers tasks up to a limit that a job of
+first ones, allocators and buffers find their size. Ray's control store remembers tasks up to a limit that a job of
 this length would not reach; here it is lower (`RAY_KEEPS`). With `--stock` the same job runs without TLT, to tell whose
 a leak is.
 
@@ -198,7 +198,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=230)
     parser.add_argument("--minutes", type=float, default=120, help="after which fewer steps must do")
-    parser.add_argument("--last", type=int, default=100, help="steps over which nothing may grow")
+    parser.add_argument("--last", type=int, default=150, help="steps over which nothing may grow")
     parser.add_argument("--stock", action="store_true", help="the same job without TLT")
     parser.add_argument("--work", type=Path, default=Path("demo-out/endurance"))
     parser.add_argument("--out", type=Path)
