@@ -5,9 +5,9 @@
 
 The toy's GRPO job with two replicas and a bubble in every step. After each step every process of the job is looked at
 from outside (`process_sizes`). Nothing may grow: the Theil-Sen slope over the last steps is below `TOLERANCE`. In the
-first ones, allocators and buffers find their size. Ray's control store remembers tasks up to a limit that a job of
-this length would not reach; here it is lower (`RAY_KEEPS`). With `--stock` the same job runs without TLT, to tell whose
-a leak is.
+first ones, allocators and buffers find their size. Ray's control store remembers tasks and verl's transfer queue keeps
+idle sockets, up to limits that a job of this length may not reach; here they are lower (`KEPT`). With `--stock` the
+same job runs without TLT, to tell whose a leak is.
 
 Sessions do not run out of epochs here, so that nearly each is stopped while it trains. Its micro-batches differ in cost
 as the lengths of what they pack do. A stop may take as long as the session's longest micro-batch and a tenth of a
@@ -39,8 +39,9 @@ from verl_tlt.trace.events import Session
 
 TOLERANCE = {"memory": 0.1, "threads": 0.01, "files": 0.01, "shared_memory": 0.01, "objects": 0.02}
 """Most growth a step: MiB of a process, threads and open files of one, entries of /dev/shm, MiB in Ray's store."""
-RAY_KEEPS = {"RAY_task_events_max_num_task_in_gcs": "2000"}
-"""Tasks that Ray's control store keeps the events of; 100,000 otherwise."""
+KEPT = {"RAY_task_events_max_num_task_in_gcs": "2000", "TQ_SOCKET_POOL_SIZE": "1"}
+"""Tasks that Ray's control store keeps the events of (100,000 otherwise), and idle sockets of the transfer queue for
+each loop and peer (4 otherwise: as many as were ever in use at once)."""
 MARGIN_S = 0.1
 STALL_S = 900.0
 STOCK = (
@@ -207,7 +208,7 @@ def main() -> None:
     assets = make_assets(work / "assets", lengths)
     overrides = STOCK if args.stock else (*STOCK, *TLT)
     began = time.time()
-    job = Job(work / "run", assets, args.steps, overrides, SAVE_FREQ="25", TLT="0" if args.stock else "1", **RAY_KEEPS)
+    job = Job(work / "run", assets, args.steps, overrides, SAVE_FREQ="25", TLT="0" if args.stock else "1", **KEPT)
     try:
         looks = watch(job, args.steps, args.minutes)
     finally:

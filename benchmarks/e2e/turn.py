@@ -18,6 +18,9 @@ from demo.toy.assets import Assets
 PROMPTS = 6
 """Of a step."""
 OVERRIDES = (f"data.train_batch_size={PROMPTS}", "trainer.max_actor_ckpt_to_keep=1")
+STATS = ("actor_rollout_ref.rollout.disable_log_stats=False",)
+LOGGED = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOG_STATS_INTERVAL": "5"}
+"""verl keeps vLLM's log at warnings unless told otherwise."""
 LOOK_S = 2.0
 STALL_S = 900.0
 ACCEPTED = re.compile(r"Mean acceptance length: ([\d.]+), .*?Accepted: (\d+) tokens")
@@ -42,12 +45,13 @@ def take(arm: Arm, turn: int, steps: int, assets: Assets, home: Path, forced: bo
         RuntimeError: the job failed, or wrote nothing for a quarter of an hour.
     """
     began, metrics = time.monotonic(), home / f"metrics-{turn}.jsonl"
-    stats = ("actor_rollout_ref.rollout.disable_log_stats=False",) if SPECULATIVE in "".join(arm.overrides) else ()
+    logs = SPECULATIVE in "".join(arm.overrides)
     given = (FORCED, f"actor_rollout_ref.rollout.router_config_path={assets.router}") if forced else ()
     job = Job(
-        home, assets, steps * (turn + 1), (*OVERRIDES, *given, *stats, *arm.overrides),
+        home, assets, steps * (turn + 1), (*OVERRIDES, *given, *(STATS if logs else ()), *arm.overrides),
         TLT=str(int(arm.tlt)), DRAFTER=str(arm.drafter or ""), DTYPE=find_dtype(), RESUME="auto",
         SAVE_FREQ=str(steps), VERL_FILE_LOGGER_PATH=str(metrics),
+        **(LOGGED if logs else {}),
     )  # fmt: skip
     try:
         size, changed = 0, began

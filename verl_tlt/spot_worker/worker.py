@@ -33,6 +33,7 @@ from verl_tlt.messages.training import (
     SessionResult,
     VerifierArrays,
 )
+from verl_tlt.spot_worker.host_memory import release_freed
 from verl_tlt.spot_worker.merge_slices import join as join_slices
 from verl_tlt.spot_worker.shards import join
 
@@ -105,7 +106,10 @@ class SpotWorker:
         """Train until `stop`, or until the buffer's epochs are used up."""
         self._stopping.clear()
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._session, self.learner.train, self._stopping.is_set)
+        try:
+            return await loop.run_in_executor(self._session, self.learner.train, self._stopping.is_set)
+        finally:
+            self._session.submit(release_freed)  # nobody waits for it
 
     async def stop(self) -> None:
         """Ask a running session to end after its micro-batch; returns at once."""

@@ -22,13 +22,17 @@ CONFIG = TLTConfig.from_dict(
 )
 
 
-def make_learner(directory, device="cpu", **more):
-    """On the host; `directory` becomes the policy's."""
+def learner_arguments(directory):
+    """Of a learner or a worker, up to the device; `directory` becomes the policy's."""
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(POLICY))
     start = first_drafter(CONFIG, str(directory), "bfloat16", 64, None)
-    sampling = RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
-    return SpotLearner("a", CONFIG, str(directory), start.trainable, sampling, device, **more)
+    return "a", CONFIG, str(directory), start.trainable, RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
+
+
+def make_learner(directory, device="cpu", **more):
+    """On the host; `directory` becomes the policy's."""
+    return SpotLearner(*learner_arguments(directory), device, **more)
 
 
 def texts(count, seed=0):
