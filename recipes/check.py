@@ -207,9 +207,9 @@ def same_run(first: Recipe, second: Recipe) -> bool:
 
 
 def run(
-    recipe: Recipe, out: Path, steps: int = STEPS, extra: Sequence[str] = (), timeout_s: float = 1500
+    recipe: Recipe, out: Path, steps: int = STEPS, extra: Sequence[str] = (), timeout_s: float = 1500, done: int = 0
 ) -> list[dict]:
-    """Run the scaled-down recipe on the CPU; verl's metrics by step.
+    """Run the scaled-down recipe on the CPU, or resume it in `out` after `done` steps; verl's metrics by step.
 
     Raises:
         RuntimeError: the run failed, or did not do what was expected; the end of its log.
@@ -225,6 +225,7 @@ def run(
         f"hydra.run.dir={out / 'hydra'}", f"data.train_files={assets.train}", f"data.val_files={assets.val}",
         f"actor_rollout_ref.model.path={policy}", f"trainer.total_training_steps={steps}",
         f"trainer.default_local_dir={out / 'checkpoints'}", f"tlt.trace.dir={trace}",
+        *(("trainer.resume_mode=auto",) if done else ()),
         *(() if recipe.toy is not CRITIC else (f"critic.model.path={policy}",)),
     )  # fmt: skip
     environment = {
@@ -234,11 +235,11 @@ def run(
     }  # fmt: skip
     command = [str(HERE / recipe.script), *scaled_down(recipe), *overrides, *extra]
     with (out / "log").open("w") as log:
-        done = subprocess.run(command, env=environment, cwd=out, stdout=log, stderr=log, timeout=timeout_s)
+        ended = subprocess.run(command, env=environment, cwd=out, stdout=log, stderr=log, timeout=timeout_s)
     logged = [json.loads(line)["data"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
     tail = "\n".join((out / "log").read_text(errors="replace").splitlines()[-40:])
-    if done.returncode or len(logged) != steps:
-        raise RuntimeError(f"{recipe.script}: exit status {done.returncode} after {len(logged)} steps.\n{tail}")
+    if ended.returncode or len(logged) != steps - done:
+        raise RuntimeError(f"{recipe.script}: exit status {ended.returncode} after {len(logged)} steps.\n{tail}")
     for key in (recipe.expect, "tlt/accept_length", "tlt/drafter_version"):
         if not any(key in step for step in logged):
             raise RuntimeError(f"{recipe.script}: the run logged no {key}.\n{tail}")

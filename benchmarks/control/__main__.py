@@ -1,13 +1,14 @@
 """Which draft-length policy is fastest, and what it costs: prints the tables, writes benchmarks/results/control.json.
 
     python -m benchmarks.control [--replay] [--drain] [--overhead] [--repetitions N] [--finals N] [--clock wall|cpu]
+    python -m benchmarks.control --steady [--batches N ...] [--turns N]
 
 Without a part named, all run: `--replay` simulates rollouts against oracles (minutes), `--drain` decodes on real vLLM
 CPU engines (about a quarter of an hour; the first time it trains a drafter, some minutes more), `--overhead` counts
-what control adds to an engine step. A part that is not run keeps its figures of the last time. The drain also draws K
-against batch over one rollout for docs/adaptive-speculation.md; with `--record` its step times become the ones that
-the replay replays as "CPU engine". Wall-clock timings mean something only on an idle machine; `--clock cpu` counts
-CPU seconds of the engine's process instead.
+what control adds to an engine step, `--steady` compares steps without drafts with stock's. A part that is not run keeps
+its figures of the last time. The drain also draws K against batch over one rollout for docs/adaptive-speculation.md;
+with `--record` its step times become the ones that the replay replays as "CPU engine". Wall-clock timings mean
+something only on an idle machine; `--clock cpu` counts CPU seconds of the engine's process instead.
 """
 
 from __future__ import annotations
@@ -93,30 +94,32 @@ def draw(steps: list[list[float]], path: Path) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for part in ("replay", "drain", "overhead"):
+    for part in ("replay", "drain", "overhead", "steady"):
         parser.add_argument(f"--{part}", action="store_true")
     parser.add_argument("--repetitions", type=int, default=9, help="of every arm of the drain")
     parser.add_argument("--finals", type=int, default=9, help="of the best three arms of the drain among themselves")
     parser.add_argument("--seconds", type=float, default=900.0, help="no repetition of the drain starts after so long")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64], help="of the steady part")
+    parser.add_argument("--turns", type=int, default=7, help="of its four arms, at every batch")
     parser.add_argument("--record", action="store_true", help="the drain's step times replace those of the replay")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: on a machine shared with others")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes of the replay")
     parser.add_argument("--toy", type=Path, default=TOY, help="where policy and drafter are kept")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    everything = not (options.replay or options.drain or options.overhead)
+    everything = not (options.replay or options.drain or options.overhead or options.steady)
     found = json.loads(options.out.read_text()) if options.out.exists() else {}
-    if options.overhead or options.drain or everything:
+    if options.overhead or options.steady or options.drain or everything:
         console.print(say_dtype(find_dtype()))
     if options.overhead or everything:
+        found |= _overhead()
+        console.print({key: value for key, value in found.items() if "_us_" in key})
+    if options.steady or everything:
         from benchmarks.control.drain import cost_of_control
         from benchmarks.control.toy import prepare
 
-        found |= _overhead()
-        console.print({key: value for key, value in found.items() if "_us_" in key})
-        found |= cost_of_control(prepare(options.toy), options.clock, console.print)
+        found |= cost_of_control(prepare(options.toy), options.clock, console.print, options.batches, options.turns)
         console.print(f"K=0 under control against vLLM's own K=0: {100 * found['off_overhead']:+.1f} %")
-        console.print("against stock, by batch:", found["cost_vs_stock_by_batch"])
     if options.drain or everything:
         from benchmarks.control.drain import drain
         from benchmarks.control.toy import prepare

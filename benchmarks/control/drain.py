@@ -14,20 +14,20 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.control.engine import ARMS, BATCH, VLLM_ZERO, EngineProcess
 from benchmarks.control.toy import Toy
+from benchmarks.interval import interval
 from benchmarks.simulate.recorded import recording, step_records, worth
 from demo.machine import find_dtype
 from verl_tlt.speculation.costs.latency_table import Table, interpolate
 
 POLICY_ARMS = ("table", "ema", "bandit", "goodput")
 FIXED = tuple(f"fixed-{k}" for k in ARMS if k > 0)
-STEADY_BATCHES = (1, 4, 16, 64)
 STEADY_TOKENS = 48
-TURNS = 7
 RECORDED = Path(__file__).parent / "recorded_cpu.json"
 """Step times of the drain, for the replay on a recorded engine."""
 
@@ -108,8 +108,10 @@ def drain(
     }
 
 
-def cost_of_control(toy: Toy, clock: str = "wall", say: Any = print) -> dict[str, Any]:
+def cost_of_control(toy: Toy, clock: str, say: Any, batches: Sequence[int], turns: int) -> dict[str, Any]:
     """Steps of ours without drafts against vLLM without a drafter, and against vLLM with its own static K=0.
+
+    Every turn takes each of the four once, in another order; all turns are pooled.
 
     Returns:
         `off_overhead`: K=0 under our control over vLLM's K=0, less 1, median over batches; `cost_vs_stock_by_batch`.
@@ -119,7 +121,7 @@ def cost_of_control(toy: Toy, clock: str = "wall", say: Any = print) -> dict[str
         try:
             for name in ("off", "fixed-0"):
                 engines["tlt"].call("add_arm", name=name, table=[], trace=True)
-            return _compare(engines, say)
+            return _compare(engines, say, batches, turns)
         finally:
             for engine in engines.values():
                 engine.close()
@@ -158,28 +160,41 @@ def _worth(trace: str, calibration: list[dict[str, Any]], accepted: list[float])
     return worth(step_records(trace.splitlines()), lambda batch, k: interpolate(by_length[k], batch), accepted)
 
 
-def _compare(engines: dict[str, EngineProcess], say: Any) -> dict[str, Any]:
+def _compare(engines: dict[str, EngineProcess], say: Any, batches: Sequence[int], turns: int) -> dict[str, Any]:
     """Steps of ours without drafts against vLLM's own, batch by batch, interleaved."""
-    ratios: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, Any]] = {}
     zero_against_zero = []
-    for batch in STEADY_BATCHES:
+    for batch in batches:
         seconds: dict[str, list[float]] = {"stock": [], VLLM_ZERO: [], "off": [], "fixed-0": []}
-        for turn in range(TURNS):
+        for turn in range(turns):
             for name in random.Random(turn).sample(sorted(seconds), len(seconds)):
                 engine = engines.get(name, engines["tlt"])
                 if name != "stock":
                     engine.call("use", name=name)
                 seconds[name].append(engine.call("steady", batch=batch, tokens=STEADY_TOKENS, seed=turn)["seconds"])
-        least = {name: statistics.median(sorted(values)[: TURNS // 2 + 1]) for name, values in seconds.items()}
-        ratios[str(batch)] = {
-            "off_over_stock": round(least["off"] / least["stock"], 4),
-            "k0_over_stock": round(least["fixed-0"] / least["stock"], 4),
-            "k0_over_vllm_k0": round(least["fixed-0"] / least[VLLM_ZERO], 4),
-            "stock_ms_per_step": round(1e3 * least["stock"] / STEADY_TOKENS, 2),
-        }
-        zero_against_zero.append(least["fixed-0"] / least[VLLM_ZERO] - 1.0)
-        say(f"batch {batch}: {ratios[str(batch)]}")
-    return {"off_overhead": round(statistics.median(zero_against_zero), 4), "cost_vs_stock_by_batch": ratios}
+        off, zero, own = (
+            _over(seconds[ours], seconds[theirs])
+            for ours, theirs in (("off", "stock"), ("fixed-0", "stock"), ("fixed-0", VLLM_ZERO))
+        )
+        found[str(batch)] = {
+            "off_over_stock": off[0], "off_interval": off[1:], "k0_over_stock": zero[0], "k0_interval": zero[1:],
+            "k0_over_vllm_k0": own[0], "k0_over_vllm_interval": own[1:],
+            "stock_ms_per_step": round(1e3 * statistics.median(seconds["stock"]) / STEADY_TOKENS, 2),
+            "seconds": {name: [round(value, 4) for value in values] for name, values in seconds.items()},
+        }  # fmt: skip
+        zero_against_zero.append(own[0] - 1.0)
+        say(f"batch {batch}, {turns} turns: { {k: v for k, v in found[str(batch)].items() if k != 'seconds'} }")
+    return {"off_overhead": round(statistics.median(zero_against_zero), 4), "cost_vs_stock_by_batch": found}
+
+
+def _over(ours: list[float], theirs: list[float]) -> list[float]:
+    """All turns' seconds over theirs, and the interval of 95 %."""
+    turns = list(zip(ours, theirs, strict=True))
+
+    def over(drawn: Sequence[tuple[float, float]]) -> float:
+        return sum(a for a, _ in drawn) / sum(b for _, b in drawn)
+
+    return [round(value, 4) for value in interval(turns, over)]
 
 
 def _keep_recording(traces: dict[str, str]) -> None:

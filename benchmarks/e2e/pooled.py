@@ -2,19 +2,17 @@
 
 A step of an arm is compared with stock's step of the same turn and number, which had the same prompts. Ratios are of
 sums: all of stock's seconds over all of the arm's. Lengths are sampled, so an arm may have had more to write; the ratio
-per token divides each side by the tokens that it wrote. Its interval comes from drawing the pairs anew, 2,000 times.
+per token divides each side by the tokens that it wrote. Its interval comes from drawing the pairs anew.
 """
 
 from __future__ import annotations
 
-import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-DRAWS = 2000
-COVERED = 0.95
+from benchmarks.interval import interval
 
 
 @dataclass(frozen=True)
@@ -76,13 +74,11 @@ def ratio(both: Pairs, seconds: Callable[[Step], float], per: Callable[[Step], f
         pace = [sum(map(seconds, side)) / sum(map(per, side)) for side in zip(*chosen, strict=True)]
         return pace[0] / pace[1]
 
-    rng = random.Random(seed)
-    drawn = sorted(of(rng.choices(both, k=len(both))) for _ in range(DRAWS))
-    tail = round((1 - COVERED) / 2 * (DRAWS - 1))
+    pooled, low, high = interval(both, of, seed)
     return {
-        "pooled": round(of(both), 4),
-        "low": round(drawn[tail], 4),
-        "high": round(drawn[-1 - tail], 4),
+        "pooled": round(pooled, 4),
+        "low": round(low, 4),
+        "high": round(high, 4),
         "each": [round(of([pair]), 4) for pair in both],
     }
 

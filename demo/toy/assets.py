@@ -100,7 +100,7 @@ def build_moe_policy(out_dir: str | Path, seed: int = 0) -> Path:
     """
     target = Path(out_dir).resolve() / "policy-moe"
     target.parent.mkdir(parents=True, exist_ok=True)
-    _ensure(target, f"moe {seed}", lambda path: _write_moe_policy(path, seed))
+    _ensure(target, f"moe that normalizes {seed}", lambda path: _write_moe_policy(path, seed))
     return target
 
 
@@ -113,7 +113,7 @@ def _write_moe_policy(path: Path, seed: int) -> None:
     config = Qwen3MoeConfig(
         vocab_size=len(task.TOKENS), hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_experts=8,
         num_experts_per_tok=2, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, pad_token_id=0, norm_topk_prob=True,
     )  # fmt: skip
     torch.manual_seed(seed)
     Qwen3MoeForCausalLM(config).save_pretrained(path)

@@ -151,6 +151,17 @@ def megatron_layers() -> str:
     return layer.submodules.self_attention.submodules.core_attention.__name__
 
 
+def megatron_router() -> str:
+    """What a router of experts says of one token."""
+    import torch
+    from megatron.core.transformer.moe.moe_utils import router_gating_linear
+
+    try:
+        return f"{router_gating_linear(torch.ones(1, 2), torch.ones(4, 2), None, torch.float32).sum():.0f}"
+    except NameError as error:
+        return str(error)
+
+
 def megatron_load() -> str:
     """What becomes of float32 parameters that Megatron's optimizer loads."""
     from types import SimpleNamespace
@@ -169,6 +180,21 @@ def megatron_load() -> str:
     except RuntimeError as error:
         return str(error).partition(" that")[0]
     return f"loaded {weight.sum().item():.0f}"
+
+
+def megatron_fresh() -> str:
+    """What Megatron's optimizer holds before its first step, for a checkpoint to be loaded into."""
+    from types import SimpleNamespace
+
+    import torch
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    adam = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))])
+    try:
+        state = DistributedOptimizer.state_dict(SimpleNamespace(optimizer=adam, grad_scaler=None))
+    except AssertionError:
+        return "no step"
+    return f"step {state['optimizer']['param_groups'][0]['step']:.0f}"
 
 
 def megatron_random() -> str:
@@ -219,7 +245,8 @@ def main() -> None:
     else:
         from verl_tlt.compat.cpu.platform import register  # stock verl knows no platform of that name
     register()
-    megatron = megatron_dtype, megatron_layers, megatron_load, megatron_random, megatron_engine
+    loading = megatron_load, megatron_fresh
+    megatron = megatron_dtype, megatron_layers, megatron_router, *loading, megatron_random, megatron_engine
     for check in (entry, expand, linear, backend, critic, queue, *megatron, buckets):
         say(check.__name__, check())
 

@@ -61,7 +61,9 @@ def found():
             "name 'TESpecProvider' is not defined",
             id="Megatron's layers need no Transformer Engine",
         ),
+        pytest.param("megatron_router", "8", "name 'te_general_gemm' is not defined", id="Megatron routes to experts"),
         pytest.param("megatron_load", "loaded 4", "a view of a leaf Variable", id="Megatron loads float32 parameters"),
+        pytest.param("megatron_fresh", "step 0", "no step", id="Megatron loads before its first step"),
         pytest.param("megatron_random", "the CPU's", "AssertionError", id="Megatron keeps the CPU's random state"),
         pytest.param(
             "megatron_engine", "47 tensors", "Torch not compiled with CUDA enabled", id="verl's Megatron engine starts"

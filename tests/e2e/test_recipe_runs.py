@@ -1,9 +1,11 @@
 """Recipes, unchanged and scaled down, really run: all but one that is another's run."""
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -182,11 +184,11 @@ def test_a_mixture_of_experts_on_one_replica(tmp_path):
 @pytest.fixture(scope="module")
 def megatron(tmp_path_factory):
     """(folder, overrides, steps) of a run with verl's Megatron actor over two ranks, with tensor and sequence
-    parallelism and offloading, that left what it trained on. It learns so fast that a replica with
+    parallelism and offloading, that left a checkpoint and what it trained on. It learns so fast that a replica with
     weights of the step before would be far off."""
     out = tmp_path_factory.mktemp("megatron")
     (out / "recorded").mkdir()
-    extra = [*FORCED, *REPLAYED, ROUTER, "actor_rollout_ref.actor.optim.lr=1e-4"]
+    extra = [*FORCED, *REPLAYED, ROUTER, "actor_rollout_ref.actor.optim.lr=1e-4", "trainer.save_freq=3"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(RECORDED, str(out / "recorded"))
         recipe = check.RECIPES["grpo_llama3.3_70b_megatron"]
@@ -222,10 +224,25 @@ def same_update(one, other):
 def test_fsdp2_makes_the_same_updates_of_the_same_responses(megatron, tmp_path):
     """The recipe for FSDP2, with the loss of the one for Megatron, replays what that one recorded."""
     _, extra, theirs = megatron
-    extra = [*extra, "actor_rollout_ref.actor.use_kl_loss=False"]
+    extra = [*extra, "actor_rollout_ref.actor.use_kl_loss=False", "trainer.save_freq=-1"]
     ours = check.run(check.RECIPES["grpo_qwen2.5_7b"], tmp_path / "fsdp2", steps=4, extra=extra, timeout_s=LIMIT_S)
     for one, other in zip(ours, theirs, strict=True):
         same_update(one, other)
+
+
+@pytest.mark.heavy
+def test_a_megatron_run_goes_on_with_its_policy_and_its_drafter(megatron, tmp_path):
+    """From its third step, in a copy: the fourth is the one that it made before, the fifth is new."""
+    before, extra, steps = megatron
+    out = tmp_path / "resumed"
+    shutil.copytree(before, out, ignore=shutil.ignore_patterns("trace", "recorded"))
+    (out / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("3")
+    recipe = check.RECIPES["grpo_llama3.3_70b_megatron"]
+    again, new = check.run(recipe, out, steps=5, extra=extra, timeout_s=LIMIT_S, done=3)
+    same_update(again, steps[3])
+    assert max(step["training/rollout_probs_diff_max"] for step in (again, new)) < 1e-4
+    saved = json.loads((out / "checkpoints/global_step_3/tlt_drafter/provenance.json").read_text())
+    assert saved["policy_step"] == 3 and read_trace(out / "trace").reloads[0].version == saved["version"] >= 1
 
 
 @pytest.mark.heavy
@@ -239,6 +256,21 @@ def test_dapo_over_the_stages_of_a_megatron_pipeline(tmp_path):
     assert all(step["actor/grad_norm"] > 0.0 for step in steps), "the actor learned nothing"
     assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
     assert all(reload.ok for reload in read_trace(out / "trace").reloads)
+
+
+@pytest.mark.heavy
+def test_experts_dealt_out_to_the_ranks_of_a_megatron_actor(tmp_path):
+    """A mixture whose attention is split over two ranks, and of whose experts each rank has half."""
+    out, recipe = tmp_path / "experts", replace(check.RECIPES["grpo_llama3.3_70b_megatron"], policy="moe")
+    megatron = "actor_rollout_ref.actor.megatron"
+    ranks = [f"{megatron}.expert_model_parallel_size=2", f"{megatron}.expert_tensor_parallel_size=1"]
+    extra = [*FORCED, ROUTER, *ranks, "actor_rollout_ref.actor.optim.lr=1e-4"]
+    steps = check.run(recipe, out, steps=4, extra=extra, timeout_s=LIMIT_S)
+    assert any(session.steps for session in read_trace(out / "trace").sessions), "no bubble was trained in"
+    assert steps[-1]["tlt/drafter_version"] >= 1.0, "nothing was trained and published"
+    # As on FSDP: vLLM's experts on a CPU are not the actor's.
+    assert all(step["training/rollout_probs_diff_max"] < 2e-3 for step in steps)
+    forced(out, steps)
 
 
 def test_no_recipe_is_left_out():

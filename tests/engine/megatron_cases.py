@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from actor import LAYERS, make_batch, make_rows
-from rank_cases import LENGTHS
+from rank_cases import LENGTHS, save_policy
 
 RANKS = 4
 
@@ -28,6 +28,7 @@ class Case:
     pipeline: int = 1
     virtual: int | None = None
     context: int = 1
+    expert: int = 1
     packed: bool = True
     dtype: str = "float32"
     trained: bool = False
@@ -38,6 +39,8 @@ class Case:
 
 WHOLE = {"override_transformer_config": {"sequence_parallel": False}}
 """Ranks of a tensor-parallel group have the same tokens: mbridge does not read `sequence_parallel` of the engine."""
+
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
 
 CASES = {
     "tensor 2, sequence parallel, pipeline 2": Case("qwen3", tensor=2, pipeline=2, trained=True),
@@ -51,7 +54,18 @@ CASES = {
     "tensor 2, sequence parallel, context 2, unpacked": Case("qwen3", tensor=2, context=2, packed=False),
     "pipeline 4, tied": Case("tied", pipeline=4),
     "tensor 2, sequence parallel, pipeline 2, tied, 16 bits": Case("tied", tensor=2, pipeline=2, dtype="bfloat16"),
+    "expert 2, pipeline 2": Case("moe", expert=2, pipeline=2, trained=True),
+    "expert 2, tensor 2, sequence parallel, experts split": Case("moe", expert=2, tensor=2, trained=True),
+    "expert 4, tensor 2, sequence parallel, unpacked": Case(
+        "moe", expert=4, tensor=2, packed=False, engine={"expert_tensor_parallel_size": 1}
+    ),
 }
+
+
+def build_mixture(root: Path) -> None:
+    """A tiny random mixture of experts, which weighs those it chose as Qwen3's do."""
+    torch.manual_seed(3)
+    save_policy(root / "moe", "Qwen3Moe", **EXPERTS)
 
 
 def run_cases(rank: int, port: int, root: str, names: list[str]) -> None:
@@ -64,7 +78,7 @@ def run_cases(rank: int, port: int, root: str, names: list[str]) -> None:
         actor = build_case(CASES[name], Path(root))
         found = look_at(actor)
         if CASES[name].trained:
-            found["trained"] = train(actor, f"{root}/checkpoint")
+            found["trained"] = train(actor, f"{root}/{name}-checkpoint")
         torch.save(found, f"{root}/{name}-{rank}.pt")
         parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
@@ -84,8 +98,8 @@ def build_case(case: Case, root: Path) -> Any:
         engine_config=McoreEngineConfig(
             tensor_model_parallel_size=case.tensor, pipeline_model_parallel_size=case.pipeline,
             virtual_pipeline_model_parallel_size=case.virtual, context_parallel_size=case.context,
-            forward_only=not case.trained, vanilla_mbridge=True, dtype=case.dtype,
-            **case.engine,
+            expert_model_parallel_size=case.expert, forward_only=not case.trained, vanilla_mbridge=True,
+            dtype=case.dtype, **case.engine,
         ),
         optimizer_config=McoreOptimizerConfig(lr=1e-3, total_training_steps=2), checkpoint_config=CheckpointConfig(),
     )  # fmt: skip

@@ -59,24 +59,31 @@ CASES = {
 def build_policies(root: Path) -> None:
     """Tiny random policies (grouped-query attention, 4 layers), and an adapter that changes what each computes; the
     head of `tied` is its embedding."""
-    import transformers
     from peft import LoraConfig, get_peft_model
 
     for seed, (family, name) in enumerate({"qwen3": "Qwen3", "llama": "Llama", "tied": "Qwen3"}.items()):
         torch.manual_seed(seed)
-        config = getattr(transformers, f"{name}Config")(
-            vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=16, max_position_embeddings=256, tie_word_embeddings=family == "tied",
-            initializer_range=0.3, bos_token_id=1, eos_token_id=2, pad_token_id=0, dtype="float32",
-        )  # fmt: skip
-        model = getattr(transformers, f"{name}ForCausalLM")(config).float()
-        model.save_pretrained(root / family)
-        for file in ("tokenizer.json", "tokenizer_config.json"):  # verl loads one
-            shutil.copy(SHIPPED_POLICY / file, root / family)
+        model = save_policy(root / family, name, tie_word_embeddings=family == "tied")
         lora = LoraConfig(
             task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False
         )
         get_peft_model(model, lora).save_pretrained(root / f"{family}-lora")
+
+
+def save_policy(path: Path, name: str, **more: Any) -> Any:
+    """A random policy of the architecture that transformers calls so; returns the model."""
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, initializer_range=0.3,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0, dtype="float32", **more,
+    )  # fmt: skip
+    model = getattr(transformers, f"{name}ForCausalLM")(config).float()
+    model.save_pretrained(path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):  # verl loads one
+        shutil.copy(SHIPPED_POLICY / file, path)
+    return model
 
 
 def run_cases(rank: int, port: int, root: str, names: list[str]) -> None:

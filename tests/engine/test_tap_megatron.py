@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from actor import free_port, make_rows, reference, run_ranks, whole_sequences
-from megatron_cases import CASES, RANKS, rows_to_learn, run_cases
+from megatron_cases import CASES, RANKS, build_mixture, rows_to_learn, run_cases
 from rank_cases import LENGTHS, build_policies
+from safetensors.torch import load_file
 
 from verl_tlt.actor.adapter import Untapped
 from verl_tlt.actor.worker import adapt
@@ -26,6 +27,7 @@ def root(tmp_path_factory):
     """Policies, and what four ranks left for every case."""
     root = tmp_path_factory.mktemp("megatron")
     build_policies(root)
+    build_mixture(root)
     run_ranks(run_cases, (free_port(), str(root), list(CASES)), RANKS)
     return root
 
@@ -48,7 +50,7 @@ def policies(root):
 
     return {
         name: AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32, attn_implementation="sdpa").eval()
-        for name in ("qwen3", "llama", "tied")
+        for name in ("qwen3", "llama", "tied", "moe")
     }
 
 
@@ -96,11 +98,10 @@ def test_log_probs_are_the_policys(root, policies, name):
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_every_rank_sends_the_policys_own_tensors(root, policies, name):
+def test_every_rank_sends_the_policys_own_tensors(root, name):
     """By name, whole, unfused, once each, without padding of the vocabulary; so a policy's own file could be sent."""
-    case, stored = CASES[name], dict(policies[CASES[name].policy].state_dict())
-    if case.policy == "tied":
-        del stored["lm_head.weight"]
+    case = CASES[name]
+    stored = load_file(root / case.policy / "model.safetensors")
     for rank in look(root, name):
         assert rank["weights"].keys() == stored.keys()
         for key, tensor in stored.items():
@@ -120,8 +121,8 @@ def test_embedding_head_and_norm_are_captured_as_they_stream_past(root, policies
             assert torch.equal(from_numpy16(getattr(arrays, part)), module.weight.to(torch.bfloat16)), part
 
 
-def test_a_step_is_torchs_and_a_checkpoint_brings_it_back(root, policies):
-    (name,) = [name for name, case in CASES.items() if case.trained]
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.trained])
+def test_a_step_is_torchs_and_a_checkpoint_brings_it_back(root, policies, name):
     policy = copy.deepcopy(policies[CASES[name].policy])
     for tokens, prompt_len in rows_to_learn():
         scores = policy(tokens[None]).logits[0].log_softmax(-1)[prompt_len - 1 : -1]

@@ -23,6 +23,18 @@ def answer_for_cuda() -> None:
     cuda.get_rng_state = rng_state
     cuda.set_rng_state = set_rng_state
     cuda.synchronize = lambda *_: None
+    cuda.Stream, cuda.stream, cuda.current_stream = Stream, torch.cpu.stream, torch.cpu.current_stream
+
+
+class Stream:
+    """Work is done when it is asked for: nothing has to wait, and every event has happened."""
+
+    def wait_stream(self, _other: Any) -> None:
+        """Return at once."""
+
+    def record_event(self) -> torch.cpu.Event:
+        """One that has happened."""
+        return torch.cpu.Event()
 
 
 def rng_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
@@ -33,6 +45,11 @@ def rng_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
 def set_rng_state(state: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
     """Set the CPU's random state, whichever device's was meant."""
     torch.set_rng_state(state)
+
+
+def as_on_host(tensor: Any, as_numpy: bool = False, **_others: Any) -> Any:
+    """What becomes of a tensor that is moved from its device, as an array where that is asked for."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 class CudaIsCpu(TorchFunctionMode):

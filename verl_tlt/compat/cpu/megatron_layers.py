@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 
@@ -75,6 +77,68 @@ class PackedAttention(MegatronModule):
         return out[:, 0] if packed else out
 
 
+class ExpertsLinear(MegatronModule):
+    """`TEGroupedLinear`: a linear layer of each of this rank's experts, `weight0`, `weight1`, and so on.
+
+    Which tokens come here, and the sums over ranks, are the token dispatcher's affair.
+    """
+
+    axis: int
+    """Of a weight [out, in], the one that expert-tensor-parallel ranks share out."""
+
+    def __init__(
+        self, num_gemms: int, input_size: int, output_size: int, *, config: Any, init_method: Any, bias: bool,
+        pg_collection: Any, **_others: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(config=config)
+        if bias:
+            raise NotImplementedError("The experts' layers on a CPU have no bias.")
+        self.num_gemms, self.groups = num_gemms, pg_collection
+        shape = [output_size, input_size]
+        shape[self.axis] //= pg_collection.expt_tp.size()
+        for i in range(num_gemms):
+            weight: Any = torch.nn.Parameter(init_method(torch.empty(shape, dtype=config.params_dtype)))
+            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=self.axis, stride=1)
+            weight.allreduce = config.expert_model_parallel_size == 1  # else its gradients are summed over copies alone
+            self.register_parameter(f"weight{i}", weight)
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """[num_gemms] of [out, in]."""
+        return [self.get_parameter(f"weight{i}") for i in range(self.num_gemms)]
+
+    def forward(self, x: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, None]:
+        """Tokens [T, in], sorted by expert, to [T, out]; there is no bias."""
+        parts = zip(torch.split(x, tokens_per_expert), self.weights, strict=True)
+        return torch.cat([torch.nn.functional.linear(part, weight) for part, weight in parts]), None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """For checkpoints: one tensor of all experts, of which each rank has some."""
+        found: dict[str, Any] = {}
+        ranks, rank, copy = self.groups.ep.size(), self.groups.ep.rank(), self.groups.expt_dp.rank()
+        for i, weight in enumerate(self.weights):
+            expert = len(sharded_offsets), rank * self.num_gemms + i, ranks * self.num_gemms
+            (sharded,) = make_sharded_tensors_for_checkpoint(
+                {"weight": weight}, prefix, {"weight": self.axis}, (*sharded_offsets, expert),
+                tp_group=self.groups.expt_tp, dp_cp_group=metadata["dp_cp_group"],
+            ).values()  # fmt: skip
+            sharded.replica_id = (*sharded.replica_id[:2], copy)
+            found[f"{prefix}weight{i}"] = sharded
+        return found
+
+
+class ExpertsColumns(ExpertsLinear):
+    """`TEColumnParallelGroupedLinear`."""
+
+    axis = 0
+
+
+class ExpertsRows(ExpertsLinear):
+    """`TERowParallelGroupedLinear`."""
+
+    axis = 1
+
+
 class LayerProvider(LocalSpecProvider):
     """`TESpecProvider`: which modules a layer is made of; linear layers are megatron-core's own."""
 
@@ -89,6 +153,10 @@ class LayerProvider(LocalSpecProvider):
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, **_others: Any) -> type:
         """Every other norm."""
         return Norm
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *_others: bool) -> Any:
+        """The experts of a mixture: (module, what it is made of)."""
+        return TEGroupedMLP, MLPSubmodules(linear_fc1=ExpertsColumns, linear_fc2=ExpertsRows)
 
     def core_attention(self) -> type:
         """Attention without its projections."""

@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 
-from verl_tlt.compat.cpu.megatron_cuda import answer_for_cuda, drawn_on_cpu, on_cpu, rng_state, set_rng_state
+from verl_tlt.compat.cpu import unequal_parts
+from verl_tlt.compat.cpu.megatron_cuda import (
+    answer_for_cuda,
+    as_on_host,
+    drawn_on_cpu,
+    on_cpu,
+    rng_state,
+    set_rng_state,
+)
 from verl_tlt.compat.import_hooks import when_imported
 
 METHODS = (
@@ -56,6 +64,17 @@ def layers_without_transformer_engine(module: Any) -> None:
     module.TESpecProvider, module.TENorm = megatron_layers.LayerProvider, megatron_layers.Norm
 
 
+def router_without_transformer_engine(module: Any) -> None:
+    """Have the router find no matrix product of Transformer Engine's, instead of no such name."""
+    if not hasattr(module, "te_general_gemm"):  # patches/megatron-core/0003 is not in
+        module.te_general_gemm = None
+
+
+def splits_of_cpu(module: Any) -> None:
+    """Let the token dispatcher have its counts as numbers, which it gets of tensors that it moves from a device."""
+    module.maybe_move_tensor_to_cpu = as_on_host
+
+
 def load_without_gradients(module: Any) -> None:
     """Load a checkpoint of float32 parameters into the optimizer.
 
@@ -68,9 +87,35 @@ def load_without_gradients(module: Any) -> None:
         optimizer._set_main_param_and_optimizer_states = torch.no_grad()(original)
 
 
+def state_before_the_first_step(module: Any) -> None:
+    """Let the distributed optimizer tell its state, which a checkpoint is loaded into, before it has taken a step.
+
+    torch's Adam makes its state in its first step, and megatron-core asks for the one `step` of all parameters.
+    """
+    optimizer = module.DistributedOptimizer
+    original = optimizer.state_dict
+    if module.HAVE_APEX_OR_TE or "assert len(steps) == 1\n" not in inspect.getsource(original):
+        return  # patches/megatron-core/0002 is in
+
+    @functools.wraps(original)
+    def state_dict(self: Any) -> Any:
+        adam = self.optimizer
+        for param in (param for group in adam.param_groups for param in group["params"]):
+            if not adam.state[param]:  # as torch.optim.Adam begins
+                moments = {name: torch.zeros_like(param, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+                adam.state[param] = {"step": torch.tensor(0.0), **moments}
+        return original(self)
+
+    optimizer.state_dict = state_dict
+
+
 def register() -> None:
     """Arm everything in this process."""
     when_imported("verl.workers.engine.megatron.transformer_impl", engine_on_cpu)
     when_imported("megatron.core.tensor_parallel.random", random_state_of_cpu)
     when_imported("megatron.core.models.gpt.gpt_layer_specs", layers_without_transformer_engine)
+    when_imported("megatron.core.transformer.moe.moe_utils", router_without_transformer_engine)
+    when_imported("megatron.core.transformer.moe.token_dispatcher", splits_of_cpu)
+    when_imported("megatron.core.tensor_parallel.mappings", unequal_parts.mend)
     when_imported("megatron.core.optimizer.distrib_optimizer", load_without_gradients)
+    when_imported("megatron.core.optimizer.distrib_optimizer", state_before_the_first_step)
