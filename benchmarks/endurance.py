@@ -44,11 +44,13 @@ KEPT = {"RAY_task_events_max_num_task_in_gcs": "2000", "TQ_SOCKET_POOL_SIZE": "1
 each loop and peer (4 otherwise: as many as were ever in use at once)."""
 MARGIN_S = 0.1
 STALL_S = 900.0
+PROMPTS = 2
+"""Of a batch."""
 STOCK = (
     FORCED,
-    "data.train_batch_size=2",
+    f"data.train_batch_size={PROMPTS}",
     "data.max_response_length=320",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
     "actor_rollout_ref.rollout.max_model_len=400",
     "actor_rollout_ref.rollout.max_num_seqs=16",
     "trainer.max_actor_ckpt_to_keep=2",
@@ -68,7 +70,12 @@ TLT = (
 
 
 def lengths(index: int) -> list[int]:
-    """One response of each batch keeps a replica busy; how long, and how long the others are, differs."""
+    """One response of each batch keeps a replica busy; how long, and how long the others are, differs.
+
+    Those of the first batch end at the same time: verl's pools of threads have as many as they ever get from then on.
+    """
+    if index < PROMPTS:
+        return [40] * SAMPLES
     rng = random.Random(index)
     short = [rng.randint(4, 40) for _ in range(SAMPLES)]
     return [rng.randint(140, 300), *short[1:]] if index % 2 == 0 else short

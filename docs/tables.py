@@ -61,13 +61,16 @@ def same_tokens() -> str:
 
 
 def control_by_batch() -> str:
-    """OFF and K=0 against an engine without a drafter."""
-    found = load("control")["cost_vs_stock_by_batch"]
-    body = [
-        [batch, f"{percent(of['off_over_stock'] - 1)} %", f"{percent(of['k0_over_stock'] - 1)} %"]
-        for batch, of in found.items()
-    ]
-    return rows(("batch", "OFF", "K=0"), body)
+    """OFF and K=0 against an engine without a drafter, and K=0 against vLLM's own; with intervals."""
+    intervals = {"off_over_stock": "off", "k0_over_stock": "k0", "k0_over_vllm_k0": "k0_over_vllm"}
+    body = []
+    for batch, of in load("control")["cost_vs_stock_by_batch"].items():
+        cells = [
+            f"{percent(of[ratio] - 1)} % ({' to '.join(percent(end - 1) for end in of[f'{name}_interval'])})"
+            for ratio, name in intervals.items()
+        ]
+        body.append([batch, *cells])
+    return rows(("batch", "OFF", "K=0", "K=0 over vLLM's own"), body)
 
 
 def clusters() -> str:

@@ -24,6 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.gpu.parts import machine
 from demo.machine import find_dtype, say_dtype
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +120,7 @@ def main() -> None:
         from benchmarks.control.toy import prepare
 
         found |= cost_of_control(prepare(options.toy), options.clock, console.print, options.batches, options.turns)
+        found["steady_on"] = machine()
         console.print(f"K=0 under control against vLLM's own K=0: {100 * found['off_overhead']:+.1f} %")
     if options.drain or everything:
         from benchmarks.control.drain import drain

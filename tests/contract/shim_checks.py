@@ -49,6 +49,34 @@ def linear() -> str:
     return "right" if torch.allclose(layer.cpu_linear(x, layer.weight, None), x @ layer.weight.T) else "wrong"
 
 
+def experts() -> str:
+    """What is left of the weights of a mixture's experts once vLLM has loaded them, and whether they are used."""
+    from types import SimpleNamespace
+
+    import torch
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    config = SimpleNamespace(activation=MoEActivation.SILU, intermediate_size_per_partition=32, experts_per_token=1)
+    cpu = CPUUnquantizedExperts.__new__(CPUUnquantizedExperts)
+    cpu.moe_config, cpu.quant_config = config, SimpleNamespace(w1_bias=None, w2_bias=None)
+    layer = torch.nn.Module()
+    layer.use_grouped_topk, layer.renormalize, layer.scoring_func = False, True, "softmax"
+    layer.custom_routing_function = None
+    w1, w2 = torch.randn(2, 64, 32), torch.randn(2, 32, 32)
+    layer.w13_weight, layer.w2_weight = (torch.nn.Parameter(w.clone(), requires_grad=False) for w in (w1, w2))
+    cpu.process_weights_after_loading(layer)
+    if not torch.equal(layer.w13_weight, w1):
+        return "packed"
+    x, chosen = torch.randn(3, 32), torch.tensor([[9.0, 0.0], [0.0, 9.0], [9.0, 0.0]])
+    out = cpu.apply(x, layer.w13_weight, layer.w2_weight, chosen, MoEActivation.SILU, 2, None, None, False)
+    for row, expert, got in zip(x, chosen.argmax(-1), out, strict=True):
+        gate, up = (w1[expert] @ row).chunk(2)
+        if not torch.allclose(got, w2[expert] @ (torch.nn.functional.silu(gate) * up), rtol=1e-3, atol=1e-3):
+            return "wrong"
+    return "right"
+
+
 def backend() -> str:
     """What becomes of a process group whose backend names the CPU twice."""
     import torch.distributed as dist
@@ -247,7 +275,7 @@ def main() -> None:
     register()
     loading = megatron_load, megatron_fresh
     megatron = megatron_dtype, megatron_layers, megatron_router, *loading, megatron_random, megatron_engine
-    for check in (entry, expand, linear, backend, critic, queue, *megatron, buckets):
+    for check in (entry, expand, linear, experts, backend, critic, queue, *megatron, buckets):
         say(check.__name__, check())
 
 

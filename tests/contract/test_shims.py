@@ -51,6 +51,7 @@ def found():
         pytest.param("entry", [50_000, "cuda"], [700, None], id="imports are not held up and FSDP is found"),
         pytest.param("expand", True, False, id="expand_batch is right"),
         pytest.param("linear", "right", "gone", id="linear weights survive loading"),
+        pytest.param("experts", "right", "packed", id="experts' weights survive loading"),
         pytest.param("backend", "started", "ValueError", id="a backend that names the CPU twice starts"),
         pytest.param("critic", "1 value", "no value head", id="a critic loads without flash-attention"),
         pytest.param("queue", [["one", "two"], True], [["one", "two"], False], id="a reader sleeps between looks"),

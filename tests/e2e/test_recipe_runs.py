@@ -176,8 +176,7 @@ def test_a_mixture_of_experts_on_one_replica(tmp_path):
         check.RECIPES["grpo_qwen3_30b_a3b"], tmp_path / "moe", extra=[f"{size}=1" for size in sizes], timeout_s=LIMIT_S
     )
     assert any(step["tlt/draft_length_frac_2"] > 0.5 for step in steps), "nothing was drafted"
-    # Stock verl itself differs by 8e-4 here: vLLM's experts on a CPU are not the actor's.
-    assert all(step["training/rollout_probs_diff_max"] < 2e-3 for step in steps)
+    assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
     assert all(step.get("tlt/bubble_s", 0.0) < 1.0 for step in steps)
 
 
@@ -264,12 +263,13 @@ def test_experts_dealt_out_to_the_ranks_of_a_megatron_actor(tmp_path):
     out, recipe = tmp_path / "experts", replace(check.RECIPES["grpo_llama3.3_70b_megatron"], policy="moe")
     megatron = "actor_rollout_ref.actor.megatron"
     ranks = [f"{megatron}.expert_model_parallel_size=2", f"{megatron}.expert_tensor_parallel_size=1"]
-    extra = [*FORCED, ROUTER, *ranks, "actor_rollout_ref.actor.optim.lr=1e-4"]
-    steps = check.run(recipe, out, steps=4, extra=extra, timeout_s=LIMIT_S)
+    # Nothing that it writes is rewarded; it learns to be surer.
+    learning = ["actor_rollout_ref.actor.entropy_coeff=-0.1", "actor_rollout_ref.actor.optim.lr=1e-3"]
+    steps = check.run(recipe, out, steps=8, extra=[*FORCED, ROUTER, *ranks, *learning], timeout_s=LIMIT_S)
+    assert all(step["actor/grad_norm"] > 0.0 for step in steps), "the actor learned nothing"
     assert any(session.steps for session in read_trace(out / "trace").sessions), "no bubble was trained in"
     assert steps[-1]["tlt/drafter_version"] >= 1.0, "nothing was trained and published"
-    # As on FSDP: vLLM's experts on a CPU are not the actor's.
-    assert all(step["training/rollout_probs_diff_max"] < 2e-3 for step in steps)
+    assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
     forced(out, steps)
 
 

@@ -43,6 +43,36 @@ def keep_linear_weights(module: Any) -> None:
     module.dispatch_cpu_unquantized_gemm = _plain_linear
 
 
+def keep_expert_weights(module: Any) -> None:
+    """Leave experts' weights as they were loaded, and pack them when they are used.
+
+    The CPU backend packs them once after loading, in parameters of the same shape: a weight sync then loads into these
+    what is not packed, and the experts compute with shuffled numbers (vllm .../fused_moe/experts/cpu_moe.py).
+    """
+    experts, pack = module.CPUUnquantizedExperts, module.cpu_prepack_moe_weight
+    if "VLLM_CPU_PREPACK_MOE" in inspect.getsource(experts):
+        os.environ["VLLM_CPU_PREPACK_MOE"] = "0"  # patches/vllm/0006 is in: ask for it by name
+        return
+    after_loading, apply = experts.process_weights_after_loading, experts.apply
+
+    @functools.wraps(after_loading)
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        loaded = {name: layer.get_parameter(name) for name in ("w13_weight", "w2_weight")}
+        after_loading(self, layer)
+        if layer.w13_weight.shape != loaded["w13_weight"].shape:
+            raise NotImplementedError(
+                "On vLLM's CPU backend experts take new weights only where moe_intermediate_size is a multiple of 32."
+            )
+        for name, weight in loaded.items():
+            layer.register_parameter(name, weight)
+
+    @functools.wraps(apply)
+    def packed(self: Any, hidden_states: Any, w1: Any, w2: Any, *args: Any, **kwargs: Any) -> Any:
+        return apply(self, hidden_states, pack(w1, self.isa), pack(w2, self.isa), *args, **kwargs)
+
+    experts.process_weights_after_loading, experts.apply = process_weights_after_loading, packed
+
+
 def expand_batch_to_tokens(
     x: torch.Tensor,  # [batch]
     cu_num_tokens: torch.Tensor,  # [batch], cumulative draft counts
@@ -113,5 +143,6 @@ def register() -> None:
     if os.environ.get("VERL_PLATFORM", "").strip().lower() != "cpu":
         return
     when_imported("vllm.model_executor.layers.utils", keep_linear_weights)
+    when_imported("vllm.model_executor.layers.fused_moe.experts.cpu_moe", keep_expert_weights)
     when_imported("vllm.v1.sample.rejection_sampler", fix_expand_batch)
     when_imported("vllm.distributed.device_communicators.shm_broadcast", sleep_between_looks)
