@@ -5,9 +5,9 @@
 
 The toy's GRPO job with two replicas and a bubble in every step. After each step every process of the job is looked at
 from outside (`process_sizes`). Nothing may grow: the Theil-Sen slope over the last steps is below `TOLERANCE`. In the
-first ones, allocators and buffers find their size. Ray's control store remembers tasks and verl's transfer queue keeps
-idle sockets, up to limits that a job of this length may not reach; here they are lower (`KEPT`). With `--stock` the
-same job runs without TLT, to tell whose a leak is.
+first ones, allocators and buffers find their size. Ray's control store remembers tasks, verl's transfer queue keeps
+idle sockets, and the C library freed memory, up to limits that a job of this length may not reach; here they are lower
+(`KEPT`). With `--stock` the same job runs without TLT, to tell whose a leak is.
 
 Sessions do not run out of epochs here, so that nearly each is stopped while it trains. Its micro-batches differ in cost
 as the lengths of what they pack do. A stop may take as long as the session's longest micro-batch and a tenth of a
@@ -39,9 +39,14 @@ from verl_tlt.trace.events import Session
 
 TOLERANCE = {"memory": 0.1, "threads": 0.01, "files": 0.01, "shared_memory": 0.01, "objects": 0.02}
 """Most growth a step: MiB of a process, threads and open files of one, entries of /dev/shm, MiB in Ray's store."""
-KEPT = {"RAY_task_events_max_num_task_in_gcs": "2000", "TQ_SOCKET_POOL_SIZE": "1"}
-"""Tasks that Ray's control store keeps the events of (100,000 otherwise), and idle sockets of the transfer queue for
-each loop and peer (4 otherwise: as many as were ever in use at once)."""
+KEPT = {
+    "RAY_task_events_max_num_task_in_gcs": "2000",
+    "TQ_SOCKET_POOL_SIZE": "1",
+    "MALLOC_MMAP_THRESHOLD_": "131072",
+}
+"""Tasks that Ray's control store keeps the events of (100,000 otherwise); idle sockets of the transfer queue for each
+loop and peer (4 otherwise: as many as were ever in use at once); and bytes from which on an array is mapped by itself,
+so that what a process holds is what it has: glibc would raise them up to 32 MiB, and keep what is freed in pieces."""
 MARGIN_S = 0.1
 STALL_S = 900.0
 PROMPTS = 2
