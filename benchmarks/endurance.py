@@ -1,17 +1,17 @@
-"""Hundreds of RL steps: does anything grow, how quickly does a session stop, and what does TLT take of a step.
+"""Hundreds of RL steps: how quickly does a session stop, what does TLT take of a step, and does anything grow.
 
-    python -m benchmarks.endurance --out benchmarks/results/endurance.json
-    python -m benchmarks.endurance --stock --out benchmarks/results/endurance_stock.json
+    python -m benchmarks.endurance --steps 215 --out benchmarks/results/endurance.json
+    python -m benchmarks.endurance --steps 215 --leaks --out benchmarks/results/endurance_leaks.json
+    python -m benchmarks.endurance --steps 215 --leaks --stock
 
-The toy's GRPO job with two replicas and a bubble in every step. After each step every process of the job is looked at
-from outside (`process_sizes`). Nothing may grow: the Theil-Sen slope over the last steps is below `TOLERANCE`. In the
-first ones, allocators and buffers find their size. Ray's control store remembers tasks, verl's transfer queue keeps
-idle sockets, and the C library freed memory, up to limits that a job of this length may not reach; here they are lower
-(`KEPT`). With `--stock` the same job runs without TLT, to tell whose a leak is.
+The toy's GRPO job with two replicas and a bubble in nearly every step. Sessions do not run out of epochs here, so that
+nearly each is stopped while it trains. Its micro-batches differ in cost as the lengths of what they pack do. A stop may
+take as long as the session's longest micro-batch and a tenth of a second.
 
-Sessions do not run out of epochs here, so that nearly each is stopped while it trains. Its micro-batches differ in cost
-as the lengths of what they pack do. A stop may take as long as the session's longest micro-batch and a tenth of a
-second.
+With `--leaks` every process of the job is judged by what it was seen to hold after each step (`process_sizes`). Nothing
+may grow: the Theil-Sen slope over the last steps is below `TOLERANCE`; in the first ones buffers find their size. What
+rises to a limit that a job of this length may not reach has a lower one (`KEPT`, `GIVEN_BACK`). That costs time, so the
+other figures are of runs without it. With `--stock` the same job runs without TLT, to tell whose a leak is.
 """
 
 from __future__ import annotations
@@ -39,14 +39,12 @@ from verl_tlt.trace.events import Session
 
 TOLERANCE = {"memory": 0.1, "threads": 0.01, "files": 0.01, "shared_memory": 0.01, "objects": 0.02}
 """Most growth a step: MiB of a process, threads and open files of one, entries of /dev/shm, MiB in Ray's store."""
-KEPT = {
-    "RAY_task_events_max_num_task_in_gcs": "2000",
-    "TQ_SOCKET_POOL_SIZE": "1",
-    "MALLOC_MMAP_THRESHOLD_": "131072",
-}
-"""Tasks that Ray's control store keeps the events of (100,000 otherwise); idle sockets of the transfer queue for each
-loop and peer (4 otherwise: as many as were ever in use at once); and bytes from which on an array is mapped by itself,
-so that what a process holds is what it has: glibc would raise them up to 32 MiB, and keep what is freed in pieces."""
+KEPT = {"RAY_task_events_max_num_task_in_gcs": "2000", "TQ_SOCKET_POOL_SIZE": "1"}
+"""Tasks that Ray's control store keeps the events of (100,000 otherwise), and idle sockets of the transfer queue for
+each loop and peer (4 otherwise: as many as were ever in use at once)."""
+GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072"}
+"""Bytes from which on an array is mapped by itself and goes back when it is freed, so that what a process holds is what
+it has. glibc would raise them up to 32 MiB and keep what is freed, in pieces."""
 MARGIN_S = 0.1
 STALL_S = 900.0
 PROMPTS = 2
@@ -146,6 +144,13 @@ def growth(looks: Sequence[Mapping[str, Any]], last: int) -> dict[str, Any]:
     return {"looks": len(looks), "came_or_went": len(everybody - set(names)), "series": rows}
 
 
+def judged(looks: Sequence[Mapping[str, Any]], last: int) -> dict[str, Any]:
+    """What grew, against what may."""
+    grown = growth(looks, last)
+    steep = sorted(name for name, row in grown["series"].items() if not row["flat"])
+    return {"tolerance_per_step": TOLERANCE, "not_flat": steep, "growth": grown}
+
+
 def quantiles(values: Sequence[float]) -> dict[str, float]:
     """p50, p99 and the largest."""
     return {
@@ -212,6 +217,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=230)
     parser.add_argument("--minutes", type=float, default=120, help="after which fewer steps must do")
     parser.add_argument("--last", type=int, default=150, help="steps over which nothing may grow")
+    parser.add_argument("--leaks", action="store_true", help="judge what each process holds")
     parser.add_argument("--stock", action="store_true", help="the same job without TLT")
     parser.add_argument("--work", type=Path, default=Path("demo-out/endurance"))
     parser.add_argument("--out", type=Path)
@@ -220,7 +226,8 @@ def main() -> None:
     assets = make_assets(work / "assets", lengths)
     overrides = STOCK if args.stock else (*STOCK, *TLT)
     began = time.time()
-    job = Job(work / "run", assets, args.steps, overrides, SAVE_FREQ="25", TLT="0" if args.stock else "1", **KEPT)
+    environment = {"SAVE_FREQ": "25", "TLT": "0" if args.stock else "1", **KEPT, **(GIVEN_BACK if args.leaks else {})}
+    job = Job(work / "run", assets, args.steps, overrides, **environment)
     try:
         looks = watch(job, args.steps, args.minutes)
     finally:
@@ -228,17 +235,14 @@ def main() -> None:
     if not looks:
         raise SystemExit(f"the job ended no step; see {job.log}")
     (work / "looks.json").write_text(json.dumps(looks))
-    grown = growth(looks, args.last)
     result = {
         "machine": machine(),
         "commit": commit(),
         "tlt": not args.stock,
         "steps": len(looks),
         "minutes": round((time.time() - began) / 60, 1),
-        "tolerance_per_step": TOLERANCE,
-        "not_flat": sorted(name for name, row in grown["series"].items() if not row["flat"]),
         **({} if args.stock else measured(read_trace(work / "run" / "trace"))),
-        "growth": grown,
+        **(judged(looks, args.last) if args.leaks else {}),
     }
     print(json.dumps({name: value for name, value in result.items() if name != "growth"}, indent=1))
     if args.out:

@@ -324,7 +324,7 @@ KILLED = {
 
 def growth() -> str:
     """The steepest slope of anything, after hundreds of steps."""
-    found = load("endurance")
+    found = load("endurance_leaks")
     units = {"memory": "MiB", "threads": "", "files": "", "shared_memory": "", "objects": "MiB"}
     names = {
         "memory": "resident memory of a process", "threads": "threads of a process",
