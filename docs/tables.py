@@ -383,7 +383,7 @@ def end_to_end() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (same_tokens, oracles, drain, residuals, clusters, control_by_batch, control_plane, resumptions,
-                  growth, stops, overhead, tap, objectives, study, merging, merge_tree, packing)
+                  growth, stops, overhead, tap, objectives, study, merging, merge_tree, packing, end_to_end)
 }  # fmt: skip
 
 

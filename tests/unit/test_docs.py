@@ -177,7 +177,7 @@ def test_every_patch_has_a_row():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_modules_named_in_a_page_exist(page):
-    for name in re.findall(r"\b(?:verl_tlt|demo|benchmarks)(?:\.[a-z_]+)+", page.read_text()):
+    for name in re.findall(r"\b(?:verl_tlt|demo|benchmarks)(?:\.[a-z_][a-z0-9_]*)+", page.read_text()):
         path, *rest = name.split(".")
         here = ROOT / path
         while rest and (here / rest[0]).is_dir():
