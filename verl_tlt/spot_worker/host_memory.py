@@ -1,8 +1,7 @@
 """Memory that a session freed goes back to the system.
 
 A session makes and frees arrays of many sizes, and the C library keeps most of their pages for the process, in pieces.
-So a resting worker would hold more than it has, and ever more as the pieces shrink, of memory that the actors'
-offloaded optimizers and checkpoints need.
+So a resting worker would hold more than it has, of memory that the actors' offloaded optimizers and checkpoints need.
 """
 
 from __future__ import annotations
