@@ -29,6 +29,8 @@ class Step:
     """Tokens of the longest response."""
     reward: float
     accept_length: float | None = None
+    accept_length_tail: float | None = None
+    """Of the longest tenth of the responses."""
     saved_s: float | None = None
     overhead_s: float | None = None
 
@@ -47,6 +49,7 @@ def read_step(turn: int, step: int, metrics: Mapping[str, float], responses: int
         longest=metrics["response_length/max"],
         reward=metrics["critic/score/mean"],
         accept_length=metrics.get("tlt/accept_length"),
+        accept_length_tail=metrics.get("tlt/accept_length_tail"),
         saved_s=metrics.get("tlt/saved_s"),
         overhead_s=metrics.get("tlt/overhead_s"),
     )
@@ -86,12 +89,14 @@ def ratio(both: Pairs, seconds: Callable[[Step], float], per: Callable[[Step], f
 def summary(steps: Sequence[Step]) -> dict[str, Any]:
     """One arm's figures."""
     accepted = [step.accept_length for step in steps if step.accept_length is not None]
+    tail = [step.accept_length_tail for step in steps if step.accept_length_tail is not None]
     return {
         "step_s": spread([step.step_s for step in steps]),
         "rollout_s": spread([step.rollout_s for step in steps]),
         "train_s": spread([step.step_s - step.rollout_s for step in steps]),
         "tok_per_s": spread([step.tokens / step.rollout_s for step in steps]),
         "accept_length": round(statistics.median(accepted), 4) if accepted else None,
+        "accept_length_tail": round(statistics.median(tail), 4) if tail else None,
         "reward": [round(step.reward, 4) for step in steps],
     }
 

@@ -52,11 +52,27 @@ def test_the_account_is_vllms_own(engine_of, written):
         assert list(stats.num_accepted_tokens_per_pos) == per_position
         assert sum(stats.num_accepted_tokens_per_pos) == accepted
         assert sum(stats.num_draft_tokens_per_pos) == draft_tokens
+        of_responses = [sum(column) for column in zip(*stats.responses, strict=True)]
+        assert of_responses == [len(outputs), stats.num_generation_tokens, drafts, accepted]
         steps = engine.scheduler.tlt.policy.steps
     lines = written()[earlier:]
     assert len(lines) == len(steps) == stats.num_steps
     assert sum(line["produced"] for line in lines) == stats.num_decode_tokens
     assert sum(line["latency_s"] for line in lines) == pytest.approx(stats.busy_s, rel=1e-3)
+
+
+def test_drafts_are_counted_by_the_length_of_their_response(engine_of):
+    with engine_of("good", policy="policies:longest", **SHARED) as engine:
+        for name, prompt, tokens in zip(("short", "long"), prompts(2), (8, TOKENS), strict=True):
+            engine.llm.llm_engine.add_request(name, prompt, sampled(tokens))
+        while engine.llm.llm_engine.has_unfinished_requests():
+            engine.llm.llm_engine.step()
+        stats = engine.scheduler.tlt.stats()
+    short, long = stats.responses
+    assert (short.responses, short.num_tokens, long.responses, long.num_tokens) == (1, 8, 1, TOKENS)
+    # Each draft gives what was accepted and one token more; the last one's surplus is cut at the request's end.
+    assert 8 - 3 <= short.num_drafts + short.num_accepted_tokens <= 8 + 3
+    assert TOKENS - 3 <= long.num_drafts + long.num_accepted_tokens <= TOKENS + 3
 
 
 def test_workers_are_asked_for_drafts_only_after_steps_that_drafted(engine_of, monkeypatch):

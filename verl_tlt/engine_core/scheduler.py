@@ -20,7 +20,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,8 @@ class _Plan:
     undrafted: bool
     """There is no drafter, so a request may go without a draft (`tlt.speculation.source=ngram`)."""
     outputs: Any = None
+    freed: list[tuple[str, int]] = field(default_factory=list)
+    """(request, its tokens) of those that ended with this step or since the one before."""
     verified: Verified = NOTHING
     ended: bool = False
     finished_s: float = 0.0
@@ -161,6 +163,7 @@ class _Plan:
             control_s=self.control_s,
             unix_s=self.unix_s,
         )
+        control.responses(verified.accepted_of, self.freed)
 
 
 class TLTScheduler(Scheduler):
@@ -182,6 +185,7 @@ class TLTScheduler(Scheduler):
         self._tlt_boundary = StopBoundary()
         self._tlt_plans: deque[_Plan] = deque()  # one under sync scheduling, two or more in flight under async
         self._tlt_done: list[_Plan] = []  # finished steps to learn from
+        self._tlt_freed: list[tuple[str, int]] = []  # requests that ended, not yet in a plan
         self._tlt_known = 0  # requests that were running before this step admitted new ones
         self._tlt_kv_tokens = 0
         self._tlt_grown = 0  # tokens emitted since the last choice
@@ -347,6 +351,11 @@ class TLTScheduler(Scheduler):
             self.tlt.flush()
         return outputs
 
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's, which calls it once for each request that ends; only its length is noted."""
+        self._tlt_freed.append((request.request_id, request.num_output_tokens))
+        return super()._free_request(request, *args, **kwargs)
+
     def _tlt_gone(self, scheduled: dict[str, int]) -> Collection[str]:
         """Requests of a step that ended while it ran."""
         if not isinstance(self, AsyncScheduler) and not self.finished_req_ids:  # cleared when the step was scheduled
@@ -361,6 +370,7 @@ class TLTScheduler(Scheduler):
         while plan.output is not scheduler_output:  # a step whose result vLLM threw away
             plan = self._tlt_plans.popleft()
         plan.outputs, plan.verified, plan.ended = outputs, verified, ended
+        plan.freed, self._tlt_freed = self._tlt_freed, []
         plan.finished_s, plan.previous_finished_s, plan.unix_s = now, self._tlt_finished_s, time.time()
         plan.control_s, self._tlt_waited_s = self._tlt_waited_s, 0.0
         # A prefill's first token counts too, and one that ends may get fewer: `DecodeLoad` counts anew now and then.

@@ -124,6 +124,16 @@ class StepTime(NamedTuple):
     """Median of the clean steps."""
 
 
+class ResponseDrafts(NamedTuple):
+    """Responses of about one length that ended, and the drafts verified for them."""
+
+    responses: int
+    num_tokens: int
+    """Of all of them; the mean tells the length."""
+    num_drafts: int
+    num_accepted_tokens: int
+
+
 @dataclass(frozen=True)
 class EngineStats:
     """What one engine did since it was last asked: the scheduler sums, the trainer's metrics read.
@@ -163,6 +173,8 @@ class EngineStats:
     """In order of time; at most some hundred, however long the rollout was."""
     step_times: tuple[StepTime, ...] = ()
     """Of every draft length and batch with a clean step, ascending."""
+    responses: tuple[ResponseDrafts, ...] = ()
+    """By length, ascending."""
     num_broken_drafts: int = 0
     """Draft tokens that were dropped because the drafter's probabilities were not finite: it is off since."""
     policy_error: str | None = None
@@ -184,6 +196,7 @@ class EngineStats:
             "work": tuple(Work(*row) for row in sent["work"]),
             "stretches": tuple(Stretch(*row) for row in sent["stretches"]),
             "step_times": tuple(StepTime(*row) for row in sent["step_times"]),
+            "responses": tuple(ResponseDrafts(*row) for row in sent["responses"]),
         }
         return cls(**{**sent, **restored})
 

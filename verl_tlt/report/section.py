@@ -12,6 +12,11 @@ from verl_tlt.report.steps import RLStep, Saving
 from verl_tlt.report.svg import Chart, element, figure, text, ticks
 
 OVERHEAD, LENGTH = "tlt/overhead_", "tlt/draft_length_frac_"
+LENGTHS = {
+    "tlt/accept_length": "accept length",
+    "tlt/accept_length_tail": "accept length of the longest tenth",
+    "tlt/tokens_per_pass": "tokens per pass",
+}
 
 
 def step_section(trace: RunTrace, step: RLStep, saving: Saving, neighbours: tuple[int | None, int | None], of: int,
@@ -70,7 +75,7 @@ def _facts(step: RLStep, saving: Saving) -> Element:
         found.append((f"{sum(v for _, v in parts):.2f} s", f"TLT's own work: {listed}"))
     if saving.net_s is not None:
         found.append((f"{saving.net_s:+.2f} s", "net"))
-    for name, words in (("tlt/accept_length", "accept length"), ("tlt/tokens_per_pass", "tokens per pass")):
+    for name, words in LENGTHS.items():
         if name in step.metrics:
             found.append((f"{step.metrics[name]:.2f}", words))
     if step.bubbles:

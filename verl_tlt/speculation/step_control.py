@@ -13,6 +13,7 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import LatencyTable, stock_points
 from verl_tlt.speculation.draft_length import Limits, draft_length
+from verl_tlt.speculation.responses import DraftsByLength
 from verl_tlt.speculation.step_statistics import Aggregates
 from verl_tlt.speculation.types import OFF, Load, Policy, StepRecord
 
@@ -58,6 +60,7 @@ class StepControl:
         """What steps cost here, OFF included: the policy's own model where it has one."""
         self._calibration = LatencyTable(())
         self._sums = Aggregates()
+        self._responses = DraftsByLength()
         self._lock = threading.Lock()
 
     def choose(self, load: Load, longest: int = 0, room: int = sys.maxsize) -> int:
@@ -121,6 +124,18 @@ class StepControl:
             except Exception as error:
                 self._give_up(error)
 
+    def responses(self, accepted: Iterable[tuple[str, int]], ended: Iterable[tuple[str, int]]) -> None:
+        """Account for one finished step by response.
+
+        Args:
+            accepted: see `DraftsByLength.verified`.
+            ended: (request, its tokens) of those that ended with it or since the one before.
+        """
+        with self._lock:
+            self._responses.verified(accepted)
+            for request, tokens in ended:
+                self._responses.ended(request, tokens)
+
     def drafter_broke(self, dropped: int) -> None:
         """The worker dropped this many draft tokens that had no probability: OFF until the drafter is switched on."""
         with self._lock:
@@ -152,7 +167,7 @@ class StepControl:
                 self._sums = Aggregates()
             if self.trace is not None:
                 self.trace.flush()
-            return sums.stats(self.policy_error)
+            return replace(sums.stats(self.policy_error), responses=self._responses.rows(reset))
 
     def control(self, **settings: Any) -> dict[str, Any]:
         """Overrule or inform the policy.

@@ -7,7 +7,7 @@ of requests that end; the rest is worked out when somebody asks, while the model
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -58,6 +58,14 @@ class Verified:
         """Tokens in those drafts."""
         # Each request with a draft also computes the one token that it was sampled last.
         return self.scheduled - self.requests if self._whole else sum(width for width, _ in self._rows)
+
+    @property
+    def accepted_of(self) -> Iterator[tuple[str, int]]:
+        """(request, draft tokens accepted) of each draft that counts."""
+        lengths, rows, gone = self.lengths, self.row_of or {}, self.gone
+        for request in self.drafts_of or () if lengths else ():
+            if request not in gone and (tokens := lengths[rows[request]]):
+                yield request, tokens - 1
 
     @property
     def tokens(self) -> int | None:

@@ -11,9 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from verl_tlt.messages.rollout import EngineStats
+from verl_tlt.messages.rollout import EngineStats, ResponseDrafts
 from verl_tlt.messages.training import BufferStats
 from verl_tlt.trace.events import Publish, Reload, Session
+
+TAIL = 0.1
+"""Share of the responses, the longest ones, that is called the tail."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ def speculation_metrics(replicas: Sequence[EngineStats], rollout_s: float | None
             metrics[f"tlt/accept_rate_pos_{i + 1}"] = accepted[i] / offered
     if passes := sum(r.num_passes for r in replicas):
         metrics["tlt/tokens_per_pass"] = sum(r.num_decode_tokens for r in replicas) / passes
+    metrics["tlt/accept_length_tail"] = accept_length_of_longest((row for r in replicas for row in r.responses), TAIL)
     lengths: dict[int, int] = {}
     for r in replicas:
         for k, count in r.steps_by_draft_length.items():
@@ -114,6 +118,29 @@ def speculation_metrics(replicas: Sequence[EngineStats], rollout_s: float | None
         metrics["tlt/rollout_tok_per_s"] = sum(r.num_generation_tokens for r in replicas) / rollout_s
     metrics["tlt/broken_drafts"] = sum(r.num_broken_drafts for r in replicas)
     return metrics
+
+
+def accept_length_of_longest(rows: Iterable[ResponseDrafts], share: float) -> float | None:
+    """Tokens per verified draft, the target's own included, of the longest responses.
+
+    Args:
+        rows: responses by length, of any number of engines (`EngineStats.responses`).
+        share: of all responses that is meant; rows on its border count in part.
+
+    Returns:
+        1 where nothing was drafted for them; None without a response.
+    """
+    longest = sorted(rows, key=lambda row: row.num_tokens / row.responses, reverse=True)
+    left = share * sum(row.responses for row in longest)
+    if not left:
+        return None
+    drafts = accepted = 0.0
+    for row in longest:
+        part = min(1.0, left / row.responses)
+        drafts += part * row.num_drafts
+        accepted += part * row.num_accepted_tokens
+        left -= part * row.responses
+    return 1.0 + accepted / drafts if drafts else 1.0
 
 
 def _by_position(counts: Iterable[Sequence[int]]) -> list[int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import verl_tlt
-from verl_tlt.messages.rollout import EngineStats
+from verl_tlt.messages.rollout import EngineStats, ResponseDrafts
 from verl_tlt.messages.training import BufferStats
 from verl_tlt.speculation.step_statistics import Aggregates
 from verl_tlt.speculation.types import StepRecord
@@ -41,6 +41,18 @@ def test_acceptance_is_weighted_by_tokens_over_replicas():
     assert "tlt/accept_rate_pos_4" not in metrics
     assert metrics["tlt/tokens_per_pass"] == pytest.approx(108 / 50)
     assert metrics["tlt/rollout_tok_per_s"] == pytest.approx(10.0)
+
+
+def test_the_tail_is_the_longest_tenth_of_all_replicas_responses():
+    # 30 responses: the three longest are one of 900 tokens, one of 800, and half of those two of 700.
+    here = dataclasses.replace(A, responses=(ResponseDrafts(20, 2000, 900, 900), ResponseDrafts(1, 800, 200, 300)))
+    rows = (ResponseDrafts(6, 600, 300, 0), ResponseDrafts(2, 1400, 400, 100), ResponseDrafts(1, 900, 200, 50))
+    there = dataclasses.replace(B, responses=rows)
+    metrics = step_metrics(StepObservations(replicas={"a": here, "b": there}))
+    assert metrics["tlt/accept_length_tail"] == pytest.approx(1 + (50 + 300 + 50) / (200 + 200 + 200))
+    few = dataclasses.replace(A, responses=(ResponseDrafts(1, 10, 4, 6), ResponseDrafts(1, 20, 0, 0)))
+    assert step_metrics(StepObservations(replicas={"a": few}))["tlt/accept_length_tail"] == 1.0, "nothing was drafted"
+    assert "tlt/accept_length_tail" not in step_metrics(StepObservations(replicas={"a": A})), "nobody ended"
 
 
 def test_draft_lengths_are_shares_of_engine_steps():
@@ -179,7 +191,11 @@ def test_the_line_of_a_step():
 
 def test_every_metric_is_documented():
     seen = StepObservations(
-        rollout_s=12.0, replicas={"a": A, "b": dataclasses.replace(B, num_ngram_drafts=5, num_ngram_accepted=2)},
+        rollout_s=12.0,
+        replicas={
+            "a": dataclasses.replace(A, responses=(ResponseDrafts(1, 10, 4, 6),)),
+            "b": dataclasses.replace(B, num_ngram_drafts=5, num_ngram_accepted=2),
+        },
         bubble_s={"a": 6.0}, bubble_trained_s={"a": 5.0},
         stop_latency_s={"a": 0.02}, sessions=[session(loss_last=2.0)], overhead={"tap": 0.1}, step=9, served_since=4,
         publish=Publish(t=0.0, step=4, version=3, decision="kept", tau=TAU, gain=0.1, gain_low=0.0),

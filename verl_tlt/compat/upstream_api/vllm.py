@@ -27,6 +27,8 @@ VLLM = (
         f"{_SCHEDULER}.update_from_output", "scheduler_output model_runner_output", used_by="engine_core/scheduler.py"
     ),
     Symbol(f"{_SCHEDULER}.update_draft_token_ids", "draft_token_ids", used_by="engine_core/scheduler.py"),
+    Symbol(f"{_SCHEDULER}._free_request", "request", used_by="engine_core/scheduler.py"),
+    Symbol("vllm.v1.request:Request", has="request_id num_output_tokens", used_by="engine_core/scheduler.py"),
     Symbol(f"{_SCHEDULER}.shutdown", used_by="engine_core/scheduler.py"),
     Symbol("vllm.v1.engine.core:EngineCore", has="scheduler", used_by="engine_core/empty_drafts.py"),
     Symbol(

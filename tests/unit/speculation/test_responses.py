@@ -1,0 +1,62 @@
+"""Drafts counted by the length their response reached, worked out by hand."""
+
+import json
+
+from verl_tlt.messages.rollout import EngineStats, ResponseDrafts
+from verl_tlt.speculation.draft_length import Limits
+from verl_tlt.speculation.policies.base import FixedPolicy
+from verl_tlt.speculation.responses import DraftsByLength
+from verl_tlt.speculation.step_control import StepControl
+from verl_tlt.speculation.verified import Verified
+
+
+def test_drafts_count_for_the_length_their_response_reached():
+    drafts = DraftsByLength()
+    drafts.verified([("short", 0), ("long", 3)])
+    drafts.verified([("long", 1)])
+    drafts.ended("short", 10)
+    drafts.ended("undrafted", 10)
+    assert drafts.rows() == (ResponseDrafts(2, 20, 1, 0),)
+    drafts.verified([("long", 2)])
+    drafts.ended("long", 500)
+    assert drafts.rows(reset=True) == (ResponseDrafts(2, 20, 1, 0), ResponseDrafts(1, 500, 3, 6))
+    assert drafts.rows() == ()
+
+
+def test_a_reset_keeps_what_is_in_flight():
+    drafts = DraftsByLength()
+    drafts.verified([("a", 2)])
+    drafts.rows(reset=True)
+    drafts.verified([("a", 1)])
+    drafts.ended("a", 64)
+    assert drafts.rows() == (ResponseDrafts(1, 64, 2, 3),)
+
+
+def test_a_request_that_ends_without_a_token_is_forgotten():
+    drafts = DraftsByLength()
+    drafts.verified([("a", 2)])
+    drafts.ended("a", 0)
+    drafts.ended("a", 7)
+    assert drafts.rows() == (ResponseDrafts(1, 7, 0, 0),), "its earlier namesake's draft does not count"
+
+
+def test_lengths_within_a_twelfth_share_a_row_and_there_are_few_rows():
+    drafts = DraftsByLength()
+    for tokens in range(1, 32_769):
+        drafts.ended("r", tokens)
+    rows = drafts.rows()
+    assert sum(row.responses for row in rows) == 32_768
+    assert len(rows) <= 8 * 15 + 1
+    means = [row.num_tokens / row.responses for row in rows]
+    assert means == sorted(means)
+
+
+def test_the_account_carries_them_to_the_trainer_and_back_to_nothing():
+    control = StepControl(FixedPolicy(2), Limits((0, 1, 2)))
+    step = Verified([3, 0, 1, 2], {"a": [5, 5], "b": [5, 5], "c": [5, 5], "d": [5]}, {"a": 0, "b": 1, "c": 2, "d": 3},
+                    11, 4, {"c"})  # fmt: skip
+    assert dict(step.accepted_of) == {"a": 2, "d": 1}, "b got no token, c ended while the step ran"
+    control.responses(step.accepted_of, [("a", 12), ("d", 200)])
+    sent = json.loads(json.dumps(control.stats(reset=True).to_dict()))
+    assert EngineStats.from_dict(sent).responses == (ResponseDrafts(1, 12, 1, 2), ResponseDrafts(1, 200, 1, 1))
+    assert control.stats().responses == ()
