@@ -1,8 +1,7 @@
 """RL end to end: stock verl, vLLM's own speculation and TLT, in turns, on a policy that learns.
 
     python -m benchmarks.e2e --out benchmarks/results/e2e.json [--rounds 3] [--steps 4] [--arms NAME ...]
-    python -m benchmarks.e2e --forced --steps 6 --arms tlt-fresh tlt --work demo-out/e2e-forced \
-        --out benchmarks/results/e2e_forced.json
+    python -m benchmarks.e2e --forced --steps 6 --arms tlt-fresh tlt --work demo-out/forced --out FILE
 
 Nine arms (`arms.py`), each a run of the demo's recipe with a policy of its own that really learns, on the same prompts
 in the same order, sampled as in training. They take turns: in every round each arm goes on from its checkpoint for
