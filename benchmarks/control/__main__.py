@@ -1,14 +1,15 @@
 """Which draft-length policy is fastest, and what it costs: prints the tables, writes benchmarks/results/control.json.
 
-    python -m benchmarks.control [--replay] [--drain] [--overhead] [--repetitions N] [--finals N] [--clock wall|cpu]
+    python -m benchmarks.control [--replay] [--foreign] [--drain] [--overhead] [--repetitions N] [--finals N]
     python -m benchmarks.control --steady [--batches N ...] [--turns N]
 
-Without a part named, all run: `--replay` simulates rollouts against oracles (minutes), `--drain` decodes on real vLLM
-CPU engines (about a quarter of an hour; the first time it trains a drafter, some minutes more), `--overhead` counts
-what control adds to an engine step, `--steady` compares steps without drafts with stock's. A part that is not run keeps
-its figures of the last time. The drain also draws K against batch over one rollout for docs/adaptive-speculation.md;
-with `--record` its step times become the ones that the replay replays as "CPU engine". Wall-clock timings mean
-something only on an idle machine; `--clock cpu` counts CPU seconds of the engine's process instead.
+Without a part named, all run: `--replay` simulates rollouts against oracles (minutes), `--foreign` so too on step costs
+that are not the formula which the policy fits (a quarter of an hour), `--drain` decodes on real vLLM CPU engines (about
+a quarter of an hour; the first time it trains a drafter, some minutes more), `--overhead` counts what control adds to
+an engine step, `--steady` compares steps without drafts with stock's. A part that is not run keeps its figures of the
+last time. The drain also draws K against batch over one rollout for docs/adaptive-speculation.md; with `--record` its
+step times become the ones that the replay replays as "CPU engine". Wall-clock timings mean something only on an idle
+machine; `--clock cpu` counts CPU seconds of the engine's process instead.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def draw(steps: list[list[float]], path: Path) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for part in ("replay", "drain", "overhead", "steady"):
+    for part in ("replay", "foreign", "drain", "overhead", "steady"):
         parser.add_argument(f"--{part}", action="store_true")
     parser.add_argument("--repetitions", type=int, default=9, help="of every arm of the drain")
     parser.add_argument("--finals", type=int, default=9, help="of the best three arms of the drain among themselves")
@@ -108,7 +109,8 @@ def main() -> None:
     parser.add_argument("--toy", type=Path, default=TOY, help="where policy and drafter are kept")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    everything = not (options.replay or options.drain or options.overhead or options.steady)
+    parts = (options.replay, options.foreign, options.drain, options.overhead, options.steady)
+    everything = not any(parts)
     found = json.loads(options.out.read_text()) if options.out.exists() else {}
     if options.overhead or options.steady or options.drain or everything:
         console.print(say_dtype(find_dtype()))
@@ -139,6 +141,10 @@ def main() -> None:
 
         found |= run_all(console.print, options.jobs)
         console.print(replay_table(found["replay"], found["replay_detail"]))
+    if options.foreign or everything:
+        from benchmarks.control import foreign
+
+        found |= foreign.run_all(console.print, options.jobs)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(found, indent=1) + "\n")
     console.print(f"written to {options.out}")

@@ -119,11 +119,13 @@ def numbers(case: Case, found: Outlook) -> Numbers:
     if case.work.multi_turn and seen is not None and seen.tool_share is None and seen.busy_share is not None:
         waiting = 1.0 - seen.busy_share
     spot = found.spot
+    # A few simulated steps have luck of their own, by which a worse drafter may come out ahead.
+    ratios = [result.rollout_ratio for result in found.results.values()]
     return Numbers(
         gen_s=gen_s,
         rest_s=found.rest_s,
         overhead_s=likely.overhead_s,
-        rollout={name: result.rollout_ratio for name, result in found.results.items()},
+        rollout={"low": min(ratios), "likely": likely.rollout_ratio, "high": max(ratios)},
         tail_share=tail,
         bubble_s=likely.stock_bubble_share * gen_s if bubble is None else bubble,
         bubble_needed_s=spot.begin_s

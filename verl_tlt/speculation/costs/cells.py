@@ -82,7 +82,7 @@ class Cell:
 
     def place(self, batch: float, kv_tokens: float) -> None:
         """Move the cell's centre towards a sample's load."""
-        share = 1.0 / self.samples
+        share = 1.0 / max(1.0, self.samples)
         self.batch += share * (batch - self.batch)
         self.kv_tokens += share * (kv_tokens - self.kv_tokens)
 

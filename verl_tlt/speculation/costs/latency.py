@@ -36,10 +36,13 @@ _ANCHOR_UNTIL = 16
 """Samples during which the usual coefficients are still set anew."""
 _SEED_SAMPLES = 8
 """Samples a point of a stored table is worth at most."""
+_GUESS = 0.10
+"""Relative uncertainty of a point between measured draft lengths."""
 _NEAR, _FAR = 0.02, 0.10
 """Relative uncertainty of a cell known from its neighbours: beside one, and with none in reach."""
 _REACH = 9.0
-"""Squared distance beyond which neighbours say next to nothing."""
+_APART = (1.0, 0.06, 2.0)
+"""How unlike cells become: by half-octaves of batch, octaves of context and draft lengths between them, squared."""
 
 Key = tuple[int, int, int]
 Floats = npt.NDArray[np.float64]
@@ -121,10 +124,15 @@ class LatencyModel:
                 self._shape.start(p.batch, p.kv_tokens, p.seconds)
             key = _key(p.batch, p.kv_tokens, p.draft_length)
             self._note_batch(p.draft_length, p.batch)
-            cell = self._cells.get(key) or self._add(key, Cell(p.draft_length, 0.0, math.inf, self._jitter))
-            shape = self._shape.seconds(p.batch, p.kv_tokens, p.draft_length)
+            level = math.log(p.seconds / self._shape.seconds(p.batch, p.kv_tokens, p.draft_length))
+            known = self._cells.get(key)
+            if p.samples < 1:
+                if known is None:
+                    self._add(key, Cell(p.draft_length, level, _GUESS, self._jitter)).place(p.batch, p.kv_tokens)
+                continue
+            cell = known or self._add(key, Cell(p.draft_length, 0.0, math.inf, self._jitter))
             for _ in range(min(p.samples, _SEED_SAMPLES)):
-                cell.learn(math.log(p.seconds / shape), self._pace, 0.0, self._memory)
+                cell.learn(level, self._pace, 0.0, self._memory)
                 cell.place(p.batch, p.kv_tokens)
         if table.points:
             self._refit(iterations=30)
@@ -282,11 +290,11 @@ class LatencyModel:
         if not self._cells:
             return [(0.0, math.inf)] * len(arms)
         keys, levels, samples = self._map.columns()
-        here = 0.25 * ((keys[0] - batch) ** 2 + (keys[1] - context) ** 2)  # [cells]
-        distance = here + 0.5 * (keys[2] - np.asarray(arms, dtype=np.float64)[:, None]) ** 2  # [arms, cells]
+        here = _APART[0] * (keys[0] - batch) ** 2 + _APART[1] * (keys[1] - context) ** 2  # [cells]
+        distance = here + _APART[2] * (keys[2] - np.asarray(arms, dtype=np.float64)[:, None]) ** 2  # [arms, cells]
         votes = np.exp(-distance) * samples
         level = (votes @ levels) / (votes.sum(axis=1) + 0.5)
-        nearest = np.minimum(distance.min(axis=1), _REACH)
+        nearest = np.minimum(np.where(samples > 0, distance, _REACH).min(axis=1), _REACH)
         sigma = _NEAR + (_FAR - _NEAR) * np.sqrt(nearest / _REACH)
         return list(zip(level.tolist(), sigma.tolist(), strict=True))
 

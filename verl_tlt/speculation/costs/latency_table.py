@@ -6,6 +6,7 @@ what speculation saved against stock decoding (arm OFF). Pure Python: it is read
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -112,11 +113,23 @@ def from_stored(stored: LatencyTable, arms: Iterable[int], batches: Iterable[int
     return {arm: [(batch, interpolate(found[arm], batch)) for batch in wanted] for arm in (OFF, *lengths)}
 
 
+def filled_arms(table: Table) -> set[int]:
+    """Draft lengths of which nothing was measured: all their points lie where `fill_arms` puts them."""
+    lengths, found = sorted(k for k in table if k >= 0), set()
+    for arm in lengths[1:-1]:
+        for below, above in ((b, a) for b in lengths for a in lengths if b < arm < a):
+            line = dict(fill_arms({below: table[below], above: table[above]}, (arm,)).get(arm, ()))
+            if all(math.isclose(line.get(batch, 0.0), seconds, rel_tol=1e-6) for batch, seconds in table[arm]):
+                found.add(arm)
+    return found
+
+
 def for_policy(table: Table) -> LatencyTable:
-    """The same measurements as the policies read them, with the context they were made at."""
+    """The same measurements as the policies read them, with the context they were made at; lines are no samples."""
+    filled = filled_arms(table)
     return LatencyTable(
         tuple(
-            LatencyPoint(batch, batch * CONTEXT_TOKENS, arm, seconds, samples=CALIBRATED_SAMPLES, calibrated=True)
+            LatencyPoint(batch, batch * CONTEXT_TOKENS, arm, seconds, 0 if arm in filled else CALIBRATED_SAMPLES, True)
             for arm, row in table.items()
             for batch, seconds in row
         )

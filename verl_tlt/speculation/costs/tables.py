@@ -37,7 +37,7 @@ class LatencyPoint:
     """K, or OFF (-1) for a step without any drafter."""
     seconds: float
     samples: int = 1
-    """Steps behind this figure."""
+    """Steps behind this figure; 0: it lies on a line between measured ones."""
     calibrated: bool = False
     """Measured in turn with the other draft lengths, on an engine that did nothing else: they can be compared."""
 
@@ -92,7 +92,7 @@ def _point(row: Mapping[str, Any]) -> LatencyPoint:
         )  # fmt: skip
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ControlError(f"A latency row must hold batch, kv_tokens, draft_length, seconds: {row!r}.") from error
-    sane = point.batch >= 1 and point.kv_tokens >= 0 and point.draft_length >= OFF and point.samples >= 1
+    sane = point.batch >= 1 and point.kv_tokens >= 0 and point.draft_length >= OFF and point.samples >= 0
     if not (sane and math.isfinite(point.seconds) and point.seconds > 0):
         raise ControlError(f"A latency row is out of range: {row!r}.")
     return point

@@ -236,3 +236,37 @@ def test_an_optimist_takes_what_drafting_cost_at_a_large_batch_to_be_its_tokens(
 def test_without_a_measurement_an_optimist_knows_no_more():
     model = LatencyModel((0, 1))
     assert model.optimistic(8, 8000) == model.predict(8, 8000)
+
+
+def test_a_guess_between_measured_lengths_is_worth_a_look_and_gone_with_the_first_measurements():
+    model, rng = LatencyModel(ARMS), np.random.default_rng(8)
+    points = [LatencyPoint(4, 4000, k, true(4, 4000, k), samples=4) for k in (OFF, 0, 1, 7)]
+    guess = 1.15 * true(4, 4000, 5)
+    model.seed(LatencyTable((*points, LatencyPoint(4, 4000, 5, guess, samples=0))))
+    at = 1 + ARMS.index(5)
+    assert model.predict(4, 4000)[at] == pytest.approx(guess, rel=1e-6)
+    assert model.uncertainty(4, 4000)[at] >= 0.1 > 0.05 > model.uncertainty(4, 4000)[at + 1]
+    assert model.largest_batch(5) == 4, "it may be used"
+    measure(model, 4, 5, 3, rng, sigma=0.0)
+    assert model.predict(4, 4000)[at] == pytest.approx(true(4, 4000, 5), rel=0.02)
+
+
+def test_a_measurement_is_not_outvoted_by_a_guess_that_comes_later():
+    model = LatencyModel(ARMS)
+    seconds = true(4, 4000, 5)
+    model.seed(LatencyTable((LatencyPoint(4, 4000, 5, seconds, samples=8), LatencyPoint(4, 4000, 5, 2 * seconds, 0))))
+    assert model.seconds(4, 4000, 5) == pytest.approx(seconds, rel=0.01)
+
+
+def test_a_slow_draft_length_is_slow_at_other_contexts_too_and_its_neighbours_are_not():
+    def odd(batch, kv, k):
+        return (1.3 if k == 3 else 1.0) * true(batch, kv, k)
+
+    model, rng = LatencyModel(ARMS), np.random.default_rng(9)
+    for batch in (2, 8, 32):
+        for k in ARMS:
+            measure(model, batch, k, 12, rng, context=500, cost=odd)
+    # What eight times the context costs is not known, but it is the same for all.
+    ratio = {k: p / true(8, 32000, k) for p, k in zip(model.predict(8, 32000)[1:], ARMS, strict=True)}
+    assert ratio[3] / ratio[2] > 1.15 and ratio[3] / ratio[7] > 1.15
+    assert ratio[2] / ratio[0] < 1.05

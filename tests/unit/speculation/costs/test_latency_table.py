@@ -3,6 +3,7 @@ import pytest
 from verl_tlt.speculation.costs.latency_table import (
     cheapest_off,
     fill_arms,
+    filled_arms,
     for_policy,
     from_stored,
     interpolate,
@@ -46,6 +47,18 @@ def test_policies_get_the_same_seconds_with_a_context():
     points = for_policy({OFF: [(4, 0.2)]}).points
     assert [(p.batch, p.draft_length, p.seconds) for p in points] == [(4, OFF, 0.2)]
     assert points[0].kv_tokens > points[0].batch
+
+
+def test_what_lies_on_a_line_between_measured_lengths_is_told_from_a_measurement():
+    measured = {OFF: [(1, 0.1), (8, 0.2)], 0: [(1, 0.11), (8, 0.2)], 1: [(1, 0.2), (8, 0.4)], 7: [(1, 0.5), (8, 1.3)]}
+    table = fill_arms(measured, (0, 1, 2, 5, 7))
+    assert filled_arms(table) == {2, 5}
+    samples = {p.draft_length: p.samples for p in for_policy(table).points}
+    assert samples == {OFF: 4, 0: 4, 1: 4, 2: 0, 5: 0, 7: 4}
+    again = from_stored(for_policy(table), (0, 1, 2, 5, 7), (1, 8))
+    assert filled_arms(again) == {2, 5}, "a stored one is told as well"
+    nudged = {**table, 5: [(batch, 1.001 * seconds) for batch, seconds in table[5]]}
+    assert filled_arms(nudged) == {2}
 
 
 def stored(arms, batches=(1, 8, 32)):
