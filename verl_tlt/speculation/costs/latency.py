@@ -57,10 +57,13 @@ class _Bucket(NamedTuple):
     """Relative uncertainty."""
     unmeasured: list[int]
     """Positions that borrow from neighbours, ascending."""
-    floors: dict[int, int | None]
-    """For each of those: position of the next shorter draft measured here."""
-    ceilings: dict[int, int | None]
-    """And of the next longer one."""
+    floors: dict[int, tuple[int, float]]
+    """For each of those that has one: position of a shorter draft measured here, and how much more than by the fit this
+    one costs beside it (`_beside`), at most 1."""
+    ceilings: dict[int, tuple[int, float]]
+    """The same of a longer draft measured here, without a bound."""
+    unknown: set[int]
+    """Those measured at no context of this batch."""
 
 
 class _Map:
@@ -108,6 +111,7 @@ class LatencyModel:
         self._pace = 0.0
         self._pace_variance = 0.0
         self._jitter = 0.05
+        self._contexts: dict[tuple[int, int], set[int]] = {}  # by bucket of batch and draft length: measured there
         self._span: dict[int, tuple[int, int]] = {}
         self._count = 0
         self._next_fit = 1
@@ -131,6 +135,7 @@ class LatencyModel:
                     self._add(key, Cell(p.draft_length, level, _GUESS, self._jitter)).place(p.batch, p.kv_tokens)
                 continue
             cell = known or self._add(key, Cell(p.draft_length, 0.0, math.inf, self._jitter))
+            self._contexts.setdefault(key[::2], set()).add(key[1])
             for _ in range(min(p.samples, _SEED_SAMPLES)):
                 cell.learn(level, self._pace, 0.0, self._memory)
                 cell.place(p.batch, p.kv_tokens)
@@ -149,6 +154,7 @@ class LatencyModel:
             prior, sigma = self._borrowed(*key[:2], (draft_length,))[0]
             cell = self._add(key, Cell(draft_length, prior, sigma, self._jitter))
         self._note_batch(draft_length, batch)
+        self._contexts.setdefault(key[::2], set()).add(key[1])
         self._learn(cell, math.log(seconds / self._shape.seconds(batch, kv_tokens, draft_length)))
         cell.place(batch, kv_tokens)
         self._map.update(cell)
@@ -170,13 +176,12 @@ class LatencyModel:
         shape = [join(memory, *part) for part in self._parts(batch)]
         found = [seconds * factor * pace for seconds, factor in zip(shape, bucket.factors, strict=True)]
         for arm in bucket.unmeasured:
-            below, above = bucket.floors[arm], bucket.ceilings[arm]
-            if below is not None:
-                # What makes that draft length slow here is not known where this one was measured.
-                found[arm] = max(found[arm], found[below] * shape[arm] / shape[below])
-            if above is not None:
-                found[arm] = min(found[arm], found[above])
-            if arm > 0:
+            below, least = bucket.floors.get(arm, (0, 0.0))
+            # What makes that draft length slow here is not known where this one was measured.
+            found[arm] = max(found[arm], least * found[below] * shape[arm] / shape[below])
+            above, beside = bucket.ceilings.get(arm, (arm, 1.0))
+            found[arm] = min(found[arm], found[above] * max(1.0, beside * shape[arm] / shape[above]))
+            if arm > 0 and arm in bucket.unknown:
                 found[arm] = max(found[arm], found[arm - 1])
         return found
 
@@ -255,24 +260,46 @@ class LatencyModel:
         where = _key(batch, kv_tokens, 0)[:2]
         found = self._buckets.get(where)
         if found is None:
-            found = self._buckets[where] = _Bucket([], [], [], {}, {})
+            found = self._buckets[where] = _Bucket([], [], [], {}, {}, set())
             borrowed = self._borrowed(*where, self._all)
             for position, k in enumerate(self._all):
                 cell = self._cells.get((*where, k))
                 if cell is None:
                     found.unmeasured.append(position)
+                    if (where[0], k) not in self._contexts:
+                        found.unknown.add(position)
                 level, sigma = (cell.level, cell.sigma()) if cell else borrowed[position]
                 found.factors.append(math.exp(level))
                 found.sigmas.append(sigma)
-            positions = range(len(self._all))
-            for order, nearest in ((positions, found.floors), (reversed(positions), found.ceilings)):
-                seen = None
-                for position in order:
-                    if position in found.unmeasured:
-                        nearest[position] = seen
-                    else:
-                        seen = position
+            measured = [p for p in range(len(self._all)) if p not in found.unmeasured]
+            for position in found.unmeasured:
+                shorter, longer = [p for p in reversed(measured) if p < position], [p for p in measured if p > position]
+                if shorter:
+                    below, ratio = self._beside(where, position, shorter)
+                    found.floors[position] = below, min(1.0, ratio)
+                if longer:
+                    found.ceilings[position] = self._beside(where, position, longer)
         return found
+
+    def _beside(self, where: tuple[int, int], position: int, nearest_first: Sequence[int]) -> tuple[int, float]:
+        """A draft length measured here, and how much more than by the fit another one costs beside it.
+
+        Args:
+            where: bucket of batch and of context.
+            position: of the draft length that was not measured here.
+            nearest_first: positions of those that were.
+
+        Returns:
+            the nearest beside which it was measured at another context; else the nearest, and 1.
+        """
+        batch, context = where
+        own = self._contexts.get((batch, self._all[position]), set())
+        for other in nearest_first:
+            if common := own & self._contexts.get((batch, self._all[other]), set()):
+                at = min(common, key=lambda c: (abs(c - context), c))
+                mine, theirs = (self._cells[batch, at, self._all[p]].level for p in (position, other))
+                return other, math.exp(mine - theirs)
+        return nearest_first[0], 1.0
 
     def _update_bucket(self, key: Key, cell: Cell) -> None:
         """Carry one cell's new level into its bucket; a first measurement puts the bucket together anew."""

@@ -5,6 +5,7 @@ import pytest
 
 from benchmarks.simulate.hardware import QWEN3_8B_H100
 from verl_tlt.speculation.costs.latency import LatencyModel
+from verl_tlt.speculation.costs.latency_table import fill_arms, for_policy
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
 from verl_tlt.speculation.types import OFF, ControlError
 
@@ -270,3 +271,22 @@ def test_a_slow_draft_length_is_slow_at_other_contexts_too_and_its_neighbours_ar
     ratio = {k: p / true(8, 32000, k) for p, k in zip(model.predict(8, 32000)[1:], ARMS, strict=True)}
     assert ratio[3] / ratio[2] > 1.15 and ratio[3] / ratio[7] > 1.15
     assert ratio[2] / ratio[0] < 1.05
+
+
+def test_a_longer_draft_that_was_measured_to_be_cheaper_is_believed_to_be_so_at_other_contexts():
+    def odd(batch, kv, k):
+        return {2: 1.4, 3: 0.8}.get(k, 1.0) * true(batch, kv, k)
+
+    model, rng = LatencyModel(ARMS), np.random.default_rng(10)
+    for k in ARMS:
+        measure(model, 8, k, 12, rng, context=500, cost=odd)
+    for k in (0, 1, 2):
+        measure(model, 8, k, 12, rng, context=4000, cost=odd)
+    assert model.seconds(8, 32000, 3) < 0.85 * model.seconds(8, 32000, 2)
+    assert model.seconds(64, 256000, 3) > model.seconds(64, 256000, 2), "nothing was measured at such batches"
+
+
+def test_a_guess_between_does_not_raise_what_was_measured_beyond_it():
+    table = fill_arms({OFF: [(1, 0.010)], 0: [(1, 0.011)], 1: [(1, 0.020)], 3: [(1, 0.014)]}, (0, 1, 2, 3))
+    model = LatencyModel((0, 1, 2, 3), table=for_policy(table))
+    assert model.seconds(1, 900, 3) < 0.85 * model.seconds(1, 900, 1)
