@@ -226,6 +226,39 @@ def oracles() -> str:
     return rows(("", "worst", "median"), body)
 
 
+def foreign() -> str:
+    """Goodput and its rivals on step costs that are no formula."""
+    found, body = load("control")["foreign"], []
+    kinds = {"distorted": "rooflines, distorted", "tiles": "rooflines, in tiles", "CPU": "recorded on CPUs, distorted"}
+    for kind in ("calm", "rough"):
+        for word, name in kinds.items():
+            rows_of = [r["pct_of_oracle"] for r in found if r["kind"] == kind and word in r["name"]
+                       and ("CPU" in r["name"]) == (word == "CPU")]  # fmt: skip
+            cells = [f"{min(r[who] for r in rows_of):.1f}, {median(r[who] for r in rows_of):.1f}"
+                     for who in ("goodput", "table", "best K per octave", "best K")]  # fmt: skip
+            body.append([f"{name}: {kind}", len(rows_of), *cells])
+    head = (
+        "",
+        "replays",
+        "`goodput`",
+        "`table`, told the true costs",
+        "best K per range of batches (O2)",
+        "best K (O1)",
+    )
+    return rows(head, body)
+
+
+def savings() -> str:
+    """What the account claimed to have saved, and what was saved."""
+    found, body = load("e2e_forced"), []
+    for name, of in found["ratios"].items():
+        saved, rollout = of["saved"], of["rollout"]
+        claims = [f"{saved['claimed_s']:.1f} s", f"{saved['measured_s']:.1f} s"] if saved else ["", ""]
+        speed = f"{rollout['pooled']:.2f}x ({rollout['low']:.2f} to {rollout['high']:.2f})"
+        body.append([f"`{name}`", found["arms"][name]["accept_length"] or "", speed, *claims])
+    return rows(("", "accept length", "rollout", "`tlt/saved_s` claimed", "shorter than stock's by"), body)
+
+
 def objectives() -> str:
     """Accept length by objective, beside the paper's."""
     paper = {"eagle": "6.53, 1x", "hass": "6.67, 3x", "eagle3": "6.83, 7x"}
@@ -383,7 +416,8 @@ def end_to_end() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (same_tokens, oracles, drain, residuals, clusters, control_by_batch, control_plane, resumptions,
-                  growth, stops, overhead, tap, objectives, study, merging, merge_tree, packing, end_to_end)
+                  growth, stops, overhead, tap, objectives, study, merging, merge_tree, packing, end_to_end,
+                  foreign)
 }  # fmt: skip
 
 

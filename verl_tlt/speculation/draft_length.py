@@ -116,6 +116,9 @@ UNTRIED = 0.9
 and a rollout is lost on finding out."""
 BETTER = 1.05
 """After drafting lost time, a drafter must promise this much longer accept lengths to be tried again."""
+COMPARED = 0.5
+"""Share of its decoding time that an engine's account must cover to count: the rest may have gone the other way, and
+the end of one long response says little."""
 
 
 class Profitability:
@@ -169,7 +172,8 @@ class Profitability:
         """
         saved_s, compared_s = saved or (0.0, 0.0)
         self._work = {work.batch: work.tokens for work in stats.work if work.tokens > 0} or self._work
-        if drafting and compared_s > 0.0:
+        spent_s = sum(work.seconds for work in stats.work)
+        if drafting and compared_s > 0.0 and compared_s >= COMPARED * spent_s:
             self._worth = WORTH
             lost = -saved_s > (1.0 - WORTH) * compared_s
             self._lost = self._promise(acceptance) if lost else 0.0

@@ -129,6 +129,17 @@ def test_a_drafter_that_lost_time_rests_until_a_better_one_comes():
     assert switch.decide(good)
 
 
+def test_what_a_small_part_of_a_rollout_lost_rests_no_drafter():
+    switch = Profitability("goodput")
+    switch.set_costs(MEASURED)
+    good, some = [0.7, 0.7, 0.7], [0.5, 0.5, 0.5]
+    seen = EngineStats(work=(Work(1, 18.0, 900.0), Work(4, 5.0, 900.0)))
+    switch.learn(seen, drafting=True, acceptance=good, saved=(-0.3, 5.3))
+    assert switch.decide(good) and not switch.decide(some), "nor does it make up for a trial"
+    switch.learn(seen, drafting=True, acceptance=good, saved=(-0.6, 12.0))
+    assert not switch.decide(good)
+
+
 def test_a_drafter_of_unknown_acceptance_that_lost_time_rests():
     switch = Profitability("goodput")
     assert switch.decide([])
