@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md, docs/api.md and the tables of docs/results.md: `python docs/generate.py`.
+"""`python docs/generate.py` writes docs/configuration.md, docs/api.md and the tables of docs/results.md and the README.
 
 The settings come from the dataclasses in verl_tlt/config.py, and the interface from the docstrings of what
 verl_tlt/drafter exports, so that no page can differ from the code (tests/unit/test_docs.py compares). What concerns
@@ -257,7 +257,7 @@ def _yaml(value: Any) -> str:
 if __name__ == "__main__":
     import tables  # beside this file
 
-    results = tables.render(tables.PAGE.read_text())
-    for page, text in ((PAGE, render()), (API_PAGE, render_api()), (tables.PAGE, results)):
+    filled = [(page, tables.render(page.read_text())) for page in (tables.PAGE, tables.README)]
+    for page, text in ((PAGE, render()), (API_PAGE, render_api()), *filled):
         page.write_text(text)
         print(f"{page.name} written")

@@ -1,6 +1,6 @@
-"""The tables of docs/results.md, made from the files in benchmarks/results/: `python docs/generate.py` writes them.
+"""The tables of docs/results.md and README, made from the files in benchmarks/results/ by `python docs/generate.py`.
 
-A table stands in the page between `<!-- table: NAME -->` and `<!-- end -->`, NAME being a function here. What is in
+A table stands in its page between `<!-- table: NAME -->` and `<!-- end -->`, NAME being a function here. What is in
 between is replaced, so that no figure in a table can differ from the file that it is of (tests/unit/test_docs.py).
 """
 
@@ -14,6 +14,7 @@ from statistics import mean, median
 from typing import Any
 
 PAGE = Path(__file__).parent / "results.md"
+README = Path(__file__).parents[1] / "README.md"
 FILES = Path(__file__).parents[1] / "benchmarks" / "results"
 BLOCK = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
@@ -402,22 +403,82 @@ def overhead() -> str:
 def end_to_end() -> str:
     """All arms against stock."""
     found = load("e2e")
+
+    def outside(name: str) -> str:
+        steps = [step for turn in found["turns"] if turn["arm"] == name for step in turn["steps"]]
+        spent = sum(step["step_s"] - step["rollout_s"] for step in steps)
+        return f"{1000 * spent / sum(step['tokens'] for step in steps):.1f} s"
+
     body = []
     for name, of in found["ratios"].items():
         arm, cells = found["arms"][name], []
         for key in ("rollout", "rollout_per_token", "e2e", "e2e_per_token"):
             cells.append(f"{of[key]['pooled']:.2f}x ({of[key]['low']:.2f} to {of[key]['high']:.2f})")
-        body.append([f"`{name}`", *cells, arm["accept_length"] or "", f"{mean(arm['reward']):.2f}"])
+        accepted = f"{arm['accept_length']:.2f}" if arm["accept_length"] else ""
+        body.append([f"`{name}`", *cells, outside(name), accepted, f"{mean(arm['reward']):.2f}"])
     stock = found["arms"]["stock"]
-    body.append(["`stock`", *[""] * 5, f"{mean(stock['reward']):.2f}"])
-    return rows(("", "rollout", "per token", "step", "per token", "accept length", "reward"), body)
+    body.append(["`stock`", *[""] * 4, outside("stock"), "", f"{mean(stock['reward']):.2f}"])
+    head = (
+        "",
+        "rollout",
+        "per token",
+        "step",
+        "per token",
+        "outside rollout, per 1,000 tokens",
+        "accept length",
+        "reward",
+    )
+    return rows(head, body)
+
+
+def expectations() -> str:
+    """The README's: what runs on the CPU came to."""
+    run, control = load("e2e"), load("control")
+
+    def faster(arm: str, what: str) -> str:
+        of = run["ratios"][arm][what]
+        return f"{of['pooled']:.2f}x ({of['low']:.2f} to {of['high']:.2f})"
+
+    best = max((arm for arm in run["ratios"] if arm.startswith("vllm-")),
+               key=lambda arm: run["ratios"][arm]["e2e_per_token"]["pooled"])  # fmt: skip
+    arms = {
+        "tlt": "TLT with a trained drafter",
+        best: f"the fastest of vLLM's own with that drafter ({best.replace('vllm-', 'K=')})",
+        "tlt-fresh": "TLT from a random drafter, in its first steps",
+    }
+    body: list[list[object]] = []
+    for arm, words in arms.items():
+        steps = f"{len(run['arms'][arm]['reward'])} steps, 95 %"
+        body += [[f"{words}: rollout against stock verl, per token", faster(arm, "rollout_per_token"), steps]]
+        body += [["whole step, likewise", faster(arm, "e2e_per_token"), ""]]
+    summary = load("drafter_study")["summary"]
+    online = [summary[name]["online_vs_frozen_accept_length_last20"] for name in ("random", "generic", "in_domain")]
+    gains = ", ".join(f"{percent(of['mean'], int(abs(of['mean']) < 0.1))} %" for of in online)
+    along = "drafter trained along against left as it is, accept length in steps 81 to 100 of RL, simulated"
+    body.append([along, gains, "from a random, a foreign and an in-domain drafter"])
+    formula = [
+        score["pct_of_oracle"] for replay in control["replay"]
+        for score in (
+            replay["policies"]["goodput"], *control["replay_detail"][replay["name"]]["goodput_other_seeds"]
+        )
+    ]  # fmt: skip
+    odd = [replay["pct_of_oracle"]["goodput"] for replay in control["foreign"]]
+    for words, found in (
+        ("draft length chosen, against an oracle, simulated", formula),
+        ("the same on step costs that are not the policy's formula", odd),
+    ):
+        body.append([words, f"{min(found):.1f} % at worst, {median(found):.1f} % in the median", f"{len(found)} runs"])
+    wait, own = control["overhead_us_p50"], control["vllm_us_p50"]
+    body.append(["what an engine step of 256 requests waits for the choice", f"{wait:.0f} µs",
+                 f"{100 * wait / own:.1f} % of what vLLM's own scheduler takes"])  # fmt: skip
+    return rows(("", "", ""), body)
 
 
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (same_tokens, oracles, drain, residuals, clusters, control_by_batch, control_plane, resumptions,
                   growth, stops, overhead, tap, objectives, study, merging, merge_tree, packing, end_to_end,
-                  foreign)
+                  foreign, expectations)
 }  # fmt: skip
 
 
