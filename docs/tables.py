@@ -256,7 +256,7 @@ def savings() -> str:
         saved, rollout = of["saved"], of["rollout"]
         claims = [f"{saved['claimed_s']:.1f} s", f"{saved['measured_s']:.1f} s"] if saved else ["", ""]
         speed = f"{rollout['pooled']:.2f}x ({rollout['low']:.2f} to {rollout['high']:.2f})"
-        body.append([f"`{name}`", found["arms"][name]["accept_length"] or "", speed, *claims])
+        body.append([f"`{name}`", f"{found['arms'][name]['accept_length']:.2f}", speed, *claims])
     return rows(("", "accept length", "rollout", "`tlt/saved_s` claimed", "shorter than stock's by"), body)
 
 
@@ -478,7 +478,7 @@ TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (same_tokens, oracles, drain, residuals, clusters, control_by_batch, control_plane, resumptions,
                   growth, stops, overhead, tap, objectives, study, merging, merge_tree, packing, end_to_end,
-                  foreign, expectations)
+                  foreign, expectations, savings)
 }  # fmt: skip
 
 
