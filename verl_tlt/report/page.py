@@ -149,7 +149,7 @@ def _facts(
         rollouts = sum(r.rollout_s or 0.0 for r in rows)
         share = f", {(saved - work) / rollouts:+.1%} of {rollouts:.0f} s of rollouts" if rollouts else ""
         found.append((f"{saved - work:+.1f} s", f"net: saved less own work{share}"))
-        found.append((f"{saved:.1f} s", f"saved by drafting, in {len(measured)} of {len(savings)} steps measured"))
+        found.append((f"{saved:.1f} s", f"saved in rollout, in {len(measured)} of {len(savings)} steps measured"))
     if work:
         found.append((f"{work:.1f} s", "lost to TLT's own work on the critical path"))
     lengths = [r.accept_length for r in rows if r.accept_length is not None]
@@ -181,14 +181,14 @@ def _against(
 def _savings(savings: Sequence[Saving]) -> list[Element | None]:
     heading = element("h2", "What did it save?")
     if not any(s.saved_s is not None for s in savings):
-        why = "No step says what drafting saved: no cost of a step without the drafter is known. A calibration"
+        why = "No step says what TLT saved: no cost of a step without the drafter is known. A calibration"
         return [heading, element("p", f"{why} (tlt.speculation.calibrate) measures it.")]
     explained = (
-        "Above the line the seconds by which drafting ended a rollout before stock decoding would have, an estimate "
-        "from measured step costs; below it what speculation lost and TLT's own work on the critical path. "
+        "Above the line the seconds by which a rollout ended before stock decoding would have, an estimate "
+        "from measured step costs; below it what drafts, and training beside decoding, lost and TLT's own work. "
         "A bar leads to its step."
     )
-    key = [(GREEN, "saved by drafting"), (RED, "lost by drafting"), (ORANGE, "own work")]
+    key = [(GREEN, "saved in rollout"), (RED, "lost in rollout"), (ORANGE, "own work")]
     items = [element("li", element("i", style=f"background:{color}"), words) for color, words in key]
     return [heading, element("p", explained), saving_chart(savings), element("ul", *items, class_="key"),
             element("h3", "Summed up"), sum_chart(savings)]  # fmt: skip

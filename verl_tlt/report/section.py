@@ -66,7 +66,7 @@ def _link(step: int | None, words: str) -> Element:
 def _facts(step: RLStep, saving: Saving) -> Element:
     found = [(f"{step.end - step.start:.1f} s", "rollout")]
     if saving.saved_s is not None and saving.net_s is not None:
-        word = "saved by drafting" if round(saving.saved_s, 2) >= 0 else "lost by drafting"
+        word = "saved in rollout" if round(saving.saved_s, 2) >= 0 else "lost in rollout"
         found.append((f"{abs(saving.saved_s):.2f} s", word))
     parts = [(n.removeprefix(OVERHEAD).removesuffix("_s"), v) for n, v in step.metrics.items()
              if n.startswith(OVERHEAD) and n != f"{OVERHEAD}s"]  # fmt: skip

@@ -2,8 +2,10 @@
 
 Drafted steps are compared with live steps without the drafter: of a replica that was audited, or of rollouts in which
 drafting was off, at the same batch and with the same number of busy replicas, because replicas of one machine slow each
-other down. Where none was seen, the calibration counts, which was measured on one busy replica. Drafted steps teach
-nothing here: a machine that drafting itself made slow would make stock look slow too. Pure functions of numbers.
+other down. So does a replica that trains, and stock has none: whether drafting pays is asked of steps beside as many,
+what TLT saved of steps beside none, the same for steps without drafts. Where none was seen, the calibration counts,
+which was measured on one busy replica. Drafted steps teach nothing here: a machine that drafting itself made slow would
+make stock look slow too. Pure functions of numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
 
 from verl_tlt.messages.rollout import Stretch
 from verl_tlt.speculation.costs.latency_table import Table, interpolate, stock_share
@@ -22,20 +25,36 @@ from verl_tlt.speculation.types import OFF
 KEPT = 0.5
 """What earlier steps at a load count when a new rollout has some."""
 UNMIXED = 0.1
-"""Busy replicas on average may differ by this from a whole number in a stretch that teaches."""
+"""Replicas that are busy on average, or train, may differ by this from a whole number in a stretch that teaches."""
 REACH = 1.5
 """Batches are compared with one that was seen up to this factor away, where no calibration tells how costs grow."""
 
 Rollout = Mapping[str, Sequence[Stretch]]
 """By replica, in order of time."""
+_Buckets = dict[int, tuple[float, float, float]]
+"""By size of batch: (seconds, steps, batches summed over them)."""
+Times = Sequence[tuple[float, float]]
+"""(start, end), unix seconds, in any order."""
+
+
+class _Row(NamedTuple):
+    """A stretch and what was beside it."""
+
+    stretch: Stretch
+    busy: float
+    """Replicas that decoded, on average, its own included."""
+    training: float
+    """Replicas that trained, where that slows others down."""
 
 
 @dataclass(frozen=True)
 class Savings:
-    """What a rollout gained by drafting."""
+    """What a rollout gained by TLT."""
 
     rollout_s: float | None = None
     """Seconds by which it ended earlier than stock's would have; negative: later. None: too little to compare."""
+    drafting_s: float | None = None
+    """The same, had stock trained beside its decoding as this rollout did: what speculation alone brought."""
     of: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Replica → (seconds that decoding in OFF would have taken more, seconds compared)."""
 
@@ -52,38 +71,44 @@ class Baseline:
         self._shared = shared
         self._calibrated: Sequence[tuple[int, float]] = ()
         self._stock: Sequence[StockPoint] = ()
-        self._seen: dict[int, dict[int, tuple[float, float, float]]] = {}  # busy → bucket → (seconds, steps, Σ batch)
+        self._seen: dict[tuple[int, int], _Buckets] = {}  # by replicas that decode, and that train
 
     def calibrated(self, table: Table, stock: Sequence[StockPoint]) -> None:
         """Take note of what was measured ahead, and of what stock vLLM takes of a step in OFF."""
         self._calibrated, self._stock = table.get(OFF, ()), stock
 
-    def learn(self, rollout: Rollout) -> None:
-        """Take note of a rollout's live steps without the drafter."""
-        fresh: dict[tuple[int, int], list[float]] = {}
-        for _, stretch, average in _with_busy(rollout):
-            busy = round(average)
-            # Where another replica came or went, half of the time is of another kind.
-            if stretch.off and stretch.stock_steps > 0 and abs(average - busy) < UNMIXED:
-                sums = fresh.setdefault((busy, round(4 * math.log2(stretch.batch))), [0.0, 0.0, 0.0])
-                steps = stretch.stock_steps
-                for i, value in enumerate((stretch.seconds, steps, steps * stretch.batch)):
-                    sums[i] += value
-        for (busy, bucket), (seconds, steps, batches) in fresh.items():
-            old = self._seen.setdefault(busy, {}).get(bucket, (0.0, 0.0, 0.0))
-            kept = KEPT if steps >= old[1] * KEPT else 1.0  # a handful of steps replaces nothing
-            self._seen[busy][bucket] = (
-                kept * old[0] + seconds, kept * old[1] + steps, kept * old[2] + batches,
-            )  # fmt: skip
+    def learn(self, rollout: Rollout, training: Times = ()) -> None:
+        """Take note of a rollout's live steps without the drafter.
 
-    def off_seconds(self, batch: float, busy: int) -> float | None:
+        Args:
+            rollout: its stretches.
+            training: when a replica trained.
+        """
+        fresh: dict[tuple[int, int], _Buckets] = {}
+        for stretch, busy, trained in chain(*self._beside(rollout, training).values()):
+            load = round(busy), round(trained)
+            # Where another replica came or went, half of the time is of another kind.
+            unmixed = max(abs(busy - load[0]), abs(trained - load[1])) < UNMIXED
+            if stretch.off and stretch.stock_steps > 0 and unmixed:
+                steps, buckets = stretch.stock_steps, fresh.setdefault(load, {})
+                bucket = round(4 * math.log2(stretch.batch))
+                old = buckets.get(bucket, (0.0, 0.0, 0.0))
+                buckets[bucket] = (old[0] + stretch.seconds, old[1] + steps, old[2] + steps * stretch.batch)
+        for load, buckets in fresh.items():
+            seen = self._seen.setdefault(load, {})
+            for bucket, new in buckets.items():
+                old = seen.get(bucket, (0.0, 0.0, 0.0))
+                kept = KEPT if new[1] >= old[1] * KEPT else 1.0  # a handful of steps replaces nothing
+                seen[bucket] = (kept * old[0] + new[0], kept * old[1] + new[1], kept * old[2] + new[2])
+
+    def off_seconds(self, batch: float, busy: int, training: int = 0) -> float | None:
         """Of a step without the drafter; None: never seen at such a load."""
-        seen = self._seen.get(busy)
+        seen = self._seen.get((busy, training))
         if seen is None and not self._shared and self._seen:
-            seen = self._seen[min(self._seen, key=lambda other: abs(other - busy))]
+            seen = self._seen[min(self._seen, key=lambda other: abs(other[0] - busy))]
         usual = interpolate(self._calibrated, batch) if self._calibrated else None
         if seen is None:
-            return usual if busy <= 1 or not self._shared else None
+            return usual if busy + training <= 1 or not self._shared else None
         points = sorted((batches / steps, seconds / steps) for seconds, steps, batches in seen.values())
         nearest, there = min(points, key=lambda point: abs(math.log(point[0] / batch)))
         if points[0][0] <= batch <= points[-1][0]:
@@ -92,57 +117,80 @@ class Baseline:
             return there * usual / interpolate(self._calibrated, nearest)
         return there if max(nearest / batch, batch / nearest) <= REACH else None
 
-    def savings(self, rollout: Rollout) -> Savings:
-        """What drafting saved in a rollout, which ends with its last replica."""
-        by_replica: dict[str, list[tuple[Stretch, float]]] = {}
-        for name, row, busy in _with_busy(rollout):
-            by_replica.setdefault(name, []).append((row, busy))
+    def savings(self, rollout: Rollout, training: Times = ()) -> Savings:
+        """What TLT saved in a rollout, which ends with its last replica; arguments as `learn` has them."""
+        by_replica = self._beside(rollout, training)
         of = {name: self._against_off(rows) for name, rows in by_replica.items()}
-        spent = sum(row.seconds for rows in rollout.values() for row in rows)
-        if not spent or sum(compared for _, compared in of.values()) < spent / 2:
-            return Savings(None, of)
-        end = max(rows[-1].end for rows in rollout.values() if rows)
-        return Savings(max(self._stock_end(rows) for rows in by_replica.values()) - end, of)
+        return Savings(self._earlier(by_replica, trains=False), self._earlier(by_replica, trains=True), of)
 
-    def _against_off(self, rows: Sequence[tuple[Stretch, float]]) -> tuple[float, float]:
+    def _against_off(self, rows: Sequence[_Row]) -> tuple[float, float]:
         """(seconds that OFF would have taken more, seconds compared)."""
         saved_s = compared_s = 0.0
-        for row, busy in rows:
-            step_s = self.off_seconds(row.batch, round(busy)) if row.seconds > 0 else None
+        for row, busy, training in rows:
+            step_s = self.off_seconds(row.batch, round(busy), round(training)) if row.seconds > 0 else None
             if step_s is not None:
                 saved_s += 0.0 if row.off else row.stock_steps * step_s - row.seconds
                 compared_s += row.seconds
         return saved_s, compared_s
 
-    def _stock_end(self, rows: Sequence[tuple[Stretch, float]]) -> float:
-        """When stock would have ended what one replica decoded; its prefills and pauses are what they were."""
-        late = 0.0
-        for row, busy in rows:
-            step_s = self.off_seconds(row.batch, round(busy)) if row.seconds > 0 else None
-            if step_s is not None:
-                off_s = row.seconds if row.off else row.stock_steps * step_s
-                late += off_s * stock_share(self._stock, row.batch) - row.seconds
-        return rows[-1][0].end + late
+    def _earlier(self, by_replica: Mapping[str, Sequence[_Row]], trains: bool) -> float | None:
+        """Seconds by which the rollout ended earlier than stock's, whose prefills and pauses are what they were.
+
+        Args:
+            by_replica: in order of time.
+            trains: the stock that is compared with trains beside its decoding as this rollout did.
+        """
+        spent_s = compared_s = 0.0
+        ends = []
+        for rows in by_replica.values():
+            late = 0.0
+            for row, busy, training in rows:
+                beside = round(training) if trains else 0
+                step_s = self.off_seconds(row.batch, round(busy), beside) if row.seconds > 0 else None
+                spent_s += row.seconds
+                if step_s is not None:
+                    as_stock = row.off and (trains or training < UNMIXED)
+                    off_s = row.seconds if as_stock else row.stock_steps * step_s
+                    late += off_s * stock_share(self._stock, row.batch) - row.seconds
+                    compared_s += row.seconds
+            ends.append((rows[-1].stretch.end, late))
+        if not spent_s or compared_s < spent_s / 2:
+            return None
+        return max(end + late for end, late in ends) - max(end for end, _ in ends)
+
+    def _beside(self, rollout: Rollout, training: Times) -> dict[str, list[_Row]]:
+        """Every stretch of every replica with what was beside it."""
+        busy = _Count([(row.start, row.end) for rows in rollout.values() for row in rows])
+        trained = _Count(training if self._shared else ())
+        return {
+            name: [
+                _Row(row, max(1.0, busy.average(row.start, row.end)), trained.average(row.start, row.end))
+                for row in rows
+            ]
+            for name, rows in rollout.items()
+            if rows
+        }
 
 
-def _with_busy(rollout: Rollout) -> list[tuple[str, Stretch, float]]:
-    """Every stretch with the number of replicas that were busy in it on average, its own included."""
-    edges = sorted(
-        [(row.start, 1) for rows in rollout.values() for row in rows]
-        + [(row.end, -1) for rows in rollout.values() for row in rows]
-    )
-    times, counts, sums = [time for time, _ in edges], list(accumulate(change for _, change in edges)), [0.0]
-    for (begin, end), count in zip(pairwise(times), counts, strict=False):
-        sums.append(sums[-1] + count * (end - begin))
+class _Count:
+    """How many of some spans of time there were at a time."""
 
-    def until(time: float) -> float:
-        """Seconds that replicas were busy before `time`, which is one of the edges."""
-        return sums[bisect_left(times, time)]
+    def __init__(self, spans: Times) -> None:
+        edges = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
+        self._times = [time for time, _ in edges]
+        self._counts = list(accumulate(change for _, change in edges))
+        self._sums = [0.0]
+        for (begin, end), count in zip(pairwise(self._times), self._counts, strict=False):
+            self._sums.append(self._sums[-1] + count * (end - begin))
 
-    return [
-        (name, row, max(1.0, (until(row.end) - until(row.start)) / max(row.end - row.start, 1e-9)))
-        for name, rows in rollout.items() for row in rows
-    ]  # fmt: skip
+    def average(self, start: float, end: float) -> float:
+        """Over a span of time."""
+        return (self._until(end) - self._until(start)) / max(end - start, 1e-9)
+
+    def _until(self, time: float) -> float:
+        """Seconds of all spans before a time."""
+        i = bisect_left(self._times, time)
+        return self._sums[i - 1] + self._counts[i - 1] * (time - self._times[i - 1]) if i else 0.0
 
 
 def between(points: Sequence[tuple[float, float]], at: float) -> float:

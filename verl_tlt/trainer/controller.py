@@ -252,11 +252,11 @@ class Controller:
             if self.tlt.speculation.enable and last:
                 stats = self.fleet.engine_stats()
                 self.guard.count("statistics", self.log.engine_stats(stats))
-                self.log.accounted(self.runtime.account(stats), self.runtime.report(stats))
+                savings = self.runtime.account(stats, [(s.start, s.end) for s in self._sessions])
+                self.log.accounted(savings, self.runtime.report(stats))
                 self.log.stopped(step, self.runtime.payoff.cause)
         if self._sessions and last:
-            sessions, self._sessions = self._sessions, []
-            version = self.served.version + 1
+            (sessions, self._sessions), version = (self._sessions, []), self.served.version + 1
             self._merging = self._pool.submit(update_drafter, self.fleet, self.tlt, sessions, version, self.facts.dtype)
         if self.facts.rule.recall:
             # Responses that verl aborts now are sent again within a second: to everybody's gate, as in stock.

@@ -50,7 +50,7 @@ class Payoff:
 
         Args:
             stats: the schedulers' sums by replica.
-            savings: what drafting saved in it.
+            savings: what TLT saved in it.
             stock: share that stock vLLM's step takes of one in OFF, 1 where it was not measured.
             audited: one replica drafted nothing on purpose, so that the rollout's end says little.
 
@@ -64,8 +64,8 @@ class Payoff:
             return None
         accepted, rollout_s = _accept_length(stats, drafting), max(s.busy_s for s in stats.values())
         self._useless = self._useless + 1 if accepted <= USELESS and self._source == "eagle" else 0
-        if not audited and savings.rollout_s is not None and rollout_s > 0:
-            share = savings.rollout_s / rollout_s
+        if not audited and savings.drafting_s is not None and rollout_s > 0:
+            share = savings.drafting_s / rollout_s
             self._losing = self._losing + 1 if share < -LOST else 0
         if self._useless < IN_A_ROW and self._losing < IN_A_ROW:
             return None

@@ -1,4 +1,4 @@
-"""Who decodes the coming rollout without a drafter, and what drafting saved in the last one.
+"""Who decodes the coming rollout without a drafter, and what TLT saved in the last one.
 
 All do while speculation is switched off or stopped (`trainer.payoff`), but for a probe; else the one that is audited.
 Each engine besides decides by what it saved.
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from verl_tlt.messages.rollout import Calibration, EngineStats
-from verl_tlt.speculation.baseline import Baseline, Savings
+from verl_tlt.speculation.baseline import Baseline, Savings, Times
 from verl_tlt.speculation.costs.latency_table import stock_share
 from verl_tlt.speculation.costs.tables import StockPoint, stock_points
 from verl_tlt.trainer.audit import audit_saving, audited
@@ -76,11 +76,16 @@ class RuntimeControl:
         self._stock = stock_points(found.stock)
         self.baseline.calibrated(dict(found.latency), self._stock)
 
-    def account(self, stats: Mapping[str, EngineStats]) -> Savings:
-        """What drafting saved in this rollout, whose steps without a drafter are learned from first."""
+    def account(self, stats: Mapping[str, EngineStats], training: Times = ()) -> Savings:
+        """What TLT saved in this rollout, whose steps without a drafter are learned from first.
+
+        Args:
+            stats: the schedulers' sums by replica.
+            training: when a replica trained.
+        """
         rollout = {name: s.stretches for name, s in stats.items() if s.stretches}
-        self.baseline.learn(rollout)
-        self.savings = self.baseline.savings(rollout)
+        self.baseline.learn(rollout, training)
+        self.savings = self.baseline.savings(rollout, training)
         if self.switch.speculation and stats:
             work = [row for s in stats.values() for row in s.work]
             batch = sum(w.batch * w.seconds for w in work) / max(sum(w.seconds for w in work), 1e-9)

@@ -130,7 +130,7 @@ class StepLog:
         return [Bubble(account.bubble_s.get(n, 0.0), account.used_s.get(n, 0.0), e) for n, e in exhausted.items()]
 
     def accounted(self, savings: Savings, audit: float | None) -> None:
-        """What drafting saved in this rollout, and what an audit of it showed (`trainer.runtime_control`)."""
+        """What TLT saved in this rollout, and what an audit of it showed (`trainer.runtime_control`)."""
         self._saved, self._audit = savings, audit
 
     def stopped(self, step: int, cause: str) -> None:

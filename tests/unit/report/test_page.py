@@ -101,7 +101,7 @@ def test_a_run_without_a_baseline_says_that_nothing_is_known(tmp_path):
     writer.emit("step", step=1, metrics={"tlt/overhead_s": 0.25})
     trace = read_trace(tmp_path)
     text = Page(write_report(tmp_path / "r.html", trace, rows_of_trace(trace)).read_text()).text
-    assert "No step says what drafting saved" in text and "saved by drafting" not in text
+    assert "No step says what TLT saved" in text and "saved in rollout" not in text
 
 
 def test_the_page_holds_the_numbers(page, made_run):

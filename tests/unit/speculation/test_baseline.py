@@ -17,6 +17,8 @@ from verl_tlt.speculation.types import OFF, Load, StepRecord
 K = 3
 SLOWED = {1: 1.0, 2: 1.8}
 """How much longer a step takes by busy replicas, on a machine that they share."""
+SLOWED_BY_TRAINING = 1.3
+"""And beside a replica that trains."""
 
 
 def step_s(batch, arm, busy, shared=True, context=0.0):
@@ -25,6 +27,10 @@ def step_s(batch, arm, busy, shared=True, context=0.0):
         0.010 + 0.0004 * batch + 2e-7 * context + (0.0 if arm == OFF else 0.003 + 0.0015 * arm + 0.0001 * arm * batch)
     )
     return alone * (SLOWED[busy] if shared else 1.0)
+
+
+SETTLE_S = 0.2
+"""Between a replica's last response and its training."""
 
 
 class Replica:
@@ -66,8 +72,11 @@ def table(context=32):
     return {k: [(b, step_s(b, k, 1, context=context * b)) for b in batches] for k in (OFF, 0, 1, 3)}
 
 
-def rollout(arms, accepts=0.8, seed=0, shared=True, scale=1, begin=1000.0):
-    """({replica: its engine's sums}, seconds until the last one ended); lengths have a long tail."""
+def rollout(arms, accepts=0.8, seed=0, shared=True, scale=1, begin=1000.0, training=None):
+    """({replica: its engine's sums}, seconds until the last one ended); lengths have a long tail.
+
+    `training`: a list; then a replica that is done trains until the last one is, and its times are appended there.
+    """
     rng = random.Random(seed)
     lengths = [[scale * int(rng.lognormvariate(4.0, 0.8)) + 5 for _ in range(16)] for _ in arms]
     lengths[0][0] += 150 * scale
@@ -77,8 +86,12 @@ def rollout(arms, accepts=0.8, seed=0, shared=True, scale=1, begin=1000.0):
         name = min((n for n, e in engines.items() if e.left), key=lambda n: ends[n])
         engine, busy = engines[name], sum(bool(e.left) for e in engines.values())
         seconds = step_s(len(engine.left), engine.arm, busy, shared, engine.context * len(engine.left) / 16)
+        if training is not None and shared and busy == 1 and ends[name] > min(ends.values()) + SETTLE_S:
+            seconds *= SLOWED_BY_TRAINING
         ends[name] += seconds
         engine.step(ends[name], seconds)
+    if training is not None and min(ends.values()) + SETTLE_S < max(ends.values()):
+        training.append((min(ends.values()) + SETTLE_S, max(ends.values())))
     return {name: e.control.stats() for name, e in engines.items()}, max(ends.values()) - begin
 
 
@@ -86,9 +99,9 @@ def stretches(stats):
     return {name: s.stretches for name, s in stats.items()}
 
 
-def account(baseline, stats):
-    baseline.learn(stretches(stats))
-    return baseline.savings(stretches(stats))
+def account(baseline, stats, training=()):
+    baseline.learn(stretches(stats), training)
+    return baseline.savings(stretches(stats), training)
 
 
 BOTH_ON, BOTH_OFF = (K, K), (OFF, OFF)
@@ -109,6 +122,49 @@ def test_what_was_saved_is_within_15_percent_of_the_truth(accepts, shared, befor
         truth += rollout(BOTH_OFF, accepts, seed, shared)[1] - took
     assert abs(truth) > 0.1
     assert claimed == pytest.approx(truth, rel=0.15)
+
+
+def audited_and_trained(shared, accepts):
+    """A baseline after two audits, either replica's, in which whoever was done trained."""
+    baseline = Baseline(shared)
+    baseline.calibrated(table(), ())
+    for seed, arms in enumerate([(OFF, K), (K, OFF)], start=50):
+        training = []
+        stats, _ = rollout(arms, accepts, seed, shared, training=training)
+        account(baseline, stats, training)
+    return baseline
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(("arms", "accepts"), [(BOTH_ON, 0.85), (BOTH_ON, 0.05), (BOTH_OFF, 0.05)])
+def test_training_that_slows_decoding_is_charged_and_not_to_the_drafter(arms, accepts, shared):
+    """All three accounts against runs that differ in one thing: stock's, stock's beside training, and OFF."""
+    baseline = audited_and_trained(shared, accepts)
+    claimed, truth, trained_s = [0.0, 0.0], [0.0, 0.0], 0.0
+    for seed in range(4):
+        training = []
+        stats, took = rollout(arms, accepts, seed, shared, training=training)
+        found = account(baseline, stats, training)
+        trained_s += sum(end - start for start, end in training)
+        for i, (said, beside) in enumerate([(found.rollout_s, None), (found.drafting_s, [])]):
+            claimed[i] += said
+            truth[i] += rollout(BOTH_OFF, accepts, seed, shared, training=beside)[1] - took
+    assert trained_s > 1.0
+    for said, true in zip(claimed, truth, strict=True):
+        assert said == pytest.approx(true, rel=0.15, abs=1e-6)
+    assert claimed[1] - claimed[0] == pytest.approx(truth[1] - truth[0], rel=0.2, abs=1e-6), "what training cost stock"
+    if arms == BOTH_OFF:
+        assert (truth[0] < -0.1) == shared and claimed[1] == pytest.approx(0.0, abs=1e-6)
+        assert all(saved_s == 0.0 for saved_s, _ in found.of.values())
+
+
+def test_beside_training_the_drafter_is_compared_with_steps_beside_training():
+    training = []
+    baseline, stats = audited_and_trained(True, 0.8), rollout(BOTH_ON, 0.8, 1, training=training)[0]
+    saved_s, compared_s = account(baseline, stats, training).of["r0"]
+    assert compared_s > 0.9 * sum(row.seconds for row in stats["r0"].stretches)
+    blamed_s, _ = account(baseline, stats).of["r0"]
+    assert saved_s > blamed_s + 0.1, "told of no training, it takes what that costs for the drafter's"
 
 
 def test_without_live_steps_the_calibration_is_the_baseline_where_it_holds():

@@ -17,7 +17,16 @@ def run(tmp_path):
     """Build a controller with its fleet; both are at the end of their set-up."""
     built = []
 
-    def build(mode="sync", names=("a", "b"), standalone=(), resume_from=None, fleet=None, prunes=False, **speculation):
+    def build(
+        mode="sync",
+        names=("a", "b"),
+        standalone=(),
+        resume_from=None,
+        fleet=None,
+        prunes=False,
+        shared=False,
+        **speculation,
+    ):
         tlt = TLTConfig.from_dict(
             {
                 "trace": {"dir": str(tmp_path / "trace")},
@@ -30,7 +39,7 @@ def run(tmp_path):
         fleet = fleet or FakeFleet(*names, standalone=standalone)
         facts = RunFacts(
             rule=RULES[mode], requests=8, dtype="bfloat16", checkpoints=tmp_path / "ckpt", prunes=prunes,
-            policy="policy", data="data", data_sha256=None, temperature=1.0, gpus=2,
+            policy="policy", data="data", data_sha256=None, temperature=1.0, gpus=2, shared=shared,
         )  # fmt: skip
         start = Start(FIRST, FIRST, (2, 4, 6), "a test")
         trace = TraceWriter(str(tmp_path / "trace"), "trainer")

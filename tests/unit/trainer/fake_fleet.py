@@ -53,6 +53,7 @@ class FakeFleet:
     def __init__(self, *names: str, standalone: Collection[str] = ()) -> None:
         self.places = {name: Place(name, name not in standalone) for name in names}
         self.calls: list[tuple] = []
+        self.stats: dict[str, Any] = {}
         self.load = dict.fromkeys(names, 0)
         self.balancer = set(names)
         self.asleep: dict[str, bool] = {}
@@ -128,7 +129,7 @@ class FakeFleet:
 
     def engine_stats(self) -> dict[str, Any]:
         self._call("engine_stats")
-        return {}
+        return dict(self.stats)
 
     def calibrate(self) -> Calibration:
         self._call("calibrate")

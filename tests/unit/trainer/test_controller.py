@@ -10,7 +10,9 @@ from fake_fleet import FakeFleet
 from rl_steps import STOP_S, called, fill_buffers, rest_of_step, sampling, until
 
 from verl_tlt.config import TOKENS_PER_STEP
+from verl_tlt.messages.rollout import Calibration, EngineStats, Stretch
 from verl_tlt.messages.training import SessionResult
+from verl_tlt.speculation.types import OFF
 from verl_tlt.trainer.fleet import CallFailed
 from verl_tlt.trainer.runtime_switch import write_switch
 
@@ -353,6 +355,22 @@ def test_an_audited_replica_drafts_nothing_for_a_rollout(run):
     controller, fleet = run(audit_every=2)
     fill_buffers(controller, fleet)
     assert len(fleet.disabled) == 1, "step 2 is audited"
+
+
+def test_what_training_costs_decoding_beside_it_is_charged(run):
+    """Stock's step takes 10 ms; here nothing was drafted, and beside another replica's training a step took 20."""
+    controller, fleet = run(shared=True)
+    controller.runtime.calibrated(Calibration({OFF: [(1, 0.01), (8, 0.01)]}))
+    fill_buffers(controller, fleet)
+    with sampling(controller, fleet, 2):
+        until(lambda: called(fleet, "train") == [("b",)])
+        fleet.sessions["b"].end(SessionResult("exhausted", steps=20, tokens=5000, epochs=3.0))
+        until(lambda: controller._watch._report.sessions)
+        trained = controller._watch._report.sessions[0]
+        beside = Stretch(trained.start, trained.end, 4.0, seconds=1.0, stock_steps=50.0, off=True)
+        before = Stretch(trained.start - 1.0, trained.start, 4.0, seconds=1.0, stock_steps=100.0, off=True)
+        fleet.stats = {"a": EngineStats(stretches=(before, beside), busy_s=2.0)}
+    assert rest_of_step(controller, fleet, 2)["tlt/saved_s"] == pytest.approx(-0.5)
 
 
 def test_validation_is_not_the_next_rollouts(run):

@@ -28,7 +28,7 @@ def rollout(accepted=0.8, drafting=REPLICAS, busy_s=10.0):
 def saved(share, drafting=REPLICAS, busy_s=10.0):
     """Savings of such a rollout, the same share of the seconds against stock and against OFF."""
     off_s = busy_s / (1 - share)
-    return Savings(share * busy_s, {n: (off_s - busy_s if n in drafting else 0.0, busy_s) for n in REPLICAS})
+    return Savings(-busy_s, share * busy_s, {n: (off_s - busy_s if n in drafting else 0.0, busy_s) for n in REPLICAS})
 
 
 def observe(payoff, share, accepted=0.8, drafting=REPLICAS, stock=1.0, audited=False):
@@ -69,7 +69,7 @@ def test_a_drafter_of_which_nothing_is_accepted_is_named_even_where_nothing_can_
 def test_an_engine_that_is_slower_than_stock_without_any_draft_is_named():
     payoff = Payoff(REPLICAS)
     for _ in range(IN_A_ROW):
-        gains = Savings(-1.0, saved(0.05).of)  # against OFF drafting gains, against stock it loses
+        gains = Savings(-1.0, -1.0, saved(0.05).of)  # against OFF drafting gains, against stock it loses
         said = payoff.observe(rollout(), gains, 0.8, False)
     assert "takes 1.25 times stock vLLM's step" in said and "tlt.speculation.enable=false" in said
 
