@@ -1,8 +1,13 @@
 """The environment of every test: set before any test module is collected, since verl and vLLM read it when imported."""
 
 import atexit
+import gc
 import os
-import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,9 +17,34 @@ from verl_tlt.compat.cpu.environment import CPU_ENGINE
 os.environ.update(CPU_ENGINE, HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="WARNING")
 STARTUP = Path(__file__).with_name("startup")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH")]))
-runpy.run_path(str(STARTUP / "sitecustomize.py"))  # this process has started already
+gc.set_threshold(50_000, 20, 20)  # this process has started already
 
+STARTS_PROCESSES = {"engine", "e2e"}
+"""Marks of tests for which a fork server is worth its own start."""
 FINISHED = pytest.StashKey[pytest.Session]()
+
+
+def pytest_collection_finish(session):
+    if any(STARTS_PROCESSES & {mark.name for mark in item.iter_markers()} for item in session.items):
+        session.config.add_cleanup(fork_server())
+
+
+def fork_server() -> Callable[[], None]:
+    """Start one for the processes of these tests, unless there is one or none is wanted; returns what ends it."""
+    if "TLT_TESTS_FORK" in os.environ:
+        return lambda: None
+    folder = tempfile.mkdtemp(prefix="tlt-fork-")
+    address = os.environ["TLT_TESTS_FORK"] = os.path.join(folder, "socket")
+    environment = os.environ | {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # a fork has one thread only
+    command = [sys.executable, STARTUP / "fork_server.py", address]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+
+    def end() -> None:
+        server.communicate()
+        shutil.rmtree(folder)
+        del os.environ["TLT_TESTS_FORK"]
+
+    return end
 
 
 @pytest.hookimpl(trylast=True)

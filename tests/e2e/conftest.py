@@ -1,11 +1,16 @@
 """A GRPO run with two replicas, and its resumption: the first prompt of each batch has one long response, everything
 else is short."""
 
+import os
+from pathlib import Path
+
 import pytest
 from grpo_run import TLT, Run, grpo
 from struck import STRUCK
 
 from benchmarks.faults.run import arm
+
+STARTUP = Path(__file__).parents[1] / "startup"
 
 
 @pytest.fixture(scope="session")
@@ -25,4 +30,5 @@ def resumed(run) -> Run:
     tables = f"tlt.speculation.costs_dir={run.out}/tables"
     (armed := out.parent / "armed").mkdir()
     faults = arm(armed, STRUCK)
+    faults["PYTHONPATH"] = f"{STARTUP}{os.pathsep}{faults['PYTHONPATH']}"
     return grpo(out, out.parent / "assets", 8, *TLT, tables, SAVE_FREQ="-1", RESUME="auto", EXECUTOR="uni", **faults)

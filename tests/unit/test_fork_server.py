@@ -1,0 +1,147 @@
+"""A process that is a fork of the tests' server is, to its parent and to itself, the process that was started."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+STARTUP = Path(__file__).parents[1] / "startup"
+SERVER = "import sys, fork_server as f; f.LIBRARIES = ('fractions',); sys.argv = ['', sys.argv[1]]; f.main()"
+ABOUT = """
+import json, os, random, sys
+print(json.dumps({
+    "argv": sys.argv, "cwd": os.getcwd(), "variable": os.environ.get("ITS_OWN"), "path": sys.path[0],
+    "ahead": "fractions" in sys.modules, "group": os.getpgid(0) == os.getpid(), "pid": os.getpid(), "main": __name__,
+    "random": random.random(), "nice": os.getpriority(os.PRIO_PROCESS, 0),
+}))
+os.write(int(sys.argv[1]), b"through a pipe")
+sys.exit(3)
+"""
+
+
+@pytest.fixture
+def server(tmp_path):
+    """(address, process) of one that has imported `fractions`."""
+    address = tmp_path / "socket"
+    environment = os.environ | {"PYTHONPATH": str(STARTUP), "TLT_TESTS_FORK": "0"}
+    process = subprocess.Popen([sys.executable, "-c", SERVER, address], stdin=subprocess.PIPE, env=environment)
+    deadline = time.time() + 60
+    while not address.exists():
+        assert time.time() < deadline and process.poll() is None
+        time.sleep(0.02)
+    yield str(address), process
+    process.communicate()
+
+
+@pytest.fixture
+def start(server, tmp_path):
+    """Start a script as Ray starts its workers."""
+
+    def start(code, *arguments, **environment):
+        script = tmp_path / "default_worker.py"
+        script.write_text(code)
+        variables = {"PYTHONPATH": str(STARTUP), "TLT_TESTS_FORK": server[0], "ITS_OWN": "here", **environment}
+        return subprocess.Popen(
+            [sys.executable, "-u", script, *arguments], env=os.environ | variables, cwd=tmp_path, text=True,
+            stdout=subprocess.PIPE, close_fds=False,
+        )  # fmt: skip
+
+    return start
+
+
+def about(start, **environment):
+    read, write = os.pipe()
+    os.set_inheritable(write, True)
+    process = start(ABOUT, str(write), **environment)
+    os.close(write)
+    said = json.loads(process.communicate(timeout=60)[0])
+    assert os.read(read, 100) == b"through a pipe" and os.read(read, 100) == b"", "another process holds it open"
+    os.close(read)
+    assert process.returncode == 3
+    return said, process.pid, str(write)
+
+
+def test_it_has_what_the_server_imported_and_all_else_is_its_own(start, tmp_path):
+    said, pid, write = about(start)
+    assert said["ahead"] and said["group"] and said["pid"] != pid
+    assert said["argv"] == [str(tmp_path / "default_worker.py"), write]
+    assert (said["cwd"], said["path"], said["main"]) == (str(tmp_path), str(tmp_path), "__main__")
+    assert said["variable"] == "here" and said["nice"] == os.getpriority(os.PRIO_PROCESS, 0)
+    assert about(start)[0]["random"] != said["random"]
+
+
+@pytest.mark.parametrize("why", [{"OMP_NUM_THREADS": "7"}, {"TLT_TESTS_FORK": "0"}, {"TLT_TESTS_FORK": "/nowhere"}])
+def test_one_that_cannot_be_a_fork_starts_by_itself(start, why):
+    said, pid, _ = about(start, **why)
+    assert said["pid"] == pid and not said["ahead"] and said["variable"] == "here"
+
+
+def test_a_library_that_is_loaded_anyway_may_be_named_to_be_loaded_first(start):
+    loaded = {row.split()[-1] for row in Path("/proc/self/maps").read_text().splitlines()}
+    libc = next(path for path in loaded if Path(path).name.startswith("libc.so"))
+    assert about(start, LD_PRELOAD=libc)[0]["ahead"]
+
+
+WAITING = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_signal_reaches_it(start):
+    process = start(WAITING)
+    process.stdout.readline()
+    process.terminate()
+    assert process.wait(30) == 5
+
+
+def gone(pid):
+    deadline = time.time() + 30
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.time() < deadline, "it lives on"
+        time.sleep(0.02)
+
+
+def test_it_ends_with_the_process_that_was_started_or_with_the_server(start, server):
+    killed, left = start(WAITING), start(WAITING)
+    pids = [int(process.stdout.readline()) for process in (killed, left)]
+    killed.kill()
+    gone(pids[0])
+    assert left.poll() is None and psutil.pid_exists(pids[1])
+    server[1].stdin.close()
+    gone(pids[1])
+    assert left.wait(30) != 0
+
+
+def test_its_end_by_a_signal_is_its_status(start):
+    process = start("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert process.wait(30) == -signal.SIGKILL
+
+
+SPAWN = """
+import multiprocessing, os, sys
+def work(queue):
+    queue.put((os.getpid(), "fractions" in sys.modules))
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=work, args=(queue,))
+    process.start()
+    print(*queue.get(), process.pid, flush=True)
+    process.join()
+    sys.exit(process.exitcode)
+"""
+
+
+def test_what_multiprocessing_spawns_is_one_too(start):
+    process = start(SPAWN)
+    pid, ahead, known_as = process.communicate(timeout=60)[0].split()
+    assert ahead == "True" and pid != known_as and process.returncode == 0
