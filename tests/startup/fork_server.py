@@ -204,8 +204,8 @@ class Server:
 
 
 def main() -> None:
-    """`python fork_server.py SOCKET`."""
-    for library in LIBRARIES:
+    """`python fork_server.py SOCKET [LIBRARY ...]`."""
+    for library in sys.argv[2:] or LIBRARIES:
         with contextlib.suppress(ModuleNotFoundError):  # not everything is everywhere
             importlib.import_module(library)
     gc.freeze()
@@ -249,7 +249,7 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     os.environ.clear()
     os.environ.update(set_by_libraries | request["environment"])
     sys.path[:], sys.orig_argv[:] = request["path"], request["argv"]
-    sys.modules.setdefault("fork_server", sys.modules["__main__"])
+    sys.modules["fork_server"] = sys.modules["__main__"]  # which the coming import would find, and hand over to again
     MARKS = ()
     sys.modules.pop("sitecustomize", None)
     importlib.import_module("sitecustomize")  # its own one

@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 STARTUP = Path(__file__).parents[1] / "startup"
-SERVER = "import sys, fork_server as f; f.LIBRARIES = ('fractions',); sys.argv = ['', sys.argv[1]]; f.main()"
 ABOUT = """
 import json, os, random, sys
 print(json.dumps({
@@ -30,7 +29,8 @@ def server(tmp_path):
     """(address, process) of one that has imported `fractions`."""
     address = tmp_path / "socket"
     environment = os.environ | {"PYTHONPATH": str(STARTUP), "TLT_TESTS_FORK": "0"}
-    process = subprocess.Popen([sys.executable, "-c", SERVER, address], stdin=subprocess.PIPE, env=environment)
+    command = [sys.executable, STARTUP / "fork_server.py", address, "fractions"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
     deadline = time.time() + 60
     while not address.exists():
         assert time.time() < deadline and process.poll() is None
