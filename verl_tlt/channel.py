@@ -99,8 +99,11 @@ class ChannelClient:
     def __init__(self, address: str) -> None:
         _ipc_path(address)
         self.address = address
-        self._context = zmq.asyncio.Context(io_threads=1)
+        # The process's own. One of the client's would be waited for when a client that nobody closed is collected as
+        # garbage: it ends with its last socket, which is garbage too, and the process would stand still.
+        self._context = zmq.asyncio.Context.instance()
         self._socket: zmq.asyncio.Socket | None = None
+        self._closed = False
         self._turn = asyncio.Lock()
 
     async def call(self, op: str, *, timeout_s: float = 10.0, **arguments: Any) -> dict[str, Any]:
@@ -111,6 +114,8 @@ class ChannelClient:
         """
         message = json.dumps({"op": op, **arguments}).encode()
         async with self._turn:
+            if self._closed:
+                raise ChannelError(f"The control channel is closed: {op!r} cannot be asked.")
             if self._socket is None:
                 self._socket = self._context.socket(zmq.REQ)
                 self._socket.linger = 0
@@ -141,7 +146,7 @@ class ChannelClient:
     def close(self) -> None:
         """Release the socket; later calls fail."""
         self._drop_socket()
-        self._context.term()
+        self._closed = True
 
 
 def _ipc_path(address: str) -> Path:

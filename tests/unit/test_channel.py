@@ -1,6 +1,8 @@
 import asyncio
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -102,6 +104,33 @@ async def test_an_engine_in_another_process_answers(address):
     client.close()
     child.terminate()
     child.join()
+
+
+async def test_a_closed_client_asks_nothing(serve):
+    client = serve(ping=lambda: {"ok": True})
+    client.close()
+    with pytest.raises(ChannelError, match="closed: 'ping' cannot be asked"):
+        await client.call("ping")
+
+
+ABANDONED = """
+import asyncio, gc, sys
+from verl_tlt.channel import ChannelClient, ChannelServer
+async def ask():
+    client = ChannelClient(sys.argv[1])
+    client.itself = client
+    return await client.call("ping")
+server = ChannelServer(sys.argv[1], {"ping": lambda: {"ok": True}})
+print(asyncio.run(ask()))
+gc.collect()
+server.close()
+"""
+
+
+def test_a_client_that_nobody_closed_is_collected_like_any_object(address):
+    """A context that waits for its sockets' end would have the process wait for ever."""
+    done = subprocess.run([sys.executable, "-c", ABANDONED, address], timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "{'ok': True}\n"), done.stderr
 
 
 def _serve_pid(address, ready):

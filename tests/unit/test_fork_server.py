@@ -114,6 +114,7 @@ def test_it_ends_with_the_process_that_was_started_or_with_the_server(start, ser
     killed, left = start(WAITING), start(WAITING)
     pids = [int(process.stdout.readline()) for process in (killed, left)]
     killed.kill()
+    assert killed.wait(30) == -signal.SIGKILL
     gone(pids[0])
     assert left.poll() is None and psutil.pid_exists(pids[1])
     server[1].stdin.close()
