@@ -9,31 +9,25 @@ import asyncio
 import random
 
 import pytest
+from recorded import ray_cluster
 
-from verl_tlt.compat.cpu.environment import CPU_ENGINE
 from verl_tlt.messages.rollout import SleepReply
 
 pytestmark = pytest.mark.engine
 
-ENVIRONMENT = CPU_ENGINE | {
-    "VERL_ENGINE_DEVICE": "cuda",
-    "HF_HUB_OFFLINE": "1",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_AUTH_MODE": "disabled",
+ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # without it a CPU's engine has its worker in one more process
     "TOKENIZERS_PARALLELISM": "false",
 }
+"""Of the servers."""
 REQUESTS, TOKENS = 80, 24
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory):
-    """(servers by name, balancer, config) on a Ray of their own."""
-    with pytest.MonkeyPatch.context() as patch:
-        for key, value in ENVIRONMENT.items():
-            patch.setenv(key, value)
-        patch.delenv("RAY_ADDRESS", raising=False)
+    """(servers by name, balancer, config)."""
+    with pytest.MonkeyPatch.context() as patch, ray_cluster(patch):
         import ray
         from hydra import compose, initialize_config_module
         from omegaconf import open_dict
@@ -75,25 +69,22 @@ def fleet(tmp_path_factory):
             config.actor_rollout_ref.rollout.custom = {"tlt": tlt.to_dict()}
         rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
         model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
-        # The test process takes no GPU into account; servers are placed without resources, as verl places them.
-        ray.init(num_cpus=8, include_dashboard=False, object_store_memory=300_000_000, log_to_driver=False)
-        try:
-            start = first_drafter(tlt, str(assets.policy), "float32", 260, None)
-            name = store_name(ray.get_runtime_context().get_job_id())
-            store = ray.remote(DrafterStore).options(name=name, num_cpus=0).remote(start.served)
-            servers = {}
-            for rank in range(2):
-                server = ray.remote(TLTvLLMHttpServer).options(max_concurrency=100, num_cpus=0).remote(
-                    config=rollout, model_config=model, rollout_mode=RolloutMode.HYBRID, workers=[], replica_rank=rank,
-                    node_rank=0, gpus_per_node=1, nnodes=1, cuda_visible_devices=str(rank),
-                )  # fmt: skip
-                servers[f"server-{rank}"] = server
-            ray.get([s.launch_server.remote() for s in servers.values()], timeout=300)
-            balancer = ray.remote(GlobalRequestLoadBalancer).options(num_cpus=0).remote(servers=dict(servers))
-            yield servers, balancer, config
-            del store
-        finally:
-            ray.shutdown()
+        start = first_drafter(tlt, str(assets.policy), "float32", 260, None)
+        name = store_name(ray.get_runtime_context().get_job_id())
+        # Everything is placed without resources, as verl places its servers.
+        store = ray.remote(DrafterStore).options(name=name, num_cpus=0).remote(start.served)
+        servers = {}
+        for rank in range(2):
+            placed = dict(max_concurrency=100, num_cpus=0, runtime_env={"env_vars": ENVIRONMENT})
+            servers[f"server-{rank}"] = ray.remote(TLTvLLMHttpServer).options(**placed).remote(
+                config=rollout, model_config=model, rollout_mode=RolloutMode.HYBRID, workers=[], replica_rank=rank,
+                node_rank=0, gpus_per_node=1, nnodes=1, cuda_visible_devices=str(rank),
+            )  # fmt: skip
+        ray.get([s.launch_server.remote() for s in servers.values()], timeout=300)
+        balancer = ray.remote(GlobalRequestLoadBalancer).options(num_cpus=0).remote(servers=dict(servers))
+        yield servers, balancer, config
+        for actor in (*servers.values(), balancer, store):
+            ray.kill(actor)
 
 
 def prompt(rng: random.Random) -> list[int]:
