@@ -133,6 +133,7 @@ TLT = (
     "tlt.drafter.warmup_steps=5",
     "tlt.drafter.batch_tokens=512",
     "tlt.buffer.min_tokens=300",
-    "tlt.spot.max_epochs=8",
+    "tlt.spot.max_epochs=24",
+    "tlt.buffer.held_out=0.5",  # seven sequences by the second session: a second drafter is judged, not guessed at
     "tlt.spot.min_merge_steps=2",
 )
