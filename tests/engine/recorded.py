@@ -33,6 +33,7 @@ ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",  # a second Ray in a process would leave its reporting thread behind
     "RAY_prestart_worker_first_driver": "0",  # a worker process per CPU would start at once
     "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{os.environ['PYTHONPATH']}",  # workers import this module
 }

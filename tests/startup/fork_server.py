@@ -27,6 +27,7 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -92,15 +93,22 @@ def hand_over() -> None:
         "argv": sys.orig_argv, "environment": dict(os.environ), "cwd": os.getcwd(), "path": sys.path, "files": mine,
         "nice": os.getpriority(os.PRIO_PROCESS, 0), "prefix": sys.prefix,
     }  # fmt: skip
-    with os.fdopen(os.memfd_create("request"), "w+") as file:  # an environment is longer than a message
-        json.dump(request, file)
-        file.flush()
-        socket.send_fds(server, [b"start"], [file.fileno(), *mine])
-    if server.recv(16) != b"started":
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # what comes before it can be passed on waits
+    try:
+        with os.fdopen(os.memfd_create("request"), "w+") as file:  # an environment is longer than a message
+            json.dump(request, file)
+            file.flush()
+            socket.send_fds(server, [b"start"], [file.fileno(), *mine])
+        started = server.recv(16) == b"started"
+    except OSError:  # the server has ended
+        started = False
+    if started:
+        for sent in FORWARDED:
+            signal.signal(sent, lambda number, _: server.send(struct.pack("i", number)))
+    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    if not started:
         server.close()
         return
-    for sent in FORWARDED:
-        signal.signal(sent, lambda number, _: server.send(struct.pack("i", number)))
     for fd in mine:
         os.close(fd)
     status = server.recv(16)
@@ -253,6 +261,7 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     MARKS = ()
     sys.modules.pop("sitecustomize", None)
     importlib.import_module("sitecustomize")  # its own one
+    tempfile.tempdir = None  # libraries had it found in the server's environment
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # Python's own random numbers begin anew by themselves
     if os.environ.get("PYTHONFAULTHANDLER"):

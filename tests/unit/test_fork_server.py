@@ -13,11 +13,12 @@ import pytest
 
 STARTUP = Path(__file__).parents[1] / "startup"
 ABOUT = """
-import json, os, random, sys
+import json, os, random, sys, tempfile
 print(json.dumps({
     "argv": sys.argv, "cwd": os.getcwd(), "variable": os.environ.get("ITS_OWN"), "path": sys.path[0],
     "ahead": "fractions" in sys.modules, "group": os.getpgid(0) == os.getpid(), "pid": os.getpid(), "main": __name__,
     "random": random.random(), "nice": os.getpriority(os.PRIO_PROCESS, 0),
+    "temporary": tempfile.gettempdir(),
 }))
 os.write(int(sys.argv[1]), b"through a pipe")
 sys.exit(3)
@@ -26,10 +27,11 @@ sys.exit(3)
 
 @pytest.fixture
 def server(tmp_path):
-    """(address, process) of one that has imported `fractions`."""
+    """(address, process) of one that has imported `fractions`, and a library that asks where temporary files go."""
     address = tmp_path / "socket"
-    environment = os.environ | {"PYTHONPATH": str(STARTUP), "TLT_TESTS_FORK": "0"}
-    command = [sys.executable, STARTUP / "fork_server.py", address, "fractions"]
+    (tmp_path / "asks.py").write_text("import tempfile\ntempfile.gettempdir()\n")
+    environment = os.environ | {"PYTHONPATH": f"{STARTUP}{os.pathsep}{tmp_path}", "TLT_TESTS_FORK": "0"}
+    command = [sys.executable, STARTUP / "fork_server.py", address, "fractions", "asks"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
     deadline = time.time() + 60
     while not address.exists():
@@ -74,6 +76,8 @@ def test_it_has_what_the_server_imported_and_all_else_is_its_own(start, tmp_path
     assert (said["cwd"], said["path"], said["main"]) == (str(tmp_path), str(tmp_path), "__main__")
     assert said["variable"] == "here" and said["nice"] == os.getpriority(os.PRIO_PROCESS, 0)
     assert about(start)[0]["random"] != said["random"]
+    (tmp_path / "own").mkdir()
+    assert about(start, TMPDIR=str(tmp_path / "own"))[0]["temporary"] == str(tmp_path / "own")
 
 
 @pytest.mark.parametrize("why", [{"OMP_NUM_THREADS": "7"}, {"TLT_TESTS_FORK": "0"}, {"TLT_TESTS_FORK": "/nowhere"}])
