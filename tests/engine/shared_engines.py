@@ -69,7 +69,7 @@ class SharedEngines:
                 try:
                     yield engine
                 finally:
-                    engine.close()
+                    engine.close(beside=True)
                 return
             begun = self._kept is not None and self._kept[0] == key
             if not begun:

@@ -82,14 +82,15 @@ def test_weights_ruined_by_sleep_are_all_restored(engine, models):
     assert not drafter.draft_id_to_target_id.any()  # offsets of a full vocabulary
 
 
-@pytest.fixture(scope="module")
-def with_own_table(engine_of, models, tmp_path_factory):
-    """An engine whose drafter has a context that is not the policy's: vLLM builds a rotary table for it alone."""
+@pytest.fixture
+def with_own_table(engine, engine_of, models, tmp_path_factory):
+    """An engine, beside the one in use, whose drafter has a context that is not the policy's: vLLM builds a rotary table for it alone."""
     path = tmp_path_factory.mktemp("short") / "drafter"
     build_drafter_dir(path, models["target"], informed=True, max_position_embeddings=512 + 3)
     models["short"] = path
     with engine_of("short", policy="policies:longest") as started:
         yield started
+    accepted(engine)  # an engine that ends leaves the one beside it what they shared
 
 
 def test_buffers_ruined_by_sleep_are_restored_with_the_weights(with_own_table, models):

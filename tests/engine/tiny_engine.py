@@ -142,11 +142,11 @@ class Engine:
         params = [sampled(n, **kwargs) for n in lengths]
         return [list(o.outputs[0].token_ids) for o in self.llm.generate(prompts(count), params, use_tqdm=False)]
 
-    def close(self) -> None:
-        """Free the engine and vLLM's process-wide state, for the next one."""
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        self.core.shutdown()
+    def close(self, beside: bool = False) -> None:
+        """Free the engine and, where it was not beside another, vLLM's process groups, which they share."""
+        with pytest.MonkeyPatch.context() as patch:
+            if beside:
+                patch.setattr("vllm.v1.engine.core.cleanup_dist_env_and_memory", lambda: None)
+            self.core.shutdown()
         del self.llm, self.core, self.scheduler
-        cleanup_dist_env_and_memory()
         gc.collect()
