@@ -84,7 +84,7 @@ def test_weights_ruined_by_sleep_are_all_restored(engine, models):
 
 @pytest.fixture
 def with_own_table(engine, engine_of, models, tmp_path_factory):
-    """An engine, beside the one in use, whose drafter has a context that is not the policy's: vLLM builds a rotary table for it alone."""
+    """An engine, beside the one in use, whose drafter has a context of its own: vLLM builds it a rotary table."""
     path = tmp_path_factory.mktemp("short") / "drafter"
     build_drafter_dir(path, models["target"], informed=True, max_position_embeddings=512 + 3)
     models["short"] = path
