@@ -2,14 +2,16 @@
 
     python -m benchmarks.control [--replay] [--foreign] [--drain] [--overhead] [--repetitions N] [--finals N]
     python -m benchmarks.control --steady [--batches N ...] [--turns N]
+    python -m benchmarks.control --changing [--repetitions N]
 
 Without a part named, all run: `--replay` simulates rollouts against oracles (minutes), `--foreign` so too on step costs
 that are not the formula which the policy fits (a quarter of an hour), `--drain` decodes on real vLLM CPU engines (about
 a quarter of an hour; the first time it trains a drafter, some minutes more), `--overhead` counts what control adds to
-an engine step, `--steady` compares steps without drafts with stock's. A part that is not run keeps its figures of the
-last time. The drain also draws K against batch over one rollout for docs/adaptive-speculation.md; with `--record` its
-step times become the ones that the replay replays as "CPU engine". Wall-clock timings mean something only on an idle
-machine; `--clock cpu` counts CPU seconds of the engine's process instead.
+an engine step, `--steady` compares steps without drafts with stock's, `--changing` decodes runs in which drafter,
+policy and load change (two minutes a repetition). A part that is not run keeps its figures of the last time. The drain
+also draws K against batch over one rollout for docs/adaptive-speculation.md; with `--record` its step times become the
+ones that the replay replays as "CPU engine". Wall-clock timings mean something only on an idle machine; `--clock cpu`
+counts CPU seconds of the engine's process instead.
 """
 
 from __future__ import annotations
@@ -96,11 +98,11 @@ def draw(steps: list[list[float]], path: Path) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for part in ("replay", "foreign", "drain", "overhead", "steady"):
+    for part in ("replay", "foreign", "drain", "changing", "overhead", "steady"):
         parser.add_argument(f"--{part}", action="store_true")
-    parser.add_argument("--repetitions", type=int, default=9, help="of every arm of the drain")
+    parser.add_argument("--repetitions", type=int, default=9, help="of every arm of the drain, or of the changing run")
     parser.add_argument("--finals", type=int, default=9, help="of the best three arms of the drain among themselves")
-    parser.add_argument("--seconds", type=float, default=900.0, help="no repetition of the drain starts after so long")
+    parser.add_argument("--seconds", type=float, default=900.0, help="no repetition of these starts after so long")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64], help="of the steady part")
     parser.add_argument("--turns", type=int, default=7, help="of its four arms, at every batch")
     parser.add_argument("--record", action="store_true", help="the drain's step times replace those of the replay")
@@ -109,10 +111,10 @@ def main() -> None:
     parser.add_argument("--toy", type=Path, default=TOY, help="where policy and drafter are kept")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    parts = (options.replay, options.foreign, options.drain, options.overhead, options.steady)
+    parts = (options.replay, options.foreign, options.drain, options.changing, options.overhead, options.steady)
     everything = not any(parts)
     found = json.loads(options.out.read_text()) if options.out.exists() else {}
-    if options.overhead or options.steady or options.drain or everything:
+    if options.overhead or options.steady or options.drain or options.changing or everything:
         console.print(say_dtype(find_dtype()))
     if options.overhead or everything:
         found |= _overhead()
@@ -136,6 +138,13 @@ def main() -> None:
         detail = found["drain_detail"]
         console.print(drain_table(found["drain"], detail))
         console.print("final: goodput over", {name: v["goodput_over"] for name, v in detail["final"].items()})
+    if options.changing or everything:
+        from benchmarks.control.changing import changing
+        from benchmarks.control.toy import stages
+
+        found |= changing(stages(options.toy), options.repetitions, options.seconds, console.print)
+        found["changing"]["on"] = machine()
+        console.print(found["changing"]["goodput_is_faster_than"])
     if options.replay or everything:
         from benchmarks.control.replay import run_all
 

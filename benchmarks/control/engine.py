@@ -18,11 +18,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from benchmarks.control.toy import LONGEST_DRAFT, Toy
 from demo.machine import find_dtype
 from verl_tlt.compat.cpu.environment import CPU_ENGINE
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.draft_length import Limits, Profitability
 from verl_tlt.speculation.policies.factory import make_policy
 from verl_tlt.speculation.types import Load, StepRecord
 
@@ -154,13 +157,16 @@ class _Engine:
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self._ours, self._lookup = type(self.scheduler), self.scheduler.dynamic_sd_lookup
         self.arms: dict[str, Any] = {}
+        self._judges: dict[str, Profitability] = {}
+        self._loaded: dict[str, torch.Tensor] = {}
+        """The policy's projections, once it has moved."""
         self.drain(seed=10**6, batch=2)
 
     # ------------------------------------------------------------------ decoding
 
-    def drain(self, seed: int, batch: int = BATCH) -> dict[str, Any]:
-        """Decode one long-tailed batch to its end: seconds and tokens."""
-        return self._generate(problems(seed, batch))
+    def drain(self, seed: int, batch: int = BATCH, share: float = 1.0) -> dict[str, Any]:
+        """Decode one long-tailed batch to its end, responses of `share` of their lengths: seconds and tokens."""
+        return self._generate([(prompt, max(1, round(n * share))) for prompt, n in problems(seed, batch)])
 
     def steady(self, batch: int, tokens: int, seed: int) -> dict[str, Any]:
         """Decode `batch` requests of equal length: seconds and tokens."""
@@ -214,7 +220,6 @@ class _Engine:
     def add_arm(self, name: str, table: list[dict[str, Any]], trace: bool = False) -> None:
         """An arm of the benchmark: `off`, `fixed-K`, `zero` or a policy, told what a run would tell it."""
         from verl_tlt.engine_core.step_trace import StepTrace
-        from verl_tlt.speculation.draft_length import Limits
         from verl_tlt.speculation.step_control import StepControl
 
         known = LatencyTable.from_list(table)
@@ -223,6 +228,8 @@ class _Engine:
         else:
             policy = make_policy(name if name in ("goodput", "bandit", "ema") else "off", ARMS)
         written = StepTrace(self.scratch / f"{name}.jsonl") if trace else None
+        judge = self._judges[name] = Profitability(name)
+        judge.set_costs(known)
         control = self.arms[name] = StepControl(policy, Limits(ARMS), written)
         control.control(points=table, acceptance=self.toy.acceptance)
         control.drafting = name != "off"
@@ -240,6 +247,41 @@ class _Engine:
         if not own:
             self.scheduler.tlt = self.arms[name]
         self.set_drafting(own or self.arms[name].drafting)
+
+    # ------------------------------------------------------------------ what a run changes
+
+    def publish(self, drafter: str) -> None:
+        """Serve another drafter, by its file."""
+        loaded = self.llm.collective_rpc("tlt_load_drafter", args=(drafter,))[0]
+        if not loaded["ok"]:
+            raise ValueError(loaded["error"])
+
+    def move_policy(self, noise: float) -> None:
+        """The policy as it was loaded, its projections with so many standard deviations of noise: the same each time.
+
+        Embedding, head and norms stay, which the drafter shares.
+        """
+        core = self.llm.llm_engine.engine_core.engine_core
+        policy = core.model_executor.driver_worker.worker.model_runner.get_model()
+        projections = {name: weight for name, weight in policy.named_parameters() if "_proj" in name}
+        if not self._loaded:
+            self._loaded = {name: weight.detach().clone() for name, weight in projections.items()}
+        drawn = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for name, weight in projections.items():
+                as_loaded = self._loaded[name]
+                spread = noise * as_loaded.float().std()
+                weight.copy_(as_loaded + (spread * torch.randn(weight.shape, generator=drawn)).to(weight.dtype))
+
+    def sync(self, name: str, acceptance: Sequence[float]) -> bool:
+        """What a weight sync decides and tells an arm: whether the drafter runs, and how often it is accepted."""
+        arm, judge = self.arms[name], self._judges[name]
+        if (stats := arm.stats(reset=True)).num_steps:
+            judge.learn(stats, arm.drafting, acceptance)
+        drafting = judge.decide(acceptance)
+        self.set_drafting(drafting)
+        arm.control(drafting=drafting, acceptance=list(acceptance))
+        return drafting
 
     def stats(self, name: str) -> dict[str, Any]:
         """An arm's sums since the last call, and what its policy believes."""

@@ -38,6 +38,8 @@ from verl_tlt.drafter.policy import policy_shape
 LONGEST_DRAFT = 7
 STEPS = 300
 """Optimizer steps of the drafter; about half a second each on one core."""
+AWAKE = 40
+"""After so many a drafter begins to pay."""
 WINDOW = 512
 """Tokens kept of each demonstration, wherever in it."""
 BATCH_TOKENS = 512
@@ -66,6 +68,11 @@ def prepare(directory: Path, steps: int = STEPS) -> Toy:
     return Toy(assets.policy, home, json.loads((home / ACCEPTANCE).read_text()))
 
 
+def stages(directory: Path) -> dict[str, Toy]:
+    """The policy with a drafter that is untrained, one that has just begun to draft, and the trained one."""
+    return {name: prepare(directory, steps) for name, steps in (("untrained", 0), ("awake", AWAKE), ("trained", STEPS))}
+
+
 def demonstration(rng: random.Random) -> tuple[list[int], int]:
     """Token ids of a prompt with its response, which goes on to the longest there is, and the prompt's length."""
     problem = task.sample_problem(rng)
@@ -91,12 +98,12 @@ def _train(policy_dir: Path, home: Path, aux_layers: tuple[int, ...], steps: int
     rng = random.Random(0)
     stream = (observed(policy, rng) for _ in iter(int, 1))
     for batch in batches(stream, BATCH_TOKENS):
+        if trainer.steps >= steps:
+            break
         trainer.learning_rate = 2e-3 * min(1.0, 2.0 * (1.0 - trainer.steps / steps) + 0.05)
         result = trainer.step(batch)
         if trainer.steps % 10 == 0:
             print(f"step {trainer.steps}: loss {result.loss:.3f}, {result.acc_by_position}", flush=True)
-        if trainer.steps >= steps:
-            break
     unseen = random.Random(10**6)
     held_out = [observed(policy, unseen) for _ in range(_HELD_OUT)]
     scores = acceptance(drafter, held_out, temperature=1.0, max_draft=LONGEST_DRAFT)
