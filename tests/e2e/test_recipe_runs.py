@@ -180,11 +180,11 @@ def megatron(tmp_path_factory):
     weights of the step before would be far off."""
     out = tmp_path_factory.mktemp("megatron")
     (out / "recorded").mkdir()
-    extra = [*FORCED, *REPLAYED, ROUTER, "actor_rollout_ref.actor.optim.lr=1e-4", "trainer.save_freq=3"]
+    extra = [*FORCED, *REPLAYED, ROUTER, "actor_rollout_ref.actor.optim.lr=1e-4", "trainer.save_freq=4"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(RECORDED, str(out / "recorded"))
         recipe = check.RECIPES["grpo_llama3.3_70b_megatron"]
-        yield out, extra, check.run(recipe, out, steps=4, extra=extra, timeout_s=LIMIT_S)
+        yield out, extra, check.run(recipe, out, steps=5, extra=extra, timeout_s=LIMIT_S)
 
 
 @pytest.mark.heavy
@@ -213,30 +213,35 @@ def same_update(one, other):
 
 
 @pytest.mark.heavy
-def test_fsdp2_makes_the_same_updates_of_the_same_responses(megatron, tmp_path):
-    """The recipe for FSDP2, with the loss of the one for Megatron, replays what that one recorded."""
-    _, extra, theirs = megatron
+def test_fsdp2_makes_the_same_updates_of_the_same_responses(megatron, tmp_path, monkeypatch):
+    """The recipe for FSDP2, with the loss of the one for Megatron, replays what that one recorded.
+
+    What was recorded is as probable as its own policy says before an update, and in the last step, which is its own:
+    in between the two policies differ by what Adam makes of a gradient's rounding.
+    """
+    out, extra, theirs = megatron
+    monkeypatch.setenv(RECORDED, str(shutil.copytree(out / "recorded", tmp_path / "recorded")))
     extra = [*extra, "actor_rollout_ref.actor.use_kl_loss=False", "trainer.save_freq=-1"]
-    ours = check.run(check.RECIPES["grpo_qwen2.5_7b"], tmp_path / "fsdp2", steps=4, extra=extra, timeout_s=LIMIT_S)
-    for one, other in zip(ours, theirs, strict=True):
+    ours = check.run(check.RECIPES["grpo_qwen2.5_7b"], tmp_path / "fsdp2", steps=6, extra=extra, timeout_s=LIMIT_S)
+    for one, other in zip(ours[:5], theirs, strict=True):
         same_update(one, other)
     assert any(step["tlt/draft_length_frac_2"] > 0.5 for step in ours), "nothing was drafted"
-    assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in ours)
+    assert max(step["training/rollout_probs_diff_max"] for step in (ours[0], ours[5])) < 1e-4
 
 
 @pytest.mark.heavy
 def test_a_megatron_run_goes_on_with_its_policy_and_its_drafter(megatron, tmp_path):
-    """From its third step, in a copy: the fourth is the one that it made before, the fifth is new."""
+    """From its fourth step, in a copy: the fifth is the one that it made before, the sixth is new."""
     before, extra, steps = megatron
     out = tmp_path / "resumed"
     shutil.copytree(before, out, ignore=shutil.ignore_patterns("trace", "recorded"))
-    (out / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("3")
+    (out / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
     recipe = check.RECIPES["grpo_llama3.3_70b_megatron"]
-    again, new = check.run(recipe, out, steps=5, extra=extra, timeout_s=LIMIT_S, done=3)
-    same_update(again, steps[3])
+    again, new = check.run(recipe, out, steps=6, extra=extra, timeout_s=LIMIT_S, done=4)
+    same_update(again, steps[4])
     assert max(step["training/rollout_probs_diff_max"] for step in (again, new)) < 1e-4
-    saved = json.loads((out / "checkpoints/global_step_3/tlt_drafter/provenance.json").read_text())
-    assert saved["policy_step"] == 3 and read_trace(out / "trace").reloads[0].version == saved["version"] >= 1
+    saved = json.loads((out / "checkpoints/global_step_4/tlt_drafter/provenance.json").read_text())
+    assert saved["policy_step"] == 4 and read_trace(out / "trace").reloads[0].version == saved["version"] >= 1
 
 
 @pytest.mark.heavy
