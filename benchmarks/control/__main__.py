@@ -8,7 +8,7 @@ Without a part named, all run: `--replay` simulates rollouts against oracles (mi
 that are not the formula which the policy fits (a quarter of an hour), `--drain` decodes on real vLLM CPU engines (about
 a quarter of an hour; the first time it trains a drafter, some minutes more), `--overhead` counts what control adds to
 an engine step, `--steady` compares steps without drafts with stock's, `--changing` decodes runs in which drafter,
-policy and load change (two minutes a repetition). A part that is not run keeps its figures of the last time. The drain
+policy and load change (minutes a repetition). A part that is not run keeps its figures of the last time. The drain
 also draws K against batch over one rollout for docs/adaptive-speculation.md; with `--record` its step times become the
 ones that the replay replays as "CPU engine". Wall-clock timings mean something only on an idle machine; `--clock cpu`
 counts CPU seconds of the engine's process instead.
@@ -142,8 +142,12 @@ def main() -> None:
         from benchmarks.control.changing import changing
         from benchmarks.control.toy import stages
 
-        found |= changing(stages(options.toy), options.repetitions, options.seconds, console.print)
-        found["changing"]["on"] = machine()
+        def keep(part: dict[str, Any]) -> None:
+            """A run that is cut off keeps the repetitions it had."""
+            found["changing"] = part | {"on": machine()}
+            _write(found, options.out)
+
+        changing(stages(options.toy), options.repetitions, options.seconds, console.print, keep)
         console.print(found["changing"]["goodput_is_faster_than"])
     if options.replay or everything:
         from benchmarks.control.replay import run_all
@@ -154,9 +158,13 @@ def main() -> None:
         from benchmarks.control import foreign
 
         found |= foreign.run_all(console.print, options.jobs)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    _write(found, options.out)
     console.print(f"written to {options.out}")
+
+
+def _write(found: dict[str, Any], out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _overhead() -> dict[str, Any]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from demo.machine import find_dtype
 FIXED = tuple(f"fixed-{k}" for k in ARMS if k > 0)
 NAMES = (*FIXED, "table", "goodput")
 BATCH, SHARE = 16, 0.15
-"""Requests of a rollout, and how long its responses are beside the demo's: a repetition takes two minutes so."""
+"""Requests of a rollout, and how long its responses are beside the demo's: a repetition takes minutes so."""
 FEW, LONG = 3, 120
 """Responses of the last rollout, and their tokens."""
 MOVED = 0.2
@@ -57,9 +57,12 @@ STAGES = (
 
 Turn = dict[str, dict[str, float]]
 """Seconds of one repetition: {arm: {stage: seconds}}."""
+Found = dict[str, Any]
 
 
-def changing(toys: dict[str, Toy], repetitions: int, seconds: float, say: Any = print) -> dict[str, Any]:
+def changing(
+    toys: dict[str, Toy], repetitions: int, seconds: float, say: Callable[[str], None], keep: Callable[[Found], None]
+) -> None:
     """Run the five rollouts again and again under every arm.
 
     Args:
@@ -67,9 +70,8 @@ def changing(toys: dict[str, Toy], repetitions: int, seconds: float, say: Any = 
         repetitions: of the whole run.
         seconds: no repetition starts after so long.
         say: called with lines on the way.
-
-    Returns:
-        `changing`: pooled ratios with their intervals, and all repetitions.
+        keep: called with what was found so far, after every repetition: pooled ratios with their intervals, and all
+            repetitions.
     """
     with tempfile.TemporaryDirectory() as scratch:
         engine = EngineProcess("tlt", toys["trained"], Path(scratch))
@@ -84,19 +86,14 @@ def changing(toys: dict[str, Toy], repetitions: int, seconds: float, say: Any = 
                 seen.append(about)
                 totals = ", ".join(f"{name} {sum(of.values()):.1f}" for name, of in spent.items())
                 say(f"repetition {len(turns)} took {time.monotonic() - begin:.0f} s: {totals}")
+                keep(_pooled(turns) | {"seen": seen, "told": {name: toy.acceptance for name, toy in toys.items()}})
         finally:
             engine.close()
-    return {
-        "changing": {
-            "dtype": find_dtype(),
-            "repetitions": turns,
-            "goodput_is_faster_than": {
-                name: {stage: over(turns, name, stages) for stage, stages in _parts().items()} for name in NAMES[:-1]
-            },
-            "seen": seen,
-            "told": {name: toy.acceptance for name, toy in toys.items()},
-        }
-    }
+
+
+def _pooled(turns: Sequence[Turn]) -> Found:
+    faster = {name: {stage: over(turns, name, stages) for stage, stages in _parts().items()} for name in NAMES[:-1]}
+    return {"dtype": find_dtype(), "repetitions": list(turns), "goodput_is_faster_than": faster}
 
 
 def over(turns: Sequence[Turn], name: str, stages: Sequence[str]) -> list[float]:

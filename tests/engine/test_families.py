@@ -28,7 +28,7 @@ from verl_tlt.vllm_worker import extension
 pytestmark = pytest.mark.engine
 
 IN_OTHER_TESTS = ("llama", "qwen2", "qwen3")
-QUICK = ("mistral", "qwen3_moe")
+QUICK = ("qwen3_moe",)
 FAMILIES = [family for family in SUPPORTED if family not in IN_OTHER_TESTS]
 SERVED = [pytest.param(family, marks=() if family in QUICK else pytest.mark.heavy) for family in FAMILIES]
 LENGTHS = [(3, 21), (12, 4), (5, 40), (7, 1)]

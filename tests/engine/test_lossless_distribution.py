@@ -60,20 +60,30 @@ SETUPS = {  # the first and the last are the engines that the sabotaged runs bef
     ),
     "fixed": ("qwen3", {"policy": "policies:longest"}),
 }
+SAMPLINGS = {"hot": HOT, "cool": COOL}
+HEAVY = ("ngrams-alone-hot", "ngrams-alone-cool", "goodput-under-pressure-cool", "fixed-hot", "fixed-cool")
 
 
-@pytest.mark.parametrize("setup", SETUPS)
-def test_outputs_have_the_targets_distribution(engine_of, exact, setup):
-    family, arguments = SETUPS[setup]
+@pytest.mark.parametrize(
+    ("setup", "sampling"),
+    [
+        pytest.param(
+            setup, sampling, id=f"{setup}-{sampling}", marks=[pytest.mark.heavy] * (f"{setup}-{sampling}" in HEAVY)
+        )
+        for setup in SETUPS
+        for sampling in SAMPLINGS
+    ],
+)
+def test_outputs_have_the_targets_distribution(engine_of, exact, setup, sampling):
+    (family, arguments), sampling = SETUPS[setup], SAMPLINGS[sampling]
     with engine_of("good", **{"family": f"{family}-small", "max_num_seqs": 64, **arguments}) as engine:
         propose_often(engine)
-        for sampling in (HOT, COOL):
-            chi, martingale = p_values(exact[family], draw(engine, sampling), sampling)
-            stats = engine.scheduler.tlt.stats(reset=True)
-            assert 0.1 < stats.num_accepted_tokens_per_pos[0] / stats.num_drafts < 0.95
-            if engine.scheduler.tlt_ngram:
-                assert engine.scheduler.tlt_ngram.num_drafts > 1000
-            assert chi > FAILS and martingale > FAILS
+        chi, martingale = p_values(exact[family], draw(engine, sampling), sampling)
+        stats = engine.scheduler.tlt.stats()
+        assert 0.1 < stats.num_accepted_tokens_per_pos[0] / stats.num_drafts < 0.95
+        if engine.scheduler.tlt_ngram:
+            assert engine.scheduler.tlt_ngram.num_drafts > 1000
+        assert chi > FAILS and martingale > FAILS
 
 
 def accept_too_willingly(engine):

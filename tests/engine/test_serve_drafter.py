@@ -21,7 +21,7 @@ from verl_tlt.drafter import (
 
 pytestmark = pytest.mark.engine
 
-FAMILIES = ("qwen3", "llama")
+FAMILIES = ("qwen3", pytest.param("llama", marks=pytest.mark.heavy))
 K, AUX, PROMPT, GREEDY = 3, (1, 2, 3), 6, 60
 SHAPE = dict(
     vocab_size=96,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from actor import free_port, make_rows, reference, run_ranks, whole_sequences
+from layouts import layouts, wanted
 from rank_cases import CASES, LENGTHS, build_policies, run_cases
 
 pytestmark = pytest.mark.engine
@@ -11,11 +12,11 @@ TOLERANCE = dict(rtol=2**-7, atol=2e-3)  # bfloat16's rounding; sums over ranks 
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
+def root(request, tmp_path_factory):
     """Policies, and what two ranks left for every case."""
     root = tmp_path_factory.mktemp("taps")
     build_policies(root)
-    run_ranks(run_cases, (free_port(), str(root), list(CASES)), ranks=2)
+    run_ranks(run_cases, (free_port(), str(root), wanted(request, CASES)), ranks=2)
     return root
 
 
@@ -31,7 +32,7 @@ def policy_of(case, root):
 
 
 @pytest.mark.parametrize("window", [10_000, 11])
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", layouts(CASES))
 def test_joined_shards_are_the_policys_states(root, name, window):
     case, policy = CASES[name], policy_of(CASES[name], root)
     found = [torch.load(root / f"{name}-{rank}.pt", weights_only=False)[window] for rank in range(2)]
@@ -50,7 +51,7 @@ def test_joined_shards_are_the_policys_states(root, name, window):
             torch.testing.assert_close(s.last.float(), last[s.start : stop], **TOLERANCE)
 
 
-@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.ulysses > 1])
+@pytest.mark.parametrize("name", layouts(CASES, lambda case: case.ulysses > 1))
 def test_with_ulysses_each_rank_sends_its_slice_only(root, name):
     found = [torch.load(root / f"{name}-{rank}.pt", weights_only=False)[10_000][0] for rank in range(2)]
     sent = [sum(shard.states.shape[1] for shard in shards) for shards in found]

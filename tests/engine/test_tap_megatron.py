@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from actor import free_port, make_rows, reference, run_ranks, whole_sequences
+from layouts import layouts, wanted
 from megatron_cases import CASES, RANKS, build_mixture, rows_to_learn, run_cases
 from rank_cases import LENGTHS, build_policies
 from safetensors.torch import load_file
@@ -18,17 +19,18 @@ pytestmark = pytest.mark.engine
 pytest.importorskip("megatron.core")
 
 TOLERANCE = dict(rtol=2**-7, atol=5e-3)  # bfloat16's rounding; sums over ranks are ordered otherwise
-EXACT = [name for name, case in CASES.items() if case.dtype == "float32"]
+ALL, TRAINED = layouts(CASES), layouts(CASES, lambda case: case.trained)
+EXACT = layouts(CASES, lambda case: case.dtype == "float32")
 """Cases that compute as the reference does; a random policy in 16 bits soon computes something else."""
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
+def root(request, tmp_path_factory):
     """Policies, and what four ranks left for every case."""
     root = tmp_path_factory.mktemp("megatron")
     build_policies(root)
     build_mixture(root)
-    run_ranks(run_cases, (free_port(), str(root), list(CASES)), RANKS)
+    run_ranks(run_cases, (free_port(), str(root), wanted(request, CASES)), RANKS)
     return root
 
 
@@ -74,7 +76,7 @@ def test_joined_shards_are_the_policys_states(root, policies, name, window):
             torch.testing.assert_close(s.last.float(), last[s.start : stop], **TOLERANCE)
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", ALL)
 def test_nothing_is_sent_twice(root, name):
     found = load(root, name, 10_000)
     for group in {group for group, _ in found}:
@@ -97,7 +99,7 @@ def test_log_probs_are_the_policys(root, policies, name):
     assert answered == sum(len(LENGTHS[group]) for group in {rank[11][0] for rank in look(root, name)})
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", ALL)
 def test_every_rank_sends_the_policys_own_tensors(root, name):
     """By name, whole, unfused, once each, without padding of the vocabulary; so a policy's own file could be sent."""
     case = CASES[name]
@@ -109,7 +111,7 @@ def test_every_rank_sends_the_policys_own_tensors(root, name):
             assert sent.dtype == getattr(torch, case.dtype) and torch.equal(sent, tensor.to(sent.dtype)), key
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", ALL)
 def test_embedding_head_and_norm_are_captured_as_they_stream_past(root, policies, name):
     """On every rank, although embedding, norm and head are on different stages; a tied head is the embedding."""
     policy = policies[CASES[name].policy]
@@ -121,7 +123,7 @@ def test_embedding_head_and_norm_are_captured_as_they_stream_past(root, policies
             assert torch.equal(from_numpy16(getattr(arrays, part)), module.weight.to(torch.bfloat16)), part
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.trained])
+@pytest.mark.parametrize("name", TRAINED)
 def test_a_step_is_torchs_and_a_checkpoint_brings_it_back(root, policies, name):
     policy = copy.deepcopy(policies[CASES[name].policy])
     for tokens, prompt_len in rows_to_learn():

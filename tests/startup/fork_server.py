@@ -1,11 +1,11 @@
 """Processes that need not import torch, transformers and the like again: forks of one that has, under the same name.
 
 A whole run starts a dozen Python processes, and each spends most of its first quarter minute in other people's imports.
-Here one process, the server, imports them once. A process that Ray or multiprocessing starts meets `hand_over` before
-its first line (sitecustomize): it gives its arguments, environment, folder and open files to the server, whose fork
-goes on as if it were that process. What has been given over stays in the process table for its parent: signals pass
-through it, it ends with the fork's status, and its end ends the fork. ray, verl, vllm and verl_tlt are never imported
-ahead: they are what is tested, and read the environment at import.
+Here one process, the server, imports them once. A process that Ray, multiprocessing or a command of ours starts meets
+`hand_over` before its first line (sitecustomize): it gives its arguments, environment, folder and open files to the
+server, whose fork goes on as if it were that process. What has been given over stays in the process table for its
+parent: signals pass through it, it ends with the fork's status, and its end ends the fork. ray, verl, vllm and verl_tlt
+are never imported ahead: they are what is tested, and read the environment at import.
 
 A process starts by itself where it cannot be a fork: without a server, in another virtual environment, or if something
 differs that counts when a library is loaded (`COUNTS`). `TLT_TESTS_FORK=0` has all do.
@@ -38,8 +38,8 @@ from typing import Any, NoReturn
 
 ADDRESS = "TLT_TESTS_FORK"
 """Environment variable: the server's socket."""
-MARKS: tuple[str, ...] = ("default_worker.py", "multiprocessing.spawn")
-"""In the arguments of those that may be forks: Ray's workers, and what multiprocessing spawns."""
+MARKS: tuple[str, ...] = ("default_worker.py", "multiprocessing.spawn", "engine_process")
+"""In the arguments of those that may be forks: Ray's workers, what multiprocessing spawns, our commands' engines."""
 LIBRARIES = (
     "torch", "tensordict", "transformers.modeling_layers", "transformers.models.auto.auto_factory",
     "transformers.configuration_utils", "transformers.tokenization_utils_base", "torch._inductor.lowering",
