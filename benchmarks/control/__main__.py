@@ -2,7 +2,7 @@
 
     python -m benchmarks.control [--replay] [--foreign] [--drain] [--overhead] [--repetitions N] [--finals N]
     python -m benchmarks.control --steady [--batches N ...] [--turns N]
-    python -m benchmarks.control --changing [--repetitions N]
+    python -m benchmarks.control --changing [--repetitions N] [--go-on]
 
 Without a part named, all run: `--replay` simulates rollouts against oracles (minutes), `--foreign` so too on step costs
 that are not the formula which the policy fits (a quarter of an hour), `--drain` decodes on real vLLM CPU engines (about
@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=9, help="of every arm of the drain, or of the changing run")
     parser.add_argument("--finals", type=int, default=9, help="of the best three arms of the drain among themselves")
     parser.add_argument("--seconds", type=float, default=900.0, help="no repetition of these starts after so long")
+    parser.add_argument("--go-on", action="store_true", help="the changing run goes on with the repetitions in --out")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64], help="of the steady part")
     parser.add_argument("--turns", type=int, default=7, help="of its four arms, at every batch")
     parser.add_argument("--record", action="store_true", help="the drain's step times replace those of the replay")
@@ -147,7 +148,8 @@ def main() -> None:
             found["changing"] = part | {"on": machine()}
             _write(found, options.out)
 
-        changing(stages(options.toy), options.repetitions, options.seconds, console.print, keep)
+        before = found.get("changing") if options.go_on else None
+        changing(stages(options.toy), options.repetitions, options.seconds, console.print, keep, before)
         console.print(found["changing"]["goodput_is_faster_than"])
     if options.replay or everything:
         from benchmarks.control.replay import run_all

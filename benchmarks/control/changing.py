@@ -61,24 +61,30 @@ Found = dict[str, Any]
 
 
 def changing(
-    toys: dict[str, Toy], repetitions: int, seconds: float, say: Callable[[str], None], keep: Callable[[Found], None]
+    toys: dict[str, Toy],
+    repetitions: int,
+    seconds: float,
+    say: Callable[[str], None],
+    keep: Callable[[Found], None],
+    before: Found | None = None,
 ) -> None:
     """Run the five rollouts again and again under every arm.
 
     Args:
         toys: the policy with its drafters: `untrained`, `awake`, `trained`.
-        repetitions: of the whole run.
+        repetitions: of the whole run, those `before` included.
         seconds: no repetition starts after so long.
         say: called with lines on the way.
         keep: called with what was found so far, after every repetition: pooled ratios with their intervals, and all
             repetitions.
+        before: what an earlier call kept, which this one goes on with.
     """
     with tempfile.TemporaryDirectory() as scratch:
         engine = EngineProcess("tlt", toys["trained"], Path(scratch))
         try:
             table, started = engine.call("calibrate"), time.monotonic()
-            turns: list[Turn] = []
-            seen: list[dict[str, dict[str, float]]] = []
+            turns: list[Turn] = list(before["repetitions"]) if before else []
+            seen: list[dict[str, dict[str, float]]] = list(before["seen"]) if before else []
             while len(turns) < repetitions and time.monotonic() < started + seconds:
                 begin = time.monotonic()
                 spent, about = _repetition(engine, toys, table, len(turns))
