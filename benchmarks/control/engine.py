@@ -172,11 +172,18 @@ class _Engine:
         """Decode `batch` requests of equal length: seconds and tokens."""
         return self._generate([(prompt, tokens) for prompt, _ in problems(seed, batch)])
 
-    def _generate(self, work: Sequence[tuple[list[int], int]]) -> dict[str, Any]:
+    def respond(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        """Decode one response to each prompt to its own end, or to `tokens`: seconds and tokens."""
+        from demo.toy import task
+
+        return self._generate([(prompt, tokens) for prompt in prompts], [task.TOKEN_ID[task.EOS]])
+
+    def _generate(self, work: Sequence[tuple[list[int], int]], stop: Sequence[int] = ()) -> dict[str, Any]:
         from vllm import SamplingParams
 
         prompts = [{"prompt_token_ids": prompt} for prompt, _ in work]
-        params = [SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True, detokenize=False) for _, n in work]
+        common = {"temperature": 1.0, "ignore_eos": True, "stop_token_ids": list(stop), "detokenize": False}
+        params = [SamplingParams(max_tokens=n, **common) for _, n in work]
         start = self.now()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         seconds = self.now() - start
@@ -218,17 +225,20 @@ class _Engine:
         return for_policy(table).to_list()
 
     def add_arm(self, name: str, table: list[dict[str, Any]], trace: bool = False) -> None:
-        """An arm of the benchmark: `off`, `fixed-K`, `zero` or a policy, told what a run would tell it."""
+        """An arm of the benchmark: `off`, `fixed-K`, `zero` or a policy, told what a run would tell it.
+
+        `goodput/OF` is one that decodes with drafters of its own: what another learned of its own is no matter to it.
+        """
         from verl_tlt.engine_core.step_trace import StepTrace
         from verl_tlt.speculation.step_control import StepControl
 
-        known = LatencyTable.from_list(table)
+        known, kind = LatencyTable.from_list(table), name.partition("/")[0]
         if name == "table":
             policy: Any = VllmTable(known, self.toy.acceptance, ARMS, BATCH)
         else:
-            policy = make_policy(name if name in ("goodput", "bandit", "ema") else "off", ARMS)
+            policy = make_policy(kind if kind in ("goodput", "bandit", "ema") else "off", ARMS)
         written = StepTrace(self.scratch / f"{name}.jsonl") if trace else None
-        judge = self._judges[name] = Profitability(name)
+        judge = self._judges[name] = Profitability(kind)
         judge.set_costs(known)
         control = self.arms[name] = StepControl(policy, Limits(ARMS), written)
         control.control(points=table, acceptance=self.toy.acceptance)
@@ -261,8 +271,7 @@ class _Engine:
 
         Embedding, head and norms stay, which the drafter shares.
         """
-        core = self.llm.llm_engine.engine_core.engine_core
-        policy = core.model_executor.driver_worker.worker.model_runner.get_model()
+        policy = self._policy()
         projections = {name: weight for name, weight in policy.named_parameters() if "_proj" in name}
         if not self._loaded:
             self._loaded = {name: weight.detach().clone() for name, weight in projections.items()}
@@ -272,6 +281,17 @@ class _Engine:
                 as_loaded = self._loaded[name]
                 spread = noise * as_loaded.float().std()
                 weight.copy_(as_loaded + (spread * torch.randn(weight.shape, generator=drawn)).to(weight.dtype))
+
+    def load_policy(self, directory: str) -> None:
+        """Other weights for the policy: those in a directory of the same shapes."""
+        from safetensors.torch import load_file
+
+        self._policy().load_weights(load_file(Path(directory) / "model.safetensors").items())
+        self._loaded = {}
+
+    def _policy(self) -> torch.nn.Module:
+        core = self.llm.llm_engine.engine_core.engine_core
+        return core.model_executor.driver_worker.worker.model_runner.get_model()
 
     def sync(self, name: str, acceptance: Sequence[float]) -> bool:
         """What a weight sync decides and tells an arm: whether the drafter runs, and how often it is accepted."""

@@ -86,7 +86,7 @@ def compare(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
 
 def one_seed(seed: int, sessions: int, steps: int) -> dict[str, Any]:
     """All variants of one seed; two workers, with equal and with unequal bubbles."""
-    policy = Taught()
+    policy = Taught(SHIPPED_POLICY)
     sequences = capture(policy, demonstrations(2 * TEXTS + HELD_OUT, seed))
     weights = policy.verifier_weights()
     left, right, held_out = sequences[:TEXTS], sequences[TEXTS : 2 * TEXTS], sequences[2 * TEXTS :]

@@ -1,16 +1,19 @@
-"""Does training the drafter during RL pay? Accept length by RL step: none, frozen and online, from three starts.
+"""Does training the drafter during RL pay? The drafters that three starts lead to, online and offline, step by step.
 
     python -m benchmarks.drafter.trajectory --out study      # the policy's runs, once
     python -m benchmarks.drafter.study --out study           # every variant on them; interrupt and repeat at will
+    python -m benchmarks.drafter.serve --out study           # what vLLM accepts of each, and how fast it is with it
 
 The variants of a seed share its recorded trajectory (speculation is lossless: they would have written the same text).
-At every RL step the frozen and the online drafter are scored on that step's responses under that step's policy; then
-the online one goes through what a run does: a session on the steps before, of as many tokens as a bubble gives, this
-step's capture into the buffer, merge, and the gate. Learner, buffer, merge and gate are the plugin's own.
+The online drafter goes through what a run does at every RL step: a session on the steps before, of as many tokens as a
+bubble gives, this step's capture into the buffer, merge, and the gate. Learner, buffer, merge and gate are the
+plugin's own. What would be served is written down every `KEEP_POLICY` steps, with the acceptance that the run would
+have told its engines then.
 
-Starts: `random` is an untrained head (another one for each seed); `in_domain` was warmed up on responses of the start
-policy; `generic` learned from the same policy's hidden states on text of another kind, short additions without the
-re-checks that long responses are made of, with as many tokens.
+Starts, each warmed up anew for each seed: `random` is an untrained head; `in_domain` learned on responses of the start
+policy; `generic` from the same policy's hidden states on text of another kind, short additions without the re-checks
+that long responses are made of, with as many tokens. The frozen drafter stays as it started; the `extra` one has
+learned offline, before the run, as many tokens more of its start's text as the online one sees during the run.
 """
 
 from __future__ import annotations
@@ -20,19 +23,31 @@ import json
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from benchmarks.drafter.trajectory import MAX_RESPONSE, SAVE_POLICY, Taught, Text, TorchSampler, capture, load_step
+from benchmarks.drafter.trajectory import (
+    KEEP_POLICY,
+    MAX_DIGITS,
+    MAX_RESPONSE,
+    Taught,
+    Text,
+    TorchSampler,
+    capture,
+    load_step,
+    start_policy,
+)
 from demo.toy import task
 from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import (
     DrafterTrainer,
     VerifierWeights,
+    acceptance,
     build_drafter,
     from_numpy16,
     load_drafter,
@@ -45,16 +60,20 @@ from verl_tlt.drafter import (
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import DrafterProvenance, RolloutSampling
 from verl_tlt.spot_worker.buffer import Buffer
-from verl_tlt.spot_worker.learner import SpotLearner, counts
+from verl_tlt.spot_worker.learner import SpotLearner
 from verl_tlt.spot_worker.merge import merge
+from verl_tlt.spot_worker.scoring import counts
 from verl_tlt.trainer.gate import decide
 
 STARTS = ("random", "generic", "in_domain")
 K = 3
+"""Draft length that the gate judges by."""
+TOLD = 7
+"""Draft positions whose acceptance engines are told."""
 SESSION_STEPS = 8
-"""Micro-batches of a session: about 0.9 trained tokens per generated one, as in the demo's bubbles."""
-SCORED = 2
-"""Every second response of a step is scored: half of each group."""
+"""Micro-batches of a session: about 0.3 trained tokens per generated one; the demo's bubbles give 0.9."""
+HELD_OUT = 24
+"""Texts that a warm-up is scored on."""
 WARMUP_TEXTS, WARMUP_TOKENS = 256, 90_000
 BLOCK = 5
 """RL steps between two states to resume from."""
@@ -73,16 +92,17 @@ def new_drafter(seed: int) -> Any:
     return build_drafter(SHIPPED_POLICY, aux_layers=AUX_LAYERS["small"], seed=seed, max_position_embeddings=512)
 
 
-def own_texts(count: int) -> list[Text]:
+def own_texts(policy: Taught, count: int, seed: int) -> list[Text]:
     """Responses of the start policy, as a user's warm-up generates them: (ids, prompt length)."""
-    rng = random.Random("warm-up")
-    prompts = [[task.TOKEN_ID[t] for t in task.prompt_tokens(task.sample_problem(rng))] for _ in range(count)]
-    return TorchSampler().generate(Taught().model, prompts, 1, seed=10**6)
+    rng = random.Random(f"warm-up {seed}")
+    problems = [task.sample_problem(rng, MAX_DIGITS) for _ in range(count)]
+    prompts = [[task.TOKEN_ID[t] for t in task.prompt_tokens(problem)] for problem in problems]
+    return TorchSampler().generate(policy.model, prompts, 1, seed=10**6 + seed)
 
 
-def other_texts(count: int) -> list[Text]:
+def other_texts(policy: Taught, count: int, seed: int) -> list[Text]:
     """Written by the task's generator: one to four columns, no re-checks, plain answer."""
-    rng = random.Random("generic")
+    rng = random.Random(f"generic {seed}")
     texts = []
     for _ in range(count):
         problem = task.sample_problem(rng, max_digits=4)
@@ -93,48 +113,82 @@ def other_texts(count: int) -> list[Text]:
     return texts
 
 
-def warm_up(texts: list[Text], directory: Path, name: str) -> None:
-    """Train a head on `texts` under the start policy and save it."""
-    policy = Taught()
-    model = new_drafter(seed=0)
-    weights = vars(policy.verifier_weights())
-    refresh_verifier_weights(model, VerifierWeights(**{part: from_numpy16(v) for part, v in weights.items()}))
-    trainer = DrafterTrainer(model, learning_rate=2e-3, ttt_steps=CONFIG.drafter.passes)
+def warm_up(policy: Taught, model: Any, texts: list[Text], tokens: int, seed: int, directory: Path) -> None:
+    """Train `model` on `texts` under `policy`, and save it with its acceptance on the last of them."""
+    trainer = DrafterTrainer(filled(model, policy), learning_rate=2e-3, ttt_steps=CONFIG.drafter.passes)
     buffer = Buffer(max_bytes=2**40, keep_steps=1, held_out=0.0)
-    for i, sequence in enumerate(capture(policy, texts)):
+    sequences = capture(policy, texts)
+    for i, sequence in enumerate(sequences[:-HELD_OUT]):
         buffer.add(0, i, sequence)
-    rng = random.Random(0)
+    rng = random.Random(seed)
 
     def batches() -> Iterator[Any]:
         while True:
             yield pack([window for window in buffer.sample_batch(rng, 512) if len(window) > 1])
 
-    done = train_until(trainer, batches(), lambda: False, max_tokens=WARMUP_TOKENS)
-    save_drafter(model, directory, {"start": name, "tokens": done.tokens, "loss": done.loss}, training_state=None)
-    print(f"{name}: {len(texts)} texts, {done.tokens} tokens trained", flush=True)
+    done = train_until(trainer, batches(), lambda: False, max_tokens=tokens)
+    scores = acceptance(model, sequences[-HELD_OUT:], temperature=1.0, max_draft=TOLD)
+    facts = {"tokens": done.tokens, "loss": done.loss, "acceptance": conditional(counts(scores, TOLD).sum(axis=0))}
+    save_drafter(model, directory, facts, training_state=None)
+    print(f"{directory.name}: {len(texts)} texts, {done.tokens} tokens trained, {facts['acceptance']}", flush=True)
 
 
-def make_starts(out: Path, starts: list[str]) -> None:
-    """Those heads among `starts` that are trained before the run."""
-    for name, texts in (("generic", other_texts), ("in_domain", own_texts)):
-        directory = out / "starts" / name
-        if name in starts and not directory.exists():
-            # Texts of `generic` are about a third as long.
-            warm_up(texts(WARMUP_TEXTS * (3 if name == "generic" else 1)), directory, name)
+def conditional(total: Sequence[float] | np.ndarray) -> list[float]:
+    """P(position i accepted | all before accepted) of counts [1+K]; empty where nothing was drafted."""
+    reached = np.asarray(total, dtype=float)
+    return [round(float(p), 4) for p in reached[1:] / np.maximum(reached[:-1], 1e-9)] if reached[0] else []
+
+
+TEXTS = {"generic": other_texts, "in_domain": own_texts, "random": own_texts}
+
+
+def make_start(out: Path, start: str, seed: int) -> Path:
+    """The drafter a run starts from, warmed up unless it is random; made only once."""
+    directory = out / "starts" / f"{start}-{seed}"
+    if directory.exists():
+        return directory
+    policy = Taught(start_policy(out))
+    if start == "random":
+        model = filled(new_drafter(seed), policy)
+        save_drafter(model, directory, {"tokens": 0, "acceptance": []}, training_state=None)
+    else:
+        # Texts of `generic` are about a third as long.
+        count = WARMUP_TEXTS * (3 if start == "generic" else 1)
+        warm_up(policy, new_drafter(seed), TEXTS[start](policy, count, seed), WARMUP_TOKENS, seed, directory)
+    return directory
+
+
+def make_extra(out: Path, start: str, seed: int, tokens: int) -> Path:
+    """The same drafter after `tokens` more of fresh text of the same kind, offline."""
+    directory = out / "starts" / f"{start}-{seed}-extra"
+    if not directory.exists():
+        model = load_drafter(make_start(out, start, seed), SHIPPED_POLICY)
+        per_text = WARMUP_TOKENS / WARMUP_TEXTS / (3 if start == "generic" else 1)
+        policy = Taught(start_policy(out))
+        texts = TEXTS[start](policy, round(tokens / per_text), seed + 1000)
+        warm_up(policy, model, texts, tokens, seed + 1000, directory)
+    return directory
+
+
+def filled(model: Any, policy: Taught) -> Any:
+    """With the policy's embedding, head and norm."""
+    weights = vars(policy.verifier_weights())
+    refresh_verifier_weights(model, VerifierWeights(**{part: from_numpy16(v) for part, v in weights.items()}))
+    return model
 
 
 def start_file(out: Path, start: str, seed: int) -> DrafterFile:
     """The drafter a run starts from."""
-    model = new_drafter(seed) if start == "random" else load_drafter(out / "starts" / start, SHIPPED_POLICY)
+    model = load_drafter(make_start(out, start, seed), SHIPPED_POLICY)
     config, weights, fingerprint = to_drafter_file(model, "float32")
     return DrafterFile(0, config, weights, fingerprint)
 
 
 class Variant:
-    """The online drafter of one start and seed, with its frozen twin, on a recorded trajectory."""
+    """The online drafter of one start and seed, on a recorded trajectory."""
 
     def __init__(self, out: Path, start: str, seed: int) -> None:
-        self.start, self.seed = start, seed
+        self.out, self.start, self.seed = out, start, seed
         self.trajectory = out / f"seed-{seed}"
         self.rows = out / "variants" / f"{start}-{seed}.jsonl"
         self.saved = out / "variants" / f"{start}-{seed}.pt"
@@ -159,16 +213,11 @@ class Variant:
         """One RL step; returns what was seen."""
         learner = self.learner
         sequences, weights, _ = load_step(self._file(self.step))
-        # Engines share the policy's embedding and head, so both drafters follow them.
         learner.add(self.step, [], weights)
-        scores = learner.score_on(sequences[::SCORED], ("served", "initial"), K)
         row: dict[str, Any] = {"step": self.step, "version": self.version}
-        for which, scored in (("served", "served"), ("frozen", "initial")):
-            total = counts(scores[scored], K).sum(axis=0)  # [1+K]
-            row[which] = [round(float(c), 3) for c in total]
-            row[f"{which}_tau"] = round(float(total.sum() / total[0]), 4)
-        if self.step % SAVE_POLICY == 0:
-            learner.save(str(self.drafters / f"step-{self.step:03d}"), self._provenance())
+        if self.step % KEEP_POLICY == 0:
+            row["told"] = self._told()
+            learner.save(str(self.drafters / f"step-{self.step:03d}"), self._provenance(row["told"]))
         first = learner.trainer.steps
         session = learner.train(lambda: learner.trainer.steps - first >= SESSION_STEPS)
         learner.add(self.step, sequences, None)
@@ -199,6 +248,13 @@ class Variant:
                 self.version += 1
         return {"decision": decision}
 
+    def _told(self) -> list[float]:
+        """The served drafter's acceptance on what the run has held out."""
+        if self.version == 0:
+            return list(read_acceptance(make_start(self.out, self.start, self.seed)))
+        scores = self.learner.score(TOLD)
+        return conditional(scores.served.sum(axis=0)) if scores is not None and len(scores.positions) else []
+
     def save(self) -> None:
         """State to resume from; the buffer is made again from the trajectory."""
         learner = self.learner
@@ -228,7 +284,7 @@ class Variant:
         rows = self.rows.read_text().splitlines()[: self.step]  # a later, unsaved part is done again
         self.rows.write_text("".join(f"{row}\n" for row in rows))
 
-    def _provenance(self) -> DrafterProvenance:
+    def _provenance(self, told: list[float]) -> DrafterProvenance:
         return DrafterProvenance(
             version=self.version,
             policy_step=self.step,
@@ -237,12 +293,17 @@ class Variant:
             data_sha256=None,
             objective=CONFIG.drafter.objective,
             temperature=1.0,
-            acceptance=(),
+            acceptance=told,
             tokens_trained=0,
         )
 
     def _file(self, step: int) -> Path:
         return self.trajectory / f"step-{step:03d}.npz"
+
+
+def read_acceptance(drafter: Path) -> list[float]:
+    """What a saved drafter's provenance tells of it."""
+    return list(json.loads((drafter / "provenance.json").read_text())["acceptance"])
 
 
 def run(out: Path, seeds: list[int], starts: list[str], steps: int) -> None:
@@ -262,18 +323,20 @@ def run(out: Path, seeds: list[int], starts: list[str], steps: int) -> None:
                 variant.save()
         if not moved:
             time.sleep(5.0)
+    for variant in variants:
+        rows = [json.loads(line) for line in variant.rows.read_text().splitlines()]
+        make_extra(out, variant.start, variant.seed, sum(row["trained_tokens"] for row in rows))
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the study")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=80)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    make_starts(options.out, options.starts)
     run(options.out, options.seeds, options.starts, options.steps)
 
 

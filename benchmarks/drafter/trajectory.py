@@ -1,6 +1,6 @@
 """Records what the policy of a GRPO run looked like at every step, so that many drafters can be tried on the same run.
 
-    python -m benchmarks.drafter.trajectory --out study --seeds 0 1 2 --steps 100
+    python -m benchmarks.drafter.trajectory --out study [--seeds 0 1 2 3 4] [--steps 80]
 
 Speculative decoding is lossless: which drafter is served changes how fast a rollout is and not what is in it. So the
 arms of the study share one trajectory per seed, and it is made only once. It is a plain GRPO loop in one process: the
@@ -21,15 +21,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from verl_tlt.compat.cpu.environment import CPU_ENGINE
-
-os.environ.update(
-    CPU_ENGINE,
-    HF_HUB_OFFLINE="1",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_LOGGING_LEVEL="ERROR",
-)
-
 import numpy as np
 import torch
 
@@ -37,28 +28,33 @@ from demo.machine import find_dtype, say_dtype
 from demo.toy import task
 from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from demo.toy.reward import compute_score
-from demo.toy.train import save_policy
+from demo.toy.train import TrainConfig, save_policy, train
 from verl_tlt.drafter import Sequence, VerifierWeights, from_numpy16, to_numpy16
 from verl_tlt.messages.training import VerifierArrays
 
-PROMPTS, SAMPLES = 4, 4
+PROMPTS, SAMPLES = 8, 8
 """Groups a step and responses in each: small, because two cores carry the study."""
-MAX_RESPONSE = 384
-LEARNING_RATE = 3e-5
+MAX_RESPONSE, MAX_DIGITS = 384, 8
+LEARNING_RATE = 1e-4
+UNTIDY = TrainConfig(steps=200, learning_rate=5e-4, seed=1, slip=0.2)
+"""What makes a start policy of the toy's: demonstrations that get every fifth digit wrong. RL has it to unlearn."""
 MICRO_BATCH = 1536
 """Padded tokens a forward."""
 DTYPE = find_dtype()
 """Of vLLM's weights and of the update's products: whichever is the faster one here."""
 Text = tuple[list[int], int]
 """Token ids of a prompt and its response, and the prompt's length."""
-SAVE_STATE, SAVE_POLICY = 5, 33
-"""Steps between states to resume from, and between policies kept for checks on a real engine."""
+SAVE_STATE, KEEP_POLICY = 5, 8
+"""Steps between states to resume from, and between policies kept for a real engine."""
 
 
 class VLLMSampler:
     """Stock vLLM in this process."""
 
     def __init__(self) -> None:
+        from benchmarks.control.engine import ENVIRONMENT
+
+        os.environ.update(ENVIRONMENT)  # read when vLLM is imported
         from vllm import LLM
 
         self.llm = LLM(
@@ -169,10 +165,19 @@ class _Decoder:
         return norm(x, "model.norm.weight") @ w["lm_head.weight"].T
 
 
+def start_policy(out: Path) -> Path:
+    """The policy that all runs begin with; made only once."""
+    directory = out / "policy"
+    if not directory.exists():
+        save_policy(train(UNTIDY, DTYPE, SHIPPED_POLICY), directory.with_suffix(".tmp"))
+        os.replace(directory.with_suffix(".tmp"), directory)
+    return directory
+
+
 class Taught:
     """The policy under training, and the hidden states of its last forward passes."""
 
-    def __init__(self, directory: Path = SHIPPED_POLICY) -> None:
+    def __init__(self, directory: Path) -> None:
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
@@ -295,7 +300,7 @@ def judge(problem: task.Problem, text: Text) -> float:
 def record(sampler: VLLMSampler | TorchSampler, directory: Path, seed: int, steps: int) -> None:
     """One run of `steps` GRPO steps, from wherever an earlier call was interrupted."""
     directory.mkdir(parents=True, exist_ok=True)
-    policy, state = Taught(), directory / "state.pt"
+    policy, state = Taught(start_policy(directory.parent)), directory / "state.pt"
     first = 0
     if state.exists():
         held = torch.load(state, weights_only=True)
@@ -308,10 +313,10 @@ def record(sampler: VLLMSampler | TorchSampler, directory: Path, seed: int, step
             held = {"model": policy.model.state_dict(), "optimizer": policy.optimizer.state_dict(), "step": step}
             torch.save(held, state.with_suffix(".tmp"))
             os.replace(state.with_suffix(".tmp"), state)
-        if step % SAVE_POLICY == 0:
+        if step % KEEP_POLICY == 0:
             keep_policy(policy, directory / f"policy-{step:03d}")
         rng = random.Random(f"{seed} {step}")
-        problems = [task.sample_problem(rng) for _ in range(PROMPTS)]
+        problems = [task.sample_problem(rng, MAX_DIGITS) for _ in range(PROMPTS)]
         prompts = [[task.TOKEN_ID[t] for t in task.prompt_tokens(p)] for p in problems]
         texts = sampler.generate(policy.model, prompts, SAMPLES, rng.randrange(2**31))
         written = time.perf_counter()
@@ -335,7 +340,7 @@ def record(sampler: VLLMSampler | TorchSampler, directory: Path, seed: int, step
 def keep_policy(policy: Taught, directory: Path) -> None:
     """The policy as a directory that vLLM loads."""
     shutil.rmtree(directory, ignore_errors=True)
-    copy = Taught()
+    copy = Taught(SHIPPED_POLICY)  # of the same shapes
     copy.model.load_state_dict(policy.model.state_dict())
     save_policy(copy.model, directory)
 
@@ -344,8 +349,8 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the study")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--sampler", choices=("torch", "vllm"), default="torch", help="what writes the responses")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -46,6 +46,8 @@ class TrainConfig:
     """Share of demonstrations that go on after `<eos>` (see `task.sample_response`)."""
     seed: int = 0
     """Seeds weights and data."""
+    slip: float = task.SLIP
+    """Share of wrong digits in demonstrations (see `task.sample_response`)."""
 
 
 # (share of the run done, most digits, response tokens kept of most demonstrations): the sums are in the first tokens.
@@ -71,10 +73,21 @@ def policy_config() -> Qwen3Config:
     )
 
 
-def train(config: TrainConfig = TrainConfig(), products: Dtype = "float32") -> Qwen3ForCausalLM:
-    """Train a policy with plain next-token loss on the responses: fp32 weights, products in either dtype."""
+def train(
+    config: TrainConfig = TrainConfig(), products: Dtype = "float32", start: Path | None = None
+) -> Qwen3ForCausalLM:
+    """Train a policy with plain next-token loss on the responses: fp32 weights, products in either dtype.
+
+    Args:
+        config: how.
+        products: dtype of products.
+        start: directory of a policy to go on with; None: random weights.
+    """
     torch.manual_seed(config.seed)
-    model = Qwen3ForCausalLM(policy_config())
+    if start is None:
+        model = Qwen3ForCausalLM(policy_config())
+    else:
+        model = Qwen3ForCausalLM.from_pretrained(start, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     batches = _batches(config)
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
@@ -135,7 +148,7 @@ def _example(rng: random.Random, config: TrainConfig, digits: int, keep: int) ->
     while rng.random() < (config.continued if rounds == 1 else 0.6):
         rounds += 1
     prompt = task.prompt_tokens(problem)
-    response = task.sample_response(problem, rng, rounds=rounds)
+    response = task.sample_response(problem, rng, config.slip, rounds)
     if rng.random() >= config.whole:
         response = response[:keep]
     return [task.TOKEN_ID[w] for w in prompt + response], len(prompt)
