@@ -307,6 +307,18 @@ def drain() -> str:
     )  # fmt: skip
 
 
+def changing() -> str:
+    """How much faster goodput is than a choice made beforehand, while everything moves."""
+    faster = load("control")["changing"]["goodput_is_faster_than"]
+    body = [
+        [DRAIN.get(name) or name.replace("fixed-", "fixed K="),
+         *(f"{ratio:.2f}x ({low:.2f} to {high:.2f})" for ratio, low, high in stages.values())]
+        for name, stages in faster.items()
+    ]  # fmt: skip
+    heads = ["the whole run" if stage == "all" else stage for stage in next(iter(faster.values()))]
+    return rows(("goodput against", *heads), body)
+
+
 DRAIN = {"beg": "`bandit`", "bandit": "`bandit`", "ema": "`ema`", "goodput": "`goodput`",
          "table": "vLLM's table, told goodput's calibration"}  # fmt: skip
 
@@ -485,7 +497,7 @@ TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (same_tokens, oracles, drain, residuals, clusters, control_by_batch, control_plane, resumptions,
                   growth, stops, overhead, tap, objectives, study, merging, merge_tree, packing, end_to_end,
-                  foreign, expectations, savings)
+                  foreign, expectations, savings, changing)
 }  # fmt: skip
 
 
