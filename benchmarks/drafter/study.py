@@ -258,11 +258,12 @@ class Variant:
     def save(self) -> None:
         """State to resume from; the buffer is made again from the trajectory."""
         learner = self.learner
+        agreed = {which: p for which, p in vars(learner.agreed()).items() if p}  # nothing is proposed between steps
         state = {
             "step": self.step,
             "version": self.version,
             "trainer": learner.trainer.state(),
-            "agreed": {w: {n: torch.from_numpy(v) for n, v in p.items()} for w, p in vars(learner.agreed()).items()},
+            "agreed": {which: {n: torch.from_numpy(v) for n, v in p.items()} for which, p in agreed.items()},
             "unmerged": (learner.unmerged_steps, learner.unmerged_tokens),
             "rng": learner.rng.getstate(),
         }
