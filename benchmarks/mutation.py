@@ -36,7 +36,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "mutation.json"
 PACKAGES = {"speculation": "verl_tlt/speculation", "idle": "verl_tlt/idle"}
-EQUIVALENT = ROOT / "benchmarks" / "results" / "mutation_equivalent.json"
+EQUIVALENT = ROOT / "benchmarks" / "mutation_equivalent.json"
 """Mutants that no test can tell from the code, with the reason: `{"FILE: CODE -> MUTANT": "reason"}`."""
 
 SWAPS: dict[type[ast.AST], tuple[type[ast.AST], ...]] = {

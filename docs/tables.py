@@ -282,6 +282,19 @@ def objectives() -> str:
     )  # fmt: skip
 
 
+def mutation() -> str:
+    """How many small faults the tests of a package notice."""
+    named = {"speculation": "control of the draft length", "idle": "idle time"}
+    body = []
+    for package, of in load("mutation")["packages"].items():
+        low, high = (f"{100 * share:.0f}" for share in of["interval_95"])
+        score = f"**{100 * of['score']:.1f} %** ({low} to {high} %)"
+        body.append(
+            [f"`{package}/`: {named[package]}", of["mutants"], of["sample"], of["killed"], len(of["equivalent"]), score]
+        )
+    return rows(("", "mutants", "drawn", "noticed", "change nothing", "score"), body)
+
+
 def drain() -> str:
     """Who chooses K, on a real engine."""
     found = load("control")
@@ -497,7 +510,7 @@ TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (same_tokens, oracles, drain, residuals, clusters, control_by_batch, control_plane, resumptions,
                   growth, stops, overhead, tap, objectives, study, merging, merge_tree, packing, end_to_end,
-                  foreign, expectations, savings, changing)
+                  foreign, expectations, savings, changing, mutation)
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from verl_tlt.idle.failure_budget import FailureBudget
-from verl_tlt.idle.planner import LeaveBalancer, Rejoin, StartTraining, StopTraining, TrySleep
+from verl_tlt.idle.planner import LeaveBalancer, Rejoin, StartTraining, StopTraining, TrySleep, together
 from verl_tlt.idle.replica_idle import FIRST_RETRY_S, LONGEST_RETRY_S, ReplicaIdlePlanner, State
 
 
@@ -393,3 +393,33 @@ def test_a_success_breaks_the_row():
     assert budget.allows("a", 2)
     assert not budget.failed("a", step=2)
     assert not budget.off
+
+
+def test_a_replica_that_the_balancer_lost_comes_back_and_is_counted():
+    p = loaded(planner())
+    assert p.observe(1.0, {"b": 4}, pending=0) == [Rejoin("a")]
+    assert p.observe(1.1, {"a": 0}, pending=0) == [Rejoin("b")]
+    account = p.account(2.0)
+    assert account.lost == 2
+    assert together(together(None, account), account).lost == 4
+
+
+def test_a_replica_may_leave_the_moment_it_has_settled():
+    p = loaded(planner(settle_s=0.25))
+    assert p.observe(8.0, {"a": 0, "b": 3}, pending=0) == []
+    assert p.observe(8.25, {"a": 0, "b": 3}, pending=0) == [LeaveBalancer("a")]
+
+
+def test_one_that_sleeps_when_sampling_has_ended_trains_no_more():
+    p = loaded(planner())
+    settle(p, {"a": 0, "b": 3})
+    p.left("a")
+    p.end(3.0)
+    assert p.slept("a") == []
+
+
+def test_only_idle_replicas_have_an_obstacle_in_the_account():
+    """Both are held back by what waits; one of them has nothing to do."""
+    p = loaded(planner())
+    settle(p, {"a": 0, "b": 3}, refill_possible=True)
+    assert set(p.account(3.0).obstacles) == {"a"}

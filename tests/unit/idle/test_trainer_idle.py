@@ -66,3 +66,15 @@ def test_the_waits_of_one_step_add_up(planner):
     both = together(together(None, first), second.account(23.0))
     assert both.bubble_s == pytest.approx({"a": 1.0, "b": 4.0})
     assert both.end == 23.0 and set(both.obstacles) == {"b"}
+
+
+def test_training_may_start_the_moment_the_wait_has_settled():
+    planner = TrainerIdlePlanner(["a"], begin=8.0, settle_s=0.25, spot_workers=["a"])
+    assert planner.observe(8.25, BUSY, pending=0) == [StartTraining("a")]
+
+
+def test_what_is_only_reported_asks_for_nothing(planner):
+    planner.observe(10.2, BUSY, pending=0)
+    assert planner.training("a", 10.2) == planner.done("a", 10.3) == planner.stopped("a", 10.4) == []
+    assert planner.failed("b", 10.3) == planner.left("a") == planner.slept("a") == []
+    assert planner.refused("a", 10.5) == planner.awake("a", 10.5) == []

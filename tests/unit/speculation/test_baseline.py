@@ -229,3 +229,48 @@ def test_a_rollout_without_stretches_says_nothing():
     baseline = Baseline(False)
     assert baseline.savings({}).rollout_s is None
     assert baseline.savings({"a": [Stretch(1.0, 2.0, 0.0, 0.0, 0.0, True)]}).rollout_s is None
+
+
+def learned(*seen, shared=True, calibrated=None):
+    """A baseline that saw ten OFF steps of one busy replica at each of (batch, seconds of a step)."""
+    baseline = Baseline(shared)
+    if calibrated:
+        baseline.calibrated({OFF: calibrated}, ())
+    rows = [
+        Stretch(float(i), i + 1.0, batch, seconds=10 * seconds, stock_steps=10, off=True)
+        for i, (batch, seconds) in enumerate(seen)
+    ]
+    baseline.learn({"r0": rows})
+    return baseline
+
+
+@pytest.mark.parametrize(
+    ("seen", "batch", "reached"),
+    [(4, 2, False), (4, 3, True), (4, 6, True), (4, 7, False), (16, 10, False), (16, 11, True), (16, 24, True)],
+)
+def test_a_batch_beyond_reach_of_the_one_that_was_seen_is_compared_with_nothing(seen, batch, reached):
+    """Up to half as much again counts as the same."""
+    seconds = learned((seen, 0.1)).off_seconds(batch, 1)
+    assert seconds == (pytest.approx(0.1) if reached else None)
+
+
+def test_between_two_that_were_seen_a_step_lies_between_them():
+    baseline = learned((4, 0.1), (16, 0.5))
+    assert 0.1 < baseline.off_seconds(8, 1) < 0.5
+    assert baseline.off_seconds(16, 1) == pytest.approx(0.5)
+
+
+def test_outside_of_what_was_seen_the_calibration_tells_how_the_nearest_grows():
+    """Here steps take twice as long as when they were calibrated, at the largest batch three times."""
+    baseline = learned((4, 0.2), (16, 0.6), calibrated=[(1, 0.05), (4, 0.1), (16, 0.2), (64, 0.8)])
+    assert baseline.off_seconds(1, 1) == pytest.approx(2 * 0.05), "nearer to 4 than to 16"
+    assert baseline.off_seconds(64, 1) == pytest.approx(3 * 0.8), "nearer to 16"
+
+
+def test_half_of_a_rollout_must_be_compared_and_half_is_enough():
+    """One stretch at a load that was seen, one as long at one that was not."""
+    baseline = learned((4, 0.1))
+    rows = [Stretch(0.0, 1.0, 4, 1.0, 20, False), Stretch(1.0, 2.0, 64, 1.0, 20, False)]
+    assert baseline.savings({"r0": rows}).rollout_s == pytest.approx(20 * 0.1 - 1.0)
+    longer = [rows[0], Stretch(1.0, 2.01, 64, 1.01, 20, False)]
+    assert baseline.savings({"r0": longer}).rollout_s is None

@@ -5,7 +5,7 @@ import tracemalloc
 
 import pytest
 
-from verl_tlt.speculation.ngram_index import LONGEST, NGRAM_BYTES, SHORTEST, NgramIndex, Trust
+from verl_tlt.speculation.ngram_index import CANDIDATES, LONGEST, NGRAM_BYTES, SHORTEST, NgramIndex, Trust
 
 PROMPT = [50, 51, 52, 53]
 
@@ -170,3 +170,33 @@ def test_trust_follows_a_change():
         trust.learn(5, False)
     assert trust.of(5) < 0.25
     assert trust.of(6) == 1.0
+
+
+def test_a_context_shorter_than_an_ngram_matches_nothing(index):
+    index.begin("a", [50, 51])
+    assert proposed(index, "a") is None
+    index.extend("a", [52])
+    assert proposed(index, "a") is None  # now long enough, and said once
+
+
+@pytest.mark.parametrize(("others", "found"), [(CANDIDATES - 2, 10), (CANDIDATES - 1, 20)])
+def test_only_the_latest_places_of_an_ngram_are_looked_at(index, others, found):
+    """The context's own place is one of them."""
+    respond(index, "a", [1, 2, 3, 4, 10])
+    for sibling in range(others):
+        respond(index, f"b{sibling}", [9, 2, 3, 4, 20])
+    index.begin("c", PROMPT)
+    index.extend("c", [1, 2, 3, 4])
+    assert proposed(index, "c", 1) == [found]
+
+
+@pytest.mark.parametrize(("spare", "kept"), [(0, 2), (-1, 1)])
+def test_as_much_as_is_allowed_is_kept_and_no_byte_more(spare, kept):
+    def follow(index):
+        respond(index, "a", [1, 2, 3, 4])
+        index.begin("b", [60, 61, 62, 63])
+        index.extend("b", [5, 6, 7])
+        return index
+
+    index = follow(NgramIndex(follow(NgramIndex(1 << 20)).bytes + spare))
+    assert len(index) == kept

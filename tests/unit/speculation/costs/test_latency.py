@@ -290,3 +290,7 @@ def test_a_guess_between_does_not_raise_what_was_measured_beyond_it():
     table = fill_arms({OFF: [(1, 0.010)], 0: [(1, 0.011)], 1: [(1, 0.020)], 3: [(1, 0.014)]}, (0, 1, 2, 3))
     model = LatencyModel((0, 1, 2, 3), table=for_policy(table))
     assert model.seconds(1, 900, 3) < 0.85 * model.seconds(1, 900, 1)
+
+
+def test_nothing_measured_is_wholly_uncertain():
+    assert LatencyModel(ARMS).uncertainty(8, 8000) == [1.0] * (1 + len(ARMS))

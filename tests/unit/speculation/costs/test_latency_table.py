@@ -91,3 +91,11 @@ def test_off_is_never_dearer_than_a_draft_of_nothing():
     table = {OFF: [(1, 0.017), (4, 0.015), (8, 0.016)], 0: [(1, 0.013), (8, 0.017)], 3: [(1, 0.02)]}
     assert cheapest_off(table) == {**table, OFF: [(1, 0.013), (4, 0.015), (8, 0.016)]}
     assert cheapest_off({OFF: [(1, 0.017)]}) == {OFF: [(1, 0.017)]}
+
+
+def test_a_measurement_that_touches_the_line_at_one_batch_is_no_line():
+    measured = {OFF: [(1, 0.1), (8, 0.2)], 0: [(1, 0.1), (8, 0.2)], 7: [(1, 0.8), (8, 1.6)]}
+    table = fill_arms(measured, (0, 3, 7))
+    (one, on_it), (eight, _) = table[3]
+    assert filled_arms(table) == {3}
+    assert filled_arms({**table, 3: [(one, on_it), (eight, 0.3)]}) == set()

@@ -1,7 +1,9 @@
 """EMA with hysteresis: tiers follow acceptance, apart by range of batch sizes, from the arms there are."""
 
+import pytest
+
 from verl_tlt.speculation.policies.ema import EmaPolicy, EmaSettings
-from verl_tlt.speculation.types import Load, StepRecord
+from verl_tlt.speculation.types import ControlError, Load, StepRecord
 
 
 def drive(policy, batch, share, steps=60):
@@ -32,3 +34,32 @@ def test_ranges_of_batch_sizes_are_apart():
 def test_missing_arms_are_replaced_by_the_nearest():
     policy = EmaPolicy((0, 2), EmaSettings())
     assert policy.choose(Load(1, 1)) == 2
+
+
+@pytest.mark.parametrize(
+    ("weight", "hold", "fits"), [(1.0, 1, True), (0.0, 1, False), (1.01, 1, False), (0.5, 0, False)]
+)
+def test_settings_that_say_nothing_are_refused(weight, hold, fits):
+    settings = EmaSettings(weight=weight, hold=hold)
+    if fits:
+        settings.check()
+    else:
+        with pytest.raises(ControlError, match="EMA settings need weight"):
+            settings.check()
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "tiers", "said"),
+    [
+        ((), (), "threshold"),
+        ((2, 8), ((1,), (2,)), "threshold"),
+        ((1, 8, 4), ((1,), (2,), (3,)), "threshold"),
+        ((1, 1), ((1,), (2,)), "threshold"),
+        ((1, 8), ((1,),), "threshold"),
+        ((1,), ((),), "tiers"),
+        ((1,), ((3, 1),), "tiers"),
+    ],
+)
+def test_ranges_that_contradict_each_other_are_refused(thresholds, tiers, said):
+    with pytest.raises(ControlError, match=said):
+        EmaSettings(thresholds=thresholds, tiers=tiers).check()
