@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.control.engine import EngineProcess
 from benchmarks.control.toy import Toy
 from benchmarks.drafter.study import STARTS, read_acceptance
-from benchmarks.drafter.trajectory import KEEP_POLICY, MAX_RESPONSE, load_step
+from benchmarks.drafter.trajectory import KEEP_POLICY, MAX_RESPONSE, SAMPLES, load_step
 from demo.machine import find_dtype
 from demo.toy.assets import SHIPPED_POLICY, build_assets, demo_width
 from demo.toy.widen import HALF_MLP_WIDTH, MLP_WIDTH, widen
@@ -33,8 +33,8 @@ from verl_tlt.drafter.policy import policy_shape
 NONE = "none"
 REAL_LAYERS = (1, 3, 5)
 """Inputs of the wide policy's layers that are the inputs of the small one's 1, 2, 3."""
-TURNS = 2
-"""Responses to each prompt beyond its group: the step's prompts are answered so many times."""
+ANSWERS = 2
+"""Responses to each of a step's prompts: a share of its group, since every arm answers them all."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ def arms(out: Path, seed: int, step: int) -> Iterator[Arm]:
 
 
 def prompts_of(out: Path, seed: int, step: int) -> list[list[int]]:
-    """Token ids of a step's prompts, one for each response."""
+    """Token ids of a step's prompts, each as often as it is answered."""
     sequences, _, _ = load_step(out / f"seed-{seed}" / f"step-{step:03d}.npz")
-    return [sequence.tokens[: sequence.prompt_len].tolist() for sequence in sequences]
+    return [s.tokens[: s.prompt_len].tolist() for s in sequences[::SAMPLES] for _ in range(ANSWERS)]
 
 
 def engine_toy(scratch: Path) -> Toy:
@@ -115,7 +115,7 @@ def recorded_steps(out: Path, seed: int, every: int) -> list[int]:
 
 def _step(engine: EngineProcess, out: Path, seed: int, step: int) -> Iterator[dict[str, Any]]:
     """Every arm on one step's prompts."""
-    prompts, order = prompts_of(out, seed, step) * TURNS, list(arms(out, seed, step))
+    prompts, order = prompts_of(out, seed, step), list(arms(out, seed, step))
     random.Random(f"{seed} {step}").shuffle(order)
     for arm in order:
         if arm.drafter is not None:
