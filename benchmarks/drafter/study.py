@@ -335,7 +335,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory of the study")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=65)
     options = parser.parse_args()
     torch.set_num_threads(1)
     run(options.out, options.seeds, options.starts, options.steps)

@@ -1,6 +1,6 @@
 """Records what the policy of a GRPO run looked like at every step, so that many drafters can be tried on the same run.
 
-    python -m benchmarks.drafter.trajectory --out study [--seeds 0 1 2 3 4] [--steps 80]
+    python -m benchmarks.drafter.trajectory --out study [--seeds 0 1 2 3 4] [--steps 65]
 
 Speculative decoding is lossless: which drafter is served changes how fast a rollout is and not what is in it. So the
 arms of the study share one trajectory per seed, and it is made only once. It is a plain GRPO loop in one process: the
@@ -350,7 +350,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the study")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=65)
     parser.add_argument("--sampler", choices=("torch", "vllm"), default="torch", help="what writes the responses")
     options = parser.parse_args()
     torch.set_num_threads(1)
