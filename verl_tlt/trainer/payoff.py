@@ -74,7 +74,7 @@ class Payoff:
                 f"next to nothing that is drafted is accepted (accept length {accepted:.2f}): a drafter of another "
                 "policy or of other aux layers, or stale weights (tlt/reload_failures)"
             )
-        elif stock < 1.0 - LOST and _gained(savings, drafting) > 0.0:
+        elif stock < 1.0 - LOST and _gained(savings, stats, drafting) > 0.0:
             why = (
                 f"an engine with a drafter that does not run takes {1 / stock:.2f} times stock vLLM's step, which "
                 "drafting does not make up for; tlt.speculation.enable=false is faster"
@@ -94,7 +94,7 @@ class Payoff:
         if self._until >= 0:
             return None
         self._probes += 1
-        gained = _gained(savings, drafting)
+        gained = _gained(savings, stats, drafting)
         if drafting and gained > LOST and (_accept_length(stats, drafting) > USELESS or self._source != "eagle"):
             self.cause = ""
             return f"Speculation goes on: {', '.join(drafting)} drafted, and saved {gained:.0%} of its decoding time."
@@ -114,7 +114,9 @@ def _accept_length(stats: Mapping[str, EngineStats], names: Sequence[str]) -> fl
     return 1.0 + sum(sum(stats[name].num_accepted_tokens_per_pos) for name in names) / max(1, drafts)
 
 
-def _gained(savings: Savings, names: Sequence[str]) -> float:
-    """Share of decoding time in OFF that these replicas saved; 0 where it cannot be compared."""
+def _gained(savings: Savings, stats: Mapping[str, EngineStats], names: Sequence[str]) -> float:
+    """Share of decoding time in OFF that these replicas saved; 0 where less than half of it can be compared."""
     saved_s, compared_s = (sum(savings.of.get(name, (0.0, 0.0))[i] for name in names) for i in range(2))
-    return saved_s / (saved_s + compared_s) if compared_s > 0 and saved_s + compared_s > 0 else 0.0
+    if compared_s <= 0.0 or compared_s < sum(stats[name].busy_s for name in names) / 2:
+        return 0.0
+    return saved_s / (saved_s + compared_s) if saved_s + compared_s > 0 else 0.0

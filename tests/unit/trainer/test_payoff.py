@@ -109,6 +109,16 @@ def test_what_is_no_evidence_does_not_turn_it_on(share, accepted, drafting):
     assert observe(payoff, share, accepted, drafting) is None and payoff.cause
 
 
+@pytest.mark.parametrize(("compared_s", "goes_on"), [(0.0, False), (4.9, False), (5.0, True)])
+def test_a_probe_of_which_little_can_be_compared_is_no_evidence(compared_s, goes_on):
+    payoff, _ = stopped()
+    while payoff.choose_probe() is None:
+        observe(payoff, 0.0, drafting=[])
+    gains = Savings(None, None, {"a": (compared_s, compared_s)})  # twice as fast, where it could be told
+    said = payoff.observe(rollout(drafting=["a"], busy_s=10.0), gains, 1.0, False)
+    assert (said is not None) == goes_on == (not payoff.cause)
+
+
 def test_the_trainer_rests_every_replica_but_the_probe(tmp_path, caplog, monkeypatch):
     """Live: rollouts that decode at half of stock's speed, then a probe that decodes at twice the speed."""
     monkeypatch.setattr(logging.getLogger("verl_tlt"), "propagate", True)  # a trainer's set-up turns it off
