@@ -132,7 +132,7 @@ def merging() -> str:
     """Three seeds of each session."""
     keys = ("merged_vs_better_alone", "merged_vs_one_with_all_tokens", "merged_unequal_vs_better_alone")
     body = []
-    for length in load("drafter_merging"):
+    for length in load("drafter_merging")["lengths"]:
         for number in range(len(length["seeds"][0]["sessions"])):
             sessions = [seed["sessions"][number] for seed in length["seeds"]]
             cells = [f"{', '.join(percent(s[key]['mean'], 1) for s in sessions)} %" for key in keys]
