@@ -30,7 +30,7 @@ import numpy as np
 import psutil
 
 from benchmarks.process_sizes import ObjectStore, SharedMemory, role, sizes, slope
-from benchmarks.resume import commit, machine
+from benchmarks.stored import store
 from benchmarks.toy_job import FORCED, SAMPLES, Job, make_assets
 from demo.follow import Tail
 from demo.processes import interruptible
@@ -236,8 +236,6 @@ def main() -> None:
         raise SystemExit(f"the job ended no step; see {job.log}")
     (work / "looks.json").write_text(json.dumps(looks))
     result = {
-        "machine": machine(),
-        "commit": commit(),
         "tlt": not args.stock,
         "steps": len(looks),
         "minutes": round((time.time() - began) / 60, 1),
@@ -246,7 +244,7 @@ def main() -> None:
     }
     print(json.dumps({name: value for name, value in result.items() if name != "growth"}, indent=1))
     if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        store(args.out, result)
 
 
 if __name__ == "__main__":

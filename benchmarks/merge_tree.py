@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.stored import store
 from verl_tlt.spot_worker.merge import facts_of
 from verl_tlt.spot_worker.merge_slices import THREADS, added, hand_in, join
 from verl_tlt.trainer.merge_tree import FAN_IN
@@ -89,7 +90,7 @@ def main() -> None:
     }
     print(json.dumps(found, indent=1))
     if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        store(options.out, found)
 
 
 if __name__ == "__main__":

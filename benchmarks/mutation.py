@@ -21,17 +21,17 @@ import itertools
 import json
 import math
 import os
-import platform
 import random
 import resource
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from benchmarks.stored import store
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "mutation.json"
@@ -272,11 +272,10 @@ def main() -> None:
         chosen = every if wanted.all else random.Random(wanted.seed).sample(every, min(wanted.sample, len(every)))
         if chosen:
             found[name] = {"mutants": len(every), **judge(sorted(chosen, key=lambda m: m.name), wanted.jobs, known)}
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    result = {"machine": platform.machine(), "commit": commit, "seed": wanted.seed, "packages": found}
+    result = {"seed": wanted.seed, "packages": found}
     print(json.dumps(result, indent=1))
     if not wanted.module:
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+        store(RESULT, result)
 
 
 if __name__ == "__main__":

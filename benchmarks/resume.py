@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import re
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
+from benchmarks.stored import store
 from benchmarks.toy_job import FORCED, Job, make_assets
 from demo.processes import interruptible
 from demo.toy.assets import Assets
@@ -283,21 +282,6 @@ class Chain:
             time.sleep(0.002)
 
 
-def machine() -> str:
-    """What it ran on."""
-    import psutil
-
-    memory = psutil.virtual_memory().total / 2**30
-    return f"{psutil.cpu_count()} virtual {platform.machine()} cores that others share, {memory:.0f} GB"
-
-
-def commit() -> str:
-    """Of this checkout."""
-    return subprocess.check_output(
-        ["git", "rev-parse", "--short", "HEAD"], text=True, cwd=Path(__file__).parent
-    ).strip()
-
-
 @interruptible()
 def main() -> None:
     """Go on with the chain until it is long enough."""
@@ -315,8 +299,6 @@ def main() -> None:
     left = {path.parent.name for path in chain.checkpoints.glob(f"*/{CHECKPOINT}")}
     kept = {path.parent.name for path in chain.checkpoints.glob("*/actor")}
     result = {
-        "machine": machine(),
-        "commit": commit(),
         "kills": sum(link["killed_in"] is not None for link in chain.links),
         "resumed": len(resumed),
         "equal": sum(link["equal"] for link in resumed),
@@ -328,7 +310,7 @@ def main() -> None:
     }
     print(json.dumps({key: value for key, value in result.items() if key != "links"}, indent=1))
     if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        store(args.out, result)
 
 
 if __name__ == "__main__":

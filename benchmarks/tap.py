@@ -10,7 +10,6 @@ run) stands beside.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -21,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))  # build
 
 import torch
 from actor import build_actor, free_port, make_batch, make_rows
+
+from benchmarks.stored import store
 
 LENGTHS = [(32, n) for n in (40, 60, 80, 100, 120, 160, 200, 280, 400, 600)]
 ROUNDS = 15
@@ -68,7 +69,7 @@ def main() -> None:
     for name, row in figures.items():
         print(f"{name:18}", *(f"{key} {value:>9}" for key, value in row.items()))
     if out:
-        out.write_text(json.dumps({"tokens": total, "rounds": ROUNDS, "figures": figures}, indent=1) + "\n")
+        store(out, {"tokens": total, "rounds": ROUNDS, "figures": figures})
     torch.distributed.destroy_process_group()
 
 

@@ -118,7 +118,7 @@ def main() -> None:
     if options.overhead or options.steady or options.drain or options.changing or everything:
         console.print(say_dtype(find_dtype()))
     if options.overhead or everything:
-        found |= _overhead()
+        found |= _overhead() | {"overhead_on": machine()}
         console.print({key: value for key, value in found.items() if "_us_" in key})
     if options.steady or everything:
         from benchmarks.control.drain import cost_of_control
@@ -136,6 +136,7 @@ def main() -> None:
             toy, options.repetitions, options.finals, options.seconds, options.clock, console.print, options.record
         )
         draw(found.pop("goodput_rollout"), PLOT)
+        found["drain_on"] = machine()
         detail = found["drain_detail"]
         console.print(drain_table(found["drain"], detail))
         console.print("final: goodput over", {name: v["goodput_over"] for name, v in detail["final"].items()})
@@ -145,7 +146,7 @@ def main() -> None:
 
         def keep(part: dict[str, Any]) -> None:
             """A run that is cut off keeps the repetitions it had."""
-            found["changing"] = part | {"on": machine()}
+            found.update(changing=part, changing_on=machine())
             _write(found, options.out)
 
         before = found.get("changing") if options.go_on else None
@@ -154,12 +155,12 @@ def main() -> None:
     if options.replay or everything:
         from benchmarks.control.replay import run_all
 
-        found |= run_all(console.print, options.jobs)
+        found |= run_all(console.print, options.jobs) | {"replay_on": machine()}
         console.print(replay_table(found["replay"], found["replay_detail"]))
     if options.foreign or everything:
         from benchmarks.control import foreign
 
-        found |= foreign.run_all(console.print, options.jobs)
+        found |= foreign.run_all(console.print, options.jobs) | {"foreign_on": machine()}
     _write(found, options.out)
     console.print(f"written to {options.out}")
 

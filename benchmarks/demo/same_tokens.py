@@ -26,6 +26,7 @@ import time
 from pathlib import Path
 
 from benchmarks.demo.take_turns import give
+from benchmarks.stored import store
 from demo.machine import find_dtype, say_dtype
 from demo.toy.assets import build_assets, demo_width
 
@@ -157,7 +158,7 @@ def main() -> None:
         }
         result[name] = {**ratios, "steps": rows}
         print(name, {key: {k: round(v, 2) for k, v in ratio.items()} for key, ratio in ratios.items()})
-    (out / "same_tokens.json").write_text(json.dumps(result, indent=1) + "\n")
+    store(out / "same_tokens.json", result)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.drafter.packing import sequences_of
+from benchmarks.stored import store
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import build_drafter, pack, save_drafter, to_drafter_file
 from verl_tlt.messages.rollout import DrafterFile
@@ -110,8 +111,7 @@ def main() -> None:
         "size": size,
         "settings": {k: v for k, v in vars(options).items() if k != "out"},
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    store(options.out, result)
     print(f"stall {result['ratio_median']}x shorter; {size}")
 
 

@@ -10,7 +10,6 @@ The policy is the toy's, the texts are demonstrations of its task.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 
 from benchmarks.drafter.study import CONFIG, K, new_drafter
 from benchmarks.drafter.trajectory import SHIPPED_POLICY, Taught, capture
+from benchmarks.stored import store
 from demo.toy import task
 from verl_tlt.drafter import Sequence, to_drafter_file
 from verl_tlt.messages.rollout import DrafterFile
@@ -126,8 +126,7 @@ def main() -> None:
         {"micro_batches": steps, "seeds": [one_seed(seed, options.sessions, steps) for seed in options.seeds]}
         for steps in options.steps
     ]
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    store(options.out, {"lengths": found})
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ as the cheapest objective takes for all its steps.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import tempfile
 import time
@@ -21,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.stored import store
 from demo.toy.assets import build_assets
 from verl_tlt.config import OBJECTIVES
 from verl_tlt.drafter import (
@@ -156,14 +155,12 @@ def write(args: argparse.Namespace, texts: list[Text], found: dict[str, Any]) ->
     facts = {
         "command": f"{COMMAND} --epochs {args.epochs} --seeds {' '.join(map(str, args.seeds))}",
         "policy": "toy, small (3.4M parameters)",
-        "machine": platform.machine(),
         "responses": len(texts),
         "response_tokens": sum(len(t.tokens) - t.prompt_len for t in texts),
         "draft_length": DRAFT,
         "objectives": found,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(facts, indent=1) + "\n")
+    store(args.out, facts)
 
 
 if __name__ == "__main__":

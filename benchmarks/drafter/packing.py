@@ -14,7 +14,6 @@ Time is the CPU time of the one thread that trains.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.stored import store
 from demo.toy import task
 from verl_tlt.drafter import Batch, DrafterTrainer, Sequence, align, build_drafter, pack
 from verl_tlt.spot_worker.buffer import Buffer
@@ -150,8 +150,7 @@ def main() -> None:
         "ratios": {pair: [round(r, 3) for r in values] for pair, values in ratios.items()},
         "settings": {k: v for k, v in vars(options).items() if k != "out"},
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    store(options.out, result)
     print(result["ratio_median"], result["ratios"])
 
 

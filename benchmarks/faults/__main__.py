@@ -23,6 +23,7 @@ from pathlib import Path
 from benchmarks.faults.judge import Evidence, row, wrong
 from benchmarks.faults.plan import FAULTS, SAVE_EVERY, SERVER_KILLED, STEPS, Fault
 from benchmarks.faults.run import ROOT, FaultRun, run
+from benchmarks.stored import store
 from verl_tlt.report.reader import read_trace
 
 RESULTS = ROOT / "benchmarks" / "results" / "faults.json"
@@ -136,7 +137,7 @@ def main() -> None:
         for part in (survivable, fatal):
             found, wrong_ones = part(out)
             rows, complaints = rows + found, complaints + wrong_ones
-        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+        store(RESULTS, {"runs": rows})
     for line in rows:
         print(json.dumps(line))
     for complaint in complaints:

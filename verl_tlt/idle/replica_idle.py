@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from verl_tlt.idle.planner import (
@@ -119,6 +119,7 @@ class ReplicaIdlePlanner:
         self._settle_s = settle_s
         self._buffer_ready = buffer_ready
         self._hold: str | None = "nothing has been observed yet"
+        self._serving: set[str] = set()  # who is busy and has requests; one on its way out is not, whatever it holds
         self._last_request: float | None = None  # since when nothing runs anywhere
         self._ended: float | None = None
         self._refusals = self._failures = self._lost = 0
@@ -155,14 +156,15 @@ class ReplicaIdlePlanner:
                 self._watch_idle(r, now, pending)
         self._watch_end(now, pending)
         commands: list[Command] = []
-        working = self._working()  # whoever leaves below has no request, so it is not among them
+        # Kept until the next look, since hundreds may leave at one; whoever leaves below has no request.
+        self._serving = {name for name, r in self._replicas.items() if r.state is State.BUSY and r.inflight > 0}
         for name, r in self._replicas.items():
             if r.state is State.BUSY and name not in inflight:
                 self._lost += 1
                 r.obstacle = "the load balancer had lost it"
                 commands.append(Rejoin(name))
             elif r.state is State.BUSY:
-                r.obstacle = self._first_obstacle(name, now, working)
+                r.obstacle = self._first_obstacle(name, now)
                 if r.obstacle is None:
                     r.state = State.DRAINING
                     commands.append(LeaveBalancer(name))
@@ -170,12 +172,11 @@ class ReplicaIdlePlanner:
 
     def left(self, replica: str) -> list[Command]:
         """The replica is out of the balancer."""
-        r = self._in(replica, State.DRAINING)
+        self._in(replica, State.DRAINING)
         if self._ended is not None:
             return []  # the trainer puts everybody to sleep; back with the weight sync
-        if self._hold or not self._working() - {replica}:  # the world changed on the way out
-            r.state = State.BUSY
-            return [Rejoin(replica)]
+        if self._hold or not self._serving:  # the world changed on the way out
+            return self._busy(replica)
         return [TrySleep(replica)]
 
     def slept(self, replica: str) -> list[Command]:
@@ -286,14 +287,14 @@ class ReplicaIdlePlanner:
             end=end,
         )
 
-    def _first_obstacle(self, name: str, now: float, working: Set[str]) -> str | None:
-        """The first reason against this replica leaving now, where `working` serve requests."""
+    def _first_obstacle(self, name: str, now: float) -> str | None:
+        """The first reason against this replica leaving now."""
         r = self._replicas[name]
         if self._hold:
             return self._hold
         if r.inflight:
             return "it is serving"
-        if not working:  # this one is not among them
+        if not self._serving:  # this one is not among them
             return "no other replica is serving a request"
         if r.peak < self._need:
             return f"it carried at most {r.peak} requests at once, fewer than {self._need}"
@@ -308,10 +309,6 @@ class ReplicaIdlePlanner:
         if r.idle_since is None or now - r.idle_since < self._settle_s:
             return "it has only just become empty"
         return None
-
-    def _working(self) -> set[str]:
-        """Who serves *and* works; one on its way out does not count, whatever it still holds."""
-        return {name for name, r in self._replicas.items() if r.state is State.BUSY and r.inflight > 0}
 
     def _watch_idle(self, r: _Replica, now: float, pending: int) -> None:
         if r.inflight or pending or not r.peak:
@@ -328,12 +325,17 @@ class ReplicaIdlePlanner:
             self._last_request = now
 
     def _back(self, replica: str) -> list[Command]:
-        """From DRAINING to BUSY; after the end of sampling the weight sync brings it back instead."""
+        """After a refusal or a failure; after the end of sampling the weight sync brings it back instead."""
         r = self._replicas[replica]
         r.idle_since = None  # the server knows better than the load shown: the idle clock starts again
-        if self._ended is not None:
-            return []
+        return [] if self._ended is not None else self._busy(replica)
+
+    def _busy(self, replica: str) -> list[Command]:
+        """From DRAINING to BUSY."""
+        r = self._replicas[replica]
         r.state = State.BUSY
+        if r.inflight:
+            self._serving.add(replica)
         return [Rejoin(replica)]
 
     def _close(self, r: _Replica, now: float) -> None:

@@ -1,6 +1,7 @@
 """The session planner's rules, with explicit times, and a random fleet that must never be starved."""
 
 import random
+import sys
 
 import pytest
 
@@ -149,6 +150,41 @@ def test_leaving_is_called_off_when_the_world_changes_on_the_way_out():
     settle(p, {"a": 0, "b": 3})
     p.observe(2.0, {"a": 0, "b": 0}, pending=0)
     assert p.left("a") == [Rejoin("a")]
+
+
+@pytest.mark.parametrize(("back_first", "sent"), [(False, Rejoin("b")), (True, TrySleep("b"))])
+def test_one_that_comes_back_with_a_request_counts_as_working_at_once(back_first, sent):
+    p = loaded(planner("abc", expected_requests=12), a=4, b=4, c=4)
+    assert settle(p, {"a": 0, "b": 0, "c": 2}) == [LeaveBalancer("a"), LeaveBalancer("b")]
+    p.observe(2.0, {"a": 1, "b": 0, "c": 0}, pending=0)  # one had been on its way to a
+    if back_first:
+        assert p.refused("a", 2.0) == [Rejoin("a")]
+    assert p.left("b") == [sent]
+
+
+def test_leaving_costs_as_much_in_a_fleet_of_hundreds():
+    def opcodes_of_leaving(replicas):
+        names = [f"r{i}" for i in range(replicas)]
+        p = planner(names, expected_requests=4 * replicas)
+        p.observe(0.0, dict.fromkeys(names, 4), pending=0)
+        settle(p, dict.fromkeys(names, 0) | {names[-1]: 1})
+        counted = []
+
+        def trace(frame, event, _):
+            frame.f_trace_opcodes = True
+            counted.extend([event] if event == "opcode" else [])
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            commands = p.left(names[0])
+        finally:
+            sys.settrace(before)
+        assert commands == [TrySleep(names[0])] and counted
+        return len(counted)
+
+    assert opcodes_of_leaving(8) == opcodes_of_leaving(512)
 
 
 def test_refusals_back_off_exponentially_up_to_a_ceiling():
