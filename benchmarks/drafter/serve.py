@@ -2,7 +2,7 @@
 
     python -m benchmarks.drafter.serve --out study      # after `study`; interrupt and repeat at will
 
-The engine serves the policy of every `KEEP_POLICY`th step (with the toy's empty weights, `demo.toy.widen`: decoding
+The engine serves the policy of every second kept step (with the toy's empty weights, `demo.toy.widen`: decoding
 the small one costs no more than drafting for it) and answers that step's prompts, sampled as in training, under every
 arm in turn, in another order each time. An arm is a drafter with a `goodput` controller of its own, which lives as long
 as the run; it is told what a run would tell it, K is its choice, and so is whether the drafter runs at all. `none` is
@@ -146,7 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the study")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--every", type=int, default=KEEP_POLICY, help="RL steps between two that are served")
+    parser.add_argument("--every", type=int, default=2 * KEEP_POLICY, help="RL steps between two that are served")
     options = parser.parse_args()
     serve(options.out, options.seeds, options.every)
 

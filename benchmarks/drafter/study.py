@@ -19,6 +19,7 @@ learned offline, before the run, as many tokens more of its start's text as the 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -80,11 +81,12 @@ BLOCK = 5
 CONFIG = TLTConfig.from_dict(
     {
         "drafter": {"aux_layers": AUX_LAYERS["small"], "batch_tokens": 256, "learning_rate": 2e-3},
-        "buffer": {"min_tokens": 1000},
+        "buffer": {"min_tokens": 1000, "held_out": 0.05},
         "speculation": {"max_draft_length": K},
     }
 )
-"""The defaults, with the demo recipe's learning rate and micro-batches small enough for `SESSION_STEPS` of them."""
+"""The defaults, with the demo recipe's learning rate, micro-batches small enough for `SESSION_STEPS` of them, and half
+as many texts for the gate: judging is most of what a step of the study costs."""
 
 
 def new_drafter(seed: int) -> Any:
@@ -92,15 +94,16 @@ def new_drafter(seed: int) -> Any:
     return build_drafter(SHIPPED_POLICY, aux_layers=AUX_LAYERS["small"], seed=seed, max_position_embeddings=512)
 
 
-def own_texts(policy: Taught, count: int, seed: int) -> list[Text]:
+@functools.cache
+def own_texts(out: Path, count: int, seed: int) -> list[Text]:
     """Responses of the start policy, as a user's warm-up generates them: (ids, prompt length)."""
     rng = random.Random(f"warm-up {seed}")
     problems = [task.sample_problem(rng, MAX_DIGITS) for _ in range(count)]
     prompts = [[task.TOKEN_ID[t] for t in task.prompt_tokens(problem)] for problem in problems]
-    return TorchSampler().generate(policy.model, prompts, 1, seed=10**6 + seed)
+    return TorchSampler().generate(Taught(start_policy(out)).model, prompts, 1, seed=10**6 + seed)
 
 
-def other_texts(policy: Taught, count: int, seed: int) -> list[Text]:
+def other_texts(out: Path, count: int, seed: int) -> list[Text]:
     """Written by the task's generator: one to four columns, no re-checks, plain answer."""
     rng = random.Random(f"generic {seed}")
     texts = []
@@ -154,7 +157,7 @@ def make_start(out: Path, start: str, seed: int) -> Path:
     else:
         # Texts of `generic` are about a third as long.
         count = WARMUP_TEXTS * (3 if start == "generic" else 1)
-        warm_up(policy, new_drafter(seed), TEXTS[start](policy, count, seed), WARMUP_TOKENS, seed, directory)
+        warm_up(policy, new_drafter(seed), TEXTS[start](out, count, seed), WARMUP_TOKENS, seed, directory)
     return directory
 
 
@@ -165,7 +168,7 @@ def make_extra(out: Path, start: str, seed: int, tokens: int) -> Path:
         model = load_drafter(make_start(out, start, seed), SHIPPED_POLICY)
         per_text = WARMUP_TOKENS / WARMUP_TEXTS / (3 if start == "generic" else 1)
         policy = Taught(start_policy(out))
-        texts = TEXTS[start](policy, round(tokens / per_text), seed + 1000)
+        texts = TEXTS[start](out, 16 * round(tokens / per_text / 16), seed + 1000)
         warm_up(policy, model, texts, tokens, seed + 1000, directory)
     return directory
 
@@ -252,8 +255,8 @@ class Variant:
         """The served drafter's acceptance on what the run has held out."""
         if self.version == 0:
             return list(read_acceptance(make_start(self.out, self.start, self.seed)))
-        scores = self.learner.score(TOLD)
-        return conditional(scores.served.sum(axis=0)) if scores is not None and len(scores.positions) else []
+        scores = self.learner.score_on(self.learner.buffer.held_out(), ["served"], TOLD)
+        return conditional(counts(scores["served"], TOLD).sum(axis=0)) if scores["served"] else []
 
     def save(self) -> None:
         """State to resume from; the buffer is made again from the trajectory."""
