@@ -259,12 +259,24 @@ def foreign() -> str:
 def savings() -> str:
     """What the account claimed to have saved, and what was saved."""
     found, body = load("e2e_forced"), []
+    steps = {
+        name: {(turn["turn"], step["step"]): step for turn in found["turns"] if turn["arm"] == name
+               for step in turn["steps"]} for name in found["arms"]
+    }  # fmt: skip
     for name, of in found["ratios"].items():
-        saved, rollout = of["saved"], of["rollout"]
+        saved, arm = of["saved"], found["arms"][name]
         claims = [f"{saved['claimed_s']:.1f} s", f"{saved['measured_s']:.1f} s"] if saved else ["", ""]
-        speed = f"{rollout['pooled']:.2f}x ({rollout['low']:.2f} to {rollout['high']:.2f})"
-        body.append([f"`{name}`", f"{found['arms'][name]['accept_length']:.2f}", speed, *claims])
-    return rows(("", "accept length", "rollout", "`tlt/saved_s` claimed", "shorter than stock's by"), body)
+        speeds = [f"{of[k]['pooled']:.2f}x ({of[k]['low']:.2f} to {of[k]['high']:.2f})" for k in ("rollout", "e2e")]
+        own, stock = steps[name], [step for key, step in steps["stock"].items() if key in steps[name]]
+        outside = [sum(s["step_s"] - s["rollout_s"] for s in some) / len(some) for some in (own.values(), stock)]
+        share = sum(s["overhead_s"] for s in own.values()) / sum(s["step_s"] for s in own.values())
+        lengths = f"{arm['accept_length']:.2f} / {arm['accept_length_tail']:.2f}"
+        beside = [f"{outside[0]:.1f} / {outside[1]:.1f} s", f"{100 * share:.1f} %"]
+        body.append([f"`{name}`", lengths, *speeds, *claims, *beside])
+    return rows(
+        ("", "accept length: all / the longest tenth", "rollout", "step", "`tlt/saved_s` claimed",
+         "shorter than stock's by", "outside rollout, a step: TLT / stock", "`tlt/overhead_s` of the step"), body,
+    )  # fmt: skip
 
 
 def objectives() -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.interval import interval
@@ -33,8 +33,11 @@ class Step:
     """Of the longest tenth of the responses."""
     saved_s: float | None = None
     overhead_s: float | None = None
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of verl's phases outside rollout, by its name for them."""
 
 
+PHASES = ("reward", "old_log_prob", "adv", "update_actor", "update_weights")
 Pairs = Sequence[tuple[Step, Step]]
 
 
@@ -52,6 +55,7 @@ def read_step(turn: int, step: int, metrics: Mapping[str, float], responses: int
         accept_length_tail=metrics.get("tlt/accept_length_tail"),
         saved_s=metrics.get("tlt/saved_s"),
         overhead_s=metrics.get("tlt/overhead_s"),
+        phases={name: metrics[key] for name in PHASES if (key := f"timing_s/{name}") in metrics},
     )
 
 
@@ -95,6 +99,7 @@ def summary(steps: Sequence[Step]) -> dict[str, Any]:
         "rollout_s": spread([step.rollout_s for step in steps]),
         "train_s": spread([step.step_s - step.rollout_s for step in steps]),
         "tok_per_s": spread([step.tokens / step.rollout_s for step in steps]),
+        "phases_s": {name: round(statistics.mean(step.phases.get(name, 0.0) for step in steps), 4) for name in PHASES},
         "accept_length": round(statistics.median(accepted), 4) if accepted else None,
         "accept_length_tail": round(statistics.median(tail), 4) if tail else None,
         "reward": [round(step.reward, 4) for step in steps],

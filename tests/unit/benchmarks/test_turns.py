@@ -60,11 +60,12 @@ def test_what_was_claimed_to_be_saved_is_compared_where_something_was_claimed():
 
 
 def test_the_checkpoint_of_a_turn_is_no_part_of_its_steps():
-    metrics = {"timing_s/step": 9.0, "timing_s/gen": 4.0, "timing_s/save_checkpoint": 2.0,
+    metrics = {"timing_s/step": 9.0, "timing_s/gen": 4.0, "timing_s/save_checkpoint": 2.0, "timing_s/update_actor": 2.5,
                "response_length/mean": 10.0, "response_length/max": 30.0, "critic/score/mean": 0.25}  # fmt: skip
     found = read_step(2, 7, metrics, responses=24)
     assert (found.step_s, found.tokens, found.accept_length) == (7.0, 240.0, None)
     assert summary([found])["train_s"]["median"] == 3.0 and summary([found])["accept_length"] is None
+    assert summary([found, found])["phases_s"]["update_actor"] == 2.5
 
 
 def test_what_vllm_logs_of_accept_lengths_is_weighed_by_drafts():
