@@ -72,7 +72,7 @@ K = 3
 TOLD = 7
 """Draft positions whose acceptance engines are told."""
 SESSION_STEPS = 8
-"""Micro-batches of a session: about 0.3 trained tokens per generated one; the demo's bubbles give 0.9."""
+"""Micro-batches of a session: about a quarter of a trained token per generated one; the demo's bubbles give 0.9."""
 HELD_OUT = 24
 """Texts that a warm-up is scored on."""
 WARMUP_TEXTS, WARMUP_TOKENS = 256, 90_000
