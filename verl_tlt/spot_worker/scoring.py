@@ -23,7 +23,9 @@ def score_versions(
     lm_head: torch.Tensor | None,
     should_stop: Callable[[], bool],
 ) -> dict[str, list[SequenceScore]] | None:
-    """Score each version; the trainer's own weights come back. None when told to stop: half a comparison is none.
+    """Score each version, one and the same only once; the trainer's own weights come back.
+
+    None when told to stop: half a comparison is none.
 
     Args:
         trainer: of the drafter.
@@ -34,14 +36,14 @@ def score_versions(
         lm_head: the policy's whole head, for a pruned draft vocabulary (`drafter.acceptance`).
         should_stop: asked before each portion of the sequences.
     """
-    found: dict[str, list[SequenceScore]] = {}
-    for name, parameters in versions.items():
-        found[name] = []
+    # Until something is published, the served drafter is the initial one.
+    scored: dict[int, list[SequenceScore]] = {id(parameters): [] for parameters in versions.values()}
+    for parameters in {id(parameters): parameters for parameters in versions.values()}.values():
         with trainer.holding(parameters):
             for some in portions(sequences, PORTION):
                 if should_stop():
                     return None
-                found[name] += acceptance(
+                scored[id(parameters)] += acceptance(
                     trainer.model,
                     some,
                     temperature=sampling.temperature,
@@ -51,7 +53,7 @@ def score_versions(
                     budget=PORTION,
                     lm_head=lm_head,
                 )
-    return found
+    return {name: scored[id(parameters)] for name, parameters in versions.items()}
 
 
 def portions(sequences: Iterable[Sequence], tokens: int) -> Iterator[list[Sequence]]:
