@@ -27,6 +27,7 @@ from benchmarks.gpu.parts import machine
 from demo.machine import find_dtype
 
 ARMS = ("frozen", "online", "extra")
+COMPARED = (("online", "frozen"), ("online", "extra"), ("extra", "frozen"), ("online", NONE), ("frozen", NONE))
 LATE = 0.7
 """The summary compares all served steps, and those in the last three tenths of the run."""
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -88,7 +89,7 @@ def summary(rows: list[Row], steps: int) -> dict[str, Any]:
     for start in STARTS:
         out[start] = {
             f"{arm}_vs_{other}_{figure}_{when}": compare(rows, start, (arm, other), figure, first)
-            for arm, other in (("online", "frozen"), ("online", "extra"), ("online", NONE), ("frozen", NONE))
+            for arm, other in COMPARED
             for figure in FIGURES
             for when, first in (("all", 0.0), ("late", late))
         }

@@ -22,7 +22,7 @@ DOCS = ROOT / "docs"
 CONTROL = ("replay", "foreign", "drain", "changing", "overhead", "steady")
 EARLIER = {
     "control drain", "control foreign", "control overhead", "control replay", "drafter_checkpoint", "drafter_merging",
-    "drafter_objectives", "drafter_packing", "drafter_study", "drafter_study_costs", "endurance", "endurance_leaks",
+    "drafter_objectives", "drafter_packing", "drafter_study_costs", "endurance", "endurance_leaks",
     "faults", "merge_tree", "resume", "same_tokens", "tap",
 }  # fmt: skip
 """Results that were recorded before files kept their machine; a new recording leaves this set."""
