@@ -289,7 +289,8 @@ class _Engine:
         self._policy().load_weights(load_file(Path(directory) / "model.safetensors").items())
         self._loaded = {}
 
-    def _policy(self) -> torch.nn.Module:
+    def _policy(self) -> Any:
+        """vLLM's model, a module that also loads weights."""
         core = self.llm.llm_engine.engine_core.engine_core
         return core.model_executor.driver_worker.worker.model_runner.get_model()
 
