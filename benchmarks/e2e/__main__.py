@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -49,20 +50,29 @@ REQUESTS = 32
 """`max_num_seqs` of the recipe."""
 
 
-def calibrate(work: Path, assets: Assets, drafter: Path) -> Path:
-    """Folder with what engine steps cost here; measured unless it was before."""
-    costs = work / "costs"
-    if not list(costs.glob("*.json")):
+def calibrate(work: Path, assets: Assets, drafter: Path) -> tuple[Path, Path]:
+    """What engine steps cost here, measured unless it was before: as measured, and where arms go on learning it."""
+    calibrated, costs = work / "calibrated", work / "costs"
+    if not list(calibrated.glob("*.json")):
         recipe = [str(RECIPE), f"tlt.speculation.max_draft_length={LONGEST_DRAFT}"]
-        command = [str(Path(sys.executable).parent / "verl-tlt"), "calibrate", *recipe, "--cpu", "--out", str(costs)]
+        command = [
+            str(Path(sys.executable).parent / "verl-tlt"),
+            "calibrate",
+            *recipe,
+            "--cpu",
+            "--out",
+            str(calibrated),
+        ]
         env = recipe_environment(work / "calibration", assets, 1, TLT="1", DRAFTER=str(drafter), DTYPE=find_dtype())
         subprocess.run(command, env=env, cwd=ROOT, check=True)
-    return costs
+    if not costs.exists():
+        shutil.copytree(calibrated, costs)
+    return calibrated, costs
 
 
-def schedule(costs: Path, acceptance: Sequence[float]) -> list[list[int]]:
+def schedule(calibrated: Path, acceptance: Sequence[float]) -> list[list[int]]:
     """vLLM's table of draft lengths by batch: the best ones for the measured costs and the drafter's acceptance."""
-    (file,) = costs.glob("*.json")
+    (file,) = calibrated.glob("*.json")
     known = LatencyTable.from_list(json.loads(file.read_text())["points"])
     return VllmTable(known, acceptance, range(LONGEST_DRAFT + 1), REQUESTS).schedule
 
@@ -147,8 +157,8 @@ def main() -> None:
     print(say_dtype(find_dtype()))
     toy = prepare(options.toy.resolve())
     assets = build_assets(work / "assets", width=demo_width(find_dtype()), seed=SEED)
-    costs = calibrate(work, assets, toy.drafter)
-    table = schedule(costs, toy.acceptance)
+    calibrated, costs = calibrate(work, assets, toy.drafter)
+    table = schedule(calibrated, toy.acceptance)
     every: dict[str, Arm] = arms(toy.drafter, table, costs)
     if unknown := set(options.arms or ()) - every.keys():
         parser.error(f"there is no arm {', '.join(sorted(unknown))}; there are {', '.join(every)}")

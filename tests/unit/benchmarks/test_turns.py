@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from benchmarks.e2e.__main__ import Record, schedule
+from benchmarks.e2e.__main__ import Record, calibrate, schedule
 from benchmarks.e2e.arms import SPECULATIVE, STOCK, arms, speculative_config
 from benchmarks.e2e.pooled import Step, pairs, ratio, ratios, read_step, summary
 from benchmarks.e2e.turn import accepted
@@ -72,6 +72,22 @@ def test_what_vllm_logs_of_accept_lengths_is_weighed_by_drafts():
     line = "INFO SpecDecoding metrics: Mean acceptance length: {}, Accepted throughput: 1.00 tokens/s, Drafted throughput: 2.00 tokens/s, Accepted: {} tokens, Drafted: 300 tokens, Per"  # noqa: E501
     assert accepted([line.format("3.00", 200), "another line", line.format("1.50", 150)]) == 1 + 350 / 400
     assert accepted([line.format("1.00", 0)]) is None
+
+
+def test_what_was_calibrated_stays_whatever_the_arms_learn(tmp_path):
+    """Each saves what it has learned of its drafter's costs; the benchmark goes on with the table it began with."""
+    calibrated = tmp_path / "calibrated"
+    calibrated.mkdir()
+    (calibrated / "warm.json").write_text("measured")
+    for _ in range(2):
+        found, costs = calibrate(tmp_path, None, None)
+        (costs / "warm.json").write_text("learned")
+        (costs / "fresh.json").write_text("learned")
+    assert [path.read_text() for path in found.iterdir()] == ["measured"]
+    assert {path.name: path.read_text() for path in costs.iterdir()} == {
+        "warm.json": "learned",
+        "fresh.json": "learned",
+    }
 
 
 def test_every_arm_is_stock_or_says_what_it_changes(tmp_path):
