@@ -101,7 +101,7 @@ def control_plane() -> str:
     body = []
     for row in found["rows"]:
         step, look, trace, peak, left = (row[key] for key in keys)
-        times = [f"{step:.2g} ms", f"{look:.{1 if look < 9.95 else 0}f} ms"]
+        times = [f"{value:.{1 if value < 9.95 else 0}f} ms" for value in (step, look)]
         sizes = [f"{trace:.0f} KB", f"{peak / 1000:.1f} MB", f"{left:.0f} KB" if left >= 0.5 else "none"]
         body.append([f"{row['replicas']:,}", *times, *sizes])
     grows = ["grows as replicas to the", *(f"{found['exponents'][key]:.2f}" for key in keys[:4]), ""]
