@@ -514,8 +514,7 @@ def expectations() -> str:
         body.append([words, f"{min(found):.1f} % at worst, {median(found):.1f} % in the median", f"{len(found)} runs"])
     wait, own = control["overhead_us_p50"], control["vllm_us_p50"]
     share = f"{100 * wait / own:.1f} % of what vLLM's own scheduler takes"
-    slower = "85 to 103 µs, 1.4 to 1.5 %, on a slower machine"  # observations, on the page of results
-    body.append(["what an engine step of 256 requests waits for the choice", f"{wait:.0f} µs", f"{share}; {slower}"])
+    body.append(["what an engine step of 256 requests waits for the choice", f"{wait:.0f} µs", share])
     return rows(("", "", ""), body)
 
 

@@ -119,7 +119,7 @@ class ReplicaIdlePlanner:
         self._settle_s = settle_s
         self._buffer_ready = buffer_ready
         self._hold: str | None = "nothing has been observed yet"
-        self._serving: set[str] = set()  # who is busy and has requests; one on its way out is not, whatever it holds
+        self._served = False  # by anybody busy who has requests; one on its way out is not, whatever it holds
         self._last_request: float | None = None  # since when nothing runs anywhere
         self._ended: float | None = None
         self._refusals = self._failures = self._lost = 0
@@ -157,7 +157,7 @@ class ReplicaIdlePlanner:
         self._watch_end(now, pending)
         commands: list[Command] = []
         # Kept until the next look, since hundreds may leave at one; whoever leaves below has no request.
-        self._serving = {name for name, r in self._replicas.items() if r.state is State.BUSY and r.inflight > 0}
+        self._served = any(r.state is State.BUSY and r.inflight > 0 for r in self._replicas.values())
         for name, r in self._replicas.items():
             if r.state is State.BUSY and name not in inflight:
                 self._lost += 1
@@ -175,7 +175,7 @@ class ReplicaIdlePlanner:
         self._in(replica, State.DRAINING)
         if self._ended is not None:
             return []  # the trainer puts everybody to sleep; back with the weight sync
-        if self._hold or not self._serving:  # the world changed on the way out
+        if self._hold or not self._served:  # the world changed on the way out
             return self._busy(replica)
         return [TrySleep(replica)]
 
@@ -294,7 +294,7 @@ class ReplicaIdlePlanner:
             return self._hold
         if r.inflight:
             return "it is serving"
-        if not self._serving:  # this one is not among them
+        if not self._served:  # this one is not among them
             return "no other replica is serving a request"
         if r.peak < self._need:
             return f"it carried at most {r.peak} requests at once, fewer than {self._need}"
@@ -334,8 +334,7 @@ class ReplicaIdlePlanner:
         """From DRAINING to BUSY."""
         r = self._replicas[replica]
         r.state = State.BUSY
-        if r.inflight:
-            self._serving.add(replica)
+        self._served = self._served or r.inflight > 0
         return [Rejoin(replica)]
 
     def _close(self, r: _Replica, now: float) -> None:
