@@ -25,8 +25,9 @@ from verl_tlt.drafter import Sequence, to_drafter_file
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import HeldOutScores, RolloutSampling, VerifierArrays
 from verl_tlt.spot_worker.buffer import Buffer
-from verl_tlt.spot_worker.learner import SpotLearner, counts
+from verl_tlt.spot_worker.learner import SpotLearner
 from verl_tlt.spot_worker.merge import merge
+from verl_tlt.spot_worker.scoring import counts
 from verl_tlt.trainer.gate import relative_interval
 
 TEXTS, HELD_OUT = 100, 48

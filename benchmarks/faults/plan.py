@@ -105,7 +105,7 @@ FAULTS = (
     Fault("NaN in the merged drafter", 26, (f"{LEARNER}:SpotLearner.export",), "nan_parameter",
           "tlt/publish_skipped", "numbers that are not finite", "publishes"),
     Fault("spot worker stopped (SIGSTOP) while it scores", 28, (f"{LEARNER}:SpotLearner._score_held_out",), "stop",
-          "tlt/errors_hand_over", "did not take over hidden states", "trains"),
+          "tlt/spot_failures", "did not stop within", "trains"),
 )  # fmt: skip
 """Of the long run, by step."""
 

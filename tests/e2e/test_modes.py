@@ -37,11 +37,11 @@ def colocated(tmp_path_factory) -> Run:
 
 @pytest.fixture(scope="module")
 def separate(tmp_path_factory) -> Run:
-    """Three steps of two updates each: one device trains, another decodes; validation uses both."""
+    """Four steps of two updates each: one device trains, another decodes; validation uses both."""
     base = tmp_path_factory.mktemp("separate")
     engine = "actor_rollout_ref.rollout.checkpoint_engine"
     return grpo(
-        base / "run", base / "assets", 3, *TLT, *ASYNC,
+        base / "run", base / "assets", 4, *TLT, *ASYNC,
         "trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.num_warmup_batches=1",
         "trainer.v1.separate_async.parameter_sync_step=2", f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH // 2}",
         # The second update of a step sees what the first one's weights did not write; the very first changes nothing.
@@ -89,12 +89,12 @@ def test_colocated_idle_replica_trained_while_the_other_decoded(colocated):
 
 
 def test_separate(separate):
-    assert_sound(separate, 3)
+    assert_sound(separate, 4)
     # A standalone replica loses its drafter at every sync; the trainer's own wakes up for validation and has it too.
     own = {s.replica for s in separate.trace.sessions}
-    assert {r.step for r in separate.trace.reloads if r.replica not in own} == {1, 2, 3}
+    assert {r.step for r in separate.trace.reloads if r.replica not in own} == {1, 2, 3, 4}
     validated = {step for step, metrics in separate.steps.items() if "val-core/toy_addition/acc/mean@1" in metrics}
-    assert {r.step for r in separate.trace.reloads if r.replica in own} == validated == {2, 3}
+    assert {r.step for r in separate.trace.reloads if r.replica in own} == validated == {2, 4}
 
 
 def test_separate_trained_on_the_trainers_device_alone(separate):

@@ -8,7 +8,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,8 @@ import torch
 from demo.toy import task
 from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from verl_tlt.config import TLTConfig
-from verl_tlt.drafter import DrafterTrainer, Sequence, VerifierWeights, to_numpy16
-from verl_tlt.messages.training import HiddenStateShard, RolloutSampling, SessionResult, VerifierArrays
-from verl_tlt.spot_worker.device import TrainingDevice
+from verl_tlt.drafter import Sequence, VerifierWeights, to_numpy16
+from verl_tlt.messages.training import HeldOutScores, HiddenStateShard, RolloutSampling, SessionResult, VerifierArrays
 from verl_tlt.spot_worker.learner import SpotLearner
 from verl_tlt.spot_worker.worker import SpotWorker
 from verl_tlt.trainer.bootstrap import first_drafter
@@ -137,19 +136,15 @@ def set_epochs(worker: SpotWorker, epochs: float) -> None:
     worker.learner.config = dataclasses.replace(config, spot=dataclasses.replace(config.spot, max_epochs=epochs))
 
 
-class Borrowed(TrainingDevice):
-    """The host as if it were somebody else's outside sessions; nothing has to move there."""
-
-    is_borrowed = True
-
-    def visit(self, trainer: DrafterTrainer, rows: int, *, trains: bool = True) -> AbstractContextManager[None]:
-        """Nothing moves."""
-        return nullcontext()
+def score(worker: SpotWorker) -> HeldOutScores:
+    """What the gate would be told of the agreed version."""
+    return worker.learner.score(3)
 
 
-def borrow(worker: SpotWorker, borrowed: bool) -> None:
-    """Whose the device is."""
-    worker.learner.place = Borrowed("cpu") if borrowed else TrainingDevice("cpu")
+def score_alone(worker: SpotWorker) -> None:
+    """The next session scores the agreed version, and has nothing to train on."""
+    worker.learner.unjudged = True
+    set_epochs(worker, 1e-12)
 
 
 def poison(worker: SpotWorker) -> None:

@@ -16,9 +16,10 @@ from recorded import (
     Odd,
     as_shards,
     begin_anew,
-    borrow,
     ray_cluster,
     record,
+    score,
+    score_alone,
     set_epochs,
     steps_taken,
     worker_arguments,
@@ -176,8 +177,11 @@ def test_idle_replicas_train_and_what_they_learned_is_published(fleet, phase):
     assert all(s.error is None and s.result.steps > 0 for s in report.sessions)
     assert report.account.failures == 0
     assert report.account.used_s["short"] > 0.5 * report.account.bubble_s["short"]
-    learned = update_drafter(fleet, CONFIG, report.sessions, 1, "bfloat16")
-    assert (learned.decision, learned.excluded) == ("published", {})
+    merged = update_drafter(fleet, CONFIG, report.sessions, 1, "bfloat16")
+    assert (merged.decision, merged.excluded) == ("kept", {})
+    ray.get(fleet.replicas["short"].worker.__ray_call__.remote(score_alone))
+    learned = update_drafter(fleet, CONFIG, [session(fleet, "short")], 1, "bfloat16")
+    assert learned.decision == "published"
     assert learned.tau["candidate"] > learned.tau["served"]
     assert len(learned.acceptance) == 3
     assert_alike(fleet)
@@ -201,27 +205,22 @@ def test_to_ask_for_the_load_leaves_no_record_in_rays_store(fleet):
     assert calls() == 4
 
 
-def test_on_borrowed_devices_the_next_session_judges_and_its_own_work_waits(fleet):
+def test_the_next_session_judges_and_its_own_work_waits(fleet):
     from verl_tlt.trainer.drafter_update import update_drafter
 
     workers = [r.worker for r in fleet.replicas.values()]
     ray.get([w.__ray_call__.remote(begin_anew) for w in workers], timeout=300)
-    ray.get([w.__ray_call__.remote(borrow, True) for w in workers], timeout=300)
-    try:
-        merged = update_drafter(fleet, CONFIG, [session(fleet, "short")], 7, "bfloat16")
-        assert (merged.drafter, merged.reason) == (None, "merged, and the next session scores it")
-        assert fleet.score(3) == {}
-        candidate = ray.get(workers[0].export.remote(7, "bfloat16", [])).fingerprint
-        scored = session(fleet, "short")
-        assert scored.result.steps > 0 and scored.result.scores is not None
-        learned = update_drafter(fleet, CONFIG, [scored], 7, "bfloat16")
-        assert learned.decision == "published" and learned.drafter.fingerprint == candidate
-        fleet.keep_as_served()
-        assert_alike(fleet)
-        agreed = ray.get(workers[0].agreed.remote())
-        assert any((value != agreed.served[name]).any() for name, value in agreed.candidate.items())
-    finally:
-        ray.get([w.__ray_call__.remote(borrow, False) for w in workers], timeout=300)
+    merged = update_drafter(fleet, CONFIG, [session(fleet, "short")], 7, "bfloat16")
+    assert (merged.drafter, merged.reason) == (None, "merged, and the next session scores it")
+    candidate = ray.get(workers[0].export.remote(7, "bfloat16", [])).fingerprint
+    scored = session(fleet, "short")
+    assert scored.result.steps > 0 and scored.result.scores is not None
+    learned = update_drafter(fleet, CONFIG, [scored], 7, "bfloat16")
+    assert learned.decision == "published" and learned.drafter.fingerprint == candidate
+    fleet.keep_as_served()
+    assert_alike(fleet)
+    agreed = ray.get(workers[0].agreed.remote())
+    assert any((value != agreed.served[name]).any() for name, value in agreed.candidate.items())
 
 
 def session(fleet, name):
@@ -343,18 +342,18 @@ def test_a_worker_that_a_merge_waits_for_is_replaced_once(fleet, monkeypatch):
     """The trainer's thread kills it, and the background sees it die."""
     restarts, crew = fleet.replicas["long"].restarts, fleet.replicas["long"].crew
     os.kill(ray.get(fleet.replicas["long"].worker.__ray_call__.remote(lambda worker: os.getpid())), signal.SIGSTOP)
-    scoring = threading.Thread(target=fleet.score, args=(3,))
-    scoring.start()
+    reverting = threading.Thread(target=fleet.revert, args=("served",))
+    reverting.start()
     die = ray.kill
 
     def die_in_sight_of_the_merge(worker):
         die(worker)
-        if threading.current_thread() is not scoring:
-            scoring.join(20.0)
+        if threading.current_thread() is not reverting:
+            reverting.join(20.0)
 
     monkeypatch.setattr(ray, "kill", die_in_sight_of_the_merge)
     fleet.restart(["long"])
-    assert not scoring.is_alive() and fleet.replicas["long"].crew is not crew
+    assert not reverting.is_alive() and fleet.replicas["long"].crew is not crew
     assert fleet.replicas["long"].restarts == restarts + 1
     assert_alike(fleet)
 
@@ -362,7 +361,7 @@ def test_a_worker_that_a_merge_waits_for_is_replaced_once(fleet, monkeypatch):
 def test_a_worker_found_dead_between_phases_is_replaced_too(fleet):
     restarts = fleet.replicas["long"].restarts
     kill(fleet.replicas["long"].worker)
-    assert set(fleet.score(3)) == {"short", "brief"}
+    fleet.revert("served")
     assert fleet.replicas["long"].restarts == restarts + 1
     assert_alike(fleet)
 
@@ -391,4 +390,6 @@ def test_every_device_of_a_replica_trains_on_its_share(wide, recorded):
     )
     assert found.devices > 1.5
     assert wide.merge(["wide"]).included == ("wide", "wide/1")
-    assert set(wide.score(3)) == {"wide", "wide/1"}
+    ray.get([w.__ray_call__.remote(score_alone) for w in workers])
+    each = ray.get([w.__ray_call__.remote(score) for w in workers])
+    assert len(wide.train("wide").result(300).scores.positions) == sum(len(own.positions) for own in each) > 0

@@ -9,8 +9,9 @@ from recorded import CONFIG, begin_learner_anew, poison_learner, record, worker_
 from verl_tlt.drafter import DrafterError
 from verl_tlt.messages.training import HeldOutScores
 from verl_tlt.spot_worker.buffer import Buffer
-from verl_tlt.spot_worker.learner import SpotLearner, counts
+from verl_tlt.spot_worker.learner import SpotLearner
 from verl_tlt.spot_worker.merge import merge
+from verl_tlt.spot_worker.scoring import counts
 from verl_tlt.trainer.gate import relative_interval
 
 pytestmark = pytest.mark.engine
@@ -144,7 +145,7 @@ def _arguments():
 def test_a_candidate_that_is_not_finite_scores_nothing_and_is_not_exported(made, texts, temperature):
     learner = made[0]
     begin_learner_anew(learner)
-    learner.buffer.held_out = lambda tokens: texts[2][:4]
+    learner.buffer.held_out = lambda tokens, fewest: texts[2][:4]
     sampling, learner.sampling = learner.sampling, dataclasses.replace(learner.sampling, temperature=temperature)
     try:
         assert np.isfinite(learner.score(3).candidate).all()

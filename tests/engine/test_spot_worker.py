@@ -14,6 +14,8 @@ from recorded import (
     poison,
     ray_cluster,
     record,
+    score,
+    score_alone,
     set_epochs,
     worker_arguments,
 )
@@ -84,7 +86,7 @@ def test_training_lowers_the_loss_and_raises_held_out_acceptance(pair):
     assert second.loss < first.loss
     assert second.acc[0] > first.acc[0]
     merge(pair)
-    tau = get(pair[0].score.remote(3)).taus()
+    tau = get(pair[0].__ray_call__.remote(score)).taus()
     assert tau["candidate"] > tau["served"] + 0.2
     assert tau["served"] == tau["initial"]
 
@@ -175,9 +177,9 @@ def test_keep_and_revert(pair):
     get(*[a.keep.remote("served") for a in pair])
     kept = get(pair[0].agreed.remote())
     assert same(kept.served, kept.candidate)
-    score = get(pair[0].score.remote(3))
-    np.testing.assert_array_equal(score.candidate, score.served)
-    assert score.accept_length("served") > score.accept_length("initial")
+    scores = get(pair[0].__ray_call__.remote(score))
+    np.testing.assert_array_equal(scores.candidate, scores.served)
+    assert scores.accept_length("served") > scores.accept_length("initial")
     get(pair[0].train.remote())
     get(pair[0].revert.remote("served"))
     assert get(pair[0].contribute.remote()).steps == 0
@@ -208,10 +210,11 @@ def test_a_checkpoint_continues_candidate_optimizer_and_served(pair, tmp_path):
     candidate = get(pair[0].contribute.remote())
     agreed = get(pair[0].agreed.remote())
     # The gate may be at work meanwhile; while it scores, the model holds other parameters.
-    scoring = pair[0].score.remote(3)
+    get(pair[0].__ray_call__.remote(score_alone))
+    scoring = pair[0].train.remote()
     directory = tmp_path / "global_step_3" / "tlt_drafter"
     facts = DrafterProvenance(2, 3, "policy", "data", None, "hass", 1.0, (0.5, 0.4, 0.3), 1234)
-    get(pair[0].save.remote(str(directory), facts), scoring)
+    assert get(pair[0].save.remote(str(directory), facts), scoring)[1].scores is not None
     worker = SpotWorker("a", **worker_arguments(resume_from=directory.parent))
     assert same(worker.learner.kept["served"], agreed.served)
     assert asyncio.run(worker.resume(str(directory)))
@@ -229,12 +232,11 @@ def test_a_worker_without_verifier_weights_or_data_does_not_train(arguments):
     sequences, weights = record(6, seed=1)
     worker.learner.add(1, sequences, None)
     assert asyncio.run(worker.train()).steps == 0
-    assert len(asyncio.run(worker.score(3)).positions) == 0
+    assert len(worker.learner.score(3).positions) == 0
     worker.learner.add(2, [], weights)
     assert asyncio.run(worker.train()).steps > 0
 
 
-def test_on_a_gpu_attention_is_one_kernel_and_only_sessions_score(arguments):
+def test_on_a_gpu_attention_is_one_kernel(arguments):
     worker = SpotWorker("gpu", **{**arguments, "device": "cuda"})
     assert worker.learner.model.config.transformer_layer_config._attn_implementation == "sdpa"
-    assert asyncio.run(worker.score(3)) is None

@@ -200,7 +200,7 @@ def simulate(run: Scenario, jobs: int = 1, say: Callable[[StepResult], None] = l
 
 
 def _steps(run: Scenario, decode: Callable[..., list[tuple[Drained, Drained]]]) -> Iterator[StepResult]:
-    learned = published = 0.0
+    learned = published = candidate = 0.0
     for step in range(1, run.steps + 1):
         rng = np.random.default_rng([run.seed, step])
         lengths = run.lengths.draw(rng, run.requests)
@@ -228,8 +228,10 @@ def _steps(run: Scenario, decode: Callable[..., list[tuple[Drained, Drained]]]) 
             stock_bubble_share=1.0 - sum(d.seconds for d in theirs) / (stock_s * run.replicas),
         )
         if run.drafter.ceiling:
-            published = run.drafter.trained(learned, tokens * (run.spot.merged if run.replicas > 2 else 1.0))
+            published = candidate  # its scores came with this step's sessions, before these trained
             learned = published * (1.0 - run.drafter.fade)
+            merged = tokens * (run.spot.merged if run.replicas > 2 else 1.0)
+            candidate = run.drafter.trained(candidate * (1.0 - run.drafter.fade), merged)
 
 
 def _mean_k(drained: Sequence[Drained]) -> float:

@@ -84,11 +84,19 @@ class Buffer:
         digest = hashlib.blake2b(f"{step}:{index}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") < share * 2.0**64
 
-    def held_out(self, max_tokens: int | None = None) -> list[Sequence]:
-        """The gate's sequences, newest first (closest to the policy that is served), up to `max_tokens`."""
-        chosen, total = [], 0
+    def held_out(self, max_tokens: int | None = None, fewest: int = 0) -> list[Sequence]:
+        """The gate's sequences, newest first (closest to the policy that is served), up to `max_tokens`.
+
+        Args:
+            max_tokens: None: all there are.
+            fewest: as many sequences, whatever their length.
+        """
+        chosen: list[Sequence] = []
+        total = 0
         for item in reversed(self._items):
-            if item.held_out and (max_tokens is None or total + len(item.sequence) <= max_tokens):
+            if not item.held_out:
+                continue
+            if max_tokens is None or len(chosen) < fewest or total + len(item.sequence) <= max_tokens:
                 chosen.append(item.sequence)
                 total += len(item.sequence)
         return chosen

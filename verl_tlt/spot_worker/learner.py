@@ -5,8 +5,9 @@ it learned is a delta against the version all learners agree on; `spot_worker.me
 judges the result. Three sets of parameters are kept besides its own: the agreed one (the candidate), the served and the
 initial.
 
-The gate's scores need the device, too. On a borrowed one (`spot_worker.device`) a session begins with them, for the
-version that was agreed on after the sessions before; on the host they are made as soon as there is such a version.
+The gate's scores need the device, too, and it is nobody else's in the bubble alone: a session begins with them, for the
+version that was agreed on after the sessions before. On the host it is the cores: scored behind log-probs and update, a
+version took them from the actor.
 """
 
 from __future__ import annotations
@@ -66,10 +67,15 @@ from verl_tlt.spot_worker.device import TrainingDevice
 from verl_tlt.spot_worker.merge import facts_of
 from verl_tlt.spot_worker.merge_slices import added, hand_in
 from verl_tlt.spot_worker.resume import account, go_on, state_of
-from verl_tlt.spot_worker.scoring import PORTION, counts, score_versions
-
-HELD_OUT_TOKENS = 32_768
-"""Most positions a gate looks at: twice what a paired comparison needs, and still seconds of work."""
+from verl_tlt.spot_worker.scoring import (
+    FEWEST_SEQUENCES,
+    HELD_OUT_TOKENS,
+    PORTION,
+    Judged,
+    held_out_scores,
+    score_versions,
+    tokens_to_judge,
+)
 
 WHICH = ("candidate", "served", "initial")
 
@@ -121,6 +127,7 @@ class SpotLearner:
         """The agreed version that was exported to be served."""
         self.unjudged = False
         """The agreed version waits for a session that scores it."""
+        self._to_judge = HELD_OUT_TOKENS
         self.unmerged_steps = self.unmerged_tokens = 0
         if agreed is not None:
             self._start_from(_copied(agreed.candidate))
@@ -187,27 +194,29 @@ class SpotLearner:
             NoRoom: the device's owners left too little of it.
         """
         start = time.perf_counter()
-        scores = None
         with self._turn():
             if not self._verifier_known or not self._begin():
                 return SessionResult("exhausted")
             with self._visit(trains=True):
-                if self.unjudged:
-                    scores = self._score_held_out(self.config.speculation.longest, should_stop)
-                    self.unjudged = scores is None
+                judged = self._judge(should_stop)
+                judged_s = time.perf_counter() - start
                 done = train_until(self.trainer, self._batches(), should_stop)
             self.unmerged_steps += done.steps
             self.unmerged_tokens += math.ceil(done.weighted_tokens)
+        seconds = time.perf_counter() - start
+        if judged is not None:
+            share = None if judged.scores is None else judged_s / seconds
+            self._to_judge = tokens_to_judge(judged.tokens, share, ran_out=not done.stopped)
         return SessionResult(
             "stopped" if done.stopped else "exhausted",
             steps=done.steps,
             tokens=done.tokens,
             epochs=self.buffer.session_epochs(),
             skipped=done.skipped,
-            seconds=time.perf_counter() - start,
+            seconds=seconds,
             loss=done.loss,
             acc=done.acc_by_position,
-            scores=scores,
+            scores=None if judged is None else judged.scores,
             slowest_s=done.slowest_s,
         )
 
@@ -271,7 +280,7 @@ class SpotLearner:
                 self._move_to(added(self.base, slices), included=False)
                 return
             self.base = added(self.base, slices, self._live())
-            self.unjudged = self.place.is_borrowed
+            self.unjudged = True
             self.unmerged_steps = self.unmerged_tokens = 0
 
     def _live(self) -> Parameters:
@@ -285,7 +294,7 @@ class SpotLearner:
         own = {} if included else self._own_delta()
         sound = all(np.isfinite(v).all() for v in own.values())
         if agreed is not self.base:
-            self.unjudged = self.place.is_borrowed
+            self.unjudged = True
         if sound and not included:
             self.base = agreed
             self.trainer.load_parameters({name: agreed[name] + own[name] for name in own})
@@ -322,29 +331,33 @@ class SpotLearner:
 
     # ------------------------------------------------------------------ judging and publishing
 
-    def score(self, max_draft: int) -> HeldOutScores | None:
-        """Score candidate, served and initial on the held-out sequences, all under the same verifier weights.
-
-        Without any, or before the verifier weights are known, S is 0. One that holds NaN or infinity scores NaN. None
-        where the device is borrowed: a session does it.
-        """
-        if self.place.is_borrowed:
+    def _judge(self, should_stop: Callable[[], bool]) -> Judged | None:
+        """Score the agreed version where it has to be; for whoever holds the lock, on the device."""
+        if not self.unjudged:
             return None
-        with self._turn():
-            return self._score_held_out(max_draft, lambda: False)
+        sequences = self._held_out(self._to_judge)
+        scores = self._score_held_out(sequences, self.config.speculation.longest, should_stop)
+        self.unjudged = scores is None
+        return Judged(sum(map(len, sequences)), scores)
 
-    def _score_held_out(self, max_draft: int, should_stop: Callable[[], bool]) -> HeldOutScores | None:
-        """See `score`; None when told to stop. For whoever holds the lock, on the device."""
+    def _held_out(self, tokens: int) -> list[Sequence]:
         with self._shelf:
-            held_out = self.buffer.held_out(HELD_OUT_TOKENS) if self._verifier_known else []
-        scores = self._score([s for s in held_out if len(s) > 1], WHICH, max_draft, should_stop)
+            held_out = self.buffer.held_out(tokens, FEWEST_SEQUENCES) if self._verifier_known else []
+        return [s for s in held_out if len(s) > 1]
+
+    def _score_held_out(
+        self, sequences: list[Sequence], max_draft: int, should_stop: Callable[[], bool]
+    ) -> HeldOutScores | None:
+        """Candidate, served and initial under the same verifier weights; None when told to stop."""
+        scores = self._score(sequences, WHICH, max_draft, should_stop)
         if scores is None:
             return None
-        positions = np.array([s.positions for s in scores["candidate"]], dtype=np.int64)
-        of = {which: counts(scores[which], max_draft) for which in WHICH}
-        if not all(np.isfinite(value).all() for value in self.base.values()):
-            of["candidate"][:] = np.nan  # greedy acceptance is a number whatever the logits are
-        return HeldOutScores(positions, **of)
+        return held_out_scores(scores, max_draft, finite=all(np.isfinite(value).all() for value in self.base.values()))
+
+    def score(self, max_draft: int) -> HeldOutScores | None:
+        """The gate's scores at once, not in a session; for studies, which own their device."""
+        with self._turn(), self._visit(trains=False):
+            return self._score_held_out(self._held_out(HELD_OUT_TOKENS), max_draft, lambda: False)
 
     def score_on(
         self, sequences: list[Sequence], which: Iterable[str], max_draft: int

@@ -3,15 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from verl_tlt.drafter import DrafterTrainer, Sequence, SequenceScore, acceptance
-from verl_tlt.messages.training import Parameters, RolloutSampling
+from verl_tlt.messages.training import HeldOutScores, Parameters, RolloutSampling
 
 PORTION = 1024
 """Rows scored at once, and tokens between two looks at the stop flag (but at least one sequence)."""
+
+HELD_OUT_TOKENS = 32_768
+"""Most tokens a gate looks at: twice what a paired comparison needs, and still seconds of work."""
+
+FEWEST_SEQUENCES = 8
+"""Fewest sequences, however long: with fewer than seven the gate never decides."""
+
+JUDGING_SHARE = 0.25
+"""Of a session, for its scores: three quarters of the bubble are for learning."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a session came to that was to judge before it trained."""
+
+    tokens: int
+    """It was to look at."""
+    scores: HeldOutScores | None
+    """None: it was told to stop before it had all."""
+
+
+def tokens_to_judge(tokens: int, share: float | None, *, ran_out: bool) -> int:
+    """How many held-out tokens the next session that judges looks at; at most half or twice as many.
+
+    Args:
+        tokens: the last one's.
+        share: of the last session's time that its scores took; None: it was told to stop before it had all.
+        ran_out: that session ended by itself, for want of data: there was time left.
+    """
+    if share is None:
+        factor = 0.5
+    elif ran_out:
+        factor = 2.0
+    else:
+        factor = min(max(JUDGING_SHARE / max(share, 1e-9), 0.5), 2.0)
+    return min(max(int(tokens * factor), PORTION), HELD_OUT_TOKENS)
 
 
 def score_versions(
@@ -66,6 +103,20 @@ def portions(sequences: Iterable[Sequence], tokens: int) -> Iterator[list[Sequen
         held.append(sequence)
     if held:
         yield held
+
+
+def held_out_scores(scores: Mapping[str, list[SequenceScore]], max_draft: int, *, finite: bool) -> HeldOutScores:
+    """What `score_versions` found of candidate, served and initial, for the gate.
+
+    Args:
+        scores: by name.
+        max_draft: K.
+        finite: whether the candidate's parameters are: greedy acceptance is a number whatever the logits are.
+    """
+    of = {which: counts(found, max_draft) for which, found in scores.items()}
+    if not finite:
+        of["candidate"][:] = np.nan
+    return HeldOutScores(np.array([s.positions for s in scores["candidate"]], dtype=np.int64), **of)
 
 
 def counts(scores: list[SequenceScore], max_draft: int) -> np.ndarray:

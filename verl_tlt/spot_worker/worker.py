@@ -24,7 +24,6 @@ from verl_tlt.messages.training import (
     BufferStats,
     Contribution,
     DrafterProvenance,
-    HeldOutScores,
     HiddenStateShard,
     Merged,
     MergedSlice,
@@ -147,10 +146,6 @@ class SpotWorker:
     async def revert(self, which: str) -> None:
         """Go back to the served or the initial parameters."""
         await asyncio.to_thread(self.learner.revert, which)
-
-    async def score(self, max_draft: int) -> HeldOutScores | None:
-        """Score candidate, served and initial on this node's held-out sequences; None: a session does it."""
-        return await asyncio.to_thread(self.learner.score, max_draft)
 
     async def export(self, version: int, dtype: str, acceptance: list[float]) -> DrafterFile | None:
         """The agreed version as vLLM loads it; None: its numbers are not finite in that dtype."""

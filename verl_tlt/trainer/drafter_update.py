@@ -3,9 +3,8 @@
 Runs in a background thread behind old-log-prob and the actor update, with the weight sync as its deadline: a merge that
 is late keeps the version that is served. The workers do the arithmetic; the decision is `trainer.gate`'s.
 
-None of it touches an accelerator, which is the actor's then. The scores that judging needs come with the sessions, and
-are of the version that was merged before these: it is judged one step after it was merged. Where spot workers compute
-on the host they score what was merged at once.
+None of it touches a device, which is the actor's then: accelerator or cores. The scores that judging needs come with
+the sessions, and are of the version that was merged before these: it is judged one step after it was merged.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ from verl_tlt.trainer.gate import decide
 from verl_tlt.trainer.watch import Ended
 
 logger = logging.getLogger(__name__)
+
+NOTHING = "no session trained"
 
 
 @dataclass
@@ -53,7 +54,7 @@ class DrafterUpdate:
 def update_drafter(
     fleet: Fleet, config: TLTConfig, sessions: Sequence[Ended], version: int, dtype: str
 ) -> DrafterUpdate:
-    """Merge the sessions' deltas, score the result and prepare its publication.
+    """Judge what was merged before these sessions, prepare its publication, and merge what they learned.
 
     Args:
         fleet: whose workers trained.
@@ -66,26 +67,18 @@ def update_drafter(
         CallFailed: a worker raised or did not answer.
     """
     start = time.perf_counter()
-    out = DrafterUpdate(reason="no session trained")
+    out = DrafterUpdate(reason=NOTHING)
     scored = {s.replica: s.result.scores for s in sessions if s.result and s.result.scores is not None}
     if scored:
         _judge(out, gather(scored), fleet, config, version, dtype)
     if out.decision != "reverted":  # else what the sessions added to it has gone with it
-        _merge(out, fleet, config, sessions, version, dtype, judged=bool(scored))
+        _merge(out, fleet, sessions)
     out.seconds = time.perf_counter() - start
     return out
 
 
-def _merge(
-    out: DrafterUpdate,
-    fleet: Fleet,
-    config: TLTConfig,
-    sessions: Sequence[Ended],
-    version: int,
-    dtype: str,
-    judged: bool,
-) -> None:
-    """Agree on what the sessions learned; judge it where nothing is `judged` yet and workers can score it now."""
+def _merge(out: DrafterUpdate, fleet: Fleet, sessions: Sequence[Ended]) -> None:
+    """Agree on what the sessions learned."""
     workers = fleet.workers()
     # A worker with several sessions in the step hands in what all of them changed.
     trained = list(dict.fromkeys(s.replica for s in sessions if s.result and s.result.steps and s.replica in workers))
@@ -95,14 +88,8 @@ def _merge(
     out.excluded = merged.excluded
     for name, reason in out.excluded.items():
         logger.info("the session of %s is not merged yet: %s", name, reason)
-    if judged:
-        return
-    if not merged.included:
-        out.reason = "every session was excluded"
-    elif scores := fleet.score(config.speculation.longest):
-        _judge(out, gather(scores), fleet, config, version, dtype)
-    else:
-        out.reason = "merged, and the next session scores it"
+    if out.reason == NOTHING:
+        out.reason = "merged, and the next session scores it" if merged.included else "every session was excluded"
 
 
 def _judge(

@@ -16,7 +16,6 @@ from verl_tlt.messages.rollout import Calibration, DrafterFile, DrafterStatus, E
 from verl_tlt.messages.training import (
     BufferStats,
     DrafterProvenance,
-    HeldOutScores,
     Merged,
     SessionResult,
     TappedStates,
@@ -172,13 +171,6 @@ class Fleet(Protocol):
 
     def merge(self, names: Sequence[str]) -> Merged:
         """Average what these workers learned, and have all workers adopt the result, whose delta is not returned."""
-        ...
-
-    def score(self, max_draft_length: int) -> dict[str, HeldOutScores]:
-        """Held-out scores of candidate, served and initial drafter, of every worker that computes on the host.
-
-        The others' devices are the actor's now: their scores come with a session's result.
-        """
         ...
 
     def keep_as_served(self) -> None:

@@ -24,7 +24,6 @@ from verl_tlt.messages.rollout import Calibration, DrafterFile, DrafterStatus, E
 from verl_tlt.messages.training import (
     BufferStats,
     DrafterProvenance,
-    HeldOutScores,
     Merged,
     RolloutSampling,
     SessionResult,
@@ -344,11 +343,6 @@ class RayFleet:
             raise
         self._on_workers("adopt", *slices)
         return merged
-
-    def score(self, max_draft_length: int) -> dict[str, HeldOutScores]:
-        """See `Fleet`."""
-        scores = self._on_workers("score", max_draft_length)
-        return {name: found for name, found in scores.items() if found is not None}
 
     def keep_as_served(self) -> None:
         """See `Fleet`."""

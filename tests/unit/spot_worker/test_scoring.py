@@ -1,9 +1,19 @@
-"""What the gate's scores cost: looks at the stop flag are one per version that differs and portion of the text."""
+"""What the gate's scores cost: versions that are the same only once, and a share of the session.
+
+Looks at the stop flag are one per version that differs and portion of the text.
+"""
+
+from types import SimpleNamespace
 
 import pytest
 from tiny_learner import make_learner, texts, verifier_arrays
 
+from verl_tlt.drafter import train_until
+from verl_tlt.spot_worker import learner as learner_module
+from verl_tlt.spot_worker import scoring
 from verl_tlt.spot_worker.merge import merge
+from verl_tlt.spot_worker.scoring import FEWEST_SEQUENCES, HELD_OUT_TOKENS, JUDGING_SHARE, PORTION, tokens_to_judge
+from verl_tlt.trainer.gate import MIN_SEQUENCES
 
 
 @pytest.fixture
@@ -16,7 +26,7 @@ def learner(tmp_path):
 
 def looks_of(learner):
     looks = []
-    scores = learner._score_held_out(2, lambda: bool(looks.append(None)))
+    scores = learner._score_held_out(learner.buffer.held_out(), 2, lambda: bool(looks.append(None)))
     assert scores is not None and len(scores.positions)
     return scores, len(looks)
 
@@ -40,3 +50,81 @@ def test_a_version_that_is_two_of_the_three_is_scored_once(learner):
 def learner_delta(learner):
     """What one worker alone would be merged to."""
     return merge([learner.contribute()], min_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("share", "ran_out", "factor"),
+    [
+        (JUDGING_SHARE, False, 1.0),
+        (JUDGING_SHARE * 1.25, False, 0.8),
+        (JUDGING_SHARE / 1.5, False, 1.5),
+        (1.0, False, 0.5),
+        (0.0, False, 2.0),
+        (0.9, True, 2.0),
+        (None, False, 0.5),
+    ],
+)
+def test_the_next_judging_costs_its_share_of_a_session_like_the_last(share, ran_out, factor):
+    assert tokens_to_judge(10_000, share, ran_out=ran_out) == pytest.approx(10_000 * factor, abs=1)
+
+
+def test_there_is_a_least_and_a_most_to_look_at():
+    assert tokens_to_judge(PORTION + 1, None, ran_out=False) == PORTION
+    assert tokens_to_judge(HELD_OUT_TOKENS - 1, 0.0, ran_out=True) == HELD_OUT_TOKENS
+
+
+def test_a_session_that_is_stopped_while_it_scores_has_the_next_look_at_less(learner, monkeypatch):
+    """Whatever is held out, sessions too short to score it all come to a verdict, and then to learning."""
+    monkeypatch.setattr(scoring, "PORTION", 64)
+    learner.train(lambda: False)
+    learner.adopt(learner_delta(learner))
+    held_out = sum(map(len, learner.buffer.held_out()))
+    assert held_out > 4 * 64
+    looked_at, looks = [], []
+
+    def stop_after_a_while():
+        looks.append(None)
+        return len(looks) > 6  # 3 portions of two versions
+
+    for _ in range(10):
+        looks.clear()
+        looked_at.append(learner._to_judge)
+        result = learner.train(stop_after_a_while)
+        if result.scores is not None:
+            break
+        assert result.steps == 0 and learner.unjudged
+    assert looked_at[:2] == [HELD_OUT_TOKENS, held_out // 2] and result.scores.positions.sum() > 0
+
+
+def test_scores_take_their_share_of_a_session(learner, monkeypatch):
+    """Sessions of 100 looks at the stop flag, by a clock that nothing else moves."""
+    clock = [0.0]
+
+    def until_stopped(trainer, batches, should_stop):
+        while not should_stop():
+            pass
+        return train_until(trainer, batches, lambda: True)
+
+    def look():
+        clock[0] += 1.0
+        return clock[0] % 100.0 == 0.0
+
+    for step in range(4, 7):
+        learner.add(step, texts(40, seed=step), None)
+    learner.train(lambda: False)
+    learner.adopt(learner_delta(learner))
+    monkeypatch.setattr(scoring, "PORTION", 16)
+    monkeypatch.setattr(learner_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(learner_module, "train_until", until_stopped)
+    shares = []
+    for _ in range(6):
+        learner.unjudged = True
+        result = learner.train(look)
+        if result.scores is not None:
+            shares.append(2 * len(result.scores.positions) / result.seconds)
+    assert shares[0] > 1.5 * JUDGING_SHARE and shares[-1] == pytest.approx(JUDGING_SHARE, rel=0.15), shares
+
+
+def test_however_long_sequences_are_the_gate_sees_enough_of_them(learner):
+    assert FEWEST_SEQUENCES >= MIN_SEQUENCES
+    assert len(learner._held_out(1)) == FEWEST_SEQUENCES < len(learner.buffer.held_out())

@@ -1,8 +1,8 @@
 """A fleet of plain objects, for driving the controller through whole RL steps: no Ray, no engines, no arrays.
 
 It keeps the promises of `trainer.fleet.Fleet` and notes every call. What goes wrong is set by the test: `broken` makes
-a method raise, `deaf` and `stop_s` change how sessions end, `merge_gate` holds merges back. With `borrowed` the spot
-workers' devices are the actor's outside sessions.
+a method raise, `deaf` and `stop_s` change how sessions end, `merge_gate` holds merges back. A version waits for the
+first session to score it, as after a merge, unless `unjudged` is unset.
 """
 
 import threading
@@ -69,7 +69,7 @@ class FakeFleet:
         self.tap_tokens: list[int] = []
         self.sessions: dict[str, FakeCall] = {}
         self.stop_s = 0.0
-        self.borrowed = self.unjudged = False
+        self.unjudged = True
         self.on_device: set[str] = set()
         self.warming: dict[str, FakeCall] = {}
         self.candidate_acceptance = 0.6
@@ -197,12 +197,8 @@ class FakeFleet:
     def merge(self, names: Sequence[str]) -> Merged:
         self._call("merge", tuple(names))
         assert self.merge_gate.wait(30)
-        self.unjudged = self.borrowed
+        self.unjudged = True
         return Merged(delta={"w": np.ones(1)}, tokens=5000, included=tuple(names))
-
-    def score(self, max_draft_length: int) -> dict[str, HeldOutScores]:
-        self._call("score")
-        return {} if self.borrowed else {"a": self._scores()}
 
     def _scores(self) -> HeldOutScores:
         rng = np.random.default_rng(0)

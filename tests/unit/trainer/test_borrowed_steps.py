@@ -22,7 +22,7 @@ def trained_step(controller, fleet, step):
 
 def test_where_the_device_is_the_actors_the_next_session_judges_what_was_merged(run):
     fleet = FakeFleet("a", "b")
-    fleet.borrowed = True
+    fleet.unjudged = False
     controller, _ = run(fleet=fleet)
     fill_buffers(controller, fleet)
     first = trained_step(controller, fleet, 2)
@@ -30,7 +30,7 @@ def test_where_the_device_is_the_actors_the_next_session_judges_what_was_merged(
     fleet.calls.clear()
     assert trained_step(controller, fleet, 3)["tlt/drafter_version"] == 1
     assert fleet.staged[0].acceptance == pytest.approx((0.6,) * 3, abs=0.01)
-    update = [call[0] for call in fleet.calls if call[0] in ("export", "merge", "score", "stage", "keep_as_served")]
+    update = [call[0] for call in fleet.calls if call[0] in ("export", "merge", "stage", "keep_as_served")]
     assert update == ["export", "merge", "stage", "keep_as_served"], "what was judged is exported, not what came after"
     fleet.candidate_acceptance = 0.4
     fleet.calls.clear()
@@ -43,7 +43,7 @@ def test_where_the_device_is_the_actors_the_next_session_judges_what_was_merged(
 @pytest.mark.parametrize(("stop_s", "deaf"), [(STOP_S / 3, False), (0.0, True)])
 def test_a_slow_session_is_off_the_device_before_the_actor_is_on_it(run, stop_s, deaf):
     fleet = FakeFleet("a", "b")
-    fleet.borrowed, fleet.stop_s, fleet.deaf = True, stop_s, {"b"} if deaf else set()
+    fleet.stop_s, fleet.deaf = stop_s, {"b"} if deaf else set()
     controller, _ = run(fleet=fleet)
     fill_buffers(controller, fleet)
     trained_step(controller, fleet, 2)

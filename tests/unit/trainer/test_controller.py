@@ -105,7 +105,7 @@ def test_a_candidate_whose_numbers_no_engine_would_take_is_given_up(run):
     assert metrics["tlt/errors"] == 0
 
 
-@pytest.mark.parametrize("method", ["stage", "merge", "score", "export"])
+@pytest.mark.parametrize("method", ["stage", "merge", "export"])
 def test_a_publication_that_fails_costs_itself_and_nothing_else(run, method):
     controller, fleet = run()
     fill_buffers(controller, fleet)
@@ -116,9 +116,11 @@ def test_a_publication_that_fails_costs_itself_and_nothing_else(run, method):
     assert metrics["tlt/errors"] == 1 and controller.guard.counts == {"publish": 1}
     assert metrics["tlt/drafter_version"] == 0
     fleet.broken.clear()
-    with sampling(controller, fleet, 3):
-        until(lambda: len(called(fleet, "train")) == 2)
-    assert rest_of_step(controller, fleet, 3)["tlt/drafter_version"] == 1
+    for step in (3, 4):  # its scores have gone with it: what is merged now is judged a step later
+        with sampling(controller, fleet, step):
+            until(lambda: len(called(fleet, "train")) == step - 1)  # noqa: B023
+        metrics = rest_of_step(controller, fleet, step)
+    assert metrics["tlt/drafter_version"] >= 1 and controller.guard.counts == {"publish": 1}
 
 
 def test_a_worker_that_never_stops_is_killed_after_the_bound(run, monkeypatch, caplog):
