@@ -2,7 +2,7 @@
 
 The settings come from the dataclasses in verl_tlt/config.py, and the interface from the docstrings of what
 verl_tlt/drafter exports, so that no page can differ from the code (tests/unit/test_docs.py compares). What concerns
-several keys at once is in `NOTES`. Tables of figures are made by tables.py.
+several keys at once is in `NOTES`. Tables of figures are made by tables/.
 
 mkdocs loads this file too, as a hook (mkdocs.yml): pages link to source files, which a built site does not hold.
 """

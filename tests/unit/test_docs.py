@@ -1,9 +1,10 @@
 """The pages say what the code says: settings, metrics, trace events and links are compared with it."""
 
 import ast
-import importlib.util
+import importlib
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,21 +31,21 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tests" / "README.
 
 
 @pytest.fixture(scope="module")
-def generate():
-    return beside_the_pages("generate")
+def generate(beside_the_pages):
+    return importlib.import_module("generate")
 
 
 @pytest.fixture(scope="module")
-def tables():
-    return beside_the_pages("tables")
+def tables(beside_the_pages):
+    return importlib.import_module("tables")
 
 
-def beside_the_pages(name):
-    """A file of docs/, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(scope="module")
+def beside_the_pages():
+    """Code in docs/ can be imported."""
+    sys.path.insert(0, str(DOCS))
+    yield
+    sys.path.remove(str(DOCS))
 
 
 def keys(tree, prefix="tlt"):

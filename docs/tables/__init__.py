@@ -1,0 +1,36 @@
+"""The tables of docs/results.md and README, made from the files in benchmarks/results/ by `python docs/generate.py`.
+
+A table stands in its page between `<!-- table: NAME -->` and `<!-- end -->`, NAME being a function of this package.
+What is in between is replaced, so that no figure in a table can differ from its file (tests/unit/test_docs.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from tables.control import changing, control_by_batch, drain, foreign, oracles
+from tables.drafter import merge_tree, merging, objectives, packing, study
+from tables.long_runs import growth, overhead, resumptions, stops
+from tables.page import FILES
+from tables.runs import end_to_end, expectations, same_tokens, savings
+from tables.system import clusters, control_plane, mutation, residuals, tap
+
+__all__ = ["BLOCK", "FILES", "PAGE", "README", "TABLES", "render"]
+
+PAGE = Path(__file__).parents[1] / "results.md"
+README = Path(__file__).parents[2] / "README.md"
+BLOCK = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
+
+TABLES: dict[str, Callable[[], str]] = {
+    table.__name__: table
+    for table in (same_tokens, oracles, drain, residuals, clusters, control_by_batch, control_plane, resumptions,
+                  growth, stops, overhead, tap, objectives, study, merging, merge_tree, packing, end_to_end,
+                  foreign, expectations, savings, changing, mutation)
+}  # fmt: skip
+
+
+def render(page: str) -> str:
+    """The page with its tables made anew."""
+    return BLOCK.sub(lambda block: f"<!-- table: {block[1]} -->\n{TABLES[block[1]]()}<!-- end -->", page)

@@ -1,0 +1,116 @@
+"""Tables of the draft length: what choosing costs, and how well it is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from tables.page import load, percent, rows
+
+
+def control_by_batch() -> str:
+    """OFF and K=0 against an engine without a drafter, and K=0 against vLLM's own; with intervals."""
+    intervals = {"off_over_stock": "off", "k0_over_stock": "k0", "k0_over_vllm_k0": "k0_over_vllm"}
+    body = []
+    for batch, of in load("control")["cost_vs_stock_by_batch"].items():
+        cells = [
+            f"{percent(of[ratio] - 1)} % ({' to '.join(percent(end - 1) for end in of[f'{name}_interval'])})"
+            for ratio, name in intervals.items()
+        ]
+        body.append([batch, *cells])
+    return rows(("batch", "OFF", "K=0", "K=0 over vLLM's own"), body)
+
+
+def oracles() -> str:
+    """Every policy's worst and median replay."""
+    found = load("control")
+    replays, detail = found["replay"], found["replay_detail"]
+    steady = [r for r in replays if detail[r["name"]]["stationary"]]
+
+    def scores(name: str, of: Sequence[dict[str, Any]] = replays) -> list[float]:
+        return [r["policies"][name]["pct_of_oracle"] for r in of]
+
+    def seeds(of: Sequence[dict[str, Any]]) -> list[float]:
+        others = [s["pct_of_oracle"] for r in of for s in detail[r["name"]]["goodput_other_seeds"]]
+        return [*scores("goodput", of), *others]
+
+    def row(name: str, values: Sequence[float], calm: Sequence[float] = ()) -> list[str]:
+        stationary = f" (stationary costs: {min(calm):.2f})" if calm else ""
+        return [name, f"{min(values):.1f}{stationary}", f"{median(values):.1f}"]
+
+    best_single = [r["policies"][detail[r["name"]]["O1"]]["pct_of_oracle"] for r in replays]
+    body = [
+        row("`goodput`", scores("goodput"), scores("goodput", steady)),
+        row("`goodput`, five seeds of each replay", seeds(replays), seeds(steady)),
+        row("`goodput`, told nothing at its start", [detail[r["name"]]["cold_pct"] for r in replays]),
+        row("best K per range of batch sizes, in hindsight (O2)", [detail[r["name"]]["O2_pct"] for r in replays]),
+        row("best single K, in hindsight (O1)", best_single),
+        row("`ema`", scores("ema")),
+        row("`bandit`", scores("bandit" if "bandit" in replays[0]["policies"] else "beg")),
+        row("`table`, told the true costs and the first acceptance", scores("table")),
+    ]
+    return rows(("", "worst", "median"), body)
+
+
+def foreign() -> str:
+    """Goodput and its rivals on step costs that are no formula."""
+    found, body = load("control")["foreign"], []
+    kinds = {"distorted": "rooflines, distorted", "tiles": "rooflines, in tiles", "CPU": "recorded on CPUs, distorted"}
+    for kind in ("calm", "rough"):
+        for word, name in kinds.items():
+            rows_of = [r["pct_of_oracle"] for r in found if r["kind"] == kind and word in r["name"]
+                       and ("CPU" in r["name"]) == (word == "CPU")]  # fmt: skip
+            cells = [f"{min(r[who] for r in rows_of):.1f}, {median(r[who] for r in rows_of):.1f}"
+                     for who in ("goodput", "table", "best K per octave", "best K")]  # fmt: skip
+            body.append([f"{name}: {kind}", len(rows_of), *cells])
+    head = (
+        "",
+        "replays",
+        "`goodput`",
+        "`table`, told the true costs",
+        "best K per range of batches (O2)",
+        "best K (O1)",
+    )
+    return rows(head, body)
+
+
+def drain() -> str:
+    """Who chooses K, on a real engine."""
+    found = load("control")
+    detail, by_run = found["drain_detail"], found["drain_detail"]["tok_per_s_by_run"]
+    ours, body = detail["final"]["goodput"]["tok_per_s_by_run"], []
+    for name, speeds in by_run.items():
+        over = sorted(a / b for a, b in zip(speeds, by_run["off"], strict=True))
+        theirs = detail["final"].get(name, {}).get("tok_per_s_by_run")
+        met = sorted(a / b for a, b in zip(ours, theirs, strict=True)) if theirs and name != "goodput" else []
+        worth = detail["worth_pct"].get(name)
+        body.append(
+            [
+                DRAIN.get(name) or name.replace("fixed-", "fixed K="),
+                f"{min(speeds):.0f}{', ' if len(speeds) == 2 else ' to '}{max(speeds):.0f}",
+                "" if name == "off" else f"{over[0]:.2f}x, {over[-1]:.2f}x",
+                f"{median(met):.2f}x ({met[0]:.2f} to {met[-1]:.2f})" if met else "",
+                f"{worth:.1f}" if worth else "",
+            ]
+        )
+    return rows(
+        ("chosen by", "tokens a second", "over off", "in the final, goodput over it: median (range)",
+         "K, in % of the best at every step"), body,
+    )  # fmt: skip
+
+
+def changing() -> str:
+    """How much faster goodput is than a choice made beforehand, while everything moves."""
+    faster = load("control")["changing"]["goodput_is_faster_than"]
+    body = [
+        [DRAIN.get(name) or name.replace("fixed-", "fixed K="),
+         *(f"{ratio:.2f}x ({low:.2f} to {high:.2f})" for ratio, low, high in stages.values())]
+        for name, stages in faster.items()
+    ]  # fmt: skip
+    heads = ["the whole run" if stage == "all" else stage for stage in next(iter(faster.values()))]
+    return rows(("goodput against", *heads), body)
+
+
+DRAIN = {"beg": "`bandit`", "bandit": "`bandit`", "ema": "`ema`", "goodput": "`goodput`",
+         "table": "vLLM's table, told goodput's calibration"}  # fmt: skip

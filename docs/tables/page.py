@@ -1,0 +1,30 @@
+"""Beneath the tables: what a benchmark kept, and Markdown."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+FILES = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def load(name: str) -> Any:
+    """What a benchmark kept."""
+    return json.loads((FILES / f"{name}.json").read_text())
+
+
+def rows(head: Sequence[str], body: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+
+    def line(cells: Sequence[object]) -> str:
+        return "|" + "|".join(f" {cell} " if str(cell) else " " for cell in cells) + "|\n"
+
+    return line(head) + "|" + "---|" * len(head) + "\n" + "".join(map(line, body))
+
+
+def percent(share: float, digits: int = 0) -> str:
+    """A difference, with its sign; none where it is nothing at these digits."""
+    return re.sub(r"^[+-](0(\.0+)?)$", r"\1", f"{100 * share:+.{digits}f}")
