@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from verl_tlt.idle.failure_budget import FailureBudget
 from verl_tlt.idle.planner import LeaveBalancer, Rejoin, StartTraining, StopTraining, TrySleep, together
 from verl_tlt.idle.replica_idle import FIRST_RETRY_S, LONGEST_RETRY_S, ReplicaIdlePlanner, State
 
@@ -406,29 +405,6 @@ def test_random_fleets_are_never_starved(seed):
     assert serving == {n for n in names if p.state(n) is State.BUSY}
     if len(names) == 1:
         assert sleeps == 0
-
-
-def test_failure_budget_pauses_then_gives_up_per_replica():
-    budget = FailureBudget(max_failures=3)
-    assert not budget.failed("a", step=1)
-    assert [budget.allows("a", s) for s in (1, 2, 3)] == [False, False, True]
-    assert budget.allows("b", 1)
-    assert not budget.failed("a", step=3)
-    assert [budget.allows("a", s) for s in (4, 5, 6)] == [False, False, True]
-    assert budget.failed("a", step=6)
-    assert budget.off == {"a"}
-    budget.succeeded("a")
-    assert not budget.allows("a", 1000)
-    assert not budget.failed("a", step=7)  # said once
-
-
-def test_a_success_breaks_the_row():
-    budget = FailureBudget(max_failures=2)
-    budget.failed("a", step=1)
-    budget.succeeded("a")
-    assert budget.allows("a", 2)
-    assert not budget.failed("a", step=2)
-    assert not budget.off
 
 
 def test_a_replica_that_the_balancer_lost_comes_back_and_is_counted():
