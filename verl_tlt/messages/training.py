@@ -125,8 +125,9 @@ class SessionResult:
     acc: tuple[float, ...] = ()
     """Share of positions whose drafter argmax is the policy's, by draft position."""
     scores: HeldOutScores | None = None
-    """Of the version agreed on before it, on a device that only sessions may use; None: it was judged, or not to the
-    end."""
+    """Of the version agreed on before it; None: it was judged already, or not to the end."""
+    judged_s: float = 0.0
+    """The part of `seconds` that went into the scores, before it trained."""
     slowest_s: float = 0.0
     """Its longest micro-batch: what a stop may have to wait for."""
     devices: float = 1.0

@@ -199,7 +199,7 @@ class SpotLearner:
                 return SessionResult("exhausted")
             with self._visit(trains=True):
                 judged = self._judge(should_stop)
-                judged_s = time.perf_counter() - start
+                judged_s = time.perf_counter() - start if judged else 0.0
                 done = train_until(self.trainer, self._batches(), should_stop)
             self.unmerged_steps += done.steps
             self.unmerged_tokens += math.ceil(done.weighted_tokens)
@@ -217,6 +217,7 @@ class SpotLearner:
             loss=done.loss,
             acc=done.acc_by_position,
             scores=None if judged is None else judged.scores,
+            judged_s=judged_s,
             slowest_s=done.slowest_s,
         )
 

@@ -127,6 +127,8 @@ class Session:
     """Optimizer steps skipped for a non-finite loss or gradient."""
     slowest_s: float | None = None
     """Seconds of its longest micro-batch, which a stop may have to wait for."""
+    judged_s: float = 0.0
+    """Seconds in which it scored the candidate, before it trained."""
     stop_latency_s: float | None = None
     """Seconds from the stop request to its acknowledgement."""
     error: str | None = None

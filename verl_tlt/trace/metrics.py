@@ -174,6 +174,7 @@ def _spot_metrics(seen: StepObservations) -> dict[str, float | None]:
     if seen.sessions:
         metrics["tlt/spot_steps"] = sum(s.steps for s in trained)
         metrics["tlt/spot_tokens"] = sum(s.tokens for s in trained)
+        metrics["tlt/spot_judged_s"] = sum(s.judged_s for s in seen.sessions)
         metrics["tlt/spot_skipped_steps"] = sum(s.skipped for s in seen.sessions)
     losses = [(s.loss_last, s.tokens) for s in trained if s.loss_last is not None and math.isfinite(s.loss_last)]
     if weight := sum(tokens for _, tokens in losses):

@@ -64,6 +64,7 @@ def one_session(results: Sequence[SessionResult]) -> SessionResult:
         loss=mean([r.loss for r in trained]) if trained else math.nan,
         acc=tuple(mean(column) for column in zip(*(r.acc for r in trained), strict=True)),
         scores=gather(scores) or next(iter(scores.values()), None),  # the latter: judged, and nothing was held out
+        judged_s=max(r.judged_s for r in results),
         slowest_s=max(r.slowest_s for r in results),
         devices=sum(r.seconds for r in results) / longest if longest else 0.0,
     )

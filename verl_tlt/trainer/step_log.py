@@ -254,6 +254,7 @@ def _session(step: int, ended: Ended) -> Session:
         acc=r.acc,
         skipped=r.skipped,
         slowest_s=r.slowest_s,
+        judged_s=r.judged_s,
         stop_latency_s=ended.stop_latency_s,
         error=ended.error,
     )

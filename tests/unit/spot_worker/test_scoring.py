@@ -122,6 +122,7 @@ def test_scores_take_their_share_of_a_session(learner, monkeypatch):
         result = learner.train(look)
         if result.scores is not None:
             shares.append(2 * len(result.scores.positions) / result.seconds)
+            assert result.judged_s == 2 * len(result.scores.positions)
     assert shares[0] > 1.5 * JUDGING_SHARE and shares[-1] == pytest.approx(JUDGING_SHARE, rel=0.15), shares
 
 

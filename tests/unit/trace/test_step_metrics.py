@@ -118,13 +118,14 @@ def test_no_bubble_has_no_used_fraction():
 def test_drafter_loss_is_weighted_by_tokens_and_leaves_failed_sessions_out():
     sessions = [
         session(loss_last=2.0, tokens=100),
-        session(loss_last=5.0, tokens=300, skipped=1),
+        session(loss_last=5.0, tokens=300, skipped=1, judged_s=0.5),
         session(loss_last=99.0, tokens=900, outcome="failed"),
         session(loss_last=float("nan"), tokens=900),
     ]
     metrics = step_metrics(StepObservations(sessions=sessions, spot_failures=1))
     assert metrics["tlt/drafter_loss"] == pytest.approx((2 * 100 + 5 * 300) / 400)
     assert metrics["tlt/spot_steps"] == 30 and metrics["tlt/spot_skipped_steps"] == 1
+    assert metrics["tlt/spot_judged_s"] == 0.5
     assert metrics["tlt/spot_failures"] == 1.0
 
 

@@ -55,8 +55,10 @@ def test_sessions_side_by_side_are_one():
 def test_what_each_scored_is_judged_together():
     def scored(sequences):
         counts = np.ones((sequences, 4))
-        return dataclasses.replace(LONG, scores=HeldOutScores(np.full(sequences, 9), counts, counts, counts))
+        scores = HeldOutScores(np.full(sequences, 9), counts, counts, counts)
+        return dataclasses.replace(LONG, scores=scores, judged_s=float(sequences))
 
+    assert one_session([scored(2), LONG, scored(3)]).judged_s == 3.0, "side by side"
     assert one_session([scored(2), LONG, scored(3)]).scores.candidate.shape == (5, 4)
     assert len(one_session([scored(0), scored(0)]).scores.positions) == 0, "judged, with nothing held out"
     assert one_session([LONG, SHORT]).scores is None
