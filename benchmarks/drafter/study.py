@@ -231,7 +231,7 @@ class Variant:
         return row
 
     def _learn(self) -> dict[str, Any]:
-        """Merge, judge, and publish, hold or revert, as the trainer does between two rollouts."""
+        """Merge, judge, and publish, hold or revert, by the trainer's rules, but at once: its next session would judge."""
         learner = self.learner
         merged = merge([learner.contribute()], min_steps=CONFIG.spot.min_merge_steps)
         learner.adopt(merged)
