@@ -231,7 +231,7 @@ class Variant:
         return row
 
     def _learn(self) -> dict[str, Any]:
-        """Merge, judge, and publish, hold or revert, by the trainer's rules, but at once: its next session would judge."""
+        """Merge, judge, and publish, hold or revert, by the trainer's rules, but without its delay."""
         learner = self.learner
         merged = merge([learner.contribute()], min_steps=CONFIG.spot.min_merge_steps)
         learner.adopt(merged)
