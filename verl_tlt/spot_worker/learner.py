@@ -206,7 +206,7 @@ class SpotLearner:
         seconds = time.perf_counter() - start
         if judged is not None:
             share = None if judged.scores is None else judged_s / seconds
-            self._to_judge = tokens_to_judge(judged.tokens, share, ran_out=not done.stopped)
+            self._to_judge = tokens_to_judge(self._to_judge, judged.tokens, share, ran_out=not done.stopped)
         return SessionResult(
             "stopped" if done.stopped else "exhausted",
             steps=done.steps,

@@ -34,21 +34,22 @@ class Judged:
     """None: it was told to stop before it had all."""
 
 
-def tokens_to_judge(tokens: int, share: float | None, *, ran_out: bool) -> int:
-    """How many held-out tokens the next session that judges looks at; at most half or twice as many.
+def tokens_to_judge(most: int, tokens: int, share: float | None, *, ran_out: bool) -> int:
+    """How many held-out tokens the next session that judges looks at, at most.
 
     Args:
-        tokens: the last one's.
-        share: of the last session's time that its scores took; None: it was told to stop before it had all.
+        most: what it was for the last one.
+        tokens: those that one looked at; fewer where less was held out, which is no reason to look at less next time.
+        share: of that session's time that its scores took; None: it was told to stop before it had all.
         ran_out: that session ended by itself, for want of data: there was time left.
     """
     if share is None:
-        factor = 0.5
-    elif ran_out:
-        factor = 2.0
+        wanted = tokens // 2
+    elif share > JUDGING_SHARE and not ran_out:
+        wanted = int(tokens * max(JUDGING_SHARE / share, 0.5))
     else:
-        factor = min(max(JUDGING_SHARE / max(share, 1e-9), 0.5), 2.0)
-    return min(max(int(tokens * factor), PORTION), HELD_OUT_TOKENS)
+        wanted = max(most, int(tokens * min(JUDGING_SHARE / max(share, 1e-9), 2.0)))
+    return min(max(wanted, PORTION), HELD_OUT_TOKENS)
 
 
 def score_versions(
