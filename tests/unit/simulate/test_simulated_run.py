@@ -44,6 +44,7 @@ def test_a_drafter_learns_in_bubbles_and_wakes_up():
     assert results[0].drafting == 0 and results[0].rollout_ratio == pytest.approx(1.0)
     assert results[0].used_s == 0.0 and results[1].used_s > 0.0, "a buffer is empty in the first step"
     assert results[-1].drafting == 4 and results[-1].rollout_ratio > 1.3
+    assert results[2].learned == 0.0 < results[3].learned, "trained in step 2, scored in 3, served in 4"
     assert [r.learned for r in results] == sorted(r.learned for r in results)
     faded = simulate(replace(RUN, drafter=replace(learning, fade=0.5), spot=Spot(tokens_per_s=20_000), steps=5))
     assert faded[-1].learned < results[-1].learned
