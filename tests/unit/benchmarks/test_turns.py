@@ -56,7 +56,10 @@ def test_what_was_claimed_to_be_saved_is_compared_where_something_was_claimed():
     stock, arm = [step(0, n, 10.0) for n in range(3)], [step(0, n, 6.0) for n in range(3)]
     assert ratios(stock, arm)["saved"] is None
     told = [arm[0], replace(arm[1], saved_s=5.0), replace(arm[2], saved_s=2.0)]
-    assert ratios(stock, told)["saved"] == {"claimed_s": 7.0, "measured_s": 8.0}
+    found = ratios(stock, told)["saved"]
+    assert (found["claimed_s"], found["measured_s"]) == (7.0, 8.0)
+    assert found["measured_low_s"] == found["measured_high_s"] == 8.0, "both steps were shorter by as much"
+    assert (found["error_low_s"], found["error_high_s"]) == (-4.0, 2.0), "1 s too much, 2 s too little"
 
 
 def test_the_checkpoint_of_a_turn_is_no_part_of_its_steps():

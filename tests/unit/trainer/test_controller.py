@@ -360,6 +360,19 @@ def test_an_audited_replica_drafts_nothing_for_a_rollout(run):
     assert len(fleet.disabled) == 1, "step 2 is audited"
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_nobody_trains_beside_an_audit_on_a_shared_machine(run, shared):
+    controller, fleet = run(audit_every=2, shared=shared)
+    fill_buffers(controller, fleet)
+    with sampling(controller, fleet, 2):
+        until(lambda: shared or called(fleet, "train"))
+        time.sleep(0.1)
+    assert called(fleet, "train") == ([] if shared else [("b",)])
+    rest_of_step(controller, fleet, 2)
+    with sampling(controller, fleet, 3):
+        until(lambda: called(fleet, "train"))
+
+
 def test_what_training_costs_decoding_beside_it_is_charged(run):
     """Stock's step takes 10 ms; here nothing was drafted, and beside another replica's training a step took 20."""
     controller, fleet = run(shared=True)
