@@ -115,7 +115,8 @@ class SpeculationConfig:
     """Where step costs are kept, measured by `verl-tlt calibrate` or learned by a run, for the next run on the same
     hardware, policy and vLLM, which then measures nothing at start; null: nowhere."""
     audit_every: Index = 32
-    """Every so many steps one replica decodes without the drafter, to see what that takes now; 0: never."""
+    """Every so many steps one replica, or all that share a machine, decode without the drafter, to see what that takes
+    now; 0: never."""
     source: Literal["eagle", "ngram", "both"] = "eagle"
     """Who drafts: the drafter, n-grams of sibling responses without any drafter, or n-grams where they match and the
     drafter elsewhere. n-grams give up vLLM's async scheduling."""

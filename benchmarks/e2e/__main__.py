@@ -1,7 +1,7 @@
 """RL end to end: stock verl, vLLM's own speculation and TLT, in turns, on a policy that learns.
 
     python -m benchmarks.e2e --out benchmarks/results/e2e.json [--rounds 3] [--steps 4] [--arms NAME ...]
-    python -m benchmarks.e2e --forced --steps 6 --arms tlt-fresh tlt --work demo-out/forced --out FILE
+    python -m benchmarks.e2e --forced --steps 8 --arms tlt-fresh tlt --work demo-out/forced --out FILE
 
 Nine arms (`arms.py`), each a run of the demo's recipe with a policy of its own that really learns, on the same prompts
 in the same order, sampled as in training. They take turns: in every round each arm goes on from its checkpoint for
@@ -14,7 +14,8 @@ The trained drafter was trained offline on demonstrations of the task, which are
 (`benchmarks.control.toy`); step costs are measured once before (`verl-tlt calibrate`), for TLT and for `vllm-table`.
 
 `--forced` makes a second table: every response has the length that its prompt's row says, on the same replica in every
-arm, so that what `tlt/saved_s` claims can be compared with what was saved. One replica is audited twice in each turn.
+arm, so that what `tlt/saved_s` claims can be compared with what was saved. Two rollouts of each turn are audited, that
+is, decoded as stock would: an arm is faster than its ratio here.
 
 The work folder keeps what was measured: called again, the command goes on with it.
 """

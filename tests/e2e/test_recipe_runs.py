@@ -86,13 +86,12 @@ def test_a_critic_an_audit_and_the_switch(tmp_path):
         switching.join()
     off = [step["tlt/drafter_off_frac"] for step in steps]
     assert off[0] == 0.0 == off[2], off
-    assert 0.0 < off[1] < 1.0, "in the second step one of the two replicas decodes without the drafter"
+    assert off[1] == 1.0, "in the second step both replicas, which share a machine, decode without the drafter"
     assert off[3] == 1.0, "switched off from the fourth step on"
     assert steps[3]["tlt/accept_length"] == 1.0
-    assert {step.get("tlt/audit_saved_frac") is None for i, step in enumerate(steps) if i != 1} == {True}
     assert said == ["speculation off, spot training off"]
     assert "TLT was switched from outside" in (out / "log").read_text()
-    assert {s.step for s in read_trace(out / "trace").sessions if s.steps} <= {2, 3}
+    assert {s.step for s in read_trace(out / "trace").sessions if s.steps} <= {3}, "nobody trains beside the audit"
 
 
 @pytest.mark.heavy
@@ -153,7 +152,7 @@ def test_n_grams_alone_and_an_audit(tmp_path):
         assert 0.0 < step["tlt/ngram_draft_frac"] <= 1.0  # a request without a match drafts nothing
         assert step["tlt/ngram_accept_rate"] > 0.2
         assert 1.0 < step["tlt/accept_length"] <= 3.0
-    assert steps[1]["tlt/spec_off_frac"] > steps[0]["tlt/spec_off_frac"], "the audited replica drafts nothing"
+    assert steps[1]["tlt/spec_off_frac"] == 1.0 > steps[0]["tlt/spec_off_frac"], "audited: nobody drafts"
     assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
     forced(out, steps)
     assert not read_trace(out / "trace").sessions

@@ -2,10 +2,11 @@
 
 Drafted steps are compared with live steps without the drafter: of a replica that was audited, or of rollouts in which
 drafting was off, at the same batch and with the same number of busy replicas, because replicas of one machine slow each
-other down. So does a replica that trains, and stock has none: whether drafting pays is asked of steps beside as many,
-what TLT saved of steps beside none, the same for steps without drafts. Where none was seen, the calibration counts,
-which was measured on one busy replica. Drafted steps teach nothing here: a machine that drafting itself made slow would
-make stock look slow too. Pure functions of numbers.
+other down. One that drafts does so by another measure than stock's, so steps beside it teach nothing there. One that
+trains does so too, and stock has none: whether drafting pays is asked of steps beside as many, what TLT saved of steps
+beside none, the same for steps without drafts. Where none was seen, the calibration counts, which was measured on one
+busy replica. Drafted steps teach nothing anywhere: a machine that drafting itself made slow would make stock look slow
+too. Pure functions of numbers.
 """
 
 from __future__ import annotations
@@ -45,6 +46,13 @@ class _Row(NamedTuple):
     """Replicas that decoded, on average, its own included."""
     training: float
     """Replicas that trained, where that slows others down."""
+    drafting: float
+    """Replicas that decoded with drafts, its own included, where that matters to others."""
+
+    @property
+    def as_stock(self) -> bool:
+        """Neither it nor anybody beside it drafted."""
+        return self.stretch.off and self.drafting < UNMIXED
 
 
 @dataclass(frozen=True)
@@ -85,11 +93,11 @@ class Baseline:
             training: when a replica trained.
         """
         fresh: dict[tuple[int, int], _Buckets] = {}
-        for stretch, busy, trained in chain(*self._beside(rollout, training).values()):
-            load = round(busy), round(trained)
+        for row in chain(*self._beside(rollout, training).values()):
+            stretch, load = row.stretch, (round(row.busy), round(row.training))
             # Where another replica came or went, half of the time is of another kind.
-            unmixed = max(abs(busy - load[0]), abs(trained - load[1])) < UNMIXED
-            if stretch.off and stretch.stock_steps > 0 and unmixed:
+            unmixed = max(abs(row.busy - load[0]), abs(row.training - load[1])) < UNMIXED
+            if row.as_stock and stretch.stock_steps > 0 and unmixed:
                 steps, buckets = stretch.stock_steps, fresh.setdefault(load, {})
                 bucket = round(4 * math.log2(stretch.batch))
                 old = buckets.get(bucket, (0.0, 0.0, 0.0))
@@ -126,7 +134,7 @@ class Baseline:
     def _against_off(self, rows: Sequence[_Row]) -> tuple[float, float]:
         """(seconds that OFF would have taken more, seconds compared)."""
         saved_s = compared_s = 0.0
-        for row, busy, training in rows:
+        for row, busy, training, _ in rows:
             step_s = self.off_seconds(row.batch, round(busy), round(training)) if row.seconds > 0 else None
             if step_s is not None:
                 saved_s += 0.0 if row.off else row.stock_steps * step_s - row.seconds
@@ -144,15 +152,15 @@ class Baseline:
         ends = []
         for rows in by_replica.values():
             late = 0.0
-            for row, busy, training in rows:
-                beside = round(training) if trains else 0
-                step_s = self.off_seconds(row.batch, round(busy), beside) if row.seconds > 0 else None
-                spent_s += row.seconds
+            for row in rows:
+                stretch, beside = row.stretch, round(row.training) if trains else 0
+                step_s = self.off_seconds(stretch.batch, round(row.busy), beside) if stretch.seconds > 0 else None
+                spent_s += stretch.seconds
                 if step_s is not None:
-                    as_stock = row.off and (trains or training < UNMIXED)
-                    off_s = row.seconds if as_stock else row.stock_steps * step_s
-                    late += off_s * stock_share(self._stock, row.batch) - row.seconds
-                    compared_s += row.seconds
+                    as_stock = row.as_stock and (trains or row.training < UNMIXED)
+                    off_s = stretch.seconds if as_stock else stretch.stock_steps * step_s
+                    late += off_s * stock_share(self._stock, stretch.batch) - stretch.seconds
+                    compared_s += stretch.seconds
             ends.append((rows[-1].stretch.end, late))
         if not spent_s or compared_s < spent_s / 2:
             return None
@@ -160,16 +168,16 @@ class Baseline:
 
     def _beside(self, rollout: Rollout, training: Times) -> dict[str, list[_Row]]:
         """Every stretch of every replica with what was beside it."""
-        busy = _Count([(row.start, row.end) for rows in rollout.values() for row in rows])
+        every = [row for rows in rollout.values() for row in rows]
+        busy = _Count([(row.start, row.end) for row in every])
         trained = _Count(training if self._shared else ())
-        return {
-            name: [
-                _Row(row, max(1.0, busy.average(row.start, row.end)), trained.average(row.start, row.end))
-                for row in rows
-            ]
-            for name, rows in rollout.items()
-            if rows
-        }
+        drafting = _Count([(row.start, row.end) for row in every if not row.off] if self._shared else ())
+
+        def seen(row: Stretch) -> _Row:
+            beside = [count.average(row.start, row.end) for count in (busy, trained, drafting)]
+            return _Row(row, max(1.0, beside[0]), *beside[1:])
+
+        return {name: [seen(row) for row in rows] for name, rows in rollout.items() if rows}
 
 
 class _Count:

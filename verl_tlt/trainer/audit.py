@@ -1,13 +1,17 @@
-"""Does drafting save time? One replica decodes a whole rollout without it, and the others are compared with that one.
+"""Does drafting save time? Who decodes a whole rollout without it, for the others to be compared with.
 
 Every N steps one replica decodes a whole rollout without the drafter. Its steps are what `tlt/saved_s` compares with
 from then on (`speculation.baseline`), and the others' time in this very rollout is compared with what that replica
-needed at the same loads. Pure functions of numbers.
+needed at the same loads.
+
+Replicas that share a machine slow each other down, and one that drafts does so by less than one that does not: there
+all decode without, and in every other audit nobody trains beside them, as in stock. Pure functions of numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from verl_tlt.speculation.baseline import between
 from verl_tlt.speculation.costs.latency_table import stock_share
@@ -20,17 +24,29 @@ Work = Sequence[Sequence[float]]
 """Decode-only engine steps of one rollout, summed by batch: (batch, seconds, tokens)."""
 
 
-def audited(step: int, replicas: Sequence[str], every: int) -> str | None:
-    """Which replica decodes this step's rollout as stock would: each in turn; None in most steps, and without a peer.
+@dataclass(frozen=True)
+class Audit:
+    """What is asked of one rollout."""
+
+    replicas: Sequence[str] = ()
+    """Those that decode it as stock would; empty: it is not audited."""
+    quiet: bool = False
+    """Nobody trains beside it either."""
+
+
+def audit_of(step: int, replicas: Sequence[str], every: int, shared: bool) -> Audit:
+    """The audit of a step's rollout: of each replica in turn, of all on a shared machine; none in most steps.
 
     Args:
         step: RL step of the rollout.
-        replicas: all of them, in a fixed order.
+        replicas: all of them, in a fixed order; one alone has nobody to be compared with.
         every: steps from one audit to the next; 0: never.
+        shared: the replicas share a machine.
     """
     if every <= 0 or step % every or len(replicas) < 2:
-        return None
-    return replicas[step // every % len(replicas)]
+        return Audit()
+    turn = step // every
+    return Audit(tuple(replicas), quiet=turn % 2 == 1) if shared else Audit((replicas[turn % len(replicas)],))
 
 
 def audit_saving(stock: Work, others: Sequence[Work], vllm: Sequence[StockPoint] = ()) -> tuple[float, float] | None:

@@ -219,8 +219,7 @@ class Controller:
         workers = self.fleet.workers()
         # While a late merge is still running, the workers' weights are not theirs to train.
         may_train = self.spot and self.runtime.switch.spot and self._merging is None
-        # On one machine an audit compares with a rollout beside which, as in stock, nobody trains.
-        may_train &= not (self.facts.shared and self.runtime.audited)
+        may_train &= not self.runtime.audit.quiet
         fed = {name for name, held in self._buffers.items() if held.train_tokens >= self.tlt.buffer.min_tokens}
         ready = [n for n in workers if may_train and self._budget.allows(n, step) and n in fed]
         self._ready = bool(ready)

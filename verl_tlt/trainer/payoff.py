@@ -52,7 +52,7 @@ class Payoff:
             stats: the schedulers' sums by replica.
             savings: what TLT saved in it.
             stock: share that stock vLLM's step takes of one in OFF, 1 where it was not measured.
-            audited: one replica drafted nothing on purpose, so that the rollout's end says little.
+            audited: somebody drafted nothing on purpose, so that the rollout's end says little.
 
         Returns:
             What is to be said: why speculation stops, or that it goes on; None: nothing new.

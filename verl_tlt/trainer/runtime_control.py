@@ -1,6 +1,6 @@
 """Who decodes the coming rollout without a drafter, and what TLT saved in the last one.
 
-All do while speculation is switched off or stopped (`trainer.payoff`), but for a probe; else the one that is audited.
+All do while speculation is switched off or stopped (`trainer.payoff`), but for a probe; else whoever is audited.
 Each engine besides decides by what it saved.
 """
 
@@ -14,7 +14,7 @@ from verl_tlt.messages.rollout import Calibration, EngineStats
 from verl_tlt.speculation.baseline import Baseline, Savings, Times
 from verl_tlt.speculation.costs.latency_table import stock_share
 from verl_tlt.speculation.costs.tables import StockPoint, stock_points
-from verl_tlt.trainer.audit import audit_saving, audited
+from verl_tlt.trainer.audit import Audit, audit_of, audit_saving
 from verl_tlt.trainer.payoff import Payoff
 from verl_tlt.trainer.runtime_switch import RuntimeSwitch, SwitchError, read_switch
 
@@ -47,8 +47,9 @@ class RuntimeControl:
         """Of the last rollout."""
         self._stock: Sequence[StockPoint] = ()
         self.switch = RuntimeSwitch()
-        self.audited: str | None = None
-        """The replica that drafts nothing in the coming rollout because it is audited."""
+        self.audit = Audit()
+        """Of the coming rollout."""
+        self._shared = shared
         self._complaint = ""
 
     def drafting_disabled(self, step: int) -> list[str]:
@@ -65,9 +66,9 @@ class RuntimeControl:
             logger.warning("TLT was switched from outside; from step %d on: %s", step, said)
         self.switch = switch
         on = switch.speculation and not self.payoff.cause
-        self.audited = audited(step, self.replicas, self.audit_every) if on else None
+        self.audit = audit_of(step, self.replicas, self.audit_every, self._shared) if on else Audit()
         if on:
-            return [self.audited] if self.audited else []
+            return list(self.audit.replicas)
         probe = self.payoff.choose_probe() if switch.speculation else None
         return [name for name in self.replicas if name != probe]
 
@@ -90,18 +91,23 @@ class RuntimeControl:
             work = [row for s in stats.values() for row in s.work]
             batch = sum(w.batch * w.seconds for w in work) / max(sum(w.seconds for w in work), 1e-9)
             share = stock_share(self._stock, max(batch, 1.0))
-            if said := self.payoff.observe(stats, self.savings, share, self.audited is not None):
+            if said := self.payoff.observe(stats, self.savings, share, bool(self.audit.replicas)):
                 logger.warning("%s", said)
         return self.savings
 
     def report(self, stats: Mapping[str, EngineStats]) -> float | None:
-        """The saving that this rollout's audit showed (`tlt/audit_saved_frac`); None without an audit or enough data.
+        """The saving that this rollout's audit showed (`tlt/audit_saved_frac`).
+
+        None: there was no audit, nobody drafted beside it, or there is too little to compare.
 
         Args:
             stats: the schedulers' sums by replica.
         """
-        name, self.audited = self.audited, None
-        if name is None or name not in stats or not stats[name].work:
+        audit, self.audit = self.audit, Audit()
+        if len(audit.replicas) != 1:
+            return None
+        (name,) = audit.replicas
+        if name not in stats or not stats[name].work:
             return None
         found = audit_saving(stats[name].work, [s.work for n, s in stats.items() if n != name], self._stock)
         if found is None:

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from verl_tlt.messages.rollout import EngineStats, Work
 from verl_tlt.trace.events import TraceWriter
-from verl_tlt.trainer.audit import audit_saving, audited
+from verl_tlt.trainer.audit import Audit, audit_of, audit_saving
 from verl_tlt.trainer.runtime_control import RuntimeControl
 from verl_tlt.trainer.runtime_switch import (
     SWITCH_FILE,
@@ -88,9 +88,15 @@ def test_the_command_switches_and_says_what_is_on(run_dir, tmp_path):
 
 def test_each_replica_is_audited_in_turn():
     names = ["a", "b", "c"]
-    assert [audited(step, names, 5) for step in (5, 10, 15, 20)] == ["b", "c", "a", "b"]
-    assert audited(6, names, 5) is None and audited(5, names, 0) is None
-    assert audited(5, ["alone"], 5) is None
+    asked = [audit_of(step, names, 5, shared=False) for step in (5, 10, 15, 20)]
+    assert asked == [Audit(("b",)), Audit(("c",)), Audit(("a",)), Audit(("b",))]
+    assert audit_of(6, names, 5, False) == audit_of(5, names, 0, False) == audit_of(5, ["alone"], 5, False) == Audit()
+
+
+def test_on_a_shared_machine_all_are_audited_and_every_other_time_nobody_trains():
+    names = ["a", "b"]
+    asked = [audit_of(step, names, 5, shared=True) for step in (5, 6, 10, 15)]
+    assert asked == [Audit(("a", "b"), quiet=True), Audit(), Audit(("a", "b")), Audit(("a", "b"), quiet=True)]
 
 
 def test_the_saving_is_against_the_audited_replicas_own_steps():
@@ -114,16 +120,23 @@ def test_loads_that_the_audited_replica_never_had_are_left_out():
 def test_the_trainer_rests_everybody_when_drafting_is_switched_off(run_dir):
     tmp_path = run_dir
     live = RuntimeControl(str(tmp_path), ["a", "b"], audit_every=2)
-    assert live.drafting_disabled(1) == [] and live.drafting_disabled(2) == ["b"] == [live.audited]
+    assert live.drafting_disabled(1) == [] and live.drafting_disabled(2) == ["b"] == [*live.audit.replicas]
     stats = {"a": EngineStats(work=(Work(1, 0.5, 1),)), "b": EngineStats(work=(Work(1, 1.0, 1),))}
     assert live.report(stats) == pytest.approx(0.5)
     assert live.report(stats) is None  # that audit is over
     write_switch(tmp_path, speculation=False)
-    assert live.drafting_disabled(4) == ["a", "b"] and live.audited is None
+    assert live.drafting_disabled(4) == ["a", "b"] and live.audit == Audit()
     (tmp_path / SWITCH_FILE).write_text("speculation: perhaps")
     assert live.drafting_disabled(5) == ["a", "b"], "an unreadable file changes nothing"
     (tmp_path / SWITCH_FILE).write_text("spot: off")
     assert live.drafting_disabled(5) == [] and live.switch == RuntimeSwitch(spot=False)
+
+
+def test_where_all_are_audited_nothing_was_saved(tmp_path):
+    live = RuntimeControl(str(tmp_path), ["a", "b"], audit_every=1, shared=True)
+    assert live.drafting_disabled(1) == ["a", "b"]
+    work = EngineStats(work=(Work(1, 1.0, 1),))
+    assert live.report({"a": work, "b": work}) is None and live.audit == Audit()
 
 
 def test_an_engine_without_an_answer_is_no_audit(tmp_path):
