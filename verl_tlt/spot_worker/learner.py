@@ -372,7 +372,8 @@ class SpotLearner:
     ) -> dict[str, list[SequenceScore]] | None:
         head = None if self._whole_head is None else self._whole_head.to(self.place.device)
         versions = {one: self.agreed().of(one) for one in which}
-        return score_versions(self.trainer, versions, sequences, self.sampling, max_draft, head, should_stop)
+        rows = self.config.drafter.rows
+        return score_versions(self.trainer, versions, sequences, self.sampling, max_draft, head, should_stop, rows)
 
     def export(self, version: int, dtype: str, acceptance: list[float]) -> DrafterFile:
         """The agreed version as vLLM loads it; a `DrafterError` where its numbers are not finite in that dtype."""

@@ -12,7 +12,8 @@ from verl_tlt.drafter import DrafterTrainer, Sequence, SequenceScore, acceptance
 from verl_tlt.messages.training import HeldOutScores, Parameters, RolloutSampling
 
 PORTION = 1024
-"""Rows scored at once, and tokens between two looks at the stop flag (but at least one sequence)."""
+"""Most rows scored at once, most tokens between two looks at the stop flag (but at least one sequence), and fewest
+worth scoring."""
 
 HELD_OUT_TOKENS = 32_768
 """Most tokens a gate looks at: twice what a paired comparison needs, and still seconds of work."""
@@ -60,6 +61,7 @@ def score_versions(
     max_draft: int,
     lm_head: torch.Tensor | None,
     should_stop: Callable[[], bool],
+    rows: int = PORTION,
 ) -> dict[str, list[SequenceScore]] | None:
     """Score each version, one and the same only once; the trainer's own weights come back.
 
@@ -73,12 +75,15 @@ def score_versions(
         max_draft: K.
         lm_head: the policy's whole head, for a pruned draft vocabulary (`drafter.acceptance`).
         should_stop: asked before each portion of the sequences.
+        rows: of a micro-batch in training; a portion has no more (but at least one sequence, with its whole context),
+            so that a stop waits no longer for scores than for learning.
     """
+    portion = min(rows, PORTION)
     # Until something is published, the served drafter is the initial one.
     scored: dict[int, list[SequenceScore]] = {id(parameters): [] for parameters in versions.values()}
     for parameters in {id(parameters): parameters for parameters in versions.values()}.values():
         with trainer.holding(parameters):
-            for some in portions(sequences, PORTION):
+            for some in portions(sequences, portion):
                 if should_stop():
                     return None
                 scored[id(parameters)] += acceptance(

@@ -73,8 +73,12 @@ class RuntimeControl:
         return [name for name in self.replicas if name != probe]
 
     def calibrated(self, found: Calibration) -> None:
-        """Take note of what engine steps were measured to cost."""
-        self._stock = stock_points(found.stock)
+        """Take note of what engine steps were measured to cost.
+
+        Stock vLLM schedules beside the model where a core is free for that, as it is for an engine that is measured
+        alone. On a shared machine the other replicas need that core, and a step in OFF takes what stock's does.
+        """
+        self._stock = () if self._shared else stock_points(found.stock)
         self.baseline.calibrated(dict(found.latency), self._stock)
 
     def account(self, stats: Mapping[str, EngineStats], training: Times = ()) -> Savings:

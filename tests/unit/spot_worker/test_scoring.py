@@ -47,6 +47,13 @@ def test_a_version_that_is_two_of_the_three_is_scored_once(learner):
     assert (served.candidate == apart.candidate).all() and both == 2 * looks
 
 
+def test_a_stop_waits_no_longer_for_scores_than_for_learning(learner):
+    _, looks = looks_of(learner)
+    held_out, micro_batch = learner.buffer.held_out(), learner.config.drafter.rows
+    assert micro_batch < sum(map(len, held_out)) < PORTION
+    assert looks == len(list(scoring.portions(held_out, micro_batch)))
+
+
 def learner_delta(learner):
     """What one worker alone would be merged to."""
     return merge([learner.contribute()], min_steps=1)
