@@ -132,7 +132,7 @@ def say(found: dict[str, Any]) -> None:
     for name, of in found["ratios"].items():
         arm, parts = found["arms"][name], []
         for what, ratio in of.items():
-            if what == "saved":
+            if what == "saved" or ratio is None:
                 continue
             parts.append(f"{what} {ratio['pooled']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})")
         print(f"{name}: {', '.join(parts)}, accept length {arm['accept_length']}")

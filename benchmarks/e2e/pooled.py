@@ -33,6 +33,8 @@ class Step:
     """Of the longest tenth of the responses."""
     saved_s: float | None = None
     overhead_s: float | None = None
+    off_frac: float | None = None
+    """Share of engine steps that drafted nothing; None: the run has no TLT."""
     phases: Mapping[str, float] = field(default_factory=dict)
     """Seconds of verl's phases outside rollout, by its name for them."""
 
@@ -55,6 +57,7 @@ def read_step(turn: int, step: int, metrics: Mapping[str, float], responses: int
         accept_length_tail=metrics.get("tlt/accept_length_tail"),
         saved_s=metrics.get("tlt/saved_s"),
         overhead_s=metrics.get("tlt/overhead_s"),
+        off_frac=metrics.get("tlt/spec_off_frac"),
         phases={name: metrics[key] for name in PHASES if (key := f"timing_s/{name}") in metrics},
     )
 
@@ -131,10 +134,15 @@ def saved(both: Pairs) -> dict[str, float] | None:
 
 
 def ratios(stock: Sequence[Step], arm: Sequence[Step]) -> dict[str, Any]:
-    """Rollout and whole step against stock, by step and by token, and the account of `tlt/saved_s`."""
+    """Rollout and whole step against stock, by step and by token, and the account of `tlt/saved_s`.
+
+    `rollout_off` is of the rollouts in which nothing was drafted, per token; None: there was none.
+    """
     both = pairs(stock, arm)
+    off = [(theirs, ours) for theirs, ours in both if ours.off_frac == 1.0]
     return {
         "saved": saved(both),
+        "rollout_off": ratio(off, lambda s: s.rollout_s, lambda s: s.tokens) if off else None,
         "rollout": ratio(both, lambda s: s.rollout_s, lambda s: 1.0),
         "rollout_per_token": ratio(both, lambda s: s.rollout_s, lambda s: s.tokens),
         "e2e": ratio(both, lambda s: s.step_s, lambda s: 1.0),

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from statistics import mean, median
+from typing import Any
 
 from tables.page import load, percent, rows
 
 
 def end_to_end() -> str:
-    """All arms against stock."""
-    found = load("e2e")
+    """All arms against stock, on cores with bfloat16 products."""
+    return _end_to_end("e2e")
+
+
+def end_to_end_avx2() -> str:
+    """The same on cores with AVX2 alone."""
+    return _end_to_end("e2e_avx2")
+
+
+def _end_to_end(file: str) -> str:
+    found = load(file)
 
     def outside(name: str) -> str:
         steps = [step for turn in found["turns"] if turn["arm"] == name for step in turn["steps"]]
@@ -49,8 +59,18 @@ def claim(saved: dict[str, float]) -> list[str]:
 
 
 def savings() -> str:
-    """What the account claimed to have saved, and what was saved."""
-    found, body = load("e2e_forced"), []
+    """What the account claimed to have saved, and what was saved, on cores with bfloat16 products."""
+    return _savings("e2e_forced")
+
+
+def savings_avx2() -> str:
+    """The same on cores with AVX2 alone."""
+    return _savings("e2e_forced_avx2")
+
+
+def _savings(file: str) -> str:
+    found: dict[str, Any] = load(file)
+    body = []
     steps = {
         name: {(turn["turn"], step["step"]): step for turn in found["turns"] if turn["arm"] == name
                for step in turn["steps"]} for name in found["arms"]
@@ -64,9 +84,12 @@ def savings() -> str:
         share = sum(s["overhead_s"] for s in own.values()) / sum(s["step_s"] for s in own.values())
         lengths = f"{arm['accept_length']:.2f} / {arm['accept_length_tail']:.2f}"
         beside = [f"{outside[0]:.1f} / {outside[1]:.1f} s", f"{100 * share:.1f} %"]
-        body.append([f"`{name}`", lengths, *speeds, *claims, *beside])
+        off = of.get("rollout_off")
+        undrafted = f"{len(off['each'])}: {off['pooled']:.2f}x ({off['low']:.2f} to {off['high']:.2f})" if off else ""
+        body.append([f"`{name}`", lengths, *speeds, undrafted, *claims, *beside])
     return rows(
-        ("", "accept length: all / the longest tenth", "rollout", "step", "`tlt/saved_s` claimed",
+        ("", "accept length: all / the longest tenth", "rollout", "step", "rollouts without drafts",
+         "`tlt/saved_s` claimed",
          "shorter than stock's by", "claimed too much", "outside rollout, a step: TLT / stock",
          "`tlt/overhead_s` of the step"), body,
     )  # fmt: skip
@@ -97,24 +120,28 @@ def same_tokens() -> str:
 
 def expectations() -> str:
     """The README's: what runs on the CPU came to."""
-    run, control = load("e2e"), load("control")
+    both, control = (load("e2e"), load("e2e_avx2")), load("control")
 
-    def faster(arm: str, what: str) -> str:
+    def faster(run: Any, arm: str, what: str) -> str:
         of = run["ratios"][arm][what]
         return f"{of['pooled']:.2f}x ({of['low']:.2f} to {of['high']:.2f})"
 
-    best = max((arm for arm in run["ratios"] if arm.startswith("vllm-")),
-               key=lambda arm: run["ratios"][arm]["e2e_per_token"]["pooled"])  # fmt: skip
+    def best(run: Any) -> str:
+        arms = [arm for arm in run["ratios"] if arm.startswith("vllm-")]
+        return max(arms, key=lambda arm: float(run["ratios"][arm]["e2e_per_token"]["pooled"]))
+
     arms = {
-        "tlt": "TLT with a trained drafter",
-        best: f"the fastest of vLLM's own with that drafter ({best.replace('vllm-', 'K=')})",
-        "tlt-fresh": "TLT from a random drafter, in its first steps",
+        "TLT with a trained drafter": lambda _: "tlt",
+        f"the fastest of vLLM's own with that drafter ({', '.join(map(best, both))})": best,
+        "TLT from a random drafter, in its first steps": lambda _: "tlt-fresh",
     }
-    body: list[list[object]] = []
-    for arm, words in arms.items():
-        steps = f"{len(run['arms'][arm]['reward'])} steps, 95 %"
-        body += [[f"{words}: rollout against stock verl, per token", faster(arm, "rollout_per_token"), steps]]
-        body += [["whole step, likewise", faster(arm, "e2e_per_token"), ""]]
+    steps = " and ".join(str(len(run["arms"]["stock"]["reward"])) for run in both)
+    machines = ("cores with bfloat16 products", "with AVX2 alone")
+    body: list[list[object]] = [[f"{steps} steps, with intervals of 95 %", *machines]]
+    for words, arm in arms.items():
+        for what, key in ((f"{words}: rollout against stock verl, per token", "rollout_per_token"),
+                          ("whole step, likewise", "e2e_per_token")):  # fmt: skip
+            body.append([what, *(faster(run, arm(run), key) for run in both)])
     summary = load("drafter_study")["summary"]
     online = [summary[name]["online_vs_frozen_accept_length_late"] for name in ("random", "generic", "in_domain")]
     gains = ", ".join(f"{percent(of['mean'], int(abs(of['mean']) < 0.1))} %" for of in online)

@@ -62,11 +62,19 @@ def test_what_was_claimed_to_be_saved_is_compared_where_something_was_claimed():
     assert (found["error_low_s"], found["error_high_s"]) == (-4.0, 2.0), "1 s too much, 2 s too little"
 
 
+def test_rollouts_in_which_nothing_was_drafted_have_a_ratio_of_their_own():
+    stock, arm = [step(0, n, 10.0) for n in range(4)], [step(0, n, 5.0) for n in range(3)]
+    arm.append(replace(step(0, 3, 20.0, tokens=1600.0), off_frac=1.0))
+    assert ratios(stock, arm[:3])["rollout_off"] is None
+    assert ratios(stock, [replace(arm[0], off_frac=0.9), *arm[1:]])["rollout_off"]["each"] == [0.8]
+
+
 def test_the_checkpoint_of_a_turn_is_no_part_of_its_steps():
     metrics = {"timing_s/step": 9.0, "timing_s/gen": 4.0, "timing_s/save_checkpoint": 2.0, "timing_s/update_actor": 2.5,
                "response_length/mean": 10.0, "response_length/max": 30.0, "critic/score/mean": 0.25}  # fmt: skip
     found = read_step(2, 7, metrics, responses=24)
-    assert (found.step_s, found.tokens, found.accept_length) == (7.0, 240.0, None)
+    assert (found.step_s, found.tokens, found.accept_length, found.off_frac) == (7.0, 240.0, None, None)
+    assert read_step(2, 7, metrics | {"tlt/spec_off_frac": 1.0}, responses=24).off_frac == 1.0
     assert summary([found])["train_s"]["median"] == 3.0 and summary([found])["accept_length"] is None
     assert summary([found, found])["phases_s"]["update_actor"] == 2.5
 
