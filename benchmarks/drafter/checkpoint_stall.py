@@ -96,9 +96,10 @@ def main() -> None:
             stalls.append(b)
             written.append(until)
             print(f"full, synchronous {a:.3f} s; selective, asynchronous {b:.3f} s ({until:.3f} s to disk)", flush=True)
+    files = [path for path in (scratch / "selective").rglob("*") if path.is_file()]
     size = {
         "full_mb": round((scratch / "full.pt").stat().st_size / 1e6, 1),
-        "selective_mb": round(sum(f.stat().st_size for f in (scratch / "selective").iterdir()) / 1e6, 1),
+        "selective_mb": round(sum(path.stat().st_size for path in files) / 1e6, 1),
     }
     shutil.rmtree(scratch)
     ratios = [a / b for a, b in zip(full, stalls, strict=True)]
