@@ -61,17 +61,18 @@ def replay_table(results: list[dict[str, Any]], detail: dict[str, Any]) -> Table
 
 
 def drain_table(drain: dict[str, Any], detail: dict[str, Any]) -> Table:
-    """Tokens per second on a real engine; goodput against every arm by the median over pairs, and what K is worth."""
+    """Tokens per second on a real engine; goodput against every arm, pooled, and what K is worth."""
     runs, speeds = drain["runs"], drain["tok_per_s"]
     accepted = f"accept length {drain['accept_length']} at K=7"
     table = Table(title=f"Drain 64 to 1 on a vLLM CPU engine: {runs} runs, {accepted}")
     for head in ("arm", "tok/s, median", "min", "max", "over off", "goodput over it", "K, % of the best"):
         table.add_column(head, justify="left" if head == "arm" else "right")
     for name, speed in speeds.items():
-        gain = speed["median"] / speeds["off"]["median"]
-        figures = (*(f"{speed[key]:.1f}" for key in ("median", "min", "max")), f"{gain:.3f}")
+        figures = [f"{speed[key]:.1f}" for key in ("median", "min", "max")]
+        ratios = [detail[over][name] for over in ("over_off", "goodput_over")]
         worth = detail["worth_pct"].get(name)
-        table.add_row(name, *figures, f"{detail['goodput_over'][name]:.3f}", f"{worth:.2f}" if worth else "")
+        pooled = [f"{ratio:.3f} ({low:.3f} to {high:.3f})" for ratio, low, high in ratios]
+        table.add_row(name, *figures, *pooled, f"{worth:.2f}" if worth else "")
     return table
 
 

@@ -77,25 +77,26 @@ def foreign() -> str:
 
 def drain() -> str:
     """Who chooses K, on a real engine."""
-    found = load("control")
-    detail, by_run = found["drain_detail"], found["drain_detail"]["tok_per_s_by_run"]
-    ours, body = detail["final"]["goodput"]["tok_per_s_by_run"], []
-    for name, speeds in by_run.items():
-        over = sorted(a / b for a, b in zip(speeds, by_run["off"], strict=True))
-        theirs = detail["final"].get(name, {}).get("tok_per_s_by_run")
-        met = sorted(a / b for a, b in zip(ours, theirs, strict=True)) if theirs and name != "goodput" else []
+    detail = load("control")["drain_detail"]
+
+    def pooled(found: list[float] | None) -> str:
+        return "{:.2f}x ({:.2f} to {:.2f})".format(*found) if found else ""
+
+    body = []
+    for name, speeds in detail["tok_per_s_by_run"].items():
+        others = name != "goodput"
+        final = detail["final"].get(name, {}).get("goodput_over")
         worth = detail["worth_pct"].get(name)
-        body.append(
-            [
-                DRAIN.get(name) or name.replace("fixed-", "fixed K="),
-                f"{min(speeds):.0f}{', ' if len(speeds) == 2 else ' to '}{max(speeds):.0f}",
-                "" if name == "off" else f"{over[0]:.2f}x, {over[-1]:.2f}x",
-                f"{median(met):.2f}x ({met[0]:.2f} to {met[-1]:.2f})" if met else "",
-                f"{worth:.1f}" if worth else "",
-            ]
-        )
+        body.append([
+            DRAIN.get(name) or name.replace("fixed-", "fixed K="),
+            f"{min(speeds):.0f} to {max(speeds):.0f}",
+            pooled(detail["over_off"][name] if name != "off" else None),
+            pooled(detail["goodput_over"][name] if others else None),
+            pooled(final if others else None),
+            f"{worth:.1f}" if worth else "",
+        ])  # fmt: skip
     return rows(
-        ("chosen by", "tokens a second", "over off", "in the final, goodput over it: median (range)",
+        ("chosen by", "tokens a second", "over off", "goodput over it", "the same in the final",
          "K, in % of the best at every step"), body,
     )  # fmt: skip
 
