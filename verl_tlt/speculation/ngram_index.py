@@ -96,12 +96,11 @@ class _Visit:
             latest[gram] = base + end
         self.bytes += (len(tokens) - before) * TOKEN_BYTES + (len(latest) - known) * NGRAM_BYTES
 
-    def longest_match(self, context: array[int], skip: int) -> tuple[int, array[int], int]:
+    def longest_match(self, context: array[int]) -> tuple[int, array[int], int]:
         """(matched tokens, sequence, position after the match) of the longest match; 0 matched: none.
 
         Args:
-            context: the sequence to continue.
-            skip: place of the context's own last token; -1 when it is not in this visit.
+            context: the sequence to continue; behind its own last token nothing follows, so it never matches itself.
         """
         best, where, after = 0, context, 0
         if len(context) < SHORTEST:
@@ -112,7 +111,7 @@ class _Visit:
                 break
             sequence, end = divmod(place, _SPAN)
             tokens = self.tokens[sequence]
-            if place != skip and end + 1 < len(tokens):
+            if end + 1 < len(tokens):
                 length = _common_end(context, tokens, end)
                 if length > best:
                     best, where, after = length, tokens, end + 1
@@ -204,10 +203,9 @@ class NgramIndex:
         if held is None or length < 1:
             return None
         context = held.visit.tokens[held.sequence]
-        own = held.sequence * _SPAN + len(context) - 1
         best, where, after = 0, context, 0
         for visit in reversed(held.book.visits):
-            found = visit.longest_match(context, own if visit is held.visit else -1)
+            found = visit.longest_match(context)
             if found[0] > best:
                 best, where, after = found
         if not best or self.trust.of(best) < least:

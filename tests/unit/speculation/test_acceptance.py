@@ -227,3 +227,16 @@ def test_evidence_about_a_position_does_not_fade_while_nobody_reaches_it():
     before = estimate._trials[1], estimate._hits[1]
     estimate.observe(10, [0, 0])
     assert (estimate._trials[1], estimate._hits[1]) == before
+
+
+def test_the_ratio_of_two_positions_is_what_was_seen_of_them():
+    """Half and then four fifths of it; when the first is accepted wholly, the second follows by that ratio."""
+    estimate = AcceptanceEstimate(2, stale_after=1e9)
+    for _ in range(20):
+        estimate.observe(100, [50, 20])
+    first, second = estimate.conditional()
+    assert (first, second) == pytest.approx((0.5, 0.4), abs=0.02)
+    for _ in range(2000):
+        estimate.observe(100, [100])
+    first, second = estimate.conditional()
+    assert first == pytest.approx(1.0, abs=0.01) and second == pytest.approx(0.8, abs=0.03)

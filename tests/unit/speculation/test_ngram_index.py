@@ -200,3 +200,41 @@ def test_as_much_as_is_allowed_is_kept_and_no_byte_more(spare, kept):
 
     index = follow(NgramIndex(follow(NgramIndex(1 << 20)).bytes + spare))
     assert len(index) == kept
+
+
+def test_a_match_is_compared_up_to_the_longest_and_trusted_by_its_length(index):
+    said = list(range(100, 100 + 2 * LONGEST))
+    respond(index, "a", [*said, 7])
+    index.begin("b", PROMPT)
+    index.extend("b", said)
+    assert index.propose("b", 1).matched == LONGEST and Trust().of(LONGEST) == 1.0
+    for _ in range(4):
+        index.trust.learn(LONGEST, False)
+    assert index.trust.of(LONGEST) == 0.5 and index.propose("b", 1, least=0.6) is None
+
+
+def test_as_few_tokens_as_an_n_gram_has_can_match(index):
+    prompt = PROMPT[:SHORTEST]
+    respond(index, "a", [1, 2], prompt)
+    index.begin("b", prompt)
+    assert index.propose("b", 2).tokens == [1, 2]
+
+
+def test_of_two_visits_the_latest_is_quoted_where_both_match_alike(index):
+    respond(index, "a", [1, 2, 3, 10])
+    index.new_policy()
+    respond(index, "b", [1, 2, 3, 20])
+    index.begin("c", PROMPT)
+    index.extend("c", [1, 2, 3])
+    assert proposed(index, "c", 1) == [20]
+
+
+def test_no_more_is_forgotten_than_makes_room():
+    index = NgramIndex(max_bytes=20_000)
+    prompts = [[first, 51, 52, 53] for first in range(100, 160)]
+    for prompt in prompts:
+        respond(index, f"{prompt[0]}", range(1000 * prompt[0], 1000 * prompt[0] + 20), prompt)
+        assert index.bytes <= index.max_bytes
+    one = NgramIndex(max_bytes=20_000)
+    respond(one, "one", range(20), prompts[0])
+    assert 0.9 * index.max_bytes - one.bytes <= index.bytes, "down to nine tenths"

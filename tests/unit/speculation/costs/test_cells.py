@@ -43,3 +43,12 @@ def test_the_centre_is_the_mean_of_the_loads():
         cell.learn(0.1, 0.0, 0.0, 96.0)
         cell.place(batch, kv)
     assert (cell.batch, cell.kv_tokens) == pytest.approx((5, 300))
+
+
+def test_the_first_samples_are_weighed_against_what_the_neighbours_suggest():
+    """By the noise of so many: (0.03)^2 of one, a third of it of three that agree, against a prior of (0.2)^2."""
+    for count in (1, 3):
+        noise, cell = 0.03**2 / count, fed([0.3] * count, prior=0.25)
+        trust = 0.2**2 / (0.2**2 + noise)
+        assert cell.level == pytest.approx(0.25 + trust * 0.05), count
+        assert cell.variance == pytest.approx(trust * noise)

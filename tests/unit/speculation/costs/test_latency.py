@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.simulate.hardware import QWEN3_8B_H100
-from verl_tlt.speculation.costs.latency import LatencyModel
+from verl_tlt.speculation.costs.latency import _FAR, LatencyModel, _key
 from verl_tlt.speculation.costs.latency_table import fill_arms, for_policy
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
 from verl_tlt.speculation.types import OFF, ControlError
@@ -283,6 +283,9 @@ def test_a_longer_draft_that_was_measured_to_be_cheaper_is_believed_to_be_so_at_
     for k in (0, 1, 2):
         measure(model, 8, k, 12, rng, context=4000, cost=odd)
     assert model.seconds(8, 32000, 3) < 0.85 * model.seconds(8, 32000, 2)
+    for k in (5, 7):
+        measure(model, 8, k, 12, rng, context=4000, cost=odd)
+    assert model.seconds(8, 32000, 3) <= model.seconds(8, 32000, 5)
     assert model.seconds(64, 256000, 3) > model.seconds(64, 256000, 2), "nothing was measured at such batches"
 
 
@@ -294,3 +297,29 @@ def test_a_guess_between_does_not_raise_what_was_measured_beyond_it():
 
 def test_nothing_measured_is_wholly_uncertain():
     assert LatencyModel(ARMS).uncertainty(8, 8000) == [1.0] * (1 + len(ARMS))
+
+
+def test_loads_are_alike_whose_requests_have_contexts_alike():
+    assert _key(4, 4 * 1000, 3)[1] == _key(64, 64 * 1000, 3)[1] != _key(64, 64 * 4000, 3)[1]
+    assert _key(4, 4 * 1000, 3)[0] != _key(64, 64 * 1000, 3)[0]
+
+
+def test_the_farther_a_measurement_the_less_is_known():
+    model, rng = LatencyModel(ARMS), np.random.default_rng(11)
+    measure(model, 16, 3, 24, rng)
+    arm = 1 + ARMS.index(3)
+    for loads in ([(16, 1000), (32, 1000), (64, 1000)], [(16, 1000), (16, 4000), (16, 16000)]):
+        vague = [model.uncertainty(batch, batch * context)[arm] for batch, context in loads]
+        assert vague == sorted(vague) and vague[0] < 0.5 * vague[1] < vague[1] < vague[2], loads
+    assert model.uncertainty(4096, 4096 * 60_000)[arm] == pytest.approx(_FAR), "and no less than that"
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5])
+def test_a_stored_measurement_counts_as_so_many(samples):
+    stored = LatencyTable((LatencyPoint(8, 8000, 0, 0.010, 9), LatencyPoint(8, 8000, 3, 0.020, samples)))
+    kept = LatencyModel(ARMS, table=stored).to_table()
+    assert next(p.samples for p in kept.points if p.draft_length == 3) == samples
+    guessed = LatencyTable((LatencyPoint(8, 8000, 0, 0.010, 9), LatencyPoint(8, 8000, 3, 0.020, 0)))
+    arm = 1 + ARMS.index(3)
+    vague = [LatencyModel(ARMS, table=table).uncertainty(8, 8000)[arm] for table in (stored, guessed)]
+    assert vague[0] < vague[1], "a line between two others is no measurement"

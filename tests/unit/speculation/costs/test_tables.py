@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from verl_tlt.speculation.costs.tables import (
     stock_points,
     table_path,
 )
+from verl_tlt.speculation.types import ControlError
 
 KEY = TableKey("NVIDIA H100 80GB HBM3 x4", "Qwen/Qwen2.5-32B bf16", "0.24.0")
 TABLE = LatencyTable((LatencyPoint(1, 500, -1, 0.005, 9), LatencyPoint(64, 32000, 3, 0.02, 7)))
@@ -120,3 +122,14 @@ def test_stock_is_a_share_of_off_between_the_batches_that_were_measured():
     stock = stock_points([(1, 0.8, 1.0), (5, 2.0, 2.0)])
     assert [stock_share(stock, batch) for batch in (1, 3, 5, 500)] == [0.8, 0.9, 1.0, 1.0]
     assert stock_share((), 3) == 1.0
+
+
+def test_a_table_s_name_is_readable_and_ends_with_a_digest(tmp_path):
+    name = table_path(tmp_path, replace(KEY, model="m" * 50)).name
+    assert re.fullmatch(r"NVIDIA_H100_80GB_HBM3_x4-m{40}-0\.24\.0-[0-9a-f]{12}\.json", name)
+
+
+@pytest.mark.parametrize("row", [(0, 1.0, 1.0), (1, 0.0, 1.0), (1, 1.0, 0.0), (1, float("inf"), 1.0)])
+def test_stock_that_takes_nothing_is_no_measurement(row):
+    with pytest.raises(ControlError, match="out of range"):
+        stock_points([row])

@@ -4,7 +4,7 @@ import pytest
 
 from verl_tlt.speculation.policies.bandit import BanditPolicy, BanditSettings
 from verl_tlt.speculation.policies.factory import make_policy
-from verl_tlt.speculation.types import Load, StepRecord
+from verl_tlt.speculation.types import ControlError, Load, StepRecord
 
 ARMS = (0, 1, 3, 5, 7)
 RELEASED = {"thresholds": (1, 2, 5, 21), "arms_per_bucket": 1, "off_arm": False, "off_above": 32}
@@ -80,3 +80,12 @@ def test_groups_by_verify_count_long_ones_for_small_batches(width, expected):
     policy = BanditPolicy(ARMS, BanditSettings(thresholds=(1, 16, 64, 128), arms_per_bucket=width, epsilon=1.0, hold=1))
     for batch, arms in expected.items():
         assert {policy.choose(Load(batch, batch)) for _ in range(300)} == arms
+
+
+def test_a_step_without_requests_earns_no_reward_and_no_drafting_at_all_is_a_setting():
+    policy = BanditPolicy((0, 1, 3))
+    policy.learn(StepRecord(0, 0, 1, 1, 0, (), 0, 0.01, True))
+    BanditSettings(off_above=0).check((0, 1, 3))
+    assert BanditPolicy((0, 1, 3), BanditSettings(off_above=0)).choose(Load(1, 1)) == 0
+    with pytest.raises(ControlError, match="off_above must not be negative, not -1"):
+        BanditSettings(off_above=-1).check((0, 1, 3))

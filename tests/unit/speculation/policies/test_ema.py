@@ -63,3 +63,11 @@ def test_settings_that_say_nothing_are_refused(weight, hold, fits):
 def test_ranges_that_contradict_each_other_are_refused(thresholds, tiers, said):
     with pytest.raises(ControlError, match=said):
         EmaSettings(thresholds=thresholds, tiers=tiers).check()
+
+
+@pytest.mark.parametrize(("accepted", "k"), [(0.9, 3), (0.7, 1), (2.4, 3), (2.6, 7)])
+def test_a_tier_is_left_by_its_margins(accepted, k):
+    """K=3 drafts longer above 3 - 0.5 accepted tokens and shorter below 1 - 0.25."""
+    policy = EmaPolicy((0, 1, 3, 7), EmaSettings(weight=1.0, hold=1))
+    policy.observe(StepRecord(10, 10, 3, 3, 10, (round(10 * accepted), 0, 0), 10, 0.01, True))
+    assert policy.choose(Load(10, 10)) == k
