@@ -230,11 +230,12 @@ def test_of_two_visits_the_latest_is_quoted_where_both_match_alike(index):
 
 
 def test_no_more_is_forgotten_than_makes_room():
-    index = NgramIndex(max_bytes=20_000)
-    prompts = [[first, 51, 52, 53] for first in range(100, 160)]
-    for prompt in prompts:
-        respond(index, f"{prompt[0]}", range(1000 * prompt[0], 1000 * prompt[0] + 20), prompt)
+    index, of_one, fewest = NgramIndex(max_bytes=20_000), 0, []
+    for first in range(100, 160):
+        before = index.bytes
+        respond(index, f"{first}", range(1000 * first, 1000 * first + 20), [first, 51, 52, 53])
+        of_one = of_one or index.bytes
         assert index.bytes <= index.max_bytes
-    one = NgramIndex(max_bytes=20_000)
-    respond(one, "one", range(20), prompts[0])
-    assert 0.9 * index.max_bytes - one.bytes <= index.bytes, "down to nine tenths"
+        if index.bytes < before:
+            fewest.append(index.bytes)
+    assert len(fewest) > 10 and min(fewest) >= 0.9 * index.max_bytes - of_one, "down to nine tenths"

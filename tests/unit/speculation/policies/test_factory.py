@@ -106,6 +106,7 @@ def test_table_uses_only_measured_draft_lengths():
         ("bandit", (0, 1), {"thresholds": (4, 2)}, "thresholds must ascend"),
         ("bandit", (0, 1, 3), {"thresholds": (1, 2, 5), "arms_per_bucket": 1, "off_arm": False}, "3 thresholds"),
         ("bandit", (0, 1), {"epsilon": 1.5}, "epsilon"),
+        ("bandit", (0, 1), {"off_above": "32"}, "off_above of policy bandit cannot be '32'"),
         ("bandit", (0, 1), {"thresholds": ("a",)}, "thresholds"),
         ("ema", (0, 1), {"thresholds": (1, 8), "tiers": ((1,),)}, "threshold"),
         ("fixed", (0, 1), {"fixed": 2}, "fixed=2"),
