@@ -305,3 +305,14 @@ def test_half_of_a_rollout_must_be_compared_and_half_is_enough():
     assert baseline.savings({"r0": rows}).rollout_s == pytest.approx(20 * 0.1 - 1.0)
     longer = [rows[0], Stretch(1.0, 2.01, 64, 1.01, 20, False)]
     assert baseline.savings({"r0": longer}).rollout_s is None
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_on_devices_of_its_own_a_replica_takes_what_it_took_however_many_are_busy(shared):
+    baseline = Baseline(shared)
+    for start, busy, seconds in ((0.0, 1, 0.1), (10.0, 4, 0.2)):
+        row = Stretch(start, start + 1.0, 4, seconds=10 * seconds, stock_steps=10, off=True)
+        baseline.learn({f"r{i}": [row] for i in range(busy)})
+    assert (baseline.off_seconds(4, 1), baseline.off_seconds(4, 4)) == pytest.approx((0.1, 0.2))
+    others = [baseline.off_seconds(4, busy) for busy in (2, 3, 8)]
+    assert others == ([None] * 3 if shared else pytest.approx([0.1, 0.2, 0.2])), "the nearest number that was seen"
