@@ -101,6 +101,17 @@ def drain() -> str:
     )  # fmt: skip
 
 
+def final() -> str:
+    """A longer final, recorded another day."""
+    met = load("control")["drain_again"]["final"]
+    body = [
+        [DRAIN.get(name) or name.replace("fixed-", "fixed K="), len(of["tok_per_s_by_run"]),
+         "{:.2f}x ({:.2f} to {:.2f})".format(*of["goodput_over"])]
+        for name, of in met.items() if name != "goodput"
+    ]  # fmt: skip
+    return rows(("met in a longer final", "repetitions", "goodput over it"), body)
+
+
 def changing() -> str:
     """How much faster goodput is than a choice made beforehand, while everything moves."""
     faster = load("control")["changing"]["goodput_is_faster_than"]
