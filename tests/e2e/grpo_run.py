@@ -135,9 +135,11 @@ TLT = (
     "tlt.buffer.min_tokens=300",
     "tlt.spot.max_epochs=24",
     "tlt.spot.min_merge_steps=2",
-    # Three steps of a toy hold out little. That a second drafter is judged, and served unless it is far worse, takes
-    # half of the sequences, none that outweighs the rest, and a wide margin.
+    # Three steps of a toy hold out little (464 positions in one run). That a second drafter is
+    # judged, and served unless it is far worse, takes half of the sequences, none that outweighs the rest, fewer
+    # positions than a run asks for, and a wide margin.
     "tlt.buffer.held_out=0.5",
     "tlt.buffer.window=128",
     "tlt.gate.margin=0.1",
+    "tlt.gate.min_tokens=256",
 )
