@@ -33,7 +33,7 @@ from verl_tlt.drafter import (
     save_drafter,
     train_until,
 )
-from verl_tlt.drafter import Sequence as States
+from verl_tlt.drafter import TrainingSequence as States
 
 PARTS = {"model.embed_tokens.weight": "embed", "lm_head.weight": "lm_head", "model.norm.weight": "norm"}
 

@@ -25,7 +25,7 @@ from demo.toy import task
 from demo.toy.assets import SHIPPED_POLICY, build_assets
 from verl_tlt.drafter import (
     DrafterTrainer,
-    Sequence,
+    TrainingSequence,
     VerifierWeights,
     acceptance,
     batches,
@@ -81,7 +81,7 @@ def demonstration(rng: random.Random) -> tuple[list[int], int]:
     return [task.TOKEN_ID[w] for w in words], len(prompt)
 
 
-def observed(policy: Qwen3ForCausalLM, rng: random.Random) -> Sequence:
+def observed(policy: Qwen3ForCausalLM, rng: random.Random) -> TrainingSequence:
     """A window of a demonstration: every second from its beginning, where every response has one."""
     tokens, prompt_len = demonstration(rng)
     begin = rng.choice((0, rng.randrange(max(len(tokens) - WINDOW, 1))))
@@ -114,7 +114,7 @@ def _train(policy_dir: Path, home: Path, aux_layers: tuple[int, ...], steps: int
 
 
 @torch.no_grad()
-def observe(policy: Qwen3ForCausalLM, tokens: list[int], prompt_len: int) -> Sequence:
+def observe(policy: Qwen3ForCausalLM, tokens: list[int], prompt_len: int) -> TrainingSequence:
     """One text as the policy sees it: the outputs of its last three layers, the last of them before the final norm.
 
     Those are the inputs of layers 3, 5 and 7 of the wide policy, each behind an empty layer.
@@ -129,7 +129,7 @@ def observe(policy: Qwen3ForCausalLM, tokens: list[int], prompt_len: int) -> Seq
     hook.remove()
     *_, before, middle, _ = out.hidden_states  # the last is normed
     aux = torch.cat([before[0], middle[0], seen["last"][0]], dim=-1)  # [L, 3H]
-    return Sequence(torch.tensor(tokens), prompt_len, aux, seen["last"][0])
+    return TrainingSequence(torch.tensor(tokens), prompt_len, aux, seen["last"][0])
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from benchmarks.drafter.study import CONFIG, K, new_drafter
 from benchmarks.drafter.trajectory import SHIPPED_POLICY, Taught, capture
 from benchmarks.stored import store
 from demo.toy import task
-from verl_tlt.drafter import Sequence, to_drafter_file
+from verl_tlt.drafter import TrainingSequence, to_drafter_file
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import HeldOutScores, RolloutSampling, VerifierArrays
 from verl_tlt.spot_worker.buffer import Buffer
@@ -52,7 +52,7 @@ def demonstrations(count: int, seed: int) -> list[tuple[list[int], int]]:
 class Team:
     """Workers from one random head, each with its share of the sequences."""
 
-    def __init__(self, shares: list[list[Sequence]], weights: VerifierArrays, seed: int) -> None:
+    def __init__(self, shares: list[list[TrainingSequence]], weights: VerifierArrays, seed: int) -> None:
         file = DrafterFile(0, *to_drafter_file(new_drafter(seed), "float32"))
         sampling = RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
         self.workers = [
@@ -72,7 +72,7 @@ class Team:
         for worker in self.workers:
             worker.adopt(merged)
 
-    def counts(self, sequences: list[Sequence]) -> np.ndarray:
+    def counts(self, sequences: list[TrainingSequence]) -> np.ndarray:
         """[S, 1+K], see `HeldOutScores`: of the agreed version."""
         return counts(self.workers[0].score_on(sequences, ("candidate",), K)["candidate"], K)
 

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.stored import store
 from demo.toy import task
-from verl_tlt.drafter import Batch, DrafterTrainer, Sequence, align, build_drafter, pack
+from verl_tlt.drafter import Batch, DrafterTrainer, TrainingSequence, align, build_drafter, pack
 from verl_tlt.spot_worker.buffer import Buffer
 
 
@@ -53,11 +53,11 @@ def trainer(hidden: int, vocabulary: int) -> DrafterTrainer:
     return DrafterTrainer(model, learning_rate=1e-4)
 
 
-def sequences_of(lengths: list[int], hidden: int, vocabulary: int) -> list[Sequence]:
+def sequences_of(lengths: list[int], hidden: int, vocabulary: int) -> list[TrainingSequence]:
     """Random rollouts with a prompt of up to 32 tokens."""
     generator = torch.Generator().manual_seed(0)
     return [
-        Sequence(
+        TrainingSequence(
             tokens=torch.randint(vocabulary, (n,), generator=generator),
             prompt_len=min(32, n // 4),
             aux=torch.randn(n, 3 * hidden, generator=generator).bfloat16(),
@@ -67,7 +67,7 @@ def sequences_of(lengths: list[int], hidden: int, vocabulary: int) -> list[Seque
     ]
 
 
-def padded_batches(sequences: list[Sequence], rows: int, rng: random.Random) -> list[list[Batch]]:
+def padded_batches(sequences: list[TrainingSequence], rows: int, rng: random.Random) -> list[list[Batch]]:
     """All sequences once, in random order, in groups filled up to the longest of each."""
     order = rng.sample(sequences, len(sequences))
     groups = [[align(s) for s in order[i : i + rows]] for i in range(0, len(order), rows)]
@@ -79,7 +79,7 @@ def _filled(batch: Batch, rows: int) -> Batch:
     return batch.padded(rows) if batch.rows < rows else batch
 
 
-def packed_batches(sequences: list[Sequence], budget: int, rng: random.Random) -> list[list[Batch]]:
+def packed_batches(sequences: list[TrainingSequence], budget: int, rng: random.Random) -> list[list[Batch]]:
     """All sequences once, as a session draws them."""
     buffer = Buffer(max_bytes=2**40, keep_steps=1, held_out=0.0)
     for i, s in enumerate(sequences):

@@ -29,7 +29,7 @@ from demo.toy import task
 from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from demo.toy.reward import compute_score
 from demo.toy.train import TrainConfig, save_policy, train
-from verl_tlt.drafter import Sequence, VerifierWeights, from_numpy16, to_numpy16
+from verl_tlt.drafter import TrainingSequence, VerifierWeights, from_numpy16, to_numpy16
 from verl_tlt.messages.training import VerifierArrays
 
 PROMPTS, SAMPLES = 8, 8
@@ -199,11 +199,11 @@ class Taught:
         with torch.autocast("cpu", torch.bfloat16, enabled=DTYPE == "bfloat16"):
             return self.model(tokens).logits.float()
 
-    def captured(self, text: Text, row: int) -> Sequence:
+    def captured(self, text: Text, row: int) -> TrainingSequence:
         """What a spot worker gets of a text that was one row of the last forward: states in 16 bits."""
         tokens, prompt_len = text
         *aux, last = (self._states[i][row, : len(tokens)].bfloat16() for i in sorted(self._states))
-        return Sequence(torch.tensor(tokens), prompt_len, torch.cat(aux, dim=-1), last.clone())
+        return TrainingSequence(torch.tensor(tokens), prompt_len, torch.cat(aux, dim=-1), last.clone())
 
     def verifier_weights(self) -> VerifierArrays:
         """Embedding, head and final norm in 16 bits."""
@@ -228,14 +228,14 @@ def padded(texts: list[Text], rows: list[int]) -> torch.Tensor:
     return torch.tensor([texts[i][0] + [task.TOKEN_ID[task.PAD]] * (width - len(texts[i][0])) for i in rows])
 
 
-def capture(policy: Taught, texts: list[Text]) -> list[Sequence]:
+def capture(policy: Taught, texts: list[Text]) -> list[TrainingSequence]:
     """Every text with its hidden states, without an update."""
     found = _capture(policy, texts, list(range(len(texts))))
     return [found[i] for i in range(len(texts))]
 
 
-def _capture(policy: Taught, texts: list[Text], numbers: list[int]) -> dict[int, Sequence]:
-    found: dict[int, Sequence] = {}
+def _capture(policy: Taught, texts: list[Text], numbers: list[int]) -> dict[int, TrainingSequence]:
+    found: dict[int, TrainingSequence] = {}
     for rows in micro_batches(texts, numbers):
         with torch.no_grad():
             policy.logits(padded(texts, rows))
@@ -243,7 +243,7 @@ def _capture(policy: Taught, texts: list[Text], numbers: list[int]) -> dict[int,
     return found
 
 
-def update(policy: Taught, texts: list[Text], rewards: np.ndarray) -> list[Sequence]:
+def update(policy: Taught, texts: list[Text], rewards: np.ndarray) -> list[TrainingSequence]:
     """One GRPO update on groups of `SAMPLES` rows; returns what the tap would have kept of its forward passes."""
     groups = rewards.reshape(-1, SAMPLES)
     spread = groups.std(axis=1, keepdims=True)
@@ -267,7 +267,7 @@ def update(policy: Taught, texts: list[Text], rewards: np.ndarray) -> list[Seque
     return [found[i] for i in range(len(texts))]
 
 
-def save_step(file: Path, sequences: list[Sequence], weights: VerifierArrays, rewards: np.ndarray) -> None:
+def save_step(file: Path, sequences: list[TrainingSequence], weights: VerifierArrays, rewards: np.ndarray) -> None:
     """One step of the trajectory in one file, written whole or not at all."""
     arrays = {"lengths": np.array([len(s) for s in sequences]), "rewards": rewards}
     arrays["prompt_lens"] = np.array([s.prompt_len for s in sequences])
@@ -279,14 +279,14 @@ def save_step(file: Path, sequences: list[Sequence], weights: VerifierArrays, re
     os.replace(temporary, file)
 
 
-def load_step(file: Path) -> tuple[list[Sequence], VerifierArrays, np.ndarray]:
+def load_step(file: Path) -> tuple[list[TrainingSequence], VerifierArrays, np.ndarray]:
     """(sequences, verifier weights, rewards) of one step."""
     with np.load(file) as held:
         arrays = dict(held)
     lengths = arrays["lengths"].tolist()
     columns = (torch.from_numpy(arrays["tokens"]), from_numpy16(arrays["aux"]), from_numpy16(arrays["last"]))
     rows = zip(arrays["prompt_lens"].tolist(), *(column.split(lengths) for column in columns), strict=True)
-    sequences = [Sequence(tokens, prompt_len, aux, last) for prompt_len, tokens, aux, last in rows]
+    sequences = [TrainingSequence(tokens, prompt_len, aux, last) for prompt_len, tokens, aux, last in rows]
     weights = VerifierArrays(**{part: arrays[f"verifier_{part}"] for part in ("embed", "lm_head", "norm")})
     return sequences, weights, arrays["rewards"]
 

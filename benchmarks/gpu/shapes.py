@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.gpu.parts import Bench
-from verl_tlt.drafter import Sequence, VerifierWeights, build_drafter, halve_frozen, refresh_verifier_weights
+from verl_tlt.drafter import TrainingSequence, VerifierWeights, build_drafter, halve_frozen, refresh_verifier_weights
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -80,7 +80,7 @@ def drafter(shape: Shape, device: str, attention: str | None = None) -> Eagle3Dr
     return model
 
 
-def texts(shape: Shape, lengths: Any, seed: int = 0) -> list[Sequence]:
+def texts(shape: Shape, lengths: Any, seed: int = 0) -> list[TrainingSequence]:
     """Random tokens under random states, all of them response but the first."""
     draws = torch.Generator().manual_seed(seed)
 
@@ -88,7 +88,7 @@ def texts(shape: Shape, lengths: Any, seed: int = 0) -> list[Sequence]:
         return torch.empty(*size, dtype=torch.bfloat16).normal_(generator=draws)
 
     return [
-        Sequence(torch.randint(shape.vocab, (n,), generator=draws), 1, states(n, 3 * shape.hidden),
+        TrainingSequence(torch.randint(shape.vocab, (n,), generator=draws), 1, states(n, 3 * shape.hidden),
                  states(n, shape.hidden))
         for n in lengths
     ]  # fmt: skip

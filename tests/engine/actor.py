@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
-from verl_tlt.drafter import Sequence
+from verl_tlt.drafter import TrainingSequence
 from verl_tlt.messages.training import HiddenStateShard
 from verl_tlt.spot_worker.shards import join
 
@@ -88,7 +88,7 @@ def run_ranks(work: Callable[..., None], arguments: tuple[Any, ...], ranks: int)
     torch.multiprocessing.start_processes(work, arguments, nprocs=ranks, start_method="forkserver")
 
 
-def whole_sequences(ranks: Iterable[Iterable[HiddenStateShard]]) -> list[Sequence]:
+def whole_sequences(ranks: Iterable[Iterable[HiddenStateShard]]) -> list[TrainingSequence]:
     """What a spot worker makes of the shards that the ranks of one group sent; every sequence must be complete."""
     joined, missing = join(shard for shards in ranks for shard in shards)
     assert not missing, f"{missing} sequences are incomplete"

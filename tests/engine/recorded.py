@@ -17,7 +17,7 @@ import torch
 from demo.toy import task
 from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from verl_tlt.config import TLTConfig
-from verl_tlt.drafter import Sequence, VerifierWeights, to_numpy16
+from verl_tlt.drafter import TrainingSequence, VerifierWeights, to_numpy16
 from verl_tlt.messages.training import HeldOutScores, HiddenStateShard, RolloutSampling, SessionResult, VerifierArrays
 from verl_tlt.spot_worker.learner import SpotLearner
 from verl_tlt.spot_worker.worker import SpotWorker
@@ -69,7 +69,7 @@ def end_ray() -> None:
         ray.shutdown()
 
 
-def record(count: int, seed: int) -> tuple[list[Sequence], VerifierArrays]:
+def record(count: int, seed: int) -> tuple[list[TrainingSequence], VerifierArrays]:
     """Demonstrations as a spot worker gets them: (sequences, verifier weights)."""
     from transformers import AutoModelForCausalLM
 
@@ -86,12 +86,12 @@ def record(count: int, seed: int) -> tuple[list[Sequence], VerifierArrays]:
         with torch.no_grad():
             states = policy.model(tokens[None], output_hidden_states=True).hidden_states
         aux = torch.cat([states[i][0] for i in LAYERS], dim=-1)
-        sequences.append(Sequence(tokens, len(prompt), aux.bfloat16(), last.pop().bfloat16()))
+        sequences.append(TrainingSequence(tokens, len(prompt), aux.bfloat16(), last.pop().bfloat16()))
     parts = VerifierWeights.from_policy_dir(SHIPPED_POLICY)
     return sequences, VerifierArrays(**{f.name: to_numpy16(getattr(parts, f.name)) for f in dataclasses.fields(parts)})
 
 
-def as_shards(sequences: list[Sequence]) -> list[HiddenStateShard]:
+def as_shards(sequences: list[TrainingSequence]) -> list[HiddenStateShard]:
     """Whole sequences as a rank that computes all of them sends them."""
     layers = (*LAYERS, LAYERS[-1] + 1)
     return [

@@ -13,7 +13,7 @@ from tiny_engine import build_drafter_dir, prompts, sampled
 from demo.toy.assets import SHIPPED_POLICY
 from verl_tlt.drafter import (
     DrafterTrainer,
-    Sequence,
+    TrainingSequence,
     VerifierWeights,
     batches,
     build_drafter,
@@ -89,7 +89,7 @@ def test_the_tap_and_a_drafter_of_it(policy_of, family, tmp_path, monkeypatch):
         with torch.no_grad():
             teacher = model.verifier_lm_head(model.verifier_norm(s.last.float()))
         torch.testing.assert_close(teacher, logits, rtol=0, atol=2**-6 * logits.abs().max().item())
-        exact.append(Sequence(s.tokens, prompt_len, s.aux, s.last))
+        exact.append(TrainingSequence(s.tokens, prompt_len, s.aux, s.last))
     before = {name: p.detach().clone() for name, p in trainable_parameters(model).items()}
     trainer = DrafterTrainer(model, ttt_steps=2)
     result = trainer.step(next(iter(batches(exact, 200))))

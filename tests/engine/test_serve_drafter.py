@@ -6,7 +6,7 @@ import torch
 
 from verl_tlt.drafter import (
     DrafterTrainer,
-    Sequence,
+    TrainingSequence,
     VerifierWeights,
     accept_length,
     acceptance,
@@ -65,7 +65,7 @@ def observe(policy, texts):
     out = policy(texts, output_hidden_states=True)
     norm.remove()
     aux = torch.cat([out.hidden_states[i] for i in AUX], -1)
-    return [Sequence(texts[i], PROMPT, aux[i], seen["last"][i]) for i in range(len(texts))]
+    return [TrainingSequence(texts[i], PROMPT, aux[i], seen["last"][i]) for i in range(len(texts))]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

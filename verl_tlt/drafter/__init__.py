@@ -24,7 +24,7 @@ _HOME = {
     "trainable_parameters": "build",
     "VerifierWeights": "build",
     "refresh_verifier_weights": "build",
-    "Sequence": "data",
+    "TrainingSequence": "data",
     "from_numpy16": "data",
     "to_numpy16": "data",
     "Batch": "data",

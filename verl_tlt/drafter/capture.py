@@ -79,7 +79,7 @@ class PolicyStates:
         return hook
 
     @torch.no_grad()
-    def __call__(self, texts: Sequence[Text]) -> list[data.Sequence]:
+    def __call__(self, texts: Sequence[Text]) -> list[data.TrainingSequence]:
         """One forward over all `texts`, right-padded: causal attention never looks at what follows.
 
         Returns:
@@ -96,7 +96,7 @@ class PolicyStates:
             length = len(text.tokens)
             aux = [seen[layer][i, :length].to("cpu", copy=True) for layer in self.aux_layers]
             last = seen["last"][i, :length].to("cpu", copy=True)
-            out.append(data.Sequence(ids[i, :length].clone(), text.prompt_len, torch.cat(aux, dim=-1), last))
+            out.append(data.TrainingSequence(ids[i, :length].clone(), text.prompt_len, torch.cat(aux, dim=-1), last))
         return out
 
 
@@ -112,12 +112,12 @@ class Library:
     def __init__(self, states: PolicyStates, texts: Sequence[Text], max_bytes: int) -> None:
         self.states, self.texts, self.max_bytes = states, texts, max_bytes
         self.nbytes = 0
-        self._held: dict[int, data.Sequence] = {}
+        self._held: dict[int, data.TrainingSequence] = {}
 
-    def get(self, numbers: Sequence[int]) -> list[data.Sequence]:
+    def get(self, numbers: Sequence[int]) -> list[data.TrainingSequence]:
         """These texts' sequences, in this order."""
         missing = sorted({n for n in numbers if n not in self._held}, key=lambda n: len(self.texts[n].tokens))
-        fresh: dict[int, data.Sequence] = {}
+        fresh: dict[int, data.TrainingSequence] = {}
         for group in _grouped(missing, [len(self.texts[n].tokens) for n in missing], FORWARD_TOKENS):
             for number, sequence in zip(group, self.states([self.texts[n] for n in group]), strict=True):
                 fresh[number] = sequence

@@ -34,7 +34,7 @@ def from_numpy16(array: np.ndarray) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Sequence:
+class TrainingSequence:
     """A prompt with its response, or a window of one, as the policy saw it in one forward pass.
 
     Index t is local to the window; its position in the whole sequence is `start + t`.
@@ -68,7 +68,7 @@ class Sequence:
         """Memory its tensors hold."""
         return self.tokens.nbytes + self.aux.nbytes + self.last.nbytes
 
-    def window(self, begin: int, end: int) -> Sequence:
+    def window(self, begin: int, end: int) -> TrainingSequence:
         """Tokens `begin:end` at their true positions; views, no copies."""
         return replace(
             self,
@@ -151,7 +151,7 @@ class Batch:
         return replace(self, loss_mask=self.loss_mask & (self.rows_within() >= ttt_steps - 1))
 
 
-def align(sequence: Sequence) -> Batch:
+def align(sequence: TrainingSequence) -> Batch:
     """The rows of one sequence, as a batch of its own (S = L - 1).
 
     The loss falls on rows whose input is a response token and whose next token is known: vLLM drafts from nowhere else.
@@ -175,7 +175,7 @@ def align(sequence: Sequence) -> Batch:
     )
 
 
-def pack(sequences: Iterable[Sequence], budget: int | None = None) -> Batch:
+def pack(sequences: Iterable[TrainingSequence], budget: int | None = None) -> Batch:
     """One batch of whole sequences: document ids count up, positions restart with each.
 
     Raises:
@@ -193,15 +193,15 @@ def pack(sequences: Iterable[Sequence], budget: int | None = None) -> Batch:
     return Batch(**columns)
 
 
-def split(sequence: Sequence, budget: int) -> list[Sequence]:
+def split(sequence: TrainingSequence, budget: int) -> list[TrainingSequence]:
     """Windows of at most `budget` rows that share one token at each border, so that every row appears once."""
     last = len(sequence) - 1  # rows
     return [sequence.window(begin, min(begin + budget, last) + 1) for begin in range(0, last, budget)]
 
 
-def groups(sequences: Iterable[Sequence], budget: int) -> Iterator[list[Sequence]]:
+def groups(sequences: Iterable[TrainingSequence], budget: int) -> Iterator[list[TrainingSequence]]:
     """Sequences in the given order, cut where longer than `budget`, grouped so that each group fits it."""
-    held: list[Sequence] = []
+    held: list[TrainingSequence] = []
     rows = 0
     for sequence in sequences:
         for window in split(sequence, budget):
@@ -215,13 +215,13 @@ def groups(sequences: Iterable[Sequence], budget: int) -> Iterator[list[Sequence
         yield held
 
 
-def batches(sequences: Iterable[Sequence], budget: int) -> Iterator[Batch]:
+def batches(sequences: Iterable[TrainingSequence], budget: int) -> Iterator[Batch]:
     """Packed batches of at most `budget` rows, in the given order; a shuffled endless stream works as well."""
     for group in groups(sequences, budget):
         yield pack(group, budget)
 
 
-def shuffled(sequences: list[Sequence], rng: np.random.Generator) -> Iterator[Sequence]:
+def shuffled(sequences: list[TrainingSequence], rng: np.random.Generator) -> Iterator[TrainingSequence]:
     """All sequences in random order, again and again; the order follows `rng` alone."""
     while sequences:
         for i in rng.permutation(len(sequences)):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from verl_tlt.drafter.data import Batch, Sequence, groups, pack
+from verl_tlt.drafter.data import Batch, TrainingSequence, groups, pack
 from verl_tlt.drafter.policy import DrafterError
 from verl_tlt.drafter.train import ROW_BLOCK, mixed_precision
 
@@ -62,7 +62,7 @@ def accept_length(scores: Iterable[SequenceScore]) -> float:
 
 def acceptance(
     model: Eagle3DraftModel,
-    sequences: list[Sequence],
+    sequences: list[TrainingSequence],
     *,
     temperature: float = 1.0,
     top_p: float = 1.0,
@@ -211,7 +211,7 @@ def _probabilities(logits: torch.Tensor, temperature: float, top_p: float = 1.0,
     return logits.softmax(-1)
 
 
-def _walk(piece: Sequence, overlap: np.ndarray, coin: np.ndarray) -> SequenceScore:
+def _walk(piece: TrainingSequence, overlap: np.ndarray, coin: np.ndarray) -> SequenceScore:
     """Expected drafts and acceptances along one sequence; overlap and coin are [K, rows]."""
     max_draft = len(overlap)
     # Row r starts a draft behind token r + 1, which must be a response token; its last teacher is row r + K - 1, whose

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from verl_tlt.drafter.build import trainable_parameters
-from verl_tlt.drafter.data import Batch, Sequence, align
+from verl_tlt.drafter.data import Batch, TrainingSequence, align
 from verl_tlt.drafter.policy import DrafterError
 
 if TYPE_CHECKING:
@@ -192,7 +192,9 @@ class DrafterTrainer:
         hidden = self.model.hidden_size
         states = torch.zeros(ROW_BLOCK + 1, (len(self.model.target_layer_ids) + 1) * hidden)  # [L, 4H]
         tokens = torch.zeros(ROW_BLOCK + 1, dtype=torch.int64)
-        loss, _ = self._forward(self._prepare(align(Sequence(tokens, 1, states[:, hidden:], states[:, :hidden]))))
+        loss, _ = self._forward(
+            self._prepare(align(TrainingSequence(tokens, 1, states[:, hidden:], states[:, :hidden])))
+        )
         torch.autograd.backward(loss)
         self.optimizer.zero_grad(set_to_none=True)
 

@@ -15,7 +15,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from verl_tlt.drafter import Sequence
+from verl_tlt.drafter import TrainingSequence
 from verl_tlt.messages.training import BufferStats
 
 OPEN_BATCHES = 32
@@ -30,7 +30,7 @@ number, and a share that suits thousands of responses a step leaves it hardly an
 class _Item:
     step: int
     held_out: bool
-    sequence: Sequence
+    sequence: TrainingSequence
     nbytes: int
 
 
@@ -48,13 +48,13 @@ class Buffer:
         self._max_bytes, self._keep_steps, self._held_out = max_bytes, keep_steps, held_out
         self._items: list[_Item] = []  # oldest first
         self._nbytes = self._train_tokens = 0
-        self._queue: list[list[Sequence]] = []  # micro-batches left of the present pass
+        self._queue: list[list[TrainingSequence]] = []  # micro-batches left of the present pass
         self._queued_for = 0  # micro-batch size the queue was cut for
         self._pass_tokens = 0  # tokens of the present pass
         self._epochs = 0.0  # passes made in this session
         self._max_epochs = math.inf
 
-    def add(self, step: int, index: int, sequence: Sequence) -> bool:
+    def add(self, step: int, index: int, sequence: TrainingSequence) -> bool:
         """Take in one captured sequence, or a window of it; then drop the oldest until the caps hold.
 
         Args:
@@ -84,14 +84,14 @@ class Buffer:
         digest = hashlib.blake2b(f"{step}:{index}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") < share * 2.0**64
 
-    def held_out(self, max_tokens: int | None = None, fewest: int = 0) -> list[Sequence]:
+    def held_out(self, max_tokens: int | None = None, fewest: int = 0) -> list[TrainingSequence]:
         """The gate's sequences, newest first (closest to the policy that is served), up to `max_tokens`.
 
         Args:
             max_tokens: None: all there are.
             fewest: as many sequences, whatever their length.
         """
-        chosen: list[Sequence] = []
+        chosen: list[TrainingSequence] = []
         total = 0
         for item in reversed(self._items):
             if not item.held_out:
@@ -117,7 +117,7 @@ class Buffer:
         """Whether the session's passes are used up, or there is nothing to train on."""
         return self._train_tokens == 0 or self._epochs >= self._max_epochs - 1e-9  # a sum of shares
 
-    def sample_batch(self, rng: random.Random, budget_tokens: int) -> list[Sequence]:
+    def sample_batch(self, rng: random.Random, budget_tokens: int) -> list[TrainingSequence]:
         """The next micro-batch: windows of training sequences, together at most `budget_tokens`; empty without any.
 
         A pass visits every token once. It is packed as a whole and its micro-batches come in random order: however
@@ -147,16 +147,16 @@ class Buffer:
         self._train_tokens += sign * len(item.sequence) * (not item.held_out)
 
 
-def _pieces(whole: Sequence, longest: int) -> list[Sequence]:
+def _pieces(whole: TrainingSequence, longest: int) -> list[TrainingSequence]:
     """Cut a sequence into the fewest windows of at most `longest` tokens, of about equal length; skip pure prompt."""
     count = math.ceil(len(whole) / longest)
     cuts = [len(whole) * k // count for k in range(count + 1)]
     return [whole.window(a, b) for a, b in itertools.pairwise(cuts) if b > whole.prompt_len]
 
 
-def _pack(pieces: list[Sequence], budget: int) -> list[list[Sequence]]:
+def _pack(pieces: list[TrainingSequence], budget: int) -> list[list[TrainingSequence]]:
     """First fit, in the order given, into the last few micro-batches begun."""
-    batches: list[list[Sequence]] = []
+    batches: list[list[TrainingSequence]] = []
     room: list[int] = []
     for piece in pieces:
         for k in range(max(0, len(batches) - OPEN_BATCHES), len(batches)):

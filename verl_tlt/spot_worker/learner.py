@@ -31,8 +31,8 @@ from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import (
     Batch,
     DrafterTrainer,
-    Sequence,
     SequenceScore,
+    TrainingSequence,
     VerifierWeights,
     default_attention,
     from_numpy16,
@@ -153,7 +153,7 @@ class SpotLearner:
 
     # ------------------------------------------------------------------ buffer
 
-    def add(self, step: int, sequences: list[Sequence], verifier_weights: VerifierArrays | None) -> BufferStats:
+    def add(self, step: int, sequences: list[TrainingSequence], verifier_weights: VerifierArrays | None) -> BufferStats:
         """Take in what was captured in one RL step, and the policy's verifier weights where they have changed.
 
         Args:
@@ -341,13 +341,13 @@ class SpotLearner:
         self.unjudged = scores is None
         return Judged(sum(map(len, sequences)), scores)
 
-    def _held_out(self, tokens: int) -> list[Sequence]:
+    def _held_out(self, tokens: int) -> list[TrainingSequence]:
         with self._shelf:
             held_out = self.buffer.held_out(tokens, FEWEST_SEQUENCES) if self._verifier_known else []
         return [s for s in held_out if len(s) > 1]
 
     def _score_held_out(
-        self, sequences: list[Sequence], max_draft: int, should_stop: Callable[[], bool]
+        self, sequences: list[TrainingSequence], max_draft: int, should_stop: Callable[[], bool]
     ) -> HeldOutScores | None:
         """Candidate, served and initial under the same verifier weights; None when told to stop."""
         scores = self._score(sequences, WHICH, max_draft, should_stop)
@@ -361,14 +361,14 @@ class SpotLearner:
             return self._score_held_out(self._held_out(HELD_OUT_TOKENS), max_draft, lambda: False)
 
     def score_on(
-        self, sequences: list[Sequence], which: Iterable[str], max_draft: int
+        self, sequences: list[TrainingSequence], which: Iterable[str], max_draft: int
     ) -> dict[str, list[SequenceScore]]:
         """Score some of `WHICH` on any sequences; for studies, which own their device."""
         with self._turn(), self._visit(trains=False) if sequences else nullcontext():
             return self._score(sequences, which, max_draft, lambda: False) or {}
 
     def _score(
-        self, sequences: list[Sequence], which: Iterable[str], max_draft: int, should_stop: Callable[[], bool]
+        self, sequences: list[TrainingSequence], which: Iterable[str], max_draft: int, should_stop: Callable[[], bool]
     ) -> dict[str, list[SequenceScore]] | None:
         head = None if self._whole_head is None else self._whole_head.to(self.place.device)
         versions = {one: self.agreed().of(one) for one in which}

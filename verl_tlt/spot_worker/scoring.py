@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from verl_tlt.drafter import DrafterTrainer, Sequence, SequenceScore, acceptance
+from verl_tlt.drafter import DrafterTrainer, SequenceScore, TrainingSequence, acceptance
 from verl_tlt.messages.training import HeldOutScores, Parameters, RolloutSampling
 
 PORTION = 1024
@@ -56,7 +56,7 @@ def tokens_to_judge(most: int, tokens: int, share: float | None, *, ran_out: boo
 def score_versions(
     trainer: DrafterTrainer,
     versions: Mapping[str, Parameters],
-    sequences: list[Sequence],
+    sequences: list[TrainingSequence],
     sampling: RolloutSampling,
     max_draft: int,
     lm_head: torch.Tensor | None,
@@ -99,9 +99,9 @@ def score_versions(
     return {name: scored[id(parameters)] for name, parameters in versions.items()}
 
 
-def portions(sequences: Iterable[Sequence], tokens: int) -> Iterator[list[Sequence]]:
+def portions(sequences: Iterable[TrainingSequence], tokens: int) -> Iterator[list[TrainingSequence]]:
     """Sequences in order, as many at a time as have at most `tokens` together, but at least one."""
-    held: list[Sequence] = []
+    held: list[TrainingSequence] = []
     for sequence in sequences:
         if held and sum(map(len, held)) + len(sequence) > tokens:
             yield held

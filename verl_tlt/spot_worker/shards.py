@@ -5,8 +5,8 @@ the spot worker joins the shards. Nothing is gathered between the actor's ranks,
 that failed: a sequence with a missing shard is left out.
 
 A hidden state takes four forms from the policy to a gradient: the tensor that a layer is called with, the tap's copy of
-it (`HiddenStateShard`, which goes through the object store as it is), the drafter's `Sequence`, which is made here once
-and kept in the buffer, and the rows of a packed `Batch`, made from windows of sequences, which are views.
+it (`HiddenStateShard`, which goes through the object store as it is), the drafter's `TrainingSequence`, which is made
+here once and kept in the buffer, and the rows of a packed `Batch`, made from windows of sequences, which are views.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from verl_tlt.drafter import Sequence, from_numpy16
+from verl_tlt.drafter import TrainingSequence, from_numpy16
 from verl_tlt.messages.training import HiddenStateShard
 
 
-def join(shards: Iterable[HiddenStateShard]) -> tuple[list[Sequence], int]:
+def join(shards: Iterable[HiddenStateShard]) -> tuple[list[TrainingSequence], int]:
     """Whole sequences out of what all ranks of one group sent.
 
     Returns:
@@ -34,7 +34,7 @@ def join(shards: Iterable[HiddenStateShard]) -> tuple[list[Sequence], int]:
     return whole, len(joined) - len(whole)
 
 
-def _join(shards: list[HiddenStateShard]) -> Sequence | None:
+def _join(shards: list[HiddenStateShard]) -> TrainingSequence | None:
     """One sequence; None where not every state of every token is there."""
     head = shards[0]
     length, hidden = len(head.tokens), head.states.shape[-1]
@@ -51,7 +51,7 @@ def _join(shards: list[HiddenStateShard]) -> Sequence | None:
     if not known.all():
         return None
     wide = from_numpy16(states.reshape(length, -1))  # [L, 4H]
-    return Sequence(
+    return TrainingSequence(
         tokens=torch.from_numpy(head.tokens.copy()),  # the store's arrays are read-only
         prompt_len=head.prompt_len,
         aux=wide[:, :-hidden],

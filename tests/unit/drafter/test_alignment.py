@@ -5,7 +5,7 @@ import torch
 from tiny_policy import FAMILIES, VOCAB, make_policy, observe, verifier_weights
 from vllm_by_hand import Reference, passes
 
-from verl_tlt.drafter import DrafterTrainer, Sequence, align, build_drafter, pack, refresh_verifier_weights
+from verl_tlt.drafter import DrafterTrainer, TrainingSequence, align, build_drafter, pack, refresh_verifier_weights
 
 PASSES = 3
 
@@ -25,7 +25,7 @@ def test_every_pass_is_what_vllm_computes_at_that_draft_position(drafter, sequen
 def test_the_passes_depend_on_what_is_fed_back(drafter, sequences):
     """The comparison above would not notice a recurrence that ignores its own hidden state; this model does not."""
     sequence, t = sequences[0], 6
-    changed = Sequence(sequence.tokens, sequence.prompt_len, sequence.aux.clone(), sequence.last)
+    changed = TrainingSequence(sequence.tokens, sequence.prompt_len, sequence.aux.clone(), sequence.last)
     changed.aux[t + 1 :] = 0  # hidden states a draft from t has not seen
     before, after = passes(drafter, align(sequence)), passes(drafter, align(changed))
     for k in range(PASSES):

@@ -11,7 +11,7 @@ from tiny_policy import verifier_weights
 from verl_tlt.drafter import (
     DrafterError,
     DrafterTrainer,
-    Sequence,
+    TrainingSequence,
     batches,
     build_drafter,
     from_numpy16,
@@ -86,7 +86,7 @@ def test_resume_is_bit_exact(policy, sequences, tmp_path):
 def test_a_step_that_is_not_finite_is_skipped_and_changes_nothing(drafter, sequences, poison):
     trainer = DrafterTrainer(drafter)
     trainer.step(pack(sequences))
-    bad = Sequence(sequences[0].tokens, 5, sequences[0].aux.clone(), sequences[0].last)
+    bad = TrainingSequence(sequences[0].tokens, 5, sequences[0].aux.clone(), sequences[0].last)
     if poison == "loss":
         bad.aux[7] = torch.nan
     else:
@@ -173,7 +173,7 @@ def test_sixteen_bit_arrays_round_trip(dtype):
 
 
 def test_sixteen_bit_states_train(drafter, sequences):
-    halves = [Sequence(s.tokens, s.prompt_len, s.aux.bfloat16(), s.last.bfloat16()) for s in sequences]
+    halves = [TrainingSequence(s.tokens, s.prompt_len, s.aux.bfloat16(), s.last.bfloat16()) for s in sequences]
     full = DrafterTrainer(drafter).step(pack(sequences)).loss
     assert DrafterTrainer(drafter).step(pack(halves)).loss == pytest.approx(full, rel=0.05)
 
@@ -192,4 +192,4 @@ def test_long_sequences_are_cut_and_no_row_is_lost(sequences):
     with pytest.raises(ValueError, match="at least 2"):
         pack([longest.window(0, 1)])
     with pytest.raises(ValueError, match="4 aux"):
-        Sequence(longest.tokens, 3, longest.aux[:4], longest.last)
+        TrainingSequence(longest.tokens, 3, longest.aux[:4], longest.last)

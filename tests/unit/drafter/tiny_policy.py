@@ -3,7 +3,7 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from verl_tlt.drafter import Sequence, VerifierWeights, aux_layers_for
+from verl_tlt.drafter import TrainingSequence, VerifierWeights, aux_layers_for
 
 VOCAB = 48
 SHAPE = dict(
@@ -49,7 +49,7 @@ def observe(policy, tokens, prompt_len, layers=None):
     policy(tokens[None])
     for hook in hooks:
         hook.remove()
-    return Sequence(tokens, prompt_len, torch.cat([seen[i] for i in layers], dim=-1), seen["last"])
+    return TrainingSequence(tokens, prompt_len, torch.cat([seen[i] for i in layers], dim=-1), seen["last"])
 
 
 def verifier_weights(policy):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from verl_tlt.actor.windows import choose_window, select_for_tap
-from verl_tlt.drafter import Sequence
+from verl_tlt.drafter import TrainingSequence
 from verl_tlt.spot_worker.buffer import Buffer
 from verl_tlt.trace.metrics import buffer_metrics
 
@@ -29,7 +29,7 @@ BYTES = 8 + 2 * 4
 def named(name, length, prompt_len=0, start=0):
     """A sequence whose tokens say which one it is."""
     aux, last = torch.zeros(length, 3, dtype=torch.bfloat16), torch.zeros(length, 1, dtype=torch.bfloat16)
-    return Sequence(torch.full((length,), name), prompt_len, aux, last, start)
+    return TrainingSequence(torch.full((length,), name), prompt_len, aux, last, start)
 
 
 def names(sequences):

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from verl_tlt.cli import app
 from verl_tlt.config import TLTConfig
-from verl_tlt.drafter import Sequence
+from verl_tlt.drafter import TrainingSequence
 from verl_tlt.messages.training import RolloutSampling, VerifierArrays
 from verl_tlt.spot_worker.worker import SpotWorker
 from verl_tlt.trainer.bootstrap import first_drafter
@@ -173,7 +173,7 @@ def test_training_goes_on_with_the_candidate_and_its_optimizer(step_dir):
         assert torch.equal(moments["exp_avg"], MEAN[name]) and torch.equal(moments["exp_avg_sq"], SQUARE[name])
     rng = torch.Generator().manual_seed(0)
     aux, last = torch.randn(12, 3 * HIDDEN, generator=rng), torch.randn(12, HIDDEN, generator=rng)
-    sequence = Sequence(torch.randint(VOCABULARY, (12,), generator=rng), 2, aux.bfloat16(), last.bfloat16())
+    sequence = TrainingSequence(torch.randint(VOCABULARY, (12,), generator=rng), 2, aux.bfloat16(), last.bfloat16())
     head = np.random.default_rng(0).normal(size=(VOCABULARY, HIDDEN)).astype(np.float16)
     learner.add(4, [sequence] * 8, VerifierArrays(head, head, np.ones(HIDDEN, np.float16)))
     result = asyncio.run(worker.train())

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from verl_tlt.config import TLTConfig
-from verl_tlt.drafter import Sequence
+from verl_tlt.drafter import TrainingSequence
 from verl_tlt.messages.training import RolloutSampling, VerifierArrays
 from verl_tlt.spot_worker.learner import SpotLearner
 from verl_tlt.trainer.bootstrap import first_drafter
@@ -43,7 +43,7 @@ def texts(count, seed=0):
         return torch.randn(shape, generator=rng).bfloat16()
 
     return [
-        Sequence(torch.randint(VOCABULARY, (20,), generator=rng), 2, draw(20, 3 * HIDDEN), draw(20, HIDDEN))
+        TrainingSequence(torch.randint(VOCABULARY, (20,), generator=rng), 2, draw(20, 3 * HIDDEN), draw(20, HIDDEN))
         for _ in range(count)
     ]
 
