@@ -114,9 +114,9 @@ class SpeculationConfig:
     costs_dir: str | None = "~/.cache/verl-tlt/costs"
     """Where step costs are kept, measured by `verl-tlt calibrate` or learned by a run, for the next run on the same
     hardware, policy and vLLM, which then measures nothing at start; null: nowhere."""
-    audit_every: Index = 32
-    """Every so many steps one replica, or all that share a machine, decode without the drafter, to see what that takes
-    now; 0: never."""
+    control_every: Index = 32
+    """Every so many steps there is a control rollout: one replica, or all that share a machine, decode without drafts,
+    to measure what that takes; 0: never."""
     source: Literal["eagle", "ngram", "both"] = "eagle"
     """Who drafts: the drafter, n-grams of sibling responses without any drafter, or n-grams where they match and the
     drafter elsewhere. n-grams give up vLLM's async scheduling."""
@@ -234,6 +234,9 @@ class TLTConfig:
         return typing.cast(dict[str, Any], _plain(dataclasses.asdict(self)))
 
 
+RENAMED = {"tlt.speculation.audit_every": "tlt.speculation.control_every"}
+"""Settings of older releases, and what each is called now."""
+
 T = TypeVar("T")
 
 
@@ -243,6 +246,8 @@ def _build(cls: type[T], node: Mapping[str, Any], where: str) -> T:
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     for key, value in node.items():
+        if new_name := RENAMED.get(f"{where}.{key}"):
+            raise TLTConfigError(f"{where}.{key} is called {new_name} now.")
         if key not in hints:
             close = difflib.get_close_matches(str(key), hints, n=1)
             hint = f" Did you mean {where}.{close[0]}?" if close else f" Known keys: {', '.join(hints)}."

@@ -48,7 +48,7 @@ def take(arm: Arm, turn: int, steps: int, assets: Assets, home: Path, forced: bo
     logs = SPECULATIVE in "".join(arm.overrides)
     given = (FORCED, f"actor_rollout_ref.rollout.router_config_path={assets.router}") if forced else ()
     if forced and arm.tlt:  # so that a turn has steps without drafts to compare with; a long run has them anyway
-        given = (*given, f"tlt.speculation.audit_every={steps // 2}")
+        given = (*given, f"tlt.speculation.control_every={steps // 2}")
     job = Job(
         home, assets, steps * (turn + 1), (*OVERRIDES, *given, *(STATS if logs else ()), *arm.overrides),
         TLT=str(int(arm.tlt)), DRAFTER=str(arm.drafter or ""), DTYPE=find_dtype(), RESUME="auto",

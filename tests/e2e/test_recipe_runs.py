@@ -79,7 +79,7 @@ def test_a_critic_an_audit_and_the_switch(tmp_path):
     switching = threading.Thread(target=switch_off_after, args=(2, out, done, said))
     switching.start()
     try:
-        extra = ["tlt.speculation.audit_every=2"]
+        extra = ["tlt.speculation.control_every=2"]
         steps = check.run(check.RECIPES["ppo_qwen3_8b"], out, steps=4, extra=extra, timeout_s=LIMIT_S)
     finally:
         done.set()
@@ -146,7 +146,7 @@ def test_lora_and_a_colocated_reward_model(tmp_path):
 def test_n_grams_alone_and_an_audit(tmp_path):
     """Without a drafter and without training: what engines without a tap get; the paper's TLT-Base."""
     out, recipe = tmp_path / "alone", check.RECIPES["grpo_deepseek_r1_distill_qwen_7b"]
-    extra = [*FORCED, "tlt.spot.enable=false", "tlt.speculation.source=ngram", "tlt.speculation.audit_every=2"]
+    extra = [*FORCED, "tlt.spot.enable=false", "tlt.speculation.source=ngram", "tlt.speculation.control_every=2"]
     steps = check.run(recipe, out, steps=3, extra=extra, timeout_s=LIMIT_S)
     for step in steps[0], steps[2]:
         assert 0.0 < step["tlt/ngram_draft_frac"] <= 1.0  # a request without a match drafts nothing

@@ -91,8 +91,12 @@ def test_settings_do_not_change():
         ({"spot": {"settle_s": float("inf")}}, "tlt.spot.settle_s must be a finite number, not inf."),
         ({"spot": {"max_failures": 0}}, "tlt.spot.max_failures must be greater than or equal to 1, not 0."),
         (
-            {"speculation": {"audit_every": -1}},
-            "tlt.speculation.audit_every must be greater than or equal to 0, not -1.",
+            {"speculation": {"control_every": -1}},
+            "tlt.speculation.control_every must be greater than or equal to 0, not -1.",
+        ),
+        (
+            {"speculation": {"audit_every": 5}},
+            "tlt.speculation.audit_every is called tlt.speculation.control_every now.",
         ),
         ({"speculation": {"policy": "godput"}}, "tlt.speculation.policy must be 'goodput', 'bandit', 'ema',"),
         ({"speculation": {"policy_options": [1]}}, "tlt.speculation.policy_options must be a valid dictionary"),

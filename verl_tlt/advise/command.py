@@ -163,7 +163,7 @@ def knobs(case: Case, n: Numbers) -> list[str]:
                     "round has a bubble.")  # fmt: skip
     if work.response <= 512:
         said.append("data.max_response_length is short: acceptance and bubbles both grow with responses.")
-    said.append("tlt.speculation.audit_every=20 measures in the run what TLT saves.")
+    said.append("tlt.speculation.control_every=20 measures in the run what TLT saves.")
     return said
 
 

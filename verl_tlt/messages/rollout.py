@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from pydantic import TypeAdapter
+
 NGRAM_MARK = "tlt_ngram"
 """Attribute of vLLM's `SchedulerOutput`: ids of the requests whose draft is an n-gram."""
 
@@ -98,20 +100,22 @@ class Work(NamedTuple):
     tokens: float
 
 
-class Stretch(NamedTuple):
-    """A short stretch of an engine's rollout, summed over its steps."""
+class LoadInterval(NamedTuple):
+    """A short interval of an engine's rollout, summed over its decode-only steps."""
 
     start: float
     """Unix seconds, like `end`."""
     end: float
     batch: float
     """Decode-phase requests in a step, on average."""
+    context: float
+    """Tokens of context of such a request, on average."""
     seconds: float
-    """Of decode-only steps."""
-    stock_steps: float
-    """Steps in which the same tokens are decoded without a drafter: one of batch b for every b of them."""
+    """Of the steps."""
+    plain_steps: float
+    """Steps that the same tokens take without drafts: one of batch b for every b tokens."""
     off: bool
-    """The drafter's pass did not run in any of them."""
+    """The drafter's pass did not run in any of the steps."""
 
 
 class StepTime(NamedTuple):
@@ -169,7 +173,7 @@ class EngineStats:
     """Those of them whose first token was accepted."""
     work: tuple[Work, ...] = ()
     """By batch, ascending."""
-    stretches: tuple[Stretch, ...] = ()
+    load_intervals: tuple[LoadInterval, ...] = ()
     """In order of time; at most some hundred, however long the rollout was."""
     step_times: tuple[StepTime, ...] = ()
     """Of every draft length and batch with a clean step, ascending."""
@@ -188,17 +192,15 @@ class EngineStats:
 
     @classmethod
     def from_dict(cls, sent: Mapping[str, Any]) -> EngineStats:
-        """`to_dict` after its way through JSON."""
-        per_pos = ("num_draft_tokens_per_pos", "num_accepted_tokens_per_pos")
-        restored: dict[str, Any] = {
-            **{name: tuple(sent[name]) for name in per_pos},
-            "steps_by_draft_length": {int(k): n for k, n in sent["steps_by_draft_length"].items()},
-            "work": tuple(Work(*row) for row in sent["work"]),
-            "stretches": tuple(Stretch(*row) for row in sent["stretches"]),
-            "step_times": tuple(StepTime(*row) for row in sent["step_times"]),
-            "responses": tuple(ResponseDrafts(*row) for row in sent["responses"]),
-        }
-        return cls(**{**sent, **restored})
+        """`to_dict` after its way through JSON.
+
+        Raises:
+            pydantic.ValidationError: it was not made by `to_dict`.
+        """
+        return _ENGINE_STATS.validate_python(sent)
+
+
+_ENGINE_STATS = TypeAdapter(EngineStats)
 
 
 # ---------------------------------------------------------------------- vLLM's workers to their server

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
-from verl_tlt.messages.rollout import Stretch
+from verl_tlt.messages.rollout import LoadInterval
 from verl_tlt.speculation.costs.latency_table import Table, interpolate, stock_share
 from verl_tlt.speculation.costs.tables import StockPoint
 from verl_tlt.speculation.types import OFF
@@ -30,7 +30,7 @@ UNMIXED = 0.1
 REACH = 1.5
 """Batches are compared with one that was seen up to this factor away, where no calibration tells how costs grow."""
 
-Rollout = Mapping[str, Sequence[Stretch]]
+Rollout = Mapping[str, Sequence[LoadInterval]]
 """By replica, in order of time."""
 _Buckets = dict[int, tuple[float, float, float]]
 """By size of batch: (seconds, steps, batches summed over them)."""
@@ -41,7 +41,7 @@ Times = Sequence[tuple[float, float]]
 class _Row(NamedTuple):
     """A stretch and what was beside it."""
 
-    stretch: Stretch
+    stretch: LoadInterval
     busy: float
     """Replicas that decoded, on average, its own included."""
     training: float
@@ -97,8 +97,8 @@ class Baseline:
             stretch, load = row.stretch, (round(row.busy), round(row.training))
             # Where another replica came or went, half of the time is of another kind.
             unmixed = max(abs(row.busy - load[0]), abs(row.training - load[1])) < UNMIXED
-            if row.as_stock and stretch.stock_steps > 0 and unmixed:
-                steps, buckets = stretch.stock_steps, fresh.setdefault(load, {})
+            if row.as_stock and stretch.plain_steps > 0 and unmixed:
+                steps, buckets = stretch.plain_steps, fresh.setdefault(load, {})
                 bucket = round(4 * math.log2(stretch.batch))
                 old = buckets.get(bucket, (0.0, 0.0, 0.0))
                 buckets[bucket] = (old[0] + stretch.seconds, old[1] + steps, old[2] + steps * stretch.batch)
@@ -137,7 +137,7 @@ class Baseline:
         for row, busy, training, _ in rows:
             step_s = self.off_seconds(row.batch, round(busy), round(training)) if row.seconds > 0 else None
             if step_s is not None:
-                saved_s += 0.0 if row.off else row.stock_steps * step_s - row.seconds
+                saved_s += 0.0 if row.off else row.plain_steps * step_s - row.seconds
                 compared_s += row.seconds
         return saved_s, compared_s
 
@@ -158,7 +158,7 @@ class Baseline:
                 spent_s += stretch.seconds
                 if step_s is not None:
                     as_stock = row.as_stock and (trains or row.training < UNMIXED)
-                    off_s = stretch.seconds if as_stock else stretch.stock_steps * step_s
+                    off_s = stretch.seconds if as_stock else stretch.plain_steps * step_s
                     late += off_s * stock_share(self._stock, stretch.batch) - stretch.seconds
                     compared_s += stretch.seconds
             ends.append((rows[-1].stretch.end, late))
@@ -173,7 +173,7 @@ class Baseline:
         trained = _Count(training if self._shared else ())
         drafting = _Count([(row.start, row.end) for row in every if not row.off] if self._shared else ())
 
-        def seen(row: Stretch) -> _Row:
+        def seen(row: LoadInterval) -> _Row:
             beside = [count.average(row.start, row.end) for count in (busy, trained, drafting)]
             return _Row(row, max(1.0, beside[0]), *beside[1:])
 

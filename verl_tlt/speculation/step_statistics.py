@@ -9,32 +9,29 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict, deque
 
-from verl_tlt.messages.rollout import EngineStats, StepTime, Stretch, Work
+from verl_tlt.messages.rollout import EngineStats, LoadInterval, StepTime, Work
 from verl_tlt.speculation.types import OFF, StepRecord
 
 LATENCY_SAMPLES = 64  # per (arm, batch): enough for a median, bounded however long the rollout is
 
 
-STRETCH_S, STRETCHES = 0.25, 512
-"""Length of a stretch at first, and how many there may be before the length doubles."""
+INTERVAL_S, MAX_INTERVALS = 0.25, 512
+"""Seconds of a `LoadInterval` at first, and how many there may be before that doubles."""
 
 
-class _Stretches:
-    """Sums over stretches of time."""
+class _LoadIntervals:
+    """Sums over intervals of time."""
 
     def __init__(self) -> None:
-        self._width = STRETCH_S
-        self._rows: list[list[float]] = []  # start, end, sum of batches, seconds, stock's steps, steps, drafted
+        self._width = INTERVAL_S
+        self._rows: list[list[float]] = []  # start, end, batches, contexts, seconds, plain steps, steps, with drafter
 
     def add(self, step: StepRecord, unix_s: float, decode_only: bool) -> None:
         counts = decode_only and step.batch > 0
         steps = step.produced / step.batch if counts else 0.0
-        row = [
-            unix_s - step.latency_s, unix_s, step.batch if counts else 0.0, step.latency_s if counts else 0.0, steps,
-            float(counts), float(step.drafted != OFF),
-        ]  # fmt: skip
-        self._put(row)
-        if len(self._rows) > STRETCHES:
+        sums = (step.batch, step.kv_tokens / step.batch, step.latency_s) if counts else (0.0, 0.0, 0.0)
+        self._put([unix_s - step.latency_s, unix_s, *sums, steps, float(counts), float(step.drafted != OFF)])
+        if len(self._rows) > MAX_INTERVALS:
             self._width *= 2
             rows, self._rows = self._rows, []
             for row in rows:
@@ -42,15 +39,17 @@ class _Stretches:
 
     def _put(self, row: list[float]) -> None:
         last = self._rows[-1] if self._rows else None
-        if last is None or last[1] // self._width != row[1] // self._width or (last[6] > 0) != (row[6] > 0):
+        if last is None or last[1] // self._width != row[1] // self._width or (last[7] > 0) != (row[7] > 0):
             self._rows.append(row)
         else:
             self._rows[-1] = [last[0], row[1], *(a + b for a, b in zip(last[2:], row[2:], strict=True))]
 
-    def stretches(self) -> tuple[Stretch, ...]:
+    def rows(self) -> tuple[LoadInterval, ...]:
         return tuple(
-            Stretch(start, end, batches / max(steps, 1.0), seconds, stock_steps, drafted == 0)
-            for start, end, batches, seconds, stock_steps, steps, drafted in self._rows
+            LoadInterval(
+                start, end, batches / max(steps, 1.0), contexts / max(steps, 1.0), seconds, plain_steps, drafter == 0
+            )
+            for start, end, batches, contexts, seconds, plain_steps, steps, drafter in self._rows
         )
 
 
@@ -71,7 +70,7 @@ class Aggregates:
         self._steps_by_draft_length: Counter[int] = Counter()
         self._busy_s = 0.0
         self._control_s = 0.0
-        self._stretches = _Stretches()
+        self._intervals = _LoadIntervals()
         self._work: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._step_times: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=LATENCY_SAMPLES))
 
@@ -95,7 +94,7 @@ class Aggregates:
             control_s: seconds that the step waited for the controller.
             unix_s: when it finished.
         """
-        self._stretches.add(step, unix_s, decode_only)
+        self._intervals.add(step, unix_s, decode_only)
         arm = OFF if step.drafted == OFF else step.verified
         self._num_steps += 1
         self._busy_s += step.latency_s
@@ -134,7 +133,7 @@ class Aggregates:
             busy_s=self._busy_s,
             control_s=self._control_s,
             work=tuple(Work(batch, *sums) for batch, sums in sorted(self._work.items())),
-            stretches=self._stretches.stretches(),
+            load_intervals=self._intervals.rows(),
             step_times=tuple(StepTime(k, b, statistics.median(v)) for (k, b), v in sorted(self._step_times.items())),
             num_broken_drafts=self.num_broken_drafts,
             policy_error=policy_error,

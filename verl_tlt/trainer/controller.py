@@ -115,7 +115,7 @@ class Controller:
         self.log = StepLog(trace)
         s, names = tlt.speculation, list(fleet.places)
         payoff = Payoff(names, s.policy, s.source)
-        self.runtime = RuntimeControl(str(tlt.trace.dir), names, s.audit_every, facts.shared, payoff)
+        self.runtime = RuntimeControl(str(tlt.trace.dir), names, s.control_every, facts.shared, payoff)
         self.served = _Served(start.served.version, 0, start.served.acceptance)
         self.spot = False
         """Spot workers are there, and the actor is tapped."""

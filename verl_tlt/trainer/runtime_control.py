@@ -27,7 +27,7 @@ class RuntimeControl:
     Args:
         directory: of the switch (`tlt.trace.dir`).
         replicas: all replicas, in a fixed order.
-        audit_every: `tlt.speculation.audit_every`.
+        control_every: `tlt.speculation.control_every`.
         shared: the replicas share a machine (`Baseline`).
         payoff: stops what does not pay; None: one with the usual settings.
     """
@@ -36,12 +36,12 @@ class RuntimeControl:
         self,
         directory: str,
         replicas: Sequence[str],
-        audit_every: int,
+        control_every: int,
         shared: bool = False,
         payoff: Payoff | None = None,
     ) -> None:
         self.payoff = payoff or Payoff(replicas)
-        self.directory, self.replicas, self.audit_every = directory, list(replicas), audit_every
+        self.directory, self.replicas, self.control_every = directory, list(replicas), control_every
         self.baseline = Baseline(shared)
         self.savings = Savings()
         """Of the last rollout."""
@@ -66,7 +66,7 @@ class RuntimeControl:
             logger.warning("TLT was switched from outside; from step %d on: %s", step, said)
         self.switch = switch
         on = switch.speculation and not self.payoff.cause
-        self.audit = audit_of(step, self.replicas, self.audit_every, self._shared) if on else Audit()
+        self.audit = audit_of(step, self.replicas, self.control_every, self._shared) if on else Audit()
         if on:
             return list(self.audit.replicas)
         probe = self.payoff.choose_probe() if switch.speculation else None
@@ -88,7 +88,7 @@ class RuntimeControl:
             stats: the schedulers' sums by replica.
             training: when a replica trained.
         """
-        rollout = {name: s.stretches for name, s in stats.items() if s.stretches}
+        rollout = {name: s.load_intervals for name, s in stats.items() if s.load_intervals}
         self.baseline.learn(rollout, training)
         self.savings = self.baseline.savings(rollout, training)
         if self.switch.speculation and stats:

@@ -5,13 +5,13 @@ from itertools import pairwise
 
 import pytest
 
-from verl_tlt.messages.rollout import EngineStats, Stretch
+from verl_tlt.messages.rollout import EngineStats, LoadInterval
 from verl_tlt.speculation.baseline import Baseline
 from verl_tlt.speculation.costs.tables import stock_points
 from verl_tlt.speculation.draft_length import Limits, Profitability
 from verl_tlt.speculation.policies.base import FixedPolicy
 from verl_tlt.speculation.step_control import StepControl
-from verl_tlt.speculation.step_statistics import STRETCHES
+from verl_tlt.speculation.step_statistics import MAX_INTERVALS
 from verl_tlt.speculation.types import OFF, Load, StepRecord
 
 K = 3
@@ -101,7 +101,7 @@ def rollout(arms, accepts=0.8, seed=0, shared=True, scale=1, begin=1000.0, train
 
 
 def stretches(stats):
-    return {name: s.stretches for name, s in stats.items()}
+    return {name: s.load_intervals for name, s in stats.items()}
 
 
 def account(baseline, stats, training=()):
@@ -193,7 +193,7 @@ def test_beside_training_the_drafter_is_compared_with_steps_beside_training():
     training = []
     baseline, stats = audited_and_trained(True, 0.8), rollout(BOTH_ON, 0.8, 1, training=training)[0]
     saved_s, compared_s = account(baseline, stats, training).of["r0"]
-    assert compared_s > 0.9 * sum(row.seconds for row in stats["r0"].stretches)
+    assert compared_s > 0.9 * sum(row.seconds for row in stats["r0"].load_intervals)
     blamed_s, _ = account(baseline, stats).of["r0"]
     assert saved_s > blamed_s + 0.1, "told of no training, it takes what that costs for the drafter's"
 
@@ -249,8 +249,8 @@ def test_a_drafter_is_not_blamed_for_a_busy_machine_nor_praised_for_it():
 
 def test_a_long_rollout_is_told_in_a_bounded_number_of_stretches():
     stats, took = rollout((OFF,), seed=3, scale=60)
-    rows = stats["r0"].stretches
-    assert STRETCHES / 4 < len(rows) <= STRETCHES and stats["r0"].num_steps > 5 * len(rows)
+    rows = stats["r0"].load_intervals
+    assert MAX_INTERVALS / 4 < len(rows) <= MAX_INTERVALS and stats["r0"].num_steps > 5 * len(rows)
     assert sum(row.seconds for row in rows) == pytest.approx(took, rel=0.01)
     assert all(a.end <= b.start + 1e-6 for a, b in pairwise(rows))
     assert rows[-1].batch == 1.0 and rows[0].batch > 10
@@ -259,7 +259,7 @@ def test_a_long_rollout_is_told_in_a_bounded_number_of_stretches():
 def test_a_rollout_without_stretches_says_nothing():
     baseline = Baseline(False)
     assert baseline.savings({}).rollout_s is None
-    assert baseline.savings({"a": [Stretch(1.0, 2.0, 0.0, 0.0, 0.0, True)]}).rollout_s is None
+    assert baseline.savings({"a": [LoadInterval(1.0, 2.0, 0.0, 0.0, 0.0, 0.0, True)]}).rollout_s is None
 
 
 def learned(*seen, shared=True, calibrated=None):
@@ -268,7 +268,7 @@ def learned(*seen, shared=True, calibrated=None):
     if calibrated:
         baseline.calibrated({OFF: calibrated}, ())
     rows = [
-        Stretch(float(i), i + 1.0, batch, seconds=10 * seconds, stock_steps=10, off=True)
+        LoadInterval(float(i), i + 1.0, batch, 0.0, seconds=10 * seconds, plain_steps=10, off=True)
         for i, (batch, seconds) in enumerate(seen)
     ]
     baseline.learn({"r0": rows})
@@ -301,9 +301,9 @@ def test_outside_of_what_was_seen_the_calibration_tells_how_the_nearest_grows():
 def test_half_of_a_rollout_must_be_compared_and_half_is_enough():
     """One stretch at a load that was seen, one as long at one that was not."""
     baseline = learned((4, 0.1))
-    rows = [Stretch(0.0, 1.0, 4, 1.0, 20, False), Stretch(1.0, 2.0, 64, 1.0, 20, False)]
+    rows = [LoadInterval(0.0, 1.0, 4, 0.0, 1.0, 20, False), LoadInterval(1.0, 2.0, 64, 0.0, 1.0, 20, False)]
     assert baseline.savings({"r0": rows}).rollout_s == pytest.approx(20 * 0.1 - 1.0)
-    longer = [rows[0], Stretch(1.0, 2.01, 64, 1.01, 20, False)]
+    longer = [rows[0], LoadInterval(1.0, 2.01, 64, 0.0, 1.01, 20, False)]
     assert baseline.savings({"r0": longer}).rollout_s is None
 
 
@@ -311,7 +311,7 @@ def test_half_of_a_rollout_must_be_compared_and_half_is_enough():
 def test_on_devices_of_its_own_a_replica_takes_what_it_took_however_many_are_busy(shared):
     baseline = Baseline(shared)
     for start, busy, seconds in ((0.0, 1, 0.1), (10.0, 4, 0.2)):
-        row = Stretch(start, start + 1.0, 4, seconds=10 * seconds, stock_steps=10, off=True)
+        row = LoadInterval(start, start + 1.0, 4, 0.0, seconds=10 * seconds, plain_steps=10, off=True)
         baseline.learn({f"r{i}": [row] for i in range(busy)})
     assert (baseline.off_seconds(4, 1), baseline.off_seconds(4, 4)) == pytest.approx((0.1, 0.2))
     others = [baseline.off_seconds(4, busy) for busy in (2, 3, 8)]

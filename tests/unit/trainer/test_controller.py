@@ -10,7 +10,7 @@ from fake_fleet import FakeFleet
 from rl_steps import STOP_S, called, fill_buffers, rest_of_step, sampling, until
 
 from verl_tlt.config import TOKENS_PER_STEP
-from verl_tlt.messages.rollout import Calibration, EngineStats, Stretch
+from verl_tlt.messages.rollout import Calibration, EngineStats, LoadInterval
 from verl_tlt.messages.training import SessionResult
 from verl_tlt.speculation.types import OFF
 from verl_tlt.trainer.fleet import CallFailed
@@ -357,7 +357,7 @@ def test_a_run_that_is_switched_off_from_outside_decodes_as_stock_and_trains_not
 @pytest.mark.parametrize("shared", [True, False])
 def test_an_audited_replica_drafts_nothing_for_a_rollout(run, shared):
     """On a shared machine none does, and nobody trains beside the first audit."""
-    controller, fleet = run(audit_every=2, shared=shared)
+    controller, fleet = run(control_every=2, shared=shared)
     fill_buffers(controller, fleet)
     assert len(fleet.disabled) == (2 if shared else 1), "step 2 is audited"
     with sampling(controller, fleet, 2):
@@ -382,9 +382,9 @@ def test_what_training_costs_decoding_beside_it_is_charged(run):
         fleet.sessions["b"].end(SessionResult("exhausted", steps=20, tokens=5000, epochs=3.0))
         until(lambda: controller._watch._report.sessions)
         trained = controller._watch._report.sessions[0]
-        beside = Stretch(trained.start, trained.end, 4.0, seconds=1.0, stock_steps=50.0, off=True)
-        before = Stretch(trained.start - 1.0, trained.start, 4.0, seconds=1.0, stock_steps=100.0, off=True)
-        fleet.stats = {"a": EngineStats(stretches=(before, beside), busy_s=2.0)}
+        beside = LoadInterval(trained.start, trained.end, 4.0, 0.0, seconds=1.0, plain_steps=50.0, off=True)
+        before = LoadInterval(trained.start - 1.0, trained.start, 4.0, 0.0, seconds=1.0, plain_steps=100.0, off=True)
+        fleet.stats = {"a": EngineStats(load_intervals=(before, beside), busy_s=2.0)}
     assert rest_of_step(controller, fleet, 2)["tlt/saved_s"] == pytest.approx(-0.5)
 
 

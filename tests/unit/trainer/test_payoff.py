@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from verl_tlt.messages.rollout import Calibration, EngineStats, Stretch
+from verl_tlt.messages.rollout import Calibration, EngineStats, LoadInterval
 from verl_tlt.speculation.baseline import Savings
 from verl_tlt.speculation.types import OFF
 from verl_tlt.trainer.payoff import FIRST_PROBE, IN_A_ROW, LONGEST_WAIT, Payoff
@@ -123,15 +123,15 @@ def test_the_trainer_rests_every_replica_but_the_probe(tmp_path, caplog, monkeyp
     """Live: rollouts that decode at half of stock's speed, then a probe that decodes at twice the speed."""
     monkeypatch.setattr(logging.getLogger("verl_tlt"), "propagate", True)  # a trainer's set-up turns it off
     caplog.set_level(logging.INFO, logger="verl_tlt")  # libraries change the levels of the root's handlers
-    live = RuntimeControl(str(tmp_path), REPLICAS, audit_every=0)
+    live = RuntimeControl(str(tmp_path), REPLICAS, control_every=0)
     live.calibrated(Calibration({OFF: [(1, 0.01), (8, 0.01)]}))
 
     def decode(step, seconds, drafting):
         stats = {}
         for name, s in rollout(drafting=drafting).items():
             spent = seconds if name in drafting else 0.01 * 100
-            stretch = Stretch(step, step + spent, 4.0, spent, 100.0, name not in drafting)
-            stats[name] = EngineStats(**{**vars(s), "busy_s": spent, "stretches": (stretch,)})
+            stretch = LoadInterval(step, step + spent, 4.0, 0.0, spent, 100.0, name not in drafting)
+            stats[name] = EngineStats(**{**vars(s), "busy_s": spent, "load_intervals": (stretch,)})
         live.account(stats)
 
     with caplog.at_level(logging.WARNING):

@@ -3,7 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
-from verl_tlt.messages.rollout import Calibration, EngineStats, Stretch, Work
+from verl_tlt.messages.rollout import Calibration, EngineStats, LoadInterval, Work
 from verl_tlt.speculation.types import OFF
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.audit import Audit, audit_of, audit_saving
@@ -120,7 +120,7 @@ def test_loads_that_the_audited_replica_never_had_are_left_out():
 
 def test_the_trainer_rests_everybody_when_drafting_is_switched_off(run_dir):
     tmp_path = run_dir
-    live = RuntimeControl(str(tmp_path), ["a", "b"], audit_every=2)
+    live = RuntimeControl(str(tmp_path), ["a", "b"], control_every=2)
     assert live.drafting_disabled(1) == [] and live.drafting_disabled(2) == ["b"] == [*live.audit.replicas]
     stats = {"a": EngineStats(work=(Work(1, 0.5, 1),)), "b": EngineStats(work=(Work(1, 1.0, 1),))}
     assert live.report(stats) == pytest.approx(0.5)
@@ -134,7 +134,7 @@ def test_the_trainer_rests_everybody_when_drafting_is_switched_off(run_dir):
 
 
 def test_where_all_are_audited_nothing_was_saved(tmp_path):
-    live = RuntimeControl(str(tmp_path), ["a", "b"], audit_every=1, shared=True)
+    live = RuntimeControl(str(tmp_path), ["a", "b"], control_every=1, shared=True)
     assert live.drafting_disabled(1) == ["a", "b"]
     work = EngineStats(work=(Work(1, 1.0, 1),))
     assert live.report({"a": work, "b": work}) is None and live.audit == Audit()
@@ -143,14 +143,14 @@ def test_where_all_are_audited_nothing_was_saved(tmp_path):
 @pytest.mark.parametrize(("shared", "lost_s"), [(False, 0.2), (True, 0.0)], ids=["its own devices", "shared"])
 def test_what_stock_hides_beside_the_model_counts_where_a_core_is_free_for_it(tmp_path, shared, lost_s):
     """A calibration is of one engine alone, whose scheduler has cores to itself."""
-    live = RuntimeControl(str(tmp_path), ["a", "b"], audit_every=1, shared=shared)
+    live = RuntimeControl(str(tmp_path), ["a", "b"], control_every=1, shared=shared)
     live.calibrated(Calibration({OFF: [(4, 0.01)]}, stock=((4, 0.008, 0.01),)))
-    off = EngineStats(work=(Work(4, 1.0, 400),), stretches=(Stretch(0.0, 1.0, 4.0, 1.0, 100.0, True),))
+    off = EngineStats(work=(Work(4, 1.0, 400),), load_intervals=(LoadInterval(0.0, 1.0, 4.0, 0.0, 1.0, 100.0, True),))
     saved = live.account({"a": off, "b": off})
     assert saved.rollout_s == pytest.approx(-lost_s)
 
 
 def test_an_engine_without_an_answer_is_no_audit(tmp_path):
-    live = RuntimeControl(str(tmp_path), ["a", "b"], audit_every=1)
+    live = RuntimeControl(str(tmp_path), ["a", "b"], control_every=1)
     live.drafting_disabled(1)
     assert live.report({"a": EngineStats(work=(Work(1, 0.5, 1),)), "b": EngineStats(failure="gone")}) is None
