@@ -30,6 +30,7 @@ from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from demo.toy.reward import compute_score
 from demo.toy.train import TrainConfig, save_policy, train
 from verl_tlt.drafter import TrainingSequence, VerifierWeights, from_numpy16, to_numpy16
+from verl_tlt.drafter.data import grouped
 from verl_tlt.messages.training import VerifierArrays
 
 PROMPTS, SAMPLES = 8, 8
@@ -214,12 +215,8 @@ class Taught:
 
 def micro_batches(texts: list[Text], rows: list[int]) -> list[list[int]]:
     """`rows` in groups alike in length, each at most `MICRO_BATCH` padded tokens."""
-    groups: list[list[int]] = [[]]
-    for i in sorted(rows, key=lambda i: len(texts[i][0])):
-        if groups[-1] and (len(groups[-1]) + 1) * len(texts[i][0]) > MICRO_BATCH:
-            groups.append([])
-        groups[-1].append(i)
-    return [group for group in groups if group]
+    ordered = sorted(rows, key=lambda i: len(texts[i][0]))
+    return list(grouped(ordered, lambda i: len(texts[i][0]), MICRO_BATCH, padded=True))
 
 
 def padded(texts: list[Text], rows: list[int]) -> torch.Tensor:

@@ -32,7 +32,7 @@ _HOME = {
     "batches": "data",
     "pack": "data",
     "shuffled": "data",
-    "split": "data",
+    "windows": "data",
     "Library": "capture",
     "PolicyStates": "capture",
     "Text": "capture",

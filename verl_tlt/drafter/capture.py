@@ -8,10 +8,11 @@ them for texts at rest: aux layers' inputs, and the last state before the final 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl_tlt.drafter import data
@@ -118,7 +119,7 @@ class Library:
         """These texts' sequences, in this order."""
         missing = sorted({n for n in numbers if n not in self._held}, key=lambda n: len(self.texts[n].tokens))
         fresh: dict[int, data.TrainingSequence] = {}
-        for group in _grouped(missing, [len(self.texts[n].tokens) for n in missing], FORWARD_TOKENS):
+        for group in data.grouped(missing, lambda n: len(self.texts[n].tokens), FORWARD_TOKENS, padded=True):
             for number, sequence in zip(group, self.states([self.texts[n] for n in group]), strict=True):
                 fresh[number] = sequence
                 size = sequence.aux.nbytes + sequence.last.nbytes
@@ -126,18 +127,6 @@ class Library:
                     self._held[number] = sequence
                     self.nbytes += size
         return [self._held[n] if n in self._held else fresh[n] for n in numbers]
-
-
-def _grouped(numbers: Sequence[int], lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Neighbours in order of length, so that the padded rectangle of each group stays within `budget` tokens."""
-    group: list[int] = []
-    for number, length in zip(numbers, lengths, strict=True):
-        if group and (len(group) + 1) * length > budget:
-            yield group
-            group = []
-        group.append(number)
-    if group:
-        yield group
 
 
 @dataclass(frozen=True)
@@ -152,25 +141,13 @@ class Span:
 def plan_epoch(lengths: Sequence[int], budget: int, seed: Sequence[int]) -> list[list[Span]]:
     """One pass over all texts in random order, as packed batches of at most `budget` rows.
 
-    Made from lengths alone, so that a resumed run finds its place without capturing what it has already seen.
+    Made from lengths alone, so that a resumed run finds its place without computing the states of what it has done.
 
     Args:
         lengths: tokens of each text.
         budget: rows of a batch; a text of L tokens makes L - 1, and a longer one is cut.
         seed: decides the order.
     """
-    import numpy as np
-
-    batches: list[list[Span]] = [[]]
-    rows = 0
-    for number in np.random.default_rng(list(seed)).permutation(len(lengths)).tolist():
-        last = lengths[number] - 1
-        for begin in range(0, last, budget):
-            span = Span(number, begin, min(begin + budget, last) + 1)
-            size = span.end - span.begin - 1
-            if batches[-1] and rows + size > budget:
-                batches.append([])
-                rows = 0
-            batches[-1].append(span)
-            rows += size
-    return batches
+    order = np.random.default_rng(list(seed)).permutation(len(lengths)).tolist()
+    spans = (Span(n, begin, end) for n in order for begin, end in data.window_bounds(lengths[n], budget))
+    return list(data.grouped(spans, lambda span: span.end - span.begin - 1, budget))

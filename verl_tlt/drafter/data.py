@@ -1,25 +1,33 @@
-"""From rollouts to training batches: one rollout as the drafter's teacher, aligned, and packed with others in one row.
+"""Training data of the drafter: what the policy computed for a text, aligned as vLLM feeds a drafter, and packed.
 
 At step t vLLM feeds the drafter token x_{t+1} with the policy's hidden state g_t at position t, and asks for the
 distribution of x_{t+2}, which the policy answers from y_{t+1} (`SpecDecodeBaseProposer.set_inputs_first_pass`). A row
 of a batch is exactly that triple. A sequence of L tokens makes L - 1 rows.
-
-Between processes hidden states travel as numpy, because Ray's object store hands numpy arrays to every process of a
-node without a copy, which it does not do for torch tensors. numpy has no bfloat16, so those arrays hold its bits as
-uint16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
+PADDING = -1
+"""Document id of rows that hold nothing: no other row attends to them, and they carry no loss."""
+T = TypeVar("T")
+
 
 def to_numpy16(tensor: torch.Tensor) -> np.ndarray:
-    """`tensor` on the host in 16 bits: float16 as it is, anything else as bfloat16 bits in uint16; same shape."""
+    """`tensor` on the host in 16 bits: float16 as it is, anything else as bfloat16 bits in uint16; same shape.
+
+    Hidden states pass between processes as numpy arrays, which Ray hands to every process of a node without a copy;
+    numpy has no bfloat16.
+    """
     if tensor.dtype == torch.float16:
         return tensor.detach().cpu().contiguous().numpy()
     return tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint16).numpy()
@@ -35,7 +43,7 @@ def from_numpy16(array: np.ndarray) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TrainingSequence:
-    """A prompt with its response, or a window of one, as the policy saw it in one forward pass.
+    """A prompt with its response, or a window of one, with the hidden states of one forward pass of the policy.
 
     Index t is local to the window; its position in the whole sequence is `start + t`.
     """
@@ -64,9 +72,23 @@ class TrainingSequence:
         return len(self.tokens)
 
     @property
+    def rows(self) -> int:
+        """Rows it makes in a batch."""
+        return len(self.tokens) - 1
+
+    @property
     def nbytes(self) -> int:
         """Memory its tensors hold."""
         return self.tokens.nbytes + self.aux.nbytes + self.last.nbytes
+
+    def loss_rows(self, draft: int = 1) -> range:
+        """Rows with a loss: the input is a response token, as in every draft of vLLM, and what it drafts is recorded.
+
+        Args:
+            draft: tokens of the draft that starts in a row; all of them are recorded.
+        """
+        first = max(self.prompt_len - 1, 0)
+        return range(first, max(first, self.rows - draft))
 
     def window(self, begin: int, end: int) -> TrainingSequence:
         """Tokens `begin:end` at their true positions; views, no copies."""
@@ -78,10 +100,6 @@ class TrainingSequence:
             prompt_len=max(self.prompt_len - begin, 0),
             start=self.start + begin,
         )
-
-
-PADDING = -1
-"""Document id of rows that hold nothing: they are seen by no other row and carry no loss."""
 
 
 @dataclass(frozen=True)
@@ -133,92 +151,63 @@ class Batch:
             grown[f.name] = torch.cat([tensor, fill], dim=1)
         return Batch(**grown)
 
-    def rows_within(self) -> torch.Tensor:
-        """int64 [1, S]: each row's index within its own document."""
-        ids = self.document_ids[0]
-        index = torch.arange(self.rows, device=ids.device)
-        new = torch.ones_like(ids, dtype=torch.bool)
-        new[1:] = ids[1:] != ids[:-1]
-        first = torch.where(new, index, torch.zeros_like(index)).cummax(0).values  # [S] first row of the document
-        return (index - first)[None]
-
     def for_passes(self, ttt_steps: int) -> Batch:
         """Without loss on the first `ttt_steps - 1` rows of each document.
 
         Pass k is scored against the row k places on. A document's first k rows would be scored against passes that
         started in the document before; masking them makes packing exact and gives every pass the same rows.
         """
-        return replace(self, loss_mask=self.loss_mask & (self.rows_within() >= ttt_steps - 1))
+        ids = self.document_ids[0]  # [S]
+        index = torch.arange(self.rows, device=ids.device)
+        new = torch.ones_like(ids, dtype=torch.bool)
+        new[1:] = ids[1:] != ids[:-1]
+        first = torch.where(new, index, 0).cummax(0).values  # [S] first row of each row's document
+        return replace(self, loss_mask=self.loss_mask & (index - first >= ttt_steps - 1))
 
 
 def align(sequence: TrainingSequence) -> Batch:
     """The rows of one sequence, as a batch of its own (S = L - 1).
 
-    The loss falls on rows whose input is a response token and whose next token is known: vLLM drafts from nowhere else.
-
     Raises:
         ValueError: fewer than two tokens.
     """
-    length = len(sequence)
-    if length < 2:
-        raise ValueError(f"A sequence of {length} tokens has nothing to draft; at least 2 are needed.")
-    tokens = sequence.tokens  # [L]
-    target = torch.arange(1, length)  # [L-1] local index t+1 of each row's input and teacher
+    rows = sequence.rows
+    if rows < 1:
+        raise ValueError(f"A sequence of {len(sequence)} tokens has nothing to draft; at least 2 are needed.")
+    tokens, with_loss = sequence.tokens, sequence.loss_rows()
+    loss_mask = torch.zeros(1, rows, dtype=torch.bool)
+    loss_mask[:, with_loss.start : with_loss.stop] = True
     return Batch(
         input_ids=tokens[1:][None],
         hidden_states=sequence.aux[:-1][None],
         last_hidden=sequence.last[1:][None],
         next_ids=torch.cat([tokens[2:], tokens.new_zeros(1)])[None],
-        loss_mask=((target >= sequence.prompt_len) & (target <= length - 2))[None],
-        position_ids=(sequence.start + target - 1)[None],
-        document_ids=torch.zeros(1, length - 1, dtype=torch.int64),
+        loss_mask=loss_mask,
+        position_ids=torch.arange(sequence.start, sequence.start + rows)[None],
+        document_ids=torch.zeros(1, rows, dtype=torch.int64),
     )
 
 
-def pack(sequences: Iterable[TrainingSequence], budget: int | None = None) -> Batch:
+def pack(sequences: Iterable[TrainingSequence]) -> Batch:
     """One batch of whole sequences: document ids count up, positions restart with each.
 
     Raises:
-        ValueError: no sequence, or more rows than `budget`.
+        ValueError: no sequence.
     """
     parts = [align(sequence) for sequence in sequences]
     if not parts:
         raise ValueError("There is no sequence to pack.")
-    rows = sum(part.rows for part in parts)
-    if budget is not None and rows > budget:
-        raise ValueError(f"{len(parts)} sequences make {rows} rows, above the budget of {budget}.")
     columns = {f.name: torch.cat([getattr(part, f.name) for part in parts], dim=1) for f in fields(Batch)}
     owner = [torch.full((1, part.rows), i, dtype=torch.int64) for i, part in enumerate(parts)]
     columns["document_ids"] = torch.cat(owner, dim=1)
     return Batch(**columns)
 
 
-def split(sequence: TrainingSequence, budget: int) -> list[TrainingSequence]:
-    """Windows of at most `budget` rows that share one token at each border, so that every row appears once."""
-    last = len(sequence) - 1  # rows
-    return [sequence.window(begin, min(begin + budget, last) + 1) for begin in range(0, last, budget)]
-
-
-def groups(sequences: Iterable[TrainingSequence], budget: int) -> Iterator[list[TrainingSequence]]:
-    """Sequences in the given order, cut where longer than `budget`, grouped so that each group fits it."""
-    held: list[TrainingSequence] = []
-    rows = 0
-    for sequence in sequences:
-        for window in split(sequence, budget):
-            size = len(window) - 1
-            if held and rows + size > budget:
-                yield held
-                held, rows = [], 0
-            held.append(window)
-            rows += size
-    if held:
-        yield held
-
-
 def batches(sequences: Iterable[TrainingSequence], budget: int) -> Iterator[Batch]:
     """Packed batches of at most `budget` rows, in the given order; a shuffled endless stream works as well."""
-    for group in groups(sequences, budget):
-        yield pack(group, budget)
+    pieces = (piece for sequence in sequences for piece in windows(sequence, budget))
+    for group in grouped(pieces, lambda piece: piece.rows, budget):
+        yield pack(group)
 
 
 def shuffled(sequences: list[TrainingSequence], rng: np.random.Generator) -> Iterator[TrainingSequence]:
@@ -226,3 +215,60 @@ def shuffled(sequences: list[TrainingSequence], rng: np.random.Generator) -> Ite
     while sequences:
         for i in rng.permutation(len(sequences)):
             yield sequences[i]
+
+
+def windows(sequence: TrainingSequence, budget: int) -> list[TrainingSequence]:
+    """The sequence in the fewest windows of at most `budget` rows, of about equal length; every row is in one of them.
+
+    Windows without a response token are among them; their `loss_rows` are empty.
+    """
+    return [sequence.window(begin, end) for begin, end in window_bounds(len(sequence), budget)]
+
+
+def window_bounds(length: int, budget: int) -> list[tuple[int, int]]:
+    """(begin, end) in tokens of the `windows` of a sequence of `length` tokens; neighbours share one token."""
+    rows = length - 1
+    count = math.ceil(rows / budget)
+    return [(begin, end + 1) for begin, end in pairwise(rows * k // count for k in range(count + 1))] if count else []
+
+
+@dataclass
+class _Group(Generic[T]):
+    items: list[T]
+    total: int
+    longest: int
+
+
+def grouped(
+    items: Iterable[T], size: Callable[[T], int], budget: int, *, open_groups: int = 1, padded: bool = False
+) -> Iterator[list[T]]:
+    """Fill groups of at most `budget` with items: each goes into the first open group that has room (first fit).
+
+    Every packing of texts into batches, for training, scoring and forward passes, is this function.
+
+    Args:
+        items: in the order in which they are placed; may be endless.
+        size: of one item; one above the budget gets a group of its own.
+        budget: a group's sizes add up to at most this.
+        open_groups: the last so many groups begun stay open. 1 keeps the order of the items; 32 fills nearly every
+            group nearly whole.
+        padded: a group costs its longest item times their number, as where all are padded to one length.
+
+    Yields:
+        Groups in the order in which they were begun; an endless stream's as they are closed.
+    """
+    begun: deque[_Group[T]] = deque()
+    for item in items:
+        length = size(item)
+        for group in begun:
+            longest = max(group.longest, length)
+            cost = longest * (len(group.items) + 1) if padded else group.total + length
+            if cost <= budget:
+                group.items.append(item)
+                group.total, group.longest = group.total + length, longest
+                break
+        else:
+            if len(begun) == open_groups:
+                yield begun.popleft().items
+            begun.append(_Group([item], length, length))
+    yield from (group.items for group in begun)

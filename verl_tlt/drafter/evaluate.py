@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from verl_tlt.drafter.data import Batch, TrainingSequence, groups, pack
+from verl_tlt.drafter.data import Batch, TrainingSequence, grouped, pack, windows
 from verl_tlt.drafter.policy import DrafterError
 from verl_tlt.drafter.train import ROW_BLOCK, mixed_precision
 
@@ -92,26 +92,23 @@ def acceptance(
     """
     if model.use_draft_vocab and lm_head is None:
         raise DrafterError("acceptance(): a drafter with a pruned vocabulary needs the policy's whole head, lm_head.")
-    owners = [i for i, s in enumerate(sequences) for _ in range(0, len(s) - 1, budget)]  # piece -> sequence
-    pieces: list[SequenceScore] = []
+    pieces = [(i, window) for i, sequence in enumerate(sequences) for window in windows(sequence, budget)]
+    scores: list[list[SequenceScore]] = [[] for _ in sequences]
     was_training = model.training
     model.eval()
     try:
-        for group in groups(sequences, budget):
-            batch = pack(group)
+        for group in grouped(pieces, lambda piece: piece[1].rows, budget):
+            batch = pack(window for _, window in group)
             probe = _Probe(model, batch.to(model.fc.weight.device), temperature, top_p, top_k, lm_head)
             overlap, coin = probe.run(max_draft)  # [K, S] each
             begin = 0
-            for piece in group:
-                rows = slice(begin, begin + len(piece) - 1)
-                pieces.append(_walk(piece, overlap[:, rows], coin[:, rows]))
+            for owner, window in group:
+                rows = slice(begin, begin + window.rows)
+                scores[owner].append(_walk(window, overlap[:, rows], coin[:, rows]))
                 begin = rows.stop
     finally:
         model.train(was_training)
-    return [
-        _total([p for p, owner in zip(pieces, owners, strict=True) if owner == i], max_draft)
-        for i in range(len(sequences))
-    ]
+    return [_total(found, max_draft) for found in scores]
 
 
 class _Probe:
@@ -214,11 +211,9 @@ def _probabilities(logits: torch.Tensor, temperature: float, top_p: float = 1.0,
 def _walk(piece: TrainingSequence, overlap: np.ndarray, coin: np.ndarray) -> SequenceScore:
     """Expected drafts and acceptances along one sequence; overlap and coin are [K, rows]."""
     max_draft = len(overlap)
-    # Row r starts a draft behind token r + 1, which must be a response token; its last teacher is row r + K - 1, whose
-    # own next token must be recorded.
-    first, stop = max(piece.prompt_len - 1, 0), len(piece) - 1 - max_draft
-    positions = max(stop - first, 0)
-    if positions == 0:
+    starts = piece.loss_rows(max_draft)
+    first, stop = starts.start, starts.stop
+    if not starts:
         return SequenceScore(0, 0.0, np.zeros(max_draft))
     ahead = np.cumprod(np.vstack([np.ones(overlap.shape[1]), coin]), axis=0)  # [K+1, rows]: first k coins all fell well
     survival = ahead[:-1] * overlap  # [K, rows]
@@ -229,7 +224,7 @@ def _walk(piece: TrainingSequence, overlap: np.ndarray, coin: np.ndarray) -> Seq
             visits[row + m + 1] += visits[row] * (ahead[m, row] - ahead[m + 1, row])
         visits[row + max_draft + 1] += visits[row] * ahead[max_draft, row]
     started = visits[first:stop]
-    return SequenceScore(positions, float(started.sum()), survival[:, first:stop] @ started)
+    return SequenceScore(len(starts), float(started.sum()), survival[:, first:stop] @ started)
 
 
 def _total(pieces: list[SequenceScore], max_draft: int) -> SequenceScore:

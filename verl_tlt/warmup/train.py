@@ -21,12 +21,12 @@ from verl_tlt.drafter import (
     DrafterTrainer,
     Library,
     SequenceScore,
-    Text,
     accept_length,
     acceptance,
     pack,
     plan_epoch,
 )
+from verl_tlt.drafter.data import grouped
 
 CHECKS = 10
 """Times the held-out responses are scored in a run."""
@@ -105,7 +105,8 @@ class TrainingRun:
         whole_head: Any = None,
     ) -> None:
         self.trainer, self.library, self.budget = trainer, library, budget
-        self.train, self.judged = list(train), first_tokens(library.texts, judged, JUDGED_TOKENS)
+        self.train = list(train)
+        self.judged = next(grouped(judged, lambda n: len(library.texts[n].tokens), JUDGED_TOKENS), [])
         self.batch_tokens, self.draft_length, self.sampling = batch_tokens, draft_length, sampling
         self.state_file, self.seed, self.whole_head = state_file, seed, whole_head
         self.progress = TrainingProgress()
@@ -206,15 +207,3 @@ class TrainingRun:
 
     def _plan_of(self, epoch: int) -> list[Any]:
         return plan_epoch(self._lengths, self.batch_tokens, (self.seed, epoch))
-
-
-def first_tokens(texts: Sequence[Text], numbers: Sequence[int], most: int) -> list[int]:
-    """The first of `numbers` whose texts have at most `most` tokens together, but at least one."""
-    kept: list[int] = []
-    total = 0
-    for number in numbers:
-        total += len(texts[number].tokens)
-        if kept and total > most:
-            break
-        kept.append(number)
-    return kept

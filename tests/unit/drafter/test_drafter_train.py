@@ -20,7 +20,6 @@ from verl_tlt.drafter import (
     refresh_verifier_weights,
     save_drafter,
     shuffled,
-    split,
     to_numpy16,
     train_until,
 )
@@ -176,20 +175,3 @@ def test_sixteen_bit_states_train(drafter, sequences):
     halves = [TrainingSequence(s.tokens, s.prompt_len, s.aux.bfloat16(), s.last.bfloat16()) for s in sequences]
     full = DrafterTrainer(drafter).step(pack(sequences)).loss
     assert DrafterTrainer(drafter).step(pack(halves)).loss == pytest.approx(full, rel=0.05)
-
-
-def test_long_sequences_are_cut_and_no_row_is_lost(sequences):
-    longest = sequences[3]  # 30 tokens
-    pieces = split(longest, 8)
-    assert [len(p) - 1 for p in pieces] == [8, 8, 8, 5]
-    rows = [(t, int(x)) for p in pieces for t, x in enumerate(p.tokens[1:], p.start + 1)]
-    assert rows == list(enumerate(longest.tokens[1:].tolist(), 1))
-    assert all(b.rows <= 8 for b in batches(sequences, 8))
-    with pytest.raises(ValueError, match="above the budget"):
-        pack(sequences, 20)
-    with pytest.raises(ValueError, match="no sequence"):
-        pack([])
-    with pytest.raises(ValueError, match="at least 2"):
-        pack([longest.window(0, 1)])
-    with pytest.raises(ValueError, match="4 aux"):
-        TrainingSequence(longest.tokens, 3, longest.aux[:4], longest.last)
