@@ -107,8 +107,8 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3, replicas: int = 2) 
         driver.emit("phase", step=step, name="rollout", start=start, end=clock.now)
         for r, begin in sessions.items():
             spot_steps = int((end - begin) / 0.2)
-            session = {"worker": names.index(r), "start": begin, "end": end + 0.05, "steps": spot_steps}
-            session |= {"tokens": spot_steps * 512, "epochs": 1.2, "loss_last": 6.0 / step}
+            session = {"start": begin, "end": end + 0.05, "steps": spot_steps}
+            session |= {"tokens": spot_steps * 512, "epochs": 1.2, "loss": 6.0 / step}
             session |= {"acc": [alpha], "skipped": 0, "stop_latency_s": 0.05, "outcome": "stopped"}
             driver.emit("session", step=step, replica=r, **session)
         for name, seconds in (("old_log_prob", 1.2), ("update_actor", 2.9), ("update_weights", 0.25)):
@@ -124,7 +124,7 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3, replicas: int = 2) 
         stats = {r: _stats(decoded[r][0], start) for r in names}
         stock = {r: start + sum(map(stock_s, decoded[r][0])) for r in names}
         made.saved_s[step] = max(stock.values()) - end
-        seen = StepObservations(
+        observations = StepObservations(
             step=step, rollout_s=end - start, replicas=stats, bubble_s={r: end - t for r, t in idle_from.items()},
             bubble_trained_s={r: end - t for r, t in sessions.items()}, stop_latency_s=dict.fromkeys(sessions, 0.05),
             overhead={"stop": 0.05, "publish": 0.02}, published_version=version, served_version=version,
@@ -140,7 +140,7 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3, replicas: int = 2) 
             "perf/total_num_tokens": tokens + 20 * BATCH * replicas,
             "training/rollout_probs_diff_max": 2e-6,
         }  # fmt: skip
-        driver.emit("step", step=step, metrics={**verl, **step_metrics(seen)})
+        driver.emit("step", step=step, metrics={**verl, **step_metrics(observations)})
         made.rollout_s[step], made.idle_replica[step] = end - start, min(idle_from, key=lambda r: idle_from[r])
         made.bubble_s[step] = sum(end - t for t in idle_from.values())
         drafts = sum(w["drafts"] for r in names for w in decoded[r][0])

@@ -56,7 +56,7 @@ STOCK = {step: {"actor/grad_norm": 0.1 * step, "actor/pg_loss": 0.0, "critic/sco
 
 
 def session(step, **facts):
-    return Session(**{"t": 0.0, "step": step, "replica": "a", "worker": "a", "start": 0.0, "end": 1.0, "steps": 9,
+    return Session(**{"t": 0.0, "step": step, "replica": "a", "start": 0.0, "end": 1.0, "steps": 9,
                       "tokens": 9, "outcome": "stopped", **facts})  # fmt: skip
 
 

@@ -112,8 +112,8 @@ class BufferStats:
 class SessionResult:
     """One training session."""
 
-    outcome: Literal["stopped", "exhausted"]
-    """Stopped by the trainer, or its epochs over the buffer are used up."""
+    outcome: Literal["stopped", "exhausted", "failed"]
+    """Stopped by the trainer, its epochs over the buffer are used up, or it raised."""
     steps: int = 0
     tokens: int = 0
     epochs: float = 0.0

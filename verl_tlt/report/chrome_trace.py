@@ -8,6 +8,7 @@ are counters. Times are microseconds since the trace began.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -113,9 +114,11 @@ def _engine_track(
 
 
 def _sessions(pid: int, replica: str, steps: Mapping[int, RLStep], zero: float) -> Iterator[ChromeEvent]:
-    shown = ("step", "steps", "tokens", "epochs", "loss_last", "outcome", "error")
+    shown = ("step", "steps", "tokens", "epochs", "loss", "outcome", "error")
     for session in (s for step in steps.values() for s in step.sessions if s.replica == replica):
         args = {name: getattr(session, name) for name in shown}
+        if math.isnan(session.loss):
+            del args["loss"]
         yield _slice(pid, SPOT, "training session", session.start - zero, session.end - zero, args)
 
 

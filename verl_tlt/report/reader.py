@@ -1,13 +1,16 @@
-"""Reads a trace directory back into typed records, also while the run that writes it is still going.
+"""Reads a trace directory back into typed records; the run that writes it may still be going.
 
-Half a line at the end of a file is a line still being written, or a process that was killed: it is skipped and counted.
-A run that was resumed repeats the steps after its checkpoint: of a step written twice, the later run's records count.
+Lines that cannot be read are counted and skipped. A resumed run repeats the steps after its checkpoint; of a step that
+was written twice, the records of the later run count.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
+from array import array
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import TypeAdapter, ValidationError
 
 from verl_tlt.errors import TLTError
 from verl_tlt.trace.events import (
@@ -31,19 +35,24 @@ from verl_tlt.trace.events import (
     Session,
     Step,
     Stopped,
-    required_fields,
 )
 
+LONGEST_LINE = 1 << 20
+"""Bytes; a longer line is not read as one, so that no file can fill the memory with a single line."""
+
 E = TypeVar("E", bound=Event)
+_ADAPTERS: dict[str, TypeAdapter[Event]] = {kind: TypeAdapter(cls) for kind, cls in EVENT_TYPES.items()}
+_RENAMED = {"loss_last": "loss"}
+"""Key in traces of verl-tlt 0.1 -> the field it is now."""
 
 
 class TraceError(TLTError, ValueError):
-    """There is no trace to read; the message names the directory."""
+    """The directory or file holds nothing that can be read; the message names it."""
 
 
 @dataclass(frozen=True)
 class EngineSteps:
-    """The steps of one engine in columns, oldest first; n steps, drafts of up to `kmax` tokens."""
+    """The n steps of one engine as columns, in the order of time; drafts have up to `kmax` tokens."""
 
     t: npt.NDArray[np.float64]
     """[n] unix seconds at which the step finished."""
@@ -70,12 +79,12 @@ class EngineSteps:
 
 @dataclass(frozen=True)
 class RunTrace:
-    """Everything a run wrote down, void steps left out, each list in the order of time."""
+    """What a run wrote, without the steps that a later run repeated; each list is in the order of time."""
 
     directory: Path
     runs: list[RunStarted] = field(default_factory=list)
     steps: dict[int, Mapping[str, float]] = field(default_factory=dict)
-    """RL step -> its metrics, ascending; finished steps only."""
+    """RL step -> its metrics, ascending; only finished steps."""
     phases: list[Phase] = field(default_factory=list)
     loads: list[LoadSample] = field(default_factory=list)
     idles: list[Idle] = field(default_factory=list)
@@ -84,7 +93,7 @@ class RunTrace:
     reloads: list[Reload] = field(default_factory=list)
     stops: list[Stopped] = field(default_factory=list)
     engines: dict[str, EngineSteps] = field(default_factory=dict)
-    """Replica -> its engine's steps; empty when `tlt.trace.engine_steps` was off."""
+    """Replica -> the steps of its engine; empty where `tlt.trace.engine_steps` was off."""
     skipped: int = 0
     """Lines that could not be read."""
 
@@ -95,19 +104,19 @@ class RunTrace:
 
     @cached_property
     def replicas(self) -> list[str]:
-        """Names of all replicas seen: in the order of the `run` event, then any others by name."""
+        """Names of all replicas: those of the `run` event in its order, then others by name."""
         named = list(self.run.replicas) if self.run else []
         others = {name for load in self.loads for name in load.inflight} - set(named)
         return named + sorted(others)
 
     def label(self, replica: str) -> str:
-        """What to call a replica in pictures; its name may be an address, an engine's file may carry its number."""
+        """What pictures call a replica; its name may be an address, and an engine's file may have its number."""
         if replica in self.replicas:
             return f"replica {self.replicas.index(replica)}"
         return f"replica {replica}" if replica.isdigit() else replica
 
     def engine(self, replica: str) -> EngineSteps | None:
-        """The replica's engine steps, from the file that carries its name or its number; None: there is none."""
+        """The steps of the replica's engine, whose file has the name or the number of the replica; None: no file."""
         found = self.engines.get(replica)
         return self.engines.get(str(self.replicas.index(replica))) if found is None else found
 
@@ -125,26 +134,24 @@ def read_trace(directory: str | Path) -> RunTrace:
     path = Path(directory)
     if not path.is_dir():
         raise TraceError(f"{path} is not a directory; give the trace directory of a run (tlt.trace.dir).")
-    trace = RunTrace(path)
-    events: list[Event] = []
-    engines: dict[str, list[dict[str, Any]]] = {}
+    found: list[Event] = []
+    engines: defaultdict[str, _Columns] = defaultdict(_Columns)
     skipped = 0
-    for file in sorted(path.glob("*.jsonl")):
+    for file in sorted(file for file in path.glob("*.jsonl") if file.is_file()):
         for record in _records(file):
-            if record is None:
-                skipped += 1
-            elif file.name.startswith(ENGINE_PREFIX):
-                engines.setdefault(file.stem.removeprefix(ENGINE_PREFIX), []).append(record)
-            elif (event := parse_event(record)) is None:
+            event = None if record is None else parse_event(record)
+            if event is not None:
+                found.append(event)
+            elif record is None or not file.name.startswith(ENGINE_PREFIX):
                 skipped += 1
             else:
-                events.append(event)
-    if not events and not engines:
+                skipped += not engines[file.stem.removeprefix(ENGINE_PREFIX)].add(record)
+    if not found and not engines:
         raise TraceError(f"{path} holds no trace: no *.jsonl file in it has a readable event.")
-    events, voids = _drop_void(sorted(events, key=lambda e: e.t))
+    events, repeated = _without_repeated(sorted(found, key=lambda e: e.t))
     steps = {e.step: e.metrics for e in _of(events, Step)}
-    return dataclasses.replace(
-        trace,
+    return RunTrace(
+        path,
         runs=_of(events, RunStarted),
         steps={step: steps[step] for step in sorted(steps)},
         phases=_of(events, Phase),
@@ -154,29 +161,36 @@ def read_trace(directory: str | Path) -> RunTrace:
         publishes=_of(events, Publish),
         reloads=_of(events, Reload),
         stops=_of(events, Stopped),
-        engines={name: _columns(rows, voids) for name, rows in engines.items()},
+        engines={name: columns.engine_steps(repeated) for name, columns in engines.items()},
         skipped=skipped,
     )
 
 
 def parse_event(record: Mapping[str, Any]) -> Event | None:
-    """The typed event of one line; None for an unknown kind or missing keys. Extra keys are ignored."""
-    cls = EVENT_TYPES.get(str(record.get("kind")))
-    if cls is None or not (required_fields(cls) | {"t"}) <= record.keys():
+    """The event of one line; None where the kind is unknown, a key is missing or a value is of the wrong type."""
+    adapter = _ADAPTERS.get(str(record.get("kind")))
+    if adapter is None:
         return None
-    names = {f.name for f in dataclasses.fields(cls)}
-    return cls(**{key: value for key, value in record.items() if key in names})
+    known = {_RENAMED.get(key, key): value for key, value in record.items() if value is not None}
+    if isinstance(metrics := known.get("metrics"), dict):
+        known["metrics"] = {n: v for n, v in metrics.items() if isinstance(v, int | float) and abs(v) < 1e300}
+    try:
+        event = adapter.validate_python(known)
+    except ValidationError:
+        return None
+    times = (getattr(event, name, 0.0) for name in ("t", "start", "end"))
+    return event if all(map(math.isfinite, times)) else None
 
 
 def _records(file: Path) -> Iterator[dict[str, Any] | None]:
     """Each line as a dict; None for a line that is not a JSON object."""
     with file.open("rb") as lines:
-        for line in lines:
+        while line := lines.readline(LONGEST_LINE):
             if not line.strip():
                 continue
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 record = None
             yield record if isinstance(record, dict) else None
 
@@ -185,43 +199,55 @@ def _of(events: Sequence[Event], cls: type[E]) -> list[E]:
     return [event for event in events if isinstance(event, cls)]
 
 
-def _drop_void(events: list[Event]) -> tuple[list[Event], list[tuple[float, float]]]:
-    """Drop what a later run repeated. Returns what is left and the void stretches of time (for engine steps)."""
-    voids: list[tuple[float, float]] = []
+def _without_repeated(events: list[Event]) -> tuple[list[Event], list[tuple[float, float]]]:
+    """The events without those of steps that a later run repeated, and the times in which these steps ran."""
+    repeated: list[tuple[float, float]] = []
     kept: list[Event] = []
     for event in events:
         if isinstance(event, RunStarted):
             first = event.step0
-            void = [e for e in kept if not isinstance(e, RunStarted) and e.step >= first]
-            if void:
-                voids.append((min(getattr(e, "start", e.t) for e in void), event.t))
+            again = [e for e in kept if not isinstance(e, RunStarted) and e.step >= first]
+            if again:
+                repeated.append((min(getattr(e, "start", e.t) for e in again), event.t))
             kept = [e for e in kept if isinstance(e, RunStarted) or e.step < first]
         kept.append(event)
-    return kept, voids
+    return kept, repeated
 
 
-def _columns(rows: list[dict[str, Any]], voids: list[tuple[float, float]]) -> EngineSteps:
-    rows = [r for r in rows if {"t", "batch", "k"} <= r.keys() and not any(a <= r["t"] < b for a, b in voids)]
-    rows.sort(key=lambda r: r["t"])
-    kmax = max((len(r.get("accepted") or ()) for r in rows), default=0)
-    accepted = np.zeros((len(rows), kmax), dtype=np.int64)
-    for i, row in enumerate(rows):
-        values = row.get("accepted") or ()
-        accepted[i, : len(values)] = values
+class _Columns:
+    """Collects the steps of one engine; takes about 100 bytes for each."""
 
-    def ints(name: str) -> npt.NDArray[np.int64]:
-        return np.array([row.get(name) or 0 for row in rows], dtype=np.int64)
+    NAMES = ("t", "batch", "kv", "k", "drafts", "produced", "latency_s")
 
-    def floats(name: str) -> npt.NDArray[np.float64]:
-        return np.array([row.get(name) or 0.0 for row in rows], dtype=np.float64)
+    def __init__(self) -> None:
+        self._numbers = array("d")  # len(NAMES) for each step
+        self._accepted = array("d")
+        self._lengths = array("q")  # numbers in `_accepted` for each step
 
-    return EngineSteps(
-        t=floats("t"),
-        batch=ints("batch"),
-        kv=ints("kv"),
-        k=ints("k"),
-        drafts=ints("drafts"),
-        accepted=accepted,
-        produced=ints("produced"),
-        latency_s=floats("latency_s"),
-    )
+    def add(self, record: Mapping[str, Any]) -> bool:
+        """Append one line; False: it is malformed."""
+        try:
+            required = [float(record[name]) for name in ("t", "batch", "k")]
+            numbers = [float(record.get(name) or 0) for name in self.NAMES]
+            accepted = [float(count) for count in record.get("accepted") or ()]
+        except (KeyError, TypeError, ValueError, OverflowError):
+            return False
+        if not all(abs(number) < 2**53 for number in (*required, *numbers, *accepted)):  # NaN is not
+            return False
+        self._numbers.extend(numbers)
+        self._accepted.extend(accepted)
+        self._lengths.append(len(accepted))
+        return True
+
+    def engine_steps(self, repeated: Sequence[tuple[float, float]]) -> EngineSteps:
+        """All steps but those that ended within `repeated`."""
+        numbers = np.array(self._numbers).reshape(-1, len(self.NAMES))  # [n, columns]
+        lengths = np.array(self._lengths)
+        accepted = np.zeros((len(lengths), lengths.max(initial=0)), dtype=np.int64)  # [n, kmax]
+        accepted[np.arange(accepted.shape[1]) < lengths[:, None]] = self._accepted
+        t = numbers[:, 0]
+        keep = np.flatnonzero(~np.any([np.zeros_like(t, bool), *((a <= t) & (t < b) for a, b in repeated)], axis=0))
+        keep = keep[np.argsort(t[keep], kind="stable")]
+        columns = dict(zip(self.NAMES, numbers[keep].T, strict=True))
+        whole = {name: columns[name].astype(np.int64) for name in ("batch", "kv", "k", "drafts", "produced")}
+        return EngineSteps(t=columns["t"], latency_s=columns["latency_s"], accepted=accepted[keep], **whole)

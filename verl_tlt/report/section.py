@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from xml.etree.ElementTree import Element
 
@@ -120,7 +121,7 @@ def _sessions(trace: RunTrace, step: RLStep) -> Element | None:
         return None
     rows = [
         [trace.label(s.replica), f"{s.start - step.start:.1f}", f"{s.end - s.start:.1f}", str(s.steps), str(s.tokens),
-         "" if s.loss_last is None else f"{s.loss_last:.2f}", " ".join(f"{a:.2f}" for a in s.acc), s.outcome,
+         "" if math.isnan(s.loss) else f"{s.loss:.2f}", " ".join(f"{a:.2f}" for a in s.acc), s.outcome,
          s.error or ""]
         for s in step.sessions
     ]  # fmt: skip

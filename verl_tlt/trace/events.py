@@ -1,14 +1,12 @@
-"""The event log: what every part of a run writes down, one JSON object a line, one file per process.
+"""The event log of a run: one JSON object per line, one file per process.
 
-Each line carries `t` (unix seconds, when it was written) and `kind`. The dataclasses below are the whole vocabulary:
-their fields are the keys of the line. Engine steps are the exception: a scheduler writes thousands of them, so they go
-to `engine-<replica>.jsonl` as bare records without a kind (`engine_core.step_trace`). Writing must never disturb the
-run: a `TraceWriter` counts its failures instead of raising them. Standard library only, so any process can afford it.
+Each line carries `t` (unix seconds, when it was written) and `kind`; its other keys are the fields of the dataclass of
+that kind below. Engine steps are the exception: a scheduler writes thousands of them, so they go to
+`engine-<replica>.jsonl` without a kind (`engine_core.step_trace`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
@@ -20,12 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from verl_tlt.messages.rollout import DrafterStatus
+from verl_tlt.messages.training import SessionResult
 from verl_tlt.ownership import open_to_append
 
 logger = logging.getLogger(__name__)
 
 ENGINE_PREFIX = "engine-"
-"""Files with this prefix hold engine steps; the rest of the name is the replica's."""
+"""Files whose names begin with this hold engine steps; the rest of the name is the replica."""
 
 PhaseName = Literal[
     "rollout",
@@ -40,11 +40,12 @@ PhaseName = Literal[
     "validate",
 ]
 Decision = Literal["published", "kept", "reverted"]
+Kind = Literal["run", "phase", "load", "idle", "session", "publish", "reload", "stopped", "step"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted:
-    """The run began (again, after a resume). Steps from `step0` on that an earlier run wrote are void."""
+    """The run started or resumed. What an earlier run wrote of steps from `step0` on no longer counts."""
 
     kind: ClassVar[str] = "run"
     t: float
@@ -52,9 +53,9 @@ class RunStarted:
     """First RL step of this run; 1 unless resumed."""
     mode: Literal["tlt", "stock"] = "tlt"
     replicas: Sequence[str] = ()
-    """Names of the rollout replicas, as every other event spells them."""
+    """Names of the rollout replicas, as in every other event."""
     standalone: Sequence[str] = ()
-    """Those of them on devices of their own, where the policy is never trained (`separate_async`)."""
+    """Those on devices of their own, where the policy is never trained (`separate_async`)."""
     gpus: int = 0
     """GPU workers of the job."""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -62,14 +63,14 @@ class RunStarted:
     versions: Mapping[str, str] = field(default_factory=dict)
     """Installed versions by distribution."""
     policy: str = ""
-    """Where the policy was loaded from: what the drafter is served with."""
+    """Where the policy was loaded from."""
     drafter: str = ""
-    """Directory in which the run keeps its latest servable drafter."""
+    """Directory of the latest drafter that vLLM can serve."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A stretch of the driver's step, written when it ended."""
+    """One part of the trainer's step, written when it ended."""
 
     kind: ClassVar[str] = "phase"
     t: float
@@ -81,9 +82,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSample:
-    """Requests in flight by replica from `t` on, written when they changed: at most about 20 times a second, and less
-    often where there are more than a hundred replicas.
-    """
+    """Requests in flight by replica from `t` on, written when they change, at most about 20 times a second."""
 
     kind: ClassVar[str] = "load"
     t: float
@@ -93,7 +92,7 @@ class LoadSample:
 
 @dataclass(frozen=True, kw_only=True)
 class Idle:
-    """A replica had nothing left to decode from `start` until the end of the step's rollout: a bubble."""
+    """A bubble: the replica had nothing to decode from `start` until the rollout ended."""
 
     kind: ClassVar[str] = "idle"
     t: float
@@ -103,49 +102,34 @@ class Idle:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Session:
-    """One training session of a spot worker, written when it ended."""
+class Session(SessionResult):
+    """One training session on a replica, written when the rollout has ended."""
 
     kind: ClassVar[str] = "session"
     t: float
     step: int
     replica: str
-    worker: int | str
     start: float
     end: float
-    steps: int
-    """Optimizer steps."""
-    tokens: int
-    """Tokens trained on."""
-    outcome: Literal["stopped", "exhausted", "failed"]
-    """Stopped by the end of sampling, out of data worth another epoch, or raised."""
-    epochs: float = 0.0
-    loss_last: float | None = None
-    acc: Sequence[float] = ()
-    """Share of training positions whose draft i was the target's most likely token, at the session's end."""
-    skipped: int = 0
-    """Optimizer steps skipped for a non-finite loss or gradient."""
-    slowest_s: float | None = None
-    """Seconds of its longest micro-batch, which a stop may have to wait for."""
-    judged_s: float = 0.0
-    """Seconds in which it scored the candidate, before it trained."""
     stop_latency_s: float | None = None
-    """Seconds from the stop request to its acknowledgement."""
+    """Seconds from the stop request to the worker's answer."""
     error: str | None = None
+    scores: None = None
+    """The trace holds no scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Publish:
-    """What became of the merged drafter of a step."""
+    """The decision on the drafter that was merged in a step."""
 
     kind: ClassVar[str] = "publish"
     t: float
     step: int
     version: int
-    """The version every engine should serve from here on."""
+    """The version that all engines serve from now on."""
     decision: Decision
     reason: str = ""
-    """Why, in words: the gate's verdict, or what kept it from judging."""
+    """The gate's verdict in words, or why it did not judge."""
     gain: float | None = None
     """The candidate's held-out accept length relative to the served drafter's, minus one; None: not judged."""
     gain_low: float | None = None
@@ -153,42 +137,35 @@ class Publish:
     tau: Mapping[str, float | None] = field(default_factory=dict)
     """Simulated accept length on held-out positions of `candidate`, `served` and `initial`; absent when not judged."""
     seconds: float = 0.0
-    """Time on the critical path."""
+    """What judging, merging and exporting took."""
     bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reload:
-    """One replica loaded a drafter, and what it reported back."""
+class Reload(DrafterStatus):
+    """What a replica serves after a weight sync; `ok` is False where it is not the version it was asked to load."""
 
     kind: ClassVar[str] = "reload"
     t: float
     step: int
     replica: str
-    version: int
-    fingerprint: str
-    ok: bool
-    """False: not the version or fingerprint asked for; the replica runs without speculation."""
-    seconds: float = 0.0
-    full_graphs: Sequence[int] | None = None
-    """Draft lengths whose steps have FULL CUDA graphs; None: nothing is captured there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped:
-    """Speculation was stopped because it does not pay, or goes on again."""
+    """Speculation was disabled for the run because it does not pay, or enabled again."""
 
     kind: ClassVar[str] = "stopped"
     t: float
     step: int
     """The RL step after whose rollout."""
     cause: str
-    """The likely cause; empty: it goes on, since a replica that tried gained time."""
+    """Why it was disabled; empty: it is enabled again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One RL step is over: its metrics under the names the trainer's logger uses (`tlt/*`, `timing_s/*`, ...)."""
+    """The metrics of one RL step, under the names in the trainer's logger (`tlt/*`, `timing_s/*`, ...)."""
 
     kind: ClassVar[str] = "step"
     t: float
@@ -202,28 +179,18 @@ EVENT_TYPES: dict[str, type[Event]] = {
 }
 
 
-def required_fields(cls: type[Any]) -> frozenset[str]:
-    """Keys a line of this kind cannot be read without; `t` is the writer's."""
-    no_default = dataclasses.MISSING
-    fields = dataclasses.fields(cls)
-    return frozenset(f.name for f in fields if f.default is no_default and f.default_factory is no_default) - {"t"}
-
-
-_REQUIRED = {kind: required_fields(cls) for kind, cls in EVENT_TYPES.items()}
-
-
 class TraceWriter:
-    """Appends events to `<directory>/<name>.jsonl`; safe to share between threads, one writer per process and name.
+    """Appends events to `<directory>/<name>.jsonl`; threads may share one.
 
-    Every line is one `write` to an append-only descriptor: a killed process loses nothing it wrote, and at worst leaves
-    half a line, which the next writer closes off and the reader skips.
+    A failure to write is counted, never raised: the run goes on without its trace. Every line is one `write` to an
+    append-only descriptor, so a killed process leaves at worst half a line, which the reader skips.
     """
 
     def __init__(self, directory: str | os.PathLike[str], name: str, clock: Callable[[], float] = time.time) -> None:
-        """Open the file; a directory that cannot be written is a counted failure, not an exception."""
+        """Open the file, and make its directory if it is missing."""
         self.path = Path(directory) / f"{name}.jsonl"
         self.failures = 0
-        """Lines lost or malformed; the first is logged."""
+        """Lines that could not be written; the first is logged."""
         self._clock = clock
         self._lock = threading.Lock()
         self._fd: int | None = None
@@ -236,23 +203,23 @@ class TraceWriter:
         except OSError as error:
             self._fail(f"cannot write the trace {self.path}: {error}")
 
-    def emit(self, kind: str, **fields: Any) -> None:
-        """Write one event now. Unknown kinds and missing fields are written all the same, and counted."""
-        if kind not in _REQUIRED:
-            self._fail(f"trace event kind {kind!r} is not one of {', '.join(_REQUIRED)}")
-        elif missing := _REQUIRED[kind] - fields.keys():
-            self._fail(f"trace event {kind!r} lacks {', '.join(sorted(missing))}")
+    def emit(self, kind: Kind, **fields: Any) -> None:
+        """Write one event now."""
         self.write({"t": self._clock(), "kind": kind, **fields})
 
+    def add(self, event: Event) -> None:
+        """Write an event with the time that it holds; what it leaves at None is left out."""
+        self.write({"kind": event.kind, **{name: value for name, value in vars(event).items() if value is not None}})
+
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write one record as it is (engine steps bring their own `t`)."""
+        """Write one record as it is; engine steps have their own `t`."""
         try:
             line = _encode(record)
             with self._lock:
                 if self._fd is None:
                     raise OSError("the file is not open")
                 os.write(self._fd, line)
-        except Exception as error:  # whatever a caller hands over, the run must go on
+        except Exception as error:  # the run goes on, whatever the record holds
             self._fail(f"lost a line of the trace {self.path}: {error}")
 
     def close(self) -> None:
@@ -273,13 +240,13 @@ class TraceWriter:
 def _encode(record: Mapping[str, Any]) -> bytes:
     try:
         text = json.dumps(record, default=_plain, separators=(",", ":"), allow_nan=False)
-    except ValueError:  # a NaN or infinity somewhere: JSON has none, so it becomes null
+    except ValueError:  # JSON has no NaN and no infinity: null
         text = json.dumps(_finite(json.loads(json.dumps(record, default=_plain))), separators=(",", ":"))
     return text.encode() + b"\n"
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and scalars of numpy and torch, mappings that are no dict, paths."""
+    """What JSON can hold for arrays and scalars of numpy and torch, other mappings, tuples and paths."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):

@@ -1,7 +1,6 @@
-"""From what was seen in one RL step to the numbers in the trainer's logger. Pure: no clock, no files, no Ray.
+"""Computes the `tlt/*` metrics of an RL step. docs/metrics.md has a row for each.
 
-What could not be measured yields no key: a dashboard shows a gap, never a NaN or an invented zero. What each metric
-means stands in docs/metrics.md, one row for each.
+What could not be measured gets no key, so a dashboard shows a gap, never a NaN or a zero.
 """
 
 from __future__ import annotations
@@ -16,59 +15,58 @@ from verl_tlt.messages.training import BufferStats
 from verl_tlt.trace.events import Publish, Reload, Session
 
 TAIL = 0.1
-"""Share of the responses, the longest ones, that is called the tail."""
+"""The tail is the longest tenth of the responses."""
 
 
 @dataclass(frozen=True)
 class StepObservations:
-    """All that was seen in one RL step. Mappings are by replica; None and empty mean not measured."""
+    """What was measured in one RL step. Mappings are by replica; None and empty mean not measured."""
 
     rollout_s: float | None = None
     """Seconds from the first dispatch to the last response."""
     replicas: Mapping[str, EngineStats] = field(default_factory=dict)
     bubble_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds each replica was empty while another still decoded."""
+    """Seconds in which a replica had nothing to decode while another still decoded."""
     bubble_trained_s: Mapping[str, float] = field(default_factory=dict)
-    """The part of `bubble_s` in which its spot workers trained."""
+    """The part of `bubble_s` in which the replica trained the drafter."""
     devices: Mapping[str, int] = field(default_factory=dict)
-    """How many each replica has; one where it is not said."""
+    """Number of devices; 1 for a replica that is not listed."""
     devices_trained: Mapping[str, float] = field(default_factory=dict)
-    """On how many it trained while it did, on average; one where it is not said."""
+    """Mean number of devices on which a session trained; 1 for a replica that is not listed."""
     stop_latency_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds from the stop command to the spot worker's answer."""
+    """Seconds from the stop request to the answer."""
     sessions: Sequence[Session] = ()
     publish: Publish | None = None
     reloads: Sequence[Reload] = ()
     overhead: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of TLT's own work on the critical path, by what it was: stop, tap, merge, publish, reload, ..."""
+    """Seconds of TLT's own work on the critical path, by part: stop, tap, publish, reload, ..."""
     published_version: int | None = None
-    """Drafter version the engines should serve after this step."""
+    """Drafter version that the engines were asked to serve."""
     served_version: int | None = None
-    """The oldest version that any engine serves after this step."""
+    """The oldest version that an engine serves."""
     served_since: int | None = None
-    """RL step that published the version in `served_version`."""
+    """RL step that published `served_version`."""
     step: int | None = None
-    """This RL step."""
     spot_failures: int | None = None
-    """Sessions that raised or were killed in this step."""
+    """Sessions that raised or were killed."""
     saved_s: float | None = None
     """Seconds by which the rollout ended earlier than stock's would have (`speculation.baseline`); None: unknown."""
     audit_saved_frac: float | None = None
     """Saving that an audit showed; None: no audit in this step, or too little to compare."""
     errors: Mapping[str, int] | None = None
-    """Failures of TLT contained since the run began, by what failed."""
+    """Failures of TLT since the run began that did not end it, by what failed."""
 
 
-def step_metrics(seen: StepObservations) -> dict[str, float]:
-    """The `tlt/*` metrics of one RL step: finite floats."""
+def step_metrics(observations: StepObservations) -> dict[str, float]:
+    """The `tlt/*` metrics of one RL step; all are finite."""
     metrics: dict[str, float | None] = {
-        **speculation_metrics(list(seen.replicas.values()), seen.rollout_s),
-        **_bubble_metrics(seen),
-        **_spot_metrics(seen),
-        **_drafter_metrics(seen),
-        "tlt/saved_s": seen.saved_s,
-        "tlt/audit_saved_frac": seen.audit_saved_frac,
-        **_error_metrics(seen.errors),
+        **speculation_metrics(list(observations.replicas.values()), observations.rollout_s),
+        **_bubble_metrics(observations),
+        **_spot_metrics(observations),
+        **_drafter_metrics(observations),
+        "tlt/saved_s": observations.saved_s,
+        "tlt/audit_saved_frac": observations.audit_saved_frac,
+        **_error_metrics(observations.errors),
     }
     return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}
 
@@ -81,11 +79,10 @@ def _error_metrics(errors: Mapping[str, int] | None) -> dict[str, float | None]:
 
 
 def speculation_metrics(replicas: Sequence[EngineStats], rollout_s: float | None = None) -> dict[str, float | None]:
-    """Acceptance, draft lengths and speed over all engines, weighted by tokens rather than by engine.
+    """Acceptance, draft lengths and speed, from counters summed over all engines.
 
-    The accept length is tokens per verified draft, the one that the target adds itself included. Where no draft was
-    verified it is 1: each pass of the target gave one token, as without speculation. `tlt/tokens_per_pass` is the same
-    over all passes, with and without a draft.
+    The accept length is tokens per verified draft, with the token that the target adds; it is 1 where nothing was
+    drafted. `tlt/tokens_per_pass` is the same over all passes of the target, drafted or not.
     """
     steps = sum(r.num_steps for r in replicas)
     if not steps:
@@ -121,11 +118,11 @@ def speculation_metrics(replicas: Sequence[EngineStats], rollout_s: float | None
 
 
 def accept_length_of_longest(rows: Iterable[ResponseDrafts], share: float) -> float | None:
-    """Tokens per verified draft, the target's own included, of the longest responses.
+    """The accept length of the longest responses.
 
     Args:
-        rows: responses by length, of any number of engines (`EngineStats.responses`).
-        share: of all responses that is meant; rows on its border count in part.
+        rows: `EngineStats.responses` of all engines.
+        share: the share of all responses that counts as longest; a row on its border counts in part.
 
     Returns:
         1 where nothing was drafted for them; None without a response.
@@ -144,23 +141,26 @@ def accept_length_of_longest(rows: Iterable[ResponseDrafts], share: float) -> fl
 
 
 def _by_position(counts: Iterable[Sequence[int]]) -> list[int]:
-    """Counters per draft position of several engines, added up; an engine that drafted less has fewer of them."""
+    """Sums counters per draft position; an engine with shorter drafts has fewer of them."""
     return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
 
-def _bubble_metrics(seen: StepObservations) -> dict[str, float | None]:
+def _bubble_metrics(observations: StepObservations) -> dict[str, float | None]:
     metrics: dict[str, float | None] = {}
-    if seen.bubble_s:
-        bubble, trained = sum(seen.bubble_s.values()), sum(seen.bubble_trained_s.values())
+    if observations.bubble_s:
+        bubble, trained = sum(observations.bubble_s.values()), sum(observations.bubble_trained_s.values())
         metrics["tlt/bubble_s"] = bubble
         metrics["tlt/bubble_trained_s"] = trained
-        idle = sum(seconds * seen.devices.get(name, 1) for name, seconds in seen.bubble_s.items())
-        used = sum(seconds * seen.devices_trained.get(name, 1.0) for name, seconds in seen.bubble_trained_s.items())
+        idle = sum(seconds * observations.devices.get(name, 1) for name, seconds in observations.bubble_s.items())
+        used = sum(
+            seconds * observations.devices_trained.get(name, 1.0)
+            for name, seconds in observations.bubble_trained_s.items()
+        )
         metrics["tlt/bubble_used_frac"] = used / idle if idle > 0 else None
-    if seen.stop_latency_s:
-        metrics["tlt/stop_latency_s"] = max(seen.stop_latency_s.values())
-    overhead = dict(seen.overhead)
-    if control_s := max((r.control_s for r in seen.replicas.values()), default=0.0):
+    if observations.stop_latency_s:
+        metrics["tlt/stop_latency_s"] = max(observations.stop_latency_s.values())
+    overhead = dict(observations.overhead)
+    if control_s := max((r.control_s for r in observations.replicas.values()), default=0.0):
         overhead["control"] = control_s
     if overhead:
         metrics["tlt/overhead_s"] = sum(overhead.values())
@@ -168,41 +168,44 @@ def _bubble_metrics(seen: StepObservations) -> dict[str, float | None]:
     return metrics
 
 
-def _spot_metrics(seen: StepObservations) -> dict[str, float | None]:
-    metrics: dict[str, float | None] = {"tlt/spot_failures": seen.spot_failures}
-    trained = [s for s in seen.sessions if s.steps > 0 and s.outcome != "failed"]
-    if seen.sessions:
+def _spot_metrics(observations: StepObservations) -> dict[str, float | None]:
+    metrics: dict[str, float | None] = {"tlt/spot_failures": observations.spot_failures}
+    trained = [s for s in observations.sessions if s.steps > 0 and s.outcome != "failed"]
+    if observations.sessions:
         metrics["tlt/spot_steps"] = sum(s.steps for s in trained)
         metrics["tlt/spot_tokens"] = sum(s.tokens for s in trained)
-        metrics["tlt/spot_judged_s"] = sum(s.judged_s for s in seen.sessions)
-        metrics["tlt/spot_skipped_steps"] = sum(s.skipped for s in seen.sessions)
-    losses = [(s.loss_last, s.tokens) for s in trained if s.loss_last is not None and math.isfinite(s.loss_last)]
+        metrics["tlt/spot_judged_s"] = sum(s.judged_s for s in observations.sessions)
+        metrics["tlt/spot_skipped_steps"] = sum(s.skipped for s in observations.sessions)
+    losses = [(s.loss, s.tokens) for s in trained if math.isfinite(s.loss)]
     if weight := sum(tokens for _, tokens in losses):
         metrics["tlt/drafter_loss"] = sum(loss * tokens for loss, tokens in losses) / weight
     return metrics
 
 
-def _drafter_metrics(seen: StepObservations) -> dict[str, float | None]:
+def _drafter_metrics(observations: StepObservations) -> dict[str, float | None]:
     metrics: dict[str, float | None] = {
-        "tlt/drafter_version_published": seen.published_version,
-        "tlt/drafter_version": seen.served_version,
+        "tlt/drafter_version_published": observations.published_version,
+        "tlt/drafter_version": observations.served_version,
     }
-    if seen.step is not None and seen.served_since is not None:
-        metrics["tlt/drafter_staleness"] = seen.step - seen.served_since
-    if seen.publish is not None:
-        metrics["tlt/publish_s"] = seen.publish.seconds
-        metrics["tlt/publish_skipped"] = 0.0 if seen.publish.decision == "published" else 1.0
-        metrics["tlt/drafter_sim_accept_length"] = _served_tau(seen.publish)
-        metrics["tlt/gate_gain"], metrics["tlt/gate_gain_low"] = seen.publish.gain, seen.publish.gain_low
-    if seen.reloads:
-        metrics["tlt/reload_failures"] = sum(not r.ok for r in seen.reloads)
-    graphs = [len(r.full_graphs) for r in seen.reloads if r.full_graphs is not None]
+    if observations.step is not None and observations.served_since is not None:
+        metrics["tlt/drafter_staleness"] = observations.step - observations.served_since
+    if observations.publish is not None:
+        metrics["tlt/publish_s"] = observations.publish.seconds
+        metrics["tlt/publish_skipped"] = 0.0 if observations.publish.decision == "published" else 1.0
+        metrics["tlt/drafter_sim_accept_length"] = _served_tau(observations.publish)
+        metrics["tlt/gate_gain"], metrics["tlt/gate_gain_low"] = (
+            observations.publish.gain,
+            observations.publish.gain_low,
+        )
+    if observations.reloads:
+        metrics["tlt/reload_failures"] = sum(not r.ok for r in observations.reloads)
+    graphs = [len(r.full_graphs) for r in observations.reloads if r.full_graphs is not None]
     metrics["tlt/full_graph_arms"] = min(graphs, default=None)
     return metrics
 
 
 def _served_tau(publish: Publish) -> float | None:
-    """Held-out accept length of the drafter that is served after the decision."""
+    """Held-out accept length of the drafter that is served after the gate's decision."""
     tau = publish.tau
     if publish.decision == "published":
         return tau.get("candidate")
@@ -213,7 +216,7 @@ def _served_tau(publish: Publish) -> float | None:
 
 
 def buffer_metrics(stats: Iterable[BufferStats], tap_tokens: int) -> dict[str, float]:
-    """What several workers' buffers hold, and what each gets of the next step, as metrics; empty without any."""
+    """What the spot workers' buffers hold, and the tokens each gets in the next step; empty while all are empty."""
     held = [s for s in stats if s.bytes]
     if not held:
         return {}

@@ -115,7 +115,7 @@ class StepLog:
                 name, seconds = ended.replica, ended.result.seconds
                 self._trained_s[name] = self._trained_s.get(name, 0.0) + seconds
                 self._device_s[name] = self._device_s.get(name, 0.0) + seconds * ended.result.devices
-            self.trace.emit("session", **{k: v for k, v in vars(session).items() if k != "t"})
+            self.trace.add(session)
 
     def engine_stats(self, stats: dict[str, EngineStats]) -> int:
         """The schedulers' sums of this rollout by replica; returns how many have none, or gave up policy or drafter."""
@@ -163,7 +163,7 @@ class StepLog:
             seconds=learned.seconds,
             bytes=len(learned.drafter.weights) if learned.drafter else 0,
         )
-        self.trace.emit("publish", **{k: v for k, v in vars(self._publish).items() if k != "t"})
+        self.trace.add(self._publish)
 
     @property
     def compared(self) -> set[str]:
@@ -173,12 +173,10 @@ class StepLog:
     def reloaded(self, step: int, statuses: dict[str, DrafterStatus], wanted: int) -> None:
         """Every engine has loaded a drafter again, and says which."""
         for name, s in statuses.items():
-            reload = Reload(
-                t=time.time(), step=step, replica=name, version=s.version, fingerprint=s.fingerprint,
-                ok=s.ok and s.version == wanted, seconds=s.seconds, full_graphs=s.full_graphs,
-            )  # fmt: skip
+            ok = s.ok and s.version == wanted
+            reload = Reload(**{**vars(s), "ok": ok}, t=time.time(), step=step, replica=name)
             self._reloads[name] = reload
-            self.trace.emit("reload", **{k: v for k, v in vars(reload).items() if k != "t"})
+            self.trace.add(reload)
         self._served = min((s.version for s in statuses.values()), default=None)
         self._version = wanted
         self._overhead["reload"] = max((r.seconds for r in self._reloads.values()), default=0.0)
@@ -192,7 +190,7 @@ class StepLog:
             errors: contained failures so far, by what failed.
         """
         account = self._account
-        seen = StepObservations(
+        observations = StepObservations(
             step=step,
             rollout_s=metrics.get("timing_s/gen"),
             replicas=self._stats,
@@ -213,7 +211,7 @@ class StepLog:
             audit_saved_frac=self._audit,
             errors=errors,
         )
-        tlt = step_metrics(seen)
+        tlt = step_metrics(observations)
         if (beside := self._beside.observe({**metrics, **tlt}, merging=bool(self._sessions))) is not None:
             tlt["tlt/beside_s"] = beside
         if self._stats:
@@ -238,23 +236,16 @@ class StepLog:
 
 
 def _session(step: int, ended: Ended) -> Session:
-    r = ended.result or SessionResult("stopped")
+    result = vars(ended.result or SessionResult("stopped"))
+    if ended.error:
+        result = {**result, "outcome": "failed"}
     return Session(
+        **{**result, "scores": None},
         t=time.time(),
         step=step,
         replica=ended.replica,
-        worker=ended.replica,
         start=ended.start,
         end=ended.end,
-        steps=r.steps,
-        tokens=r.tokens,
-        outcome="failed" if ended.error else r.outcome,
-        epochs=r.epochs,
-        loss_last=r.loss if ended.result else None,
-        acc=r.acc,
-        skipped=r.skipped,
-        slowest_s=r.slowest_s,
-        judged_s=r.judged_s,
         stop_latency_s=ended.stop_latency_s,
         error=ended.error,
     )

@@ -41,7 +41,7 @@ def test_one_jump_is_no_leak():
 
 def session(latency, slowest, steps=10):
     return Session(
-        t=1.0, step=1, replica="a", worker="a", start=0.0, end=2.0, steps=steps, tokens=9, outcome="stopped",
+        t=1.0, step=1, replica="a", start=0.0, end=2.0, steps=steps, tokens=9, outcome="stopped",
         stop_latency_s=latency, slowest_s=slowest,
     )  # fmt: skip
 

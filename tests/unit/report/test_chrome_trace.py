@@ -110,7 +110,7 @@ def test_sessions_carry_steps_and_loss(timeline, made_run):
     assert {e["args"]["step"] for e in sessions} == {2, 3, 4, 5, 6}
     for event in sessions:
         step = event["args"]["step"]
-        assert event["args"]["loss_last"] == 6.0 / step
+        assert event["args"]["loss"] == 6.0 / step
         assert seconds(event) == pytest.approx(made_run.bubble_s[step] - 0.30, abs=1e-4)
         assert event["args"]["steps"] > 0 and event["args"]["outcome"] == "stopped"
 

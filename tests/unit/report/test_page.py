@@ -151,7 +151,7 @@ def test_names_errors_and_reasons_are_text(tmp_path):
     trace = read_trace(tmp_path)
     page = Page(write_report(tmp_path / "r.html", trace, [], serving=Serving.of_trace(trace)).read_text())
     assert not {"script", "img"} & set(page.tags) and not page.handlers
-    assert page.text.count("<script>alert(1)</script>") >= 6
+    assert page.text.count("<script>alert(1)</script>") >= 4
 
 
 def hostile(value):
@@ -194,7 +194,7 @@ def test_whatever_a_trace_says_is_text(made_run, tmp_path):
     page = Page((tmp_path / "out" / "report.html").read_text())
     assert not {"script", "link", "iframe", "img", "object"} & set(page.tags) and not page.handlers
     assert all(link.startswith("#") for link in page.links)
-    assert len(page.sections) == made_run.steps and page.text.count("<script>alert(1)</script>") > 3 * made_run.steps
+    assert len(page.sections) == made_run.steps and page.text.count("<script>alert(1)</script>") >= made_run.steps
     assert any(EVIL in json.dumps(event["args"], ensure_ascii=False).replace('\\"', '"')
                for event in json.loads(timeline.read_text()))  # fmt: skip
 

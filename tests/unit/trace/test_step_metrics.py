@@ -28,7 +28,7 @@ B = EngineStats(
 
 
 def session(**fields):
-    base = {"t": 0.0, "step": 4, "replica": "a", "worker": 0, "start": 0.0, "end": 1.0, "steps": 10, "tokens": 100}
+    base = {"t": 0.0, "step": 4, "replica": "a", "start": 0.0, "end": 1.0, "steps": 10, "tokens": 100}
     return Session(**(base | {"outcome": "stopped"} | fields))
 
 
@@ -117,10 +117,10 @@ def test_no_bubble_has_no_used_fraction():
 
 def test_drafter_loss_is_weighted_by_tokens_and_leaves_failed_sessions_out():
     sessions = [
-        session(loss_last=2.0, tokens=100),
-        session(loss_last=5.0, tokens=300, skipped=1, judged_s=0.5),
-        session(loss_last=99.0, tokens=900, outcome="failed"),
-        session(loss_last=float("nan"), tokens=900),
+        session(loss=2.0, tokens=100),
+        session(loss=5.0, tokens=300, skipped=1, judged_s=0.5),
+        session(loss=99.0, tokens=900, outcome="failed"),
+        session(loss=float("nan"), tokens=900),
     ]
     metrics = step_metrics(StepObservations(sessions=sessions, spot_failures=1))
     assert metrics["tlt/drafter_loss"] == pytest.approx((2 * 100 + 5 * 300) / 400)
@@ -198,7 +198,7 @@ def test_every_metric_is_documented():
             "b": dataclasses.replace(B, num_ngram_drafts=5, num_ngram_accepted=2),
         },
         bubble_s={"a": 6.0}, bubble_trained_s={"a": 5.0},
-        stop_latency_s={"a": 0.02}, sessions=[session(loss_last=2.0)], overhead={"tap": 0.1}, step=9, served_since=4,
+        stop_latency_s={"a": 0.02}, sessions=[session(loss=2.0)], overhead={"tap": 0.1}, step=9, served_since=4,
         publish=Publish(t=0.0, step=4, version=3, decision="kept", tau=TAU, gain=0.1, gain_low=0.0),
         published_version=3, served_version=2,
         reloads=[Reload(t=0.0, step=4, replica="a", version=2, fingerprint="f", ok=True, full_graphs=(0, 3))],
