@@ -51,7 +51,8 @@ def doctor(
     """Say whether TLT can run here: packages and their insides, and with a recipe's overrides that recipe too."""
     from rich.console import Console
 
-    from verl_tlt.doctor.command import diagnose, measured, read_arguments, symbol_table, table
+    from verl_tlt.doctor.command import diagnose, measured, symbol_table, table
+    from verl_tlt.doctor.recipe import read_arguments
 
     with _refusals():
         recipe = read_arguments(overrides or [], config_name)
@@ -77,7 +78,8 @@ def calibrate(
     """Measure what an engine step costs here by batch and draft length, and keep the table for later runs."""
     from rich.console import Console
 
-    from verl_tlt.doctor.command import calibrated, cost_table, read_arguments
+    from verl_tlt.doctor.command import calibrated, cost_table
+    from verl_tlt.doctor.recipe import read_arguments
 
     with _refusals():
         recipe = read_arguments(overrides, config_name)
@@ -149,55 +151,6 @@ def advise(
             gpu, parameters, response_length, reward_seconds, parse_acceptance(acceptance), trace, metrics, seed
         )
         run(recipe, config_name, given, make_console())
-
-
-@app.command()
-def simulate(
-    replicas: Annotated[int, typer.Option(help="Rollout replicas.")] = 16,
-    requests: Annotated[int, typer.Option(help="Responses of an RL step.")] = 1024,
-    steps: Annotated[int, typer.Option(help="RL steps.")] = 8,
-    median: Annotated[float, typer.Option(help="Median response, in tokens.")] = 2000.0,
-    sigma: Annotated[float, typer.Option(help="Spread of the logarithm of response lengths.")] = 1.0,
-    longest: Annotated[int, typer.Option(help="Longest response, in tokens.")] = 16384,
-    lengths: Annotated[
-        Path | None, typer.Option(help="Recorded response lengths instead: a JSON list, or one number a line.")
-    ] = None,
-    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
-    cost: Annotated[
-        str, typer.Option(help="What engine steps cost: qwen3-8b-h100, qwen-32b-4xh100, or a table of calibrate.")
-    ] = "qwen3-8b-h100",
-    arms: Annotated[str, typer.Option(help="Draft lengths the policy may choose.")] = "0,1,3",
-    policy: Annotated[str, typer.Option(help="tlt.speculation.policy.")] = "goodput",
-    max_num_seqs: Annotated[int, typer.Option(help="Requests an engine decodes at once.")] = 256,
-    acceptance: Annotated[
-        str, typer.Option(help="By position: of a drafter that has learned all it can.")
-    ] = "0.8,0.75,0.7",
-    start: Annotated[
-        str | None, typer.Option(help="Of the one the run begins with; not given: it has learned already.")
-    ] = None,
-    learning_tokens: Annotated[float, typer.Option(help="Training tokens that close 63 % of what is left.")] = 1e6,
-    fade: Annotated[float, typer.Option(help="Share of it that a policy update undoes.")] = 0.02,
-    train_tokens_s: Annotated[float, typer.Option(help="Tokens a second that an idle replica learns from.")] = 20000.0,
-    rest: Annotated[float, typer.Option(help="Seconds of a step outside rollout.")] = 30.0,
-    overhead: Annotated[float, typer.Option(help="TLT's own seconds in a step.")] = 0.5,
-    seed: Annotated[int, typer.Option(min=0, help="Everything drawn at random.")] = 0,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="Also write the steps there, as JSON.")] = None,
-) -> None:
-    """Simulate an RL run with TLT beside stock, with our own control code, on a computed clock."""
-    from verl_tlt.advise.command import parse_acceptance
-    from verl_tlt.advise.simulation import Settings
-    from verl_tlt.advise.simulation import simulate_run as run
-    from verl_tlt.console import make_console
-
-    with _refusals():
-        settings = Settings(
-            replicas=replicas, requests=requests, steps=steps, median=median, sigma=sigma, longest=longest,
-            lengths=lengths, prompt=prompt, cost=cost, arms=arms, policy=policy, max_num_seqs=max_num_seqs,
-            acceptance=parse_acceptance(acceptance), start=parse_acceptance(start), learning_tokens=learning_tokens,
-            fade=fade, train_tokens_s=train_tokens_s, rest_s=rest, overhead_s=overhead, seed=seed,
-        )  # fmt: skip
-        run(settings, jobs, out, make_console())
 
 
 @app.command()

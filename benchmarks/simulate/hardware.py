@@ -1,17 +1,95 @@
-"""What an engine step costs on simulated hardware: the product's cost models, and a price for changing K on top."""
+"""Step costs of simulated hardware: the advisor's roofline with CUDA graphs, measured tables, a price of changing K."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from verl_tlt.simulate.costs import QWEN3_8B_H100 as QWEN3_8B_H100
-from verl_tlt.simulate.costs import QWEN_32B_TP4 as QWEN_32B_TP4
-from verl_tlt.simulate.costs import CostModel as CostModel
-from verl_tlt.simulate.costs import RooflineCost as RooflineCost
-from verl_tlt.simulate.costs import TableCost as TableCost
+import numpy as np
+
+from verl_tlt.advise.step_costs import CostModel as CostModel
+from verl_tlt.advise.step_costs import RooflineCost
+from verl_tlt.speculation.costs.latency_table import Table, interpolate
+from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.types import OFF, ControlError
 
 VLLM_CAPTURE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 """CUDA-graph sizes vLLM captures by default."""
+
+
+@dataclass(frozen=True)
+class GraphCost(RooflineCost):
+    """A decoder whose steps are padded to the next CUDA graph."""
+
+    extra_s: Mapping[int, float] = field(default_factory=dict)
+    """Penalty by verified K, for draft lengths without full CUDA graphs."""
+    capture: tuple[int, ...] = ()
+    """Token counts with a CUDA graph, ascending: a step is padded up to the next; beyond the last none applies."""
+    eager_s: float = 0.0
+    """Penalty of a step beyond the last graph."""
+
+    def seconds(self, batch: int, kv_tokens: int, verified: int, drafted: int) -> float:
+        """Seconds of one step."""
+        return super().seconds(batch, kv_tokens, verified, drafted) + self.extra_s.get(verified, 0.0)
+
+    def verify_s(self, batch: int, kv_tokens: int, tokens: int) -> float:
+        """The target's pass over `tokens` tokens per request."""
+        count, eager_s = batch * tokens, 0.0
+        padded = count
+        if self.capture and count <= self.capture[-1]:
+            padded = self.capture[bisect_left(self.capture, count)]
+        elif self.capture:
+            eager_s = self.eager_s
+        return self.overhead_s + eager_s + self.pass_over(count, padded, kv_tokens)
+
+
+class TableCost:
+    """Measured step costs, linear in batch and K; context costs what `kv_token_s` says beyond the table's own.
+
+    A step that changes K costs the mean of both draft lengths' steady steps: tables hold only steady steps.
+
+    Args:
+        table: points of one machine; of several at one batch and draft length the median counts.
+        kv_token_s: seconds per token of context more than the measured points had; 0: context costs nothing.
+
+    Raises:
+        ControlError: the table is empty, or holds neither OFF nor K=0.
+    """
+
+    def __init__(self, table: LatencyTable, kv_token_s: float = 0.0) -> None:
+        found: dict[int, dict[int, list[tuple[float, int]]]] = {}
+        for p in table.points:
+            found.setdefault(p.draft_length, {}).setdefault(p.batch, []).append((p.seconds, p.kv_tokens))
+        if not {OFF, 0} & found.keys():
+            raise ControlError("A table of step costs must hold draft length -1 or 0: a step without drafts.")
+        curves: Table = {k: sorted((b, float(np.median([s for s, _ in v]))) for b, v in rows.items())
+                         for k, rows in found.items()}  # fmt: skip
+        curves.setdefault(OFF, curves.get(0, []))
+        curves.setdefault(0, curves[OFF])
+        self._curves = curves
+        self._kv_token_s = kv_token_s
+        self._context = float(np.median([p.kv_tokens / p.batch for p in table.points]))
+        self.longest = max(self._curves)
+        """Longest draft that was measured."""
+
+    def seconds(self, batch: int, kv_tokens: int, verified: int, drafted: int) -> float:
+        """Seconds of one step; KeyError for a draft length beyond `longest`."""
+        context = self._kv_token_s * max(0.0, kv_tokens - batch * self._context)
+        steady = self._steady(batch, drafted)
+        if verified != max(drafted, 0):
+            steady = 0.5 * (steady + self._steady(batch, verified))
+        return steady + context
+
+    def _steady(self, batch: int, k: int) -> float:
+        """Between measured draft lengths linear in K: each token is one more pass and one more position."""
+        if k in self._curves:
+            return interpolate(self._curves[k], batch)
+        if k > self.longest:
+            raise KeyError(k)
+        below, above = max(x for x in self._curves if x < k), min(x for x in self._curves if x > k)
+        share = (k - below) / (above - below)
+        return (1.0 - share) * interpolate(self._curves[below], batch) + share * interpolate(self._curves[above], batch)
 
 
 @dataclass(frozen=True)
@@ -25,3 +103,30 @@ class SwitchCost:
         """Seconds of one step."""
         change = self.switch_s if verified != max(drafted, 0) else 0.0
         return self.inner.seconds(batch, kv_tokens, verified, drafted) + change
+
+
+QWEN3_8B_H100 = GraphCost(
+    weights_s=16e9 / 3.0e12,
+    kv_token_s=147e3 / 3.0e12,
+    token_s=2 * 8e9 / 4.0e14,
+    sharpness=4.0,
+    overhead_s=0.6e-3,
+    sync_s=0.25e-3,
+    first_s=0.20e-3,
+    pass_s=0.45e-3,
+    request_pass_s=0.6e-6,
+)
+"""8B in bf16 on one H100: 3.0 TB/s and 400 TFLOP/s achieved, 147 KB of KV per token."""
+
+QWEN_32B_TP4 = GraphCost(
+    weights_s=5.5e-3,
+    kv_token_s=65.5e3 / 3.0e12,
+    token_s=0.0233e-3,
+    sharpness=1.065,
+    overhead_s=0.3e-3,
+    sync_s=0.35e-3,
+    first_s=0.28e-3,
+    pass_s=0.63e-3,
+    request_pass_s=0.0365e-3 / 8,
+)
+"""32B on four H100: weights and KV from its shapes, the rest fitted to the paper's Table 4 (3 % rms, 6 % at most)."""

@@ -1,4 +1,4 @@
-"""The TLT paper's cluster (arXiv 2511.16665), as far as it is told, in the product's simulator.
+"""The TLT paper's cluster (arXiv 2511.16665), as far as it is told, in the advisor's simulation.
 
 One set of inputs for every row, none of them fitted to a row. What the paper gives: accept rates (Fig. 16), speed of
 tree drafting by batch (Table 4) and at batch 1 for 7B (Table 2), nodes of 8 H100, drafting at 32 requests or fewer.
@@ -8,16 +8,19 @@ What it does not give is assumed, from the authors' published examples where the
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from benchmarks.simulate.hardware import QWEN_32B_TP4
 from benchmarks.simulate.workload import FIG16_ADAPTIVE
-from verl_tlt.simulate.costs import QWEN_32B_TP4, CostModel, RooflineCost
-from verl_tlt.simulate.replica import EngineSpec, Replica, stock
-from verl_tlt.simulate.run import Drafter, Rest, Scenario, simulate, total_ratios
-from verl_tlt.simulate.workload import LogNormal
+from verl_tlt.advise.replica import EngineSpec, Replica, decode_as_stock
+from verl_tlt.advise.response_lengths import LogNormal
+from verl_tlt.advise.simulation import SimulatedRun, simulate
+from verl_tlt.advise.step_costs import CostModel, RooflineCost
 from verl_tlt.speculation.types import OFF
 
 TABLE_4 = {1: 3.62, 2: 3.39, 4: 3.13, 8: 2.73, 16: 2.67, 32: 2.48}
@@ -103,16 +106,14 @@ def row(name: str, nodes: int, steps: int, jobs: int) -> dict[str, Any]:
     cost, gpus = decoder(model), 8 * nodes
     found: dict[str, Any] = {"model": name, "nodes": nodes, "replicas": gpus // model.tensor_parallel}
     for label, engine in (("theirs", theirs(cost, model.single)), ("ours", EngineSpec(cost, (0, 1, 3, 7)))):
-        run = Scenario(
-            engine, found["replicas"], REQUESTS, LENGTHS, Drafter(FIG16_ADAPTIVE), PROMPT,
-            Rest(FIXED_S, 12 * model.parameters / (GPU_FLOPS * gpus)), steps=steps,
-        )  # fmt: skip
-        results = simulate(run, jobs)
-        rollout, step = total_ratios(results)
-        found[label] = {"rollout": round(rollout, 3), "step": round(step, 3)}
-        share = sum(r.stock_rollout_s for r in results) / sum(r.stock_step_s for r in results)
-        small = sum(r.small_batch_share for r in results) / steps
-        found |= {"rollout_share": round(share, 3), "share_below_32_requests": round(small, 3)}
+        run = SimulatedRun(engine, found["replicas"], REQUESTS, LENGTHS, FIG16_ADAPTIVE, PROMPT, steps)
+        with ProcessPoolExecutor(jobs) as pool:
+            r = simulate(run, partial(pool.map, chunksize=4))
+        rest_s = FIXED_S + 12 * model.parameters / (GPU_FLOPS * gpus) * (r.tokens + REQUESTS * PROMPT)
+        step = (r.stock_s + rest_s) / (r.rollout_s + rest_s)
+        found[label] = {"rollout": round(r.speed, 3), "step": round(step, 3)}
+        share = r.stock_s / (r.stock_s + rest_s)
+        found |= {"rollout_share": round(share, 3), "share_below_32_requests": round(r.tail_share, 3)}
     return found
 
 
@@ -121,7 +122,7 @@ def case_study(steps: int) -> dict[str, float]:
     spec = theirs(QWEN_32B_TP4, TABLE_4[1])
     replica, acceptance = Replica(spec, 0), np.asarray(FIG16_ADAPTIVE)
     draws = [LENGTHS.draw(np.random.default_rng([5, i]), 128) for i in range(steps)]
-    base = [stock(spec, lengths, PROMPT).seconds for lengths in draws]
+    base = [decode_as_stock(spec, lengths, PROMPT).seconds for lengths in draws]
     ours = [replica.rollout(lengths, PROMPT, acceptance, acceptance).seconds for lengths in draws]
     return {
         "paper": CASE_STUDY,

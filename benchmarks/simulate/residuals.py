@@ -1,8 +1,8 @@
-"""How far the simulator is from what was measured: our own CPU runs, and the TLT paper's clusters.
+"""How far the advisor's simulation is from what was measured: our own CPU runs, and the TLT paper's clusters.
 
     python -m benchmarks.simulate.residuals [--jobs N] [--scale [REPLICAS]]
 
-Nothing is timed but the simulator itself (`--scale`: 1,024 replicas and a million requests). Costs and lengths come
+Nothing is timed but the simulation itself (`--scale`: 1,024 replicas and a million requests). Costs and lengths come
 from stored results; what was fitted stands beside each comparison in benchmarks/results/simulator.json.
 
 * `steps`: segments against an engine that is stepped through token by token.
@@ -22,7 +22,9 @@ import json
 import random
 import resource
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +33,13 @@ import numpy as np
 from benchmarks.control.engine import problems
 from benchmarks.gpu.parts import machine
 from benchmarks.simulate.engine import Noise, SimulatedEngine
+from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, TableCost
 from benchmarks.simulate.paper import reproduce
 from benchmarks.simulate.workload import FIG16_ADAPTIVE, Workload, geometric
 from demo.toy.assets import prompt_row
-from verl_tlt.simulate.costs import QWEN3_8B_H100, QWEN_32B_TP4, TableCost
-from verl_tlt.simulate.idle_time import Spot
-from verl_tlt.simulate.replica import EngineSpec, Floats, Replica, stock
-from verl_tlt.simulate.run import Drafter, Scenario, simulate, total_ratios
-from verl_tlt.simulate.workload import Lengths, LogNormal
+from verl_tlt.advise.replica import EngineSpec, Floats, Replica, decode_as_stock
+from verl_tlt.advise.response_lengths import Lengths, LogNormal
+from verl_tlt.advise.simulation import SimulatedRun, simulate
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.policies.factory import make_policy
 from verl_tlt.speculation.types import OFF
@@ -115,8 +116,8 @@ def fit_stock(rows: list[dict[str, float]]) -> Floats:
     return np.linalg.lstsq(np.array(table), np.ones(len(rows)), rcond=None)[0].astype(np.float64)
 
 
-def together(seconds: list[float], busy_s: float, alone_s: float) -> float:
-    """When the last of two engines is done, which decodes faster once the other has ended."""
+def when_both_are_done(seconds: list[float], busy_s: float, alone_s: float) -> float:
+    """When the later of two engines is done, which decodes faster once the other has ended."""
     first, last = sorted(seconds)
     return first + (last - first) * alone_s / busy_s
 
@@ -149,10 +150,10 @@ def same_tokens() -> dict[str, Any]:
         for row in measured[pair]["steps"]:
             lengths, a = forced_lengths(int(row["step"])), one_acceptance(row["accept_length"], 3)
             done = [
-                stock(r.spec, x, PROMPT) if plain else r.rollout(x, PROMPT, a, a)
+                decode_as_stock(r.spec, x, PROMPT) if plain else r.rollout(x, PROMPT, a, a)
                 for r, x in zip(replicas, lengths, strict=True)
             ]
-            predicted = together([d.seconds for d in done], busy_s + request_s, alone_s + request_s)
+            predicted = when_both_are_done([d.seconds for d in done], busy_s + request_s, alone_s + request_s)
             seconds = row["stock_rollout_s" if plain else "rollout_s"]
             rows.append({"step": row["step"], "measured_s": round(seconds, 2), "predicted_s": round(predicted, 2)})
         whole = sum(r["predicted_s"] for r in rows) / sum(r["measured_s"] for r in rows)
@@ -197,21 +198,20 @@ def drain() -> dict[str, Any]:
 
 def scale(replicas: int, jobs: int) -> dict[str, Any]:
     """How long a step of so many replicas, 1,024 requests each, takes to simulate."""
-    run = Scenario(
-        EngineSpec(QWEN3_8B_H100, (0, 1, 3, 7)), replicas, 1024 * replicas, LogNormal(2000, 1.0, 16384),
-        Drafter(FIG16_ADAPTIVE), spot=Spot(tokens_per_s=20_000), steps=1,
-    )  # fmt: skip
+    engine, lengths = EngineSpec(QWEN3_8B_H100, (0, 1, 3, 7)), LogNormal(2000, 1.0, 16384)
+    run = SimulatedRun(engine, replicas, 1024 * replicas, lengths, FIG16_ADAPTIVE)
     begin, before = time.perf_counter(), cpu_seconds()
-    results = simulate(run, jobs)
+    with ProcessPoolExecutor(jobs) as pool:
+        found = simulate(run, partial(pool.map, chunksize=8))
     took, worked = time.perf_counter() - begin, cpu_seconds() - before
     return {
         "replicas": replicas,
         "requests": run.requests,
-        "tokens": results[0].tokens,
+        "tokens": found.tokens,
         "jobs": jobs,
         "seconds": round(took, 1),
         "cpu_seconds": round(worked, 1),
-        "rollout_ratio": round(total_ratios(results)[0], 3),
+        "rollout_ratio": round(found.speed, 3),
     }
 
 

@@ -28,7 +28,7 @@ STOCK = {
 }  # fmt: skip
 """What verl logs of a step."""
 COMMANDS = script_commands(commands())
-WITHOUT_ENGINE = ("advise", "doctor", "report", "simulate", "switch")
+WITHOUT_ENGINE = ("advise", "doctor", "report", "switch")
 """Commands of `verl-tlt` that start nothing."""
 PARSE = """
 import argparse, contextlib, io, json, runpy, sys
@@ -137,7 +137,7 @@ def placeholders(tmp_path_factory):
     ]
     traced = [str(root / "run" / "tlt_trace")]
     small = [*recipe, "data.train_batch_size=16", "trainer.n_gpus_per_node=4", "data.max_response_length=2048"]
-    return {"advise": small, "doctor": recipe, "report": traced, "simulate": [], "switch": traced}
+    return {"advise": small, "doctor": recipe, "report": traced, "switch": traced}
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,6 @@ MAY_IMPORT = {
     "ownership": {"errors"},
     "speculation": {"errors", "messages", "ownership"},
     "idle": set(),
-    "simulate": {"errors", "messages", "speculation", "idle"},
     # what every process may carry
     "flag": set(),
     "config": {"errors", "speculation"},
@@ -46,7 +45,7 @@ MAY_IMPORT = {
     "warmup": SHARED | {"child_engine", "compat", "console", "drafter"},
     "doctor": SHARED
     | {"channel", "child_engine", "compat", "drafter", "flag", "idle", "server", "speculation", "trainer"},
-    "advise": {"config", "console", "doctor", "drafter", "errors", "report", "simulate", "speculation"},
+    "advise": {"config", "console", "doctor", "drafter", "errors", "report", "speculation"},
     # what a run and a shell begin with
     "activation": SHARED | {"compat", "doctor", "trainer"},
     "plugin": {"activation", "compat", "flag", "trainer"},
@@ -54,7 +53,7 @@ MAY_IMPORT = {
     "conf": set(),
 }
 FRAMEWORKS_OF = {
-    **{room: set() for room in ("errors", "ownership", "speculation", "idle", "simulate", "messages", "config")},
+    **{room: set() for room in ("errors", "ownership", "speculation", "idle", "messages", "config")},
     **{room: set() for room in ("channel", "trace")},
     **{
         room: set()

@@ -1,1 +1,1 @@
-"""`verl-tlt advise` and `verl-tlt simulate`: what TLT would bring to a recipe, in numbers, before and after a run."""
+"""`verl-tlt advise`: would TLT pay in a run, and which number decides? From its recipe, better with a run of it."""

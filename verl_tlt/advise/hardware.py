@@ -1,7 +1,4 @@
-"""What an engine step costs on an accelerator nobody has measured yet: from its data sheet and the policy's shape.
-
-Good for the shape of an answer. A table of `verl-tlt calibrate`, or a run's trace, replaces it.
-"""
+"""Costs on an accelerator that was not measured, from its data sheet and the policy's shape."""
 
 from __future__ import annotations
 
@@ -11,28 +8,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_tlt.advise.step_costs import RooflineCost
 from verl_tlt.drafter.hub import NotHereError, folder
 from verl_tlt.drafter.policy import read_json
 from verl_tlt.errors import DrafterError, TLTError
-from verl_tlt.simulate.costs import RooflineCost
 
 BYTES = 2
-"""Of a number in 16 bits."""
+"""Bytes of a weight or of a number in the KV cache."""
 BANDWIDTH_REACHED, FLOPS_REACHED, TRAINING_REACHED = 0.9, 0.4, 0.3
 """Shares of the data sheet that decoding and training are taken to reach."""
 LAUNCH_S, PARALLEL_S, EAGER_S = 0.6e-3, 0.4e-3, 8e-3
-"""Seconds of a step besides: scheduling and sampling; communication among devices; launches without graphs."""
+"""Seconds that each step adds: scheduling and sampling; communication among devices; launches without graphs."""
 DRAFT_LAUNCH_S = 0.1e-3
-"""Seconds of a drafter's pass besides reading its weights."""
+"""Seconds of a drafter's pass apart from reading its weights."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """From a data sheet."""
+    """An accelerator's data sheet."""
 
     bytes_s: float
+    """Bytes a second from memory."""
     flops: float
-    """Dense, in 16 bits."""
+    """Dense FLOP/s in 16 bits."""
 
 
 GPUS = {
@@ -48,14 +46,14 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides the cost of a policy."""
+    """The sizes of a policy that decide what its steps cost."""
 
     parameters: float
     active: float
-    """Of them used by one token: fewer in a mixture of experts."""
+    """Parameters that one token uses: fewer than all in a mixture of experts."""
     layers: int
     kv_bytes: float
-    """Of one token's context."""
+    """Bytes of KV cache per token of context."""
     head: float
     """Parameters of the output head."""
 
@@ -133,7 +131,7 @@ def step_cost(shape: Shape, gpu: Gpu, devices: int, eager: bool, sharpness: floa
         first_s=head_s,
         pass_s=DRAFT_LAUNCH_S + layer_s + head_s,
         request_pass_s=2 * (shape.active / shape.layers + shape.head) / computes,
-        touched=min(1.0, shape.active / shape.parameters),
+        active_share=min(1.0, shape.active / shape.parameters),
     )
 
 

@@ -1,7 +1,7 @@
-"""Yes, no, or what it depends on: rules over the numbers of an outlook. Pure.
+"""Yes, no, or what it depends on: rules over the numbers of a run. Pure.
 
-A "no" names the number that decides, and the first one that does is the answer: nothing helps a run whose rollout is a
-small part of its steps, however good the drafter.
+A "no" names the number that decides. The first rule that applies is the answer: no drafter helps a run whose rollout
+is a small part of its steps.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 WORTH = 1.05
-"""A step must become so many times as fast for TLT to be worth its trouble."""
+"""How many times as fast a step must become for TLT to be worth its trouble."""
 BOUND = 1.15
-"""The same for a rollout without any duration: below this no drafter is worth it."""
+"""The same for a rollout that takes no time at all: below this no drafter is worth it."""
 FULL = 0.15
 """Share of engine time at small batches below which replicas are taken for always full."""
 TOOL_BOUND = 0.5
@@ -26,37 +26,40 @@ Answer = Literal["yes", "no", "it depends"]
 
 @dataclass(frozen=True)
 class Numbers:
-    """What decides. Shares are 0 to 1, seconds are of one RL step; mappings by setting: low, likely, high."""
+    """What decides. Shares are 0 to 1, seconds are of one RL step; mappings are by setting: low, likely, high."""
 
     gen_s: float
     """Stock's rollout."""
     rest_s: float
     """Of a step outside rollout."""
     overhead_s: float
+    """TLT's own work on the critical path."""
     rollout: Mapping[str, float]
-    """How many times as fast engines are done."""
+    """How many times as fast the engines are done."""
     tail_share: float
-    """Of the time in which engines decode, the part at batches below 32."""
+    """Part of the engines' decoding time at batches below 32."""
     bubble_s: float
-    """Mean over replicas: nothing to decode while another still does."""
+    """Mean over replicas: nothing to decode while another replica still decodes."""
     bubble_needed_s: float
-    """From which on a session begins and is merged."""
+    """Bubble that a session needs for its result to be merged."""
     replicas: int
     has_drafter: bool
     trains: bool
     """Idle time may train the drafter."""
     mode: str = "sync"
+    """`trainer.v1.trainer_mode`."""
     reward_s: float = 0.0
     """Part of `rest_s`."""
     tool_share: float = 0.0
     """Part of a response's time in which it waits for tools."""
     response_mean: float = 0.0
+    """Tokens."""
     tail_break_even: float = 1.0
     """Accept length above which K=3, or the longest draft below, pays at a batch of 8."""
     accept: Mapping[str, float] | None = None
     """Accept lengths at that K."""
     measured: bool = True
-    """Seconds are a run's."""
+    """Whether the seconds are a run's."""
 
     @property
     def share(self) -> float:
@@ -70,14 +73,14 @@ class Numbers:
         return 1.0 / max(1.0 - self.share, 1e-3)
 
     def step(self, setting: str) -> float:
-        """How many times as fast a whole step is: what waits for tools stays as it is."""
+        """How many times as fast a whole step is; drafting does not shorten the waiting for tools."""
         faster = self.gen_s * (self.tool_share + (1.0 - self.tool_share) / self.rollout[setting])
         return (self.gen_s + self.rest_s) / (faster + self.rest_s + self.overhead_s)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer, and the sentence that decides it."""
+    """The answer, and the sentence with the number that decides it."""
 
     answer: Answer
     because: str
@@ -89,14 +92,13 @@ def judge(n: Numbers) -> Verdict:
     if n.bound < BOUND:
         return _bound_by_the_rest(n)
     if n.tool_share >= TOOL_BOUND:
-        return _no(
-            f"it is tool-bound: responses wait for tools {n.tool_share:.0%} of their time, and no engine decodes."
-        )
+        waiting = f"responses wait for tools {n.tool_share:.0%} of their time, and no engine decodes"
+        return Verdict("no", f"it is tool-bound: {waiting}.")
     if best < WORTH:
         return _too_little(n, best)
     if not n.has_drafter and (why := never_trained(n)):
         remedy = f"a drafter from verl-tlt warmup changes that (then {worst:.2f}x to {best:.2f}x)"
-        return _no(f"its drafter would stay as random as it begins: {why}; {remedy}.")
+        return Verdict("no", f"its drafter would stay as random as it begins: {why}; {remedy}.")
     if worst >= WORTH:
         basis = "" if n.measured else ", if what is assumed holds; --metrics of a few stock steps replaces most of it"
         return Verdict("yes", f"even at the low end a step is {worst:.2f} times as fast{basis}.")
@@ -110,7 +112,7 @@ def never_trained(n: Numbers) -> str | None:
     if not n.trains:
         return "tlt.spot.enable=false trains nothing"
     if n.mode == "separate_async":
-        return None  # its bubbles are the trainer's own waiting
+        return None  # there the trainer waits, not the replicas
     if n.replicas == 1:
         return "with one replica nobody waits for anybody, and the bubble is 0 s"
     if n.bubble_s < n.bubble_needed_s:
@@ -118,24 +120,22 @@ def never_trained(n: Numbers) -> str | None:
     return None
 
 
-def _no(because: str) -> Verdict:
-    return Verdict("no", because)
-
-
 def _bound_by_the_rest(n: Numbers) -> Verdict:
     most = f"without any duration it would make a step {n.bound:.2f} times as fast"
     if n.reward_s > n.gen_s:
-        return _no(f"it is reward-bound: reward takes {n.reward_s:.1f} s of a step, rollout {n.gen_s:.1f} s; {most}.")
-    return _no(f"rollout is {n.share:.0%} of a step; {most}, and no more.")
+        reward = f"reward takes {n.reward_s:.1f} s of a step, rollout {n.gen_s:.1f} s"
+        return Verdict("no", f"it is reward-bound: {reward}; {most}.")
+    return Verdict("no", f"rollout is {n.share:.0%} of a step; {most}, and no more.")
 
 
 def _too_little(n: Numbers, best: float) -> Verdict:
     end = f"a step is {best:.2f} times as fast at the high end"
     if n.tail_share < FULL:
         full = f"{n.tail_share:.0%} of their time is at batches below 32, and beyond, verifying costs what drafts bring"
-        return _no(f"its replicas never drain: {full}; {end}.")
+        return Verdict("no", f"its replicas never drain: {full}; {end}.")
     if n.gen_s < SHORT_S:
         short = f"{n.response_mean:.0f} tokens on average are rolled out in {n.gen_s:.1f} s"
-        return _no(f"its responses are short: {short}, and TLT's own work takes {n.overhead_s:.1f} s of a step; {end}.")
+        overhead = f"TLT's own work takes {n.overhead_s:.1f} s of a step"
+        return Verdict("no", f"its responses are short: {short}, and {overhead}; {end}.")
     pays = f"they pay from an accept length of {n.tail_break_even:.2f} on at a batch of 8"
-    return _no(f"drafts bring too little: {pays}; {end}.")
+    return Verdict("no", f"drafts bring too little: {pays}; {end}.")

@@ -1,137 +1,103 @@
-"""`verl-tlt simulate`: a made-up run, step by step, as a table."""
+"""Simulated rollouts of a whole run: every response is decoded twice, by stock verl and with TLT, at computed costs.
+
+Repeatable by seed: each replica draws from a random generator of its own, so the result depends neither on the order in
+which replicas are simulated nor on the process that does it.
+"""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
-from rich.console import Console
-from rich.table import Table
+import numpy as np
 
+from verl_tlt.advise.replica import Decoded, EngineSpec, Replica, decode_as_stock
+from verl_tlt.advise.response_lengths import Lengths, LogNormal
 from verl_tlt.errors import TLTError
-from verl_tlt.simulate.costs import PRESETS, CostModel, TableCost
-from verl_tlt.simulate.idle_time import Spot
-from verl_tlt.simulate.replica import EngineSpec
-from verl_tlt.simulate.run import Drafter, Rest, Scenario, StepResult, simulate, total_ratios
-from verl_tlt.simulate.workload import Distribution, LogNormal, Recorded
-from verl_tlt.speculation.costs.tables import LatencyTable
-from verl_tlt.speculation.policies.factory import make_policy
+
+SMALL_BATCH = 32
+"""Requests in an engine below which a rollout counts as its tail (the TLT paper's threshold)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The options of the command, by name; the command says what each is."""
+@dataclass(frozen=True)
+class SimulatedRun:
+    """What is simulated: `steps` rollouts on the same replicas, with a drafter that stays as it is."""
 
+    engine: EngineSpec
     replicas: int
     requests: int
-    steps: int
-    median: float
-    sigma: float
-    longest: int
-    lengths: Path | None
-    prompt: int
-    cost: str
-    arms: str
-    policy: str
-    max_num_seqs: int
+    """Responses of a rollout."""
+    lengths: LogNormal
     acceptance: tuple[float, ...]
-    start: tuple[float, ...]
-    learning_tokens: float
-    fade: float
-    train_tokens_s: float
-    rest_s: float
-    overhead_s: float
-    seed: int
+    """Conditional acceptance of the drafter by draft position."""
+    prompt: int = 512
+    """Tokens of a prompt."""
+    steps: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.replicas, self.steps) < 1 or self.requests < self.replicas:
+            raise TLTError(
+                "A simulation needs a replica, a rollout, and a request for every replica, not "
+                f"{self.replicas} replicas, {self.steps} rollouts and {self.requests} requests."
+            )
 
 
-def simulate_run(settings: Settings, jobs: int, out: Path | None, console: Console) -> list[StepResult]:
-    """Simulate, and print a row a step.
+@dataclass(frozen=True)
+class SimulatedRollout:
+    """Means over the rollouts of a simulated run; seconds."""
 
-    Raises:
-        TLTError: an option cannot be, or a file cannot be read.
+    tokens: float
+    stock_s: float
+    """Stock's rollout: until the last replica is done."""
+    rollout_s: float
+    """The same with TLT."""
+    tail_share: float
+    """Share of stock's decoding time at batches below `SMALL_BATCH`."""
+    bubble_share: float
+    """Share of all replicas' time in stock's rollout in which they have nothing to decode."""
+
+    @property
+    def speed(self) -> float:
+        """How many times as fast the rollout is as stock's."""
+        return self.stock_s / self.rollout_s
+
+
+Histories = Iterable[list[tuple[Decoded, Decoded]]]
+
+
+def simulate(run: SimulatedRun, apply: Callable[..., Histories] = map) -> SimulatedRollout:
+    """Simulate a run.
+
+    Args:
+        run: what to simulate.
+        apply: how a function is applied to every replica, as `map` does; a process pool's `map` spreads the replicas.
     """
-    run = scenario(settings)
-    results = simulate(run, jobs)
-    rows = Table(
-        title=f"{run.replicas} replicas, {run.requests} responses a step, seed {run.seed}",
-        title_justify="left",
-    )
-    seconds, counts = "stock rollout s, rollout s, rollout, step", "accept length, mean K, drafting"
-    for head in f"RL step, {seconds}, {counts}, bubble s, trained s, learned, tail".split(", "):
-        rows.add_column(head, justify="right")
-    for r in results:
-        rows.add_row(
-            str(r.step), f"{r.stock_rollout_s:.1f}", f"{r.rollout_s:.1f}", f"{r.rollout_ratio:.2f}x",
-            f"{r.step_ratio:.2f}x", f"{r.accept_length:.2f}", f"{r.draft_length:.1f}", f"{r.drafting}/{run.replicas}",
-            f"{r.bubble_s:.0f}", f"{r.used_s:.0f}", f"{r.learned:.0%}", f"{r.small_batch_share:.0%}",
-        )  # fmt: skip
-    console.print(rows)
-    rollout, step = total_ratios(results)
-    console.print(f"Against stock, all steps: rollout {rollout:.2f}x, whole steps {step:.2f}x", highlight=False)
-    if out is not None:
-        content = {"rollout_ratio": rollout, "step_ratio": step, "steps": [asdict(r) for r in results]}
-        try:
-            out.write_text(json.dumps(content, indent=1) + "\n")
-        except OSError as error:
-            raise TLTError(f"--out {out} cannot be written: {error.strerror}.") from error
-    return results
+    drawn = [run.lengths.draw(np.random.default_rng([run.seed, i + 1]), run.requests) for i in range(run.steps)]
+    # dealt out as evenly as verl's load balancer does
+    shares = [[lengths[i :: run.replicas] for lengths in drawn] for i in range(run.replicas)]
+    histories = list(apply(partial(_history, run), range(run.replicas), shares))
+    steps = [_of_step(rollouts) for rollouts in zip(*histories, strict=True)]
+    tokens = float(np.mean([lengths.sum() for lengths in drawn]))
+    return SimulatedRollout(tokens, *(float(mean) for mean in np.mean(steps, axis=0)))
 
 
-def scenario(s: Settings) -> Scenario:
-    """The options as a run.
-
-    Raises:
-        TLTError: one cannot be, and it says which.
-    """
-    for name in ("max_num_seqs", "prompt", "learning_tokens"):
-        if getattr(s, name) < 1:
-            raise TLTError(f"--{name.replace('_', '-')} must be 1 or more, not {getattr(s, name):g}.")
-    for name in ("train_tokens_s", "rest_s", "overhead_s"):
-        if getattr(s, name) < 0:
-            raise TLTError(f"--{name.removesuffix('_s').replace('_', '-')} must not be negative.")
-    if not 0 <= s.fade <= 1:
-        raise TLTError(f"--fade must be in 0..1, not {s.fade:g}.")
-    arms, cost = _arms(s.arms), _cost(s.cost)
-    make_policy(s.policy, arms)  # says what is wrong with either
-    if isinstance(cost, TableCost) and arms[-1] > cost.longest:
-        raise TLTError(f"--cost {s.cost} knows draft lengths up to {cost.longest}, and --arms has {arms[-1]}.")
-    drafter = Drafter(s.start or s.acceptance, s.acceptance if s.start else (), s.learning_tokens, s.fade)
-    return Scenario(
-        EngineSpec(cost, arms, s.policy, s.max_num_seqs), s.replicas, s.requests, _lengths(s), drafter, s.prompt,
-        Rest(s.rest_s), Spot(s.train_tokens_s), s.overhead_s, s.steps, s.seed,
-    )  # fmt: skip
+def _history(run: SimulatedRun, index: int, shares: Sequence[Lengths]) -> list[tuple[Decoded, Decoded]]:
+    """(stock, with TLT) of every rollout of one replica, which remembers from one to the next what it has learned."""
+    seed = int(np.random.SeedSequence([run.seed, index]).generate_state(1)[0])
+    replica, acceptance = Replica(run.engine, seed), np.asarray(run.acceptance)
+    return [
+        (decode_as_stock(run.engine, lengths, run.prompt), replica.rollout(lengths, run.prompt, acceptance, acceptance))
+        for lengths in shares
+    ]
 
 
-def _arms(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise TLTError(f"--arms takes whole numbers with commas between, not {text!r}.") from None
-
-
-def _cost(text: str) -> CostModel:
-    if text in PRESETS:
-        return PRESETS[text]
-    try:
-        content = json.loads(Path(text).read_text())
-    except OSError:
-        raise TLTError(f"--cost {text} is neither one of {', '.join(PRESETS)} nor a file that can be read.") from None
-    except ValueError:
-        raise TLTError(f"--cost {text} is no JSON; verl-tlt calibrate writes such a table.") from None
-    return TableCost(LatencyTable.from_list(content.get("points", []) if isinstance(content, dict) else content))
-
-
-def _lengths(s: Settings) -> Distribution:
-    if s.lengths is None:
-        return LogNormal(s.median, s.sigma, s.longest)
-    try:
-        text = s.lengths.read_text()
-        values = json.loads(text) if text.lstrip().startswith("[") else text.split()
-        return Recorded(tuple(int(value) for value in values))
-    except OSError as error:
-        raise TLTError(f"--lengths {s.lengths} cannot be read: {error.strerror}.") from error
-    except (TypeError, ValueError) as error:
-        if isinstance(error, TLTError):
-            raise
-        raise TLTError(f"--lengths {s.lengths} must hold whole numbers: a JSON list, or one a line.") from error
+def _of_step(replicas: Sequence[tuple[Decoded, Decoded]]) -> tuple[float, float, float, float]:
+    """(stock's seconds, seconds with TLT, tail share, bubble share) of one rollout."""
+    stock = [plain for plain, _ in replicas]
+    stock_s = max(s.seconds for s in stock)
+    decoding = sum(sum(s.seconds_by_batch.values()) for s in stock)
+    tail = sum(seconds for s in stock for batch, seconds in s.seconds_by_batch.items() if batch < SMALL_BATCH)
+    bubble = 1.0 - sum(s.seconds for s in stock) / (stock_s * len(stock))
+    return stock_s, max(ours.seconds for _, ours in replicas), tail / decoding if decoding else 0.0, bubble

@@ -16,7 +16,7 @@ from verl_tlt.compat.upstream_api import Symbol
 from verl_tlt.config import TLTConfig, TLTConfigError
 from verl_tlt.doctor import facts, rules
 from verl_tlt.doctor.facts import RecipeFacts
-from verl_tlt.doctor.recipe import Recipe, compose, is_script, read_script
+from verl_tlt.doctor.recipe import compose
 from verl_tlt.doctor.rules import Finding, judge_symbols
 from verl_tlt.errors import TLTError
 
@@ -24,17 +24,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from verl_tlt.speculation.costs.tables import LatencyTable
-
-
-def read_arguments(arguments: Sequence[str], config_name: str) -> Recipe:
-    """A recipe as a command is given it: overrides, or a script and what is given to that.
-
-    Raises:
-        TLTConfigError: the script does not start `main_ppo`.
-    """
-    if arguments and is_script(arguments[0]):
-        return read_script(arguments[0], arguments[1:])
-    return Recipe(tuple(arguments), config_name)
 
 
 def diagnose(overrides: Sequence[str], config_name: str) -> list[Finding]:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from verl_tlt import flag
+from verl_tlt import MODE_PREFIX, flag
 from verl_tlt.compat.versions import SUPPORTED, installed, release
 from verl_tlt.config import TLTConfig, TLTConfigError
 from verl_tlt.doctor.models import Look, look_at_drafter, look_at_policy
@@ -25,6 +25,7 @@ from verl_tlt.speculation.graph_rules import FULL_GRAPHS, longest_draft
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+ROLLOUT = "actor_rollout_ref.rollout"
 REFUSED_SAMPLING = ("min_p", "logit_bias")
 """Sampling settings vLLM rejects while a drafter is configured (`SamplingParams._validate_spec_decode`)."""
 
@@ -128,7 +129,7 @@ def read_recipe(config: DictConfig, settings: TLTConfig) -> RecipeFacts:
     return RecipeFacts(
         on=flag.wanted(config),
         mistaken=flag.mistaken(config),
-        trainer_mode=str(select(config, "trainer.v1.trainer_mode", "")).removeprefix("tlt_"),
+        trainer_mode=trainer_mode(config),
         use_v1=bool(select(config, "trainer.use_v1", True)),
         other_trainer=next((node for node in ("async_training", "rollout") if node in config), None),
         hybrid_engine=bool(select(config, "actor_rollout_ref.hybrid_engine", True)),
@@ -151,7 +152,7 @@ def read_recipe(config: DictConfig, settings: TLTConfig) -> RecipeFacts:
         missing_data=() if remote else _missing_data(config),
         policy=Look() if remote else look_at_policy(policy),
         drafter=Look() if remote else look_at_drafter(settings, policy, _context(config)),
-        replicas=_replicas(config),
+        replicas=devices(config, "trainer") // devices_per_replica(config),
         remote_driver=remote,
     )
 
@@ -171,12 +172,20 @@ def _context(config: DictConfig) -> int:
     return number(config, f"{rollout}.max_model_len", length)
 
 
-def _replicas(config: DictConfig) -> int:
-    """As verl's `LLMServerManager` counts them."""
-    devices = math.prod(number(config, f"trainer.{kind}", 1) for kind in ("nnodes", "n_gpus_per_node"))
+def trainer_mode(config: DictConfig) -> str:
+    """`trainer.v1.trainer_mode` as the user wrote it, before and after activation."""
+    return str(select(config, "trainer.v1.trainer_mode", "")).removeprefix(MODE_PREFIX)
+
+
+def devices(config: DictConfig, node: str) -> int:
+    """Devices that `node` asks for, `trainer` or `actor_rollout_ref.rollout`."""
+    return number(config, f"{node}.nnodes", 1) * number(config, f"{node}.n_gpus_per_node", 1)
+
+
+def devices_per_replica(config: DictConfig) -> int:
+    """Devices of one rollout replica, as verl's `LLMServerManager` counts them; 1 at least."""
     kinds = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-    per_replica = math.prod(number(config, f"actor_rollout_ref.rollout.{kind}", 1) for kind in kinds)
-    return devices // max(1, per_replica)
+    return math.prod(max(1, number(config, f"{ROLLOUT}.{kind}", 1)) for kind in kinds)
 
 
 def absolute(path: str) -> str:

@@ -49,9 +49,15 @@ class Recipe:
     """Name of the top-level config, after its folder where that is not verl's own."""
 
 
-def is_script(argument: str) -> bool:
-    """Whether a command-line argument names a shell script rather than an override."""
-    return argument.endswith(".sh") and "=" not in argument
+def read_arguments(arguments: Sequence[str], config_name: str) -> Recipe:
+    """A recipe as a command is given it: overrides, or a script and what is given to that.
+
+    Raises:
+        TLTConfigError: the script does not start `main_ppo`.
+    """
+    if arguments and arguments[0].endswith(".sh") and "=" not in arguments[0]:
+        return read_script(arguments[0], arguments[1:])
+    return Recipe(tuple(arguments), config_name)
 
 
 def read_script(

@@ -5,12 +5,12 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from verl_tlt.advise.command import Given, numbers, read_case
+from verl_tlt.advise.command import Given, numbers, read_scenario
 from verl_tlt.advise.hardware import GPUS, find_shape, step_cost
-from verl_tlt.advise.outlook import look_ahead
+from verl_tlt.advise.scenario import estimate
+from verl_tlt.advise.workload import read_workload
 from verl_tlt.cli import app
 from verl_tlt.doctor.recipe import compose
-from verl_tlt.doctor.workload import read_workload
 from verl_tlt.errors import TLTError
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -86,9 +86,9 @@ def test_a_run_with_tlt_brings_its_own_costs_and_acceptance(made_run):
         *RECIPE, "data.train_batch_size=16", f"{ROLLOUT}.tensor_model_parallel_size=4", f"{ROLLOUT}.enforce_eager=true",
         "data.max_response_length=1024", "tlt.speculation.max_draft_length=7",  # the run had 5
     ]  # fmt: skip
-    case, _ = read_case(recipe, "ppo_trainer", Given(trace=made_run.directory))
-    found = look_ahead(case)
-    n = numbers(case, found)
+    scenario, _ = read_scenario(recipe, "ppo_trainer", Given(trace=made_run.directory))
+    found = estimate(scenario)
+    n = numbers(scenario, found)
     assert not {what for what, _ in found.assumed} & {"acceptance", "step costs", "response lengths", "outside rollout"}
     assert 1.0 < n.rollout["low"] <= n.rollout["likely"] <= n.rollout["high"] < 3.0
     assert n.has_drafter and n.replicas == 2 and n.bubble_s > 0
@@ -99,8 +99,8 @@ def test_a_run_with_tlt_brings_its_own_costs_and_acceptance(made_run):
 def test_a_better_drafter_promises_more():
     results = []
     for acceptance in ("0.4,0.3,0.2", "0.9,0.9,0.9"):
-        case, _ = read_case(RECIPE, "ppo_trainer", Given(acceptance=tuple(map(float, acceptance.split(",")))))
-        results.append(look_ahead(case).results["likely"].rollout_ratio)
+        scenario, _ = read_scenario(RECIPE, "ppo_trainer", Given(acceptance=tuple(map(float, acceptance.split(",")))))
+        results.append(estimate(scenario).rollouts["likely"].speed)
     assert results[1] > 1.3 * results[0] > 1.2
 
 

@@ -1,8 +1,8 @@
-"""What a run showed: its steps from verl's metrics or TLT's trace, and from the trace what its engines did.
+"""What a run showed: means over its steps from verl's metrics or TLT's trace, and what its engines did from the trace.
 
 Metrics are read from verl's `file` logger (`{"step": ..., "data": {...}}` a line) or from its console lines
 (`step:3 - timing_s/gen:12.5 - ...`), whatever else the log holds. The first step and steps with validation or a
-checkpoint are left out, where others are there: they take longer than those that follow.
+checkpoint are left out where there are others: they take longer than those that follow.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,7 @@ _FEWEST_STEPS, _FEWEST_DRAFTS = 8, 200
 
 
 @dataclass(frozen=True)
-class Seen:
+class RunMetrics:
     """Means over a run's steps; None: not logged. Seconds are wall clock."""
 
     source: str
@@ -48,23 +48,23 @@ class Seen:
     tool_share: float | None = None
     """Share of a response's time in which it waits for tools."""
     saved_s: float | None = None
-    """By TLT's own account: what its rollouts were shorter than stock's."""
+    """Seconds that TLT saved in a rollout, by its own account."""
     overhead_s: float | None = None
     bubble_s: float | None = None
-    """Time in which replicas had nothing to decode, over all of them."""
+    """Seconds in which replicas had nothing to decode, summed over the replicas."""
     accept_length: float | None = None
     busy_share: float | None = None
     """Share of a rollout in which the busiest engine computed."""
     seconds_by_batch: Mapping[int, float] = field(default_factory=dict)
-    """Of engine steps, by batch rounded down to a power of two."""
+    """Seconds of engine steps by batch, rounded down to a power of two."""
     acceptance: tuple[float, ...] = ()
-    """Conditional, by draft position."""
+    """Conditional acceptance by draft position."""
     costs: LatencyTable = field(default_factory=lambda: LatencyTable(()))
-    """What engine steps took."""
+    """Seconds of engine steps."""
 
     @property
     def stock_gen_s(self) -> float:
-        """Rollout as stock would have taken, by TLT's own account where it drafted."""
+        """Seconds that stock's rollout would have taken."""
         return self.gen_s + max(0.0, self.saved_s or 0.0)
 
     @property
@@ -73,7 +73,7 @@ class Seen:
         return max(0.0, self.step_s - self.gen_s - (self.overhead_s or 0.0))
 
 
-def read_metrics(path: Path) -> Seen:
+def read_metrics(path: Path) -> RunMetrics:
     """A run from verl's metrics file or console log.
 
     Raises:
@@ -113,27 +113,27 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def read_run(directory: Path) -> Seen:
+def read_run(directory: Path) -> RunMetrics:
     """A run from TLT's trace.
 
     Raises:
         TLTError: there is no trace, or no finished step in it.
     """
     trace = read_trace(directory)
-    seen = _summary({step: dict(metrics) for step, metrics in trace.steps.items()}, f"--trace {directory}")
+    found = _summary({step: dict(metrics) for step, metrics in trace.steps.items()}, f"--trace {directory}")
     engines = [engine for replica in trace.replicas if (engine := trace.engine(replica)) is not None and engine.t.size]
     if not engines:
-        return seen
-    changes = {
-        "seconds_by_batch": _seconds_by_batch(engines),
-        "acceptance": _acceptance(engines),
-        "costs": _costs(engines),
-        "busy_share": _busy_share(trace, engines),
-    }
-    return Seen(**{**seen.__dict__, **changes})
+        return found
+    return replace(
+        found,
+        seconds_by_batch=_seconds_by_batch(engines),
+        acceptance=_acceptance(engines),
+        costs=_costs(engines),
+        busy_share=_busy_share(trace, engines),
+    )
 
 
-def _summary(steps: Mapping[int, Metrics], source: str) -> Seen:
+def _summary(steps: Mapping[int, Metrics], source: str) -> RunMetrics:
     finished = {step: m for step, m in steps.items() if all(name in m for name in NEEDED) and m["timing_s/step"] > 0}
     if not finished:
         raise TLTError(f"{source} holds no finished training step with {', '.join(NEEDED)}.")
@@ -142,7 +142,7 @@ def _summary(steps: Mapping[int, Metrics], source: str) -> Seen:
     rows = plain or list(finished.values())
     tools = _mean(rows, "timing_s/agent_loop/tool_calls/mean", "agent_loop/tool_calls/mean")
     generate = _mean(rows, "timing_s/agent_loop/generate_sequences/mean", "agent_loop/generate_sequences/mean")
-    return Seen(
+    return RunMetrics(
         source=source,
         steps=len(rows),
         gen_s=_mean(rows, "timing_s/gen") or 0.0,

@@ -12,7 +12,7 @@ from benchmarks.simulate.hardware import (
     TableCost,
 )
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
-from verl_tlt.speculation.types import OFF
+from verl_tlt.speculation.types import OFF, ControlError
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 SPEEDUP = {
@@ -80,13 +80,17 @@ def test_graphs_pad_and_end():
     assert padded.verify_s(513, 0, 1) == pytest.approx(QWEN3_8B_H100.verify_s(513, 0, 1) + 1e-3)
 
 
-def test_a_recorded_table_is_interpolated():
-    table = LatencyTable(tuple(LatencyPoint(b, 100 * b, k, 0.001 * (b + k), 3) for b in (1, 9) for k in (0, 2)))
-    cost = TableCost(table)
-    assert cost.seconds(5, 0, 2, 2) == pytest.approx(0.007)
-    assert cost.seconds(5, 0, 0, 2) == pytest.approx(0.006)
-    with pytest.raises(KeyError):
-        cost.seconds(5, 0, 3, 3)
+def test_a_table_is_linear_between_its_points_and_beyond():
+    measured = {(1, OFF): 0.01, (32, OFF): 0.04, (1, 0): 0.011, (32, 0): 0.044, (1, 4): 0.02, (32, 4): 0.08}
+    points = [LatencyPoint(b, 32 * b, k, seconds) for (b, k), seconds in measured.items()]
+    cost = TableCost(LatencyTable(tuple(points)), kv_token_s=1e-6)
+    assert cost.seconds(1, 32, 0, OFF) == 0.01
+    assert cost.seconds(32, 1024, 2, 2) == pytest.approx(0.062)
+    assert cost.seconds(63, 63 * 32, 0, OFF) == pytest.approx(0.07)
+    assert cost.seconds(32, 1024, 0, 4) == pytest.approx(0.5 * (0.044 + 0.08))
+    assert cost.seconds(1, 10_032, 0, OFF) == pytest.approx(0.02)
+    with pytest.raises(ControlError, match="a step without drafts"):
+        TableCost(LatencyTable((LatencyPoint(1, 32, 3, 0.01),)))
 
 
 def test_a_recording_without_stock_takes_its_own_zero_for_it():

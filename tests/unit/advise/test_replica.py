@@ -1,15 +1,19 @@
-"""Segments against an engine that is stepped through, and what the product's control makes of a drafter."""
+"""Segments against an engine that is stepped through, and what the control code makes of a drafter."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from benchmarks.simulate.engine import Noise, SimulatedEngine
+from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4
 from benchmarks.simulate.workload import Workload, geometric
-from verl_tlt.simulate.costs import QWEN3_8B_H100, QWEN_32B_TP4, LearnedCost, TableCost
-from verl_tlt.simulate.replica import EngineSpec, Replica, stock
+from verl_tlt.advise.replica import EngineSpec, Replica, decode_as_stock
+from verl_tlt.advise.step_costs import LearnedCost
+from verl_tlt.errors import TLTError
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
 from verl_tlt.speculation.policies.factory import make_policy
-from verl_tlt.speculation.types import OFF, ControlError
+from verl_tlt.speculation.types import OFF
 
 ARMS = (0, 1, 2, 3, 5, 7)
 
@@ -48,23 +52,23 @@ def test_segments_take_as_long_as_steps(policy, cost, acceptance):
 
 def test_stock_takes_as_long_as_steps():
     w = Workload(160, (0.0,), rollouts=1, max_batch=64, median_length=500)
-    found = stock(EngineSpec(QWEN3_8B_H100, max_batch=64), w.rollout(0).lengths, w.prompt)
+    found = decode_as_stock(EngineSpec(QWEN3_8B_H100, max_batch=64), w.rollout(0).lengths, w.prompt)
     assert found.seconds == pytest.approx(exact(w, QWEN3_8B_H100, Off()), rel=0.01)
-    assert found.drafts == 0 and set(found.steps_by_k) == {OFF}
+    assert not found.drafting and found.tokens == w.rollout(0).lengths.sum()
 
 
 def test_a_drafter_that_is_never_right_is_off_and_costs_nothing():
     replica, never = Replica(EngineSpec(QWEN3_8B_H100), seed=0), np.zeros(3)
     lengths = np.full(40, 300)
     found = replica.rollout(lengths, 100, never, never)
-    assert not found.drafting and found.seconds == pytest.approx(stock(replica.spec, lengths, 100).seconds)
+    assert not found.drafting and found.seconds == pytest.approx(decode_as_stock(replica.spec, lengths, 100).seconds)
 
 
 def test_a_broken_promise_costs_one_rollout_at_most():
     """It promised much and keeps nothing: K is 0 within the rollout, and the drafter off in the next."""
     replica, lengths = Replica(EngineSpec(QWEN3_8B_H100), seed=0), np.full(64, 2000)
     first = replica.rollout(lengths, 100, np.full(3, 0.9), np.zeros(3))
-    base = stock(replica.spec, lengths, 100).seconds
+    base = decode_as_stock(replica.spec, lengths, 100).seconds
     assert first.drafting and base < first.seconds < 1.15 * base
     assert not replica.rollout(lengths, 100, np.full(3, 0.9), np.zeros(3)).drafting
 
@@ -82,27 +86,12 @@ def test_requests_that_differ_in_acceptance_end_later():
 def test_prompts_and_long_contexts_cost():
     lengths = np.full(8, 500)
     spec = EngineSpec(QWEN3_8B_H100, prefill_token_s=1e-4)
-    short, long = stock(spec, lengths, 100).seconds, stock(spec, lengths, 8000).seconds
+    short, long = decode_as_stock(spec, lengths, 100).seconds, decode_as_stock(spec, lengths, 8000).seconds
     assert long - short > 8 * 7900 * 1e-4
 
 
-def test_a_table_is_linear_between_its_points_and_beyond():
-    measured = {(1, OFF): 0.01, (32, OFF): 0.04, (1, 0): 0.011, (32, 0): 0.044, (1, 4): 0.02, (32, 4): 0.08}
-    points = [LatencyPoint(b, 32 * b, k, seconds) for (b, k), seconds in measured.items()]
-    cost = TableCost(LatencyTable(tuple(points)), kv_token_s=1e-6)
-    assert cost.seconds(1, 32, 0, OFF) == 0.01
-    assert cost.seconds(32, 1024, 2, 2) == pytest.approx(0.062)
-    assert cost.seconds(63, 63 * 32, 0, OFF) == pytest.approx(0.07)
-    assert cost.seconds(32, 1024, 0, 4) == pytest.approx(0.5 * (0.044 + 0.08))
-    assert cost.seconds(1, 10_032, 0, OFF) == pytest.approx(0.02)
-    with pytest.raises(ControlError, match="a step without drafts"):
-        TableCost(LatencyTable((LatencyPoint(1, 32, 3, 0.01),)))
-
-
-def test_experts_wake_with_tokens():
-    from dataclasses import replace
-
-    sparse = replace(QWEN3_8B_H100, touched=0.1)
+def test_many_tokens_use_all_experts():
+    sparse = replace(QWEN3_8B_H100, active_share=0.1)
     one, many = (sparse.verify_s(1, 0, n) / QWEN3_8B_H100.verify_s(1, 0, n) for n in (1, 64))
     assert one < 0.3 and many == pytest.approx(1.0, abs=0.01)
 
@@ -118,5 +107,5 @@ def test_scattered_measurements_are_completed():
         true = QWEN3_8B_H100.seconds(batch, 900 * batch, max(k, 0), k)
         assert cost.seconds(batch, 900 * batch, max(k, 0), k) == pytest.approx(true, rel=0.15)
     assert cost.longest == 5 and cost.seconds(4, 3600, 0, 5) < cost.seconds(4, 3600, 5, 5)
-    with pytest.raises(ControlError, match="does not say what a step costs"):
+    with pytest.raises(TLTError, match="does not say what a step costs"):
         LearnedCost(LatencyTable(()))

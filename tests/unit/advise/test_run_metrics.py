@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from verl_tlt.advise.seen import read_metrics, read_run
+from verl_tlt.advise.run_metrics import read_metrics, read_run
 from verl_tlt.errors import TLTError
 from verl_tlt.speculation.types import OFF
 
@@ -27,10 +27,10 @@ def jsonl(tmp_path):
 
 
 def test_steps_with_validation_and_the_first_one_are_left_out(jsonl):
-    seen = read_metrics(jsonl)
-    assert (seen.steps, seen.gen_s, seen.step_s, seen.rest_s) == (2, 70.0, 100.0, 30.0)
-    assert (seen.response_mean, seen.response_max, seen.clipped, seen.prompt_mean) == (900.0, 4000.0, 0.01, 120.0)
-    assert seen.reward_s == 2.5 and seen.tool_share is None and seen.stock_gen_s == 70.0
+    found = read_metrics(jsonl)
+    assert (found.steps, found.gen_s, found.step_s, found.rest_s) == (2, 70.0, 100.0, 30.0)
+    assert (found.response_mean, found.response_max, found.clipped, found.prompt_mean) == (900.0, 4000.0, 0.01, 120.0)
+    assert found.reward_s == 2.5 and found.tool_share is None and found.stock_gen_s == 70.0
 
 
 def test_verls_console_says_the_same(jsonl, tmp_path):
@@ -57,20 +57,20 @@ def test_waiting_for_tools(tmp_path):
 
 
 def test_a_traced_run(made_run):
-    seen = read_run(made_run.directory)
+    found = read_run(made_run.directory)
     last = list(made_run.rollout_s)[1:]
-    assert seen.steps == len(last) and seen.gen_s == pytest.approx(
+    assert found.steps == len(last) and found.gen_s == pytest.approx(
         np.mean([made_run.rollout_s[s] for s in last]) + 0.06
     )
-    assert seen.bubble_s == pytest.approx(np.mean([made_run.bubble_s[s] for s in last]))
-    assert seen.stock_gen_s > seen.gen_s and seen.busy_share == pytest.approx(1.0, abs=0.05)
+    assert found.bubble_s == pytest.approx(np.mean([made_run.bubble_s[s] for s in last]))
+    assert found.stock_gen_s > found.gen_s and found.busy_share == pytest.approx(1.0, abs=0.05)
     lines = [line for file in made_run.directory.glob("engine-*") for line in file.read_text().splitlines()]
-    assert sum(seen.seconds_by_batch.values()) == pytest.approx(sum(json.loads(line)["latency_s"] for line in lines))
-    assert set(seen.seconds_by_batch) <= {2**i for i in range(6)}
+    assert sum(found.seconds_by_batch.values()) == pytest.approx(sum(json.loads(line)["latency_s"] for line in lines))
+    assert set(found.seconds_by_batch) <= {2**i for i in range(6)}
     # choose_k drafts with an acceptance of 0.42 to 0.67 per position, the same at every position
-    assert len(seen.acceptance) >= 3 and all(0.35 < a < 0.75 for a in seen.acceptance)
-    seconds = {(p.batch, p.draft_length): p.seconds for p in seen.costs.points}
-    assert seconds and OFF not in seen.costs.arms()
+    assert len(found.acceptance) >= 3 and all(0.35 < a < 0.75 for a in found.acceptance)
+    seconds = {(p.batch, p.draft_length): p.seconds for p in found.costs.points}
+    assert seconds and OFF not in found.costs.arms()
     for (batch, k), s in seconds.items():
         assert s == pytest.approx(0.018 + 0.0007 * batch * (1 + k) + 0.002 * k, rel=0.12)
 

@@ -1,11 +1,11 @@
-"""One simulated rollout replica: the product's control code decides, and requests advance between events.
+"""One simulated rollout replica: requests advance at computed costs, and the control code of a real run chooses K.
 
-A request that decodes for twenty thousand steps is not stepped through. Between two changes of its batch an engine does
-the same thing over and over, so time goes by in segments: at the start of each, engine steps are taken one by one, and
-all happens that happens in a real one (the policy chooses K, verification is drawn, a noisy latency is learned), until
-the draft length has settled; then the engine leaps with it to where the batch has changed by `GRAIN`, or contexts have
-grown by `GROWTH`. Progress is fluid: each request gains the expected accept length at its own acceptance. Left out are
-probes inside a leap (at most `probe_share` of the time), and the luck of single tokens, which evens out in a response.
+Between two changes of its batch an engine does the same in every step, so a rollout is simulated in segments. At the
+start of each, engine steps are taken one by one as in a real engine (the policy chooses K, verification is drawn, a
+noisy latency is learned), until the draft length has settled. The rest of the segment is one computation: it ends where
+the batch has changed by `GRAIN` or the contexts have grown by `GROWTH`, and in each of its steps a request gains the
+accept length expected at its own acceptance. Left out are probes inside a segment (at most `probe_share` of the time),
+and the luck of single tokens, which evens out over a response.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from verl_tlt.simulate.costs import CostModel
-from verl_tlt.simulate.workload import Lengths
+from verl_tlt.advise.response_lengths import Lengths
+from verl_tlt.advise.step_costs import CostModel
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
 from verl_tlt.speculation.draft_length import Limits, Profitability
 from verl_tlt.speculation.policies.factory import make_policy
@@ -27,9 +27,9 @@ from verl_tlt.speculation.types import OFF, Load, StepRecord
 GRAIN = 1.0 / 32.0
 """Relative change of the batch at which a segment ends: the policy treats less as the same load."""
 GROWTH = 0.25
-"""Growth of the mean context at which it ends as well."""
+"""Relative growth of the mean context at which a segment ends."""
 SETTLE = 8
-"""Engine steps at a segment's start, most of them at the K of its leap; half as many where all agree with the last."""
+"""Engine steps taken one by one at a segment's start; half as many where all choose the K of the last segment."""
 CALIBRATION = (1, 2, 4, 8, 16, 32)
 """Batches at which a run measures step costs at its start."""
 
@@ -63,26 +63,18 @@ class EngineSpec:
 
 
 @dataclass
-class Drained:
+class Decoded:
     """What one replica did in one rollout."""
 
     seconds: float = 0.0
     """Until its last response; 0 where it had none."""
     tokens: float = 0.0
-    steps: float = 0.0
-    """Engine steps."""
-    drafts: float = 0.0
-    """Drafts verified."""
-    accepted: float = 0.0
-    """Draft tokens accepted."""
-    steps_by_k: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    """Engine steps by draft length; OFF where the drafter did not run."""
     seconds_by_batch: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    """By batch, rounded down to a power of two."""
+    """Seconds of decoding by batch, rounded down to a power of two."""
     off_s: float = 0.0
     """Seconds of decoding that the same tokens would have taken without the drafter."""
     drafting: bool = False
-    """The drafter's pass ran."""
+    """Whether the drafter ran."""
 
     def saved(self) -> tuple[float, float]:
         """(seconds that drafting saved, seconds of decoding), as the trainer's account finds them."""
@@ -91,11 +83,11 @@ class Drained:
 
 
 class Replica:
-    """One engine under its own `StepControl` and `Profitability`, which remember from rollout to rollout.
+    """A replica under its own `StepControl` and `Profitability`, which remember from rollout to rollout.
 
     Args:
         spec: of the engine.
-        seed: of verification and noise.
+        seed: of the random numbers for verification and noise.
     """
 
     def __init__(self, spec: EngineSpec, seed: int) -> None:
@@ -107,7 +99,7 @@ class Replica:
         self.control.control(points=table.to_list())
         self.worth.set_costs(table)
 
-    def rollout(self, lengths: Lengths, prompt: int, believed: Floats, true: Floats) -> Drained:
+    def rollout(self, lengths: Lengths, prompt: int, believed: Floats, true: Floats) -> Decoded:
         """Decode all responses under control.
 
         Args:
@@ -118,12 +110,12 @@ class Replica:
         """
         self.control.drafting = self.worth.decide(believed.tolist())
         self.control.control(acceptance=believed.tolist())
-        found = _Drain(self.spec, lengths, prompt, true, self).run()
+        found = _Rollout(self.spec, lengths, prompt, true, self).run()
         self.worth.learn(self.control.stats(reset=True), self.control.drafting, believed.tolist(), found.saved())
         return found
 
     def _calibration(self) -> LatencyTable:
-        """What a run measures at its start: OFF and every arm, at small batches and short contexts."""
+        """The step costs that a run measures at its start: OFF and every arm, at small batches and short contexts."""
         points = []
         for batch in (b for b in CALIBRATION if b <= self.spec.max_batch):
             for k in (OFF, *self.spec.arms):
@@ -133,13 +125,13 @@ class Replica:
         return LatencyTable(tuple(points))
 
 
-def stock(spec: EngineSpec, lengths: Lengths, prompt: int) -> Drained:
+def decode_as_stock(spec: EngineSpec, lengths: Lengths, prompt: int) -> Decoded:
     """The same responses in an engine without a drafter."""
-    return _Drain(spec, lengths, prompt, np.zeros(0)).run()
+    return _Rollout(spec, lengths, prompt, np.zeros(0)).run()
 
 
-class _Drain:
-    """A rollout in progress; without a replica it decodes as stock."""
+class _Rollout:
+    """One rollout in progress; without a replica it decodes as stock."""
 
     def __init__(
         self, spec: EngineSpec, lengths: Lengths, prompt: int, true: Floats, replica: Replica | None = None
@@ -152,32 +144,32 @@ class _Drain:
         scales = spec.acceptances(replica.rng, lengths.size) if replica is not None else np.ones(lengths.size)
         self.scale, self.waiting_scale = scales[:first], scales[first:]
         self.verified = 0
-        self.leapt: int | None = None  # K of the last leap
-        self.found = Drained(drafting=replica is not None and replica.control.drafting)
+        self.last_k: int | None = None  # of the last segment
+        self.found = Decoded(drafting=replica is not None and replica.control.drafting)
         self._rates: dict[int, Floats] = {}
         self._prefill(first)
 
-    def run(self) -> Drained:
+    def run(self) -> Decoded:
         """To the last response."""
         while self.left.size:
             k = self._settle()
             self._retire()
             if self.left.size:
-                self._leap(k)
+                self._finish_segment(k)
                 self._retire()
         return self.found
 
     def _settle(self) -> int:
-        """Steps one by one, until it is clear which draft length the next leap has."""
+        """Take steps one by one, until it is clear which draft length the segment has."""
         if self.replica is None or not self.replica.control.drafting:
             return OFF
         chosen: list[int] = []
         while len(chosen) < SETTLE and self.left.max() > 0:
             chosen.append(self._step())
-            if len(chosen) == SETTLE // 2 and set(chosen) == {self.leapt}:
+            if len(chosen) == SETTLE // 2 and set(chosen) == {self.last_k}:
                 break
-        self.leapt = Counter(reversed(chosen)).most_common(1)[0][0]
-        return self.leapt
+        self.last_k = Counter(reversed(chosen)).most_common(1)[0][0]
+        return self.last_k
 
     def _step(self) -> int:
         """One engine step as the scheduler would see it; returns the K that was drafted."""
@@ -198,11 +190,11 @@ class _Drain:
         )  # fmt: skip
         control.record(record, num_generation_tokens=record.produced, num_draft_tokens=batch * verified, unix_s=0.0)
         off_s = self.spec.cost.seconds(batch, kv, 0, OFF) * produced / batch
-        self._account(1.0, batch, k, verified, produced, seconds, off_s)
+        self._account(batch, produced, seconds, off_s)
         self.verified = max(k, 0)
         return k
 
-    def _leap(self, k: int) -> None:
+    def _finish_segment(self, k: int) -> None:
         """As many equal steps as it takes until the batch or the contexts have changed by one grain."""
         batch, kv, draft = self.left.size, self._kv(), max(k, 0)
         rate = self._rate(draft)
@@ -211,7 +203,7 @@ class _Drain:
         until = float(np.partition(needed, ending - 1)[ending - 1])
         if self.waiting.size == 0 or ending < batch:
             until = min(until, max(1.0, GROWTH * (kv / batch + 64.0) / float(rate.mean())))
-        busy = np.clip(needed / until, 0.0, 1.0).sum()  # requests that decode, on average over the leap
+        busy = np.clip(needed / until, 0.0, 1.0).sum()  # requests that decode, on average over the segment
         middle = max(1, round(float(busy)))
         produced = self._advance(rate * until)
         there = round(kv * middle / batch + 0.5 * produced)
@@ -223,7 +215,7 @@ class _Drain:
                 produced=max(1, round(produced)), latency_s=seconds, clean=False,
             )  # fmt: skip
             self.replica.control.record(record, num_generation_tokens=record.produced, num_draft_tokens=0, unix_s=0.0)
-        self._account(until, middle, k, draft, produced, seconds, off_s)
+        self._account(middle, produced, seconds, off_s)
         self.verified = draft
 
     def _retire(self) -> None:
@@ -258,16 +250,9 @@ class _Drain:
     def _prefill(self, requests: int) -> None:
         self.found.seconds += requests * self.prompt * self.spec.prefill_token_s
 
-    def _account(
-        self, steps: float, batch: int, k: int, verified: int, produced: float, seconds: float, off_s: float
-    ) -> None:
+    def _account(self, batch: int, produced: float, seconds: float, off_s: float) -> None:
         found = self.found
         found.seconds += seconds
         found.off_s += off_s
         found.tokens += produced
-        found.steps += steps
-        found.steps_by_k[k] += steps
         found.seconds_by_batch[1 << (batch.bit_length() - 1)] += seconds
-        if verified:
-            found.drafts += steps * batch
-            found.accepted += max(0.0, produced - steps * batch)

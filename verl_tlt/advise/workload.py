@@ -1,0 +1,78 @@
+"""How much work a recipe asks for, and of how many devices. Imports neither verl nor torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from verl_tlt.config import TLTConfigError
+from verl_tlt.doctor.facts import ROLLOUT, devices, devices_per_replica, number, select, trainer_mode
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The numbers of a recipe that decide how long a step takes."""
+
+    policy: str
+    """`actor_rollout_ref.model.path`, as it is written."""
+    mode: str
+    """`trainer.v1.trainer_mode`."""
+    gpus: int
+    """Of the trainer."""
+    replicas: int
+    """That decode."""
+    tensor_parallel: int
+    """Devices of a replica."""
+    requests: int
+    """Responses of a step: prompts times samples."""
+    prompt: int
+    """Longest prompt, in tokens."""
+    response: int
+    """Longest response, in tokens."""
+    max_num_seqs: int
+    eager: bool
+    """Engines without CUDA graphs."""
+    critic: bool
+    """A value model is trained too."""
+    reference: bool
+    """A reference policy's log-probs are computed too."""
+    multi_turn: bool
+    """Responses wait for tools or an environment."""
+    refills: bool
+    """More groups may be asked for while a batch is sampled, so no replica leaves before the batch is complete."""
+
+
+def read_workload(config: DictConfig) -> Workload:
+    """Look up what decides how long a step takes.
+
+    Raises:
+        TLTConfigError: a key cannot be read, or is no whole number.
+    """
+    mode, gpus, per_replica = trainer_mode(config), devices(config, "trainer"), devices_per_replica(config)
+    rollout_gpus = devices(config, ROLLOUT) if mode == "separate_async" else gpus
+    if rollout_gpus < per_replica:
+        raise TLTConfigError(
+            f"{ROLLOUT}.tensor_model_parallel_size and its like ask for {per_replica} GPUs a replica, and "
+            f"trainer.nnodes and trainer.n_gpus_per_node give {rollout_gpus}."
+        )
+    agent = str(select(config, f"{ROLLOUT}.agent.default_agent_loop", "single_turn_agent"))
+    kl_terms = ("actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward")
+    return Workload(
+        policy=str(select(config, "actor_rollout_ref.model.path", "")),
+        mode=mode,
+        gpus=gpus,
+        replicas=rollout_gpus // per_replica,
+        tensor_parallel=per_replica,
+        requests=number(config, "data.train_batch_size", 0) * max(1, number(config, f"{ROLLOUT}.n", 1)),
+        prompt=number(config, "data.max_prompt_length", 512),
+        response=number(config, "data.max_response_length", 512),
+        max_num_seqs=max(1, number(config, f"{ROLLOUT}.max_num_seqs", 256)),
+        eager=bool(select(config, f"{ROLLOUT}.enforce_eager", False)),
+        critic=str(select(config, "algorithm.adv_estimator", "")) == "gae",
+        reference=any(bool(select(config, key, False)) for key in kl_terms),
+        multi_turn=bool(select(config, f"{ROLLOUT}.multi_turn.enable", False)) or "tool" in agent,
+        refills=bool(select(config, "algorithm.filter_groups.enable", False)),
+    )

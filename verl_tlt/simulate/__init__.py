@@ -1,1 +1,0 @@
-"""An RL run on a computed clock: replicas, requests, costs, a learning drafter, and our own control code."""
