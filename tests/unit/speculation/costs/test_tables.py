@@ -3,7 +3,9 @@
 import json
 import logging
 import re
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +28,22 @@ TABLE = LatencyTable((LatencyPoint(1, 500, -1, 0.005, 9), LatencyPoint(64, 32000
 def test_round_trip(tmp_path):
     save_table(tmp_path / "deep", KEY, TABLE)
     assert load_table(tmp_path / "deep", KEY) == TABLE
+
+
+def test_a_recorded_table_of_an_earlier_release_still_loads(tmp_path):
+    (recorded,) = (Path(__file__).parents[3] / "data/recorded/costs").glob("*.json")
+    shutil.copyfile(recorded, tmp_path / recorded.name)
+    key = TableKey(
+        "NVIDIA H100 80GB HBM3 x1",
+        "policy 0123456789ab bfloat16 graphs of all drafts drafter 1024x32000",
+        "0.28.0",
+    )
+    table = load_table(tmp_path, key)
+    assert table is not None
+    assert len(table.points) == 18
+    assert len(table.calibration().points) == 10
+    assert table.arms() == (-1, 0, 1, 2, 3)
+    assert {p.samples for p in table.points if p.draft_length == 2} == {0}
 
 
 def test_nothing_stored(tmp_path):
