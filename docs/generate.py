@@ -90,8 +90,6 @@ NOTES = {
         "With the environment variable `TLT_FULL_GRAPHS=0`, K_max is 3 on engines with CUDA graphs too, where none is"
         " given.",
         "`enable=false` starts engines without a drafter; `policy=off` starts them with one that never runs.",
-        "`policy_options` are the chosen policy's, for example `'+tlt.speculation.policy_options={epsilon: 0.2}'` of"
-        " `tlt.speculation.policy=bandit`.",
         "`policy=fixed` drafts in every step, however little is accepted: for tests and comparisons.",
     ],
     "spot": [

@@ -47,10 +47,16 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
 DraftLength = Annotated[int, Field(ge=0, le=16)]
-Policy = Annotated[
-    Literal["goodput", "bandit", "ema", "table", "fixed", "off"],
-    BeforeValidator(lambda value: "off" if value is False else value),  # how YAML reads a bare `off`
-]
+
+
+def _policy(value: Any) -> Any:
+    if value in ("bandit", "ema"):
+        moved = "bandit and ema are in benchmarks/control/policies, for comparisons"
+        raise ValueError(f"must be 'goodput', 'table', 'fixed' or 'off' ({moved})")
+    return "off" if value is False else value  # how YAML reads a bare `off`
+
+
+Policy = Annotated[Literal["goodput", "table", "fixed", "off"], BeforeValidator(_policy)]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -98,10 +104,7 @@ class SpeculationConfig:
     enable: bool = True
     """False: decode as stock verl does; spot training can still run."""
     policy: Policy = "goodput"
-    """Who chooses the draft length K: measured goodput, TLT's bandit, SGLang's tiers, a table measured at start, one K,
-    or nobody."""
-    policy_options: dict[str, Any] = field(default_factory=dict)
-    """Constants of the policies goodput, bandit and ema, by name; docs/adaptive-speculation.md lists them."""
+    """Who chooses the draft length K: measured goodput, a table measured at start, one K, or nobody."""
     max_draft_length: Annotated[int, Field(ge=1, le=16)] | None = None
     """K_max: the longest draft; null: 7 on engines with CUDA graphs for every draft length, else 3."""
     arms: Annotated[tuple[DraftLength, ...], Strict(False)] | None = None
@@ -236,6 +239,10 @@ class TLTConfig:
 
 RENAMED = {"tlt.speculation.audit_every": "tlt.speculation.control_every"}
 """Settings of older releases, and what each is called now."""
+REMOVED = {
+    "tlt.speculation.policy_options": "the policies' constants are part of the code (docs/adaptive-speculation.md)",
+}
+"""Settings of older releases that are gone, and what holds instead."""
 
 T = TypeVar("T")
 
@@ -248,6 +255,8 @@ def _build(cls: type[T], node: Mapping[str, Any], where: str) -> T:
     for key, value in node.items():
         if new_name := RENAMED.get(f"{where}.{key}"):
             raise TLTConfigError(f"{where}.{key} is called {new_name} now.")
+        if said := REMOVED.get(f"{where}.{key}"):
+            raise TLTConfigError(f"{where}.{key} is no longer a setting: {said}.")
         if key not in hints:
             close = difflib.get_close_matches(str(key), hints, n=1)
             hint = f" Did you mean {where}.{close[0]}?" if close else f" Known keys: {', '.join(hints)}."
@@ -259,7 +268,9 @@ def _build(cls: type[T], node: Mapping[str, Any], where: str) -> T:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join([where, *map(str, first["loc"])])
-        allowed = first["msg"].replace("Input should", "must").replace("valid tuple", "list")
+        allowed = (
+            first["msg"].removeprefix("Value error, ").replace("Input should", "must").replace("valid tuple", "list")
+        )
         raise TLTConfigError(f"{key} {allowed}, not {first['input']!r}.") from None
 
 
@@ -267,17 +278,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
     return [_plain(v) for v in value] if hasattr(value, "__iter__") and not isinstance(value, str | bytes) else value
-
-
-def _check_policy(s: SpeculationConfig) -> None:
-    """Let the policy itself judge its options; the draft lengths may be fewer later, where CUDA graphs decide."""
-    from verl_tlt.speculation.policies.factory import make_policy  # numpy, which this module does not need otherwise
-    from verl_tlt.speculation.types import ControlError
-
-    try:
-        make_policy(s.policy, s.arms or tuple(range(s.longest + 1)), settings=s.policy_options)
-    except ControlError as error:
-        raise TLTConfigError(f"tlt.speculation.policy_options: {error}") from error
 
 
 def _check(c: TLTConfig) -> None:
@@ -292,5 +292,3 @@ def _check(c: TLTConfig) -> None:
             )
     if s.fixed is not None and s.fixed > s.longest:
         raise TLTConfigError(f"tlt.speculation.fixed must be 0..max_draft_length={s.longest}, not {s.fixed}.")
-    if s.policy_options:
-        _check_policy(s)

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.control.engine import ARMS, BATCH, VLLM_ZERO, EngineProcess
+from benchmarks.control.policies import RIVALS
 from benchmarks.control.toy import Toy
 from benchmarks.interval import interval
 from benchmarks.simulate.recorded import recording, step_records, worth
 from demo.machine import find_dtype
 from verl_tlt.speculation.costs.latency_table import Table, interpolate
 
-POLICY_ARMS = ("table", "ema", "bandit", "goodput")
+POLICY_ARMS = ("table", *RIVALS, "goodput")
 FIXED = tuple(f"fixed-{k}" for k in ARMS if k > 0)
 STEADY_TOKENS = 48
 RECORDED = Path(__file__).parent / "recorded_cpu.json"

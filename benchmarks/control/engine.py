@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.control.policies import RIVALS, named
 from benchmarks.control.toy import LONGEST_DRAFT, Toy
 from demo.machine import find_dtype
 from verl_tlt.compat.cpu.environment import CPU_ENGINE
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.draft_length import Limits, Profitability
-from verl_tlt.speculation.policies.factory import make_policy
 from verl_tlt.speculation.types import Load, StepRecord
 
 ENVIRONMENT = CPU_ENGINE | {
@@ -101,7 +101,7 @@ class VllmTable:
     def __init__(self, known: LatencyTable, acceptance: Sequence[float], arms: Sequence[int], batch: int) -> None:
         from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-        best = make_policy("table", tuple(arms))
+        best = named("table", tuple(arms))
         best.set_latency(known)
         best.set_acceptance(acceptance)
         self.schedule: list[list[int]] = []
@@ -236,7 +236,7 @@ class _Engine:
         if name == "table":
             policy: Any = VllmTable(known, self.toy.acceptance, ARMS, BATCH)
         else:
-            policy = make_policy(kind if kind in ("goodput", "bandit", "ema") else "off", ARMS)
+            policy = named(kind if kind in ("goodput", *RIVALS) else "off", ARMS)
         written = StepTrace(self.scratch / f"{name}.jsonl") if trace else None
         judge = self._judges[name] = Profitability(kind)
         judge.set_costs(known)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.control.policies import RIVALS, named
 from benchmarks.simulate.engine import Noise, SimulatedEngine, SimulationResult
 from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, VLLM_CAPTURE, CostModel, SwitchCost, TableCost
 from benchmarks.simulate.oracles import TrueGoodput, best_per_bucket, static_runs
@@ -26,7 +27,6 @@ from verl_tlt.server.calibration import BATCHES, STEPS, plan_arms
 from verl_tlt.speculation.costs.latency_table import CONTEXT_TOKENS, Table, fill_arms, for_policy
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
 from verl_tlt.speculation.policies.base import BasePolicy
-from verl_tlt.speculation.policies.factory import make_policy
 from verl_tlt.speculation.types import OFF
 
 EAGER_ARMS = (0, 1, 2, 3, 5, 7)
@@ -107,7 +107,7 @@ def calibration(replay: Replay) -> LatencyTable:
 
 def contestants(replay: Replay) -> dict[str, BasePolicy]:
     """Every adaptive policy, told what it can use."""
-    policies = {name: make_policy(name, replay.arms) for name in ("table", "ema", "bandit", "goodput")}
+    policies = {name: named(name, replay.arms) for name in ("table", *RIVALS, "goodput")}
     loads = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     policies["table"].set_latency(measured(replay, loads, (OFF, *replay.arms), 1000, 9))
     policies["goodput"].set_latency(calibration(replay))
@@ -131,7 +131,7 @@ def compare(replay: Replay) -> dict[str, Any]:
     policies = contestants(replay)
     for name, policy in policies.items():
         runs[name] = engine.run(policy)
-    cold = engine.run(make_policy("goodput", replay.arms)).seconds
+    cold = engine.run(named("goodput", replay.arms)).seconds
     per_bucket = engine.run(best_per_bucket(static))
     others = [_goodput_again(replay, seed) for seed in OTHER_SEEDS]
     best_static = max(static, key=lambda k: oracle / static[k].seconds)
@@ -177,7 +177,7 @@ def misses(result: dict[str, Any]) -> list[str]:
     found = [f"{least} % of O3, wanted {bar}"] if least < bar else []
     if worst < 0.97:
         found.append(f"worst bucket {worst}x of K=0")
-    rivals = {result["detail"]["O1"], "ema", "bandit"}
+    rivals = {result["detail"]["O1"], *RIVALS}
     found += [f"behind {name} ({scores[name]} > {mine})" for name in sorted(rivals) if scores[name] > mine]
     return found
 

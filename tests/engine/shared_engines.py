@@ -19,7 +19,7 @@ import pytest
 from tiny_engine import Engine
 
 K_MAX = 3
-OF_THE_POLICY = ("policy", "fixed", "policy_options")
+OF_THE_POLICY = ("policy", "fixed")
 """Settings of `tlt.speculation` that another policy changes in a running engine."""
 
 

@@ -127,14 +127,14 @@ class Engine:
         scheduler._tlt_arm = 0
 
     def put_in_charge(self, policy: str) -> None:
-        """Let another policy choose from now on: one of `policies`, else one of `control.make_policy`."""
+        """Let another policy choose from now on: one of `policies`, else one that the benchmarks know by name."""
         import policies
 
-        from verl_tlt.speculation.policies.factory import make_policy
+        from benchmarks.control.policies import named
 
         own, control = getattr(policies, policy, None), self.scheduler.tlt
         arms = tuple(self.scheduler.vllm_config.additional_config["tlt"]["arms"])
-        control.policy = own({}, arms, 0) if own else make_policy(policy, arms)
+        control.policy = own({}, arms, 0) if own else named(policy, arms)
 
     def generate(self, count: int, tokens: int, **kwargs: Any) -> list[list[int]]:
         """Tokens of `count` ragged prompts, ragged lengths up to `tokens`."""

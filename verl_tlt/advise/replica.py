@@ -93,7 +93,7 @@ class Replica:
     def __init__(self, spec: EngineSpec, seed: int) -> None:
         self.spec = spec
         self.rng = np.random.default_rng([seed, 7])
-        self.control = StepControl(make_policy(spec.policy, spec.arms, seed=seed), Limits(spec.arms, spec.token_limit))
+        self.control = StepControl(make_policy(spec.policy, spec.arms), Limits(spec.arms, spec.token_limit))
         self.worth = Profitability(spec.policy)
         table = self._calibration()
         self.control.control(points=table.to_list())

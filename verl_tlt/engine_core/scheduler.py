@@ -70,10 +70,7 @@ def load_policy(settings: Mapping[str, Any]) -> Policy:
     speculation, arms, seed = settings["speculation"], tuple(settings["arms"]), settings.get("seed", 0)
     own = settings.get("policy_factory")
     if own is None:
-        options = dict(speculation.get("policy_options") or {})
-        if speculation["policy"] == "fixed":
-            options["fixed"] = speculation["fixed"]
-        return make_policy(speculation["policy"], arms, settings=options, seed=seed)
+        return make_policy(speculation["policy"], arms, speculation["fixed"])
     module, _, name = own.partition(":")
     try:
         factory = getattr(importlib.import_module(module), name)

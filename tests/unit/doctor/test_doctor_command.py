@@ -1,18 +1,14 @@
 """`verl-tlt doctor` on verl's real config files."""
 
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-import verl_tlt
 from verl_tlt.cli import app
 from verl_tlt.config import TLTConfigError
 from verl_tlt.doctor.command import compose, diagnose
-from verl_tlt.doctor.facts import read_settings
 from verl_tlt.doctor.recipe import read_script
 
 FLAG = ("+tlt=default", "actor_rollout_ref.rollout.name=vllm")
@@ -137,14 +133,6 @@ def test_asking_for_help_imports_no_framework():
         "assert not {'torch', 'verl', 'vllm', 'ray', 'omegaconf', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
-
-
-def test_the_documented_line_of_policy_options_works_as_it_is_written():
-    page = (Path(verl_tlt.__file__).parents[1] / "docs" / "configuration.md").read_text()
-    line, policy = re.search(r"`'(\+tlt\.speculation\.policy_options=[^']*)'` of `([^`]*)`", page).groups()
-    for flag in (["+tlt=default", policy], ["+trainer.plugin=tlt", f"+{policy}"]):
-        speculation = read_settings(compose([*flag, line], "ppo_trainer")).speculation
-        assert speculation.policy == "bandit" and speculation.policy_options == {"epsilon": 0.2}
 
 
 def test_where_nothing_is_installed_the_doctor_says_so():

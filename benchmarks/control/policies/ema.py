@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_tlt.speculation.policies.base import BasePolicy
-from verl_tlt.speculation.types import ControlError, Load, StepRecord
+from verl_tlt.speculation.types import Load, StepRecord
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,6 @@ class EmaSettings:
     hold: int = 4
     """Steps between changes."""
 
-    def check(self) -> None:
-        """Raise ControlError where settings contradict each other."""
-        t = list(self.thresholds)
-        if not t or t[0] != 1 or t != sorted(set(t)) or len(t) != len(self.tiers):
-            raise ControlError(f"EMA settings need one ascending threshold, from 1, per range of tiers, not {t}.")
-        if any(not tier or list(tier) != sorted(tier) for tier in self.tiers):
-            raise ControlError(f"EMA setting tiers must hold ascending draft lengths, not {list(self.tiers)}.")
-        if not 0.0 < self.weight <= 1.0 or self.hold < 1:
-            raise ControlError("EMA settings need weight in 0..1 and hold >= 1.")
-
 
 class EmaPolicy(BasePolicy):
     """Tier by moving average of accepted draft tokens."""
@@ -50,7 +40,6 @@ class EmaPolicy(BasePolicy):
     def __init__(self, arms: Sequence[int], settings: EmaSettings | None = None) -> None:
         super().__init__()
         self._set = settings or EmaSettings()
-        self._set.check()
         drafting = [k for k in arms if k > 0] or [0]
         near = {k: min(drafting, key=lambda arm: (abs(arm - k), arm)) for tier in self._set.tiers for k in tier}
         self._tiers = [tuple(sorted({near[k] for k in tier})) for tier in self._set.tiers]

@@ -1,0 +1,90 @@
+"""The policies that goodput is compared with do what their sources describe."""
+
+import pytest
+
+from benchmarks.control.policies import bandit, ema
+from benchmarks.control.policies.bandit import BanditPolicy, BanditSettings
+from benchmarks.control.policies.ema import EmaPolicy, EmaSettings
+from verl_tlt.engine_core.scheduler import load_policy
+from verl_tlt.speculation.types import OFF, Load, StepRecord
+
+ARMS = (0, 1, 3, 5, 7)
+
+
+def reward(policy, batch, k, tokens_per_s, times=1):
+    produced, drafts = batch * (1 + k), batch if k else 0
+    step = StepRecord(batch, 100 * batch, k, k, drafts, (batch,) * k, produced, produced / tokens_per_s, True)
+    for _ in range(times):
+        policy.observe(step)
+
+
+@pytest.mark.parametrize("name", ["bandit", "ema"])
+def test_an_engine_takes_them_by_its_policy_factory(name):
+    settings = {"speculation": {}, "arms": list(ARMS), "policy_factory": f"benchmarks.control.policies:{name}"}
+    policy = load_policy(settings)
+    assert policy.summary()["policy"] == name
+    assert policy.choose(Load(4, 400)) in ARMS
+    policy.observe(StepRecord(0, 0, 0, 3, 0, (0, 0, 0), 0, 0.5, clean=False))  # prompts alone
+    policy.observe(StepRecord(4, 400, OFF, 0, 0, (), 4, 0.1, clean=True))
+    assert policy.choose(Load(4, 400)) == 0, "nothing is drafted while the drafter is off"
+
+
+def test_the_bandit_with_the_released_settings_is_a_lookup_table():
+    """TLT's released defaults; they need exactly four draft lengths besides 0."""
+    released = BanditSettings(thresholds=(1, 2, 5, 21), arms_per_bucket=1, off_arm=False, off_above=32)
+    policy = BanditPolicy(ARMS, released)
+    for k in ARMS:
+        reward(policy, 4, k, 100.0 * (1 + k), 5)
+    chosen = {b: {policy.choose(Load(b, b * 100)) for _ in range(30)} for b in (1, 2, 4, 5, 20, 21, 32, 33, 256)}
+    assert chosen == {1: {7}, 2: {5}, 4: {5}, 5: {3}, 20: {3}, 21: {1}, 32: {1}, 33: {0}, 256: {0}}
+
+
+def test_the_bandit_tries_every_arm_of_a_bucket_then_the_best_median_wins():
+    policy = BanditPolicy(ARMS, BanditSettings(epsilon=0.0, hold=1, window=5))
+    tried = []
+    for speed in (100.0, 300.0, 200.0, 50.0, 10.0):
+        tried.append(policy.choose(Load(4, 400)))
+        reward(policy, 4, tried[-1], speed)
+    assert sorted(tried) == list(ARMS)
+    reward(policy, 4, tried[4], 10.0, 2)
+    reward(policy, 4, tried[4], 9000.0, 2)  # outliers do not move its median
+    assert {policy.choose(Load(4, 400)) for _ in range(20)} == {tried[1]}
+    assert policy.choose(Load(8, 800)) != tried[1], "another bucket has rewards of its own"
+
+
+def test_the_bandit_explores_its_share_and_the_seed_repeats_it():
+    def choices(seed):
+        policy = BanditPolicy(ARMS, BanditSettings(epsilon=0.1, hold=1), seed=seed)
+        for k in ARMS:
+            reward(policy, 4, k, 1000.0 if k == 3 else 10.0)
+        return [policy.choose(Load(4, 400)) for _ in range(3000)]
+
+    assert choices(7) == choices(7) != choices(8)
+    assert 0.05 < sum(k != 3 for k in choices(7)) / 3000 < 0.11
+    assert bandit({}, ARMS, 7).summary()["explored"] == 0
+
+
+def drive(policy, batch, share, steps=60):
+    """`share` of every position accepted."""
+    k = policy.choose(Load(batch, batch))
+    for _ in range(steps):
+        accepted = tuple(round(batch * share ** (i + 1)) for i in range(k))
+        policy.observe(StepRecord(batch, batch, k, k, batch, accepted, batch + sum(accepted), 0.01, True))
+        k = policy.choose(Load(batch, batch))
+    return k
+
+
+def test_tiers_follow_acceptance_apart_by_range_of_batch_sizes():
+    policy = ema({}, (0, 1, 2, 3, 5, 7), 0)
+    assert drive(policy, 32, 1.0) == 7
+    assert policy.choose(Load(100, 100)) == 2
+    assert drive(EmaPolicy((0, 1, 3, 7)), 32, 0.05) == 1, "they never stop drafting"
+    assert EmaPolicy((0, 2)).choose(Load(1, 1)) == 2, "missing draft lengths are replaced by the nearest"
+
+
+@pytest.mark.parametrize(("accepted", "k"), [(0.9, 3), (0.7, 1), (2.4, 3), (2.6, 7)])
+def test_a_tier_is_left_by_its_margins(accepted, k):
+    """K=3 drafts longer above 3 - 0.5 accepted tokens and shorter below 1 - 0.25."""
+    policy = EmaPolicy((0, 1, 3, 7), EmaSettings(weight=1.0, hold=1))
+    policy.observe(StepRecord(10, 10, 3, 3, 10, (round(10 * accepted), 0, 0), 10, 0.01, True))
+    assert policy.choose(Load(10, 10)) == k
