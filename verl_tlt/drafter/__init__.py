@@ -14,7 +14,6 @@ _HOME = {
     "DrafterError": "policy",
     "PolicyShape": "policy",
     "policy_shape": "policy",
-    "read_policy_config": "policy",
     "aux_layers_for": "policy",
     "build_drafter": "build",
     "default_attention": "build",

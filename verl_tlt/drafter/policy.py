@@ -1,7 +1,6 @@
-"""What a drafter needs to know of the policy it drafts for: its shape, and the layers it reads; and how to say no.
+"""What a drafter needs to know of its policy, read from the policy's Hugging Face config: its shape, its layers.
 
-The doctor asks on the driver, where neither torch nor transformers should be imported for it, so a directory is
-read as JSON; inside a worker the `transformers` config object at hand says the same.
+The package's one parser of such configs. It needs neither torch nor transformers, so that a driver can check a recipe.
 
 An aux layer id i means the residual stream *before* layer i, the layer's input: 0 is the embeddings. vLLM collects it
 there (`EagleModelMixin._maybe_add_hidden_state`), ascending; `hidden_states[i]` of transformers is the same tensor.
@@ -14,10 +13,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from verl_tlt.drafter.hub import folder
+from verl_tlt.drafter.hub import Model, folder
 from verl_tlt.errors import DrafterError as DrafterError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+CONFIG = "config.json"
 
 SUPPORTED = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "glm", "phi3", "ernie4_5", "arcee", "apertus", "qwen2_5_vl",
@@ -44,16 +48,19 @@ LONGEST_DRAFT = 16
 COMPUTED_ROPE = ("default", "linear", "llama3")
 """RoPE types whose table is computed position by position from constants: a longer one continues a shorter one."""
 
-PolicyLike = Any
+Fields = dict[str, Any]
+"""A JSON object, such as a config."""
+
+PolicyLike: TypeAlias = "PretrainedConfig | Mapping[str, Any] | PolicyShape | Model"
 """A `transformers` config, a mapping of its fields, a `PolicyShape`, the policy's directory or its name on the hub."""
 
 
 @dataclass(frozen=True)
 class PolicyShape:
-    """The fields of a policy's config that decide the shape of its drafter."""
+    """The size of a policy, as its config says it."""
 
     source: str
-    """Where the fields were read: a path for messages, or the name of the config class."""
+    """Where the fields were read: a path, or the name of the config's class; for messages."""
     model_type: str
     architectures: tuple[str, ...]
     hidden_size: int
@@ -63,9 +70,15 @@ class PolicyShape:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
+    """Width of an MLP; where every layer is a mixture of experts, of all the experts that one token passes through."""
+    num_experts: int
+    """Of a layer that is a mixture of experts; 0: there are none."""
+    experts_per_token: int
+    expert_width: int
+    """Width of one expert's MLP; 0 without experts."""
     rms_norm_eps: float
     max_position_embeddings: int
-    rope: dict[str, Any]
+    rope: Fields
     """RoPE as transformers 5 spells it: `rope_type`, `rope_theta` and what the type needs."""
     tied: bool
     """Whether the policy's head is its embedding."""
@@ -82,20 +95,24 @@ def policy_shape(policy: PolicyLike) -> PolicyShape:
     if isinstance(policy, PolicyShape):
         return policy
     if isinstance(policy, str | os.PathLike):
-        return read_policy_config(policy)
+        return _from_fields(read_model_config(policy), str(Path(policy) / CONFIG))
     if isinstance(policy, Mapping):
         return _from_fields(policy, "the policy's config")
     return _from_fields(policy.to_dict(), type(policy).__name__)
 
 
-def read_policy_config(directory: str | os.PathLike) -> PolicyShape:
-    """The shape of the policy in a Hugging Face directory, or of that name on the hub.
+def read_model_config(model: Model, *, fetch: bool = True) -> Fields:
+    """The fields of a model's `config.json`, as they are.
+
+    Args:
+        model: its directory, or its name on the hub.
+        fetch: ask the hub for a config that is not in the local cache.
 
     Raises:
-        DrafterError: `config.json` is missing, unreadable or lacks a field.
+        NotHereError: a name on the hub whose config is not on this disk and could not be fetched.
+        DrafterError: `config.json` is missing or unreadable.
     """
-    path = folder(directory, ("config.json",)) / "config.json"
-    return _from_fields(read_json(path), str(path))
+    return read_json(folder(model, (CONFIG,), fetch=fetch) / CONFIG)
 
 
 def unsupported(model_type: str) -> str | None:
@@ -106,8 +123,12 @@ def unsupported(model_type: str) -> str | None:
     return f"drafters exist for {', '.join(SUPPORTED)}{f': {why}' if why else ''}"
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`, or a `DrafterError` that says what is wrong with the file."""
+def read_json(path: Path) -> Fields:
+    """The JSON object in `path`.
+
+    Raises:
+        DrafterError: the file is missing, unreadable or holds something else.
+    """
     if not path.is_file():
         raise DrafterError(f"{path} does not exist.")
     try:
@@ -134,29 +155,37 @@ def _from_fields(whole: Mapping[str, Any], source: str) -> PolicyShape:
             num_heads=heads,
             num_kv_heads=int(fields.get("num_key_value_heads") or heads),
             head_dim=int(fields.get("head_dim") or hidden // heads),
-            intermediate_size=int(fields.get("intermediate_size") or _active_width(fields)),
             rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
             max_position_embeddings=int(fields["max_position_embeddings"]),
             rope=rope_of(fields),
             tied=bool(whole.get("tie_word_embeddings", fields.get("tie_word_embeddings", False))),
             nested=bool(nested),
+            **_mlp(fields),
         )
     except KeyError as error:
         raise DrafterError(f"{source} has no field {error.args[0]!r}, which a drafter's shape depends on.") from error
 
 
-def _active_width(fields: Mapping[str, Any]) -> int:
-    """The MLP's width that a token passes through in a mixture of experts without a dense layer."""
-    if "moe_intermediate_size" not in fields:
+def _mlp(fields: Mapping[str, Any]) -> dict[str, int]:
+    """The fields of a `PolicyShape` that say how wide its MLPs and experts are."""
+    experts = int(fields.get("num_experts") or fields.get("num_local_experts") or 0)
+    per_token = int(fields.get("num_experts_per_tok") or 1)
+    width, expert_width = (int(fields.get(key) or 0) for key in ("intermediate_size", "moe_intermediate_size"))
+    if not width and not expert_width:
         raise KeyError("intermediate_size")
-    routed = int(fields["moe_intermediate_size"]) * int(fields["num_experts_per_tok"])
-    return routed + int(fields.get("shared_expert_intermediate_size") or 0)
+    shared = int(fields.get("shared_expert_intermediate_size") or 0)
+    return {
+        "intermediate_size": width or expert_width * per_token + shared,
+        "num_experts": experts,
+        "experts_per_token": per_token if experts else 0,
+        "expert_width": (expert_width or width) if experts else 0,
+    }
 
 
-def rope_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE settings in the one-dict form; files older than transformers 5 keep `rope_theta` and `rope_scaling`.
+def rope_of(fields: Mapping[str, Any]) -> Fields:
+    """RoPE settings as transformers 5 keeps them; older configs have `rope_theta` and `rope_scaling`.
 
-    Those of full attention where layers differ.
+    Where layers differ, those of full attention.
     """
     if fields.get("rope_parameters"):
         rope = dict(fields["rope_parameters"])
@@ -166,7 +195,7 @@ def rope_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": float(fields.get("rope_theta", 10000.0)), **scaling}
 
 
-def drafter_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
+def drafter_rope(rope: Mapping[str, Any]) -> Fields:
     """RoPE for a drafter of a policy with `rope`: all of each head is rotated, by one position.
 
     A policy may rotate a part of each head, or rotate by the three positions of an image's patch, which are one and

@@ -47,8 +47,8 @@ def first_drafter(config: TLTConfig, policy_dir: str, dtype: str, context: int, 
         build_drafter,
         check_owner,
         load_drafter,
+        policy_shape,
         provenance,
-        read_policy_config,
         to_drafter_file,
     )
 
@@ -65,7 +65,7 @@ def first_drafter(config: TLTConfig, policy_dir: str, dtype: str, context: int, 
         model, origin = load_drafter(config.drafter.path, policy_dir, min_context=context), config.drafter.path
         acceptance = tuple(provenance(config.drafter.path).get("acceptance", ()))
     else:
-        shape = read_policy_config(policy_dir)
+        shape = policy_shape(policy_dir)
         model = build_drafter(
             shape,
             aux_layers=config.drafter.aux_layers,

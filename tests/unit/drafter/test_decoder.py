@@ -97,7 +97,10 @@ def test_the_shared_parts_by_name(name, part):
 def test_a_mixture_of_experts_without_a_dense_layer_is_as_wide_as_what_a_token_passes():
     fields = {**SHAPE, "model_type": "qwen3_vl_moe", "moe_intermediate_size": 16, "num_experts_per_tok": 3}
     del fields["intermediate_size"]
-    assert policy_shape(fields).intermediate_size == 48
+    shape = policy_shape({**fields, "num_experts": 8})
+    assert (shape.intermediate_size, shape.num_experts, shape.experts_per_token, shape.expert_width) == (48, 8, 3, 16)
+    dense = policy_shape({**SHAPE, "model_type": "qwen3"})
+    assert (dense.intermediate_size, dense.num_experts, dense.experts_per_token, dense.expert_width) == (64, 0, 0, 0)
     del fields["moe_intermediate_size"]
     with pytest.raises(DrafterError, match="no field 'intermediate_size'"):
         policy_shape(fields)
