@@ -24,6 +24,7 @@ from benchmarks.control.policies import RIVALS, named
 from benchmarks.control.toy import LONGEST_DRAFT, Toy
 from demo.machine import find_dtype
 from verl_tlt.compat.cpu.environment import CPU_ENGINE
+from verl_tlt.messages import to_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.draft_length import Limits, Profitability
@@ -193,7 +194,7 @@ class _Engine:
 
     def set_drafting(self, enabled: bool) -> bool:
         """Switch the drafter's own pass."""
-        return bool(self.llm.collective_rpc("tlt_set_drafting", args=(enabled,))[0]["ok"])
+        return self.llm.collective_rpc("tlt_set_drafting", args=(enabled,))[0] is None
 
     def calibrate(self, budget_s: float = 40.0) -> list[dict[str, Any]]:
         """What a run measures at its start, as rows of a latency table."""
@@ -218,7 +219,7 @@ class _Engine:
         class Channel:
             async def call(self, operation: str, **settings: Any) -> dict[str, Any]:
                 answer = getattr(control, operation)(**settings)
-                return answer.to_dict() if isinstance(answer, EngineStats) else answer
+                return to_plain(answer) if isinstance(answer, EngineStats) else answer
 
         channel: Any = Channel()
         table = asyncio.run(measure(generate, set_drafting, channel, ARMS, BATCH, 60, budget_s))
@@ -308,4 +309,4 @@ class _Engine:
         """An arm's sums since the last call, and what its policy believes."""
         self.arms[name].flush()
         arm = self.arms[name]
-        return {**arm.stats(reset=True).to_dict(), "policy": arm.policy.summary()}
+        return {**to_plain(arm.stats(reset=True)), "policy": arm.policy.summary()}

@@ -32,6 +32,7 @@ from benchmarks.gpu.engines import (
     toy_engine,
 )
 from benchmarks.gpu.parts import NEEDS_CUDA, Bench, Part, device_memory, main
+from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.speculation.graph_rules import FULL_GRAPHS
 from verl_tlt.speculation.types import OFF
@@ -60,7 +61,7 @@ async def sleep(bench: Bench) -> dict[str, Any]:
             found |= {"sleep": NEEDS_CUDA, "overwritten": await in_worker(engine, overwrite, 7.0)}
         found["lost"] = (damaged := await engine.rpc("tlt_fingerprint")) != before
         found["fingerprint_asleep"] = damaged
-        reply = LoadReply(**await engine.rpc("tlt_load_drafter", str(engine.drafter / "model.safetensors")))
+        reply = from_plain(LoadReply, await engine.rpc("tlt_load_drafter", str(engine.drafter / "model.safetensors")))
         if bench.cuda:
             await engine.llm.wake_up(tags=["kv_cache"])
         found |= {"reload_error": reply.error, "reload_s": round(reply.seconds, 3)}

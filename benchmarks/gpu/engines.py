@@ -17,6 +17,7 @@ from benchmarks.gpu.parts import Bench
 from benchmarks.gpu.shapes import shape_of
 from verl_tlt.config import TLTConfig
 from verl_tlt.doctor.standalone_engine import Setup, StandaloneEngine, start
+from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.types import OFF
 
@@ -59,15 +60,15 @@ def _setup(bench: Bench, policy: Path, drafter: Path | None, context: int, batch
 
 async def hold(engine: StandaloneEngine, arm: int) -> None:
     """Draft so many tokens in every step from here on; `OFF`: without the drafter's pass."""
-    reply = await engine.rpc("tlt_set_drafting", arm != OFF)
-    assert reply["ok"], reply
+    refusal = await engine.rpc("tlt_set_drafting", arm != OFF)
+    assert refusal is None, refusal
     await engine.llm.reset_prefix_cache()
     await engine.channel.call("control", drafting=arm != OFF, force_k=max(arm, 0))
 
 
 async def stats(engine: StandaloneEngine) -> EngineStats:
     """Of what the engine did since the last call."""
-    return EngineStats.from_dict(await engine.channel.call("stats", reset=True))
+    return from_plain(EngineStats, await engine.channel.call("stats", reset=True))
 
 
 async def sample(engine: StandaloneEngine, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
@@ -110,7 +111,7 @@ async def in_worker(engine: StandaloneEngine, function: Callable[..., Any], *arg
 
 def overwrite(worker: Any, value: float, only: str = "") -> list[str]:
     """Fill the live drafter's own weights and buffers, but not what is the policy's; `only`: the one of that name."""
-    from verl_tlt.vllm_worker.drafter_buffers import own_buffers
+    from verl_tlt.vllm_worker.live_drafter import own_buffers
 
     drafter, target = worker.model_runner.drafter.model, worker.model_runner.get_model()
     theirs = {p.data_ptr() for p in target.parameters()}

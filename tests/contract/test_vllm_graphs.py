@@ -299,24 +299,24 @@ def installed_runner():
     return runner, made.vllm_config
 
 
-SETTINGS = {"arms": [0, 1, 3]}
+ARMS = [0, 1, 3]
 
 
 def test_every_arm_has_graphs_unless_somebody_says_no(installed_runner, monkeypatch):
     runner, config = installed_runner
     monkeypatch.setenv(FULL_GRAPHS, "0")
-    assert full_graph_arms(runner, config, SETTINGS) == (3,)
+    assert full_graph_arms(runner, config, ARMS) == (3,)
     assert runner._warmup_and_capture.__name__ == "_warmup_and_capture", "nothing is wrapped"
     monkeypatch.delenv(FULL_GRAPHS)
-    assert full_graph_arms(runner, config, SETTINGS) == (0, 1, 3)
+    assert full_graph_arms(runner, config, ARMS) == (0, 1, 3)
     assert runner._warmup_and_capture.__name__ == "warmup_and_capture"
 
 
 def test_where_nothing_is_captured_nothing_is_done(installed_runner):
     runner, config = installed_runner
     config.model_config.enforce_eager = True
-    assert full_graph_arms(runner, config, SETTINGS) is None
-    assert full_graph_arms(None, config, SETTINGS) is None
+    assert full_graph_arms(runner, config, ARMS) is None
+    assert full_graph_arms(None, config, ARMS) is None
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_an_unknown_runner_is_left_alone_with_one_line_in_the_log(installed_runn
         config.model_config.is_hybrid = True
     else:
         runner = SimpleNamespace()
-    assert full_graph_arms(runner, config, SETTINGS) == (3,)
+    assert full_graph_arms(runner, config, ARMS) == (3,)
     (line,) = caplog.messages
     assert line.startswith("Only drafts of 3 tokens have FULL CUDA graphs") and why in line
     assert "_warmup_and_capture" not in vars(runner)

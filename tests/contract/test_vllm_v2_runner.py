@@ -16,9 +16,8 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from verl_tlt.compat.sources import source_root
-from verl_tlt.messages.rollout import DraftingReply
-from verl_tlt.vllm_worker import v2_runner
-from verl_tlt.vllm_worker.extension import TLTWorkerExtension
+from verl_tlt.vllm_worker import drafter_pass
+from verl_tlt.vllm_worker.drafter_pass import set_drafting
 
 V2 = "vllm/v1/worker/gpu"
 LAST = "0.32.0"  # cannot be installed beside verl 0.9.1, and is the first that leaves the choice to vLLM
@@ -201,14 +200,14 @@ def runner_of(release):
 
 @pytest.fixture
 def runner(release, monkeypatch):
-    monkeypatch.setattr(v2_runner, "unknown", lambda *_: None)  # these two are stand-ins; see below
+    monkeypatch.setattr(drafter_pass, "unknown_v2", lambda *_: None)  # these two are stand-ins; see below
     return runner_of(release)
 
 
 def test_off_asks_no_drafter_and_stores_rows_of_the_same_shape(release, runner):
     nothing = -1 if drafts_what_is_asked(release) else 0  # the runner itself marks what was not asked for
     runner.step(STEPS)
-    assert v2_runner.set_drafting(runner, False) is None
+    assert set_drafting(runner, False) is None
     runner.speculator.asked.clear()
     assert runner.step(0) == [[nothing] * STEPS] * REQUESTS and not runner.speculator.asked
     assert runner.req_states.draft_tokens[[0, 2, 4]].eq(9).all(), "no other request's drafts"
@@ -218,7 +217,7 @@ def test_off_asks_no_drafter_and_stores_rows_of_the_same_shape(release, runner):
 
 def test_whatever_the_switch_says_a_step_that_drafts_asks_the_drafter(release, runner):
     """As where the workers heard of OFF and the scheduler did not."""
-    assert v2_runner.set_drafting(runner, False) is None
+    assert set_drafting(runner, False) is None
     assert runner.step(STEPS) == [[7] * STEPS] * REQUESTS and len(runner.speculator.asked) == 1
     runner.dummy()
     assert runner.step(1)[0][0] == 7 and len(runner.speculator.asked) == 3
@@ -226,7 +225,7 @@ def test_whatever_the_switch_says_a_step_that_drafts_asks_the_drafter(release, r
 
 def test_on_again_it_is_asked_in_every_step(release, runner):
     for enabled in (False, True, True):
-        assert v2_runner.set_drafting(runner, enabled) is None
+        assert set_drafting(runner, enabled) is None
     runner.step(0)
     runner.step(STEPS)
     assert len(runner.speculator.asked) == 2, "wrapped once"
@@ -237,10 +236,10 @@ def test_on_again_it_is_asked_in_every_step(release, runner):
 
 def test_each_release_says_what_the_wrapper_looks_for(release):
     text = (release.root / V2 / "model_runner.py").read_text()
-    for name, said in v2_runner.RUNNER_SAYS.items():
+    for name, said in drafter_pass.V2_RUNNER_SAYS.items():
         method = ast.get_source_segment(text, release.method(name))
         assert all(words in method for words in said), name
-    assert all(words in release.propose_text for words in v2_runner.PROPOSE_SAYS)
+    assert all(words in release.propose_text for words in drafter_pass.V2_PROPOSE_SAYS)
 
 
 @pytest.fixture
@@ -252,13 +251,9 @@ def installed():
     return runner
 
 
-def switched(runner, enabled):
-    return DraftingReply(**TLTWorkerExtension.tlt_set_drafting(SimpleNamespace(model_runner=runner), enabled))
-
-
 def test_the_installed_runner_is_switched(installed):
-    assert switched(installed, True).ok and not vars(installed.speculator).get("propose"), "nothing to do"
-    assert switched(installed, False) == DraftingReply(ok=True)
+    assert set_drafting(installed, True) is None and not vars(installed.speculator).get("propose"), "nothing to do"
+    assert set_drafting(installed, False) is None
     rows = installed.speculator.propose(SimpleNamespace(num_reqs=REQUESTS), None)
     assert rows.dtype == torch.int64 and rows.tolist() == [[0] * STEPS] * REQUESTS
     with pytest.raises(TypeError, match="last_hidden_states"):  # vLLM's own propose
@@ -267,7 +262,7 @@ def test_the_installed_runner_is_switched(installed):
 
 def test_a_pipeline_stage_without_the_drafter_has_nothing_to_switch(installed):
     installed.speculator = None
-    assert switched(installed, False).ok and not vars(installed).get("execute_model")
+    assert set_drafting(installed, False) is None and not vars(installed).get("execute_model")
 
 
 class Another(EagleSpeculator):
@@ -277,11 +272,10 @@ class Another(EagleSpeculator):
 
 def test_an_unknown_runner_is_left_alone_with_one_sentence(installed):
     installed.speculator.__class__ = Another
-    reply = switched(installed, False)
-    assert reply.error == (
+    assert set_drafting(installed, False) == (
         "Another.propose of vLLM's V2 model runner is not the one of 0.24 to 0.32, so the drafter's pass is not "
         "skipped; set VLLM_USE_V2_MODEL_RUNNER=0."
     )
     assert not vars(installed.speculator).get("propose") and not vars(installed).get("execute_model")
-    assert switched(installed, True).ok
-    assert "another one" in switched(SimpleNamespace(speculator=installed.speculator), False).error
+    assert set_drafting(installed, True) is None
+    assert "another one" in set_drafting(SimpleNamespace(speculator=installed.speculator), False)

@@ -18,7 +18,7 @@ import triton.language
 import vllm.triton_utils
 from scipy.stats import chisquare
 
-from verl_tlt.vllm_worker.broken_drafts import BrokenDrafts
+from verl_tlt.vllm_worker.draft_probabilities import BrokenDrafts
 
 vllm.triton_utils.triton, vllm.triton_utils.tl = triton, triton.language  # vLLM has a stand-in where there is no GPU
 rejection_sampler = importlib.import_module("vllm.v1.sample.rejection_sampler")

@@ -7,7 +7,7 @@ from tiny_engine import H, build_drafter_dir, prompts, sampled
 
 from verl_tlt.drafter import fingerprint
 from verl_tlt.drafter.digest import combined
-from verl_tlt.vllm_worker.drafter_buffers import own_buffers
+from verl_tlt.vllm_worker.live_drafter import own_buffers
 
 pytestmark = pytest.mark.engine
 

@@ -23,7 +23,6 @@ from verl_tlt.drafter import (
     trainable_parameters,
 )
 from verl_tlt.drafter.policy import SUPPORTED
-from verl_tlt.vllm_worker import extension
 
 pytestmark = pytest.mark.engine
 
@@ -131,5 +130,6 @@ def test_greedy_tokens_are_stock_tokens(policy_of, engine_of, family):
             assert stats.policy_error is None
             assert sum(stats.num_accepted_tokens_per_pos) > 100
         head = drafter.lm_head.weight.clone()
-        extension._follow_head(drafter, engine.runner.get_model(), 1)  # finds the policy's head: nothing is pruned here
+        worker = engine.core.model_executor.driver_worker.worker
+        worker.tlt_drafter._cut_head()  # finds the policy's head: nothing is pruned here
         assert torch.equal(drafter.lm_head.weight, head)

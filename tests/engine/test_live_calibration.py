@@ -62,7 +62,7 @@ async def test_every_arm_is_measured_on_a_live_engine(live, address):
     hook = engine.runner.drafter.model.register_forward_hook(lambda *_: passes.append(engine.scheduler.tlt.drafting))
 
     async def set_drafting(enabled):
-        return engine.rpc("tlt_set_drafting", enabled)["ok"]
+        return engine.rpc("tlt_set_drafting", enabled) is None
 
     table = await measure(live.prompt, set_drafting, client, ARMS, MAX_BATCH, V, budget_s=120.0)
     hook.remove()

@@ -7,6 +7,7 @@ import pytest
 from tiny_engine import prompts, sampled
 
 from verl_tlt.channel import ChannelClient
+from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.latency_table import for_policy
 from verl_tlt.speculation.types import OFF
@@ -107,11 +108,11 @@ async def test_the_channel_reaches_a_running_engine(engine_of):
         off = for_policy({OFF: [(1, 0.004), (8, 0.005)]}).to_list()
         await client.call("control", force_k=2, acceptance=[0.8, 0.7, 0.6], points=off)
         engine.generate(8, TOKENS)
-        stats = EngineStats.from_dict(await client.call("stats", reset=True))
+        stats = from_plain(EngineStats, await client.call("stats", reset=True))
         assert stats.steps_by_draft_length.keys() == {0, 2}
         assert 0.0 < stats.control_s < 0.2 * stats.busy_s
         assert stats.num_ngram_drafts is None
-        assert EngineStats.from_dict(await client.call("stats")).num_steps == 0
+        assert from_plain(EngineStats, await client.call("stats")).num_steps == 0
         client.close()
 
 
@@ -130,7 +131,7 @@ def test_off_runs_no_drafter_and_decodes_the_same(engine_of, stock_tokens):
         engine.llm.reset_prefix_cache()
         passes.clear()
         prepared.clear()
-        assert engine.rpc("tlt_set_drafting", False)["ok"]
+        assert engine.rpc("tlt_set_drafting", False) is None
         engine.scheduler.tlt.control(drafting=False)
         assert engine.generate(8, TOKENS) == stock_tokens["qwen3"]
         assert passes == [] and prepared == []
@@ -138,7 +139,7 @@ def test_off_runs_no_drafter_and_decodes_the_same(engine_of, stock_tokens):
         assert all(s.drafted == OFF for s in engine.scheduler.tlt.policy.steps[-TOKENS + 5 :])
 
         engine.llm.reset_prefix_cache()
-        assert engine.rpc("tlt_set_drafting", True)["ok"]
+        assert engine.rpc("tlt_set_drafting", True) is None
         engine.scheduler.tlt.control(drafting=True, force_k=None)
         assert engine.generate(8, TOKENS) == stock_tokens["qwen3"]
         stats = engine.scheduler.tlt.stats()

@@ -118,7 +118,7 @@ class Engine:
         from verl_tlt.engine_core.scheduler import load_policy, ngram_drafts
 
         if not self.scheduler.tlt.drafting:
-            assert self.rpc("tlt_set_drafting", True)["ok"]
+            assert self.rpc("tlt_set_drafting", True) is None
         loaded = self.rpc("tlt_load_drafter", str(weights))
         assert loaded["ok"], loaded
         scheduler, control = self.scheduler, self.scheduler.tlt

@@ -54,8 +54,8 @@ def observe(engine, passes, *, worker, scheduler, draft_length=None):
     """Decode with the drafter switched on or off in worker and scheduler; `draft_length` None: the policy's."""
     assert engine.llm.reset_prefix_cache()
     passes.clear()
-    reply = engine.rpc("tlt_set_drafting", worker)
-    assert reply["ok"], reply
+    refusal = engine.rpc("tlt_set_drafting", worker)
+    assert refusal is None, refusal
     engine.scheduler.tlt.control(drafting=scheduler, force_k=draft_length)
     engine.scheduler.tlt.stats(reset=True)
     tokens = engine.generate(REQUESTS, TOKENS)

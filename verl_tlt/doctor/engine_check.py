@@ -22,6 +22,7 @@ from typing import Any
 from verl_tlt.child_engine import LOG
 from verl_tlt.doctor.rules import Finding, Level
 from verl_tlt.doctor.standalone_engine import EngineJob, Setup, StandaloneEngine, graph_memory_gib, measure_costs, start
+from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.server.calibration import cost_key
 from verl_tlt.speculation.costs.latency_table import Table, interpolate
@@ -80,7 +81,7 @@ async def check(job: EngineJob, setup: Setup, directory: Path) -> dict[str, Any]
             if on_gpu:
                 await wakes_beside_a_context(engine, found)
         found.costs = await measure_costs(engine, job.budget_s)
-        if (await engine.rpc("tlt_set_drafting", False))["ok"]:
+        if await engine.rpc("tlt_set_drafting", False) is None:
             await engine.channel.call("control", drafting=False)
             found.off = await engine.wall_seconds(batches)
         drafter = None if setup.tlt.speculation.source == "ngram" else engine.drafter
@@ -100,7 +101,7 @@ async def survives(engine: StandaloneEngine, found: Found, on_gpu: bool) -> None
         await engine.llm.collective_rpc("reload_weights")  # verl would send the policy's
         found.lost_in_sleep = await engine.rpc("tlt_fingerprint") != found.fingerprint
         await engine.llm.wake_up(tags=["kv_cache"])
-    reply = LoadReply(**await engine.rpc("tlt_load_drafter", str(engine.drafter / "model.safetensors")))
+    reply = from_plain(LoadReply, await engine.rpc("tlt_load_drafter", str(engine.drafter / "model.safetensors")))
     found.reloaded, found.reload_s = reply.error or reply.fingerprint, reply.seconds
 
 

@@ -32,6 +32,7 @@ from verl_tlt.channel import ChannelServer
 from verl_tlt.engine_core.empty_drafts import spare_empty_drafts
 from verl_tlt.engine_core.ngram_drafts import NgramDrafts
 from verl_tlt.engine_core.step_trace import StepTrace
+from verl_tlt.messages import to_plain
 from verl_tlt.messages.rollout import BROKEN_MARK, EngineStats
 from verl_tlt.speculation.decode_load import DecodeLoad
 from verl_tlt.speculation.draft_length import Limits
@@ -195,7 +196,7 @@ class TLTScheduler(Scheduler):
         self.tlt_ngram = ngram_drafts(settings["speculation"])
         address = os.environ.get("TLT_CHANNEL")
         operations: dict[str, Callable[..., dict[str, Any]]] = {
-            "stats": lambda reset=False: self.tlt_stats(reset).to_dict(),
+            "stats": lambda reset=False: to_plain(self.tlt_stats(reset)),
             "control": self.tlt.control,
             "learned": self.tlt.learned,
         }

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
-
-from pydantic import TypeAdapter
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 NGRAM_MARK = "tlt_ngram"
 """Attribute of vLLM's `SchedulerOutput`: ids of the requests whose draft is an n-gram."""
@@ -186,29 +184,13 @@ class EngineStats:
     failure: str | None = None
     """Why there are no figures."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """What JSON can carry: it makes strings of integer keys and lists of tuples."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, sent: Mapping[str, Any]) -> EngineStats:
-        """`to_dict` after its way through JSON.
-
-        Raises:
-            pydantic.ValidationError: it was not made by `to_dict`.
-        """
-        return _ENGINE_STATS.validate_python(sent)
-
-
-_ENGINE_STATS = TypeAdapter(EngineStats)
-
 
 # ---------------------------------------------------------------------- vLLM's workers to their server
 
 
 @dataclass(frozen=True)
 class LoadReply:
-    """One worker's verdict on a drafter it was to load (`collective_rpc` carries it as a dict)."""
+    """What one worker answers when it is asked to load a drafter (`to_plain` on its way through `collective_rpc`)."""
 
     ok: bool
     """False: the drafter is as it was, unless vLLM itself failed half way."""
@@ -222,12 +204,3 @@ class LoadReply:
     """Modules that are the policy's own."""
     full_graphs: tuple[int, ...] | None = None
     """Draft lengths whose steps have FULL CUDA graphs; None: nothing is captured there."""
-
-
-@dataclass(frozen=True)
-class DraftingReply:
-    """Whether one worker's drafter pass was switched as asked (`collective_rpc` carries it as a dict)."""
-
-    ok: bool
-    error: str | None = None
-    """Why no pass can be skipped there."""

@@ -24,7 +24,8 @@ from uuid import uuid4
 from verl_tlt.channel import ChannelClient
 from verl_tlt.compat.versions import installed
 from verl_tlt.drafter.hub import folder
-from verl_tlt.messages.rollout import DraftingReply, EngineStats
+from verl_tlt.messages import from_plain
+from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.latency_table import Table, cheapest_off, fill_arms
 from verl_tlt.speculation.costs.tables import TableKey
 from verl_tlt.speculation.graph_rules import FULL_GRAPHS
@@ -119,10 +120,10 @@ async def calibrate(
             pass
 
     async def set_drafting(enabled: bool) -> bool:
-        results = await engine.collective_rpc(method="tlt_set_drafting", args=(enabled,))
+        refusals = await engine.collective_rpc(method="tlt_set_drafting", args=(enabled,))
         # The drafter's cache has holes where it did not run; start both ways from nothing.
         await engine.reset_prefix_cache()
-        return all(DraftingReply(**reply).ok for reply in results)
+        return not any(refusals)
 
     table = await measure(generate, set_drafting, channel, arms, max_batch, vocab_size, budget_s)
     await engine.reset_prefix_cache()
@@ -205,7 +206,7 @@ class _Prober:
         await self._channel.call("stats", reset=True)
         # A request may gain arm + 1 tokens a step; all must still be there when enough steps have been seen.
         await self._decode(batch, 2 + STEPS * (max(arm, 0) + 1))
-        stats = EngineStats.from_dict(await self._channel.call("stats", reset=True))
+        stats = from_plain(EngineStats, await self._channel.call("stats", reset=True))
         return next((t.seconds for t in stats.step_times if (t.draft_length, t.batch) == (arm, batch)), None)
 
     async def _hold(self, arm: int) -> bool:

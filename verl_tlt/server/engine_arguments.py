@@ -44,7 +44,7 @@ def speculative_config(drafter_dir: str, draft_length: int, source: str = "eagle
     verl's `load_format=dummy`, which would give the drafter random weights and the policy's head.
     """
     if source == "ngram":  # the scheduler drafts (engine_core/ngram_drafts.py)
-        nobody = "verl_tlt.vllm_worker.ngram_verification.NoProposals"
+        nobody = "verl_tlt.vllm_worker.drafter_pass.NoProposals"
         return {"method": "custom_class", "model": nobody, "num_speculative_tokens": draft_length}
     return {
         "method": "eagle3",

@@ -25,11 +25,11 @@ from verl_tlt.channel import ChannelClient, ChannelError
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.digest import combined
 from verl_tlt.drafter.staging import DIRECTORY, stage
+from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import (
     Calibration,
     DrafterFile,
     DrafterStatus,
-    DraftingReply,
     EngineStats,
     LoadReply,
     SleepReply,
@@ -229,7 +229,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             await asyncio.to_thread(stage, staged.config, staged.weights, self._tlt_dir / "drafter")
         try:
             results = await self.engine.collective_rpc(method="tlt_load_drafter", args=())
-            replies = [LoadReply(**reply) for reply in results]
+            replies = [from_plain(LoadReply, reply) for reply in results]
             fingerprint = combined(reply.sums for reply in replies)
         except Exception as error:  # the engine still holds the policy: decode without a drafter
             return f"{type(error).__name__}: {error}"
@@ -245,10 +245,9 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         """Turn the drafter's own pass on or off; only between rollouts, right after the caches were cleared."""
         assert self._tlt_channel is not None
         try:
-            results = await self.engine.collective_rpc(method="tlt_set_drafting", args=(drafting,))
-            replies = [DraftingReply(**reply) for reply in results]
-            if refusal := next((reply for reply in replies if not reply.ok), None):
-                logger.warning("replica %d: %s", self.replica_rank, refusal.error)
+            refusals = await self.engine.collective_rpc(method="tlt_set_drafting", args=(drafting,))
+            if refusal := next(filter(None, refusals), None):
+                logger.warning("replica %d: %s", self.replica_rank, refusal)
                 drafting = True  # its pass runs whatever is asked; the policy may still choose K=0
             # Where the pass cannot be skipped, such an engine at least drafts nothing.
             force_k = 0 if self._tlt_drafting_disabled else None
@@ -281,7 +280,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             return EngineStats()
         await self._tlt_store()
         try:
-            stats = EngineStats.from_dict(await self._tlt_channel.call("stats", reset=True))
+            stats = from_plain(EngineStats, await self._tlt_channel.call("stats", reset=True))
             self._tlt_rollout = stats, self._tlt_served.drafting, self._tlt_served.acceptance
         except Exception as error:
             logger.warning("replica %d: no engine statistics this step: %s", self.replica_rank, error)

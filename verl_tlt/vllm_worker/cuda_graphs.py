@@ -1,9 +1,9 @@
-"""FULL CUDA graphs for every draft length, in a vLLM worker that captures them for the longest one alone.
+"""FULL CUDA graphs for every draft length, where vLLM's V1 model runner captures them for the longest one alone.
 
 Without them a step that drafts nothing runs on piecewise graphs, padded to 1 + K_max tokens, while stock vLLM runs the
-same step on a full one. So they are captured wherever vLLM's model runner is, word for word, the one that this file
-was written for; elsewhere the longest draft alone has them, and one line in the log says why. The arithmetic of graphs
-is in `speculation.graph_rules`; here is the shim that stands in for the upstream change in `patches/vllm`.
+same step on a full one. They are captured where the model runner's source is the one this file was written for;
+elsewhere the longest draft alone has them, and one line in the log says why. Upstream form: patches/vllm/0003. The
+arithmetic of graphs is in `speculation.graph_rules`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,16 @@ import inspect
 import logging
 import os
 import textwrap
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from verl_tlt.speculation.graph_rules import FULL_GRAPHS, token_limit
+
+if TYPE_CHECKING:
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.config.vllm import VllmConfig
+    from vllm.forward_context import BatchDescriptor
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -38,18 +44,13 @@ SAYS = {
 """What the rest of the runner must say: it changes from release to release, elsewhere."""
 
 
-def full_graph_arms(runner: Any, vllm_config: Any, tlt: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Have every arm's graphs captured where that is possible; call it when the model is loaded, before the capture.
-
-    Args:
-        runner: vLLM's model runner.
-        vllm_config: resolved.
-        tlt: `additional_config["tlt"]`.
+def full_graph_arms(runner: GPUModelRunner, vllm_config: VllmConfig, arms: Sequence[int]) -> tuple[int, ...] | None:
+    """Have graphs captured for every draft length in `arms`, where possible; call it between model load and capture.
 
     Returns:
-        Draft lengths whose steps will have FULL graphs; None where nothing is captured at all.
+        draft lengths whose steps will have FULL graphs; None where nothing is captured at all.
     """
-    arms = tuple(tlt["arms"])
+    arms = tuple(arms)
     if not token_limit(vllm_config):
         return None
     if os.environ.get(FULL_GRAPHS) == "0":
@@ -60,8 +61,8 @@ def full_graph_arms(runner: Any, vllm_config: Any, tlt: Mapping[str, Any]) -> tu
     return arms[-1:]
 
 
-def unknown(runner: type, dispatcher: type, vllm_config: Any) -> str | None:
-    """Why `capture_every_arm` would not know what it does with this model runner; None: it does."""
+def unknown(runner: type, dispatcher: type, vllm_config: VllmConfig) -> str | None:
+    """Why `capture_every_arm` does not know this model runner, from its source; None: it does."""
     model = vllm_config.model_config
     if model.use_mla or model.is_hybrid or model.has_inner_state:
         return "the policy is not made of plain attention alone"
@@ -76,7 +77,7 @@ def unknown(runner: type, dispatcher: type, vllm_config: Any) -> str | None:
 
 
 def digest(source: str) -> str:
-    """Of a definition's lines, without docstrings and indentation: what releases change without changing anything."""
+    """Eight hex digits over a definition's lines, without docstrings and indentation, which releases change freely."""
     source = textwrap.dedent(source)
     prose: set[int] = set()
     for node in ast.walk(ast.parse(source)):
@@ -86,20 +87,20 @@ def digest(source: str) -> str:
     return hashlib.sha256("\n".join(line for line in lines if line).encode()).hexdigest()[:8]
 
 
-def capture_every_arm(runner: Any, arms: Sequence[int]) -> tuple[int, ...]:
+def capture_every_arm(runner: GPUModelRunner, arms: Sequence[int]) -> tuple[int, ...]:
     """Give each arm its own FULL graphs, and a batch of one request one of exactly its tokens.
 
     The dispatcher tells graphs apart by tokens and requests, so graphs of several widths live side by side; what has to
     change with the batch is the one width that runner and dispatcher believe in. Graphs of all widths share one memory
     pool, of which the largest decides the size. vLLM rounds the sizes it captures up to multiples of 1 + K_max; the
-    sizes below, which stock vLLM has too, are put back. Upstream form: `patches/vllm`.
+    sizes below, which stock vLLM has too, are put back.
 
     Args:
-        runner: vLLM's V1 `GPUModelRunner`.
-        arms: draft lengths; those whose width does not divide 1 + K_max are left as they are.
+        runner: vLLM's V1 model runner.
+        arms: draft lengths; those whose width does not divide 1 + K_max get no graphs of their own.
 
     Returns:
-        The arms that have graphs of their own, the longest included.
+        the arms that have graphs of their own, the longest included.
     """
     dispatcher, longest = runner.cudagraph_dispatcher, runner.uniform_decode_query_len
     widths = sorted({1 + arm for arm in arms if longest % (1 + arm) == 0} - {longest})
@@ -108,10 +109,10 @@ def capture_every_arm(runner: Any, arms: Sequence[int]) -> tuple[int, ...]:
     initialize, determine = dispatcher.initialize_cudagraph_keys, runner._determine_batch_execution_and_padding
     warm_up = runner._warmup_and_capture
 
-    def believe(width: int) -> None:
+    def set_width(width: int) -> None:
         runner.uniform_decode_query_len = dispatcher.uniform_decode_query_len = width
 
-    def initialize_cudagraph_keys(mode: Any, width: int = 1) -> None:
+    def initialize_cudagraph_keys(mode: CUDAGraphMode, width: int = 1) -> None:
         full, compilation = type(mode).FULL, dispatcher.compilation_config
         separate = mode.decode_mode() == full and mode.separate_routine()
         if separate and not compilation.pass_config.enable_sp:  # which needs multiples of the shards
@@ -120,34 +121,34 @@ def capture_every_arm(runner: Any, arms: Sequence[int]) -> tuple[int, ...]:
         if not separate:
             return  # one set of graphs for all widths, or none
         for other in widths:
-            believe(other)
+            set_width(other)
             most = other * dispatcher.vllm_config.scheduler_config.max_num_seqs
             for size in compilation.cudagraph_capture_sizes:
                 if other <= size <= most and size % other == 0:
                     for loras in dispatcher._get_lora_cases():
                         key = dispatcher._create_padded_batch_descriptor(size, True, loras > 0, loras)
                         dispatcher.add_cudagraph_key(full, key)
-        believe(longest)
+        set_width(longest)
 
-    def warmup_and_capture(desc: Any, *args: Any, **kwargs: Any) -> Any:
+    def warmup_and_capture(desc: BatchDescriptor, *args: object, **kwargs: object) -> object:
         if not desc.uniform:
             return warm_up(desc, *args, **kwargs)
-        believe(desc.num_tokens // desc.num_reqs)
+        set_width(desc.num_tokens // desc.num_reqs)
         try:
             return warm_up(desc, *args, **kwargs)
         finally:
-            believe(longest)
+            set_width(longest)
 
-    def determine_batch(*args: Any, **kwargs: Any) -> Any:
+    def determine_batch(*args: object, **kwargs: Any) -> object:
         width, tokens, requests = kwargs["max_num_scheduled_tokens"], kwargs["num_tokens"], kwargs["num_reqs"]
         capturing = kwargs.get("force_uniform_decode") is not None
         if capturing or width not in widths or tokens != width * requests:
             return determine(*args, **kwargs)
-        believe(width)
+        set_width(width)
         try:
             return determine(*args, **kwargs)
         finally:
-            believe(longest)
+            set_width(longest)
 
     dispatcher.initialize_cudagraph_keys = initialize_cudagraph_keys
     runner._warmup_and_capture = warmup_and_capture

@@ -8,7 +8,8 @@ import torch
 from verl_tlt.engine_core.ngram_drafts import LEAST_TRUST, NgramDrafts
 from verl_tlt.messages.rollout import NGRAM_MARK, EngineStats
 from verl_tlt.speculation.ngram_index import NgramIndex
-from verl_tlt.vllm_worker.ngram_verification import NoProposals, verify_as_certain
+from verl_tlt.vllm_worker.draft_probabilities import verify_as_certain
+from verl_tlt.vllm_worker.drafter_pass import NoProposals
 
 PROMPT = [50, 51, 52, 53]
 

@@ -2,6 +2,7 @@ import asyncio
 
 import pytest
 
+from verl_tlt.messages import to_plain
 from verl_tlt.messages.rollout import EngineStats, StepTime
 from verl_tlt.server.calibration import measure, plan_arms, plan_batches
 from verl_tlt.speculation.types import OFF
@@ -38,7 +39,7 @@ class MadeEngine:
             return {}
         times = tuple(StepTime(k, b, s) for (k, b), s in self.latency.items())
         self.running, self.latency = 0, {}
-        return EngineStats(step_times=times).to_dict()
+        return to_plain(EngineStats(step_times=times))
 
 
 def run(engine, arms=(0, 1, 2, 3), max_batch=8, budget_s=60.0):

@@ -1,34 +1,35 @@
 """What a server makes of its workers' verdicts on a drafter, over a real channel; no engine is behind it."""
 
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save
+from vllm.config import VllmConfig
 
 from verl_tlt.channel import ChannelClient, ChannelServer
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.digest import combined, partial_sums
 from verl_tlt.drafter.staging import DIRECTORY, stage
-from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, DraftingReply, LoadReply
+from verl_tlt.messages import to_plain
+from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, LoadReply
 from verl_tlt.server.server import TLTvLLMHttpServer
 from verl_tlt.speculation.draft_length import Profitability
-from verl_tlt.vllm_worker.drafter_buffers import DrafterBuffers
 from verl_tlt.vllm_worker.extension import TLTWorkerExtension
+from verl_tlt.vllm_worker.live_drafter import LiveDrafter
 
 SHARDS = [partial_sums([("fc.weight", torch.full((2, 2), value), 0)]) for value in (1.0, 2.0)]
-FINE = [asdict(LoadReply(ok=True, sums=sums)) for sums in SHARDS]
+FINE = [to_plain(LoadReply(ok=True, sums=sums)) for sums in SHARDS]
 NEW = DrafterFile(version=4, config="{}", weights=b"", fingerprint=combined(SHARDS), acceptance=(0.8, 0.7))
-SWITCHED = [DraftingReply(ok=True)] * 2
 
 
 class Workers:
     """Two ranks that answer `collective_rpc` with these dicts, or raise."""
 
-    def __init__(self, loads, switches=SWITCHED):
-        self.answers = {"tlt_load_drafter": loads, "tlt_set_drafting": [asdict(s) for s in switches]}
+    def __init__(self, loads, refusals=(None, None)):
+        self.answers = {"tlt_load_drafter": loads, "tlt_set_drafting": refusals}
         self.asked = []
 
     async def collective_rpc(self, method, args):
@@ -70,7 +71,7 @@ async def test_a_drafter_that_every_rank_holds_is_served(tmp_path):
 @pytest.mark.parametrize(
     ("loads", "drafter", "why"),
     [
-        ([FINE[0], asdict(LoadReply(ok=False, error="lacks fc.weight"))], NEW, "lacks fc.weight"),
+        ([FINE[0], to_plain(LoadReply(ok=False, error="lacks fc.weight"))], NEW, "lacks fc.weight"),
         ([FINE[0], FINE[0]], NEW, "differs from the published"),
         (RuntimeError("engine died"), NEW, "RuntimeError: engine died"),
         (FINE, DrafterFile(4, "{}", b"", NEW.fingerprint, acceptance=(1.5,)), "must lie in 0..1"),
@@ -102,11 +103,18 @@ async def test_a_file_that_was_refused_is_written_again_before_the_next_load(tmp
 
 
 async def test_a_pass_that_cannot_be_skipped_runs_and_drafts_nothing(tmp_path):
-    refused = Workers(FINE, [DraftingReply(ok=True), DraftingReply(ok=False, error="V2 cannot")])
+    refused = Workers(FINE, (None, "V2 cannot"))
     status, told = await reload(tmp_path, refused, disabled=True)
     assert refused.asked[-1] == ("tlt_set_drafting", False)
     assert status.ok and status.drafting, "what its steps cost is the cost of a running drafter"
     assert told == [{"drafting": True, "force_k": 0, "acceptance": [0.8, 0.7]}]
+
+
+class Drafter(torch.nn.Module):
+    """One layer, and vLLM's way to load it."""
+
+    def load_weights(self, tensors):
+        self.model.fc.weight.copy_(dict(tensors)["fc.weight"])
 
 
 class Rank(TLTWorkerExtension):
@@ -115,17 +123,13 @@ class Rank(TLTWorkerExtension):
     @staticmethod
     def on_this_node():
         rank = object.__new__(Rank)
-        target, drafter = torch.nn.Module(), torch.nn.Module()
+        target, drafter = torch.nn.Module(), Drafter()
         target.embed_tokens = torch.nn.Embedding(3, 2)
         drafter.model = torch.nn.Module()
         drafter.model.embed_tokens, drafter.model.fc = target.embed_tokens, torch.nn.Linear(2, 2, bias=False)
         rank.model_runner = SimpleNamespace(drafter=SimpleNamespace(model=drafter), get_model=lambda: target)
-        rank.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
-        rank.tlt_buffers = DrafterBuffers(drafter, target)
+        rank.tlt_drafter = LiveDrafter(rank.model_runner, VllmConfig())
         return rank
-
-    def _tlt_copy(self, drafter, tensors):  # vLLM's own loading needs its whole configuration
-        drafter.model.fc.weight.data.copy_(tensors["fc.weight"])
 
 
 class Nodes:
@@ -137,7 +141,7 @@ class Nodes:
 
     async def collective_rpc(self, method, args):
         if method == "tlt_set_drafting":
-            return [asdict(DraftingReply(ok=True)) for _ in self.ranks]
+            return [None for _ in self.ranks]
         return [self._on(node, method, args) for node in range(len(self.ranks))]
 
     def _on(self, node, method, args):

@@ -4,6 +4,7 @@ import logging
 
 from verl_tlt.channel import ChannelClient, ChannelServer
 from verl_tlt.config import TLTConfig
+from verl_tlt.messages import to_plain
 from verl_tlt.messages.rollout import DrafterStatus, EngineStats, Work
 from verl_tlt.server.server import TLTvLLMHttpServer
 from verl_tlt.speculation.draft_length import Profitability
@@ -29,7 +30,7 @@ async def told(tmp_path, **operations):
 async def test_the_schedulers_sums_arrive_as_they_were_and_are_asked_for_anew(tmp_path):
     sums = EngineStats(num_steps=7, steps_by_draft_length={-1: 2, 3: 5}, work=(Work(4, 0.5, 9.0),), num_ngram_drafts=3)
     asked = []
-    assert await told(tmp_path, stats=lambda reset: asked.append(reset) or sums.to_dict()) == sums
+    assert await told(tmp_path, stats=lambda reset: asked.append(reset) or to_plain(sums)) == sums
     assert asked == [True]
 
 

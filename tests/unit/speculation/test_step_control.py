@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from verl_tlt.engine_core.step_trace import StepTrace
+from verl_tlt.messages import from_plain, to_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.latency_table import for_policy
 from verl_tlt.speculation.costs.tables import LatencyTable
@@ -117,7 +118,7 @@ def test_sums_are_those_of_the_steps_and_reset():
     assert stats.steps_by_draft_length == {OFF: 1, 0: 1, 2: 2}
     assert stats.busy_s == pytest.approx(0.12)
     assert stats.step_times == ((OFF, 4, 0.02), (0, 4, 0.02), (2, 4, 0.02)), "medians of the clean steps alone"
-    assert EngineStats.from_dict(json.loads(json.dumps(stats.to_dict()))) == stats, "nothing is lost on the channel"
+    assert from_plain(EngineStats, json.loads(json.dumps(to_plain(stats)))) == stats, "nothing is lost on the channel"
     assert control.stats().num_steps == 0
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import verl_tlt
+from verl_tlt.messages import from_plain, to_plain
 from verl_tlt.messages.rollout import EngineStats, ResponseDrafts
 from verl_tlt.messages.training import BufferStats
 from verl_tlt.speculation.step_statistics import Aggregates
@@ -167,7 +168,7 @@ def test_what_the_scheduler_sends_is_what_the_metrics_read():
     )  # fmt: skip
     sums.add(step, num_generation_tokens=6, num_draft_tokens=4)
     sums.add(step, num_generation_tokens=6, num_draft_tokens=4, control_s=0.001)
-    stats = EngineStats.from_dict(json.loads(json.dumps(sums.stats().to_dict())))
+    stats = from_plain(EngineStats, json.loads(json.dumps(to_plain(sums.stats()))))
     metrics = step_metrics(StepObservations(replicas={"a": stats}, rollout_s=2.0))
     assert metrics["tlt/accept_length"] == pytest.approx(1 + 6 / 4)
     assert metrics["tlt/accept_rate_pos_2"] == pytest.approx(2 / 4)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl_tlt.messages.rollout import BROKEN_MARK
-from verl_tlt.vllm_worker.broken_drafts import BrokenDrafts
+from verl_tlt.vllm_worker.draft_probabilities import BrokenDrafts
 
 NAN = float("nan")
 

@@ -93,20 +93,20 @@ VLLM = (
     Symbol(
         "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.propose",
         "num_speculative_tokens",
-        used_by="vllm_worker/extension.py",
+        used_by="vllm_worker/drafter_pass.py",
     ),
     Symbol(
         "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer",
         has="model take_last_draft_probs _last_draft_probs num_speculative_tokens device",
-        used_by="vllm_worker/extension.py",
+        used_by="vllm_worker/drafter_pass.py",
     ),
-    Symbol(f"{_RUNNER}.get_model", used_by="vllm_worker/extension.py"),
-    Symbol(_RUNNER, has="drafter use_async_scheduling input_batch", used_by="vllm_worker/extension.py"),
+    Symbol(f"{_RUNNER}.get_model", used_by="vllm_worker/live_drafter.py"),
+    Symbol(_RUNNER, has="drafter use_async_scheduling input_batch", used_by="vllm_worker/drafter_pass.py"),
     Symbol(
         f"{_RUNNER}.propose_draft_token_ids",
         "scheduler_output",
         says=("num_speculative_tokens=num_spec_tokens_to_schedule", "common_attn_metadata=common_attn_metadata"),
-        used_by="vllm_worker/extension.py",
+        used_by="vllm_worker/drafter_pass.py",
     ),
     Symbol(
         f"{_RUNNER}._input_fits_in_drafter",
@@ -117,37 +117,37 @@ VLLM = (
         f"{_RUNNER}._get_spec_decode_draft_probs",
         "spec_decode_metadata",
         says=("Missing cached draft probabilities", "self.input_batch.req_ids, spec_decode_metadata.num_draft_tokens"),
-        used_by="engine_core/ngram_drafts.py",
+        used_by="vllm_worker/draft_probabilities.py",
     ),
-    Symbol(f"{_RUNNER}.execute_model", "scheduler_output", used_by="engine_core/ngram_drafts.py"),
+    Symbol(f"{_RUNNER}.execute_model", "scheduler_output", used_by="vllm_worker/draft_probabilities.py"),
     # Drafts without probabilities.
     Symbol(
         f"{_RUNNER}._get_spec_decode_draft_probs",
         "spec_decode_metadata",
         says=("return torch.cat(draft_probs_rows, dim=0)",),
-        used_by="vllm_worker/broken_drafts.py",
+        used_by="vllm_worker/draft_probabilities.py",
     ),
-    Symbol(f"{_RUNNER}.sample_tokens", used_by="vllm_worker/broken_drafts.py"),
+    Symbol(f"{_RUNNER}.sample_tokens", used_by="vllm_worker/draft_probabilities.py"),
     Symbol(
         "vllm.v1.worker.gpu_model_runner:AsyncGPUModelRunnerOutput",
         has="_model_runner_output",
-        used_by="vllm_worker/broken_drafts.py",
+        used_by="vllm_worker/draft_probabilities.py",
     ),
     Symbol(
         "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer",
         has="_draft_attn_layer_names",
-        used_by="vllm_worker/broken_drafts.py",
+        used_by="vllm_worker/draft_probabilities.py",
     ),
     Symbol(
         "vllm.config.compilation:CompilationConfig",
         has="static_forward_context",
-        used_by="vllm_worker/broken_drafts.py",
+        used_by="vllm_worker/draft_probabilities.py",
     ),
     # n-grams alone: a proposer of our own, through vLLM's extension point.
     Symbol(
         f"{_RUNNER}.propose_draft_token_ids",
         says=('spec_config.method == "custom_class"',),
-        used_by="engine_core/ngram_drafts.py",
+        used_by="vllm_worker/drafter_pass.py",
     ),
     Symbol(
         "vllm.v1.core.sched.output:SchedulerOutput",
@@ -181,12 +181,12 @@ VLLM = (
         "num_tokens uniform_decode has_lora num_active_loras",
         used_by="speculation/graph_rules.py",
     ),
-    Symbol("vllm.config:", has="set_current_vllm_config", used_by="vllm_worker/extension.py"),
-    Symbol("vllm.distributed.parallel_state:get_tensor_model_parallel_rank", used_by="vllm_worker/extension.py"),
+    Symbol("vllm.config:", has="set_current_vllm_config", used_by="vllm_worker/live_drafter.py"),
+    Symbol("vllm.distributed.parallel_state:get_tensor_model_parallel_rank", used_by="vllm_worker/live_drafter.py"),
     Symbol(
         "vllm.distributed.communication_op:tensor_model_parallel_all_reduce",
         "input_",
-        used_by="vllm_worker/extension.py",
+        used_by="vllm_worker/live_drafter.py",
     ),
     # The engine from outside.
     Symbol(

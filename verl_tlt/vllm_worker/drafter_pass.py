@@ -1,0 +1,138 @@
+"""OFF in a vLLM worker: a step that drafts nothing does without the drafter's own pass.
+
+vLLM runs the drafter over a step's tokens also at K=0, to keep its KV cache complete. Without that pass such a step
+costs what it costs in an engine that has no drafter, and the cache has a hole: so switch only an engine without
+requests, and reset its prefix cache before it drafts again.
+
+Both of vLLM's model runners are known: V1, which is used, and V2, which verl-tlt leaves on from vLLM 0.32 on
+(`speculation.graph_rules.PLANS`; tests/contract/test_vllm_v2_runner.py holds 0.24 to 0.32 to what is relied on here).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm.config.vllm import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2ModelRunner
+    from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+V2_RUNNER_SAYS = {
+    "execute_model": ("scheduler_output: SchedulerOutput",),
+    "sample_tokens": (
+        "draft_tokens = self.speculator.propose(",
+        "self.req_states.draft_tokens[input_batch.idx_mapping] = draft_tokens",
+    ),
+    "_dummy_run": ("self.speculator.propose(", "dummy_run=True"),
+}
+"""What methods of the V2 model runner must say."""
+V2_PROPOSE_SAYS = ("dummy_run: bool = False", "num_reqs = input_batch.num_reqs", "return self.draft_tokens[:num_reqs]")
+"""What the V2 speculator's `propose` must say."""
+
+
+class NoProposals:
+    """The proposer of an engine that drafts n-grams alone: vLLM's `custom_class` proposer, which proposes nothing."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None: ...
+
+    def load_model(self, target: torch.nn.Module) -> None:
+        """Nothing to load."""
+
+    def propose(self, sampled_token_ids: Sequence[Sequence[int]], *_args: object, **_kwargs: object) -> list[list[int]]:
+        """An empty draft for each request."""
+        return [[] for _ in sampled_token_ids]
+
+
+def set_drafting(runner: GPUModelRunner | V2ModelRunner, enabled: bool) -> str | None:
+    """Whether the drafter's own pass runs in steps that draft nothing; one that drafts has its pass in any case.
+
+    Returns:
+        why no pass can be skipped here; None: done.
+    """
+    is_v2 = hasattr(runner, "speculator")
+    proposer = runner.speculator if is_v2 else getattr(runner, "drafter", None)
+    if proposer is None or isinstance(proposer, NoProposals):  # the former on a pipeline stage without the drafter
+        return None
+    if not hasattr(proposer, "tlt_drafting"):
+        if enabled:
+            return None
+        if is_v2 and (reason := unknown_v2(type(runner), type(proposer))):
+            return f"{reason}, so the drafter's pass is not skipped; set VLLM_USE_V2_MODEL_RUNNER=0."
+        (_make_v2_skippable if is_v2 else _make_v1_skippable)(runner, proposer)
+    proposer.tlt_drafting = enabled
+    return None
+
+
+def _make_v1_skippable(runner: GPUModelRunner, proposer: SpecDecodeBaseProposer) -> None:
+    """Skip `propose` at K=0 while `proposer.tlt_drafting` is False, and what the runner prepares for it.
+
+    The runner finds every request's last token in a Python loop and joins the hidden states. With async scheduling the
+    next step takes its tokens from there, so that part stays.
+    """
+    propose, prepare_and_propose = proposer.propose, runner.propose_draft_token_ids
+
+    def nothing_drafted(batch: int) -> torch.Tensor:
+        """As `propose` at K=0: no drafts, int64 [batch, 0]."""
+        proposer._last_draft_probs = None  # else the sampler would pair old probabilities with no drafts
+        proposer.num_speculative_tokens = 0
+        return torch.empty(batch, 0, dtype=torch.int64, device=proposer.device)
+
+    def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+        draft_length = args[0] if args else kwargs["num_speculative_tokens"]
+        if proposer.tlt_drafting or draft_length > 0:
+            return propose(*args, **kwargs)
+        return nothing_drafted(kwargs["common_attn_metadata"].batch_size())
+
+    def prepare_and_run(scheduler_output: SchedulerOutput, *args: object, **kwargs: object) -> torch.Tensor:
+        if proposer.tlt_drafting or scheduler_output.num_spec_tokens_to_schedule > 0:
+            return prepare_and_propose(scheduler_output, *args, **kwargs)
+        runner._draft_probs = runner._draft_prob_req_ids = None
+        return nothing_drafted(len(runner.input_batch.req_ids))
+
+    proposer.propose = run
+    if not runner.use_async_scheduling:
+        runner.propose_draft_token_ids = prepare_and_run
+
+
+def _make_v2_skippable(runner: V2ModelRunner, speculator: EagleSpeculator) -> None:
+    """Skip `propose` at K=0 while `speculator.tlt_drafting` is False.
+
+    Before 0.32 this runner drafts K_max whatever is asked, so the length is read where all releases have it, in the
+    scheduler's output. Skipped, the rows that would be drafted, int64 [num_reqs, K_max], are zeros, which nothing
+    verifies. Dummy runs (profiling, warm-up) keep their pass.
+    """
+    execute, propose, draft_length = runner.execute_model, speculator.propose, 0
+
+    def execute_model(scheduler_output: SchedulerOutput, *args: object, **kwargs: object) -> object:
+        nonlocal draft_length
+        draft_length = scheduler_output.num_spec_tokens_to_schedule
+        return execute(scheduler_output, *args, **kwargs)
+
+    def run(input_batch: InputBatch, *args: object, **kwargs: object) -> torch.Tensor:
+        if speculator.tlt_drafting or draft_length > 0 or kwargs.get("dummy_run"):
+            return propose(input_batch, *args, **kwargs)
+        with torch.inference_mode():  # as `propose`
+            return speculator.draft_tokens[: input_batch.num_reqs].zero_()
+
+    runner.execute_model, speculator.propose = execute_model, run
+
+
+def unknown_v2(runner: type, speculator: type) -> str | None:
+    """Why `_make_v2_skippable` does not know these two classes, from their source; None: it does."""
+    parts = [(runner, name, said) for name, said in V2_RUNNER_SAYS.items()] + [(speculator, "propose", V2_PROPOSE_SAYS)]
+    for owner, name, said in parts:
+        try:
+            text = inspect.getsource(getattr(owner, name))
+        except (AttributeError, OSError, TypeError) as error:
+            return f"vLLM's V2 model runner is another one ({error})"
+        if any(words not in text for words in said):
+            return f"{owner.__name__}.{name} of vLLM's V2 model runner is not the one of 0.24 to 0.32"
+    return None

@@ -1,0 +1,211 @@
+"""The drafter that a vLLM worker serves: its weights on this rank, loaded, checked and fingerprinted in place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from verl_tlt.drafter import names
+from verl_tlt.drafter.digest import Sums, fingerprint, own_shards, partial_sums
+from verl_tlt.errors import TLTError
+
+if TYPE_CHECKING:
+    from vllm.config.vllm import VllmConfig
+    from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+OFFSETS = "draft_id_to_target_id"  # vLLM's parameter for the file's `d2t`; full vocabularies have all zeros
+_IGNORED = ("t2d",)  # the map from target to draft ids serves training only
+
+
+class DrafterRefused(TLTError, ValueError):
+    """The file does not fit the live drafter; the message names the file and the tensor."""
+
+
+class LiveDrafter:
+    """The drafter of one worker, and the policy that it shares modules with.
+
+    vLLM's sleep level 2 (verl's default) discards all weights, and before 0.28 the drafter's buffers too: its rotary
+    table comes back as garbage, and no file holds it. So buffers that are the drafter's own are kept on the host and
+    written back with every load.
+
+    Args:
+        runner: vLLM's model runner with its models loaded, V1 or V2; `find_drafter` gives one.
+        vllm_config: of the engine.
+    """
+
+    def __init__(self, runner: GPUModelRunner, vllm_config: VllmConfig) -> None:
+        self.model: Eagle3LlamaForCausalLM = find_drafter(runner)
+        self._policy, self._config = runner.get_model(), vllm_config
+        self._shards: int = vllm_config.parallel_config.tensor_parallel_size
+        own = own_buffers(self.model, self._policy)
+        self._kept_buffers = {name: buffer.to("cpu", copy=True) for name, buffer in own.items()}
+
+    def shared_modules(self) -> tuple[str, ...]:
+        """Which of embedding and head are the policy's own (vLLM `_maybe_share_embeddings`, `_maybe_share_lm_head`)."""
+        theirs = {id(p) for p in self._policy.parameters()}
+        parts = {name for name, p in self.model.named_parameters() if id(p) in theirs}
+        return tuple(part for part in ("embed_tokens", "lm_head") if any(part in name for name in parts))
+
+    def load(self, file: Path) -> Sums:
+        """Write a file's weights into the drafter; the policy's own tensors are never written.
+
+        Args:
+            file: safetensors in speculators' or vLLM's names, beside its config.json. Under a pruned vocabulary the
+                drafter's head is cut anew from the policy that is live here, which may be newer than the file.
+
+        Returns:
+            this rank's part of the fingerprint of what is now live.
+
+        Raises:
+            DrafterRefused: the file does not fit; nothing was written.
+        """
+        # vLLM's LoRA wrapper around the policy's embedding expects the policy's batch, and a draft step has another.
+        inner = self.model.model
+        inner.embed_tokens = getattr(inner.embed_tokens, "base_layer", inner.embed_tokens)
+        tensors = _read(file, self.shared_modules())
+        self._check(tensors, file)
+        buffers = dict(self.model.named_buffers())
+        with torch.no_grad():
+            for name, kept in self._kept_buffers.items():
+                buffers[name].copy_(kept)  # in place: captured graphs still see them
+        self._copy(tensors)
+        if "d2t" in tensors and not _has_own_head(file):
+            self._cut_head()
+        return self._sums(tensors)
+
+    def fingerprint(self) -> str:
+        """Fingerprint of what is live on this rank; it names the first buffer that is not as it was at the start."""
+        weights = fingerprint(self._own_parameters())
+        live = dict(self.model.named_buffers())
+        damaged = [name for name, kept in self._kept_buffers.items() if not _same_bits(live[name], kept)]
+        return f"{weights} without {damaged[0]}" if damaged else weights
+
+    def _own_parameters(self) -> dict[str, torch.Tensor]:
+        shared = (*self.shared_modules(), OFFSETS)
+        return {n: p for n, p in self.model.named_parameters() if not any(part in n for part in shared)}
+
+    def _check(self, tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+        """Compare names, and without tensor parallelism shapes, before anything is overwritten.
+
+        Raises:
+            DrafterRefused: a tensor is missing, unknown, of another shape, or not finite (its drafts would be token
+                0); or the live weights cannot be written at all.
+        """
+        live = self._own_parameters()
+        if repacked := next((n for n, p in live.items() if p.numel() == 0), None):
+            raise DrafterRefused(
+                f"The live drafter's {repacked} was repacked by vLLM's CPU backend; start it with VERL_PLATFORM=cpu."
+            )
+        rows: dict[str, int] = {}
+        columns: dict[str, tuple[int, ...]] = {}
+        for name, tensor in tensors.items():
+            if name == "d2t":
+                continue
+            name = names.live(name)
+            rows[name] = rows.get(name, 0) + tensor.shape[0]
+            columns[name] = tuple(tensor.shape[1:])
+        broken = (n for n, t in tensors.items() if t.is_floating_point() and not torch.isfinite(t).all())
+        if (found := next(broken, None)) is not None:
+            raise DrafterRefused(f"{file}: {names.live(found)} holds numbers that are not finite.")
+        if missing := sorted(live.keys() - rows.keys()):
+            raise DrafterRefused(f"{file} lacks {missing[0]}, which the served drafter has.")
+        if unknown := sorted(rows.keys() - live.keys()):
+            raise DrafterRefused(f"{file} holds {unknown[0]}, which the served drafter does not have.")
+        for name, parameter in live.items() if self._shards == 1 else ():
+            shape, theirs = (rows[name], *columns[name]), tuple(parameter.shape)
+            by_vocabulary = "lm_head" in name or "embed_tokens" in name  # vLLM pads their rows, and its loader checks
+            if shape[by_vocabulary:] != theirs[by_vocabulary:]:
+                raise DrafterRefused(f"{file}: {name} is {list(shape)}, the served drafter's is {list(theirs)}.")
+
+    def _copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        from vllm.config import set_current_vllm_config
+
+        with torch.no_grad(), set_current_vllm_config(self._config):
+            offsets = dict(self.model.named_parameters()).get(OFFSETS)
+            if offsets is not None and "d2t" not in tensors:
+                offsets.zero_()  # sleep level 2 leaves garbage here, and the file has nothing to put in its place
+            self.model.load_weights(iter(tensors.items()))
+
+    def _cut_head(self) -> None:
+        """Copy the rows of the policy's present head that a pruned draft vocabulary keeps.
+
+        Under tensor parallelism each rank holds some rows of the policy's vocabulary and others of the drafter's: what
+        a rank has is summed over all ranks, and each takes its part.
+        """
+        offsets = dict(self.model.named_parameters())[OFFSETS]  # [DV]
+        ids = torch.arange(len(offsets), device=offsets.device) + offsets
+        whole = self._policy
+        policy = whole.get_language_model() if hasattr(whole, "get_language_model") else whole
+        head = getattr(policy, "lm_head", None) or policy.model.embed_tokens  # the latter where they are tied
+        first, last = head.shard_indices.org_vocab_start_index, head.shard_indices.org_vocab_end_index
+        here = (ids >= first) & (ids < last)  # [DV]
+        rows = head.weight.new_zeros(len(ids), head.weight.shape[1])  # [DV, H]
+        rows[here] = head.weight[ids[here] - first]
+        if self._shards > 1:
+            from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
+
+            rows = tensor_model_parallel_all_reduce(rows)
+        own = self.model.lm_head
+        own.weight_loader(own.weight, rows.to(own.weight.dtype))
+
+    def _sums(self, tensors: Mapping[str, torch.Tensor]) -> Sums:
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+        rank = get_tensor_model_parallel_rank() if self._shards > 1 else 0
+        return partial_sums(own_shards(self._own_parameters(), tensors, rank, self._shards))
+
+
+def find_drafter(runner: GPUModelRunner) -> Eagle3LlamaForCausalLM | None:
+    """The drafter's module, out of its CUDA-graph wrapper; None on a pipeline stage without one, or with n-grams alone.
+
+    Args:
+        runner: vLLM's model runner, V1 (`drafter`) or V2 (`speculator`).
+    """
+    holder = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    drafter = getattr(holder, "model", None)
+    while drafter is not None and not isinstance(drafter, torch.nn.Module) and hasattr(drafter, "unwrap"):
+        drafter = drafter.unwrap()
+    return drafter
+
+
+def own_buffers(drafter: Eagle3LlamaForCausalLM, policy: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The drafter's buffers by name, without those it shares with the policy (vLLM builds one rotary table for both
+    where their settings agree).
+    """
+    theirs = {buffer.data_ptr() for buffer in policy.buffers()}
+    return {name: b.detach() for name, b in drafter.named_buffers() if b.numel() and b.data_ptr() not in theirs}
+
+
+def _same_bits(live: torch.Tensor, kept: torch.Tensor) -> bool:
+    """NaN differs from itself, so bytes are compared."""
+    one, other = (tensor.detach().cpu().reshape(-1).view(torch.uint8) for tensor in (live, kept))
+    return torch.equal(one, other)
+
+
+def _has_own_head(file: Path) -> bool:
+    """Whether the drafter beside this config was trained with a head of its own, which is not the policy's."""
+    config = file.with_name("config.json")
+    return config.is_file() and bool(json.loads(config.read_text()).get("own_head"))
+
+
+def _read(file: Path, shared: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """The file's tensors, without those that would be written into the policy.
+
+    Raises:
+        DrafterRefused: no such file, or no whole safetensors file.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not file.is_file():
+        raise DrafterRefused(f"{file} does not exist.")
+    try:
+        tensors = load_file(file)
+    except SafetensorError as error:
+        raise DrafterRefused(f"{file} is no complete safetensors file: {error}") from error
+    return {n: t for n, t in tensors.items() if n not in _IGNORED and not any(part in n for part in shared)}
