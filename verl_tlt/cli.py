@@ -271,18 +271,15 @@ def convert(
     model: Annotated[Path, typer.Option(help="The policy's Hugging Face directory, or its name on the hub.")],
     out: Annotated[Path, typer.Option(help="Where the converted drafter goes.")],
 ) -> None:
-    """Write an existing EAGLE-3 drafter as vLLM serves it, pickled ones too, or say what is wrong with it."""
+    """Write an existing EAGLE-3 drafter as vLLM serves it, or say what is wrong with it."""
     _need("convert", "torch", "transformers")
-    from verl_tlt.drafter import DrafterError, load_drafter, load_training_state, provenance, save_drafter
-    from verl_tlt.drafter.pickled import pickled_state, pickled_weights
+    from verl_tlt.drafter import DrafterError, load_drafter, provenance, save_drafter
 
     with _refusals():
         if out.exists():
             raise DrafterError(f"--out {out} exists; give another name, or remove it.")
-        path, tensors = pickled_weights(drafter)
-        facts = provenance(path) or {"policy": str(model), "converted from": str(drafter)}
-        state = pickled_state(path) or load_training_state(path)
-        save_drafter(load_drafter(path, model, tensors=tensors), out, facts, policy=model, training_state=state)
+        facts = provenance(drafter) or {"policy": str(model), "converted from": str(drafter)}
+        save_drafter(load_drafter(drafter, model), out, facts, policy=model)
         typer.echo(f"Wrote {out}.")
 
 

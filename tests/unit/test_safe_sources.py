@@ -20,8 +20,6 @@ CALLS = {
 }  # fmt: skip
 FLAGS = ("shell", "trust_remote_code", "allow_pickle", "allow_dangerous_deserialization")
 ALLOWED = {
-    # For `verl-tlt convert`, which a person starts: no run imports it.
-    "verl_tlt/drafter/pickled.py": {"import pickle", "torch.load"},
     # Names of ours, and of the function that a user names in vLLM's arguments.
     "verl_tlt/drafter/__init__.py": {"importlib.import_module"},
     "verl_tlt/engine_core/scheduler.py": {"importlib.import_module"},
@@ -58,17 +56,6 @@ def test_no_module_runs_what_it_reads_or_listens():
     assert len(FILES) > 150
     found = {str(path.relative_to(ROOT)): set(offences(path.read_text())) for path in FILES}
     assert {path: what for path, what in found.items() if what} == ALLOWED
-
-
-def test_what_reads_pickles_is_for_convert_alone():
-    users = [path for path in FILES if "drafter.pickled import" in path.read_text()]
-    assert [str(path.relative_to(ROOT)) for path in users] == ["verl_tlt/cli.py"]
-    tree = ast.parse(users[0].read_text())
-    commands = [f for f in tree.body if isinstance(f, ast.FunctionDef) and "drafter.pickled" in ast.unparse(f)]
-    assert [f.name for f in commands] == ["convert"]
-    assert not any(
-        "pickled" in ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)
-    )
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,10 @@ from typing import Any
 from verl_tlt.compat.families import serves_eagle3
 from verl_tlt.compat.versions import installed
 from verl_tlt.config import TLTConfig
-from verl_tlt.drafter.check import CONFIG, WEIGHTS, check_drafter, check_owner, read_config
+from verl_tlt.drafter.check import WEIGHTS, check_drafter, check_owner, read_config
 from verl_tlt.drafter.hub import NotHereError, folder, is_name
 from verl_tlt.drafter.policy import (
+    CONFIG,
     UNTESTABLE,
     DrafterError,
     aux_layers_for,

@@ -14,12 +14,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_tlt.drafter.foreign import as_speculators, is_foreign, renamed
 from verl_tlt.drafter.hub import Model, NotHereError, folder
+from verl_tlt.drafter.other_layouts import is_other_layout, speculators_name, to_speculators_config
 from verl_tlt.drafter.policy import (
     COMPUTED_ROPE,
+    CONFIG,
     NUM_AUX,
     DrafterError,
+    Fields,
     PolicyLike,
     PolicyShape,
     check_aux_layers,
@@ -29,7 +31,6 @@ from verl_tlt.drafter.policy import (
 )
 from verl_tlt.ownership import foreign
 
-CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 PROVENANCE = "provenance.json"
 TOKENIZER = "tokenizer_sha256"
@@ -38,19 +39,16 @@ VOCABULARY = "tokenizer.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 
 
-def check_drafter(
-    directory: Model, policy: PolicyLike, min_context: int = 0, shapes: Mapping[str, list[int]] | None = None
-) -> None:
+def check_drafter(directory: Model, policy: PolicyLike, min_context: int = 0) -> None:
     """Return when `directory` is a complete EAGLE-3 drafter that fits `policy`.
 
-    It may be in speculators' layout or in SafeAILab's and SpecForge's, but not pickled.
+    It may be in the layout of speculators, SpecForge or SafeAILab; its tensors are safetensors.
 
     Args:
         directory: the drafter's, or its name on the hub.
         policy: see `PolicyLike`.
         min_context: longest prompt plus response plus draft it must serve, in tokens. A shorter
             `max_position_embeddings` is no obstacle where the RoPE is computed: `load_drafter` makes it longer.
-        shapes: of its tensors, by the names they have in its layout; None: as its safetensors say.
 
     Raises:
         DrafterError: the first thing that does not fit.
@@ -58,10 +56,14 @@ def check_drafter(
     path = drafter_folder(directory)
     config = read_config(path, policy_shape(policy), min_context)
     _check_tokenizer(path, policy)
-    found = _shapes(path) if shapes is None else shapes
-    if is_foreign(read_json(path / CONFIG)):
-        found = {renamed(name) or name: shape for name, shape in found.items()}
-    check_tensors(found, config, path / WEIGHTS if shapes is None else path)
+    shapes = _shapes(path)
+    if is_other_layout(read_json(path / CONFIG)):
+        shapes = {speculators_name(name) or name: shape for name, shape in shapes.items()}
+    for name, wanted in _wanted(config).items():
+        if name not in shapes:
+            raise DrafterError(f"{path / WEIGHTS} has no tensor {name!r}.")
+        if shapes[name] != wanted:
+            raise DrafterError(f"{path / WEIGHTS}: {name} is {shapes[name]}, but {CONFIG} asks for {wanted}.")
 
 
 def check_owner(drafter: Model) -> None:
@@ -88,7 +90,7 @@ def drafter_folder(drafter: Model) -> Path:
     return path
 
 
-def read_config(path: Path, policy: PolicyShape, min_context: int = 0) -> dict[str, Any]:
+def read_config(path: Path, policy: PolicyShape, min_context: int = 0) -> Fields:
     """The drafter's config in speculators' form, its fields compared with the policy's.
 
     Raises:
@@ -96,16 +98,16 @@ def read_config(path: Path, policy: PolicyShape, min_context: int = 0) -> dict[s
     """
     file = path / CONFIG
     config = read_json(file)
-    foreign = is_foreign(config)
-    if foreign:
-        config = as_speculators(config, policy, file)
+    other_layout = is_other_layout(config)
+    if other_layout:
+        config = to_speculators_config(config, policy, file)
     kind = config.get("speculators_model_type")
     if kind != "eagle3":
         raise DrafterError(f"{file}: speculators_model_type must be 'eagle3', not {kind!r}.")
     layer = config.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise DrafterError(f"{file}: transformer_layer_config must be an object, not {layer!r}.")
-    prefix = f"{file}: " if foreign else f"{file}: transformer_layer_config."
+    prefix = f"{file}: " if other_layout else f"{file}: transformer_layer_config."
     for field, wanted in (("hidden_size", policy.hidden_size), ("vocab_size", policy.vocab_size)):
         if layer.get(field) != wanted:
             raise DrafterError(f"{prefix}{field}={layer.get(field)!r}, but the policy's is {wanted} ({policy.source}).")
@@ -136,7 +138,7 @@ def has_computed_rope(layer: Mapping[str, Any]) -> bool:
     return rope_of(layer)["rope_type"] in COMPUTED_ROPE
 
 
-def _check_heads(layer: dict[str, Any], prefix: str) -> None:
+def _check_heads(layer: Fields, prefix: str) -> None:
     for field in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
         if not isinstance(layer.get(field), int) or layer[field] < 1:
             raise DrafterError(f"{prefix}{field} must be a positive integer, not {layer.get(field)!r}.")
@@ -160,24 +162,6 @@ def _check_tokenizer(path: Path, policy: PolicyLike) -> None:
         )
 
 
-def check_tensors(shapes: Mapping[str, list[int]], config: dict[str, Any], file: Path) -> None:
-    """Names and shapes in a weight file against its config.
-
-    Args:
-        shapes: by name in speculators' layout.
-        config: from `read_config`.
-        file: for messages.
-
-    Raises:
-        DrafterError: a tensor is missing or of another shape.
-    """
-    for name, wanted in _wanted(config).items():
-        if name not in shapes:
-            raise DrafterError(f"{file} has no tensor {name!r}.")
-        if shapes[name] != wanted:
-            raise DrafterError(f"{file}: {name} is {shapes[name]}, but {CONFIG} asks for {wanted}.")
-
-
 def _shapes(path: Path) -> dict[str, list[int]]:
     """Tensor shapes by name, from the safetensors header."""
     from safetensors import SafetensorError, safe_open
@@ -187,7 +171,8 @@ def _shapes(path: Path) -> dict[str, list[int]]:
         pickles = sorted(found.name for pattern in _PICKLES for found in path.glob(pattern))
         if pickles:
             raise DrafterError(
-                f"{path / pickles[0]} is pickled, which can run code when loaded; `verl-tlt convert` writes {WEIGHTS}."
+                f"{path / pickles[0]} is pickled, which can run code when it is read; if you trust it, write {WEIGHTS} "
+                "beside it: safetensors.torch.save_file(torch.load(THAT_FILE, weights_only=True), NEW_FILE)."
             )
         raise DrafterError(f"{file} does not exist.")
     try:
@@ -197,7 +182,7 @@ def _shapes(path: Path) -> dict[str, list[int]]:
         raise DrafterError(f"{file} is truncated or not a safetensors file: {error}.") from error
 
 
-def _wanted(config: dict[str, Any]) -> dict[str, list[int]]:
+def _wanted(config: Fields) -> dict[str, list[int]]:
     """Every tensor an EAGLE-3 head of this config has, except those that vLLM may share with the policy."""
     layer = config["transformer_layer_config"]
     hidden, inner = layer["hidden_size"], layer["intermediate_size"]

@@ -27,7 +27,6 @@ import torch
 
 from verl_tlt.drafter.build import default_attention, has_own_head, instantiate
 from verl_tlt.drafter.check import (
-    CONFIG,
     PROVENANCE,
     TOKENIZER,
     WEIGHTS,
@@ -37,9 +36,9 @@ from verl_tlt.drafter.check import (
     tokenizer_hash,
 )
 from verl_tlt.drafter.digest import fingerprint
-from verl_tlt.drafter.foreign import as_named_here, is_foreign
 from verl_tlt.drafter.hub import Model
-from verl_tlt.drafter.policy import DrafterError, PolicyLike, policy_shape, read_json
+from verl_tlt.drafter.other_layouts import is_other_layout, to_speculators_tensors
+from verl_tlt.drafter.policy import CONFIG, DrafterError, PolicyLike, policy_shape, read_json
 from verl_tlt.drafter.state_file import read_state, write_state
 
 if TYPE_CHECKING:
@@ -163,13 +162,12 @@ def load_drafter(
     min_context: int = 0,
     attention: str | None = None,
     device: torch.device | str = "cpu",
-    tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> Eagle3DraftModel:
     """A drafter from `directory`, or of that name on the hub, that fits `policy`, in float32; fill its verifier weights
     with `refresh_verifier_weights`.
 
-    A stand-alone file's own embedding and head are loaded, ready until the policy changes. SafeAILab's and SpecForge's
-    layouts are converted; `save_drafter` then writes the drafter in the layout that vLLM serves.
+    A stand-alone file's own embedding and head are loaded, ready until the policy changes. SpecForge's and SafeAILab's
+    layouts are translated; `save_drafter` then writes the drafter in the layout that vLLM serves.
 
     Args:
         directory: the drafter's, or its name on the hub.
@@ -177,7 +175,6 @@ def load_drafter(
         min_context: see `check_drafter`.
         attention: see `build_drafter`.
         device: where it goes.
-        tensors: its weights, where they are not safetensors: `drafter.pickled` has read them.
 
     Raises:
         DrafterError: see `check_drafter`.
@@ -186,12 +183,11 @@ def load_drafter(
     from speculators.models.eagle3 import Eagle3SpeculatorConfig
 
     path = drafter_folder(directory)
-    shapes = None if tensors is None else {name: list(tensor.shape) for name, tensor in tensors.items()}
-    check_drafter(path, policy, min_context, shapes)
-    tensors = load_file(path / WEIGHTS) if tensors is None else tensors
-    if is_foreign(read_json(path / CONFIG)):
+    check_drafter(path, policy, min_context)
+    tensors = load_file(path / WEIGHTS)
+    if is_other_layout(read_json(path / CONFIG)):
         config = Eagle3SpeculatorConfig.from_dict(read_config(path, policy_shape(policy), min_context))
-        tensors = as_named_here(tensors)
+        tensors = to_speculators_tensors(tensors)
     else:
         config = Eagle3SpeculatorConfig.from_pretrained(path)
     # Of a shorter run: vLLM and transformers compute a table of whatever size is said.
@@ -212,10 +208,7 @@ def load_training_state(directory: str | os.PathLike) -> dict[str, Any] | None:
     if (file := Path(directory) / STATE).is_file():
         return read_state(file)
     if earlier := sorted(Path(directory).glob("**/training_state.pt")):
-        logger.warning(
-            "%s is not read, since it is pickled, which can run code: the drafter goes on with a fresh optimizer. "
-            "`verl-tlt convert` rewrites what release 0.1 saved.", earlier[0],
-        )  # fmt: skip
+        logger.warning("%s is pickled and not read: the drafter goes on with a fresh optimizer.", earlier[0])
     return None
 
 

@@ -1,6 +1,6 @@
 """A run goes on from a checkpoint that release 0.1.0 wrote: every file, key and tensor as it wrote them.
 
-Its optimizer was pickled: `verl-tlt convert` rewrites it once, and without that a run goes on without it.
+Its optimizer was pickled, and is not read: training goes on from the served drafter with a fresh one.
 
 The files are written here by hand, so that a change of what the plugin writes cannot change what it must read.
 """
@@ -12,12 +12,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
-from verl_tlt.cli import app
 from verl_tlt.config import TLTConfig
-from verl_tlt.drafter import TrainingSequence
-from verl_tlt.messages.training import RolloutSampling, VerifierArrays
+from verl_tlt.messages.training import RolloutSampling
 from verl_tlt.spot_worker.worker import SpotWorker
 from verl_tlt.trainer.bootstrap import first_drafter
 from verl_tlt.trainer.checkpoints import saved_drafter
@@ -150,32 +147,7 @@ def test_the_engines_get_the_served_drafter(step_dir):
     assert all(np.array_equal(learner.kept["served"][name], value.numpy()) for name, value in SERVED.items())
 
 
-def test_without_convert_training_goes_on_with_a_fresh_optimizer(step_dir):
+def test_training_goes_on_with_a_fresh_optimizer(step_dir):
     worker = worker_of(step_dir, first_drafter(TLTConfig(), str(step_dir.parent / "policy"), "bfloat16", 64, step_dir))
     assert not asyncio.run(worker.resume(str(saved_drafter(step_dir))))
     assert all(np.array_equal(worker.learner.base[name], value.numpy()) for name, value in SERVED.items())
-
-
-def test_training_goes_on_with_the_candidate_and_its_optimizer(step_dir):
-    old, new = step_dir / "tlt_drafter", step_dir / "converted"
-    words = ["convert", old, "--model", step_dir.parent / "policy", "--out", new]
-    assert CliRunner().invoke(app, [str(word) for word in words]).exit_code == 0
-    old.rename(step_dir / "kept")
-    new.rename(old)
-    worker = worker_of(step_dir, first_drafter(TLTConfig(), str(step_dir.parent / "policy"), "bfloat16", 64, step_dir))
-    assert asyncio.run(worker.resume(str(saved_drafter(step_dir))))
-    learner, trainer = worker.learner, worker.learner.trainer
-    assert (trainer.steps, trainer.skipped) == (3, 1)
-    assert trainer.rng.random() == np.random.default_rng(5).random()
-    for name, parameter in trainer.parameters.items():
-        assert np.array_equal(learner.base[name], CANDIDATE[name].numpy())
-        moments = trainer.optimizer.state[parameter]
-        assert torch.equal(moments["exp_avg"], MEAN[name]) and torch.equal(moments["exp_avg_sq"], SQUARE[name])
-    rng = torch.Generator().manual_seed(0)
-    aux, last = torch.randn(12, 3 * HIDDEN, generator=rng), torch.randn(12, HIDDEN, generator=rng)
-    sequence = TrainingSequence(torch.randint(VOCABULARY, (12,), generator=rng), 2, aux.bfloat16(), last.bfloat16())
-    head = np.random.default_rng(0).normal(size=(VOCABULARY, HIDDEN)).astype(np.float16)
-    learner.add(4, [sequence] * 8, VerifierArrays(head, head, np.ones(HIDDEN, np.float16)))
-    result = asyncio.run(worker.train())
-    assert result.steps > 0 and result.skipped == 0 and np.isfinite(result.loss)
-    assert trainer.steps == 3 + result.steps

@@ -1,4 +1,4 @@
-"""Drafters of SafeAILab/EAGLE and SpecForge: the same network under other names, or one sentence."""
+"""Drafters in the layouts of SafeAILab/EAGLE and SpecForge: the same network under other names, or one sentence."""
 
 import json
 
@@ -22,7 +22,6 @@ from verl_tlt.drafter import (
     save_drafter,
     serving_tensors,
 )
-from verl_tlt.drafter.pickled import pickled_weights
 from verl_tlt.trainer.bootstrap import first_drafter
 
 H, DV = 32, 20
@@ -34,7 +33,7 @@ FLAT = dict(  # the fields of SpecForge's configs/qwen3-*-eagle3.json
 )  # fmt: skip
 
 
-def foreign_tensors(draft_vocab=DV):
+def tensors_of(draft_vocab=DV):
     """Names and shapes as `Model` in SafeAILab's cnets.py registers them; SpecForge's are the same."""
     generator = torch.Generator().manual_seed(4)
 
@@ -64,34 +63,26 @@ def foreign_tensors(draft_vocab=DV):
     return tensors
 
 
-@pytest.fixture(params=["specforge", "safeailab"])
-def foreign(request, tmp_path):
-    path = tmp_path / "foreign"
+@pytest.fixture
+def theirs(tmp_path):
+    path = tmp_path / "theirs"
     path.mkdir()
     (path / "config.json").write_text(json.dumps(FLAT))
-    if request.param == "specforge":
-        save_file(foreign_tensors(), path / "model.safetensors")
-    else:
-        torch.save(foreign_tensors(), path / "pytorch_model.bin")
+    save_file(tensors_of(), path / "model.safetensors")
     return path
-
-
-def loaded(path, policy, **kwargs):
-    """As `verl-tlt convert` does it: a pickled file is read apart."""
-    return load_drafter(path, policy, tensors=pickled_weights(path)[1], **kwargs)
 
 
 def edit(path, **changes):
     (path / "config.json").write_text(json.dumps({**FLAT, **changes}))
 
 
-def test_it_computes_what_its_own_project_computes(foreign, policy, sequences):
-    model = loaded(foreign, policy.config)
+def test_it_computes_what_its_own_project_computes(theirs, policy, sequences):
+    model = load_drafter(theirs, policy.config)
     refresh_verifier_weights(model, verifier_weights(policy))
-    theirs = foreign_tensors()
-    assert torch.equal(model.lm_head.weight, theirs["lm_head.weight"])  # its own head stays
+    given = tensors_of()
+    assert torch.equal(model.lm_head.weight, given["lm_head.weight"])  # its own head stays
     assert torch.equal(model.verifier_lm_head.weight, policy.lm_head.weight[0 : 2 * DV : 2])  # its teacher is ours
-    assert torch.equal(model.layers[0].self_attn.q_proj.weight, theirs["midlayer.self_attn.q_proj.weight"])
+    assert torch.equal(model.layers[0].self_attn.q_proj.weight, given["midlayer.self_attn.q_proj.weight"])
     reference = Reference(model)
     sequence = sequences[0]
     seen = passes(model, align(sequence), 2)
@@ -101,8 +92,8 @@ def test_it_computes_what_its_own_project_computes(foreign, policy, sequences):
             torch.testing.assert_close(seen[k][0][t], drafted[k], rtol=1e-4, atol=1e-4)
 
 
-def test_converted_it_is_a_drafter_like_any_other(foreign, policy, policy_dir, sequences, tmp_path):
-    model = loaded(foreign, policy_dir, min_context=200)  # its own 64 positions are a training length
+def test_converted_it_is_a_drafter_like_any_other(theirs, policy, policy_dir, sequences, tmp_path):
+    model = load_drafter(theirs, policy_dir, min_context=200)  # its own 64 positions are a training length
     refresh_verifier_weights(model, verifier_weights(policy))
     save_drafter(model, tmp_path / "ours", {"converted from": "theirs"})
     check_drafter(tmp_path / "ours", policy_dir)
@@ -117,7 +108,7 @@ def test_converted_it_is_a_drafter_like_any_other(foreign, policy, policy_dir, s
 
 def test_a_whole_vocabulary_keeps_its_head_too(policy, policy_dir, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**FLAT, "draft_vocab_size": VOCAB}))
-    tensors = foreign_tensors(VOCAB)
+    tensors = tensors_of(VOCAB)
     tensors["d2t"].zero_()
     save_file(tensors, tmp_path / "model.safetensors")
     model = load_drafter(tmp_path, policy_dir)
@@ -137,17 +128,17 @@ def test_a_whole_vocabulary_keeps_its_head_too(policy, policy_dir, tmp_path):
 )
 def test_aux_layers_are_counted_as_inputs(policy, tmp_path, field, expected):
     (tmp_path / "config.json").write_text(json.dumps({**FLAT, **field}))
-    save_file(foreign_tensors(), tmp_path / "model.safetensors")
+    save_file(tensors_of(), tmp_path / "model.safetensors")
     assert load_drafter(tmp_path, policy.config).target_layer_ids == expected
 
 
 def test_newer_norms_are_carried_over(policy, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**FLAT, "fc_norm": True, "norm_output": True}))
-    save_file(foreign_tensors(), tmp_path / "model.safetensors")
+    save_file(tensors_of(), tmp_path / "model.safetensors")
     with pytest.raises(DrafterError, match=r"no tensor 'fc_norm\.0\.weight'"):
         load_drafter(tmp_path, policy.config)
     norms = {f"fc_norm.{i}.weight": torch.full((H,), 1.0 + i) for i in range(3)}
-    save_file({**foreign_tensors(), **norms}, tmp_path / "model.safetensors")
+    save_file({**tensors_of(), **norms}, tmp_path / "model.safetensors")
     model = load_drafter(tmp_path, policy.config)
     assert model.config.norm_output and torch.equal(model.fc_norm[2].weight, norms["fc_norm.2.weight"])
 
@@ -167,11 +158,11 @@ def test_newer_norms_are_carried_over(policy, tmp_path):
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "eagle_aux_hidden_state_layer_ids=[1, 2, 9] is outside 0..3"),
     ],
 )
-def test_what_does_not_fit_is_named(foreign, policy, change, sentence):
-    edit(foreign, **change)
+def test_what_does_not_fit_is_named(theirs, policy, change, sentence):
+    edit(theirs, **change)
     with pytest.raises(DrafterError) as caught:
-        loaded(foreign, policy.config)
-    assert sentence in str(caught.value) and str(foreign) in str(caught.value)
+        load_drafter(theirs, policy.config)
+    assert sentence in str(caught.value) and str(theirs) in str(caught.value)
 
 
 def test_an_ordinary_model_is_no_drafter(policy, policy_dir):
@@ -179,56 +170,35 @@ def test_an_ordinary_model_is_no_drafter(policy, policy_dir):
         check_drafter(policy_dir, policy.config)
 
 
-def test_pickled_code_is_not_run(policy, tmp_path):
-    class Trap:
-        def __reduce__(self):
-            return (open, (str(tmp_path / "ran"), "w"))
-
-    (tmp_path / "config.json").write_text(json.dumps(FLAT))
-    torch.save({**foreign_tensors(), "trap": Trap()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(DrafterError, match=r"pytorch_model\.bin is damaged, or not only tensors"):
-        loaded(tmp_path, policy.config)
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("foreign", ["safeailab"], indirect=True)
-def test_a_run_reads_no_pickle(foreign, policy, policy_dir, monkeypatch):
+def test_no_pickle_is_read(theirs, policy, policy_dir, monkeypatch):
+    torch.save(load_file(theirs / "model.safetensors"), theirs / "pytorch_model.bin")
+    (theirs / "model.safetensors").unlink()
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("unpickled"))
     for read in (check_drafter, load_drafter):
-        with pytest.raises(DrafterError, match=r"pytorch_model\.bin is pickled, .* `verl-tlt convert` writes"):
-            read(foreign, policy.config)
-    settings = TLTConfig.from_dict({"drafter": {"path": str(foreign)}})
+        with pytest.raises(DrafterError, match=r"pytorch_model\.bin is pickled, .* write model\.safetensors beside"):
+            read(theirs, policy.config)
+    settings = TLTConfig.from_dict({"drafter": {"path": str(theirs)}})
     with pytest.raises(DrafterError, match="is pickled"):
         first_drafter(settings, str(policy_dir), "float32", 64, None)
 
 
-def test_damage_is_named(foreign, policy):
-    file = next(p for p in foreign.iterdir() if p.name != "config.json")
-    file.write_bytes(file.read_bytes()[:2000])
-    with pytest.raises(DrafterError, match=r"truncated|damaged"):
-        loaded(foreign, policy.config)
+def test_nothing_is_lost_in_renaming(theirs, policy):
+    kept = serving_tensors(load_drafter(theirs, policy.config))
+    wanted = {n.replace("midlayer.", "layers.0."): t for n, t in tensors_of().items() if "embed" not in n}
+    assert wanted.keys() == kept.keys()
+    assert all(torch.equal(kept[name], tensor) for name, tensor in wanted.items())
 
 
-def test_nothing_is_lost_in_renaming(foreign, policy):
-    model = loaded(foreign, policy.config)
-    kept = {n: t for n, t in serving_tensors(model).items()}
-    wanted = foreign_tensors()
-    assert {n.replace("midlayer.", "layers.0.") for n in wanted} - {"embed_tokens.weight"} == kept.keys()
-    assert all(torch.equal(kept[n.replace("midlayer.", "layers.0.")], t) for n, t in wanted.items() if "embed" not in n)
-    if (foreign / "model.safetensors").is_file():
-        assert load_file(foreign / "model.safetensors").keys() == wanted.keys()
-
-
-def test_convert_writes_it_or_says_what_is_wrong(foreign, policy_dir, tmp_path):
+def test_convert_writes_it_or_says_what_is_wrong(theirs, policy_dir, tmp_path):
     def convert(out):
-        words = ["convert", foreign, "--model", policy_dir, "--out", out]
+        words = ["convert", theirs, "--model", policy_dir, "--out", out]
         return CliRunner().invoke(app, [str(word) for word in words])
 
     assert convert(tmp_path / "ours").exit_code == 0
     check_drafter(tmp_path / "ours", policy_dir)
-    assert provenance(tmp_path / "ours")["converted from"] == str(foreign)
+    assert provenance(tmp_path / "ours")["converted from"] == str(theirs)
     assert "exists" in convert(tmp_path / "ours").output
-    edit(foreign, hidden_size=64)
+    edit(theirs, hidden_size=64)
     refused = convert(tmp_path / "none")
     assert refused.exit_code == 1 and "hidden_size=64" in refused.output
     assert not (tmp_path / "none").exists()

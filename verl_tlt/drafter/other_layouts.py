@@ -1,0 +1,123 @@
+"""EAGLE-3 drafters in the layouts of SpecForge and SafeAILab/EAGLE, translated into that of speculators.
+
+    config.json         a flat Llama config with `draft_vocab_size`; architectures ["LlamaForCausalLMEagle3"]
+    model.safetensors   midlayer.*, fc, norm, lm_head, d2t, t2d
+
+It is the same network. Three things differ from a drafter made here. Its head is trained, so it is kept and never
+replaced by the policy's (`own_head` in the config). The residual is taken before `hidden_norm`
+(`norm_before_residual=False`). And where SpecForge names aux layers, in `eagle_config`, it counts layer *outputs*: one
+less than the inputs that vLLM and we count. `speculators.convert` translates names alone: it drops the aux layers and
+does not say that the head is the drafter's own, so that is done here.
+
+Sources: SafeAILab/EAGLE `eagle/model/cnets.py`; SpecForge `specforge/modeling/draft/llama3_eagle.py` and `configs/`;
+SGLang `set_eagle3_layers_to_capture`, which adds the one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_tlt.drafter.names import plain
+from verl_tlt.drafter.policy import DrafterError, Fields, PolicyShape, aux_layers_for, rope_of
+
+if TYPE_CHECKING:
+    import torch
+
+_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
+_NOT_NEEDED = ("embed_tokens.", "rotary_emb.")
+"""A frozen copy of the policy's embedding, and tables that are computed."""
+
+
+def is_other_layout(config: Mapping[str, Any]) -> bool:
+    """Whether a drafter's `config.json` is in one of these layouts."""
+    return "speculators_model_type" not in config and "hidden_size" in config
+
+
+def to_speculators_config(config: Mapping[str, Any], policy: PolicyShape, file: Path) -> Fields:
+    """The drafter's config in speculators' form.
+
+    Args:
+        config: what `file` holds.
+        policy: gives what these layouts leave out: aux layers, and a context, which their training length is not.
+        file: for messages.
+
+    Raises:
+        DrafterError: no EAGLE-3 head of one Llama layer, or a field is missing.
+    """
+    _check_kind(config, file)
+    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    ids = config.get("eagle_aux_hidden_state_layer_ids") or (nested and [i + 1 for i in nested])
+    return {
+        "speculators_model_type": "eagle3",
+        "architectures": ["Eagle3Speculator"],
+        "transformer_layer_config": _layer(config, policy),
+        "draft_vocab_size": config.get("draft_vocab_size") or config["vocab_size"],
+        "norm_before_residual": False,
+        **{norm: bool(config.get(norm, False)) for norm in ("norm_before_fc", "fc_norm", "norm_output")},
+        "eagle_aux_hidden_state_layer_ids": ids or list(aux_layers_for(policy.num_layers)),
+        "own_head": True,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"name_or_path": None, "architectures": list(policy.architectures)},
+        },
+    }
+
+
+def _check_kind(config: Mapping[str, Any], file: Path) -> None:
+    architectures = list(config.get("architectures") or ())
+    if "draft_vocab_size" not in config and not any("Eagle3" in name for name in architectures):
+        raise DrafterError(
+            f"{file} is no EAGLE-3 drafter: it has neither speculators_model_type nor draft_vocab_size "
+            f"(architectures {architectures})."
+        )
+    if not any(name in _ARCHITECTURES for name in architectures):
+        raise DrafterError(f"{file}: architectures must name one of {', '.join(_ARCHITECTURES)}, not {architectures}.")
+    hidden = config["hidden_size"]
+    if config.get("target_hidden_size", hidden) != hidden:
+        raise DrafterError(
+            f"{file}: target_hidden_size={config['target_hidden_size']} differs from hidden_size={hidden}; "
+            "only drafters as wide as their policy can share its embedding."
+        )
+    for field in ("num_attention_heads", "intermediate_size", "vocab_size"):
+        if not isinstance(config.get(field), int):
+            raise DrafterError(f"{file}: {field} must be an integer, not {config.get(field)!r}.")
+
+
+def _layer(config: Mapping[str, Any], policy: PolicyShape) -> Fields:
+    """The Llama config of its one layer."""
+    heads = config["num_attention_heads"]
+    return {
+        "model_type": "llama",
+        **{field: config[field] for field in ("vocab_size", "hidden_size", "intermediate_size")},
+        "num_hidden_layers": config.get("num_hidden_layers", 1),
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "hidden_act": config.get("hidden_act", "silu"),
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+        # Often 2048, the length of their training texts; rotary positions are relative, so longer contexts work.
+        "max_position_embeddings": max(config.get("max_position_embeddings", 0), policy.max_position_embeddings),
+        "rope_parameters": rope_of(config),
+        "attention_bias": bool(config.get("attention_bias", False)),
+        "tie_word_embeddings": False,
+    }
+
+
+def speculators_name(name: str) -> str | None:
+    """A tensor's name in speculators' layout; None for what is not needed."""
+    name = plain(name)
+    return None if any(part in name for part in _NOT_NEEDED) else name
+
+
+def to_speculators_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All tensors needed, renamed; the maps of a draft vocabulary that is whole are left out."""
+    named = {new: tensor for name, tensor in tensors.items() if (new := speculators_name(name)) is not None}
+    if "t2d" in named and len(named["d2t"]) == len(named["t2d"]):
+        del named["d2t"], named["t2d"]
+    elif "t2d" in named:
+        named["t2d"] = named["t2d"].bool()
+    return named
