@@ -3,10 +3,10 @@
     python -m benchmarks.merge_tree --out benchmarks/results/merge_tree.json
 
 A merge is: every worker hands its change in (`hand_in`), some workers average slices on each level of the tree
-(`join`), every worker adopts the result. In each part no worker does more than its share, however many there are, so
-what one worker does is the critical path. It is measured here with as many numbers as it has at full size; workers run
-side by side in a run, of which there are not enough cores here. What the network takes is not measured: the bytes
-that a worker reads are counted.
+(`average_slice`), every worker adopts the result. In each part no worker does more than its share, however many there
+are, so what one worker does is the critical path. It is measured here with as many numbers as it has at full size;
+workers run side by side in a run, of which there are not enough cores here. What the network takes is not measured: the
+bytes that a worker reads are counted.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.stored import store
-from verl_tlt.spot_worker.merge import facts_of
-from verl_tlt.spot_worker.merge_slices import THREADS, added, hand_in, join
+from verl_tlt.spot_worker.merge import THREADS, added, average_slice, hand_in, session_facts
 from verl_tlt.trainer.merge_tree import FAN_IN
 
 HIDDEN = 4096
@@ -58,14 +57,14 @@ def main() -> None:
     rng = np.random.default_rng(0)
     base = drafter(options.parameters, rng, 0.02)
     now = {name: value + np.float32(1e-4) for name, value in base.items()}
-    facts = [facts_of(f"worker-{i}", 50_000, 40, min_steps=8) for i in range(FAN_IN)]
+    facts = [session_facts(f"worker-{i}", 50_000, 40, min_steps=8) for i in range(FAN_IN)]
     levels = max(1, math.ceil(math.log(options.replicas, FAN_IN) - 1e-9))
 
     handing = seconds(lambda: hand_in(facts[0], now, base, FAN_IN), options.turns)
     slices = hand_in(facts[0], now, base, FAN_IN)
     # One of each member's slices: what the first of a group reads.
     parts = [type(slices[0])(f, slices[0].values.copy(), slices[0].scales, slices[0].lengths) for f in facts]
-    joining = seconds(lambda: join(parts, last=True), options.turns)
+    joining = seconds(lambda: average_slice(parts, last=True), options.turns)
     adopting = seconds(lambda: added(base, slices, now), options.turns)
 
     size = sum(value.size for value in base.values())

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.drafter.learners import merge, score
 from benchmarks.drafter.study import CONFIG, K, new_drafter
 from benchmarks.drafter.trajectory import SHIPPED_POLICY, Taught, capture
 from benchmarks.stored import store
@@ -26,7 +27,6 @@ from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import HeldOutScores, RolloutSampling, VerifierArrays
 from verl_tlt.spot_worker.buffer import Buffer
 from verl_tlt.spot_worker.learner import SpotLearner
-from verl_tlt.spot_worker.merge import merge
 from verl_tlt.spot_worker.scoring import counts
 from verl_tlt.trainer.gate import relative_interval
 
@@ -68,13 +68,11 @@ class Team:
         for worker, count in zip(self.workers, steps, strict=True):
             last = worker.trainer.steps + count
             worker.train(lambda w=worker, last=last: w.trainer.steps >= last)
-        merged = merge([w.contribute() for w in self.workers], min_steps=CONFIG.spot.min_merge_steps)
-        for worker in self.workers:
-            worker.adopt(merged)
+        merge(self.workers)
 
     def counts(self, sequences: list[TrainingSequence]) -> np.ndarray:
-        """[S, 1+K], see `HeldOutScores`: of the agreed version."""
-        return counts(self.workers[0].score_on(sequences, ("candidate",), K)["candidate"], K)
+        """[S, 1+K], see `HeldOutScores`: of the candidate."""
+        return counts(score(self.workers[0], sequences, ["candidate"], K)["candidate"], K)
 
 
 def compare(a: np.ndarray, b: np.ndarray) -> dict[str, float]:

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.drafter.learners import merge, score, score_for_gate
 from benchmarks.drafter.trajectory import (
     KEEP_POLICY,
     MAX_DIGITS,
@@ -59,11 +60,11 @@ from verl_tlt.drafter import (
     train_until,
 )
 from verl_tlt.messages.rollout import DrafterFile
-from verl_tlt.messages.training import DrafterProvenance, RolloutSampling
+from verl_tlt.messages.training import VERSIONS, DrafterProvenance, RolloutSampling
 from verl_tlt.spot_worker.buffer import Buffer
 from verl_tlt.spot_worker.learner import SpotLearner
-from verl_tlt.spot_worker.merge import merge
-from verl_tlt.spot_worker.scoring import counts
+from verl_tlt.spot_worker.scoring import FEWEST_SEQUENCES, HELD_OUT_TOKENS, counts
+from verl_tlt.spot_worker.versions import DrafterVersions
 from verl_tlt.trainer.gate import decide
 
 STARTS = ("random", "generic", "in_domain")
@@ -233,21 +234,20 @@ class Variant:
     def _learn(self) -> dict[str, Any]:
         """Merge, judge, and publish, hold or revert, by the trainer's rules, but without its delay."""
         learner = self.learner
-        merged = merge([learner.contribute()], min_steps=CONFIG.spot.min_merge_steps)
-        learner.adopt(merged)
-        if merged.delta is None:
+        if not merge([learner]).included:
             return {"decision": "waits"}
-        held_out = learner.score(K)
-        if not len(held_out.positions):
+        held_out = learner.buffer.held_out(HELD_OUT_TOKENS, FEWEST_SEQUENCES)
+        if not held_out:
             return {"decision": "hold"}
-        decision = decide(held_out, CONFIG.gate, seed=self.version).action
+        scores = score_for_gate(learner, held_out, K)
+        decision = decide(scores, CONFIG.gate, seed=self.version).action
         if decision == "publish":
-            learner.keep("served")
+            learner.mark_published()
             self.version += 1
         elif decision != "hold":
             learner.revert(decision.removeprefix("revert_"))
             if decision == "revert_initial":
-                learner.keep("served")
+                learner.mark_published()
                 self.version += 1
         return {"decision": decision}
 
@@ -255,29 +255,32 @@ class Variant:
         """The served drafter's acceptance on what the run has held out."""
         if self.version == 0:
             return list(read_acceptance(make_start(self.out, self.start, self.seed)))
-        scores = self.learner.score_on(self.learner.buffer.held_out(), ["served"], TOLD)
-        return conditional(counts(scores["served"], TOLD).sum(axis=0)) if scores["served"] else []
+        held_out = self.learner.buffer.held_out()
+        scores = score(self.learner, held_out, ["served"], TOLD)["served"]
+        return conditional(counts(scores, TOLD).sum(axis=0)) if held_out else []
 
     def save(self) -> None:
         """State to resume from; the buffer is made again from the trajectory."""
         learner = self.learner
-        agreed = {which: p for which, p in vars(learner.agreed()).items() if p}  # nothing is proposed between steps
         state = {
             "step": self.step,
             "version": self.version,
             "trainer": learner.trainer.state(),
-            "agreed": {which: {n: torch.from_numpy(v) for n, v in p.items()} for which, p in agreed.items()},
+            "agreed": {which: {n: torch.from_numpy(v) for n, v in p.items()} for which, p in self._versions().items()},
             "unmerged": (learner.unmerged_steps, learner.unmerged_tokens),
             "rng": learner.rng.getstate(),
         }
         torch.save(state, self.saved.with_suffix(".tmp"))
         os.replace(self.saved.with_suffix(".tmp"), self.saved)
 
+    def _versions(self) -> dict[str, Any]:
+        return {which: self.learner.versions.of(which) for which in VERSIONS}  # nothing is exported between steps
+
     def _resume(self) -> None:
         learner = self.learner
         state = torch.load(self.saved, weights_only=True)
         agreed = {w: {n: v.numpy() for n, v in p.items()} for w, p in state["agreed"].items()}
-        learner.base, learner.kept = agreed.pop("candidate"), agreed
+        learner.versions = DrafterVersions(**agreed)
         learner.trainer.load_state(state["trainer"])
         learner.unmerged_steps, learner.unmerged_tokens = state["unmerged"]
         version, internal, gauss = state["rng"]

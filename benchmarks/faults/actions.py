@@ -6,6 +6,7 @@ Runs in whichever process is concerned, so everything is imported late.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
 import signal
@@ -63,9 +64,9 @@ def nan_gradient(original: Original, trainer: Any, loss: Any) -> Any:
 
 def nan_parameter(original: Original, learner: Any, *args: Any, **kwargs: Any) -> Any:
     """The version that all agreed on holds a NaN when it is to be published."""
-    broken = {name: value.copy() for name, value in learner.base.items()}
+    broken = {name: value.copy() for name, value in learner.versions.candidate.items()}
     next(iter(broken.values())).flat[0] = float("nan")
-    learner.base = broken
+    learner.versions = dataclasses.replace(learner.versions, candidate=broken)
     return original(learner, *args, **kwargs)
 
 

@@ -61,7 +61,7 @@ def _gradients(shape: Shape, device: str, attention: str, batch: Batch) -> tuple
 
         return keep
 
-    with TrainingDevice(device).visit(trainer, batch.rows):
+    with TrainingDevice(device).resident(trainer, batch.rows):
         for name, parameter in trainer.parameters.items():
             parameter.register_post_accumulate_grad_hook(watch(name))
         return trainer.step(batch).loss, seen
@@ -88,7 +88,7 @@ def speed(bench: Bench) -> dict[str, Any]:
         steps.append({"rows": batch.rows, "seconds": took, "graphs": graphs, "skipped": result.skipped})
         steps[-1] |= {"tokens_per_s": round(result.tokens / took), "peak_gib": peak_gib(bench.device)}
 
-    with TrainingDevice(bench.device).visit(trainer, 4 * rows):
+    with TrainingDevice(bench.device).resident(trainer, 4 * rows):
         rehearsal = seconds(bench.device, [trainer.rehearse])[0]
         for documents in eighths:
             step(batches[str(documents)])
@@ -102,7 +102,7 @@ def visit(bench: Bench, name: str) -> dict[str, Any]:
     """Three visits with moments, of which the first pins the host's memory; bytes as counted and as planned."""
     shape, device = shape_of(bench, name), torch.device(bench.device)
     trainer = DrafterTrainer(drafter(shape, bench.device), ttt_steps=1)
-    with TrainingDevice(bench.device).visit(trainer, 128):
+    with TrainingDevice(bench.device).resident(trainer, 128):
         trainer.step(pack(texts(shape, (65,))))
     crossed: list[int] = []
 

@@ -70,7 +70,7 @@ def scoring(bench: Bench) -> dict[str, Any]:
     def score() -> None:
         score_versions(trainer, versions, sequences, SAMPLING, PASSES, None, lambda: False)
 
-    with TrainingDevice(bench.device).visit(trainer, PORTION, trains=False):
+    with TrainingDevice(bench.device).resident(trainer, PORTION, trains=False):
         peak_gib(bench.device)
         taken = seconds(bench.device, [score] * 3)
         peak = peak_gib(bench.device)

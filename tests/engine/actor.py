@@ -14,7 +14,7 @@ import torch
 from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from verl_tlt.drafter import TrainingSequence
 from verl_tlt.messages.training import HiddenStateShard
-from verl_tlt.spot_worker.shards import join
+from verl_tlt.spot_worker import shards as spot_worker_shards
 
 LAYERS = AUX_LAYERS["small"]
 VOCAB = 64
@@ -90,9 +90,9 @@ def run_ranks(work: Callable[..., None], arguments: tuple[Any, ...], ranks: int)
 
 def whole_sequences(ranks: Iterable[Iterable[HiddenStateShard]]) -> list[TrainingSequence]:
     """What a spot worker makes of the shards that the ranks of one group sent; every sequence must be complete."""
-    joined, missing = join(shard for shards in ranks for shard in shards)
+    found, missing = spot_worker_shards.whole_sequences(shard for shards in ranks for shard in shards)
     assert not missing, f"{missing} sequences are incomplete"
-    return joined
+    return found
 
 
 def make_rows(lengths: list[tuple[int, int]], seed: int = 0) -> list[tuple[torch.Tensor, int]]:

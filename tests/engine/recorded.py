@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.drafter.learners import score_for_gate
 from demo.toy import task
 from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from verl_tlt.config import TLTConfig
@@ -124,7 +125,7 @@ def begin_anew(worker: SpotWorker) -> None:
 def begin_learner_anew(learner: SpotLearner) -> None:
     """Parameters, optimizer and random numbers as after the start, these the same for everybody."""
     learner.revert("initial")
-    learner.keep("served")
+    learner.mark_published()
     learner.trainer.optimizer.state.clear()
     learner.trainer.steps = 0
     learner.rng = random.Random(0)
@@ -137,13 +138,13 @@ def set_epochs(worker: SpotWorker, epochs: float) -> None:
 
 
 def score(worker: SpotWorker) -> HeldOutScores:
-    """What the gate would be told of the agreed version."""
-    return worker.learner.score(3)
+    """What the gate would be told of the candidate."""
+    return score_for_gate(worker.learner, worker.learner.buffer.held_out(), 3)
 
 
 def score_alone(worker: SpotWorker) -> None:
-    """The next session scores the agreed version, and has nothing to train on."""
-    worker.learner.unjudged = True
+    """The next session scores the candidate, and has nothing to train on."""
+    worker.learner.versions = dataclasses.replace(worker.learner.versions, to_judge=True)
     set_epochs(worker, 1e-12)
 
 
@@ -162,6 +163,14 @@ def poison_learner(learner: SpotLearner) -> None:
 def steps_taken(worker: SpotWorker) -> int:
     """Optimizer steps so far, also during a session."""
     return worker.learner.trainer.steps
+
+
+def unmerged(worker: SpotWorker) -> tuple[int, int, dict[str, Any]]:
+    """(optimizer steps, tokens, change of each parameter) since its last merge."""
+    learner = worker.learner
+    trained, candidate = learner.trainer.parameters_numpy(), learner.versions.candidate
+    change = {name: value - candidate[name] for name, value in trained.items()}
+    return learner.unmerged_steps, learner.unmerged_tokens, change
 
 
 def optimizer_steps(worker: SpotWorker) -> tuple[int, float]:

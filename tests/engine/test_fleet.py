@@ -151,13 +151,13 @@ def move_on(fleet):
     ray.get(worker.__ray_call__.remote(set_epochs, 0.7))
     assert ray.get(worker.train.remote(), timeout=300).steps >= CONFIG.spot.min_merge_steps
     assert fleet.merge(["long"]).included == ("long",)
-    agreed = ray.get(worker.agreed.remote())
+    agreed = ray.get(worker.versions.remote())
     assert any((value != agreed.initial[name]).any() for name, value in agreed.candidate.items())
 
 
 def assert_alike(fleet):
     """All workers hold the same candidate, served and initial parameters."""
-    first, *others = ray.get([r.worker.agreed.remote() for r in fleet.replicas.values()], timeout=300)
+    first, *others = ray.get([r.worker.versions.remote() for r in fleet.replicas.values()], timeout=300)
     for other in others:
         for which in ("candidate", "served", "initial"):
             for name, value in first.of(which).items():
@@ -219,7 +219,7 @@ def test_the_next_session_judges_and_its_own_work_waits(fleet):
     assert learned.decision == "published" and learned.drafter.fingerprint == candidate
     fleet.keep_as_served()
     assert_alike(fleet)
-    agreed = ray.get(workers[0].agreed.remote())
+    agreed = ray.get(workers[0].versions.remote())
     assert any((value != agreed.served[name]).any() for name, value in agreed.candidate.items())
 
 
@@ -325,14 +325,14 @@ def test_when_all_workers_die_their_successors_start_from_what_is_served(fleet):
     move_on(fleet)
     published = ray.get(fleet.replicas["long"].worker.export.remote(5, "bfloat16", []))
     fleet.stage(published)
-    before = ray.get(fleet.replicas["long"].worker.agreed.remote()).initial
+    before = ray.get(fleet.replicas["long"].worker.versions.remote()).initial
     for replica in fleet.replicas.values():
         kill(replica.worker)
     fleet.keep_as_served()  # finds nobody alive
     assert_alike(fleet)
     successor = fleet.replicas["brief"].worker
     assert ray.get(successor.export.remote(6, "bfloat16", [])).fingerprint == published.fingerprint
-    agreed = ray.get(successor.agreed.remote())
+    agreed = ray.get(successor.versions.remote())
     for name, value in before.items():
         np.testing.assert_array_equal(agreed.served[name], agreed.candidate[name])
         np.testing.assert_array_equal(agreed.initial[name], value)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from recorded import CONFIG, begin_learner_anew, poison_learner, record, worker_arguments
 
+from benchmarks.drafter.learners import merge, score, score_for_gate
 from verl_tlt.drafter import DrafterError
 from verl_tlt.messages.training import HeldOutScores
 from verl_tlt.spot_worker.buffer import Buffer
 from verl_tlt.spot_worker.learner import SpotLearner
-from verl_tlt.spot_worker.merge import merge
 from verl_tlt.spot_worker.scoring import counts
 from verl_tlt.trainer.gate import relative_interval
 
@@ -50,16 +50,9 @@ def train(learner, steps=SESSION):
     learner.train(lambda: learner.trainer.steps >= until)
 
 
-def merge_all(learners, min_steps=1):
-    merged = merge([learner.contribute() for learner in learners], min_steps=min_steps)
-    for learner in learners:
-        learner.adopt(merged)
-    return merged
-
-
 def against(learner, other, texts, error=0.025):
-    """(relative accept length, its paired 95 % interval) of two learners' agreed versions on the held-out sequences."""
-    ours, theirs = (one.score_on(texts[2], ("candidate",), 3)["candidate"] for one in (learner, other))
+    """(relative accept length, its paired 95 % interval) of two learners' candidates on the held-out sequences."""
+    ours, theirs = (score(one, texts[2], ["candidate"], 3)["candidate"] for one in (learner, other))
     positions = np.array([s.positions for s in ours])
     scores = HeldOutScores(positions, counts(ours, 3), counts(theirs, 3), counts(theirs, 3))
     tau = scores.taus()
@@ -70,15 +63,20 @@ def same(left, right):
     return all(np.array_equal(left[name], right[name]) for name in left)
 
 
+def close(left, right):
+    """To the 16 bits in which a merge hands in changes."""
+    return all(np.allclose(left[name], right[name], rtol=0, atol=1e-5) for name in left)
+
+
 def test_equal_workers_merged_are_better_than_each_and_unequal_ones_not_worse_than_the_better(team, texts):
     a, b, a_alone, b_alone = team
     for _ in range(2):
         for learner in team:
             train(learner)
-        merge_all([a, b])
+        merge([a, b])
         for learner in (a_alone, b_alone):
-            merge_all([learner])
-    assert same(a.base, b.base)
+            merge([learner])
+    assert same(a.versions.candidate, b.versions.candidate)
     for alone in (a_alone, b_alone):
         assert against(a, alone, texts)[0] > 0
     for learner in (a, b):
@@ -86,7 +84,7 @@ def test_equal_workers_merged_are_better_than_each_and_unequal_ones_not_worse_th
     for _ in range(2):
         train(a)
         train(b, SESSION // 3)
-        merge_all([a, b])
+        merge([a, b])
     low, high = against(a, a_alone, texts)[1]
     # All of it is warm-up; by plain tokens the short session would hold the long one back by some half a percent.
     assert high >= 0.0, f"surely worse than the better worker alone: {low:+.1%} to {high:+.1%}"
@@ -95,17 +93,17 @@ def test_equal_workers_merged_are_better_than_each_and_unequal_ones_not_worse_th
 def test_a_worker_that_joins_late_starts_from_the_others_and_waits_for_its_turn(team, texts):
     a, *_ = team
     train(a)
-    merge_all([a])
-    b = SpotLearner("b", a.config, **_arguments(), agreed=a.agreed())
+    merge([a])
+    b = SpotLearner("b", a.config, **_arguments(), versions=a.versions)
     b.add(1, texts[1], texts[3])
-    assert same(b.base, a.base)
+    assert same(b.versions.candidate, a.versions.candidate)
     train(b, 2)
     train(a)
-    expected = {name: a.base[name] + delta for name, delta in a.contribute().delta.items()}
-    merged = merge_all([a, b], min_steps=3)
+    expected = a.trainer.parameters_numpy()
+    merged = merge([a, b])
     assert merged.included == ("a",)
-    assert same(a.base, expected)
-    assert same(b.base, a.base)
+    assert close(a.versions.candidate, expected)
+    assert same(b.versions.candidate, a.versions.candidate)
     assert b.unmerged_steps == 2
 
 
@@ -113,28 +111,28 @@ def test_a_worker_that_leaves_early_or_breaks_leaves_the_average_to_the_others(t
     a, b, *_ = team
     train(a, 4)
     train(b, 4)
-    expected = {name: a.base[name] + delta for name, delta in a.contribute().delta.items()}
+    expected = a.trainer.parameters_numpy()
     poison_learner(b)
-    merged = merge_all([a, b])
+    merged = merge([a, b])
     assert merged.included == ("a",)
-    assert same(a.base, expected)
-    assert same(b.base, expected)
+    assert close(a.versions.candidate, expected)
+    assert close(b.versions.candidate, expected)
     train(a, 2)
     train(b, 4)  # and then it is gone, before it hands in
-    expected = {name: a.base[name] + delta for name, delta in a.contribute().delta.items()}
-    assert merge_all([a]).included == ("a",)
-    assert same(a.base, expected)
+    expected = a.trainer.parameters_numpy()
+    assert merge([a]).included == ("a",)
+    assert close(a.versions.candidate, expected)
 
 
 def test_without_other_workers_one_starts_from_what_is_served(team):
     a, *_ = team
     train(a, 4)
-    merge_all([a])
+    merge([a])
     published = a.export(3, "bfloat16", [])
     successor = SpotLearner("successor", a.config, **_arguments(), published=published)
     assert successor.export(4, "bfloat16", []).fingerprint == published.fingerprint
-    assert same(successor.kept["served"], successor.base)
-    assert same(successor.kept["initial"], a.kept["initial"])
+    assert same(successor.versions.served, successor.versions.candidate)
+    assert same(successor.versions.initial, a.versions.initial)
 
 
 def _arguments():
@@ -145,17 +143,16 @@ def _arguments():
 def test_a_candidate_that_is_not_finite_scores_nothing_and_is_not_exported(made, texts, temperature):
     learner = made[0]
     begin_learner_anew(learner)
-    learner.buffer.held_out = lambda tokens, fewest: texts[2][:4]
     sampling, learner.sampling = learner.sampling, dataclasses.replace(learner.sampling, temperature=temperature)
     try:
-        assert np.isfinite(learner.score(3).candidate).all()
-        learner.base = {name: value.copy() for name, value in learner.base.items()}
-        learner.base["fc.weight"][0, 0] = np.nan
-        scores = learner.score(3)
+        assert np.isfinite(score_for_gate(learner, texts[2][:4], 3).candidate).all()
+        broken = {name: value.copy() for name, value in learner.versions.candidate.items()}
+        broken["fc.weight"][0, 0] = np.nan
+        learner.versions = dataclasses.replace(learner.versions, candidate=broken)
+        scores = score_for_gate(learner, texts[2][:4], 3)
         assert np.isnan(scores.candidate).all() and np.isfinite(scores.served).all()
         with pytest.raises(DrafterError, match=r"fc.weight holds numbers that are not finite"):
             learner.export(1, "bfloat16", [])
     finally:
         learner.sampling = sampling
-        del learner.buffer.held_out
         learner.revert("served")

@@ -17,6 +17,7 @@ from recorded import (
     score,
     score_alone,
     set_epochs,
+    unmerged,
     worker_arguments,
 )
 
@@ -119,40 +120,39 @@ def test_a_stop_costs_one_micro_batch(pair):
 
 
 def test_workers_that_trained_end_on_the_same_version(pair):
-    before = get(pair[0].agreed.remote())
+    before = get(pair[0].versions.remote())
     get(*[a.train.remote() for a in pair])
-    a, b = get(*[p.contribute.remote() for p in pair])
-    assert not same(a.delta, b.delta)
+    (_, t_a, a), (_, t_b, b) = get(*[p.__ray_call__.remote(unmerged) for p in pair])
+    assert not same(a, b)
     merged = merge(pair)
     assert merged.included == ("a", "b")
-    after = get(*[p.agreed.remote() for p in pair])
+    after = get(*[p.versions.remote() for p in pair])
     assert same(after[0].candidate, after[1].candidate)
     for name, base in before.candidate.items():
-        per_token = (a.tokens * a.delta[name] + b.tokens * b.delta[name]) / (a.tokens**2 + b.tokens**2)
-        longest = max(a.tokens, b.tokens)
-        np.testing.assert_allclose(after[0].candidate[name], base + longest * per_token, atol=1e-6)
-    for contribution in get(*[p.contribute.remote() for p in pair]):
-        assert contribution.steps == contribution.tokens == 0
-        assert all(not delta.any() for delta in contribution.delta.values())
+        per_token = (t_a * a[name] + t_b * b[name]) / (t_a**2 + t_b**2)
+        np.testing.assert_allclose(after[0].candidate[name], base + max(t_a, t_b) * per_token, atol=1e-6)
+    for steps, tokens, change in get(*[p.__ray_call__.remote(unmerged) for p in pair]):
+        assert steps == tokens == 0
+        assert all(not delta.any() for delta in change.values())
 
 
 def test_too_few_steps_wait_for_the_next_merge(pair):
     get(pair[1].__ray_call__.remote(set_epochs, 0.01))  # one micro-batch
     get(*[a.train.remote() for a in pair])
-    early = get(pair[1].contribute.remote())
-    assert 0 < early.steps < CONFIG.spot.min_merge_steps
+    steps, tokens, change = get(pair[1].__ray_call__.remote(unmerged))
+    assert 0 < steps < CONFIG.spot.min_merge_steps
     merged = merge(pair)
     assert merged.included == ("a",)
     assert "optimizer steps" in merged.excluded["b"]
-    bases = get(*[a.agreed.remote() for a in pair])
+    bases = get(*[a.versions.remote() for a in pair])
     assert same(bases[0].candidate, bases[1].candidate)
-    waiting = get(pair[1].contribute.remote())
-    assert (waiting.steps, waiting.tokens) == (early.steps, early.tokens)
-    for name, delta in early.delta.items():
-        np.testing.assert_allclose(waiting.delta[name], delta, atol=1e-6)
+    *waiting, kept = get(pair[1].__ray_call__.remote(unmerged))
+    assert waiting == [steps, tokens]
+    for name, delta in change.items():
+        np.testing.assert_allclose(kept[name], delta, atol=1e-6)
     get(pair[1].__ray_call__.remote(set_epochs, 1.0))
     later = get(pair[1].train.remote())
-    assert get(pair[1].contribute.remote()).steps == early.steps + later.steps
+    assert get(pair[1].__ray_call__.remote(unmerged))[0] == steps + later.steps
     assert merge(pair).included == ("b",)
 
 
@@ -162,7 +162,7 @@ def test_a_worker_with_broken_numbers_starts_again(pair):
     merged = merge(pair)
     assert merged.included == ("a",)
     assert "not finite" in merged.excluded["b"]
-    bases = get(*[a.agreed.remote() for a in pair])
+    bases = get(*[a.versions.remote() for a in pair])
     assert same(bases[0].candidate, bases[1].candidate)
     again = get(pair[1].train.remote())
     assert again.skipped == 0
@@ -171,21 +171,21 @@ def test_a_worker_with_broken_numbers_starts_again(pair):
 
 
 def test_keep_and_revert(pair):
-    initial = get(pair[0].agreed.remote()).initial
+    initial = get(pair[0].versions.remote()).initial
     get(pair[0].train.remote())
     merge(pair)
-    get(*[a.keep.remote("served") for a in pair])
-    kept = get(pair[0].agreed.remote())
+    get(*[a.mark_published.remote() for a in pair])
+    kept = get(pair[0].versions.remote())
     assert same(kept.served, kept.candidate)
     scores = get(pair[0].__ray_call__.remote(score))
     np.testing.assert_array_equal(scores.candidate, scores.served)
     assert scores.accept_length("served") > scores.accept_length("initial")
     get(pair[0].train.remote())
     get(pair[0].revert.remote("served"))
-    assert get(pair[0].contribute.remote()).steps == 0
-    assert same(get(pair[0].agreed.remote()).candidate, kept.served)
+    assert get(pair[0].__ray_call__.remote(unmerged))[0] == 0
+    assert same(get(pair[0].versions.remote()).candidate, kept.served)
     get(pair[0].revert.remote("initial"))
-    assert same(get(pair[0].agreed.remote()).candidate, initial)
+    assert same(get(pair[0].versions.remote()).candidate, initial)
 
 
 def test_an_export_is_what_its_fingerprint_says(pair):
@@ -196,7 +196,7 @@ def test_an_export_is_what_its_fingerprint_says(pair):
     tensors = load(file.weights)
     assert file.fingerprint == fingerprint(tensors)
     assert (file.version, file.acceptance) == (7, (0.5, 0.25))
-    base = get(pair[0].agreed.remote()).candidate
+    base = get(pair[0].versions.remote()).candidate
     assert {str(t.dtype) for t in tensors.values() if t.is_floating_point()} == {"torch.bfloat16"}
     for name, value in base.items():
         np.testing.assert_allclose(tensors[name].float().numpy(), value, rtol=2**-8)
@@ -205,10 +205,10 @@ def test_an_export_is_what_its_fingerprint_says(pair):
 def test_a_checkpoint_continues_candidate_optimizer_and_served(pair, tmp_path):
     get(pair[0].train.remote())
     merge(pair)
-    get(pair[0].keep.remote("served"))
+    get(pair[0].mark_published.remote())
     trained = get(pair[0].train.remote())
-    candidate = get(pair[0].contribute.remote())
-    agreed = get(pair[0].agreed.remote())
+    *_, change = get(pair[0].__ray_call__.remote(unmerged))
+    agreed = get(pair[0].versions.remote())
     # The gate may be at work meanwhile; while it scores, the model holds other parameters.
     get(pair[0].__ray_call__.remote(score_alone))
     scoring = pair[0].train.remote()
@@ -216,12 +216,12 @@ def test_a_checkpoint_continues_candidate_optimizer_and_served(pair, tmp_path):
     facts = DrafterProvenance(2, 3, "policy", "data", None, "hass", 1.0, (0.5, 0.4, 0.3), 1234)
     assert get(pair[0].save.remote(str(directory), facts), scoring)[1].scores is not None
     worker = SpotWorker("a", **worker_arguments(resume_from=directory.parent))
-    assert same(worker.learner.kept["served"], agreed.served)
+    assert same(worker.learner.versions.served, agreed.served)
     assert asyncio.run(worker.resume(str(directory)))
     assert optimizer_steps(worker) == get(pair[0].__ray_call__.remote(optimizer_steps))
     assert worker.learner.trainer.steps >= trained.steps
     for name, base in agreed.candidate.items():
-        np.testing.assert_allclose(worker.learner.base[name], base + candidate.delta[name], atol=1e-6)
+        np.testing.assert_allclose(worker.learner.versions.candidate[name], base + change[name], atol=1e-6)
     assert load_training_state(tmp_path) is None
     assert not asyncio.run(worker.resume(str(tmp_path)))
 
@@ -232,7 +232,6 @@ def test_a_worker_without_verifier_weights_or_data_does_not_train(arguments):
     sequences, weights = record(6, seed=1)
     worker.learner.add(1, sequences, None)
     assert asyncio.run(worker.train()).steps == 0
-    assert len(worker.learner.score(3).positions) == 0
     worker.learner.add(2, [], weights)
     assert asyncio.run(worker.train()).steps > 0
 

@@ -14,7 +14,11 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
 Parameters = Mapping[str, np.ndarray]
-"""Trainable parameters of a drafter by name, or changes of them: float32."""
+"""Trainable parameters of a drafter by name, float32."""
+
+VERSIONS = ("candidate", "served", "initial")
+"""The versions of a drafter that the gate compares: the newest merged one, the one that engines draft with, and the one
+that the run started with (`spot_worker.versions`)."""
 
 
 # ---------------------------------------------------------------------- actor worker -> trainer -> spot worker
@@ -115,7 +119,9 @@ class SessionResult:
     outcome: Literal["stopped", "exhausted", "failed"]
     """Stopped by the trainer, its epochs over the buffer are used up, or it raised."""
     steps: int = 0
+    """Optimizer steps."""
     tokens: int = 0
+    """Tokens trained on."""
     epochs: float = 0.0
     skipped: int = 0
     """Micro-batches with a non-finite loss or gradient."""
@@ -125,7 +131,7 @@ class SessionResult:
     acc: tuple[float, ...] = ()
     """Share of positions whose drafter argmax is the policy's, by draft position."""
     scores: HeldOutScores | None = None
-    """Of the version agreed on before it; None: it was judged already, or not to the end."""
+    """Of the candidate that was merged before it; None: it was judged already, or not to the end."""
     judged_s: float = 0.0
     """The part of `seconds` that went into the scores, before it trained."""
     slowest_s: float = 0.0
@@ -136,7 +142,7 @@ class SessionResult:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a spot worker holds after it took over a checkpoint: checksums, to compare with those of its files."""
+    """What a spot worker holds after it resumed from a checkpoint: checksums, to compare with those of its files."""
 
     steps: int
     """Optimizer steps so far."""
@@ -148,28 +154,13 @@ class Resumed:
 
 
 @dataclass(frozen=True)
-class Contribution:
-    """What one worker hands in to a merge. Its arrays are only read: they may be views into the object store."""
+class MergeFacts:
+    """Whose training is in an average, final or partial."""
 
-    worker: str
-    tokens: int
-    """Tokens it trained on, its weight: those of the warm-up by their share of the full learning rate."""
-    steps: int
-    """Optimizer steps it made."""
-    delta: Parameters
-    """Change of each parameter since the version all agree on."""
-
-
-@dataclass(frozen=True)
-class Merged:
-    """A weighted average, final or partial."""
-
-    delta: Parameters | None
-    """None when everything was excluded."""
     tokens: int
     """Tokens behind it."""
     included: tuple[str, ...]
-    """Workers in it, in order."""
+    """Workers in it, in order; empty: all were excluded."""
     excluded: dict[str, str] = field(default_factory=dict)
     """Worker -> why it is not in it."""
     longest: int = 0
@@ -182,29 +173,13 @@ class Merged:
 class MergedSlice:
     """One slice of an average on its way between workers: number i is `values[i]` times the scale of its block."""
 
-    facts: Merged
-    """Without its delta."""
+    facts: MergeFacts
     values: np.ndarray
     """int16 [n]; empty when everything was excluded."""
     scales: np.ndarray
     """float32 [blocks]."""
     lengths: tuple[int, ...]
     """Numbers in each block, n in all."""
-
-
-@dataclass(frozen=True)
-class AgreedParameters:
-    """What all spot workers hold alike, for one that joins them."""
-
-    candidate: Parameters
-    served: Parameters
-    initial: Parameters
-    proposed: Parameters | None = None
-    """About to be published: it becomes the served one; None: nothing is."""
-
-    def of(self, which: str) -> Parameters:
-        """One of the three by name."""
-        return {"candidate": self.candidate, "served": self.served, "initial": self.initial}[which]
 
 
 @dataclass(frozen=True)
@@ -243,7 +218,7 @@ class HeldOutScores:
 
     def of(self, which: str) -> np.ndarray:
         """The counts [S, 1+K] of one drafter."""
-        return {"candidate": self.candidate, "served": self.served, "initial": self.initial}[which]
+        return {name: getattr(self, name) for name in VERSIONS}[which]
 
     def accept_length(self, which: str) -> float:
         """Tokens per draft of K tokens, over all sequences: 1 + those accepted; 1 where nothing was judged."""
@@ -252,7 +227,7 @@ class HeldOutScores:
 
     def taus(self) -> dict[str, float]:
         """Accept length of each drafter."""
-        return {which: self.accept_length(which) for which in ("candidate", "served", "initial")}
+        return {which: self.accept_length(which) for which in VERSIONS}
 
     def conditional(self, which: str) -> list[float]:
         """Chance, for each of the K draft positions, that it is accepted given that those before it were."""

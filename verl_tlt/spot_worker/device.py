@@ -1,8 +1,8 @@
-"""The device that a learner trains on, and whose it is: on an accelerator a guest's, in the bubble alone.
+"""The device that a learner trains on. An accelerator belongs to the actor and the engine: it is used in sessions only.
 
-Outside a session it is the actor's, or an engine's that maps fixed sizes when it wakes. Neither knows of a guest, and
-running out of memory there ends the run. So nothing here goes to an accelerator outside a session, and a session looks
-at the free memory before it begins.
+Both count on its memory outside a session (an engine maps fixed sizes as it wakes), and running out of memory there
+ends the run. So nothing of a learner is on an accelerator outside a session, and a session begins with a check of the
+free memory.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from verl_tlt.drafter import DrafterTrainer, session_bytes, visiting
 from verl_tlt.errors import TLTError
 
 MARGIN = 0.03
-"""Share of the device's memory that a session leaves free: contexts and pools of its owners grow a little."""
+"""Share of the device's memory that a session leaves free: contexts and pools of actor and engine grow a little."""
 GIB = 2**30
 
 
 class NoRoom(TLTError, RuntimeError):
-    """The device's owners keep too much of its memory for a session."""
+    """Actor and engine keep too much of the device's memory for a session."""
 
 
 def check_room(needed: int, free: int, total: int) -> None:
-    """Return where a session fits; all in bytes.
+    """Check that a session fits; all in bytes.
 
     Args:
         needed: what the session takes at its peak.
-        free: what nobody has now.
+        free: what is not allocated now.
         total: of the device.
 
     Raises:
@@ -53,14 +53,14 @@ class TrainingDevice:
 
     @property
     def is_borrowed(self) -> bool:
-        """Whether it is somebody else's outside a session; the host's memory is everybody's, and no map is fixed."""
+        """Whether the drafter must leave it after a session: an accelerator, but not the host."""
         return self.device.type != "cpu"
 
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes of an accelerator."""
         return torch.cuda.mem_get_info(self.device)
 
-    def visit(self, trainer: DrafterTrainer, rows: int, *, trains: bool = True) -> AbstractContextManager[None]:
+    def resident(self, trainer: DrafterTrainer, rows: int, *, trains: bool = True) -> AbstractContextManager[None]:
         """The drafter on the device inside the block, and off it afterwards.
 
         Args:
@@ -74,7 +74,7 @@ class TrainingDevice:
         if not self.is_borrowed:
             return nullcontext()
         check_room(session_bytes(trainer.model, rows, trainer.ttt_steps), *self.memory())
-        return self._there(trainer, trains)
+        return self._resident(trainer, trains)
 
-    def _there(self, trainer: DrafterTrainer, trains: bool) -> AbstractContextManager[None]:
+    def _resident(self, trainer: DrafterTrainer, trains: bool) -> AbstractContextManager[None]:
         return visiting(trainer, self.device, trains=trains)

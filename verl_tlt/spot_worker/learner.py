@@ -1,13 +1,12 @@
-"""What a spot worker knows and does, without Ray: train, hand in, adopt, judge, export, save.
+"""What a spot worker does, without Ray: train a drafter, take part in merges, score, export and save it.
 
-A learner trains alone on its own buffer and leaves the device empty between sessions: its state lives on the host. What
-it learned is a delta against the version all learners agree on; `spot_worker.merge` averages deltas, `trainer.gate`
-judges the result. Three sets of parameters are kept besides its own: the agreed one (the candidate), the served and the
-initial.
+A learner trains on its own buffer and leaves the device empty between sessions: its state lives on the host. What it
+learned is the difference between the parameters it trains and the candidate that all learners agree on;
+`spot_worker.merge` averages such differences, and `trainer.gate` judges the result (`spot_worker.versions`).
 
-The gate's scores need the device, too, and it is nobody else's in the bubble alone: a session begins with them, for the
-version that was agreed on after the sessions before. On the host it is the cores: scored behind log-probs and update, a
-version took them from the actor.
+The gate's scores need the training device, which is free only while the replica is idle: so a session begins with them,
+for the candidate that was merged after the sessions before. On the CPU the device is the host's cores, which scores
+would take from the actor at any other time.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 import torch
@@ -31,8 +30,8 @@ from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import (
     Batch,
     DrafterTrainer,
-    SequenceScore,
     TrainingSequence,
+    TrainSummary,
     VerifierWeights,
     default_attention,
     from_numpy16,
@@ -49,12 +48,10 @@ from verl_tlt.drafter import (
 from verl_tlt.drafter.staging import stage
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import (
-    AgreedParameters,
+    VERSIONS,
     BufferStats,
-    Contribution,
     DrafterProvenance,
     HeldOutScores,
-    Merged,
     MergedSlice,
     Parameters,
     Resumed,
@@ -64,36 +61,33 @@ from verl_tlt.messages.training import (
 )
 from verl_tlt.spot_worker.buffer import Buffer
 from verl_tlt.spot_worker.device import TrainingDevice
-from verl_tlt.spot_worker.merge import facts_of
-from verl_tlt.spot_worker.merge_slices import added, hand_in
-from verl_tlt.spot_worker.resume import account, go_on, state_of
+from verl_tlt.spot_worker.merge import added, hand_in, session_facts
+from verl_tlt.spot_worker.resume import checksums, resumed_versions, state_to_save
 from verl_tlt.spot_worker.scoring import (
     FEWEST_SEQUENCES,
     HELD_OUT_TOKENS,
     PORTION,
-    Judged,
     held_out_scores,
     score_versions,
     tokens_to_judge,
 )
-
-WHICH = ("candidate", "served", "initial")
+from verl_tlt.spot_worker.versions import DrafterVersions
 
 
 class SpotLearner:
-    """State: the model on the host, the agreed base, the served and the initial parameters, the buffer, Adam's moments.
+    """State: the model on the host, the versions all learners agree on, the buffer, and the optimizer's moments.
 
-    Methods may be called from several threads: the model has one set of weights, so they take turns. `add` waits for
-    nobody's turn, because the trainer waits for it.
+    Methods may be called from several threads: the model has one set of weights, so they take turns. `add` does not
+    wait for its turn, because the trainer waits for it.
 
     Args:
-        name: of the replica it belongs to.
+        name: of the spot worker.
         config: all settings.
         policy_dir: the policy's Hugging Face directory, visible on this node.
         drafter: the first drafter, float32.
         sampling: the rollout's.
         device: where training runs during a session.
-        agreed: for one that replaces another: `agreed()` of a learner that lives on.
+        versions: for one that replaces another: those of a learner that lives on.
         published: for one that replaces another where none lives on: what the engines serve.
     """
 
@@ -105,7 +99,7 @@ class SpotLearner:
         drafter: DrafterFile,
         sampling: RolloutSampling,
         device: str,
-        agreed: AgreedParameters | None = None,
+        versions: DrafterVersions | None = None,
         published: DrafterFile | None = None,
     ) -> None:
         self.name, self.config, self.sampling, self.place = name, config, sampling, TrainingDevice(device)
@@ -121,32 +115,33 @@ class SpotLearner:
             self.model, learning_rate=d.learning_rate, warmup_steps=d.warmup_steps, ttt_steps=d.passes, loss=d.loss
         )
         self.buffer = Buffer(max_bytes=b.max_bytes, keep_steps=b.keep_steps, held_out=b.held_out)
-        self.base: Parameters = self.trainer.parameters_numpy()
-        self.kept: dict[str, Parameters] = {"served": self.base, "initial": self.base}
-        self.proposed: Parameters | None = None
-        """The agreed version that was exported to be served."""
-        self.unjudged = False
-        """The agreed version waits for a session that scores it."""
+        self.versions = DrafterVersions.start(self.trainer.parameters_numpy())
         self._to_judge = HELD_OUT_TOKENS
         self.unmerged_steps = self.unmerged_tokens = 0
-        if agreed is not None:
-            self._start_from(_copied(agreed.candidate))
-            self.kept = {"served": _copied(agreed.served), "initial": _copied(agreed.initial)}
-            self.proposed = None if agreed.proposed is None else _copied(agreed.proposed)
+        if versions is not None:
+            self.versions = versions.copied()
         elif published is not None:
             tensors = load(published.weights)
-            self._start_from({name: tensors[name].float().numpy() for name in self.base})
-            self.keep("served")
+            served = {name: tensors[name].float().numpy() for name in self.versions.initial}
+            self.versions = DrafterVersions(served, served, self.versions.initial)
+        self._start_from_candidate()
         self.rng = random.Random(f"{d.seed}-{name}")
         self._busy = threading.Lock()  # the model
-        self._shelf = threading.Lock()  # the buffer; nobody holds it for long
+        self._shelf = threading.Lock()  # the buffer; held for moments only
+        self._moving = threading.Lock()  # the versions; held for moments only
         self._arrived: VerifierArrays | None = None
         self._verifier_known = False
-        self._whole_head: torch.Tensor | None = None
+        self.whole_head: torch.Tensor | None = None
+        """The policy's whole head, on which a pruned draft vocabulary is judged; None: the drafter has all of it."""
+
+    def _move(self, event: Callable[[DrafterVersions], DrafterVersions]) -> None:
+        """An event of `DrafterVersions`; some come while a session runs in another thread."""
+        with self._moving:
+            self.versions = event(self.versions)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """The model, for one at a time, with the newest verifier weights."""
+        """The model, for one thread at a time, with the newest verifier weights."""
         with self._busy:
             self._take_in()
             yield
@@ -181,43 +176,51 @@ class SpotLearner:
             return
         weights = VerifierWeights(**{part: from_numpy16(array) for part, array in vars(arrays).items()})
         refresh_verifier_weights(self.model, weights)
-        # A pruned draft vocabulary is judged against the policy's whole head.
-        self._whole_head = weights.lm_head if self.model.use_draft_vocab else None
+        self.whole_head = weights.lm_head if self.model.use_draft_vocab else None
         self._verifier_known = True
 
     # ------------------------------------------------------------------ sessions
 
     def train(self, should_stop: Callable[[], bool]) -> SessionResult:
-        """Train until told to stop (asked before each micro-batch), or until the buffer's epochs are used up.
+        """One session: score the candidate if it was not yet, then train until told to stop or out of epochs.
+
+        Args:
+            should_stop: asked before each micro-batch, and before each portion of the text that is scored.
 
         Raises:
             NoRoom: the device's owners left too little of it.
         """
         start = time.perf_counter()
+        scores, judged_s = None, 0.0
         with self._turn():
             if not self._verifier_known or not self._begin():
                 return SessionResult("exhausted")
-            with self._visit(trains=True):
-                judged = self._judge(should_stop)
-                judged_s = time.perf_counter() - start if judged else 0.0
+            sequences = self._held_out(self._to_judge) if self.versions.to_judge else None
+            with self._on_device(trains=True):
+                if sequences is not None:
+                    scores = self._score_held_out(sequences, self.config.speculation.longest, should_stop)
+                    judged_s = time.perf_counter() - start
                 done = train_until(self.trainer, self._batches(), should_stop)
             self.unmerged_steps += done.steps
             self.unmerged_tokens += math.ceil(done.weighted_tokens)
+            if scores is not None:
+                self._move(DrafterVersions.judged)
         seconds = time.perf_counter() - start
-        if judged is not None:
-            share = None if judged.scores is None else judged_s / seconds
-            self._to_judge = tokens_to_judge(self._to_judge, judged.tokens, share, ran_out=not done.stopped)
+        if sequences is not None:
+            share = None if scores is None else judged_s / seconds
+            looked_at = sum(map(len, sequences))
+            self._to_judge = tokens_to_judge(self._to_judge, looked_at, share, ran_out=not done.stopped)
+        return replace(self._figures(done), seconds=seconds, judged_s=judged_s, scores=scores)
+
+    def _figures(self, done: TrainSummary) -> SessionResult:
         return SessionResult(
             "stopped" if done.stopped else "exhausted",
             steps=done.steps,
             tokens=done.tokens,
             epochs=self.buffer.session_epochs(),
             skipped=done.skipped,
-            seconds=seconds,
             loss=done.loss,
             acc=done.acc_by_position,
-            scores=None if judged is None else judged.scores,
-            judged_s=judged_s,
             slowest_s=done.slowest_s,
         )
 
@@ -227,9 +230,9 @@ class SpotLearner:
             self.buffer.begin_session(max_epochs=self.config.spot.max_epochs)
             return self.buffer.ready(self.config.buffer.min_tokens)
 
-    def _visit(self, *, trains: bool) -> AbstractContextManager[None]:
-        """The drafter on the training device, for whoever holds the lock."""
-        return self.place.visit(self.trainer, max(self.config.drafter.rows, PORTION), trains=trains)
+    def _on_device(self, *, trains: bool) -> AbstractContextManager[None]:
+        """The drafter on the training device; only during a turn."""
+        return self.place.resident(self.trainer, max(self.config.drafter.rows, PORTION), trains=trains)
 
     def _batches(self) -> Iterator[Batch]:
         while True:
@@ -247,99 +250,67 @@ class SpotLearner:
             NoRoom: the device's owners left too little of it.
         """
         if self.place.is_borrowed:
-            with self._turn(), self._visit(trains=False):
+            with self._turn(), self._on_device(trains=False):
                 self.trainer.rehearse()
 
     # ------------------------------------------------------------------ merge
 
-    def contribute(self) -> Contribution:
-        """What this learner learned since its last merge."""
-        with self._turn():
-            return Contribution(self.name, self.unmerged_tokens, self.unmerged_steps, self._own_delta())
-
     def hand_in(self, slices: int) -> list[MergedSlice]:
-        """The same in slices of 16 bits, for workers on several machines (`spot_worker.merge_slices`)."""
+        """What this learner learned since its last merge, in slices of 16 bits (`spot_worker.merge`)."""
         with self._turn():
-            facts = facts_of(self.name, self.unmerged_tokens, self.unmerged_steps, self.config.spot.min_merge_steps)
-            return hand_in(facts, self._live(), self.base, slices)
+            least = self.config.spot.min_merge_steps
+            facts = session_facts(self.name, self.unmerged_tokens, self.unmerged_steps, least)
+            return hand_in(facts, self._trained(), self.versions.candidate, slices)
 
-    def _own_delta(self) -> Parameters:
-        now = self.trainer.parameters_numpy()
-        return {name: now[name] - self.base[name] for name in self.base}
-
-    def adopt(self, merged: Merged) -> None:
-        """Move to the new agreed version: base plus the merged delta, on every learner alike."""
+    def adopt(self, slices: tuple[MergedSlice, ...]) -> None:
+        """Move to the new candidate, as every learner does."""
         with self._turn():
-            delta = merged.delta
-            agreed = self.base if delta is None else {name: value + delta[name] for name, value in self.base.items()}
-            self._move_to(agreed, self.name in merged.included)
+            facts, base = slices[0].facts, self.versions.candidate
+            included = self.name in facts.included
+            own = {} if included else {name: value - base[name] for name, value in self._trained().items()}
+            candidate = added(base, slices, self._trained() if included else None)
+            if facts.included:
+                self._move(lambda versions: versions.merged(candidate))
+            if included:
+                self.unmerged_steps = self.unmerged_tokens = 0
+            else:
+                self._continue_on(candidate, own)
 
-    def adopt_slices(self, slices: tuple[MergedSlice, ...]) -> None:
-        """The same, of a merge in slices."""
-        with self._turn():
-            if self.name not in slices[0].facts.included:
-                self._move_to(added(self.base, slices), included=False)
-                return
-            self.base = added(self.base, slices, self._live())
-            self.unjudged = True
-            self.unmerged_steps = self.unmerged_tokens = 0
+    def _continue_on(self, candidate: Parameters, own: Parameters) -> None:
+        """After a merge without this learner: left out for too few steps, it keeps its own progress on top of the new
+        candidate and hands it in later; left out for broken numbers, it starts again from the candidate, with fresh
+        moments, which may be what broke it.
+        """
+        if all(np.isfinite(change).all() for change in own.values()):
+            self.trainer.load_parameters({name: candidate[name] + change for name, change in own.items()})
+            return
+        self._start_from_candidate()
+        self.trainer.optimizer.state.clear()
+        self.trainer.steps = 0  # warm up again
 
-    def _live(self) -> Parameters:
-        """The trainer's parameters themselves, for whoever holds the lock: between sessions they are on the host."""
+    def _trained(self) -> Parameters:
+        """The parameters that are trained, themselves; only during a turn: between sessions they are on the host."""
         return {name: p.data.numpy() for name, p in self.trainer.parameters.items()}
 
-    def _move_to(self, agreed: Parameters, included: bool) -> None:
-        """One left out for too few steps keeps its own progress on top and hands it in later; one left out for broken
-        numbers starts again from the agreed version, with fresh moments: they may be what broke it.
-        """
-        own = {} if included else self._own_delta()
-        sound = all(np.isfinite(v).all() for v in own.values())
-        if agreed is not self.base:
-            self.unjudged = True
-        if sound and not included:
-            self.base = agreed
-            self.trainer.load_parameters({name: agreed[name] + own[name] for name in own})
-            return
-        self._start_from(agreed)
-        if not sound:
-            self.trainer.optimizer.state.clear()
-            self.trainer.steps = 0  # warm up again
-
-    def _start_from(self, params: Parameters) -> None:
-        self.base = params
-        self.trainer.load_parameters(self.base)
+    def _start_from_candidate(self) -> None:
+        self.trainer.load_parameters(self.versions.candidate)
         self.unmerged_steps = self.unmerged_tokens = 0
 
-    def agreed(self) -> AgreedParameters:
-        """What all learners hold alike, for one that joins them."""
-        return AgreedParameters(self.base, self.kept["served"], self.kept["initial"], self.proposed)
+    def mark_exported(self) -> None:
+        """The candidate is about to be published, and there may be a newer one when it is."""
+        self._move(DrafterVersions.export)
 
-    def propose(self) -> None:
-        """The agreed version is about to be published, and may be another one when it is."""
-        self.proposed = self.base  # replaced by the next version, never written to
+    def mark_published(self) -> None:
+        """The engines serve what was exported, or else the candidate."""
+        self._move(DrafterVersions.published)
 
-    def keep(self, which: str) -> None:
-        """What was proposed is published, or else the agreed version: remember it as the served one."""
-        self.kept[which] = self.base if self.proposed is None else self.proposed
-        self.unjudged = self.unjudged and self.kept[which] is not self.base
-        self.proposed = None
-
-    def revert(self, which: str) -> None:
+    def revert(self, which: Literal["served", "initial"]) -> None:
         """Go back to the served or the initial parameters; the candidate is given up."""
         with self._turn():
-            self._start_from(self.kept[which])
-            self.unjudged, self.proposed = False, None
+            self._move(lambda versions: versions.reverted(which))
+            self._start_from_candidate()
 
     # ------------------------------------------------------------------ judging and publishing
-
-    def _judge(self, should_stop: Callable[[], bool]) -> Judged | None:
-        """Score the agreed version where it has to be; for whoever holds the lock, on the device."""
-        if not self.unjudged:
-            return None
-        sequences = self._held_out(self._to_judge)
-        scores = self._score_held_out(sequences, self.config.speculation.longest, should_stop)
-        self.unjudged = scores is None
-        return Judged(sum(map(len, sequences)), scores)
 
     def _held_out(self, tokens: int) -> list[TrainingSequence]:
         with self._shelf:
@@ -349,35 +320,18 @@ class SpotLearner:
     def _score_held_out(
         self, sequences: list[TrainingSequence], max_draft: int, should_stop: Callable[[], bool]
     ) -> HeldOutScores | None:
-        """Candidate, served and initial under the same verifier weights; None when told to stop."""
-        scores = self._score(sequences, WHICH, max_draft, should_stop)
+        """Candidate, served and initial under the same verifier weights, on the device; None when told to stop."""
+        head = None if self.whole_head is None else self.whole_head.to(self.place.device)
+        versions, rows = {which: self.versions.of(which) for which in VERSIONS}, self.config.drafter.rows
+        scores = score_versions(self.trainer, versions, sequences, self.sampling, max_draft, head, should_stop, rows)
         if scores is None:
             return None
-        return held_out_scores(scores, max_draft, finite=all(np.isfinite(value).all() for value in self.base.values()))
-
-    def score(self, max_draft: int) -> HeldOutScores | None:
-        """The gate's scores at once, not in a session; for studies, which own their device."""
-        with self._turn(), self._visit(trains=False):
-            return self._score_held_out(self._held_out(HELD_OUT_TOKENS), max_draft, lambda: False)
-
-    def score_on(
-        self, sequences: list[TrainingSequence], which: Iterable[str], max_draft: int
-    ) -> dict[str, list[SequenceScore]]:
-        """Score some of `WHICH` on any sequences; for studies, which own their device."""
-        with self._turn(), self._visit(trains=False) if sequences else nullcontext():
-            return self._score(sequences, which, max_draft, lambda: False) or {}
-
-    def _score(
-        self, sequences: list[TrainingSequence], which: Iterable[str], max_draft: int, should_stop: Callable[[], bool]
-    ) -> dict[str, list[SequenceScore]] | None:
-        head = None if self._whole_head is None else self._whole_head.to(self.place.device)
-        versions = {one: self.agreed().of(one) for one in which}
-        rows = self.config.drafter.rows
-        return score_versions(self.trainer, versions, sequences, self.sampling, max_draft, head, should_stop, rows)
+        finite = all(np.isfinite(value).all() for value in versions["candidate"].values())
+        return held_out_scores(scores, max_draft, finite=finite)
 
     def export(self, version: int, dtype: str, acceptance: list[float]) -> DrafterFile:
-        """The agreed version as vLLM loads it; a `DrafterError` where its numbers are not finite in that dtype."""
-        with self._turn(), self.trainer.holding(self.base):
+        """The candidate as vLLM loads it; a `DrafterError` where its numbers are not finite in that dtype."""
+        with self._turn(), self.trainer.holding(self.versions.candidate):
             config, weights, fingerprint = to_drafter_file(self.model, dtype)
         return DrafterFile(version, config, weights, fingerprint, tuple(acceptance))
 
@@ -393,12 +347,12 @@ class SpotLearner:
         facts = {**asdict(provenance), "steps": state["steps"]}
         save_drafter(self.model, directory, facts, policy=self._policy_dir, training_state=state, tensors=tensors)
 
-    def snapshot(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def snapshot(self) -> tuple[dict[str, torch.Tensor], dict]:
         """(the served drafter's tensors, what `resume` needs), on the host; training does not change them."""
         with self._turn():
-            served = self.kept["served"]  # replaced, never written to: no copy is needed
+            served = self.versions.served  # replaced, never written to: no copy is needed
             tensors = serving_tensors(self.model, without=served.keys())
-            state = state_of(self.trainer, self.kept)  # of the candidate, which may be ahead of what is served
+            state = state_to_save(self.trainer, self.versions)  # of the candidate, which may be ahead of what is served
         return tensors | {name: torch.from_numpy(value) for name, value in served.items()}, state
 
     def resume(self, directory: str) -> Resumed | None:
@@ -406,10 +360,5 @@ class SpotLearner:
         if (state := load_training_state(directory)) is None:
             return None
         with self._turn():
-            self.base = go_on(self.trainer, self.kept, state)
-            return account(self.trainer, self.kept)
-
-
-def _copied(params: Parameters) -> Parameters:
-    """On memory of their own: what came through the object store is read-only and keeps the whole object there."""
-    return {name: np.array(value) for name, value in params.items()}
+            self._move(lambda versions: resumed_versions(self.trainer, versions, state))
+            return checksums(self.trainer, self.versions)

@@ -1,64 +1,59 @@
-"""Average what several workers learned, weighted by the tokens they learned it from.
+"""The merge: average what several spot workers learned, weighted by the tokens they learned it from.
 
 Workers train alone on their own data (local SGD; no process group exists), each hands in the change of its parameters
-since the version all agree on. A hand-in that would spoil the average is left out and named: too few optimizer steps
-(AdamW's first steps go by sign alone), nothing in it, or a number that is not finite.
+since the candidate that all agree on. A hand-in that would spoil the average is left out and named: too few optimizer
+steps (AdamW's first steps go by sign alone), no tokens, or a number that is not finite.
 
 Bubbles differ in length, and a plain average would let a short session hold a long one back. Take a session of t tokens
 to move the parameters by t * g and noise. Least squares then gives g = sum(t_i d_i) / sum(t_i^2), and the merged change
 is g times the longest session: the average of equal sessions, and a longer step in its direction for unequal ones.
 During the warm-up tokens move less, so each counts by its learning rate.
 
-Between machines the same average is made slice by slice (`spot_worker.merge_slices`).
+Whole changes sent to one worker would be 64 x 1.2 GB for 64 replicas of a drafter of 300M parameters. So a change is
+cut into slices of equal length, and of each group of workers everyone averages some of the slices over that group; the
+groups' averages meet again in the same way (`trainer.replica_workers.start_merge` assigns them). On each level a worker
+reads no more numbers than one change has, whatever the number of workers.
+
+A number travels as a 16-bit integer times the scale of its block. Averaged changes of weights are added to weights, so
+their absolute error counts, and in blocks of like sizes (AdamW's steps are) this one is 64 times smaller than
+bfloat16's. Every worker adopts the same 16 bits, so that all agree to the bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 
-from verl_tlt.messages.training import Contribution, Merged
+from verl_tlt.messages.training import MergedSlice, MergeFacts, Parameters
+
+BLOCK = 1 << 16
+"""Numbers with one scale: small enough to stay in a core's cache through all that is done to them."""
+LARGEST = 32767
+THREADS = min(4, os.cpu_count() or 1)
+"""Of one worker: what is done to all numbers of a drafter waits for memory, of which one core cannot ask for enough."""
+TINY = 1e-30
+"""A block of nothing larger is zero: its scale would have no inverse."""
 
 
-def merge(contributions: Sequence[Contribution], *, min_steps: int) -> Merged:
-    """What the usable contributions learned together; the same bits in whatever order they come.
-
-    Raises:
-        ValueError: a worker appears twice, or two workers' deltas differ in names or shapes.
-    """
-    parts = [_prepare(c, min_steps) for c in sorted(contributions, key=lambda c: c.worker)]
-    facts = together(parts)
-    level = [part for part in parts if part.included]
-    if not level:
-        return facts
-    # By two, so that rounding grows with log2(n); a fixed order, so that it is the same for all.
-    while len(level) > 1:
-        odd = [level[-1]] if len(level) % 2 else []
-        level = [_combine(a, b) for a, b in zip(level[::2], level[1::2], strict=False)] + odd
-    assert level[0].delta is not None
-    longer = np.float32(stretch(facts))
-    return replace(facts, delta={name: longer * value for name, value in level[0].delta.items()})
-
-
-def facts_of(worker: str, tokens: int, steps: int, min_steps: int) -> Merged:
-    """One worker's hand-in as an average of itself, or as an exclusion, without its delta."""
-    reason = None
+def session_facts(worker: str, tokens: int, steps: int, min_steps: int) -> MergeFacts:
+    """One worker's hand-in as an average of itself, or as an exclusion."""
     if steps < min_steps:
-        reason = f"{steps} optimizer steps, fewer than {min_steps}"
-    elif tokens <= 0:
-        reason = "it trained on no tokens"
-    return exclusion(worker, reason) if reason else Merged(None, tokens, (worker,), longest=tokens, squares=tokens**2)
+        return _excluded(worker, f"{steps} optimizer steps, fewer than {min_steps}")
+    if tokens <= 0:
+        return _excluded(worker, "it trained on no tokens")
+    return MergeFacts(tokens, (worker,), longest=tokens, squares=tokens**2)
 
 
-def exclusion(worker: str, reason: str) -> Merged:
-    """A hand-in that is left out."""
-    return Merged(None, 0, (), {worker: reason})
+def _excluded(worker: str, reason: str) -> MergeFacts:
+    return MergeFacts(0, (), {worker: reason})
 
 
-def together(parts: Sequence[Merged]) -> Merged:
-    """The facts of several averages as those of one; no delta.
+def combined(parts: Sequence[MergeFacts]) -> MergeFacts:
+    """The facts of several averages as those of one.
 
     Raises:
         ValueError: a worker appears twice.
@@ -66,8 +61,7 @@ def together(parts: Sequence[Merged]) -> Merged:
     names = [name for part in parts for name in (*part.included, *part.excluded)]
     if len(set(names)) != len(names):
         raise ValueError(f"A worker hands in once per merge, but these did: {', '.join(names)}.")
-    return Merged(
-        None,
+    return MergeFacts(
         tokens=sum(part.tokens for part in parts),
         included=tuple(name for part in parts for name in part.included),
         excluded={name: reason for part in parts for name, reason in part.excluded.items()},
@@ -76,39 +70,147 @@ def together(parts: Sequence[Merged]) -> Merged:
     )
 
 
-def stretch(average: Merged) -> float:
-    """How much further than the plain average the merged change goes (see above): 1 for equal sessions."""
+def step_factor(average: MergeFacts) -> float:
+    """How much further than the plain average the merged change goes: 1 for equal sessions."""
     return average.longest * average.tokens / average.squares if average.squares else 1.0
 
 
-def _prepare(contribution: Contribution, min_steps: int) -> Merged:
-    c = contribution
-    facts = facts_of(c.worker, c.tokens, c.steps, min_steps)
-    if facts.included and (reason := _unusable(c.delta)):
-        return exclusion(c.worker, reason)
-    return replace(facts, delta={name: np.asarray(value, dtype=np.float32) for name, value in c.delta.items()})
+def hand_in(facts: MergeFacts, now: Parameters, base: Parameters, slices: int) -> list[MergedSlice]:
+    """What a worker learned, in slices.
+
+    Args:
+        facts: of its session (`session_facts`).
+        now: its parameters, float32, in the order in which all workers have them.
+        base: the candidate that all agree on.
+        slices: how many; where there are fewer blocks, some are empty.
+    """
+    if not facts.included:
+        return [_empty(facts) for _ in range(slices)]
+
+    def write(blocks: list[Block]) -> MergedSlice | str:
+        writer = _SliceWriter(blocks)
+        for name, begin, end in blocks:
+            np.subtract(_flat(now[name])[begin:end], _flat(base[name])[begin:end], out=writer.room(end - begin))
+            if not writer.add():
+                return name
+        return writer.slice(facts)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = list(pool.map(write, _slices_of(base, slices)))
+    if broken := next((name for name in found if isinstance(name, str)), None):
+        excluded = _excluded(facts.included[0], f"{broken} is not finite")
+        return [_empty(excluded) for _ in range(slices)]
+    return [part for part in found if isinstance(part, MergedSlice)]
 
 
-def _combine(left: Merged, right: Merged) -> Merged:
-    """Two averages as one, weighted by their tokens."""
-    assert left.delta is not None and right.delta is not None
-    _check_alike(left, right)
-    facts = together([left, right])
-    share = np.float32(right.tokens / facts.tokens)
-    # A running average stays within the range of its inputs, whatever the number of workers.
-    return replace(facts, delta={name: a + share * (right.delta[name] - a) for name, a in left.delta.items()})
+def average_slice(parts: Sequence[MergedSlice], *, last: bool) -> MergedSlice:
+    """The same slice of several workers or groups as their average, weighted by tokens; its bits depend on no order.
+
+    Args:
+        parts: one of each.
+        last: all workers are in it: the average goes as far as the longest session did (`step_factor`).
+
+    Raises:
+        ValueError: a worker is in two of them, or they differ in length.
+    """
+    ordered = sorted(parts, key=lambda part: min((*part.facts.included, *part.facts.excluded)))
+    facts = combined([part.facts for part in ordered])
+    usable = [part for part in ordered if part.facts.included]
+    if not usable:
+        return _empty(facts)
+    if len({(part.values.size, part.lengths) for part in usable}) > 1:
+        raise ValueError(f"Deltas of {', '.join(facts.included)} differ in length.")
+    weights = [part.facts.tokens / facts.tokens for part in usable]
+    lengths = usable[0].lengths
+    writer, one = _SliceWriter([("", 0, length) for length in lengths]), np.empty(max(lengths, default=0), np.float32)
+    begin = 0
+    for block, length in enumerate(lengths):
+        end = begin + length
+        total = writer.room(length)
+        total.fill(0.0)
+        for weight, part in zip(weights, usable, strict=True):
+            total += np.multiply(part.values[begin:end], np.float32(weight * part.scales[block]), out=one[:length])
+        writer.add()
+        begin = end
+    average = writer.slice(facts)
+    return replace(average, scales=average.scales * np.float32(step_factor(facts))) if last else average
 
 
-def _unusable(delta: Mapping[str, np.ndarray]) -> str | None:
-    if not delta:
-        return "its delta is empty"
-    return next((f"{name} is not finite" for name, value in delta.items() if not np.isfinite(value).all()), None)
+def added(base: Parameters, slices: Sequence[MergedSlice], live: Parameters | None = None) -> Parameters:
+    """The new candidate, float32 on memory of its own; `base` itself where every worker was left out.
+
+    Args:
+        base: the present one.
+        slices: those of the last `average_slice`, in order.
+        live: parameters that become the new candidate, too, written while it is in the cache.
+    """
+    if not slices[0].facts.included:
+        return base
+    new = {name: np.empty(value.shape, np.float32) for name, value in base.items()}
+
+    def fill(blocks: list[Block], part: MergedSlice) -> None:
+        at = 0
+        for (name, begin, end), scale in zip(blocks, part.scales, strict=True):
+            after, out = at + end - begin, _flat(new[name])[begin:end]
+            np.multiply(part.values[at:after], scale, out=out)
+            out += _flat(base[name])[begin:end]
+            if live is not None:
+                _flat(live[name])[begin:end] = out
+            at = after
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(fill, _slices_of(base, len(slices)), slices))
+    return new
 
 
-def _check_alike(left: Merged, right: Merged) -> None:
-    shapes = [{name: value.shape for name, value in (side.delta or {}).items()} for side in (left, right)]
-    if shapes[0] != shapes[1]:
-        different = sorted(n for n in shapes[0].keys() | shapes[1].keys() if shapes[0].get(n) != shapes[1].get(n))
-        raise ValueError(
-            f"Deltas of {', '.join(left.included)} and {', '.join(right.included)} differ in {', '.join(different)}."
-        )
+Block = tuple[str, int, int]
+"""(parameter, first number, number after the last) of a block."""
+
+
+def _slices_of(like: Mapping[str, np.ndarray], slices: int) -> Iterator[list[Block]]:
+    """The blocks of each slice: as many in each, as far as that goes."""
+    blocks = [(n, a, min(a + BLOCK, value.size)) for n, value in like.items() for a in range(0, value.size, BLOCK)]
+    for i in range(slices):
+        yield blocks[i * len(blocks) // slices : (i + 1) * len(blocks) // slices]
+
+
+class _SliceWriter:
+    """Blocks of numbers, one after the other, into 16 bits each."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self._lengths = tuple(end - begin for _, begin, end in blocks)
+        self._values = np.empty(sum(self._lengths), np.int16)
+        self._scales = np.empty(len(blocks), np.float32)
+        self._block = self._at = 0
+        self._room = np.empty(max(self._lengths, default=0), np.float32)
+
+    def room(self, length: int) -> np.ndarray:
+        """Where the next block is to be written: the same memory each time, which stays in the cache."""
+        self._numbers = self._room[:length]
+        return self._numbers
+
+    def add(self) -> bool:
+        """Pack what was written there; False: a number in it is not finite."""
+        numbers = self._numbers
+        top = float(max(numbers.max(), -numbers.min()))
+        if not np.isfinite(top):
+            return False
+        scale = top / LARGEST if top > TINY else 1.0
+        numbers *= np.float32(1 / scale)
+        after = self._at + len(numbers)
+        np.rint(numbers, out=self._values[self._at : after], casting="unsafe")
+        self._scales[self._block] = scale
+        self._block, self._at = self._block + 1, after
+        return True
+
+    def slice(self, facts: MergeFacts) -> MergedSlice:
+        """All that was added."""
+        return MergedSlice(facts, self._values, self._scales, self._lengths)
+
+
+def _flat(values: np.ndarray) -> np.ndarray:
+    return values.reshape(-1)
+
+
+def _empty(facts: MergeFacts) -> MergedSlice:
+    return MergedSlice(facts, np.empty(0, np.int16), np.empty(0, np.float32), ())

@@ -1,6 +1,6 @@
 """What a learner keeps in a checkpoint besides the served drafter, and how it goes on from one.
 
-The trainer's state is of the candidate. The gate compares with the initial drafter as well, which a resumed run could
+The trainer's state is the candidate's. The gate compares with the initial drafter as well, which a resumed run could
 not know otherwise: what it starts with is the served one.
 """
 
@@ -8,50 +8,51 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
 
 from verl_tlt.drafter import DrafterTrainer
-from verl_tlt.messages.training import Parameters, Resumed
+from verl_tlt.messages.training import Resumed
+from verl_tlt.spot_worker.versions import DrafterVersions
 
 INITIAL = "initial"
 """Key of the initial parameters among those of `DrafterTrainer.state()`; absent where they are the served ones."""
 
 
-def state_of(trainer: DrafterTrainer, kept: Mapping[str, Parameters]) -> dict[str, Any]:
-    """What to save: a copy, except of the `kept` parameters, which are never written to."""
+def state_to_save(trainer: DrafterTrainer, versions: DrafterVersions) -> dict:
+    """What to save: a copy, except of the initial parameters, which are never written to."""
     state = trainer.state()
-    if kept["initial"] is not kept["served"]:
-        state[INITIAL] = {name: torch.from_numpy(value) for name, value in kept["initial"].items()}
+    if versions.initial is not versions.served:
+        state[INITIAL] = {name: torch.from_numpy(value) for name, value in versions.initial.items()}
     return state
 
 
-def go_on(trainer: DrafterTrainer, kept: dict[str, Parameters], state: dict[str, Any]) -> Parameters:
-    """Load a saved state into the trainer and the initial parameters into `kept`; returns the candidate's.
+def resumed_versions(trainer: DrafterTrainer, versions: DrafterVersions, state: dict) -> DrafterVersions:
+    """Load a saved state into the trainer; the versions with the candidate and the initial one that were saved.
 
     Raises:
         DrafterError: the state is of a drafter with other parameters.
     """
     trainer.load_state(state)
+    initial = versions.initial
     if INITIAL in state:
-        kept["initial"] = {name: value.numpy() for name, value in state[INITIAL].items()}
-    return trainer.parameters_numpy()
+        initial = {name: value.numpy() for name, value in state[INITIAL].items()}
+    return versions.resumed(trainer.parameters_numpy(), initial)
 
 
-def account(trainer: DrafterTrainer, kept: Mapping[str, Parameters]) -> Resumed:
+def checksums(trainer: DrafterTrainer, versions: DrafterVersions) -> Resumed:
     """What is held now, in a form that can be compared with a checkpoint's files."""
     return Resumed(
         steps=trainer.steps,
         candidate=checksum(trainer.parameters),
-        served=checksum(kept["served"]),
-        initial=checksum(kept["initial"]),
+        served=checksum(versions.served),
+        initial=checksum(versions.initial),
         moments=moments(trainer.optimizer.state_dict()),
     )
 
 
-def moments(optimizer: Mapping[str, Any]) -> str:
+def moments(optimizer: Mapping[str, dict]) -> str:
     """Checksum of Adam's moments and step counts, from the optimizer's `state_dict()`."""
     states = optimizer["state"].items()
     return checksum({f"{number}.{name}": value for number, values in states for name, value in values.items()})

@@ -1,9 +1,8 @@
-"""Scores for the gate: several versions of a drafter on the same sequences, as long as nobody says stop."""
+"""Scores for the gate: several versions of a drafter on the same held-out sequences, until told to stop."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,30 +18,20 @@ HELD_OUT_TOKENS = 32_768
 """Most tokens a gate looks at: twice what a paired comparison needs, and still seconds of work."""
 
 FEWEST_SEQUENCES = 8
-"""Fewest sequences, however long: with fewer than seven the gate never decides."""
+"""Fewest sequences, however long: with fewer than seven (`gate.MIN_SEQUENCES`) the gate never decides."""
 
 JUDGING_SHARE = 0.25
-"""Of a session, for its scores: three quarters of the bubble are for learning."""
-
-
-@dataclass(frozen=True)
-class Judged:
-    """What a session came to that was to judge before it trained."""
-
-    tokens: int
-    """It was to look at."""
-    scores: HeldOutScores | None
-    """None: it was told to stop before it had all."""
+"""Share of a session that its scores may take: three quarters are for training."""
 
 
 def tokens_to_judge(most: int, tokens: int, share: float | None, *, ran_out: bool) -> int:
-    """How many held-out tokens the next session that judges looks at, at most.
+    """How many held-out tokens the next session that scores looks at, at most.
 
     Args:
-        most: what it was for the last one.
+        most: what it was for the last such session.
         tokens: those that one looked at; fewer where less was held out, which is no reason to look at less next time.
         share: of that session's time that its scores took; None: it was told to stop before it had all.
-        ran_out: that session ended by itself, for want of data: there was time left.
+        ran_out: that session ended by itself, out of epochs: there was time left.
     """
     if share is None:
         wanted = tokens // 2
@@ -63,7 +52,7 @@ def score_versions(
     should_stop: Callable[[], bool],
     rows: int = PORTION,
 ) -> dict[str, list[SequenceScore]] | None:
-    """Score each version, one and the same only once; the trainer's own weights come back.
+    """Score each version, the same parameters only once; the trainer's own are restored.
 
     None when told to stop: half a comparison is none.
 

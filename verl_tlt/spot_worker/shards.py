@@ -1,8 +1,8 @@
-"""Captured sequences, put together again where several ranks of the actor share them.
+"""Captured sequences, put together again where several ranks of the actor hold parts of them.
 
-With sequence, context or pipeline parallelism no rank of the actor sees a whole sequence: each sends what it has, and
-the spot worker joins the shards. Nothing is gathered between the actor's ranks, so nothing there can wait for a rank
-that failed: a sequence with a missing shard is left out.
+With sequence, context or pipeline parallelism no rank of the actor has a whole sequence: each sends what it has, and
+the spot worker puts the shards together. The actor's ranks gather nothing among themselves, so nothing there can wait
+for a rank that failed: a sequence with a missing shard is left out.
 
 A hidden state takes four forms from the policy to a gradient: the tensor that a layer is called with, the tap's copy of
 it (`HiddenStateShard`, which goes through the object store as it is), the drafter's `TrainingSequence`, which is made
@@ -20,7 +20,7 @@ from verl_tlt.drafter import TrainingSequence, from_numpy16
 from verl_tlt.messages.training import HiddenStateShard
 
 
-def join(shards: Iterable[HiddenStateShard]) -> tuple[list[TrainingSequence], int]:
+def whole_sequences(shards: Iterable[HiddenStateShard]) -> tuple[list[TrainingSequence], int]:
     """Whole sequences out of what all ranks of one group sent.
 
     Returns:
@@ -29,12 +29,12 @@ def join(shards: Iterable[HiddenStateShard]) -> tuple[list[TrainingSequence], in
     rows: dict[int, list[HiddenStateShard]] = {}
     for shard in shards:
         rows.setdefault(shard.row, []).append(shard)
-    joined = [_join(rows[row]) for row in sorted(rows)]
-    whole = [sequence for sequence in joined if sequence is not None]
-    return whole, len(joined) - len(whole)
+    found = [_whole_sequence(rows[row]) for row in sorted(rows)]
+    whole = [sequence for sequence in found if sequence is not None]
+    return whole, len(found) - len(whole)
 
 
-def _join(shards: list[HiddenStateShard]) -> TrainingSequence | None:
+def _whole_sequence(shards: list[HiddenStateShard]) -> TrainingSequence | None:
     """One sequence; None where not every state of every token is there."""
     head = shards[0]
     length, hidden = len(head.tokens), head.states.shape[-1]

@@ -1,43 +1,42 @@
-"""The spot worker: a Ray actor beside one replica, around a `SpotLearner`.
+"""The spot worker: a Ray actor around a `SpotLearner`, on one device of one replica.
 
 It checks a flag between micro-batches, so that a stop costs at most one of them. Long work runs in a thread, so that
-`stop` is answered at once. Every method returns a record of `messages` or raises; the trainer decides
-what a failure means.
+`stop` is answered at once. Methods raise what fails; the trainer decides what a failure means.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import dataclasses
 import logging
 import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.errors import DrafterError
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import (
-    AgreedParameters,
     BufferStats,
-    Contribution,
     DrafterProvenance,
     HiddenStateShard,
-    Merged,
     MergedSlice,
+    MergeFacts,
     Resumed,
     RolloutSampling,
     SessionResult,
     VerifierArrays,
 )
-from verl_tlt.spot_worker.host_memory import release_freed
-from verl_tlt.spot_worker.merge_slices import join as join_slices
-from verl_tlt.spot_worker.shards import join
+from verl_tlt.spot_worker.merge import average_slice
+from verl_tlt.spot_worker.shards import whole_sequences
 
 if TYPE_CHECKING:
     from ray import ObjectRef
+
+    from verl_tlt.spot_worker.versions import DrafterVersions
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +44,16 @@ logger = logging.getLogger(__name__)
 def _yield_to_engines() -> None:
     """Give this thread only the CPU time that nobody else wants."""
     os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+
+
+def release_freed() -> None:
+    """Return freed memory to the system (glibc's `malloc_trim`); nothing happens with another C library.
+
+    A session makes and frees arrays of many sizes, most of whose pages the C library would keep: memory that the
+    actors' offloaded optimizers and checkpoints need.
+    """
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 class SpotWorker:
@@ -58,7 +67,7 @@ class SpotWorker:
         drafter: DrafterFile,
         sampling: RolloutSampling,
         device: str,
-        agreed: AgreedParameters | None = None,
+        versions: DrafterVersions | None = None,
         published: DrafterFile | None = None,
     ) -> None:
         import torch
@@ -66,7 +75,7 @@ class SpotWorker:
         from verl_tlt.spot_worker.learner import SpotLearner
 
         torch.set_num_threads(1)  # several processes share this machine's cores; spinning threads cost all of them
-        self.learner = SpotLearner(name, config, policy_dir, drafter, sampling, device, agreed, published)
+        self.learner = SpotLearner(name, config, policy_dir, drafter, sampling, device, versions, published)
         self._stopping = threading.Event()
         # Without an accelerator training shares its cores with the engines that still decode.
         shared = not self.learner.place.is_borrowed and hasattr(os, "SCHED_IDLE")
@@ -89,16 +98,16 @@ class SpotWorker:
     def _add(
         self, step: int, groups: list[list[HiddenStateShard]], verifier_weights: VerifierArrays | None
     ) -> BufferStats:
-        joined = [join(shards) for shards in groups]
-        sequences = [sequence for whole, _ in joined for sequence in whole]
-        missing = sum(incomplete for _, incomplete in joined)
+        found = [whole_sequences(shards) for shards in groups]
+        sequences = [sequence for whole, _ in found for sequence in whole]
+        missing = sum(incomplete for _, incomplete in found)
         if missing:
             total = missing + len(sequences)
             logger.warning("%d of %d sequences were left out: a rank's shard is missing", missing, total)
         return dataclasses.replace(self.learner.add(step, sequences, verifier_weights), incomplete=missing)
 
     async def warm_up(self) -> None:
-        """Have the device ready for sessions, while it is nobody's."""
+        """Run what a session runs once, while no engine or actor uses the device."""
         await asyncio.to_thread(self.learner.warm_up)
 
     async def train(self) -> SessionResult:
@@ -114,41 +123,37 @@ class SpotWorker:
         """Ask a running session to end after its micro-batch; returns at once."""
         self._stopping.set()
 
-    async def contribute(self) -> Contribution:
-        """What this worker learned since its last merge."""
-        return await asyncio.to_thread(self.learner.contribute)
-
     async def hand_in(self, slices: int) -> list[MergedSlice]:
-        """The same for a merge over machines (`spot_worker.merge_slices`)."""
+        """What this worker learned since its last merge."""
         return await asyncio.to_thread(self.learner.hand_in, slices)
 
-    async def join(self, *parts: MergedSlice, last: bool) -> tuple[Merged, MergedSlice]:
-        """Average one slice of several workers, which arrives through the object store: (facts without a delta, it)."""
-        joined = await asyncio.to_thread(join_slices, parts, last=last)
-        return joined.facts, joined
+    async def average(self, *parts: MergedSlice, last: bool) -> tuple[MergeFacts, MergedSlice]:
+        """Average one slice of several workers, which arrives through the object store: (its facts, it)."""
+        average = await asyncio.to_thread(average_slice, parts, last=last)
+        return average.facts, average
 
     async def adopt(self, *slices: MergedSlice) -> None:
-        """Move to the new agreed version."""
-        await asyncio.to_thread(self.learner.adopt_slices, slices)
+        """Move to the new candidate."""
+        await asyncio.to_thread(self.learner.adopt, slices)
 
-    async def agreed(self) -> AgreedParameters:
-        """Candidate, served and initial parameters, for a worker that joins."""
-        return self.learner.agreed()
+    async def versions(self) -> DrafterVersions:
+        """What all spot workers hold alike, for one that joins them."""
+        return self.learner.versions
 
-    async def propose(self) -> None:
-        """The agreed version is about to be published."""
-        self.learner.propose()
+    async def mark_exported(self) -> None:
+        """The candidate is about to be published."""
+        self.learner.mark_exported()
 
-    async def keep(self, which: str) -> None:
-        """What was proposed is published."""
-        self.learner.keep(which)
+    async def mark_published(self) -> None:
+        """What was exported is published."""
+        self.learner.mark_published()
 
-    async def revert(self, which: str) -> None:
+    async def revert(self, which: Literal["served", "initial"]) -> None:
         """Go back to the served or the initial parameters."""
         await asyncio.to_thread(self.learner.revert, which)
 
     async def export(self, version: int, dtype: str, acceptance: list[float]) -> DrafterFile | None:
-        """The agreed version as vLLM loads it; None: its numbers are not finite in that dtype."""
+        """The candidate as vLLM loads it; None: its numbers are not finite in that dtype."""
         try:
             return await asyncio.to_thread(self.learner.export, version, dtype, acceptance)
         except DrafterError as error:

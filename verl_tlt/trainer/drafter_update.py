@@ -95,7 +95,7 @@ def _merge(out: DrafterUpdate, fleet: Fleet, sessions: Sequence[Ended]) -> None:
 def _judge(
     out: DrafterUpdate, scores: HeldOutScores | None, fleet: Fleet, config: TLTConfig, version: int, dtype: str
 ) -> None:
-    """Fill in what comes of the agreed version, and have the workers revert or export it; None: nothing is held out."""
+    """Fill in what comes of the candidate, and have the workers revert or export it; None: nothing is held out."""
     if not config.gate.enable:
         out.decision, out.reason, out.serves_another = "published", "the gate is off", True
         if scores is not None:

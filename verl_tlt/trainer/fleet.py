@@ -16,7 +16,7 @@ from verl_tlt.messages.rollout import Calibration, DrafterFile, DrafterStatus, E
 from verl_tlt.messages.training import (
     BufferStats,
     DrafterProvenance,
-    Merged,
+    MergeFacts,
     SessionResult,
     TappedStates,
 )
@@ -169,8 +169,8 @@ class Fleet(Protocol):
         """Wait until at least one of these calls is done; those that are, or nothing after `timeout_s` (0: a look)."""
         ...
 
-    def merge(self, names: Sequence[str]) -> Merged:
-        """Average what these workers learned, and have all workers adopt the result, whose delta is not returned."""
+    def merge(self, names: Sequence[str]) -> MergeFacts:
+        """Average what these workers learned, and have all workers adopt the result as the new candidate."""
         ...
 
     def keep_as_served(self) -> None:
@@ -182,7 +182,7 @@ class Fleet(Protocol):
         ...
 
     def export(self, version: int, dtype: str, acceptance: Sequence[float]) -> DrafterFile | None:
-        """The agreed version as engines load it; None: its numbers are not finite in that dtype."""
+        """The candidate as engines load it; None: its numbers are not finite in that dtype."""
         ...
 
     def save(self, directory: Path, provenance: DrafterProvenance) -> Call[Any]:

@@ -1,7 +1,7 @@
 """Who averages what, when several spot workers merge: slices dealt out over a tree of groups.
 
 Eight workers make a group, each slice of the parameters is averaged over the group by another of its members, eight
-groups make a group of the next level. The arithmetic is `spot_worker.merge_slices`'.
+groups make a group of the next level. The arithmetic is `spot_worker.merge`'s.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def start_merge(workers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         workers: handles of `SpotWorker` actors, neighbours close to each other.
 
     Returns:
-        (references of the facts, a `Merged` each, all alike; references of the slices, for `SpotWorker.adopt`).
+        (references of the facts, a `MergeFacts` each, all alike; references of the slices, for `SpotWorker.adopt`).
     """
     groups = [([worker], list(worker.hand_in.options(num_returns=FAN_IN).remote(FAN_IN))) for worker in workers]
     facts: list[Any] = []
@@ -30,7 +30,7 @@ def start_merge(workers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         groups = []
         for batch in batches:
             members = [worker for below, _ in batch for worker in below]
-            joined = [_lead(members, s).join.options(num_returns=2).remote(*[row[s] for _, row in batch], last=last)
+            joined = [_lead(members, s).average.options(num_returns=2).remote(*[row[s] for _, row in batch], last=last)
                       for s in range(FAN_IN)]  # fmt: skip
             groups.append((members, [reference for _, reference in joined]))
             if last:

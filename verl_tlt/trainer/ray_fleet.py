@@ -24,7 +24,7 @@ from verl_tlt.messages.rollout import Calibration, DrafterFile, DrafterStatus, E
 from verl_tlt.messages.training import (
     BufferStats,
     DrafterProvenance,
-    Merged,
+    MergeFacts,
     RolloutSampling,
     SessionResult,
     TappedStates,
@@ -257,18 +257,18 @@ class RayFleet:
         tables = {group.id: ray.util.placement_group_table(group) for group, _ in self._bundles}
         return [str(tables[group.id]["bundles_to_node_id"][i]) for group, i in self._bundles]
 
-    def _new_crew(self, replica: _Replica, agreed: Any = None, published: Any = None) -> dict[str, Any]:
+    def _new_crew(self, replica: _Replica, versions: Any = None, published: Any = None) -> dict[str, Any]:
         named = zip(replica.names(), replica.ranks, strict=True)
-        return {name: self._new_worker(name, rank, agreed, published) for name, rank in named}
+        return {name: self._new_worker(name, rank, versions, published) for name, rank in named}
 
-    def _new_worker(self, name: str, rank: int, agreed: Any, published: Any) -> Any:
+    def _new_worker(self, name: str, rank: int, versions: Any, published: Any) -> Any:
         group, index = self._bundles[rank]
         placed = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
         share = get_platform().ray_resource_options(1.0 / self.pool.max_colocate_count)
         options = {"scheduling_strategy": placed, "num_cpus": 0, **share}
         make: Callable[..., Any] = ray.remote(SpotWorker).options(**options).remote
         plan = {**vars(self.spot), "drafter": self._first_drafter}
-        return make(name=name, agreed=agreed, published=published, **plan)
+        return make(name=name, versions=versions, published=published, **plan)
 
     @cached_property
     def _first_drafter(self) -> Any:
@@ -304,9 +304,9 @@ class RayFleet:
         one = min(others, key=self._starts, default=None)  # rather one that is up
         for name in names:
             replica = self.replicas[name]
-            agreed = others[one].agreed.remote() if one is not None else None
+            versions = others[one].versions.remote() if one is not None else None
             # In its place before it dies: another thread that waits for it must not replace it once more.
-            gone, replica.crew = replica.crew, self._new_crew(replica, agreed, None if others else self._published)
+            gone, replica.crew = replica.crew, self._new_crew(replica, versions, None if others else self._published)
             for worker in gone.values():
                 ray.kill(worker)
             now = time.monotonic()
@@ -332,11 +332,11 @@ class RayFleet:
             ray.wait(waiting, num_returns=1, timeout=left)
         return []
 
-    def merge(self, names: Sequence[str]) -> Merged:
+    def merge(self, names: Sequence[str]) -> MergeFacts:
         """See `Fleet`."""
         facts, slices = start_merge([worker for name in names for worker in self.replicas[name].crew.values()])
         try:
-            merged: Merged = answer(facts, CALL_S)[0]
+            merged: MergeFacts = answer(facts, CALL_S)[0]
         except CallFailed as error:
             if error.silent:  # one of them hangs, and holds what it would train
                 self.restart(names)
@@ -346,7 +346,7 @@ class RayFleet:
 
     def keep_as_served(self) -> None:
         """See `Fleet`."""
-        self._on_workers("keep", "served", within_s=KEEP_S)
+        self._on_workers("mark_published", within_s=KEEP_S)
 
     def revert(self, which: str) -> None:
         """See `Fleet`."""
@@ -354,7 +354,7 @@ class RayFleet:
 
     def export(self, version: int, dtype: str, acceptance: Sequence[float]) -> DrafterFile | None:
         """See `Fleet`."""
-        self._on_workers("propose")
+        self._on_workers("mark_exported")
         worker = self.replicas[self.workers()[0]].worker
         exported: DrafterFile | None = answer(worker.export.remote(version, dtype, list(acceptance)), CALL_S)
         return exported

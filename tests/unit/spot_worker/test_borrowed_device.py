@@ -7,13 +7,11 @@ import threading
 import time
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import torch
-from tiny_learner import make_learner, texts, verifier_arrays
+from tiny_learner import make_learner, same, texts, train_and_merge, verifier_arrays
 
 from verl_tlt.drafter import evaluate, session_bytes, train, visiting
-from verl_tlt.messages.training import Merged
 from verl_tlt.spot_worker import scoring
 from verl_tlt.spot_worker.device import NoRoom, TrainingDevice, check_room
 
@@ -33,7 +31,7 @@ class CountedDevice(TrainingDevice):
     def memory(self):
         return self.total - self.used, self.total
 
-    def _there(self, trainer, trains):
+    def _resident(self, trainer, trains):
         self.visits += 1
         self.arriving = True
 
@@ -83,28 +81,17 @@ def slow(monkeypatch):
     return begun
 
 
-def train_and_merge(learner):
-    result = learner.train(lambda: False)
-    assert result.steps > 0
-    learner.adopt(Merged(learner.contribute().delta, 1, ("a",)))
-    return result
-
-
 def weights(learner):
     return learner.trainer.parameters_numpy()
 
 
-def same(left, right):
-    return all(np.array_equal(left[name], right[name]) for name in left)
-
-
 def test_the_next_session_scores_what_was_merged(learner):
     assert train_and_merge(learner).scores is None, "the first drafter is the served one"
-    agreed = learner.base
+    agreed = learner.versions.candidate
     judged = learner.train(lambda: False)
     assert judged.steps > 0 and judged.scores.positions.sum() > 0
-    assert not np.array_equal(judged.scores.candidate, judged.scores.served)
-    assert same(agreed, learner.base) and not same(weights(learner), agreed)
+    assert (judged.scores.candidate != judged.scores.served).any()
+    assert same(agreed, learner.versions.candidate) and not same(weights(learner), agreed)
     assert learner.train(lambda: False).scores is None, "once is enough"
     assert learner.place.used == 0 < learner.place.most < learner.place.total
 
@@ -139,7 +126,7 @@ def test_states_arrive_while_somebody_scores(learner, slow):
     assert learner.buffer.stats().sequences == held + 4
     old = learner.model.verifier_lm_head.weight[0, 0].item()
     session.join(60)
-    learner.contribute()  # the next turn takes them in
+    learner.hand_in(1)  # the next turn takes them in
     assert learner.model.verifier_lm_head.weight[0, 0].item() == verifier_arrays(seed=1).lm_head[0, 0] != old
 
 
@@ -147,7 +134,7 @@ def test_a_device_that_others_fill_is_not_touched(learner):
     learner.place.used = learner.place.total // 2  # the actor keeps its optimizer there
     with pytest.raises(NoRoom, match=r"lower tlt\.drafter\.batch_tokens"):
         learner.train(lambda: False)
-    assert learner.place.visits == 0 and learner.contribute().steps == 0
+    assert learner.place.visits == 0 and learner.unmerged_steps == 0
     with pytest.raises(NoRoom):
         learner.warm_up()
     learner.place.used = 0
@@ -172,14 +159,13 @@ def test_a_warm_up_visits_the_device_and_brings_nothing_back(learner):
 
 def test_what_was_exported_is_what_is_kept_as_served(learner):
     train_and_merge(learner)
-    exported = learner.base
+    exported = learner.versions.candidate
     learner.train(lambda: False)
-    learner.propose()
+    learner.mark_exported()
     train_and_merge(learner)
-    assert learner.agreed().proposed is exported
-    learner.keep("served")
-    assert learner.kept["served"] is exported is not learner.base
-    assert learner.unjudged, "what was merged since has yet to be scored"
+    learner.mark_published()
+    assert learner.versions.served is exported is not learner.versions.candidate
+    assert learner.versions.to_judge, "what was merged since has yet to be scored"
 
 
 def test_on_an_accelerator_the_policys_weights_are_kept_in_16_bits(tmp_path):

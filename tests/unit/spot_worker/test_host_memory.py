@@ -9,7 +9,6 @@ import pytest
 from tiny_learner import learner_arguments, texts, verifier_arrays
 
 from verl_tlt.spot_worker import worker as spot_worker
-from verl_tlt.spot_worker.host_memory import release_freed
 
 MIB = 2**20
 
@@ -29,7 +28,7 @@ def test_freed_pieces_go_back_to_the_system():
     left = pieces[::500]  # these keep the heap from shrinking by itself
     pieces.clear()
     held = resident().rss
-    release_freed()
+    spot_worker.release_freed()
     assert held - resident().rss > 100 * MIB
     assert len(left) == 8
 

@@ -1,115 +1,177 @@
-"""The average is the weighted one, in any order, and nothing broken gets into it."""
+"""The merge is the weighted average, to 16 bits and in any order; nothing broken gets into it, and no worker reads more
+than its share."""
 
 import itertools
 
 import numpy as np
 import pytest
 
-from verl_tlt.messages.training import Contribution
-from verl_tlt.spot_worker.merge import merge
+from verl_tlt.spot_worker import merge as merge_module
+from verl_tlt.spot_worker.merge import BLOCK, added, average_slice, hand_in, session_facts
+from verl_tlt.trainer.merge_tree import FAN_IN, start_merge
+
+SHAPES = {"fc": (300, 700), "norm": (33,), "down": (BLOCK + 5,), "up": (4, BLOCK)}
+SIZE = sum(int(np.prod(shape)) for shape in SHAPES.values())
 
 
-def contribution(worker, tokens=100, steps=10, seed=0, **arrays):
+def parameters(seed, size=1.0):
     rng = np.random.default_rng(seed)
-    delta = arrays or {"fc": rng.normal(size=(4, 3)).astype(np.float32), "norm": rng.normal(size=5).astype(np.float32)}
-    return Contribution(worker, tokens, steps, delta)
+    return {name: size * rng.standard_normal(shape, dtype=np.float32) for name, shape in SHAPES.items()}
 
 
-def several(count=5):
-    return [contribution(f"w{i}", tokens=10 * (i + 1) ** 2, seed=i) for i in range(count)]
+BASE = parameters(seed=99)
 
 
-@pytest.mark.parametrize("count", range(1, 9))
-def test_the_average_is_weighted_by_tokens_and_goes_as_far_as_the_longest_session(count):
-    parts = several(count)
-    merged = merge(parts, min_steps=8)
-    weights = [c.tokens for c in parts]
-    for name in ("fc", "norm"):
-        expected = np.average([c.delta[name].astype(np.float64) for c in parts], axis=0, weights=weights)
-        expected *= max(weights) * sum(weights) / sum(w * w for w in weights)
-        np.testing.assert_allclose(merged.delta[name], expected, rtol=1e-5, atol=1e-6)
-        assert merged.delta[name].dtype == np.float32
-    assert merged.tokens == sum(weights)
-    assert merged.included == tuple(c.worker for c in parts)
-    assert merged.excluded == {}
+def session(i, tokens=None, steps=10):
+    """(facts, parameters after it) of a worker whose changes are as small as a learning rate makes them."""
+    change = parameters(seed=i, size=1e-3)
+    now = {name: BASE[name] + change[name] for name in BASE}
+    return session_facts(f"w{i:02}", tokens or 100 * (i + 1), steps, min_steps=8), now
+
+
+class Method:
+    """`handle.method.options(...).remote(...)`, which runs at once."""
+
+    def __init__(self, call):
+        self.remote = call
+
+    def options(self, num_returns):
+        self.returns = num_returns
+        return self
+
+
+class Worker:
+    """A spot worker's part in a merge; counts the bytes that it reads of others, by level."""
+
+    def __init__(self, facts, now):
+        self.facts, self.now, self.made, self.reads = facts, now, [], []
+        self.hand_in = Method(lambda slices: self._made(hand_in(self.facts, self.now, BASE, slices)))
+        self.average = Method(self._average)
+
+    def _made(self, slices):
+        self.made += slices
+        return slices
+
+    def _average(self, *parts, last):
+        self.reads.append(sum(p.values.nbytes + p.scales.nbytes for p in parts if not any(p is m for m in self.made)))
+        average = average_slice(parts, last=last)
+        self._made([average])
+        return average.facts, average
+
+
+def merged_by(workers):
+    facts, slices = start_merge(workers)
+    assert all(f == facts[0] for f in facts), "the slices' facts differ"
+    live = {name: value.copy() for name, value in BASE.items()}
+    new = added(BASE, slices, live)
+    assert all(np.array_equal(live[name], value) for name, value in new.items())
+    return facts[0], {name: value - BASE[name] for name, value in new.items()}
+
+
+def weighted(sessions):
+    """The merged change in float64: the average by tokens, as far as the longest session goes."""
+    tokens = [facts.tokens for facts, _ in sessions]
+    further = max(tokens) * sum(tokens) / sum(t * t for t in tokens)
+    return {
+        name: further * np.average([(now[name] - BASE[name]).astype(float) for _, now in sessions], 0, tokens)
+        for name in BASE
+    }
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 9, 20])
+def test_it_is_the_average_by_tokens_and_goes_as_far_as_the_longest_session(count):
+    sessions = [session(i) for i in range(count)]
+    facts, found = merged_by([Worker(*s) for s in sessions])
+    tokens = [f.tokens for f, _ in sessions]
+    assert (facts.tokens, facts.longest, facts.excluded) == (sum(tokens), max(tokens), {})
+    assert facts.included == tuple(f.included[0] for f, _ in sessions)
+    top = max(np.abs(now[name] - BASE[name]).max() for _, now in sessions for name in BASE)
+    for name, value in weighted(sessions).items():
+        assert found[name].shape == SHAPES[name] and found[name].dtype == np.float32
+        # A rounding when handed in and one on each level, half a unit each; the whole is stretched by at most two here.
+        # Adding to the base rounds, too.
+        np.testing.assert_allclose(found[name], value, rtol=1e-6, atol=3 * 2 * top / 65534 + 1e-6)
 
 
 def test_sessions_that_agree_on_the_progress_per_token_give_it_for_the_longest():
-    parts = [contribution(f"w{i}", tokens=t, fc=np.float32([2.0, -1.0]) * t) for i, t in enumerate((30, 400, 100))]
-    np.testing.assert_allclose(merge(parts, min_steps=1).delta["fc"], np.float32([2.0, -1.0]) * 400, rtol=1e-6)
-
-
-def test_equal_sessions_give_the_plain_average():
-    parts = [contribution(f"w{i}", seed=i) for i in range(4)]
-    expected = np.mean([c.delta["fc"] for c in parts], axis=0)
-    np.testing.assert_allclose(merge(parts, min_steps=1).delta["fc"], expected, rtol=1e-5)
-
-
-def test_the_order_of_arrival_changes_no_bit():
-    parts = several(4)
-    first = merge(parts, min_steps=1)
-    for order in itertools.permutations(parts):
-        again = merge(order, min_steps=1)
-        assert all(np.array_equal(again.delta[n], first.delta[n]) for n in first.delta)
+    zero, direction = {"fc": np.zeros(2, np.float32)}, np.float32([2.0, -1.0])
+    facts = [session_facts(f"w{t}", t, 10, min_steps=1) for t in (30, 400, 100)]
+    parts = [hand_in(f, {"fc": direction * f.tokens}, zero, 1)[0] for f in facts]
+    new = added(zero, [average_slice(parts, last=True)])
+    np.testing.assert_allclose(new["fc"], direction * 400, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("bad", "reason"),
-    [
-        (contribution("bad", steps=7), "7 optimizer steps, fewer than 8"),
-        (contribution("bad", tokens=0), "no tokens"),
-        (Contribution("bad", 100, 10, {}), "empty"),
-        (contribution("bad", fc=np.full((4, 3), np.nan), norm=np.zeros(5)), "fc is not finite"),
-        (contribution("bad", fc=np.zeros((4, 3)), norm=np.array([0, 0, np.inf, 0, 0])), "norm is not finite"),
-    ],
+    ("tokens", "steps", "reason"), [(100, 7, "7 optimizer steps, fewer than 8"), (0, 8, "no tokens"), (100, 8, None)]
 )
-@pytest.mark.parametrize("name", ["a", "w2x", "z"])
-def test_a_bad_contribution_is_named_and_changes_nothing(bad, reason, name):
-    parts = several(4)
-    clean = merge(parts, min_steps=8)
-    merged = merge([*parts, Contribution(name, bad.tokens, bad.steps, bad.delta)], min_steps=8)
-    assert list(merged.excluded) == [name]
-    assert reason in merged.excluded[name]
-    assert merged.included == clean.included
-    assert merged.tokens == clean.tokens
-    for tensor in clean.delta:  # the tree may have another shape, the average not
-        np.testing.assert_allclose(merged.delta[tensor], clean.delta[tensor], rtol=1e-5, atol=1e-7)
+def test_a_session_that_would_spoil_the_average_is_named_and_left_out(tokens, steps, reason):
+    facts = session_facts("w", tokens, steps, min_steps=8)
+    assert facts.included == (() if reason else ("w",))
+    assert not reason or reason in facts.excluded["w"]
 
 
-def test_exactly_as_many_steps_as_are_needed_are_enough():
-    merged = merge([contribution("a", steps=8), contribution("b", steps=7)], min_steps=8)
-    assert merged.included == ("a",) and list(merged.excluded) == ["b"]
+def test_no_worker_reads_more_than_one_delta_on_any_level_however_many_there_are(monkeypatch):
+    monkeypatch.setattr(merge_module, "BLOCK", 512)  # many to a slice, as in a drafter of real size
+    count = FAN_IN**2
+    workers = [Worker(*session(i, tokens=100)) for i in range(count)]
+    merged_by(workers)
+    one = 2 * SIZE
+    handed_in = sum(part.values.nbytes for part in workers[0].made[:FAN_IN])
+    assert handed_in == one, "16 bits a number"
+    assert max(read for worker in workers for read in worker.reads) < one * (1 + 1 / FAN_IN)
+    assert max(len(worker.reads) for worker in workers) <= 2, "nobody averages more than a slice of each level"
+    assert sum(len(worker.reads) == 2 for worker in workers) == FAN_IN, "the second level is dealt out, too"
 
 
-def test_nothing_usable_gives_no_delta():
-    merged = merge([contribution("a", steps=1), contribution("b", tokens=0)], min_steps=8)
-    assert merged.delta is None
-    assert set(merged.excluded) == {"a", "b"}
-    assert merge([], min_steps=8).delta is None
+def test_the_order_of_arrival_changes_no_bit():
+    parts = [hand_in(*session(i), BASE, 1)[0] for i in range(4)]
+    first = average_slice(parts, last=True)
+    for order in itertools.permutations(parts):
+        again = average_slice(order, last=True)
+        assert again.facts == first.facts
+        assert np.array_equal(again.values, first.values) and np.array_equal(again.scales, first.scales)
 
 
-def test_read_only_inputs_stay_untouched():
-    parts = several(3)
-    for c in parts:
-        for value in c.delta.values():
-            value.flags.writeable = False
-    before = [{n: v.copy() for n, v in c.delta.items()} for c in parts]
-    merge(parts, min_steps=1)
-    for c, old in zip(parts, before, strict=True):
-        assert all(np.array_equal(c.delta[n], old[n]) for n in old)
+@pytest.mark.parametrize("where", [("fc", 0), ("up", -1)])
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_a_broken_number_anywhere_leaves_its_worker_out_of_every_slice(where, number):
+    sessions = [session(i) for i in range(9)]
+    sessions[4][1][where[0]].reshape(-1)[where[1]] = number
+    facts, found = merged_by([Worker(*s) for s in sessions])
+    assert facts.excluded == {"w04": f"{where[0]} is not finite"}
+    others, without = merged_by([Worker(*s) for i, s in enumerate(sessions) if i != 4])
+    assert facts.included == others.included and facts.tokens == others.tokens
+    for name, value in without.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6)
 
 
-def test_huge_and_tiny_weights_stay_finite():
-    big, small = (
-        contribution("a", tokens=10**12, fc=np.float32([3e38])),
-        contribution("b", tokens=1, fc=np.float32([1.0])),
-    )
-    np.testing.assert_allclose(merge([big, small], min_steps=1).delta["fc"], [3e38], rtol=1e-6)
+def test_nothing_usable_changes_nothing():
+    facts, found = merged_by([Worker(*session(0, steps=3)), Worker(*session(1, steps=7))])
+    assert not any(value.any() for value in found.values())
+    assert (facts.included, set(facts.excluded)) == ((), {"w00", "w01"})
 
 
-def test_mismatched_deltas_and_duplicates_are_refused():
-    a, b = contribution("a", fc=np.zeros(3)), contribution("b", fc=np.zeros(4))
-    with pytest.raises(ValueError, match="a and b differ in fc"):
-        merge([a, b], min_steps=1)
+def test_what_did_not_change_stays_as_it_is():
+    facts, _ = session(0)
+    _, found = merged_by([Worker(facts, {name: value.copy() for name, value in BASE.items()})])
+    assert not any(value.any() for value in found.values())
+    tiny = {name: np.zeros_like(value) for name, value in BASE.items()}
+    part = hand_in(facts, {name: value + np.float32(1e-42) for name, value in tiny.items()}, tiny, 1)[0]
+    assert not part.values.any() and np.isfinite(part.scales).all()
+
+
+def test_slices_that_do_not_belong_together_are_refused():
+    one, other = hand_in(*session(0), BASE, 1)[0], hand_in(*session(1), BASE, 2)[0]
+    with pytest.raises(ValueError, match="w00, w01 differ in length"):
+        average_slice([one, other], last=True)
     with pytest.raises(ValueError, match="once per merge"):
-        merge([a, a], min_steps=1)
+        average_slice([one, one], last=True)
+
+
+def test_what_came_through_the_object_store_is_only_read():
+    parts = [hand_in(*session(i), BASE, 1)[0] for i in range(2)]
+    for part in parts:
+        part.values.flags.writeable = part.scales.flags.writeable = False
+    before = [part.values.copy() for part in parts]
+    added(BASE, [average_slice(parts, last=True)])
+    assert all(np.array_equal(part.values, old) for part, old in zip(parts, before, strict=True))

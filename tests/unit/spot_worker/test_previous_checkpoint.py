@@ -144,10 +144,10 @@ def test_the_engines_get_the_served_drafter(step_dir):
     assert (start.served.version, start.served.acceptance) == (2, (0.5, 0.25, 0.125))
     assert start.aux_layers == tuple(DRAFTER["eagle_aux_hidden_state_layer_ids"])
     learner = worker_of(step_dir, start).learner
-    assert all(np.array_equal(learner.kept["served"][name], value.numpy()) for name, value in SERVED.items())
+    assert all(np.array_equal(learner.versions.served[name], value.numpy()) for name, value in SERVED.items())
 
 
 def test_training_goes_on_with_a_fresh_optimizer(step_dir):
     worker = worker_of(step_dir, first_drafter(TLTConfig(), str(step_dir.parent / "policy"), "bfloat16", 64, step_dir))
     assert not asyncio.run(worker.resume(str(saved_drafter(step_dir))))
-    assert all(np.array_equal(worker.learner.base[name], value.numpy()) for name, value in SERVED.items())
+    assert all(np.array_equal(worker.learner.versions.candidate[name], value.numpy()) for name, value in SERVED.items())

@@ -44,7 +44,7 @@ def test_its_learner_goes_on_with_every_version_and_the_optimizer(step_dir, star
     resumed = learner.resume(str(saved_drafter(step_dir)))
     assert asdict(resumed) == json.loads((RECORDED / "resumed.json").read_text())
     saved = load_file(step_dir / "tlt_drafter" / "model.safetensors")
-    served = learner.agreed().served
+    served = learner.versions.served
     assert all(np.array_equal(value, saved[name].numpy()) for name, value in served.items())
     learner.add(4, texts(20), verifier_arrays())
     result = learner.train(lambda: False)

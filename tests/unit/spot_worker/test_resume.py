@@ -1,25 +1,17 @@
 """A learner that goes on from a checkpoint holds what was saved: candidate, moments, steps, and both of the gate's
 references."""
 
-import numpy as np
 import pytest
 from safetensors.torch import load_file
-from tiny_learner import CONFIG, RolloutSampling, make_learner, texts, verifier_arrays
+from tiny_learner import CONFIG, RolloutSampling, make_learner, same, texts, train_and_merge, verifier_arrays
 
 from verl_tlt.drafter import load_training_state
 from verl_tlt.messages.training import DrafterProvenance
 from verl_tlt.spot_worker.learner import SpotLearner
-from verl_tlt.spot_worker.merge import merge
-from verl_tlt.spot_worker.resume import account, checksum, moments
+from verl_tlt.spot_worker.resume import checksum, checksums, moments
 from verl_tlt.trainer.bootstrap import first_drafter
 
 FACTS = DrafterProvenance(1, 3, "policy", "data", None, "hass", 1.0, (0.5, 0.4, 0.3), 1234)
-
-
-def train_and_agree(learner):
-    while learner.unmerged_steps < CONFIG.spot.min_merge_steps:
-        learner.train(lambda: False)
-    learner.adopt(merge([learner.contribute()], min_steps=1))
 
 
 @pytest.fixture
@@ -27,10 +19,9 @@ def learner(tmp_path):
     """It has published once and is ahead of that: candidate, served and initial are three."""
     learner = make_learner(tmp_path / "policy")
     learner.add(1, texts(60), verifier_arrays())
-    train_and_agree(learner)
-    learner.propose()
-    learner.keep("served")
-    train_and_agree(learner)
+    train_and_merge(learner)
+    learner.mark_published()
+    train_and_merge(learner)
     return learner
 
 
@@ -45,18 +36,17 @@ def resumed(learner, tmp_path):
 
 
 def test_it_goes_on_with_everything_the_gate_and_the_optimizer_knew(learner, tmp_path):
-    saved = account(learner.trainer, learner.kept)
+    saved = checksums(learner.trainer, learner.versions)
     assert len({saved.candidate, saved.served, saved.initial}) == 3
     other, found = resumed(learner, tmp_path)
     assert found == saved
     for which in ("candidate", "served", "initial"):
-        ours, theirs = learner.agreed().of(which), other.agreed().of(which)
-        assert all(np.array_equal(ours[name], theirs[name]) for name in ours), which
+        assert same(learner.versions.of(which), other.versions.of(which)), which
     other.revert("initial")
-    assert all(np.array_equal(other.base[name], value) for name, value in learner.kept["initial"].items())
+    assert same(other.versions.candidate, learner.versions.initial)
 
 
-def test_its_account_is_that_of_the_files(learner, tmp_path):
+def test_its_checksums_are_those_of_the_files(learner, tmp_path):
     _, found = resumed(learner, tmp_path)
     directory = tmp_path / "global_step_3" / "tlt_drafter"
     state, tensors = load_training_state(directory), load_file(directory / "model.safetensors")
@@ -71,4 +61,4 @@ def test_one_that_never_published_has_one_reference(tmp_path):
     learner = make_learner(tmp_path / "policy")
     other, found = resumed(learner, tmp_path)
     assert found.served == found.initial == found.candidate
-    assert all(np.array_equal(other.kept["initial"][name], v) for name, v in learner.kept["initial"].items())
+    assert same(other.versions.initial, learner.versions.initial)

@@ -3,15 +3,15 @@
 Looks at the stop flag are one per version that differs and portion of the text.
 """
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
-from tiny_learner import make_learner, texts, verifier_arrays
+from tiny_learner import make_learner, texts, train_and_merge, verifier_arrays
 
 from verl_tlt.drafter import train_until
 from verl_tlt.spot_worker import learner as learner_module
 from verl_tlt.spot_worker import scoring
-from verl_tlt.spot_worker.merge import merge
 from verl_tlt.spot_worker.scoring import FEWEST_SEQUENCES, HELD_OUT_TOKENS, JUDGING_SHARE, PORTION, tokens_to_judge
 from verl_tlt.trainer.gate import MIN_SEQUENCES
 
@@ -35,13 +35,12 @@ def test_a_version_that_is_two_of_the_three_is_scored_once(learner):
     scores, looks = looks_of(learner)
     assert (scores.candidate == scores.served).all() and (scores.served == scores.initial).all()
 
-    learner.train(lambda: False)
-    learner.adopt(learner_delta(learner))
+    train_and_merge(learner)
     apart, three = looks_of(learner)
     assert (apart.served == scores.served).all() and (apart.candidate != apart.served).any()
     assert three == 2 * looks, "candidate, and what is both served and initial"
 
-    learner.keep("served")
+    learner.mark_published()
     served, both = looks_of(learner)
     assert (served.candidate == served.served).all() and (served.served != served.initial).any()
     assert (served.candidate == apart.candidate).all() and both == 2 * looks
@@ -52,11 +51,6 @@ def test_a_stop_waits_no_longer_for_scores_than_for_learning(learner):
     held_out, micro_batch = learner.buffer.held_out(), learner.config.drafter.rows
     assert micro_batch < sum(map(len, held_out)) < PORTION
     assert looks == len(list(scoring.portions(held_out, micro_batch)))
-
-
-def learner_delta(learner):
-    """What one worker alone would be merged to."""
-    return merge([learner.contribute()], min_steps=1)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +84,7 @@ def test_little_that_is_held_out_is_no_reason_to_look_at_less_later():
 def test_a_session_that_is_stopped_while_it_scores_has_the_next_look_at_less(learner, monkeypatch):
     """Whatever is held out, sessions too short to score it all come to a verdict, and then to learning."""
     monkeypatch.setattr(scoring, "PORTION", 64)
-    learner.train(lambda: False)
-    learner.adopt(learner_delta(learner))
+    train_and_merge(learner)
     held_out = sum(map(len, learner.buffer.held_out()))
     assert held_out > 4 * 64
     looked_at, looks = [], []
@@ -106,7 +99,7 @@ def test_a_session_that_is_stopped_while_it_scores_has_the_next_look_at_less(lea
         result = learner.train(stop_after_a_while)
         if result.scores is not None:
             break
-        assert result.steps == 0 and learner.unjudged
+        assert result.steps == 0 and learner.versions.to_judge
     assert looked_at[:2] == [HELD_OUT_TOKENS, held_out // 2] and result.scores.positions.sum() > 0
 
 
@@ -125,14 +118,13 @@ def test_scores_take_their_share_of_a_session(learner, monkeypatch):
 
     for step in range(4, 7):
         learner.add(step, texts(40, seed=step), None)
-    learner.train(lambda: False)
-    learner.adopt(learner_delta(learner))
+    train_and_merge(learner)
     monkeypatch.setattr(scoring, "PORTION", 16)
     monkeypatch.setattr(learner_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(learner_module, "train_until", until_stopped)
     shares = []
     for _ in range(6):
-        learner.unjudged = True
+        learner.versions = dataclasses.replace(learner.versions, to_judge=True)
         result = learner.train(look)
         if result.scores is not None:
             shares.append(2 * len(result.scores.positions) / result.seconds)

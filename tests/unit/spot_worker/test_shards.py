@@ -6,7 +6,7 @@ import pytest
 from verl_tlt.actor.token_layout import even_split, window, zigzag
 from verl_tlt.actor.windows import split
 from verl_tlt.messages.training import HiddenStateShard
-from verl_tlt.spot_worker.shards import join
+from verl_tlt.spot_worker.shards import whole_sequences
 from verl_tlt.trainer.routes import route
 
 WANTED, H = (1, 2, 4), 3
@@ -34,7 +34,7 @@ def check(sequence, row):
 
 
 def test_one_rank_with_everything():
-    joined, missing = join(shard(row, [(0, n)], WANTED) for row, n in enumerate(LENGTHS))
+    joined, missing = whole_sequences(shard(row, [(0, n)], WANTED) for row, n in enumerate(LENGTHS))
     assert (len(joined), missing) == (3, 0)
     for row, sequence in enumerate(joined):
         check(sequence, row)
@@ -46,7 +46,7 @@ def test_what_the_object_store_lends_is_not_kept():
     lent = [sent.tokens, sent.states]
     for array in lent:
         array.flags.writeable = False
-    (sequence,), _ = join([sent])
+    (sequence,), _ = whole_sequences([sent])
     held = [sequence.tokens.numpy(), sequence.aux.numpy(), sequence.last.numpy()]
     assert not any(np.shares_memory(ours, theirs) for ours in held for theirs in lent)
 
@@ -69,7 +69,7 @@ def test_every_mesh_of_ranks(context, tensor, stages, cut):
                     held = window(even_split(held, axis // tensor, t), cut[0], cut[1] or n)
                     if held and layers:
                         sent.append(shard(row, [(s.start, s.stop) for s in held], layers, *cut))
-    joined, missing = join(sent)
+    joined, missing = whole_sequences(sent)
     assert (len(joined), missing) == (3, 0)
     for row, sequence in enumerate(joined):
         assert len(sequence) == (cut[1] or LENGTHS[row]) - cut[0]
@@ -98,7 +98,7 @@ def test_a_slice_holds_pieces_of_neighbouring_sequences():
     ],
 )
 def test_a_sequence_with_a_missing_shard_is_left_out(shards):
-    joined, missing = join([*shards, shard(1, [(0, 8)], WANTED)])
+    joined, missing = whole_sequences([*shards, shard(1, [(0, 8)], WANTED)])
     assert missing == 1
     assert len(joined) == 1
     check(joined[0], 1)

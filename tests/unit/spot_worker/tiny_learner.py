@@ -9,6 +9,7 @@ from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import TrainingSequence
 from verl_tlt.messages.training import RolloutSampling, VerifierArrays
 from verl_tlt.spot_worker.learner import SpotLearner
+from verl_tlt.spot_worker.merge import average_slice
 from verl_tlt.trainer.bootstrap import first_drafter
 
 HIDDEN, VOCABULARY = 32, 24
@@ -52,3 +53,27 @@ def verifier_arrays(seed=0):
     """Random ones."""
     head = np.random.default_rng(seed).normal(size=(VOCABULARY, HIDDEN)).astype(np.float16)
     return VerifierArrays(head, head, np.ones(HIDDEN, np.float16))
+
+
+def merge_learners(learners, trained=None, slices=3):
+    """Merge what some of them have trained (None: all), as a run does; returns the facts."""
+    parts = [learner.hand_in(slices) for learner in trained or learners]
+    merged = tuple(average_slice(column, last=True) for column in zip(*parts, strict=True))
+    for learner in learners:
+        learner.adopt(merged)
+    return merged[0].facts
+
+
+def train_and_merge(learner):
+    """Sessions of one learner until they count, and a merge of its own."""
+    result = learner.train(lambda: False)
+    while learner.unmerged_steps < CONFIG.spot.min_merge_steps:
+        assert result.steps > 0
+        result = learner.train(lambda: False)
+    assert merge_learners([learner]).included == (learner.name,)
+    return result
+
+
+def same(left, right):
+    """Whether two versions hold the same numbers."""
+    return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
