@@ -1,29 +1,28 @@
-"""What to keep of captured sequences, and what to train on next. Bookkeeping only: states are never looked at.
+"""The captured sequences of recent RL steps: which are kept, which are held out, and which are trained on next.
 
-The drafter trains while this step's long responses are still being written, so it learns from those of the steps
-before (TLT section 5.2: one-step-off). Hidden states are heavy (28-64 KB a token for 7B-70B policies), hence bytes are
-capped and the oldest sequence goes first. In every choice a stretch of text counts by its tokens, as it did when the
-sequences were captured (`actor.windows`).
+The drafter trains while this step's long responses are still being decoded, so it learns from those of the steps before
+(TLT section 5.2: one-step-off). Hidden states take 28-64 KB a token for 7B-70B policies, hence bytes are capped and the
+oldest sequence goes first. A sequence is drawn in proportion to its tokens, as it was when captured (`actor.windows`).
 """
 
 from __future__ import annotations
 
 import bisect
 import hashlib
-import itertools
 import math
 import random
 from dataclasses import dataclass
 
 from verl_tlt.drafter import TrainingSequence
+from verl_tlt.drafter.data import grouped, windows
 from verl_tlt.messages.training import BufferStats
 
 OPEN_BATCHES = 32
-"""Micro-batches kept open while packing: enough to fill them nearly always, few enough to cost nothing."""
+"""Micro-batches kept open while packing (`drafter.data.grouped`)."""
 
 FEW_HELD_OUT, MOST_HELD_OUT = 24, 0.25
-"""While fewer sequences are held out, a quarter of those that arrive joins them: the gate's intervals shrink with their
-number, and a share that suits thousands of responses a step leaves it hardly any of sixteen."""
+"""While fewer sequences than this are held out, at least a quarter of those that arrive is: the gate's intervals shrink
+with their number, and a share that suits thousands of responses a step leaves hardly any of sixteen."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +34,7 @@ class _Item:
 
 
 class Buffer:
-    """The sequences of recent steps, split for good into those trained on and those only the publish gate sees.
+    """The sequences of recent steps. Each is either trained on or held out for the publish gate, for good.
 
     Args:
         max_bytes: cap on the sequences' bytes.
@@ -49,22 +48,22 @@ class Buffer:
         self._items: list[_Item] = []  # oldest first
         self._nbytes = self._train_tokens = 0
         self._queue: list[list[TrainingSequence]] = []  # micro-batches left of the present pass
-        self._queued_for = 0  # micro-batch size the queue was cut for
-        self._pass_tokens = 0  # tokens of the present pass
+        self._queued_for = 0  # rows of a micro-batch in it
+        self._pass_rows = 0  # of the present pass
         self._epochs = 0.0  # passes made in this session
         self._max_epochs = math.inf
 
     def add(self, step: int, index: int, sequence: TrainingSequence) -> bool:
-        """Take in one captured sequence, or a window of it; then drop the oldest until the caps hold.
+        """Add one captured sequence, or a window of it; then drop the oldest until the caps hold.
 
         Args:
             step: RL step that generated it.
             index: its number in that step, which decides whether it is held out. Siblings of one prompt may share a
                 number, so that the gate never judges on a prompt whose other answers were trained on.
-            sequence: handed back as it is, or in windows.
+            sequence: its tensors are kept, not copied.
 
         Returns:
-            False where the sequence alone exceeds the cap, or is older than what the buffer keeps: it is not taken.
+            False where the sequence alone exceeds the cap, or is older than what the buffer keeps: it is not added.
         """
         nbytes = sequence.nbytes
         if nbytes > self._max_bytes or (self._items and step <= self._items[-1].step - self._keep_steps):
@@ -106,35 +105,36 @@ class Buffer:
         return self._train_tokens >= max(1, min_tokens)
 
     def begin_session(self, max_epochs: float) -> None:
-        """Begin a new pass; `exhausted` after `max_epochs` of them (a small buffer is learnt by heart otherwise)."""
+        """Begin a new pass; `exhausted` after `max_epochs` of them, lest a small buffer is learned by heart."""
         self._epochs, self._max_epochs, self._queue = 0.0, max_epochs, []
 
     def session_epochs(self) -> float:
-        """Passes over the training tokens made in this session."""
+        """Passes over what is trained on in this session."""
         return self._epochs
 
     def exhausted(self) -> bool:
         """Whether the session's passes are used up, or there is nothing to train on."""
         return self._train_tokens == 0 or self._epochs >= self._max_epochs - 1e-9  # a sum of shares
 
-    def sample_batch(self, rng: random.Random, budget_tokens: int) -> list[TrainingSequence]:
-        """The next micro-batch: windows of training sequences, together at most `budget_tokens`; empty without any.
+    def sample_batch(self, rng: random.Random, budget: int) -> list[TrainingSequence]:
+        """The next micro-batch: windows of training sequences, of at most `budget` rows together; empty without any.
 
-        A pass visits every token once. It is packed as a whole and its micro-batches come in random order: however
-        early a session stops, what it drew holds each sequence in proportion to its tokens. (Filling micro-batches
-        while drawing would favour short sequences, which fit everywhere.) A sequence longer than the budget is cut
-        into pieces of about equal length; pieces with nothing but prompt teach nothing and are left out.
+        A pass visits every row once. It is packed as a whole and its micro-batches come in random order: however
+        early a session stops, what it drew holds each sequence in proportion to its length. (Filling micro-batches
+        while drawing would favour short sequences, which fit everywhere.) A longer sequence is cut into windows of
+        about equal length; those with nothing but prompt teach nothing and are left out.
         """
-        if not self._queue or self._queued_for != budget_tokens:
-            pieces = [w for i in self._items if not i.held_out for w in _pieces(i.sequence, budget_tokens)]
+        if not self._queue or self._queued_for != budget:
+            trained = (i.sequence for i in self._items if not i.held_out)
+            pieces = [piece for sequence in trained for piece in windows(sequence, budget) if piece.loss_rows()]
             rng.shuffle(pieces)
-            self._queue = _pack(pieces, budget_tokens)
+            self._queue = list(grouped(pieces, lambda piece: piece.rows, budget, open_groups=OPEN_BATCHES))
             rng.shuffle(self._queue)
-            self._queued_for, self._pass_tokens = budget_tokens, sum(map(len, pieces))
+            self._queued_for, self._pass_rows = budget, sum(piece.rows for piece in pieces)
         if not self._queue:
             return []
         batch = self._queue.pop()
-        self._epochs += sum(map(len, batch)) / self._pass_tokens
+        self._epochs += sum(piece.rows for piece in batch) / self._pass_rows
         return batch
 
     def stats(self) -> BufferStats:
@@ -145,27 +145,3 @@ class Buffer:
     def _count(self, item: _Item, sign: int) -> None:
         self._nbytes += sign * item.nbytes
         self._train_tokens += sign * len(item.sequence) * (not item.held_out)
-
-
-def _pieces(whole: TrainingSequence, longest: int) -> list[TrainingSequence]:
-    """Cut a sequence into the fewest windows of at most `longest` tokens, of about equal length; skip pure prompt."""
-    count = math.ceil(len(whole) / longest)
-    cuts = [len(whole) * k // count for k in range(count + 1)]
-    return [whole.window(a, b) for a, b in itertools.pairwise(cuts) if b > whole.prompt_len]
-
-
-def _pack(pieces: list[TrainingSequence], budget: int) -> list[list[TrainingSequence]]:
-    """First fit, in the order given, into the last few micro-batches begun."""
-    batches: list[list[TrainingSequence]] = []
-    room: list[int] = []
-    for piece in pieces:
-        for k in range(max(0, len(batches) - OPEN_BATCHES), len(batches)):
-            if len(piece) <= room[k]:
-                break
-        else:
-            k = len(batches)
-            batches.append([])
-            room.append(budget)
-        batches[k].append(piece)
-        room[k] -= len(piece)
-    return batches

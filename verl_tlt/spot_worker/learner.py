@@ -240,8 +240,9 @@ class SpotLearner:
                 if self.buffer.exhausted():
                     return
                 drawn = self.buffer.sample_batch(self.rng, self.config.drafter.rows)
-            if windows := [window for window in drawn if len(window) > 1]:
-                yield pack(windows)
+            if not drawn:
+                return
+            yield pack(drawn)
 
     def warm_up(self) -> None:
         """Have the device do once what a session does, so that no session waits for its kernels; nothing is learned.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 
 from verl_tlt.drafter import DrafterTrainer, SequenceScore, TrainingSequence, acceptance
+from verl_tlt.drafter.data import grouped
 from verl_tlt.messages.training import HeldOutScores, Parameters, RolloutSampling
 
 PORTION = 1024
@@ -72,7 +73,7 @@ def score_versions(
     scored: dict[int, list[SequenceScore]] = {id(parameters): [] for parameters in versions.values()}
     for parameters in {id(parameters): parameters for parameters in versions.values()}.values():
         with trainer.holding(parameters):
-            for some in portions(sequences, portion):
+            for some in grouped(sequences, len, portion):
                 if should_stop():
                     return None
                 scored[id(parameters)] += acceptance(
@@ -86,18 +87,6 @@ def score_versions(
                     lm_head=lm_head,
                 )
     return {name: scored[id(parameters)] for name, parameters in versions.items()}
-
-
-def portions(sequences: Iterable[TrainingSequence], tokens: int) -> Iterator[list[TrainingSequence]]:
-    """Sequences in order, as many at a time as have at most `tokens` together, but at least one."""
-    held: list[TrainingSequence] = []
-    for sequence in sequences:
-        if held and sum(map(len, held)) + len(sequence) > tokens:
-            yield held
-            held = []
-        held.append(sequence)
-    if held:
-        yield held
 
 
 def held_out_scores(scores: Mapping[str, list[SequenceScore]], max_draft: int, *, finite: bool) -> HeldOutScores:

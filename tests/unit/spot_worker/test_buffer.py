@@ -205,20 +205,20 @@ def test_held_out_prefers_the_newest_within_its_budget():
 # ---------------------------------------------------------------- drawing
 
 
-def test_a_pass_visits_every_token_once_at_its_true_position():
+def test_a_pass_draws_every_row_once_at_its_true_position():
     buffer = Buffer(max_bytes=10**9, keep_steps=8, held_out=0.0)
     rng = random.Random(5)
     lengths = long_tailed(60, rng, sigma=1.5)
     for i, length in enumerate(lengths):
         buffer.add(1, i, named(i, length, start=10 * i))
-    seen = {i: np.zeros(n, dtype=int) for i, n in enumerate(lengths)}
+    seen = {i: np.zeros(n - 1, dtype=int) for i, n in enumerate(lengths)}
     buffer.begin_session(max_epochs=1.0)
     while not buffer.exhausted():
         batch = buffer.sample_batch(rng, 256)
-        assert 0 < sum(map(len, batch)) <= 256
+        assert 0 < sum(window.rows for window in batch) <= 256
         for window, name in zip(batch, names(batch), strict=True):
             begin = window.start - 10 * name
-            seen[name][begin : begin + len(window)] += 1
+            seen[name][begin : begin + window.rows] += 1
     assert all(np.all(count == 1) for count in seen.values())
     assert buffer.session_epochs() == pytest.approx(1.0)
 
@@ -229,7 +229,7 @@ def test_micro_batches_are_well_filled():
     sizes = []
     buffer.begin_session(max_epochs=3.0)
     while not buffer.exhausted():
-        sizes.append(sum(map(len, buffer.sample_batch(rng, 1024))))
+        sizes.append(sum(window.rows for window in buffer.sample_batch(rng, 1024)))
     assert np.mean(sizes) > 0.9 * 1024
 
 
@@ -254,7 +254,7 @@ def test_pieces_of_pure_prompt_are_left_out():
     buffer = filled([1000], prompt_len=600)
     buffer.begin_session(max_epochs=1.0)
     windows = [w for _ in range(2) for w in buffer.sample_batch(random.Random(0), 250)]
-    assert sorted((w.start, w.start + len(w), w.prompt_len) for w in windows) == [(500, 750, 100), (750, 1000, 0)]
+    assert sorted((w.start, w.start + len(w), w.prompt_len) for w in windows) == [(499, 750, 101), (749, 1000, 0)]
     assert buffer.exhausted()  # the pass is over although 500 tokens of prompt were never drawn
 
 

@@ -10,6 +10,7 @@ import pytest
 from tiny_learner import make_learner, texts, train_and_merge, verifier_arrays
 
 from verl_tlt.drafter import train_until
+from verl_tlt.drafter.data import grouped
 from verl_tlt.spot_worker import learner as learner_module
 from verl_tlt.spot_worker import scoring
 from verl_tlt.spot_worker.scoring import FEWEST_SEQUENCES, HELD_OUT_TOKENS, JUDGING_SHARE, PORTION, tokens_to_judge
@@ -50,7 +51,7 @@ def test_a_stop_waits_no_longer_for_scores_than_for_learning(learner):
     _, looks = looks_of(learner)
     held_out, micro_batch = learner.buffer.held_out(), learner.config.drafter.rows
     assert micro_batch < sum(map(len, held_out)) < PORTION
-    assert looks == len(list(scoring.portions(held_out, micro_batch)))
+    assert looks == len(list(grouped(held_out, len, micro_batch)))
 
 
 @pytest.mark.parametrize(
