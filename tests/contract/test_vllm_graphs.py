@@ -21,7 +21,7 @@ from vllm.v1 import cudagraph_dispatcher
 from vllm.v1.worker import gpu_model_runner
 
 from verl_tlt.compat.sources import source_root
-from verl_tlt.speculation.graph_rules import FULL_GRAPHS, PLANS
+from verl_tlt.speculation.graph_rules import FULL_GRAPHS, GRAPH_ARMS
 from verl_tlt.vllm_worker.cuda_graphs import KNOWN, SAYS, capture_every_arm, digest, full_graph_arms
 
 SEQUENCES = 64
@@ -196,16 +196,15 @@ def runner_of(release_of):
 
 
 def arms_of(longest):
-    return [k for k in (0, 1, 3, 7) if k <= longest]
+    return [k for k in GRAPH_ARMS if k <= longest]
 
 
 # ---------------------------------------------------------------------- the rules
 
 
 def test_arms_divide_every_captured_size():
-    for plan in PLANS:
-        for size in capture_sizes(256, plan.arms[-1]):
-            assert all(size % (1 + k) == 0 for k in plan.arms)
+    for size in capture_sizes(256, GRAPH_ARMS[-1]):
+        assert all(size % (1 + k) == 0 for k in GRAPH_ARMS)
 
 
 def test_memory_is_not_multiplied_by_arms():

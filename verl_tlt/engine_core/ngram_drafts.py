@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from verl_tlt.messages.rollout import NGRAM_MARK, EngineStats
-from verl_tlt.speculation.ngram_index import NgramIndex, Proposal
+from verl_tlt.speculation.ngram_index import NgramDraft, NgramIndex
 
 LEAST_TRUST = 0.2
 """Alone, an n-gram whose first token is accepted less often than this is not worth verifying."""
@@ -33,7 +33,7 @@ class NgramDrafts:
         self.index, self.alone = index, alone
         self.num_drafts = self.num_accepted = 0
         self._eagle = 0.5  # acceptance of the drafter's first token, lately
-        self._marks: dict[str, Proposal] = {}
+        self._marks: dict[str, NgramDraft] = {}
         self._policy_changed = False
 
     def policy_changed(self) -> dict[str, Any]:

@@ -12,29 +12,27 @@ from typing import Any
 
 from verl_tlt.compat.versions import installed, release
 from verl_tlt.config import TLTConfig, TLTConfigError
-from verl_tlt.speculation.graph_rules import PLANS, plan_for
+from verl_tlt.speculation.graph_rules import GRAPH_ARMS, OLDEST, runner_for
 
 WHERE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 OWN_ARGUMENTS = ("speculative_config", "scheduler_cls", "worker_extension_cls")
 LOGITS_PROCESSOR_PLUGINS = "vllm.logits_processors"
 """Entry points whose processors vLLM leaves out without a word where it speculates (`build_logitsprocs`)."""
-OLDEST = PLANS[0].first
 
 
-def engine_arms(tlt: TLTConfig, enforce_eager: bool, version: str | None = None) -> tuple[int, ...]:
+def engine_arms(tlt: TLTConfig, enforce_eager: bool) -> tuple[int, ...]:
     """The draft lengths the policy may choose from, ascending, starting with 0.
 
     Args:
         tlt: all settings.
         enforce_eager: no CUDA graphs, so every length up to K_max costs what it costs; else only lengths with graphs.
-        version: vLLM's; null: the installed one.
     """
     s = tlt.speculation
     if s.arms is not None:
         return s.arms
     if enforce_eager:
         return tuple(range(s.longest + 1))
-    return tuple(k for k in plan_for(_release(version)).arms if k <= s.longest)
+    return tuple(k for k in GRAPH_ARMS if k <= s.longest)
 
 
 def speculative_config(drafter_dir: str, draft_length: int, source: str = "eagle") -> dict[str, Any]:
@@ -80,7 +78,7 @@ def engine_kwargs(
     enforce_eager = bool(user.get("enforce_eager", rollout.enforce_eager))
     for problem in problems(tlt, user, enforce_eager, version):
         raise TLTConfigError(problem)
-    arms = engine_arms(tlt, enforce_eager, version)
+    arms = engine_arms(tlt, enforce_eager)
     speculation = tlt.to_dict()["speculation"]
     source = tlt.speculation.source
     is_async = source == "eagle" and async_scheduling(user, _on_cpu() if on_cpu is None else on_cpu)
@@ -102,7 +100,7 @@ def engine_environment(source: str = "eagle", version: str | None = None) -> dic
 
     The V2 runner verifies its own drafts whatever the scheduler says, so n-grams need V1 in every release.
     """
-    v1 = source != "eagle" or plan_for(_release(version)).runner == "V1"
+    v1 = source != "eagle" or runner_for(_release(version)) == "V1"
     return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if v1 else {}
 
 
@@ -154,7 +152,7 @@ def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, versi
             f"{WHERE}.async_scheduling=True is not possible with tlt.speculation.source={tlt.speculation.source}: "
             "n-grams are proposed by the scheduler, and with it no draft passes the scheduler."
         )
-    arms = engine_arms(tlt, enforce_eager, version)
+    arms = engine_arms(tlt, enforce_eager)
     fixed = tlt.speculation.fixed
     if tlt.speculation.policy == "fixed" and fixed is not None and fixed not in arms:
         yield f"tlt.speculation.fixed={fixed} is none of the engine's draft lengths {list(arms)}."

@@ -1,26 +1,35 @@
-"""How much the coming engine step carries, counted while vLLM is scheduling it.
+"""What the coming engine step carries: its batch and context, and how long a draft its requests allow.
 
-Only requests in their decode phase count: a prefill that joins must not flip the draft length. An engine step waits
-for this, so the count goes by what came and went; all requests are looked at only where the books do not agree with the
-number that runs (a request was preempted), and now and then while the model runs (`refresh`).
+An engine step waits for both, so they are updated by the requests that came and went, not counted over all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
+from verl_tlt.speculation.draft_length import room_before_stop
 from verl_tlt.speculation.types import Load
 
-RECOUNT_EVERY = 256  # steps; the books err by some tokens with every request that comes or goes
-OVERDUE = 2 * RECOUNT_EVERY  # when a step has to wait for it: nobody called `refresh`
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+RECOUNT_EVERY = 256
+"""Steps between two counts over all requests: the sum is off by some tokens with every request that comes or goes."""
+OVERDUE = 2 * RECOUNT_EVERY
+"""Steps after which a step has to wait for such a count, because `refresh` was not called."""
 
 
 class DecodeLoad:
-    """Counts decode-phase requests and their context.
+    """Counts decode-phase requests and their context while vLLM schedules a step.
+
+    A prefill that joins does not count, so that it does not change the draft length. All requests are counted anew only
+    where the number of those known differs from the number running (one was preempted), and every `RECOUNT_EVERY` steps
+    while the model runs (`refresh`).
 
     Args:
-        context_limit: tokens at which the drafter ends; `longest` is exact where it comes near.
+        context_limit: tokens at which the drafter's context ends; `longest` is exact near it.
     """
 
     def __init__(self, context_limit: int) -> None:
@@ -30,19 +39,19 @@ class DecodeLoad:
         self.longest = 0
         """Tokens of the longest context that the coming step may reach, prompts included."""
         self._contexts: dict[str, float] = {}  # of decode-phase requests, less what they have all grown since
-        self._joining: list[Any] = []
+        self._joining: list[Request] = []
         self._tokens = 0.0
         self._mean_growth = 0.0
         self._since = 0
 
     def count(
-        self, running: Sequence[Any], known: int, grown: int, draft_length: int, ended: Collection[str] = ()
+        self, running: Sequence[Request], known: int, grown: int, draft_length: int, ended: Collection[str] = ()
     ) -> Load:
         """Load of the step being scheduled.
 
         Args:
-            running: vLLM's running requests (`vllm.v1.request.Request`).
-            known: how many of them were running before this step; those behind were admitted in it.
+            running: vLLM's running requests.
+            known: how many of them were running before this step; those after them were admitted in it.
             grown: tokens emitted since the last call.
             draft_length: K that the step verifies.
             ended: requests that ended since the last call (`Scheduler.finished_req_ids`).
@@ -69,8 +78,8 @@ class DecodeLoad:
             return Load(len(prompts), sum(prompts))
         return Load(len(self._contexts), round(self._tokens))
 
-    def refresh(self, running: Sequence[Any], scheduled: Mapping[str, int]) -> None:
-        """Look at every request if it is time to, while a step is under way, whose tokens do not count yet.
+    def refresh(self, running: Sequence[Request], scheduled: Mapping[str, int]) -> None:
+        """Count over all requests if it is time to; called while a step runs, whose tokens do not count yet.
 
         Args:
             running: vLLM's running requests.
@@ -80,12 +89,12 @@ class DecodeLoad:
             return
         old = [r for r in running if r.request_id in self._contexts]
         self._contexts = {r.request_id: r.num_computed_tokens - scheduled.get(r.request_id, 0) for r in old}
-        self._start_anew()
+        self._restart_sum()
         ends = [r.num_computed_tokens for r in old] + [r.num_tokens for r in self._joining]
         self.longest = max(ends, default=0)
 
     def _settle(self, grown: int, ended: Collection[str]) -> None:
-        """Enter growth, those that ended and those whose prompt is done."""
+        """Add the tokens emitted, drop requests that ended, take in those whose prompt is done."""
         if self._contexts:
             self._tokens += grown
             self._mean_growth += grown / len(self._contexts)
@@ -104,14 +113,52 @@ class DecodeLoad:
                     self._contexts[request.request_id] = request.num_computed_tokens - self._mean_growth
                     self._tokens += request.num_computed_tokens
 
-    def _recount(self, old: Sequence[Any], draft_length: int) -> None:
-        """Look at every request."""
+    def _recount(self, old: Sequence[Request], draft_length: int) -> None:
+        """Count over all requests."""
         self._contexts = {r.request_id: r.num_computed_tokens for r in old if not r.is_prefill_chunk}
         self._joining = [r for r in old if r.is_prefill_chunk]
-        self._start_anew()
+        self._restart_sum()
         self.longest = int(max(self._contexts.values(), default=0)) + draft_length + 1
 
-    def _start_anew(self) -> None:
-        """Every context was just looked at."""
+    def _restart_sum(self) -> None:
+        """Restart the running sum from the contexts just counted."""
         self._tokens = sum(self._contexts.values())
         self._mean_growth, self._since = 0.0, 0
+
+
+class StopBoundary:
+    """Requests that must not stop yet, and the longest draft that they allow (`draft_length.room_before_stop`).
+
+    `SamplingParams.min_tokens` together with stop tokens: vLLM hides those until the request is long enough, and with
+    drafts it miscounts around that point. Few requests have such settings; without them a step costs one comparison.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[Request] = []
+
+    def room(self, admitted: Iterable[Request], draft_length: int) -> int:
+        """Longest draft that every running request allows; `sys.maxsize`: any.
+
+        Args:
+            admitted: requests that began, or went on after a preemption, in this step.
+            draft_length: K that the step verifies.
+        """
+        self._before += [r for r in admitted if _may_not_stop_yet(r) and r not in self._before]
+        if not self._before:
+            return sys.maxsize
+        self._before = [r for r in self._before if _may_not_stop_yet(r)]
+        running = (r for r in self._before if r.status.name != "PREEMPTED")
+        return min((self._room(r, draft_length) for r in running), default=sys.maxsize)
+
+    @staticmethod
+    def _room(request: Request, draft_length: int) -> int:
+        has = request.num_output_tokens
+        most = has + request.num_output_placeholders + 1 + draft_length  # with every draft accepted
+        return room_before_stop(request.sampling_params.min_tokens, has, most)
+
+
+def _may_not_stop_yet(request: Request) -> bool:
+    params = request.sampling_params
+    if params is None or not params.min_tokens or not params.all_stop_token_ids:
+        return False
+    return request.num_output_tokens < params.min_tokens and not request.is_finished()

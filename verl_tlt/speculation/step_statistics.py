@@ -1,22 +1,24 @@
-"""What an engine did since it was last asked: sums over engine steps.
+"""Sums over an engine's steps since they were last asked for, which the server does once per RL step.
 
-Pure Python, no vLLM, so that the account can be tested by itself. The scheduler feeds it (`engine_core/scheduler.py`),
-the server asks for it over the control channel once per RL step.
+Pure Python, no vLLM. The scheduler adds each finished step (`engine_core/scheduler.py`).
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, defaultdict, deque
+from collections.abc import Iterable
 
-from verl_tlt.messages.rollout import EngineStats, LoadInterval, StepTime, Work
+from verl_tlt.messages.rollout import EngineStats, LoadInterval, ResponseDrafts, StepTime, Work
 from verl_tlt.speculation.types import OFF, StepRecord
 
-LATENCY_SAMPLES = 64  # per (arm, batch): enough for a median, bounded however long the rollout is
-
-
+LATENCY_SAMPLES = 64
+"""Latest clean steps kept per draft length and batch, for their median."""
 INTERVAL_S, MAX_INTERVALS = 0.25, 512
 """Seconds of a `LoadInterval` at first, and how many there may be before that doubles."""
+CLASSES_PER_OCTAVE = 8
+"""Classes of response lengths between one and its double: they bound what an engine reports."""
 
 
 class _LoadIntervals:
@@ -84,10 +86,10 @@ class Aggregates:
         control_s: float = 0.0,
         unix_s: float = 0.0,
     ) -> None:
-        """Account for one finished step.
+        """Add one finished step.
 
         Args:
-            step: what the policy sees of it.
+            step: the record that the policy gets.
             num_generation_tokens: tokens handed to requests, first tokens after a prefill included.
             num_draft_tokens: tokens verified over all requests.
             decode_only: no prefill in the step and no pause before it, so that its time is that of decoding.
@@ -138,3 +140,45 @@ class Aggregates:
             num_broken_drafts=self.num_broken_drafts,
             policy_error=policy_error,
         )
+
+
+class DraftsByLength:
+    """Drafts and accepted tokens by the length that their response reached in the end.
+
+    A rollout ends with its longest responses, whose acceptance differs from the batch's: late in a response the context
+    is longer than most of what a drafter was trained on.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[str, list[int]] = {}  # request → [drafts, accepted tokens]
+        self._ended: dict[int, list[int]] = {}  # class → [responses, tokens, drafts, accepted tokens]
+
+    def verified(self, accepted: Iterable[tuple[str, int]]) -> None:
+        """Count a step's drafts.
+
+        Args:
+            accepted: (request, draft tokens accepted) for each.
+        """
+        running = self._running
+        for request, tokens in accepted:
+            row = running.get(request)
+            if row is None:
+                running[request] = [1, tokens]
+            else:
+                row[0] += 1
+                row[1] += tokens
+
+    def ended(self, request: str, tokens: int) -> None:
+        """A request has ended with so many tokens; one without any is not counted."""
+        drafts, accepted = self._running.pop(request, (0, 0))
+        if tokens > 0:
+            row = self._ended.setdefault(round(CLASSES_PER_OCTAVE * math.log2(tokens)), [0, 0, 0, 0])
+            for i, count in enumerate((1, tokens, drafts, accepted)):
+                row[i] += count
+
+    def rows(self, reset: bool = False) -> tuple[ResponseDrafts, ...]:
+        """The sums by class of length, ascending, over the responses that ended since the last reset."""
+        rows = tuple(ResponseDrafts(*row) for _, row in sorted(self._ended.items()))
+        if reset:
+            self._ended = {}
+        return rows

@@ -22,19 +22,18 @@ def kwargs(config=None, rollout=EAGER, user=None, on_cpu=True, version="0.28.0")
 
 
 @pytest.mark.parametrize(
-    ("speculation", "eager", "version", "arms"),
+    ("speculation", "eager", "arms"),
     [
-        ({}, True, "0.28.0", (0, 1, 2, 3)),
-        ({"max_draft_length": 5}, True, "0.24.0", (0, 1, 2, 3, 4, 5)),
-        ({}, False, "0.24.0", (0, 1, 3)),
-        ({"max_draft_length": 7}, False, "0.24.0", (0, 1, 3, 7)),
-        ({"max_draft_length": 7}, False, "0.32.1", (0, 1, 3, 7)),
-        ({"max_draft_length": 5}, False, "0.28.0", (0, 1, 3)),
-        ({"arms": [0, 2]}, False, "0.24.0", (0, 2)),
+        ({}, True, (0, 1, 2, 3)),
+        ({"max_draft_length": 5}, True, (0, 1, 2, 3, 4, 5)),
+        ({}, False, (0, 1, 3)),
+        ({"max_draft_length": 7}, False, (0, 1, 3, 7)),
+        ({"max_draft_length": 5}, False, (0, 1, 3)),
+        ({"arms": [0, 2]}, False, (0, 2)),
     ],
 )
-def test_arms_are_those_that_have_graphs(speculation, eager, version, arms):
-    assert engine_arms(tlt(**speculation), eager, version) == arms
+def test_arms_are_those_that_have_graphs(speculation, eager, arms):
+    assert engine_arms(tlt(**speculation), eager) == arms
 
 
 def test_the_engine_drafts_sampled_tokens_no_longer_than_its_longest_arm():

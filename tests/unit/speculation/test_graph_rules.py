@@ -1,36 +1,23 @@
-"""The CUDA-graph plan as data: which arms a release gets, what runs without a graph, and the table in the docs."""
+"""What a vLLM release runs drafts with, and how long a draft and a step may be with CUDA graphs."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from verl_tlt.speculation.graph_rules import longest_draft, plan_for, table, token_limit
-
-DOCS = Path(__file__).parents[3] / "docs" / "adaptive-speculation.md"
-
-
-def test_the_docs_show_the_plan():
-    assert table() in DOCS.read_text()
-
-
-@pytest.mark.parametrize(
-    ("release", "first", "arms"),
-    [
-        ((0, 24), (0, 24), (0, 1, 3, 7)),
-        ((0, 25), (0, 24), (0, 1, 3, 7)),
-        ((0, 27), (0, 26), (0, 1, 3, 7)),
-        ((0, 40), (0, 32), (0, 1, 3, 7)),
-    ],
-)
-def test_a_release_between_two_plans_takes_the_older(release, first, arms):
-    assert (plan_for(release).first, plan_for(release).arms) == (first, arms)
+from verl_tlt.speculation.graph_rules import GRAPH_ARMS, longest_draft, runner_for, token_limit
 
 
 @pytest.mark.parametrize("release", [(0, 24), (0, 28), (0, 31)])
 def test_the_longest_draft_is_longer_where_every_arm_has_its_graph(release):
-    assert longest_draft(release, graphs=True) == plan_for(release).arms[-1] == 7
-    assert longest_draft(release, graphs=False) == longest_draft((0, 32), graphs=True) == 3
+    assert runner_for(release) == "V1"
+    assert longest_draft(release, graphs=True) == GRAPH_ARMS[-1]
+    assert longest_draft(release, graphs=False) == 3
+
+
+@pytest.mark.parametrize("release", [(0, 32), (0, 40), (1, 0)])
+def test_the_v2_runner_has_the_graph_of_the_longest_arm_alone(release):
+    assert runner_for(release) == "V2"
+    assert longest_draft(release, graphs=True) == 3
 
 
 def test_the_limit_is_that_of_the_resolved_config():

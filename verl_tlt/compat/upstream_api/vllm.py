@@ -61,13 +61,13 @@ VLLM = (
     Symbol(
         "vllm.v1.request:Request",
         has="sampling_params status num_output_tokens num_output_placeholders is_finished",
-        used_by="speculation/stop_boundary.py",
+        used_by="speculation/decode_load.py",
     ),
-    Symbol("vllm.v1.request:RequestStatus", has="PREEMPTED", used_by="speculation/stop_boundary.py"),
+    Symbol("vllm.v1.request:RequestStatus", has="PREEMPTED", used_by="speculation/decode_load.py"),
     Symbol(
         "vllm.sampling_params:SamplingParams",
         has="min_tokens all_stop_token_ids",
-        used_by="speculation/stop_boundary.py",
+        used_by="speculation/decode_load.py",
     ),
     Symbol(
         "vllm.config.speculative:SpeculativeConfig",
