@@ -4,7 +4,7 @@
 
 * numerics: is the loss, and the gradient of every parameter, what the CPU computes in float32?
 * speed: tokens a second at a 7B policy's shape, and does any step after the first trace a graph?
-* visit_7b, visit_32b: bytes and seconds from the host to the device and, at a stop, back.
+* residency_7b, residency_32b: bytes and seconds from the host to the device and, at a stop, back.
 * stop: how long the real learner goes on after it was told to stop.
 * scoring: how much memory the gate's scores take.
 
@@ -20,7 +20,7 @@ import torch
 from benchmarks.gpu.learner import scoring, stop
 from benchmarks.gpu.parts import NEEDS_CUDA, Bench, Part, clock, main, peak_gib, seconds
 from benchmarks.gpu.shapes import Shape, drafter, rows_of, shape_of, texts
-from verl_tlt.drafter import Batch, DrafterTrainer, default_attention, fingerprint, pack, traffic, visiting
+from verl_tlt.drafter import Batch, DeviceResidency, DrafterTrainer, default_attention, fingerprint, pack
 from verl_tlt.spot_worker.device import TrainingDevice
 
 PASSES = 3
@@ -95,11 +95,11 @@ def speed(bench: Bench) -> dict[str, Any]:
     return {"rehearsal_s": rehearsal, "steps": steps}
 
 
-# ---------------------------------------------------------------------- visits
+# ---------------------------------------------------------------------- residency
 
 
-def visit(bench: Bench, name: str) -> dict[str, Any]:
-    """Three visits with moments, of which the first pins the host's memory; bytes as counted and as planned."""
+def residency(bench: Bench, name: str) -> dict[str, Any]:
+    """Three stays with moments on the device, of which the first pins the host's memory; bytes counted and planned."""
     shape, device = shape_of(bench, name), torch.device(bench.device)
     trainer = DrafterTrainer(drafter(shape, bench.device), ttt_steps=1)
     with TrainingDevice(bench.device).resident(trainer, 128):
@@ -113,22 +113,27 @@ def visit(bench: Bench, name: str) -> dict[str, Any]:
     turns = []
     for _ in range(3):
         start = clock(bench.device)
-        with visiting(trainer, device, copy=copy):
+        with DeviceResidency(trainer, device, copy=copy):
             there, arrived = sum(crossed), clock(bench.device)
         back, home = sum(crossed) - there, clock(bench.device)
         crossed.clear()
         times = {"there_s": arrived - start, "back_s": home - arrived} if bench.cuda else {"times": NEEDS_CUDA}
         turns.append({"there_bytes": there, "back_bytes": back, **times})
-    return {"planned": vars(traffic(trainer.model)), "turns": turns}
+    model = trainer.model
+    trained = sum(p.nbytes for p in trainer.parameters.values())
+    frozen = sum(2 * p.numel() for p in model.parameters() if not p.requires_grad) + sum(
+        b.nbytes for b in model.buffers()
+    )
+    return {"planned": {"there": 3 * trained + frozen, "back": 3 * trained}, "turns": turns}
 
 
 PARTS = {
     "numerics": Part(numerics, 30),
     "speed": Part(speed, 60),
-    "visit_7b": Part(lambda bench: visit(bench, "7b"), 40),
+    "residency_7b": Part(lambda bench: residency(bench, "7b"), 40),
     "stop": Part(stop, 90),
     "scoring": Part(scoring, 40),
-    "visit_32b": Part(lambda bench: visit(bench, "32b"), 90),
+    "residency_32b": Part(lambda bench: residency(bench, "32b"), 90),
 }
 """In the order of what a user meets first."""
 

@@ -36,17 +36,17 @@ def found(report, part):
 
 def test_the_drafters_parts(report_of):
     report = report_of("drafter")
-    assert list(report["parts"]) == ["numerics", "speed", "visit_7b", "stop", "scoring", "visit_32b"]
+    assert list(report["parts"]) == ["numerics", "speed", "residency_7b", "stop", "scoring", "residency_32b"]
     numerics = found(report, "numerics")
     assert {"fc.weight", "layers.0.mlp.down_proj.weight"} <= numerics["relative_error"].keys()
     assert 0 < numerics["largest_error"] < 1e-4 and numerics["fingerprint_is_the_same"]
     speed = found(report, "speed")
     assert len(speed["steps"]) == 16 and {s["rows"] for s in speed["steps"]} == {64, 56, 48, 40, 256}
     assert all(s["graphs"] == 0 and not s["skipped"] for s in speed["steps"])
-    for part in ("visit_7b", "visit_32b"):
-        visit = found(report, part)
-        for turn in visit["turns"]:
-            assert {"there": turn["there_bytes"], "back": turn["back_bytes"]} == visit["planned"]
+    for part in ("residency_7b", "residency_32b"):
+        stay = found(report, part)
+        for turn in stay["turns"]:
+            assert {"there": turn["there_bytes"], "back": turn["back_bytes"]} == stay["planned"]
             assert turn["times"] == "needs CUDA"
     sessions = found(report, "stop")["sessions"]
     assert len(sessions) == 3

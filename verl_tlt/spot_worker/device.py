@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from verl_tlt.drafter import DrafterTrainer, session_bytes, visiting
+from verl_tlt.drafter import DeviceResidency, DrafterTrainer, session_bytes
 from verl_tlt.errors import TLTError
 
 MARGIN = 0.03
@@ -77,4 +77,4 @@ class TrainingDevice:
         return self._resident(trainer, trains)
 
     def _resident(self, trainer: DrafterTrainer, trains: bool) -> AbstractContextManager[None]:
-        return visiting(trainer, self.device, trains=trains)
+        return DeviceResidency(trainer, self.device, trains=trains)

@@ -14,7 +14,7 @@ from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, TLTConfig
 MOST_BATCH_TOKENS = 4096
 """As long as `tlt.buffer.window`: longer micro-batches would lengthen stops for nothing."""
 LOGIT_BYTES, MOST_LOGIT_BYTES = 20, 6 << 30
-"""Device bytes of one logit while a session trains or scores (`drafter.visit.session_bytes`), and of all of them."""
+"""Device bytes of one logit while a session trains or scores (`drafter.session_bytes`), and of all of them."""
 MEMORY_SHARE = 0.1
 """Part of a node's memory that its buffers take together."""
 

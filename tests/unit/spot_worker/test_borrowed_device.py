@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_learner import make_learner, same, texts, train_and_merge, verifier_arrays
 
-from verl_tlt.drafter import evaluate, session_bytes, train, visiting
+from verl_tlt.drafter import DeviceResidency, evaluate, session_bytes, train
 from verl_tlt.spot_worker import scoring
 from verl_tlt.spot_worker.device import NoRoom, TrainingDevice, check_room
 
@@ -43,7 +43,7 @@ class CountedDevice(TrainingDevice):
             else:
                 self.back += target.nbytes
 
-        return self._emptied(visiting(trainer, self.device, trains=trains, copy=copy))
+        return self._emptied(DeviceResidency(trainer, self.device, trains=trains, copy=copy))
 
     @contextmanager
     def _emptied(self, visit):
