@@ -27,7 +27,8 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): requirements/cpu.lock requirements/setup.sh requirements/vllm-metadata/pyproject.toml pyproject.toml
+$(STAMP): requirements/cpu.lock requirements/setup.sh requirements/vllm-metadata/pyproject.toml verl_cpu/pyproject.toml \
+  pyproject.toml
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" requirements/setup.sh
 
 wheel: $(STAMP)
@@ -76,7 +77,7 @@ bench-control: $(STAMP)
 	$(BIN)/python -m benchmarks.control
 
 clean:
-	rm -rf demo-out outputs .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf demo-out outputs .cache build dist *.egg-info verl_cpu/build verl_cpu/*.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 distclean: clean
 	rm -rf $(VENV)

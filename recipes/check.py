@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_tlt.compat.cpu.environment import CPU_ENGINE
+from verl_cpu.environment import CPU_ENGINE
 
 HERE = Path(__file__).resolve().parent
 STEPS = 2

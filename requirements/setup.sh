@@ -16,7 +16,7 @@ STAMP=$VENV/.setup-done
 fail() { echo "setup: $*" >&2; exit 1; }
 say() { echo "setup: $*"; }
 
-inputs=$(cat requirements/cpu.lock requirements/setup.sh requirements/vllm-metadata/pyproject.toml pyproject.toml | cksum)
+inputs=$(cat requirements/{cpu.lock,setup.sh,vllm-metadata/pyproject.toml} verl_cpu/pyproject.toml pyproject.toml | cksum)
 if [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$inputs" ]; then
   touch "$STAMP"
   exit 0
@@ -47,13 +47,13 @@ if ! "$VENV/bin/python" -c "import importlib.metadata as m, sys; sys.exit(m.vers
 fi
 say "installing $(grep -c == requirements/cpu.lock) pinned packages"
 watched "${pip[@]}" --requirement requirements/cpu.lock || fail "a package of requirements/cpu.lock could not be installed; pip says which above."
-say "installing verl-tlt itself"
-watched "${pip[@]}" --no-build-isolation ./requirements/vllm-metadata --editable .
+say "installing verl-tlt and its CPU platform"
+watched "${pip[@]}" --no-build-isolation ./requirements/vllm-metadata --editable . --editable ./verl_cpu
 # torch's and vLLM's platform choice is what goes wrong first: see it now rather than in a worker.
 "$VENV/bin/python" - <<'PY' || fail "the environment does not hold together; remove it and run make setup again."
 import importlib.metadata as metadata
 assert metadata.version("vllm").endswith("+cpu") and metadata.version("verl") == "0.9.1"
-import verl_tlt.plugin
+import verl_cpu.environment, verl_tlt.plugin
 assert verl_tlt.plugin.armed()
 PY
 printf '%s\n' "$inputs" > "$STAMP"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_tlt.compat.cpu.environment import CPU_ENGINE
+from verl_cpu.environment import CPU_ENGINE
 
 os.environ.update(CPU_ENGINE, HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="WARNING")
 STARTUP = Path(__file__).with_name("startup")

@@ -33,6 +33,18 @@ class ChildEngineError(TLTError):
     """The engine could not do its job: the child's own sentence, or the end of its log."""
 
 
+def require_cpu_platform() -> None:
+    """Refuse an engine on the CPU where the environment, which it inherits, lacks what vLLM's CPU backend needs.
+
+    Raises:
+        ChildEngineError: `VERL_PLATFORM` is not cpu.
+    """
+    if os.environ.get("VERL_PLATFORM", "").strip().lower() != "cpu":
+        raise ChildEngineError(
+            "An engine on the CPU needs the CPU platform and its variables: export $(python -m verl_cpu.environment)."
+        )
+
+
 def run_job(
     module: str,
     job: Mapping[str, Any],

@@ -23,7 +23,7 @@ import torch
 from benchmarks.control.policies import RIVALS, named
 from benchmarks.control.toy import LONGEST_DRAFT, Toy
 from demo.machine import find_dtype
-from verl_tlt.compat.cpu.environment import CPU_ENGINE
+from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.messages import to_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.tables import LatencyTable

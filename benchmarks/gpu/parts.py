@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.child_engine import ChildEngineError, run_job
-from verl_tlt.compat.cpu.environment import engine_environment
 from verl_tlt.compat.versions import installed
 
 NEEDS_CUDA = "needs CUDA"
@@ -109,7 +109,7 @@ def attempt(module: str, name: str, part: Part, tiny: bool, scratch: Path, left_
         return {"needs": "CUDA"}
     if left_s < part.least_s:
         return {"skipped": f"{left_s:.0f} s of the budget were left, and it takes {part.least_s:.0f} s or more"}
-    environment = {**(engine_environment() if tiny else {}), **part.environment}
+    environment = {**(CPU_ENGINE if tiny else {}), **part.environment}
     job = {"module": module, "part": name, "tiny": tiny}
     try:
         return {"found": run_job("benchmarks.gpu.child", job, scratch / name, environment, left_s)}

@@ -268,10 +268,10 @@ def main() -> None:
     import verl  # noqa: F401 - the platform must be known before verl's device modules ask for it
 
     if SHIMMED:
-        import verl_tlt.compat.cpu.entry  # noqa: F401
-        from verl_tlt.compat.cpu.vllm_shims import register
+        import verl_cpu.entry  # noqa: F401
+        from verl_cpu.vllm_shims import register
     else:
-        from verl_tlt.compat.cpu.platform import register  # stock verl knows no platform of that name
+        from verl_cpu.platform import register  # stock verl knows no platform of that name
     register()
     loading = megatron_load, megatron_fresh
     megatron = megatron_dtype, megatron_layers, megatron_router, *loading, megatron_random, megatron_engine

@@ -54,8 +54,8 @@ def apply(patch, directory):
 
 def test_there_is_a_patch_for_every_shim():
     for package in ("verl", "vllm"):
-        shims = (ROOT / "verl_tlt" / "compat" / "cpu" / f"{package}_shims.py").read_text()
-        module = f"verl_tlt.compat.cpu.{package}_shims"
+        shims = (ROOT / "verl_cpu" / f"{package}_shims.py").read_text()
+        module = f"verl_cpu.{package}_shims"
         assert shims.count("    when_imported(") == sum(header(p)["Shim"].startswith(module) for p in PATCHES)
 
 
@@ -81,7 +81,7 @@ def test_applies_to_the_installed_release(patch, tmp_path):
 
 def test_the_expand_patch_does_what_the_shim_does(tmp_path):
     torch = pytest.importorskip("torch")
-    from verl_tlt.compat.cpu.vllm_shims import expand_batch_to_tokens
+    from verl_cpu.vllm_shims import expand_batch_to_tokens
 
     (file,) = apply(next(p for p in PATCHES if "expand" in p.name), tmp_path)
     patched = types.ModuleType("patched")
@@ -162,7 +162,7 @@ def test_such_a_verl_finds_a_plugin_with_both_functions():
 
 
 def test_the_backend_shim_changes_nothing_in_what_the_patch_builds():
-    from verl_tlt.compat.cpu.verl_shims import dedupe_backend
+    from verl_cpu.verl_shims import dedupe_backend
 
     assert [dedupe_backend(b) for b in ("cpu:gloo", "cpu:gloo,cuda:nccl")] == ["cpu:gloo", "cpu:gloo,cuda:nccl"]
 
@@ -171,7 +171,7 @@ def test_the_bucket_shim_leaves_a_receiver_that_copies(tmp_path):
     pytest.importorskip("torch")
     from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer as stock
 
-    from verl_tlt.compat.cpu.verl_shims import clone_buckets
+    from verl_cpu.verl_shims import clone_buckets
 
     module = load(patched("shared-memory", tmp_path), stock.__name__)
     before = module.BucketedWeightReceiver.receive_weights
@@ -188,7 +188,7 @@ LINEAR = """
     spec = importlib.util.spec_from_file_location("vllm.model_executor.layers.utils", sys.argv[1])
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    from verl_tlt.compat.cpu.vllm_shims import keep_linear_weights
+    from verl_cpu.vllm_shims import keep_linear_weights
     before = module.dispatch_cpu_unquantized_gemm
     keep_linear_weights(module)
     print(module.dispatch_cpu_unquantized_gemm is before, os.environ["VLLM_CPU_PREPACK_LINEAR"])
@@ -212,7 +212,7 @@ def test_the_expand_shim_leaves_a_kernel_that_fills_its_output(tmp_path, monkeyp
     import vllm.utils
     from vllm.utils import cpu_triton_utils
 
-    from verl_tlt.compat.cpu.vllm_shims import fix_expand_batch
+    from verl_cpu.vllm_shims import fix_expand_batch
 
     if fixed:
         kernel = load(patched("expand", tmp_path), "vllm.utils.cpu_triton_utils")
@@ -225,7 +225,7 @@ def test_the_expand_shim_leaves_a_kernel_that_fills_its_output(tmp_path, monkeyp
 
 def test_the_pinning_shim_leaves_an_engine_that_does_not_pin(tmp_path):
     pytest.importorskip("torch")
-    from verl_tlt.compat.cpu.verl_shims import offload_unpinned
+    from verl_cpu.verl_shims import offload_unpinned
 
     fixed = patched("accelerators", tmp_path)
     stock = Path(importlib.util.find_spec("verl").submodule_search_locations[0], *fixed.relative_to(tmp_path).parts[1:])
@@ -248,7 +248,7 @@ def test_the_critic_shim_leaves_a_loader_that_reads_the_config(tmp_path, fixed):
     pytest.importorskip("torch")
     import verl.utils.model as stock
 
-    from verl_tlt.compat.cpu.verl_shims import critic_attention
+    from verl_cpu.verl_shims import critic_attention
 
     module = load(patched("critic", tmp_path) if fixed else Path(stock.__file__), stock.__name__)
     before = module.load_valuehead_model
@@ -261,7 +261,7 @@ def test_the_float32_shim_leaves_a_config_that_allows_it(tmp_path, fixed):
     pytest.importorskip("torch")
     import verl.workers.config.engine as stock
 
-    from verl_tlt.compat.cpu.verl_shims import megatron_in_float32
+    from verl_cpu.verl_shims import megatron_in_float32
 
     module = load(patched("float32", tmp_path) if fixed else Path(stock.__file__), stock.__name__)
     before = module.McoreEngineConfig.__post_init__
@@ -274,7 +274,7 @@ def test_the_loading_shim_leaves_an_optimizer_that_records_nothing(tmp_path, fix
     pytest.importorskip("megatron.core.optimizer")
     import megatron.core.optimizer.distrib_optimizer as stock
 
-    from verl_tlt.compat.cpu.megatron_shims import load_without_gradients
+    from verl_cpu.megatron_shims import load_without_gradients
 
     module = load(patched("gradients", tmp_path) if fixed else Path(stock.__file__), stock.__name__)
     before = module.DistributedOptimizer._set_main_param_and_optimizer_states
@@ -283,7 +283,7 @@ def test_the_loading_shim_leaves_an_optimizer_that_records_nothing(tmp_path, fix
 
 
 def test_the_spinning_shim_asks_for_the_patchs_setting(monkeypatch):
-    from verl_tlt.compat.cpu.vllm_shims import sleep_between_looks
+    from verl_cpu.vllm_shims import sleep_between_looks
 
     class SpinCondition:
         def wait(self, timeout_ms=None):

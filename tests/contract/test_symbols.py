@@ -16,12 +16,18 @@ from pathlib import Path
 import pytest
 
 import demo
+import verl_cpu
 import verl_tlt
 from demo.upstream_api import DEMO
+from verl_cpu.upstream_api import CPU
 from verl_tlt.compat.sources import SourceTree, check_symbols, source_root
 from verl_tlt.compat.upstream_api import SYMBOLS, Symbol
 
-OURS = [(Path(verl_tlt.__file__).parent, SYMBOLS), (Path(demo.__file__).parent, DEMO)]
+OURS = [
+    (Path(verl_tlt.__file__).parent, SYMBOLS),
+    (Path(verl_cpu.__file__).parent, CPU),
+    (Path(demo.__file__).parent, DEMO),
+]
 CACHE = os.environ.get("TLT_CONTRACT_CACHE")
 VLLM = ("0.24.0", "0.26.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0")
 RELEASES = [("verl", "0.9.0"), ("verl", "0.9.1"), *(("vllm", version) for version in VLLM)]
@@ -58,7 +64,7 @@ def sources(package, version):
 
 
 def wrong(root, package):
-    checked = check_symbols(root, package, [*SYMBOLS, *DEMO])
+    checked = check_symbols(root, package, [*SYMBOLS, *CPU, *DEMO])
     return {f"{symbol.name} {problem}" for symbol, problem in checked if problem}
 
 
@@ -70,7 +76,7 @@ def test_the_installed_release(package):
 @pytest.mark.skipif(not CACHE, reason="downloads 300 MB of releases: run by `make contract`, not by `make test`")
 @pytest.mark.parametrize(("package", "version"), RELEASES)
 def test_another_release(package, version):
-    checked = check_symbols(sources(package, version), package, [*SYMBOLS, *DEMO])
+    checked = check_symbols(sources(package, version), package, [*SYMBOLS, *CPU, *DEMO])
     found = {f"{symbol.name} {problem}": symbol.name for symbol, problem in checked if problem}
     owners = {name if name.endswith(":") else re.match(r"[^:]*:\w+", name)[0] for name in found.values()}
     assert owners == LACKING.get((package, version), set()), "\n".join(sorted(found))

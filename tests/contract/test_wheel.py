@@ -64,8 +64,7 @@ def test_what_it_says_of_itself(wheel):
     info = next(name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name)
     points = archive.read(f"{info}/entry_points.txt").decode()
     for line in (
-        "verl-tlt = verl_tlt.cli:app", "tlt = verl_tlt.plugin", "tlt_cpu = verl_tlt.compat.cpu.entry",
-        "tlt = verl_tlt.activation", "tlt_cpu = verl_tlt.compat.cpu.vllm_shims:register",
+        "verl-tlt = verl_tlt.cli:app", "tlt = verl_tlt.plugin", "tlt = verl_tlt.activation",
     ):  # fmt: skip
         assert line in points.splitlines()
     said = Parser().parsestr(archive.read(f"{info}/METADATA").decode())

@@ -1,7 +1,7 @@
 """Layouts of verl's Megatron engine over four processes, run one after the other.
 
 Engine, bridge, schedules, splitting and collectives are verl's, mbridge's and megatron-core's own; CUDA and Transformer
-Engine have the stand-ins of the CPU platform (verl_tlt/compat/cpu/megatron_*.py).
+Engine have the stand-ins of the CPU platform (verl_cpu/megatron_*.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A test starts processes that import for seconds each. Ray's and multiprocessing's become forks of one that has imported
 already (`fork_server`). Looking for garbage after every 700 new objects, as Python does, takes a fifth of the rest; the
-CPU platform does the same (verl_tlt/compat/cpu/entry.py) from where verl is imported.
+CPU platform does the same (verl_cpu/entry.py) from where verl is imported.
 """
 
 import gc

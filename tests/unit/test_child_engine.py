@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import verl_cpu
+from verl_cpu.environment import CPU_ENGINE
 from verl_tlt import child_engine
-from verl_tlt.child_engine import ChildEngineError, run_job
+from verl_tlt.child_engine import ChildEngineError, require_cpu_platform, run_job
 
 CHILD = """
 import os, sys, time
@@ -69,6 +71,16 @@ def test_a_job_is_answered(tmp_path):
 def test_a_refusal_is_its_sentence(tmp_path):
     with pytest.raises(ChildEngineError, match=r"^No such policy\.$"):
         ask(tmp_path, do="refuse")
+
+
+def test_an_engine_on_the_cpu_needs_the_platforms_variables(monkeypatch):
+    require_cpu_platform()
+    monkeypatch.delenv("VERL_PLATFORM")
+    with pytest.raises(ChildEngineError, match=r"export \$\(python -m verl_cpu.environment\)"):
+        require_cpu_platform()
+    code = [sys.executable, "-m", "verl_cpu.environment"]
+    said = subprocess.run(code, cwd=Path(verl_cpu.__file__).parents[1], capture_output=True, text=True, timeout=60)
+    assert dict(word.split("=") for word in said.stdout.split()) == CPU_ENGINE
 
 
 def test_a_crash_is_a_sentence_with_the_end_of_the_log(tmp_path):

@@ -60,7 +60,7 @@ FRAMEWORKS_OF = {
         for room in ("child_engine", "console", "report", "plugin", "activation", "advise", "cli", "conf", "flag")
     },
     "drafter": {"torch", "transformers", "speculators"},
-    "compat": FRAMEWORKS,  # only on the CPU platform
+    "compat": set(),
     "engine_core": {"vllm"},
     "vllm_worker": {"torch", "verl", "vllm"},
     "server": {"ray", "torch", "verl", "vllm"},
@@ -146,6 +146,13 @@ def test_no_two_files_import_each_other():
 @pytest.mark.parametrize("name", STANDARD)
 def test_what_every_process_loads_is_standard_library(name):
     assert roots(ROOT / name, lazily=False) <= set(sys.stdlib_module_names) | {"verl_tlt"}
+
+
+def test_the_cpu_platform_is_no_part_of_the_package():
+    """`verl_cpu` uses verl-tlt's `compat`, never the other way round."""
+    assert all("verl_cpu" not in roots(path) for path in ROOT.rglob("*.py"))
+    used = {room_of(name) for path in (ROOT.parent / "verl_cpu").glob("*.py") for name in imported(path)}
+    assert used == {"compat", None}
 
 
 def test_settings_need_no_framework():

@@ -8,7 +8,7 @@ import pytest
 import verl_tlt
 
 ROOT = Path(verl_tlt.__file__).parents[1]
-FOLDERS = ("verl_tlt", "hydra_plugins", "demo", "recipes", "examples")
+FOLDERS = ("verl_tlt", "verl_cpu", "hydra_plugins", "demo", "recipes", "examples")
 MODULES = {
     "pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve",  # run what they read
     "socket", "socketserver", "http", "xmlrpc", "uvicorn", "fastapi", "flask", "aiohttp", "websockets",  # listen
@@ -27,7 +27,7 @@ ALLOWED = {
     # A Unix socket, in a directory that was found to be private.
     "verl_tlt/channel.py": {"listens: socket.bind(address)"},
     # Passed on as verl's own loader has it.
-    "verl_tlt/compat/cpu/verl_shims.py": {"trust_remote_code=trust_remote_code"},
+    "verl_cpu/verl_shims.py": {"trust_remote_code=trust_remote_code"},
 }
 
 

@@ -60,7 +60,7 @@ def test_a_plugin_that_did_not_arm_is_refused():
     assert "could not load the plugin" in search.refusal(FLAG, STOCK | {"verl_tlt.plugin": plugin(False)}, {})
 
 
-@pytest.mark.parametrize("value", ["none", "tlt_cpu,other"])
+@pytest.mark.parametrize("value", ["none", "verl_cpu,other"])
 def test_verls_own_switch_is_named(value):
     assert f"VERL_USE_EXTERNAL_PLUGINS={value}" in search.refusal(FLAG, STOCK, {"VERL_USE_EXTERNAL_PLUGINS": value})
 

@@ -79,8 +79,7 @@ def symbol_table() -> Table:
     for checked in installed_symbols().values():
         for symbol, problem in checked:
             verdict = Text("ok", style="green") if problem is None else Text("no", style="bold red")
-            note = symbol.used_by + (" (CPU only)" if symbol.cpu_only else "")
-            rows.add_row(verdict, Text(symbol.name + (f"\n{problem}" if problem else "")), Text(note))
+            rows.add_row(verdict, Text(symbol.name + (f"\n{problem}" if problem else "")), Text(symbol.used_by))
     return rows
 
 

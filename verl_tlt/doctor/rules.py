@@ -113,9 +113,9 @@ def _text(wanted: Release) -> str:
 
 
 def judge_symbols(package: str, checked: Sequence[tuple[Symbol, str | None]]) -> Iterator[Finding]:
-    """What the installed sources of a package lack of what verl-tlt relies on; the machine's CPU shims apart."""
+    """What the installed sources of a package lack of what verl-tlt relies on."""
     what = f"{package} symbols"
-    wrong = [(symbol, problem) for symbol, problem in checked if problem and not symbol.cpu_only]
+    wrong = [(symbol, problem) for symbol, problem in checked if problem]
     for symbol, problem in wrong:
         yield Finding("refuse", what, f"{symbol.name}, which verl_tlt/{symbol.used_by} relies on: {problem}.")
     if not wrong:

@@ -20,7 +20,6 @@ from typing import Any
 from uuid import uuid4
 
 from verl_tlt import child_engine
-from verl_tlt.compat.cpu.environment import engine_environment
 from verl_tlt.config import TLTConfig, TLTConfigError, dtype_name
 from verl_tlt.server.calibration import COSTS_DIR, calibrate
 from verl_tlt.speculation.costs.latency_table import for_policy, parse
@@ -63,8 +62,9 @@ def run_job(job: EngineJob, directory: Path, timeout_s: float = 1800.0) -> dict[
     Raises:
         ChildEngineError: it could not; one sentence, or the end of the engine's log.
     """
-    environment = engine_environment() if job.cpu else {}
-    return child_engine.run_job("verl_tlt.doctor.engine_process", asdict(job), directory, environment, timeout_s)
+    if job.cpu:
+        child_engine.require_cpu_platform()
+    return child_engine.run_job("verl_tlt.doctor.engine_process", asdict(job), directory, {}, timeout_s)
 
 
 def read_setup(job: EngineJob) -> Setup:

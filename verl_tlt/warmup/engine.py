@@ -1,7 +1,7 @@
 """Stock vLLM in a process of its own: responses to prompts, and how many drafted tokens it accepted.
 
 Responses are written one by one as they finish, so that a killed run keeps what it has. No plugin is loaded: what is
-measured here is what `vllm serve` does. (On the CPU the two repairs of `compat.cpu.vllm_shims` are needed to sample.)
+measured here is what `vllm serve` does. (On the CPU the two repairs of `verl_cpu.vllm_shims` are needed to sample.)
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from verl_tlt.child_engine import run_job
-from verl_tlt.compat.cpu.environment import engine_environment
+from verl_tlt.child_engine import require_cpu_platform, run_job
 from verl_tlt.drafter.policy import DrafterError
 
 RESPONSES = "responses.jsonl"
-ON_CPU = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "tlt_cpu"}
+ENVIRONMENT = {"cpu": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, "cuda": {"VLLM_PLUGINS": ""}}
+"""Of the engine's process, by device. On the CPU, `verl_cpu` is a plugin of vLLM's."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,13 @@ def generate(
     out, answer = directory / RESPONSES, directory / "answer.json"
     total = len(job.prompts) * job.samples
     if len(read_responses(out)) < total or (job.drafter and not answer.is_file()):
-        environment = engine_environment() | ON_CPU if job.device == "cpu" else {"VLLM_PLUGINS": ""}
+        if job.device == "cpu":
+            require_cpu_platform()
         run_job(
             "verl_tlt.warmup.engine_process",
             asdict(job),
             directory,
-            {**environment, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
+            ENVIRONMENT[job.device] | {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
             tell=lambda: progress(_count(out), total),
         )
     responses = sorted(read_responses(out).values(), key=lambda r: (r.prompt, r.sample))

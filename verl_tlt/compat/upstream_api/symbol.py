@@ -19,8 +19,6 @@ class Symbol:
     """Fragments that its source must contain, where we rely on how it is written."""
     used_by: str = ""
     """Our file, below the package that lists it."""
-    cpu_only: bool = False
-    """Needed on machines without an accelerator alone."""
 
     @property
     def package(self) -> str:

@@ -166,23 +166,4 @@ VERL = (
     ),
     Symbol("verl.single_controller.base.decorator:register", "dispatch_mode", used_by="actor/worker.py"),
     Symbol("verl.utils.tensordict_utils:get", "tensordict key default", used_by="actor/worker.py"),
-    # verl on a CPU.
-    Symbol(
-        "verl.plugin.platform.platform_manager:PlatformRegistry.register",
-        "platform",
-        used_by="compat/cpu/platform.py",
-        cpu_only=True,
-    ),
-    Symbol(
-        "verl.utils.model:load_valuehead_model",
-        "local_path torch_dtype model_config trust_remote_code",
-        used_by="compat/cpu/verl_shims.py",
-        cpu_only=True,
-    ),
-    Symbol(
-        "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightReceiver.receive_weights",
-        "on_bucket_received",
-        used_by="compat/cpu/verl_shims.py",
-        cpu_only=True,
-    ),
 )

@@ -208,25 +208,4 @@ VLLM = (
         has="temperature max_tokens ignore_eos detokenize",
         used_by="server/calibration.py",
     ),
-    # vLLM on a CPU.
-    Symbol(
-        "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
-        "layer remove_weight",
-        used_by="compat/cpu/vllm_shims.py",
-        cpu_only=True,
-    ),
-    Symbol("vllm.utils.cpu_triton_utils:", has="expand_kernel", used_by="compat/cpu/vllm_shims.py", cpu_only=True),
-    Symbol(
-        "vllm.distributed.device_communicators.shm_broadcast:SpinCondition.wait",
-        "timeout_ms",
-        says=("self.last_read", "self.busy_loop_s"),
-        used_by="compat/cpu/vllm_shims.py",
-        cpu_only=True,
-    ),
-    Symbol(
-        "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
-        "x cu_num_tokens num_tokens replace_from replace_to",
-        used_by="compat/cpu/vllm_shims.py",
-        cpu_only=True,
-    ),
 )

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from verl_tlt.compat.cpu import unequal_parts
-from verl_tlt.compat.cpu.megatron_cuda import (
+from verl_cpu import unequal_parts
+from verl_cpu.megatron_cuda import (
     answer_for_cuda,
     as_on_host,
     drawn_on_cpu,
@@ -59,7 +59,7 @@ def layers_without_transformer_engine(module: Any) -> None:
     """Build layers from `megatron_layers` where Transformer Engine is not installed."""
     if module.HAVE_TE:
         return
-    from verl_tlt.compat.cpu import megatron_layers
+    from verl_cpu import megatron_layers
 
     module.TESpecProvider, module.TENorm = megatron_layers.LayerProvider, megatron_layers.Norm
 

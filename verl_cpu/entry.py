@@ -13,7 +13,7 @@ if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
     # A run starts a dozen processes that import for seconds each, on few cores. Looking for garbage after every 700 new
     # objects, as Python does, takes a quarter of that.
     gc.set_threshold(50_000, 20, 20)
-    from verl_tlt.compat.cpu import megatron_shims, platform, verl_shims
+    from verl_cpu import megatron_shims, platform, verl_shims
 
     platform.register()
     verl_shims.register()

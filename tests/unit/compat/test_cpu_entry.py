@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize("platform", ["nvidia", ""])
 def test_a_process_with_an_accelerator_stays_as_it_is(platform):
     code = (
-        "import gc, os, sys, verl_tlt.compat.cpu.entry\n"
+        "import gc, os, sys, verl_cpu.entry\n"
         "print(gc.get_threshold()[0], os.environ.get('VERL_ENGINE_DEVICE'), 'verl' in sys.modules)"
     )
     environment = {k: v for k, v in os.environ.items() if k != "VERL_ENGINE_DEVICE"}

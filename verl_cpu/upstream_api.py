@@ -1,0 +1,35 @@
+"""What the CPU platform relies on in verl and vLLM, besides what verl-tlt does; `used_by` is a file of this folder."""
+
+from __future__ import annotations
+
+from verl_tlt.compat.upstream_api.symbol import Symbol
+
+CPU = (
+    Symbol("verl.plugin.platform.platform_manager:PlatformRegistry.register", "platform", used_by="platform.py"),
+    Symbol(
+        "verl.utils.model:load_valuehead_model",
+        "local_path torch_dtype model_config trust_remote_code",
+        used_by="verl_shims.py",
+    ),
+    Symbol(
+        "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightReceiver.receive_weights",
+        "on_bucket_received",
+        used_by="verl_shims.py",
+    ),
+    Symbol(
+        "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", "layer remove_weight", used_by="vllm_shims.py"
+    ),
+    Symbol("vllm.utils.cpu_triton_utils:", has="expand_kernel", used_by="vllm_shims.py"),
+    Symbol(
+        "vllm.distributed.device_communicators.shm_broadcast:SpinCondition.wait",
+        "timeout_ms",
+        says=("self.last_read", "self.busy_loop_s"),
+        used_by="vllm_shims.py",
+    ),
+    Symbol(
+        "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
+        "x cu_num_tokens num_tokens replace_from replace_to",
+        used_by="vllm_shims.py",
+    ),
+)
+"""Of the installed releases; a vLLM of another release has its CPU kernels elsewhere."""
