@@ -5,6 +5,7 @@ from __future__ import annotations
 from verl_tlt.compat.upstream_api.symbol import Symbol
 
 CPU = (
+    Symbol("verl.plugin.platform.platform_base:PlatformBase", used_by="platform.py"),
     Symbol("verl.plugin.platform.platform_manager:PlatformRegistry.register", "platform", used_by="platform.py"),
     Symbol(
         "verl.utils.model:load_valuehead_model",
@@ -32,4 +33,3 @@ CPU = (
         used_by="vllm_shims.py",
     ),
 )
-"""Of the installed releases; a vLLM of another release has its CPU kernels elsewhere."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -237,12 +237,11 @@ class TLTConfig:
         return typing.cast(dict[str, Any], _plain(dataclasses.asdict(self)))
 
 
-RENAMED = {"tlt.speculation.audit_every": "tlt.speculation.control_every"}
-"""Settings of older releases, and what each is called now."""
-REMOVED = {
+GONE = {
+    "tlt.speculation.audit_every": "it is called tlt.speculation.control_every now",
     "tlt.speculation.policy_options": "the policies' constants are part of the code (docs/adaptive-speculation.md)",
 }
-"""Settings of older releases that are gone, and what holds instead."""
+"""Settings of earlier releases, and what to use now or what holds instead."""
 
 T = TypeVar("T")
 
@@ -253,14 +252,8 @@ def _build(cls: type[T], node: Mapping[str, Any], where: str) -> T:
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     for key, value in node.items():
-        if new_name := RENAMED.get(f"{where}.{key}"):
-            raise TLTConfigError(f"{where}.{key} is called {new_name} now.")
-        if said := REMOVED.get(f"{where}.{key}"):
-            raise TLTConfigError(f"{where}.{key} is no longer a setting: {said}.")
         if key not in hints:
-            close = difflib.get_close_matches(str(key), hints, n=1)
-            hint = f" Did you mean {where}.{close[0]}?" if close else f" Known keys: {', '.join(hints)}."
-            raise TLTConfigError(f"{where}.{key} is not a setting of verl-tlt.{hint}")
+            raise TLTConfigError(f"{where}.{key} is not a setting of verl-tlt{_hint(where, str(key), hints)}")
         section = dataclasses.is_dataclass(hints[key])
         values[key] = _build(hints[key], value, f"{where}.{key}") if section else _plain(value)
     try:
@@ -272,6 +265,14 @@ def _build(cls: type[T], node: Mapping[str, Any], where: str) -> T:
             first["msg"].removeprefix("Value error, ").replace("Input should", "must").replace("valid tuple", "list")
         )
         raise TLTConfigError(f"{key} {allowed}, not {first['input']!r}.") from None
+
+
+def _hint(where: str, key: str, known: Iterable[str]) -> str:
+    """What to use instead of an unknown key, as the end of a sentence."""
+    if sentence := GONE.get(f"{where}.{key}"):
+        return f" any more; {sentence}."
+    close = difflib.get_close_matches(key, known, n=1)
+    return f". Did you mean {where}.{close[0]}?" if close else f". Known keys: {', '.join(known)}."
 
 
 def _plain(value: Any) -> Any:

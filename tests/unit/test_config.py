@@ -46,6 +46,13 @@ def test_plain_values_come_back_as_the_same_settings():
     assert TLTConfig.from_dict(None) == TLTConfig()
 
 
+@pytest.mark.parametrize("name", module.GONE)
+def test_a_setting_of_an_earlier_release_is_refused_with_what_holds_now(name):
+    _, section, key = name.split(".")
+    with pytest.raises(TLTConfigError, match=rf"^{name} is not a setting of verl-tlt any more; .{{20,}}\.$"):
+        TLTConfig.from_dict({section: {key: 1}})
+
+
 def test_settings_do_not_change():
     with pytest.raises(dataclasses.FrozenInstanceError):
         TLTConfig().drafter.seed = 1
@@ -95,15 +102,10 @@ def test_settings_do_not_change():
             "tlt.speculation.control_every must be greater than or equal to 0, not -1.",
         ),
         (
-            {"speculation": {"audit_every": 5}},
-            "tlt.speculation.audit_every is called tlt.speculation.control_every now.",
-        ),
-        (
             {"speculation": {"policy": "godput"}},
             "tlt.speculation.policy must be 'goodput', 'table', 'fixed'",
         ),
         ({"speculation": {"policy": "bandit"}}, "(bandit and ema are in benchmarks/control/policies, for comparisons)"),
-        ({"speculation": {"policy_options": {}}}, "tlt.speculation.policy_options is no longer a setting: "),
     ],
 )
 def test_a_wrong_setting_names_its_key(tree, sentence):
