@@ -166,13 +166,12 @@ def problems(recipe: Recipe, data: Path) -> list[str]:
 
     from demo.toy.assets import SHIPPED_POLICY
     from verl_tlt.config import TLTConfigError
-    from verl_tlt.doctor import facts, rules
-    from verl_tlt.doctor.recipe import compose
+    from verl_tlt.doctor import rules
+    from verl_tlt.doctor.recipe import compose, read_settings
 
     try:
         config = compose(captured(recipe, {"DATA": str(data)}), "ppo_trainer")
-        settings = facts.read_settings(config)
-        findings = rules.examine(facts.read_environment(), facts.read_recipe(config, settings), settings)
+        findings = rules.examine(config, read_settings(config))
     except TLTConfigError as error:
         return [str(error)]
     found = [f.sentence for f in findings if f.level == "refuse"]

@@ -17,8 +17,9 @@ from omegaconf import DictConfig, open_dict
 import verl_tlt
 from verl_tlt import MODE_PREFIX
 from verl_tlt.config import TLTConfig, TLTConfigError
-from verl_tlt.doctor import facts, rules
-from verl_tlt.doctor.models import located
+from verl_tlt.doctor import rules
+from verl_tlt.doctor.models import absolute, located
+from verl_tlt.doctor.recipe import read_mapping, read_run_dir, read_settings
 
 
 def check(config: DictConfig) -> TLTConfig:
@@ -28,11 +29,10 @@ def check(config: DictConfig) -> TLTConfig:
         SystemExit: TLT cannot run; the message is one sentence per reason, naming the key or file.
     """
     try:
-        settings = facts.read_settings(config)
-        run = facts.read_recipe(config, settings)
+        settings = read_settings(config)
+        findings = rules.examine(config, settings)
     except TLTConfigError as error:
         raise SystemExit(f"verl-tlt: {error}") from None
-    findings = rules.examine(facts.read_environment(), run, settings)
     for finding in findings:
         if finding.level == "warn":
             print(f"verl-tlt: {finding.sentence}", file=sys.stderr, flush=True)
@@ -62,7 +62,7 @@ def apply(config: DictConfig, settings: TLTConfig) -> None:
     """Rewrite `config` in place; doing it twice is the same as once."""
     rollout = config.actor_rollout_ref.rollout
     final = resolve(config, settings).to_dict()
-    custom = facts.read_mapping(config, "actor_rollout_ref.rollout.custom")
+    custom = read_mapping(config, "actor_rollout_ref.rollout.custom")
     with open_dict(config):
         rollout.custom = {**custom, "tlt": final}
         mode = str(config.trainer.v1.trainer_mode).removeprefix(MODE_PREFIX)
@@ -72,19 +72,19 @@ def apply(config: DictConfig, settings: TLTConfig) -> None:
 
 def resolve(config: DictConfig, settings: TLTConfig) -> TLTConfig:
     """Settings as the workers need them: absolute paths, and no spot training that nothing feeds or nobody serves."""
-    run_dir, drafter_path = facts.read_run_dir(config), settings.drafter.path
+    run_dir, drafter_path = read_run_dir(config), settings.drafter.path
     trace_dir = settings.trace.dir or os.path.join(run_dir, "tlt_trace")
     save_dir = settings.drafter.save_dir or os.path.join(run_dir, "tlt_drafter")
     alone = settings.speculation.enable and settings.speculation.source == "ngram"
-    spot = settings.spot.enable and not alone and not rules.untapped(*facts.read_actor(config))
+    spot = settings.spot.enable and not alone and not rules.untapped(config)
     return dataclasses.replace(
         settings,
         # Ray workers start in another directory.
-        trace=dataclasses.replace(settings.trace, dir=facts.absolute(trace_dir)),
+        trace=dataclasses.replace(settings.trace, dir=absolute(trace_dir)),
         drafter=dataclasses.replace(
             settings.drafter,
             path=located(drafter_path) if drafter_path else None,
-            save_dir=facts.absolute(save_dir),
+            save_dir=absolute(save_dir),
         ),
         spot=dataclasses.replace(settings.spot, enable=spot),
         # Calibration decodes random prompts, in which no n-gram matches: it would find drafts to be free.

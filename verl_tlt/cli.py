@@ -51,15 +51,15 @@ def doctor(
     """Say whether TLT can run here: packages and their insides, and with a recipe's overrides that recipe too."""
     from rich.console import Console
 
-    from verl_tlt.doctor.command import diagnose, measured, symbol_table, table
+    from verl_tlt.doctor.command import diagnose, findings_table, measure_engine, symbol_table
     from verl_tlt.doctor.recipe import read_arguments
 
     with _refusals():
         recipe = read_arguments(overrides or [], config_name)
-    findings = diagnose(recipe.overrides, recipe.config)
+    findings = diagnose(recipe)
     if gpu and not any(finding.level == "refuse" for finding in findings):
-        findings += measured(recipe.overrides, recipe.config, cpu)
-    Console().print(table(findings))
+        findings += measure_engine(recipe, cpu)
+    Console().print(findings_table(findings))
     if symbols:
         Console().print(symbol_table())
     raise typer.Exit(1 if any(finding.level == "refuse" for finding in findings) else 0)
@@ -78,12 +78,12 @@ def calibrate(
     """Measure what an engine step costs here by batch and draft length, and keep the table for later runs."""
     from rich.console import Console
 
-    from verl_tlt.doctor.command import calibrated, cost_table
+    from verl_tlt.doctor.command import calibrate as run
+    from verl_tlt.doctor.command import cost_table
     from verl_tlt.doctor.recipe import read_arguments
 
     with _refusals():
-        recipe = read_arguments(overrides, config_name)
-        path, costs = calibrated(recipe.overrides, recipe.config, out, seconds, cpu)
+        path, costs = run(read_arguments(overrides, config_name), out, seconds, cpu)
     Console().print(cost_table(costs))
     typer.echo(f"Kept in {path}")
 

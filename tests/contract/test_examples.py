@@ -18,8 +18,8 @@ import pytest
 
 from verl_tlt.compat.versions import installed
 from verl_tlt.config import TLTConfigError
-from verl_tlt.doctor import facts, rules
-from verl_tlt.doctor.recipe import MAIN, compose, read_script
+from verl_tlt.doctor import rules
+from verl_tlt.doctor.recipe import MAIN, compose, read_script, read_settings
 
 CACHE = os.environ.get("TLT_CONTRACT_CACHE")
 REPOSITORY = "https://github.com/verl-project/verl"
@@ -128,8 +128,7 @@ def verdict(script, place):
         return "verl does not compose it", [str(error)]
     try:
         config = compose([*stock, "+trainer.plugin=tlt"], recipe.config)
-        settings = facts.read_settings(config)
-        findings = rules.examine(facts.read_environment(), facts.read_recipe(config, settings), settings)
+        findings = rules.examine(config, read_settings(config))
     except TLTConfigError as error:
         return "not composed", [str(error)]
     refused = [f for f in findings if f.level == "refuse"]

@@ -16,8 +16,7 @@ from verl_tlt.advise.scenario import SETTINGS, Estimate, Scenario, accept_length
 from verl_tlt.advise.simulation import SMALL_BATCH
 from verl_tlt.advise.workload import read_workload
 from verl_tlt.config import TLTConfig
-from verl_tlt.doctor.facts import read_settings
-from verl_tlt.doctor.recipe import compose, read_arguments
+from verl_tlt.doctor.recipe import compose, read_arguments, read_settings
 from verl_tlt.errors import TLTError
 from verl_tlt.speculation.graph_rules import LONGEST, LONGEST_WITHOUT_GRAPHS
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from verl_tlt.advise.step_costs import RooflineCost
-from verl_tlt.drafter.hub import NotHereError, folder
-from verl_tlt.drafter.policy import read_json
+from verl_tlt.drafter.policy import PolicyShape, policy_shape, read_model_config
 from verl_tlt.errors import DrafterError, TLTError
 
 BYTES = 2
@@ -79,10 +76,9 @@ def find_shape(policy: str) -> tuple[Shape, str]:
         TLTError: neither tells.
     """
     try:
-        fields = read_json(folder(policy, ("config.json",), fetch=False) / "config.json")
-        return _from_config(fields), "its config.json"
-    except (NotHereError, DrafterError, KeyError, TypeError):
-        pass
+        return shape_of(policy_shape(read_model_config(policy, fetch=False))), "its config.json"
+    except DrafterError:
+        pass  # not on this disk, or of another kind: its name may tell
     sized = re.search(r"(\d+(?:\.\d+)?)[bB](?:-[aA](\d+(?:\.\d+)?)[bB])?(?![a-zA-Z])", Path(policy).name)
     if sized is None:
         raise TLTError(
@@ -98,22 +94,18 @@ def shape_of_size(parameters: float, active: float | None = None) -> Shape:
     return Shape(parameters, active or parameters, near.layers, near.kv_bytes, near.head)
 
 
-def _from_config(fields: Mapping[str, Any]) -> Shape:
-    fields = fields.get("text_config") or fields
-    hidden, layers, vocab = (int(fields[k]) for k in ("hidden_size", "num_hidden_layers", "vocab_size"))
-    heads = int(fields["num_attention_heads"])
-    kv_heads, size = int(fields.get("num_key_value_heads") or heads), int(fields.get("head_dim") or hidden // heads)
-    attention = hidden * size * (2 * heads + 2 * kv_heads)
-    experts = int(fields.get("num_experts") or fields.get("num_local_experts") or 0)
-    if experts:
-        one = 3 * hidden * int(fields.get("moe_intermediate_size") or fields["intermediate_size"])
-        all_of, used = experts * one, int(fields.get("num_experts_per_tok") or 1) * one
-    else:
-        all_of = used = 3 * hidden * int(fields["intermediate_size"])
-    head = hidden * vocab
-    ends = head if fields.get("tie_word_embeddings") else 2 * head
-    whole = layers * (attention + all_of) + ends
-    return Shape(whole, layers * (attention + used) + ends, layers, 2 * layers * kv_heads * size * BYTES, head)
+def shape_of(policy: PolicyShape) -> Shape:
+    """The sizes of a policy whose config is known."""
+    attention = policy.hidden_size * policy.head_dim * 2 * (policy.num_heads + policy.num_kv_heads)
+    mlp = used = 3 * policy.hidden_size * policy.intermediate_size
+    if policy.num_experts:
+        expert = 3 * policy.hidden_size * policy.expert_width
+        mlp, used = policy.num_experts * expert, policy.experts_per_token * expert
+    head = policy.hidden_size * policy.vocab_size
+    ends = head if policy.tied else 2 * head
+    kv_bytes = 2 * policy.num_layers * policy.num_kv_heads * policy.head_dim * BYTES
+    whole, active = (policy.num_layers * (attention + width) + ends for width in (mlp, used))
+    return Shape(whole, active, policy.num_layers, kv_bytes, head)
 
 
 def step_cost(shape: Shape, gpu: Gpu, devices: int, eager: bool, sharpness: float) -> RooflineCost:

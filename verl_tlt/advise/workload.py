@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl_tlt.config import TLTConfigError
-from verl_tlt.doctor.facts import ROLLOUT, devices, devices_per_replica, number, select, trainer_mode
+from verl_tlt.doctor.recipe import ROLLOUT, devices, devices_per_replica, number, select, trainer_mode
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -1,39 +1,35 @@
-"""`verl-tlt doctor` and `calibrate`: compose a recipe as `main_ppo` would, judge it, and measure its engine if asked.
+"""`verl-tlt doctor` and `calibrate`: what is wrong with a recipe here, and what its engine's steps cost, as tables.
 
-Composing and judging import neither verl nor torch. Measuring starts the recipe's engine in a process of its own.
+Judging imports neither verl nor torch. Measuring starts the recipe's engine in a process of its own.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_tlt import flag
+from rich.table import Column, Table
+from rich.text import Text
+
 from verl_tlt.compat.sources import check_symbols, source_root
 from verl_tlt.compat.upstream_api import Symbol
-from verl_tlt.config import TLTConfig, TLTConfigError
-from verl_tlt.doctor import facts, rules
-from verl_tlt.doctor.facts import RecipeFacts
-from verl_tlt.doctor.recipe import compose
+from verl_tlt.compat.versions import installed
+from verl_tlt.config import TLTConfigError
+from verl_tlt.doctor import rules
+from verl_tlt.doctor.recipe import Recipe, compose, read_settings
 from verl_tlt.doctor.rules import Finding, judge_symbols
 from verl_tlt.errors import TLTError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from verl_tlt.speculation.costs.tables import LatencyTable
 
 
-def diagnose(overrides: Sequence[str], config_name: str) -> list[Finding]:
+def diagnose(recipe: Recipe) -> list[Finding]:
     """Findings for this environment, and for a recipe if its overrides are given."""
-    return [*examine_recipe(overrides, config_name), *examine_symbols()]
-
-
-def examine_symbols() -> list[Finding]:
-    """Whether the installed verl and vLLM have everything that verl-tlt relies on, read from their sources."""
-    return [finding for package, checked in installed_symbols().items() for finding in judge_symbols(package, checked)]
+    symbols = [f for package, checked in installed_symbols().items() for f in judge_symbols(package, checked)]
+    return [*examine_recipe(recipe), *symbols]
 
 
 def installed_symbols() -> dict[str, list[tuple[Symbol, str | None]]]:
@@ -42,27 +38,21 @@ def installed_symbols() -> dict[str, list[tuple[Symbol, str | None]]]:
     return {package: check_symbols(root, package) for package, root in roots.items() if root is not None}
 
 
-def examine_recipe(overrides: Sequence[str], config_name: str) -> list[Finding]:
+def examine_recipe(recipe: Recipe) -> list[Finding]:
     """Releases, and a recipe if its overrides are given."""
-    environment = facts.read_environment()
-    if not overrides or environment.versions["verl"] is None:
-        return rules.examine(environment, None, TLTConfig())
+    if not recipe.overrides or installed("verl") is None:
+        return rules.examine_packages()
     first: list[Finding] = []
     try:
-        config = compose(overrides, config_name)
-        first = [rules.switched_on(RecipeFacts(on=flag.wanted(config), mistaken=flag.mistaken(config)))]
-        settings = facts.read_settings(config)
-        run = facts.read_recipe(config, settings)
+        config = compose(recipe.overrides, recipe.config)
+        first = [rules.switched_on(config)]
+        return rules.examine(config, read_settings(config))
     except TLTConfigError as error:
-        return [*first, *rules.examine(environment, None, TLTConfig()), Finding("refuse", "settings", str(error))]
-    return rules.examine(environment, run, settings)
+        return [*first, *rules.examine_packages(), Finding("refuse", "settings", str(error))]
 
 
-def table(findings: Sequence[Finding]) -> Table:
-    """The findings as a table for the terminal."""
-    from rich.table import Column, Table
-    from rich.text import Text
-
+def findings_table(findings: list[Finding]) -> Table:
+    """The findings, a row each."""
     rows = Table("", Column("what", overflow="fold"), Column("finding", overflow="fold"), title="verl-tlt doctor")
     style = {"ok": "green", "warn": "yellow", "refuse": "bold red"}
     for finding in findings:
@@ -72,9 +62,6 @@ def table(findings: Sequence[Finding]) -> Table:
 
 def symbol_table() -> Table:
     """Every symbol verl-tlt relies on, whether the installed release has it so, and which file needs it."""
-    from rich.table import Column, Table
-    from rich.text import Text
-
     rows = Table("", Column("symbol", overflow="fold"), "needed by", title="what verl-tlt relies on")
     for checked in installed_symbols().values():
         for symbol, problem in checked:
@@ -83,33 +70,27 @@ def symbol_table() -> Table:
     return rows
 
 
-def measured(overrides: Sequence[str], config_name: str, cpu: bool) -> list[Finding]:
+def measure_engine(recipe: Recipe, cpu: bool) -> list[Finding]:
     """What only a real engine on this machine can tell (`doctor.engine_check`), as findings."""
-    from verl_tlt.doctor.engine_check import found_from, judge
-    from verl_tlt.doctor.standalone_engine import EngineJob, keep_costs, run_job
+    from verl_tlt.doctor.engine_check import EngineJob, judge, keep_costs, run_job
 
     with tempfile.TemporaryDirectory(prefix="tlt-check-") as directory:
-        job = EngineJob(list(overrides), config_name, cpu or not _has_gpu())
         try:
-            answer = run_job(job, Path(directory))
+            found = run_job(EngineJob(recipe, cpu or not _has_gpu()), Path(directory))
         except TLTError as error:
             return [Finding("refuse", "engine", str(error))]
-    findings = judge(found_from(answer))
     try:
-        kept = Finding("ok", "cost table", f"kept for runs in {keep_costs(answer, None)[0]}")
+        kept = Finding("ok", "cost table", f"kept for runs in {keep_costs(found, None)[0]}")
     except TLTConfigError as error:
         kept = Finding("warn", "cost table", str(error))
-    return [*findings, kept]
+    return [*judge(found), kept]
 
 
-def calibrated(
-    overrides: Sequence[str], config_name: str, out: Path | None, seconds: float, cpu: bool
-) -> tuple[Path, LatencyTable]:
+def calibrate(recipe: Recipe, out: Path | None, seconds: float, cpu: bool) -> tuple[Path, LatencyTable]:
     """Measure the costs of a recipe's engine and keep them.
 
     Args:
-        overrides: of the recipe.
-        config_name: verl's top-level config.
+        recipe: names policy, drafter and engine.
         out: directory of the table; None: where runs look for it.
         seconds: how long to measure.
         cpu: on the CPU, even where there is a GPU.
@@ -121,21 +102,18 @@ def calibrated(
         TLTError: the doctor refuses the recipe, a sentence for each reason; or the engine could not be started or
             measured. Data need not be there: nothing is trained.
     """
-    from verl_tlt.doctor.standalone_engine import EngineJob, keep_costs, run_job
+    from verl_tlt.doctor.engine_check import EngineJob, keep_costs, run_job
 
-    findings = examine_recipe(overrides, config_name)
-    refusals = [f.sentence for f in findings if f.level == "refuse" and not f.what.startswith("data.")]
+    refusals = [f for f in examine_recipe(recipe) if f.level == "refuse" and not f.what.startswith("data.")]
     if refusals:
-        raise TLTConfigError("\n".join(refusals))
+        raise TLTConfigError("\n".join(f.sentence for f in refusals))
     with tempfile.TemporaryDirectory(prefix="tlt-calibrate-") as directory:
-        job = EngineJob(list(overrides), config_name, cpu or not _has_gpu(), budget_s=seconds, costs_only=True)
+        job = EngineJob(recipe, cpu or not _has_gpu(), budget_s=seconds, costs_only=True)
         return keep_costs(run_job(job, Path(directory)), out)
 
 
 def cost_table(costs: LatencyTable) -> Table:
     """Milliseconds per engine step, a column per batch; stock's as a share of those of the drafter's engine in OFF."""
-    from rich.table import Table
-
     from verl_tlt.speculation.costs.latency_table import stock_share
 
     seconds = {(p.draft_length, p.batch): p.seconds for p in costs.points}

@@ -5,33 +5,36 @@
 * How much memory do CUDA graphs take, with and without a drafter?
 * Does the engine still wake up while a spot worker's context stays on the device, and how much is then free?
 
-Stock's engine comes first: it must not inherit the environment by which ours chooses its model runner. What is found
-about costs is kept for runs, as `verl-tlt calibrate` does, which asks for the costs alone.
-
-The same runs on a CPU (`--cpu`), where there is no sleep, no graph and no device context; those lines say so.
+`verl-tlt calibrate` asks for the costs alone. The engines run in a child process, for which this module is the main
+program (`child_engine`); it answers with a `Measured`, which the parent judges. On a CPU (`--cpu`) there is no sleep,
+no graph and no device context; those lines say so.
 """
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from verl_tlt.child_engine import LOG
-from verl_tlt.doctor.rules import Finding, Level
-from verl_tlt.doctor.standalone_engine import EngineJob, Setup, StandaloneEngine, graph_memory_gib, measure_costs, start
-from verl_tlt.messages import from_plain
+from verl_tlt import child_engine
+from verl_tlt.config import TLTConfigError
+from verl_tlt.doctor.recipe import Recipe
+from verl_tlt.doctor.rules import Finding
+from verl_tlt.doctor.standalone_engine import Setup, StandaloneEngine, graph_memory_gib, read_setup, start
+from verl_tlt.messages import from_plain, to_plain
 from verl_tlt.messages.rollout import LoadReply
-from verl_tlt.server.calibration import cost_key
-from verl_tlt.speculation.costs.latency_table import Table, interpolate
+from verl_tlt.server.calibration import COSTS_DIR, cost_key
+from verl_tlt.speculation.costs.latency_table import for_policy, interpolate
+from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, save_table, stock_points
 from verl_tlt.speculation.types import OFF
 
 BATCHES = (1, 4, 16, 64)
 """At which stock's engine is timed, and ours in OFF."""
 DEAR = 1.10
-"""A step without the drafter's pass should cost what stock's costs; above this share the difference is reported."""
+"""A step without the drafter's pass should cost what stock's costs; above this ratio the difference is reported."""
 
 _CONTEXT = """
 import sys, torch
@@ -43,18 +46,33 @@ sys.stdin.read()
 """A spot worker between two sessions: nothing but its CUDA context on the device."""
 
 
-@dataclass
-class Found:
-    """What the engines told; a field stays None where the device has no such thing."""
+@dataclass(frozen=True)
+class EngineJob:
+    """What the child process is asked."""
 
-    key: dict[str, str] | None = None
-    """`TableKey` of the costs."""
+    recipe: Recipe
+    cpu: bool
+    budget_s: float = 60.0
+    """Seconds of measuring, engine starts apart."""
+    costs_only: bool = False
+    """Step costs alone, and nothing about sleep and memory."""
+
+
+@dataclass
+class Measured:
+    """What the child process answers; a field stays None where the device has no such thing."""
+
+    key: TableKey | None = None
+    """What the costs hold for."""
     fingerprint: str = ""
+    """Of the drafter, before sleep."""
     lost_in_sleep: bool | None = None
     """The drafter's weights were others after waking up."""
     reloaded: str = ""
+    """The drafter's fingerprint after a reload, or why it could not be reloaded."""
     reload_s: float = 0.0
-    costs: Table | None = None
+    costs: dict[int, list[tuple[int, float]]] | None = None
+    """(batch, seconds of a step) by draft length, OFF included."""
     stock: dict[int, float] | None = None
     """Seconds between tokens by batch, without a drafter."""
     off: dict[int, float] | None = None
@@ -62,36 +80,45 @@ class Found:
     graph_gib: list[float] | None = None
     """With a drafter, without."""
     context_gib: float | None = None
+    """What another process's CUDA context takes."""
     free_after_wake_gib: float | None = None
     wake_error: str | None = None
 
 
-async def check(job: EngineJob, setup: Setup, directory: Path) -> dict[str, Any]:
-    """All checks; the fields of `Found`."""
+# ---------------------------------------------------------------------- in the child process
+
+
+async def check(job: EngineJob, directory: Path) -> Measured:
+    """Start the recipe's engines and measure all that `job` asks for; `directory` is for the drafter."""
     import torch
 
+    setup, found = read_setup(job.recipe), Measured()
     on_gpu = not job.cpu and torch.cuda.is_available()
-    found = Found()
     batches = [b for b in BATCHES if b <= int(setup.rollout.max_num_seqs)]
+    # Stock's engine comes first: it must not inherit the environment by which ours chooses its model runner.
     async with start(setup, directory, drafting=False) as engine:
         found.stock = await engine.wall_seconds(batches)
     async with start(setup, directory) as engine:
         if not job.costs_only:
-            await survives(engine, found, on_gpu)
+            await check_sleep(engine, found, on_gpu)
             if on_gpu:
-                await wakes_beside_a_context(engine, found)
-        found.costs = await measure_costs(engine, job.budget_s)
+                await check_waking(engine, found)
+        found.costs = await engine.measure_costs(job.budget_s)
         if await engine.rpc("tlt_set_drafting", False) is None:
             await engine.channel.call("control", drafting=False)
             found.off = await engine.wall_seconds(batches)
-        drafter = None if setup.tlt.speculation.source == "ngram" else engine.drafter
-        found.key = asdict(cost_key(setup.policy, setup.rollout, drafter))
+        found.key = _key(setup, engine.drafter)
     if on_gpu:
-        found.graph_gib = graph_memory_gib((directory / LOG).read_text(errors="replace"))[::-1]
-    return vars(found)
+        log = (directory / child_engine.LOG).read_text(errors="replace")
+        found.graph_gib = graph_memory_gib(log)[::-1]
+    return found
 
 
-async def survives(engine: StandaloneEngine, found: Found, on_gpu: bool) -> None:
+def _key(setup: Setup, drafter: Path | None) -> TableKey:
+    return cost_key(setup.policy, setup.rollout, None if setup.tlt.speculation.source == "ngram" else drafter)
+
+
+async def check_sleep(engine: StandaloneEngine, found: Measured, on_gpu: bool) -> None:
     """Fingerprint the drafter, put the engine to verl's deepest sleep where it has one, and load the drafter again."""
     assert engine.drafter is not None
     found.fingerprint = await engine.rpc("tlt_fingerprint")
@@ -105,7 +132,7 @@ async def survives(engine: StandaloneEngine, found: Found, on_gpu: bool) -> None
     found.reloaded, found.reload_s = reply.error or reply.fingerprint, reply.seconds
 
 
-async def wakes_beside_a_context(engine: StandaloneEngine, found: Found) -> None:
+async def check_waking(engine: StandaloneEngine, found: Measured) -> None:
     """Let the engine sleep, open another process's CUDA context on its device, and wake it up again."""
     import torch
 
@@ -128,47 +155,73 @@ async def wakes_beside_a_context(engine: StandaloneEngine, found: Found) -> None
         other.communicate(timeout=60)  # closes its input, which ends it
 
 
-# ---------------------------------------------------------------------- judging
+def _work(asked: dict[str, Any], directory: Path) -> dict[str, Any]:
+    return to_plain(asyncio.run(check(from_plain(EngineJob, asked), directory)))
 
 
-def judge(found: Found) -> list[Finding]:
+# ---------------------------------------------------------------------- in the command
+
+
+def run_job(job: EngineJob, directory: Path, timeout_s: float = 1800.0) -> Measured:
+    """Have a child process do `job`; `directory` is for its drafter and its log.
+
+    Raises:
+        ChildEngineError: it could not; one sentence, or the end of the engine's log.
+    """
+    if job.cpu:
+        child_engine.require_cpu_platform()
+    answer = child_engine.run_job("verl_tlt.doctor.engine_check", to_plain(job), directory, {}, timeout_s)
+    return from_plain(Measured, answer)
+
+
+def keep_costs(found: Measured, out: Path | None) -> tuple[Path, LatencyTable]:
+    """Store the measured costs under their key; returns the file and the table.
+
+    Raises:
+        TLTConfigError: too little was measured, or the directory cannot be written.
+    """
+    costs = found.costs or {}
+    if found.key is None or OFF not in costs or not any(arm > 0 for arm in costs):
+        raise TLTConfigError("Steps with and without a drafter are needed, and not all were measured; raise --seconds.")
+    stock, off = found.stock or {}, found.off or {}
+    measured = stock_points([(batch, stock[batch], off[batch]) for batch in stock.keys() & off.keys()])
+    table = replace(for_policy({arm: sorted(row) for arm, row in costs.items()}), stock=measured)
+    try:
+        return save_table(out or COSTS_DIR, found.key, table), table
+    except OSError as error:
+        raise TLTConfigError(f"The cost table cannot be kept: {error}") from error
+
+
+def judge(found: Measured) -> list[Finding]:
     """One finding per question."""
-    return [_survival(found), *_costs(found), _graphs(found), _waking(found)]
+    return [_sleep(found), *_costs(found), _graphs(found), _waking(found)]
 
 
-def _survival(f: Found) -> Finding:
+def _sleep(f: Measured) -> Finding:
     what = "drafter after sleep"
     if f.reloaded != f.fingerprint or not f.fingerprint:
-        return Finding(
-            "refuse", what, f"The drafter was not the same after a reload: {f.reloaded or 'no fingerprint'}."
-        )
-    slept = {
-        None: "there is no sleep on this device",
-        True: "sleep discarded it",
-        False: "sleep kept it",
-    }[f.lost_in_sleep]
-    return Finding("ok", what, f"{slept}; after a reload ({f.reload_s:.2f} s) the fingerprint is the published one")
+        other = f.reloaded or "no fingerprint"
+        return Finding("refuse", what, f"The drafter was not the same after a reload: {other}.")
+    slept = {None: "there is no sleep on this device", True: "sleep discarded it", False: "sleep kept it"}
+    reload = f"after a reload ({f.reload_s:.2f} s) the fingerprint is the published one"
+    return Finding("ok", what, f"{slept[f.lost_in_sleep]}; {reload}")
 
 
-def _costs(f: Found) -> list[Finding]:
+def _costs(f: Measured) -> list[Finding]:
     if not f.costs or not f.stock or not f.off or OFF not in f.costs:
         return [Finding("warn", "step cost", "The costs of a step could not be measured here; see the engine's log.")]
-    findings = []
-    share = sum(f.off[b] / f.stock[b] for b in f.stock) / len(f.stock)
-    level: Level = "ok" if share <= DEAR else "warn"
+    ratio = sum(f.off[b] / f.stock[b] for b in f.stock) / len(f.stock)
     said = ", ".join(f"batch {b}: {1e3 * f.off[b]:.2f} against {1e3 * f.stock[b]:.2f} ms" for b in f.stock)
-    findings.append(Finding(level, "drafter off against stock", f"{share:.2f} times stock's step ({said})."))
+    sentence = f"{ratio:.2f} times stock's step ({said})."
+    findings = [Finding("ok" if ratio <= DEAR else "warn", "drafter off against stock", sentence)]
     for k in sorted(k for k in f.costs if k >= 0):
-        parts = []
-        for batch, off in f.costs[OFF]:
-            ratio = interpolate(f.costs[k], batch) / off
-            parts.append(f"{batch}: {ratio:.2f}x")
+        ratios = ", ".join(f"{batch}: {interpolate(f.costs[k], batch) / off:.2f}x" for batch, off in f.costs[OFF])
         meaning = "the drafter's own pass" if k == 0 else "pays above this accept length"
-        findings.append(Finding("ok", f"K={k} against off", f"by batch {', '.join(parts)}; {meaning}"))
+        findings.append(Finding("ok", f"K={k} against off", f"by batch {ratios}; {meaning}"))
     return findings
 
 
-def _graphs(f: Found) -> Finding:
+def _graphs(f: Measured) -> Finding:
     what = "CUDA graphs"
     if not f.graph_gib:
         return Finding("ok", what, "no graphs are captured here (enforce_eager, or no such device)")
@@ -176,25 +229,17 @@ def _graphs(f: Found) -> Finding:
     return Finding("ok", what, f"{taken} GiB" + (" without" if len(f.graph_gib) > 1 else " with a drafter"))
 
 
-def _waking(f: Found) -> Finding:
+def _waking(f: Measured) -> Finding:
     what = "waking beside a spot worker"
     if f.context_gib is None:
         return Finding("ok", what, "no device context on this device")
     if f.wake_error:
-        sentence = (
-            f"With another context of {f.context_gib:.2f} GiB on the device the engine did not wake: {f.wake_error}"
-        )
-        return Finding("refuse", what, f"{sentence}; lower actor_rollout_ref.rollout.gpu_memory_utilization.")
-    return Finding(
-        "ok", what, f"context {f.context_gib:.2f} GiB, {f.free_after_wake_gib or 0.0:.2f} GiB free after waking"
-    )
+        asleep = f"With another context of {f.context_gib:.2f} GiB on the device the engine did not wake"
+        remedy = "lower actor_rollout_ref.rollout.gpu_memory_utilization"
+        return Finding("refuse", what, f"{asleep}: {f.wake_error}; {remedy}.")
+    free = f"{f.free_after_wake_gib or 0.0:.2f} GiB free after waking"
+    return Finding("ok", what, f"context {f.context_gib:.2f} GiB, {free}")
 
 
-def found_from(answer: dict[str, Any]) -> Found:
-    """What the child process wrote, with its integer keys back."""
-
-    def by_batch(node: dict[str, float] | None) -> dict[int, float] | None:
-        return None if node is None else {int(k): v for k, v in node.items()}
-
-    costs = answer["costs"] and {int(k): [(int(b), float(s)) for b, s in v] for k, v in answer["costs"].items()}
-    return Found(**{**answer, "costs": costs, "stock": by_batch(answer["stock"]), "off": by_batch(answer["off"])})
+if __name__ == "__main__":
+    child_engine.serve_job(_work)

@@ -1,11 +1,13 @@
-"""A recipe composed as `main_ppo` would compose it, from its overrides or from the script that holds them.
+"""A recipe composed as `main_ppo` would compose it, from its overrides or its script, and its keys read with checks.
 
-Imports neither verl nor torch.
+Imports neither verl nor vLLM nor torch, and omegaconf and hydra only once there is a recipe: `verl-tlt doctor` has to
+work where nothing is installed yet.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import signal
 import subprocess
@@ -15,12 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_tlt.config import TLTConfigError
+from verl_tlt import MODE_PREFIX
+from verl_tlt.compat.versions import installed, release
+from verl_tlt.config import TLTConfig, TLTConfigError
+from verl_tlt.speculation.graph_rules import FULL_GRAPHS, longest_draft
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 MAIN = "verl.trainer.main_ppo"
+CONFIG = "ppo_trainer"
+"""The top-level config of `main_ppo`."""
+ROLLOUT = "actor_rollout_ref.rollout"
 STAND_INS = ("python", "python3", "torchrun")
 _STAND_IN = """#!/bin/sh
 case "$1" in
@@ -36,9 +44,6 @@ printf '%s\\0' {name} "$@" >> "{record}" && printf '\\n\\0' >> "{record}"
 device there is, and compute with it.
 """
 
-CONFIG = "ppo_trainer"
-"""The top-level config of `main_ppo`."""
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -47,6 +52,9 @@ class Recipe:
     overrides: tuple[str, ...]
     config: str = CONFIG
     """Name of the top-level config, after its folder where that is not verl's own."""
+
+
+# ---------------------------------------------------------------------- from a command line to a config
 
 
 def read_arguments(arguments: Sequence[str], config_name: str) -> Recipe:
@@ -90,17 +98,7 @@ def read_script(
             stand_in.chmod(0o755)
         inherited = {**os.environ, **(environment or {})}
         inherited["PATH"] = f"{folder}{os.pathsep}{inherited['PATH']}"
-        with errors.open("w") as stream:
-            running = subprocess.Popen(
-                ["bash", os.path.abspath(script), *arguments],
-                env=inherited, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stream, process_group=0,
-            )  # fmt: skip
-            try:
-                status = running.wait(timeout_s)
-            except subprocess.TimeoutExpired as error:
-                os.killpg(running.pid, signal.SIGKILL)
-                running.wait()
-                raise TLTConfigError(f"{script} did not come to {MAIN} within {timeout_s:.0f} s.") from error
+        status = _run([os.path.abspath(script), *arguments], inherited, errors, timeout_s)
         calls = [call.split("\0")[:-1] for call in record.read_text().split("\n\0")[:-1]]
         found = next((call for call in calls if call[1:3] == ["-m", MAIN]), None)
         if found is None:
@@ -108,6 +106,21 @@ def read_script(
             instead = f"it starts `{' '.join(calls[-1][:3])}`" if calls else (said or [f"exit status {status}"])[-1]
             raise TLTConfigError(f"{script} does not start `python -m {MAIN}` here: {instead.rstrip('.')}.")
         return _parsed(found[3:])
+
+
+def _run(script: Sequence[str], environment: Mapping[str, str], errors: Path, timeout_s: float) -> int:
+    """Exit status of a script and its arguments, whose processes are ended if it takes longer."""
+    with errors.open("w") as stream:
+        running = subprocess.Popen(
+            ["bash", *script], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stream,
+            process_group=0,
+        )  # fmt: skip
+        try:
+            return running.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+            raise TLTConfigError(f"{script[0]} did not come to {MAIN} within {timeout_s:.0f} s.") from error
 
 
 def _parsed(words: Sequence[str]) -> Recipe:
@@ -134,15 +147,16 @@ def compose(overrides: Sequence[str], config_name: str) -> DictConfig:
         config_name: see `Recipe.config`; a relative folder is one beside verl's `main_ppo`, as for Hydra.
 
     Raises:
-        TLTConfigError: Hydra cannot compose it (an unknown key, a missing group).
+        TLTConfigError: verl is not installed, or Hydra cannot compose it (an unknown key, a missing group).
     """
+    spec = importlib.util.find_spec("verl")
+    if spec is None or not spec.submodule_search_locations:
+        raise TLTConfigError("verl is not installed here, so its configuration cannot be composed.")
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    spec = importlib.util.find_spec("verl")
-    assert spec is not None and spec.submodule_search_locations  # `diagnose` asked for its version before
     folder, name = os.path.split(config_name)
     directory = os.path.join(next(iter(spec.submodule_search_locations)), "trainer", folder or "config")
     try:
@@ -151,3 +165,112 @@ def compose(overrides: Sequence[str], config_name: str) -> DictConfig:
     except (HydraException, OmegaConfBaseException) as error:
         reason = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
         raise TLTConfigError(f"Hydra cannot compose {config_name} from these overrides: {reason}") from error
+
+
+# ---------------------------------------------------------------------- reading keys
+
+
+def select(config: DictConfig, key: str, default: object = None) -> object:
+    """The value at a dotted key, in plain Python; `default` where it is absent, null or still `???`.
+
+    Raises:
+        TLTConfigError: it cannot be resolved.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        value = OmegaConf.select(config, key)
+        value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    except OmegaConfBaseException as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        where = error.full_key or key
+        raise TLTConfigError(f"{where} cannot be read from the configuration: {reason}.") from error
+    return default if value is None else value
+
+
+def number(config: DictConfig, key: str, default: int) -> int:
+    """A whole number of 0 or more.
+
+    Raises:
+        TLTConfigError: it is something else.
+    """
+    value = select(config, key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise TLTConfigError(f"{key} must be a whole number of 0 or more, not {value!r}.")
+    return value
+
+
+def read_mapping(config: DictConfig, key: str) -> dict[str, object]:
+    """The node at a dotted key as plain Python; empty where it is absent.
+
+    Raises:
+        TLTConfigError: it is no mapping, or cannot be resolved.
+    """
+    plain = select(config, key, {})
+    if not isinstance(plain, dict):
+        raise TLTConfigError(f"{key} must be a mapping, not {plain!r}.")
+    return plain
+
+
+def read_run_dir(config: DictConfig) -> str:
+    """Where the run keeps its checkpoints, and TLT its own files where nothing else is said.
+
+    Raises:
+        TLTConfigError: the key is not set, or cannot be resolved.
+    """
+    key = "trainer.default_local_dir"
+    if not isinstance(directory := select(config, key), str):
+        raise TLTConfigError(f"{key} must be a directory, not {directory!r}.")
+    return directory
+
+
+def read_settings(config: DictConfig) -> TLTConfig:
+    """The `tlt` node as checked settings; all defaults where it is absent, K_max the one for this recipe's engines.
+
+    Raises:
+        TLTConfigError: an unknown key or a wrong value, named.
+    """
+    node = read_mapping(config, "tlt")
+    speculation = node.get("speculation", {})
+    if isinstance(speculation, dict) and speculation.get("max_draft_length") is None:
+        found = release(installed("vllm") or "")
+        on_gpu = select(config, "trainer.device", "cuda") == "cuda"
+        graphs = on_gpu and not enforce_eager(config) and _full_graphs(config)
+        if found is not None:
+            node["speculation"] = {**speculation, "max_draft_length": longest_draft(found[:2], graphs)}
+    return TLTConfig.from_dict(node)
+
+
+def _full_graphs(config: DictConfig) -> bool:
+    """Whether engines may capture graphs for every draft length; what Ray hands to them wins."""
+    handed = select(config, f"ray_kwargs.ray_init.runtime_env.env_vars.{FULL_GRAPHS}")
+    return str(handed if handed is not None else os.environ.get(FULL_GRAPHS)) != "0"
+
+
+def enforce_eager(config: DictConfig) -> bool:
+    """Whether engines capture no CUDA graphs; what is said to vLLM itself wins."""
+    user = read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm")
+    return bool(user.get("enforce_eager", select(config, f"{ROLLOUT}.enforce_eager", False)))
+
+
+def trainer_mode(config: DictConfig) -> str:
+    """`trainer.v1.trainer_mode` as the user wrote it, before and after activation."""
+    return str(select(config, "trainer.v1.trainer_mode", "")).removeprefix(MODE_PREFIX)
+
+
+def devices(config: DictConfig, node: str) -> int:
+    """Devices that `node` asks for, `trainer` or `actor_rollout_ref.rollout`."""
+    return number(config, f"{node}.nnodes", 1) * number(config, f"{node}.n_gpus_per_node", 1)
+
+
+def devices_per_replica(config: DictConfig) -> int:
+    """Devices of one rollout replica, as verl's `LLMServerManager` counts them; 1 at least."""
+    kinds = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+    return math.prod(max(1, number(config, f"{ROLLOUT}.{kind}", 1)) for kind in kinds)
+
+
+def context_tokens(config: DictConfig) -> int:
+    """Longest sequence of an engine, in tokens."""
+    parts = (number(config, f"{ROLLOUT}.{part}", 0) for part in ("prompt_length", "response_length"))
+    return number(config, f"{ROLLOUT}.max_model_len", sum(parts))

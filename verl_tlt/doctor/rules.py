@@ -1,86 +1,91 @@
-"""Can TLT run here? Every rule is a function from facts to findings, each one sentence that names the key or file.
+"""Can TLT run here? Rules over a composed verl config, the disk and what is installed, each with its findings.
 
-`trainer.plugin=tlt` runs these rules in the driver before Ray starts and refuses on the first bad one; the command
-`verl-tlt doctor` prints them as a table. Rules judge, `verl_tlt.doctor.facts` reads: nothing here touches disk or
-packages.
+`trainer.plugin=tlt` runs them in the driver before Ray starts and refuses on the first bad one; `verl-tlt doctor`
+prints them as a table. Imports neither verl nor vLLM nor torch.
 """
 
 from __future__ import annotations
 
+import glob
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from verl_tlt import flag
 from verl_tlt.compat.upstream_api import Symbol
-from verl_tlt.compat.versions import SUPPORTED, Release, Supported, release
-from verl_tlt.config import TLTConfig
-from verl_tlt.doctor.facts import Environment, RecipeFacts
-from verl_tlt.doctor.models import DRAFTER, POLICY
+from verl_tlt.compat.versions import SUPPORTED, Release, Supported, installed, release
+from verl_tlt.config import TLTConfig, TLTConfigError
+from verl_tlt.doctor.models import DRAFTER, POLICY, check_policy, check_recipe_drafter
+from verl_tlt.doctor.recipe import (
+    ROLLOUT,
+    context_tokens,
+    devices,
+    devices_per_replica,
+    enforce_eager,
+    number,
+    read_mapping,
+    read_run_dir,
+    select,
+    trainer_mode,
+)
 from verl_tlt.idle.modes import MODES
 from verl_tlt.idle.modes import RULES as MODE_RULES
+from verl_tlt.server.engine_arguments import problems
 
-Level = Literal["ok", "warn", "refuse"]
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
+ACTOR = "actor_rollout_ref.actor"
+REFUSED_SAMPLING = ("min_p", "logit_bias")
+"""Sampling settings vLLM rejects while a drafter is configured (`SamplingParams._validate_spec_decode`)."""
 TAPPED = ("fsdp", "fsdp2", "megatron")
 """Actor strategies whose engine has a hidden-state tap; the others can speculate, but not train the drafter."""
 UNTAPPED_LAYOUTS = {
     "dynamic_context_parallel": "deals sequences out to ranks anew in every step, which the tap cannot follow",
     "use_megatron_fsdp": "shards layers in a way that the tap was never tried with",
 }
-"""Keys of `actor.megatron`, where they are set."""
+"""Switches of `actor.megatron` with which the tap does not work."""
 
 
 @dataclass(frozen=True)
 class Finding:
     """What one rule says about one thing."""
 
-    level: Level
+    level: Literal["ok", "warn", "refuse"]
     what: str
     """The key, package or file in question."""
     sentence: str
 
 
-Rule = Callable[[RecipeFacts, TLTConfig], Iterator[Finding]]
+Rule = Callable[["DictConfig", TLTConfig], Iterator[Finding]]
 
 
-def untapped(strategy: str, megatron: tuple[str, ...]) -> tuple[str, str] | None:
-    """Why the drafter cannot learn from such an actor, as (key, beginning of a sentence); None where it can.
+def examine(config: DictConfig, settings: TLTConfig) -> list[Finding]:
+    """All findings about a recipe: whether TLT is on, the installed packages, and every rule.
 
-    Args:
-        strategy: the actor's.
-        megatron: keys of `actor.megatron` that are set.
+    Raises:
+        TLTConfigError: a key of the config cannot be resolved.
     """
-    if strategy not in TAPPED:
-        key = "actor_rollout_ref.actor.strategy"
-        return key, f"{key}={strategy} has no hidden-state tap (only {', '.join(TAPPED)} have)"
-    for name in megatron if strategy == "megatron" else ():
-        if name in UNTAPPED_LAYOUTS:
-            key = f"actor_rollout_ref.actor.megatron.{name}"
-            return key, f"{key}=True {UNTAPPED_LAYOUTS[name]}"
-    return None
+    return [switched_on(config), *examine_packages(), *(f for rule in RECIPE_RULES for f in rule(config, settings))]
 
 
-def examine(environment: Environment, run: RecipeFacts | None, settings: TLTConfig) -> list[Finding]:
-    """All findings: is TLT on, the environment, the recipe; without a run only the environment is judged."""
-    findings = [] if run is None else [switched_on(run)]
-    findings += [judge_version(s, environment.versions.get(s.name)) for s in SUPPORTED]
-    if run is not None:
-        findings += [finding for rule in RULES for finding in rule(run, settings)]
-    return findings
-
-
-def switched_on(run: RecipeFacts) -> Finding:
+def switched_on(config: DictConfig) -> Finding:
     """Whether this recipe trains with TLT at all."""
-    what = "trainer.plugin"
-    if run.mistaken:
-        return Finding("refuse", what, f"TLT is off: {run.mistaken}")
-    if run.on:
-        return Finding("ok", what, "TLT is on")
-    return Finding(
-        "warn",
-        what,
-        "TLT is off: this recipe trains with stock verl until +trainer.plugin=tlt or +tlt=default is added.",
-    )
+    if mistake := flag.mistaken(config):
+        return Finding("refuse", "trainer.plugin", f"TLT is off: {mistake}")
+    if flag.wanted(config):
+        return Finding("ok", "trainer.plugin", "TLT is on")
+    stock = "this recipe trains with stock verl until +trainer.plugin=tlt or +tlt=default is added"
+    return Finding("warn", "trainer.plugin", f"TLT is off: {stock}.")
+
+
+# ---------------------------------------------------------------------- installed packages
+
+
+def examine_packages() -> list[Finding]:
+    """The releases of the packages that verl-tlt relies on."""
+    return [judge_version(s, installed(s.name)) for s in SUPPORTED]
 
 
 def judge_version(supported: Supported, version: str | None) -> Finding:
@@ -90,21 +95,17 @@ def judge_version(supported: Supported, version: str | None) -> Finding:
     if supported.below:
         wanted += f" and below {_text(supported.below)}"
     if version is None:
-        return Finding(
-            "refuse", name, f"{name} is not installed here, and verl-tlt needs {wanted}: {supported.remedy}."
-        )
+        sentence = f"{name} is not installed here, and verl-tlt needs {wanted}: {supported.remedy}."
+        return Finding("refuse", name, sentence)
     found = release(version)
     if found is None:
         return Finding("warn", name, f"{name} does not say its version here; verl-tlt needs {wanted}.")
     if found < supported.lowest or (supported.below and found >= supported.below):
-        return Finding(
-            "refuse", name, f"{name} {version} is installed, and verl-tlt needs {wanted}: {supported.remedy}."
-        )
+        sentence = f"{name} {version} is installed, and verl-tlt needs {wanted}: {supported.remedy}."
+        return Finding("refuse", name, sentence)
     if found[:2] > supported.newest_tested[:2]:
-        newest = _text(supported.newest_tested)
-        return Finding(
-            "warn", name, f"{name} {version} is newer than {newest}, the newest that verl-tlt was tested with."
-        )
+        newest = f"{_text(supported.newest_tested)}, the newest that verl-tlt was tested with"
+        return Finding("warn", name, f"{name} {version} is newer than {newest}.")
     return Finding("ok", name, f"{name} {version}")
 
 
@@ -122,141 +123,151 @@ def judge_symbols(package: str, checked: Sequence[tuple[Symbol, str | None]]) ->
         yield Finding("ok", what, f"all {len(checked)} that verl-tlt relies on are as expected")
 
 
-def trainer(run: RecipeFacts, _settings: TLTConfig) -> Iterator[Finding]:
+# ---------------------------------------------------------------------- the recipe
+
+
+def trainer(config: DictConfig, _settings: TLTConfig) -> Iterator[Finding]:
     """The trainer must be verl's v1 trainer in a mode that has a TLT form."""
-    what = "trainer.v1.trainer_mode"
-    if run.other_trainer:
-        yield Finding(
-            "refuse",
-            run.other_trainer,
-            f"the config has a top-level `{run.other_trainer}` node, as verl's experimental trainers do, "
-            "and trainer.plugin=tlt works with verl.trainer.main_ppo only.",
-        )
-    if not run.use_v1:
+    what, mode = "trainer.v1.trainer_mode", trainer_mode(config) or "null"
+    if node := next((node for node in ("async_training", "rollout") if node in config), None):
+        other = f"the config has a top-level `{node}` node, as verl's experimental trainers do"
+        yield Finding("refuse", node, f"{other}, and trainer.plugin=tlt works with verl.trainer.main_ppo only.")
+    if not select(config, "trainer.use_v1", True):
         yield Finding("refuse", "trainer.use_v1", "trainer.use_v1=False selects the legacy trainer, and TLT needs v1.")
-    if run.trainer_mode == "separate_async" and not run.hybrid_engine:
-        key = "actor_rollout_ref.hybrid_engine"
-        yield Finding(
-            "refuse",
-            key,
-            f"{key}=False leaves no replica on the trainer's devices, and TLT needs one with {what}=separate_async.",
-        )
-    mode = run.trainer_mode or "null"
+    key = "actor_rollout_ref.hybrid_engine"
+    if mode == "separate_async" and not select(config, key, True):
+        alone = f"{key}=False leaves no replica on the trainer's devices"
+        yield Finding("refuse", key, f"{alone}, and TLT needs one with {what}=separate_async.")
     if mode in MODES:
         yield Finding("ok", what, f"{what}={mode}")
     else:
-        yield Finding(
-            "refuse",
-            what,
-            f"{what}={mode} has no TLT trainer in this release; it has {', '.join(MODES)}.",
-        )
+        yield Finding("refuse", what, f"{what}={mode} has no TLT trainer in this release; it has {', '.join(MODES)}.")
 
 
-def actor(run: RecipeFacts, settings: TLTConfig) -> Iterator[Finding]:
+def actor(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     """What the actor's engine lets the drafter learn from."""
-    what = "actor_rollout_ref.actor.strategy"
+    what, strategy = f"{ACTOR}.strategy", select(config, f"{ACTOR}.strategy", "")
+    bypass = "algorithm.rollout_correction.bypass_mode"
     if not settings.spot.enable:
-        yield Finding("ok", what, f"{what}={run.strategy}; tlt.spot.enable=False, so the drafter stays as it is loaded")
-    elif why := untapped(run.strategy, run.megatron):
-        useless = (
-            "" if settings.drafter.path else ", which without tlt.drafter.path is random and will not speed up anything"
-        )
+        yield Finding("ok", what, f"{what}={strategy}; tlt.spot.enable=False, so the drafter stays as it is loaded")
+    elif why := untapped(config):
+        random = ", which without tlt.drafter.path is random and will not speed up anything"
+        useless = "" if settings.drafter.path else random
         yield Finding("warn", why[0], f"{why[1]}, so this run speculates with the drafter as it is loaded{useless}.")
-    elif run.bypass_old_log_prob:
-        key = "algorithm.rollout_correction.bypass_mode"
-        yield Finding(
-            "warn",
-            key,
-            f"{key}=True skips the old-log-prob forward that feeds the drafter, so the drafter is not trained.",
-        )
+    elif select(config, bypass, False):
+        skipped = f"{bypass}=True skips the old-log-prob forward that feeds the drafter"
+        yield Finding("warn", bypass, f"{skipped}, so the drafter is not trained.")
     else:
-        yield Finding("ok", what, f"{what}={run.strategy}")
+        yield Finding("ok", what, f"{what}={strategy}")
 
 
-def rollout(run: RecipeFacts, _settings: TLTConfig) -> Iterator[Finding]:
+def untapped(config: DictConfig) -> tuple[str, str] | None:
+    """Why the drafter cannot learn from the actor, as (key, beginning of a sentence); None where it can."""
+    key, strategy = f"{ACTOR}.strategy", select(config, f"{ACTOR}.strategy", "")
+    if strategy not in TAPPED:
+        return key, f"{key}={strategy} has no hidden-state tap (only {', '.join(TAPPED)} have)"
+    for name, why in UNTAPPED_LAYOUTS.items() if strategy == "megatron" else ():
+        if select(config, key := f"{ACTOR}.megatron.{name}", False):
+            return key, f"{key}=True {why}"
+    return None
+
+
+def rollout(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     """The engine must be vLLM, in a form that can speculate, and not configured twice."""
-    node = "actor_rollout_ref.rollout"
-    problems = []
-    if run.rollout != "vllm":
-        named = f"{node}.name={run.rollout} is not supported" if run.rollout else f"{node}.name is not set"
-        problems.append((f"{node}.name", f"{named}; verl-tlt works with vllm only."))
-    if run.disaggregation:
-        problems.append(
-            (
-                f"{node}.disaggregation",
-                f"{node}.disaggregation.enabled=True is not supported; verl-tlt needs engines that prefill and decode.",
-            )
-        )
-    if run.data_parallel > 1:
-        problems.append(
-            (
-                f"{node}.data_parallel_size",
-                f"{node}.data_parallel_size={run.data_parallel} is not supported: data parallelism inside one engine "
-                "would need all its ranks to agree on every draft length; use more replicas.",
-            )
-        )
-    for key in run.refused_sampling:
-        problems.append((key, f"{key} is set, and vLLM rejects it together with speculative decoding."))
-    for sentence in run.engine_problems:
-        problems.append((f"{node}.engine_kwargs", sentence))
-    if run.quantized_by:
-        problems.append(
-            (
-                run.quantized_by.partition("=")[0],
-                f"{run.quantized_by} lets the rollout compute with other weights than the actor, whose hidden states "
-                "teach the drafter, and drafters beside a quantized policy were not tested.",
-            )
-        )
-    if run.mtp_rollout:
-        key = "actor_rollout_ref.model.mtp.enable_rollout"
-        problems.append((key, f"{key}=True drafts with the policy's own MTP head; use that or TLT, not both."))
-    yield from (Finding("refuse", what, sentence) for what, sentence in problems)
-    if not problems:
-        yield Finding("ok", f"{node}.name", f"{node}.name={run.rollout}")
+    read_mapping(config, f"{ROLLOUT}.custom")  # TLT's settings are added to it, so it must be a mapping
+    wrong = [*_engine(config, settings), *_weights_and_sampling(config)]
+    yield from (Finding("refuse", what, sentence) for what, sentence in wrong)
+    if not wrong:
+        yield Finding("ok", f"{ROLLOUT}.name", f"{ROLLOUT}.name=vllm")
 
 
-def files(run: RecipeFacts, settings: TLTConfig) -> Iterator[Finding]:
-    """Policy, drafter and data must be there before workers start."""
-    if run.remote_driver:
-        yield Finding(
-            "warn",
-            "ray_init.address",
-            "Ray is reached through a client, so paths on the cluster were not checked from here.",
-        )
+def _engine(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]]:
+    """(key, sentence) for each reason why the rollout engine cannot speculate."""
+    key = f"{ROLLOUT}.name"
+    if (name := select(config, key, "")) != "vllm":
+        named = f"{key}={name} is not supported" if name else f"{key} is not set"
+        yield key, f"{named}; verl-tlt works with vllm only."
+    key = f"{ROLLOUT}.disaggregation"
+    if select(config, f"{key}.enabled", False):
+        yield key, f"{key}.enabled=True is not supported; verl-tlt needs engines that prefill and decode."
+    key = f"{ROLLOUT}.data_parallel_size"
+    if (ranks := number(config, key, 1)) > 1:
+        why = "data parallelism inside one engine would need all its ranks to agree on every draft length"
+        yield key, f"{key}={ranks} is not supported: {why}; use more replicas."
+    if settings.speculation.enable and installed("vllm") is not None:
+        user = read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm")
+        for sentence in problems(settings, user, enforce_eager(config)):
+            yield f"{ROLLOUT}.engine_kwargs", sentence
+
+
+def _weights_and_sampling(config: DictConfig) -> Iterator[tuple[str, str]]:
+    """(key, sentence) for what the rollout computes and samples in a way that drafts do not go with."""
+    for key in (f"{node}.{name}" for node in (ROLLOUT, f"{ROLLOUT}.val_kwargs") for name in REFUSED_SAMPLING):
+        if select(config, key):
+            yield key, f"{key} is set, and vLLM rejects it together with speculative decoding."
+    for key in (f"{ROLLOUT}.quantization", f"{ACTOR}.fsdp_config.qat.enable", f"{ACTOR}.megatron.qat.enable"):
+        if kind := select(config, key):
+            why = "lets the rollout compute with other weights than the actor, whose hidden states teach the drafter"
+            yield key, f"{key}={kind} {why}, and drafters beside a quantized policy were not tested."
+    mtp = "actor_rollout_ref.model.mtp"
+    if select(config, f"{mtp}.enable", False) and select(config, f"{mtp}.enable_rollout", False):
+        key = f"{mtp}.enable_rollout"
+        yield key, f"{key}=True drafts with the policy's own MTP head; use that or TLT, not both."
+
+
+def files(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
+    """The run's folder must be named, and policy, drafter and data be there before workers start."""
+    read_run_dir(config)
+    address = select(config, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS", "")
+    if str(address).startswith("ray://"):  # the driver's disk is not the cluster's
+        unchecked = "Ray is reached through a client, so paths on the cluster were not checked from here."
+        yield Finding("warn", "ray_init.address", unchecked)
         return
-    for key, path in run.missing_data:
-        yield Finding("refuse", key, f"{key}={path} does not exist on this machine.")
-    if not run.missing_data:
+    missing = [*_missing_data(config)]
+    yield from (Finding("refuse", key, f"{key}={path} does not exist on this machine.") for key, path in missing)
+    if not missing:
         yield Finding("ok", "data.train_files", "data files found")
-    supported = f"{POLICY} is a {run.policy.family} model, which drafters are made for"
-    given = f"{DRAFTER} is usable"
-    none = "no drafter given: it starts from a random head and drafts once that pays"
-    for what, look, fine in (
-        (POLICY, run.policy, supported),
-        (DRAFTER, run.drafter, given if settings.drafter.path else none),
-    ):
-        if look.problem:
-            yield Finding("refuse", what, look.problem)
+    path = str(select(config, POLICY, ""))
+    policy, drafter = check_policy(path), check_recipe_drafter(settings, path, context_tokens(config))
+    named = f"{POLICY} is a {policy.family} model, which drafters are made for"
+    random = "no drafter given: it starts from a random head and drafts once that pays"
+    fine = f"{DRAFTER} is usable" if settings.drafter.path else random
+    for what, model, sentence in ((POLICY, policy, named), (DRAFTER, drafter, fine)):
+        if model.problem:
+            yield Finding("refuse", what, model.problem)
+        elif model.unchecked:
+            yield Finding("warn", what, model.unchecked)
         else:
-            yield Finding("warn", what, look.unseen) if look.unseen else Finding("ok", what, fine)
+            yield Finding("ok", what, sentence)
 
 
-def bubble(run: RecipeFacts, settings: TLTConfig) -> Iterator[Finding]:
-    """Somebody must have time to train the drafter."""
-    what = "trainer.n_gpus_per_node"
-    rule = MODE_RULES.get(run.trainer_mode)
+def _missing_data(config: DictConfig) -> Iterator[tuple[str, str]]:
+    """(key, path) of data files that verl's own dataset would look for here and not find.
+
+    A custom dataset reads what it likes.
+    """
+    if select(config, "data.custom_cls.path"):
+        return
+    for key in ("data.train_files", "data.val_files"):
+        value = select(config, key, [])
+        paths = [value] if isinstance(value, str) else value
+        if not isinstance(paths, list):
+            raise TLTConfigError(f"{key} must be a file or a list of files, not {value!r}.")
+        yield from ((key, str(p)) for p in paths if "://" not in str(p) and not glob.glob(os.path.expanduser(str(p))))
+
+
+def bubble(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
+    """The drafter is trained while one replica waits for another, so there must be another."""
+    what, rule = "trainer.n_gpus_per_node", MODE_RULES.get(trainer_mode(config))
     if rule is None or rule.idle != "replicas" or not settings.spot.enable:
         return
-    if run.replicas > 1:
-        yield Finding("ok", what, f"{run.replicas} replicas, so that some can train while others decode")
+    replicas = devices(config, "trainer") // devices_per_replica(config)
+    if replicas > 1:
+        yield Finding("ok", what, f"{replicas} replicas, so that some can train while others decode")
     else:
-        yield Finding(
-            "warn",
-            what,
-            f"{what} and trainer.nnodes make one replica alone, which never waits for another, so nothing will ever be "
-            "idle and the drafter is not trained: use more devices, or a smaller "
-            "actor_rollout_ref.rollout.tensor_model_parallel_size.",
-        )
+        alone = f"{what} and trainer.nnodes make one replica alone, which never waits for another"
+        remedy = f"use more devices, or a smaller {ROLLOUT}.tensor_model_parallel_size"
+        yield Finding("warn", what, f"{alone}, so nothing will ever be idle and the drafter is not trained: {remedy}.")
 
 
-RULES: tuple[Rule, ...] = (trainer, actor, rollout, files, bubble)
+RECIPE_RULES: tuple[Rule, ...] = (trainer, actor, rollout, files, bubble)

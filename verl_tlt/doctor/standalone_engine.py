@@ -1,8 +1,7 @@
-"""One engine as a recipe would start it, without Ray and the trainer: for `verl-tlt calibrate` and `doctor --gpu`.
+"""One vLLM engine as a recipe would start it, without Ray and the trainer: what the doctor and `calibrate` measure.
 
-What a step costs and whether a drafter survives sleep are facts about this machine, this policy and this vLLM, so they
-can be found out before a run. The engine takes the same settings from the recipe as verl's server would hand it. It
-runs in a child process (`doctor.engine_process`), which answers with its findings.
+What a step costs and whether a drafter survives sleep depend on this machine, this policy and this vLLM, so they can be
+found out before a run. The engine gets the settings from the recipe that verl's server would hand to it.
 """
 
 from __future__ import annotations
@@ -14,105 +13,69 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from verl_tlt import child_engine
+from verl_tlt.channel import ChannelClient
 from verl_tlt.config import TLTConfig, TLTConfigError, dtype_name
-from verl_tlt.server.calibration import COSTS_DIR, calibrate
-from verl_tlt.speculation.costs.latency_table import for_policy, parse
-from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, save_table, stock_points
-from verl_tlt.speculation.types import OFF
+from verl_tlt.doctor.models import check_policy, located
+from verl_tlt.doctor.recipe import Recipe, compose, context_tokens, read_settings
+from verl_tlt.server import calibration, engine_arguments
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 PROMPT_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class EngineJob:
-    """What the child process is asked."""
-
-    overrides: list[str]
-    """Of the recipe, as given to `verl.trainer.main_ppo`."""
-    config_name: str
-    cpu: bool
-    budget_s: float = 60.0
-    """Seconds of measuring, engine starts apart."""
-    costs_only: bool = False
-    """Step costs alone, and nothing about sleep and memory."""
-
-
-@dataclass(frozen=True)
 class Setup:
-    """A recipe, as far as its engine is concerned."""
+    """The parts of a recipe that its engine is made of."""
 
     policy: str
     """Local directory, or name on the hub."""
     tlt: TLTConfig
-    rollout: Any
+    rollout: DictConfig
     """verl's `actor_rollout_ref.rollout` node."""
     context: int
     """Longest sequence, in tokens."""
 
 
-def run_job(job: EngineJob, directory: Path, timeout_s: float = 1800.0) -> dict[str, Any]:
-    """Have a child process do `job`, and return what it found out; `directory` is for its drafter and its log.
-
-    Raises:
-        ChildEngineError: it could not; one sentence, or the end of the engine's log.
-    """
-    if job.cpu:
-        child_engine.require_cpu_platform()
-    return child_engine.run_job("verl_tlt.doctor.engine_process", asdict(job), directory, {}, timeout_s)
-
-
-def read_setup(job: EngineJob) -> Setup:
-    """The parts of a recipe that its engine is made of.
+def read_setup(recipe: Recipe) -> Setup:
+    """What a recipe's engine is made of.
 
     Raises:
         TLTConfigError: the recipe cannot be composed, or its policy is not on this machine.
     """
-    from verl_tlt.doctor import facts
-    from verl_tlt.doctor.models import located, look_at_policy
-    from verl_tlt.doctor.recipe import compose
-
-    config = compose(job.overrides, job.config_name)
-    rollout, path = config.actor_rollout_ref.rollout, str(config.actor_rollout_ref.model.path)
-    look = look_at_policy(path)
-    if look.family is None or look.problem:
-        raise TLTConfigError(look.problem or look.unseen or path)
-    context = int(rollout.max_model_len or rollout.prompt_length + rollout.response_length)
-    return Setup(located(path), facts.read_settings(config), rollout, context)
-
-
-def keep_costs(answer: dict[str, Any], out: Path | None) -> tuple[Path, LatencyTable]:
-    """Store what a job measured, under its key; returns the file and the table.
-
-    Raises:
-        TLTConfigError: nothing was measured, or the directory cannot be written.
-    """
-    costs = parse(answer["costs"] or {})
-    if OFF not in costs or not any(arm > 0 for arm in costs):
-        raise TLTConfigError("Steps with and without a drafter are needed, and not all were measured; raise --seconds.")
-    stock, off = answer["stock"] or {}, answer["off"] or {}
-    measured = stock_points([(batch, stock[batch], off[batch]) for batch in stock.keys() & off.keys()])
-    table = replace(for_policy(costs), stock=measured)
-    try:
-        return save_table(out or COSTS_DIR, TableKey(**answer["key"]), table), table
-    except OSError as error:
-        raise TLTConfigError(f"The cost table cannot be kept: {error}") from error
-
-
-# ---------------------------------------------------------------------- inside the child
+    config = compose(recipe.overrides, recipe.config)
+    path = str(config.actor_rollout_ref.model.path)
+    model = check_policy(path)
+    if model.family is None or model.problem:
+        raise TLTConfigError(model.problem or model.unchecked or path)
+    return Setup(located(path), read_settings(config), config.actor_rollout_ref.rollout, context_tokens(config))
 
 
 class StandaloneEngine:
-    """A running engine; `channel` is None for one without a drafter."""
+    """A running engine; one without a drafter has no `channel`."""
 
-    def __init__(self, llm: Any, channel: Any, drafter: Path | None, setup: Setup) -> None:
-        self.llm, self.channel, self.drafter, self.setup = llm, channel, drafter, setup
+    def __init__(self, llm: AsyncLLM, channel: ChannelClient | None, drafter: Path | None, setup: Setup) -> None:
+        self.llm, self.drafter, self.setup = llm, drafter, setup
         self.vocab_size = int(llm.model_config.get_vocab_size())
+        self._channel = channel
+
+    @property
+    def channel(self) -> ChannelClient:
+        """The connection to the scheduler.
+
+        Raises:
+            RuntimeError: this engine has no drafter, so there is no connection.
+        """
+        if self._channel is None:
+            raise RuntimeError("An engine without a drafter has no channel.")
+        return self._channel
 
     async def generate(self, prompt: Sequence[int], tokens: int) -> None:
         """Decode `prompt` to exactly so many new tokens."""
@@ -122,7 +85,7 @@ class StandaloneEngine:
         async for _ in self.llm.generate({"prompt_token_ids": list(prompt)}, params, request_id=uuid4().hex):
             pass
 
-    async def rpc(self, method: str, *args: Any) -> Any:
+    async def rpc(self, method: str, *args: object) -> Any:
         """Call every worker; the first one's answer."""
         return (await self.llm.collective_rpc(method, args=args))[0]
 
@@ -147,6 +110,14 @@ class StandaloneEngine:
         turns = [{batch: await self.step_seconds(batch) for batch in batches} for _ in range(2)]
         return {batch: min(turn[batch] for turn in turns) for batch in batches}
 
+    async def measure_costs(self, budget_s: float) -> dict[int, list[tuple[int, float]]]:
+        """Seconds per engine step by draft length (OFF included) and batch, as the trainer measures them at start."""
+        rollout = self.setup.rollout
+        arms = engine_arguments.engine_arms(self.setup.tlt, bool(rollout.enforce_eager))
+        return await calibration.calibrate(
+            self.llm, self.channel, arms, int(rollout.max_num_seqs), self.vocab_size, budget_s=budget_s
+        )
+
 
 @asynccontextmanager
 async def start(setup: Setup, directory: Path, drafting: bool = True) -> AsyncIterator[StandaloneEngine]:
@@ -154,9 +125,6 @@ async def start(setup: Setup, directory: Path, drafting: bool = True) -> AsyncIt
     from vllm import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
-
-    from verl_tlt.channel import ChannelClient
-    from verl_tlt.server import engine_arguments
 
     rollout = setup.rollout
     sleeps = bool(rollout.get("enable_sleep_mode", True)) and current_platform.is_sleep_mode_available()
@@ -195,17 +163,6 @@ def write_drafter(setup: Setup, directory: Path) -> Path:
     served = first_drafter(setup.tlt, setup.policy, dtype_name(setup.rollout.dtype), longest, None).served
     stage(served.config, served.weights, directory)
     return directory
-
-
-async def measure_costs(engine: StandaloneEngine, budget_s: float) -> dict[int, list[tuple[int, float]]]:
-    """Seconds per engine step by draft length (OFF included) and batch, as the trainer measures them at start."""
-    from verl_tlt.server.engine_arguments import engine_arms
-
-    rollout = engine.setup.rollout
-    arms = engine_arms(engine.setup.tlt, bool(rollout.enforce_eager))
-    return await calibrate(
-        engine.llm, engine.channel, arms, int(rollout.max_num_seqs), engine.vocab_size, budget_s=budget_s
-    )
 
 
 def graph_memory_gib(log: str) -> list[float]:

@@ -116,7 +116,7 @@ def async_scheduling(user: Mapping[str, Any], on_cpu: bool) -> bool:
 def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, version: str | None = None) -> Iterator[str]:
     """One sentence for each reason why these engine arguments cannot be combined with our speculation.
 
-    The doctor asks before Ray starts (`verl_tlt.doctor.facts`), and each engine once more when it is launched.
+    The doctor asks before Ray starts (`verl_tlt.doctor.rules`), and each engine once more when it is launched.
 
     Args:
         tlt: all settings.

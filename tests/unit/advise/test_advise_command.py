@@ -145,7 +145,8 @@ def test_the_work_of_recipes_is_read():
 
 def test_a_policys_shape_is_that_of_its_config(tmp_path):
     fields = {"hidden_size": 4096, "num_hidden_layers": 36, "vocab_size": 151936, "num_attention_heads": 32,
-              "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288}  # fmt: skip
+              "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "model_type": "qwen3",
+              "max_position_embeddings": 40960}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(fields))
     shape, source = find_shape(str(tmp_path))
     assert shape.parameters == pytest.approx(8.2e9, rel=0.02) and shape.kv_bytes == 147456 and "config" in source

@@ -3,27 +3,13 @@
 import subprocess
 import sys
 
-import pytest
 from typer.testing import CliRunner
 
 from verl_tlt.cli import app
-from verl_tlt.config import TLTConfigError
-from verl_tlt.doctor.command import compose, diagnose
-from verl_tlt.doctor.recipe import read_script
+from verl_tlt.doctor.command import diagnose
+from verl_tlt.doctor.recipe import Recipe
 
 FLAG = ("+tlt=default", "actor_rollout_ref.rollout.name=vllm")
-
-
-def test_a_recipe_is_composed_from_verls_own_files():
-    config = compose([*FLAG, "tlt.spot.enable=false"], "ppo_trainer")
-    assert config.trainer.plugin == "tlt" and config.tlt.spot.enable is False
-    assert config.trainer.v1.trainer_mode == "sync"
-
-
-def test_a_recipe_that_does_not_compose_is_one_sentence():
-    with pytest.raises(TLTConfigError) as error:
-        compose(["no.such.key=1"], "ppo_trainer")
-    assert "no.such.key" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_recipe_is_judged_with_the_environment(recipe):
@@ -32,61 +18,9 @@ def test_a_recipe_is_judged_with_the_environment(recipe):
         f"data.val_files={recipe.data.train_files}",
         f"actor_rollout_ref.model.path={recipe.actor_rollout_ref.model.path}",
     )
-    assert {f.level for f in diagnose([*FLAG, *files], "ppo_trainer")} == {"ok"}
-    refused = [f.what for f in diagnose([*FLAG, *files, "+tlt.spot.typo=1"], "ppo_trainer") if f.level == "refuse"]
+    assert {f.level for f in diagnose(Recipe((*FLAG, *files)))} == {"ok"}
+    refused = [f.what for f in diagnose(Recipe((*FLAG, *files, "+tlt.spot.typo=1"))) if f.level == "refuse"]
     assert refused == ["settings"]
-
-
-SCRIPT = """#!/usr/bin/env bash
-set -xeuo pipefail
-DEVICE=$(python3 -c 'import nothing_of_that_name' 2>/dev/null && echo npu || echo {device})
-DATA=(data.train_files="$FILES" "data.val_files=['$FILES']")
-python3 -m verl.trainer.main_ppo --config-path=config \\
-    --config-name='ppo_trainer.yaml' "${{DATA[@]}}" trainer.device=$DEVICE \\
-    actor_rollout_ref.rollout.name=vllm "actor_rollout_ref.model.path=$1" "${{@:2}}" 2>&1 | tee log.txt
-"""
-
-
-@pytest.fixture
-def script(recipe, tmp_path, monkeypatch):
-    """A recipe as people write them: with Python in it, arrays, and arguments of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FILES", str(recipe.data.train_files))
-    path = tmp_path / "recipe.sh"
-    path.write_text(SCRIPT.format(device="cpu"))
-    return path
-
-
-def test_a_script_is_read_by_running_it_with_a_stand_in_for_python(script):
-    found = read_script(script, ["/policy with space", "+tlt=default"], {"FILES": "it's here.parquet"})
-    assert found.config == "config/ppo_trainer.yaml"
-    assert found.overrides == (
-        "data.train_files=it's here.parquet", "data.val_files=['it's here.parquet']", "trainer.device=cpu",
-        "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.model.path=/policy with space", "+tlt=default",
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (None, "does not exist."),
-        ("echo hello", "does not start `python -m verl.trainer.main_ppo` here: exit status 0."),
-        ("set -u\npython -m verl.trainer.main_ppo $NOWHERE", "NOWHERE: unbound variable"),
-        (
-            "python prepare.py\npython -m verl.trainer.sft_trainer x=1",
-            "it starts `python -m verl.trainer.sft_trainer`.",
-        ),
-        ("torchrun --standalone -m verl.trainer.fsdp_sft_trainer", "it starts `torchrun --standalone -m`."),
-        ("sleep 5; python -m verl.trainer.main_ppo", "did not come to verl.trainer.main_ppo within 1 s."),
-    ],
-)
-def test_a_script_that_does_not_come_to_it_is_one_sentence(tmp_path, text, said):
-    script = tmp_path / "recipe.sh"
-    if text is not None:
-        script.write_text(text)
-    with pytest.raises(TLTConfigError) as error:
-        read_script(script, timeout_s=1 if "sleep" in str(text) else 60)
-    assert str(script) in str(error.value) and said in str(error.value) and "\n" not in str(error.value)
 
 
 def test_the_doctor_takes_a_script_and_says_first_whether_tlt_is_on(script, recipe):
@@ -139,6 +73,7 @@ def test_where_nothing_is_installed_the_doctor_says_so():
     code = (
         "import sys; sys.modules.update(dict.fromkeys(['omegaconf', 'hydra', 'verl', 'vllm', 'torch']))\n"
         "from verl_tlt.doctor.command import diagnose\n"
-        "assert [f.level for f in diagnose(['+tlt=default'], 'ppo_trainer')][:2] == ['refuse', 'refuse']"
+        "from verl_tlt.doctor.recipe import Recipe\n"
+        "assert [f.level for f in diagnose(Recipe(('+tlt=default',)))][:2] == ['refuse', 'refuse']"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -9,14 +9,16 @@ import pytest
 from verl_tlt.child_engine import ChildEngineError
 from verl_tlt.config import TLTConfigError
 from verl_tlt.doctor.command import cost_table
-from verl_tlt.doctor.engine_check import Found, found_from, judge
-from verl_tlt.doctor.standalone_engine import EngineJob, graph_memory_gib, keep_costs, run_job
+from verl_tlt.doctor.engine_check import EngineJob, Measured, judge, keep_costs, run_job
+from verl_tlt.doctor.recipe import Recipe
+from verl_tlt.doctor.standalone_engine import graph_memory_gib
+from verl_tlt.messages import from_plain, to_plain
 from verl_tlt.server.calibration import cost_key
 from verl_tlt.speculation.costs.latency_table import for_policy
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, stock_points
 from verl_tlt.speculation.types import OFF
 
-GOOD = Found(
+GOOD = Measured(
     fingerprint="f1", lost_in_sleep=True, reloaded="f1", reload_s=0.2,
     costs={OFF: [(1, 0.010), (4, 0.020)], 0: [(1, 0.012), (4, 0.022)], 3: [(1, 0.015), (4, 0.040)]},
     stock={1: 0.010, 4: 0.020}, off={1: 0.0101, 4: 0.0202}, graph_gib=[1.5, 0.8], context_gib=0.5,
@@ -62,7 +64,7 @@ def test_a_machine_without_a_device_says_what_it_does_not_have():
 
 
 def test_findings_survive_json():
-    assert found_from(json.loads(json.dumps(vars(GOOD)))) == GOOD
+    assert from_plain(Measured, json.loads(json.dumps(to_plain(GOOD)))) == GOOD
 
 
 def test_graph_memory_is_read_from_vllms_log():
@@ -71,19 +73,19 @@ def test_graph_memory_is_read_from_vllms_log():
 
 
 def test_what_is_kept_is_found_again_and_nothing_measured_is_said(tmp_path):
-    key = {"hardware": "H100 x2", "model": "policy 123 bfloat16 graphs", "vllm": "0.24.0"}
-    answer = {
-        "costs": {"-1": [[1, 0.01]], "3": [[4, 0.03], [1, 0.02]]}, "key": key,
-        "stock": {"16": 0.05, "1": 0.009}, "off": {"1": 0.0101, "16": 0.06},
-    }  # fmt: skip
-    file, table = keep_costs(answer, tmp_path)
+    key = TableKey("H100 x2", "policy 123 bfloat16 graphs", "0.24.0")
+    found = Measured(
+        key, costs={OFF: [(1, 0.01)], 3: [(4, 0.03), (1, 0.02)]}, stock={16: 0.05, 1: 0.009}, off={1: 0.0101, 16: 0.06}
+    )
+    file, table = keep_costs(found, tmp_path)
     assert file.parent == tmp_path
-    kept = load_table(tmp_path, TableKey(**key))
+    kept = load_table(tmp_path, key)
     assert kept == table and kept.stock == ((1, 0.009, 0.0101), (16, 0.05, 0.06))
     assert {(p.draft_length, p.batch, p.seconds) for p in kept.points} == {(OFF, 1, 0.01), (3, 1, 0.02), (3, 4, 0.03)}
-    assert keep_costs({**answer, "off": None}, tmp_path)[1].stock == (), "an engine that cannot be switched off"
+    cannot_switch_off = dataclasses.replace(found, off=None)
+    assert keep_costs(cannot_switch_off, tmp_path)[1].stock == ()
     with pytest.raises(TLTConfigError, match="--seconds"):
-        keep_costs({**answer, "costs": {"1": [[1, 0.01]]}}, tmp_path)
+        keep_costs(dataclasses.replace(found, costs={1: [(1, 0.01)]}), tmp_path)
 
 
 def test_what_stock_takes_stands_beside_off():
@@ -112,11 +114,7 @@ def test_the_key_of_a_calibration_is_what_costs_depend_on(tmp_path):
 
 
 def test_a_policy_that_is_not_here_is_one_sentence(tmp_path):
-    job = EngineJob(
-        ["actor_rollout_ref.model.path=/nowhere/policy", "+tlt=default"],
-        "ppo_trainer",
-        True,
-    )
+    job = EngineJob(Recipe(("actor_rollout_ref.model.path=/nowhere/policy", "+tlt=default")), cpu=True)
     said = r"actor_rollout_ref.model.path=/nowhere/policy is not a directory on this machine"
     with pytest.raises(ChildEngineError, match=said):
         run_job(job, tmp_path)

@@ -8,7 +8,7 @@ import pytest
 
 from verl_tlt.compat.families import serves_eagle3
 from verl_tlt.config import TLTConfig
-from verl_tlt.doctor.models import look_at_drafter, look_at_policy
+from verl_tlt.doctor.models import check_policy, check_recipe_drafter
 
 
 @pytest.fixture
@@ -37,23 +37,23 @@ def cached(policy, tmp_path, monkeypatch):
 
 
 def test_a_name_is_resolved_and_its_family_named(cached, policy):
-    assert look_at_policy(policy).family == "qwen3"
-    assert look_at_policy(cached("Org/policy")).family == "qwen3"
-    look = look_at_policy(cached("Org/other", model_type="mamba", architectures=["MambaForCausalLM"]))
-    assert look.family == "mamba"
-    assert look.problem.startswith(
+    assert check_policy(policy).family == "qwen3"
+    assert check_policy(cached("Org/policy")).family == "qwen3"
+    found = check_policy(cached("Org/other", model_type="mamba", architectures=["MambaForCausalLM"]))
+    assert found.family == "mamba"
+    assert found.problem.startswith(
         "actor_rollout_ref.model.path=Org/other is a mamba model, and drafters exist for llama"
     )
 
 
 def test_a_name_that_cannot_be_resolved_is_no_refusal_but_is_said(cached):
-    look = look_at_policy("Org/absent")
-    assert look.family is None and look.problem is None
-    assert look.unseen == (
+    found = check_policy("Org/absent")
+    assert found.family is None and found.problem is None
+    assert found.unchecked == (
         "Org/absent is no folder here and could not be fetched: it is not in the local cache, and HF_HUB_OFFLINE is "
         "set, so the family of actor_rollout_ref.model.path was not checked."
     )
-    assert "another file system" in look_at_policy("hdfs://cluster/policy").unseen
+    assert "another file system" in check_policy("hdfs://cluster/policy").unchecked
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_name_that_cannot_be_resolved_is_no_refusal_but_is_said(cached):
 )
 def test_another_family_is_refused_with_the_reason(cached, changes, said):
     pytest.importorskip("vllm")
-    sentence = look_at_policy(cached("Org/policy", **changes)).problem
+    sentence = check_policy(cached("Org/policy", **changes)).problem
     assert said in sentence and sentence.endswith(".") and "\n" not in sentence
 
 
@@ -114,12 +114,12 @@ def drafter_at(path, policy, **changes):
 
 def test_a_drafter_on_the_hub_is_judged_by_its_config_until_its_weights_are_here(cached, policy, tmp_path):
     def look(name):
-        return look_at_drafter(TLTConfig.from_dict({"drafter": {"path": name}}), policy, 192)
+        return check_recipe_drafter(TLTConfig.from_dict({"drafter": {"path": name}}), policy, 192)
 
     cached("Org/drafter")
     place = tmp_path / "hub" / "models--Org--drafter" / "snapshots" / "abc"
     drafter_at(place, policy)
-    assert look("Org/drafter").unseen == (
+    assert look("Org/drafter").unchecked == (
         "tlt.drafter.path=Org/drafter fits by its config; its weights are fetched when the run starts."
     )
     drafter_at(place, policy, hidden_size=32)
@@ -128,5 +128,5 @@ def test_a_drafter_on_the_hub_is_judged_by_its_config_until_its_weights_are_here
     (place / "model.safetensors").write_bytes(b"cut off")
     assert "model.safetensors is truncated" in look("Org/drafter").problem
     shutil.rmtree(tmp_path / "hub")
-    unseen = look("Org/drafter").unseen
-    assert unseen.endswith("so whether tlt.drafter.path fits was not checked.") and "HF_HUB_OFFLINE" in unseen
+    unchecked = look("Org/drafter").unchecked
+    assert unchecked.endswith("so whether tlt.drafter.path fits was not checked.") and "HF_HUB_OFFLINE" in unchecked

@@ -1,69 +1,259 @@
-"""The doctor's rules on plain facts: what is refused, what is only said, and that each sentence names its key."""
+"""The doctor's rules on a recipe: what is refused, what is only said, and that each sentence names its key."""
 
-import dataclasses
+import json
 
 import pytest
+from omegaconf import OmegaConf, open_dict
 
-from verl_tlt.compat.versions import SUPPORTED, release
-from verl_tlt.config import DrafterConfig, SpotConfig, TLTConfig
-from verl_tlt.doctor.facts import Environment, RecipeFacts
-from verl_tlt.doctor.models import Look
-from verl_tlt.doctor.rules import MODES, UNTAPPED_LAYOUTS, examine, judge_version
+from verl_tlt.compat.versions import SUPPORTED, installed, release
+from verl_tlt.config import DrafterConfig, SpeculationConfig, SpotConfig, TLTConfig, TLTConfigError
+from verl_tlt.doctor.rules import MODES, UNTAPPED_LAYOUTS, examine, examine_packages, judge_version
 
-GOOD = Environment("3.11.9", {"verl": "0.9.1", "vllm": "0.24.0", "speculators": "0.9.0"})
-BY_NAME = {s.name: s for s in SUPPORTED}
+DEFAULTS = TLTConfig()
+UNTRAINED = TLTConfig(spot=SpotConfig(enable=False))
+ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 
 
-def levels(run, settings=None):
-    """{what: level} for everything that is not ok."""
-    found = examine(GOOD, run, settings or TLTConfig())
-    return {f.what: f.level for f in found if f.level != "ok"}
+@pytest.fixture
+def findings(recipe):
+    """Changes the recipe and returns what is found in it, by key; what is ok and what packages say left out."""
+
+    def find(changes=None, settings=DEFAULTS):
+        with open_dict(recipe):
+            for key, value in (changes or {}).items():
+                OmegaConf.update(recipe, key, value, force_add=True)
+        packages = {s.name for s in SUPPORTED}
+        return {f.what: f for f in examine(recipe, settings) if f.level != "ok" and f.what not in packages}
+
+    return find
+
+
+def levels(found):
+    for finding in found.values():
+        assert finding.sentence.endswith(".") and "\n" not in finding.sentence
+    return {what: finding.level for what, finding in found.items()}
+
+
+def test_a_good_recipe_has_nothing_to_say(findings):
+    assert levels(findings()) == {}
 
 
 @pytest.mark.parametrize(
-    ("run", "level", "begins"),
+    ("changes", "level", "begins"),
     [
-        (RecipeFacts(), "ok", "TLT is on"),
-        (RecipeFacts(on=False), "warn", "TLT is off: this recipe trains with stock verl until +trainer.plugin=tlt"),
-        (RecipeFacts(on=False, mistaken="trainer.plugn=tlt has no effect."), "refuse", "TLT is off: trainer.plugn=tlt"),
+        ({}, "ok", "TLT is on"),
+        ({"trainer.plugin": None}, "warn", "TLT is off: this recipe trains with stock verl until +trainer.plugin=tlt"),
+        ({"trainer.plugin": "tlr"}, "refuse", "TLT is off: trainer.plugin=tlr"),
     ],
 )
-def test_the_first_line_says_whether_tlt_is_on(run, level, begins):
-    first = examine(GOOD, run, TLTConfig())[0]
+def test_the_first_line_says_whether_tlt_is_on(recipe, changes, level, begins):
+    for key, value in changes.items():
+        OmegaConf.update(recipe, key, value)
+    first = examine(recipe, DEFAULTS)[0]
     assert (first.level, first.what) == (level, "trainer.plugin") and first.sentence.startswith(begins)
 
 
-def test_a_good_run_has_nothing_to_say():
-    assert levels(RecipeFacts()) == {}
+@pytest.mark.parametrize(
+    ("changes", "what", "said"),
+    [
+        ({"trainer.v1.trainer_mode": "fully_async"}, "trainer.v1.trainer_mode", "fully_async has no TLT trainer"),
+        ({"trainer.v1.trainer_mode": "separate_async", "actor_rollout_ref.hybrid_engine": False},
+         "actor_rollout_ref.hybrid_engine", "no replica on the trainer's devices"),
+        ({"trainer.use_v1": False}, "trainer.use_v1", "legacy trainer"),
+        ({"async_training": {"x": 1}}, "async_training", "experimental trainers"),
+        ({f"{ROLLOUT}.name": "sglang"}, f"{ROLLOUT}.name", "works with vllm only"),
+        ({f"{ROLLOUT}.disaggregation": {"enabled": True}}, f"{ROLLOUT}.disaggregation", "prefill and decode"),
+        ({f"{ROLLOUT}.data_parallel_size": 2, "trainer.n_gpus_per_node": 4}, f"{ROLLOUT}.data_parallel_size",
+         "use more replicas"),
+        ({f"{ROLLOUT}.min_p": 0.05}, f"{ROLLOUT}.min_p", "vLLM rejects it"),
+        ({f"{ROLLOUT}.val_kwargs.logit_bias": {3: -1.0}}, f"{ROLLOUT}.val_kwargs.logit_bias", "vLLM rejects it"),
+        ({f"{ROLLOUT}.quantization": "fp8"}, f"{ROLLOUT}.quantization", "quantization=fp8 lets the rollout"),
+        ({f"{ACTOR}.fsdp_config.qat.enable": True}, f"{ACTOR}.fsdp_config.qat.enable", "a quantized policy"),
+        ({"actor_rollout_ref.model.mtp": {"enable": True, "enable_rollout": True}},
+         "actor_rollout_ref.model.mtp.enable_rollout", "not both"),
+        ({"data.val_files": "/x.parquet"}, "data.val_files", "/x.parquet does not exist"),
+        ({"actor_rollout_ref.model.path": "models/not/here"}, "actor_rollout_ref.model.path", "is not a directory"),
+    ],
+)  # fmt: skip
+def test_each_impossible_recipe_is_refused_for_that_one_reason(findings, changes, what, said):
+    found = findings(changes)
+    assert levels(found) == {what: "refuse"} and said in found[what].sentence
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{f"{ROLLOUT}.min_p": 0.0}, *({f"{ACTOR}.megatron.{name}": True} for name in UNTAPPED_LAYOUTS)],
+)
+def test_what_is_set_but_has_no_effect_is_no_reason(findings, changes):
+    assert levels(findings(changes)) == {}
+
+
+def test_an_unsupported_mode_says_which_are_supported(findings):
+    sentence = findings({"trainer.v1.trainer_mode": "fully_async"})["trainer.v1.trainer_mode"].sentence
+    assert all(mode in sentence for mode in MODES)
+
+
+@pytest.mark.parametrize("mode", [*MODES, *(f"tlt_{mode}" for mode in MODES)])
+def test_every_mode_of_the_v1_trainer_is_welcome_before_and_after_activation(findings, mode):
+    assert levels(findings({"trainer.v1.trainer_mode": mode})) == {}
+
+
+@pytest.mark.parametrize("strategy", ["veomni", "torchtitan", "automodel", "mindspeed"])
+def test_an_engine_without_a_tap_speculates_only(findings, strategy):
+    key = f"{ACTOR}.strategy"
+    found = findings({key: strategy})
+    assert levels(found) == {key: "warn"} and "random" in found[key].sentence
+    assert levels(findings({}, UNTRAINED)) == {}, "a drafter that is not to learn needs no tap"
+
+
+def test_megatron_feeds_the_drafter_but_for_layouts_without_a_tap(findings):
+    assert levels(findings({f"{ACTOR}.strategy": "megatron"})) == {}
+    for name in UNTAPPED_LAYOUTS:
+        key = f"{ACTOR}.megatron.{name}"
+        assert levels(findings({key: True})) == {key: "warn"}
+        findings({key: False})
+
+
+def test_bypass_mode_warns_that_nothing_feeds_the_drafter(findings):
+    key = "algorithm.rollout_correction.bypass_mode"
+    assert levels(findings({key: True})) == {key: "warn"}
+    assert levels(findings({}, UNTRAINED)) == {}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("devices", "tensor_parallel"), [((1, 1), 1), ((2, 8), 16), ((1, 2), 4)])
+def test_one_replica_alone_warns_that_nothing_will_ever_be_idle(findings, mode, devices, tensor_parallel):
+    changes = {
+        "trainer.v1.trainer_mode": mode, "trainer.nnodes": devices[0], "trainer.n_gpus_per_node": devices[1],
+        f"{ROLLOUT}.tensor_model_parallel_size": tensor_parallel,
+    }  # fmt: skip
+    assert levels(findings(changes)) == ({} if mode == "separate_async" else {"trainer.n_gpus_per_node": "warn"})
+    assert levels(findings({}, UNTRAINED)) == {}
+    assert levels(findings({f"{ROLLOUT}.tensor_model_parallel_size": 1, "trainer.n_gpus_per_node": 2})) == {}
+
+
+# ---------------------------------------------------------------------- engine arguments
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("speculative_config", {"method": "ngram"}, "vllm.speculative_config is set by verl-tlt itself"),
+        ("data_parallel_size", 4, "vllm.data_parallel_size must be 1"),
+        ("logits_processors", ["a:B"], "vllm.logits_processors cannot be used with a drafter"),
+        ("kv_transfer_config", {"kv_role": "kv_both"}, "vllm.kv_transfer_config"),
+    ],
+)
+def test_what_the_engines_would_refuse_is_known_before_ray_starts(findings, key, value, sentence):
+    pytest.importorskip("vllm")
+    assert sentence in findings({f"{ROLLOUT}.engine_kwargs.vllm.{key}": value})[f"{ROLLOUT}.engine_kwargs"].sentence
+    assert levels(findings({}, TLTConfig(speculation=SpeculationConfig(enable=False)))) == {}
+
+
+def test_a_fixed_length_without_graphs_is_known_before_ray_starts(findings):
+    pytest.importorskip("vllm")
+    settings = TLTConfig(speculation=SpeculationConfig(policy="fixed", fixed=2))
+    sentence = findings({}, settings)[f"{ROLLOUT}.engine_kwargs"].sentence
+    assert "fixed=2 is none of the engine's draft lengths [0, 1, 3]" in sentence
+    assert levels(findings({f"{ROLLOUT}.enforce_eager": True}, settings)) == {}
+
+
+def test_an_installed_logits_processor_that_vllm_would_leave_out_is_named(findings, tmp_path, monkeypatch):
+    pytest.importorskip("vllm")
+    info = tmp_path / "censor-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: censor\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[vllm.logits_processors]\ncensor = censor.core:Censor\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "censor.core:Censor would silently do nothing" in findings()[f"{ROLLOUT}.engine_kwargs"].sentence
+
+
+# ---------------------------------------------------------------------- files
+
+
+def test_data_files_may_be_one_several_a_glob_or_remote(findings, tmp_path):
+    files = [str(tmp_path / "*.parquet"), "hdfs://far/away.parquet", str(tmp_path / "absent.parquet")]
+    found = findings({"data.train_files": files, "data.val_files": str(tmp_path / "no" / "*.parquet")})
+    assert levels(found) == {"data.train_files": "refuse", "data.val_files": "refuse"}
+    assert found["data.train_files"].sentence == f"data.train_files={files[2]} does not exist on this machine."
+    assert levels(findings({"data.custom_cls.path": "mine.py"})) == {}, "a custom dataset reads what it likes"
+
+
+def test_what_could_not_be_checked_is_a_warning(findings):
+    key = "actor_rollout_ref.model.path"
+    found = findings({key: "hdfs://cluster/policy"})
+    assert levels(found) == {key: "warn"} and "another file system" in found[key].sentence
+
+
+def test_a_ray_client_driver_looks_at_no_file(findings, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    settings = TLTConfig(drafter=DrafterConfig(path="/only/there"))
+    assert levels(findings({"data.train_files": "/only/on/the/cluster.parquet"}, settings)) == {
+        "ray_init.address": "warn"
+    }
+
+
+def test_the_policy_s_family_is_named(recipe):
+    assert any("is a qwen3 model" in f.sentence for f in examine(recipe, DEFAULTS))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "said"),
+    [
+        ({"aux_layers": (1, 2)}, "tlt.drafter.aux_layers must be 3 ascending distinct layers"),
+        ({"aux_layers": (1, 3, 6)}, "tlt.drafter.aux_layers=[1, 3, 6] is outside 0..5"),
+        ({"path": "/nowhere/drafter"}, "tlt.drafter.path=/nowhere/drafter is not a directory on this machine."),
+    ],
+)
+def test_a_drafter_that_cannot_be_is_known_before_ray_starts(findings, drafter, said):
+    found = findings({}, TLTConfig(drafter=DrafterConfig(**drafter)))
+    assert levels(found) == {"tlt.drafter.path": "refuse"} and found["tlt.drafter.path"].sentence.startswith(said)
+
+
+@pytest.mark.parametrize(("field", "value"), [("hidden_size", 32), ("vocab_size", 99)])
+def test_a_drafter_of_another_policy_names_file_and_field(findings, tmp_path, field, value):
+    policy = json.loads((tmp_path / "policy" / "config.json").read_text())
+    config = {
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": policy | {"num_hidden_layers": 1, field: value},
+    }
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter" / "config.json").write_text(json.dumps(config))
+    sentence = findings({}, TLTConfig(drafter=DrafterConfig(path=str(tmp_path / "drafter"))))[
+        "tlt.drafter.path"
+    ].sentence
+    assert sentence.startswith("tlt.drafter.path: ") and str(tmp_path / "drafter" / "config.json") in sentence
+    assert f"{field}={value}" in sentence
+
+
+@pytest.mark.parametrize("key", [f"{ROLLOUT}.name", "trainer.default_local_dir"])
+def test_an_unresolvable_key_is_named(findings, key):
+    with pytest.raises(TLTConfigError, match=f"{key} cannot be read"):
+        findings({key: "${no.such.key}"})
+
+
+# ---------------------------------------------------------------------- packages
 
 
 @pytest.mark.parametrize(
     ("name", "version", "level"),
     [
-        ("verl", "0.9.1", "ok"),
-        ("verl", "0.9.1.post1", "ok"),
-        ("verl", "0.9.0", "refuse"),
-        ("vllm", "0.28.3", "ok"),
-        ("verl", "0.8.0", "refuse"),
-        ("verl", "0.10.0.dev", "refuse"),
-        ("verl", None, "refuse"),
-        ("verl", "unknown", "warn"),
-        ("vllm", "0.28.0+cpu", "ok"),
-        ("vllm", "0.23.1", "refuse"),
-        ("vllm", "0.32.0", "warn"),
-        ("vllm", None, "refuse"),
-        ("speculators", None, "refuse"),
-        ("speculators", "0.10.0", "refuse"),
+        ("verl", "0.9.1", "ok"), ("verl", "0.9.1.post1", "ok"), ("verl", "0.9.0", "refuse"),
+        ("verl", "0.10.0.dev", "refuse"), ("verl", None, "refuse"), ("verl", "unknown", "warn"),
+        ("vllm", "0.28.3", "ok"), ("vllm", "0.28.0+cpu", "ok"), ("vllm", "0.23.1", "refuse"),
+        ("vllm", "0.32.0", "warn"), ("speculators", None, "refuse"), ("speculators", "0.10.0", "refuse"),
     ],
-)
+)  # fmt: skip
 def test_versions(name, version, level):
-    finding = judge_version(BY_NAME[name], version)
+    supported = {s.name: s for s in SUPPORTED}[name]
+    finding = judge_version(supported, version)
     assert (finding.level, finding.what) == (level, name)
     assert name in finding.sentence and (version is None or version in finding.sentence or level == "warn")
+    assert version is not None or supported.remedy in finding.sentence
 
 
-def test_a_missing_package_says_how_to_get_it():
-    assert "pip install 'speculators>=0.9,<0.10'" in judge_version(BY_NAME["speculators"], None).sentence
+def test_packages_alone_are_judged():
+    assert [f.what for f in examine_packages()] == ["verl", "vllm", "speculators"]
 
 
 def test_releases_compare_as_numbers():
@@ -72,103 +262,10 @@ def test_releases_compare_as_numbers():
     assert release("main") is None
 
 
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        ({"trainer_mode": "fully_async"}, "trainer.v1.trainer_mode"),
-        ({"trainer_mode": "separate_async", "hybrid_engine": False}, "actor_rollout_ref.hybrid_engine"),
-        ({"use_v1": False}, "trainer.use_v1"),
-        ({"other_trainer": "async_training"}, "async_training"),
-        ({"rollout": "sglang"}, "actor_rollout_ref.rollout.name"),
-        ({"disaggregation": True}, "actor_rollout_ref.rollout.disaggregation"),
-        ({"data_parallel": 2}, "actor_rollout_ref.rollout.data_parallel_size"),
-        ({"refused_sampling": ("actor_rollout_ref.rollout.min_p",)}, "actor_rollout_ref.rollout.min_p"),
-        ({"engine_problems": ("s.",)}, "actor_rollout_ref.rollout.engine_kwargs"),
-        ({"mtp_rollout": True}, "actor_rollout_ref.model.mtp.enable_rollout"),
-        ({"missing_data": (("data.val_files", "/x.parquet"),)}, "data.val_files"),
-        ({"policy": Look(problem="p.")}, "actor_rollout_ref.model.path"),
-        ({"drafter": Look(problem="d.")}, "tlt.drafter.path"),
-        ({"quantized_by": "rollout.quantization=fp8"}, "rollout.quantization"),
-    ],
-)
-def test_each_impossible_run_is_refused_for_that_one_reason(change, what):
-    assert levels(RecipeFacts(**change)) == {what: "refuse"}
-
-
-def test_an_unsupported_mode_says_which_are_supported():
-    finding = next(
-        f for f in examine(GOOD, RecipeFacts(trainer_mode="fully_async"), TLTConfig()) if f.level == "refuse"
-    )
-    assert "fully_async" in finding.sentence and all(mode in finding.sentence for mode in MODES)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_every_mode_of_the_v1_trainer_is_welcome(mode):
-    assert levels(RecipeFacts(trainer_mode=mode)) == {}
-
-
-@pytest.mark.parametrize("strategy", ["veomni", "torchtitan", "automodel", "mindspeed"])
-def test_an_engine_without_a_tap_speculates_only(strategy):
-    assert levels(RecipeFacts(strategy=strategy)) == {"actor_rollout_ref.actor.strategy": "warn"}
-
-
-def test_megatron_feeds_the_drafter_but_for_layouts_without_a_tap():
-    assert levels(RecipeFacts(strategy="megatron")) == {}
-    for name in UNTAPPED_LAYOUTS:
-        key = f"actor_rollout_ref.actor.megatron.{name}"
-        assert levels(RecipeFacts(strategy="megatron", megatron=(name,))) == {key: "warn"}
-    assert levels(RecipeFacts(strategy="fsdp2", megatron=tuple(UNTAPPED_LAYOUTS))) == {}
-
-
-def test_a_random_drafter_that_cannot_learn_is_called_useless():
-    def sentence(settings):
-        return next(f.sentence for f in examine(GOOD, RecipeFacts(strategy="veomni"), settings) if f.level == "warn")
-
-    assert "random" in sentence(TLTConfig())
-    assert "random" not in sentence(TLTConfig(drafter=DrafterConfig(path="/d")))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_one_replica_alone_warns_that_nothing_will_ever_be_idle(mode):
-    alone = {} if mode == "separate_async" else {"trainer.n_gpus_per_node": "warn"}
-    assert levels(RecipeFacts(trainer_mode=mode, replicas=1)) == alone
-    assert levels(RecipeFacts(trainer_mode=mode, replicas=1), TLTConfig(spot=SpotConfig(enable=False))) == {}
-
-
-def test_what_could_not_be_looked_at_is_a_warning():
-    run = RecipeFacts(policy=Look(unseen="p."), drafter=Look(unseen="d."))
-    assert levels(run) == {"actor_rollout_ref.model.path": "warn", "tlt.drafter.path": "warn"}
-
-
-def test_the_policy_s_family_is_named():
-    assert any("is a qwen3 model" in f.sentence for f in examine(GOOD, RecipeFacts(), TLTConfig()))
-
-
-def test_bypass_mode_warns_that_nothing_feeds_the_drafter():
-    assert levels(RecipeFacts(bypass_old_log_prob=True)) == {"algorithm.rollout_correction.bypass_mode": "warn"}
-
-
-@pytest.mark.parametrize("run", [RecipeFacts(strategy="veomni"), RecipeFacts(bypass_old_log_prob=True)])
-def test_a_drafter_that_is_not_to_learn_needs_no_tap(run):
-    assert levels(run, TLTConfig(spot=SpotConfig(enable=False))) == {}
-
-
-def test_a_remote_driver_warns_instead_of_judging_its_own_disk():
-    run = RecipeFacts(remote_driver=True, missing_data=(("data.train_files", "/x"),))
-    assert levels(run) == {"ray_init.address": "warn"}
-
-
-def test_without_a_run_only_packages_are_judged():
-    assert [f.what for f in examine(GOOD, None, TLTConfig())] == ["verl", "vllm", "speculators"]
-
-
-def test_every_finding_that_is_not_ok_is_one_sentence():
-    worst = RecipeFacts(
-        trainer_mode="x", use_v1=False, other_trainer="rollout", strategy="veomni", rollout="sglang",
-        disaggregation=True, data_parallel=2, refused_sampling=("k",), engine_problems=("s.",), mtp_rollout=True,
-        missing_data=(("data.train_files", "/x"),),
-    )  # fmt: skip
-    nothing = dataclasses.replace(GOOD, versions={})
-    for finding in examine(nothing, worst, TLTConfig()):
-        if finding.level != "ok":
-            assert finding.sentence.endswith(".") and "\n" not in finding.sentence
+def test_a_distribution_without_its_module_is_not_installed(tmp_path, monkeypatch):
+    info = tmp_path / "tlt_ghost-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tlt_ghost\nVersion: 1.0\n")
+    (tmp_path / "tlt_anonymous.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert installed("tlt_ghost") is None and installed("tlt_anonymous") == "unknown"

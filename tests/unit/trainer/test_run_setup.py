@@ -4,8 +4,7 @@ import pytest
 
 from verl_tlt.activation import apply
 from verl_tlt.config import BATCH_TOKENS, BUFFER_MB
-from verl_tlt.doctor.command import compose
-from verl_tlt.doctor.facts import read_settings
+from verl_tlt.doctor.recipe import compose, read_settings
 from verl_tlt.trainer.run_setup import claim, prepare
 
 
