@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 import verl_tlt
+from verl_tlt.warmup.options import EvaluateOptions, WarmupOptions, takes_options
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Speculative rollout for verl, trained in idle time."
@@ -154,113 +155,31 @@ def advise(
 
 
 @app.command()
-def warmup(
-    model: Annotated[Path, typer.Option(help="The policy's Hugging Face directory, or its name on the hub.")],
-    prompts: Annotated[Path, typer.Option(help="Prompts: verl's .parquet, .jsonl with a field `prompt`, or .txt.")],
-    out: Annotated[Path, typer.Option(help="Where the drafter goes; work in progress is in OUT.warmup beside it.")],
-    drafter: Annotated[
-        Path | None, typer.Option(help="A drafter to go on from, any EAGLE-3 layout; a directory or a name on the hub.")
-    ] = None,
-    objective: Annotated[str, typer.Option(help="eagle, hass or eagle3: 1, 3 or 7 draft positions unrolled.")] = "hass",
-    loss: Annotated[str, typer.Option(help="Loss of speculators: kl_div, ce, tv, nla, lk_hybrid.")] = "kl_div",
-    aux_layers: Annotated[str | None, typer.Option(help="Policy layers to read, e.g. 2,18,33.")] = None,
-    intermediate_size: Annotated[
-        int | None, typer.Option(help="Width of the drafter's MLP; the policy's if not given.")
-    ] = None,
-    draft_vocab: Annotated[int | None, typer.Option(help="Only the most frequent tokens can be drafted.")] = None,
-    samples: Annotated[int, typer.Option(help="Responses per prompt.")] = 1,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use the first so many prompts.")] = None,
-    response_length: Annotated[int, typer.Option(help="Longest response, in tokens.")] = 1024,
-    temperature: Annotated[float, typer.Option(min=0, help="Of the rollout this drafter is for.")] = 1.0,
-    top_p: Annotated[float, typer.Option(min=1e-6, max=1, help="Of the rollout.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Of the rollout; 0: off.")] = 0,
-    epochs: Annotated[float, typer.Option(help="Budget: passes over the responses.")] = 4.0,
-    max_steps: Annotated[float, typer.Option(help="Budget: optimizer steps.")] = float("inf"),
-    max_tokens: Annotated[float, typer.Option(help="Budget: response tokens learned from.")] = float("inf"),
-    max_minutes: Annotated[float, typer.Option(help="Budget: minutes of training.")] = float("inf"),
-    batch_tokens: Annotated[int, typer.Option(help="Tokens of a packed batch.")] = 2048,
-    learning_rate: Annotated[float, typer.Option(help="AdamW's, at its peak.")] = 1e-3,
-    draft_length: Annotated[int, typer.Option(help="Draft length its accept length is reported for.")] = 3,
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs vLLM generates on.")] = 1,
-    cache_gb: Annotated[
-        float, typer.Option(min=0, help="Host memory for hidden states; the rest is computed again.")
-    ] = 8.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seeds head, sampling and order.")] = 0,
-) -> None:
+@takes_options(WarmupOptions)
+def warmup(options: WarmupOptions) -> None:
     """Make a drafter for a policy from its own responses to prompts. The same command goes on after a kill."""
     _need("warmup", "torch", "transformers", "vllm")
     from rich.console import Console
 
-    from verl_tlt.warmup.command import Warmup, parse_layers
     from verl_tlt.warmup.command import warmup as run
-    from verl_tlt.warmup.engine import SamplingSettings
-    from verl_tlt.warmup.train import Budget
 
     with _refusals():
-        settings = Warmup(
-            model=model,
-            prompts=prompts,
-            out=out,
-            start=drafter,
-            aux_layers=parse_layers(aux_layers),
-            intermediate_size=intermediate_size,
-            objective=objective,
-            loss=loss,
-            draft_vocab=draft_vocab,
-            samples=samples,
-            limit=limit,
-            sampling=SamplingSettings(temperature, top_p, top_k, response_length, seed),
-            budget=Budget(epochs, max_steps, max_tokens, max_minutes),
-            batch_tokens=batch_tokens,
-            learning_rate=learning_rate,
-            draft_length=draft_length,
-            device=device,
-            tensor_parallel=tensor_parallel,
-            cache_gb=cache_gb,
-            seed=seed,
-        )
-        run(settings, Console())
+        run(options, Console())
 
 
 @app.command()
-def evaluate(
-    drafter: Annotated[Path, typer.Argument(help="The drafter's directory, or its name on the hub.")],
-    model: Annotated[Path, typer.Option(help="The policy's Hugging Face directory, or its name on the hub.")],
-    prompts: Annotated[
-        Path | None, typer.Option(help="Prompts; if not given those of its warm-up, held-out ones only.")
-    ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most prompts.")] = 64,
-    response_length: Annotated[int, typer.Option(help="Longest response, in tokens.")] = 1024,
-    temperature: Annotated[float, typer.Option(min=0, help="Of the rollout.")] = 1.0,
-    top_p: Annotated[float, typer.Option(min=1e-6, max=1, help="Of the rollout.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Of the rollout; 0: off.")] = 0,
-    draft_length: Annotated[int, typer.Option(min=1, max=16, help="Tokens per draft.")] = 3,
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs vLLM serves on.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Seeds sampling.")] = 0,
-) -> None:
+@takes_options(EvaluateOptions)
+def evaluate(options: EvaluateOptions) -> None:
     """Accept length of a drafter: predicted from text, and counted by stock vLLM. Exits 1 if they disagree by 5 %."""
     _need("evaluate", "torch", "transformers", "vllm")
     from rich.console import Console
 
-    from verl_tlt.warmup.engine import SamplingSettings, find_device
     from verl_tlt.warmup.evaluate import evaluate as run
     from verl_tlt.warmup.evaluate import report as show
 
     console = Console()
     with _refusals():
-        verdict = run(
-            drafter,
-            model,
-            prompts,
-            SamplingSettings(temperature, top_p, top_k, response_length, seed),
-            device=find_device(device),
-            draft_length=draft_length,
-            limit=limit,
-            tensor_parallel=tensor_parallel,
-            console=console,
-        )
+        verdict = run(options, console)
         show(verdict, console)
         raise typer.Exit(0 if verdict.agrees else 1)
 

@@ -35,9 +35,10 @@ from verl_tlt.drafter import (
     plan_epoch,
     refresh_verifier_weights,
 )
-from verl_tlt.warmup.engine import GenerationJob, SamplingSettings, generate
+from verl_tlt.warmup.engine import GenerationJob, as_texts, generate
+from verl_tlt.warmup.options import SamplingOptions, TrainingOptions
 from verl_tlt.warmup.prompts import load_tokenizer, read_prompts
-from verl_tlt.warmup.train import Budget, TrainingRun
+from verl_tlt.warmup.train import TrainingRun
 
 COMMAND = "python -m benchmarks.drafter.objectives"
 PROMPTS, RESPONSE, BATCH, DRAFT = 192, 384, 1024, 7
@@ -49,9 +50,9 @@ def recorded(work: Path) -> tuple[Any, list[Text], list[int], list[int]]:
     assets = build_assets(work / "assets", width="small")
     prompts = read_prompts(assets.train, load_tokenizer(assets.policy), 256, PROMPTS)
     tokens = [list(p) for p in prompts.tokens]
-    job = GenerationJob(str(assets.policy), tokens, 1, SamplingSettings(max_tokens=RESPONSE), "cpu")
+    job = GenerationJob(str(assets.policy), tokens, SamplingOptions(response_length=RESPONSE), "cpu")
     responses, _ = generate(job, work / "responses")
-    texts = [Text((*prompts.tokens[r.prompt], *r.tokens), len(prompts.tokens[r.prompt])) for r in responses]
+    texts = as_texts(prompts.tokens, responses)
     held = [i for i, r in enumerate(responses) if r.prompt in prompts.held_out]
     return assets, texts, [i for i in range(len(texts)) if i not in held], held
 
@@ -90,10 +91,10 @@ def train_one(
 ) -> dict[str, Any]:
     """Train to the end of `epochs`; the held-out accept length along the way, and by position at the end."""
     trainer = new_trainer(assets, objective, seed)
-    run = TrainingRun(
-        trainer, library, train, held, Budget(epochs=epochs), batch_tokens=BATCH, draft_length=DRAFT,
-        sampling={"temperature": 1.0}, state_file=work / f"{objective}-{seed}.pt", seed=seed,
-    )  # fmt: skip
+    options = TrainingOptions(
+        model=assets.policy, epochs=epochs, batch_tokens=BATCH, draft_length=DRAFT, seed=seed, device="cpu"
+    )
+    run = TrainingRun(trainer, library, train, held, options, state_file=work / f"{objective}-{seed}.safetensors")
     run.resume()
     run()
     scores = acceptance(trainer.model, library.get(run.judged), max_draft=DRAFT, budget=BATCH)

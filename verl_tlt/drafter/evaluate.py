@@ -1,14 +1,15 @@
 """How well a drafter would draft for recorded rollouts: the acceptance vLLM would report, without an engine.
 
-Speculative sampling accepts a drafted token with probability min(1, q(x)/p(x)), and overall with sum_v min(p_v, q_v)
-(Leviathan et al. 2023). Its output is distributed as the policy's own, so recorded rollouts are fair samples of it, and
-given the text, accepting at each place is an independent coin of min(1, q/p) at the token that came. That makes three
-exact steps out of one teacher-forced pass over the recurrence that training runs:
+Speculative sampling accepts a drafted token with probability min(1, p(x)/q(x)), p the policy's and q the drafter's, and
+overall with sum_v min(p_v, q_v) (Leviathan et al. 2023). Its output is distributed as the policy's own, so recorded
+rollouts are fair samples of it; and where it is given, the recorded token is an accepted draft with probability
+min(1, q/p), at each position independently. Three exact steps follow from one teacher-forced pass over the recurrence
+that training runs:
 
-1. a[j, k] = sum_v min(p, q) at draft position k of a draft that starts at token j, q fed with the recorded tokens;
-2. survival S[j, k] = a[j, k] times the coins before it in the same draft;
-3. how often a draft starts at j at all: after m accepted tokens the next one starts at j + m + 1, so stretches that
-   are easy to draft are visited less. A plain mean over j would flatter the drafter.
+1. overlap[k, j] = sum_v min(p, q) at draft position k of a draft that starts at row j, q fed with the recorded tokens;
+2. survival of position k = overlap there times min(1, q/p) of the recorded tokens before it in the same draft;
+3. how often a draft starts at row j at all: after m accepted tokens the next one starts at j + m + 1, so fewer drafts
+   start where text is easy to draft. A plain mean over j would flatter the drafter.
 """
 
 from __future__ import annotations
@@ -29,35 +30,46 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SequenceScore:
-    """What drafting over one sequence would have given, always drafting `max_draft` tokens."""
+class DraftCounts:
+    """How many drafts there were and how much of them was accepted: counted by vLLM, or expected by `acceptance`."""
 
-    positions: int
-    """Places a draft could start whose whole draft is recorded; 0: too short, nothing is known."""
     drafts: float
-    """Drafts expected over those places."""
     accepted: np.ndarray
-    """float64 [max_draft]: drafts expected to have their first k+1 tokens accepted, as vLLM counts per position."""
+    """[K]: drafts whose first k+1 tokens were accepted, as vLLM counts per position."""
 
     @property
     def accept(self) -> np.ndarray:
-        """float64 [max_draft]: acceptance at position k given that the positions before were accepted."""
+        """float64 [K]: acceptance rate at position k given that the positions before were accepted."""
         before = np.concatenate([[self.drafts], self.accepted[:-1]])
-        return np.divide(self.accepted, before, out=np.zeros_like(self.accepted), where=before > 0)
+        return np.divide(self.accepted, before, out=np.zeros(len(before)), where=before > 0)
 
     @property
     def accept_length(self) -> float:
-        """Tokens per draft: 1 + sum of survivals, between 1 and max_draft + 1; 1 where nothing is known."""
+        """Tokens per draft: 1 + sum of survivals, between 1 and K + 1; 1 without a draft."""
         return 1.0 + (float(self.accepted.sum()) / self.drafts if self.drafts else 0.0)
 
 
+@dataclass(frozen=True)
+class SequenceScore(DraftCounts):
+    """What drafting K tokens at a time over one sequence would have given, expected over the drafts' sampling."""
+
+    positions: int
+    """Places a draft could start whose whole draft is recorded; 0: too short, nothing is known."""
+
+
+def combined_score(scores: Iterable[SequenceScore], max_draft: int = 1) -> SequenceScore:
+    """The score of all these sequences together; `max_draft` is K where there are none."""
+    scores = list(scores)
+    return SequenceScore(
+        positions=sum(s.positions for s in scores),
+        drafts=sum(s.drafts for s in scores),
+        accepted=sum((s.accepted for s in scores), np.zeros(max_draft)),
+    )
+
+
 def accept_length(scores: Iterable[SequenceScore]) -> float:
-    """tau_sim over all sequences: tokens per draft; 1 where nothing is known."""
-    drafts = accepted = 0.0
-    for score in scores:
-        drafts += score.drafts
-        accepted += float(score.accepted.sum())
-    return 1.0 + (accepted / drafts if drafts else 0.0)
+    """Simulated accept length (tau_sim) over all sequences: tokens per draft; 1 where nothing is known."""
+    return combined_score(scores).accept_length
 
 
 def acceptance(
@@ -99,22 +111,22 @@ def acceptance(
     try:
         for group in grouped(pieces, lambda piece: piece[1].rows, budget):
             batch = pack(window for _, window in group)
-            probe = _Probe(model, batch.to(model.fc.weight.device), temperature, top_p, top_k, lm_head)
-            overlap, coin = probe.run(max_draft)  # [K, S] each
+            loss = _AcceptanceLoss(model, batch.to(model.fc.weight.device), temperature, top_p, top_k, lm_head)
+            overlap, recorded = loss.run(max_draft)  # [K, S] each
             begin = 0
             for owner, window in group:
                 rows = slice(begin, begin + window.rows)
-                scores[owner].append(_walk(window, overlap[:, rows], coin[:, rows]))
+                scores[owner].append(_expected(window, overlap[:, rows], recorded[:, rows]))
                 begin = rows.stop
     finally:
         model.train(was_training)
-    return [_total(found, max_draft) for found in scores]
+    return [combined_score(found, max_draft) for found in scores]
 
 
-class _Probe:
-    """Stands in for the training loss, which sees every pass's logits next to the policy's, and notes acceptances.
+class _AcceptanceLoss:
+    """Takes the place of the training loss, which gets each pass's logits with the policy's, and records acceptance.
 
-    Riding the loss keeps one recurrence for training and scoring, the one of `speculators`.
+    So training and scoring share one recurrence, that of `speculators`.
     """
 
     def __init__(
@@ -133,10 +145,13 @@ class _Probe:
         self.policy: torch.Tensor | None = None  # [S, DV] the policy's probabilities on the draft vocabulary
         self.chosen: torch.Tensor | None = None  # [S] the policy's probability of the token that came
         self.overlap: list[torch.Tensor] = []
-        self.coin: list[torch.Tensor] = []
+        self.recorded: list[torch.Tensor] = []
 
     def run(self, max_draft: int) -> tuple[np.ndarray, np.ndarray]:
-        """`(overlap, coin)`, float64 [K, S]: at [k, r] of position k in the draft that row r starts; 0 past the end."""
+        """`(overlap, recorded)`, float64 [K, S]: at [k, r] for position k of the draft that starts at row r.
+
+        `overlap` is sum_v min(p, q), `recorded` min(1, q/p) of the recorded token; both are 0 past the end.
+        """
         batch = self.batch
         with torch.no_grad(), mixed_precision(batch.input_ids.device):
             self.model(
@@ -149,10 +164,10 @@ class _Probe:
                 ttt_steps=max_draft,
                 loss_config={"acceptance": (self, 1.0)},
             )
-        return self._stack(self.overlap), self._stack(self.coin)
+        return self._stack(self.overlap), self._stack(self.recorded)
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Called once per pass k with drafter and policy logits [1, S - k, DV], row i of both about the same token."""
+        """Called once for each pass k with the drafter's and the policy's logits [1, S - k, DV] for the same tokens."""
         if self.policy is None:
             self.policy, self.chosen = self._policy(targets[0].float())
         assert self.chosen is not None
@@ -161,7 +176,7 @@ class _Probe:
         tokens = self.batch.next_ids[0, k:]
         self.overlap.append(torch.minimum(draft, self.policy[k:]).sum(-1))
         drawn = self._at(draft, tokens)
-        self.coin.append((drawn / self.chosen[k:].clamp_min(torch.finfo(torch.float32).tiny)).clamp_max(1.0))
+        self.recorded.append((drawn / self.chosen[k:].clamp_min(torch.finfo(torch.float32).tiny)).clamp_max(1.0))
         return logits.new_zeros(logits.shape[:2])
 
     def _policy(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,28 +223,21 @@ def _probabilities(logits: torch.Tensor, temperature: float, top_p: float = 1.0,
     return logits.softmax(-1)
 
 
-def _walk(piece: TrainingSequence, overlap: np.ndarray, coin: np.ndarray) -> SequenceScore:
-    """Expected drafts and acceptances along one sequence; overlap and coin are [K, rows]."""
+def _expected(window: TrainingSequence, overlap: np.ndarray, recorded: np.ndarray) -> SequenceScore:
+    """Expected drafts and acceptances along one sequence; `overlap` and `recorded` are [K, rows]."""
     max_draft = len(overlap)
-    starts = piece.loss_rows(max_draft)
-    first, stop = starts.start, starts.stop
+    starts = window.loss_rows(max_draft)
     if not starts:
-        return SequenceScore(0, 0.0, np.zeros(max_draft))
-    ahead = np.cumprod(np.vstack([np.ones(overlap.shape[1]), coin]), axis=0)  # [K+1, rows]: first k coins all fell well
-    survival = ahead[:-1] * overlap  # [K, rows]
-    visits = np.zeros(stop + max_draft + 1)  # expected drafts that start at each row
-    visits[first] = 1.0
-    for row in range(first, stop):
+        return SequenceScore(positions=0, drafts=0.0, accepted=np.zeros(max_draft))
+    first, stop = starts.start, starts.stop
+    # [K+1, rows]: the first k drafted tokens are the recorded ones
+    reached = np.cumprod(np.vstack([np.ones(overlap.shape[1]), recorded]), axis=0)
+    survival = reached[:-1] * overlap  # [K, rows]
+    drafts = np.zeros(stop + max_draft + 1)  # expected drafts that start at each row
+    drafts[first] = 1.0
+    for row in starts:
         for m in range(max_draft):
-            visits[row + m + 1] += visits[row] * (ahead[m, row] - ahead[m + 1, row])
-        visits[row + max_draft + 1] += visits[row] * ahead[max_draft, row]
-    started = visits[first:stop]
-    return SequenceScore(len(starts), float(started.sum()), survival[:, first:stop] @ started)
-
-
-def _total(pieces: list[SequenceScore], max_draft: int) -> SequenceScore:
-    return SequenceScore(
-        positions=sum(p.positions for p in pieces),
-        drafts=sum(p.drafts for p in pieces),
-        accepted=np.sum([p.accepted for p in pieces], axis=0) if pieces else np.zeros(max_draft),
-    )
+            drafts[row + m + 1] += drafts[row] * (reached[m, row] - reached[m + 1, row])
+        drafts[row + max_draft + 1] += drafts[row] * reached[max_draft, row]
+    started = drafts[first:stop]
+    return SequenceScore(positions=len(starts), drafts=float(started.sum()), accepted=survival[:, first:stop] @ started)

@@ -2,33 +2,35 @@
 
 Responses are written one by one as they finish, so that a killed run keeps what it has. No plugin is loaded: what is
 measured here is what `vllm serve` does. (On the CPU the two repairs of `verl_cpu.vllm_shims` are needed to sample.)
+
+The parent calls `generate`; the child is this module run as a program.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from verl_tlt.child_engine import require_cpu_platform, run_job
+import numpy as np
+import torch
+
+from verl_tlt.child_engine import require_cpu_platform, run_job, serve_job
+from verl_tlt.drafter import Text
+from verl_tlt.drafter.evaluate import DraftCounts
 from verl_tlt.drafter.policy import DrafterError
+from verl_tlt.warmup.options import SamplingOptions
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
 
 RESPONSES = "responses.jsonl"
 ENVIRONMENT = {"cpu": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, "cuda": {"VLLM_PLUGINS": ""}}
 """Of the engine's process, by device. On the CPU, `verl_cpu` is a plugin of vLLM's."""
-
-
-@dataclass(frozen=True)
-class SamplingSettings:
-    """How responses are sampled."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    """0: off."""
-    max_tokens: int = 1024
-    seed: int = 0
+GPU_MEMORY = 0.85
+"""Share of each GPU's memory that the engine takes."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,14 @@ class GenerationJob:
 
     model: str
     prompts: list[list[int]]
-    samples: int
-    sampling: SamplingSettings
+    sampling: SamplingOptions
     device: str
     """"cpu" or "cuda"."""
+    samples: int = 1
+    """Responses per prompt."""
     drafter: str | None = None
     draft_length: int = 3
     tensor_parallel: int = 1
-    memory: float = 0.85
-    """Share of each GPU's memory."""
 
 
 @dataclass(frozen=True)
@@ -57,38 +58,15 @@ class Response:
     sample: int
     tokens: tuple[int, ...]
     finished: bool
-    """It ended by itself, not at `max_tokens`."""
-
-
-@dataclass(frozen=True)
-class Served:
-    """What vLLM counted while it drafted."""
-
-    drafts: int
-    accepted: tuple[int, ...]
-    """[k]: drafts whose first k+1 tokens were accepted."""
-    seconds: float
-
-    @property
-    def accept_length(self) -> float:
-        """Tokens per draft, between 1 and K + 1; 1 without a draft."""
-        return 1.0 + (sum(self.accepted) / self.drafts if self.drafts else 0.0)
-
-    @property
-    def accept(self) -> list[float]:
-        """Acceptance by position, given that the positions before were accepted."""
-        before = (self.drafts, *self.accepted[:-1])
-        return [a / b if b else 0.0 for a, b in zip(self.accepted, before, strict=True)]
+    """It ended by itself, not at its longest length."""
 
 
 def find_device(wanted: str) -> str:
-    """Where to compute: "cuda" or "cpu".
+    """Where to compute, "cuda" or "cpu", by the option `--device`.
 
     Raises:
-        DrafterError: CUDA is asked for and not there.
+        DrafterError: it is another word, or CUDA is asked for and not there.
     """
-    import torch
-
     if wanted not in ("auto", "cuda", "cpu"):
         raise DrafterError(f"--device must be auto, cuda or cpu, not {wanted!r}.")
     if wanted == "cuda" and not torch.cuda.is_available():
@@ -98,7 +76,7 @@ def find_device(wanted: str) -> str:
 
 def generate(
     job: GenerationJob, directory: Path, progress: Callable[[int, int], None] = lambda done, total: None
-) -> tuple[list[Response], Served | None]:
+) -> tuple[list[Response], DraftCounts | None]:
     """Run `job`, or what is left of it where `directory` holds responses of an earlier try.
 
     Args:
@@ -118,18 +96,18 @@ def generate(
         if job.device == "cpu":
             require_cpu_platform()
         run_job(
-            "verl_tlt.warmup.engine_process",
+            "verl_tlt.warmup.engine",
             asdict(job),
             directory,
             ENVIRONMENT[job.device] | {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
-            tell=lambda: progress(_count(out), total),
+            tell=lambda: progress(out.read_bytes().count(b"\n") if out.is_file() else 0, total),
         )
     responses = sorted(read_responses(out).values(), key=lambda r: (r.prompt, r.sample))
     progress(len(responses), total)
     if not job.drafter:
         return responses, None
     counted = json.loads(answer.read_text())
-    return responses, Served(counted["drafts"], tuple(counted["accepted"]), counted["seconds"])
+    return responses, DraftCounts(counted["drafts"], np.array(counted["accepted"]))
 
 
 def read_responses(file: Path) -> dict[tuple[int, int], Response]:
@@ -146,5 +124,84 @@ def read_responses(file: Path) -> dict[tuple[int, int], Response]:
     return found
 
 
-def _count(file: Path) -> int:
-    return file.read_bytes().count(b"\n") if file.is_file() else 0
+def as_texts(prompts: Sequence[Sequence[int]], responses: Sequence[Response]) -> list[Text]:
+    """Each response behind its prompt."""
+    return [Text((*prompts[r.prompt], *r.tokens), len(prompts[r.prompt])) for r in responses]
+
+
+# ------------------------------------------------------------------ in the child
+
+
+def _start_engine(job: GenerationJob) -> LLMEngine:
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    cpu = job.device == "cpu"
+    arguments: dict[str, Any] = dict(
+        model=job.model, skip_tokenizer_init=True, seed=job.sampling.seed, disable_log_stats=False,
+        tensor_parallel_size=job.tensor_parallel, enforce_eager=cpu,
+    )  # fmt: skip
+    if job.tensor_parallel == 1:
+        arguments["distributed_executor_backend"] = "uni"
+    if not cpu:
+        arguments["gpu_memory_utilization"] = GPU_MEMORY
+    if job.drafter:
+        arguments["speculative_config"] = {
+            "method": "eagle3",
+            "model": job.drafter,
+            "num_speculative_tokens": job.draft_length,
+            # Sampled drafts: vLLM's default drafts greedily, which temperature 1 seldom accepts.
+            "draft_sample_method": "probabilistic",
+        }
+    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+
+
+def _work(asked: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Generate what is asked and not there yet; what vLLM counted is the answer, where a drafter was given."""
+    job = GenerationJob(**asked | {"sampling": SamplingOptions(**asked["sampling"])})
+    out = directory / RESPONSES
+    done = read_responses(out)
+    engine = _start_engine(job)
+    _add_requests(engine, job, done)
+    with out.open("a") as stream:
+        if done or out.stat().st_size:
+            stream.write("\n")  # after a line that a kill cut short
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if not output.finished:
+                    continue
+                prompt, sample = map(int, output.request_id.split("-")[:2])
+                answer = output.outputs[0]
+                response = Response(prompt, sample, tuple(answer.token_ids), answer.finish_reason == "stop")
+                stream.write(json.dumps(asdict(response)) + "\n")
+            stream.flush()
+    if not job.drafter:
+        return {}
+    counters = {metric.name: metric for metric in engine.get_metrics()}
+    return {
+        "drafts": int(counters["vllm:spec_decode_num_drafts"].value),
+        "accepted": [int(n) for n in counters["vllm:spec_decode_num_accepted_tokens_per_pos"].values],
+    }
+
+
+def _add_requests(engine: LLMEngine, job: GenerationJob, done: dict[tuple[int, int], Response]) -> None:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    for prompt, tokens in enumerate(job.prompts):
+        for sample in range(job.samples):
+            if (prompt, sample) in done:
+                continue
+            params = SamplingParams(
+                temperature=job.sampling.temperature,
+                top_p=job.sampling.top_p,
+                top_k=job.sampling.top_k,
+                max_tokens=job.sampling.response_length,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            engine.add_request(f"{prompt}-{sample}", {"prompt_token_ids": tokens}, params)
+
+
+if __name__ == "__main__":
+    serve_job(_work)

@@ -1,8 +1,8 @@
-"""Trains a drafter on recorded responses of its policy until a budget is used up, in a way that a kill cannot spoil.
+"""Trains a drafter on recorded responses of its policy until a budget is used up; a killed run can go on.
 
 Everything random follows from the seed and the place in the run, and the state is written often, so a run that was
-killed goes on where it was. Held-out responses are scored along the way and the best weights are kept: a small set
-of prompts is learnt by heart sooner or later.
+killed ends as it would have without. Held-out responses are scored along the way and the best weights are kept: a
+small set of prompts is learnt by heart sooner or later.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import torch
 
 from verl_tlt.drafter import (
     DrafterTrainer,
@@ -26,7 +26,10 @@ from verl_tlt.drafter import (
     pack,
     plan_epoch,
 )
+from verl_tlt.drafter.capture import Span
 from verl_tlt.drafter.data import grouped
+from verl_tlt.drafter.state_file import read_state, write_state
+from verl_tlt.warmup.options import TrainingOptions
 
 CHECKS = 10
 """Times the held-out responses are scored in a run."""
@@ -37,17 +40,6 @@ LAST_LR = 0.1
 """Learning rate at the end of the budget, as a share of the first: it falls along a line."""
 
 
-@dataclass(frozen=True)
-class Budget:
-    """Training ends with whichever is used up first."""
-
-    epochs: float = 4.0
-    steps: float = math.inf
-    tokens: float = math.inf
-    """Rows with a loss."""
-    minutes: float = math.inf
-
-
 @dataclass
 class TrainingProgress:
     """Where the run is; all of it survives a kill."""
@@ -56,20 +48,13 @@ class TrainingProgress:
     batch: int = 0
     """Batches done in this epoch."""
     tokens: int = 0
+    """Rows with a loss that were learned from."""
     seconds: float = 0.0
     """Of training, without the checks."""
     loss: float = math.nan
+    """Moving average."""
     checks: list[dict[str, float]] = field(default_factory=list)
     """{"step", "tokens", "seconds", "tau"} of each check of the held-out responses."""
-
-    def spent(self, budget: Budget, steps: int, batches: int) -> float:
-        """Share of the budget used: 1 is all of it."""
-        return max(
-            (self.epoch + self.batch / max(1, batches)) / budget.epochs,
-            steps / budget.steps,
-            self.tokens / budget.tokens,
-            self.seconds / 60 / budget.minutes,
-        )
 
 
 class TrainingRun:
@@ -80,12 +65,8 @@ class TrainingRun:
         library: captures the policy's states.
         train: numbers of the texts to learn from.
         judged: numbers of the texts held out.
-        budget: when to end.
-        batch_tokens: rows of a batch.
-        draft_length: K of the checks.
-        sampling: `temperature`, `top_p`, `top_k` the responses were sampled with.
+        options: budget, batch size, and how the responses were sampled.
         state_file: where the run's state is kept.
-        seed: decides the order of texts.
         whole_head: [V, H], for a pruned draft vocabulary.
     """
 
@@ -95,20 +76,15 @@ class TrainingRun:
         library: Library,
         train: Sequence[int],
         judged: Sequence[int],
-        budget: Budget,
+        options: TrainingOptions,
         *,
-        batch_tokens: int,
-        draft_length: int,
-        sampling: dict[str, Any],
         state_file: Path,
-        seed: int = 0,
-        whole_head: Any = None,
+        whole_head: torch.Tensor | None = None,
     ) -> None:
-        self.trainer, self.library, self.budget = trainer, library, budget
+        self.trainer, self.library, self.options = trainer, library, options
         self.train = list(train)
         self.judged = next(grouped(judged, lambda n: len(library.texts[n].tokens), JUDGED_TOKENS), [])
-        self.batch_tokens, self.draft_length, self.sampling = batch_tokens, draft_length, sampling
-        self.state_file, self.seed, self.whole_head = state_file, seed, whole_head
+        self.state_file, self.whole_head = state_file, whole_head
         self.progress = TrainingProgress()
         self.best: dict[str, np.ndarray] = {}
         self._peak_lr = trainer.learning_rate
@@ -117,8 +93,17 @@ class TrainingRun:
 
     @property
     def spent(self) -> float:
-        """Share of the budget used."""
-        return min(1.0, self.progress.spent(self.budget, self.trainer.steps, len(self._plan)))
+        """Share of the budget used: 1 is all of it."""
+        p, most = self.progress, self.options
+        return min(
+            1.0,
+            max(
+                (p.epoch + p.batch / max(1, len(self._plan))) / most.epochs,
+                self.trainer.steps / most.max_steps,
+                p.tokens / most.max_tokens,
+                p.seconds / 60 / most.max_minutes,
+            ),
+        )
 
     @property
     def taus(self) -> list[float]:
@@ -127,8 +112,6 @@ class TrainingRun:
 
     def resume(self) -> bool:
         """Go on from the state file; False where there is none."""
-        from verl_tlt.drafter.state_file import read_state
-
         if not self.state_file.is_file():
             return False
         state = read_state(self.state_file)
@@ -139,7 +122,7 @@ class TrainingRun:
         return True
 
     def __call__(self, tell: Callable[[TrainingRun], None] = lambda run: None) -> None:
-        """Train to the end of the budget, then take the best weights; `tell` hears of every step."""
+        """Train to the end of the budget, then take the best weights; `tell` is called after every step."""
         saved = time.perf_counter()
         if not self.progress.checks:
             self.check()
@@ -169,18 +152,16 @@ class TrainingRun:
         return acceptance(
             self.trainer.model,
             self.library.get(self.judged),
-            max_draft=self.draft_length,
-            budget=self.batch_tokens,
+            temperature=self.options.temperature,
+            top_p=self.options.top_p,
+            top_k=self.options.top_k,
+            max_draft=self.options.draft_length,
+            budget=self.options.batch_tokens,
             lm_head=self.whole_head,
-            **self.sampling,
         )
 
     def save(self) -> None:
         """Write the state in one piece."""
-        import torch
-
-        from verl_tlt.drafter.state_file import write_state
-
         state = {
             "trainer": self.trainer.state(),
             "progress": dict(vars(self.progress)),
@@ -205,5 +186,5 @@ class TrainingRun:
             p.epoch, p.batch = p.epoch + 1, 0
             self._plan = self._plan_of(p.epoch)
 
-    def _plan_of(self, epoch: int) -> list[Any]:
-        return plan_epoch(self._lengths, self.batch_tokens, (self.seed, epoch))
+    def _plan_of(self, epoch: int) -> list[list[Span]]:
+        return plan_epoch(self._lengths, self.options.batch_tokens, (self.options.seed, epoch))

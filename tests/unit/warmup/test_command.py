@@ -15,9 +15,8 @@ from typer.testing import CliRunner
 from verl_tlt.cli import app
 from verl_tlt.drafter import check_drafter, load_drafter, provenance
 from verl_tlt.warmup import command, train
-from verl_tlt.warmup.command import Warmup, warmup
-from verl_tlt.warmup.engine import SamplingSettings
-from verl_tlt.warmup.train import Budget
+from verl_tlt.warmup.command import warmup
+from verl_tlt.warmup.options import WarmupOptions
 
 QUIET = Console(quiet=True)
 
@@ -26,10 +25,10 @@ QUIET = Console(quiet=True)
 def settings(policy_dir, prompts_file, tmp_path):
     def make(**changes):
         defaults = dict(
-            model=policy_dir, prompts=prompts_file, out=tmp_path / "drafter", sampling=SamplingSettings(max_tokens=24),
-            budget=Budget(epochs=3), batch_tokens=128, learning_rate=3e-3, device="cpu", objective="eagle",
+            model=policy_dir, prompts=prompts_file, out=tmp_path / "drafter", response_length=24,
+            epochs=3, batch_tokens=128, learning_rate=3e-3, device="cpu", objective="eagle",
         )  # fmt: skip
-        return Warmup(**{**defaults, **changes})
+        return WarmupOptions(**{**defaults, **changes})
 
     return make
 
@@ -82,18 +81,18 @@ def test_killed_and_run_again_it_ends_where_it_would_have(settings, answered, mo
 
 def test_other_settings_do_not_go_on_from_it(settings, answered):
     wanted = settings()
-    command._begin(wanted, command._prompts(wanted))
+    command.begin(wanted, command.read(wanted))
     with pytest.raises(command.DrafterError, match=r"drafter\.warmup belongs to a run with seed=0, not 1"):
         warmup(settings(seed=1), QUIET)
     answered(wanted.work)
-    warmup(settings(budget=Budget(epochs=1)), QUIET)  # a longer or shorter budget is no other run
+    warmup(settings(epochs=1), QUIET)  # a longer or shorter budget is no other run
 
 
 @pytest.mark.parametrize(
-    "budget", [Budget(epochs=0.4), Budget(steps=4), Budget(tokens=300), Budget(minutes=1e-9)], ids=str
+    "budget", [{"epochs": 0.4}, {"max_steps": 4}, {"max_tokens": 300}, {"max_minutes": 1e-9}], ids=str
 )
 def test_every_budget_ends_it(settings, answered, budget):
-    wanted = settings(budget=budget)
+    wanted = settings(**budget)
     answered(wanted.work)
     warmup(wanted, QUIET)
     assert 0 < provenance(wanted.out)["steps_in_all"] <= 5
@@ -110,7 +109,7 @@ def test_the_best_weights_are_saved_not_the_last(settings, answered, monkeypatch
 
 
 def test_a_pruned_vocabulary_holds_the_most_frequent_tokens(settings, answered, answers):
-    wanted = settings(draft_vocab=12, budget=Budget(epochs=1))
+    wanted = settings(draft_vocab=12, epochs=1)
     answered(wanted.work)
     warmup(wanted, QUIET)
     model = load_drafter(wanted.out, wanted.model)
@@ -120,10 +119,10 @@ def test_a_pruned_vocabulary_holds_the_most_frequent_tokens(settings, answered, 
 
 
 def test_it_goes_on_from_a_drafter(settings, answered):
-    first = settings(budget=Budget(epochs=1))
+    first = settings(epochs=1)
     answered(first.work)
     warmup(first, QUIET)
-    second = settings(start=first.out, out=first.out.with_name("second"), budget=Budget(epochs=1))
+    second = settings(drafter=first.out, out=first.out.with_name("second"), epochs=1)
     answered(second.work)
     warmup(second, QUIET)
     assert provenance(second.out)["tau_sim"] >= provenance(first.out)["tau_sim"] - 0.02
@@ -136,7 +135,6 @@ def test_it_goes_on_from_a_drafter(settings, answered):
         (["--aux-layers", "low"], "--aux-layers must be numbers like 2,18,33, not 'low'."),
         (["--objective", "medusa"], "--objective must be eagle, hass, eagle3, not 'medusa'."),
         (["--draft-vocab", "99"], "--draft-vocab must be 2..48, the policy's vocabulary, not 99."),
-        (["--max-steps", "0"], "--max-steps must be above 0, not 0.0."),
         (["--response-length", "400"], "--response-length 400 leaves no room for a prompt"),
         (["--device", "tpu"], "--device must be auto, cuda or cpu, not 'tpu'."),
         (["--drafter", "nowhere"], "nowhere is not a directory"),
@@ -168,6 +166,8 @@ NEEDED = {
         ("warmup", "--seed=-1"),
         ("warmup", "--top-p=1.5"),
         ("warmup", "--limit=0"),
+        ("warmup", "--max-steps=0"),
+        ("warmup", "--learning-rate=0"),
         ("evaluate", "--draft-length=0"),
         ("evaluate", "--temperature=-0.1"),
         ("calibrate", "--seconds=-1"),
@@ -205,9 +205,9 @@ def test_policy_and_drafter_may_be_names_on_the_hub(settings, policy_dir, prompt
         (model / "refs" / "main").write_text("abc")
         (model / "snapshots").mkdir()
         (model / "snapshots" / "abc").symlink_to(files)
-    wanted = settings(model=Path("Org/policy"), start=Path("Org/drafter"))
+    wanted = settings(model=Path("Org/policy"), drafter=Path("Org/drafter"))
     command.check(wanted)
-    assert len(load_tokenizer(wanted.model)) == 48 and command._prompts(wanted).tokens
+    assert len(load_tokenizer(wanted.model)) == 48 and command.read(wanted).tokens
     with pytest.raises(command.DrafterError, match=r"Org/other is no folder here .*HF_HUB_OFFLINE is set"):
         command.check(settings(model=Path("Org/other")))
 

@@ -1,0 +1,117 @@
+"""Options of `verl-tlt warmup` and `verl-tlt evaluate`: fields of dataclasses, from which the command line is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from typer import Argument, Option
+
+LEAST = 1e-9
+"""Of a number above 0, which typer can only say as a minimum."""
+UNLIMITED = float("inf")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How responses are sampled."""
+
+    response_length: Annotated[int, Option(min=1, help="Longest response, in tokens.")] = 1024
+    temperature: Annotated[float, Option(min=0, help="Of the rollout this drafter is for.")] = 1.0
+    top_p: Annotated[float, Option(min=1e-6, max=1, help="Of the rollout.")] = 1.0
+    top_k: Annotated[int, Option(min=0, help="Of the rollout; 0: off.")] = 0
+    seed: Annotated[int, Option(min=0, help="Seeds sampling, and a new drafter's weights and training order.")] = 0
+
+    def sampling(self) -> SamplingOptions:
+        """These fields alone."""
+        return SamplingOptions(**{f.name: getattr(self, f.name) for f in dataclasses.fields(SamplingOptions)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(SamplingOptions):
+    """The policy, and where it computes."""
+
+    model: Annotated[Path, Option(help="The policy's Hugging Face directory, or its name on the hub.")]
+    draft_length: Annotated[int, Option(min=1, max=16, help="Tokens per draft that the accept length is for.")] = 3
+    device: Annotated[str, Option(help="auto, cuda or cpu.")] = "auto"
+    tensor_parallel: Annotated[int, Option(min=1, help="GPUs of vLLM's engine.")] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(EngineOptions):
+    """How a drafter is trained on responses; training ends with whichever part of its budget is used up first."""
+
+    objective: Annotated[str, Option(help="eagle, hass or eagle3: 1, 3 or 7 draft positions unrolled.")] = "hass"
+    loss: Annotated[str, Option(help="Loss of speculators: kl_div, ce, tv, nla, lk_hybrid.")] = "kl_div"
+    epochs: Annotated[float, Option(min=LEAST, help="Budget: passes over the responses.")] = 4.0
+    max_steps: Annotated[float, Option(min=1, help="Budget: optimizer steps.")] = UNLIMITED
+    max_tokens: Annotated[float, Option(min=1, help="Budget: response tokens learned from.")] = UNLIMITED
+    max_minutes: Annotated[float, Option(min=LEAST, help="Budget: minutes of training.")] = UNLIMITED
+    batch_tokens: Annotated[int, Option(min=1, help="Tokens of a packed batch.")] = 2048
+    learning_rate: Annotated[float, Option(min=LEAST, help="AdamW's, at its peak.")] = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupOptions(TrainingOptions):
+    """Of `verl-tlt warmup`."""
+
+    prompts: Annotated[Path, Option(help="Prompts: verl's .parquet, .jsonl with a field `prompt`, or .txt.")]
+    out: Annotated[Path, Option(help="Where the drafter goes; work in progress is in OUT.warmup beside it.")]
+    drafter: Annotated[
+        Path | None, Option(help="A drafter to go on from, any EAGLE-3 layout; a directory or a name on the hub.")
+    ] = None
+    aux_layers: Annotated[str | None, Option(help="Policy layers to read, e.g. 2,18,33.")] = None
+    intermediate_size: Annotated[
+        int | None, Option(min=1, help="Width of the drafter's MLP; the policy's if not given.")
+    ] = None
+    draft_vocab: Annotated[int | None, Option(min=2, help="Only so many most frequent tokens can be drafted.")] = None
+    samples: Annotated[int, Option(min=1, help="Responses per prompt.")] = 1
+    limit: Annotated[int | None, Option(min=1, help="Use the first so many prompts.")] = None
+    cache_gb: Annotated[float, Option(min=0, help="Host memory for hidden states; the rest is computed again.")] = 8.0
+
+    @property
+    def work(self) -> Path:
+        """Where the run keeps what it has done so far."""
+        return self.out.with_name(self.out.name + ".warmup")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(EngineOptions):
+    """Of `verl-tlt evaluate`."""
+
+    drafter: Annotated[Path, Argument(help="The drafter's directory, or its name on the hub.")]
+    prompts: Annotated[Path | None, Option(help="Prompts; if not given those of its warm-up, held-out ones only.")] = (
+        None
+    )
+    limit: Annotated[int, Option(min=1, help="Most prompts.")] = 64
+
+
+def takes_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+    """Make a command for typer out of a function of one `options`: every field is an option, or an argument."""
+    hints = typing.get_type_hints(options, include_extras=True)
+    parameters = [
+        inspect.Parameter(
+            f.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if f.default is dataclasses.MISSING else f.default,
+            annotation=hints[f.name],
+        )
+        for f in dataclasses.fields(options)  # type: ignore[arg-type]
+    ]
+
+    def decorate(function: Callable[[T], None]) -> Callable[..., None]:
+        def command(**given: object) -> None:
+            function(options(**given))
+
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        required_first = sorted(parameters, key=lambda p: p.default is not p.empty)
+        command.__signature__ = inspect.Signature(required_first)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
