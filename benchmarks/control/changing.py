@@ -7,7 +7,7 @@ forgets with the repetition. All repetitions are pooled: an arm's seconds over a
 
 `goodput` gets what a run would tell it: the calibration at the start, a new drafter's acceptance on held-out text when
 it is published, nothing of the policy's move; and as in a run, its drafter rests where it is not expected to pay
-(`Profitability`). The table was told the calibration and the trained drafter's acceptance, as somebody would who sets
+(`RolloutDecision`). The table was told the calibration and the trained drafter's acceptance, as somebody would who sets
 it up beforehand. A fixed K knows nothing.
 """
 

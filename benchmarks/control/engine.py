@@ -27,7 +27,7 @@ from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.messages import to_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.tables import LatencyTable
-from verl_tlt.speculation.draft_length import Limits, Profitability
+from verl_tlt.speculation.decision import Limits, RolloutDecision
 from verl_tlt.speculation.types import Load, StepRecord
 
 ENVIRONMENT = CPU_ENGINE | {
@@ -158,7 +158,7 @@ class _Engine:
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self._ours, self._lookup = type(self.scheduler), self.scheduler.dynamic_sd_lookup
         self.arms: dict[str, Any] = {}
-        self._judges: dict[str, Profitability] = {}
+        self._decisions: dict[str, RolloutDecision] = {}
         self._loaded: dict[str, torch.Tensor] = {}
         """The policy's projections, once it has moved."""
         self.drain(seed=10**6, batch=2)
@@ -239,8 +239,8 @@ class _Engine:
         else:
             policy = named(kind if kind in ("goodput", *RIVALS) else "off", ARMS)
         written = StepTrace(self.scratch / f"{name}.jsonl") if trace else None
-        judge = self._judges[name] = Profitability(kind)
-        judge.set_costs(known)
+        decision = self._decisions[name] = RolloutDecision(kind)
+        decision.calibrated(known)
         control = self.arms[name] = StepControl(policy, Limits(ARMS), written)
         control.control(points=table, acceptance=self.toy.acceptance)
         control.drafting = name != "off"
@@ -297,10 +297,10 @@ class _Engine:
 
     def sync(self, name: str, acceptance: Sequence[float]) -> bool:
         """What a weight sync decides and tells an arm: whether the drafter runs, and how often it is accepted."""
-        arm, judge = self.arms[name], self._judges[name]
+        arm, decision = self.arms[name], self._decisions[name]
         if (stats := arm.stats(reset=True)).num_steps:
-            judge.learn(stats, arm.drafting, acceptance)
-        drafting = judge.decide(acceptance)
+            decision.learn([stats], None)
+        drafting = decision.drafts(acceptance)
         self.set_drafting(drafting)
         arm.control(drafting=drafting, acceptance=list(acceptance))
         return drafting

@@ -14,8 +14,8 @@ The trained drafter was trained offline on demonstrations of the task, which are
 (`benchmarks.control.toy`); step costs are measured once before (`verl-tlt calibrate`), for TLT and for `vllm-table`.
 
 `--forced` makes a second table: every response has the length that its prompt's row says, on the same replica in every
-arm, so that what `tlt/saved_s` claims can be compared with what was saved. Two rollouts of each turn are audited, that
-is, decoded as stock would: an arm is faster than its ratio here.
+arm, so that what `tlt/saved_s` claims can be compared with what was saved. Two rollouts of each turn are control
+rollouts, decoded without drafts: an arm is faster than its ratio here.
 
 The work folder keeps what was measured: called again, the command goes on with it.
 """

@@ -101,7 +101,7 @@ FAULTS = (
     Fault("a server raising in tlt_status", 24, (f"{SERVER}.tlt_status",), "fail",
           "tlt/errors_rejoin", "rejoin failed", "serves"),
     Fault("a server raising in tlt_disable_drafting", 24, (f"{SERVER}.tlt_disable_drafting",), "fail",
-          "tlt/errors_runtime_control", "runtime control failed", "drafts"),
+          "tlt/errors_speculation_control", "speculation control failed", "drafts"),
     Fault("NaN in the merged drafter", 26, (f"{LEARNER}:SpotLearner.export",), "nan_parameter",
           "tlt/publish_skipped", "numbers that are not finite", "publishes"),
     Fault("spot worker stopped (SIGSTOP) while it scores", 28, (f"{LEARNER}:SpotLearner._score_held_out",), "stop",

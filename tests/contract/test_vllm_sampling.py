@@ -1,7 +1,7 @@
 """What of vLLM's sampling our precautions are for, and what they rely on.
 
 `min_tokens`: vLLM hides stop tokens while it verifies drafts, and miscounts at the boundary. Tests here fail once it
-counts along the whole draft: then `speculation.draft_length.room_before_stop` can go.
+counts along the whole draft: then `speculation.decode_load.room_before_stop` can go.
 """
 
 import pickle

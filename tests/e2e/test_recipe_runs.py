@@ -74,7 +74,7 @@ def test_conversations_with_a_tool_and_n_grams_beside_the_drafter(tmp_path):
 
 
 @pytest.mark.heavy
-def test_a_critic_an_audit_and_the_switch(tmp_path):
+def test_a_critic_a_control_rollout_and_the_switch(tmp_path):
     out, done, said = tmp_path / "ppo", threading.Event(), []
     switching = threading.Thread(target=switch_off_after, args=(2, out, done, said))
     switching.start()
@@ -91,7 +91,7 @@ def test_a_critic_an_audit_and_the_switch(tmp_path):
     assert steps[3]["tlt/accept_length"] == 1.0
     assert said == ["speculation off, spot training off"]
     assert "TLT was switched from outside" in (out / "log").read_text()
-    assert {s.step for s in read_trace(out / "trace").sessions if s.steps} <= {3}, "nobody trains beside the audit"
+    assert {s.step for s in read_trace(out / "trace").sessions if s.steps} <= {3}, "not during a control rollout"
 
 
 @pytest.mark.heavy
@@ -143,7 +143,7 @@ def test_lora_and_a_colocated_reward_model(tmp_path):
 
 
 @pytest.mark.heavy
-def test_n_grams_alone_and_an_audit(tmp_path):
+def test_n_grams_alone_and_a_control_rollout(tmp_path):
     """Without a drafter and without training: what engines without a tap get; the paper's TLT-Base."""
     out, recipe = tmp_path / "alone", check.RECIPES["grpo_deepseek_r1_distill_qwen_7b"]
     extra = [*FORCED, "tlt.spot.enable=false", "tlt.speculation.source=ngram", "tlt.speculation.control_every=2"]
@@ -152,7 +152,7 @@ def test_n_grams_alone_and_an_audit(tmp_path):
         assert 0.0 < step["tlt/ngram_draft_frac"] <= 1.0  # a request without a match drafts nothing
         assert step["tlt/ngram_accept_rate"] > 0.2
         assert 1.0 < step["tlt/accept_length"] <= 3.0
-    assert steps[1]["tlt/spec_off_frac"] == 1.0 > steps[0]["tlt/spec_off_frac"], "audited: nobody drafts"
+    assert steps[1]["tlt/spec_off_frac"] == 1.0 > steps[0]["tlt/spec_off_frac"], "a control rollout: nobody drafts"
     assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
     forced(out, steps)
     assert not read_trace(out / "trace").sessions

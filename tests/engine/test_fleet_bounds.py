@@ -77,7 +77,7 @@ def fleet(deaf, monkeypatch):
         lambda fleet: fleet.join(["a"]),
         lambda fleet: fleet.try_sleep("a", False),
         lambda fleet: fleet.wake_up("a"),
-        lambda fleet: fleet.disable_drafting([], {}),
+        lambda fleet: fleet.disable_drafting([], at_once=False),
         lambda fleet: fleet.stage(fleet.spot.drafter),
         lambda fleet: fleet.drafter_statuses(),
         lambda fleet: fleet.engine_stats(),

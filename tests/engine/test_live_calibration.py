@@ -81,7 +81,6 @@ def server_of(live, address, models, root):
     """Our server around the live engine, as it is right after verl started it; Ray has no part in what is tested."""
     from verl_tlt.messages.rollout import DrafterStatus
     from verl_tlt.server.server import TLTvLLMHttpServer
-    from verl_tlt.speculation.draft_length import Profitability
 
     server = object.__new__(TLTvLLMHttpServer)
     server.tlt = TLTConfig.from_dict({"speculation": {"costs_dir": str(root / "tables")}})
@@ -91,7 +90,7 @@ def server_of(live, address, models, root):
     )
     server.model_config = SimpleNamespace(local_path=str(models["target"]), tokenizer=range(V))
     server._tlt_staged, server._tlt_key, server._tlt_served = None, None, DrafterStatus()
-    server._tlt_profitability, server._tlt_dir = Profitability("goodput"), root
+    server._tlt_dir = root
     shutil.copytree(models["bad"], root / "drafter", dirs_exist_ok=True)
     server._tlt_channel = ChannelClient(address)
     return server

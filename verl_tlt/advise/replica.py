@@ -19,7 +19,7 @@ import numpy.typing as npt
 from verl_tlt.advise.response_lengths import Lengths
 from verl_tlt.advise.step_costs import CostModel
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
-from verl_tlt.speculation.draft_length import Limits, Profitability
+from verl_tlt.speculation.decision import Limits, RolloutDecision
 from verl_tlt.speculation.policies.factory import make_policy
 from verl_tlt.speculation.step_control import StepControl
 from verl_tlt.speculation.types import OFF, Load, StepRecord
@@ -76,14 +76,13 @@ class Decoded:
     drafting: bool = False
     """Whether the drafter ran."""
 
-    def saved(self) -> tuple[float, float]:
-        """(seconds that drafting saved, seconds of decoding), as the trainer's account finds them."""
-        decoding = sum(self.seconds_by_batch.values())
-        return self.off_s - decoding, decoding
+    def gain(self) -> float | None:
+        """Share of the decoding time without drafts that was saved; None: the drafter did not run."""
+        return 1.0 - sum(self.seconds_by_batch.values()) / self.off_s if self.drafting and self.off_s else None
 
 
 class Replica:
-    """A replica under its own `StepControl` and `Profitability`, which remember from rollout to rollout.
+    """A replica under its own `StepControl` and `RolloutDecision`, which remember from rollout to rollout.
 
     Args:
         spec: of the engine.
@@ -94,10 +93,10 @@ class Replica:
         self.spec = spec
         self.rng = np.random.default_rng([seed, 7])
         self.control = StepControl(make_policy(spec.policy, spec.arms), Limits(spec.arms, spec.token_limit))
-        self.worth = Profitability(spec.policy)
+        self.decision = RolloutDecision(spec.policy)
         table = self._calibration()
         self.control.control(points=table.to_list())
-        self.worth.set_costs(table)
+        self.decision.calibrated(table)
 
     def rollout(self, lengths: Lengths, prompt: int, believed: Floats, true: Floats) -> Decoded:
         """Decode all responses under control.
@@ -108,10 +107,10 @@ class Replica:
             believed: conditional acceptance by position that the drafter was published with.
             true: what it really is on these responses.
         """
-        self.control.drafting = self.worth.decide(believed.tolist())
+        self.control.drafting = self.decision.drafts(believed.tolist())
         self.control.control(acceptance=believed.tolist())
         found = _Rollout(self.spec, lengths, prompt, true, self).run()
-        self.worth.learn(self.control.stats(reset=True), self.control.drafting, believed.tolist(), found.saved())
+        self.decision.learn([self.control.stats(reset=True)], found.gain())
         return found
 
     def _calibration(self) -> LatencyTable:

@@ -34,8 +34,8 @@ from verl_tlt.engine_core.ngram_drafts import NgramDrafts
 from verl_tlt.engine_core.step_trace import StepTrace
 from verl_tlt.messages import to_plain
 from verl_tlt.messages.rollout import BROKEN_MARK, EngineStats
+from verl_tlt.speculation.decision import Limits
 from verl_tlt.speculation.decode_load import DecodeLoad, StopBoundary
-from verl_tlt.speculation.draft_length import Limits
 from verl_tlt.speculation.graph_rules import token_limit
 from verl_tlt.speculation.ngram_index import NgramIndex
 from verl_tlt.speculation.policies.factory import make_policy

@@ -40,8 +40,6 @@ from verl_tlt.server.engine_arguments import engine_arms, engine_environment, en
 from verl_tlt.server.private_dir import make_private_dir
 from verl_tlt.speculation.costs.latency_table import for_policy, from_stored
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, save_table, stock_points
-from verl_tlt.speculation.draft_length import Profitability
-from verl_tlt.speculation.types import ControlError
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -54,9 +52,6 @@ ADMISSION_TIMEOUT_S = 2.0  # an admission takes milliseconds; a stuck one means 
 class TLTvLLMHttpServer(vLLMHttpServer):
     """One engine's server. Methods prefixed `tlt_` are called by the trainer; the others are verl's hooks."""
 
-    _tlt_rollout: tuple[EngineStats, bool, tuple[float, ...]] | None = None
-    """The last rollout, whether the drafter ran in it and what was expected of it, until the trainer has judged it."""
-
     def _post_init(self, cuda_visible_devices: str) -> None:
         super()._post_init(cuda_visible_devices)
         self.tlt = TLTConfig.from_dict((self.config.custom or {})["tlt"])
@@ -65,7 +60,6 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self._tlt_staged: DrafterFile | None = None
         self._tlt_served = DrafterStatus()
         self._tlt_channel: ChannelClient | None = None
-        self._tlt_profitability = Profitability(self.tlt.speculation.policy, self.tlt.speculation.source)
         self._tlt_key: TableKey | None = None
         self._tlt_left = self._tlt_keeps_weights = False
         self._tlt_drafting_disabled = False
@@ -206,21 +200,16 @@ class TLTvLLMHttpServer(vLLMHttpServer):
                 logger.warning("replica %d: its n-grams did not hear of the weight sync: %s", self.replica_rank, error)
         if source == "ngram":  # nothing to load: the engine has no drafter
             self._tlt_served = replace(self._tlt_served, ok=True, version=staged.version)
-            await self._tlt_set_drafting(self.tlt.speculation.policy != "off" and not self._tlt_drafting_disabled)
+            await self._tlt_set_drafting(not self._tlt_drafting_disabled)
             return
-        refusal, drafting = await self._tlt_load(staged), False
-        if refusal is None and not self._tlt_drafting_disabled:
-            try:
-                drafting = self._tlt_profitability.decide(staged.acceptance)
-            except ControlError as error:  # what the drafter is said to be worth cannot be
-                refusal = str(error)
+        refusal = await self._tlt_load(staged)
         served = replace(self._tlt_served, ok=refusal is None, error=refusal, reloads=self._tlt_served.reloads + 1)
         if served.ok:
             served = replace(served, version=staged.version, acceptance=staged.acceptance)
         else:
             logger.error("replica %d cannot use drafter v%d: %s", self.replica_rank, staged.version, refusal)
         self._tlt_served = served
-        await self._tlt_set_drafting(drafting, served.acceptance)
+        await self._tlt_set_drafting(served.ok and not self._tlt_drafting_disabled, served.acceptance)
         self._tlt_served = replace(self._tlt_served, seconds=time.perf_counter() - start)
 
     async def _tlt_load(self, staged: DrafterFile) -> str | None:
@@ -257,18 +246,16 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             logger.error("replica %d: the engine did not take the drafting switch: %s", self.replica_rank, error)
             self._tlt_served = replace(self._tlt_served, error=f"{type(error).__name__}: {error}")
 
-    def tlt_disable_drafting(self, disabled: bool, saved: tuple[float, float] | None = None) -> None:
-        """Decode without the drafter, as stock would, from the next weight sync on, or go back to drafting.
+    async def tlt_disable_drafting(self, disabled: bool, at_once: bool = False) -> None:
+        """Decode without drafts from the next weight sync on, or with drafts again.
 
         Args:
             disabled: as said.
-            saved: (seconds that drafting saved in the last rollout, seconds compared), by the trainer, who knows how
-                busy the other replicas were; None: it does not know.
+            at_once: from now on instead; the engine has no work and its caches are empty.
         """
         self._tlt_drafting_disabled = disabled
-        if self._tlt_rollout is not None:
-            (stats, drafting, acceptance), self._tlt_rollout = self._tlt_rollout, None
-            self._tlt_profitability.learn(stats, drafting, acceptance, saved)
+        if at_once:
+            await self._tlt_reload()
 
     async def tlt_status(self) -> DrafterStatus:
         """What is served, as it was last proved."""
@@ -280,12 +267,10 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             return EngineStats()
         await self._tlt_store()
         try:
-            stats = from_plain(EngineStats, await self._tlt_channel.call("stats", reset=True))
-            self._tlt_rollout = stats, self._tlt_served.drafting, self._tlt_served.acceptance
+            return from_plain(EngineStats, await self._tlt_channel.call("stats", reset=True))
         except Exception as error:
             logger.warning("replica %d: no engine statistics this step: %s", self.replica_rank, error)
             return EngineStats(failure=str(error))
-        return stats
 
     # ------------------------------------------------------------------ costs
 
@@ -311,11 +296,8 @@ class TLTvLLMHttpServer(vLLMHttpServer):
                 max_batch=self.config.max_num_seqs,
                 vocab_size=len(self.model_config.tokenizer),
             )
-        measured = for_policy(latency)
-        self._tlt_profitability.set_costs(measured)
-        points = (stored if covered else measured).to_list()
+        points = (stored if covered else for_policy(latency)).to_list()
         await self._tlt_channel.call("control", points=points, stock=stored.stock)
-        await self._tlt_reload()  # the switch may now be decided by cost
         await self._tlt_channel.call("stats", reset=True)
         return Calibration(latency, time.perf_counter() - start, stored.stock)
 

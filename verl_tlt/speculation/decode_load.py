@@ -9,7 +9,6 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from verl_tlt.speculation.draft_length import room_before_stop
 from verl_tlt.speculation.types import Load
 
 if TYPE_CHECKING:
@@ -19,6 +18,8 @@ RECOUNT_EVERY = 256
 """Steps between two counts over all requests: the sum is off by some tokens with every request that comes or goes."""
 OVERDUE = 2 * RECOUNT_EVERY
 """Steps after which a step has to wait for such a count, because `refresh` was not called."""
+STEPS_IN_FLIGHT = 4
+"""Steps that vLLM schedules before it knows what came of the first: 1, with async scheduling 2, in a pipeline more."""
 
 
 class DecodeLoad:
@@ -126,8 +127,23 @@ class DecodeLoad:
         self._mean_growth, self._since = 0.0, 0
 
 
+def room_before_stop(least: int, has: int, most: int) -> int:
+    """Longest draft for a request that must not stop before its `least`th token; `sys.maxsize`: any.
+
+    vLLM hides stop tokens row by row, and errs at the boundary: it judges the token behind a whole draft by the tokens
+    before the draft, and under async scheduling every row by the tokens that there would be if all drafts in flight
+    were accepted. Where all that a draft can reach lies on one side of the boundary, any way of counting is right.
+
+    Args:
+        least: `SamplingParams.min_tokens`.
+        has: tokens that it has for certain.
+        most: tokens that it can have when the draft is verified.
+    """
+    return sys.maxsize if has >= least else max(0, least - most - STEPS_IN_FLIGHT)
+
+
 class StopBoundary:
-    """Requests that must not stop yet, and the longest draft that they allow (`draft_length.room_before_stop`).
+    """Requests that must not stop yet, and the longest draft that they allow (`room_before_stop`).
 
     `SamplingParams.min_tokens` together with stop tokens: vLLM hides those until the request is long enough, and with
     drafts it miscounts around that point. Few requests have such settings; without them a step costs one comparison.

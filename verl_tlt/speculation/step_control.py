@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import LatencyTable, stock_points
-from verl_tlt.speculation.draft_length import Limits, draft_length
+from verl_tlt.speculation.decision import Limits, draft_length
 from verl_tlt.speculation.step_statistics import Aggregates, DraftsByLength
 from verl_tlt.speculation.types import OFF, Load, Policy, StepRecord
 

@@ -50,9 +50,9 @@ class StepObservations:
     spot_failures: int | None = None
     """Sessions that raised or were killed."""
     saved_s: float | None = None
-    """Seconds by which the rollout ended earlier than stock's would have (`speculation.baseline`); None: unknown."""
-    audit_saved_frac: float | None = None
-    """Saving that an audit showed; None: no audit in this step, or too little to compare."""
+    """Seconds by which the rollout ended earlier than without drafts (`speculation.savings`); None: unknown."""
+    speculation_disabled: bool | None = None
+    """For the run or from outside; None: the engines told nothing."""
     errors: Mapping[str, int] | None = None
     """Failures of TLT since the run began that did not end it, by what failed."""
 
@@ -65,7 +65,7 @@ def step_metrics(observations: StepObservations) -> dict[str, float]:
         **_spot_metrics(observations),
         **_drafter_metrics(observations),
         "tlt/saved_s": observations.saved_s,
-        "tlt/audit_saved_frac": observations.audit_saved_frac,
+        "tlt/speculation_disabled": observations.speculation_disabled,
         **_error_metrics(observations.errors),
     }
     return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}

@@ -39,9 +39,8 @@ from verl_tlt.trainer.checkpoints import SAVE_S, Checkpoint, saving
 from verl_tlt.trainer.drafter_update import DrafterUpdate, update_drafter
 from verl_tlt.trainer.fleet import Call, CallFailed, Fleet
 from verl_tlt.trainer.guard import Guard
-from verl_tlt.trainer.payoff import Payoff
 from verl_tlt.trainer.pending_work import PendingWork
-from verl_tlt.trainer.runtime_control import RuntimeControl
+from verl_tlt.trainer.speculation_control import SpeculationControl
 from verl_tlt.trainer.step_log import StepLog
 from verl_tlt.trainer.watch import Ended, PhaseReport, SamplingWatch
 
@@ -114,8 +113,9 @@ class Controller:
         self.guard = Guard()
         self.log = StepLog(trace)
         s, names = tlt.speculation, list(fleet.places)
-        payoff = Payoff(names, s.policy, s.source)
-        self.runtime = RuntimeControl(str(tlt.trace.dir), names, s.control_every, facts.shared, payoff)
+        self.speculation = SpeculationControl(
+            str(tlt.trace.dir), names, s.control_every, facts.shared, s.policy, s.source
+        )
         self.served = _Served(start.served.version, 0, start.served.acceptance)
         self.spot = False
         """Spot workers are there, and the actor is tapped."""
@@ -173,7 +173,8 @@ class Controller:
         """Engines hold weights: measure what their steps cost."""
         with self.guard("calibration"):
             if self.tlt.speculation.enable and self.tlt.speculation.calibrate:
-                self.runtime.calibrated(self.fleet.calibrate())
+                self.speculation.calibrated(self.fleet.calibrate())
+                self._choose_who_drafts(step + 1, at_once=True)
         self.served.published_at = step
         self.log.devices = {name: place.devices for name, place in self.fleet.places.items()}
         standalone = [name for name, place in self.fleet.places.items() if not place.colocated]
@@ -181,12 +182,12 @@ class Controller:
             step + 1, self.tlt, list(self.fleet.places), standalone, self.facts.gpus, self.facts.policy
         )
 
-    def _choose_who_drafts(self, step: int) -> None:
-        """Tell the engines who decodes the rollout of `step` without a drafter; the coming weight sync makes it so."""
-        with self.guard("runtime control"):
-            disabled = self.runtime.drafting_disabled(step)
+    def _choose_who_drafts(self, step: int, at_once: bool = False) -> None:
+        """Tell the engines who decodes the rollout of `step` without drafts; it holds from the weight sync on."""
+        with self.guard("speculation control"):
+            undrafted = self.speculation.undrafted(step, self.served.acceptance)
             if self.tlt.speculation.enable:
-                self.fleet.disable_drafting(disabled, self.runtime.savings.of)
+                self.fleet.disable_drafting(undrafted, at_once)
 
     # ------------------------------------------------------------------ sampling
 
@@ -218,8 +219,7 @@ class Controller:
         """Who decides about the idle time of the phase that begins now."""
         workers = self.fleet.workers()
         # While a late merge is still running, the workers' weights are not theirs to train.
-        may_train = self.spot and self.runtime.switch.spot and self._merging is None
-        may_train &= not self.runtime.audit.quiet
+        may_train = self.spot and self.speculation.may_train and self._merging is None
         fed = {name for name, held in self._buffers.items() if held.train_tokens >= self.tlt.buffer.min_tokens}
         ready = [n for n in workers if may_train and self._budget.allows(n, step) and n in fed]
         self._ready = bool(ready)
@@ -253,9 +253,8 @@ class Controller:
             if self.tlt.speculation.enable and last:
                 stats = self.fleet.engine_stats()
                 self.guard.count("statistics", self.log.engine_stats(stats))
-                savings = self.runtime.account(stats, [(s.start, s.end) for s in self._sessions])
-                self.log.accounted(savings, self.runtime.report(stats))
-                self.log.stopped(step, self.runtime.payoff.cause)
+                saved_s = self.speculation.rollout_ended(stats, [(s.start, s.end) for s in self._sessions])
+                self.log.speculated(step, saved_s, self.speculation.disabled)
         if self._sessions and last:
             (sessions, self._sessions), version = (self._sessions, []), self.served.version + 1
             self._merging = self._pool.submit(update_drafter, self.fleet, self.tlt, sessions, version, self.facts.dtype)
@@ -305,7 +304,7 @@ class Controller:
         session after that has the weights of the last one that asked for them.
         """
         trained, self._trained = self._trained, False
-        allowed = self.runtime.switch.spot and any(self._budget.allows(n, step + 1) for n in self.fleet.workers())
+        allowed = self.speculation.switch.spot and any(self._budget.allows(n, step + 1) for n in self.fleet.workers())
         return allowed and (trained or not self._ready)
 
     def before_sync(self, step: int) -> None:

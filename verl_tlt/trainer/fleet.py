@@ -93,12 +93,12 @@ class Fleet(Protocol):
         """Have a server that sleeps with its weights serve again."""
         ...
 
-    def disable_drafting(self, names: Collection[str], saved: Mapping[str, tuple[float, float]]) -> None:
-        """These replicas, and no others, decode without a drafter from the next weight sync on.
+    def disable_drafting(self, names: Collection[str], at_once: bool) -> None:
+        """These replicas, and no others, decode without drafts from the next weight sync on.
 
         Args:
             names: replicas.
-            saved: what drafting saved each in the last rollout (`speculation.baseline.Savings.of`).
+            at_once: from now on instead; no engine has any work.
         """
         ...
 

@@ -153,11 +153,10 @@ class RayFleet:
         """See `Fleet`."""
         answer(self.replicas[name].server.tlt_recall.remote(), SLEEP_S)
 
-    def disable_drafting(self, names: Collection[str], saved: Mapping[str, tuple[float, float]]) -> None:
+    def disable_drafting(self, names: Collection[str], at_once: bool) -> None:
         """See `Fleet`."""
         servers = {name: r.server for name, r in self.replicas.items()}
-        calls = [s.tlt_disable_drafting.remote(name in names, saved.get(name)) for name, s in servers.items()]
-        answer(calls, CALL_S)
+        answer([s.tlt_disable_drafting.remote(name in names, at_once) for name, s in servers.items()], CALL_S)
 
     def stage(self, drafter: DrafterFile) -> None:
         """See `Fleet`."""

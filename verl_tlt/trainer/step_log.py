@@ -6,7 +6,6 @@ A thin recorder: it holds facts until the step is over and hands them to the pur
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,16 +16,11 @@ from verl_tlt.idle.planner import PhaseAccount, together
 from verl_tlt.idle.tap_budget import Bubble
 from verl_tlt.messages.rollout import DrafterStatus, EngineStats
 from verl_tlt.messages.training import SessionResult, TappedStates
-from verl_tlt.speculation.baseline import Savings
 from verl_tlt.trace.events import Publish, Reload, Session, TraceWriter
 from verl_tlt.trace.line import step_line
 from verl_tlt.trace.metrics import StepObservations, step_metrics
-from verl_tlt.trainer.beside import BesideMerge
 from verl_tlt.trainer.drafter_update import DrafterUpdate
-from verl_tlt.trainer.payoff import USELESS
 from verl_tlt.trainer.watch import Ended, PhaseReport
-
-logger = logging.getLogger(__name__)
 
 DISTRIBUTIONS = ("verl-tlt", "verl", "vllm", "torch", "ray", "transformers", "speculators")
 
@@ -38,9 +32,7 @@ class StepLog:
         self.trace = trace
         self.devices: dict[str, int] = {}
         """How many each replica has."""
-        self._warned = False
-        self._beside = BesideMerge()
-        self._cause = ""
+        self._disabled = ""
         self._reset()
         self._version = self._since = 0
 
@@ -54,8 +46,7 @@ class StepLog:
         self._trained_s: dict[str, float] = {}  # by replica
         self._device_s: dict[str, float] = {}
         self._served: int | None = None
-        self._saved: Savings | None = None
-        self._audit: float | None = None
+        self._saved_s: float | None = None
 
     def run_started(
         self, step0: int, config: TLTConfig, replicas: list[str], standalone: list[str], gpus: int, policy: str
@@ -129,15 +120,12 @@ class StepLog:
             return []
         return [Bubble(account.bubble_s.get(n, 0.0), account.used_s.get(n, 0.0), e) for n, e in exhausted.items()]
 
-    def accounted(self, savings: Savings, audit: float | None) -> None:
-        """What TLT saved in this rollout, and what an audit of it showed (`trainer.runtime_control`)."""
-        self._saved, self._audit = savings, audit
-
-    def stopped(self, step: int, cause: str) -> None:
-        """Why speculation is stopped from the next rollout on; empty: it is not (`trainer.payoff`)."""
-        if cause != self._cause:
-            self.trace.emit("stopped", step=step, cause=cause)
-        self._cause = cause
+    def speculated(self, step: int, saved_s: float | None, disabled: str) -> None:
+        """What TLT saved in this rollout, and why speculation is disabled after it (`SpeculationControl.disabled`)."""
+        self._saved_s = saved_s
+        if disabled != self._disabled:
+            self.trace.emit("stopped", step=step, cause=disabled)
+        self._disabled = disabled
 
     def tapped(self, taken: list[TappedStates]) -> None:
         """What the tap copied; its own time is part of the forward, and what it took out of the weight sync before this
@@ -207,32 +195,16 @@ class StepLog:
             served_version=self._served,
             served_since=self._since,
             spot_failures=account.failures if account else None,
-            saved_s=self._saved.rollout_s if self._saved else None,
-            audit_saved_frac=self._audit,
+            saved_s=self._saved_s,
+            speculation_disabled=bool(self._disabled) if self._stats else None,
             errors=errors,
         )
         tlt = step_metrics(observations)
-        if (beside := self._beside.observe({**metrics, **tlt}, merging=bool(self._sessions))) is not None:
-            tlt["tlt/beside_s"] = beside
-        if self._stats:
-            tlt["tlt/speculation_stopped"] = float(bool(self._cause))
-        self._warn_if_useless(tlt)
         everything = {k: v for k, v in {**metrics, **tlt}.items() if isinstance(v, int | float) or hasattr(v, "item")}
         self.trace.emit("step", step=step, metrics=everything)
         print(step_line(everything, step), flush=True)
         self._reset()
         return tlt
-
-    def _warn_if_useless(self, tlt: dict[str, float]) -> None:
-        """Say once that a drafter is drafting and nothing of it is accepted: vLLM says nothing about that."""
-        drafted = tlt.get("tlt/spec_off_frac", 1.0) < 0.5
-        if drafted and tlt.get("tlt/accept_length", 2.0) <= USELESS and not self._warned:
-            self._warned = True
-            logger.warning(
-                "The accept length is %.2f with speculation on for a whole rollout. Likely causes: a drafter trained "
-                "for another policy or other aux layers, one not trained yet under policy=fixed, or stale weights "
-                "(see tlt/reload_failures).", tlt["tlt/accept_length"],
-            )  # fmt: skip
 
 
 def _session(step: int, ended: Ended) -> Session:

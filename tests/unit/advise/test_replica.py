@@ -39,7 +39,7 @@ def test_segments_take_as_long_as_steps(policy, cost, acceptance):
     w = Workload(160, geometric(acceptance), rollouts=1, max_batch=64, median_length=500)
     true = np.array(w.acceptance)
     replica = Replica(EngineSpec(cost, ARMS, policy, max_batch=64), seed=0)
-    replica.worth._always = True  # the exact engine drafts too
+    replica.decision._always = True  # the exact engine drafts too
     stepped = make_policy(policy, ARMS)
     stepped.set_latency(replica.control.costs.to_table())
     stepped.set_acceptance(list(w.acceptance))

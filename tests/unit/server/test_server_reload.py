@@ -16,7 +16,6 @@ from verl_tlt.drafter.staging import DIRECTORY, stage
 from verl_tlt.messages import to_plain
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, LoadReply
 from verl_tlt.server.server import TLTvLLMHttpServer
-from verl_tlt.speculation.draft_length import Profitability
 from verl_tlt.vllm_worker.extension import TLTWorkerExtension
 from verl_tlt.vllm_worker.live_drafter import LiveDrafter
 
@@ -49,7 +48,7 @@ async def reload(tmp_path, workers, drafter=NEW, disabled=False, before=BEFORE):
     server = object.__new__(TLTvLLMHttpServer)  # verl's own part would need Ray and a whole config
     server.tlt, server.replica_rank, server.engine, server._tlt_dir = TLTConfig.from_dict({}), 0, workers, tmp_path
     server._tlt_staged, server._tlt_served = drafter, before
-    server._tlt_profitability, server._tlt_drafting_disabled = Profitability("goodput"), disabled
+    server._tlt_drafting_disabled = disabled
     server._tlt_channel = ChannelClient(f"ipc://{tmp_path}/private/s.sock")
     try:
         await server._tlt_reload()
@@ -74,7 +73,6 @@ async def test_a_drafter_that_every_rank_holds_is_served(tmp_path):
         ([FINE[0], to_plain(LoadReply(ok=False, error="lacks fc.weight"))], NEW, "lacks fc.weight"),
         ([FINE[0], FINE[0]], NEW, "differs from the published"),
         (RuntimeError("engine died"), NEW, "RuntimeError: engine died"),
-        (FINE, DrafterFile(4, "{}", b"", NEW.fingerprint, acceptance=(1.5,)), "must lie in 0..1"),
     ],
 )
 async def test_a_drafter_that_cannot_be_trusted_stops_the_drafting_and_nothing_else(tmp_path, loads, drafter, why):
@@ -87,7 +85,7 @@ async def test_a_drafter_that_cannot_be_trusted_stops_the_drafting_and_nothing_e
 
 
 async def test_what_nobody_thought_of_stops_the_drafting_and_not_the_weight_sync(tmp_path, monkeypatch):
-    monkeypatch.setattr(Profitability, "decide", lambda self, acceptance: {}["no such key"])
+    monkeypatch.setattr(TLTvLLMHttpServer, "_tlt_load", lambda self, staged: {}["no such key"])
     workers = Workers(FINE)
     status, told = await reload(tmp_path, workers)
     assert not status.ok and "no such key" in status.error and not status.drafting

@@ -7,7 +7,6 @@ from verl_tlt.config import TLTConfig
 from verl_tlt.messages import to_plain
 from verl_tlt.messages.rollout import DrafterStatus, EngineStats, Work
 from verl_tlt.server.server import TLTvLLMHttpServer
-from verl_tlt.speculation.draft_length import Profitability
 
 
 async def told(tmp_path, **operations):
@@ -18,7 +17,6 @@ async def told(tmp_path, **operations):
     server = object.__new__(TLTvLLMHttpServer)  # verl's own part would need Ray and a whole config
     server.tlt, server.replica_rank = config, 0
     server._tlt_key, server._tlt_served = None, DrafterStatus()
-    server._tlt_profitability = Profitability(config.speculation.policy, config.speculation.source)
     server._tlt_channel = ChannelClient(address)
     try:
         return await server.tlt_stats()

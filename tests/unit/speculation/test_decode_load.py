@@ -8,8 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_tlt.speculation.decode_load import OVERDUE, RECOUNT_EVERY, DecodeLoad, StopBoundary
-from verl_tlt.speculation.draft_length import STEPS_IN_FLIGHT, Limits, draft_length, room_before_stop
+from verl_tlt.speculation.decision import Limits, draft_length
+from verl_tlt.speculation.decode_load import (
+    OVERDUE,
+    RECOUNT_EVERY,
+    STEPS_IN_FLIGHT,
+    DecodeLoad,
+    StopBoundary,
+    room_before_stop,
+)
 from verl_tlt.speculation.policies.base import FixedPolicy
 from verl_tlt.speculation.types import Load
 

@@ -9,7 +9,7 @@ from verl_tlt.messages import from_plain, to_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.latency_table import for_policy
 from verl_tlt.speculation.costs.tables import LatencyTable
-from verl_tlt.speculation.draft_length import Limits
+from verl_tlt.speculation.decision import Limits
 from verl_tlt.speculation.step_control import StepControl
 from verl_tlt.speculation.types import OFF, Load, StepRecord
 

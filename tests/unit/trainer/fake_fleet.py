@@ -109,7 +109,7 @@ class FakeFleet:
         if not self.asleep.pop(name):
             raise CallFailed("it sleeps without its weights")
 
-    def disable_drafting(self, names: Collection[str], saved: Mapping[str, tuple[float, float]]) -> None:
+    def disable_drafting(self, names: Collection[str], at_once: bool) -> None:
         self._call("disable_drafting", tuple(names))
         self.disabled = set(names)
 

@@ -223,7 +223,7 @@ def test_a_replica_that_serves_another_version_is_counted(run):
 @pytest.mark.parametrize(
     ("method", "kind"),
     [("take", "tap"), ("hand_over", "tap"), ("engine_stats", "end of sampling"), ("drafter_statuses", "rejoin"),
-     ("disable_drafting", "runtime control")],
+     ("disable_drafting", "speculation control")],
 )  # fmt: skip
 def test_a_call_that_fails_is_counted_and_the_step_goes_on(run, method, kind):
     controller, fleet = run()
@@ -355,37 +355,39 @@ def test_a_run_that_is_switched_off_from_outside_decodes_as_stock_and_trains_not
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_an_audited_replica_drafts_nothing_for_a_rollout(run, shared):
-    """On a shared machine none does, and nobody trains beside the first audit."""
-    controller, fleet = run(control_every=2, shared=shared)
-    fill_buffers(controller, fleet)
-    assert len(fleet.disabled) == (2 if shared else 1), "step 2 is audited"
-    with sampling(controller, fleet, 2):
-        until(lambda: shared or called(fleet, "train"))
-        time.sleep(0.1)
-    assert called(fleet, "train") == ([] if shared else [("b",)])
-    rest_of_step(controller, fleet, 2)
-    for step in 3, 4:
+def test_a_control_rollout_is_decoded_without_drafts(run, shared):
+    """On a shared machine by all replicas, and nobody trains beside it."""
+    controller, fleet = run(control_every=2, shared=shared, policy="fixed")
+    fleet.stats = {"a": EngineStats(num_steps=1)}
+    for step in 1, 2, 3, 4:
+        controlled = step % 2 == 0
+        assert len(fleet.disabled) == (0 if not controlled else 2 if shared else 1)
         before = len(called(fleet, "train"))
         with sampling(controller, fleet, step):
-            until(lambda: len(called(fleet, "train")) > before)  # noqa: B023
-        rest_of_step(controller, fleet, step)
+            until(lambda: step == 1 or (controlled and shared) or len(called(fleet, "train")) > before)  # noqa: B023
+            time.sleep(0.05)
+        assert not (controlled and shared) or len(called(fleet, "train")) == before
+        assert rest_of_step(controller, fleet, step)["tlt/speculation_disabled"] == 0.0
 
 
-def test_what_training_costs_decoding_beside_it_is_charged(run):
-    """Stock's step takes 10 ms; here nothing was drafted, and beside another replica's training a step took 20."""
+def test_a_rollout_without_drafts_saved_exactly_nothing_whatever_trained_beside_it(run):
+    """A step without drafts takes 10 ms; beside another replica's training it took 20."""
     controller, fleet = run(shared=True)
-    controller.runtime.calibrated(Calibration({OFF: [(1, 0.01), (8, 0.01)]}))
+    controller.speculation.calibrated(Calibration({OFF: [(1, 0.01), (8, 0.01)]}))
     fill_buffers(controller, fleet)
     with sampling(controller, fleet, 2):
         until(lambda: called(fleet, "train") == [("b",)])
         fleet.sessions["b"].end(SessionResult("exhausted", steps=20, tokens=5000, epochs=3.0))
         until(lambda: controller._watch._report.sessions)
         trained = controller._watch._report.sessions[0]
-        beside = LoadInterval(trained.start, trained.end, 4.0, 0.0, seconds=1.0, plain_steps=50.0, off=True)
-        before = LoadInterval(trained.start - 1.0, trained.start, 4.0, 0.0, seconds=1.0, plain_steps=100.0, off=True)
-        fleet.stats = {"a": EngineStats(load_intervals=(before, beside), busy_s=2.0)}
-    assert rest_of_step(controller, fleet, 2)["tlt/saved_s"] == pytest.approx(-0.5)
+        slowed = LoadInterval(trained.start, trained.end, 4.0, 50.0, seconds=1.0, plain_steps=50.0, off=True)
+        fleet.stats = {"a": EngineStats(load_intervals=(slowed,), busy_s=2.0)}
+    assert rest_of_step(controller, fleet, 2)["tlt/saved_s"] == 0.0
+    with sampling(controller, fleet, 3):
+        until(lambda: len(called(fleet, "train")) == 2)
+        drafted = slowed._replace(start=trained.end, end=trained.end + 1.0, off=False)
+        fleet.stats = {"a": EngineStats(load_intervals=(drafted,), num_drafts=1)}
+    assert rest_of_step(controller, fleet, 3)["tlt/saved_s"] == pytest.approx(-0.5), "drafted, it is charged"
 
 
 def test_validation_is_not_the_next_rollouts(run):
@@ -415,6 +417,6 @@ def test_a_weight_sync_is_copied_from_only_when_the_drafter_will_be_trained(run)
     assert step(2, bubble=True) == [(True,)]
     assert step(3, bubble=False) == [(False,)], "workers were ready, and there was no bubble"
     assert step(4, bubble=True) == [(True,)]
-    write_switch(controller.runtime.directory, spot=False)
+    write_switch(controller.speculation.directory, spot=False)
     assert step(5, bubble=False) == [(False,)]
     assert step(6, bubble=False) == [(False,)], "nobody trains until it is switched on again"

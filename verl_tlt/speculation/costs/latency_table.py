@@ -38,7 +38,7 @@ def parse(node: Mapping[Any, Iterable[Sequence[float]]]) -> Table:
     return table
 
 
-def interpolate(points: Sequence[tuple[int, float]], batch: float) -> float:
+def interpolate(points: Sequence[tuple[float, float]], batch: float) -> float:
     """Seconds at `batch`: linear between measured points, the last slope beyond them, flat below the first.
 
     Args:

@@ -1,0 +1,263 @@
+"""K within its bounds, OFF for a rollout, speculation disabled for the run and enabled again after a probe."""
+
+import pytest
+
+from verl_tlt.messages.rollout import EngineStats, Work
+from verl_tlt.speculation.costs.latency import LatencyModel
+from verl_tlt.speculation.costs.latency_table import CONTEXT_TOKENS, for_policy
+from verl_tlt.speculation.decision import (
+    FIRST_PROBE,
+    IN_A_ROW,
+    LONGEST_WAIT,
+    Limits,
+    RolloutDecision,
+    RunDecision,
+    StepCosts,
+    draft_length,
+    expected_saving,
+)
+from verl_tlt.speculation.policies.base import FixedPolicy
+from verl_tlt.speculation.policies.factory import make_policy
+from verl_tlt.speculation.types import OFF, Load
+
+# ---------------------------------------------------------------------- before every engine step
+
+GRAPHS = Limits((0, 1, 3), token_limit=512)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "batch", "chosen"),
+    [(3, 128, 3), (3, 129, 1), (3, 257, 0), (1, 300, 0), (0, 600, 0), (9, 8, 3), (-1, 8, 0)],
+)
+def test_no_draft_is_longer_than_the_engine_can_have(wanted, batch, chosen):
+    policy = FixedPolicy(wanted)
+    assert draft_length(policy, Load(batch, 0), GRAPHS) == chosen
+    assert draft_length(policy, Load(batch, 0), Limits((0, 1, 3))) == max(0, min(wanted, 3)), "without graphs"
+    assert draft_length(FixedPolicy(0), Load(batch, 0), GRAPHS, forced=max(wanted, 0)) == chosen
+
+
+def test_one_request_that_could_outgrow_the_drafter_stops_it_for_all():
+    limits = Limits((0, 1, 3), context_limit=61)
+    for longest, chosen in ((61, 3), (62, 0)):
+        assert draft_length(FixedPolicy(3), Load(4, 100), limits, longest=longest) == chosen
+        assert draft_length(FixedPolicy(0), Load(4, 100), limits, longest=longest, forced=3) == chosen
+
+
+def test_while_the_drafter_does_not_run_no_policy_is_asked():
+    policy = FixedPolicy(3)
+    policy.choose = lambda load: 1 / 0
+    assert draft_length(policy, Load(4, 100), GRAPHS, drafting=False, forced=2, longest=10**9) == OFF
+    assert draft_length(policy, Load(4, 100), GRAPHS, forced=2) == 2
+
+
+# ---------------------------------------------------------------------- before every rollout
+
+MEASURED = for_policy({
+    OFF: [(1, 0.010), (8, 0.012), (32, 0.020)],
+    0: [(1, 0.011), (8, 0.013), (32, 0.022)],
+    1: [(1, 0.014), (8, 0.018), (32, 0.035)],
+    3: [(1, 0.018), (8, 0.026), (32, 0.060)],
+})  # fmt: skip
+COSTS = StepCosts(MEASURED)
+
+
+def test_costs_are_those_of_the_model_that_the_same_table_seeds_in_the_engine():
+    """OFF is decided in the trainer and K in the engine: one table, one model, the same seconds."""
+    policy = make_policy("goodput", (0, 1, 3))
+    policy.set_latency(MEASURED)
+    for batch in (1, 3, 8, 20, 32, 200):
+        assert [COSTS.at(batch)[0], *COSTS.at(batch)[1]] == policy.latency.predict(batch, batch * CONTEXT_TOKENS)
+    assert COSTS.at(8) == (pytest.approx(0.012), pytest.approx([0.013, 0.018, 0.026]))
+    assert isinstance(policy.latency, LatencyModel)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("acceptance", [[0.8, 0.7, 0.7], [0.6, 0.5, 0.4], [0.4, 0.3, 0.3]])
+def test_off_and_k_agree_on_what_a_draft_is_worth(batch, acceptance):
+    """Where the best K beats K=0 in the engine, drafting saves more at that batch than K=0 throughout."""
+    policy = make_policy("table", (0, 1, 3))
+    policy.set_latency(MEASURED)
+    policy.set_acceptance(acceptance)
+    drafts = policy.choose(Load(batch, batch * CONTEXT_TOKENS)) > 0
+    off, (zero, *_) = COSTS.at(batch)
+    assert (expected_saving(acceptance, COSTS, {batch: 100}) > 1 - zero / off) == drafts
+
+
+def decision(**arguments):
+    made = RolloutDecision(**{"policy": "goodput"} | arguments)
+    made.calibrated(MEASURED)
+    return made
+
+
+def rollout(work):
+    """Statistics of an engine that decoded so many tokens at each batch."""
+    return [EngineStats(work=tuple(Work(batch, 1.0, tokens) for batch, tokens in work.items()))]
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "drafts"),
+    [
+        ([0.8, 0.7, 0.7], True),
+        ([], True),  # unknown
+        ([0.02, 0.0, 0.0], False),
+        ([0.42, 0.2, 0.1], False),  # a little in the tail, less than the drafter's pass costs before
+    ],
+)
+def test_a_good_or_unknown_drafter_runs_and_a_random_one_does_not(acceptance, drafts):
+    assert decision().drafts(acceptance) == drafts
+
+
+def test_without_costs_a_drafter_is_tried_unless_it_is_useless_whatever_a_step_costs():
+    untold, no_off = RolloutDecision("goodput"), RolloutDecision("goodput")
+    no_off.calibrated(for_policy({0: [(1, 0.011)], 3: [(1, 0.018)]}))
+    for made in (untold, no_off):
+        assert made.drafts([0.1, 0.1, 0.1]) and not made.drafts([0.02, 0.0])
+    no_off.calibrated(MEASURED)
+    assert not no_off.drafts([0.1, 0.1, 0.1])
+
+
+def test_a_draft_measured_cheaper_than_no_drafter_at_all_is_taken_to_cost_as_much():
+    lucky = StepCosts(for_policy({OFF: [(1, 0.020)], 0: [(1, 0.020)], 1: [(1, 0.015)]}))
+    assert expected_saving([0.06], lucky) == pytest.approx(1 - 1 / 1.06)
+
+
+MEDIOCRE = [0.6, 0.5, 0.4]
+"""Pays at batch 1, costs at batch 32."""
+
+
+@pytest.mark.parametrize(("work", "drafts"), [({1: 900, 32: 320}, True), ({1: 10, 32: 32000}, False)])
+def test_it_counts_where_the_last_rollout_spent_its_time(work, drafts):
+    made = decision()
+    made.learn(rollout(work), None)
+    assert made.drafts(MEDIOCRE) == drafts
+    made.learn([EngineStats()], None)  # an empty step says nothing
+    assert made.drafts(MEDIOCRE) == drafts
+
+
+def test_a_drafter_must_promise_more_while_none_has_been_tried():
+    made, some = decision(), [0.5, 0.5, 0.5]  # 7 % of OFF's time saved at batch 1
+    made.learn(rollout({1: 100}), None)
+    assert not made.drafts(some)
+    made.learn(rollout({1: 100}), 0.1)
+    assert made.drafts(some)
+
+
+def test_a_drafter_that_lost_time_is_off_until_a_better_one_comes():
+    made, good, better = decision(), [0.7, 0.7, 0.7], [0.8, 0.8, 0.8]
+    for gain, drafts in ((-0.02, True), (-0.2, False), (None, False)):
+        made.drafts(good)
+        made.learn(rollout({1: 100}), gain)
+        assert made.drafts(good) == drafts, "two percent may be noise; a rollout without it proves nothing"
+    assert made.drafts(better)
+    made.learn(rollout({1: 100}), 0.3)
+    assert made.drafts(good)
+
+
+def test_a_drafter_of_unknown_acceptance_that_lost_time_is_off():
+    made = RolloutDecision("goodput")
+    assert made.drafts([])
+    made.learn(rollout({8: 100}), -0.2)
+    assert not made.drafts([])
+
+
+@pytest.mark.parametrize(("policy", "source"), [("fixed", "eagle"), ("goodput", "both"), ("table", "ngram")])
+def test_what_was_ordered_and_what_needs_no_drafter_is_never_off(policy, source):
+    made = decision(policy=policy, source=source)
+    made.learn(rollout({8: 100}), -0.9)
+    assert made.drafts([0.01])
+    assert not decision(policy="off", source=source).drafts([0.9])
+
+
+# ---------------------------------------------------------------------- after every rollout
+
+REPLICAS = ["a", "b"]
+ACCEPTANCE = (0.9, 0.9)
+
+
+def learn(run, gain, accepted=0.8, drafting=REPLICAS):
+    """A rollout in which these replicas drafted two tokens in nine of ten steps."""
+    run.drafting(ACCEPTANCE)
+    drafted = EngineStats(
+        num_drafts=1000, num_accepted_tokens_per_pos=(round(1000 * accepted), round(600 * accepted)),
+        steps_by_draft_length={2: 90, 0: 10},
+    )  # fmt: skip
+    stats = {n: drafted if n in drafting else EngineStats(steps_by_draft_length={OFF: 100}) for n in REPLICAS}
+    return run.learn(stats, gain)
+
+
+def disabled():
+    """A run in which speculation has just been disabled."""
+    run = RunDecision(REPLICAS)
+    for _ in range(IN_A_ROW):
+        said = learn(run, -0.2)
+    return run, said
+
+
+def until_probe(run):
+    """Rollouts until one is a probe's, and its replica."""
+    waited = 0
+    while not (probe := run.drafting(ACCEPTANCE)):
+        assert learn(run, None, drafting=[]) is None
+        waited += 1
+    return waited, probe
+
+
+def test_rollouts_that_drafting_made_slower_disable_it_with_the_cause():
+    run, said = disabled()
+    assert "accept length of 2.28 does not make up" in said and run.cause in said
+    assert run.drafting(ACCEPTANCE) == []
+
+
+@pytest.mark.parametrize(
+    ("gains", "disables"),
+    [
+        ([-0.2, -0.2, 0.1, -0.2, -0.2], False),
+        ([-0.02] * 9, False),
+        ([0.3] * 9, False),
+        ([None] * 9, False),
+        ([-0.2, -0.05, None, -0.04], True),
+    ],
+)
+def test_only_several_in_a_row_do(gains, disables):
+    run = RunDecision(REPLICAS)
+    for gain in gains:
+        learn(run, gain)
+    assert bool(run.cause) == disables
+
+
+def test_drafts_that_are_never_accepted_disable_it_even_where_nothing_can_be_compared():
+    run, ngrams = RunDecision(REPLICAS), RunDecision(REPLICAS, source="ngram")
+    said = [learn(run, None, accepted=0.02) for _ in range(IN_A_ROW)]
+    assert said[:-1] == [None, None] and "accept length 1.03): a drafter of another policy" in said[-1]
+    assert [learn(ngrams, None, accepted=0.02) for _ in range(9)] == [None] * 9
+
+
+def test_an_order_is_followed_with_one_warning_and_rollouts_without_drafts_say_nothing():
+    ordered, off = RunDecision(REPLICAS, policy="fixed"), RunDecision(REPLICAS)
+    said = [learn(ordered, -0.5, accepted=0.0) for _ in range(9)]
+    assert [bool(s) for s in said] == [False, False, True, *[False] * 6] and "as ordered" in said[2]
+    assert [learn(off, -0.5, drafting=[]) for _ in range(9)] == [None] * 9
+    assert not ordered.cause and not off.cause and ordered.drafting(ACCEPTANCE) == REPLICAS
+
+
+def test_it_is_enabled_again_when_a_probe_gains_and_waits_longer_when_it_does_not():
+    run, _ = disabled()
+    seen = []
+    for _ in range(5):
+        waited, probe = until_probe(run)
+        seen.append((waited, *probe))
+        assert learn(run, -0.1, drafting=probe) is None
+    assert seen == [(FIRST_PROBE, "a"), (16, "b"), (32, "a"), (LONGEST_WAIT, "b"), (LONGEST_WAIT, "a")]
+    _, probe = until_probe(run)
+    assert "saved 20%" in learn(run, 0.2, drafting=probe)
+    assert not run.cause and run.drafting(ACCEPTANCE) == REPLICAS
+
+
+@pytest.mark.parametrize(
+    ("gain", "accepted", "drafting"), [(0.01, 0.8, ["a"]), (0.2, 0.0, ["a"]), (0.2, 0.8, []), (None, 0.8, ["a"])]
+)
+def test_what_is_no_evidence_does_not_enable_it(gain, accepted, drafting):
+    """A gain within the noise; one without anything accepted; an engine that did not draft; nothing to compare."""
+    run, _ = disabled()
+    until_probe(run)
+    assert learn(run, gain, accepted, drafting) is None and run.cause

@@ -1,0 +1,90 @@
+"""Who decodes the coming rollout without drafts, live: switch, control rollouts, speculation disabled and enabled."""
+
+import logging
+
+import pytest
+
+from verl_tlt.messages.rollout import Calibration, EngineStats, LoadInterval, Work
+from verl_tlt.speculation.decision import FIRST_PROBE, IN_A_ROW
+from verl_tlt.speculation.types import OFF
+from verl_tlt.trainer.runtime_switch import SWITCH_FILE, TRACE_FILE, RuntimeSwitch, write_switch
+from verl_tlt.trainer.speculation_control import SpeculationControl
+
+REPLICAS = ["a", "b"]
+UNKNOWN, RANDOM = (), (0.01, 0.01)
+"""Acceptance of drafters."""
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run's trace directory."""
+    (tmp_path / TRACE_FILE).touch()
+    return tmp_path
+
+
+def control(directory, **arguments):
+    return SpeculationControl(str(directory), REPLICAS, **{"control_every": 0} | arguments)
+
+
+def test_the_switch_disables_speculation_and_an_unreadable_one_changes_nothing(run_dir):
+    live = control(run_dir)
+    assert live.undrafted(1, UNKNOWN) == [] and not live.disabled
+    write_switch(run_dir, speculation=False)
+    assert live.undrafted(2, UNKNOWN) == REPLICAS and SWITCH_FILE in live.disabled
+    (run_dir / SWITCH_FILE).write_text("speculation: perhaps")
+    assert live.undrafted(3, UNKNOWN) == REPLICAS
+    (run_dir / SWITCH_FILE).write_text("spot: off")
+    assert live.undrafted(4, UNKNOWN) == [] and not live.disabled and live.switch == RuntimeSwitch(spot=False)
+    assert not live.may_train
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_in_a_control_rollout_some_replicas_do_not_draft_and_none_trains_on_their_processors(tmp_path, shared):
+    live = control(tmp_path, control_every=2, shared=shared)
+    asked = [(live.undrafted(step, UNKNOWN), live.may_train) for step in (1, 2, 3, 4)]
+    assert asked[::2] == [([], True)] * 2
+    assert asked[1::2] == ([(REPLICAS, False)] * 2 if shared else [(["b"], True), (["a"], True)])
+
+
+def test_where_nobody_drafts_there_is_nothing_to_measure(tmp_path):
+    live = control(tmp_path, control_every=1, shared=True)
+    assert live.undrafted(1, RANDOM) == REPLICAS and live.may_train
+
+
+@pytest.mark.parametrize(("policy", "source", "drafts"), [("fixed", "eagle", True), ("goodput", "ngram", True),
+                                                          ("off", "ngram", False)])  # fmt: skip
+def test_policy_and_source_are_followed(tmp_path, policy, source, drafts):
+    live = control(tmp_path, policy=policy, source=source)
+    assert live.undrafted(1, RANDOM) == ([] if drafts else REPLICAS)
+
+
+def rollout(begin, seconds, drafting):
+    """A rollout of 400 tokens at batch 4 by each replica; those that draft take so many seconds, others one."""
+    stats = {}
+    for name in REPLICAS:
+        drafts, spent = name in drafting, seconds if name in drafting else 1.0
+        interval = LoadInterval(begin, begin + spent, 4.0, 50.0, spent, 100.0, not drafts)
+        stats[name] = EngineStats(
+            num_drafts=1000 * drafts, num_accepted_tokens_per_pos=(800, 480), work=(Work(4, spent, 400.0),),
+            steps_by_draft_length={2 if drafts else OFF: 100}, load_intervals=(interval,),
+        )  # fmt: skip
+    return stats
+
+
+def test_speculation_is_disabled_where_it_loses_and_enabled_by_a_probe(tmp_path, caplog, monkeypatch):
+    """Rollouts that decode at half the speed of decoding without drafts, then a probe at twice that speed."""
+    monkeypatch.setattr(logging.getLogger("verl_tlt"), "propagate", True)  # a trainer's set-up turns it off
+    live = control(tmp_path, source="both")  # drafts whatever a drafter is worth
+    live.calibrated(Calibration({OFF: [(1, 0.01), (8, 0.01)]}))
+    with caplog.at_level(logging.WARNING, logger="verl_tlt"):
+        for step in range(IN_A_ROW):
+            assert live.undrafted(step, UNKNOWN) == []
+            assert live.rollout_ended(rollout(10.0 * step, 2.0, REPLICAS)) == pytest.approx(-1.0)
+        assert live.disabled and caplog.text.count("Speculation is disabled") == 1
+        for step in range(3, 3 + FIRST_PROBE):
+            assert live.undrafted(step, UNKNOWN) == REPLICAS
+            assert live.rollout_ended(rollout(10.0 * step, 1.0, [])) == 0.0
+        assert live.undrafted(20, UNKNOWN) == ["b"]
+        assert live.rollout_ended(rollout(200.0, 0.5, ["a"])) == 0.0, "the other one ends when it would have"
+    assert "Speculation is enabled again" in caplog.text
+    assert live.undrafted(21, UNKNOWN) == []

@@ -1,0 +1,298 @@
+"""Does drafting pay? Everything that is decided about speculation, as pure functions of numbers.
+
+* Before every engine step: the draft length K, within what the engine can have (`draft_length`).
+* Before every rollout: whether the drafter runs in it (`RolloutDecision`). OFF skips the drafter's own pass too, which
+  K=0 does not; that can be had for a whole rollout only, because the drafter's KV cache must have no holes.
+* After every rollout: whether speculation is disabled for the run, or enabled again after a probe (`RunDecision`).
+
+Scheduler, server and trainer bring observations here and carry out what is decided.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from verl_tlt.messages.rollout import EngineStats
+from verl_tlt.speculation.acceptance import expected_accept_lengths
+from verl_tlt.speculation.costs.latency import LatencyModel
+from verl_tlt.speculation.costs.latency_table import CONTEXT_TOKENS
+from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.types import OFF, Load, Policy
+
+USELESS = 1.05
+"""Accept length up to which a drafter only costs: a draft token takes more than 5 % of a step everywhere."""
+CLEARLY = 0.03
+"""Share of the decoding time without drafts that must be saved or lost to count; less may be noise."""
+UNTRIED = 0.10
+"""Share that must be expected to be saved while no drafter has been tried in this run: until then the estimate rests on
+short contexts and on text of older steps alone."""
+BETTER = 1.05
+"""After drafting lost time, a drafter must promise an accept length this many times as long to be tried again."""
+IN_A_ROW = 3
+"""Rollouts that show the same before speculation is disabled."""
+FIRST_PROBE, LONGEST_WAIT = 8, 64
+"""Rollouts from there to the first probe, and between two probes at most; the wait doubles."""
+
+# ---------------------------------------------------------------------- before every engine step
+
+
+class Limits(NamedTuple):
+    """What bounds the draft length of an engine, whatever is wanted."""
+
+    arms: tuple[int, ...]
+    """Draft lengths, ascending from 0."""
+    token_limit: int = 0
+    """Tokens of the largest step with a CUDA graph; 0: no graphs, no limit."""
+    context_limit: int = sys.maxsize
+    """Tokens of context beyond which a longest draft would not fit into the drafter any more."""
+
+    def outgrown(self, longest: int) -> bool:
+        """Whether a step cannot draft because its longest context, in tokens, comes too near the drafter's end.
+
+        One such request stops the drafter for the whole batch (vLLM `_input_fits_in_drafter`).
+        """
+        return longest > self.context_limit
+
+    def fitting(self, wanted: int, batch: int) -> int:
+        """`wanted`, or the longest arm below it whose step still has a graph; 0 at least."""
+        wanted = max(0, min(wanted, self.arms[-1]))
+        if not self.token_limit or batch * (1 + wanted) <= self.token_limit:
+            return wanted
+        return max((k for k in self.arms if k < wanted and batch * (1 + k) <= self.token_limit), default=0)
+
+    def within(self, room: int) -> int:
+        """The longest arm of at most `room` tokens."""
+        return max((k for k in self.arms if k <= room), default=0)
+
+
+def draft_length(
+    policy: Policy,
+    load: Load,
+    limits: Limits,
+    *,
+    longest: int = 0,
+    room: int = sys.maxsize,
+    drafting: bool = True,
+    forced: int | None = None,
+) -> int:
+    """K of the coming step, or OFF. An engine step waits for this.
+
+    Args:
+        policy: chooses K; asked unless it is overruled, also where nothing can be drafted, so that it keeps count.
+        load: what the step carries.
+        limits: of the engine.
+        longest: tokens of the longest context that the step may reach.
+        room: no draft may be longer (`decode_load.StopBoundary`).
+        drafting: the drafter runs in this rollout.
+        forced: a K ordered from outside.
+    """
+    if not drafting:
+        return OFF
+    wanted = policy.choose(load) if forced is None else forced
+    if limits.outgrown(longest):
+        return 0
+    return limits.fitting(wanted if wanted <= room else limits.within(room), load.batch)
+
+
+# ---------------------------------------------------------------------- before every rollout
+
+
+class StepCosts:
+    """Seconds of a step at the contexts of the calibration, the one occasion at which all arms met the same load.
+
+    Args:
+        calibration: OFF, K=0 and usually more, at some batches.
+    """
+
+    def __init__(self, calibration: LatencyTable) -> None:
+        self.arms = tuple(k for k in calibration.arms() if k >= 0)
+        self.batches = sorted({p.batch for p in calibration.points if p.draft_length == OFF})
+        self._model = LatencyModel(self.arms, table=calibration)
+
+    def at(self, batch: int) -> tuple[float, list[float]]:
+        """(seconds of OFF, those of every arm)."""
+        off, *drafting = self._model.predict(batch, batch * CONTEXT_TOKENS)
+        return off, drafting
+
+
+def expected_saving(acceptance: Sequence[float], costs: StepCosts, work: Mapping[int, float] | None = None) -> float:
+    """Share of OFF's decoding time that drafting is expected to save, with the best draft length at each batch.
+
+    Args:
+        acceptance: conditional acceptance per draft position.
+        costs: what steps cost.
+        work: tokens decoded at each batch in the last rollout; nothing: one that spends as long at each measured batch
+            (batches are measured evenly in log scale, and a long-tailed rollout drains that way).
+    """
+    tau = expected_accept_lengths(acceptance, costs.arms[-1])
+    drafted_s = off_s = 0.0
+    for batch in work or costs.batches:
+        off, drafting = costs.at(batch)
+        # A step with a drafter never takes less than one without; where it was measured so, that was noise.
+        share = min(max(s / off, 1.0) / tau[k] for k, s in zip(costs.arms, drafting, strict=True))
+        seconds = work[batch] / batch * off if work else 1.0
+        drafted_s += seconds * share
+        off_s += seconds
+    return 1.0 - drafted_s / off_s
+
+
+class RolloutDecision:
+    """Whether the drafter runs in the coming rollout.
+
+    It is judged by acceptance on held-out text, measured step costs, where the last rollout spent its time, and whether
+    drafting lost time when it was last tried.
+
+    Args:
+        policy: `tlt.speculation.policy`; "fixed" is an order.
+        source: `tlt.speculation.source`; n-grams draft whatever a drafter is worth.
+    """
+
+    def __init__(self, policy: str, source: str = "eagle") -> None:
+        self._never, self._always = policy == "off", policy == "fixed" or source != "eagle"
+        self._costs: StepCosts | None = None
+        self._longest = 0  # draft length that was measured; 0: none
+        self._work: Mapping[int, float] = {}
+        self._acceptance: Sequence[float] = ()
+        self._lost = 0.0  # the accept length that was promised when drafting lost time; 0: it did not
+        self._tried = False
+
+    def calibrated(self, table: LatencyTable) -> None:
+        """Take note of measured step costs; without a figure for OFF, or for any draft length, they say nothing."""
+        arms = table.arms()
+        self._longest = max(0, *arms) if arms else 0
+        self._costs = StepCosts(table) if OFF in arms and arms[-1] >= 0 else None
+
+    def drafts(self, acceptance: Sequence[float]) -> bool:
+        """Whether the drafter runs in the coming rollout; one of which nothing is known is tried.
+
+        Args:
+            acceptance: conditional acceptance per draft position, from held-out data; empty: unknown.
+
+        Raises:
+            ControlError: an acceptance outside 0..1.
+        """
+        self._acceptance = acceptance
+        if self._never or self._always:
+            return not self._never
+        if self._promise() <= BETTER * self._lost:
+            return False
+        if not acceptance:
+            return True
+        if self._promise() <= USELESS:
+            return False
+        if self._costs is None:
+            return True
+        return expected_saving(acceptance, self._costs, self._work) > (CLEARLY if self._tried else UNTRIED)
+
+    def learn(self, stats: Iterable[EngineStats], gain: float | None) -> None:
+        """Take note of a rollout.
+
+        Args:
+            stats: the engines' sums.
+            gain: share of the decoding time without drafts that was saved in it (`savings.Savings.gain`).
+        """
+        work: dict[int, float] = {}
+        for row in (row for s in stats for row in s.work if row.tokens > 0):
+            work[row.batch] = work.get(row.batch, 0.0) + row.tokens
+        self._work = work or self._work
+        if gain is not None:
+            self._tried = True
+            self._lost = self._promise() if gain < -CLEARLY else 0.0
+
+    def _promise(self) -> float:
+        """Accept length at the longest draft; 1 of an unknown drafter."""
+        longest = self._longest or len(self._acceptance)
+        return expected_accept_lengths(self._acceptance, longest)[-1] if self._acceptance else 1.0
+
+
+# ---------------------------------------------------------------------- after every rollout
+
+
+class RunDecision:
+    """Which replicas draft, rollout after rollout.
+
+    Expectations can be wrong in the same way time after time. So rollouts in which next to nothing that was drafted is
+    accepted, or which drafting made slower, several times in a row disable speculation. Then, in rarer and rarer
+    rollouts, one replica drafts as a probe, and if it gains, speculation is enabled again.
+
+    Args:
+        replicas: all replicas, in a fixed order.
+        policy: `tlt.speculation.policy`; with "fixed" drafting is an order, and goes on.
+        source: `tlt.speculation.source`; n-grams that match nothing cost nothing.
+    """
+
+    def __init__(self, replicas: Sequence[str], policy: str = "goodput", source: str = "eagle") -> None:
+        self.cause = ""
+        """Why speculation is disabled for the run; empty: it is not."""
+        self.rollout = RolloutDecision(policy, source)
+        self._replicas, self._has_drafter, self._ordered = list(replicas), source == "eagle", policy == "fixed"
+        self._useless = self._losing = 0
+        self._wait, self._until, self._probes = FIRST_PROBE, 0, 0
+
+    def drafting(self, acceptance: Sequence[float]) -> list[str]:
+        """Replicas that draft in the coming rollout; argument and error as in `RolloutDecision.drafts`."""
+        worth = self.rollout.drafts(acceptance)
+        if not self.cause:
+            return self._replicas if worth else []
+        return [] if self._until > 0 else [self._replicas[self._probes % len(self._replicas)]]
+
+    def learn(self, stats: Mapping[str, EngineStats], gain: float | None) -> str | None:
+        """Take note of a rollout.
+
+        Args:
+            stats: the engines' sums by replica.
+            gain: as `RolloutDecision.learn` has it.
+
+        Returns:
+            What the user is to be told: why speculation is disabled, or that it is enabled again; None: nothing new.
+        """
+        self.rollout.learn(stats.values(), gain)
+        drafting = [s for s in stats.values() if s.num_drafts and _drafted(s) > 0.5]
+        accepted = _accept_length(drafting)
+        useless = self._has_drafter and accepted <= USELESS
+        if self.cause:
+            return self._after_probe(bool(drafting) and not useless, gain or 0.0)
+        if not drafting:
+            return None
+        self._useless = self._useless + 1 if useless else 0
+        if gain is not None:
+            self._losing = self._losing + 1 if gain < -CLEARLY else 0
+        why = f"an accept length of {accepted:.2f} does not make up for what a drafted step costs at these batches"
+        if self._useless >= IN_A_ROW:
+            why = (
+                f"next to nothing that is drafted is accepted (accept length {accepted:.2f}): a drafter of another "
+                "policy or of other aux layers, or stale weights (tlt/reload_failures)"
+            )
+        if self._ordered:
+            return f"Drafting goes on as ordered, although {why}." if self._useless == IN_A_ROW else None
+        if max(self._useless, self._losing) < IN_A_ROW:
+            return None
+        self.cause, self._useless, self._losing = why, 0, 0
+        self._wait = self._until = FIRST_PROBE
+        return f"Speculation is disabled after {IN_A_ROW} rollouts that it made slower: {why}."
+
+    def _after_probe(self, accepted: bool, gain: float) -> str | None:
+        """While disabled: a rollout is over, perhaps a probe's that brought evidence."""
+        self._until -= 1
+        if self._until >= 0:
+            return None
+        self._probes += 1
+        if accepted and gain > CLEARLY:
+            self.cause = ""
+            return f"Speculation is enabled again: a replica that drafted as a probe saved {gain:.0%} of its decoding."
+        self._until = self._wait = min(2 * self._wait, LONGEST_WAIT)
+        return None
+
+
+def _drafted(stats: EngineStats) -> float:
+    """Share of engine steps that verified a draft."""
+    steps = stats.steps_by_draft_length
+    return sum(n for k, n in steps.items() if k > 0) / max(1, sum(steps.values()))
+
+
+def _accept_length(stats: Collection[EngineStats]) -> float:
+    """Tokens per verified draft, the target's own included."""
+    drafts = sum(s.num_drafts for s in stats)
+    return 1.0 + sum(sum(s.num_accepted_tokens_per_pos) for s in stats) / max(1, drafts)

@@ -1,0 +1,248 @@
+"""What did TLT save? The seconds by which a rollout ended earlier than it would have without drafts.
+
+For every replica r, over the load intervals i of its rollout (`LoadInterval`):
+
+    late(r) = sum over i of plain_steps(i) * off_s(batch(i), context(i), busy(i)) - seconds(i)
+    saved_s = max over r of (end(r) + late(r)) - max over r of end(r)
+
+`off_s` is what a step without drafts takes at that load: as the calibration measured it, where it was measured, then as
+live steps without drafts took, of control rollouts above all. Prefills and pauses are taken to be what they were.
+
+Exactly 0 where nothing was drafted. None where less than half of the decoding time can be compared, for example at
+contexts longer than any that was measured.
+
+Replicas that share a machine's processors slow each other down. There a step is compared with steps beside as many busy
+replicas, and only steps beside which nobody drafted or trained are the measure: one that drafts loads the machine less
+than one that does not, and without TLT nobody trains during the rollout, so what that costs is part of the figure. A
+replica on devices of its own needs none of that.
+
+Steps with drafts never teach: a machine that drafting made slow would make decoding without drafts look slow too.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from verl_tlt.messages.rollout import EngineStats, LoadInterval
+from verl_tlt.speculation.costs.latency_table import CONTEXT_TOKENS, interpolate
+
+COVERED = 0.5
+"""Share of the decoding time that must be comparable for a figure."""
+KEPT = 0.5
+"""What earlier steps at a load count when a new rollout has some."""
+UNMIXED = 0.1
+"""Replicas that are busy, draft or train, on average over an interval, may differ by this from a whole number: else one
+came or went, and the interval is of two kinds."""
+REACH = 1.5
+"""Batches are compared with one that was measured up to this factor away, where no calibration tells how costs grow."""
+SHORT_CONTEXT = 256
+"""Tokens of context per request up to which it hardly matters to the cost of a step; longer ones are told apart by
+octave, and compared with the same octave or the next one on either side."""
+
+Times = Sequence[tuple[float, float]]
+"""(start, end), unix seconds, in any order."""
+
+
+class Savings(NamedTuple):
+    """What a rollout gained by drafting."""
+
+    saved_s: float | None
+    """Seconds by which it ended earlier; negative: later. None: too little to compare, or nothing was decoded."""
+    gain: float | None
+    """Share of the decoding time without drafts that was saved (negative: lost) where the drafter ran and nobody
+    trained on the same processors. None: it ran nowhere, or too little to compare."""
+
+
+def control_replicas(step: int, replicas: Sequence[str], every: int, shared: bool) -> list[str]:
+    """Replicas that decode a step's rollout without drafts, as the measure of the others; none in most steps.
+
+    Args:
+        step: RL step of the rollout.
+        replicas: all of them, in a fixed order.
+        every: steps from one control rollout to the next (`tlt.speculation.control_every`); 0: never.
+        shared: they share a machine, and then all are meant; else each in turn.
+    """
+    if every <= 0 or step % every:
+        return []
+    return list(replicas) if shared else [replicas[step // every % len(replicas)]]
+
+
+class _Row(NamedTuple):
+    """A load interval and what else went on during it, as far as that matters to its seconds."""
+
+    interval: LoadInterval
+    busy: float
+    """Replicas that decoded, on average, its own included."""
+    drafting: float
+    """Those of them that drafted."""
+    training: float
+    """Replicas that trained."""
+
+    @property
+    def undisturbed(self) -> bool:
+        """It decoded as it would have without TLT."""
+        return self.interval.off and max(self.drafting, self.training) < UNMIXED
+
+
+class _Steps(NamedTuple):
+    """Steps without drafts at about one load, summed."""
+
+    steps: float
+    seconds: float
+    batches: float
+
+
+class SavingsAccount:
+    """Learns what steps without drafts take, and says what each rollout saved.
+
+    Args:
+        shared: the replicas share a machine's processors; else each has devices of its own.
+    """
+
+    def __init__(self, shared: bool) -> None:
+        self._shared = shared
+        self._calibrated: Sequence[tuple[int, float]] = ()
+        self._live: dict[tuple[int, int], dict[int, _Steps]] = {}  # by busy replicas and context, then by batch
+
+    def calibrated(self, off: Sequence[tuple[int, float]]) -> None:
+        """Take note of a calibration: (batch, seconds of a step without drafts), ascending, of one busy replica."""
+        self._calibrated = off
+
+    def rollout(self, stats: Mapping[str, EngineStats], training: Times = ()) -> Savings:
+        """What a rollout saved; its steps without drafts are learned from first.
+
+        Args:
+            stats: the engines' sums by replica.
+            training: when a replica trained.
+        """
+        rows = self._rows({name: s.load_intervals for name, s in stats.items() if s.load_intervals}, training)
+        self._learn([row for of_replica in rows.values() for row in of_replica])
+        if not any(row.interval.seconds for of_replica in rows.values() for row in of_replica):
+            return Savings(None, None)
+        drafted = any(s.num_drafts for s in stats.values())
+        return Savings(self._saved_s(rows) if drafted else 0.0, self._gain(rows))
+
+    def off_seconds(self, batch: float, context: float = CONTEXT_TOKENS, busy: int = 1) -> float | None:
+        """Seconds of a step without drafts; None: nothing like it was measured.
+
+        Args:
+            batch: decode-phase requests.
+            context: tokens of context per request.
+            busy: replicas that decode on the same processors, its own included.
+        """
+        own = _octave(context)
+        found = (self._off_seconds_in(batch, octave, busy) for octave in (own, own - 1, own + 1))
+        return next((seconds for seconds in found if seconds is not None), None)
+
+    def _off_seconds_in(self, batch: float, octave: int, busy: int) -> float | None:
+        points = sorted((s.batches / s.steps, s.seconds / s.steps) for s in self._live.get((busy, octave), {}).values())
+        calibrated = self._calibrated if octave == 0 else ()
+        if not points:
+            return interpolate(calibrated, batch) if calibrated and busy == 1 else None
+        if points[0][0] <= batch <= points[-1][0]:
+            return interpolate(points, batch)
+        nearest, there = points[0] if batch < points[0][0] else points[-1]
+        if calibrated:
+            return there * interpolate(calibrated, batch) / interpolate(calibrated, nearest)
+        return there if max(nearest / batch, batch / nearest) <= REACH else None
+
+    def _off_seconds_of(self, row: _Row) -> float | None:
+        """What the tokens of an interval take without drafts."""
+        found = self.off_seconds(row.interval.batch, row.interval.context, round(row.busy))
+        return None if found is None else row.interval.plain_steps * found
+
+    def _learn(self, rows: Sequence[_Row]) -> None:
+        """Take over the undisturbed ones."""
+        fresh: dict[tuple[int, int], dict[int, _Steps]] = {}
+        for row in rows:
+            interval, busy = row.interval, round(row.busy)
+            if not row.undisturbed or interval.plain_steps <= 0 or abs(row.busy - busy) >= UNMIXED:
+                continue
+            by_batch = fresh.setdefault((busy, _octave(interval.context)), {})
+            new = _Steps(interval.plain_steps, interval.seconds, interval.plain_steps * interval.batch)
+            bucket = round(4 * math.log2(interval.batch))
+            by_batch[bucket] = _added(by_batch.get(bucket), new)
+        for load, by_batch in fresh.items():
+            known = self._live.setdefault(load, {})
+            for bucket, new in by_batch.items():
+                old = known.get(bucket)
+                # A handful of steps replaces nothing.
+                known[bucket] = _added(old, new, KEPT if old and new.steps >= KEPT * old.steps else 1.0)
+
+    def _saved_s(self, rows: Mapping[str, Sequence[_Row]]) -> float | None:
+        ends, spent_s, compared_s = [], 0.0, 0.0
+        for of_replica in rows.values():
+            late = 0.0
+            for row in (row for row in of_replica if row.interval.seconds > 0):
+                seconds = row.interval.seconds
+                off_s = seconds if row.undisturbed else self._off_seconds_of(row)
+                spent_s += seconds
+                if off_s is not None:
+                    compared_s += seconds
+                    late += off_s - seconds
+            ends.append((of_replica[-1].interval.end, late))
+        if compared_s < COVERED * spent_s:
+            return None
+        return max(end + late for end, late in ends) - max(end for end, _ in ends)
+
+    def _gain(self, rows: Mapping[str, Sequence[_Row]]) -> float | None:
+        drafted = [row for of_replica in rows.values() for row in of_replica if not row.interval.off]
+        spent_s = off_s = compared_s = 0.0
+        for row in drafted:
+            spent_s += row.interval.seconds
+            found = self._off_seconds_of(row) if row.interval.seconds > 0 and row.training < UNMIXED else None
+            if found is not None:
+                off_s += found
+                compared_s += row.interval.seconds
+        if not off_s or compared_s < COVERED * spent_s:
+            return None
+        return 1.0 - compared_s / off_s
+
+    def _rows(self, rollout: Mapping[str, Sequence[LoadInterval]], training: Times) -> dict[str, list[_Row]]:
+        """Every interval of every replica with what went on beside it."""
+        if not self._shared:
+            return {name: [_Row(i, 1.0, 0.0, 0.0) for i in intervals] for name, intervals in rollout.items()}
+        every = [interval for intervals in rollout.values() for interval in intervals]
+        busy = _Count([(i.start, i.end) for i in every])
+        drafting = _Count([(i.start, i.end) for i in every if not i.off])
+        trained = _Count(training)
+
+        def row(i: LoadInterval) -> _Row:
+            return _Row(i, max(1.0, busy.average(i)), drafting.average(i), trained.average(i))
+
+        return {name: [row(i) for i in intervals] for name, intervals in rollout.items()}
+
+
+def _octave(context: float) -> int:
+    """0 of a short context, one more for each doubling."""
+    return max(0, math.ceil(math.log2(max(context, 1.0) / SHORT_CONTEXT)))
+
+
+def _added(old: _Steps | None, new: _Steps, kept: float = 1.0) -> _Steps:
+    """`new` with what is kept of `old`."""
+    return _Steps(*(kept * a + b for a, b in zip(old, new, strict=True))) if old else new
+
+
+class _Count:
+    """How many of some spans of time there were at a time."""
+
+    def __init__(self, spans: Times) -> None:
+        edges = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
+        self._times = [time for time, _ in edges]
+        self._counts = list(accumulate(change for _, change in edges))
+        self._sums = [0.0]
+        for (begin, end), count in zip(pairwise(self._times), self._counts, strict=False):
+            self._sums.append(self._sums[-1] + count * (end - begin))
+
+    def average(self, during: LoadInterval) -> float:
+        """Over an interval."""
+        return (self._until(during.end) - self._until(during.start)) / max(during.end - during.start, 1e-9)
+
+    def _until(self, time: float) -> float:
+        """Seconds of all spans before a time."""
+        i = bisect_left(self._times, time)
+        return self._sums[i - 1] + self._counts[i - 1] * (time - self._times[i - 1]) if i else 0.0

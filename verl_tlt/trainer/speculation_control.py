@@ -1,0 +1,108 @@
+"""Who decodes the coming rollout without drafts, and what TLT saved in the last one.
+
+The trainer's caller of `speculation.decision` and `speculation.savings`: brings them the switch from outside, the
+calibration and the engines' statistics, and says what came of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from verl_tlt.messages.rollout import Calibration, EngineStats
+from verl_tlt.speculation.costs.latency_table import for_policy
+from verl_tlt.speculation.decision import RunDecision
+from verl_tlt.speculation.savings import SavingsAccount, Times, control_replicas
+from verl_tlt.speculation.types import OFF
+from verl_tlt.trainer.runtime_switch import SWITCH_FILE, RuntimeSwitch, SwitchError, read_switch
+
+logger = logging.getLogger(__name__)
+
+
+class SpeculationControl:
+    """Asked before every rollout, told after it.
+
+    Args:
+        directory: of the switch (`tlt.trace.dir`).
+        replicas: all replicas, in a fixed order.
+        control_every: `tlt.speculation.control_every`.
+        shared: the replicas share a machine's processors.
+        policy: `tlt.speculation.policy`.
+        source: `tlt.speculation.source`.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        replicas: Sequence[str],
+        control_every: int,
+        shared: bool = False,
+        policy: str = "goodput",
+        source: str = "eagle",
+    ) -> None:
+        self.directory, self.replicas, self.control_every = directory, list(replicas), control_every
+        self.decision = RunDecision(replicas, policy, source)
+        self.account = SavingsAccount(shared)
+        self.switch = RuntimeSwitch()
+        self.control: Sequence[str] = ()
+        """Replicas whose coming rollout is a control rollout."""
+        self._shared = shared
+        self._complaint = ""
+
+    @property
+    def disabled(self) -> str:
+        """Why speculation is disabled, for the run or from outside; empty: it is not."""
+        return self.decision.cause if self.switch.speculation else f"it is switched off in {SWITCH_FILE}"
+
+    @property
+    def may_train(self) -> bool:
+        """Whether drafters may be trained during the coming rollout: not on processors that a control rollout needs."""
+        return self.switch.spot and not (self._shared and self.control)
+
+    def calibrated(self, found: Calibration) -> None:
+        """Take note of what engine steps were measured to cost."""
+        table = dict(found.latency)
+        self.decision.rollout.calibrated(for_policy(table))
+        self.account.calibrated(table.get(OFF, ()))
+
+    def undrafted(self, step: int, acceptance: Sequence[float]) -> list[str]:
+        """Replicas that decode the rollout of `step` without drafts.
+
+        Args:
+            step: RL step.
+            acceptance: conditional acceptance per draft position of the served drafter; empty: unknown.
+
+        Raises:
+            ControlError: an acceptance outside 0..1.
+        """
+        self._read_switch(step)
+        drafting = self.decision.drafting(acceptance) if self.switch.speculation else []
+        wanted = drafting and not self.disabled
+        self.control = control_replicas(step, self.replicas, self.control_every, self._shared) if wanted else ()
+        return [name for name in self.replicas if name not in drafting or name in self.control]
+
+    def _read_switch(self, step: int) -> None:
+        """An unreadable file changes nothing, and is complained about once."""
+        try:
+            switch, complaint = read_switch(self.directory), ""
+        except SwitchError as error:
+            switch, complaint = self.switch, str(error)
+        if complaint and complaint != self._complaint:
+            logger.warning("%s TLT goes on as before.", complaint)
+        if switch != self.switch:
+            said = ", ".join(f"{key} {'on' if value else 'off'}" for key, value in asdict(switch).items())
+            logger.warning("TLT was switched from outside; from step %d on: %s", step, said)
+        self.switch, self._complaint = switch, complaint
+
+    def rollout_ended(self, stats: Mapping[str, EngineStats], training: Times = ()) -> float | None:
+        """Seconds that TLT saved in a rollout; None: unknown.
+
+        Args:
+            stats: the engines' sums by replica.
+            training: when a replica trained.
+        """
+        savings = self.account.rollout(stats, training)
+        if self.switch.speculation and (said := self.decision.learn(stats, savings.gain)):
+            logger.warning("%s", said)
+        return savings.saved_s
