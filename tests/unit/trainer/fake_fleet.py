@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from verl_tlt.messages.rollout import Calibration, DrafterFile, DrafterStatus
-from verl_tlt.messages.training import BufferStats, HeldOutScores, Merged, SessionResult, TappedStates
+from verl_tlt.messages.training import BufferStats, HeldOutScores, MergeFacts, SessionResult, TappedStates
 from verl_tlt.trainer.fleet import CallFailed, Place
 
 K = 3
@@ -194,11 +194,11 @@ class FakeFleet:
             time.sleep(0.001)
         return done
 
-    def merge(self, names: Sequence[str]) -> Merged:
+    def merge(self, names: Sequence[str]) -> MergeFacts:
         self._call("merge", tuple(names))
         assert self.merge_gate.wait(30)
         self.unjudged = True
-        return Merged(delta={"w": np.ones(1)}, tokens=5000, included=tuple(names))
+        return MergeFacts(tokens=5000, included=tuple(names))
 
     def _scores(self) -> HeldOutScores:
         rng = np.random.default_rng(0)
