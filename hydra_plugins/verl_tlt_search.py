@@ -21,8 +21,8 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 logger = logging.getLogger(__name__)
 
-FLAG = re.compile(r"""^\+{0,2}(trainer\.plu\w*=['"]?tlt\w*['"]?|tlt(@[^=]*|\.[^=]+)?=.+)$""", re.IGNORECASE)
-"""Whatever was meant for TLT, slips of the hand included: where the plugin is loaded, it refuses those itself."""
+FLAG = re.compile(r"""^\+{0,2}(trainer\.plugin=['"]?tlt['"]?|tlt(@[^=]*|\.[^=]+)?=.+)$""", re.IGNORECASE)
+"""What asks for TLT, and its settings: where the plugin is loaded, it refuses these without the flag itself."""
 OFF = re.compile(r"^\+{0,2}trainer\.plugin=(null|None|~)?$")
 MAIN = "verl.trainer.main_ppo"
 OTHERS = ("verl.experimental.fully_async_policy.fully_async_main", "verl.experimental.one_step_off_policy.main_ppo")

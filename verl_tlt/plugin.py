@@ -1,14 +1,12 @@
 """`verl.plugins` entry point: with `trainer.plugin=tlt` the run becomes a TLT run or does not start.
 
 verl loads this module in every process, while verl itself is half imported, and drops its errors at debug level.
-So it uses the standard library only, cannot raise, and merely arms post-import hooks: the driver's
-`verl.utils.config.validate_config`, which `main_ppo` calls before Ray starts, and the trainer lookup of the
-process that builds the trainer. Whether that worked is `armed()`; the Hydra search-path plugin
-(`hydra_plugins/verl_tlt_search.py`) asks, because an entry point that failed cannot refuse anything itself.
-Without the flag both hooks call straight through, and nothing else of verl-tlt is imported, unless the config says
-something that was meant for TLT and would do nothing (`verl_tlt.flag`): that is refused. A verl with
-`patches/verl/0001` loads the plugin it is asked for by itself (`activation.configure`, entry point
-`verl.trainer_plugins`); then there is nothing to hook.
+So it uses the standard library only, cannot raise, and merely arms post-import hooks: on the driver's
+`verl.utils.config.validate_config`, which `main_ppo` calls before Ray starts, and on the trainer lookup of the
+process that builds the trainer. An entry point that failed cannot refuse anything itself, so the Hydra search-path
+plugin (`hydra_plugins/verl_tlt_search.py`) asks `armed()`. Without the flag both hooks call straight through, and
+nothing else of verl-tlt is imported. A verl with `patches/verl/0001` loads the plugin it is asked for by itself
+(`activation.configure`, entry point `verl.trainer_plugins`); then there is nothing to hook.
 """
 
 from __future__ import annotations
@@ -17,15 +15,31 @@ import functools
 import logging
 import os
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 from verl_tlt import MODE_PREFIX, flag
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 CONFIG_MODULE = "verl.utils.config"
 TRAINER_MODULE = "verl.trainer.ppo.v1.trainer_base"
 
 logger = logging.getLogger(__name__)
 _state = {"armed": False}
+
+
+class _ConfigModule(Protocol):
+    """`verl.utils.config`."""
+
+    validate_config: Callable[..., object]
+
+
+class _TrainerModule(Protocol):
+    """`verl.trainer.ppo.v1.trainer_base`."""
+
+    get_trainer_cls: Callable[[str], type]
 
 
 def native() -> bool:
@@ -44,15 +58,15 @@ def armed() -> bool:
     return getattr(module.validate_config, "_verl_tlt", False)
 
 
-def _wrap_validate_config(module: Any) -> None:
+def _wrap_validate_config(module: _ConfigModule) -> None:
+    """Check and rewrite a TLT run's config around verl's own validation; other runs go straight through."""
     original = module.validate_config
     if getattr(original, "_verl_tlt", False):
         return
 
     @functools.wraps(original)
-    def validate_config(config: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _asked(config):
-            _refuse_a_mistake(config)
+    def validate_config(config: DictConfig, *args: object, **kwargs: object) -> object:
+        if not _is_tlt_run(config):
             return original(config, *args, **kwargs)
         try:
             import verl_tlt.activation as activation
@@ -68,47 +82,35 @@ def _wrap_validate_config(module: Any) -> None:
 
     validate_config._verl_tlt = True  # type: ignore[attr-defined]
     module.validate_config = validate_config
-    package: Any = sys.modules.get(CONFIG_MODULE.rpartition(".")[0])
+    package = sys.modules.get(CONFIG_MODULE.rpartition(".")[0])
     if package is not None and getattr(package, "validate_config", None) is original:
-        package.validate_config = validate_config  # verl.utils re-exports it
+        vars(package)["validate_config"] = validate_config  # verl.utils re-exports it
 
 
-def _asked(config: Any) -> bool:
+def _is_tlt_run(config: DictConfig) -> bool:
     """Whether the run is to be a TLT run.
 
     Raises:
-        SystemExit: the config does not say: its value cannot be read.
+        SystemExit: the config does not say, or it is neither a TLT run nor a stock one (`flag.refusal`).
     """
     try:
-        return flag.wanted(config)
-    except Exception as error:
+        wanted, sentence = flag.wanted(config), flag.refusal(config)
+    except Exception as error:  # an interpolation that leads nowhere
         said = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise SystemExit(f"verl-tlt: trainer.plugin or trainer.v1.trainer_mode cannot be read: {said}.") from None
-
-
-def _refuse_a_mistake(config: Any) -> None:
-    """Stop a run that was meant to be a TLT run and would silently be a stock one.
-
-    Raises:
-        SystemExit: one sentence that names the key.
-    """
-    try:
-        sentence = flag.mistaken(config)
-    except Exception:
-        logger.warning("verl-tlt could not look for misspelt flags in this config.", exc_info=True)
-        return
+        raise SystemExit(f"verl-tlt: trainer.plugin, trainer.v1.trainer_mode or tlt cannot be read: {said}.") from None
     if sentence:
         raise SystemExit(f"verl-tlt: {sentence}")
+    return wanted
 
 
-def _wrap_get_trainer_cls(module: Any) -> None:
+def _wrap_get_trainer_cls(module: _TrainerModule) -> None:
     """Register the TLT trainers when one is asked for, in the process that will build it (Ray's TaskRunner)."""
     original = module.get_trainer_cls
     if getattr(original, "_verl_tlt", False):
         return
 
     @functools.wraps(original)
-    def get_trainer_cls(name: str) -> Any:
+    def get_trainer_cls(name: str) -> type:
         if str(name).startswith(MODE_PREFIX):
             from verl_tlt.trainer.register import register_trainers
 

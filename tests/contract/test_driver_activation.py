@@ -113,7 +113,7 @@ def ended(place):
             [*main, "+tlt=default", "data.train_files=/nowhere/train.parquet", "tlt.drafter.path=/nowhere/drafter"],
             {},
         ),
-        "misspelt": ([*main, "+trainer.plugn=tlt"], {}),
+        "no such plugin": ([*main, "+trainer.plugin=tlt2"], {}),
         "fully async": (["-m", FULLY_ASYNC, f"hydra.run.dir={place / 'hydra'}", FLAG], {}),
         "one step off": (["-m", ONE_STEP_OFF, f"hydra.run.dir={place / 'hydra'}", "+tlt=default"], {}),
         "no flag": (facts, {}),
@@ -152,7 +152,7 @@ def ended(place):
             "plugins off",
             ["trainer.plugin=tlt needs the plugin that VERL_USE_EXTERNAL_PLUGINS=none keeps verl from loading."],
         ),
-        ("misspelt", ["trainer.plugn=tlt has no effect; did you mean trainer.plugin=tlt?"]),
+        ("no such plugin", ["trainer.plugin=tlt2 names no trainer plugin that is installed here (installed: tlt)."]),
         ("fully async", [f"trainer.plugin=tlt works with verl.trainer.main_ppo, and this is {FULLY_ASYNC}."]),
         ("one step off", [f"trainer.plugin=tlt works with verl.trainer.main_ppo, and this is {ONE_STEP_OFF}."]),
         ("unknown key", ["tlt.speculation.polcy is not a setting of verl-tlt. Did you mean tlt.speculation.policy?"]),
@@ -192,10 +192,11 @@ def test_without_the_flag_verl_is_as_without_the_plugin(ended):
 
 def test_what_was_meant_for_tlt_never_trains_stock_verl_in_silence(ended):
     assert report(ended["no flag"])["mistakes"] == {
-        "+trainer.plugin=tlt2": "verl-tlt: trainer.plugin=tlt2 names no trainer plugin that is installed here; "
-        "did you mean trainer.plugin=tlt?",
-        "+trainer.plugn=tlt": "verl-tlt: trainer.plugn=tlt has no effect; did you mean trainer.plugin=tlt?",
-        "+tlt.drafter.path=/d": "verl-tlt: tlt.drafter.path is set but TLT is off: add +trainer.plugin=tlt, or "
+        "+trainer.plugin=tlt2": "verl-tlt: trainer.plugin=tlt2 names no trainer plugin that is installed here "
+        "(installed: tlt).",
+        "+trainer.plugn=tlt": None,
+        "+tlt.drafter.path=/d": "verl-tlt: the tlt node does nothing without trainer.plugin: add "
+        "+trainer.plugin=tlt, or "
         "+trainer.plugin=null to run stock verl.",
         "+trainer.plugin=null": None,
     }

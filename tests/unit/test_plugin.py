@@ -52,23 +52,21 @@ def test_without_the_flag_the_call_goes_straight_through(recipe, monkeypatch):
     assert OmegaConf.to_container(recipe) == before
 
 
-def test_what_was_meant_for_tlt_and_would_do_nothing_does_not_start(recipe, monkeypatch):
+@pytest.mark.parametrize(
+    ("tree", "sentence"),
+    [
+        ({"trainer": {"plugin": "tlt2"}}, r"trainer\.plugin=tlt2 names no trainer plugin"),
+        ({"trainer": {"plugin": "${nowhere}"}}, r"trainer\.plugin, .* cannot be read"),
+        ({"trainer": {}, "tlt": "${nowhere}"}, r"trainer\.plugin, .* or tlt cannot be read"),
+    ],
+)
+def test_what_is_neither_a_tlt_run_nor_a_stock_one_does_not_start(tree, sentence, monkeypatch):
     monkeypatch.setitem(sys.modules, "verl_tlt.activation", None)
-    recipe.trainer.plugin = "tlt2"
     module = stock_module()
     plugin._wrap_validate_config(module)
-    with pytest.raises(SystemExit, match=r"^verl-tlt: trainer\.plugin=tlt2 names no trainer plugin"):
-        module.validate_config(recipe, True, False)
+    with pytest.raises(SystemExit, match=f"^verl-tlt: {sentence}"):
+        module.validate_config(OmegaConf.create(tree), True, False)
     assert module.calls == []
-
-
-def test_a_config_that_cannot_be_looked_at_is_left_to_verl(caplog):
-    caplog.set_level("WARNING", "verl_tlt")  # libraries that other tests import quieten the root logger
-    config = OmegaConf.create({"trainer": {"plugn": "${nowhere}"}})
-    module = stock_module()
-    plugin._wrap_validate_config(module)
-    assert module.validate_config(config, True, False) == "stock"
-    assert "could not look for misspelt flags" in caplog.text
 
 
 def test_with_the_flag_the_run_is_rewritten_after_stock_validation(recipe):

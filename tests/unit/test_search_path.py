@@ -35,7 +35,7 @@ ARMED = STOCK | {"verl_tlt.plugin": plugin(True)}
     "argument",
     [
         "+trainer.plugin=tlt", "trainer.plugin=tlt", "++trainer.plugin=tlt", "+trainer.plugin='tlt'", "+tlt=default",
-        "+trainer.plugin=tlt2", "+trainer.plugn=tlt", "+tlt.drafter.path=/d", "tlt.spot.enable=False",
+        "+tlt.drafter.path=/d", "tlt.spot.enable=False",
     ],
 )  # fmt: skip
 def test_every_spelling_of_the_flag_is_guarded(argument):
@@ -43,7 +43,7 @@ def test_every_spelling_of_the_flag_is_guarded(argument):
     assert search.refusal([argument], ARMED, {}) is None
 
 
-@pytest.mark.parametrize("argument", ["trainer.plugin=null", "+trainer.plugin=other", "+trainer.plug=in", "tltx=1"])
+@pytest.mark.parametrize("argument", ["trainer.plugin=null", "+trainer.plugin=tlt2", "+trainer.plugn=tlt", "tltx=1"])
 def test_other_arguments_are_not_the_flag(argument):
     assert search.refusal([argument], STOCK, {}) is None
 

@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
-Callback = Callable[[ModuleType], None]
+Callback = Callable[[Any], None]
+"""Takes the module, as whatever class it declares what it uses of it."""
 
 
 def when_imported(module_name: str, callback: Callback) -> None:

@@ -72,8 +72,8 @@ def examine(config: DictConfig, settings: TLTConfig) -> list[Finding]:
 
 def switched_on(config: DictConfig) -> Finding:
     """Whether this recipe trains with TLT at all."""
-    if mistake := flag.mistaken(config):
-        return Finding("refuse", "trainer.plugin", f"TLT is off: {mistake}")
+    if sentence := flag.refusal(config):
+        return Finding("refuse", "trainer.plugin", f"TLT is off: {sentence}")
     if flag.wanted(config):
         return Finding("ok", "trainer.plugin", "TLT is on")
     stock = "this recipe trains with stock verl until +trainer.plugin=tlt or +tlt=default is added"

@@ -28,8 +28,8 @@ def test_the_doctor_takes_a_script_and_says_first_whether_tlt_is_on(script, reci
     for flag, exit_code, first in (
         (["+trainer.plugin=tlt"], 0, "TLT is on"),
         ([], 0, "TLT is off: this recipe trains with stock verl until"),
-        (["+trainer.plugn=tlt"], 1, "TLT is off: trainer.plugn=tlt has no effect"),
-        (["+tlt.spot.enable=false"], 1, "TLT is off: tlt.spot.enable is set but TLT is off"),
+        (["+trainer.plugin=tlt2"], 1, "TLT is off: trainer.plugin=tlt2 names no trainer plugin"),
+        (["+tlt.spot.enable=false"], 1, "TLT is off: the tlt node does nothing without trainer.plugin"),
         (["+tlt=default", "+tlt.spot.typo=1"], 1, "TLT is on"),
     ):
         done = CliRunner().invoke(app, ["doctor", str(script), policy, *flag], env=wide)
