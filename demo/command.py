@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
+from demo.comparison import ratio, rows_of_metrics_file, summary
 from demo.machine import DemoError, Dtype, check_packages, find_dtype, find_machine, say_dtype
 from demo.processes import interruptible
 from demo.run import DemoRun, run_recipe
 from demo.screen import Screen
 from verl_tlt.console import make_console
-from verl_tlt.report.page import MAX_DRAFT_LENGTH, Serving, write_report
-from verl_tlt.report.picture import main_figure, save_png
-from verl_tlt.report.reader import TraceError, read_trace
-from verl_tlt.report.summary import (
-    StepRow,
-    initial_lengths,
-    ratio,
-    rich_table,
-    rows_of_metrics_file,
-    rows_of_trace,
-    summary,
-)
+from verl_tlt.report.figures import save_picture
+from verl_tlt.report.page import serve_command, write_page
+from verl_tlt.report.reader import RunTrace, TraceError, read_trace
+from verl_tlt.report.rows import StepRow, initial_lengths, rich_table, rows_of_trace
 
 INTERRUPTED = 130
 RECIPE = Path(__file__).with_name("demo_grpo.sh")
@@ -87,11 +80,10 @@ def conclude(
     rows = rows_of_trace(trace)
     stock = rows_of_metrics_file(others[0].metrics) if others else None
     warm = rows_of_trace(read_trace(others[1].trace)) if others else None
-    serving = Serving.of_trace(trace) or _serving(main)
     (out / "summary.json").write_text(json.dumps(summary(seconds, rows, stock, warm), indent=1))
-    save_png(main_figure(trace, rows, warm), out / "picture.png")
-    write_report(out / "report.html", trace, rows, stock=stock, warm=warm, serving=serving)
-    _show(console, out, rows, initial_lengths(trace), stock, warm, serving)
+    save_picture(out / "picture.png", trace)
+    write_page(out / "report.html", trace)
+    _show(console, out, trace, stock, warm)
 
 
 def _assets(folder: Path, dtype: Dtype, screen: Screen) -> dict[str, str]:
@@ -112,22 +104,10 @@ def _assets(folder: Path, dtype: Dtype, screen: Screen) -> dict[str, str]:
     }
 
 
-def _serving(run: DemoRun) -> Serving | None:
-    drafter = run.out / "drafter"
-    if not drafter.is_dir() or not run.env:
-        return None
-    return Serving(run.env["POLICY"], str(drafter), MAX_DRAFT_LENGTH)
-
-
 def _show(
-    console: Console,
-    out: Path,
-    rows: Sequence[StepRow],
-    initial: Mapping[int, float],
-    stock: Sequence[StepRow] | None,
-    warm: Sequence[StepRow] | None,
-    serving: Serving | None,
+    console: Console, out: Path, trace: RunTrace, stock: Sequence[StepRow] | None, warm: Sequence[StepRow] | None
 ) -> None:
+    rows, initial = rows_of_trace(trace), initial_lengths(trace)
     console.print(rich_table(rows, "With verl-tlt", console.width))
     if stock is not None and warm is not None:
         console.print(rich_table(stock, "Stock verl, same seed", console.width))
@@ -149,6 +129,6 @@ def _show(
         f"Report:  {out / 'report.html'}",
     ):
         console.print(text, highlight=False, soft_wrap=True)
-    if serving is not None:
+    if command := serve_command(trace):
         console.print("Serve the drafter with", highlight=False)
-        console.print(f"  {serving.command()}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)

@@ -51,9 +51,14 @@ def installed(wheel, tmp_path_factory):
 def test_it_holds_the_plugin_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"verl_tlt", "hydra_plugins"}
-    assert {"verl_tlt/py.typed", "verl_tlt/conf/tlt/default.yaml", "hydra_plugins/verl_tlt_search.py"} <= set(names)
+    assert {
+        "verl_tlt/py.typed",
+        "verl_tlt/report/page.html",
+        "verl_tlt/conf/tlt/default.yaml",
+        "hydra_plugins/verl_tlt_search.py",
+    } <= set(names)
     inside = {Path(name).suffix for name in names if ".dist-info/" not in name}
-    assert inside == {".py", ".yaml", ".typed"}
+    assert inside == {".html", ".py", ".yaml", ".typed"}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "verl_tlt").rglob("*.py")}
     assert {name for name in names if name.startswith("verl_tlt/") and name.endswith(".py")} == sources
     assert wheel.stat().st_size < LARGEST

@@ -81,7 +81,15 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3, replicas: int = 2) 
     engines = {r: TraceWriter(directory, f"engine-{r}") for r in names}
     speculation = {"max_draft_length": KMAX}
     driver.emit(
-        "run", step0=1, mode="tlt", replicas=names, gpus=replicas, config={"speculation": speculation}, versions={}
+        "run",
+        step0=1,
+        mode="tlt",
+        replicas=names,
+        gpus=replicas,
+        config={"speculation": speculation},
+        versions={},
+        policy="toy",
+        drafter=str(directory / "drafter"),
     )
     alpha, version, published = 0.01, 0, 0
     for step in range(1, steps + 1):

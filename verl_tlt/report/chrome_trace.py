@@ -1,8 +1,7 @@
-"""A run as a timeline for trace viewers: Chrome's JSON array of events, which Perfetto and chrome://tracing open.
+"""Writes a run as a timeline for trace viewers: Chrome's JSON array of events, for Perfetto and chrome://tracing.
 
-A process for the trainer and one for each replica. A replica has two tracks of nested slices, its engine's (rollout,
-inside it the bubble; then sleep, inside it the policy's update) and its spot worker's sessions; batch and draft length
-are counters. Times are microseconds since the trace began.
+The trainer and each replica are a process. A replica has a track of its engine (rollout, bubbles, then sleep and the
+policy's update) and one of its sessions; batch and draft length are counters. Times are microseconds since the start.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from verl_tlt.report.reader import EngineSteps, RunTrace
 from verl_tlt.report.steps import RLStep, rl_steps
 
 TRAINER, FIRST_REPLICA = 1, 100
-"""Process ids of the viewer."""
+"""Ids of processes."""
 DRIVER, BACKGROUND = 1, 10
-"""Tracks of the trainer: its step, and from `BACKGROUND` on one for each kind of work beside it."""
+"""Tracks of the trainer: its steps, and the first of those for work that runs at the same time."""
 ENGINE, SPOT = 1, 2
 """Tracks of a replica."""
 IN_STEP = ("rollout", "reward", "old_log_prob", "update_actor", "update_weights")
 MOST_SAMPLES = 100_000
-"""Of one counter over a whole run; viewers become slow with millions."""
+"""Samples of one counter; viewers become slow with millions."""
 
 ChromeEvent = dict[str, Any]
 
@@ -47,7 +46,7 @@ def write_chrome_trace(path: Path, trace: RunTrace) -> Path:
 
 
 def chrome_events(trace: RunTrace) -> Iterator[ChromeEvent]:
-    """All events, slices of a track in the order in which they begin.
+    """All events; those with a duration in the order in which they begin on their track.
 
     Raises:
         TraceError: the trace holds no finished rollout.
@@ -56,11 +55,11 @@ def chrome_events(trace: RunTrace) -> Iterator[ChromeEvent]:
     zero = min(step.start for step in steps.values())
     yield from _names(TRAINER, "trainer", 0, {DRIVER: "RL step"})
     yield from _trainer(trace, steps, zero)
-    apart = set(trace.run.standalone if trace.run else ())
+    standalone = set(trace.run.standalone if trace.run else ())
     for i, replica in enumerate(trace.replicas):
         pid = FIRST_REPLICA + i
         yield from _names(pid, trace.label(replica), i + 1, {ENGINE: "engine", SPOT: "spot worker"})
-        yield from _engine_track(pid, replica, steps, zero, replica in apart)
+        yield from _engine_track(pid, replica, steps, zero, replica in standalone)
         yield from _sessions(pid, replica, steps, zero)
         engine = trace.engine(replica)
         if engine is not None and engine.t.size:
@@ -75,30 +74,29 @@ def _names(pid: int, name: str, order: int, tracks: Mapping[int, str]) -> Iterat
 
 
 def _trainer(trace: RunTrace, steps: Mapping[int, RLStep], zero: float) -> Iterator[ChromeEvent]:
-    """The step and inside it its phases; what runs beside them has tracks of its own."""
-    beside: dict[str, int] = {}
+    """Each step with its phases inside; phases that run at the same time have tracks of their own."""
+    background: dict[str, int] = {}
     for step in steps.values():
-        shown = {n: v for n, v in step.metrics.items() if n.startswith("tlt/") and isinstance(v, int | float)}
+        shown = {name: value for name, value in step.metrics.items() if name.startswith("tlt/")}
         yield _slice(TRAINER, DRIVER, f"step {step.step}", step.start - zero, step.finish - zero, shown)
         for phase in (p for p in trace.phases if p.step == step.step):
-            tid = DRIVER
+            tid, start, end = DRIVER, max(phase.start, step.start), min(phase.end, step.finish)
             if phase.name not in IN_STEP:
-                tid = beside.setdefault(phase.name, BACKGROUND + len(beside))
-            start, end = (t if tid != DRIVER else min(max(t, step.start), step.finish)
-                          for t in (phase.start, phase.end))  # fmt: skip
+                tid = background.setdefault(phase.name, BACKGROUND + len(background))
+                start, end = phase.start, phase.end
             yield _slice(TRAINER, tid, phase.name, start - zero, end - zero, {"step": step.step})
         if (p := step.publish) is not None:
             args = {"version": p.version, "reason": p.reason, "gain": p.gain, **p.tau}
             yield {"ph": "i", "ts": _us(p.t - zero), "pid": TRAINER, "tid": DRIVER, "name": f"drafter {p.decision}",
                    "s": "p", "args": args}  # fmt: skip
-    for name, tid in beside.items():
+    for name, tid in background.items():
         yield {"ph": "M", "ts": 0, "pid": TRAINER, "tid": tid, "name": "thread_name", "args": {"name": name}}
 
 
 def _engine_track(
     pid: int, replica: str, steps: Mapping[int, RLStep], zero: float, standalone: bool
 ) -> Iterator[ChromeEvent]:
-    """Rollout with its bubbles, and the sleep until the next one; standalone replicas do not sleep."""
+    """Rollouts with their bubbles, and the sleep between them; standalone replicas do not sleep."""
     following = [*list(steps.values())[1:], None]
     for step, after in zip(steps.values(), following, strict=True):
         yield _slice(pid, ENGINE, "rollout", step.start - zero, step.end - zero, {"step": step.step})
@@ -123,7 +121,7 @@ def _sessions(pid: int, replica: str, steps: Mapping[int, RLStep], zero: float) 
 
 
 def _counters(pid: int, engine: EngineSteps, steps: Mapping[int, RLStep], zero: float) -> Iterator[ChromeEvent]:
-    """Batch and draft length where they change, 0 and -1 after each rollout; a long run keeps every n-th change."""
+    """Batch and draft length where they change; after a rollout 0 and -1. A long run keeps every n-th change."""
     parts = [engine.between(step.start, step.end) for step in steps.values()]
     for name, rest in (("batch", 0), ("K", -1)):
         columns = [part.batch if name == "batch" else part.k for part in parts]
@@ -138,7 +136,7 @@ def _counters(pid: int, engine: EngineSteps, steps: Mapping[int, RLStep], zero: 
 
 
 def _slice(pid: int, tid: int, name: str, start: float, end: float, args: Mapping[str, Any]) -> ChromeEvent:
-    """A stretch of time; seconds since the trace began."""
+    """An event with a duration; `start` and `end` in seconds since the trace began."""
     begun = _us(start)
     return {"ph": "X", "ts": begun, "dur": max(0, _us(end) - begun), "pid": pid, "tid": tid, "name": name,
             "args": dict(args)}  # fmt: skip

@@ -1,4 +1,4 @@
-"""A trace by RL step: what belongs to one step, and what it saved. Pure: numbers in, numbers out."""
+"""Groups a trace by RL step, and says what each step saved."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_tlt.report.reader import EngineSteps, RunTrace, TraceError
-from verl_tlt.trace.events import Idle, LoadSample, Phase, Publish, Reload, Session
+from verl_tlt.trace.events import Idle, LoadSample, Phase, Publish, Session
+from verl_tlt.trace.metrics import counted_savings
 
-E = TypeVar("E", Phase, LoadSample, Idle, Session, Reload)
+E = TypeVar("E", Phase, LoadSample, Idle, Session)
 Ints = npt.NDArray[np.int64]
 
-IDLE_ENGINE = -2
-"""In place of a draft length where the engine ran no step; OFF is -1."""
+NO_STEP = -2
+"""Stands for the draft length at a time when the engine ran no step; OFF is -1."""
 GAP_S = 0.1
-"""Seconds between two engine steps that count as no pause: an engine has work between its steps."""
+"""Seconds between two engine steps that are no pause."""
 
 
 @dataclass(frozen=True)
 class Bubble:
-    """A replica had nothing to decode from `start` to `end` (unix seconds), while another still did."""
+    """A replica had nothing to decode from `start` to `end` (unix seconds) while another still decoded."""
 
     replica: str
     start: float
@@ -33,20 +34,19 @@ class Bubble:
 
 @dataclass(frozen=True)
 class RLStep:
-    """All that a trace holds of one RL step; `start` and `end` (unix seconds) are its rollout's."""
+    """What a trace holds of one RL step; its rollout ran from `start` to `end` (unix seconds)."""
 
     step: int
     start: float
     end: float
     after: Sequence[Phase] = ()
-    """What followed the rollout, in the order of time."""
+    """The phases after the rollout, in the order of time."""
     loads: Sequence[LoadSample] = ()
     bubbles: Sequence[Bubble] = ()
     sessions: Sequence[Session] = ()
     publish: Publish | None = None
-    reloads: Sequence[Reload] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Empty for a step that is not over."""
+    """Empty for a step that is not finished."""
 
     @property
     def finish(self) -> float:
@@ -54,87 +54,91 @@ class RLStep:
         return max([self.end, *(p.end for p in self.after)])
 
 
-@dataclass(frozen=True)
-class Saving:
-    """Seconds that one step gained and lost."""
-
-    step: int
-    saved_s: float | None
-    """By which drafting ended the rollout before stock would have, negative: after; None: not measured."""
-    work_s: float
-    """TLT's own work on the critical path, beyond what `saved_s` has counted already."""
-
-    @property
-    def net_s(self) -> float | None:
-        """Saved less own work; None where nothing says what was saved."""
-        return None if self.saved_s is None else self.saved_s - self.work_s
-
-
 def rl_steps(trace: RunTrace) -> dict[int, RLStep]:
-    """Every step with a finished rollout, ascending. Where a step sampled more than once, from first start to last end.
+    """Every step with a finished rollout, ascending; several rollouts of one step count as one, with the gaps between.
 
     Raises:
         TraceError: no rollout was traced.
     """
     phases = _by_step(trace.phases)
-    rollouts = {s: [p for p in found if p.name == "rollout"] for s, found in phases.items()}
-    rollouts = {s: found for s, found in rollouts.items() if found}
-    if not rollouts:
-        raise TraceError(f"{trace.directory} holds no finished rollout to draw.")
     loads, idles, sessions = _by_step(trace.loads), _by_step(trace.idles), _by_step(trace.sessions)
-    reloads, publishes = _by_step(trace.reloads), {p.step: p for p in trace.publishes}
+    publishes = {p.step: p for p in trace.publishes}
     steps = {}
-    for step, sampled in sorted(rollouts.items()):
-        end = max(p.end for p in sampled)
+    for step in sorted(phases):
+        rollouts = [p for p in phases[step] if p.name == "rollout"]
+        if not rollouts:
+            continue
+        end = max(p.end for p in rollouts)
         steps[step] = RLStep(
             step,
-            min(p.start for p in sampled),
+            min(p.start for p in rollouts),
             end,
             after=[p for p in phases[step] if p.name != "rollout" and p.end > end],
             loads=loads[step],
             bubbles=[
-                Bubble(i.replica, i.start, min((p.end for p in sampled if p.end >= i.start), default=end))
+                Bubble(i.replica, i.start, min((p.end for p in rollouts if p.end >= i.start), default=end))
                 for i in idles[step]
             ],
             sessions=sessions[step],
             publish=publishes.get(step),
-            reloads=reloads[step],
             metrics=trace.steps.get(step, {}),
         )
+    if not steps:
+        raise TraceError(f"{trace.directory} holds no finished rollout to draw.")
     return steps
 
 
-def saving(step: int, metrics: Mapping[str, float]) -> Saving:
-    """From a step's metrics. What engine steps waited for the controller is in their seconds, thus in `saved_s`."""
-    saved, work = metrics.get("tlt/saved_s"), metrics.get("tlt/overhead_s", 0.0)
-    counted = 0.0 if saved is None else metrics.get("tlt/overhead_control_s", 0.0)
-    return Saving(step, saved, work - counted)
+@dataclass(frozen=True)
+class StepSavings:
+    """Seconds that TLT saved and cost in one RL step."""
+
+    step: int
+    saved_s: float | None
+    """Savings of the rollout; negative: it took longer. None: nothing was drafted, or the savings are unknown."""
+    work_s: float
+    """TLT's own work on the critical path, as far as `saved_s` does not contain it."""
+
+
+def step_savings(trace: RunTrace) -> list[StepSavings]:
+    """Of every finished step. Engine steps' waits for the choice of K are inside `saved_s` where that is known."""
+    found = []
+    for step, metrics in trace.steps.items():
+        saved, work = counted_savings(metrics), metrics.get("tlt/overhead_s", 0.0)
+        inside = 0.0 if saved is None else metrics.get("tlt/overhead_control_s", 0.0)
+        found.append(StepSavings(step, saved, work - inside))
+    return found
 
 
 def most_trained(steps: Mapping[int, RLStep]) -> int:
-    """The RL step with the most training in its bubble; without any, the one with the longest rollout."""
-    trained = {s: sum(x.end - x.start for x in step.sessions) for s, step in steps.items()}
-    best = max(trained, key=lambda s: trained[s])
-    return best if trained[best] > 0 else max(steps, key=lambda s: steps[s].end - steps[s].start)
+    """The RL step with the longest sessions; without any, the one with the longest rollout."""
+    trained = {n: sum(s.end - s.start for s in step.sessions) for n, step in steps.items()}
+    return max(steps, key=lambda n: (trained[n], steps[n].end - steps[n].start))
 
 
-def sampled_load(step: RLStep, replica: str, at: npt.NDArray[np.float64]) -> Ints:
-    """Requests in flight on a replica at the unix seconds `at`, from the rollout's load samples."""
-    if not step.loads:
-        return np.zeros(len(at), dtype=np.int64)
-    counts = np.array([0, *(load.inflight.get(replica, 0) for load in step.loads)], dtype=np.int64)
-    return counts[np.searchsorted([load.t for load in step.loads], at, side="right")]
+def sampled(trace: RunTrace, step: RLStep, replica: str, at: npt.NDArray[np.float64]) -> tuple[Ints, Ints]:
+    """What a replica decoded at the unix seconds `at` of a step.
+
+    Returns:
+        Its batch at each time, and the draft length (-1: OFF, `NO_STEP`: no engine step). Without a file of engine
+        steps the batch is the requests in flight.
+    """
+    engine = trace.engine(replica)
+    part = None if engine is None else engine.between(step.start, step.end)
+    if part is None or not part.t.size:
+        counts = np.array([0, *(load.inflight.get(replica, 0) for load in step.loads)], dtype=np.int64)
+        batch = counts[np.searchsorted([load.t for load in step.loads], at, side="right")]
+        k = np.full(len(at), NO_STEP)
+    else:
+        batch, k = _engine_step_at(part, at)
+    return np.where(at <= step.end, batch, 0), k
 
 
-def sampled_engine(engine: EngineSteps, at: npt.NDArray[np.float64]) -> tuple[Ints, Ints]:
-    """Batch and draft length of the engine step that ran at each of the unix seconds `at`; without one, 0 and -2."""
-    if not engine.t.size:
-        return np.zeros(len(at), dtype=np.int64), np.full(len(at), IDLE_ENGINE)
+def _engine_step_at(engine: EngineSteps, at: npt.NDArray[np.float64]) -> tuple[Ints, Ints]:
     i = np.searchsorted(engine.t, at)
     ran = i < engine.t.size
     i = np.minimum(i, engine.t.size - 1)
     ran &= engine.t[i] - engine.latency_s[i] - GAP_S <= at
-    return np.where(ran, engine.batch[i], 0), np.where(ran, engine.k[i], IDLE_ENGINE)
+    return np.where(ran, engine.batch[i], 0), np.where(ran, engine.k[i], NO_STEP)
 
 
 def _by_step(events: Iterable[E]) -> defaultdict[int, list[E]]:

@@ -215,6 +215,11 @@ def _served_tau(publish: Publish) -> float | None:
     return max(known, default=None)
 
 
+def counted_savings(metrics: Mapping[str, float]) -> float | None:
+    """Savings of a rollout in which something was drafted; None where nothing was, or the savings are unknown."""
+    return metrics.get("tlt/saved_s") if metrics.get("tlt/draft_length_mean", 0.0) > 0 else None
+
+
 def buffer_metrics(stats: Iterable[BufferStats], tap_tokens: int) -> dict[str, float]:
     """What the spot workers' buffers hold, and the tokens each gets in the next step; empty while all are empty."""
     held = [s for s in stats if s.bytes]

@@ -94,7 +94,7 @@ def test_a_comparison_ends_with_summary_picture_report_and_command(tmp_path, rec
     assert (tmp_path / "picture.png").stat().st_size > 30_000
     assert "vllm serve toy" in (tmp_path / "report.html").read_text()
     text = shown(screen)
-    assert f'--speculative-config \'{{"method": "eagle3", "model": "{tmp_path / "tlt" / "drafter"}"' in text
+    assert f'--speculative-config \'{{"method": "eagle3", "model": "{made_run.directory / "drafter"}"' in text
     assert "rollout against stock, per token: 1.00x" in text
 
 

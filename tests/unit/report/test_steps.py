@@ -1,27 +1,24 @@
-"""A trace by RL step: what belongs together, what it saved, and what ran when."""
+"""A trace by RL step: what belongs to it, what it saved, and what ran when."""
 
 import numpy as np
 import pytest
 
-from verl_tlt.report.reader import EngineSteps, TraceError, read_trace
-from verl_tlt.report.steps import Bubble, most_trained, rl_steps, sampled_engine, sampled_load, saving
+from verl_tlt.report.reader import TraceError, read_trace
+from verl_tlt.report.steps import NO_STEP, Bubble, most_trained, rl_steps, sampled, step_savings
 from verl_tlt.trace.events import TraceWriter
 
 
-def engine_steps(*rows):
-    """Rows of (finished at, seconds, batch, K)."""
-    t, latency, batch, k = (np.array(column) for column in zip(*rows, strict=True))
-    none = np.zeros(len(rows), dtype=int)
-    return EngineSteps(t.astype(float), batch, none, k, none, none[:, None], none, latency)
-
-
-def test_waits_inside_engine_steps_are_not_lost_twice():
-    metrics = {"tlt/saved_s": 5.0, "tlt/overhead_s": 1.0, "tlt/overhead_control_s": 0.4, "tlt/overhead_stop_s": 0.6}
-    found = saving(3, metrics)
-    assert (found.saved_s, found.work_s, found.net_s) == pytest.approx((5.0, 0.6, 4.4))
-    del metrics["tlt/saved_s"]
-    found = saving(3, metrics)
-    assert (found.saved_s, found.work_s, found.net_s) == (None, 1.0, None), "nothing else counted the waits"
+def test_savings_count_where_something_was_drafted_and_waits_once(tmp_path):
+    writer = TraceWriter(tmp_path, "trainer")
+    work = {"tlt/overhead_s": 1.0, "tlt/overhead_control_s": 0.4}
+    for step, metrics in enumerate(({"tlt/saved_s": 5.0, "tlt/draft_length_mean": 2.0},
+                                    {"tlt/saved_s": 1.2, "tlt/draft_length_mean": 0.0},
+                                    {"tlt/draft_length_mean": 2.0}), 1):  # fmt: skip
+        writer.emit("step", step=step, metrics=work | metrics)
+    found = [(s.saved_s, round(s.work_s, 6)) for s in step_savings(read_trace(tmp_path))]
+    assert found == [(5.0, 0.6), (None, 1.0), (None, 1.0)], (
+        "waits for the choice of K are inside savings that are known"
+    )
 
 
 def test_every_step_holds_what_is_its_own(made_run):
@@ -35,13 +32,13 @@ def test_every_step_holds_what_is_its_own(made_run):
         assert bubble.end - bubble.start == pytest.approx(made_run.bubble_s[number] + 0.06)
         assert [p.name for p in step.after][:3] == ["old_log_prob", "update_actor", "update_weights"]
         assert step.metrics is trace.steps[number]
-        assert {s.step for s in step.sessions} | {r.step for r in step.reloads} == {number}
+        assert {s.step for s in step.sessions} <= {number}
     seconds = {n: sum(s.end - s.start for s in step.sessions) for n, step in steps.items()}
     assert most_trained(steps) == max(seconds, key=seconds.get)
 
 
-def test_a_step_that_samples_twice_has_bubbles_in_both(tmp_path):
-    writer = TraceWriter(tmp_path, "driver")
+def test_a_step_with_two_rollouts_has_bubbles_in_both(tmp_path):
+    writer = TraceWriter(tmp_path, "trainer")
     writer.emit("run", step0=1, replicas=["a"])
     for start, end, idle in ((10.0, 14.0, 13.0), (20.0, 26.0, 22.0)):
         writer.emit("phase", step=1, name="rollout", start=start, end=end)
@@ -52,23 +49,22 @@ def test_a_step_that_samples_twice_has_bubbles_in_both(tmp_path):
 
 
 def test_a_trace_without_a_rollout_says_so(tmp_path):
-    TraceWriter(tmp_path, "driver").emit("run", step0=1)
+    TraceWriter(tmp_path, "trainer").emit("run", step0=1)
     with pytest.raises(TraceError, match="no finished rollout"):
         rl_steps(read_trace(tmp_path))
 
 
-def test_what_an_engine_ran_at_a_moment():
-    steps = engine_steps((1.0, 0.5, 8, 0), (1.4, 0.4, 6, 2), (5.0, 0.5, 1, 4))
+def test_what_a_replica_decoded_at_a_moment(tmp_path):
+    driver, engine = TraceWriter(tmp_path, "trainer"), TraceWriter(tmp_path, "engine-a")
+    driver.emit("run", step0=1, replicas=["a", "b"])
+    driver.emit("phase", step=1, name="rollout", start=0.0, end=6.0)
+    driver.emit("load", step=1, inflight={"b": 7})
+    for t, latency, batch, k in ((1.0, 0.5, 8, 0), (1.4, 0.4, 6, 2), (5.0, 0.5, 1, 4)):
+        engine.write({"t": t, "latency_s": latency, "batch": batch, "k": k})
+    trace = read_trace(tmp_path)
     at = np.array([0.2, 0.7, 1.2, 3.0, 4.8, 5.1])
-    batch, k = sampled_engine(steps, at)
+    batch, k = sampled(trace, rl_steps(trace)[1], "a", at)
     assert batch.tolist() == [0, 8, 6, 0, 1, 0]
-    assert k.tolist() == [-2, 0, 2, -2, 4, -2], "before the first, in a long pause and after the last nothing ran"
-
-
-def test_the_load_at_a_moment(made_run):
-    trace = read_trace(made_run.directory)
-    step = rl_steps(trace)[2]
-    at = np.array([step.start - 1.0, step.start + 0.01, step.start + 0.51])
-    samples = [load.inflight["replica-0"] for load in step.loads]
-    assert sampled_load(step, "replica-0", at).tolist() == [0, samples[0], samples[5]]
-    assert sampled_load(step, "nobody", at).tolist() == [0, 0, 0]
+    assert k.tolist() == [NO_STEP, 0, 2, NO_STEP, 4, NO_STEP], "nothing ran before, after and in a long pause"
+    batch, k = sampled(trace, rl_steps(trace)[1], "b", at)
+    assert set(batch.tolist()) == {0} and set(k.tolist()) == {NO_STEP}, "the load was written later"

@@ -81,11 +81,11 @@ def test_without_a_draft_each_pass_gives_one_token():
 
 
 def test_bubbles_and_what_was_overhead():
-    seen = StepObservations(
+    observations = StepObservations(
         bubble_s={"a": 6.0, "b": 2.0}, bubble_trained_s={"a": 5.0, "b": 0.0}, stop_latency_s={"a": 0.02, "b": 0.05},
         overhead={"stop": 0.05, "tap": 0.1},
     )  # fmt: skip
-    metrics = step_metrics(seen)
+    metrics = step_metrics(observations)
     assert metrics["tlt/bubble_s"] == 8.0
     assert metrics["tlt/bubble_trained_s"] == 5.0
     assert metrics["tlt/bubble_used_frac"] == pytest.approx(5 / 8)
@@ -95,11 +95,11 @@ def test_bubbles_and_what_was_overhead():
 
 
 def test_the_used_part_of_the_bubble_counts_devices():
-    seen = StepObservations(
+    observations = StepObservations(
         bubble_s={"a": 6.0, "b": 2.0}, bubble_trained_s={"a": 6.0, "b": 1.0}, devices={"a": 4, "b": 4},
         devices_trained={"a": 1.0, "b": 4.0},
     )  # fmt: skip
-    metrics = step_metrics(seen)
+    metrics = step_metrics(observations)
     assert (metrics["tlt/bubble_s"], metrics["tlt/bubble_trained_s"]) == (8.0, 7.0), "seconds of replicas"
     assert metrics["tlt/bubble_used_frac"] == pytest.approx((6 * 1 + 1 * 4) / (8 * 4))
 
@@ -184,15 +184,16 @@ def test_the_line_of_a_step():
     metrics |= {"tlt/draft_length_mean": 2.25, "tlt/spec_off_frac": 0.25, "tlt/bubble_s": 7.4}
     metrics |= {"tlt/bubble_trained_s": 5.9, "tlt/drafter_version": 4.0, "tlt/saved_s": -0.25}
     assert step_line(metrics, 3, 10) == (
-        "step  3/10 | reward 0.94 | rollout 16.0 s | accept 2.31 | K 3.0 (off 25%) | bubble 7.4 s (5.9 trained)"
+        "step  3/10 | reward 0.94 | rollout 16.0 s | accept 2.31 | K 3.0 (25% without) | bubble 7.4 s (5.9 trained)"
         " | drafter v4 | lost 0.2 s"
     )
     assert step_line({}, 3) == "step 3"
-    assert "K off" in step_line({"tlt/draft_length_mean": 0.0, "tlt/spec_off_frac": 1.0}, 1)
+    undrafted = {"tlt/draft_length_mean": 0.0, "tlt/spec_off_frac": 1.0, "tlt/saved_s": 0.7}
+    assert step_line(undrafted, 1) == "step 1 | no drafts", "no savings where nothing was drafted"
 
 
 def test_every_metric_is_documented():
-    seen = StepObservations(
+    observations = StepObservations(
         rollout_s=12.0,
         replicas={
             "a": dataclasses.replace(A, responses=(ResponseDrafts(1, 10, 4, 6),)),
@@ -208,7 +209,7 @@ def test_every_metric_is_documented():
     )  # fmt: skip
     names = {
         re.sub(r"(pos|frac)_\d+$", lambda m: f"{m[1]}_<{'i' if m[1] == 'pos' else 'k'}>", n)
-        for n in step_metrics(seen) | buffer_metrics([BufferStats(1, 1, 1, 1)], 1)
+        for n in step_metrics(observations) | buffer_metrics([BufferStats(1, 1, 1, 1)], 1)
     }
     names = {re.sub(r"overhead_\w+_s$", "overhead_<part>_s", name) for name in names}
     names = {re.sub(r"errors_\w+$", "errors_<what>", name) for name in names}
@@ -217,6 +218,6 @@ def test_every_metric_is_documented():
 
 
 def test_what_was_saved_is_left_out_where_nothing_could_be_compared():
-    seen = StepObservations(replicas={"a": A, "b": B}, saved_s=1.25)
-    assert step_metrics(seen)["tlt/saved_s"] == 1.25
-    assert "tlt/saved_s" not in step_metrics(dataclasses.replace(seen, saved_s=None))
+    observations = StepObservations(replicas={"a": A, "b": B}, saved_s=1.25)
+    assert step_metrics(observations)["tlt/saved_s"] == 1.25
+    assert "tlt/saved_s" not in step_metrics(dataclasses.replace(observations, saved_s=None))

@@ -1,0 +1,107 @@
+"""The charts show the data: what is drawn is read back from the axes."""
+
+import dataclasses
+
+import matplotlib
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from verl_tlt.report import figures
+from verl_tlt.report.reader import read_trace
+from verl_tlt.report.steps import rl_steps
+from verl_tlt.trace.events import TraceWriter
+
+
+@pytest.fixture
+def trace(made_run):
+    return read_trace(made_run.directory)
+
+
+@pytest.fixture
+def ax():
+    return Figure().subplots()
+
+
+def boxes(ax, label):
+    """(left, right, bottom) of each box that was drawn under this label."""
+    paths = [path for c in ax.collections if c.get_label() == label for path in c.get_paths()]
+    return [(p.get_extents().x0, p.get_extents().x1, p.get_extents().y0) for p in paths]
+
+
+def names(ax):
+    return {int(label.get_position()[1]): label.get_text() for label in ax.get_yticklabels()}
+
+
+def test_lanes_show_bubble_training_and_phases(trace, made_run, ax):
+    figures.draw_replicas(ax, trace, rl_steps(trace)[3])
+    idle, rollout, bubble = made_run.idle_replica[3], made_run.rollout_s[3], made_run.bubble_s[3]
+    ((start, end, y),) = boxes(ax, "training")
+    assert names(ax)[int(y)].splitlines() == [
+        idle.replace("-", " "), f"bubble {bubble + 0.06:.1f} s", f"{bubble - 0.30:.1f} s trained"
+    ]  # fmt: skip
+    assert (start, end) == pytest.approx((rollout - bubble + 0.35, rollout + 0.05))
+    assert len(boxes(ax, "policy update")) == 2
+
+
+def test_lanes_show_batch_and_draft_length(trace, ax):
+    step = rl_steps(trace)[6]
+    figures.draw_replicas(ax, trace, step)
+    legend = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert legend[0] == "batch, up to 32" and {"K=1", "K=3", "K=5"} <= set(legend)
+    upper = max(ax.patches, key=lambda patch: patch.get_data().baseline)
+    assert upper.get_data().values.max() == pytest.approx(1 + figures.LANE)
+    strip = ax.images[0].get_array()
+    drawn = {matplotlib.colors.to_hex(color) for color in strip[0]}
+    assert {figures.k_color(k, 5) for k in (1, 3, 5)} <= drawn
+
+
+def test_without_engine_steps_the_lanes_show_requests_in_flight(trace, ax):
+    figures.draw_replicas(ax, dataclasses.replace(trace, engines={}), rl_steps(trace)[6])
+    legend = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert legend[0] == "batch, up to 32" and not [text for text in legend if text.startswith("K=")]
+
+
+def test_the_policy_is_not_trained_on_standalone_replicas(trace, ax):
+    run = dataclasses.replace(trace.run, standalone=["replica-1"])
+    figures.draw_replicas(ax, dataclasses.replace(trace, runs=[run]), rl_steps(trace)[3])
+    ((_, _, y),) = boxes(ax, "policy update")
+    assert names(ax)[int(y)].startswith("replica 0")
+
+
+def test_accept_length_and_the_first_drafter(trace, made_run, ax):
+    figures.draw_lines(ax, "tokens", figures.accept_lengths(trace))
+    ours, first = ax.lines
+    assert ours.get_xdata().tolist() == list(range(1, 7))
+    assert ours.get_ydata().tolist() == pytest.approx(list(made_run.accept_length.values()))
+    assert set(first.get_ydata()) == {1.01} and first.get_linestyle() == "--"
+
+
+def test_bars_are_stacked_and_losses_go_below(ax):
+    bars = {"a": ("red", [1.0, 2.0]), "b": ("blue", [3.0, -1.0]), "c": ("green", [0.5, -2.0])}
+    figures.draw_bars(ax, "seconds", [7, 8], bars)
+    spans = [[(bar.get_y(), bar.get_y() + bar.get_height()) for bar in container] for container in ax.containers]
+    assert spans == [[(0, 1), (0, 2)], [(1, 4), (0, -1)], [(4, 4.5), (-1, -3)]]
+
+
+def test_draft_lengths_are_shares_of_engine_steps(trace):
+    bars = figures.draft_lengths(trace)
+    assert set(bars) <= {"OFF", *(f"K={k}" for k in range(6))}
+    assert [sum(column) for column in zip(*(values for _, values in bars.values()), strict=True)] == pytest.approx(
+        [1] * 6
+    )
+    assert len({figures.k_color(k, 7) for k in range(-2, 8)}) == 10, "every draft length has its own colour"
+
+
+def test_the_picture_is_drawn(trace, tmp_path):
+    image = imread(figures.save_picture(tmp_path / "p.png", trace))
+    assert image.shape[0] > 800 and image.shape[1] > 1500
+    rgb = (image[..., :3] * 255).round().astype(int).reshape(-1, 3)
+    for color in (figures.BLUE, figures.GREEN, figures.PURPLE, figures.PALE):
+        wanted = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
+        assert (rgb == wanted).all(axis=1).sum() > 1000
+
+
+def test_a_run_without_loads_or_steps_is_drawn(tmp_path):
+    TraceWriter(tmp_path, "trainer").emit("phase", step=1, name="rollout", start=0.0, end=2.0)
+    figures.save_picture(tmp_path / "bare.png", read_trace(tmp_path))
