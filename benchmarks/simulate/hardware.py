@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from verl_tlt.advise.step_costs import CostModel as CostModel
 from verl_tlt.advise.step_costs import RooflineCost
 from verl_tlt.speculation.costs.latency_table import Table, interpolate
-from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
 from verl_tlt.speculation.types import OFF, ControlError
 
 VLLM_CAPTURE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
@@ -90,6 +90,14 @@ class TableCost:
         below, above = max(x for x in self._curves if x < k), min(x for x in self._curves if x > k)
         share = (k - below) / (above - below)
         return (1.0 - share) * interpolate(self._curves[below], batch) + share * interpolate(self._curves[above], batch)
+
+
+def calibration_of(cost: CostModel, arms: Sequence[int]) -> LatencyTable:
+    """What a calibration of such an engine would find, without noise: OFF and every arm at small batches."""
+    steps = [(batch, k) for batch in (1, 2, 4, 8, 16, 32) for k in (OFF, *arms)]
+    seconds = (cost.seconds(batch, 32 * batch, max(k, 0), k) for batch, k in steps)
+    points = (LatencyPoint(b, 32 * b, k, s, 4, True) for (b, k), s in zip(steps, seconds, strict=True))
+    return LatencyTable(tuple(points))
 
 
 @dataclass(frozen=True)

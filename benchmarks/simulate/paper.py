@@ -8,16 +8,14 @@ What it does not give is assumed, from the authors' published examples where the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from benchmarks.simulate.hardware import QWEN_32B_TP4
 from benchmarks.simulate.workload import FIG16_ADAPTIVE
-from verl_tlt.advise.replica import EngineSpec, Replica, decode_as_stock
+from verl_tlt.advise.decoding import EngineSpec, decode, step_gains
 from verl_tlt.advise.response_lengths import LogNormal
 from verl_tlt.advise.simulation import SimulatedRun, simulate
 from verl_tlt.advise.step_costs import CostModel, RooflineCost
@@ -97,18 +95,17 @@ def decoder(model: Model) -> RooflineCost:
 
 def theirs(cost: CostModel, single: float) -> EngineSpec:
     """Trees, at `THRESHOLD` requests and fewer."""
-    return EngineSpec(TreeCost(cost, single), (0, 8), "fixed", token_limit=THRESHOLD * 9)
+    return EngineSpec(TreeCost(cost, single), (0, 8), token_limit=THRESHOLD * 9)
 
 
-def row(name: str, nodes: int, steps: int, jobs: int) -> dict[str, Any]:
+def row(name: str, nodes: int, steps: int) -> dict[str, Any]:
     """One cluster: the paper's rule with trees, and our control with chains of up to seven."""
     model = MODELS[name]
     cost, gpus = decoder(model), 8 * nodes
     found: dict[str, Any] = {"model": name, "nodes": nodes, "replicas": gpus // model.tensor_parallel}
     for label, engine in (("theirs", theirs(cost, model.single)), ("ours", EngineSpec(cost, (0, 1, 3, 7)))):
         run = SimulatedRun(engine, found["replicas"], REQUESTS, LENGTHS, FIG16_ADAPTIVE, PROMPT, steps)
-        with ProcessPoolExecutor(jobs) as pool:
-            r = simulate(run, partial(pool.map, chunksize=4))
+        r = simulate(run)
         rest_s = FIXED_S + 12 * model.parameters / (GPU_FLOPS * gpus) * (r.tokens + REQUESTS * PROMPT)
         step = (r.stock_s + rest_s) / (r.rollout_s + rest_s)
         found[label] = {"rollout": round(r.speed, 3), "step": round(step, 3)}
@@ -120,10 +117,9 @@ def row(name: str, nodes: int, steps: int, jobs: int) -> dict[str, Any]:
 def case_study(steps: int) -> dict[str, float]:
     """128 requests on one engine of Table 4's."""
     spec = theirs(QWEN_32B_TP4, TABLE_4[1])
-    replica, acceptance = Replica(spec, 0), np.asarray(FIG16_ADAPTIVE)
     draws = [LENGTHS.draw(np.random.default_rng([5, i]), 128) for i in range(steps)]
-    base = [decode_as_stock(spec, lengths, PROMPT).seconds for lengths in draws]
-    ours = [replica.rollout(lengths, PROMPT, acceptance, acceptance).seconds for lengths in draws]
+    base = [decode(spec, lengths, PROMPT).seconds for lengths in draws]
+    ours = [decode(spec, lengths, PROMPT, step_gains(spec, FIG16_ADAPTIVE, 128)).seconds for lengths in draws]
     return {
         "paper": CASE_STUDY,
         "theirs": round(sum(base) / sum(ours), 3),
@@ -131,8 +127,8 @@ def case_study(steps: int) -> dict[str, float]:
     }
 
 
-def reproduce(steps: int = 6, jobs: int = 2) -> dict[str, Any]:
+def reproduce(steps: int = 6) -> dict[str, Any]:
     """Table 3, Fig. 11 and the case study."""
     paper: Mapping[tuple[str, int], float] = {**TABLE_3, **{(name, 8): speed for name, speed in FIG_11.items()}}
-    rows = [row(*key, steps, jobs) | {"paper_step": speed} for key, speed in paper.items()]
+    rows = [row(*key, steps) | {"paper_step": speed} for key, speed in paper.items()]
     return {"assumed": ASSUMED, "clusters": rows, "case_study": case_study(steps)}

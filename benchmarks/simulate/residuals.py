@@ -1,6 +1,6 @@
 """How far the advisor's simulation is from what was measured: our own CPU runs, and the TLT paper's clusters.
 
-    python -m benchmarks.simulate.residuals [--jobs N] [--scale [REPLICAS]]
+    python -m benchmarks.simulate.residuals [--scale [REPLICAS]]
 
 Nothing is timed but the simulation itself (`--scale`: 1,024 replicas and a million requests). Costs and lengths come
 from stored results; what was fitted stands beside each comparison in benchmarks/results/simulator.json.
@@ -20,11 +20,8 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import resource
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +30,11 @@ import numpy as np
 from benchmarks.control.engine import problems
 from benchmarks.gpu.parts import machine
 from benchmarks.simulate.engine import Noise, SimulatedEngine
-from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, TableCost
+from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, TableCost, calibration_of
 from benchmarks.simulate.paper import reproduce
 from benchmarks.simulate.workload import FIG16_ADAPTIVE, Workload, geometric
 from demo.toy.assets import prompt_row
-from verl_tlt.advise.replica import EngineSpec, Floats, Replica, decode_as_stock
+from verl_tlt.advise.decoding import EngineSpec, Floats, decode, rollout, step_gains
 from verl_tlt.advise.response_lengths import Lengths, LogNormal
 from verl_tlt.advise.simulation import SimulatedRun, simulate
 from verl_tlt.speculation.costs.tables import LatencyTable
@@ -61,13 +58,13 @@ def against_steps() -> dict[str, Any]:
             for requests, at_once in ((64, 256), (384, 128)):
                 for policy in ("fixed", "goodput"):
                     w = Workload(requests, geometric(a), rollouts=2, max_batch=at_once)
-                    replica = Replica(EngineSpec(cost, ARMS, policy, max_batch=at_once), 0)
                     stepped = make_policy(policy, ARMS)
-                    stepped.set_latency(replica.control.costs.to_table())
+                    stepped.set_latency(calibration_of(cost, ARMS))
                     stepped.set_acceptance(list(w.acceptance))
                     exact = SimulatedEngine(w, cost, Noise(0.03)).run(stepped).seconds
-                    true = np.asarray(w.acceptance)
-                    ours = sum(replica.rollout(w.rollout(i).lengths, w.prompt, true, true).seconds for i in range(2))
+                    spec = EngineSpec(cost, ARMS if policy == "goodput" else ARMS[-1:], max_batch=at_once)
+                    gains = step_gains(spec, w.acceptance, requests)
+                    ours = sum(decode(spec, w.rollout(i).lengths, w.prompt, gains).seconds for i in range(2))
                     ratios[f"{label} a={a} {requests} requests, {policy}"] = round(ours / exact, 4)
     return {"ratio": ratios, "worst": round(max(abs(r - 1.0) for r in ratios.values()), 4)}
 
@@ -122,13 +119,13 @@ def when_both_are_done(seconds: list[float], busy_s: float, alone_s: float) -> f
     return first + (last - first) * alone_s / busy_s
 
 
-def one_acceptance(accept_length: float, longest: int) -> Floats:
+def one_acceptance(accept_length: float, longest: int) -> tuple[float, ...]:
     """The same acceptance at every position that gives this accept length."""
     low, high = 0.0, 1.0
     for _ in range(50):
         a = 0.5 * (low + high)
         low, high = (a, high) if sum(a**i for i in range(longest + 1)) < accept_length else (low, a)
-    return np.full(longest, low)
+    return (low,) * longest
 
 
 def same_tokens() -> dict[str, Any]:
@@ -145,15 +142,13 @@ def same_tokens() -> dict[str, Any]:
         "fresh": ("fresh", False),
     }
     for arm, (pair, plain) in arms.items():
-        replicas = [Replica(EngineSpec(cost, (0, 1, 2, 3), max_batch=32), i) for i in range(2)]
+        spec, rng = EngineSpec(cost, (0, 1, 2, 3), max_batch=32), np.random.default_rng(0)
         rows = []
         for row in measured[pair]["steps"]:
-            lengths, a = forced_lengths(int(row["step"])), one_acceptance(row["accept_length"], 3)
-            done = [
-                decode_as_stock(r.spec, x, PROMPT) if plain else r.rollout(x, PROMPT, a, a)
-                for r, x in zip(replicas, lengths, strict=True)
-            ]
-            predicted = when_both_are_done([d.seconds for d in done], busy_s + request_s, alone_s + request_s)
+            acceptance = one_acceptance(row["accept_length"], 3)
+            pairs = [rollout(spec, x, PROMPT, acceptance, rng) for x in forced_lengths(int(row["step"]))]
+            done = [(stock if plain else tlt).seconds for stock, tlt in pairs]
+            predicted = when_both_are_done(done, busy_s + request_s, alone_s + request_s)
             seconds = row["stock_rollout_s" if plain else "rollout_s"]
             rows.append({"step": row["step"], "measured_s": round(seconds, 2), "predicted_s": round(predicted, 2)})
         whole = sum(r["predicted_s"] for r in rows) / sum(r["measured_s"] for r in rows)
@@ -171,17 +166,17 @@ def drain() -> dict[str, Any]:
     content = json.loads((RESULTS / "control.json").read_text())
     detail, measured = content["drain_detail"], content["drain"]["tok_per_s"]
     cost = TableCost(LatencyTable.from_list(detail["calibration"]))
-    acceptance = np.asarray(detail["expected_acceptance"])
+    acceptance = tuple(detail["expected_acceptance"])
     speeds = {}
     for name in ["off", *(f"fixed-{k}" for k in range(1, 8)), "goodput"]:
-        longest = int(name.removeprefix("fixed-")) if name.startswith("fixed-") else 7
-        policy = name.partition("-")[0]
-        replica = Replica(EngineSpec(cost, tuple(range(longest + 1)), policy, max_batch=64), 0)
+        arms = (int(name.removeprefix("fixed-")),) if name.startswith("fixed-") else tuple(range(8))
+        spec = EngineSpec(cost, arms, max_batch=64)
         tokens = seconds = 0.0
         for seed in range(content["drain"]["runs"]):
             work = problems(seed)
             lengths, prompt = np.array([n for _, n in work]), round(float(np.mean([len(p) for p, _ in work])))
-            seconds += replica.rollout(lengths, prompt, acceptance, acceptance).seconds
+            gains = None if name == "off" else step_gains(spec, acceptance, lengths.size)
+            seconds += decode(spec, lengths, prompt, gains).seconds
             tokens += float(lengths.sum())
         speeds[name] = tokens / seconds
     pace = measured["off"]["median"] / speeds["off"]
@@ -196,43 +191,33 @@ def drain() -> dict[str, Any]:
 # ---------------------------------------------------------------------- size
 
 
-def scale(replicas: int, jobs: int) -> dict[str, Any]:
+def scale(replicas: int) -> dict[str, Any]:
     """How long a step of so many replicas, 1,024 requests each, takes to simulate."""
     engine, lengths = EngineSpec(QWEN3_8B_H100, (0, 1, 3, 7)), LogNormal(2000, 1.0, 16384)
     run = SimulatedRun(engine, replicas, 1024 * replicas, lengths, FIG16_ADAPTIVE)
-    begin, before = time.perf_counter(), cpu_seconds()
-    with ProcessPoolExecutor(jobs) as pool:
-        found = simulate(run, partial(pool.map, chunksize=8))
-    took, worked = time.perf_counter() - begin, cpu_seconds() - before
+    begin = time.perf_counter()
+    found = simulate(run)
+    took = time.perf_counter() - begin
     return {
         "replicas": replicas,
         "requests": run.requests,
         "tokens": found.tokens,
-        "jobs": jobs,
         "seconds": round(took, 1),
-        "cpu_seconds": round(worked, 1),
         "rollout_ratio": round(found.speed, 3),
     }
-
-
-def cpu_seconds() -> float:
-    """Of this process and those that it has waited for."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(u.ru_utime + u.ru_stime for u in used)
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--scale", type=int, nargs="?", const=1024, help="also simulate so many replicas: some minutes")
     parser.add_argument("--out", type=Path, default=RESULTS / "simulator.json")
     args = parser.parse_args()
     before = json.loads(args.out.read_text()) if args.out.exists() else {}
     found = {"machine": machine(), "steps": against_steps(), "same_tokens": same_tokens(), "drain": drain(),
-             "paper": reproduce(jobs=args.jobs)}  # fmt: skip
+             "paper": reproduce()}  # fmt: skip
     if args.scale:
-        found["scale"] = scale(args.scale, args.jobs)
+        found["scale"] = scale(args.scale)
     elif "scale" in before:
         found["scale"] = before["scale"]
     args.out.write_text(json.dumps(found, indent=1) + "\n")

@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "warmup": SHARED | {"child_engine", "compat", "console", "drafter"},
     "doctor": SHARED
     | {"channel", "child_engine", "compat", "drafter", "flag", "idle", "server", "speculation", "trainer"},
-    "advise": {"config", "console", "doctor", "drafter", "errors", "report", "speculation"},
+    "advise": {"config", "console", "doctor", "drafter", "errors", "report", "server", "speculation"},
     # what a run and a shell begin with
     "activation": SHARED | {"compat", "doctor", "trainer"},
     "plugin": {"activation", "compat", "flag", "trainer"},

@@ -12,19 +12,14 @@ from rich.table import Table
 from verl_tlt.advise.hardware import GPUS, find_shape, shape_of_size
 from verl_tlt.advise.judge import Numbers, Verdict, judge, never_trained
 from verl_tlt.advise.run_metrics import read_metrics, read_run
-from verl_tlt.advise.scenario import SETTINGS, Estimate, Scenario, accept_length, break_even, estimate, usable
+from verl_tlt.advise.scenario import SETTINGS, Estimate, Scenario, estimate
 from verl_tlt.advise.simulation import SMALL_BATCH
 from verl_tlt.advise.workload import read_workload
-from verl_tlt.config import TLTConfig
 from verl_tlt.doctor.recipe import compose, read_arguments, read_settings
 from verl_tlt.errors import TLTError
-from verl_tlt.speculation.graph_rules import LONGEST, LONGEST_WITHOUT_GRAPHS
+from verl_tlt.server.engine_arguments import engine_arms
 
-BATCHES = (1, 8, 32, 128)
-"""At which the break-even accept length is shown."""
 DEFAULT_GPU = "H100"
-
-Rows = list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -51,9 +46,8 @@ def advise(arguments: Sequence[str], config_name: str, given: Given, console: Co
     """
     scenario, assumed = read_scenario(arguments, config_name, given)
     found = estimate(scenario, assumed)
-    n = numbers(scenario, found)
-    verdict = judge(n)
-    _print(console, scenario, found, n, verdict)
+    verdict = judge(found.numbers)
+    _print(console, scenario, found, verdict)
     return verdict
 
 
@@ -72,8 +66,8 @@ def parse_acceptance(text: str | None) -> tuple[float, ...]:
     return values
 
 
-def read_scenario(arguments: Sequence[str], config_name: str, given: Given) -> tuple[Scenario, Rows]:
-    """The recipe, the run and what the user says; and what had to be assumed.
+def read_scenario(arguments: Sequence[str], config_name: str, given: Given) -> tuple[Scenario, dict[str, str]]:
+    """The recipe, the run and what the user says; and what had to be assumed, value and why.
 
     Raises:
         TLTError: something cannot be read, or contradicts something else.
@@ -82,19 +76,20 @@ def read_scenario(arguments: Sequence[str], config_name: str, given: Given) -> t
         raise TLTError("--trace and --metrics are two ways to show the same run: give one of them.")
     recipe = read_arguments(arguments, config_name)
     config = compose(recipe.overrides, recipe.config)
-    settings, work, assumed = read_settings(config), read_workload(config), []
+    settings, work = read_settings(config), read_workload(config)
+    assumed: dict[str, str] = {}
     if given.gpu is None:
-        assumed.append(("GPU", f"{DEFAULT_GPU}; --gpu names another ({', '.join(sorted(GPUS))})"))
+        assumed["GPU"] = f"{DEFAULT_GPU}; --gpu names another ({', '.join(sorted(GPUS))})"
     elif given.gpu.upper() not in GPUS:
         raise TLTError(f"--gpu {given.gpu} is not one of {', '.join(sorted(GPUS))}.")
     if given.parameters is None:
         shape, source = find_shape(work.policy)
-        assumed.append(("policy's shape", f"{shape.parameters / 1e9:.1f}B parameters, from {source}"))
+        assumed["policy's shape"] = f"{shape.parameters / 1e9:.1f}B parameters, from {source}"
     elif given.parameters > 0:
         shape = shape_of_size(given.parameters * 1e9)
     else:
         raise TLTError(f"--parameters must be above 0 (billions), not {given.parameters:g}.")
-    arms = _arms(settings, work.eager)
+    arms = engine_arms(settings, work.eager)
     if len(arms) < 2:
         raise TLTError(f"tlt.speculation.arms={list(arms)} never drafts, so there is nothing to advise on.")
     metrics = read_run(given.trace) if given.trace else read_metrics(given.metrics) if given.metrics else None
@@ -103,59 +98,6 @@ def read_scenario(arguments: Sequence[str], config_name: str, given: Given) -> t
         settings.drafter.path is not None, metrics, given.acceptance, given.response_length, given.reward_s, given.seed,
     )  # fmt: skip
     return scenario, assumed
-
-
-def _arms(settings: TLTConfig, eager: bool) -> tuple[int, ...]:
-    """Draft lengths of the policy; those with CUDA graphs, where the recipe does not say it."""
-    s = settings.speculation
-    if s.arms is not None:
-        return tuple(s.arms)
-    longest = s.max_draft_length or (LONGEST_WITHOUT_GRAPHS if eager else LONGEST)
-    return tuple(k for k in range(longest + 1) if eager or k in (0, 1, 3, 7) or k == longest)
-
-
-def numbers(scenario: Scenario, found: Estimate) -> Numbers:
-    """What decides: measured where the run showed it, simulated elsewhere."""
-    work, metrics, likely = scenario.work, scenario.metrics, found.rollouts["likely"]
-    lengths = usable(found.costs["likely"], scenario.arms)
-    k = max(k for k in lengths if k <= max(3, lengths[1]))
-    tail, gen_s, waiting, bubble_s = likely.tail_share, likely.stock_s, 0.0, None
-    if metrics is not None:
-        gen_s, waiting = metrics.stock_gen_s, metrics.tool_share or 0.0
-        if whole := sum(metrics.seconds_by_batch.values()):
-            tail = sum(s for b, s in metrics.seconds_by_batch.items() if b < SMALL_BATCH) / whole
-        if metrics.bubble_s is not None:
-            bubble_s = metrics.bubble_s / work.replicas
-        if work.multi_turn and metrics.tool_share is None and metrics.busy_share is not None:
-            waiting = 1.0 - metrics.busy_share
-    # A few simulated steps have luck of their own, by which a worse drafter may come out ahead.
-    speeds = [rollout.speed for rollout in found.rollouts.values()]
-    drafted = metrics is not None and (metrics.accept_length or 0.0) > 1.2
-    return Numbers(
-        gen_s=gen_s,
-        rest_s=found.rest_s,
-        overhead_s=found.overhead_s,
-        rollout={"low": min(speeds), "likely": likely.speed, "high": max(speeds)},
-        tail_share=tail,
-        bubble_s=likely.bubble_share * gen_s if bubble_s is None else bubble_s,
-        bubble_needed_s=found.session_s,
-        replicas=work.replicas,
-        has_drafter=scenario.has_drafter or drafted,
-        trains=scenario.spot,
-        mode=work.mode,
-        reward_s=max(scenario.reward_s, metrics.reward_s or 0.0 if metrics is not None else 0.0),
-        tool_share=waiting,
-        response_mean=likely.tokens / max(work.requests, 1),
-        tail_break_even=break_even(found.costs["likely"], 8, (k,), _context(scenario, found))[k],
-        accept={name: accept_length(found.acceptance[name], k) for name in SETTINGS},
-        measured=metrics is not None,
-    )
-
-
-def _context(scenario: Scenario, found: Estimate) -> int:
-    """Tokens of context of a request in the tail: a mean response, and its prompt."""
-    work = scenario.work
-    return round(found.rollouts["likely"].tokens / max(work.requests, 1)) + work.prompt // 4
 
 
 def suggestions(scenario: Scenario, n: Numbers) -> list[str]:
@@ -176,9 +118,9 @@ def suggestions(scenario: Scenario, n: Numbers) -> list[str]:
     return said
 
 
-def _print(console: Console, scenario: Scenario, found: Estimate, n: Numbers, verdict: Verdict) -> None:
+def _print(console: Console, scenario: Scenario, found: Estimate, verdict: Verdict) -> None:
     rows = Table("", "", "from", title="verl-tlt advise", show_header=True, title_justify="left")
-    for row in _rows(scenario, found, n):
+    for row in _rows(scenario, found):
         rows.add_row(*row)
     console.print(rows)
 
@@ -189,18 +131,18 @@ def _print(console: Console, scenario: Scenario, found: Estimate, n: Numbers, ve
         say(f"Run: {scenario.metrics.source}, {scenario.metrics.steps} steps")
     if found.assumed:
         say("Assumed:", "bold")
-        for what, why in found.assumed:
+        for what, why in found.assumed.items():
             say(f"  {what}: {why}")
     say("What to change:", "bold")
-    for sentence in suggestions(scenario, n):
+    for sentence in suggestions(scenario, found.numbers):
         say(f"  {sentence}")
     style = {"yes": "bold green", "no": "bold red", "it depends": "bold yellow"}[verdict.answer]
     say(f"Does it pay? {verdict.answer}: {verdict.because}", style)
 
 
-def _rows(scenario: Scenario, found: Estimate, n: Numbers) -> list[tuple[str, str, str]]:
+def _rows(scenario: Scenario, found: Estimate) -> list[tuple[str, str, str]]:
     """(what, figure, where it is from) of each line of the table."""
-    work, run, context = scenario.work, scenario.metrics, _context(scenario, found)
+    work, run, n = scenario.work, scenario.metrics, found.numbers
     measured = "run" if run else "simulated"
     fleet = f"{work.replicas} replicas, each of {work.tensor_parallel} GPUs; {work.gpus} GPUs train"
     share = f"{n.share:.0%} ({n.gen_s:.1f} of {n.gen_s + n.rest_s:.1f} s)"
@@ -215,10 +157,10 @@ def _rows(scenario: Scenario, found: Estimate, n: Numbers) -> list[tuple[str, st
     ]  # fmt: skip
     if n.tool_share:
         rows.append(("waiting for tools", f"{n.tool_share:.0%} of a response's time", measured))
-    for batch in (b for b in BATCHES if b <= max(work.max_num_seqs, 8)):
-        lengths = break_even(found.costs["likely"], batch, scenario.arms, context)
+    for batch, lengths in found.break_even.items():
         cells = ", ".join(f"K={k} {tau:.2f}" for k, tau in lengths.items())
-        rows.append((f"break-even accept length, batch {batch}", cells, f"step costs, {context} tokens of context"))
+        source = f"step costs, {found.context} tokens of context"
+        rows.append((f"break-even accept length, batch {batch}", cells, source))
     if n.accept is not None:
         source = "given" if scenario.acceptance else "run" if run and run.acceptance else "assumed"
         length = f"{n.accept['likely']:.2f} ({n.accept['low']:.2f} to {n.accept['high']:.2f})"

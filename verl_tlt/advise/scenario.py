@@ -8,22 +8,25 @@ assumed, and every assumption is listed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from verl_tlt.advise.decoding import EngineSpec
 from verl_tlt.advise.hardware import Gpu, Shape, drafter_tokens_s, step_cost, update_token_s
-from verl_tlt.advise.replica import EngineSpec
+from verl_tlt.advise.judge import Numbers
 from verl_tlt.advise.response_lengths import LogNormal, from_mean, from_moments
 from verl_tlt.advise.run_metrics import RunMetrics
-from verl_tlt.advise.simulation import SimulatedRollout, SimulatedRun, simulate
+from verl_tlt.advise.simulation import SMALL_BATCH, SimulatedRollout, SimulatedRun, simulate
 from verl_tlt.advise.step_costs import CostModel, LearnedCost, RooflineCost
 from verl_tlt.advise.workload import Workload
 from verl_tlt.errors import TLTError
 from verl_tlt.speculation.types import OFF
 
 SETTINGS = ("low", "likely", "high")
+BATCHES = (1, 8, 32, 128)
+"""At which the break-even accept length is told."""
 ACCEPTANCE = {
     "low": (0.55, 0.50, 0.46, 0.43, 0.40, 0.38, 0.36),
     "likely": (0.72, 0.67, 0.63, 0.60, 0.57, 0.55, 0.53),
@@ -74,120 +77,167 @@ class Scenario:
     seed: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Estimate:
-    """Simulated rollouts of a scenario by setting, and what they rest on."""
+    """What decides in a scenario, and what it rests on."""
 
-    rollouts: dict[str, SimulatedRollout] = field(default_factory=dict)
-    costs: dict[str, CostModel] = field(default_factory=dict)
-    acceptance: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    rest_s: float = 0.0
-    """Seconds of a step outside rollout."""
-    overhead_s: float = OVERHEAD_S
-    """TLT's own seconds on the critical path of a step."""
-    session_s: float = SESSION_BEGINS_S
-    """Bubble that a session needs for its result to be merged."""
-    assumed: list[tuple[str, str]] = field(default_factory=list)
-    """(what, value and why)."""
-
-    def assume(self, what: str, why: str) -> None:
-        """Note an assumption, once."""
-        if (what, why) not in self.assumed:
-            self.assumed.append((what, why))
+    numbers: Numbers
+    context: int
+    """Tokens of context of a request in the tail: a mean response, and its prompt."""
+    break_even: Mapping[int, Mapping[int, float]]
+    """By batch and K: the accept length above which a draft pays."""
+    assumed: Mapping[str, str]
+    """What, and value and why."""
 
 
-def estimate(scenario: Scenario, assumed: Sequence[tuple[str, str]] = ()) -> Estimate:
+def estimate(scenario: Scenario, assumed: dict[str, str]) -> Estimate:
     """Simulate rollouts of the run at every setting, with a drafter that has been trained already.
 
     Args:
         scenario: the run.
-        assumed: what its reader had to assume; listed first.
+        assumed: what its reader had to assume, value and why; more is added.
 
     Raises:
         TLTError: the recipe asks for no work, or what was logged contradicts it.
     """
-    work, metrics, found = scenario.work, scenario.metrics, Estimate(assumed=list(assumed))
+    work, metrics = scenario.work, scenario.metrics
     if work.requests < 1 or work.replicas < 1:
         raise TLTError("data.train_batch_size, trainer.nnodes and trainer.n_gpus_per_node must ask for some work.")
-    lengths = _lengths(scenario, found)
+    lengths, prompt = _lengths(scenario, assumed), max(1, work.prompt // 4)
     if metrics is not None and metrics.prompt_mean:
         prompt = round(metrics.prompt_mean)
     else:
-        prompt = max(1, work.prompt // 4)
-        found.assume("mean prompt", f"{prompt} tokens, a quarter of data.max_prompt_length")
-    found.rest_s = _rest_s(scenario, lengths, found)
+        assumed["mean prompt"] = f"{prompt} tokens, a quarter of data.max_prompt_length"
+    steps = min(4, math.ceil(ENOUGH_RESPONSES / work.requests))
+    costs = {setting: _cost(scenario, setting, assumed) for setting in SETTINGS}
+    acceptance = {setting: _acceptance(scenario, setting, assumed) for setting in SETTINGS}
+    rollouts = {}
+    for setting, cost in costs.items():
+        prefill_s = cost.token_s if isinstance(cost, RooflineCost) else 0.0
+        arms = usable(cost, scenario.arms)
+        engine = EngineSpec(cost, arms, work.max_num_seqs, prefill_token_s=prefill_s, spread=SPREAD[setting])
+        requests = max(work.requests, work.replicas)
+        run = SimulatedRun(engine, work.replicas, requests, lengths, acceptance[setting], prompt, steps, scenario.seed)
+        rollouts[setting] = simulate(run)
+    context = round(rollouts["likely"].tokens / work.requests) + work.prompt // 4
+    batches = [b for b in BATCHES if b <= max(work.max_num_seqs, 8)]
+    even = {batch: break_even(costs["likely"], batch, scenario.arms, context) for batch in batches}
+    rest_s, overhead_s = _rest_s(scenario, lengths, assumed), _overhead_s(scenario, assumed)
+    return Estimate(_numbers(scenario, rollouts, acceptance, even[8], rest_s, overhead_s), context, even, assumed)
+
+
+def _numbers(
+    scenario: Scenario,
+    rollouts: Mapping[str, SimulatedRollout],
+    acceptance: Mapping[str, tuple[float, ...]],
+    tail_break_even: Mapping[int, float],
+    rest_s: float,
+    overhead_s: float,
+) -> Numbers:
+    """What decides: measured where the run showed it, simulated elsewhere."""
+    work, metrics, likely = scenario.work, scenario.metrics, rollouts["likely"]
+    k = max(k for k in tail_break_even if k <= max(3, min(tail_break_even)))
+    session_s = SESSION_BEGINS_S
     if scenario.spot:
-        found.session_s += LEAST_TOKENS / drafter_tokens_s(scenario.shape, scenario.gpu, work.tensor_parallel)
-    if metrics is not None and metrics.overhead_s is not None:
-        found.overhead_s = metrics.overhead_s
-    else:
-        found.assume("TLT's own work in a step", f"{OVERHEAD_S} s")
-    for setting in SETTINGS:
-        cost, found.acceptance[setting] = _cost(scenario, setting, found), _acceptance(scenario, setting, found)
-        found.costs[setting] = cost
-        prefill = cost.token_s if isinstance(cost, RooflineCost) else 0.0
-        engine = EngineSpec(
-            cost, usable(cost, scenario.arms), max_batch=work.max_num_seqs, prefill_token_s=prefill,
-            spread=SPREAD[setting],
-        )  # fmt: skip
-        steps = min(4, math.ceil(ENOUGH_RESPONSES / work.requests))
-        run = SimulatedRun(
-            engine, work.replicas, max(work.requests, work.replicas), lengths, found.acceptance[setting], prompt,
-            steps, scenario.seed,
-        )  # fmt: skip
-        found.rollouts[setting] = simulate(run)
-    return found
+        session_s += LEAST_TOKENS / drafter_tokens_s(scenario.shape, scenario.gpu, work.tensor_parallel)
+    # A few simulated steps have luck of their own, by which a worse drafter may come out ahead.
+    speeds = [rollout.speed for rollout in rollouts.values()]
+    numbers = Numbers(
+        gen_s=likely.stock_s,
+        rest_s=rest_s,
+        overhead_s=overhead_s,
+        rollout={"low": min(speeds), "likely": likely.speed, "high": max(speeds)},
+        tail_share=likely.tail_share,
+        bubble_s=likely.bubble_share * likely.stock_s,
+        bubble_needed_s=session_s,
+        replicas=work.replicas,
+        has_drafter=scenario.has_drafter,
+        trains=scenario.spot,
+        mode=work.mode,
+        reward_s=scenario.reward_s,
+        response_mean=likely.tokens / work.requests,
+        tail_break_even=tail_break_even[k],
+        accept={name: accept_length(acceptance[name], k) for name in SETTINGS},
+        measured=metrics is not None,
+    )
+    return numbers if metrics is None else _as_measured(numbers, work, metrics)
 
 
-def _lengths(scenario: Scenario, found: Estimate) -> LogNormal:
+def _as_measured(n: Numbers, work: Workload, metrics: RunMetrics) -> Numbers:
+    """The numbers with what a run showed in place of what was simulated."""
+    gen_s, tail, waiting = metrics.stock_gen_s, n.tail_share, metrics.tool_share or 0.0
+    bubble_s = n.bubble_s / n.gen_s * gen_s if metrics.bubble_s is None else metrics.bubble_s / work.replicas
+    if whole := sum(metrics.seconds_by_batch.values()):
+        tail = sum(s for b, s in metrics.seconds_by_batch.items() if b < SMALL_BATCH) / whole
+    if work.multi_turn and metrics.tool_share is None and metrics.busy_share is not None:
+        waiting = 1.0 - metrics.busy_share
+    return replace(
+        n, gen_s=gen_s, tail_share=tail, bubble_s=bubble_s, tool_share=waiting,
+        reward_s=max(n.reward_s, metrics.reward_s or 0.0),
+        has_drafter=n.has_drafter or (metrics.accept_length or 0.0) > 1.2,
+    )  # fmt: skip
+
+
+def _lengths(scenario: Scenario, assumed: dict[str, str]) -> LogNormal:
     """Response lengths as a run's metrics, the user, or the recipe's limit suggest them."""
     work, metrics, mean = scenario.work, scenario.metrics, scenario.response
     if metrics is not None:
         return from_moments(metrics.response_mean, metrics.response_max, metrics.clipped, work.requests, work.response)
     if mean is not None:
-        found.assume("spread of lengths", f"log-normal, sigma {SIGMA}, around the mean that was given")
+        assumed["spread of lengths"] = f"log-normal, sigma {SIGMA}, around the mean that was given"
         if not 1 <= mean <= work.response:
             limit = f"data.max_response_length={work.response}"
             raise TLTError(f"--response-length must be between 1 and {limit}, not {mean:g}.")
         return from_mean(mean, SIGMA, work.response)
-    found.assume(
-        "response lengths", f"log-normal, median {work.response * MEDIAN_SHARE:.0f} (a tenth of "
-        f"data.max_response_length), sigma {SIGMA}: one in a hundred is cut; --metrics or --response-length is better",
-    )  # fmt: skip
-    return LogNormal(work.response * MEDIAN_SHARE, SIGMA, work.response)
+    median = work.response * MEDIAN_SHARE
+    assumed["response lengths"] = (
+        f"log-normal, median {median:.0f} (a tenth of data.max_response_length), sigma {SIGMA}: one in a hundred is "
+        "cut; --metrics or --response-length is better"
+    )
+    return LogNormal(median, SIGMA, work.response)
 
 
-def _rest_s(scenario: Scenario, lengths: LogNormal, found: Estimate) -> float:
+def _rest_s(scenario: Scenario, lengths: LogNormal, assumed: dict[str, str]) -> float:
     """Seconds of a step outside rollout, measured or from the policy's size."""
     if scenario.metrics is not None:
         return scenario.metrics.rest_s
     work, fixed_s = scenario.work, FIXED_S + scenario.reward_s
     token_s = update_token_s(scenario.shape, scenario.gpu, work.gpus, work.critic, work.reference)
-    found.assume(
-        "outside rollout", f"log-probs and update at 30 % of the data sheet's FLOP/s on {work.gpus} GPUs, and "
-        f"{fixed_s:g} s for weight sync and reward; --metrics or --reward-seconds says better",
-    )  # fmt: skip
+    assumed["outside rollout"] = (
+        f"log-probs and update at 30 % of the data sheet's FLOP/s on {work.gpus} GPUs, and {fixed_s:g} s for weight "
+        "sync and reward; --metrics or --reward-seconds says better"
+    )
     return fixed_s + token_s * work.requests * lengths.mean()
 
 
-def _cost(scenario: Scenario, setting: str, found: Estimate) -> CostModel:
+def _overhead_s(scenario: Scenario, assumed: dict[str, str]) -> float:
+    """TLT's own seconds on the critical path of a step."""
+    if scenario.metrics is not None and scenario.metrics.overhead_s is not None:
+        return scenario.metrics.overhead_s
+    assumed["TLT's own work in a step"] = f"{OVERHEAD_S} s"
+    return OVERHEAD_S
+
+
+def _cost(scenario: Scenario, setting: str, assumed: dict[str, str]) -> CostModel:
     """A run's own step costs where it drafted, else the data sheet's."""
     if scenario.metrics is not None and scenario.metrics.costs.points:
         arms = scenario.metrics.costs.arms()
-        if {OFF, 0} & set(arms) and arms[-1] > 0:
+        if {OFF, 0} & set(arms) and arms[-1] >= scenario.arms[1]:
             return LearnedCost(scenario.metrics.costs)
-        found.assume("cost of drafts", "from the data sheet: the run has not drafted")
-    found.assume("step costs", "the GPU's data sheet: 90 % of its bandwidth, 40 % of its FLOP/s")
+        assumed["cost of drafts"] = "from the data sheet: the run has not drafted so"
+    assumed["step costs"] = "the GPU's data sheet: 90 % of its bandwidth, 40 % of its FLOP/s"
     work = scenario.work
     return step_cost(scenario.shape, scenario.gpu, work.tensor_parallel, work.eager, SHARPNESS[setting])
 
 
-def _acceptance(scenario: Scenario, setting: str, found: Estimate) -> tuple[float, ...]:
+def _acceptance(scenario: Scenario, setting: str, assumed: dict[str, str]) -> tuple[float, ...]:
     """Conditional acceptance by position, for every draft length that may be chosen."""
     known = scenario.acceptance or (scenario.metrics.acceptance if scenario.metrics else ())
     if not known:
-        found.assume("acceptance", "accept length 1.95 to 3.2 at K=3, of a drafter that is trained along or made by "
-                     "verl-tlt warmup; verl-tlt evaluate measures one")  # fmt: skip
+        assumed["acceptance"] = (
+            "accept length 1.95 to 3.2 at K=3, of a drafter that is trained along or made by verl-tlt warmup; "
+            "verl-tlt evaluate measures one"
+        )
     factor = AROUND_MEASURED[setting] if known else 1.0
     values, longest = known or ACCEPTANCE[setting], scenario.arms[-1]
     extended = (*values[:longest], *(values[-1] for _ in range(longest - len(values))))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl_tlt.config import TLTConfigError
-from verl_tlt.doctor.recipe import ROLLOUT, devices, devices_per_replica, number, select, trainer_mode
+from verl_tlt.doctor.recipe import ROLLOUT, devices, devices_per_replica, enforce_eager, number, select, trainer_mode
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -70,7 +70,7 @@ def read_workload(config: DictConfig) -> Workload:
         prompt=number(config, "data.max_prompt_length", 512),
         response=number(config, "data.max_response_length", 512),
         max_num_seqs=max(1, number(config, f"{ROLLOUT}.max_num_seqs", 256)),
-        eager=bool(select(config, f"{ROLLOUT}.enforce_eager", False)),
+        eager=enforce_eager(config),
         critic=str(select(config, "algorithm.adv_estimator", "")) == "gae",
         reference=any(bool(select(config, key, False)) for key in kl_terms),
         multi_turn=bool(select(config, f"{ROLLOUT}.multi_turn.enable", False)) or "tool" in agent,

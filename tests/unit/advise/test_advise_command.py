@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from verl_tlt.advise.command import Given, numbers, read_scenario
+from verl_tlt.advise.command import Given, read_scenario
 from verl_tlt.advise.hardware import GPUS, find_shape, step_cost
 from verl_tlt.advise.scenario import estimate
 from verl_tlt.advise.workload import read_workload
@@ -86,10 +86,9 @@ def test_a_run_with_tlt_brings_its_own_costs_and_acceptance(made_run):
         *RECIPE, "data.train_batch_size=16", f"{ROLLOUT}.tensor_model_parallel_size=4", f"{ROLLOUT}.enforce_eager=true",
         "data.max_response_length=1024", "tlt.speculation.max_draft_length=7",  # the run had 5
     ]  # fmt: skip
-    scenario, _ = read_scenario(recipe, "ppo_trainer", Given(trace=made_run.directory))
-    found = estimate(scenario)
-    n = numbers(scenario, found)
-    assert not {what for what, _ in found.assumed} & {"acceptance", "step costs", "response lengths", "outside rollout"}
+    found = estimate(*read_scenario(recipe, "ppo_trainer", Given(trace=made_run.directory)))
+    n = found.numbers
+    assert not found.assumed.keys() & {"acceptance", "step costs", "response lengths", "outside rollout"}
     assert 1.0 < n.rollout["low"] <= n.rollout["likely"] <= n.rollout["high"] < 3.0
     assert n.has_drafter and n.replicas == 2 and n.bubble_s > 0
     code, said = advise(*recipe, "--trace", str(made_run.directory))
@@ -99,8 +98,8 @@ def test_a_run_with_tlt_brings_its_own_costs_and_acceptance(made_run):
 def test_a_better_drafter_promises_more():
     results = []
     for acceptance in ("0.4,0.3,0.2", "0.9,0.9,0.9"):
-        scenario, _ = read_scenario(RECIPE, "ppo_trainer", Given(acceptance=tuple(map(float, acceptance.split(",")))))
-        results.append(estimate(scenario).rollouts["likely"].speed)
+        given = Given(acceptance=tuple(map(float, acceptance.split(","))))
+        results.append(estimate(*read_scenario(RECIPE, "ppo_trainer", given)).numbers.rollout["likely"])
     assert results[1] > 1.3 * results[0] > 1.2
 
 

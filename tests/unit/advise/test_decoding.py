@@ -1,4 +1,4 @@
-"""Segments against an engine that is stepped through, and what the control code makes of a drafter."""
+"""Segments against an engine that is stepped through token by token, and what costs a rollout time."""
 
 from dataclasses import replace
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from benchmarks.simulate.engine import Noise, SimulatedEngine
-from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4
+from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, calibration_of
 from benchmarks.simulate.workload import Workload, geometric
-from verl_tlt.advise.replica import EngineSpec, Replica, decode_as_stock
+from verl_tlt.advise.decoding import EngineSpec, decode, rollout, step_gains
 from verl_tlt.advise.step_costs import LearnedCost
 from verl_tlt.errors import TLTError
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
@@ -32,61 +32,57 @@ def exact(workload, cost, policy):
     return SimulatedEngine(workload, cost, Noise(0.03)).run(policy).seconds
 
 
+def seconds(spec, lengths, prompt, acceptance):
+    """(stock, TLT)"""
+    return tuple(d.seconds for d in rollout(spec, lengths, prompt, acceptance, np.random.default_rng(0)))
+
+
 @pytest.mark.parametrize("acceptance", [0.3, 0.8])
 @pytest.mark.parametrize("cost", [QWEN3_8B_H100, QWEN_32B_TP4], ids=["8B", "32B"])
 @pytest.mark.parametrize("policy", ["fixed", "goodput"])
-def test_segments_take_as_long_as_steps(policy, cost, acceptance):
+def test_segments_take_as_long_as_the_steps_of_a_policy(policy, cost, acceptance):
     w = Workload(160, geometric(acceptance), rollouts=1, max_batch=64, median_length=500)
-    true = np.array(w.acceptance)
-    replica = Replica(EngineSpec(cost, ARMS, policy, max_batch=64), seed=0)
-    replica.decision._always = True  # the exact engine drafts too
     stepped = make_policy(policy, ARMS)
-    stepped.set_latency(replica.control.costs.to_table())
+    stepped.set_latency(calibration_of(cost, ARMS))
     stepped.set_acceptance(list(w.acceptance))
-    lengths = w.rollout(0).lengths
-    found = replica.rollout(lengths, w.prompt, true, true)
+    spec = EngineSpec(cost, ARMS if policy == "goodput" else ARMS[-1:], max_batch=64)
+    found = decode(spec, w.rollout(0).lengths, w.prompt, step_gains(spec, w.acceptance, 160))
     assert found.seconds == pytest.approx(exact(w, cost, stepped), rel=0.02)
-    assert found.tokens == pytest.approx(lengths.sum(), rel=1e-9)
     assert sum(found.seconds_by_batch.values()) == pytest.approx(found.seconds)
 
 
 def test_stock_takes_as_long_as_steps():
     w = Workload(160, (0.0,), rollouts=1, max_batch=64, median_length=500)
-    found = decode_as_stock(EngineSpec(QWEN3_8B_H100, max_batch=64), w.rollout(0).lengths, w.prompt)
+    found = decode(EngineSpec(QWEN3_8B_H100, max_batch=64), w.rollout(0).lengths, w.prompt)
     assert found.seconds == pytest.approx(exact(w, QWEN3_8B_H100, Off()), rel=0.01)
-    assert not found.drafting and found.tokens == w.rollout(0).lengths.sum()
 
 
 def test_a_drafter_that_is_never_right_is_off_and_costs_nothing():
-    replica, never = Replica(EngineSpec(QWEN3_8B_H100), seed=0), np.zeros(3)
-    lengths = np.full(40, 300)
-    found = replica.rollout(lengths, 100, never, never)
-    assert not found.drafting and found.seconds == pytest.approx(decode_as_stock(replica.spec, lengths, 100).seconds)
+    stock, tlt = seconds(EngineSpec(QWEN3_8B_H100), np.full(40, 300), 100, (0.0, 0.0, 0.0))
+    assert stock == tlt
 
 
-def test_a_broken_promise_costs_one_rollout_at_most():
-    """It promised much and keeps nothing: K is 0 within the rollout, and the drafter off in the next."""
-    replica, lengths = Replica(EngineSpec(QWEN3_8B_H100), seed=0), np.full(64, 2000)
-    first = replica.rollout(lengths, 100, np.full(3, 0.9), np.zeros(3))
-    base = decode_as_stock(replica.spec, lengths, 100).seconds
-    assert first.drafting and base < first.seconds < 1.15 * base
-    assert not replica.rollout(lengths, 100, np.full(3, 0.9), np.zeros(3)).drafting
+def test_no_draft_is_longer_than_its_step_may_be():
+    lengths, good = np.full(32, 500), (0.9, 0.9, 0.9)
+    free, limited, never = (
+        seconds(EngineSpec(QWEN3_8B_H100, (0, 1, 3), token_limit=limit), lengths, 100, good)[1]
+        for limit in (0, 64, 32)
+    )  # fmt: skip
+    assert free < limited < never
 
 
 def test_requests_that_differ_in_acceptance_end_later():
     """The rollout waits for its slowest response, however good the mean."""
-    lengths, good = np.full(64, 2000), np.full(3, 0.7)
-    seconds = [
-        Replica(EngineSpec(QWEN3_8B_H100, spread=spread), seed=0).rollout(lengths, 100, good, good).seconds
+    same, different = (
+        seconds(EngineSpec(QWEN3_8B_H100, spread=spread), np.full(64, 2000), 100, (0.7, 0.7, 0.7))[1]
         for spread in (0.0, 0.2)
-    ]
-    assert seconds[1] > 1.03 * seconds[0]
+    )
+    assert different > 1.03 * same
 
 
 def test_prompts_and_long_contexts_cost():
-    lengths = np.full(8, 500)
     spec = EngineSpec(QWEN3_8B_H100, prefill_token_s=1e-4)
-    short, long = decode_as_stock(spec, lengths, 100).seconds, decode_as_stock(spec, lengths, 8000).seconds
+    short, long = (decode(spec, np.full(8, 500), prompt).seconds for prompt in (100, 8000))
     assert long - short > 8 * 7900 * 1e-4
 
 
