@@ -1,12 +1,11 @@
-"""How likely each draft position is to be accepted, learned from every verified draft.
+"""The acceptance rate of each draft position, learned from every verified draft.
 
-Drafting is a chain: a draft of K tokens shows whether token 1, 2, ... K was accepted given all before it, so one
-step at K informs every shorter draft as well ("full information": no draft length has to be tried just to learn
-how many of its tokens would be accepted). Only positions beyond the K in use go unseen; they keep their measured
-ratio to the position before, so that a drafter that got better is seen to be better there too.
+A draft of K tokens shows whether token 1, 2, ... K was accepted given all before it, so one step at K informs every
+shorter draft as well: no draft length has to be tried just to learn its accept length. Only positions beyond the K in
+use are not observed; they keep their measured ratio to the position before, so that a better drafter is expected to be
+better there too.
 
-Time does not exist here. Forgetting is counted in observed drafts, staleness in drafts or request-steps without a
-look, so that a batch of one and a batch of 256 are treated alike.
+Age is counted in drafts or request-steps, not in seconds, so that a batch of one and a batch of 256 are treated alike.
 """
 
 from __future__ import annotations
@@ -20,11 +19,8 @@ FIRST_GUESS = 0.5
 """Conditional acceptance of the first position when nothing is known."""
 DECAY_GUESS = 0.95
 """Conditional acceptance of a position relative to the one before it when nothing is known (EAGLE heads: 0.8-1)."""
-JUMP_SIGMAS = 4.0
-"""A recent window this far from the long one means the drafter or the text changed: the long one is dropped."""
-_JUMP_VOTES = 16.0
 _RATIO_DRAFTS = 16.0
-"""Unseen drafts that count as one vote for a position's ratio to the one before."""
+"""Drafts that did not reach a position which count as one vote for its ratio to the one before."""
 
 
 def expected_accept_lengths(conditional: Sequence[float], longest: int) -> list[float]:
@@ -46,7 +42,7 @@ class AcceptanceEstimate:
         positions: longest draft, in tokens.
         window_drafts: drafts after which a vote counts 1/e, at small batches.
         window_steps: engine steps after which a vote counts 1/e, at large batches (the longer of the two rules).
-        stale_after: drafts (or request-steps without a draft) without a look after which evidence counts half.
+        stale_after: drafts (or request-steps without one) that do not reach a position until its evidence counts half.
     """
 
     def __init__(
@@ -56,8 +52,8 @@ class AcceptanceEstimate:
             raise ControlError("An acceptance estimate needs positions >= 0 and windows above 0.")
         self.positions = positions
         self._window_drafts, self._window_steps, self._stale_after = window_drafts, window_steps, stale_after
-        self._drafts_seen = 0.0
-        self._requests_skipped = 0.0
+        self._drafts = 0.0
+        self._skipped = 0.0
         self.set_prior([])
 
     def set_prior(self, conditional: Sequence[float], weight: float = 2.0) -> None:
@@ -78,14 +74,12 @@ class AcceptanceEstimate:
         while len(guess) < self.positions:
             guess.append(guess[-1] * DECAY_GUESS if guess else FIRST_GUESS)
         self._weight = weight if conditional else 2.0
-        # Behind a position that is never accepted nothing can have been seen: zeros there say nothing.
+        # Positions after one that is never accepted were not observed: their zeros are no ratio.
         self._ratio = [p / before if before else DECAY_GUESS for p, before in zip(guess, [1.0, *guess], strict=False)]
         self._trials = [0.0] * self.positions
         self._hits = [0.0] * self.positions
-        self._recent_trials = [0.0] * self.positions
-        self._recent_hits = [0.0] * self.positions
-        self._seen_at = [self._drafts_seen] * self.positions
-        self._skipped_at = [self._requests_skipped] * self.positions
+        self._observed_at = [self._drafts] * self.positions
+        self._skipped_at = [self._skipped] * self.positions
         self._refresh()
 
     def observe(self, drafts: int, accepted: Sequence[int]) -> None:
@@ -100,18 +94,23 @@ class AcceptanceEstimate:
         keep = math.exp(-min(drafts / self._window_drafts, 1.0 / self._window_steps))
         trials = drafts
         for i, hits in enumerate(accepted[: self.positions]):
-            self._discount_stale(i)
-            self._seen_at[i], self._skipped_at[i] = self._drafts_seen + drafts, self._requests_skipped
+            age = self._age(i)
+            if age > 0.05 * self._stale_after:
+                self._trials[i] *= self._freshness(age)
+                self._hits[i] *= self._freshness(age)
+            self._observed_at[i], self._skipped_at[i] = self._drafts + drafts, self._skipped
             if trials <= 0:
                 continue
-            self._add(i, trials, min(hits, trials), keep)
-            trials = min(hits, trials)
-        self._drafts_seen += drafts
+            hits = min(hits, trials)
+            self._trials[i] = self._trials[i] * keep + trials
+            self._hits[i] = self._hits[i] * keep + hits
+            trials = hits
+        self._drafts += drafts
         self._refresh(observed=min(len(accepted), self.positions))
 
     def skip(self, requests: int) -> None:
-        """Note decode-phase requests that went through a step without a draft: every estimate ages."""
-        self._requests_skipped += requests
+        """Count decode-phase requests of a step without drafts: every estimate ages."""
+        self._skipped += requests
 
     def conditional(self) -> list[float]:
         """P(position i accepted | all before accepted), one per position."""
@@ -122,7 +121,7 @@ class AcceptanceEstimate:
         return list(self._tau)
 
     def accept_length_uncertainty(self) -> list[float]:
-        """Standard deviation of τ(0), τ(1), ...: positions err independently, each moves all that follow it."""
+        """Standard deviation of τ(0), τ(1), ... with independent errors of the positions."""
         sigma = [self.uncertainty(i) / max(p, 1e-3) for i, p in enumerate(self._mean)]
         # dτ(K)/dp_i = (τ(K) - τ(i)) / p_i
         return [
@@ -131,53 +130,28 @@ class AcceptanceEstimate:
         ]
 
     def uncertainty(self, position: int) -> float:
-        """Standard deviation of the belief about one position; widens while nobody looks."""
-        n = self._trials[position] * self._freshness(position, self._unseen(position) + self._unlooked(position))
-        n += self._weight
+        """Standard deviation of one position's acceptance rate; grows with the age of its evidence."""
+        n = self._trials[position] * self._freshness(self._age(position)) + self._weight
         p = (self._mean[position] * n + 0.5) / (n + 1.0)
         return math.sqrt(p * (1.0 - p) / (n + 1.0))
 
-    def _unseen(self, i: int) -> float:
-        return self._drafts_seen - self._seen_at[i]
+    def _age(self, i: int) -> float:
+        """Drafts and request-steps since position `i` was last observed."""
+        return self._drafts - self._observed_at[i] + self._skipped - self._skipped_at[i]
 
-    def _unlooked(self, i: int) -> float:
-        return self._requests_skipped - self._skipped_at[i]
-
-    def _freshness(self, i: int, age: float) -> float:
+    def _freshness(self, age: float) -> float:
         return self._stale_after / (self._stale_after + age)
-
-    def _discount_stale(self, i: int) -> None:
-        age = self._unseen(i) + self._unlooked(i)
-        if age > 0.05 * self._stale_after:
-            fresh = self._freshness(i, age)
-            self._trials[i] *= fresh
-            self._hits[i] *= fresh
-
-    def _add(self, i: int, trials: float, hits: float, keep: float) -> None:
-        self._trials[i] = self._trials[i] * keep + trials
-        self._hits[i] = self._hits[i] * keep + hits
-        # The recent window is a handful of steps, but at least a few dozen trials.
-        short = math.exp(-min(trials / 32.0, 1.0 / 4.0))
-        self._recent_trials[i] = self._recent_trials[i] * short + trials
-        self._recent_hits[i] = self._recent_hits[i] * short + hits
-        n, m = self._trials[i], self._recent_trials[i]
-        if m < 12.0 or n < 1.5 * m:
-            return
-        long, recent = self._hits[i] / n, self._recent_hits[i] / m
-        pooled = (self._hits[i] + 1.0) / (n + 2.0)
-        if abs(recent - long) > JUMP_SIGMAS * math.sqrt(pooled * (1.0 - pooled) / m):
-            # The window still holds some of the past: it is the direction, and worth few votes.
-            self._trials[i], self._hits[i] = _JUMP_VOTES, _JUMP_VOTES * recent
 
     def _refresh(self, observed: int = 0) -> None:
         """Recompute means and τ; the ratio of an observed position to the one before follows the evidence."""
         mean: list[float] = []
         tau, chain, before = [1.0], 1.0, 1.0
         for i in range(self.positions):
-            # The longer a position is out of sight, the more its ratio to the one before speaks for it.
-            unseen = self._unseen(i)
-            n, votes = self._trials[i] * self._freshness(i, unseen), self._weight + unseen / _RATIO_DRAFTS
-            p = (n * self._rate(i) + votes * min(1.0, before * self._ratio[i])) / (n + votes)
+            # The longer a position was not observed, the more its ratio to the one before counts.
+            unobserved = self._drafts - self._observed_at[i]
+            fresh, votes = self._freshness(unobserved), self._weight + unobserved / _RATIO_DRAFTS
+            n = self._trials[i] * fresh
+            p = (self._hits[i] * fresh + votes * min(1.0, before * self._ratio[i])) / (n + votes)
             if i < observed and n > 10.0 * self._weight:
                 self._ratio[i] = p / max(before, 1e-6)
             mean.append(p)
@@ -185,6 +159,3 @@ class AcceptanceEstimate:
             tau.append(tau[-1] + chain)
             before = p
         self._mean, self._tau = mean, tau
-
-    def _rate(self, i: int) -> float:
-        return self._hits[i] / self._trials[i] if self._trials[i] > 0 else 0.0

@@ -1,7 +1,7 @@
-"""One cell of the latency model: what a load bucket and a draft length taught beyond the fitted shape.
+"""One cell of the latency model: the correction of the roofline at one load and draft length, robust against stalls.
 
-A scalar Kalman filter on the log of measured over expected latency. Its companion, the machine's pace, is a second
-one that all cells share; every sample is divided between the two by what each is unsure of.
+A scalar Kalman filter on log(measured / roofline). The machine's pace, which all cells share, is estimated beside it;
+every sample is divided between the two by the uncertainty of each.
 """
 
 from __future__ import annotations
@@ -11,30 +11,28 @@ import math
 _FIRST = 3
 """First samples, whose median is compared with what the neighbours suggest."""
 _CLIP = 2.5
-"""Huber's threshold in standard deviations: stalls are felt no more than this."""
+"""Huber's threshold in standard deviations: a stall counts as no more than this."""
 _COARSE = 0.01
-"""A cell is never known better than this: the shape is not exact across its width."""
-_RESTART = 3
-"""Samples in a row, all far off on the same side, after which the level is believed to be wrong and begins anew."""
+"""Least uncertainty of a cell: the roofline is not exact across its width."""
 _FAR_OFF = 0.4
-"""Log ratio (or the clip) beyond which a sample is far off: more than a cell's loads differ, less than a stall."""
+"""Log ratio (or `2 * _CLIP` jitters) by which first samples may differ from each other."""
 _PLAUSIBLE = 0.12
-"""Log ratio (or 2.5 jitters) by which the first median may differ; beyond it the neighbours are disregarded."""
+"""Log ratio (or `_CLIP` jitters) by which the median of the first samples may differ from the neighbours."""
 
 
 class Cell:
-    """Log correction of a roofline at one place, robust against stalls.
+    """Log correction of a roofline at one place.
 
     Args:
         draft_length: K of the cell, or OFF.
-        prior: log correction its neighbours suggest.
-        prior_sigma: how far off that may be; infinite when there are no neighbours.
+        prior: log correction that its neighbours suggest.
+        prior_sigma: standard deviation of that; infinite when there are no neighbours.
         jitter: relative noise of a single step, as known so far.
     """
 
     __slots__ = (
         "batch", "draft_length", "first", "kv_tokens", "level",
-        "prior", "prior_variance", "samples", "spread", "variance", "wide",
+        "prior", "prior_variance", "samples", "spread", "variance",
     )  # fmt: skip
 
     def __init__(self, draft_length: int, prior: float, prior_sigma: float, jitter: float) -> None:
@@ -44,20 +42,19 @@ class Cell:
         self.spread = jitter
         self.samples = 0.0
         self.first: list[float] = []
-        self.wide: list[float] = []
         self.batch, self.kv_tokens = 0.0, 0.0
 
     def learn(self, log_ratio: float, pace: float, pace_variance: float, memory: float) -> float:
-        """Take in log(measured / shape).
+        """Take in one sample.
 
         Args:
-            log_ratio: the sample.
+            log_ratio: log(measured / roofline).
             pace: log slowness of the machine at present.
             pace_variance: of that.
             memory: samples after which older ones count 1/e.
 
         Returns:
-            What the sample says about the pace: add it to the pace.
+            The sample's correction of the pace: add it to the pace.
         """
         self.samples = min(self.samples + 1.0, memory)
         if len(self.first) < _FIRST:
@@ -68,8 +65,6 @@ class Cell:
         expected = self.spread**2 + pace_variance + self.variance
         clip = _CLIP * math.sqrt(expected)
         clipped = max(-clip, min(clip, surprise))
-        if self._wrong(surprise, max(clip, _FAR_OFF), log_ratio - pace):
-            return 0.0
         # 1.3 keeps the scale estimate unbiased under the clip for Gaussian noise; stalls move it little.
         self.spread = max(self.spread + 0.05 * (1.3 * min(abs(surprise), 2.0 * clip) - self.spread), 0.002)
         self.level += self.variance / expected * clipped
@@ -87,34 +82,16 @@ class Cell:
         self.kv_tokens += share * (kv_tokens - self.kv_tokens)
 
     def shift(self, offset: float) -> None:
-        """Restate everything relative to a shape that changed by `-offset` here."""
+        """Restate everything relative to a roofline that changed by `-offset` here."""
         self.level += offset
         self.prior += offset
         self.first = [x + offset for x in self.first]
-        self.wide = [x + offset for x in self.wide]
-
-    def _wrong(self, surprise: float, border: float, value: float) -> bool:
-        """Whether samples keep missing the level on one side; it then begins anew from them.
-
-        A level that began with two stalls would otherwise stay: every true sample is clipped as an outlier.
-        """
-        if abs(surprise) <= border:
-            self.wide.clear()
-            return False
-        if self.wide and (self.wide[-1] > self.level) != (surprise > 0.0):
-            self.wide.clear()
-        self.wide.append(value)
-        if len(self.wide) < _RESTART:
-            return False
-        self.first, self.wide = self.wide, []
-        self._begin()
-        return True
 
     def _begin(self) -> None:
         """Level from one to three samples: their lower median, weighed against what the neighbours suggest.
 
-        The lower median, because a first use may stall but never hurries, and the least where they do not agree; one
-        very slow sample alone says nothing.
+        The lower median, because a first use may stall but is never too fast, and the least where the samples do not
+        agree. One very slow sample alone changes nothing.
         """
         count, ordered = len(self.first), sorted(self.first)
         agree = ordered[-1] - ordered[0] <= max(_FAR_OFF, 2.0 * _CLIP * self.spread)

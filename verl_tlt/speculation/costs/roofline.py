@@ -1,13 +1,13 @@
-"""The shape of an engine step's latency: a roofline with a drafter on top, fitted to what was measured.
+"""A fitted roofline of an engine step's seconds, with the drafter's passes added.
 
     T = overhead + ((weights + kv·KV tokens)^p + (token·batch·(K+1))^p)^(1/p)
         + sync + first + pass·(K-1) + request·batch·K
 
-A decoding step reads weights and KV cache or computes over the verified tokens, whichever takes longer (p says how
-sharply), and runs the drafter: one pass that keeps its KV in step (also at K=0, not when OFF), one output head for the
-first draft token, one pass more for each further one. Every coefficient is positive, so the shape can only rise with
-batch, KV tokens and K; every coefficient starts from what is usual, so that two measurements already extrapolate
-sensibly. The fit is a few damped Gauss-Newton steps on the logarithms.
+A decoding step reads weights and KV cache or computes over the verified tokens, whichever takes longer (p is the
+sharpness of that maximum), and runs the drafter: one pass that keeps its KV cache complete (also at K=0, not when OFF),
+one output head for the first draft token, one pass more for each further one. Every coefficient is positive, so the
+roofline rises with batch, KV tokens and K; every coefficient starts from a usual value, so that two measurements
+already extrapolate. The fit is a few damped Gauss-Newton steps on the logarithms.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ import numpy.typing as npt
 _SHARE = np.array([0.15, 0.60, 0.15, 0.30, 0.03, 0.03, 0.06, 0.01])
 """Usual share of one step's latency: overhead, weights, KV, tokens; sync, first, pass, requests."""
 _SPREAD = np.array([1.0, 0.7, 1.0, 1.2, 1.0, 1.0, 0.7, 1.0, 0.5])
-"""How far from usual the logarithm of each coefficient may be (one standard deviation); the last is p."""
+"""Standard deviation of the logarithm of each coefficient around the usual; the last is p."""
 _USUAL_KNEE = 200.0
 """Tokens at which a step is usually as much compute as memory."""
 _USUAL_KV = 8192.0
 """KV tokens on which a step usually spends their share, at least; a calibration has far fewer."""
 _CONTEXTS = 8.0
-"""Longest over shortest context per request from which on the KV coefficient is fitted. A calibration has
-one context: its KV tokens cannot be told from its batch, and all of the batch's cost could be laid to them."""
+"""Longest over shortest context per request from which on the KV coefficient is fitted. A calibration has one context:
+the cost of its KV tokens cannot be separated from that of its batch."""
 _FIXED = 1e9
-"""Pull towards the usual that nothing overcomes."""
+"""Weight of the usual value for a coefficient that is not fitted."""
+_ASIDE = 1e-5
+"""Step of the central differences, in logarithms of coefficients."""
 _NOISE = 0.03
 """Relative error of a measurement worth one vote."""
 
@@ -38,7 +40,7 @@ Params = npt.NDArray[np.float64]
 
 
 class Roofline:
-    """Latency by shape: nine positive coefficients."""
+    """Nine positive coefficients and the seconds that follow from them."""
 
     def __init__(self) -> None:
         self._prior: Params | None = None
@@ -123,38 +125,27 @@ class Roofline:
 
 def _step(log: Params, prior: Params | None, table: Params, target: Params, weight: Params, pull: Params) -> Params:
     """One damped, robust Gauss-Newton step towards the most probable coefficients."""
-    value, slope = _evaluate(log, table)  # [n], [n, 9]
-    error = target - np.log(value)  # [n]
+    value = _log_seconds(log, table)  # [n]
+    slope = np.empty((len(table), 9))
+    for column in range(9):
+        aside = _ASIDE * (np.arange(9) == column)
+        slope[:, column] = (_log_seconds(log + aside, table) - _log_seconds(log - aside, table)) / (2.0 * _ASIDE)
+    error = target - value  # [n]
     robust = weight / (1.0 + (error / 0.15) ** 2)
-    jacobian = slope / value[:, None]  # [n, 9] of log seconds
-    gram = jacobian.T @ (jacobian * robust[:, None])
-    right = jacobian.T @ (robust * error) + pull * ((log if prior is None else prior) - log)
+    gram = slope.T @ (slope * robust[:, None])
+    right = slope.T @ (robust * error) + pull * ((log if prior is None else prior) - log)
     gram[np.diag_indices(9)] += pull + 0.05 * np.diag(gram)
     new = log + np.clip(np.linalg.solve(gram, right), -1.0, 1.0)
     new[8] = np.clip(new[8], 0.0, math.log(8.0))
     return new
 
 
-def _evaluate(log: Params, table: Params) -> tuple[Params, Params]:
-    """Seconds of each row and their derivatives by the log coefficients, [n] and [n, 9]."""
-    o, w, r, t, s, f, d, q, p = np.exp(log)
-    batch, kv, k = table[:, 0], table[:, 1], table[:, 2]
+def _log_seconds(log: Params, table: Params) -> Params:
+    """Log seconds of each row (batch, KV tokens, K), [n]; the formula at the top of this file."""
+    overhead, weights, kv, token, sync, first, further, request, p = np.exp(log)
+    batch, kv_tokens, k = table[:, 0], table[:, 1], table[:, 2]
     drafts = np.maximum(k, 0.0)
-    memory, compute = w + r * kv, t * batch * (drafts + 1.0)
-    powers = memory**p, compute**p
-    total = powers[0] + powers[1]
-    roof = total ** (1.0 / p)
-    by_memory, by_compute = (memory / roof) ** (p - 1.0), (compute / roof) ** (p - 1.0)
-    mixed = (powers[0] * np.log(memory) + powers[1] * np.log(compute)) / total
-    slope = np.empty((len(table), 9))
-    slope[:, 0] = o
-    slope[:, 1] = by_memory * w
-    slope[:, 2] = by_memory * r * kv
-    slope[:, 3] = by_compute * compute
-    slope[:, 4] = s * (k >= 0)
-    slope[:, 5] = f * (k > 0)
-    slope[:, 6] = d * np.maximum(k - 1.0, 0.0)
-    slope[:, 7] = q * batch * drafts
-    slope[:, 8] = roof * (mixed - np.log(total) / p)
-    value = o + roof + slope[:, 4] + slope[:, 5] + slope[:, 6] + slope[:, 7]
-    return value, slope
+    memory, compute = weights + kv * kv_tokens, token * batch * (drafts + 1.0)
+    roof = (memory**p + compute**p) ** (1.0 / p)
+    drafter = sync * (k >= 0) + first * (k > 0) + further * np.maximum(k - 1.0, 0.0) + request * batch * drafts
+    return np.log(overhead + roof + drafter)

@@ -27,16 +27,6 @@ def test_a_shift_restates_everything(before, offset):
     assert cell.variance == pytest.approx(plain.variance)
 
 
-def test_a_shift_restates_samples_that_were_far_off_too():
-    far = [2.0, 2.0, 2.0, 2.0]
-    plain, moved = fed(SAMPLES), fed(SAMPLES)
-    for i in range(4):
-        fed(far[i : i + 1], cell=plain)
-        moved.shift(0.5 if i == 1 else 0.0)
-        fed([far[i] + (0.5 if i >= 1 else 0.0)], cell=moved)
-    assert moved.level == pytest.approx(plain.level + 0.5)
-
-
 def test_the_centre_is_the_mean_of_the_loads():
     cell = Cell(3, 0.0, math.inf, 0.03)
     for batch, kv in ((2, 100), (4, 300), (9, 500)):

@@ -11,9 +11,8 @@ from benchmarks.simulate.hardware import QWEN3_8B_H100
 from benchmarks.simulate.oracles import TrueGoodput
 from benchmarks.simulate.workload import Workload, geometric
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
-from verl_tlt.speculation.policies.factory import make_policy
-from verl_tlt.speculation.policies.goodput import GoodputPolicy
-from verl_tlt.speculation.prober import Probe
+from verl_tlt.speculation.policies.goodput import HOLD, GoodputPolicy
+from verl_tlt.speculation.prober import ProbeRun
 from verl_tlt.speculation.types import OFF, Load, StepRecord
 
 ARMS = (0, 1, 2, 3, 5, 7)
@@ -147,7 +146,7 @@ def test_a_probe_does_not_outlive_its_rollout():
     large = engine.usual()
     engine.batch = 1
     engine.run(800)
-    policy._probe = Probe(len(ARMS) - 1, 8)
+    policy._probe = ProbeRun(len(ARMS) - 1, 8)
     engine.batch = 256
     assert engine.run(5).lengths[-5:] != [7] * 5
     assert engine.run(40).usual(last=20) == large
@@ -177,7 +176,7 @@ def test_drafting_off_teaches_the_stock_latency():
 
 
 def test_same_history_same_choices():
-    runs = [bench(make_policy("goodput", ARMS), 0.7, 32).run(600).lengths for _ in range(2)]
+    runs = [bench(GoodputPolicy(ARMS), 0.7, 32).run(600).lengths for _ in range(2)]
     assert runs[0] == runs[1]
 
 
@@ -212,3 +211,18 @@ def test_prefills_that_join_at_every_change_do_not_freeze_k():
         policy.observe(StepRecord(256, 256_000, 1, 0, 0, (), 256, 0.5, clean=False))
     engine.batch = 4
     assert engine.run(200).usual(last=100) >= 2
+
+
+@pytest.mark.parametrize(("gain", "changes"), [(0.015, False), (0.03, True)])
+def test_k_changes_for_a_clear_gain_alone_and_is_then_kept(gain, changes):
+    policy = GoodputPolicy((0, 1))
+    cost = {0: 0.010, 1: 0.010 * 1.5 / (1.0 + gain)}
+    points = [LatencyPoint(8, 8000, k, seconds, 9) for k, seconds in cost.items()]
+    policy.set_latency(LatencyTable(tuple(points)))
+    policy.set_acceptance([0.5])
+    policy.choose(Load(8, 8000))
+    assert policy.summary()["switches"] == changes
+    policy.set_acceptance([0.0])  # the gain is lost at once
+    later = [policy.choose(Load(8, 8000)) for _ in range(HOLD)]
+    assert later[: HOLD - 1] == [int(changes)] * (HOLD - 1) or not changes
+    assert policy.summary()["switches"] == 2 * changes
