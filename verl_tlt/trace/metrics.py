@@ -18,7 +18,7 @@ TAIL = 0.1
 """The tail is the longest tenth of the responses."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepObservations:
     """What was measured in one RL step. Mappings are by replica; None and empty mean not measured."""
 
@@ -31,14 +31,12 @@ class StepObservations:
     """The part of `bubble_s` in which the replica trained the drafter."""
     devices: Mapping[str, int] = field(default_factory=dict)
     """Number of devices; 1 for a replica that is not listed."""
-    devices_trained: Mapping[str, float] = field(default_factory=dict)
-    """Mean number of devices on which a session trained; 1 for a replica that is not listed."""
     stop_latency_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds from the stop request to the answer."""
-    sessions: Sequence[Session] = ()
+    sessions: list[Session] = field(default_factory=list)
     publish: Publish | None = None
     reloads: Sequence[Reload] = ()
-    overhead: Mapping[str, float] = field(default_factory=dict)
+    overhead: dict[str, float] = field(default_factory=dict)
     """Seconds of TLT's own work on the critical path, by part: stop, tap, publish, reload, ..."""
     published_version: int | None = None
     """Drafter version that the engines were asked to serve."""
@@ -152,10 +150,8 @@ def _bubble_metrics(observations: StepObservations) -> dict[str, float | None]:
         metrics["tlt/bubble_s"] = bubble
         metrics["tlt/bubble_trained_s"] = trained
         idle = sum(seconds * observations.devices.get(name, 1) for name, seconds in observations.bubble_s.items())
-        used = sum(
-            seconds * observations.devices_trained.get(name, 1.0)
-            for name, seconds in observations.bubble_trained_s.items()
-        )
+        trained_on = {name: _devices_trained(observations.sessions, name) for name in observations.bubble_trained_s}
+        used = sum(seconds * trained_on[name] for name, seconds in observations.bubble_trained_s.items())
         metrics["tlt/bubble_used_frac"] = used / idle if idle > 0 else None
     if observations.stop_latency_s:
         metrics["tlt/stop_latency_s"] = max(observations.stop_latency_s.values())
@@ -166,6 +162,12 @@ def _bubble_metrics(observations: StepObservations) -> dict[str, float | None]:
         metrics["tlt/overhead_s"] = sum(overhead.values())
         metrics |= {f"tlt/overhead_{name}_s": seconds for name, seconds in overhead.items()}
     return metrics
+
+
+def _devices_trained(sessions: Iterable[Session], replica: str) -> float:
+    """Mean number of devices on which a replica's sessions trained."""
+    own = [(s.seconds, s.devices) for s in sessions if s.replica == replica and s.seconds > 0]
+    return sum(s * devices for s, devices in own) / sum(s for s, _ in own) if own else 1.0
 
 
 def _spot_metrics(observations: StepObservations) -> dict[str, float | None]:

@@ -1,14 +1,11 @@
-"""Collects what happens in one RL step and turns it into trace events and metrics.
-
-A thin recorder: it holds facts until the step is over and hands them to the pure `trace.metrics`.
-"""
+"""Collects what happens in one RL step and turns it into trace events and metrics."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from verl_tlt.config import TLTConfig
@@ -26,54 +23,41 @@ DISTRIBUTIONS = ("verl-tlt", "verl", "vllm", "torch", "ray", "transformers", "sp
 
 
 class StepLog:
-    """One step's facts; `finish` empties it for the next."""
+    """Recorder of one step; `finish` empties it for the next."""
 
     def __init__(self, trace: TraceWriter) -> None:
         self.trace = trace
         self.devices: dict[str, int] = {}
         """How many each replica has."""
         self._disabled = ""
-        self._reset()
         self._version = self._since = 0
+        self._begin()
 
-    def _reset(self) -> None:
+    def _begin(self) -> None:
+        self._observed = StepObservations()
         self._account: PhaseAccount | None = None
-        self._stats: dict[str, EngineStats] = {}
-        self._overhead: dict[str, float] = {}
-        self._publish: Publish | None = None
         self._reloads: dict[str, Reload] = {}  # by replica
-        self._sessions: list[Session] = []
-        self._trained_s: dict[str, float] = {}  # by replica
-        self._device_s: dict[str, float] = {}
-        self._served: int | None = None
-        self._saved_s: float | None = None
+
+    def _charge(self, part: str, seconds: float) -> None:
+        overhead = self._observed.overhead
+        overhead[part] = overhead.get(part, 0.0) + seconds
 
     def run_started(
         self, step0: int, config: TLTConfig, replicas: list[str], standalone: list[str], gpus: int, policy: str
     ) -> None:
         """Write the trace's first event; `standalone`: those of `replicas` on devices of their own."""
-        versions = {}
+        versions = dict.fromkeys(DISTRIBUTIONS, "not installed")
         for name in DISTRIBUTIONS:
-            try:
+            with suppress(importlib.metadata.PackageNotFoundError):
                 versions[name] = importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                versions[name] = "not installed"
         self.trace.emit(
-            "run",
-            step0=step0,
-            mode="tlt",
-            replicas=replicas,
-            standalone=standalone,
-            gpus=gpus,
-            config=config.to_dict(),
-            versions=versions,
-            policy=policy,
-            drafter=config.drafter.save_dir,
-        )
+            "run", step0=step0, mode="tlt", replicas=replicas, standalone=standalone, gpus=gpus,
+            config=config.to_dict(), versions=versions, policy=policy, drafter=config.drafter.save_dir,
+        )  # fmt: skip
 
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:
-        """Trace one stretch of the driver's step."""
+        """Trace one phase of the driver's step."""
         start = time.time()
         try:
             yield
@@ -87,13 +71,13 @@ class StepLog:
         try:
             yield
         finally:
-            self._overhead[name] = self._overhead.get(name, 0.0) + time.perf_counter() - start
+            self._charge(name, time.perf_counter() - start)
 
     def sampled(self, step: int, report: PhaseReport) -> None:
         """A sampling phase is over; an asynchronous step may have several."""
         end = report.account.end
         self._account = together(self._account, report.account)
-        self._overhead["stop"] = self._overhead.get("stop", 0.0) + report.stop_s
+        self._charge("stop", report.stop_s)
         start = report.first_dispatch or end
         self.trace.emit("phase", step=step, name="rollout", start=start, end=end)
         for replica, seconds in report.account.bubble_s.items():
@@ -101,28 +85,24 @@ class StepLog:
                 self.trace.emit("idle", step=step, replica=replica, start=end - seconds)
         for ended in report.sessions:
             session = _session(step, ended)
-            self._sessions.append(session)
-            if ended.result and ended.result.seconds > 0:
-                name, seconds = ended.replica, ended.result.seconds
-                self._trained_s[name] = self._trained_s.get(name, 0.0) + seconds
-                self._device_s[name] = self._device_s.get(name, 0.0) + seconds * ended.result.devices
+            self._observed.sessions.append(session)
             self.trace.add(session)
 
     def engine_stats(self, stats: dict[str, EngineStats]) -> int:
         """The schedulers' sums of this rollout by replica; returns how many have none, or gave up policy or drafter."""
-        self._stats = {name: s for name, s in stats.items() if s.failure is None}
+        self._observed.replicas = {name: s for name, s in stats.items() if s.failure is None}
         return sum(bool(s.failure or s.policy_error or s.num_broken_drafts) for s in stats.values())
 
     def bubbles(self) -> list[Bubble]:
         """Of the replicas that trained in this step."""
-        account, exhausted = self._account, {s.replica: s.outcome == "exhausted" for s in self._sessions}
+        account, exhausted = self._account, {s.replica: s.outcome == "exhausted" for s in self._observed.sessions}
         if account is None:
             return []
         return [Bubble(account.bubble_s.get(n, 0.0), account.used_s.get(n, 0.0), e) for n, e in exhausted.items()]
 
     def speculated(self, step: int, saved_s: float | None, disabled: str) -> None:
         """What TLT saved in this rollout, and why speculation is disabled after it (`SpeculationControl.disabled`)."""
-        self._saved_s = saved_s
+        self._observed.saved_s, self._observed.speculation_disabled = saved_s, bool(disabled)
         if disabled != self._disabled:
             self.trace.emit("stopped", step=step, cause=disabled)
         self._disabled = disabled
@@ -131,15 +111,13 @@ class StepLog:
         """What the tap copied; its own time is part of the forward, and what it took out of the weight sync before this
         step's rollout is part of that: both count as overhead.
         """
-        slowest = {"tap": max((t.seconds for t in taken), default=0.0)}
-        slowest["sync"] = max((t.sync_seconds for t in taken), default=0.0)
-        for name, seconds in slowest.items():
-            self._overhead[name] = self._overhead.get(name, 0.0) + seconds
+        self._charge("tap", max((t.seconds for t in taken), default=0.0))
+        self._charge("sync", max((t.sync_seconds for t in taken), default=0.0))
 
     def published(self, step: int, learned: DrafterUpdate, version: int, since: int) -> None:
         """A merge arrived in time."""
         self._version, self._since = version, since
-        self._publish = Publish(
+        self._observed.publish = Publish(
             t=time.time(),
             step=step,
             version=version,
@@ -151,7 +129,7 @@ class StepLog:
             seconds=learned.seconds,
             bytes=len(learned.drafter.weights) if learned.drafter else 0,
         )
-        self.trace.add(self._publish)
+        self.trace.add(self._observed.publish)
 
     @property
     def compared(self) -> set[str]:
@@ -165,9 +143,10 @@ class StepLog:
             reload = Reload(**{**vars(s), "ok": ok}, t=time.time(), step=step, replica=name)
             self._reloads[name] = reload
             self.trace.add(reload)
-        self._served = min((s.version for s in statuses.values()), default=None)
+        self._observed.reloads = list(self._reloads.values())
+        self._observed.served_version = min((s.version for s in statuses.values()), default=None)
+        self._observed.overhead["reload"] = max((r.seconds for r in self._observed.reloads), default=0.0)
         self._version = wanted
-        self._overhead["reload"] = max((r.seconds for r in self._reloads.values()), default=0.0)
 
     def finish(self, step: int, metrics: dict[str, Any], errors: Mapping[str, int]) -> dict[str, float]:
         """The step's `tlt/*` metrics; prints the step's line and closes the step in the trace.
@@ -177,33 +156,18 @@ class StepLog:
             metrics: verl's.
             errors: contained failures so far, by what failed.
         """
-        account = self._account
-        observations = StepObservations(
-            step=step,
-            rollout_s=metrics.get("timing_s/gen"),
-            replicas=self._stats,
-            bubble_s=account.bubble_s if account else {},
-            bubble_trained_s=account.used_s if account else {},
-            devices=self.devices,
-            devices_trained={name: used / self._trained_s[name] for name, used in self._device_s.items()},
-            stop_latency_s=account.stop_s if account else {},
-            sessions=self._sessions,
-            publish=self._publish,
-            reloads=list(self._reloads.values()),
-            overhead=self._overhead,
-            published_version=self._version,
-            served_version=self._served,
-            served_since=self._since,
-            spot_failures=account.failures if account else None,
-            saved_s=self._saved_s,
-            speculation_disabled=bool(self._disabled) if self._stats else None,
-            errors=errors,
-        )
-        tlt = step_metrics(observations)
+        observed, account = self._observed, self._account
+        observed.step, observed.rollout_s, observed.errors = step, metrics.get("timing_s/gen"), errors
+        observed.published_version, observed.served_since = self._version, self._since
+        observed.devices = self.devices
+        if account:
+            observed.bubble_s, observed.bubble_trained_s = account.bubble_s, account.used_s
+            observed.stop_latency_s, observed.spot_failures = account.stop_s, account.failures
+        tlt = step_metrics(observed)
         everything = {k: v for k, v in {**metrics, **tlt}.items() if isinstance(v, int | float) or hasattr(v, "item")}
         self.trace.emit("step", step=step, metrics=everything)
         print(step_line(everything, step), flush=True)
-        self._reset()
+        self._begin()
         return tlt
 
 

@@ -97,7 +97,7 @@ def test_bubbles_and_what_was_overhead():
 def test_the_used_part_of_the_bubble_counts_devices():
     observations = StepObservations(
         bubble_s={"a": 6.0, "b": 2.0}, bubble_trained_s={"a": 6.0, "b": 1.0}, devices={"a": 4, "b": 4},
-        devices_trained={"a": 1.0, "b": 4.0},
+        sessions=[session(seconds=9.0, devices=1.0), session(replica="b", seconds=1.0, devices=4.0)],
     )  # fmt: skip
     metrics = step_metrics(observations)
     assert (metrics["tlt/bubble_s"], metrics["tlt/bubble_trained_s"]) == (8.0, 7.0), "seconds of replicas"
