@@ -230,7 +230,7 @@ class _Engine:
 
         `goodput/OF` is one that decodes with drafters of its own: what another learned of its own is no matter to it.
         """
-        from verl_tlt.engine_core.step_trace import StepTrace
+        from verl_tlt.engine_core.steps import StepTrace
         from verl_tlt.speculation.step_control import StepControl
 
         known, kind = LatencyTable.from_list(table), name.partition("/")[0]

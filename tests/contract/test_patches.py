@@ -297,7 +297,7 @@ def test_the_spinning_shim_asks_for_the_patchs_setting(monkeypatch):
 
 @pytest.mark.parametrize("fixed", [True, False])
 def test_the_empty_drafts_shim_leaves_a_core_that_looks_for_itself(tmp_path, fixed):
-    from verl_tlt.engine_core.empty_drafts import spare_empty_drafts
+    from verl_tlt.engine_core.scheduler import spare_empty_drafts
 
     file = apply(next(p for p in PATCHES if "empty" in p.name), tmp_path)[1]
     if not fixed:
@@ -329,7 +329,7 @@ def test_the_empty_drafts_shim_leaves_a_core_that_looks_for_itself(tmp_path, fix
 
 
 def test_the_empty_drafts_shim_leaves_a_core_it_does_not_know():
-    from verl_tlt.engine_core.empty_drafts import spare_empty_drafts
+    from verl_tlt.engine_core.scheduler import spare_empty_drafts
 
     class Other:
         def post_step(self, model_executed):

@@ -42,11 +42,10 @@ class MadeWorker:
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
 def scheduler(request, models):
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from verl_tlt.engine_core.scheduler import scheduler_path
+    from verl_tlt.engine_core.scheduler import TLTAsyncScheduler, TLTScheduler
     from verl_tlt.server.engine_arguments import speculative_config
 
     tlt = TLTConfig.from_dict({"speculation": {"policy": "fixed"}}).to_dict()
@@ -62,7 +61,7 @@ def scheduler(request, models):
     config.cache_config.num_gpu_blocks = 2000
     spec = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=32, dtype=torch.float32)
     config.cache_config.block_size = 16
-    made = resolve_obj_by_qualname(scheduler_path(request.param))(
+    made = (TLTAsyncScheduler if request.param else TLTScheduler)(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(2000, [], [KVCacheGroupSpec(["layer"], spec)]),
         structured_output_manager=StructuredOutputManager(config),

@@ -8,7 +8,7 @@ import pytest
 
 from verl_tlt.channel import ChannelError, ChannelServer
 from verl_tlt.drafter.staging import DIRECTORY, stage, staged_weights
-from verl_tlt.engine_core.step_trace import StepTrace
+from verl_tlt.engine_core.steps import StepTrace
 from verl_tlt.ownership import NotPrivateError, check_private, foreign, open_to_append
 from verl_tlt.server.private_dir import OWNER, make_private_dir
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable, TableKey, load_table, save_table, table_path

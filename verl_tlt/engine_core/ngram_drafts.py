@@ -1,20 +1,25 @@
-"""n-gram drafts in a vLLM engine: alone, or where they match beside an EAGLE drafter's.
+"""The scheduler's side of n-gram drafts: alone, or in place of an EAGLE drafter's where they match.
 
-Under sync scheduling drafts pass the scheduler (`update_draft_token_ids`), which knows every request's tokens: so the
-index lives there (`speculation/ngram_index.py`), and what it finds replaces the drafter's proposal for that request.
-Which of them it did travels with the step, because an n-gram is certain: the worker must verify it with probability
-one, not with the probability that the drafter gave to a token it drew itself. That is all the worker does. Which
-proposal a request gets depends on tokens already verified, never on what the drafter drew, so sampling stays exact.
+With synchronous scheduling drafts pass the scheduler (`update_draft_token_ids`), which knows every request's tokens: so
+the index is here (`speculation/ngram_index.py`), and what it finds replaces the drafter's tokens for that request. The
+requests with such a draft are named in the step that is sent to the workers, because an n-gram is verified with
+probability one (`vllm_worker.draft_probabilities`). Which draft a request gets depends on tokens already verified,
+never on what the drafter drew, so sampling stays exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from verl_tlt.messages.rollout import NGRAM_MARK, EngineStats
 from verl_tlt.speculation.ngram_index import NgramDraft, NgramIndex
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.request import Request
 
 LEAST_TRUST = 0.2
 """Alone, an n-gram whose first token is accepted less often than this is not worth verifying."""
@@ -22,22 +27,22 @@ _FADE = 0.99  # weight of the past in the drafter's own acceptance, per step
 
 
 class NgramDrafts:
-    """The scheduler's side: keeps the index and hands out its drafts.
+    """Keeps the index and drafts from it.
 
     Args:
-        index: books of all prompts.
-        alone: there is no other drafter; otherwise an n-gram must be trusted as much as the drafter's own token.
+        index: of the run's prompts and responses.
+        alone: there is no other drafter; otherwise an n-gram must be accepted as often as the drafter's own token.
     """
 
     def __init__(self, index: NgramIndex, alone: bool) -> None:
         self.index, self.alone = index, alone
         self.num_drafts = self.num_accepted = 0
-        self._eagle = 0.5  # acceptance of the drafter's first token, lately
-        self._marks: dict[str, NgramDraft] = {}
+        self._drafter_acceptance = 0.5  # of its first token, lately
+        self._proposed: dict[str, NgramDraft] = {}  # by request, for the step that is scheduled next
         self._policy_changed = False
 
-    def policy_changed(self) -> dict[str, Any]:
-        """The policy's weights were replaced (control channel, another thread); taken up with the next step."""
+    def policy_changed(self) -> dict[str, bool]:
+        """The policy's weights were replaced (control channel, another thread); takes effect with the next step."""
         self._policy_changed = True
         return {}
 
@@ -48,8 +53,8 @@ class NgramDrafts:
             self.num_drafts = self.num_accepted = 0
         return found
 
-    def scheduled(self, output: Any) -> None:
-        """A step was scheduled: who came, who went, and whose draft in it is an n-gram."""
+    def scheduled(self, output: SchedulerOutput) -> None:
+        """A step was scheduled: begin and end requests in the index, and mark whose draft is an n-gram."""
         if self._policy_changed:
             self._policy_changed = False
             self.index.new_policy()
@@ -59,47 +64,47 @@ class NgramDrafts:
             if new.prompt_token_ids is not None:
                 self.index.begin(new.req_id, new.prompt_token_ids)
         drafts = output.scheduled_spec_decode_tokens
-        setattr(output, NGRAM_MARK, {r: found for r, found in self._marks.items() if r in drafts})
-        self._marks = {}
+        setattr(output, NGRAM_MARK, {r: found for r, found in self._proposed.items() if r in drafts})
+        self._proposed = {}
 
-    def verified(self, output: Any, sampled: Sequence[Sequence[int]], row_of: Mapping[str, int]) -> None:
-        """A step's drafts were verified: learn whom to trust.
+    def verified(self, output: SchedulerOutput, sampled: Sequence[Sequence[int]], row_of: Mapping[str, int]) -> None:
+        """A step's drafts were verified: learn how often which are accepted.
 
         Args:
             output: that step, as scheduled.
             sampled: tokens by row, before the scheduler cuts them at a request's end.
             row_of: request → row.
         """
-        marks = getattr(output, NGRAM_MARK, {})
+        ngrams: Mapping[str, NgramDraft] = getattr(output, NGRAM_MARK, {})
         own = own_accepted = 0
         for request in output.scheduled_spec_decode_tokens:
             tokens = len(sampled[row_of[request]])
             if not tokens:
                 continue
-            if found := marks.get(request):
+            if found := ngrams.get(request):
                 self.index.trust.learn(found.matched, tokens > 1)
                 self.num_drafts += 1
                 self.num_accepted += tokens > 1
             else:
                 own, own_accepted = own + 1, own_accepted + (tokens > 1)
         if own:
-            self._eagle = _FADE * self._eagle + (1.0 - _FADE) * own_accepted / own
+            self._drafter_acceptance = _FADE * self._drafter_acceptance + (1.0 - _FADE) * own_accepted / own
 
-    def emitted(self, outputs: Iterable[Any]) -> None:
-        """Requests were given tokens (`EngineCoreOutput`)."""
+    def emitted(self, outputs: Iterable[EngineCoreOutput]) -> None:
+        """Requests were given tokens."""
         for output in outputs:
             if output.new_token_ids:
                 self.index.extend(output.request_id, output.new_token_ids)
 
-    def propose(self, requests: Mapping[str, Any], names: Iterable[str], draft_length: int) -> None:
-        """Replace proposals by n-grams where these match.
+    def propose(self, requests: Mapping[str, Request], names: Iterable[str], draft_length: int) -> None:
+        """Replace drafts by n-grams where these match.
 
         Args:
-            requests: the scheduler's requests; their `spec_token_ids` hold the drafter's proposals.
+            requests: the scheduler's requests by id; their `spec_token_ids` hold the drafter's drafts.
             names: requests of the step that has just finished.
             draft_length: K of that step: no draft may be longer.
         """
-        least = LEAST_TRUST if self.alone else max(LEAST_TRUST, self._eagle)
+        least = LEAST_TRUST if self.alone else max(LEAST_TRUST, self._drafter_acceptance)
         for name in names:
             request = requests.get(name)
             if request is None or request.is_prefill_chunk:
@@ -112,4 +117,4 @@ class NgramDrafts:
             # One length for all keeps the step's cost that of its K; without a drafter a short draft is all there is.
             if found is not None and len(found.tokens) >= len(request.spec_token_ids):
                 request.spec_token_ids = found.tokens
-                self._marks[name] = found
+                self._proposed[name] = found

@@ -1,37 +1,37 @@
-"""vLLM's scheduler with a draft length that is chosen anew in every engine step.
+"""vLLM's scheduler with a draft length K that is chosen anew in every engine step.
 
-The hook: `Scheduler.schedule` asks `self.dynamic_sd_lookup[batch]` once per step how many tokens to draft, and sends
-the answer to the workers in `SchedulerOutput.num_spec_tokens_to_schedule` (stock vLLM ≥ 0.24, sync and async
-scheduling). Here an object stands in for that list and asks the policy. K is thus fixed before anything is drafted,
-from batch, context and past acceptance only, which is what keeps speculative sampling exact. The K drafted in one step
-is verified in the next.
+The hook: `Scheduler.schedule` looks up `self.dynamic_sd_lookup[batch]` once per step to know how many tokens to draft,
+and sends the answer to the workers in `SchedulerOutput.num_spec_tokens_to_schedule` (stock vLLM ≥ 0.24, synchronous and
+asynchronous scheduling). Here an object that asks the policy takes the place of that list. K is thus fixed before
+anything is drafted, from batch, context and past acceptance only, which keeps speculative sampling exact. The K tokens
+drafted in one step are verified in the next.
 
-Each finished step becomes one `StepRecord`, for the policy, the account and the trace (`speculation/step_control.py`).
-A step waits only for K and for counting its drafts; the rest is done while the model runs the next one, in
-`get_grammar_bitmask`, which vLLM calls between handing a step to its workers and waiting for them. So K is chosen
-without the very latest step's news, as it is under async scheduling anyway.
+Each finished step becomes one `StepRecord` for the policy, the statistics and the trace. A step waits only for the
+choice of K and for counting its drafts. The rest is done while the model runs the next step, in `get_grammar_bitmask`,
+which vLLM calls between handing a step to its workers and waiting for them; so K is chosen without the outcome of the
+very latest step, as under asynchronous scheduling anyway.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import logging
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from verl_tlt.channel import ChannelServer
-from verl_tlt.engine_core.empty_drafts import spare_empty_drafts
+from verl_tlt.channel import ChannelServer, Handler
 from verl_tlt.engine_core.ngram_drafts import NgramDrafts
-from verl_tlt.engine_core.step_trace import StepTrace
+from verl_tlt.engine_core.steps import EngineStep, StepTrace
 from verl_tlt.messages import to_plain
 from verl_tlt.messages.rollout import BROKEN_MARK, EngineStats
 from verl_tlt.speculation.decision import Limits
@@ -40,20 +40,21 @@ from verl_tlt.speculation.graph_rules import token_limit
 from verl_tlt.speculation.ngram_index import NgramIndex
 from verl_tlt.speculation.policies.factory import make_policy
 from verl_tlt.speculation.step_control import StepControl
-from verl_tlt.speculation.types import Policy, StepRecord
-from verl_tlt.speculation.verified import NOTHING, Verified, count_verified
+from verl_tlt.speculation.types import Policy
+from verl_tlt.speculation.verified import Verified, count_verified
+
+if TYPE_CHECKING:
+    from vllm.config.vllm import VllmConfig
+    from vllm.v1.core.sched.output import GrammarOutput
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+    from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
 UNLEARNED = 4  # finished steps that may wait; an engine that never asks for a grammar bitmask learns late
-MAX_NGRAM_BYTES = 256 << 20  # per engine: some two million tokens of responses, least recently visited prompts first
-PAUSE_FLOOR_S = 0.002  # a gap shorter than this between two steps is vLLM's own work
-PAUSE_SHARE = 0.5  # a gap longer than this share of the step itself means that the engine was held up
-
-
-def scheduler_path(async_scheduling: bool) -> str:
-    """The `scheduler_cls` for vLLM. A wrong base would silently draft nothing, so the class checks it again."""
-    return f"{__name__}.{'TLTAsyncScheduler' if async_scheduling else 'TLTScheduler'}"
+MAX_NGRAM_BYTES = 256 << 20  # per engine: some two million tokens of responses; prompts not used for longest go first
 
 
 def load_policy(settings: Mapping[str, Any]) -> Policy:
@@ -61,7 +62,7 @@ def load_policy(settings: Mapping[str, Any]) -> Policy:
 
     Args:
         settings: `speculation` (dict of `SpeculationConfig`), `arms` (ascending K), `seed`, and optionally
-            `policy_factory`: "module:function" taking the same three, for a policy of one's own.
+            `policy_factory`: "module:function" taking these three, for a policy of one's own.
 
     Raises:
         ControlError: the policy's name, arms or settings cannot be right.
@@ -80,15 +81,41 @@ def load_policy(settings: Mapping[str, Any]) -> Policy:
 
 
 def ngram_drafts(speculation: Mapping[str, Any]) -> NgramDrafts | None:
-    """What proposes n-grams under these settings (`SpeculationConfig` as a dict); None: nothing does."""
+    """What drafts n-grams under these settings (`SpeculationConfig` as a dict); None: nothing does."""
     if speculation["source"] == "eagle":
         return None
     index = NgramIndex(MAX_NGRAM_BYTES, keep=speculation["ngram_keep"])
     return NgramDrafts(index, alone=speculation["source"] == "ngram")
 
 
+def spare_empty_drafts(core: type[EngineCore]) -> bool:
+    """Save the engine a round trip to its workers after every step that drafted nothing.
+
+    With synchronous scheduling `EngineCore.post_step` fetches drafts after each step, also where K was 0, and the model
+    waits meanwhile. Wrapped, it does nothing where `scheduler.drafts_expected` is False. As a diff: patches/vllm/0005.
+    A vLLM that looks at the attribute itself, or fetches drafts in another way, stays as it is.
+
+    Returns:
+        whether the round trip is saved, by the wrapper or by vLLM.
+    """
+    original = getattr(core, "post_step", None)
+    if original is None or "take_draft_token_ids" not in (source := inspect.getsource(inspect.unwrap(original))):
+        logger.info("This vLLM fetches drafts in another way: a step with K=0 may cost a round trip to the workers.")
+        return False
+    if "drafts_expected" in source or hasattr(original, "__wrapped__"):
+        return True
+
+    @functools.wraps(original)
+    def post_step(self: EngineCore, model_executed: bool) -> None:
+        if getattr(self.scheduler, "drafts_expected", True):
+            original(self, model_executed)
+
+    core.post_step = post_step
+    return True
+
+
 class _DraftLengthLookup:
-    """Stands where vLLM keeps its table of draft lengths by batch size."""
+    """Takes the place of vLLM's table of draft lengths by batch size."""
 
     def __init__(self, choose: Callable[[], int]) -> None:
         self._choose = choose
@@ -98,134 +125,54 @@ class _DraftLengthLookup:
         return self._choose()
 
 
-@dataclass(slots=True)
-class _Plan:
-    """What was known of a step when it was scheduled, and then what came back."""
-
-    output: SchedulerOutput
-    started_s: float
-    paused_s: float
-    batch: int
-    kv_tokens: int
-    arm: int
-    previous_arm: int
-    blocked: bool
-    prefilling: set[str]
-    undrafted: bool
-    """There is no drafter, so a request may go without a draft (`tlt.speculation.source=ngram`)."""
-    outputs: Any = None
-    freed: list[tuple[str, int]] = field(default_factory=list)
-    """(request, its tokens) of those that ended with this step or since the one before."""
-    verified: Verified = NOTHING
-    ended: bool = False
-    finished_s: float = 0.0
-    previous_finished_s: float = 0.0
-    unix_s: float = 0.0
-    control_s: float = 0.0
-    """What the engine waited for us since the step before."""
-
-    def tell(self, control: StepControl) -> None:
-        """Hand the finished step to the controller."""
-        verified, emitted = self.verified, self.verified.tokens
-        if emitted is None or self.ended or self.prefilling:  # one that ends gets fewer tokens than were sampled
-            counts = [(o.request_id, len(o.new_token_ids)) for client in self.outputs.values() for o in client.outputs]
-            emitted = sum(n for _, n in counts)
-            produced = sum(n for request, n in counts if request not in self.prefilling)
-        else:
-            produced = emitted
-        paused = self.paused_s > max(PAUSE_FLOOR_S, PAUSE_SHARE * (self.finished_s - self.started_s))
-        # Where it may go without, a request's missing draft counts as one of which nothing was accepted: what K costs
-        # and brings is then that of the whole batch, as with a drafter.
-        drafts = self.batch if self.undrafted and self.previous_arm > 0 else verified.num_drafts
-        length = self.previous_arm if drafts else 0
-        decode_only = not self.prefilling and not paused
-        whole = self.undrafted or (drafts == self.batch and verified.num_draft_tokens == length * self.batch)
-        clean = decode_only and not self.blocked and self.arm == self.previous_arm and (self.arm <= 0 or whole)
-        step = StepRecord(
-            batch=self.batch,
-            kv_tokens=self.kv_tokens if self.batch else 0,
-            drafted=self.arm,
-            verified=length,
-            num_drafts=drafts,
-            num_accepted_tokens_per_pos=verified.num_accepted_tokens_per_pos(length),
-            produced=produced,
-            latency_s=self.finished_s - (self.started_s if paused else self.previous_finished_s),
-            clean=clean,
-        )
-        control.record(
-            step,
-            num_generation_tokens=emitted,
-            num_draft_tokens=verified.num_draft_tokens,
-            decode_only=decode_only,
-            control_s=self.control_s,
-            unix_s=self.unix_s,
-        )
-        control.responses(verified.accepted_of, self.freed)
-
-
 class TLTScheduler(Scheduler):
     """For `async_scheduling=False` (every CPU engine). `schedule` and `update_from_output` bracket each engine step."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        from vllm.v1.engine.core import EngineCore
+
         super().__init__(*args, **kwargs)
-        self._tlt_check()
-        settings = dict(self.vllm_config.additional_config["tlt"])
-        replica = os.environ.get("TLT_REPLICA", "0")
+        config: VllmConfig = self.vllm_config
+        is_async = bool(config.scheduler_config.async_scheduling)
+        if isinstance(self, AsyncScheduler) != is_async:
+            raise ValueError(f"{type(self).__name__} with async_scheduling={is_async} would draft nothing.")
+        settings = config.additional_config["tlt"]
         trace_dir = os.environ.get("TLT_TRACE_DIR")
-        trace = StepTrace(Path(trace_dir) / f"engine-{replica}.jsonl") if trace_dir else None
-        draft_config = self.vllm_config.speculative_config.draft_model_config
+        trace = StepTrace(Path(trace_dir) / f"engine-{os.environ.get('TLT_REPLICA', '0')}.jsonl") if trace_dir else None
+        draft_config = config.speculative_config.draft_model_config
         longest = getattr(draft_config, "max_model_len", None) or self.max_model_len
-        limits = Limits(tuple(settings["arms"]), token_limit(self.vllm_config), longest - self.num_spec_tokens)
+        limits = Limits(tuple(settings["arms"]), token_limit(config), longest - self.num_spec_tokens)
         self.tlt = StepControl(load_policy(settings), limits, trace)
+        self.tlt_ngram = ngram_drafts(settings["speculation"])
         self.dynamic_sd_lookup = _DraftLengthLookup(self._tlt_choose)
+        self.drafts_expected = True
+        spare_empty_drafts(EngineCore)
         self._tlt_load = DecodeLoad(limits.context_limit)
         self._tlt_boundary = StopBoundary()
-        self._tlt_plans: deque[_Plan] = deque()  # one under sync scheduling, two or more in flight under async
-        self._tlt_done: list[_Plan] = []  # finished steps to learn from
-        self._tlt_freed: list[tuple[str, int]] = []  # requests that ended, not yet in a plan
-        self._tlt_known = 0  # requests that were running before this step admitted new ones
-        self._tlt_kv_tokens = 0
-        self._tlt_grown = 0  # tokens emitted since the last choice
-        self._tlt_waited_s = 0.0  # what engine steps waited for us, not yet in a record
+        # Of the step that is being scheduled.
         self._tlt_arm = 0
+        self._tlt_known = 0  # requests that were running before it admitted new ones
+        self._tlt_kv_tokens = 0
         self._tlt_blocked = False
+        # Of steps in flight (one under synchronous scheduling, two or more under asynchronous), and behind them.
+        self._tlt_in_flight: deque[EngineStep] = deque()
+        self._tlt_finished: list[EngineStep] = []  # not yet learned from
+        self._tlt_freed: list[tuple[str, int]] = []  # requests that ended, not yet in a step
+        self._tlt_grown = 0  # tokens emitted since the last choice
+        self._tlt_waited_s = 0.0  # what engine steps waited for verl-tlt, not yet in a step
         self._tlt_finished_s = self._tlt_idle_since_s = time.perf_counter()
-        self.drafts_expected = True  # for `spare_empty_drafts`
-        spare_empty_drafts()
-        self.tlt_ngram = ngram_drafts(settings["speculation"])
-        address = os.environ.get("TLT_CHANNEL")
-        operations: dict[str, Callable[..., dict[str, Any]]] = {
+        self._tlt_channel = self._tlt_listen(os.environ.get("TLT_CHANNEL"))
+
+    def _tlt_listen(self, address: str | None) -> ChannelServer | None:
+        """Answer the rollout server's questions at this address."""
+        operations: dict[str, Handler] = {
             "stats": lambda reset=False: to_plain(self.tlt_stats(reset)),
             "control": self.tlt.control,
             "learned": self.tlt.learned,
         }
         if self.tlt_ngram:
             operations["policy_changed"] = self.tlt_ngram.policy_changed
-        self._tlt_channel = ChannelServer(address, operations) if address else None
-
-    def _tlt_check(self) -> None:
-        """Raises ValueError where this scheduler would not do what it says."""
-        config = self.vllm_config
-        if isinstance(self, AsyncScheduler) != bool(config.scheduler_config.async_scheduling):
-            raise ValueError(
-                f"{type(self).__name__} with async_scheduling={config.scheduler_config.async_scheduling} would draft "
-                "nothing; pass scheduler_cls=scheduler_path(async_scheduling)."
-            )
-        if config.parallel_config.data_parallel_size > 1:
-            raise ValueError(
-                "TLT needs data_parallel_size=1 inside an engine: ranks would choose different K and hang."
-            )
-        if self.num_spec_tokens < 1:
-            raise ValueError("TLT's scheduler needs a speculative_config with num_speculative_tokens of at least 1.")
-        source = config.additional_config["tlt"]["speculation"]["source"]
-        if source != "eagle" and config.scheduler_config.async_scheduling:
-            raise ValueError(
-                f"tlt.speculation.source={source} needs async_scheduling=False: else no draft passes the scheduler."
-            )
-        if not hasattr(self, "dynamic_sd_lookup"):
-            raise ValueError(
-                "This vLLM has no per-step draft length (Scheduler.dynamic_sd_lookup); TLT needs 0.24 or later."
-            )
+        return ChannelServer(address, operations) if address else None
 
     def tlt_stats(self, reset: bool = False) -> EngineStats:
         """Sums since the last reset, n-grams included where they are in use."""
@@ -234,12 +181,12 @@ class TLTScheduler(Scheduler):
 
     # ------------------------------------------------------------------ before the step
 
-    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+    def schedule(self, *args: object, **kwargs: object) -> SchedulerOutput:
         """As vLLM's, with K chosen by the policy on the way (`_tlt_choose`)."""
         started = time.perf_counter()
         previous = self._tlt_arm
         self._tlt_known = len(self.running)
-        output = super().schedule(*args, **kwargs)
+        output: SchedulerOutput = super().schedule(*args, **kwargs)
         waiting = time.perf_counter()
         scheduled = output.num_scheduled_tokens
         if self.tlt_ngram:
@@ -250,18 +197,18 @@ class TLTScheduler(Scheduler):
         if len(scheduled) < len(self.running):
             self._tlt_drop_stale_drafts(scheduled)
         prefilling = self._tlt_load.prefilling & scheduled.keys() if self._tlt_load.prefilling else set()
-        self._tlt_plans.append(
-            _Plan(
+        self._tlt_in_flight.append(
+            EngineStep(
                 output=output,
                 started_s=started,
-                paused_s=0.0 if self._tlt_plans else started - self._tlt_idle_since_s,
+                paused_s=0.0 if self._tlt_in_flight else started - self._tlt_idle_since_s,
                 batch=len(scheduled) - len(prefilling),
                 kv_tokens=self._tlt_kv_tokens,
                 arm=self._tlt_arm,
                 previous_arm=previous,
                 blocked=self._tlt_blocked,
                 prefilling=prefilling,
-                undrafted=self.tlt_ngram is not None and self.tlt_ngram.alone,
+                may_lack_drafts=self.tlt_ngram is not None and self.tlt_ngram.alone,
             )
         )
         self._tlt_waited_s += time.perf_counter() - waiting
@@ -282,7 +229,7 @@ class TLTScheduler(Scheduler):
         self._tlt_waited_s += time.perf_counter() - waiting
         return max(self._tlt_arm, 0)
 
-    def _tlt_drop_stale_drafts(self, scheduled: dict[str, int]) -> None:
+    def _tlt_drop_stale_drafts(self, scheduled: Mapping[str, int]) -> None:
         """Forget drafts of requests that this step leaves out.
 
         The worker keeps draft probabilities of the last step only. A draft verified later would make it treat every
@@ -292,7 +239,7 @@ class TLTScheduler(Scheduler):
             if request.spec_token_ids and request.request_id not in scheduled:
                 request.spec_token_ids = []
 
-    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """As vLLM's, cut to the K that was asked for.
 
         A V2 model runner before 0.32 always drafts K_max, and any runner returns K_max zeros where it could not draft.
@@ -307,7 +254,7 @@ class TLTScheduler(Scheduler):
             self.tlt_ngram.propose(self.requests, draft_token_ids.req_ids, k)
             self._tlt_waited_s += time.perf_counter() - waiting
 
-    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """As vLLM's, which asks for it once the step was handed to the workers: the time to learn from the last one."""
         self._tlt_learn()
         self._tlt_load.refresh(self.running, scheduler_output.num_scheduled_tokens)
@@ -315,31 +262,33 @@ class TLTScheduler(Scheduler):
 
     # ------------------------------------------------------------------ after the step
 
-    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
         """As vLLM's, and one `StepRecord` for each step that did work."""
         now = time.perf_counter()
         if broken := getattr(model_runner_output, BROKEN_MARK, 0):
             self.tlt.drafter_broke(broken)
+        rows, row_of = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
         verified = count_verified(
             scheduler_output.num_scheduled_tokens,
             scheduler_output.scheduled_spec_decode_tokens,
             scheduler_output.total_num_scheduled_tokens,
-            model_runner_output.sampled_token_ids,
-            model_runner_output.req_id_to_index,
+            rows,
+            row_of,
             self._tlt_gone(scheduler_output.num_scheduled_tokens),
         )
         before = len(self.requests)
         if self.tlt_ngram and scheduler_output.scheduled_spec_decode_tokens:
-            rows, row_of = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
             self.tlt_ngram.verified(scheduler_output, rows, row_of)
         self._tlt_waited_s += time.perf_counter() - now
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         waiting = time.perf_counter()
         if self.tlt_ngram:
             for client in outputs.values():
                 self.tlt_ngram.emitted(client.outputs)
         if scheduler_output.num_scheduled_tokens:
-            self._tlt_record(scheduler_output, outputs, verified, len(self.requests) != before, now)
+            self._tlt_finish(scheduler_output, outputs, verified, len(self.requests) != before, now)
         self._tlt_finished_s = now
         self._tlt_idle_since_s = time.perf_counter()
         self._tlt_waited_s += self._tlt_idle_since_s - waiting
@@ -348,7 +297,7 @@ class TLTScheduler(Scheduler):
             self.tlt.flush()
         return outputs
 
-    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+    def _free_request(self, request: Request, *args: object, **kwargs: object) -> object:
         """As vLLM's, which calls it once for each request that ends; only its length is noted."""
         self._tlt_freed.append((request.request_id, request.num_output_tokens))
         return super()._free_request(request, *args, **kwargs)
@@ -359,28 +308,33 @@ class TLTScheduler(Scheduler):
             return ()
         return () if scheduled.keys() <= self.requests.keys() else scheduled.keys() - self.requests.keys()
 
-    def _tlt_record(
-        self, scheduler_output: SchedulerOutput, outputs: Any, verified: Verified, ended: bool, now: float
+    def _tlt_finish(
+        self,
+        output: SchedulerOutput,
+        outputs: dict[int, EngineCoreOutputs],
+        verified: Verified,
+        ended: bool,
+        now: float,
     ) -> None:
-        """Complete the step's plan and queue it; all that costs time is left to `_tlt_learn`."""
-        plan = self._tlt_plans.popleft()
-        while plan.output is not scheduler_output:  # a step whose result vLLM threw away
-            plan = self._tlt_plans.popleft()
-        plan.outputs, plan.verified, plan.ended = outputs, verified, ended
-        plan.freed, self._tlt_freed = self._tlt_freed, []
-        plan.finished_s, plan.previous_finished_s, plan.unix_s = now, self._tlt_finished_s, time.time()
-        plan.control_s, self._tlt_waited_s = self._tlt_waited_s, 0.0
+        """Complete the step with what came back and queue it; all that costs time is left to `_tlt_learn`."""
+        step = self._tlt_in_flight.popleft()
+        while step.output is not output:  # a step whose result vLLM threw away
+            step = self._tlt_in_flight.popleft()
+        step.outputs, step.verified, step.ended = outputs, verified, ended
+        step.freed, self._tlt_freed = self._tlt_freed, []
+        step.finished_s, step.previous_finished_s, step.unix_s = now, self._tlt_finished_s, time.time()
+        step.control_s, self._tlt_waited_s = self._tlt_waited_s, 0.0
         # A prefill's first token counts too, and one that ends may get fewer: `DecodeLoad` counts anew now and then.
-        self._tlt_grown += sum(verified.lengths) or plan.batch
-        self._tlt_done.append(plan)
-        if len(self._tlt_done) > UNLEARNED:
+        self._tlt_grown += sum(verified.lengths) or step.batch
+        self._tlt_finished.append(step)
+        if len(self._tlt_finished) > UNLEARNED:
             self._tlt_learn()
 
     def _tlt_learn(self) -> None:
         """Turn finished steps into records."""
-        done, self._tlt_done = self._tlt_done, []
-        for plan in done:
-            plan.tell(self.tlt)
+        finished, self._tlt_finished = self._tlt_finished, []
+        for step in finished:
+            step.record_with(self.tlt)
 
     def shutdown(self) -> None:
         """As vLLM's; the channel closes and the trace is written out."""

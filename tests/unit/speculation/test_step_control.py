@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from verl_tlt.engine_core.step_trace import StepTrace
+from verl_tlt.engine_core.steps import StepTrace
 from verl_tlt.messages import from_plain, to_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.latency_table import for_policy

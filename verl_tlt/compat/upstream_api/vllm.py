@@ -30,12 +30,12 @@ VLLM = (
     Symbol(f"{_SCHEDULER}._free_request", "request", used_by="engine_core/scheduler.py"),
     Symbol("vllm.v1.request:Request", has="request_id num_output_tokens", used_by="engine_core/scheduler.py"),
     Symbol(f"{_SCHEDULER}.shutdown", used_by="engine_core/scheduler.py"),
-    Symbol("vllm.v1.engine.core:EngineCore", has="scheduler", used_by="engine_core/empty_drafts.py"),
+    Symbol("vllm.v1.engine.core:EngineCore", has="scheduler", used_by="engine_core/scheduler.py"),
     Symbol(
         "vllm.v1.engine.core:EngineCore.post_step",
         "model_executed",
         says=("take_draft_token_ids()",),
-        used_by="engine_core/empty_drafts.py",
+        used_by="engine_core/scheduler.py",
     ),
     Symbol(
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule",
