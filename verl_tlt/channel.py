@@ -1,8 +1,8 @@
-"""A control channel into the engine: one question, one answer, from verl's server actor to vLLM's scheduler.
+"""The control channel: calls from verl's server actor into vLLM's scheduler.
 
 vLLM runs its scheduler in a child process (EngineCore) and offers no call into it: `collective_rpc` reaches workers
-only. So the scheduler opens a ZeroMQ reply socket on a private Unix socket and answers from a daemon thread; the
-server actor asks from its event loop. JSON both ways. A failing operation is an answer too: `{"error": text}`.
+only. So the scheduler opens a ZeroMQ reply socket on a private Unix socket and answers from a daemon thread; the server
+actor asks from its event loop. Requests and replies are JSON; a failed operation is answered with `{"error": text}`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class ChannelServer:
 
     Args:
         address: `ipc://PATH`; the directory of PATH is created (0700), or must be private already.
-        handlers: operation name → function of the message's other keys, returning a JSON-ready dict. They run on the
+        handlers: operation name → function of the request's other keys, returning what JSON can carry. They run on the
             channel's thread and must not block: the caller waits with a timeout.
 
     Raises:
-        ChannelError: the address is no `ipc://` path, or nobody may listen there.
+        ChannelError: the address is no `ipc://` path, or it cannot be listened on.
     """
 
     def __init__(self, address: str, handlers: Mapping[str, Handler]) -> None:
@@ -90,24 +90,24 @@ class ChannelServer:
 
 
 class ChannelClient:
-    """Asks a `ChannelServer` in another process, one question at a time.
+    """Calls a `ChannelServer` in another process, one operation at a time.
 
     Args:
-        address: the server's `ipc://PATH`; the server may come up later, a question waits for it.
+        address: the server's `ipc://PATH`; the server may come up later, a call waits for it.
     """
 
     def __init__(self, address: str) -> None:
         _ipc_path(address)
         self.address = address
-        # The process's own. One of the client's would be waited for when a client that nobody closed is collected as
-        # garbage: it ends with its last socket, which is garbage too, and the process would stand still.
+        # The process's own context. If a client that nobody closed is collected as garbage, a context of the client's
+        # would wait forever for its socket, which is garbage too.
         self._context = zmq.asyncio.Context.instance()
         self._socket: zmq.asyncio.Socket | None = None
         self._closed = False
         self._turn = asyncio.Lock()
 
     async def call(self, op: str, *, timeout_s: float = 10.0, **arguments: Any) -> dict[str, Any]:
-        """The answer to one operation.
+        """The reply to one operation.
 
         Raises:
             ChannelError: no answer within `timeout_s` seconds, or the operation failed in the engine.
@@ -138,7 +138,7 @@ class ChannelClient:
         return bytes(await socket.recv())
 
     def _drop_socket(self) -> None:
-        """A REQ socket whose answer never came is stuck in its state machine; the next call opens a fresh one."""
+        """A REQ socket whose reply never came cannot send again; the next call opens a fresh one."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

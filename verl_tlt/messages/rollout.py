@@ -1,4 +1,4 @@
-"""Between the trainer, the rollout servers, their schedulers and vLLM's workers."""
+"""Records between the trainer, the rollout servers, their schedulers and vLLM's workers."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 NGRAM_MARK = "tlt_ngram"
-"""Attribute of vLLM's `SchedulerOutput`: ids of the requests whose draft is an n-gram."""
+"""Attribute set on vLLM's `SchedulerOutput`: the requests whose draft is an n-gram, as a dict by id."""
 
 BROKEN_MARK = "tlt_broken_drafts"
-"""Attribute of vLLM's `ModelRunnerOutput`: draft tokens dropped since the last one, because they had no probability."""
+"""Attribute set on vLLM's `ModelRunnerOutput`: draft tokens dropped since the last one (`BrokenDrafts`)."""
 
 
 # ---------------------------------------------------------------------- the trainer to a rollout server
 
 
 def store_name(job: str) -> str:
-    """Name of the Ray actor that a starting server asks for the drafter (`trainer.drafter_store`): its job's own, even
-    in a namespace that several jobs share.
+    """Name of the Ray actor that a starting server asks for the drafter (`trainer.drafter_store`).
 
     Args:
-        job: Ray's id of the job, the same in all its processes.
+        job: Ray's id of the job, so that jobs which share a namespace have a store each.
     """
     return f"verl_tlt_drafter_store_{job}"
 
@@ -31,7 +30,7 @@ class DrafterFile:
     """A drafter as vLLM loads it."""
 
     version: int
-    """Counts publications; 0 is what the run started with."""
+    """How often a drafter was published before; 0 is what the run started with."""
     config: str
     """Text of config.json."""
     weights: bytes
@@ -47,26 +46,26 @@ class DrafterFile:
 
 @dataclass(frozen=True)
 class SleepReply:
-    """What a server says when it is asked to sleep early."""
+    """A server's answer when it is asked to sleep before the rollout ends."""
 
     slept: bool
-    """False: its gate is open again, as if nothing had happened."""
+    """False: it goes on serving, with its gate open."""
     inflight: int = 0
-    """Requests that keep it awake; -1: this node has no engine."""
+    """Requests that kept it awake; -1: this node has no engine."""
 
 
 @dataclass(frozen=True)
 class DrafterStatus:
-    """What a server serves, as it last proved it."""
+    """Which drafter a server serves, as of its last load."""
 
     version: int = -1
-    """Of the drafter that the engine holds; -1: none yet."""
+    """Of the drafter that the engine serves; -1: none yet."""
     fingerprint: str = ""
-    """Of what was loaded last, accepted or not."""
+    """Of the drafter loaded last, accepted or not."""
     ok: bool = False
     """The last load was accepted, by every rank of the engine."""
     seconds: float = 0.0
-    """What the last load took."""
+    """Duration of the last load."""
     error: str | None = None
     """Why the engine does not draft as it was asked to."""
     drafting: bool = False

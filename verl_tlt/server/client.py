@@ -1,18 +1,21 @@
-"""verl's LLM client, made to survive a replica that leaves the balancer while a request is on its way to it.
+"""verl's LLM client, which sends a request again that a replica rejected because it was leaving the rollout.
 
-The balancer may hand out a server in the same instant in which that server decides to leave. The server then
-rejects the request before its engine sees it (an "aborted" reply without tokens), and stock verl's synchronous
-client would keep that as an empty sample. This client asks the balancer again. verl's asynchronous client asks again
-by itself, a second later; below it, ours asks at once.
+The load balancer may hand out a server in the same instant in which that server decides to leave. The server then
+rejects the request before its engine gets it (an "aborted" reply without tokens), and stock verl's synchronous client
+would keep that as an empty sample. verl's asynchronous client asks the balancer again by itself, a second later; below
+it, this one asks at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from typing import TYPE_CHECKING
 
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+
+if TYPE_CHECKING:
+    from verl.workers.rollout.replica import TokenOutput
 
 logger = logging.getLogger(__name__)
 
@@ -21,23 +24,19 @@ RETRIES = 200  # ten seconds of rejections is not a race any more: give verl the
 
 
 class TLTLLMServerClient(LLMServerClient):
-    """Re-routes rejected requests; see `vLLMHttpServer._park_until_admitted` for where a rejection comes from."""
+    """Sends rejected requests again; see `vLLMHttpServer._park_until_admitted` for where a rejection comes from."""
 
-    async def generate(self, request_id: Any, **kwargs: Any) -> Any:
-        """As `LLMServerClient.generate`; a request that no engine has seen is sent again."""
-        params = kwargs.pop("sampling_params")
+    async def generate(self, request_id: str, *, sampling_params: dict[str, object], **kwargs: object) -> TokenOutput:
+        """As `LLMServerClient.generate`; a request that no engine got is sent again."""
         for attempt in range(RETRIES + 1):
             # The server pops keys from the dict it is given; each attempt needs its own.
-            output = await super().generate(request_id, sampling_params=dict(params), **kwargs)
-            rejected = output.stop_reason == "aborted" and not output.token_ids
-            if not rejected:
+            output = await super().generate(request_id, sampling_params=dict(sampling_params), **kwargs)
+            if output.stop_reason != "aborted" or output.token_ids:
                 return output
             if attempt < RETRIES:
                 logger.debug("request %s rejected by a leaving replica, trying another", request_id)
                 await asyncio.sleep(RETRY_PAUSE_S)
-        logger.warning(
-            "request %s was rejected %d times in a row; passing the aborted reply on", request_id, RETRIES + 1
-        )
+        logger.warning("request %s was rejected %d times in a row; the aborted reply stands", request_id, RETRIES + 1)
         return output
 
 

@@ -1,18 +1,20 @@
-"""From TLT's settings to what vLLM is started with. Pure functions: facts in, keyword arguments out.
+"""What vLLM is started with, from TLT's settings: engine arguments, environment variables, draft lengths.
 
-What decides here is facts about vLLM releases: which draft lengths have CUDA graphs (`speculation/graph_rules.py`),
-which scheduler base drafts at all, what cannot be combined with a drafter.
+Which draft lengths have CUDA graphs depends on vLLM's release (`speculation/graph_rules.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl_tlt.compat.versions import installed, release
 from verl_tlt.config import TLTConfig, TLTConfigError
 from verl_tlt.speculation.graph_rules import GRAPH_ARMS, OLDEST, runner_for
+
+if TYPE_CHECKING:
+    from verl.workers.config import RolloutConfig
 
 WHERE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 OWN_ARGUMENTS = ("speculative_config", "scheduler_cls", "worker_extension_cls")
@@ -25,14 +27,13 @@ def engine_arms(tlt: TLTConfig, enforce_eager: bool) -> tuple[int, ...]:
 
     Args:
         tlt: all settings.
-        enforce_eager: no CUDA graphs, so every length up to K_max costs what it costs; else only lengths with graphs.
+        enforce_eager: no CUDA graphs, so that every length up to K_max is offered; else only lengths with graphs.
     """
     s = tlt.speculation
     if s.arms is not None:
         return s.arms
-    if enforce_eager:
-        return tuple(range(s.longest + 1))
-    return tuple(k for k in GRAPH_ARMS if k <= s.longest)
+    offered = range(s.longest + 1) if enforce_eager else GRAPH_ARMS
+    return tuple(k for k in offered if k <= s.longest)
 
 
 def speculative_config(drafter_dir: str, draft_length: int, source: str = "eagle") -> dict[str, Any]:
@@ -42,8 +43,8 @@ def speculative_config(drafter_dir: str, draft_length: int, source: str = "eagle
     verl's `load_format=dummy`, which would give the drafter random weights and the policy's head.
     """
     if source == "ngram":  # the scheduler drafts (engine_core/ngram_drafts.py)
-        nobody = "verl_tlt.vllm_worker.drafter_pass.NoProposals"
-        return {"method": "custom_class", "model": nobody, "num_speculative_tokens": draft_length}
+        proposer = "verl_tlt.vllm_worker.drafter_pass.NoProposals"
+        return {"method": "custom_class", "model": proposer, "num_speculative_tokens": draft_length}
     return {
         "method": "eagle3",
         "model": drafter_dir,
@@ -56,7 +57,7 @@ def speculative_config(drafter_dir: str, draft_length: int, source: str = "eagle
 def engine_kwargs(
     tlt: TLTConfig,
     drafter_dir: str,
-    rollout: Any,
+    rollout: RolloutConfig,
     user: Mapping[str, Any],
     *,
     on_cpu: bool | None = None,
@@ -69,8 +70,8 @@ def engine_kwargs(
         drafter_dir: directory with config.json and model.safetensors, on this node.
         rollout: verl's rollout config; `enforce_eager` is read.
         user: `rollout.engine_kwargs.vllm`, which wins over verl's values.
-        on_cpu: whether vLLM runs on its CPU backend; null: ask vLLM.
-        version: vLLM's; null: the installed one.
+        on_cpu: whether vLLM runs on its CPU backend; None: ask vLLM.
+        version: vLLM's; None: the installed one.
 
     Raises:
         TLTConfigError: `user` asks for something that cannot run together with a drafter.
@@ -78,10 +79,12 @@ def engine_kwargs(
     enforce_eager = bool(user.get("enforce_eager", rollout.enforce_eager))
     for problem in problems(tlt, user, enforce_eager, version):
         raise TLTConfigError(problem)
-    arms = engine_arms(tlt, enforce_eager)
-    speculation = tlt.to_dict()["speculation"]
-    source = tlt.speculation.source
-    is_async = source == "eagle" and async_scheduling(user, _on_cpu() if on_cpu is None else on_cpu)
+    if on_cpu is None:
+        from vllm.platforms import current_platform
+
+        on_cpu = bool(current_platform.is_cpu())
+    arms, source = engine_arms(tlt, enforce_eager), tlt.speculation.source
+    is_async = source == "eagle" and async_scheduling(user, on_cpu)
     return {
         # Longer drafts than the longest arm would only reserve memory and, with CUDA graphs, capture unused widths.
         "speculative_config": speculative_config(drafter_dir, max(1, arms[-1]), source),
@@ -90,13 +93,13 @@ def engine_kwargs(
         # Part of vLLM's compile-cache key: static values only, the same on every replica.
         "additional_config": {
             **(user.get("additional_config") or {}),
-            "tlt": {"speculation": speculation, "arms": list(arms), "seed": tlt.drafter.seed},
+            "tlt": {"speculation": tlt.to_dict()["speculation"], "arms": list(arms), "seed": tlt.drafter.seed},
         },
     }
 
 
 def engine_environment(source: str = "eagle", version: str | None = None) -> dict[str, str]:
-    """Environment variables the engine's processes need: the model runner that drafts the length it is asked for.
+    """Environment variables that choose the model runner which drafts the length it is asked for.
 
     The V2 runner verifies its own drafts whatever the scheduler says, so n-grams need V1 in every release.
     """
@@ -114,15 +117,9 @@ def async_scheduling(user: Mapping[str, Any], on_cpu: bool) -> bool:
 
 
 def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, version: str | None = None) -> Iterator[str]:
-    """One sentence for each reason why these engine arguments cannot be combined with our speculation.
+    """One sentence for each reason why `user` (`rollout.engine_kwargs.vllm`) cannot be combined with speculation.
 
     The doctor asks before Ray starts (`verl_tlt.doctor.rules`), and each engine once more when it is launched.
-
-    Args:
-        tlt: all settings.
-        user: `rollout.engine_kwargs.vllm`.
-        enforce_eager: no CUDA graphs.
-        version: vLLM's; null: the installed one.
     """
     if _release(version) < OLDEST:
         yield f"vLLM {version or installed('vllm')} cannot change the draft length per step: install 0.24 or later."
@@ -163,9 +160,3 @@ def _release(version: str | None) -> tuple[int, int]:
     if found is None:
         raise TLTConfigError("vLLM is not installed here, and verl-tlt speculates with vLLM 0.24 or later.")
     return found[:2]
-
-
-def _on_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())

@@ -1,10 +1,9 @@
-"""A directory on this node that belongs to one process alone; where that died, the next one removes it.
+"""A directory on this node that belongs to one process; if that process was killed, the next one removes it.
 
-Ray numbers jobs from one in every cluster, so two runs on one machine have the same job, and their replicas the same
-ranks: only the system's own temporary names keep their files apart. Ray kills servers without a chance to clean up, so
-a run that ends tells them before; one that is killed cannot. The owner therefore holds a file lock, which ends with the
-process, and whoever comes later removes what is unlocked.
-Standard library only.
+Ray numbers jobs from one in every cluster, so two runs on one machine have the same job id, and their replicas the same
+ranks: only the system's own temporary names keep their files apart. A run that ends tells its servers to clean up; one
+that is killed cannot. The owner therefore holds a file lock, which ends with its process, and whoever comes later
+removes directories that nobody has locked. Standard library only.
 """
 
 from __future__ import annotations
@@ -25,44 +24,39 @@ OWNER = "owner.lock"
 
 @dataclass(frozen=True)
 class PrivateDir:
-    """A private directory (0700); it is this process's as long as this process lives."""
+    """A directory (0700) that is this process's as long as it lives."""
 
     path: Path
     lock: int
     """Descriptor of the locked file; closed by nothing but the process's end."""
 
     def remove(self) -> None:
-        """Nobody needs it any more."""
+        """Delete it."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 def make_private_dir(prefix: str) -> PrivateDir:
-    """Make a directory of our own, and remove those of this user's dead processes.
+    """Make a directory, and remove those of this user's dead processes.
 
     Args:
         prefix: how such directories begin, below the system's temporary directory.
     """
-    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*/{OWNER}"):
-        if _is_ours(left.parent):
-            _remove_unowned(left)
+    for owner in Path(tempfile.gettempdir()).glob(f"{prefix}*/{OWNER}"):
+        _remove_if_unowned(owner)
     path = Path(tempfile.mkdtemp(prefix=prefix))
     lock = os.open(path / f".{OWNER}", os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    os.rename(path / f".{OWNER}", path / OWNER)  # nobody ever sees it unlocked
+    os.rename(path / f".{OWNER}", path / OWNER)  # nobody ever finds it unlocked
     return PrivateDir(path, lock)
 
 
-def _is_ours(directory: Path) -> bool:
-    """Whether this user made it: others may give theirs a name like ours, or a link to something of ours."""
+def _remove_if_unowned(owner: Path) -> None:
+    """Remove the directory of this lock file if this user made it and no process holds the lock."""
     try:
-        found = os.lstat(directory)
-    except OSError:  # gone meanwhile
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-
-
-def _remove_unowned(owner: Path) -> None:
-    try:
+        # Others may give theirs a name like ours, or a link to something of ours.
+        found = os.lstat(owner.parent)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            return
         lock = os.open(owner, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:  # gone meanwhile, or no lock of ours
         return

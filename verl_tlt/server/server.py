@@ -1,9 +1,9 @@
-"""verl's vLLM server and replica, with a drafter: speculation settings in, drafter reloads, an orderly early leave.
+"""verl's vLLM server and replica with a drafter: the engine's settings, drafter reloads, leaving a rollout early.
 
-Three things differ from stock verl here. The engine is launched with our scheduler and an EAGLE-3 drafter. After
-every weight sync the drafter is loaded again from this node's staged file and compared by fingerprint, because
-vLLM's sleep level 2 (verl's default) discards drafter weights and verl re-sends only the policy. And the server
-itself decides whether it may leave early, behind its own submission gate, since only it knows what is on its way.
+Three things differ from stock verl. The engine is launched with our scheduler and an EAGLE-3 drafter. After every
+weight sync the drafter is loaded again from this node's staged file and compared by fingerprint, because vLLM's sleep
+level 2 (verl's default) discards drafter weights and verl sends only the policy's. And the server itself decides
+whether it may leave early, behind its own submission gate, since only it knows which requests are on their way.
 
 Nothing in here may fail a run: an engine whose drafter cannot be trusted decodes with K=0 and says so.
 """
@@ -90,15 +90,14 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         return "verl_tlt.vllm_worker.extension.TLTWorkerExtension"
 
     async def clear_kv_cache(self) -> None:
-        """The last call of every weight sync, in every trainer mode: the moment to put the drafter back."""
+        """As verl's, which is the last call of every weight sync in every trainer mode; then reload the drafter."""
         await super().clear_kv_cache()
         await self._tlt_reload()
-        if self._tlt_left and not self.config.free_cache_engine:  # then verl wakes nobody up
-            self._tlt_left = False
-            await self.open_submission_gate()
+        if self._tlt_left and not self.config.free_cache_engine:  # then verl calls no `wake_up`
+            await self._tlt_return()
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
-        """As stock, which owns the gate from here on and opens it again; an engine that sleeps has nothing to abort."""
+        """As verl's, which owns the gate from here on and opens it; an engine that sleeps has nothing to abort."""
         if not self._tlt_left:
             return await super().abort_all_requests(
                 reset_prefix_cache=reset_prefix_cache, reject_request=reject_request
@@ -108,19 +107,18 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         return {"aborted_count": 0, "request_ids": []}
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """As stock; a server that left early opens its gate again once it holds weights and cache."""
+        """As verl's; a server that left early opens its gate again once it holds weights and cache."""
         await super().wake_up(tags=tags)
         if self._tlt_left and (tags is None or "kv_cache" in tags):
-            self._tlt_left = False
-            await self.open_submission_gate()
+            await self._tlt_return()
 
     # ------------------------------------------------------------------ leaving early
 
     async def tlt_try_sleep(self, recall: bool = False) -> SleepReply:
         """Sleep if and only if no request is in the engine or on its way into it.
 
-        Closing the gate and looking happen on the actor's one event loop: whoever was admitted before is seen in the
-        engine, whoever comes after is rejected and re-routed by the client (`server/client.py`).
+        Closing the gate and counting happen on the actor's one event loop: a request admitted before is counted in the
+        engine, one that comes after is rejected and sent to another replica by the client (`server/client.py`).
 
         Args:
             recall: keep the weights on the host, so that `tlt_recall` can wake the engine up before a weight sync.
@@ -157,14 +155,14 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         if self.config.free_cache_engine:
             await super().wake_up()
         await self._tlt_reload()  # the drafter slept too: compare its fingerprint
+        await self._tlt_return()
+
+    async def _tlt_return(self) -> None:
         self._tlt_left = False
         await self.open_submission_gate()
 
     async def tlt_close(self) -> None:
-        """The run is over: end the engine, whose sockets and shared memory go with it, and remove the staged drafter.
-
-        Ray is about to kill this process, and then nobody could.
-        """
+        """End the engine, with its sockets and shared memory, and remove the staged drafter."""
         if self.node_rank == 0:
             await asyncio.to_thread(self.engine.shutdown)
         self._tlt_private_dir.remove()
@@ -186,7 +184,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             return
         try:
             await self._tlt_serve(self._tlt_staged, self._tlt_channel)
-        except Exception as error:  # everybody waits for the weight sync that this is a part of
+        except Exception as error:  # all replicas wait for the weight sync that this is a part of
             logger.exception("replica %d cannot use drafter v%d", self.replica_rank, self._tlt_staged.version)
             self._tlt_served = replace(self._tlt_served, ok=False, error=f"{type(error).__name__}: {error}")
             await self._tlt_set_drafting(False)
@@ -196,7 +194,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         if source != "eagle":
             try:
                 await channel.call("policy_changed")
-            except ChannelError as error:  # old responses are quoted as if the policy were the same
+            except ChannelError as error:  # old responses are drafted from as if the policy were the same
                 logger.warning("replica %d: its n-grams did not hear of the weight sync: %s", self.replica_rank, error)
         if source == "ngram":  # nothing to load: the engine has no drafter
             self._tlt_served = replace(self._tlt_served, ok=True, version=staged.version)
