@@ -63,12 +63,12 @@ async def hold(engine: StandaloneEngine, arm: int) -> None:
     refusal = await engine.rpc("tlt_set_drafting", arm != OFF)
     assert refusal is None, refusal
     await engine.llm.reset_prefix_cache()
-    await engine.channel.call("control", drafting=arm != OFF, force_k=max(arm, 0))
+    await engine.scheduler.call("control", drafting=arm != OFF, force_k=max(arm, 0))
 
 
 async def stats(engine: StandaloneEngine) -> EngineStats:
     """Of what the engine did since the last call."""
-    return from_plain(EngineStats, await engine.channel.call("stats", reset=True))
+    return from_plain(EngineStats, await engine.scheduler.call("stats", reset=True))
 
 
 async def sample(engine: StandaloneEngine, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """Calibration on a real engine: costs by batch and draft length from its own step clock, kept for the next run."""
 
 import asyncio
+import json
 import shutil
 from functools import partial
 from types import SimpleNamespace
@@ -8,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from tiny_engine import V, sampled
 
-from verl_tlt.channel import ChannelClient
 from verl_tlt.config import TLTConfig
 from verl_tlt.server.calibration import measure
+from verl_tlt.server.scheduler_client import SchedulerClient
 from verl_tlt.speculation.costs.latency_table import for_policy
 from verl_tlt.speculation.types import OFF
 
@@ -24,6 +25,10 @@ class Live:
 
     def __init__(self, engine):
         self.inside, self.waiting, self.sizes = engine, [], []
+        self.engine_core = self
+
+    async def call_utility_async(self, method, *args):
+        return json.loads(json.dumps(getattr(self.inside.core, method)(*args)))
 
     async def prompt(self, tokens_in, tokens):
         self.waiting.append(({"prompt_token_ids": tokens_in}, sampled(tokens, temperature=1.0)))
@@ -45,20 +50,13 @@ class Live:
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory):
-    return f"ipc://{tmp_path_factory.mktemp('c')}/c/s.sock"
+def live(engine_of):
+    with engine_of("bad", speculation={"policy": "goodput"}, max_num_seqs=MAX_BATCH) as engine:
+        yield Live(engine)
 
 
-@pytest.fixture(scope="module")
-def live(engine_of, address):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TLT_CHANNEL", address)
-        with engine_of("bad", speculation={"policy": "goodput"}, max_num_seqs=MAX_BATCH) as engine:
-            yield Live(engine)
-
-
-async def test_every_arm_is_measured_on_a_live_engine(live, address):
-    passes, engine, client = [], live.inside, ChannelClient(address)
+async def test_every_arm_is_measured_on_a_live_engine(live):
+    passes, engine, client = [], live.inside, SchedulerClient(live)
     hook = engine.runner.drafter.model.register_forward_hook(lambda *_: passes.append(engine.scheduler.tlt.drafting))
 
     async def set_drafting(enabled):
@@ -74,10 +72,9 @@ async def test_every_arm_is_measured_on_a_live_engine(live, address):
 
     await client.call("control", points=for_policy(table).to_list(), acceptance=[0.01, 0.01, 0.01])
     assert (await client.call("control"))["drafting"]
-    client.close()
 
 
-def server_of(live, address, models, root):
+def server_of(live, models, root):
     """Our server around the live engine, as it is right after verl started it; Ray has no part in what is tested."""
     from verl_tlt.messages.rollout import DrafterStatus
     from verl_tlt.server.server import TLTvLLMHttpServer
@@ -92,16 +89,15 @@ def server_of(live, address, models, root):
     server._tlt_staged, server._tlt_key, server._tlt_served = None, None, DrafterStatus()
     server._tlt_dir = root
     shutil.copytree(models["bad"], root / "drafter", dirs_exist_ok=True)
-    server._tlt_channel = ChannelClient(address)
     return server
 
 
-async def test_what_a_run_learned_spares_the_next_one_its_calibration(live, address, models, tmp_path, monkeypatch):
+async def test_what_a_run_learned_spares_the_next_one_its_calibration(live, models, tmp_path, monkeypatch):
     from verl_tlt.server import server as module
 
     # However busy the machine is, every load is to be measured here.
     monkeypatch.setattr(module, "calibrate", partial(module.calibrate, budget_s=600.0))
-    first = server_of(live, address, models, tmp_path)
+    first = server_of(live, models, tmp_path)
     measured = (await first.tlt_calibrate()).latency
     assert set(measured) == {OFF, *ARMS} and len(live.sizes) > 20
     await asyncio.gather(*(live.prompt([7, 8, 9], 40) for _ in range(4)))
@@ -110,7 +106,7 @@ async def test_what_a_run_learned_spares_the_next_one_its_calibration(live, addr
     assert kept.suffix == ".json" and "float32_eager" in kept.name
 
     live.sizes.clear()
-    second = server_of(live, address, models, tmp_path)
+    second = server_of(live, models, tmp_path)
     found = (await second.tlt_calibrate()).latency
     assert live.sizes == [], "nothing was decoded to measure"
     assert set(found) == set(measured)
@@ -121,11 +117,9 @@ async def test_what_a_run_learned_spares_the_next_one_its_calibration(live, addr
     assert model.seconds(4, 4 * 32, 2) > 0
 
     kept.write_text(kept.read_text()[:-40])
-    third = server_of(live, address, models, tmp_path)
+    third = server_of(live, models, tmp_path)
     await third.tlt_calibrate()
     assert len(live.sizes) > 20, "a corrupt table is measured anew"
     assert {p.suffix for p in (tmp_path / "tables").iterdir()} == {".corrupt"}
     await third.tlt_stats()
     assert kept.exists()
-    for server in (first, second, third):
-        server._tlt_channel.close()

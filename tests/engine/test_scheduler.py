@@ -1,12 +1,10 @@
 """What the scheduler tells the policy, counts and writes down, on real engines."""
 
 import json
-import os
 
 import pytest
 from tiny_engine import prompts, sampled
 
-from verl_tlt.channel import ChannelClient
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.latency_table import for_policy
@@ -21,12 +19,11 @@ SHARED = {"enable_prefix_caching": True}
 
 @pytest.fixture(scope="module", autouse=True)
 def written(tmp_path_factory):
-    """Every engine here has a channel and writes a trace: its lines so far."""
+    """Every engine here writes a trace: its lines so far."""
     path = tmp_path_factory.mktemp("trace")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TLT_TRACE_DIR", str(path))
         patch.setenv("TLT_REPLICA", "5")
-        patch.setenv("TLT_CHANNEL", f"ipc://{path}/c/s.sock")
         file = path / "engine-5.jsonl"
         yield lambda: [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
@@ -102,18 +99,16 @@ def test_only_steady_decode_steps_teach(engine_of):
     assert sum(s.clean for s in steps) > 0.6 * len(steps)
 
 
-async def test_the_channel_reaches_a_running_engine(engine_of):
+def test_the_server_can_ask_a_running_engine(engine_of):
     with engine_of("good", speculation={"policy": "goodput"}, **SHARED) as engine:
-        client = ChannelClient(os.environ["TLT_CHANNEL"])
         off = for_policy({OFF: [(1, 0.004), (8, 0.005)]}).to_list()
-        await client.call("control", force_k=2, acceptance=[0.8, 0.7, 0.6], points=off)
+        engine.core.tlt_call("control", {"force_k": 2, "acceptance": [0.8, 0.7, 0.6], "points": off})
         engine.generate(8, TOKENS)
-        stats = from_plain(EngineStats, await client.call("stats", reset=True))
+        stats = from_plain(EngineStats, engine.core.tlt_call("stats", {"reset": True}))
         assert stats.steps_by_draft_length.keys() == {0, 2}
         assert 0.0 < stats.control_s < 0.2 * stats.busy_s
         assert stats.num_ngram_drafts is None
-        assert from_plain(EngineStats, await client.call("stats")).num_steps == 0
-        client.close()
+        assert from_plain(EngineStats, engine.core.tlt_call("stats", {})).num_steps == 0
 
 
 def test_off_runs_no_drafter_and_decodes_the_same(engine_of, stock_tokens):

@@ -1,7 +1,7 @@
 """The map of the package, as a rule: which room may import which, and what of the world outside.
 
 A folder of `verl_tlt` says which process runs its files. Rooms of different processes do not import each other; what
-passes between them is in `messages` and `channel.py`. The trainer is the exception that its job asks for: it starts
+passes between them is in `messages`. The trainer is the exception that its job asks for: it starts
 the others' actors, so it imports their classes. Commands (doctor, warmup, report, cli) stand above everything.
 """
 
@@ -28,14 +28,13 @@ MAY_IMPORT = {
     "flag": set(),
     "config": {"errors", "speculation"},
     "compat": {"errors"},
-    "channel": {"errors", "ownership"},
     "child_engine": {"errors"},
     "drafter": {"errors", "ownership"},
     "trace": {"messages", "ownership"},
     # one process each
-    "engine_core": SHARED | {"channel", "compat", "speculation"},
+    "engine_core": SHARED | {"compat", "speculation"},
     "vllm_worker": SHARED | {"compat", "drafter", "speculation"},
-    "server": SHARED | {"channel", "compat", "drafter", "speculation"},
+    "server": SHARED | {"compat", "drafter", "speculation"},
     "actor": SHARED | {"compat", "drafter"},
     "spot_worker": SHARED | {"compat", "drafter"},
     "trainer": SHARED | {"actor", "compat", "drafter", "idle", "server", "speculation", "spot_worker", "trace"},
@@ -44,7 +43,7 @@ MAY_IMPORT = {
     "report": {"console", "errors", "trace"},
     "warmup": SHARED | {"child_engine", "compat", "console", "drafter"},
     "doctor": SHARED
-    | {"channel", "child_engine", "compat", "drafter", "flag", "idle", "server", "speculation", "trainer"},
+    | {"child_engine", "compat", "drafter", "flag", "idle", "server", "speculation", "trainer"},
     "advise": {"config", "console", "doctor", "drafter", "errors", "report", "server", "speculation"},
     # what a run and a shell begin with
     "activation": SHARED | {"compat", "doctor", "trainer"},
@@ -54,7 +53,7 @@ MAY_IMPORT = {
 }
 FRAMEWORKS_OF = {
     **{room: set() for room in ("errors", "ownership", "speculation", "idle", "messages", "config")},
-    **{room: set() for room in ("channel", "trace")},
+    "trace": set(),
     **{
         room: set()
         for room in ("child_engine", "console", "report", "plugin", "activation", "advise", "cli", "conf", "flag")

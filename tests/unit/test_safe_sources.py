@@ -24,8 +24,6 @@ ALLOWED = {
     "verl_tlt/drafter/__init__.py": {"importlib.import_module"},
     "verl_tlt/engine_core/scheduler.py": {"importlib.import_module"},
     "hydra_plugins/verl_tlt_search.py": {"importlib.import_module"},
-    # A Unix socket, in a directory that was found to be private.
-    "verl_tlt/channel.py": {"listens: socket.bind(address)"},
     # Passed on as verl's own loader has it.
     "verl_cpu/verl_shims.py": {"trust_remote_code=trust_remote_code"},
 }

@@ -105,7 +105,7 @@ async def check(job: EngineJob, directory: Path) -> Measured:
                 await check_waking(engine, found)
         found.costs = await engine.measure_costs(job.budget_s)
         if await engine.rpc("tlt_set_drafting", False) is None:
-            await engine.channel.call("control", drafting=False)
+            await engine.scheduler.call("control", drafting=False)
             found.off = await engine.wall_seconds(batches)
         found.key = _key(setup, engine.drafter)
     if on_gpu:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -18,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from verl_tlt.channel import ChannelClient
 from verl_tlt.config import TLTConfig, TLTConfigError, dtype_name
 from verl_tlt.doctor.models import check_policy, located
 from verl_tlt.doctor.recipe import Recipe, compose, context_tokens, read_settings
 from verl_tlt.server import calibration, engine_arguments
+from verl_tlt.server.scheduler_client import SchedulerClient
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -59,23 +58,12 @@ def read_setup(recipe: Recipe) -> Setup:
 
 
 class StandaloneEngine:
-    """A running engine; one without a drafter has no `channel`."""
+    """A running engine; the scheduler of one without a drafter is vLLM's, which answers no calls."""
 
-    def __init__(self, llm: AsyncLLM, channel: ChannelClient | None, drafter: Path | None, setup: Setup) -> None:
+    def __init__(self, llm: AsyncLLM, drafter: Path | None, setup: Setup) -> None:
         self.llm, self.drafter, self.setup = llm, drafter, setup
+        self.scheduler = SchedulerClient(llm)
         self.vocab_size = int(llm.model_config.get_vocab_size())
-        self._channel = channel
-
-    @property
-    def channel(self) -> ChannelClient:
-        """The connection to the scheduler.
-
-        Raises:
-            RuntimeError: this engine has no drafter, so there is no connection.
-        """
-        if self._channel is None:
-            raise RuntimeError("An engine without a drafter has no channel.")
-        return self._channel
 
     async def generate(self, prompt: Sequence[int], tokens: int) -> None:
         """Decode `prompt` to exactly so many new tokens."""
@@ -115,7 +103,7 @@ class StandaloneEngine:
         rollout = self.setup.rollout
         arms = engine_arguments.engine_arms(self.setup.tlt, bool(rollout.enforce_eager))
         return await calibration.calibrate(
-            self.llm, self.channel, arms, int(rollout.max_num_seqs), self.vocab_size, budget_s=budget_s
+            self.llm, arms, int(rollout.max_num_seqs), self.vocab_size, budget_s=budget_s
         )
 
 
@@ -136,22 +124,17 @@ async def start(setup: Setup, directory: Path, drafting: bool = True) -> AsyncIt
         "gpu_memory_utilization": rollout.gpu_memory_utilization, "tensor_parallel_size":
         rollout.tensor_model_parallel_size, "enable_sleep_mode": sleeps, "distributed_executor_backend": "mp", **user,
     }  # fmt: skip
-    drafter = channel = None
+    drafter = None
     if drafting:
         drafter = write_drafter(setup, directory / "drafter")
         arguments |= engine_arguments.engine_kwargs(setup.tlt, str(drafter), rollout, user)
         arguments["worker_extension_cls"] = "verl_tlt.vllm_worker.extension.TLTWorkerExtension"
-        # A Unix socket's path is short, whatever the directory's is.
-        address = f"ipc://{tempfile.mkdtemp(prefix='tlt-')}/c"
-        os.environ.update(TLT_CHANNEL=address, TLT_REPLICA="0", **engine_arguments.engine_environment())
-        channel = ChannelClient(address)
+        os.environ.update(TLT_REPLICA="0", **engine_arguments.engine_environment())
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     try:
-        yield StandaloneEngine(llm, channel, drafter, setup)
+        yield StandaloneEngine(llm, drafter, setup)
     finally:
         llm.shutdown()
-        if channel is not None:
-            channel.close()
 
 
 def write_drafter(setup: Setup, directory: Path) -> Path:

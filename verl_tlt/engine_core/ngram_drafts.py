@@ -39,12 +39,6 @@ class NgramDrafts:
         self.num_drafts = self.num_accepted = 0
         self._drafter_acceptance = 0.5  # of its first token, lately
         self._proposed: dict[str, NgramDraft] = {}  # by request, for the step that is scheduled next
-        self._policy_changed = False
-
-    def policy_changed(self) -> dict[str, bool]:
-        """The policy's weights were replaced (control channel, another thread); takes effect with the next step."""
-        self._policy_changed = True
-        return {}
 
     def counted(self, stats: EngineStats, reset: bool) -> EngineStats:
         """`stats` with the n-grams verified since the last reset, and those whose first token was accepted."""
@@ -55,9 +49,6 @@ class NgramDrafts:
 
     def scheduled(self, output: SchedulerOutput) -> None:
         """A step was scheduled: begin and end requests in the index, and mark whose draft is an n-gram."""
-        if self._policy_changed:
-            self._policy_changed = False
-            self.index.new_policy()
         for request in output.finished_req_ids:
             self.index.end(request)
         for new in output.scheduled_new_reqs:

@@ -29,7 +29,6 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from verl_tlt.channel import ChannelServer, Handler
 from verl_tlt.engine_core.ngram_drafts import NgramDrafts
 from verl_tlt.engine_core.steps import EngineStep, StepTrace
 from verl_tlt.messages import to_plain
@@ -147,6 +146,7 @@ class TLTScheduler(Scheduler):
         self.dynamic_sd_lookup = _DraftLengthLookup(self._tlt_choose)
         self.drafts_expected = True
         spare_empty_drafts(EngineCore)
+        EngineCore.tlt_call = lambda core, operation, arguments: core.scheduler.tlt_call(operation, arguments)
         self._tlt_load = DecodeLoad(limits.context_limit)
         self._tlt_boundary = StopBoundary()
         # Of the step that is being scheduled.
@@ -161,18 +161,21 @@ class TLTScheduler(Scheduler):
         self._tlt_grown = 0  # tokens emitted since the last choice
         self._tlt_waited_s = 0.0  # what engine steps waited for verl-tlt, not yet in a step
         self._tlt_finished_s = self._tlt_idle_since_s = time.perf_counter()
-        self._tlt_channel = self._tlt_listen(os.environ.get("TLT_CHANNEL"))
 
-    def _tlt_listen(self, address: str | None) -> ChannelServer | None:
-        """Answer the rollout server's questions at this address."""
-        operations: dict[str, Handler] = {
-            "stats": lambda reset=False: to_plain(self.tlt_stats(reset)),
-            "control": self.tlt.control,
-            "learned": self.tlt.learned,
-        }
-        if self.tlt_ngram:
-            operations["policy_changed"] = self.tlt_ngram.policy_changed
-        return ChannelServer(address, operations) if address else None
+    def tlt_call(self, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Answer the rollout server (`server.scheduler_client`), between two engine steps.
+
+        Args:
+            operation: `stats` (`tlt_stats`), `control`, `learned` (both of `StepControl`) or `policy_changed`.
+            arguments: of the operation.
+        """
+        if operation == "stats":
+            return to_plain(self.tlt_stats(**arguments))
+        if operation == "policy_changed":
+            if self.tlt_ngram:
+                self.tlt_ngram.index.new_policy()
+            return {}
+        return {"control": self.tlt.control, "learned": self.tlt.learned}[operation](**arguments)
 
     def tlt_stats(self, reset: bool = False) -> EngineStats:
         """Sums since the last reset, n-grams included where they are in use."""
@@ -337,10 +340,7 @@ class TLTScheduler(Scheduler):
             step.record_with(self.tlt)
 
     def shutdown(self) -> None:
-        """As vLLM's; the channel closes and the trace is written out."""
-        if self._tlt_channel is not None:
-            self._tlt_channel.close()
-            self._tlt_channel = None
+        """As vLLM's; the trace is written out."""
         self._tlt_learn()
         self.tlt.flush()
         super().shutdown()

@@ -18,18 +18,21 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from verl_tlt.channel import ChannelClient
 from verl_tlt.compat.versions import installed
 from verl_tlt.drafter.hub import folder
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
+from verl_tlt.server.scheduler_client import SchedulerClient
 from verl_tlt.speculation.costs.latency_table import Table, cheapest_off, fill_arms
 from verl_tlt.speculation.costs.tables import TableKey
 from verl_tlt.speculation.graph_rules import FULL_GRAPHS
 from verl_tlt.speculation.types import OFF
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
 
@@ -94,13 +97,12 @@ def plan_batches(max_batch: int) -> list[int]:
 
 
 async def calibrate(
-    engine: Any, channel: ChannelClient, arms: Sequence[int], max_batch: int, vocab_size: int, budget_s: float = 20.0
+    engine: AsyncLLM, arms: Sequence[int], max_batch: int, vocab_size: int, budget_s: float = 20.0
 ) -> Table:
     """Measure a live vLLM engine that has no other work; it is left drafting, unforced, with an empty prefix cache.
 
     Args:
-        engine: vLLM's AsyncLLM.
-        channel: to that engine's scheduler.
+        engine: with our scheduler and worker.
         arms: the policy's draft lengths, ascending.
         max_batch: the engine's `max_num_seqs`.
         vocab_size: prompts are random ids below it.
@@ -110,7 +112,7 @@ async def calibrate(
         seconds by arm and batch, unmeasured arms interpolated; an arm without a clean step is missing.
 
     Raises:
-        ChannelError: the scheduler does not answer.
+        SchedulerCallError: the scheduler does not answer.
     """
     from vllm import SamplingParams
 
@@ -125,7 +127,7 @@ async def calibrate(
         await engine.reset_prefix_cache()
         return not any(refusals)
 
-    table = await measure(generate, set_drafting, channel, arms, max_batch, vocab_size, budget_s)
+    table = await measure(generate, set_drafting, SchedulerClient(engine), arms, max_batch, vocab_size, budget_s)
     await engine.reset_prefix_cache()
     return table
 
@@ -133,7 +135,7 @@ async def calibrate(
 async def measure(
     generate: Generate,
     set_drafting: SetDrafting,
-    channel: ChannelClient,
+    scheduler: SchedulerClient,
     arms: Sequence[int],
     max_batch: int,
     vocab_size: int,
@@ -144,13 +146,13 @@ async def measure(
     Args:
         generate: decodes a prompt (token ids) to so many new tokens, and returns when it has.
         set_drafting: switches the drafter's own pass on or off, and says whether it could.
-        channel: to the engine's scheduler.
+        scheduler: of the engine.
         arms: as in `calibrate`, like the rest.
         max_batch: largest batch.
         vocab_size: of the prompts.
         budget_s: no probe starts after this many seconds; whole loads are measured first, and the ends of the range.
     """
-    probe = _Prober(generate, set_drafting, channel, vocab_size)
+    probe = _Prober(generate, set_drafting, scheduler, vocab_size)
     deadline = time.monotonic() + budget_s
     batches = plan_batches(max_batch)
     measured: dict[tuple[int, int], float] = {}
@@ -172,7 +174,7 @@ async def measure(
         logger.info("calibration stopped after %.0f s with %d loads measured", budget_s, len(measured))
     finally:
         await set_drafting(True)
-        await channel.call("control", drafting=True, force_k=None)
+        await scheduler.call("control", drafting=True, force_k=None)
     table: Table = {}
     for (arm, batch), seconds in sorted(measured.items()):
         table.setdefault(arm, []).append((batch, seconds))
@@ -186,8 +188,10 @@ class _OutOfTime(Exception):
 class _Prober:
     """Holds an engine at one arm and reads its step clock."""
 
-    def __init__(self, generate: Generate, set_drafting: SetDrafting, channel: ChannelClient, vocab_size: int) -> None:
-        self._generate, self._set_drafting, self._channel = generate, set_drafting, channel
+    def __init__(
+        self, generate: Generate, set_drafting: SetDrafting, scheduler: SchedulerClient, vocab_size: int
+    ) -> None:
+        self._generate, self._set_drafting, self._scheduler = generate, set_drafting, scheduler
         self._vocab_size = vocab_size
         self._rng = random.Random(0)
         self._drafting: bool | None = None
@@ -203,10 +207,10 @@ class _Prober:
     async def seconds(self, arm: int, batch: int) -> float | None:
         """Median seconds of the clean steps at exactly this batch and arm; None if there was none."""
         await self._hold(arm)
-        await self._channel.call("stats", reset=True)
+        await self._scheduler.call("stats", reset=True)
         # A request may gain arm + 1 tokens a step; all must still be there when enough steps have been seen.
         await self._decode(batch, 2 + STEPS * (max(arm, 0) + 1))
-        stats = from_plain(EngineStats, await self._channel.call("stats", reset=True))
+        stats = from_plain(EngineStats, await self._scheduler.call("stats", reset=True))
         return next((t.seconds for t in stats.step_times if (t.draft_length, t.batch) == (arm, batch)), None)
 
     async def _hold(self, arm: int) -> bool:
@@ -214,7 +218,7 @@ class _Prober:
         if drafting != self._drafting and not await self._set_drafting(drafting):
             return False
         self._drafting = drafting
-        await self._channel.call("control", drafting=drafting, force_k=max(arm, 0))
+        await self._scheduler.call("control", drafting=drafting, force_k=max(arm, 0))
         return True
 
     async def _decode(self, batch: int, tokens: int) -> None:

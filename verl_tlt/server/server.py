@@ -21,7 +21,6 @@ from typing import Any
 import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
-from verl_tlt.channel import ChannelClient, ChannelError
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.digest import combined
 from verl_tlt.drafter.staging import DIRECTORY, stage
@@ -38,6 +37,7 @@ from verl_tlt.messages.rollout import (
 from verl_tlt.server.calibration import calibrate, cost_key, plan_batches
 from verl_tlt.server.engine_arguments import engine_arms, engine_environment, engine_kwargs
 from verl_tlt.server.private_dir import make_private_dir
+from verl_tlt.server.scheduler_client import SchedulerCallError, SchedulerClient
 from verl_tlt.speculation.costs.latency_table import for_policy, from_stored
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, save_table, stock_points
 
@@ -59,7 +59,6 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self._tlt_dir = self._tlt_private_dir.path
         self._tlt_staged: DrafterFile | None = None
         self._tlt_served = DrafterStatus()
-        self._tlt_channel: ChannelClient | None = None
         self._tlt_key: TableKey | None = None
         self._tlt_left = self._tlt_keeps_weights = False
         self._tlt_drafting_disabled = False
@@ -76,13 +75,10 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         kwargs.update(engine_kwargs(self.tlt, drafter, self.config, kwargs))
         # The engine core and its workers are children of this process and inherit these; they differ per replica and
         # node, so they cannot travel in vLLM's config, which is part of its compile-cache key.
-        address = f"ipc://{self._tlt_dir}/channel.sock"
-        mine = {"TLT_CHANNEL": address, "TLT_REPLICA": str(self.replica_rank), DIRECTORY: drafter}
+        mine = {"TLT_REPLICA": str(self.replica_rank), DIRECTORY: drafter}
         os.environ.update(mine | engine_environment(self.tlt.speculation.source))
         if self.tlt.trace.dir and self.tlt.trace.engine_steps:
             os.environ["TLT_TRACE_DIR"] = self.tlt.trace.dir
-        if self.node_rank == 0:
-            self._tlt_channel = ChannelClient(address)
 
     def _get_worker_extension_cls(self) -> str:
         if not self.tlt.speculation.enable:
@@ -169,6 +165,11 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     # ------------------------------------------------------------------ the drafter
 
+    @property
+    def _tlt_scheduler(self) -> SchedulerClient | None:
+        """The scheduler of this server's engine; None: it is stock vLLM's, or the engine is another node's."""
+        return SchedulerClient(self.engine) if self.tlt.speculation.enable and self.node_rank == 0 else None
+
     def tlt_stage(self, drafter: DrafterFile) -> None:
         """Write a published drafter to this node's private directory; it is loaded at the next reload.
 
@@ -180,25 +181,26 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     async def _tlt_reload(self) -> None:
         """Load the staged drafter into the engine; on any failure this engine drafts nothing until the next sync."""
-        if self._tlt_channel is None or self._tlt_staged is None:
+        scheduler = self._tlt_scheduler
+        if scheduler is None or self._tlt_staged is None:
             return
         try:
-            await self._tlt_serve(self._tlt_staged, self._tlt_channel)
+            await self._tlt_serve(self._tlt_staged, scheduler)
         except Exception as error:  # all replicas wait for the weight sync that this is a part of
             logger.exception("replica %d cannot use drafter v%d", self.replica_rank, self._tlt_staged.version)
             self._tlt_served = replace(self._tlt_served, ok=False, error=f"{type(error).__name__}: {error}")
-            await self._tlt_set_drafting(False)
+            await self._tlt_set_drafting(scheduler, False)
 
-    async def _tlt_serve(self, staged: DrafterFile, channel: ChannelClient) -> None:
+    async def _tlt_serve(self, staged: DrafterFile, scheduler: SchedulerClient) -> None:
         start, source = time.perf_counter(), self.tlt.speculation.source
         if source != "eagle":
             try:
-                await channel.call("policy_changed")
-            except ChannelError as error:  # old responses are drafted from as if the policy were the same
+                await scheduler.call("policy_changed")
+            except SchedulerCallError as error:  # old responses are drafted from as if the policy were the same
                 logger.warning("replica %d: its n-grams did not hear of the weight sync: %s", self.replica_rank, error)
         if source == "ngram":  # nothing to load: the engine has no drafter
             self._tlt_served = replace(self._tlt_served, ok=True, version=staged.version)
-            await self._tlt_set_drafting(not self._tlt_drafting_disabled)
+            await self._tlt_set_drafting(scheduler, not self._tlt_drafting_disabled)
             return
         refusal = await self._tlt_load(staged)
         served = replace(self._tlt_served, ok=refusal is None, error=refusal, reloads=self._tlt_served.reloads + 1)
@@ -207,7 +209,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         else:
             logger.error("replica %d cannot use drafter v%d: %s", self.replica_rank, staged.version, refusal)
         self._tlt_served = served
-        await self._tlt_set_drafting(served.ok and not self._tlt_drafting_disabled, served.acceptance)
+        await self._tlt_set_drafting(scheduler, served.ok and not self._tlt_drafting_disabled, served.acceptance)
         self._tlt_served = replace(self._tlt_served, seconds=time.perf_counter() - start)
 
     async def _tlt_load(self, staged: DrafterFile) -> str | None:
@@ -228,9 +230,10 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             return f"fingerprint {fingerprint} differs from the published {staged.fingerprint}"
         return None
 
-    async def _tlt_set_drafting(self, drafting: bool, acceptance: Sequence[float] = ()) -> None:
+    async def _tlt_set_drafting(
+        self, scheduler: SchedulerClient, drafting: bool, acceptance: Sequence[float] = ()
+    ) -> None:
         """Turn the drafter's own pass on or off; only between rollouts, right after the caches were cleared."""
-        assert self._tlt_channel is not None
         try:
             refusals = await self.engine.collective_rpc(method="tlt_set_drafting", args=(drafting,))
             if refusal := next(filter(None, refusals), None):
@@ -238,7 +241,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
                 drafting = True  # its pass runs whatever is asked; the policy may still choose K=0
             # Where the pass cannot be skipped, such an engine at least drafts nothing.
             force_k = 0 if self._tlt_drafting_disabled else None
-            await self._tlt_channel.call("control", drafting=drafting, force_k=force_k, acceptance=list(acceptance))
+            await scheduler.call("control", drafting=drafting, force_k=force_k, acceptance=list(acceptance))
             self._tlt_served = replace(self._tlt_served, drafting=drafting)
         except Exception as error:
             logger.error("replica %d: the engine did not take the drafting switch: %s", self.replica_rank, error)
@@ -261,11 +264,12 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     async def tlt_stats(self) -> EngineStats:
         """The scheduler's sums since the last call; those of an engine that did nothing without speculation."""
-        if self._tlt_channel is None:
+        scheduler = self._tlt_scheduler
+        if scheduler is None:
             return EngineStats()
-        await self._tlt_store()
+        await self._tlt_store(scheduler)
         try:
-            return from_plain(EngineStats, await self._tlt_channel.call("stats", reset=True))
+            return from_plain(EngineStats, await scheduler.call("stats", reset=True))
         except Exception as error:
             logger.warning("replica %d: no engine statistics this step: %s", self.replica_rank, error)
             return EngineStats(failure=str(error))
@@ -279,7 +283,8 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             known: measured before on the same hardware, model and vLLM, to be used as it is.
         """
         start = time.perf_counter()
-        if self._tlt_channel is None:
+        scheduler = self._tlt_scheduler
+        if scheduler is None:
             return Calibration()
         stored = await self._tlt_stored()
         batches = plan_batches(self.config.max_num_seqs)
@@ -289,14 +294,13 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         if not latency:
             latency = await calibrate(
                 engine=self.engine,
-                channel=self._tlt_channel,
                 arms=arms,
                 max_batch=self.config.max_num_seqs,
                 vocab_size=len(self.model_config.tokenizer),
             )
         points = (stored if covered else for_policy(latency)).to_list()
-        await self._tlt_channel.call("control", points=points, stock=stored.stock)
-        await self._tlt_channel.call("stats", reset=True)
+        await scheduler.call("control", points=points, stock=stored.stock)
+        await scheduler.call("stats", reset=True)
         return Calibration(latency, time.perf_counter() - start, stored.stock)
 
     async def _tlt_stored(self) -> LatencyTable:
@@ -311,13 +315,13 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             logger.info("replica %d takes its step costs from %s", self.replica_rank, directory)
         return found or LatencyTable(())
 
-    async def _tlt_store(self) -> None:
+    async def _tlt_store(self, scheduler: SchedulerClient) -> None:
         """Keep what this engine learned for the next run; of several replicas only the first does."""
         directory, key = self.tlt.speculation.costs_dir, self._tlt_key
-        if self._tlt_channel is None or directory is None or key is None or self.replica_rank != 0:
+        if directory is None or key is None or self.replica_rank != 0:
             return
         try:
-            learned = await self._tlt_channel.call("learned")
+            learned = await scheduler.call("learned")
             table = replace(LatencyTable.from_list(learned["points"]), stock=stock_points(learned["stock"]))
             await asyncio.to_thread(save_table, directory, key, table)
         except Exception as error:

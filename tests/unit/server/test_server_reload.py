@@ -1,4 +1,4 @@
-"""What a server makes of its workers' verdicts on a drafter, over a real channel; no engine is behind it."""
+"""What a server makes of its workers' answers about a drafter; in vLLM's place are answers made here."""
 
 import os
 from dataclasses import replace
@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save
 from vllm.config import VllmConfig
 
-from verl_tlt.channel import ChannelClient, ChannelServer
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.digest import combined, partial_sums
 from verl_tlt.drafter.staging import DIRECTORY, stage
@@ -29,7 +28,12 @@ class Workers:
 
     def __init__(self, loads, refusals=(None, None)):
         self.answers = {"tlt_load_drafter": loads, "tlt_set_drafting": refusals}
-        self.asked = []
+        self.asked, self.told, self.engine_core = [], [], self
+
+    async def call_utility_async(self, method, operation, arguments):
+        assert (method, operation) == ("tlt_call", "control")
+        self.told.append(arguments)
+        return {}
 
     async def collective_rpc(self, method, args):
         self.asked.append((method, *args))
@@ -43,19 +47,12 @@ BEFORE = DrafterStatus(version=3, ok=True, acceptance=(0.5,), reloads=7)
 
 async def reload(tmp_path, workers, drafter=NEW, disabled=False, before=BEFORE):
     """(status after a reload, what the scheduler was told)"""
-    told = []
-    scheduler = ChannelServer(f"ipc://{tmp_path}/private/s.sock", {"control": lambda **s: told.append(s) or {}})
     server = object.__new__(TLTvLLMHttpServer)  # verl's own part would need Ray and a whole config
     server.tlt, server.replica_rank, server.engine, server._tlt_dir = TLTConfig.from_dict({}), 0, workers, tmp_path
     server._tlt_staged, server._tlt_served = drafter, before
-    server._tlt_drafting_disabled = disabled
-    server._tlt_channel = ChannelClient(f"ipc://{tmp_path}/private/s.sock")
-    try:
-        await server._tlt_reload()
-        return await server.tlt_status(), told
-    finally:
-        server._tlt_channel.close()
-        scheduler.close()
+    server._tlt_drafting_disabled, server.node_rank = disabled, 0
+    await server._tlt_reload()
+    return await server.tlt_status(), workers.told
 
 
 async def test_a_drafter_that_every_rank_holds_is_served(tmp_path):
@@ -130,10 +127,11 @@ class Rank(TLTWorkerExtension):
         return rank
 
 
-class Nodes:
+class Nodes(Workers):
     """An engine with one rank on each node; a node sees its own environment and its own files."""
 
     def __init__(self, monkeypatch, directories):
+        super().__init__(None)
         self.monkeypatch, self.directories = monkeypatch, directories
         self.ranks = [Rank.on_this_node() for _ in directories]
 

@@ -190,6 +190,14 @@ VLLM = (
     ),
     # The engine from outside.
     Symbol(
+        "vllm.v1.engine.core_client:AsyncMPClient.call_utility_async", "method", used_by="server/scheduler_client.py"
+    ),
+    Symbol(
+        "vllm.v1.engine.core:EngineCoreProc",
+        says=("getattr(self, method_name)",),
+        used_by="server/scheduler_client.py",
+    ),
+    Symbol(
         "vllm.v1.engine.async_llm:AsyncLLM.generate",
         "prompt sampling_params request_id",
         used_by="server/calibration.py",

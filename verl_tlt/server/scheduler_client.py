@@ -1,0 +1,51 @@
+"""Calls from a rollout server into vLLM's scheduler, which runs in another process (EngineCore).
+
+vLLM's client can call any method of `EngineCore` by name, between two engine steps: `sleep` and `collective_rpc` are
+such calls. `engine_core.scheduler` adds the method `tlt_call`, which is called here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from verl_tlt.errors import TLTError
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+ANSWER_S = 30.0
+"""Seconds for an answer: an engine step, or a weight sync, may have to end first."""
+
+
+class SchedulerCallError(TLTError, RuntimeError):
+    """The engine refused an operation or did not answer; the message says which and why."""
+
+
+class SchedulerClient:
+    """Calls the scheduler of one engine (`TLTScheduler.tlt_call` lists the operations).
+
+    Args:
+        engine: with our scheduler.
+    """
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+
+    async def call(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """The answer to one operation.
+
+        Args:
+            operation: its name.
+            **arguments: plain values.
+
+        Raises:
+            SchedulerCallError: no answer in time, or the operation failed in the engine.
+        """
+        asked = self._engine.engine_core.call_utility_async("tlt_call", operation, arguments)
+        try:
+            return dict(await asyncio.wait_for(asked, ANSWER_S))
+        except TimeoutError as error:
+            raise SchedulerCallError(f"The engine did not answer {operation!r} within {ANSWER_S:g} s.") from error
+        except Exception as error:  # vLLM raises `Exception` with what the engine said
+            raise SchedulerCallError(f"The engine refused {operation!r}: {error}") from error
