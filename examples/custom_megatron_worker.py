@@ -5,7 +5,7 @@
 The states come out of the actor's own forward, and the parts the drafter shares from its live weights, as a weight
 sync gathers them. Data-parallel ranks train one drafter: each learns from its own rollouts, then all take the average
 change. Each rank holds the whole policy here; where tensor, pipeline or context parallelism split it, a rank sees a
-part of the layers or tokens, which verl_tlt/actor/megatron_adapter.py shows how to find.
+part of the layers or tokens, which verl_tlt/actor/adapters.py shows how to find.
 """
 
 from __future__ import annotations

@@ -47,8 +47,9 @@ def build_actor(
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker
 
+    from verl_tlt.actor.adapters import adapt
     from verl_tlt.actor.tap import HiddenStateTap
-    from verl_tlt.actor.worker import TLTTrainingWorker, adapt
+    from verl_tlt.actor.worker import TLTTrainingWorker
 
     models = {
         "enable_gradient_checkpointing": False,

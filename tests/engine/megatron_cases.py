@@ -91,8 +91,9 @@ def build_case(case: Case, root: Path) -> Any:
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig, TrainingWorkerConfig
 
+    from verl_tlt.actor.adapters import adapt
     from verl_tlt.actor.tap import HiddenStateTap
-    from verl_tlt.actor.worker import TLTTrainingWorker, adapt
+    from verl_tlt.actor.worker import TLTTrainingWorker
 
     config = TrainingWorkerConfig(
         model_type="language_model",

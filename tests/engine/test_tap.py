@@ -9,8 +9,7 @@ import torch
 from actor import LAYERS, build_actor, free_port, make_batch, make_rows, reference, whole_sequences
 
 from demo.toy.assets import SHIPPED_POLICY
-from verl_tlt.actor.adapter import Untapped
-from verl_tlt.actor.worker import adapt
+from verl_tlt.actor.adapters import Untapped, adapt
 
 pytestmark = pytest.mark.engine
 

@@ -11,8 +11,7 @@ from megatron_cases import CASES, RANKS, build_mixture, rows_to_learn, run_cases
 from rank_cases import LENGTHS, build_policies
 from safetensors.torch import load_file
 
-from verl_tlt.actor.adapter import Untapped
-from verl_tlt.actor.worker import adapt
+from verl_tlt.actor.adapters import Untapped, adapt
 from verl_tlt.drafter import from_numpy16
 
 pytestmark = pytest.mark.engine

@@ -1,13 +1,9 @@
-"""Take hidden states out of the old-log-prob forward that RL runs anyway, for the sequences chosen beforehand.
+"""The hidden-state tap: copies hidden states out of the old-log-prob forward, for sequences chosen beforehand.
 
 The drafter learns from the inputs of three policy layers and from the last hidden state before the final norm
-(EAGLE-3; TLT section 5). verl's engines compute exactly these, with the weights that produced the rollout, so forward
-hooks copy the chosen tokens and nothing else: sequences that were not chosen cost nothing, not even the memory of a
-layer's input beyond the layer.
-
-What differs between engines is behind an `Adapter` (`actor.adapter`): where the layers are, and which tokens
-of a sequence lie on this rank. Each rank copies what it has, once, into the arrays that travel; `spot_worker.shards`
-puts them together.
+(EAGLE-3; TLT section 5). verl's engines compute exactly these in every step, with the weights that produced the
+rollout, so forward hooks copy the chosen tokens and nothing else: sequences that were not chosen cost no memory beyond
+the layer that computes them. Each rank copies the tokens and layers it has; `spot_worker.shards` joins them.
 """
 
 from __future__ import annotations
@@ -17,19 +13,21 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from verl_tlt.actor.adapter import Adapter
-from verl_tlt.actor.token_layout import Stretch, window
+from verl_tlt.actor.adapters import EngineAdapter, TokenSpan, window
 from verl_tlt.drafter import to_numpy16
 from verl_tlt.messages.training import HiddenStateShard
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 logger = logging.getLogger(__name__)
 
 ROW = "tlt_row"
-"""Key under which each sequence's row number rides through verl's micro-batching, which reorders rows."""
+"""Key of each sequence's row number in a batch: verl's micro-batching, which reorders rows, carries it along."""
 
 
 class HiddenStateTap:
@@ -41,7 +39,7 @@ class HiddenStateTap:
         dtype: 16-bit dtype of what is kept (the rollout's).
     """
 
-    def __init__(self, adapter: Adapter, aux_layers: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, adapter: EngineAdapter, aux_layers: Sequence[int], dtype: torch.dtype) -> None:
         self.adapter, self.dtype = adapter, dtype
         # The final norm's input is pre-norm; what Hugging Face returns as last is not.
         self.wanted = (*sorted(aux_layers), adapter.layers)
@@ -49,15 +47,14 @@ class HiddenStateTap:
         self.taken: list[HiddenStateShard] = []
         self.seconds = 0.0
         self.errors = 0
-        self._open: _MicroBatch | None = None
-        """The one that is being computed, if it is recorded."""
+        self._open: _MicroBatch | None = None  # the one that is being computed, if it is recorded
         for index, module in adapter.points():
             if index in self.wanted:
                 module.register_forward_pre_hook(self._hook(index), with_kwargs=True)
         adapter.intercept(self._around)
 
     def arm(self, windows: Mapping[int, tuple[int, int]]) -> None:
-        """Record rows of the coming batch: {row: (start, stop)}, the stretch of its tokens to keep.
+        """Record rows of the coming batch: {row: (start, stop)}, the window of its tokens to keep.
 
         Ranks that compute the same batch must all be given the same windows.
         """
@@ -70,14 +67,14 @@ class HiddenStateTap:
         return taken
 
     def _hook(self, index: int) -> Callable[..., None]:
-        def keep(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def keep(_module: object, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
             if self._open is not None:
                 with self._contained():
                     self._open.slice(index, args[0] if args else kwargs["hidden_states"])
 
         return keep
 
-    def _around(self, micro_batch: Any, forward_only: bool, forward: Callable[[], Any]) -> Any:
+    def _around(self, micro_batch: TensorDict, forward_only: bool, forward: Callable[[], object]) -> object:
         rows = micro_batch[ROW].tolist() if forward_only and self.chosen and ROW in micro_batch else []
         if not any(row in self.chosen for row in rows):
             return forward()
@@ -86,16 +83,16 @@ class HiddenStateTap:
         try:
             output = forward()
         finally:
-            found, self._open = self._open, None
-        if found is not None:
-            found.settle()
+            recorded, self._open = self._open, None
+        if recorded is not None:
+            recorded.wait_for_device()
             with self._contained():
-                self.taken += found.shards(self.wanted)
+                self.taken += recorded.shards(self.wanted)
         return output
 
     @contextmanager
     def _contained(self) -> Iterator[None]:
-        """Work of the tap: timed, and a failure ends with this micro-batch, of which then nothing is kept."""
+        """Time the tap's own work; a failure ends the recording of this micro-batch, and nothing of it is kept."""
         start = time.perf_counter()
         try:
             yield
@@ -113,9 +110,9 @@ class _MicroBatch:
 
     def __init__(
         self,
-        adapter: Adapter,
+        adapter: EngineAdapter,
         dtype: torch.dtype,
-        micro_batch: Any,
+        micro_batch: TensorDict,
         rows: Sequence[int],
         chosen: Mapping[int, tuple[int, int]],
     ) -> None:
@@ -124,7 +121,7 @@ class _MicroBatch:
         self._offsets = ids.offsets().tolist()
         self._lengths = [b - a for a, b in itertools.pairwise(self._offsets)]
         self._windows = {i: (row, *chosen[row]) for i, row in enumerate(rows) if row in chosen}
-        self._stretches: dict[int, list[Stretch]] = {}
+        self._spans: dict[int, list[TokenSpan]] = {}
         self._slices: dict[int, dict[int, torch.Tensor]] = {}  # by layer, then by place in the batch: [n, H]
 
     def slice(self, layer: int, state: torch.Tensor) -> None:
@@ -132,13 +129,13 @@ class _MicroBatch:
         located = self._adapter.locate(state.detach(), self._lengths)
         held = self._slices[layer] = {}
         for i, (_row, start, stop) in self._windows.items():
-            axis, stretches = located[i]
-            if stretches := window(stretches, start, stop):
-                self._stretches[i] = stretches  # the same under every layer
-                held[i] = _copy(axis, stretches, self._dtype)
+            axis, spans = located[i]
+            if spans := window(spans, start, stop):
+                self._spans[i] = spans  # the same under every layer
+                held[i] = _copy(axis, spans, self._dtype)
 
-    def settle(self) -> None:
-        """Wait for the forward on the device, which is not the tap's time."""
+    def wait_for_device(self) -> None:
+        """Let the forward on the device end, which is not the tap's time."""
         tensors = [tensor for held in self._slices.values() for tensor in held.values()]
         if tensors and tensors[0].is_cuda:
             torch.cuda.current_stream(tensors[0].device).synchronize()
@@ -148,7 +145,7 @@ class _MicroBatch:
         ids, responses = self._batch["input_ids"].values(), response_lengths(self._batch)
         layers = tuple(sorted(self._slices))
         found = []
-        for i, stretches in self._stretches.items():
+        for i, spans in self._spans.items():
             row, start, stop = self._windows[i]
             begin = self._offsets[i]  # of this sequence in the jagged values
             states = [self._slices[layer].pop(i) for layer in layers]
@@ -161,7 +158,7 @@ class _MicroBatch:
                     tokens=ids[begin + start : begin + stop].to("cpu", torch.int64, copy=True).numpy(),
                     prompt_len=max(0, self._lengths[i] - responses[i] - start),
                     start=start,
-                    stretches=tuple((s.start - start, s.stop - start) for s in stretches),
+                    stretches=tuple((s.start - start, s.stop - start) for s in spans),
                     wanted=wanted,
                     layers=layers,
                     states=to_numpy16(kept),
@@ -170,18 +167,18 @@ class _MicroBatch:
         return found
 
 
-def _copy(axis: torch.Tensor, stretches: Sequence[Stretch], dtype: torch.dtype) -> torch.Tensor:
+def _copy(axis: torch.Tensor, spans: Sequence[TokenSpan], dtype: torch.dtype) -> torch.Tensor:
     """[n, H] out of a layer's token axis [N, H], on memory of its own."""
-    kept = axis.new_empty(sum(s.stop - s.start for s in stretches), axis.shape[-1], dtype=dtype)
+    kept = axis.new_empty(sum(s.stop - s.start for s in spans), axis.shape[-1], dtype=dtype)
     at = 0
-    for s in stretches:
+    for s in spans:
         after = at + s.stop - s.start
         kept[at:after].copy_(axis[s.at : s.at + s.stop - s.start])
         at = after
     return kept
 
 
-def response_lengths(micro_batch: Any) -> list[int]:
+def response_lengths(micro_batch: TensorDict) -> list[int]:
     """Response tokens of each sequence, from whichever of verl's two forms the batch has."""
     key = "responses" if "responses" in micro_batch else "response_mask"
     value = micro_batch[key]

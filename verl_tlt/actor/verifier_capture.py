@@ -1,10 +1,10 @@
-"""The parts of the policy that the drafter shares, copied to the host while a weight sync streams past.
+"""Copies the parts of the policy that the drafter shares (embedding, head, final norm) while a weight sync streams by.
 
-That is the one moment in which every full tensor passes by anyway. Embedding and head are large (2.2 GB in 16 bits for
-a 7B policy) and everybody waits for a weight sync. So one rank of each node copies them, and only when it was told that
-the drafter will be trained; what leaves the device has 16 bits; it goes to memory that is kept for the run, page-locked
-where CUDA is; and the object store's copy is made in a thread, while the next rollout runs. Whatever fails here costs
-the drafter its newest weights, not the sync.
+The weight sync is the one moment in which every full tensor passes by anyway, and everybody waits for it; embedding and
+head are large (2.2 GB in 16 bits for a 7B policy). So one rank of each node copies them, and only when the drafter will
+be trained. They leave the device in 16 bits, go to memory that is kept for the run, page-locked where CUDA is, and a
+thread puts them into the object store while the next rollout runs. A failure costs the drafter its newest weights, not
+the sync.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ import torch
 from verl_tlt.drafter import to_numpy16
 from verl_tlt.drafter.names import policy_part
 from verl_tlt.messages.training import VerifierArrays
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +42,12 @@ Params = Iterator[tuple[str, torch.Tensor]]
 class Captured:
     """What this rank copied since it was last asked."""
 
-    reference: Any = None
+    reference: ObjectRef | None = None
     """What `put` made of the `VerifierArrays`; None: nothing new was copied."""
     seconds: float = 0.0
-    """Of the weight sync, or of whoever asked."""
+    """Time that the weight sync, or the caller of `take`, waited for it."""
     nbytes: int = 0
-    """That left the device."""
+    """Bytes that left the device."""
     errors: int = 0
 
 
@@ -53,19 +56,19 @@ class VerifierCapture:
 
     Args:
         dtype: 16-bit dtype of the copies (the rollout's).
-        put: hands the arrays to the object store, copying them.
+        put: hands the arrays to the object store, which copies them.
         tied: the policy's head is its embedding, under whichever names it streams.
     """
 
-    def __init__(self, dtype: torch.dtype, put: Callable[[VerifierArrays], Any], tied: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype, put: Callable[[VerifierArrays], ObjectRef], tied: bool = False) -> None:
         self.armed = False
         """The coming weight sync is copied from."""
         self._dtype, self._put = dtype, put
         self._wanted = [part for part in VERIFIER_PARTS if not (tied and part == "lm_head")]
         self._host: dict[str, torch.Tensor] = {}  # kept for the run: locking pages takes longer than the copy
         self._arrived: set[str] = set()
-        self._seen = False
-        self._putting: Future[Any] | None = None
+        self._captured_before = False
+        self._putting: Future[ObjectRef] | None = None
         self._thread = ThreadPoolExecutor(1, "tlt-verifier")
         self._seconds, self._nbytes, self._errors = 0.0, 0, 0
 
@@ -79,19 +82,19 @@ class VerifierCapture:
             yield name, tensor
 
     def finish(self, base: Callable[[], Mapping[str, torch.Tensor]] | None) -> None:
-        """The sync is over: what came goes to the object store, in the background.
+        """The sync is over: what arrived goes to the object store, in the background.
 
         Args:
-            base: reads the parts where they never stream past, nor change: with LoRA, when the rollout loads the base
-                itself. None: not such a sync.
+            base: reads the parts from the policy's files, for a sync that sends LoRA adapters alone; None: not such a
+                sync.
         """
         with self._contained():
-            if self.armed and base is not None and not self._seen and not self._arrived:
+            if self.armed and base is not None and not self._captured_before and not self._arrived:
                 for part, tensor in base().items():
                     if part in self._wanted:
                         self._keep(part, tensor)
             if self.armed and {"embed", "norm"} <= self._arrived:
-                self._seen = True
+                self._captured_before = True
                 self._putting = self._thread.submit(self._put, self._arrays())
         self.armed, self._arrived = False, set()
 
@@ -107,7 +110,7 @@ class VerifierCapture:
     def _keep(self, part: str, tensor: torch.Tensor) -> None:
         """Copy one tensor in 16 bits: cast where it is, so that half of it crosses."""
         if self._putting is not None:
-            self._putting.result(PUT_S)  # nobody asked for the copy before this one: it is overwritten once it is read
+            self._putting.result(PUT_S)  # nobody took the copy before this one: overwrite it once it is read
         short = tensor.detach().to(self._dtype)
         held = self._host.get(part)
         if held is None or held.shape != short.shape:

@@ -1,8 +1,8 @@
-"""Which sequences the tap captures, and which stretch of each: decided before the forward that would yield them.
+"""Which sequences the tap captures, and which window of each: decided before the forward that computes them.
 
 Hidden states are heavy (28-64 KB a token for 7B-70B policies), so sequences are chosen beforehand and long ones are cut
-to a window. In every choice a stretch of text counts by its tokens: decoding time is spent on tokens, and counting
-sequences instead would leave the long tail, which speculation is for, underrepresented.
+to a window. In every choice a text counts by its tokens: decoding time is spent on tokens, and counting sequences
+instead would leave the long tail, which speculation is for, underrepresented.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def select_for_tap(
         lengths: tokens of each sequence, prompt and response.
         budget_tokens: most tokens to capture.
         rng: the same state gives the same choice.
-        window: longest stretch captured of one sequence (`choose_window`); null: whole sequences. It is capped at the
+        window: most tokens captured of one sequence (`choose_window`); None: whole sequences. It is capped at the
             budget, so that something is chosen even when each sequence exceeds it.
 
     Returns:
@@ -53,26 +53,6 @@ def select_for_tap(
     return sorted(i for i, _ in chosen)
 
 
-def choose_window(length: int, prompt_len: int, window: int, rng: random.Random) -> tuple[int, int]:
-    """A stretch of at most `window` tokens of one sequence, at its true positions.
-
-    The start is drawn from the response with a density rising towards the end (the later of two uniform draws): late
-    positions are those decoded in the tail. The prompt, which teaches nothing, is kept only where it fits.
-
-    Returns:
-        (start, stop) with 0 <= start < stop <= length.
-    """
-    last_start = max(0, length - window)
-    first_start = min(prompt_len, last_start)
-    start = max(rng.randint(first_start, last_start), rng.randint(first_start, last_start))
-    return start, min(length, start + window)
-
-
-def split(shards: Sequence[HiddenStateShard], shares: int) -> list[list[HiddenStateShard]]:
-    """Shards for each of `shares` spot workers, by row: every rank of a group splits the same rows in the same way."""
-    return [[shard for shard in shards if shard.row % shares == share] for share in range(shares)]
-
-
 def _chances(size: np.ndarray, cost: np.ndarray, budget: int) -> np.ndarray:
     """Chances [N] proportional to `size`, at most 1, whose expected cost is the budget (or 1 where all fits)."""
     low, high = 0.0, 1.0  # sizes are at least 1, so a factor of 1 chooses everything
@@ -85,3 +65,20 @@ def _chances(size: np.ndarray, cost: np.ndarray, budget: int) -> np.ndarray:
         else:
             low = factor
     return np.minimum(1.0, low * size)
+
+
+def choose_window(length: int, prompt_len: int, window: int, rng: random.Random) -> tuple[int, int]:
+    """At most `window` neighbouring tokens of one sequence: (start, stop), 0 <= start < stop <= length.
+
+    The start is drawn from the response with a density rising towards the end (the later of two uniform draws): late
+    positions are those decoded in the tail. The prompt, which teaches nothing, is kept only where it fits.
+    """
+    last_start = max(0, length - window)
+    first_start = min(prompt_len, last_start)
+    start = max(rng.randint(first_start, last_start), rng.randint(first_start, last_start))
+    return start, min(length, start + window)
+
+
+def shards_by_worker(shards: Sequence[HiddenStateShard], workers: int) -> list[list[HiddenStateShard]]:
+    """Shards for each of so many spot workers, by row: every rank of a group splits the same rows in the same way."""
+    return [[shard for shard in shards if shard.row % workers == worker] for worker in range(workers)]

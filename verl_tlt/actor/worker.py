@@ -1,6 +1,6 @@
 """verl's actor worker with a tap: hidden states from old-log-prob, verifier weights from the weight sync.
 
-The tap lives in the worker subclass, which the TLT trainer alone installs; an engine registered under a vendor key
+The tap is in a subclass of the worker, which the TLT trainer alone installs; an engine registered under a vendor key
 would replace the engine in every process, with the flag or without.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import ray
 import torch
@@ -17,49 +17,34 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
-from verl_tlt.actor.adapter import Adapter, Untapped
+from verl_tlt.actor.adapters import Untapped, adapt
 from verl_tlt.actor.tap import ROW, HiddenStateTap, response_lengths
 from verl_tlt.actor.verifier_capture import VERIFIER_PARTS, VerifierCapture
-from verl_tlt.actor.windows import choose_window, select_for_tap, split
+from verl_tlt.actor.windows import choose_window, select_for_tap, shards_by_worker
 from verl_tlt.config import TLTConfig, dtype_name
 from verl_tlt.drafter import VerifierWeights, policy_shape
 from verl_tlt.messages.training import TappedStates, TapReady
 
-
-def adapt(engine: Any) -> Adapter:
-    """The adapter for one of verl's engines.
-
-    Raises:
-        Untapped: there is none for it, or for how it splits its work.
-    """
-    strategy = engine.engine_config.strategy
-    if strategy in ("fsdp", "fsdp2"):
-        from verl_tlt.actor.fsdp_adapter import FSDPAdapter
-
-        return FSDPAdapter(engine)
-    if strategy == "megatron":
-        from verl_tlt.actor.megatron_adapter import MegatronAdapter
-
-        return MegatronAdapter(engine)
-    raise Untapped(f"actor_rollout_ref.actor.strategy={strategy} has no hidden-state tap.")
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 
 class TLTTrainingWorker(TrainingWorker):
-    """The actor's training worker: chooses sequences before the old-log-prob forward and lets the tap copy them."""
+    """The actor's training worker: chooses sequences before the old-log-prob forward and has the tap copy them."""
 
     tap: HiddenStateTap | None = None
     tap_budget = 0
     tap_window = 0
-    tap_seen = 0
+    batches_tapped = 0
 
-    def infer_batch(self, data: Any) -> Any:
-        """As verl's; `data` is a TensorDict with jagged `input_ids` [B, L_b]."""
+    def infer_batch(self, data: TensorDict) -> TensorDict:
+        """As verl's; `input_ids` in `data` are jagged [B, L_b]."""
         reference = tu.get(data, "no_lora_adapter", False)  # a LoRA actor also answers for the reference policy
         if self.tap is None or reference or "input_ids" not in data:
             return super().infer_batch(data)
         lengths = data["input_ids"].offsets().diff().tolist()
-        rng = random.Random(self.tap_seen)  # the same on every rank that computes this batch
-        self.tap_seen += 1
+        rng = random.Random(self.batches_tapped)  # the same on every rank that computes this batch
+        self.batches_tapped += 1
         rows = select_for_tap(lengths, self.tap_budget, rng, self.tap_window)
         # The response is what ends a row; verl pads nothing into jagged ids.
         prompts = [n - r for n, r in zip(lengths, response_lengths(data), strict=True)]
@@ -75,13 +60,13 @@ class TLTActorWorker(ActorRolloutRefWorker):
     _tlt_capture: VerifierCapture | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def tlt_setup(self, config: TLTConfig, aux_layers: list[int], captors: Collection[int]) -> TapReady:
+    def tlt_setup(self, config: TLTConfig, aux_layers: list[int], capture_ranks: Collection[int]) -> TapReady:
         """Install the tap on this rank's engine.
 
         Args:
             config: all settings.
             aux_layers: layer inputs the drafter wants.
-            captors: ranks that copy the verifier weights out of the coming weight sync.
+            capture_ranks: those that copy the verifier weights out of the coming weight sync.
         """
         dtype = torch.float16 if dtype_name(self.config.rollout.dtype) == "float16" else torch.bfloat16
         try:
@@ -93,16 +78,16 @@ class TLTActorWorker(ActorRolloutRefWorker):
         self.actor.tap_window = config.buffer.window
         tied = policy_shape(self.actor.engine.model_config.local_path).tied
         self._tlt_capture = VerifierCapture(dtype, ray.put, tied)
-        self._tlt_capture.armed = self.rank in captors
+        self._tlt_capture.armed = self.rank in capture_ranks
         return TapReady(self.actor.engine.get_data_parallel_rank())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def tlt_take(self, shares: Sequence[int], captors: Collection[int], tokens: int) -> TappedStates:
-        """Hand over what the last old-log-prob forward was tapped for, and what a weight sync before it was copied for.
+    def tlt_take(self, shares: Sequence[int], capture_ranks: Collection[int], tokens: int) -> TappedStates:
+        """Hand over the hidden states of the last old-log-prob forward, and the verifier weights of a sync before it.
 
         Args:
             shares: for each rank, among how many spot workers its sequences are to be shared.
-            captors: ranks that copy the verifier weights out of the next weight sync.
+            capture_ranks: those that copy the verifier weights out of the next weight sync.
             tokens: to capture in the next forward.
         """
         self.actor.tap_budget = tokens
@@ -111,9 +96,9 @@ class TLTActorWorker(ActorRolloutRefWorker):
         taken = tap.take()
         errors, tap.errors = tap.errors, 0
         captured = capture.take()
-        capture.armed |= self.rank in captors
+        capture.armed |= self.rank in capture_ranks
         return TappedStates(
-            shards=tuple(ray.put(share) for share in split(taken, shares[self.rank])),
+            shards=tuple(ray.put(share) for share in shards_by_worker(taken, shares[self.rank])),
             verifier_weights=captured.reference,
             seconds=tap.seconds,
             errors=errors + captured.errors,
@@ -122,8 +107,8 @@ class TLTActorWorker(ActorRolloutRefWorker):
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:
-        """As verl's; the parts the drafter shares are copied to the host as they stream past, where that was asked."""
+    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> object:
+        """As verl's; the parts the drafter shares are copied as they stream past, where that was asked for."""
         capture = self._tlt_capture
         if capture is None or not capture.armed:
             return await super().update_weights(global_steps=global_steps, mode=mode)
@@ -131,7 +116,7 @@ class TLTActorWorker(ActorRolloutRefWorker):
         adapter_alone = False
         original = engine.get_per_tensor_param
 
-        def captured(*args: Any, **kwargs: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], Any]:
+        def captured(*args: object, **kwargs: object) -> tuple[Iterator[tuple[str, torch.Tensor]], object]:
             nonlocal adapter_alone
             params, peft = original(*args, **kwargs)
             adapter_alone = peft is not None

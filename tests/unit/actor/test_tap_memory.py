@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from verl_tlt.actor.adapters import TokenSpan
 from verl_tlt.actor.tap import ROW, HiddenStateTap
-from verl_tlt.actor.token_layout import Stretch
 
 HIDDEN, LENGTHS, RESPONSES = 32, (300, 500, 200), (100, 400, 50)
 AUX, LAYERS = (1, 2, 4), 6
@@ -30,7 +30,7 @@ class Packed:
 
     def locate(self, state, lengths):
         begins = np.cumsum([0, *lengths])
-        return [(state[0], [Stretch(0, n, int(begins[i]))]) for i, n in enumerate(lengths)]
+        return [(state[0], [TokenSpan(0, n, int(begins[i]))]) for i, n in enumerate(lengths)]
 
     def forward(self, state, look):
         """The states that went into each layer; `look(layer)` is called while it runs, behind the tap's hook."""

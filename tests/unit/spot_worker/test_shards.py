@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from verl_tlt.actor.token_layout import even_split, window, zigzag
-from verl_tlt.actor.windows import split
+from verl_tlt.actor.adapters import even_split, window, zigzag
+from verl_tlt.actor.windows import shards_by_worker
 from verl_tlt.messages.training import HiddenStateShard
 from verl_tlt.spot_worker.shards import whole_sequences
 from verl_tlt.trainer.routes import route
@@ -107,8 +107,8 @@ def test_a_sequence_with_a_missing_shard_is_left_out(shards):
 def test_shares_are_the_same_on_every_rank():
     first = [shard(row, [(0, 4)], WANTED) for row in range(3)]
     second = [shard(row, [(4, 8)], WANTED) for row in (0, 2)]  # this rank has nothing of row 1
-    assert [[s.row for s in share] for share in split(first, 2)] == [[0, 2], [1]]
-    assert [[s.row for s in share] for share in split(second, 2)] == [[0, 2], []]
+    assert [[s.row for s in share] for share in shards_by_worker(first, 2)] == [[0, 2], [1]]
+    assert [[s.row for s in share] for share in shards_by_worker(second, 2)] == [[0, 2], []]
 
 
 @pytest.mark.parametrize(

@@ -134,35 +134,35 @@ VERL = (
     Symbol(
         "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead.forward_step",
         "micro_batch loss_function forward_only",
-        used_by="actor/fsdp_adapter.py",
+        used_by="actor/adapters.py",
     ),
     Symbol(
         "verl.workers.engine.fsdp.transformer_impl:FSDPEngine",
         has="get_per_tensor_param get_data_parallel_rank use_ulysses_sp ulysses_parallel_group module engine_config "
         "model_config",
-        used_by="actor/fsdp_adapter.py",
+        used_by="actor/adapters.py",
     ),
     Symbol(
         "verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead.forward_step",
         "batch_iter model",
         says=("batch: TensorDict = next(batch_iter)",),
-        used_by="actor/megatron_adapter.py",
+        used_by="actor/adapters.py",
     ),
     Symbol(
         "verl.workers.engine.megatron.transformer_impl:MegatronEngine",
         has="get_per_tensor_param get_data_parallel_rank _get_context_parallel_layout module engine_config mode",
-        used_by="actor/megatron_adapter.py",
+        used_by="actor/adapters.py",
     ),
-    Symbol("verl.utils.megatron_utils:unwrap_model", "model", used_by="actor/megatron_adapter.py"),
+    Symbol("verl.utils.megatron_utils:unwrap_model", "model", used_by="actor/adapters.py"),
     Symbol(
         "verl.workers.config.engine:McoreEngineConfig",
         has="strategy dynamic_context_parallel use_megatron_fsdp",
-        used_by="actor/megatron_adapter.py",
+        used_by="actor/adapters.py",
     ),
     Symbol(
         "verl.models.mcore.util:preprocess_thd_engine",
         says=("cu_seqlens_q_padded=cu_seqlens_padded",),
-        used_by="actor/megatron_adapter.py",
+        used_by="actor/adapters.py",
     ),
     Symbol("verl.single_controller.base.decorator:register", "dispatch_mode", used_by="actor/worker.py"),
     Symbol("verl.utils.tensordict_utils:get", "tensordict key default", used_by="actor/worker.py"),

@@ -1,0 +1,253 @@
+"""Where a training engine has the policy's layers, and which tokens of a sequence lie on this rank.
+
+An engine puts the sequences of a micro-batch on one *token axis* (packed) or on one axis each (padded), and may split
+that axis over ranks: evenly (Ulysses, Megatron's sequence parallelism) or in two chunks of every sequence (Megatron's
+context parallelism). The tap (`actor.tap`) knows an engine only as an `EngineAdapter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from verl_tlt.drafter import DrafterError
+from verl_tlt.drafter.decoder import find_decoder
+from verl_tlt.errors import TLTError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+    from verl.workers.engine.base import BaseEngine
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+
+Around = Callable[["TensorDict", bool, Callable[[], object]], object]
+"""(micro-batch, forward_only, the engine's own forward step) -> what that step returns."""
+
+
+class Untapped(TLTError, ValueError):
+    """Hidden states cannot be copied from this engine or layout; one sentence that says why and names the key."""
+
+
+@dataclass(frozen=True)
+class TokenSpan:
+    """Neighbouring tokens of one sequence that lie side by side on a rank's token axis."""
+
+    start: int
+    """First token, counted in the sequence."""
+    stop: int
+    """Token after the last."""
+    at: int
+    """Index of the first one on the axis."""
+
+
+class EngineAdapter(Protocol):
+    """What the tap needs of a training engine."""
+
+    layers: int
+    """Decoder layers of the policy."""
+
+    def points(self) -> Iterator[tuple[int, torch.nn.Module]]:
+        """(number, module) of the decoder layers on this rank, and (`layers`, module) of the final norm."""
+        ...
+
+    def intercept(self, around: Around) -> None:
+        """Call `around` in place of every forward step of the engine."""
+        ...
+
+    def locate(self, state: torch.Tensor, lengths: Sequence[int]) -> list[tuple[torch.Tensor, list[TokenSpan]]]:
+        """For each sequence of the micro-batch: its token axis [N, H] in a layer's input, and its tokens there.
+
+        Args:
+            state: a layer's input in the forward step that is under way.
+            lengths: tokens of each sequence.
+        """
+        ...
+
+
+def adapt(engine: BaseEngine) -> EngineAdapter:
+    """The adapter for one of verl's engines.
+
+    Raises:
+        Untapped: there is none for it, or for how it splits its work.
+    """
+    strategy = engine.engine_config.strategy
+    if strategy in ("fsdp", "fsdp2"):
+        return FSDPAdapter(engine)
+    if strategy == "megatron":
+        return MegatronAdapter(engine)
+    raise Untapped(f"actor_rollout_ref.actor.strategy={strategy} has no hidden-state tap.")
+
+
+class FSDPAdapter:
+    """verl's FSDP engine (FSDP and FSDP2): a Hugging Face model, wrapped.
+
+    Packed or padded, with or without LoRA, with or without Ulysses sequence parallelism. Parameters are sharded over
+    ranks, activations are whole: a rank computes its own sequences, or with Ulysses its slice of them.
+
+    Raises:
+        Untapped: the model's decoder is not found.
+    """
+
+    def __init__(self, engine: FSDPEngineWithLMHead) -> None:
+        self._engine = engine
+        module = getattr(engine.module, "_fsdp_wrapped_module", engine.module)
+        model = module.get_base_model() if hasattr(module, "peft_config") else module
+        try:
+            self._decoder = find_decoder(model, "actor_rollout_ref.model.path")
+        except DrafterError as error:
+            raise Untapped(str(error)) from error
+        self.layers = len(self._decoder.layers)
+        self._slice = torch.distributed.get_rank(engine.ulysses_parallel_group) if engine.use_ulysses_sp else None
+
+    def points(self) -> Iterator[tuple[int, torch.nn.Module]]:
+        """Every layer is on every rank."""
+        yield from enumerate(self._decoder.layers)
+        yield self.layers, self._decoder.norm
+
+    def intercept(self, around: Around) -> None:
+        """Shadow the engine's method with an attribute of the instance."""
+        original = self._engine.forward_step
+
+        def forward_step(micro_batch: TensorDict, loss_function: object, forward_only: bool) -> object:
+            return around(micro_batch, forward_only, lambda: original(micro_batch, loss_function, forward_only))
+
+        self._engine.forward_step = forward_step
+
+    def locate(self, state: torch.Tensor, lengths: Sequence[int]) -> list[tuple[torch.Tensor, list[TokenSpan]]]:
+        """Packed: one row [1, sum L_b, H], padded at its end; otherwise right-padded rows [B, max L_b, H]."""
+        if state.shape[0] == len(lengths) and self._slice is None:  # also a packed batch of one: the same thing
+            return [(state[i], [TokenSpan(0, length, 0)]) for i, length in enumerate(lengths)]
+        found, begin = [], 0
+        for length in lengths:
+            spans = [TokenSpan(0, length, begin)]
+            if self._slice is not None:  # rank r computes the r-th slice of the packed row
+                spans = even_split(spans, state.shape[1], self._slice)
+            found.append((state[0], spans))
+            begin += length
+        return found
+
+
+class MegatronAdapter:
+    """verl's Megatron engine: megatron-core GPT models, whose tokens and layers are split over ranks in three ways.
+
+    Pipeline parallelism: a rank has some of the layers (several runs of them when interleaved), and the last stage has
+    the final norm. Context parallelism: a rank has two chunks of every sequence. Sequence parallelism: of what is left,
+    the ranks of a tensor-parallel group have a slice each; without it they all have the same, and the first one copies
+    it. Data-parallel ranks are groups of their own.
+
+    Raises:
+        Untapped: sequences are scheduled over ranks anew in every step, or split in another way than zigzag; layers
+            are sharded by Megatron-FSDP, or are not those of a GPT model.
+    """
+
+    def __init__(self, engine: MegatronEngineWithLMHead) -> None:
+        from megatron.core import parallel_state
+        from verl.utils.megatron_utils import unwrap_model
+
+        if engine.engine_config.dynamic_context_parallel:
+            raise Untapped(
+                "actor_rollout_ref.actor.megatron.dynamic_context_parallel=True deals sequences out to ranks anew in "
+                "every step, and the hidden-state tap relies on their staying together."
+            )
+        if engine.engine_config.use_megatron_fsdp:
+            raise Untapped(
+                "actor_rollout_ref.actor.megatron.use_megatron_fsdp=True shards layers in a way that the hidden-state "
+                "tap was never tried with."
+            )
+        chunks = [unwrap_model(chunk) for chunk in engine.module]
+        if not all(hasattr(chunk, "decoder") for chunk in chunks):
+            raise Untapped(f"actor_rollout_ref.model.path is a {type(chunks[0]).__name__}, without a decoder.")
+        if any(engine._get_context_parallel_layout(chunk) != "zigzag" for chunk in chunks):
+            raise Untapped("This policy's attention splits sequences over context-parallel ranks in another way.")
+        self._engine = engine
+        self._decoders = [chunk.decoder for chunk in chunks]
+        config = chunks[0].config
+        self.layers = config.num_layers
+        self._cp = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+        self._tp = parallel_state.get_tensor_model_parallel_rank()
+        self._tp_size = parallel_state.get_tensor_model_parallel_world_size()
+        self._split = bool(config.sequence_parallel)  # over the ranks of a tensor-parallel group
+        self._begins: list[int] | None = None  # of packed sequences with their padding; None: one axis each
+
+        def note_packing(_decoder: object, _args: object, kwargs: dict[str, Any]) -> None:
+            # verl pads each sequence, and by how much depends on several settings.
+            packed = kwargs.get("packed_seq_params")
+            self._begins = None if packed is None else packed.cu_seqlens_q_padded.tolist()
+
+        for decoder in self._decoders:
+            decoder.register_forward_pre_hook(note_packing, with_kwargs=True)
+
+    def points(self) -> Iterator[tuple[int, torch.nn.Module]]:
+        """What this rank computes; nothing where another rank of the tensor-parallel group has the same."""
+        if self._tp and not self._split:
+            return
+        for decoder in self._decoders:
+            yield from ((layer.layer_number - 1, layer) for layer in decoder.layers)
+            if decoder.final_layernorm is not None:
+                yield self.layers, decoder.final_layernorm
+
+    def intercept(self, around: Around) -> None:
+        """Shadow the engine's method, which draws its micro-batch from an iterator, by an attribute of the instance."""
+        engine, original = self._engine, self._engine.forward_step
+
+        def forward_step(batches: Iterator[TensorDict], model: object, *args: object, **kwargs: object) -> object:
+            micro_batch = next(batches)
+            again = iter([micro_batch])
+            return around(micro_batch, engine.mode == "eval", lambda: original(again, model, *args, **kwargs))
+
+        engine.forward_step = forward_step
+
+    def locate(self, state: torch.Tensor, lengths: Sequence[int]) -> list[tuple[torch.Tensor, list[TokenSpan]]]:
+        """Packed: one axis [T, 1, H]; otherwise an axis for each sequence, [S, B, H], as long as the longest."""
+        size = state.shape[0]
+        rank, ranks = self._cp
+        if self._begins is None:
+            padded = size * ranks * (self._tp_size if self._split else 1)
+            spans = [zigzag(length, padded, 0, rank, ranks) for length in lengths]
+        else:
+            edges = self._begins
+            spans = [
+                zigzag(length, edges[i + 1] - edges[i], edges[i] // ranks, rank, ranks)
+                for i, length in enumerate(lengths)
+            ]
+        if self._split:
+            spans = [even_split(of_one, size, self._tp) for of_one in spans]
+        packed = self._begins is not None
+        return [(state[:, 0 if packed else i], of_one) for i, of_one in enumerate(spans)]
+
+
+def zigzag(length: int, padded: int, at: int, rank: int, ranks: int) -> list[TokenSpan]:
+    """What context parallelism leaves of one sequence: chunk `rank` and chunk `-1 - rank` of `2 * ranks` equal ones.
+
+    Args:
+        length: tokens of the sequence.
+        padded: the same with the padding that makes chunks equal; a multiple of `2 * ranks`, or anything with one rank.
+        at: where its share begins on the axis.
+        rank: of this rank in the context-parallel group.
+        ranks: size of that group.
+    """
+    if ranks == 1:
+        return [TokenSpan(0, length, at)]
+    chunk = padded // (2 * ranks)
+    first, second = rank * chunk, (2 * ranks - 1 - rank) * chunk
+    pieces = [TokenSpan(first, first + chunk, at), TokenSpan(second, second + chunk, at + chunk)]
+    return window(pieces, 0, length)  # without the padding
+
+
+def even_split(spans: Iterable[TokenSpan], size: int, rank: int) -> list[TokenSpan]:
+    """What is left where ranks share the axis evenly: rank r holds its indices [r * size, (r + 1) * size)."""
+    low, left = rank * size, []
+    for s in spans:
+        first, after = max(s.at, low), min(s.at + s.stop - s.start, low + size)
+        if first < after:
+            left.append(TokenSpan(s.start + first - s.at, s.start + after - s.at, first - low))
+    return left
+
+
+def window(spans: Iterable[TokenSpan], start: int, stop: int) -> list[TokenSpan]:
+    """The parts of `spans` that lie in tokens [start, stop) of the sequence."""
+    cut = ((max(s.start, start), min(s.stop, stop), s) for s in spans)
+    return [TokenSpan(a, b, s.at + a - s.start) for a, b, s in cut if a < b]
