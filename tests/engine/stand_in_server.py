@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from verl_tlt.messages.rollout import SleepReply
-
 
 class Server:
     """The parts of a rollout server that the fleet calls."""
@@ -12,10 +10,10 @@ class Server:
         self.version: int | None = None
         self.asleep = self.keeps_weights = False
 
-    def tlt_try_sleep(self, recall: bool) -> SleepReply:
+    def tlt_try_sleep(self, recall: bool) -> bool:
         """Always willing: the gate has its own tests."""
         self.asleep, self.keeps_weights = True, recall
-        return SleepReply(slept=True)
+        return True
 
     def tlt_recall(self) -> None:
         """As the real one."""

@@ -45,16 +45,6 @@ class DrafterFile:
 
 
 @dataclass(frozen=True)
-class SleepReply:
-    """A server's answer when it is asked to sleep before the rollout ends."""
-
-    slept: bool
-    """False: it goes on serving, with its gate open."""
-    inflight: int = 0
-    """Requests that kept it awake; -1: this node has no engine."""
-
-
-@dataclass(frozen=True)
 class DrafterStatus:
     """Which drafter a server serves, as of its last load."""
 

@@ -31,7 +31,6 @@ from verl_tlt.messages.rollout import (
     DrafterStatus,
     EngineStats,
     LoadReply,
-    SleepReply,
     store_name,
 )
 from verl_tlt.server.calibration import calibrate, cost_key, plan_batches
@@ -110,7 +109,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     # ------------------------------------------------------------------ leaving early
 
-    async def tlt_try_sleep(self, recall: bool = False) -> SleepReply:
+    async def tlt_try_sleep(self, recall: bool = False) -> bool:
         """Sleep if and only if no request is in the engine or on its way into it.
 
         Closing the gate and counting happen on the actor's one event loop: a request admitted before is counted in the
@@ -118,25 +117,27 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
         Args:
             recall: keep the weights on the host, so that `tlt_recall` can wake the engine up before a weight sync.
+
+        Returns:
+            whether it sleeps; False: it goes on serving, with its gate open, or this node has no engine.
         """
         if self.node_rank != 0:
-            return SleepReply(slept=False, inflight=-1)
+            return False
         self._submission_paused, self._rejecting = True, True
         self._resume_event.clear()
         deadline = time.monotonic() + ADMISSION_TIMEOUT_S
         while self._admitting > 0 and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
-        inflight = self._admitting + len(self.engine.output_processor.request_states)
-        if inflight:
+        if self._admitting or self.engine.output_processor.request_states:
             await self.open_submission_gate()
-            return SleepReply(slept=False, inflight=inflight)
+            return False
         self._tlt_left, self._tlt_keeps_weights = True, recall
         if not recall:
             await self.sleep()
         elif self.config.free_cache_engine:
             await self.engine.sleep(level=1)  # vLLM's level that copies the weights to the host; verl's 2 drops them
             await self.engine.reset_encoder_cache()
-        return SleepReply(slept=True)
+        return True
 
     async def tlt_recall(self) -> None:
         """Serve again before the weight sync, with the weights the engine slept with; nothing where it has not left.

@@ -147,7 +147,7 @@ class RayFleet:
 
     def try_sleep(self, name: str, keep_weights: bool) -> bool:
         """See `Fleet`."""
-        return bool(answer(self.replicas[name].server.tlt_try_sleep.remote(keep_weights), SLEEP_S).slept)
+        return bool(answer(self.replicas[name].server.tlt_try_sleep.remote(keep_weights), SLEEP_S))
 
     def wake_up(self, name: str) -> None:
         """See `Fleet`."""
