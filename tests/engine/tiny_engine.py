@@ -122,7 +122,7 @@ class Engine:
         loaded = self.rpc("tlt_load_drafter", str(weights))
         assert loaded["ok"], loaded
         scheduler, control = self.scheduler, self.scheduler.tlt
-        control.__init__(load_policy(tlt), control.limits, control.trace)  # the same object: the channel has it too
+        control.__init__(load_policy(tlt), control.limits, control.trace)
         scheduler.tlt_ngram = ngram_drafts(tlt["speculation"])
         scheduler._tlt_arm = 0
 

@@ -9,7 +9,7 @@ from verl_tlt.speculation.types import OFF
 
 
 class MadeEngine:
-    """Costs a + b·batch + c·K a step, drafter pass 2 ms; answers the channel's operations as the scheduler does."""
+    """Costs a + b·batch + c·K a step, drafter pass 2 ms; answers the operations that the scheduler does."""
 
     def __init__(self, can_switch_off=True):
         self.can_switch_off = can_switch_off
