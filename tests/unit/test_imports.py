@@ -42,8 +42,7 @@ MAY_IMPORT = {
     "console": set(),
     "report": {"console", "errors", "trace"},
     "warmup": SHARED | {"child_engine", "compat", "console", "drafter"},
-    "doctor": SHARED
-    | {"child_engine", "compat", "drafter", "flag", "idle", "server", "speculation", "trainer"},
+    "doctor": SHARED | {"child_engine", "compat", "drafter", "flag", "idle", "server", "speculation", "trainer"},
     "advise": {"config", "console", "doctor", "drafter", "errors", "report", "server", "speculation"},
     # what a run and a shell begin with
     "activation": SHARED | {"compat", "doctor", "trainer"},

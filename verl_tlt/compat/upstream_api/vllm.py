@@ -208,7 +208,7 @@ VLLM = (
     Symbol(
         "vllm.v1.engine.llm_engine:LLMEngine",
         has="from_engine_args add_request step has_unfinished_requests get_metrics",
-        used_by="warmup/engine_process.py",
+        used_by="warmup/engine.py",
     ),
     Symbol("vllm.v1.engine.output_processor:OutputProcessor", has="request_states", used_by="server/server.py"),
     Symbol(
