@@ -61,7 +61,7 @@ def new_trainer(assets: Any, objective: str, seed: int) -> DrafterTrainer:
     """A fresh drafter of the toy, as the demo trains it."""
     model = build_drafter(assets.policy, aux_layers=assets.aux_layers, seed=seed)
     refresh_verifier_weights(model, VerifierWeights.from_policy_dir(assets.policy))
-    return DrafterTrainer(model, learning_rate=2e-3, ttt_steps=OBJECTIVES[objective], seed=seed)
+    return DrafterTrainer(model, learning_rate=2e-3, ttt_steps=OBJECTIVES[objective])
 
 
 def step_seconds(assets: Any, library: Library, train: list[int]) -> dict[str, float]:

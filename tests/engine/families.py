@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from verl_tlt.drafter.decoder import find_decoder
+from verl_tlt.drafter.capture import find_decoder
 
 SHAPE = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,

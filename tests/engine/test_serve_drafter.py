@@ -1,5 +1,7 @@
 """A saved drafter in stock vLLM: same greedy tokens, and the acceptance that `evaluate` predicts."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,6 @@ from verl_tlt.drafter import (
     load_drafter,
     refresh_verifier_weights,
     save_drafter,
-    shuffled,
     train_until,
 )
 
@@ -82,7 +83,7 @@ def trained(request, tmp_path_factory):
     model = build_drafter(root / "policy", seed=0)
     refresh_verifier_weights(model, VerifierWeights.from_policy_dir(root / "policy"))
     trainer = DrafterTrainer(model, learning_rate=3e-3, ttt_steps=2)
-    train_until(trainer, batches(shuffled(sequences, trainer.rng), 280), lambda: trainer.steps >= 100)
+    train_until(trainer, batches(itertools.cycle(sequences), 280), lambda: trainer.steps >= 100)
     save_drafter(model, root / "drafter", {"policy": request.param})
     return policy, root / "policy", root / "drafter"
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from verl_tlt.drafter import DrafterError
-from verl_tlt.drafter.decoder import find_decoder
+from verl_tlt.drafter.capture import find_decoder
 from verl_tlt.errors import TLTError
 
 if TYPE_CHECKING:

@@ -1,24 +1,19 @@
-"""Make an EAGLE-3 drafter that fits a policy, and keep the policy's own tensors inside it current.
+"""Make an EAGLE-3 drafter that fits a policy.
 
-One Llama-architecture layer whichever the policy's family, because that is the head every vLLM release serves; heads,
-head size and RoPE are the policy's, so that drafter and policy share one KV-cache layout. The model, its
-training-time-test loss and its file format are those of `speculators.models.eagle3`.
+It is one layer of the Llama architecture whatever the policy's family, because that is the head every vLLM release
+serves; heads, head size and RoPE are the policy's, so that both share one KV-cache layout. The model, its loss and its
+file format are those of `speculators.models.eagle3`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from verl_tlt.drafter.attention import BY_DOCUMENT, register
-from verl_tlt.drafter.hub import Model, folder
-from verl_tlt.drafter.names import policy_part
 from verl_tlt.drafter.policy import (
     LONGEST_DRAFT,
     DrafterError,
@@ -27,7 +22,6 @@ from verl_tlt.drafter.policy import (
     check_aux_layers,
     drafter_rope,
     policy_shape,
-    read_json,
     unsupported,
 )
 
@@ -124,12 +118,12 @@ def build_drafter(
 
     Args:
         policy: config object, mapping or directory of the policy.
-        aux_layers: see `drafter_config`.
-        intermediate_size: see `drafter_config`.
+        aux_layers: as `max_position_embeddings` and `intermediate_size`, see `drafter_config`.
+        intermediate_size: width of the MLP.
         seed: seeds the weights; the process's random state is left as it was.
         attention: `BY_DOCUMENT`, "sdpa" or "eager"; None: `default_attention(device)`.
         device: where the drafter goes after it was made on the CPU.
-        max_position_embeddings: see `drafter_config`.
+        max_position_embeddings: longest context.
         draft_ids: int64 [DV], ascending target ids the drafter may propose; None: all of them.
 
     Raises:
@@ -183,11 +177,6 @@ def halve_frozen(model: Eagle3DraftModel) -> None:
             parameter.data = parameter.data.bfloat16()
 
 
-def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """What is trained, merged and published, by name: everything but the policy's embedding, head and norm."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
 def most_frequent(counts: torch.Tensor, size: int) -> torch.Tensor:
     """int64 [size]: the `size` most frequent token ids, ascending; ties go to the lower id.
 
@@ -205,103 +194,9 @@ def vocabulary_maps(draft_ids: torch.Tensor, vocab_size: int) -> tuple[torch.Ten
     Raises:
         DrafterError: ids that are not ascending, distinct and within the vocabulary.
     """
-    ids: Any = draft_ids.to(torch.int64).cpu()
-    if ids.ndim != 1 or len(ids) == 0 or bool((ids.diff() <= 0).any()) or ids[0] < 0 or ids[-1] >= vocab_size:
+    ids = draft_ids.to(torch.int64).cpu()
+    if ids.ndim != 1 or len(ids) == 0 or bool((ids.diff() <= 0).any()) or bool(ids[0] < 0 or ids[-1] >= vocab_size):
         raise DrafterError(f"draft_ids must be ascending distinct token ids within 0..{vocab_size - 1}.")
     t2d = torch.zeros(vocab_size, dtype=torch.bool)  # [V]
     t2d[ids] = True
     return t2d, ids - torch.arange(len(ids))
-
-
-_USUAL = {"embed": "model.embed_tokens.weight", "lm_head": "lm_head.weight", "norm": "model.norm.weight"}
-
-
-@dataclass(frozen=True)
-class VerifierWeights:
-    """The policy tensors a drafter needs, any float dtype."""
-
-    embed: torch.Tensor
-    """[V, H] input embedding."""
-    lm_head: torch.Tensor
-    """[V, H] output head; the same object as `embed` where the policy ties them."""
-    norm: torch.Tensor
-    """[H] weight of the final RMSNorm."""
-
-    @classmethod
-    def from_policy_dir(cls, path: Model) -> VerifierWeights:
-        """Read the three tensors, and no other, from a policy's safetensors files, in its folder or of its name.
-
-        Raises:
-            DrafterError: a file or a tensor is missing or unreadable.
-        """
-        tied = policy_shape(path).tied
-        tensors = _read(path, [part for part in _USUAL if not (tied and part == "lm_head")])
-        return cls(tensors["embed"], tensors.get("lm_head", tensors["embed"]), tensors["norm"])
-
-
-def refresh_verifier_weights(model: Eagle3DraftModel, parts: VerifierWeights) -> None:
-    """Copy the policy's embedding, head and norm into the drafter, cast to its dtype and device.
-
-    A pruned draft vocabulary takes the rows of the head that it keeps. A drafter with a head of its own keeps that, and
-    takes the policy's for its teacher only.
-
-    Raises:
-        DrafterError: a tensor of another shape than the drafter's.
-    """
-    head = parts.lm_head
-    if model.use_draft_vocab and head.shape[0] == model.verifier_vocab_size:
-        head = head[model.t2d.to(head.device)]  # [DV, H]
-    pairs = {
-        "embed": (model.embed_tokens.weight, parts.embed),
-        "lm_head": (model.verifier_lm_head.weight, head),  # one tensor with `lm_head` unless that is its own
-        "norm": (model.verifier_norm.weight, parts.norm),
-    }
-    for part, (held, given) in pairs.items():
-        if held.shape != given.shape:
-            raise DrafterError(
-                f"VerifierWeights.{part} is {list(given.shape)}, but the drafter's is {list(held.shape)}."
-            )
-    with torch.no_grad():
-        for held, given in pairs.values():
-            held.copy_(given)
-
-
-def _read(policy: Model, parts: Iterable[str]) -> dict[str, torch.Tensor]:
-    """The policy's tensors for these parts, from its single file or by its index; no other is read."""
-    single, listing = "model.safetensors", "model.safetensors.index.json"
-    directory = folder(policy, (single, listing))
-    source = directory / single
-    if source.is_file() or not (directory / listing).is_file():
-        with _open(source) as reader:
-            owners = dict.fromkeys(reader.keys(), single)
-    else:
-        source = directory / listing
-        owners = read_json(source).get("weight_map", {})
-    tensors = {}
-    for part in parts:
-        name = next((name for name in owners if policy_part(name) == part), None)
-        if name is None:
-            raise DrafterError(
-                f"{source} has no tensor {_USUAL[part]!r}, nor that of a language model in a larger one."
-            )
-        if Path(owners[name]).name != owners[name]:
-            raise DrafterError(f"{source}: {name} is said to be in {owners[name]!r}, which is no file beside it.")
-        with _open(folder(policy, (owners[name],)) / owners[name]) as reader:
-            if name not in reader.keys():  # noqa: SIM118 (a safetensors reader is no mapping)
-                raise DrafterError(f"{owners[name]} has no tensor {name!r}, which {source} says it has.")
-            tensors[part] = reader.get_tensor(name)
-    return tensors
-
-
-def _open(file: Path) -> Any:
-    """A safetensors file of the policy's, to be closed."""
-    from safetensors import SafetensorError, safe_open
-
-    if not file.is_file():
-        raise DrafterError(
-            f"{file} does not exist: the policy's safetensors are needed for the drafter's verifier weights."
-        )
-    try:
-        return safe_open(file, framework="pt")
-    except SafetensorError as error:
-        raise DrafterError(f"{file} is not a complete safetensors file: {error}.") from error

@@ -1,23 +1,26 @@
-"""The policy's hidden states for recorded texts, from a plain transformers forward: the drafter's teacher without RL.
+"""The policy's hidden states for recorded texts, from a plain transformers forward: training data without RL.
 
-RL taps these out of a forward that runs anyway (`verl_tlt.actor.tap`). Warming a drafter up and evaluating one need
-them for texts at rest: aux layers' inputs, and the last state before the final norm, at every position. They are heavy
+RL copies these out of a forward that runs anyway (`verl_tlt.actor.tap`). Warming a drafter up and evaluating one need
+them for given texts: aux layers' inputs, and the last state before the final norm, at every position. They are heavy
 (28-64 KB a token for 7B-70B policies), so a `Library` keeps as many as its memory allows and computes the rest again.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from verl_tlt.drafter import data
-from verl_tlt.drafter.decoder import find_decoder
+from verl_tlt.drafter.hub import Model
 from verl_tlt.drafter.policy import check_aux_layers, policy_shape
+from verl_tlt.errors import DrafterError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FORWARD_TOKENS = 8192
 """Tokens of one policy forward, padding included; a longer text goes alone."""
@@ -31,28 +34,66 @@ class Text:
     prompt_len: int
 
 
-def load_policy(directory: str | os.PathLike, device: torch.device | str) -> Any:
-    """The policy as a frozen transformers model on `device`; over all GPUs where there are several.
+@dataclass(frozen=True)
+class Decoder:
+    """The decoder of a policy's language model."""
+
+    model: torch.nn.Module
+    """Takes `input_ids`."""
+    layers: torch.nn.ModuleList
+    """Each layer's input is the residual stream before it."""
+    norm: torch.nn.Module
+    """Its input is the last hidden state, its output what the head reads."""
+
+
+def find_decoder(policy: torch.nn.Module, where: str) -> Decoder:
+    """The decoder of `policy`'s language model: the module with one norm and a list of all the layers it should have.
+
+    transformers lays out every decoder so, however deep it is inside a larger model; a vision tower has another number
+    of layers, or norms elsewhere.
 
     Args:
-        directory: Hugging Face directory.
-        device: where it computes.
+        policy: a transformers model; FSDP and LoRA inside it change nothing.
+        where: the key or option that named it, for the message.
+
+    Raises:
+        DrafterError: no module of it looks like its decoder, or more than one does.
+    """
+    config = getattr(policy, "config", None)
+    count = None if config is None else config.get_text_config(decoder=True).num_hidden_layers
+    found = []
+    for module in policy.modules():
+        parts = dict(module.named_children())
+        lists = [part for part in parts.values() if isinstance(part, torch.nn.ModuleList) and len(part) == count]
+        norms = [part for name, part in parts.items() if "norm" in name]
+        if len(lists) == len(norms) == 1:
+            found.append(Decoder(module, lists[0], norms[0]))
+    if len(found) != 1:
+        raise DrafterError(
+            f"{where} is a {type(policy).__name__}, in which {len(found) or 'no'} modules hold a list of "
+            f"{count or 'decoder'} layers with one norm beside it; its language model's decoder should be the only one."
+        )
+    return found[0]
+
+
+def load_policy(policy: Model, device: torch.device | str) -> PreTrainedModel:
+    """The policy as a frozen transformers model on `device`; over all GPUs where there are several.
 
     Raises:
         DrafterError: its config is unreadable or lacks a field.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    kind = AutoModelForImageTextToText if policy_shape(directory).nested else AutoModelForCausalLM
+    kind = AutoModelForImageTextToText if policy_shape(policy).nested else AutoModelForCausalLM
     several = torch.device(device).type == "cuda" and torch.cuda.device_count() > 1
-    model: Any = kind.from_pretrained(
-        directory, dtype="auto", attn_implementation="sdpa", **({"device_map": "auto"} if several else {})
+    model = kind.from_pretrained(
+        policy, dtype="auto", attn_implementation="sdpa", **({"device_map": "auto"} if several else {})
     )
     return (model if several else model.to(device)).eval().requires_grad_(False)
 
 
 class PolicyStates:
-    """Runs a policy over texts and hands out what a drafter learns from.
+    """Runs a policy over texts and returns what a drafter learns from.
 
     Args:
         policy: a transformers model with a decoder (`find_decoder`).
@@ -62,20 +103,20 @@ class PolicyStates:
         DrafterError: aux layers the policy does not have, or no decoder.
     """
 
-    def __init__(self, policy: Any, aux_layers: Sequence[int]) -> None:
+    def __init__(self, policy: PreTrainedModel, aux_layers: Sequence[int]) -> None:
         decoder = find_decoder(policy, "the policy")
         check_aux_layers(aux_layers, len(decoder.layers), "aux_layers")
         self.aux_layers, self._decoder = tuple(aux_layers), decoder.model
         self._device = policy.get_input_embeddings().weight.device
-        self._seen: dict[int | str, torch.Tensor] = {}
+        self._kept: dict[int | str, torch.Tensor] = {}
         for index in self.aux_layers:
             decoder.layers[index].register_forward_pre_hook(self._keep(index), with_kwargs=True)
         # The final norm's input: what transformers returns as the last hidden state is already normed.
         decoder.norm.register_forward_pre_hook(self._keep("last"), with_kwargs=True)
 
-    def _keep(self, name: int | str) -> Any:
-        def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._seen[name] = args[0] if args else kwargs["hidden_states"]  # [B, L, H]
+    def _keep(self, name: int | str) -> Callable[..., None]:
+        def hook(_module: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
+            self._kept[name] = args[0] if args else kwargs["hidden_states"]  # [B, L, H]
 
         return hook
 
@@ -91,23 +132,23 @@ class PolicyStates:
         for row, text in zip(ids, texts, strict=True):
             row[: len(text.tokens)] = torch.tensor(text.tokens)
         self._decoder(input_ids=ids.to(self._device), use_cache=False)
-        seen, self._seen = self._seen, {}
+        kept, self._kept = self._kept, {}
         out = []
         for i, text in enumerate(texts):
             length = len(text.tokens)
-            aux = [seen[layer][i, :length].to("cpu", copy=True) for layer in self.aux_layers]
-            last = seen["last"][i, :length].to("cpu", copy=True)
+            aux = [kept[layer][i, :length].to("cpu", copy=True) for layer in self.aux_layers]
+            last = kept["last"][i, :length].to("cpu", copy=True)
             out.append(data.TrainingSequence(ids[i, :length].clone(), text.prompt_len, torch.cat(aux, dim=-1), last))
         return out
 
 
 class Library:
-    """Texts with their states: captured when first asked for, kept while memory allows.
+    """Texts with their states: computed when first asked for, kept while memory allows.
 
     Args:
-        states: what captures.
+        states: what computes them.
         texts: all texts, by number.
-        max_bytes: memory for states; texts captured beyond it are captured again each time.
+        max_bytes: memory for states; those beyond it are computed again each time.
     """
 
     def __init__(self, states: PolicyStates, texts: Sequence[Text], max_bytes: int) -> None:

@@ -210,13 +210,6 @@ def batches(sequences: Iterable[TrainingSequence], budget: int) -> Iterator[Batc
         yield pack(group)
 
 
-def shuffled(sequences: list[TrainingSequence], rng: np.random.Generator) -> Iterator[TrainingSequence]:
-    """All sequences in random order, again and again; the order follows `rng` alone."""
-    while sequences:
-        for i in rng.permutation(len(sequences)):
-            yield sequences[i]
-
-
 def windows(sequence: TrainingSequence, budget: int) -> list[TrainingSequence]:
     """The sequence in the fewest windows of at most `budget` rows, of about equal length; every row is in one of them.
 

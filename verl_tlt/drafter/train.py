@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from verl_tlt.drafter.build import trainable_parameters
 from verl_tlt.drafter.data import Batch, TrainingSequence, align
 from verl_tlt.drafter.policy import DrafterError
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 ROW_BLOCK = 128
 """Rows of a CUDA batch are padded to a multiple of this: aligned for its kernels, which are then of few kinds."""
-
 BETAS = (0.9, 0.95)
 CLIP = 1.0
 """Largest gradient norm."""
@@ -42,7 +40,7 @@ class StepResult:
     tokens: int
     """Rows with a loss."""
     acc_by_position: tuple[float, ...]
-    """[k]: share of rows whose argmax at draft position k is the policy's, given that those before were; length ttt."""
+    """[ttt_steps]: share of rows whose argmax at draft position k is the policy's, given that those before were."""
     skipped: bool
     """True: the loss or a gradient was not finite and nothing was changed."""
     rate: float = 0.0
@@ -67,12 +65,25 @@ class TrainSummary:
     """Mean over the steps; NaN without any."""
     acc_by_position: tuple[float, ...]
     """Mean over the steps."""
-    slowest_s: float = 0.0
+    slowest_s: float
     """Seconds of the longest micro-batch."""
 
 
+def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """What is trained, merged and published, by name: everything but the policy's embedding, head and norm."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
 class DrafterTrainer:
-    """The drafter, its optimizer and its place in the learning-rate schedule."""
+    """The drafter, its optimizer and its place in the learning-rate schedule.
+
+    Args:
+        model: from `build_drafter` or `load_drafter`, its verifier weights filled.
+        learning_rate: after the linear warm-up.
+        warmup_steps: optimizer steps of warm-up, counted over all sessions.
+        ttt_steps: passes per step.
+        loss: a name of `speculators.losses`, or a JSON object of names and weights.
+    """
 
     def __init__(
         self,
@@ -82,27 +93,15 @@ class DrafterTrainer:
         warmup_steps: int = 20,
         ttt_steps: int = 3,
         loss: str = "kl_div",
-        seed: int = 0,
     ) -> None:
-        """Args:
-        model: from `build_drafter` or `load_drafter`, its verifier weights filled.
-        learning_rate: after the linear warm-up.
-        warmup_steps: optimizer steps of warm-up, counted over all sessions.
-        ttt_steps: passes per step.
-        loss: a name of `speculators.losses`, or a JSON object of names and weights.
-        seed: seeds `rng`.
-        """
         self.model = model
-        self.learning_rate, self.warmup_steps = learning_rate, warmup_steps
-        self.ttt_steps = ttt_steps
+        self.learning_rate, self.warmup_steps, self.ttt_steps = learning_rate, warmup_steps, ttt_steps
         self.parameters = trainable_parameters(model)
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=learning_rate, betas=BETAS, weight_decay=0.0)
         self.steps = 0
         """Optimizer steps taken, over all sessions."""
         self.skipped = 0
         """Micro-batches left out, over all sessions."""
-        self.rng = np.random.default_rng(seed)
-        """Draws the order of sequences; part of the state, so that a resumed run sees the same batches."""
         self._loss = loss
         model.train()
 
@@ -124,30 +123,29 @@ class DrafterTrainer:
         loss, metrics = self._forward(batch)
         value = float(loss.detach())
         finite = math.isfinite(value) and self._backward(loss)
-        accuracy = _conditional_accuracy(metrics, self.ttt_steps)
-        if not finite:
-            self.optimizer.zero_grad(set_to_none=True)
+        counts = [(metrics[f"cond_acc_{k}_sum"], metrics[f"cond_acc_{k}_total"]) for k in range(self.ttt_steps)]
+        accuracy = tuple(float(right) / max(1.0, float(total)) for right, total in counts)
+        rate = min(1.0, (self.steps + 1) / max(1, self.warmup_steps)) if finite else 0.0
+        if finite:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.learning_rate * rate
+            self.optimizer.step()
+            self.steps += 1
+        else:
             self.skipped += 1
-            return StepResult(value, tokens, accuracy, skipped=True)
-        rate = min(1.0, (self.steps + 1) / max(1, self.warmup_steps))
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate * rate
-        self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.steps += 1
-        return StepResult(value, tokens, accuracy, skipped=False, rate=rate)
+        return StepResult(value, tokens, accuracy, skipped=not finite, rate=rate)
 
     def state(self) -> dict[str, Any]:
-        """Everything a bit-exact resume needs, on the host: weights, optimizer, counters, random state."""
+        """Everything a bit-exact resume needs, on the host: weights, optimizer, counters."""
         return {
             "parameters": {name: p.detach().cpu().clone() for name, p in self.parameters.items()},
             "optimizer": _to_host(self.optimizer.state_dict()),
             "steps": self.steps,
             "skipped": self.skipped,
-            "rng": self.rng.bit_generator.state,
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from `state()`.
 
         Raises:
@@ -159,7 +157,6 @@ class DrafterTrainer:
         groups = [{**group, "betas": tuple(group["betas"])} for group in saved["param_groups"]]
         self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
         self.steps, self.skipped = state["steps"], state["skipped"]
-        self.rng.bit_generator.state = state["rng"]
 
     def parameters_numpy(self) -> dict[str, np.ndarray]:
         """A float32 host copy of every trainable parameter, by name."""
@@ -175,7 +172,7 @@ class DrafterTrainer:
 
     @contextmanager
     def holding(self, parameters: Mapping[str, np.ndarray]) -> Iterator[None]:
-        """The drafter with other weights for a moment; its own come back to the bit."""
+        """The drafter with other weights inside the block; its own come back to the bit."""
         own = {name: p.detach().clone() for name, p in self.parameters.items()}
         self.load_parameters(parameters)
         try:
@@ -184,17 +181,16 @@ class DrafterTrainer:
             self._copy_in(own)
 
     def rehearse(self) -> None:
-        """A forward and a backward pass over nothing: what kernels need to be chosen and compiled, they have then.
+        """A forward and a backward pass over nothing, so that kernels are chosen and compiled; nothing is learned.
 
         The loss's Triton kernels are tuned for the vocabulary when they are first called, which takes longer than a
-        stop may. Nothing is learned, whatever the weights are.
+        stop may.
         """
         hidden = self.model.hidden_size
         states = torch.zeros(ROW_BLOCK + 1, (len(self.model.target_layer_ids) + 1) * hidden)  # [L, 4H]
         tokens = torch.zeros(ROW_BLOCK + 1, dtype=torch.int64)
-        loss, _ = self._forward(
-            self._prepare(align(TrainingSequence(tokens, 1, states[:, hidden:], states[:, :hidden])))
-        )
+        nothing = TrainingSequence(tokens, 1, states[:, hidden:], states[:, :hidden])
+        loss, _ = self._forward(self._prepare(align(nothing)))
         torch.autograd.backward(loss)
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -226,15 +222,13 @@ class DrafterTrainer:
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), CLIP)
         return math.isfinite(float(norm))
 
-    def _copy_in(self, values: dict[str, torch.Tensor]) -> None:
-        if set(values) != set(self.parameters):
-            different = sorted(set(values) ^ set(self.parameters))
+    def _copy_in(self, values: Mapping[str, torch.Tensor]) -> None:
+        different = sorted(set(values) ^ set(self.parameters))
+        if different:
             raise DrafterError(f"These parameters are not those of the drafter: {', '.join(different[:4])}.")
         for name, value in values.items():
-            if value.shape != self.parameters[name].shape:
-                raise DrafterError(
-                    f"{name} is {list(value.shape)}, but the drafter's is {list(self.parameters[name].shape)}."
-                )
+            if value.shape != (own := self.parameters[name].shape):
+                raise DrafterError(f"{name} is {list(value.shape)}, but the drafter's is {list(own)}.")
         with torch.no_grad():
             for name, value in values.items():
                 self.parameters[name].copy_(value)
@@ -251,13 +245,11 @@ def train_until(
     The flag is read before each micro-batch, so a stop waits for one micro-batch at most.
 
     Raises:
-        ValueError: batch after batch has nothing to learn from (an endless stream would spin otherwise).
+        ValueError: batch after batch has nothing to learn from (an endless stream would never end otherwise).
     """
     first, skipped = trainer.steps, trainer.skipped
-    tokens, weighted, stopped, slowest = 0, 0.0, False, 0.0
-    empty = 0  # batches in a row without a loss
-    losses: list[float] = []
-    accuracies: list[tuple[float, ...]] = []
+    tokens, stopped, slowest, empty = 0, False, 0.0, 0  # empty: batches in a row without a loss
+    taken: list[StepResult] = []
     source = iter(batches)
     while tokens < max_tokens:
         stopped = should_stop()
@@ -273,31 +265,23 @@ def train_until(
         result = trainer.step(batch)
         slowest = max(slowest, time.perf_counter() - begun)
         if not result.skipped:
+            taken.append(result)
             tokens += result.tokens
-            weighted += result.rate * result.tokens
-            losses.append(result.loss)
-            accuracies.append(result.acc_by_position)
-    mean = tuple(float(np.mean(column)) for column in zip(*accuracies, strict=True))
     return TrainSummary(
         steps=trainer.steps - first,
         tokens=tokens,
-        weighted_tokens=weighted,
+        weighted_tokens=sum(step.rate * step.tokens for step in taken),
         skipped=trainer.skipped - skipped,
         stopped=stopped,
-        loss=float(np.mean(losses)) if losses else math.nan,
-        acc_by_position=mean,
+        loss=float(np.mean([step.loss for step in taken])) if taken else math.nan,
+        acc_by_position=tuple(np.mean([step.acc_by_position for step in taken], axis=0).tolist()) if taken else (),
         slowest_s=slowest,
     )
 
 
-def mixed_precision(device: torch.device) -> AbstractContextManager:
+def mixed_precision(device: torch.device) -> AbstractContextManager[Any]:
     """bfloat16 matrix products on CUDA over float32 master weights; plain float32 elsewhere."""
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
-
-
-def _conditional_accuracy(metrics: dict[str, torch.Tensor], ttt_steps: int) -> tuple[float, ...]:
-    pairs = [(metrics[f"cond_acc_{k}_sum"], metrics[f"cond_acc_{k}_total"]) for k in range(ttt_steps)]
-    return tuple(float(right) / max(1.0, float(total)) for right, total in pairs)
 
 
 def _to_host(value: Any) -> Any:

@@ -198,7 +198,7 @@ def _prepare(options: WarmupOptions, prompts: Prompts, responses: list[Response]
     states = PolicyStates(load_policy(options.model, device), drafter.target_layer_ids)
     passes, rate = OBJECTIVES[options.objective], options.learning_rate
     run = TrainingRun(
-        DrafterTrainer(drafter, learning_rate=rate, ttt_steps=passes, loss=options.loss, seed=options.seed),
+        DrafterTrainer(drafter, learning_rate=rate, ttt_steps=passes, loss=options.loss),
         Library(states, as_texts(prompts.tokens, responses), int(options.cache_gb * 1e9)),
         train=[i for i, r in enumerate(responses) if r.prompt not in prompts.held_out],
         judged=[i for i, r in enumerate(responses) if r.prompt in prompts.held_out],

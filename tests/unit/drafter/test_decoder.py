@@ -8,8 +8,7 @@ import torch
 from tiny_policy import SHAPE, make_policy
 
 from verl_tlt.drafter import DrafterError, PolicyStates, Text, VerifierWeights, drafter_config, policy_shape
-from verl_tlt.drafter.capture import load_policy
-from verl_tlt.drafter.decoder import find_decoder
+from verl_tlt.drafter.capture import find_decoder, load_policy
 from verl_tlt.drafter.names import policy_part
 from verl_tlt.drafter.policy import SUPPORTED, UNTESTABLE, rope_of
 

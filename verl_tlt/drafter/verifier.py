@@ -1,0 +1,109 @@
+"""The tensors of the policy that a drafter uses: embedding, output head and final norm; read, and kept current."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from verl_tlt.drafter.hub import Model, folder
+from verl_tlt.drafter.names import policy_part
+from verl_tlt.drafter.policy import DrafterError, policy_shape, read_json
+
+if TYPE_CHECKING:
+    from safetensors import safe_open
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+_USUAL = {"embed": "model.embed_tokens.weight", "lm_head": "lm_head.weight", "norm": "model.norm.weight"}
+
+
+@dataclass(frozen=True)
+class VerifierWeights:
+    """The policy's tensors, any float dtype."""
+
+    embed: torch.Tensor
+    """[V, H] input embedding."""
+    lm_head: torch.Tensor
+    """[V, H] output head; the same object as `embed` where the policy ties them."""
+    norm: torch.Tensor
+    """[H] weight of the final RMSNorm."""
+
+    @classmethod
+    def from_policy_dir(cls, path: Model) -> VerifierWeights:
+        """Read the three tensors, and no other, from the safetensors of a policy in a folder or on the hub.
+
+        Raises:
+            DrafterError: a file or a tensor is missing or unreadable.
+        """
+        tied = policy_shape(path).tied
+        tensors = _read(path, [part for part in _USUAL if not (tied and part == "lm_head")])
+        return cls(tensors["embed"], tensors.get("lm_head", tensors["embed"]), tensors["norm"])
+
+
+def refresh_verifier_weights(model: Eagle3DraftModel, parts: VerifierWeights) -> None:
+    """Copy the policy's embedding, head and norm into the drafter, cast to its dtype and device.
+
+    A pruned draft vocabulary takes the rows of the head that it keeps. A drafter with a head of its own keeps that, and
+    takes the policy's for its teacher only.
+
+    Raises:
+        DrafterError: a tensor of another shape than the drafter's.
+    """
+    head = parts.lm_head
+    if model.use_draft_vocab and head.shape[0] == model.verifier_vocab_size:
+        head = head[model.t2d.to(head.device)]  # [DV, H]
+    pairs = {
+        "embed": (model.embed_tokens.weight, parts.embed),
+        "lm_head": (model.verifier_lm_head.weight, head),  # one tensor with `lm_head` unless that is its own
+        "norm": (model.verifier_norm.weight, parts.norm),
+    }
+    for part, (held, given) in pairs.items():
+        if held.shape != given.shape:
+            raise DrafterError(
+                f"VerifierWeights.{part} is {list(given.shape)}, but the drafter's is {list(held.shape)}."
+            )
+    with torch.no_grad():
+        for held, given in pairs.values():
+            held.copy_(given)
+
+
+def _read(policy: Model, parts: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The policy's tensors for these parts, from its single file or by its index; no other is read."""
+    single, listing = "model.safetensors", "model.safetensors.index.json"
+    directory = folder(policy, (single, listing))
+    if (directory / single).is_file() or not (directory / listing).is_file():
+        source = directory / single
+        with _open(source) as reader:
+            owners = dict.fromkeys(reader.keys(), single)
+    else:
+        source = directory / listing
+        owners = read_json(source).get("weight_map", {})
+    tensors = {}
+    for part in parts:
+        name = next((name for name in owners if policy_part(name) == part), None)
+        if name is None:
+            raise DrafterError(
+                f"{source} has no tensor {_USUAL[part]!r}, nor that of a language model in a larger one."
+            )
+        if Path(owners[name]).name != owners[name]:
+            raise DrafterError(f"{source}: {name} is said to be in {owners[name]!r}, which is no file beside it.")
+        with _open(folder(policy, (owners[name],)) / owners[name]) as reader:
+            if name not in reader.keys():  # noqa: SIM118 (a safetensors reader is no mapping)
+                raise DrafterError(f"{owners[name]} has no tensor {name!r}, which {source} says it has.")
+            tensors[part] = reader.get_tensor(name)
+    return tensors
+
+
+def _open(file: Path) -> safe_open:
+    """A safetensors file of the policy's, to be closed."""
+    from safetensors import SafetensorError, safe_open
+
+    if not file.is_file():
+        raise DrafterError(f"{file} does not exist: the policy's safetensors hold the drafter's embedding and head.")
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise DrafterError(f"{file} is not a complete safetensors file: {error}.") from error
