@@ -28,11 +28,11 @@ import numpy as np
 
 from benchmarks.gpu.parts import machine
 from verl_tlt.config import TLTConfig
-from verl_tlt.idle.modes import RULES
+from verl_tlt.idle.modes import MODE_RULES
 from verl_tlt.trace.events import TraceWriter
-from verl_tlt.trainer.bootstrap import Start
-from verl_tlt.trainer.controller import Controller, RunFacts
-from verl_tlt.trainer.pending_work import PendingWork
+from verl_tlt.trainer.controller import Controller
+from verl_tlt.trainer.run_setup import FirstDrafter, RunFacts
+from verl_tlt.trainer.watch import PendingWork
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "control_plane.json"
@@ -50,11 +50,11 @@ def build(replicas: int, folder: Path) -> tuple[Controller, Any]:
                 "buffer": {"min_tokens": 100}, "spot": {"settle_s": 0.0}}  # fmt: skip
     fleet = FakeFleet(*(f"10.{i // 250}.{i % 250}.7:{40000 + i}" for i in range(replicas)))
     facts = RunFacts(
-        rule=RULES["sync"], requests=4 * replicas, dtype="bfloat16", checkpoints=folder, prunes=False, policy="policy",
-        data="data", data_sha256=None, temperature=1.0, gpus=replicas,
+        rule=MODE_RULES["sync"], requests=4 * replicas, dtype="bfloat16", checkpoints=folder, prunes=False,
+        policy="policy", data="data", data_sha256=None, temperature=1.0, gpus=replicas,
     )  # fmt: skip
     controller = Controller(
-        TLTConfig.from_dict(settings), facts, Start(FIRST, FIRST, (2, 4, 6), "a benchmark"), fleet,
+        TLTConfig.from_dict(settings), facts, FirstDrafter(FIRST, FIRST, (2, 4, 6), "a benchmark"), fleet,
         TraceWriter(str(folder / "trace"), "trainer"), PendingWork,
     )  # fmt: skip
     controller.before_first_sync(0, None)
@@ -65,7 +65,7 @@ def build(replicas: int, folder: Path) -> tuple[Controller, Any]:
 
 def sample(fleet: Any, seed: int) -> float:
     """Loads change; after a moment half of the replicas run dry. Returns CPU seconds that this itself took."""
-    rng, names, begin = np.random.default_rng(seed), list(fleet.places), time.thread_time()
+    rng, names, begin = np.random.default_rng(seed), list(fleet.replicas), time.thread_time()
     deadline, dry = time.monotonic() + SAMPLING_S, time.monotonic() + 0.3 * SAMPLING_S
     while time.monotonic() < deadline:
         half = names[len(names) // 2 :] if time.monotonic() > dry else names
@@ -92,7 +92,7 @@ def one_step(controller: Controller, fleet: Any, step: int) -> dict[str, float]:
         found[name] = time.thread_time() - begin
 
     fleet.inflight = inflight
-    fleet.load = dict.fromkeys(fleet.places, 4)
+    fleet.load = dict.fromkeys(fleet.replicas, 4)
     timed("sample_begin", controller.sample_begin, step)
     before = time.process_time()
     own = sample(fleet, step)

@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.stored import store
 from verl_tlt.spot_worker.merge import THREADS, added, average_slice, hand_in, session_facts
-from verl_tlt.trainer.merge_tree import FAN_IN
+from verl_tlt.trainer.replica_workers import FAN_IN
 
 HIDDEN = 4096
 

@@ -23,7 +23,7 @@ from verl_tlt.speculation.graph_rules import LONGEST_WITHOUT_GRAPHS
 OBJECTIVES = {"eagle": 1, "hass": 3, "eagle3": 7}
 """Passes of the training-time test by the name of the method that trains so; the costs of the TLT paper's Table 7."""
 BATCH_TOKENS, BUFFER_MB = 1024, 2048
-"""The smallest sizes of `trainer.sizes`: of micro-batches on a processor, and of buffers in MiB."""
+"""The smallest sizes of `trainer.run_setup`: of micro-batches on a processor, and of buffers in MiB."""
 TOKENS_PER_STEP = 8192
 """Where the tokens captured begin; a session needs some thousand, and no bubble has been seen yet."""
 

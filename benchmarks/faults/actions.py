@@ -122,7 +122,7 @@ def lose_replica(original: Original, watch: Any) -> Any:
     """The balancer forgets a replica while requests are on it."""
     import ray
 
-    ray.get(watch.fleet.balancer.remove_servers.remote([next(iter(watch.fleet.places))]), timeout=30)
+    ray.get(watch.fleet.balancer.remove_servers.remote([next(iter(watch.fleet.replicas))]), timeout=30)
     return original(watch)
 
 

@@ -16,7 +16,7 @@ from verl_tlt.messages.training import RolloutSampling, VerifierArrays
 from verl_tlt.spot_worker.device import TrainingDevice
 from verl_tlt.spot_worker.learner import SpotLearner
 from verl_tlt.spot_worker.scoring import PORTION, score_versions
-from verl_tlt.trainer.bootstrap import first_drafter
+from verl_tlt.trainer.run_setup import first_drafter
 
 PASSES = 3
 SAMPLING = RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)

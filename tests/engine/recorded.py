@@ -22,7 +22,7 @@ from verl_tlt.drafter import TrainingSequence, VerifierWeights, to_numpy16
 from verl_tlt.messages.training import HeldOutScores, HiddenStateShard, RolloutSampling, SessionResult, VerifierArrays
 from verl_tlt.spot_worker.learner import SpotLearner
 from verl_tlt.spot_worker.worker import SpotWorker
-from verl_tlt.trainer.bootstrap import first_drafter
+from verl_tlt.trainer.run_setup import first_drafter
 
 LAYERS = AUX_LAYERS["small"]
 ENVIRONMENT = {

@@ -29,7 +29,7 @@ from stand_in_server import Server
 from verl_tlt.idle.replica_idle import ReplicaIdlePlanner, State
 from verl_tlt.messages.training import TappedStates, TapReady
 from verl_tlt.trace.events import TraceWriter
-from verl_tlt.trainer.watch import Ended
+from verl_tlt.trainer.watch import EndedSession
 
 pytestmark = pytest.mark.engine
 
@@ -53,7 +53,7 @@ def fleet(recorded):
         from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
         from verl_tlt.trainer import ray_fleet as module
-        from verl_tlt.trainer.drafter_store import DrafterStore
+        from verl_tlt.trainer.fleet import DrafterStore
 
         patch.setattr(module, "SpotWorker", Odd)
         servers = {name: ray.remote(Server).options(num_cpus=0).remote() for name in REPLICAS}
@@ -89,36 +89,35 @@ def wide(recorded):
         fleet = module.RayFleet(manager, actor, None, pool, module.SpotPlan(**worker_arguments()))
         assert fleet.start_spot((3, 5, 7), None) is None
         yield fleet
-        for worker in fleet.replicas["wide"].crew.values():
+        for worker in fleet.replicas["wide"].workers.handles.values():
             ray.kill(worker)
 
 
 def fill(fleet, recorded, names):
     sequences, weights = recorded
     shards, arrays = ray.put(as_shards(sequences)), ray.put(weights)
-    ray.get([fleet.replicas[n].worker.add.remote(1, [[shards]], arrays) for n in names], timeout=300)
+    ray.get([fleet.replicas[n].workers.first().add.remote(1, [[shards]], arrays) for n in names], timeout=300)
 
 
 @pytest.fixture
 def phase(fleet, recorded, tmp_path):
     """Start watching a phase in which only `long` is still serving; whoever left comes back afterwards."""
-    from verl_tlt.trainer.pending_work import PendingWork
-    from verl_tlt.trainer.watch import SamplingWatch
+    from verl_tlt.trainer.watch import PendingWork, SamplingWatch
 
-    ray.get([r.worker.__ray_call__.remote(begin_anew) for r in fleet.replicas.values()], timeout=300)
+    ray.get([r.workers.first().__ray_call__.remote(begin_anew) for r in fleet.replicas.values()], timeout=300)
     requests = [(f"request-{time.time()}-{i}", None) for i in range(2 * len(REPLICAS))]
     held = [(ray.get(fleet.balancer.acquire_server.remote(request))[0], request) for request, _ in requests]
     watches = []
 
     def start(recall=False, **faults):
         """Sessions last until they are stopped."""
-        ray.get([r.worker.__ray_call__.remote(set_epochs, 1e9) for r in fleet.replicas.values()], timeout=300)
+        ray.get([r.workers.first().__ray_call__.remote(set_epochs, 1e9) for r in fleet.replicas.values()], timeout=300)
         for name, fault in faults.items():
-            ray.get(fleet.replicas[name].worker.be.remote(fault), timeout=300)
+            ray.get(fleet.replicas[name].workers.first().be.remote(fault), timeout=300)
         planner = ReplicaIdlePlanner(REPLICAS, expected_requests=6, settle_s=0.05, buffer_ready=True)
         watch = SamplingWatch(fleet, planner, PendingWork, 0.02, TraceWriter(tmp_path, "trainer"), 1, recall)
         watches.append(watch)
-        wait_for(lambda: watch._report.first_dispatch)
+        wait_for(lambda: watch.report.first_dispatch)
         for server, request in held:
             if server != "long":
                 ray.get(fleet.balancer.release_server.remote(server, request))
@@ -130,7 +129,7 @@ def phase(fleet, recorded, tmp_path):
     for watch in watches:
         watch._end.set()
         watch._thread.join(10)
-    fleet.join(REPLICAS)
+    fleet.rejoin(REPLICAS)
 
 
 def wait_for(condition, seconds=300):
@@ -142,12 +141,12 @@ def wait_for(condition, seconds=300):
 
 def trained(fleet, name, steps=12):
     """Whether a session has come that far."""
-    return ray.get(fleet.replicas[name].worker.__ray_call__.remote(steps_taken), timeout=300) >= steps
+    return ray.get(fleet.replicas[name].workers.first().__ray_call__.remote(steps_taken), timeout=300) >= steps
 
 
 def move_on(fleet):
     """Bring all workers to an agreed version that is not the first one."""
-    worker = fleet.replicas["long"].worker
+    worker = fleet.replicas["long"].workers.first()
     ray.get(worker.__ray_call__.remote(set_epochs, 0.7))
     assert ray.get(worker.train.remote(), timeout=300).steps >= CONFIG.spot.min_merge_steps
     assert fleet.merge(["long"]).included == ("long",)
@@ -157,7 +156,7 @@ def move_on(fleet):
 
 def assert_alike(fleet):
     """All workers hold the same candidate, served and initial parameters."""
-    first, *others = ray.get([r.worker.versions.remote() for r in fleet.replicas.values()], timeout=300)
+    first, *others = ray.get([r.workers.first().versions.remote() for r in fleet.replicas.values()], timeout=300)
     for other in others:
         for which in ("candidate", "served", "initial"):
             for name, value in first.of(which).items():
@@ -179,7 +178,7 @@ def test_idle_replicas_train_and_what_they_learned_is_published(fleet, phase):
     assert report.account.used_s["short"] > 0.5 * report.account.bubble_s["short"]
     merged = update_drafter(fleet, CONFIG, report.sessions, 1, "bfloat16")
     assert (merged.decision, merged.excluded) == ("kept", {})
-    ray.get(fleet.replicas["short"].worker.__ray_call__.remote(score_alone))
+    ray.get(fleet.replicas["short"].workers.first().__ray_call__.remote(score_alone))
     learned = update_drafter(fleet, CONFIG, [session(fleet, "short")], 1, "bfloat16")
     assert learned.decision == "published"
     assert learned.tau["candidate"] > learned.tau["served"]
@@ -208,7 +207,7 @@ def test_to_ask_for_the_load_leaves_no_record_in_rays_store(fleet):
 def test_the_next_session_judges_and_its_own_work_waits(fleet):
     from verl_tlt.trainer.drafter_update import update_drafter
 
-    workers = [r.worker for r in fleet.replicas.values()]
+    workers = [r.workers.first() for r in fleet.replicas.values()]
     ray.get([w.__ray_call__.remote(begin_anew) for w in workers], timeout=300)
     merged = update_drafter(fleet, CONFIG, [session(fleet, "short")], 7, "bfloat16")
     assert (merged.drafter, merged.reason) == (None, "merged, and the next session scores it")
@@ -226,7 +225,7 @@ def test_the_next_session_judges_and_its_own_work_waits(fleet):
 def session(fleet, name):
     """One pass over its buffer."""
     begin = time.time()
-    return Ended(name, begin, time.time(), fleet.train(name).result(300))
+    return EndedSession(name, begin, time.time(), fleet.train(name).result(300))
 
 
 def test_late_requests_meet_the_whole_fleet(fleet, phase):
@@ -261,7 +260,7 @@ def test_one_that_slept_without_its_weights_is_not_called_back(fleet, phase):
 
 def test_a_session_that_raises_costs_its_replica_the_phase_and_nothing_else(fleet, phase):
     watch = phase(short="broken")
-    wait_for(lambda: watch._report.sessions)
+    wait_for(lambda: watch.report.sessions)
     wait_for(lambda: watch.planner.state("brief") is State.TRAINING)
     report = watch.finish(BOUND_S)
     assert report.error is None
@@ -270,13 +269,13 @@ def test_a_session_that_raises_costs_its_replica_the_phase_and_nothing_else(flee
     by_replica = {s.replica: s for s in report.sessions}
     assert "out of luck" in by_replica["short"].error
     assert by_replica["brief"].error is None
-    ray.get(fleet.replicas["short"].worker.be.remote(""))
+    ray.get(fleet.replicas["short"].workers.first().be.remote(""))
 
 
 def test_a_worker_that_does_not_stop_is_killed_and_its_successor_joins_the_others(fleet, phase, recorded):
     from verl_tlt.trainer.drafter_update import update_drafter
 
-    restarts = fleet.replicas["short"].restarts
+    restarts = fleet.replicas["short"].workers.restarts
     move_on(fleet)
     watch = phase(short="deaf")
     wait_for(lambda: trained(fleet, "short") and trained(fleet, "brief"))
@@ -285,7 +284,7 @@ def test_a_worker_that_does_not_stop_is_killed_and_its_successor_joins_the_other
     assert time.time() - start < BOUND_S + 1.0, "the trainer waited longer than its bound"
     assert BOUND_S <= report.stop_s < BOUND_S + 1.0
     assert report.killed == ["short"]
-    assert fleet.replicas["short"].restarts == restarts + 1
+    assert fleet.replicas["short"].workers.restarts == restarts + 1
     by_replica = {s.replica: s for s in report.sessions}
     assert f"did not stop within {BOUND_S} s" in by_replica["short"].error
     assert by_replica["brief"].stop_latency_s < BOUND_S
@@ -295,14 +294,14 @@ def test_a_worker_that_does_not_stop_is_killed_and_its_successor_joins_the_other
     assert learned.drafter is not None
     assert_alike(fleet)
     fill(fleet, recorded, ["short"])
-    assert ray.get(fleet.replicas["short"].worker.train.remote(), timeout=300).steps > 0
+    assert ray.get(fleet.replicas["short"].workers.first().train.remote(), timeout=300).steps > 0
 
 
 def test_a_worker_whose_process_dies_is_replaced(fleet, phase, recorded):
-    restarts = fleet.replicas["brief"].restarts
+    restarts = fleet.replicas["brief"].workers.restarts
     move_on(fleet)
     watch = phase(brief="dying")
-    wait_for(lambda: fleet.replicas["brief"].restarts == restarts + 1)
+    wait_for(lambda: fleet.replicas["brief"].workers.restarts == restarts + 1)
     report = watch.finish(BOUND_S)
     assert report.error is None
     assert report.killed == []
@@ -323,14 +322,14 @@ def kill(worker):
 
 def test_when_all_workers_die_their_successors_start_from_what_is_served(fleet):
     move_on(fleet)
-    published = ray.get(fleet.replicas["long"].worker.export.remote(5, "bfloat16", []))
+    published = ray.get(fleet.replicas["long"].workers.first().export.remote(5, "bfloat16", []))
     fleet.stage(published)
-    before = ray.get(fleet.replicas["long"].worker.versions.remote()).initial
+    before = ray.get(fleet.replicas["long"].workers.first().versions.remote()).initial
     for replica in fleet.replicas.values():
-        kill(replica.worker)
+        kill(replica.workers.first())
     fleet.keep_as_served()  # finds nobody alive
     assert_alike(fleet)
-    successor = fleet.replicas["brief"].worker
+    successor = fleet.replicas["brief"].workers.first()
     assert ray.get(successor.export.remote(6, "bfloat16", [])).fingerprint == published.fingerprint
     agreed = ray.get(successor.versions.remote())
     for name, value in before.items():
@@ -340,8 +339,10 @@ def test_when_all_workers_die_their_successors_start_from_what_is_served(fleet):
 
 def test_a_worker_that_a_merge_waits_for_is_replaced_once(fleet, monkeypatch):
     """The trainer's thread kills it, and the background sees it die."""
-    restarts, crew = fleet.replicas["long"].restarts, fleet.replicas["long"].crew
-    os.kill(ray.get(fleet.replicas["long"].worker.__ray_call__.remote(lambda worker: os.getpid())), signal.SIGSTOP)
+    restarts, handles = fleet.replicas["long"].workers.restarts, fleet.replicas["long"].workers.handles
+    os.kill(
+        ray.get(fleet.replicas["long"].workers.first().__ray_call__.remote(lambda worker: os.getpid())), signal.SIGSTOP
+    )
     reverting = threading.Thread(target=fleet.revert, args=("served",))
     reverting.start()
     die = ray.kill
@@ -353,22 +354,22 @@ def test_a_worker_that_a_merge_waits_for_is_replaced_once(fleet, monkeypatch):
 
     monkeypatch.setattr(ray, "kill", die_in_sight_of_the_merge)
     fleet.restart(["long"])
-    assert not reverting.is_alive() and fleet.replicas["long"].crew is not crew
-    assert fleet.replicas["long"].restarts == restarts + 1
+    assert not reverting.is_alive() and fleet.replicas["long"].workers.handles is not handles
+    assert fleet.replicas["long"].workers.restarts == restarts + 1
     assert_alike(fleet)
 
 
 def test_a_worker_found_dead_between_phases_is_replaced_too(fleet):
-    restarts = fleet.replicas["long"].restarts
-    kill(fleet.replicas["long"].worker)
+    restarts = fleet.replicas["long"].workers.restarts
+    kill(fleet.replicas["long"].workers.first())
     fleet.revert("served")
-    assert fleet.replicas["long"].restarts == restarts + 1
+    assert fleet.replicas["long"].workers.restarts == restarts + 1
     assert_alike(fleet)
 
 
 def test_every_device_of_a_replica_trains_on_its_share(wide, recorded):
     sequences, weights = recorded
-    assert (wide.places["wide"].devices, list(wide.replicas["wide"].crew)) == (2, ["wide", "wide/1"])
+    assert (wide.replicas["wide"].devices, list(wide.replicas["wide"].workers.handles)) == (2, ["wide", "wide/1"])
     arrays = ray.put(weights)
     taken = [
         TappedStates((ray.put(as_shards(sequences[rank::2])),), arrays if rank == 0 else None, seconds=0.0, errors=0)
@@ -376,7 +377,7 @@ def test_every_device_of_a_replica_trains_on_its_share(wide, recorded):
     ]
     stats = wide.hand_over(1, taken)["wide"].result(300)
     assert (stats.sequences, stats.incomplete) == (len(sequences), 0)
-    workers = list(wide.replicas["wide"].crew.values())
+    workers = list(wide.replicas["wide"].workers.handles.values())
     ray.get([w.__ray_call__.remote(set_epochs, 1e9) for w in workers], timeout=300)
     session = wide.train("wide")
     wait_for(lambda: min(ray.get([w.__ray_call__.remote(steps_taken) for w in workers], timeout=300)) >= 3)

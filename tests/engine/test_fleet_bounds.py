@@ -74,7 +74,7 @@ def fleet(deaf, monkeypatch):
     [
         lambda fleet: fleet.inflight(),
         lambda fleet: fleet.leave("a"),
-        lambda fleet: fleet.join(["a"]),
+        lambda fleet: fleet.rejoin(["a"]),
         lambda fleet: fleet.try_sleep("a", False),
         lambda fleet: fleet.wake_up("a"),
         lambda fleet: fleet.disable_drafting([], at_once=False),
@@ -96,7 +96,7 @@ def test_a_call_that_nobody_answers_fails_after_its_bound(fleet, call):
 
 
 def test_spot_workers_that_answer_nobody_are_replaced(fleet, deaf):
-    fleet.replicas["a"].crew = {"a": deaf, "a/1": deaf}
+    fleet.replicas["a"].workers.handles = {"a": deaf, "a/1": deaf}
     begin = time.monotonic()
     fleet.revert("served")
     assert time.monotonic() - begin < BOUND_S + LATE_S, "they share one bound"
@@ -107,7 +107,7 @@ def test_the_weight_sync_does_not_wait_for_those_who_are_told_what_is_served(fle
     from verl_tlt.trainer import ray_fleet as module
 
     monkeypatch.setattr(module, "CALL_S", 600.0)
-    fleet.replicas["a"].crew = {"a": deaf}
+    fleet.replicas["a"].workers.handles = {"a": deaf}
     begin = time.monotonic()
     fleet.keep_as_served()
     assert 0.9 * BOUND_S <= time.monotonic() - begin < BOUND_S + LATE_S
@@ -117,7 +117,7 @@ def test_the_weight_sync_does_not_wait_for_those_who_are_told_what_is_served(fle
 def test_one_that_is_still_starting_is_left_alone_for_its_bound(fleet, deaf, monkeypatch):
     from verl_tlt.trainer import ray_fleet as module
 
-    fleet.replicas["a"].crew = {"a": deaf}
+    fleet.replicas["a"].workers.handles = {"a": deaf}
     fleet._starting["a"] = (deaf.remote(), time.monotonic())
     fleet.revert("served")
     assert fleet.replaced == []
@@ -131,7 +131,7 @@ def test_workers_whose_merge_hangs_are_replaced(fleet, monkeypatch, deaf):
     from verl_tlt.trainer import ray_fleet as module
 
     monkeypatch.setattr(module, "start_merge", lambda workers: ([deaf.remote()], []))
-    fleet.replicas["a"].crew = {"a": deaf}
+    fleet.replicas["a"].workers.handles = {"a": deaf}
     with pytest.raises(CallFailed, match="no answer"):
         fleet.merge(["a"])
     assert fleet.replaced == ["a"]

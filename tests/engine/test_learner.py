@@ -117,7 +117,7 @@ def test_a_worker_that_leaves_early_or_breaks_leaves_the_average_to_the_others(t
     assert merged.included == ("a",)
     assert close(a.versions.candidate, expected)
     assert close(b.versions.candidate, expected)
-    train(a, 2)
+    train(a, 3)
     train(b, 4)  # and then it is gone, before it hands in
     expected = a.trainer.parameters_numpy()
     assert merge([a]).included == ("a",)

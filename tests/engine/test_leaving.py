@@ -37,8 +37,8 @@ def fleet(tmp_path_factory):
         from verl_tlt.config import TLTConfig
         from verl_tlt.messages.rollout import store_name
         from verl_tlt.server.server import TLTvLLMHttpServer
-        from verl_tlt.trainer.bootstrap import first_drafter
-        from verl_tlt.trainer.drafter_store import DrafterStore
+        from verl_tlt.trainer.fleet import DrafterStore
+        from verl_tlt.trainer.run_setup import first_drafter
 
         assets = build_assets(tmp_path_factory.mktemp("assets"), width="small", train_rows=4, val_rows=4)
         tlt = TLTConfig.from_dict(

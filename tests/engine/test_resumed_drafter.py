@@ -8,8 +8,8 @@ import pytest
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import load_drafter, save_drafter
 from verl_tlt.drafter.staging import stage
-from verl_tlt.trainer.bootstrap import first_drafter
 from verl_tlt.trainer.checkpoints import CHECKPOINT
+from verl_tlt.trainer.run_setup import first_drafter
 
 pytestmark = pytest.mark.engine
 SHORT, LONG, K = 40, 256, 7

@@ -24,7 +24,7 @@ from recorded import (
 from verl_tlt.drafter import fingerprint, load_training_state
 from verl_tlt.messages.training import DrafterProvenance
 from verl_tlt.spot_worker.worker import SpotWorker
-from verl_tlt.trainer.merge_tree import start_merge
+from verl_tlt.trainer.replica_workers import start_merge
 
 pytestmark = pytest.mark.engine
 

@@ -50,7 +50,7 @@ def cluster(tmp_path_factory):
     """(make a server on a node, their store); each node's servers find another temporary directory."""
     from ray.cluster_utils import Cluster
 
-    from verl_tlt.trainer.drafter_store import DrafterStore
+    from verl_tlt.trainer.fleet import DrafterStore
 
     folders = {name: tmp_path_factory.mktemp(f"node-{name}") for name in NODES}
     with pytest.MonkeyPatch.context() as patch:

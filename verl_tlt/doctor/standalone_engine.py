@@ -140,7 +140,7 @@ async def start(setup: Setup, directory: Path, drafting: bool = True) -> AsyncIt
 def write_drafter(setup: Setup, directory: Path) -> Path:
     """The recipe's drafter, or a random head of its shape: for costs it does not matter what a drafter knows."""
     from verl_tlt.drafter.staging import stage
-    from verl_tlt.trainer.bootstrap import first_drafter
+    from verl_tlt.trainer.run_setup import first_drafter
 
     longest = setup.context + setup.tlt.speculation.longest
     served = first_drafter(setup.tlt, setup.policy, dtype_name(setup.rollout.dtype), longest, None).served

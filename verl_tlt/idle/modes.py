@@ -1,7 +1,6 @@
-"""What TLT does in each of verl's trainer modes, as plain data; the rest of the trainer reads it from here.
+"""How verl's trainer modes differ for TLT: whose time is idle, and whether more requests may come at any time.
 
-Two things differ between modes: whose time is idle, and what may still be sent to a replica that has left. No verl in
-here: the doctor reads this before anything is imported.
+Plain data without verl, which the doctor reads before anything is imported.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class ModeRule:
     called back before they are sent. Elsewhere the planner knows beforehand and nobody leaves."""
 
 
-RULES = {
+MODE_RULES = {
     rule.name: rule
     for rule in (
         # One batch at a time; refills come only with settings under which nobody leaves.
@@ -36,4 +35,4 @@ RULES = {
     )
 }
 
-MODES = tuple(RULES)
+MODES = tuple(MODE_RULES)

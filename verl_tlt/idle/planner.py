@@ -1,14 +1,14 @@
-"""What a planner of idle time asks for during one sampling phase, and what the phase was worth.
+"""What a planner of idle time asks for during one sampling phase, and how much idle time the phase had.
 
-The words that the two planners (`idle.replica_idle`, `idle.trainer_idle`) share with whoever carries their commands out
-(`trainer.watch`). Plain data.
+Plain data, shared by the two planners (`idle.replica_idle`, `idle.trainer_idle`) and by what carries their commands out
+(`trainer.watch`). Both take observations and answers as method calls from one thread at a time, with times in seconds
+from any one monotonic clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ Command = LeaveBalancer | TrySleep | StartTraining | StopTraining | WakeUp | Rej
 
 @dataclass(frozen=True)
 class PhaseAccount:
-    """What one sampling phase's idle time was worth. Dicts are keyed by replica; times in seconds."""
+    """Idle time of one sampling phase and what was trained in it. Dicts are keyed by replica; times in seconds."""
 
     bubble_s: dict[str, float]
-    """From the replica's last request until the last request anywhere; for a trainer that waits: its waiting."""
+    """From the replica's last request until the last request of all; on the trainer's devices: its wait for samples."""
     used_s: dict[str, float]
     """Part of `bubble_s` in which the replica's spot worker trained."""
     training_s: dict[str, float]
@@ -75,13 +75,13 @@ class PhaseAccount:
     obstacles: dict[str, str]
     """Why a replica with a bubble did not leave, as last seen."""
     end: float
-    """When the last request anywhere had finished (the planner's clock): where every bubble ends."""
+    """When the last request of all had finished (the planner's clock): where every bubble ends."""
     lost: int = 0
-    """Times the load balancer no longer knew a replica that nobody had sent away."""
+    """Times the load balancer no longer knew a replica that had not left it."""
 
 
-def together(first: PhaseAccount | None, second: PhaseAccount) -> PhaseAccount:
-    """Several sampling phases of one RL step as one: seconds and counts add up, the rest is the last one's."""
+def combined(first: PhaseAccount | None, second: PhaseAccount) -> PhaseAccount:
+    """Several sampling phases of one RL step as one: seconds and counts add up, the rest is from the last one."""
     if first is None:
         return second
     return PhaseAccount(
@@ -101,59 +101,9 @@ def _sum(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, f
     return {name: first.get(name, 0.0) + second.get(name, 0.0) for name in {**first, **second}}
 
 
-class Planner(Protocol):
-    """Decides what happens to idle devices in one sampling phase: observations in, commands out.
-
-    Times are seconds from any one monotonic clock; calls come from one thread at a time.
-    """
-
-    def observe(
-        self,
-        now: float,
-        inflight: Mapping[str, int],
-        pending: int,
-        open_loops: int = 0,
-        refill_possible: bool = False,
-    ) -> list[Command]:
-        """Take one look: requests by replica, and what may still arrive."""
-
-    def left(self, replica: str) -> list[Command]:
-        """Answers `LeaveBalancer`."""
-
-    def slept(self, replica: str) -> list[Command]:
-        """Answers `TrySleep`: it sleeps."""
-
-    def refused(self, replica: str, now: float) -> list[Command]:
-        """Answers `TrySleep`: it serves on."""
-
-    def training(self, replica: str, now: float) -> list[Command]:
-        """Answers `StartTraining`."""
-
-    def done(self, replica: str, now: float) -> list[Command]:
-        """The spot worker stopped by itself."""
-
-    def stopped(self, replica: str, now: float) -> list[Command]:
-        """Answers `StopTraining`."""
-
-    def awake(self, replica: str, now: float) -> list[Command]:
-        """Answers `WakeUp`."""
-
-    def failed(self, replica: str, now: float) -> list[Command]:
-        """Something raised at any stage."""
-
-    def recall(self) -> list[Command]:
-        """More requests are about to be sent: what has to happen first."""
-
-    def end(self, now: float) -> list[Command]:
-        """Sampling is over."""
-
-    def account(self, now: float) -> PhaseAccount:
-        """The phase so far."""
-
-
 PATIENCE = 5
-"""Times the shortest pause between two looks that the longest may be. A look costs round trips to the balancer: nothing
-beside an accelerator, but CPU time that engines want where they share a few cores with it."""
+"""The longest pause between two looks, in shortest ones. A look costs round trips to the balancer: CPU time that the
+engines want where they share a few cores with it."""
 
 
 def next_pause(pause: float, shortest: float, changed: bool) -> float:

@@ -196,26 +196,23 @@ class ReplicaIdlePlanner:
         r.refusals += 1
         return self._back(replica)
 
-    def training(self, replica: str, now: float) -> list[Command]:
+    def training(self, replica: str, now: float) -> None:
         """The spot worker runs."""
         r = self._in(replica, State.IDLE)
         if r.started:  # else a stop overtook this report
             r.state, r.train_from = State.TRAINING, now
-        return []
 
-    def done(self, replica: str, now: float) -> list[Command]:
+    def done(self, replica: str, now: float) -> None:
         """The spot worker stopped by itself (its epochs are used up); the replica sleeps on."""
         self._close(self._in(replica, State.TRAINING), now)
-        return []
 
-    def stopped(self, replica: str, now: float) -> list[Command]:
+    def stopped(self, replica: str, now: float) -> None:
         """The spot worker answered `StopTraining`; harmless if it had ended by itself."""
         r = self._of(replica)
         if self._ended is not None:
             r.stop_s = now - self._ended
         if r.started:
             self._close(r, now)
-        return []
 
     def failed(self, replica: str, now: float) -> list[Command]:
         """Something raised at any stage: no further session for this replica in this phase.

@@ -1,9 +1,9 @@
-"""When may the trainer's own devices train the drafter? While they wait for samples, where others do the decoding.
+"""When may the trainer's own devices train the drafter? While the trainer waits for samples that others decode.
 
-In `separate_async` rollout has devices of its own, fed all the time, and nobody there leaves. What idles are the
-trainer's devices, from the moment the trainer asks for samples until they are there. So no request is looked at: every
-spot worker that may train starts once the wait has lasted `settle_s` (samples that are there already cost nothing), and
-all of them stop when the wait is over. Pure, like `idle.replica_idle`: observations in, commands out.
+In `separate_async` rollout has standalone replicas, which are always busy. The trainer's devices are idle from the
+moment the trainer asks for samples until they are there. So requests do not matter: every spot worker that may train
+starts once the wait has lasted `settle_s` (samples that are there already cost nothing), and all of them stop when the
+wait is over. Pure, like `idle.replica_idle`: observations in, commands out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from verl_tlt.idle.planner import Command, PhaseAccount, StartTraining, StopTrai
 
 
 @dataclass
-class _Place:
+class _SpotWorker:
     started: bool = False  # told to train and not known to have ended
     over: bool = False  # had its session in this wait, or failed
     train_from: float | None = None
@@ -24,22 +24,24 @@ class _Place:
 
 
 class TrainerIdlePlanner:
-    """Decides for one wait of the trainer which spot workers train.
+    """Decides during one wait of the trainer which spot workers train.
 
     Args:
-        places: names of the replicas on the trainer's devices, one spot worker each.
+        replicas: names of those on the trainer's devices, which have spot workers.
         begin: when the wait began.
         settle_s: seconds it must have lasted before training starts.
         spot_workers: those whose worker may train now and has a buffer worth it.
 
     Raises:
-        ValueError: no places, or a spot worker of an unknown one.
+        ValueError: no replicas, or a spot worker of an unknown one.
     """
 
-    def __init__(self, places: Sequence[str], *, begin: float, settle_s: float, spot_workers: Collection[str]) -> None:
-        if not places or not set(spot_workers) <= set(places):
-            raise ValueError(f"Spot workers {sorted(spot_workers)} need places among {list(places)}.")
-        self._places = {name: _Place() for name in places}
+    def __init__(
+        self, replicas: Sequence[str], *, begin: float, settle_s: float, spot_workers: Collection[str]
+    ) -> None:
+        if not replicas or not set(spot_workers) <= set(replicas):
+            raise ValueError(f"Spot workers {sorted(spot_workers)} need replicas among {list(replicas)}.")
+        self._replicas = {name: _SpotWorker() for name in replicas}
         self._workers = frozenset(spot_workers)
         self._begin, self._settle_s = begin, settle_s
         self._ended: float | None = None
@@ -56,27 +58,24 @@ class TrainerIdlePlanner:
         """Take one look; how much is in flight does not matter to devices that do not decode."""
         if self._ended is not None or now - self._begin < self._settle_s:
             return []
-        starting = [n for n, p in self._places.items() if n in self._workers and not (p.started or p.over)]
+        starting = [n for n, p in self._replicas.items() if n in self._workers and not (p.started or p.over)]
         for name in starting:
-            self._places[name].started = True
+            self._replicas[name].started = True
         return [StartTraining(name) for name in starting]
 
-    def training(self, replica: str, now: float) -> list[Command]:
+    def training(self, replica: str, now: float) -> None:
         """The spot worker runs."""
-        self._places[replica].train_from = now
-        return []
+        self._replicas[replica].train_from = now
 
-    def done(self, replica: str, now: float) -> list[Command]:
+    def done(self, replica: str, now: float) -> None:
         """The spot worker stopped by itself (its epochs are used up)."""
         self._close(replica, now)
-        return []
 
-    def stopped(self, replica: str, now: float) -> list[Command]:
+    def stopped(self, replica: str, now: float) -> None:
         """The spot worker answered `StopTraining`."""
         if self._ended is not None:
-            self._places[replica].stop_s = now - self._ended
+            self._replicas[replica].stop_s = now - self._ended
         self._close(replica, now)
-        return []
 
     def failed(self, replica: str, now: float) -> list[Command]:
         """The session raised or was killed: no further one in this wait."""
@@ -88,52 +87,30 @@ class TrainerIdlePlanner:
         """The samples are there: stop every worker that was started."""
         if self._ended is None:
             self._ended = now
-        return [StopTraining(name) for name, p in self._places.items() if p.started]
+        return [StopTraining(name) for name, p in self._replicas.items() if p.started]
 
     def account(self, now: float) -> PhaseAccount:
         """The wait so far; final once `end` was called and the workers stopped."""
         end = now if self._ended is None else self._ended
         used, training = {}, {}
-        for name, p in self._places.items():
+        for name, p in self._replicas.items():
             start = now if p.train_from is None else p.train_from
             stop = now if p.train_to is None else p.train_to
             training[name] = max(0.0, stop - start)
             used[name] = max(0.0, min(stop, end) - start)
         return PhaseAccount(
-            bubble_s=dict.fromkeys(self._places, max(0.0, end - self._begin)),
+            bubble_s=dict.fromkeys(self._replicas, max(0.0, end - self._begin)),
             used_s=used,
             training_s=training,
-            stop_s={n: p.stop_s for n, p in self._places.items() if p.stop_s is not None},
+            stop_s={n: p.stop_s for n, p in self._replicas.items() if p.stop_s is not None},
             refusals=0,
             failures=self._failures,
-            obstacles=dict.fromkeys(self._places.keys() - self._workers, "no spot worker that may train"),
+            obstacles=dict.fromkeys(self._replicas.keys() - self._workers, "no spot worker that may train"),
             end=end,
         )
 
-    # Nobody leaves the load balancer here, so these are never asked for and there is nobody to call back.
-
-    def left(self, replica: str) -> list[Command]:
-        """Does not happen."""
-        return []
-
-    def slept(self, replica: str) -> list[Command]:
-        """Does not happen."""
-        return []
-
-    def refused(self, replica: str, now: float) -> list[Command]:
-        """Does not happen."""
-        return []
-
-    def awake(self, replica: str, now: float) -> list[Command]:
-        """Does not happen."""
-        return []
-
-    def recall(self) -> list[Command]:
-        """More requests change nothing: they go to other devices."""
-        return []
-
     def _close(self, replica: str, now: float) -> None:
-        place = self._places[replica]
+        place = self._replicas[replica]
         if place.train_from is not None and place.train_to is None:
             place.train_to = now
         place.started, place.over = False, True

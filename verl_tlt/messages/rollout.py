@@ -17,7 +17,7 @@ BROKEN_MARK = "tlt_broken_drafts"
 
 
 def store_name(job: str) -> str:
-    """Name of the Ray actor that a starting server asks for the drafter (`trainer.drafter_store`).
+    """Name of the Ray actor that a starting server asks for the drafter (`trainer.fleet.DrafterStore`).
 
     Args:
         job: Ray's id of the job, so that jobs which share a namespace have a store each.

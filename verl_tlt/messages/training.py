@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -215,6 +215,14 @@ class HeldOutScores:
             # Counts are expectations over one text: they need not fall along the draft in every sequence.
             if not np.isfinite(counts).all() or (counts < 0).any():
                 raise ValueError(f"The {name} drafter's counts must be finite and not negative.")
+
+    @classmethod
+    def combined(cls, parts: Sequence[HeldOutScores]) -> HeldOutScores | None:
+        """The scores of several workers as one; None where none has scored."""
+        if not parts:
+            return None
+        parts = [part for part in parts if len(part.positions)] or parts[:1]  # one without sequences knows no K
+        return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
 
     def of(self, which: str) -> np.ndarray:
         """The counts [S, 1+K] of one drafter."""

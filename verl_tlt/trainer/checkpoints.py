@@ -1,4 +1,4 @@
-"""The drafter's directories among verl's checkpoints: which one a resumed run takes, and which have had their day.
+"""The drafter's directories in verl's checkpoints: written with the policy, found by a resumed run, removed when old.
 
 verl writes `global_step_N/actor`, and last of all `latest_checkpointed_iteration.txt`, which names the step to resume
 from; the drafter in `global_step_N/tlt_drafter` is complete before that. Where verl keeps only the newest policies, the
@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from verl_tlt.ownership import foreign
 from verl_tlt.trainer.fleet import Call, CallFailed
@@ -37,7 +36,7 @@ class Checkpoint:
     """`trainer.default_local_dir`."""
     step: int
     prunes: bool
-    """Whether verl removes old policies; where it does not, a drafter that lies alone is somebody's own."""
+    """Whether verl removes old policies; where it does not, a drafter without a policy was put there by the user."""
 
     @property
     def directory(self) -> Path:
@@ -66,9 +65,7 @@ def saved_drafter(resume_from: Path | None) -> Path | None:
 
 
 def _holds_drafter(step: Path) -> bool:
-    """Whether a drafter lies in a checkpoint that belongs to whoever the checkpoint belongs to: verl reads the rest of
-    it, so that its owner is trusted already.
-    """
+    """Whether a checkpoint holds a drafter of the same owner, who is trusted already: verl reads the rest of it."""
     place = step / CHECKPOINT
     if not place.is_dir():
         return False
@@ -87,7 +84,7 @@ def _number(name: str) -> float:
 @contextmanager
 def saving(
     place: Checkpoint,
-    save: Callable[[Path], Call[Any]] | None,
+    save: Callable[[Path], Call[None]] | None,
     charged: Callable[[], AbstractContextManager[None]],
     silent: Callable[[], None] = lambda: None,
 ) -> Iterator[Callable[[], None]]:
@@ -96,12 +93,12 @@ def saving(
     Yields what waits for it, to be called before verl names the step as one to resume from: both are of one step.
 
     Args:
-        place: where.
+        place: where the checkpoint goes.
         save: begins to write the drafter to a directory; None: there is none to write.
-        charged: contains and charges what TLT does.
-        silent: what to do about whoever has not written within the bound, or else the next checkpoint waits as long.
+        charged: a context that contains failures of TLT's work and measures its time.
+        silent: called when it was not written within the bound, or else the next checkpoint waits as long.
     """
-    calls: list[Call[Any]] = []
+    calls: list[Call[None]] = []
     with charged():
         calls += [save(place.directory / CHECKPOINT)] if save else []
 
@@ -134,14 +131,14 @@ def tidy(place: Checkpoint) -> None:
 
 
 @contextmanager
-def followed(owner: Any, method: str, follow: Callable[[], None]) -> Iterator[None]:
+def followed(owner: object, method: str, follow: Callable[[], None]) -> Iterator[None]:
     """Inside, `follow` is called whenever a method of `owner` has returned.
 
     verl has no hook between the policy's files and the name of the step to resume from.
     """
     original = getattr(owner, method)
 
-    def both(*args: Any, **kwargs: Any) -> Any:
+    def both(*args: object, **kwargs: object) -> object:
         result = original(*args, **kwargs)
         follow()
         return result

@@ -1,79 +1,51 @@
-"""The TLT side of an RL run: owns what one step hands to the next, and decides what happens at each of verl's hooks.
+"""One RL run with TLT: what happens at each of verl's hooks, and what one step hands to the next.
 
-    sample_begin        watch the idle devices, and train the drafter there (`idle.modes` says whose idle time it is)
-    more_prompts        whoever has left is called back before more prompts are sent
+    sample_begin        watch for idle devices, and train the drafter there (`idle.modes` says whose idle time it is)
+    more_prompts        replicas that have left are called back before more prompts are sent
     sample_end          stop training (bounded), start merging in the background
     log_probs_done      what the tap captured goes to the spot workers
-    before_sync         publish what was merged in time; say who drafts in the coming rollout
-    after_sync          whoever left rejoins; compare what the engines have loaded
+    before_sync         publish the drafter if the gate said so in time; say which replicas draft in the coming rollout
+    after_sync          replicas that left rejoin; compare what the engines have loaded
     metrics             the step's numbers
 
-It talks to the outside through a `Fleet`, a trace and a clock that it is given, so whole steps run in a test. Whatever
-fails in here costs speed: the guard logs it, counts it in `tlt/errors`, and the step goes on as stock.
+It is given a `Fleet`, a trace and a clock, so whole steps run in a test. Whatever fails in here costs speed only: the
+guard logs it, counts it in `tlt/errors`, and the step goes on as stock verl's.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.idle.failure_budget import FailureBudget
-from verl_tlt.idle.modes import ModeRule
-from verl_tlt.idle.planner import Planner
 from verl_tlt.idle.replica_idle import ReplicaIdlePlanner
 from verl_tlt.idle.tap_budget import TapBudget
 from verl_tlt.idle.trainer_idle import TrainerIdlePlanner
 from verl_tlt.messages.training import BufferStats, DrafterProvenance
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trace.metrics import buffer_metrics
-from verl_tlt.trainer.bootstrap import Start
 from verl_tlt.trainer.checkpoints import SAVE_S, Checkpoint, saving
+from verl_tlt.trainer.clock import SYSTEM, Clock, Deadline
 from verl_tlt.trainer.drafter_update import DrafterUpdate, update_drafter
 from verl_tlt.trainer.fleet import Call, CallFailed, Fleet
 from verl_tlt.trainer.guard import Guard
-from verl_tlt.trainer.pending_work import PendingWork
+from verl_tlt.trainer.run_setup import FirstDrafter, RunFacts
 from verl_tlt.trainer.speculation_control import SpeculationControl
 from verl_tlt.trainer.step_log import StepLog
-from verl_tlt.trainer.watch import Ended, PhaseReport, SamplingWatch
+from verl_tlt.trainer.watch import EndedSession, PendingWork, PhaseReport, Planner, SamplingWatch
 
 logger = logging.getLogger(__name__)
 
 BUFFER_S = 30.0
-"""Copies of hidden states ran behind the update and have long arrived; the next rollout waits at most this for one."""
+"""Hidden states were copied during the actor update and have arrived long ago; the next rollout waits at most this."""
 WARM_UP_S = 300.0
-"""For starting a spot worker and tuning its kernels; its successor warms up in its first session."""
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """What the controller has to know of verl's configuration."""
-
-    rule: ModeRule
-    requests: int
-    """Requests of a rollout."""
-    dtype: str
-    """The rollout's, in which drafters are published."""
-    checkpoints: Path
-    """`trainer.default_local_dir`."""
-    prunes: bool
-    """Whether verl removes the policies of old checkpoints there."""
-    policy: str
-    """`actor_rollout_ref.model.path`, as the user gave it."""
-    data: str
-    data_sha256: str | None
-    temperature: float
-    gpus: int
-    """Of the trainer."""
-    shared: bool = False
-    """The replicas share a machine: without accelerators, one's work slows the others' down."""
+"""For starting spot workers and tuning their kernels; one that replaces another warms up in its first session."""
 
 
 @dataclass
@@ -96,23 +68,23 @@ class Controller:
         fleet: everything outside this process.
         trace: the event log.
         pending_work: what may still arrive in a sampling phase.
-        clock: unix seconds.
+        clock: of the watch, too.
     """
 
     def __init__(
         self,
         tlt: TLTConfig,
         facts: RunFacts,
-        start: Start,
+        start: FirstDrafter,
         fleet: Fleet,
         trace: TraceWriter,
         pending_work: Callable[[], PendingWork],
-        clock: Callable[[], float] = time.time,
+        clock: Clock = SYSTEM,
     ) -> None:
         self.tlt, self.facts, self.fleet, self.clock = tlt, facts, fleet, clock
         self.guard = Guard()
         self.log = StepLog(trace)
-        s, names = tlt.speculation, list(fleet.places)
+        s, names = tlt.speculation, list(fleet.replicas)
         self.speculation = SpeculationControl(
             str(tlt.trace.dir), names, s.control_every, facts.shared, s.policy, s.source
         )
@@ -123,7 +95,7 @@ class Controller:
         self._budget = FailureBudget(tlt.spot.max_failures)
         self._tap = TapBudget(tlt.buffer.first_tokens, tlt.buffer.tokens_per_step is None, tlt.buffer.max_bytes)
         self._watch: SamplingWatch | None = None
-        self._sessions: list[Ended] = []
+        self._sessions: list[EndedSession] = []
         self._ready = self._trained = False  # of the last sampling: somebody could train; somebody did
         self._merging: Future[DrafterUpdate] | None = None
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tlt-merge")
@@ -133,7 +105,7 @@ class Controller:
 
     @contextmanager
     def _charged(self, what: str) -> Iterator[None]:
-        """TLT's own work on the critical path: contained, and charged to the step."""
+        """TLT's own work on the critical path: failures are contained, and its time is counted as overhead."""
         with self.guard(what), self.log.overhead(what):
             yield
 
@@ -158,15 +130,15 @@ class Controller:
                     self._warm_up()
 
     def _warm_up(self) -> None:
-        """Let spot workers try their devices before the engines take them; later it would take from a stop's time."""
-        deadline = time.monotonic() + WARM_UP_S
+        """Rehearse on the training devices before the engines use them; in a session it would delay a stop."""
+        deadline = Deadline(WARM_UP_S, self.clock)
         for name, call in self.fleet.warm_up().items():
             try:
-                call.result(max(0.0, deadline - time.monotonic()))
+                call.result(deadline.left())
             except CallFailed as error:
                 logger.warning("the spot worker of %s did not warm up: %s", name, error)
                 self.guard.count("warm-up", 1)
-                if error.died or not call.done():  # it must be off the device when the engines wake
+                if error.died or not call.done():  # it must have left the device when the engines wake
                     self.fleet.restart([name])
 
     def after_first_sync(self, step: int) -> None:
@@ -176,10 +148,10 @@ class Controller:
                 self.speculation.calibrated(self.fleet.calibrate())
                 self._choose_who_drafts(step + 1, at_once=True)
         self.served.published_at = step
-        self.log.devices = {name: place.devices for name, place in self.fleet.places.items()}
-        standalone = [name for name, place in self.fleet.places.items() if not place.colocated]
+        self.log.devices = {name: info.devices for name, info in self.fleet.replicas.items()}
+        standalone = [name for name, info in self.fleet.replicas.items() if not info.colocated]
         self.log.run_started(
-            step + 1, self.tlt, list(self.fleet.places), standalone, self.facts.gpus, self.facts.policy
+            step + 1, self.tlt, list(self.fleet.replicas), standalone, self.facts.gpus, self.facts.policy
         )
 
     def _choose_who_drafts(self, step: int, at_once: bool = False) -> None:
@@ -197,13 +169,13 @@ class Controller:
             self._settle_buffers()
             self._watch = SamplingWatch(
                 self.fleet, self._planner(step), self._pending_work, self.tlt.spot.poll_s, self._trace, step,
-                self.facts.rule.recall,
+                self.facts.rule.recall, self.clock,
             )  # fmt: skip
 
     def _settle_buffers(self) -> None:
-        """Learn how full the buffers are."""
+        """Ask how full the buffers are."""
         arriving, self._arriving = self._arriving, {}
-        if arriving:  # whoever got nothing is new and has nothing
+        if arriving:  # a replica whose workers got nothing has new ones, which hold nothing
             self._buffers = {name: held for name, held in self._buffers.items() if name in arriving}
         for name, call in arriving.items():
             self._buffers.pop(name, None)
@@ -216,7 +188,7 @@ class Controller:
                 self.fleet.restart([name])
 
     def _planner(self, step: int) -> Planner:
-        """Who decides about the idle time of the phase that begins now."""
+        """The planner of the phase that begins now."""
         workers = self.fleet.workers()
         # While a late merge is still running, the workers' weights are not theirs to train.
         may_train = self.spot and self.speculation.may_train and self._merging is None
@@ -224,9 +196,11 @@ class Controller:
         ready = [n for n in workers if may_train and self._budget.allows(n, step) and n in fed]
         self._ready = bool(ready)
         if self.facts.rule.idle == "trainer" and workers:
-            return TrainerIdlePlanner(workers, begin=self.clock(), settle_s=self.tlt.spot.settle_s, spot_workers=ready)
+            return TrainerIdlePlanner(
+                workers, begin=self.clock.time(), settle_s=self.tlt.spot.settle_s, spot_workers=ready
+            )
         return ReplicaIdlePlanner(
-            list(self.fleet.places),
+            list(self.fleet.replicas),
             expected_requests=self.facts.requests,
             settle_s=self.tlt.spot.settle_s,
             buffer_ready=bool(ready),
@@ -234,7 +208,7 @@ class Controller:
         )
 
     def more_prompts(self) -> None:
-        """Groups that the sampler asks for are served by everybody, also by those who have left."""
+        """The sampler is about to send more groups: replicas that have left are called back to serve them, too."""
         if self._watch is not None:
             with self.guard("recall"):
                 self._watch.recall(self.tlt.spot.stop_timeout_s)
@@ -257,11 +231,13 @@ class Controller:
                 self.log.speculated(step, saved_s, self.speculation.disabled)
         if self._sessions and last:
             (sessions, self._sessions), version = (self._sessions, []), self.served.version + 1
-            self._merging = self._pool.submit(update_drafter, self.fleet, self.tlt, sessions, version, self.facts.dtype)
+            self._merging = self._pool.submit(
+                update_drafter, self.fleet, self.tlt, sessions, version, self.facts.dtype, self.clock
+            )
         if self.facts.rule.recall:
-            # Responses that verl aborts now are sent again within a second: to everybody's gate, as in stock.
+            # Responses that verl aborts now are sent again within a second: to all replicas, as in stock verl.
             with self._charged("rejoin"):
-                self.fleet.join(list(self.fleet.places))
+                self.fleet.rejoin(list(self.fleet.replicas))
 
     def _account(self, step: int, report: PhaseReport) -> None:
         """Count failures; three in a row on one replica turn its spot training off, loudly."""
@@ -271,8 +247,8 @@ class Controller:
         self._sessions += report.sessions
         self._trained |= bool(report.sessions)
         for session in report.sessions:
-            self._tokens += session.result.tokens if session.result else 0
-            if session.result and (skipped := session.result.skipped):
+            self._tokens += session.result.tokens
+            if skipped := session.result.skipped:
                 logger.warning("%d micro-batches on %s were left out: not finite", skipped, session.replica)
             if session.error is None:
                 self._budget.succeeded(session.replica)
@@ -285,14 +261,14 @@ class Controller:
     # ------------------------------------------------------------------ inference, and the end of a step
 
     def log_probs_done(self, step: int) -> None:
-        """Send what the tap captured to the spot workers; nobody waits for the copies."""
+        """Send what the tap captured to the spot workers; does not wait for the copies."""
         if not self.spot:
             return
         with self._charged("tap"):
             held = [s for s in self._buffers.values() if s.tokens]
             self._tap.sampled(self.log.bubbles(), max((s.bytes / s.tokens for s in held), default=0.0))
             taken = self.fleet.take(self._trains_next(step), self._tap.tokens)
-            self._tap.tapped(max((t.seconds for t in taken), default=0.0), self.clock())
+            self._tap.tapped(max((t.seconds for t in taken), default=0.0), self.clock.time())
             self.guard.count("tap", sum(t.errors for t in taken))
             self._arriving = self.fleet.hand_over(step, taken)
             self.log.tapped(taken)
@@ -300,21 +276,21 @@ class Controller:
     def _trains_next(self, step: int) -> bool:
         """Whether the next weight sync is to bring the verifier weights.
 
-        Not while nobody may train, nor after workers were ready and no session began: there was no bubble. The first
-        session after that has the weights of the last one that asked for them.
+        Not while no worker may train, nor after workers were ready and no session began: there was no bubble. The first
+        session after that has the weights of the last sync that brought them.
         """
         trained, self._trained = self._trained, False
         allowed = self.speculation.switch.spot and any(self._budget.allows(n, step + 1) for n in self.fleet.workers())
         return allowed and (trained or not self._ready)
 
     def before_sync(self, step: int) -> None:
-        """Publish what was merged, for the weight sync to load; then say who drafts in the coming rollout."""
+        """Publish, for the weight sync to load it; then say which replicas draft in the coming rollout."""
         with self._charged("publish"):
             self._publish(step)
         self._choose_who_drafts(step + 1)
 
     def _publish(self, step: int) -> None:
-        """Take the merge if it is there; a late one keeps the served version and is looked at again next step."""
+        """Publish what the drafter update exported; one that is late is asked again in the next step."""
         if self._merging is None or not self._merging.done():
             return
         merging, self._merging = self._merging, None
@@ -338,18 +314,18 @@ class Controller:
         """
         with self._charged("rejoin"):
             if self.facts.rule.idle == "replicas":
-                self.fleet.join(list(self.fleet.places))
+                self.fleet.rejoin(list(self.fleet.replicas))
             if self.tlt.speculation.enable:
                 self._compare(step, colocated_asleep)
 
     def _compare(self, step: int, colocated_asleep: bool) -> None:
-        """Ask whoever serves which drafter it has loaded."""
+        """Ask the engines that serve which drafter they have loaded."""
         serving = self._serving(colocated_asleep)
         statuses = {name: status for name, status in self.fleet.drafter_statuses().items() if name in serving}
         self.log.reloaded(step, statuses, self.served.version)
 
     def _serving(self, colocated_asleep: bool) -> set[str]:
-        return {name for name, place in self.fleet.places.items() if not (colocated_asleep and place.colocated)}
+        return {name for name, info in self.fleet.replicas.items() if not (colocated_asleep and info.colocated)}
 
     def validated(self, step: int, colocated_asleep: bool) -> None:
         """A validation is over: its engine steps are not the next rollout's."""
@@ -359,7 +335,7 @@ class Controller:
                 if self.log.compared and not self.log.compared >= self._serving(colocated_asleep):
                     self._compare(step, colocated_asleep)  # verl woke somebody up for the validation
 
-    def metrics(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
+    def metrics(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """The step's `tlt/*` metrics, given verl's."""
         found: dict[str, float] = {}
         with self.guard("metrics"):
@@ -376,7 +352,7 @@ class Controller:
         return saving(place, save, partial(self._charged, "save"), lambda: self.fleet.restart(self.fleet.workers()[:1]))
 
     def finish(self, step: int) -> None:
-        """The run is over: leave the drafter behind as a directory that vLLM serves, and nothing else."""
+        """The run is over: keep the drafter as a directory that vLLM serves, and clear away the rest."""
         with self.guard("final drafter"):
             if self.spot:
                 self._save(Path(str(self.tlt.drafter.save_dir)), step).result(SAVE_S)
@@ -384,7 +360,7 @@ class Controller:
             self.fleet.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _save(self, directory: Path, step: int) -> Call[Any]:
+    def _save(self, directory: Path, step: int) -> Call[None]:
         """The served drafter, its training state and where they come from, atomically."""
         provenance = DrafterProvenance(
             version=self.served.version,

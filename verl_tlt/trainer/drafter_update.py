@@ -1,27 +1,27 @@
-"""Between two rollouts: merge what the spot workers learned, judge it, and make a publication of it.
+"""Between two rollouts: judge the candidate, export it if it is to be served, and merge what the sessions trained.
 
-Runs in a background thread behind old-log-prob and the actor update, with the weight sync as its deadline: a merge that
-is late keeps the version that is served. The workers do the arithmetic; the decision is `trainer.gate`'s.
+Runs in a background thread while old log-probs and the actor update run, with the weight sync as its deadline: after a
+late one the engines keep what they serve for another step. The workers do the arithmetic; the decision is
+`trainer.gate`'s.
 
-None of it touches a device, which is the actor's then: accelerator or cores. The scores that judging needs come with
-the sessions, and are of the version that was merged before these: it is judged one step after it was merged.
+None of it uses the training device, which the actor has by then. The scores that judging needs come with the sessions,
+and are of the candidate that was merged before these: it is judged one step after it was merged.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
+from typing import Literal
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import HeldOutScores
+from verl_tlt.trainer.clock import SYSTEM, Clock
 from verl_tlt.trainer.fleet import Fleet
 from verl_tlt.trainer.gate import decide
-from verl_tlt.trainer.watch import Ended
+from verl_tlt.trainer.watch import EndedSession
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +30,10 @@ NOTHING = "no session trained"
 
 @dataclass
 class DrafterUpdate:
-    """The result of one merge."""
+    """What became of the candidate, and of a step's sessions."""
 
-    decision: str = "kept"
-    """published, kept (the served drafter stays, the candidate trains on) or reverted."""
+    decision: Literal["published", "kept", "reverted"] = "kept"
+    """Kept: the served drafter stays, and the candidate trains on."""
     reason: str = ""
     gain: float | None = None
     """The candidate's held-out accept length relative to the served drafter's, minus one; None: not judged."""
@@ -52,36 +52,37 @@ class DrafterUpdate:
 
 
 def update_drafter(
-    fleet: Fleet, config: TLTConfig, sessions: Sequence[Ended], version: int, dtype: str
+    fleet: Fleet, config: TLTConfig, sessions: Sequence[EndedSession], version: int, dtype: str, clock: Clock = SYSTEM
 ) -> DrafterUpdate:
-    """Judge what was merged before these sessions, prepare its publication, and merge what they learned.
+    """Judge what was merged before these sessions, export it if it is to be served, and merge what they trained.
 
     Args:
         fleet: whose workers trained.
         config: all settings.
-        sessions: those of this step; failed ones carry no result and are left out.
+        sessions: those of this step; failed ones are left out.
         version: the number a publication would get.
         dtype: the rollout's dtype, in which a published drafter is stored.
+        clock: counts the seconds.
 
     Raises:
         CallFailed: a worker raised or did not answer.
     """
-    start = time.perf_counter()
+    start = clock.monotonic()
     out = DrafterUpdate(reason=NOTHING)
-    scored = {s.replica: s.result.scores for s in sessions if s.result and s.result.scores is not None}
-    if scored:
-        _judge(out, gather(scored), fleet, config, version, dtype)
-    if out.decision != "reverted":  # else what the sessions added to it has gone with it
+    scores = HeldOutScores.combined([s.result.scores for s in sessions if s.result.scores is not None])
+    if scores is not None:
+        _judge(out, scores, fleet, config, version, dtype)
+    if out.decision != "reverted":  # else what the sessions trained on top of it is gone, too
         _merge(out, fleet, sessions)
-    out.seconds = time.perf_counter() - start
+    out.seconds = clock.monotonic() - start
     return out
 
 
-def _merge(out: DrafterUpdate, fleet: Fleet, sessions: Sequence[Ended]) -> None:
-    """Agree on what the sessions learned."""
+def _merge(out: DrafterUpdate, fleet: Fleet, sessions: Sequence[EndedSession]) -> None:
+    """Merge what the sessions trained."""
     workers = fleet.workers()
     # A worker with several sessions in the step hands in what all of them changed.
-    trained = list(dict.fromkeys(s.replica for s in sessions if s.result and s.result.steps and s.replica in workers))
+    trained = list(dict.fromkeys(s.replica for s in sessions if s.result.steps and s.replica in workers))
     if not trained:
         return
     merged = fleet.merge(trained)
@@ -93,14 +94,14 @@ def _merge(out: DrafterUpdate, fleet: Fleet, sessions: Sequence[Ended]) -> None:
 
 
 def _judge(
-    out: DrafterUpdate, scores: HeldOutScores | None, fleet: Fleet, config: TLTConfig, version: int, dtype: str
+    out: DrafterUpdate, scores: HeldOutScores, fleet: Fleet, config: TLTConfig, version: int, dtype: str
 ) -> None:
-    """Fill in what comes of the candidate, and have the workers revert or export it; None: nothing is held out."""
+    """Fill in what becomes of the candidate, and have the workers revert or export it."""
     if not config.gate.enable:
         out.decision, out.reason, out.serves_another = "published", "the gate is off", True
-        if scores is not None:
+        if len(scores.positions):
             out.acceptance, out.tau = scores.conditional("candidate"), scores.taus()
-    elif scores is None:
+    elif not len(scores.positions):
         out.reason = "no held-out sequences yet"
     else:
         _carry_out(out, scores, fleet, config, version)
@@ -123,21 +124,8 @@ def _carry_out(out: DrafterUpdate, scores: HeldOutScores, fleet: Fleet, config: 
     elif verdict.action == "hold":
         out.decision, out.acceptance = "kept", scores.conditional("served")
     else:
-        which = "initial" if verdict.action == "revert_initial" else "served"
+        which: Literal["served", "initial"] = "initial" if verdict.action == "revert_initial" else "served"
         fleet.revert(which)
         out.decision, out.acceptance = "reverted", scores.conditional(which)
         # Serving the initial drafter again is a publication of its own; going back to the served one is not.
         out.serves_another = which == "initial"
-
-
-def gather(by_worker: Mapping[str, HeldOutScores]) -> HeldOutScores | None:
-    """The workers' held-out scores as one set; None where nobody holds any."""
-    holding = [s for s in by_worker.values() if len(s.positions)]
-    if not holding:
-        return None
-    return HeldOutScores(
-        positions=np.concatenate([s.positions for s in holding]),  # [S]
-        candidate=np.concatenate([s.candidate for s in holding]),  # [S, 1+K]
-        served=np.concatenate([s.served for s in holding]),
-        initial=np.concatenate([s.initial for s in holding]),
-    )

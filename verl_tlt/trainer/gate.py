@@ -1,4 +1,6 @@
-"""Is a merged drafter served? Candidate, served and initial drafter are judged on the same held-out positions.
+"""The publish gate: is a merged drafter served? It is compared with others on the same held-out positions.
+
+Candidate, served and initial drafter (`spot_worker.versions`) are compared by accept length.
 
 Accept length differs far more between sequences than between drafters, so the comparison is paired; positions of one
 sequence resemble each other, so whole sequences are resampled. Even so a difference of 1 % takes some 10k positions.
@@ -29,14 +31,14 @@ from verl_tlt.messages.training import HeldOutScores
 Action = Literal["publish", "hold", "revert_served", "revert_initial"]
 
 ERROR = 0.01
-"""Chance of a wrong publication or reversion at the border. A candidate is judged anew after every session, and it is
-the lucky verdict that publishes: at the usual level of 5 % a run of some fifty sessions would see several."""
+"""Chance of a wrong publication or reversion at the border. A candidate is judged anew after every session, and one
+lucky verdict publishes: at the usual level of 5 % a run of fifty sessions would have several."""
 
 RESAMPLES = 2000
 """Bootstrap draws: the level is then off by half a percentage point at most, less than few sequences cost."""
 
 NOTHING_TO_LOSE = 1.1
-"""Below this accept length drafting costs more than it gives almost anywhere: an unjudged candidate may replace it."""
+"""Below this accept length drafting costs more than it gains nearly anywhere: an unjudged candidate may replace it."""
 
 FAR_BETTER = 0.2
 """Share by which an unjudged candidate must lead: ten standard errors of paired scores at `FEWEST` positions, so that

@@ -1,4 +1,4 @@
-"""What TLT does in a step may fail; the step may not.
+"""Contains TLT's own failures, so that the RL step goes on as stock verl's.
 
 One `Guard` lives for the run: each kind of failure is logged in full the first time, in one line after that, and
 counted in `tlt/errors`.
@@ -38,6 +38,6 @@ class Guard:
                 logger.error("TLT: %s failed again (%d times): %s", what, self.counts[what], error)
 
     def count(self, what: str, failures: int) -> None:
-        """Add failures that somebody else has logged already."""
+        """Add failures that were logged where they happened."""
         if failures:
             self.counts[what] += failures

@@ -1,4 +1,4 @@
-"""verl's trainer hooks, each handed on to the `Controller`. What happens at them, and why, is said there.
+"""verl's trainer hooks, each of which calls the `Controller`, where what happens at them is described.
 
 Mixed in before one of verl's `PPOTrainer` subclasses; what differs between them is in `trainer.register`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 from verl.trainer.ppo.utils import Role
@@ -18,25 +18,29 @@ from verl_tlt.messages.rollout import store_name
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.checkpoints import followed
 from verl_tlt.trainer.controller import Controller
-from verl_tlt.trainer.drafter_store import DrafterStore
-from verl_tlt.trainer.pending_work import BufferWatch
+from verl_tlt.trainer.fleet import DrafterStore
 from verl_tlt.trainer.ray_fleet import RayFleet
 from verl_tlt.trainer.run_setup import claim, prepare
+from verl_tlt.trainer.watch import BufferWatch
 
 if TYPE_CHECKING:
-    from verl_tlt.trainer.verl_trainer import VerlTrainer
+    from omegaconf import DictConfig
+    from transfer_queue import KVBatchMeta
+    from verl.experimental.agent_loop import AgentLoopManager
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+    from verl.workers.rollout.llm_server import LLMServerManager
 else:
-    VerlTrainer = object
+    PPOTrainer = object
 
 
-class TLTMixin(VerlTrainer):
+class TLTMixin(PPOTrainer):
     """One RL run with TLT."""
 
     tlt_base_mode: str
     """The verl trainer mode this class extends."""
     tlt: Controller
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: DictConfig) -> None:
         _log_to_stderr()
         self._tlt_config = claim(config, self.tlt_base_mode)
         RolloutReplicaRegistry.register("vllm", _tlt_replica)
@@ -50,8 +54,8 @@ class TLTMixin(VerlTrainer):
 
         return TLTActorWorker
 
-    def tlt_standalone(self) -> Any:
-        """verl's manager of replicas on devices of their own; None: there are none."""
+    def tlt_standalone(self) -> LLMServerManager | None:
+        """verl's manager of standalone replicas; None: there are none."""
         return None
 
     def tlt_colocated_asleep(self) -> bool:
@@ -96,7 +100,7 @@ class TLTMixin(VerlTrainer):
         super().on_sample_begin()
         self.tlt.sample_begin(self.global_steps)
 
-    def _add_prompts_to_generate(self, num_prompts: int) -> Any:
+    def _add_prompts_to_generate(self, num_prompts: int) -> int:
         if hasattr(self, "tlt"):  # the first prompts are sent while the trainer is built
             self.tlt.more_prompts()
         return super()._add_prompts_to_generate(num_prompts)
@@ -105,17 +109,17 @@ class TLTMixin(VerlTrainer):
         self.tlt.sample_end(self.global_steps, last=self.local_trigger_step == self.parameter_sync_step - 1)
         super().on_sample_end()
 
-    def _compute_reward_colocate(self, batch: Any, metrics: dict[str, Any] | None = None) -> Any:
+    def _compute_reward_colocate(self, batch: KVBatchMeta, metrics: dict | None = None) -> KVBatchMeta:
         with self.tlt.log.phase("reward", self.global_steps):
             return super()._compute_reward_colocate(batch, metrics)
 
-    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         with self.tlt.log.phase("old_log_prob", self.global_steps):
             batch = super()._compute_old_log_prob(batch, metrics)
         self.tlt.log_probs_done(self.global_steps)
         return batch
 
-    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         with self.tlt.log.phase("update_actor", self.global_steps):
             return super()._update_actor(batch, metrics)
 
@@ -129,7 +133,7 @@ class TLTMixin(VerlTrainer):
         super().on_validate_end()
         self.tlt.validated(self.global_steps, self.tlt_colocated_asleep())
 
-    def _compute_metrics(self, batch: Any, metrics: dict[str, Any], timing_raw: dict[str, float], **kwargs: Any) -> Any:
+    def _compute_metrics(self, batch: KVBatchMeta, metrics: dict, timing_raw: dict, **kwargs: object) -> dict | None:
         result = super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
         metrics.update(self.tlt.metrics(self.global_steps, metrics))
         return result
@@ -139,7 +143,7 @@ class TLTMixin(VerlTrainer):
         with self.tlt.saving(self.global_steps) as written, followed(policy, "save_checkpoint", written):
             super()._save_checkpoint()
 
-    def fit(self, agent_loop_manager: Any) -> None:
+    def fit(self, agent_loop_manager: AgentLoopManager) -> None:
         """verl's training loop; the drafter is left behind as a directory that vLLM serves."""
         try:
             super().fit(agent_loop_manager)
@@ -154,7 +158,7 @@ def _tlt_replica() -> type:
 
 
 def _log_to_stderr() -> None:
-    """What TLT does belongs in the run's log, whatever libraries do to the root logger; verl does the same."""
+    """TLT's messages go to the run's log, whatever libraries do to the root logger; verl does the same."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(levelname)s:%(asctime)s:%(message)s"))
     ours = logging.getLogger("verl_tlt")

@@ -1,40 +1,48 @@
 """The fleet as Ray actors: verl's rollout servers, balancer and actor, and spot workers on the actor's devices.
 
 Each device of a colocated replica has a spot worker, for all of them are idle when the replica is. It shares a bundle
-with the actor's rank there (verl's workers take a third of a GPU each), so it sees the same device and dies with the
+with the actor's rank there (verl's workers take a third of a GPU each), so it has the same device and dies with the
 job. It is created directly rather than as a worker group, because it must be possible to kill and restart one alone.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl.plugin.platform.platform_manager import get_platform
 
-from verl_tlt.config import TLTConfig
 from verl_tlt.messages.rollout import Calibration, DrafterFile, DrafterStatus, EngineStats
 from verl_tlt.messages.training import (
     BufferStats,
     DrafterProvenance,
     MergeFacts,
-    RolloutSampling,
     SessionResult,
     TappedStates,
 )
 from verl_tlt.spot_worker.worker import SpotWorker
-from verl_tlt.trainer.crew import CrewCall, one_buffer, one_session
-from verl_tlt.trainer.fleet import Call, CallFailed, Place
-from verl_tlt.trainer.merge_tree import start_merge
-from verl_tlt.trainer.ray_call import RayCall, answer
-from verl_tlt.trainer.routes import Routes, captors, route
+from verl_tlt.trainer.clock import SYSTEM, Deadline
+from verl_tlt.trainer.fleet import Call, CallFailed, ReplicaInfo, SpotPlan
+from verl_tlt.trainer.ray_calls import CombinedCall, RayCall, answer, first_done
+from verl_tlt.trainer.replica_workers import ReplicaWorkers, combined_buffers, combined_session, start_merge
+from verl_tlt.trainer.shard_routes import ShardRoutes, capture_ranks, route
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+    from ray.util.placement_group import PlacementGroup
+    from verl.single_controller.base import WorkerGroup
+    from verl.single_controller.ray import RayResourcePool
+    from verl.workers.rollout.llm_server import LLMServerManager
+    from verl.workers.rollout.replica import RolloutReplica
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -43,49 +51,24 @@ CALL_S = 120.0
 ANSWER_S = 1.0
 """For bringing here what is there, when others have used up the time."""
 KEEP_S = 5.0
-"""For telling spot workers what is served: microseconds of work, for which everybody waits."""
+"""For telling spot workers what is served: microseconds of work, for which the weight sync waits."""
 START_S = 300.0
-"""A spot worker's successor on a busy node is up by then; until then nobody waits for it, nor takes it for silent."""
+"""A spot worker's successor on a busy node is up by then; until then it is not waited for, nor taken for silent."""
 SLEEP_S = 30.0
 """Sleeping takes milliseconds to seconds; the end of sampling waits at most this for a hung server."""
 CALIBRATION_S = 1200.0
 """An engine that warms up and captures graphs while it is measured."""
 
 
-@dataclass(frozen=True)
-class SpotPlan:
-    """How spot workers are made: once at the start, and again for one that died."""
+@dataclass(frozen=True, kw_only=True)
+class RayReplica(ReplicaInfo):
+    """One rollout replica, its servers and its spot workers."""
 
-    config: TLTConfig
-    policy_dir: str
-    """Visible on every node."""
-    drafter: DrafterFile
-    """The first one, float32."""
-    sampling: RolloutSampling
-    device: str
-
-
-@dataclass
-class _Replica:
-    place: Place
-    server: Any
-    """Handle of the server that owns the engine."""
-    servers: Sequence[Any]
-    """Handles of its servers on all nodes."""
-    ranks: Sequence[int] = ()
-    """Its ranks of the actor's worker group: on the device of each, a spot worker."""
-    crew: dict[str, Any] = field(default_factory=dict)
-    """Handles of its spot workers by name, as many as ranks and in their order."""
-    restarts: int = field(default=0)
-
-    @property
-    def worker(self) -> Any:
-        """Handle of one of them, where one is enough; all hold the same version."""
-        return next(iter(self.crew.values()))
-
-    def names(self) -> list[str]:
-        """Its spot workers' names."""
-        return [self.place.name if i == 0 else f"{self.place.name}/{i}" for i in range(len(self.ranks))]
+    server: ActorHandle
+    """The one that owns the engine."""
+    servers: Sequence[ActorHandle]
+    """On all nodes."""
+    workers: ReplicaWorkers
 
 
 class RayFleet:
@@ -95,37 +78,40 @@ class RayFleet:
         llm_server_manager: verl's, of the replicas that share devices with the actor.
         actor: verl's worker group of the actor.
         store: handle of the run's `DrafterStore`.
-        pool: verl's RayResourcePool of the actor's devices.
+        pool: verl's, of the actor's devices.
         spot: how spot workers are made.
-        standalone: verl's manager of replicas on devices of their own, whose balancer then serves everybody.
+        standalone: verl's manager of standalone replicas, whose balancer then serves all of them.
     """
 
     def __init__(
-        self, llm_server_manager: Any, actor: Any, store: Any, pool: Any, spot: SpotPlan, standalone: Any = None
+        self,
+        llm_server_manager: LLMServerManager,
+        actor: WorkerGroup,
+        store: ActorHandle,
+        pool: RayResourcePool,
+        spot: SpotPlan,
+        standalone: LLMServerManager | None = None,
     ) -> None:
         colocated = llm_server_manager.get_replicas()
         width = max(1, actor.world_size // max(1, len(colocated)))
         self.balancer = (standalone or llm_server_manager).global_load_balancer
         self.actor, self.store, self.pool, self.spot = actor, store, pool, spot
-        self.replicas: dict[str, _Replica] = {}
+        self.replicas: dict[str, RayReplica] = {}
         for i, replica in enumerate(colocated):
             self._add(replica, range(i * width, (i + 1) * width))
         for replica in standalone.get_replicas() if standalone else ():
             self._add(replica, ())
-        self._routes = Routes((), {})
-        self._captors: dict[str, int] = {}  # by replica: the rank that copies the verifier weights for it
-        self._starting: dict[str, tuple[Any, float]] = {}  # by spot worker: what is there when it is up, and since when
-        self._published: Any = None  # ObjectRef of the latest published drafter; the driver owns the copy
+        self._routes = ShardRoutes((), {})
+        self._capture_ranks: dict[str, int] = {}  # by spot worker: the rank that copies the verifier weights for it
+        self._starting: dict[str, tuple[ObjectRef, float]] = {}  # by spot worker: ready when it is up, and since when
+        self._published: ObjectRef | None = None  # the latest published drafter; the driver owns the copy
 
-    def _add(self, replica: Any, ranks: Sequence[int]) -> None:
+    def _add(self, replica: RolloutReplica, ranks: Sequence[int]) -> None:
         name = replica._server_address
-        place = Place(name, colocated=bool(ranks), devices=max(1, len(ranks)))
-        self.replicas[name] = _Replica(place, replica._server_handle, list(replica.servers), ranks)
-
-    @property
-    def places(self) -> Mapping[str, Place]:
-        """Replicas by name."""
-        return {name: r.place for name, r in self.replicas.items()}
+        self.replicas[name] = RayReplica(
+            name=name, colocated=bool(ranks), devices=max(1, len(ranks)), server=replica._server_handle,
+            servers=list(replica.servers), workers=ReplicaWorkers(name, ranks),
+        )  # fmt: skip
 
     # ------------------------------------------------------------------ rollout servers and their balancer
 
@@ -139,7 +125,7 @@ class RayFleet:
         """See `Fleet`."""
         answer(self.balancer.remove_servers.remote([name]), CALL_S)
 
-    def join(self, names: Collection[str]) -> None:
+    def rejoin(self, names: Collection[str]) -> None:
         """See `Fleet`."""
         present = self.inflight()
         if missing := {name: self.replicas[name].server for name in names if name not in present}:
@@ -181,21 +167,22 @@ class RayFleet:
     def calibrate(self) -> Calibration:
         """See `Fleet`. Replicas of a run are alike, so one table serves them."""
         # What spot workers import and load while they start would be measured, too.
-        answer([worker.__ray_ready__.remote() for worker in self._crews().values()], CALIBRATION_S)
+        answer([worker.__ray_ready__.remote() for worker in self._handles().values()], CALIBRATION_S)
         first, *others = self.replicas.values()
-        found = answer(first.server.tlt_calibrate.remote(), CALIBRATION_S)
+        found: Calibration = answer(first.server.tlt_calibrate.remote(), CALIBRATION_S)
         answer([r.server.tlt_calibrate.remote(found) for r in others], CALL_S)
         logger.info("engine step costs measured in %.1f s: %s", found.seconds, found.latency)
-        return cast(Calibration, found)
+        return found
 
     def close(self) -> None:
         """See `Fleet`."""
         answer([server.tlt_close.remote() for server in self._servers()], SLEEP_S)
 
-    def _servers(self) -> list[Any]:
+    def _servers(self) -> list[ActorHandle]:
         return [server for r in self.replicas.values() for server in r.servers]
 
-    def _on_servers(self, method: str) -> dict[str, Any]:
+    def _on_servers(self, method: str) -> dict:
+        """What every replica's server answers, by replica."""
         calls = {name: getattr(r.server, method).remote() for name, r in self.replicas.items()}
         return dict(zip(calls, answer(list(calls.values()), CALL_S), strict=True))
 
@@ -203,14 +190,15 @@ class RayFleet:
 
     def start_spot(self, aux_layers: Sequence[int], resume_from: Path | None) -> str | None:
         """See `Fleet`."""
-        ranks = {name: [rank] for r in self.replicas.values() for name, rank in zip(r.names(), r.ranks, strict=True)}
-        self._captors = captors(ranks, self._nodes())
-        ready = self.actor.tlt_setup(self.spot.config, list(aux_layers), set(self._captors.values()))
+        replicas = [r.workers for r in self.replicas.values()]
+        ranks = {name: [rank] for r in replicas for name, rank in zip(r.names(), r.ranks, strict=True)}
+        self._capture_ranks = capture_ranks(ranks, self._nodes())
+        ready = self.actor.tlt_setup(self.spot.config, list(aux_layers), set(self._capture_ranks.values()))
         if untapped := next((r.untapped for r in ready if r.untapped), None):
             return str(untapped)
         self._routes = route([r.group for r in ready], ranks)
-        for replica in self.replicas.values():
-            replica.crew = self._new_crew(replica)
+        for replica in replicas:
+            replica.handles = self._new_workers(replica)
         if resume_from is not None:
             for name, found in self._on_workers("resume", str(resume_from)).items():
                 logger.info("spot worker %s goes on from %s: %s", name, resume_from, found or "it holds no training")
@@ -218,7 +206,7 @@ class RayFleet:
 
     def take(self, train_next: bool, tokens: int) -> list[TappedStates]:
         """See `Fleet`."""
-        ranks = set(self._captors.values()) if train_next else set()
+        ranks = set(self._capture_ranks.values()) if train_next else set()
         taken: list[TappedStates] = answer(self.actor.tlt_take(self._routes.shares, ranks, tokens), CALL_S)
         return taken
 
@@ -226,29 +214,30 @@ class RayFleet:
         """See `Fleet`."""
         under_way: dict[str, Call[BufferStats]] = {}
         for replica in self.workers():
-            calls = []
-            if any(self._starts(name) for name in self.replicas[replica].crew):
+            calls: list[RayCall[BufferStats]] = []
+            handles = self.replicas[replica].workers.handles
+            if any(self._starts(name) for name in handles):
                 logger.info("the spot workers of %s are still starting; they get the next step's states", replica)
                 continue
-            for name, worker in self.replicas[replica].crew.items():
+            for name, worker in handles.items():
                 shards = [[taken[rank].shards[share] for rank in ranks] for ranks, share in self._routes.sources[name]]
-                weights = taken[self._captors[name]].verifier_weights
+                weights = taken[self._capture_ranks[name]].verifier_weights
                 calls.append(RayCall(worker.add.remote(step, shards, weights)))
-            under_way[replica] = CrewCall(calls, one_buffer)
+            under_way[replica] = CombinedCall(calls, combined_buffers)
         return under_way
 
     # ------------------------------------------------------------------ spot workers
 
     def workers(self) -> list[str]:
         """See `Fleet`."""
-        return [name for name, r in self.replicas.items() if r.crew]
+        return [name for name, r in self.replicas.items() if r.workers.handles]
 
-    def _crews(self) -> dict[str, Any]:
+    def _handles(self) -> dict[str, ActorHandle]:
         """All spot workers by name."""
-        return {name: worker for r in self.replicas.values() for name, worker in r.crew.items()}
+        return {name: worker for r in self.replicas.values() for name, worker in r.workers.handles.items()}
 
     @cached_property
-    def _bundles(self) -> list[tuple[Any, int]]:
+    def _bundles(self) -> list[tuple[PlacementGroup, int]]:
         return [(group, i) for group in self.pool.get_placement_groups() for i in range(group.bundle_count)]
 
     def _nodes(self) -> list[str]:
@@ -256,84 +245,79 @@ class RayFleet:
         tables = {group.id: ray.util.placement_group_table(group) for group, _ in self._bundles}
         return [str(tables[group.id]["bundles_to_node_id"][i]) for group, i in self._bundles]
 
-    def _new_crew(self, replica: _Replica, versions: Any = None, published: Any = None) -> dict[str, Any]:
-        named = zip(replica.names(), replica.ranks, strict=True)
-        return {name: self._new_worker(name, rank, versions, published) for name, rank in named}
-
-    def _new_worker(self, name: str, rank: int, versions: Any, published: Any) -> Any:
-        group, index = self._bundles[rank]
-        placed = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
+    def _new_workers(
+        self, replica: ReplicaWorkers, versions: ObjectRef | None = None, published: ObjectRef | None = None
+    ) -> dict[str, ActorHandle]:
+        """Start a replica's spot workers; `versions` or `published` for such that replace others (`SpotLearner`)."""
+        plan = {**vars(self.spot), "drafter": self._first_drafter, "versions": versions, "published": published}
         share = get_platform().ray_resource_options(1.0 / self.pool.max_colocate_count)
-        options = {"scheduling_strategy": placed, "num_cpus": 0, **share}
-        make: Callable[..., Any] = ray.remote(SpotWorker).options(**options).remote
-        plan = {**vars(self.spot), "drafter": self._first_drafter}
-        return make(name=name, versions=versions, published=published, **plan)
+        made = {}
+        for name, rank in zip(replica.names(), replica.ranks, strict=True):
+            group, index = self._bundles[rank]
+            placed = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
+            actor = ray.remote(SpotWorker).options(scheduling_strategy=placed, num_cpus=0, **share)
+            made[name] = actor.remote(name=name, **plan)
+        return made
 
     @cached_property
-    def _first_drafter(self) -> Any:
+    def _first_drafter(self) -> ObjectRef:
         """One copy in the object store for however many workers."""
         return ray.put(self.spot.drafter)
 
-    def warm_up(self) -> dict[str, Call[Any]]:
+    def warm_up(self) -> dict[str, Call[object]]:
         """See `Fleet`."""
         if self.spot.device == "cpu":
             return {}
-        return {
-            name: CrewCall([RayCall(worker.warm_up.remote()) for worker in self.replicas[name].crew.values()], list)
-            for name in self.workers()
-        }
+        return {name: self.replicas[name].workers.call("warm_up", list) for name in self.workers()}
 
     def train(self, name: str) -> Call[SessionResult]:
         """See `Fleet`."""
-        return CrewCall([RayCall(worker.train.remote()) for worker in self.replicas[name].crew.values()], one_session)
+        return self.replicas[name].workers.call("train", combined_session)
 
     def stop(self, name: str) -> None:
         """See `Fleet`."""
-        for worker in self.replicas[name].crew.values():
+        for worker in self.replicas[name].workers.handles.values():
             worker.stop.remote()
 
     def restart(self, names: Collection[str]) -> None:
         """See `Fleet`.
 
-        A new worker's buffer is empty until the next step, but it starts from what the others agree on, or else its
-        changes would be measured from another version than theirs. Without others it starts from what was published
-        last, which is what the engines serve.
+        A new worker's buffer is empty until the next step, but it starts from the versions that the others hold, or
+        else its changes would be measured from another candidate than theirs. Without others it starts from what was
+        published last, which is what the engines serve.
         """
-        others = {who: w for name, r in self.replicas.items() if name not in names for who, w in r.crew.items()}
+        others = {
+            who: w for name, r in self.replicas.items() if name not in names for who, w in r.workers.handles.items()
+        }
         one = min(others, key=self._starts, default=None)  # rather one that is up
         for name in names:
-            replica = self.replicas[name]
+            workers = self.replicas[name].workers
             versions = others[one].versions.remote() if one is not None else None
             # In its place before it dies: another thread that waits for it must not replace it once more.
-            gone, replica.crew = replica.crew, self._new_crew(replica, versions, None if others else self._published)
+            gone, workers.handles = (
+                workers.handles,
+                self._new_workers(workers, versions, None if others else self._published),
+            )
             for worker in gone.values():
                 ray.kill(worker)
-            now = time.monotonic()
-            self._starting |= {who: (worker.__ray_ready__.remote(), now) for who, worker in replica.crew.items()}
-            replica.restarts += 1
-            logger.warning("the spot workers of %s were killed and restarted (%d times so far)", name, replica.restarts)
+            now = SYSTEM.monotonic()
+            self._starting |= {who: (worker.__ray_ready__.remote(), now) for who, worker in workers.handles.items()}
+            workers.restarts += 1
+            logger.warning("the spot workers of %s were killed and restarted (%d times so far)", name, workers.restarts)
 
     def _starts(self, worker: str) -> bool:
-        ready, since = self._starting.get(worker, (None, 0.0))
-        return ready is not None and time.monotonic() - since < START_S and not RayCall(ready).done()
+        if worker not in self._starting:
+            return False
+        ready, since = self._starting[worker]
+        return SYSTEM.monotonic() - since < START_S and not RayCall(ready).done()
 
-    def first_done(self, calls: Mapping[str, Call[Any]], timeout_s: float) -> list[str]:
+    def first_done(self, calls: Mapping[str, Call[SessionResult]], timeout_s: float) -> list[str]:
         """See `Fleet`."""
-        deadline = time.monotonic() + timeout_s
-        crews = {name: call.calls if isinstance(call, CrewCall) else [call] for name, call in calls.items()}
-        of = {name: [c.reference for c in crew if isinstance(c, RayCall)] for name, crew in crews.items()}
-        every = [reference for references in of.values() for reference in references]
-        while every:  # one question for all of them: a call each would cost a large fleet seconds a look
-            ready, waiting = ray.wait(every, num_returns=len(every), timeout=0)
-            there, left = set(ready), deadline - time.monotonic()
-            if (done := [name for name in calls if there.issuperset(of[name])]) or left <= 0:
-                return done
-            ray.wait(waiting, num_returns=1, timeout=left)
-        return []
+        return first_done({name: call for name, call in calls.items() if isinstance(call, CombinedCall)}, timeout_s)
 
     def merge(self, names: Sequence[str]) -> MergeFacts:
         """See `Fleet`."""
-        facts, slices = start_merge([worker for name in names for worker in self.replicas[name].crew.values()])
+        facts, slices = start_merge([w for name in names for w in self.replicas[name].workers.handles.values()])
         try:
             merged: MergeFacts = answer(facts, CALL_S)[0]
         except CallFailed as error:
@@ -347,43 +331,43 @@ class RayFleet:
         """See `Fleet`."""
         self._on_workers("mark_published", within_s=KEEP_S)
 
-    def revert(self, which: str) -> None:
+    def revert(self, which: Literal["served", "initial"]) -> None:
         """See `Fleet`."""
         self._on_workers("revert", which)
 
     def export(self, version: int, dtype: str, acceptance: Sequence[float]) -> DrafterFile | None:
         """See `Fleet`."""
         self._on_workers("mark_exported")
-        worker = self.replicas[self.workers()[0]].worker
+        worker = self.replicas[self.workers()[0]].workers.first()
         exported: DrafterFile | None = answer(worker.export.remote(version, dtype, list(acceptance)), CALL_S)
         return exported
 
-    def save(self, directory: Path, provenance: DrafterProvenance) -> Call[Any]:
+    def save(self, directory: Path, provenance: DrafterProvenance) -> Call[None]:
         """See `Fleet`."""
         directory.parent.mkdir(parents=True, exist_ok=True)
-        worker = self.replicas[self.workers()[0]].worker
+        worker = self.replicas[self.workers()[0]].workers.first()
         return RayCall(worker.save.remote(str(directory.absolute()), provenance))
 
-    def _on_workers(self, method: str, *args: Any, within_s: float | None = None) -> dict[str, Any]:
+    def _on_workers(self, method: str, *args: object, within_s: float | None = None) -> dict[str, object]:
         """Call every spot worker and wait; the result by worker. A replica of which one died or hangs is restarted.
 
         Raises:
             CallFailed: one of them raised; its state may no longer be the others'.
         """
-        crews = {name: r.crew for name, r in self.replicas.items()}
-        calls = {name: getattr(worker, method).remote(*args) for name, worker in self._crews().items()}
+        called = {name: r.workers.handles for name, r in self.replicas.items()}
+        calls = {name: getattr(worker, method).remote(*args) for name, worker in self._handles().items()}
         done, gone = {}, set()
-        deadline = time.monotonic() + (CALL_S if within_s is None else within_s)
+        deadline = Deadline(CALL_S if within_s is None else within_s)
         for name, reference in calls.items():
             try:
-                done[name] = answer(reference, max(ANSWER_S, deadline - time.monotonic()))
+                done[name] = answer(reference, max(ANSWER_S, deadline.left()))
             except CallFailed as error:
                 if error.silent and (within_s is not None or self._starts(name)):
-                    continue  # it will do so when it can; one that hangs is found out when it is given something
+                    continue  # it does so when it can; one that hangs is noticed when hidden states are handed over
                 if not (error.died or error.silent):
                     raise
                 logger.warning("spot worker of %s died: %s", name, error)
-                gone.add(next(replica for replica, crew in crews.items() if name in crew))
+                gone.add(next(replica for replica, handles in called.items() if name in handles))
         # The trainer's thread may have replaced one meanwhile.
-        self.restart(sorted(name for name in gone if self.replicas[name].crew is crews[name]))
+        self.restart(sorted(name for name in gone if self.replicas[name].workers.handles is called[name]))
         return done

@@ -1,11 +1,14 @@
-"""Makes the TLT trainers known to verl under `tlt_<mode>`; the plugin calls it once verl's own are registered.
+"""Registers the TLT trainers with verl as `tlt_<mode>`; the plugin calls it once verl's own are registered.
 
-`idle.modes` says how they differ, `trainer.mixin` does the work. Here are the few calls whose form is a mode's own.
+`trainer.mixin` does the work, by the rules in `idle.modes`. Here is what only one mode's trainer has.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 
 
 def register_trainers() -> None:
@@ -25,7 +28,7 @@ def register_trainers() -> None:
 
         tlt_base_mode = "sync"
 
-        def get_llm_client(self) -> Any:
+        def get_llm_client(self) -> LLMServerClient:
             """verl's client, re-routing requests that a leaving replica rejects."""
             from verl_tlt.server.client import TLTLLMServerClient
 
@@ -37,7 +40,7 @@ def register_trainers() -> None:
 
         tlt_base_mode = "colocate_async"
 
-        def get_llm_client(self) -> Any:
+        def get_llm_client(self) -> LLMServerClient:
             """verl's resuming client, re-routing requests that a leaving replica rejects."""
             from verl_tlt.server.client import TLTFullyAsyncLLMServerClient
 
@@ -45,7 +48,7 @@ def register_trainers() -> None:
 
     @register_trainer("tlt_separate_async")
     class TLTTrainerSeparateAsync(TLTMixin, PPOTrainerSeparateAsync):
-        """verl's trainer with partial rollouts on devices of their own, with TLT; nobody leaves, so verl's client."""
+        """verl's trainer with partial rollouts on standalone replicas, with TLT; none leaves, so verl's own client."""
 
         tlt_base_mode = "separate_async"
 
@@ -55,8 +58,8 @@ def register_trainers() -> None:
 
             return TLTDetachActorWorker
 
-        def tlt_standalone(self) -> Any:
-            """Rollout has devices of its own."""
+        def tlt_standalone(self) -> LLMServerManager:
+            """verl's manager of the standalone replicas."""
             return self.standalone_server_manager
 
         def tlt_colocated_asleep(self) -> bool:

@@ -1,23 +1,75 @@
-"""What a TLT run is made of, read from verl's composed config once, on the driver, before any worker exists."""
+"""What a TLT run is made of, read from verl's composed config once, on the driver, before any worker exists.
+
+The drafter that a run starts with is resumed, given, or random. It is built here and handed to servers, which need it
+before the first weight sync, and to spot workers, so that both hold the same one.
+"""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf, open_dict
 
-from verl_tlt.config import TLTConfig, dtype_name
-from verl_tlt.drafter import files_digest, policy_shape
-from verl_tlt.idle.modes import RULES
+from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, TLTConfig, dtype_name
+from verl_tlt.drafter.policy import LONGEST_DRAFT
+from verl_tlt.idle.modes import MODE_RULES, ModeRule
+from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import RolloutSampling
-from verl_tlt.trainer.bootstrap import Start, first_drafter
 from verl_tlt.trainer.checkpoints import saved_drafter
-from verl_tlt.trainer.controller import RunFacts
-from verl_tlt.trainer.ray_fleet import SpotPlan
-from verl_tlt.trainer.sizes import with_sizes
+from verl_tlt.trainer.fleet import SpotPlan
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+MOST_BATCH_TOKENS = 4096
+"""As long as `tlt.buffer.window`: longer micro-batches would lengthen stops for nothing."""
+LOGIT_BYTES, MOST_LOGIT_BYTES = 20, 6 << 30
+"""Device bytes of one logit while a session trains or scores (`drafter.session_bytes`), and of all of them."""
+MEMORY_SHARE = 0.1
+"""Part of a node's memory that its buffers take together."""
+
+
+@dataclass(frozen=True)
+class FirstDrafter:
+    """The drafter that a run starts with."""
+
+    trainable: DrafterFile
+    """float32, for spot workers."""
+    served: DrafterFile
+    """In the rollout's dtype, for engines."""
+    aux_layers: tuple[int, ...]
+    origin: str
+    """One phrase for the log: where it came from."""
+    tokens_trained: int = 0
+    """By spot workers of this run before it was resumed."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the controller has to know of verl's configuration."""
+
+    rule: ModeRule
+    requests: int
+    """Requests of a rollout."""
+    dtype: str
+    """The rollout's, in which drafters are published."""
+    checkpoints: Path
+    """`trainer.default_local_dir`."""
+    prunes: bool
+    """Whether verl removes the policies of old checkpoints there."""
+    policy: str
+    """`actor_rollout_ref.model.path`, as the user gave it."""
+    data: str
+    data_sha256: str | None
+    temperature: float
+    gpus: int
+    """Of the trainer."""
+    shared: bool = False
+    """The replicas share a machine: without accelerators, one's work slows the others' down."""
 
 
 @dataclass(frozen=True)
@@ -26,20 +78,20 @@ class RunSetup:
 
     tlt: TLTConfig
     facts: RunFacts
-    start: Start
+    start: FirstDrafter
     spot: SpotPlan
     resume_from: Path | None
     """Directory of the drafter's checkpoint that the run goes on from."""
 
 
-def claim(config: Any, base_mode: str) -> TLTConfig:
+def claim(config: DictConfig, base_mode: str) -> TLTConfig:
     """Give verl's base classes the mode they know, and read TLT's settings from where the flag has put them."""
     with open_dict(config):
         config.trainer.v1.trainer_mode = base_mode
     return TLTConfig.from_dict(OmegaConf.to_container(config.actor_rollout_ref.rollout.custom.tlt, resolve=True))
 
 
-def prepare(config: Any, tlt: TLTConfig, base_mode: str) -> RunSetup:
+def prepare(config: DictConfig, tlt: TLTConfig, base_mode: str) -> RunSetup:
     """Build or load the first drafter, and gather what the run's parts have to know.
 
     Args:
@@ -52,13 +104,15 @@ def prepare(config: Any, tlt: TLTConfig, base_mode: str) -> RunSetup:
     """
     from verl.utils.fs import copy_to_local
 
+    from verl_tlt.drafter import policy_shape
+
     rollout, model, data = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, config.data
     policy_dir = copy_to_local(model.path, use_shm=model.get("use_shm", False))
     context = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     checkpoint, dtype = _resume_dir(config.trainer), dtype_name(rollout.dtype)
     start = first_drafter(tlt, policy_dir, dtype, context + tlt.speculation.longest, checkpoint)
     facts = RunFacts(
-        rule=RULES[base_mode],
+        rule=MODE_RULES[base_mode],
         requests=data.train_batch_size * rollout.n,
         dtype=dtype,
         checkpoints=Path(config.trainer.default_local_dir),
@@ -84,6 +138,87 @@ def prepare(config: Any, tlt: TLTConfig, base_mode: str) -> RunSetup:
     return RunSetup(tlt, facts, start, spot, saved_drafter(checkpoint))
 
 
+def first_drafter(
+    config: TLTConfig, policy_dir: str, dtype: str, context: int, resume_from: Path | None
+) -> FirstDrafter:
+    """Build or load the drafter.
+
+    Args:
+        config: all settings.
+        policy_dir: local Hugging Face directory of the policy.
+        dtype: the rollout's dtype, e.g. "bfloat16".
+        context: longest sequence of the rollout plus the longest draft, in tokens.
+        resume_from: a `global_step_N` directory being resumed, if any.
+
+    Raises:
+        verl_tlt.drafter.DrafterError: the given drafter does not fit, or may be another user's; one sentence naming
+            file and field.
+    """
+    from verl_tlt.drafter import (
+        build_drafter,
+        check_owner,
+        load_drafter,
+        policy_shape,
+        provenance,
+        to_drafter_file,
+    )
+
+    checkpoint = saved_drafter(resume_from)
+    acceptance: tuple[float, ...] = ()
+    version = tokens = 0
+    if checkpoint is not None:
+        model, origin = load_drafter(str(checkpoint), policy_dir, min_context=context), f"checkpoint {checkpoint}"
+        facts = provenance(checkpoint)
+        version, acceptance = int(facts.get("version", 0)), tuple(facts.get("acceptance", ()))
+        tokens = int(facts.get("tokens_trained", 0))
+    elif config.drafter.path:
+        check_owner(config.drafter.path)
+        model, origin = load_drafter(config.drafter.path, policy_dir, min_context=context), config.drafter.path
+        acceptance = tuple(provenance(config.drafter.path).get("acceptance", ()))
+    else:
+        shape = policy_shape(policy_dir)
+        model = build_drafter(
+            shape,
+            aux_layers=config.drafter.aux_layers,
+            intermediate_size=config.drafter.intermediate_size,
+            # The policy's own range, not this run's: a resumed run may be longer.
+            max_position_embeddings=max(context, shape.max_position_embeddings + LONGEST_DRAFT),
+            seed=config.drafter.seed,
+        )
+        origin = "a random head"
+        # Known without measuring: nothing is accepted, so the engines need not find out.
+        acceptance = (0.0,) * config.speculation.longest
+    aux_layers = tuple(model.config.eagle_aux_hidden_state_layer_ids)
+
+    def file(as_dtype: str) -> DrafterFile:
+        text, weights, fingerprint = to_drafter_file(model, as_dtype)
+        return DrafterFile(version, text, weights, fingerprint, acceptance)
+
+    return FirstDrafter(file("float32"), file(dtype), aux_layers, origin, tokens)
+
+
+def with_sizes(tlt: TLTConfig, vocabulary: int, accelerator: bool, node_bytes: float, workers: int) -> TLTConfig:
+    """The settings with `tlt.drafter.batch_tokens` and `tlt.buffer.max_mb` filled in.
+
+    Args:
+        tlt: all settings; what the user has set stays.
+        vocabulary: tokens of the policy's vocabulary.
+        accelerator: whether drafters train on one; else on the host's processor.
+        node_bytes: memory of the smallest node; 0: unknown.
+        workers: spot workers on a node.
+    """
+    rows, mb = BATCH_TOKENS, BUFFER_MB
+    if accelerator:
+        while rows < MOST_BATCH_TOKENS and 2 * rows * vocabulary * LOGIT_BYTES <= MOST_LOGIT_BYTES:
+            rows *= 2
+        mb = max(mb, int(MEMORY_SHARE * node_bytes / max(1, workers)) >> 20)
+    return replace(
+        tlt,
+        drafter=replace(tlt.drafter, batch_tokens=tlt.drafter.batch_tokens or rows),
+        buffer=replace(tlt.buffer, max_mb=tlt.buffer.max_mb or mb),
+    )
+
+
 def _node_bytes() -> float:
     """Memory of the smallest node of the cluster, as far as Ray may use it; 0: Ray does not say."""
     import ray
@@ -92,7 +227,7 @@ def _node_bytes() -> float:
     return min((node["Resources"].get("memory", 0.0) for node in nodes if node["Alive"]), default=0.0)
 
 
-def _resume_dir(trainer: Any) -> Path | None:
+def _resume_dir(trainer: DictConfig) -> Path | None:
     """The `global_step_N` directory that verl's `_load_checkpoint` is going to choose."""
     from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
@@ -104,7 +239,9 @@ def _resume_dir(trainer: Any) -> Path | None:
     return None
 
 
-def _data_digest(named: Any) -> str | None:
+def _data_digest(named: str | Sequence[str]) -> str | None:
     """Names the training data in the drafter's model card; None where it is not on this disk."""
+    from verl_tlt.drafter import files_digest
+
     files = [Path(str(f)) for f in ([named] if isinstance(named, str) else named)]
     return files_digest(files) if all(f.is_file() for f in files) else None

@@ -9,15 +9,15 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from verl_tlt.config import TLTConfig
-from verl_tlt.idle.planner import PhaseAccount, together
+from verl_tlt.idle.planner import PhaseAccount, combined
 from verl_tlt.idle.tap_budget import Bubble
 from verl_tlt.messages.rollout import DrafterStatus, EngineStats
-from verl_tlt.messages.training import SessionResult, TappedStates
+from verl_tlt.messages.training import TappedStates
 from verl_tlt.trace.events import Publish, Reload, Session, TraceWriter
 from verl_tlt.trace.line import step_line
 from verl_tlt.trace.metrics import StepObservations, step_metrics
 from verl_tlt.trainer.drafter_update import DrafterUpdate
-from verl_tlt.trainer.watch import Ended, PhaseReport
+from verl_tlt.trainer.watch import EndedSession, PhaseReport
 
 DISTRIBUTIONS = ("verl-tlt", "verl", "vllm", "torch", "ray", "transformers", "speculators")
 
@@ -76,7 +76,7 @@ class StepLog:
     def sampled(self, step: int, report: PhaseReport) -> None:
         """A sampling phase is over; an asynchronous step may have several."""
         end = report.account.end
-        self._account = together(self._account, report.account)
+        self._account = combined(self._account, report.account)
         self._charge("stop", report.stop_s)
         start = report.first_dispatch or end
         self.trace.emit("phase", step=step, name="rollout", start=start, end=end)
@@ -121,7 +121,7 @@ class StepLog:
             t=time.time(),
             step=step,
             version=version,
-            decision=learned.decision,  # type: ignore[arg-type]
+            decision=learned.decision,
             reason=learned.reason,
             gain=learned.gain,
             gain_low=learned.gain_low,
@@ -171,12 +171,9 @@ class StepLog:
         return tlt
 
 
-def _session(step: int, ended: Ended) -> Session:
-    result = vars(ended.result or SessionResult("stopped"))
-    if ended.error:
-        result = {**result, "outcome": "failed"}
+def _session(step: int, ended: EndedSession) -> Session:
     return Session(
-        **{**result, "scores": None},
+        **{**vars(ended.result), "scores": None},
         t=time.time(),
         step=step,
         replica=ended.replica,

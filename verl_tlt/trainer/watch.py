@@ -1,23 +1,21 @@
 """One sampling phase, watched from a thread: looks at the fleet, asks the planner, carries out its commands.
 
-All decisions are the planner's (`idle.replica_idle`, `idle.trainer_idle`). This file only turns its commands into Ray
-calls and their results back into reports, and keeps what happened for metrics and trace. An error in here ends spot
-training for the phase and nothing else; whoever left the balancer comes back with the weight sync.
+All decisions are the planner's (`idle.replica_idle`, `idle.trainer_idle`). This file only turns its commands into calls
+of the fleet and their results back into reports, and keeps what happened for metrics and trace. An error in here ends
+spot training for the phase and nothing else; whoever left the balancer comes back with the weight sync.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from verl_tlt.idle.planner import (
     Command,
     LeaveBalancer,
     PhaseAccount,
-    Planner,
     Rejoin,
     StartTraining,
     StopTraining,
@@ -25,10 +23,15 @@ from verl_tlt.idle.planner import (
     WakeUp,
     next_pause,
 )
+from verl_tlt.idle.replica_idle import ReplicaIdlePlanner
+from verl_tlt.idle.trainer_idle import TrainerIdlePlanner
 from verl_tlt.messages.training import SessionResult
 from verl_tlt.trace.events import TraceWriter
+from verl_tlt.trainer.clock import SYSTEM, Clock, Deadline
 from verl_tlt.trainer.fleet import Call, CallFailed, Fleet
-from verl_tlt.trainer.pending_work import PendingWork
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +42,71 @@ LOAD_LINE_S = 0.5e-3
 LOOK_S = 60.0
 """A look takes milliseconds; when sampling ends, the trainer waits at most this for one that hangs."""
 
+Planner = ReplicaIdlePlanner | TrainerIdlePlanner
+
+
+@dataclass(frozen=True)
+class PendingWork:
+    """What the trainer knows about work still to come in a sampling phase."""
+
+    pending: int = 0
+    """Groups that no agent loop has taken up yet."""
+    open_loops: int = 0
+    """Groups whose agent loops may send another turn; always 0 where responses have one turn."""
+    refill_possible: bool = False
+    """Sampling may still ask for more groups, in a way that is known beforehand."""
+
+
+class BufferWatch:
+    """The pending work, counted from verl's replay buffer (`verl/trainer/ppo/v1/replay_buffer.py`).
+
+    verl's buffer empties its sets, asks TransferQueue and fills them again, while the watch reads them from another
+    thread: in between nothing seems to be pending, and a replica might leave that the next turn needs. So the counts
+    are taken right after each of its looks, and replaced at once.
+
+    Args:
+        buffer: verl's, or a custom sampler derived from it. Of any other nothing is known, so no replica may leave.
+        multi_turn: whether a response may take several requests.
+        wanted: groups that one sampling takes.
+    """
+
+    def __init__(self, buffer: ReplayBuffer, *, multi_turn: bool, wanted: int) -> None:
+        self._buffer, self._multi_turn, self._wanted = buffer, multi_turn, wanted
+        look = getattr(buffer, "_sync_metadata_from_transfer_queue", None)
+        if look is None:
+            logger.warning("%s does not say what may still arrive, so no replica leaves early.", type(buffer).__name__)
+            self._counted = PendingWork(refill_possible=True)
+            return
+        self._counted = self._count()
+
+        def look_and_count() -> None:
+            look()
+            self._counted = self._count()
+
+        buffer._sync_metadata_from_transfer_queue = look_and_count
+
+    def __call__(self) -> PendingWork:
+        return self._counted
+
+    def _count(self) -> PendingWork:
+        buffer = self._buffer
+        # DAPO replaces groups until enough are left; the buffer has put filtered ones aside before each look.
+        refills = buffer.filter_groups_metric is not None or buffer.sync_refill_failed_groups
+        return PendingWork(
+            pending=len(buffer.pending_keys["train"]),
+            open_loops=len(buffer.running_keys["train"]) if self._multi_turn else 0,
+            refill_possible=refills and len(buffer.finished_keys["train"]) < self._wanted,
+        )
+
 
 @dataclass
-class Ended:
+class EndedSession:
     """A session that is over, on the trainer's clock (unix seconds)."""
 
     replica: str
     start: float
     end: float
-    result: SessionResult | None
+    result: SessionResult = field(default_factory=lambda: SessionResult("failed"))
     error: str | None = None
     stop_latency_s: float | None = None
 
@@ -57,7 +116,7 @@ class PhaseReport:
     """What one sampling phase brought."""
 
     account: PhaseAccount
-    sessions: list[Ended] = field(default_factory=list)
+    sessions: list[EndedSession] = field(default_factory=list)
     killed: list[str] = field(default_factory=list)
     stop_s: float = 0.0
     """Seconds the trainer waited for workers to stop."""
@@ -76,6 +135,7 @@ class SamplingWatch:
         trace: where load and idle events go.
         step: the RL step, for the trace.
         recall: whether a replica that leaves keeps its weights, so that it can be called back.
+        clock: runs the watch's thread, too.
     """
 
     def __init__(
@@ -87,18 +147,20 @@ class SamplingWatch:
         trace: TraceWriter,
         step: int,
         recall: bool = False,
+        clock: Clock = SYSTEM,
     ) -> None:
-        self.fleet, self.planner, self.pending_work = fleet, planner, pending_work
+        self.fleet, self.planner, self.pending_work, self._clock = fleet, planner, pending_work, clock
         self.poll_s, self.trace, self.step, self._recall = poll_s, trace, step, recall
-        self._running: dict[str, tuple[Call[SessionResult], float]] = {}  # by replica: (call, start)
-        self._report = PhaseReport(planner.account(time.time()))
-        self._end = threading.Event()
-        self._turn = threading.Lock()  # a recall comes from the trainer's thread, while this one looks
+        self.running: dict[str, tuple[Call[SessionResult], float]] = {}
+        """Sessions by replica: (call, start)."""
+        self.report = PhaseReport(planner.account(clock.time()))
+        """So far; `finish` returns it."""
+        self._end = clock.event()
+        self._turn = clock.lock()  # a recall comes from the trainer's thread, while this one looks
         self._load: dict[str, int] = {}
         self._written: dict[str, int] = {}  # of the load, to the trace
         self._write_at = 0.0
-        self._thread = threading.Thread(target=self._watch, name="tlt-sampling-watch", daemon=True)
-        self._thread.start()
+        self._thread = clock.start(self._watch, "tlt-sampling-watch")
 
     # ------------------------------------------------------------------ the thread
 
@@ -109,30 +171,30 @@ class SamplingWatch:
                 with self._turn:
                     pause = next_pause(pause, self.poll_s, self._look())
         except Exception as error:  # sampling goes on without spot training
-            self._report.error = f"{type(error).__name__}: {error}"
+            self.report.error = f"{type(error).__name__}: {error}"
             logger.exception("spot training stops for this sampling phase")
 
     def _look(self) -> bool:
         """Returns whether anything has changed since the last look."""
-        load, now, work = self.fleet.inflight(), time.time(), self.pending_work()
+        load, now, work = self.fleet.inflight(), self._clock.time(), self.pending_work()
         changed = load != self._load
         if changed:
             self._load = load
-            if self._report.first_dispatch is None and any(load.values()):
-                self._report.first_dispatch = now
+            if self.report.first_dispatch is None and any(load.values()):
+                self.report.first_dispatch = now
         if load != self._written and now >= self._write_at:
             self._write_load(now)
         commands = self.planner.observe(now, load, work.pending, work.open_loops, work.refill_possible)
         for lost in [command.replica for command in commands if isinstance(command, Rejoin)]:
             logger.warning("the load balancer had lost replica %s; it is put back", lost)
         self._do(commands)
-        calls = {name: call for name, (call, _) in self._running.items()}
+        calls = {name: call for name, (call, _) in self.running.items()}
         over = self.fleet.first_done(calls, 0.0) if calls else []
         for name in over:
             if self._collect(name).error is None:
-                self._do(self.planner.done(name, time.time()))
+                self.planner.done(name, self._clock.time())
             else:
-                self._do(self.planner.failed(name, time.time()))
+                self._do(self.planner.failed(name, self._clock.time()))
         return changed or bool(commands) or bool(over)
 
     def _write_load(self, now: float) -> None:
@@ -148,37 +210,43 @@ class SamplingWatch:
     def _carry_out(self, command: Command) -> list[Command]:
         name = command.replica
         match command:
-            case LeaveBalancer():
-                self.fleet.leave(name)
-                return self.planner.left(name)
-            case Rejoin():
-                self.fleet.join([name])
-                return []
-            case TrySleep():
-                try:
-                    slept = self.fleet.try_sleep(name, keep_weights=self._recall)
-                except CallFailed as error:
-                    logger.warning("replica %s did not answer whether it may sleep: %s", name, error)
-                    return self.planner.failed(name, time.time())
-                return self.planner.slept(name) if slept else self.planner.refused(name, time.time())
             case StartTraining():
-                self._running[name] = (self.fleet.train(name), time.time())
-                return self.planner.training(name, time.time())
+                self.running[name] = (self.fleet.train(name), self._clock.time())
+                self.planner.training(name, self._clock.time())
+                return []
             case StopTraining():
                 return []  # `_stop` stops them together
-            case WakeUp():
-                try:
-                    self.fleet.wake_up(name)
-                except CallFailed as error:
-                    logger.error("replica %s could not be called back before the weight sync: %s", name, error)
-                    return self.planner.failed(name, time.time())
-                return self.planner.awake(name, time.time())
-        raise AssertionError(command)
+            case Rejoin():
+                self.fleet.rejoin([name])
+                return []
+            case LeaveBalancer() | TrySleep() | WakeUp():
+                assert isinstance(self.planner, ReplicaIdlePlanner), "only its replicas leave"
+                return self._leave_or_return(command, self.planner)
 
-    def _collect(self, name: str, stop_latency_s: float | None = None) -> Ended:
+    def _leave_or_return(
+        self, command: LeaveBalancer | TrySleep | WakeUp, planner: ReplicaIdlePlanner
+    ) -> list[Command]:
+        name = command.replica
+        if isinstance(command, LeaveBalancer):
+            self.fleet.leave(name)
+            return planner.left(name)
+        try:
+            if isinstance(command, WakeUp):
+                self.fleet.wake_up(name)
+                return planner.awake(name, self._clock.time())
+            slept = self.fleet.try_sleep(name, keep_weights=self._recall)
+        except CallFailed as error:
+            if isinstance(command, WakeUp):
+                logger.error("replica %s could not be called back before the weight sync: %s", name, error)
+            else:
+                logger.warning("replica %s did not answer whether it may sleep: %s", name, error)
+            return planner.failed(name, self._clock.time())
+        return planner.slept(name) if slept else planner.refused(name, self._clock.time())
+
+    def _collect(self, name: str, stop_latency_s: float | None = None) -> EndedSession:
         """The result of a session that has ended, however it ended."""
-        call, start = self._running.pop(name)
-        ended = Ended(name, start, time.time(), None, stop_latency_s=stop_latency_s)
+        call, start = self.running.pop(name)
+        ended = EndedSession(name, start, self._clock.time(), stop_latency_s=stop_latency_s)
         try:
             ended.result = call.result(ANSWER_S)
         except CallFailed as error:
@@ -186,14 +254,16 @@ class SamplingWatch:
             logger.warning("spot training on %s failed: %s", name, error)
             if error.died:
                 self.fleet.restart([name])
-        self._report.sessions.append(ended)
+        self.report.sessions.append(ended)
         return ended
 
     # ------------------------------------------------------------------ the trainer's thread
 
     def recall(self, stop_timeout_s: float) -> None:
         """More requests are about to be sent: whoever has left is called back first, and then serves again."""
-        start = time.time()
+        if not isinstance(self.planner, ReplicaIdlePlanner):
+            return  # nobody leaves
+        start = self._clock.time()
         if not self._turn.acquire(timeout=LOOK_S):
             raise CallFailed(f"a look at the fleet took longer than {LOOK_S:.0f} s")
         try:
@@ -202,49 +272,45 @@ class SamplingWatch:
             self._do([c for c in commands if not isinstance(c, StopTraining)])
         finally:
             self._turn.release()
-        self._report.stop_s += time.time() - start
+        self.report.stop_s += self._clock.time() - start
 
     def finish(self, stop_timeout_s: float) -> PhaseReport:
         """End of sampling: stop what trains, wait at most `stop_timeout_s`, kill what does not answer."""
-        start = time.time()
+        start = self._clock.time()
         self._end.set()
         self._thread.join(LOOK_S)
         if self._load != self._written:
             self._write_load(start)
-        if self._thread.is_alive():  # a call that does not come back; what it will say is nobody's business any more
-            self._report.error = f"a look at the fleet took longer than {LOOK_S:.0f} s"
-            logger.error("the end of sampling goes on without its watch: %s", self._report.error)
-        self._stop([c.replica for c in self.planner.end(time.time())], stop_timeout_s)
-        self._kill(list(self._running), stop_timeout_s)
-        self._report.stop_s += time.time() - start
-        self._report.account = self.planner.account(time.time())
-        return self._report
+        if self._thread.is_alive():  # a call that does not come back, and whose answer matters no more
+            self.report.error = f"a look at the fleet took longer than {LOOK_S:.0f} s"
+            logger.error("the end of sampling goes on without its watch: %s", self.report.error)
+        self._stop([c.replica for c in self.planner.end(self._clock.time())], stop_timeout_s)
+        self._kill(list(self.running), stop_timeout_s)
+        self.report.stop_s += self._clock.time() - start
+        self.report.account = self.planner.account(self._clock.time())
+        return self.report
 
     def _stop(self, names: list[str], stop_timeout_s: float) -> None:
         """Stop these sessions together; those that have not answered in time are killed."""
-        start = time.time()
-        stopping = [name for name in names if name in self._running]
+        start, deadline = self._clock.time(), Deadline(stop_timeout_s, self._clock)
+        stopping = [name for name in names if name in self.running]
         for name in stopping:
             self.fleet.stop(name)
-        deadline = start + stop_timeout_s
-        while waiting := [n for n in stopping if n in self._running]:
-            left = deadline - time.time()
-            if left <= 0:
-                break
-            for name in self.fleet.first_done({n: self._running[n][0] for n in waiting}, left):
-                now = time.time()
+        while (waiting := [n for n in stopping if n in self.running]) and (left := deadline.left()) > 0.0:
+            for name in self.fleet.first_done({n: self.running[n][0] for n in waiting}, left):
+                now = self._clock.time()
                 if self._collect(name, stop_latency_s=now - start).error is None:
                     self.planner.stopped(name, now)
                 else:
                     self.planner.failed(name, now)
-        self._kill([name for name in stopping if name in self._running], stop_timeout_s)
+        self._kill([name for name in stopping if name in self.running], stop_timeout_s)
 
     def _kill(self, names: list[str], stop_timeout_s: float) -> None:
         self.fleet.restart(names)
         error = f"did not stop within {stop_timeout_s} s and was killed"
         for name in names:
             logger.warning("spot training on %s failed: it %s", name, error)
-            _, begin = self._running.pop(name)
-            self.planner.failed(name, time.time())
-            self._report.killed.append(name)
-            self._report.sessions.append(Ended(name, begin, time.time(), None, error=error))
+            _, begin = self.running.pop(name)
+            self.planner.failed(name, self._clock.time())
+            self.report.killed.append(name)
+            self.report.sessions.append(EndedSession(name, begin, self._clock.time(), error=error))

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from verl_tlt.actor import verifier_capture
 from verl_tlt.actor.verifier_capture import VerifierCapture
 from verl_tlt.drafter import from_numpy16
-from verl_tlt.trainer.routes import captors
+from verl_tlt.trainer.shard_routes import capture_ranks
 
 VOCABULARY, HIDDEN = 200, 16
 PARTS = {"model.embed_tokens.weight": "embed", "model.norm.weight": "norm", "lm_head.weight": "lm_head"}
@@ -51,7 +51,7 @@ def stored(arrays):
     ],
 )
 def test_one_rank_of_a_node_copies_and_every_replica_has_a_source(replicas, nodes, copies):
-    sources = captors(replicas, nodes)
+    sources = capture_ranks(replicas, nodes)
     assert all(nodes[sources[name]] == nodes[own[0]] for name, own in replicas.items())
     captures = [VerifierCapture(torch.bfloat16, stored) for _ in nodes]
     params = policy()

@@ -8,7 +8,7 @@ from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import DrafterError, save_drafter
 from verl_tlt.drafter.check import check_owner
 from verl_tlt.ownership import foreign
-from verl_tlt.trainer.bootstrap import first_drafter
+from verl_tlt.trainer.run_setup import first_drafter
 
 
 def test_another_users_is_refused(everybodys, give_away, policy_dir, drafter):

@@ -24,7 +24,7 @@ from verl_tlt.drafter import (
     save_drafter,
 )
 from verl_tlt.drafter.hub import NotHereError, folder, is_name
-from verl_tlt.trainer.bootstrap import first_drafter
+from verl_tlt.trainer.run_setup import first_drafter
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from verl_tlt.drafter import (
     save_drafter,
     serving_tensors,
 )
-from verl_tlt.trainer.bootstrap import first_drafter
+from verl_tlt.trainer.run_setup import first_drafter
 
 H, DV = 32, 20
 FLAT = dict(  # the fields of SpecForge's configs/qwen3-*-eagle3.json

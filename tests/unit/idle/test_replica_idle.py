@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from verl_tlt.idle.planner import LeaveBalancer, Rejoin, StartTraining, StopTraining, TrySleep, together
+from verl_tlt.idle.planner import LeaveBalancer, Rejoin, StartTraining, StopTraining, TrySleep, combined
 from verl_tlt.idle.replica_idle import FIRST_RETRY_S, LONGEST_RETRY_S, ReplicaIdlePlanner, State
 
 
@@ -30,7 +30,7 @@ def trained(p, replica="a", now=2.0):
     """Take an idle replica all the way to TRAINING."""
     assert p.left(replica) == [TrySleep(replica)]
     assert p.slept(replica) == [StartTraining(replica)]
-    assert p.training(replica, now) == []
+    p.training(replica, now)
     return p
 
 
@@ -133,7 +133,7 @@ def test_a_draining_replica_does_not_count_as_the_busy_one():
     assert settle(p, {"a": 1, "b": 0}, now=2.0) == []
 
 
-def test_two_leave_together_when_a_third_works():
+def test_two_leave_combined_when_a_third_works():
     p = loaded(planner(("a", "b", "c"), expected_requests=12), a=4, b=4, c=4)
     assert settle(p, {"a": 0, "b": 0, "c": 1}) == [LeaveBalancer("a"), LeaveBalancer("b")]
 
@@ -372,9 +372,9 @@ def test_random_fleets_are_never_starved(seed):
                         commands += p.slept(n)
                 case StartTraining(n):
                     assert n in asleep
-                    commands += p.failed(n, now) if rng.random() < 0.1 else p.training(n, now)
+                    commands += p.failed(n, now) if rng.random() < 0.1 else p.training(n, now) or []
                 case StopTraining(n):
-                    commands += p.stopped(n, now)
+                    p.stopped(n, now)
                 case Rejoin(n):
                     assert n not in asleep
                     serving.add(n)
@@ -413,7 +413,7 @@ def test_a_replica_that_the_balancer_lost_comes_back_and_is_counted():
     assert p.observe(1.1, {"a": 0}, pending=0) == [Rejoin("b")]
     account = p.account(2.0)
     assert account.lost == 2
-    assert together(together(None, account), account).lost == 4
+    assert combined(combined(None, account), account).lost == 4
 
 
 def test_a_replica_may_leave_the_moment_it_has_settled():

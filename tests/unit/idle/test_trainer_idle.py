@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_tlt.idle.planner import StartTraining, StopTraining, together
+from verl_tlt.idle.planner import StartTraining, StopTraining, combined
 from verl_tlt.idle.trainer_idle import TrainerIdlePlanner
 
 BUSY = {"standalone": 9}
@@ -53,7 +53,7 @@ def test_a_failed_session_is_not_tried_again_in_this_wait(planner):
     assert planner.account(11.0).used_s["a"] == pytest.approx(0.2)
 
 
-def test_a_worker_without_a_place_is_refused():
+def test_a_worker_of_an_unknown_replica_is_refused():
     with pytest.raises(ValueError, match="'c'"):
         TrainerIdlePlanner(["a"], begin=0.0, settle_s=0.0, spot_workers=["c"])
 
@@ -63,7 +63,7 @@ def test_the_waits_of_one_step_add_up(planner):
     first = planner.account(11.0)
     second = TrainerIdlePlanner(["b"], begin=20.0, settle_s=0.1, spot_workers=[])
     second.end(23.0)
-    both = together(together(None, first), second.account(23.0))
+    both = combined(combined(None, first), second.account(23.0))
     assert both.bubble_s == pytest.approx({"a": 1.0, "b": 4.0})
     assert both.end == 23.0 and set(both.obstacles) == {"b"}
 
@@ -71,10 +71,3 @@ def test_the_waits_of_one_step_add_up(planner):
 def test_training_may_start_the_moment_the_wait_has_settled():
     planner = TrainerIdlePlanner(["a"], begin=8.0, settle_s=0.25, spot_workers=["a"])
     assert planner.observe(8.25, BUSY, pending=0) == [StartTraining("a")]
-
-
-def test_what_is_only_reported_asks_for_nothing(planner):
-    planner.observe(10.2, BUSY, pending=0)
-    assert planner.training("a", 10.2) == planner.done("a", 10.3) == planner.stopped("a", 10.4) == []
-    assert planner.failed("b", 10.3) == planner.left("a") == planner.slept("a") == []
-    assert planner.refused("a", 10.5) == planner.awake("a", 10.5) == []

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from verl_tlt.config import TLTConfig
 from verl_tlt.messages.training import RolloutSampling
 from verl_tlt.spot_worker.worker import SpotWorker
-from verl_tlt.trainer.bootstrap import first_drafter
 from verl_tlt.trainer.checkpoints import saved_drafter
+from verl_tlt.trainer.run_setup import first_drafter
 
 HIDDEN, VOCABULARY, WIDTH = 32, 24, 24
 POLICY = {

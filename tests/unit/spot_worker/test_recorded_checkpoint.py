@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from tiny_learner import CONFIG, RolloutSampling, texts, verifier_arrays
 
 from verl_tlt.spot_worker.learner import SpotLearner
-from verl_tlt.trainer.bootstrap import first_drafter
 from verl_tlt.trainer.checkpoints import saved_drafter
+from verl_tlt.trainer.run_setup import first_drafter
 
 RECORDED = Path(__file__).parent / "recorded_checkpoint"
 

@@ -9,7 +9,7 @@ from verl_tlt.drafter import load_training_state
 from verl_tlt.messages.training import DrafterProvenance
 from verl_tlt.spot_worker.learner import SpotLearner
 from verl_tlt.spot_worker.resume import checksum, checksums, moments
-from verl_tlt.trainer.bootstrap import first_drafter
+from verl_tlt.trainer.run_setup import first_drafter
 
 FACTS = DrafterProvenance(1, 3, "policy", "data", None, "hass", 1.0, (0.5, 0.4, 0.3), 1234)
 

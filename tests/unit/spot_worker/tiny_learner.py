@@ -10,7 +10,7 @@ from verl_tlt.drafter import TrainingSequence
 from verl_tlt.messages.training import RolloutSampling, VerifierArrays
 from verl_tlt.spot_worker.learner import SpotLearner
 from verl_tlt.spot_worker.merge import average_slice
-from verl_tlt.trainer.bootstrap import first_drafter
+from verl_tlt.trainer.run_setup import first_drafter
 
 HIDDEN, VOCABULARY = 32, 24
 POLICY = {

@@ -1,19 +1,25 @@
-"""A controller with a fleet of plain objects, at the end of its set-up."""
+"""A controller with a fleet of plain objects and a clock of its own, at the end of its set-up."""
 
 import pytest
+from fake_clock import FakeClock
 from fake_fleet import FakeFleet
-from rl_steps import FIRST, STOP_S
+from rl_steps import FIRST, POLL_S, STOP_S
 
 from verl_tlt.config import TLTConfig
-from verl_tlt.idle.modes import RULES
+from verl_tlt.idle.modes import MODE_RULES
 from verl_tlt.trace.events import TraceWriter
-from verl_tlt.trainer.bootstrap import Start
-from verl_tlt.trainer.controller import Controller, RunFacts
-from verl_tlt.trainer.pending_work import PendingWork
+from verl_tlt.trainer.controller import Controller
+from verl_tlt.trainer.run_setup import FirstDrafter, RunFacts
+from verl_tlt.trainer.watch import PendingWork
 
 
 @pytest.fixture
-def run(tmp_path):
+def clock():
+    return FakeClock()
+
+
+@pytest.fixture
+def run(tmp_path, clock):
     """Build a controller with its fleet; both are at the end of their set-up."""
     built = []
 
@@ -32,18 +38,18 @@ def run(tmp_path):
                 "trace": {"dir": str(tmp_path / "trace")},
                 "drafter": {"save_dir": str(tmp_path / "drafter")},
                 "buffer": {"min_tokens": 100},
-                "spot": {"settle_s": 0.0, "poll_s": 0.005, "stop_timeout_s": STOP_S},
+                "spot": {"settle_s": 0.0, "poll_s": POLL_S, "stop_timeout_s": STOP_S},
                 "speculation": speculation,
             }
         )
-        fleet = fleet or FakeFleet(*names, standalone=standalone)
+        fleet = fleet or FakeFleet(*names, standalone=standalone, clock=clock)
         facts = RunFacts(
-            rule=RULES[mode], requests=8, dtype="bfloat16", checkpoints=tmp_path / "ckpt", prunes=prunes,
+            rule=MODE_RULES[mode], requests=8, dtype="bfloat16", checkpoints=tmp_path / "ckpt", prunes=prunes,
             policy="policy", data="data", data_sha256=None, temperature=1.0, gpus=2, shared=shared,
         )  # fmt: skip
-        start = Start(FIRST, FIRST, (2, 4, 6), "a test")
-        trace = TraceWriter(str(tmp_path / "trace"), "trainer")
-        controller = Controller(tlt, facts, start, fleet, trace, PendingWork)
+        start = FirstDrafter(FIRST, FIRST, (2, 4, 6), "a test")
+        trace = TraceWriter(str(tmp_path / "trace"), "trainer", clock.time)
+        controller = Controller(tlt, facts, start, fleet, trace, PendingWork, clock)
         controller.before_first_sync(0, resume_from)
         fleet.sync()
         controller.after_first_sync(0)

@@ -1,12 +1,11 @@
 """A fleet of plain objects, for driving the controller through whole RL steps: no Ray, no engines, no arrays.
 
 It keeps the promises of `trainer.fleet.Fleet` and notes every call. What goes wrong is set by the test: `broken` makes
-a method raise, `deaf` and `stop_s` change how sessions end, `merge_gate` holds merges back. A version waits for the
-first session to score it, as after a merge, unless `unjudged` is unset.
+a method raise, `deaf` and `stop_s` change how sessions end, `merge_gate` holds merges back. A candidate waits for the
+first session to score it, as after a merge, unless `to_judge` is unset.
 """
 
 import threading
-import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ import numpy as np
 
 from verl_tlt.messages.rollout import Calibration, DrafterFile, DrafterStatus
 from verl_tlt.messages.training import BufferStats, HeldOutScores, MergeFacts, SessionResult, TappedStates
-from verl_tlt.trainer.fleet import CallFailed, Place
+from verl_tlt.trainer.clock import SYSTEM, Deadline
+from verl_tlt.trainer.fleet import CallFailed, ReplicaInfo
 
 K = 3
 
@@ -23,8 +23,8 @@ K = 3
 class FakeCall:
     """See `fleet.Call`."""
 
-    def __init__(self) -> None:
-        self._event, self._value = threading.Event(), None
+    def __init__(self, clock: Any = SYSTEM) -> None:
+        self._event, self._value = clock.event(), None
 
     def end(self, value: Any) -> None:
         self._value = value
@@ -50,8 +50,9 @@ def ended(value: Any) -> FakeCall:
 class FakeFleet:
     """See `fleet.Fleet`."""
 
-    def __init__(self, *names: str, standalone: Collection[str] = ()) -> None:
-        self.places = {name: Place(name, name not in standalone) for name in names}
+    def __init__(self, *names: str, standalone: Collection[str] = (), clock: Any = SYSTEM) -> None:
+        self.clock = clock
+        self.replicas = {name: ReplicaInfo(name, name not in standalone) for name in names}
         self.calls: list[tuple] = []
         self.stats: dict[str, Any] = {}
         self.load = dict.fromkeys(names, 0)
@@ -69,7 +70,7 @@ class FakeFleet:
         self.tap_tokens: list[int] = []
         self.sessions: dict[str, FakeCall] = {}
         self.stop_s = 0.0
-        self.unjudged = True
+        self.to_judge = True
         self.on_device: set[str] = set()
         self.warming: dict[str, FakeCall] = {}
         self.candidate_acceptance = 0.6
@@ -93,8 +94,8 @@ class FakeFleet:
         self._call("leave", name)
         self.balancer.discard(name)
 
-    def join(self, names: Collection[str]) -> None:
-        self._call("join", tuple(names))
+    def rejoin(self, names: Collection[str]) -> None:
+        self._call("rejoin", tuple(names))
         self.balancer |= set(names)
 
     def try_sleep(self, name: str, keep_weights: bool) -> bool:
@@ -121,7 +122,7 @@ class FakeFleet:
         """The weight sync: everybody wakes up and loads what is staged."""
         self.asleep.clear()
         if self.staged:
-            self.loaded = dict.fromkeys(self.places, self.staged[-1].version)
+            self.loaded = dict.fromkeys(self.replicas, self.staged[-1].version)
 
     def drafter_statuses(self) -> dict[str, DrafterStatus]:
         self._call("drafter_statuses")
@@ -146,7 +147,7 @@ class FakeFleet:
         return self.untapped
 
     def workers(self) -> list[str]:
-        return [name for name, place in self.places.items() if place.colocated] if self._spot else []
+        return [name for name, info in self.replicas.items() if info.colocated] if self._spot else []
 
     def take(self, train_next: bool, tokens: int) -> list[TappedStates]:
         self._call("take", train_next)
@@ -167,7 +168,7 @@ class FakeFleet:
         self._call("train", name)
         assert name in self.asleep or not self.load[name], "it trains on a device that decodes"
         self.on_device.add(name)
-        call = self.sessions[name] = FakeCall()
+        call = self.sessions[name] = FakeCall(self.clock)
         if error := self.broken.get(f"session of {name}"):
             call.end(error)
         return call
@@ -175,12 +176,12 @@ class FakeFleet:
     def stop(self, name: str) -> None:
         self._call("stop", name)
         if name not in self.deaf:
-            threading.Timer(self.stop_s, self._end, [name]).start() if self.stop_s else self._end(name)
+            self.clock.later(self.stop_s, lambda: self._end(name)) if self.stop_s else self._end(name)
 
     def _end(self, name: str) -> None:
         """A session begins with the scores of what was merged before it."""
-        scores = self._scores() if self.unjudged else None
-        self.unjudged = False
+        scores = self._scores() if self.to_judge else None
+        self.to_judge = False
         self.on_device.discard(name)
         self.sessions[name].end(SessionResult("stopped", steps=20, tokens=5000, scores=scores))
 
@@ -189,15 +190,15 @@ class FakeFleet:
         self.on_device -= set(names)
 
     def first_done(self, calls: Mapping[str, FakeCall], timeout_s: float) -> list[str]:
-        deadline = time.time() + timeout_s
-        while not (done := [name for name, call in calls.items() if call.done()]) and time.time() < deadline:
-            time.sleep(0.001)
+        deadline = Deadline(timeout_s, self.clock)
+        while not (done := [name for name, call in calls.items() if call.done()]) and deadline.left() > 0:
+            self.clock.event().wait(0.001)
         return done
 
     def merge(self, names: Sequence[str]) -> MergeFacts:
         self._call("merge", tuple(names))
         assert self.merge_gate.wait(30)
-        self.unjudged = True
+        self.to_judge = True
         return MergeFacts(tokens=5000, included=tuple(names))
 
     def _scores(self) -> HeldOutScores:

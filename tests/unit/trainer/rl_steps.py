@@ -1,38 +1,40 @@
-"""Whole RL steps, hook by hook, with a fleet of plain objects."""
+"""Whole RL steps, hook by hook, with a fleet of plain objects and a clock on which they take no time."""
 
-import time
+import concurrent.futures
 from contextlib import contextmanager
 
 from verl_tlt.messages.rollout import DrafterFile
 
 FIRST = DrafterFile(0, "{}", b"", "f0", (0.0, 0.0, 0.0))
-STOP_S = 0.3
-
-
-def until(condition, seconds=120.0):
-    deadline = time.time() + seconds
-    while not condition():
-        assert time.time() < deadline, "it did not happen in time"
-        time.sleep(0.002)
+STOP_S, POLL_S = 0.3, 0.005
+LOOKS_S = 50 * POLL_S
+"""In which the fleet is looked at several times, however long nothing has changed."""
 
 
 @contextmanager
 def sampling(controller, fleet, step, *, idle="b"):
-    """A sampling phase: both decode, then `idle` runs dry; inside, `a` still decodes."""
+    """A sampling phase: all decode, then `idle` runs dry; inside, that has been seen."""
     controller.sample_begin(step)
-    fleet.load |= dict.fromkeys(fleet.places, 4)
-    until(lambda: controller._watch._load == fleet.load)
+    fleet.load |= dict.fromkeys(fleet.replicas, 4)
+    fleet.clock.sleep(LOOKS_S)
     fleet.load[idle] = 0
+    fleet.clock.sleep(LOOKS_S)
     yield
     controller.sample_end(step, last=True)
-    fleet.load = dict.fromkeys(fleet.places, 0)
+    fleet.load = dict.fromkeys(fleet.replicas, 0)
 
 
-def rest_of_step(controller, fleet, step, merged=True):
+def merged(controller):
+    """Wait for what merges in the background."""
+    if controller._merging is not None:
+        concurrent.futures.wait([controller._merging], timeout=60)
+
+
+def rest_of_step(controller, fleet, step, wait=True):
     """From the log-probs to the metrics; the weight sync lies in it. Returns the metrics."""
     controller.log_probs_done(step)
-    if merged and controller._merging is not None:
-        until(controller._merging.done)
+    if wait:
+        merged(controller)
     controller.before_sync(step)
     fleet.sync()
     controller.after_sync(step, colocated_asleep=False)

@@ -7,8 +7,8 @@ import pytest
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import DrafterError, build_drafter, check_drafter, load_drafter, save_drafter
-from verl_tlt.trainer.bootstrap import first_drafter
 from verl_tlt.trainer.checkpoints import CHECKPOINT, saved_drafter
+from verl_tlt.trainer.run_setup import first_drafter
 
 POLICY = {
     "model_type": "llama", "hidden_size": 32, "vocab_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4,

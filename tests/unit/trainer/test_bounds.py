@@ -1,81 +1,86 @@
-"""Each bound of the trainer's waits, hit once: nobody answers, the step goes on, and whoever is silent is replaced."""
-
-import threading
-import time
+"""Each bound of the trainer's waits, hit once: no answer comes, the step goes on, and who is silent is replaced."""
 
 import pytest
 from fake_fleet import FakeCall
-from rl_steps import called, fill_buffers, rest_of_step, sampling, until
+from rl_steps import STOP_S, called, fill_buffers, rest_of_step, sampling
 
-from verl_tlt.trainer import checkpoints as checkpoints_module
-from verl_tlt.trainer import controller as controller_module
-from verl_tlt.trainer import watch as watch_module
-
-BOUND_S, LATE_S = 0.2, 8.0
-"""What is set for the bound, and what a loaded machine may take besides."""
+from verl_tlt.trainer import checkpoints, controller, watch
 
 
 @pytest.fixture
-def bounded(monkeypatch):
-    """Set a bound; what runs inside must take as long, and little more."""
+def took(clock):
+    """Seconds since a moment that the test sets."""
 
-    class Bounded:
-        def __call__(self, module, name):
-            monkeypatch.setattr(module, name, BOUND_S)
+    class Took:
+        def __enter__(self):
+            self.begin = clock.now
             return self
 
-        def __enter__(self):
-            self.begin = time.monotonic()
-
         def __exit__(self, *_):
-            assert BOUND_S <= time.monotonic() - self.begin < BOUND_S + LATE_S
+            self.seconds = clock.now - self.begin
 
-    return Bounded()
-
-
-def test_hidden_states_that_never_arrive_hold_up_one_rollout_for_their_bound(run, bounded):
-    controller, fleet = run()
-    fleet.hand_over = lambda step, taken: {"a": FakeCall()}
-    fill_buffers(controller, fleet)
-    with bounded(controller_module, "BUFFER_S"):
-        controller.sample_begin(2)
-    controller.sample_end(2, last=True)
-    assert fleet.restarts == ["a"] and controller.guard.counts == {"hand-over": 1}
+    return Took()
 
 
-def test_a_checkpoint_that_is_never_written_replaces_its_worker(run, bounded):
-    controller, fleet = run()
-    fill_buffers(controller, fleet)
-    fleet.save = lambda directory, provenance: FakeCall()
-    with bounded(checkpoints_module, "SAVE_S"), controller.saving(1):
+def test_hidden_states_that_never_arrive_hold_up_one_rollout_for_their_bound(run, clock, took):
+    run_, fleet = run()
+    fleet.hand_over = lambda step, taken: {"a": FakeCall(clock)}
+    fill_buffers(run_, fleet)
+    with took:
+        run_.sample_begin(2)
+    assert took.seconds == pytest.approx(controller.BUFFER_S)
+    run_.sample_end(2, last=True)
+    assert fleet.restarts == ["a"] and run_.guard.counts == {"hand-over": 1}
+
+
+def test_a_checkpoint_that_is_never_written_replaces_its_worker(run, clock, took):
+    run_, fleet = run()
+    fill_buffers(run_, fleet)
+    fleet.save = lambda directory, provenance: FakeCall(clock)
+    with took, run_.saving(1):
         pass
-    assert fleet.restarts == ["a"] and controller.guard.counts == {"save": 1}
+    assert took.seconds == pytest.approx(checkpoints.SAVE_S)
+    assert fleet.restarts == ["a"] and run_.guard.counts == {"save": 1}
 
 
-def test_the_end_of_the_run_waits_as_long_for_its_drafter(run, bounded):
-    controller, fleet = run()
-    fleet.save = lambda directory, provenance: FakeCall()
-    with bounded(controller_module, "SAVE_S"):
-        controller.finish(1)
-    assert controller.guard.counts == {"final drafter": 1}
+def test_the_end_of_the_run_waits_as_long_for_its_drafter(run, clock, took):
+    run_, fleet = run()
+    fleet.save = lambda directory, provenance: FakeCall(clock)
+    with took:
+        run_.finish(1)
+    assert took.seconds == pytest.approx(controller.SAVE_S)
+    assert run_.guard.counts == {"final drafter": 1}
 
 
-def test_more_prompts_wait_for_a_look_that_hangs_no_longer_than_its_bound(run, bounded):
-    controller, fleet = run(mode="colocate_async")
-    fill_buffers(controller, fleet)
-    forever = threading.Event()
-    fleet.try_sleep = lambda name, keep_weights: forever.wait(60)
-    with sampling(controller, fleet, 2):
-        until(lambda: called(fleet, "leave"))
-        with bounded(watch_module, "LOOK_S"):
-            controller.more_prompts()
-        forever.set()
-    assert controller.guard.counts["recall"] == 1
+def test_more_prompts_wait_for_a_look_that_hangs_no_longer_than_its_bound(run, clock, took):
+    run_, fleet = run(mode="colocate_async")
+    fill_buffers(run_, fleet)
+    answered = clock.event()
+    fleet.try_sleep = lambda name, keep_weights: answered.wait(3600.0)
+    with sampling(run_, fleet, 2):
+        with took:
+            run_.more_prompts()
+        assert took.seconds == pytest.approx(watch.LOOK_S)
+        answered.set()
+    assert run_.guard.counts["recall"] == 1
 
 
-def test_a_session_whose_result_does_not_come_is_over_after_its_bound(run, bounded):
-    controller, fleet = run()
-    fill_buffers(controller, fleet)
+def test_the_end_of_sampling_waits_for_a_look_that_hangs_no_longer_than_its_bound(run, clock, took):
+    run_, fleet = run()
+    fill_buffers(run_, fleet)
+    answered = clock.event()
+    fleet.try_sleep = lambda name, keep_weights: answered.wait(3600.0)
+    with took, sampling(run_, fleet, 2):
+        pass
+    assert watch.LOOK_S <= took.seconds < watch.LOOK_S + 1.0
+    answered.set()
+    assert rest_of_step(run_, fleet, 2)["tlt/drafter_version"] == 0
+    assert fleet.balancer == {"a", "b"} and run_.guard.counts["watch"] == 1
+
+
+def test_a_session_whose_result_does_not_come_is_over_after_its_bound(run, clock):
+    run_, fleet = run()
+    fill_buffers(run_, fleet)
 
     class Announced(FakeCall):
         """It says that it is done, and its result is nowhere."""
@@ -83,7 +88,22 @@ def test_a_session_whose_result_does_not_come_is_over_after_its_bound(run, bound
         def done(self):
             return True
 
-    fleet.train = lambda name: fleet.calls.append(("train", name)) or Announced()
-    with bounded(watch_module, "ANSWER_S"), sampling(controller, fleet, 2):
-        until(lambda: controller._watch._report.sessions)
-    assert rest_of_step(controller, fleet, 2)["tlt/spot_failures"] == 1
+    fleet.train = lambda name: fleet.calls.append(("train", name)) or Announced(clock)
+    with sampling(run_, fleet, 2):
+        clock.sleep(watch.ANSWER_S)
+        assert [s.error for s in run_._watch.report.sessions] == ["no answer within 1.0 s"]
+    assert rest_of_step(run_, fleet, 2)["tlt/spot_failures"] == 1
+
+
+def test_a_session_that_does_not_stop_is_killed_after_the_bound(run, took):
+    run_, fleet = run()
+    fill_buffers(run_, fleet)
+    fleet.deaf = {"b"}
+    run_.sample_begin(2)
+    fleet.load |= {"a": 4, "b": 4}
+    fleet.clock.sleep(0.1)
+    fleet.load["b"] = 0
+    fleet.clock.until(lambda: called(fleet, "train"))
+    with took:
+        run_.sample_end(2, last=True)
+    assert took.seconds == pytest.approx(STOP_S, abs=0.01) and fleet.restarts == ["b"]

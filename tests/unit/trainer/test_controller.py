@@ -1,13 +1,11 @@
 """Whole RL steps with a fleet of plain objects: what the controller does at verl's hooks, and what failures cost."""
 
 import logging
-import threading
-import time
 from pathlib import Path
 
 import pytest
 from fake_fleet import FakeFleet
-from rl_steps import STOP_S, called, fill_buffers, rest_of_step, sampling, until
+from rl_steps import LOOKS_S, STOP_S, called, fill_buffers, merged, rest_of_step, sampling
 
 from verl_tlt.config import TOKENS_PER_STEP
 from verl_tlt.messages.rollout import Calibration, EngineStats, LoadInterval
@@ -22,7 +20,7 @@ def test_an_idle_replica_trains_and_what_it_learned_is_served_after_the_sync(run
     fill_buffers(controller, fleet)
     assert called(fleet, "train") == [], "nothing to train on in the first step"
     with sampling(controller, fleet, 2):
-        until(lambda: called(fleet, "train") == [("b",)])
+        fleet.clock.until(lambda: called(fleet, "train") == [("b",)])
         assert fleet.balancer == {"a"} and fleet.asleep == {"b": False}
     metrics = rest_of_step(controller, fleet, 2)
     assert called(fleet, "stop") == [("b",)] and called(fleet, "merge") == [(("b",),)]
@@ -38,15 +36,15 @@ def test_a_session_that_ran_out_of_data_in_a_long_bubble_gets_more_of_the_next_s
     controller, fleet = run()
     fill_buffers(controller, fleet)
     with sampling(controller, fleet, 2):
-        until(lambda: called(fleet, "train") == [("b",)])
+        fleet.clock.until(lambda: called(fleet, "train") == [("b",)])
         fleet.sessions["b"].end(SessionResult("exhausted", steps=20, tokens=5000, epochs=3.0))
-        time.sleep(1.5)
+        fleet.clock.sleep(1.5)
     metrics = rest_of_step(controller, fleet, 2)
     assert fleet.tap_tokens == [TOKENS_PER_STEP, 2 * TOKENS_PER_STEP]
     assert metrics["tlt/tap_tokens"] == 2 * TOKENS_PER_STEP
     with sampling(controller, fleet, 3):
-        until(lambda: len(called(fleet, "train")) == 2)
-        time.sleep(1.5)
+        fleet.clock.until(lambda: len(called(fleet, "train")) == 2)
+        fleet.clock.sleep(1.5)
     rest_of_step(controller, fleet, 3)
     assert fleet.tap_tokens[-1] == 2 * TOKENS_PER_STEP, "this one lasted as long as its bubble"
 
@@ -56,9 +54,9 @@ def test_nobody_leaves_while_the_other_has_nothing_to_do_either(run):
     fill_buffers(controller, fleet)
     controller.sample_begin(2)
     fleet.load = {"a": 4, "b": 4}
-    until(lambda: controller._watch._load == fleet.load)
+    fleet.clock.sleep(LOOKS_S)
     fleet.load = {"a": 0, "b": 0}
-    time.sleep(0.1)
+    fleet.clock.sleep(0.1)
     controller.sample_end(2, last=True)
     assert called(fleet, "leave") == [] == called(fleet, "train")
 
@@ -68,18 +66,16 @@ def test_a_late_merge_keeps_the_served_drafter_and_is_published_a_step_later(run
     fill_buffers(controller, fleet)
     fleet.merge_gate.clear()
     with sampling(controller, fleet, 2):
-        until(lambda: called(fleet, "train"))
-    began = time.time()
-    metrics = rest_of_step(controller, fleet, 2, merged=False)
-    assert time.time() - began < 10.0, "the step waited for the merge"
+        fleet.clock.until(lambda: called(fleet, "train"))
+    metrics = rest_of_step(controller, fleet, 2, wait=False)
     assert fleet.staged == [] and metrics["tlt/drafter_version"] == 0
     with sampling(controller, fleet, 3):
-        time.sleep(0.1)
+        fleet.clock.sleep(0.1)
     assert called(fleet, "train") == [("b",)], "the weights that are being merged are not trained meanwhile"
     fleet.merge_gate.set()
     assert rest_of_step(controller, fleet, 3)["tlt/drafter_version"] == 1
     with sampling(controller, fleet, 4):
-        until(lambda: len(called(fleet, "train")) == 2)
+        fleet.clock.until(lambda: len(called(fleet, "train")) == 2)
 
 
 def test_a_candidate_that_is_not_better_is_not_served(run):
@@ -87,7 +83,7 @@ def test_a_candidate_that_is_not_better_is_not_served(run):
     fill_buffers(controller, fleet)
     fleet.candidate_acceptance = 0.4
     with sampling(controller, fleet, 2):
-        until(lambda: called(fleet, "train"))
+        fleet.clock.until(lambda: called(fleet, "train"))
     metrics = rest_of_step(controller, fleet, 2)
     assert fleet.staged == [] and called(fleet, "revert") == [("served",)]
     assert metrics["tlt/drafter_version"] == 0 and metrics["tlt/publish_skipped"] == 1
@@ -98,7 +94,7 @@ def test_a_candidate_whose_numbers_no_engine_would_take_is_given_up(run):
     fill_buffers(controller, fleet)
     fleet.overflows = True
     with sampling(controller, fleet, 2):
-        until(lambda: called(fleet, "train"))
+        fleet.clock.until(lambda: called(fleet, "train"))
     metrics = rest_of_step(controller, fleet, 2)
     assert fleet.staged == [] and called(fleet, "revert") == [("served",)]
     assert metrics["tlt/drafter_version"] == 0 and metrics["tlt/publish_skipped"] == 1
@@ -112,14 +108,14 @@ def test_a_publication_that_fails_costs_itself_and_nothing_else(run, method, rec
     fill_buffers(controller, fleet)
     fleet.broken[method] = CallFailed("no answer within 120 s")
     with sampling(controller, fleet, 2):
-        until(lambda: called(fleet, "train"))
+        fleet.clock.until(lambda: called(fleet, "train"))
     metrics = rest_of_step(controller, fleet, 2)
     assert metrics["tlt/errors"] == 1 and controller.guard.counts == {"publish": 1}
     assert metrics["tlt/drafter_version"] == 0
     fleet.broken.clear()
     for step in range(3, recovers + 1):
         with sampling(controller, fleet, step):
-            until(lambda: len(called(fleet, "train")) == step - 1)  # noqa: B023
+            fleet.clock.until(lambda: len(called(fleet, "train")) == step - 1)  # noqa: B023
         assert rest_of_step(controller, fleet, step)["tlt/drafter_version"] == (step == recovers)
     assert controller.guard.counts == {"publish": 1}
 
@@ -132,9 +128,9 @@ def test_a_worker_that_never_stops_is_killed_after_the_bound(run, monkeypatch, c
     fleet.deaf = {"b"}
     with sampling(controller, fleet, 2):
         fleet.load["c"] = 0
-        until(lambda: len(called(fleet, "train")) == 2)
-        began = time.time()
-    assert STOP_S <= time.time() - began < STOP_S + 10.0
+        fleet.clock.until(lambda: len(called(fleet, "train")) == 2)
+        began = fleet.clock.now
+    assert fleet.clock.now - began == pytest.approx(STOP_S, abs=0.01)
     assert fleet.restarts == ["b"]
     assert f"spot training on b failed: it did not stop within {STOP_S} s" in caplog.text
     metrics = rest_of_step(controller, fleet, 2)
@@ -149,7 +145,8 @@ def test_a_replica_whose_sessions_keep_failing_is_left_alone(run):
     for step in range(2, 14):
         tried, allowed = len(called(fleet, "train")), controller._budget.allows("b", step)
         with sampling(controller, fleet, step):
-            until(lambda: not allowed or (len(called(fleet, "train")) > tried and not controller._watch._running))  # noqa: B023
+            fleet.clock.sleep(LOOKS_S)
+            assert len(called(fleet, "train")) == tried + allowed and not controller._watch.running
         rest_of_step(controller, fleet, step)
     assert len(called(fleet, "train")) == controller.tlt.spot.max_failures
     assert "b" in controller._budget.off
@@ -161,7 +158,7 @@ def test_a_worker_that_died_in_its_session_is_restarted(run):
     fill_buffers(controller, fleet)
     fleet.broken["session of b"] = CallFailed("RayActorError: gone", died=True)
     with sampling(controller, fleet, 2):
-        until(lambda: fleet.restarts == ["b"])
+        fleet.clock.until(lambda: fleet.restarts == ["b"])
     assert rest_of_step(controller, fleet, 2)["tlt/spot_failures"] == 1
 
 
@@ -169,7 +166,7 @@ def test_whoever_left_is_called_back_before_more_prompts_are_sent(run):
     controller, fleet = run(mode="colocate_async")
     fill_buffers(controller, fleet)
     with sampling(controller, fleet, 2):
-        until(lambda: called(fleet, "train"))
+        fleet.clock.until(lambda: called(fleet, "train"))
         assert fleet.asleep == {"b": True}, "it keeps its weights"
         controller.more_prompts()
         assert fleet.balancer == {"a", "b"} and fleet.asleep == {}
@@ -182,10 +179,10 @@ def test_where_rollout_has_its_own_devices_the_trainers_train_while_it_waits(run
     controller, fleet = run(mode="separate_async", names=("a", "b", "far"), standalone={"far"})
     controller.log_probs_done(0)
     controller.sample_begin(1)
-    until(lambda: len(called(fleet, "train")) == 2)
+    fleet.clock.until(lambda: len(called(fleet, "train")) == 2)
     controller.sample_end(1, last=True)
     assert {name for (name,) in called(fleet, "stop")} == {"a", "b"} and called(fleet, "leave") == []
-    until(controller._merging.done)
+    merged(controller)
     controller.before_sync(1)
     fleet.loaded["far"] = 1
     controller.after_sync(1, colocated_asleep=True)
@@ -199,10 +196,10 @@ def test_several_samplings_of_one_step_are_merged_once(run):
     controller.log_probs_done(0)
     for last in (False, True):
         controller.sample_begin(1)
-        until(lambda: controller._watch._running)
+        fleet.clock.until(lambda: controller._watch.running)
         controller.sample_end(1, last=last)
         assert (controller._merging is not None) is last
-    until(controller._merging.done)
+    merged(controller)
     assert called(fleet, "merge") == [(("a",),)] and len(called(fleet, "train")) == 2
 
 
@@ -210,9 +207,9 @@ def test_a_replica_that_serves_another_version_is_counted(run):
     controller, fleet = run()
     fill_buffers(controller, fleet)
     with sampling(controller, fleet, 2):
-        until(lambda: called(fleet, "train"))
+        fleet.clock.until(lambda: called(fleet, "train"))
     controller.log_probs_done(2)
-    until(controller._merging.done)
+    merged(controller)
     controller.before_sync(2)
     fleet.loaded = {"a": 1, "b": 0}
     controller.after_sync(2, colocated_asleep=False)
@@ -237,7 +234,7 @@ def test_a_balancer_that_fails_ends_the_watch_and_not_the_phase(run):
     controller, fleet = run()
     controller.sample_begin(1)
     fleet.broken["inflight"] = CallFailed("gone")
-    until(lambda: controller._watch._report.error)
+    fleet.clock.until(lambda: controller._watch.report.error)
     controller.sample_end(1, last=True)
     assert controller._watch is None and controller.guard.counts == {"watch": 1}
 
@@ -247,29 +244,12 @@ def test_a_replica_that_the_balancer_forgot_is_put_back_and_counted(run):
     fill_buffers(controller, fleet)
     controller.sample_begin(2)
     fleet.load = {"a": 4, "b": 4}
-    until(lambda: controller._watch._load == fleet.load)
+    fleet.clock.sleep(LOOKS_S)
     fleet.balancer.discard("b")
-    until(lambda: fleet.balancer == {"a", "b"})
+    fleet.clock.until(lambda: fleet.balancer == {"a", "b"})
     controller.sample_end(2, last=True)
     assert called(fleet, "leave") == [] and controller.guard.counts == {"lost replica": 1}
     assert rest_of_step(controller, fleet, 2)["tlt/errors_lost_replica"] == 1
-
-
-def test_a_look_that_hangs_does_not_hold_up_the_end_of_sampling(run, monkeypatch):
-    from verl_tlt.trainer import watch
-
-    monkeypatch.setattr(watch, "LOOK_S", 0.2)
-    controller, fleet = run()
-    fill_buffers(controller, fleet)
-    forever = threading.Event()
-    fleet.try_sleep = lambda name, keep_weights: forever.wait(20)
-    with sampling(controller, fleet, 2):
-        until(lambda: called(fleet, "leave"))
-        began = time.time()
-    assert time.time() - began < 10.0, "a look would take twenty"
-    forever.set()
-    assert rest_of_step(controller, fleet, 2)["tlt/drafter_version"] == 0
-    assert fleet.balancer == {"a", "b"}
 
 
 def test_hidden_states_that_did_not_arrive_cost_their_worker(run):
@@ -277,7 +257,7 @@ def test_hidden_states_that_did_not_arrive_cost_their_worker(run):
     fleet.broken["add"] = CallFailed("RayActorError: gone", died=True)
     fill_buffers(controller, fleet)
     with sampling(controller, fleet, 2):
-        time.sleep(0.05)
+        fleet.clock.sleep(0.05)
     assert fleet.restarts == ["a", "b"] and controller.guard.counts == {"hand-over": 2}
     assert called(fleet, "train") == []
 
@@ -296,8 +276,8 @@ def test_one_that_is_replaced_trains_when_it_has_been_given_something(run):
         controller.log_probs_done(step)
 
 
-def test_without_a_tap_nothing_is_trained_and_speculation_goes_on(run):
-    fleet = FakeFleet("a", "b")
+def test_without_a_tap_nothing_is_trained_and_speculation_goes_on(run, clock):
+    fleet = FakeFleet("a", "b", clock=clock)
     fleet.untapped = "actor_rollout_ref.actor.strategy=veomni has no hidden-state tap."
     controller, fleet = run(fleet=fleet)
     fill_buffers(controller, fleet)
@@ -311,7 +291,7 @@ def test_the_drafter_is_written_while_the_policy_is(run, tmp_path):
     with controller.saving(1):
         assert [directory for directory, _ in fleet.saved] == [tmp_path / "ckpt" / "global_step_1" / "tlt_drafter"]
     with sampling(controller, fleet, 2):
-        until(lambda: called(fleet, "train"))
+        fleet.clock.until(lambda: called(fleet, "train"))
     rest_of_step(controller, fleet, 2)
     controller.finish(2)
     assert called(fleet, "close") == [()]
@@ -350,7 +330,7 @@ def test_a_run_that_is_switched_off_from_outside_decodes_as_stock_and_trains_not
     controller.before_sync(1)
     assert fleet.disabled == {"a", "b"}
     with sampling(controller, fleet, 2):
-        time.sleep(0.05)
+        fleet.clock.sleep(0.05)
     assert called(fleet, "train") == []
 
 
@@ -364,8 +344,8 @@ def test_a_control_rollout_is_decoded_without_drafts(run, shared):
         assert len(fleet.disabled) == (0 if not controlled else 2 if shared else 1)
         before = len(called(fleet, "train"))
         with sampling(controller, fleet, step):
-            until(lambda: step == 1 or (controlled and shared) or len(called(fleet, "train")) > before)  # noqa: B023
-            time.sleep(0.05)
+            fleet.clock.until(lambda: step == 1 or (controlled and shared) or len(called(fleet, "train")) > before)  # noqa: B023
+            fleet.clock.sleep(0.05)
         assert not (controlled and shared) or len(called(fleet, "train")) == before
         assert rest_of_step(controller, fleet, step)["tlt/speculation_disabled"] == 0.0
 
@@ -376,15 +356,15 @@ def test_a_rollout_without_drafts_saved_exactly_nothing_whatever_trained_beside_
     controller.speculation.calibrated(Calibration({OFF: [(1, 0.01), (8, 0.01)]}))
     fill_buffers(controller, fleet)
     with sampling(controller, fleet, 2):
-        until(lambda: called(fleet, "train") == [("b",)])
+        fleet.clock.until(lambda: called(fleet, "train") == [("b",)])
         fleet.sessions["b"].end(SessionResult("exhausted", steps=20, tokens=5000, epochs=3.0))
-        until(lambda: controller._watch._report.sessions)
-        trained = controller._watch._report.sessions[0]
+        fleet.clock.until(lambda: controller._watch.report.sessions)
+        trained = controller._watch.report.sessions[0]
         slowed = LoadInterval(trained.start, trained.end, 4.0, 50.0, seconds=1.0, plain_steps=50.0, off=True)
         fleet.stats = {"a": EngineStats(load_intervals=(slowed,), busy_s=2.0)}
     assert rest_of_step(controller, fleet, 2)["tlt/saved_s"] == 0.0
     with sampling(controller, fleet, 3):
-        until(lambda: len(called(fleet, "train")) == 2)
+        fleet.clock.until(lambda: len(called(fleet, "train")) == 2)
         drafted = slowed._replace(start=trained.end, end=trained.end + 1.0, off=False)
         fleet.stats = {"a": EngineStats(load_intervals=(drafted,), num_drafts=1)}
     assert rest_of_step(controller, fleet, 3)["tlt/saved_s"] == pytest.approx(-0.5), "drafted, it is charged"
@@ -407,7 +387,7 @@ def test_a_weight_sync_is_copied_from_only_when_the_drafter_will_be_trained(run)
         fleet.calls.clear()
         if bubble:
             with sampling(controller, fleet, number):
-                until(lambda: called(fleet, "train"))
+                fleet.clock.until(lambda: called(fleet, "train"))
         else:
             controller.sample_begin(number)
             controller.sample_end(number, last=True)

@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import pytest
 
-from verl_tlt.trainer.pending_work import BufferWatch, PendingWork, logger
+from verl_tlt.trainer.watch import BufferWatch, PendingWork, logger
 
 
 class Buffer:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_tlt.trainer.ray_call import is_dead
+from verl_tlt.trainer.ray_calls import is_dead
 
 errors = pytest.importorskip("ray").exceptions
 

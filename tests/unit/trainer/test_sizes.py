@@ -3,7 +3,7 @@
 import pytest
 
 from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, TLTConfig
-from verl_tlt.trainer.sizes import with_sizes
+from verl_tlt.trainer.run_setup import with_sizes
 
 GIB = 2**30
 

@@ -56,12 +56,12 @@ VERL = (
     Symbol(
         "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer",
         has="filter_groups_metric sync_refill_failed_groups finished_keys pending_keys running_keys poll_interval",
-        used_by="trainer/pending_work.py",
+        used_by="trainer/watch.py",
     ),
     Symbol(
         "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer._sync_metadata_from_transfer_queue",
         says=("self.pending_keys.clear()", "tq.kv_list()"),
-        used_by="trainer/pending_work.py",
+        used_by="trainer/watch.py",
     ),
     Symbol("verl.trainer.ppo.utils:Role", has="ActorRollout ActorRolloutRef Actor", used_by="trainer/mixin.py"),
     Symbol("verl.utils.fs:copy_to_local", "src", used_by="trainer/mixin.py"),

@@ -1,7 +1,7 @@
 """Which spot worker gets what from which rank of the actor: captured sequences, and the policy's verifier weights.
 
-Ranks of the actor that compute the same sequences form a group; its sequences are shared among all rollout replicas
-that its ranks belong to, for each of them has a spot worker to feed.
+Ranks of the actor that compute the same sequences form a group; its sequences are shared among the spot workers on its
+ranks' devices.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Routes:
-    """Where each rank's parts go."""
+class ShardRoutes:
+    """What each rank sends, and what each spot worker receives."""
 
     shares: tuple[int, ...]
     """For each rank: among how many replicas its group's sequences are shared."""
@@ -20,7 +20,7 @@ class Routes:
     """For each replica: (ranks of a group, which share of theirs) of every group it gets sequences from."""
 
 
-def route(groups: Sequence[int], replicas: Mapping[str, Iterable[int]]) -> Routes:
+def route(groups: Sequence[int], replicas: Mapping[str, Iterable[int]]) -> ShardRoutes:
     """Share each group's sequences among the replicas that its ranks belong to.
 
     Args:
@@ -36,10 +36,10 @@ def route(groups: Sequence[int], replicas: Mapping[str, Iterable[int]]) -> Route
         for share, name in enumerate(names):
             sources[name].append((tuple(members[group]), share))
     shares = tuple(max(1, len(touched[group])) for group in groups)
-    return Routes(shares, {name: tuple(found) for name, found in sources.items()})
+    return ShardRoutes(shares, {name: tuple(found) for name, found in sources.items()})
 
 
-def captors(replicas: Mapping[str, Sequence[int]], nodes: Sequence[str]) -> dict[str, int]:
+def capture_ranks(replicas: Mapping[str, Sequence[int]], nodes: Sequence[str]) -> dict[str, int]:
     """For each replica the rank that copies the verifier weights for it: the same for all whose workers share a node.
 
     Args:

@@ -1,0 +1,141 @@
+"""A clock on which hours pass at once: whenever all threads that it started wait, time jumps to what one waits for.
+
+See `trainer.clock.Clock`. A test's own thread is one of them, and waits with `sleep` or `until`.
+"""
+
+import heapq
+import itertools
+import threading
+
+STUCK_S = 60.0
+"""Real seconds after which a test that waits for a thread fails."""
+
+
+class FakeClock:
+    def __init__(self, now=1_000_000.0):
+        self.now = now
+        self._changed = threading.Condition()
+        self._running = 1  # the test's own thread
+        self._waiting = []  # (until when, whether what is waited for has happened)
+        self._later, self._count = [], itertools.count()
+
+    def time(self):
+        return self.now
+
+    monotonic = time
+
+    def event(self):
+        return FakeEvent(self)
+
+    def lock(self):
+        return FakeLock(self)
+
+    def start(self, target, name):
+        return FakeThread(self, target, name)
+
+    def later(self, seconds, call):
+        """Call something when so many seconds have passed."""
+        heapq.heappush(self._later, (self.now + seconds, next(self._count), call))
+
+    def sleep(self, seconds):
+        self.wait(lambda: False, seconds)
+
+    def until(self, condition, seconds=3600.0):
+        """Until something has become so, within seconds of this clock; looks every millisecond."""
+        end = self.now + seconds
+        while not condition():
+            assert self.now < end, "it did not happen in time"
+            self.sleep(0.001)
+
+    def wait(self, ready, seconds):
+        """Whether it was ready before so many seconds had passed."""
+        with self._changed:
+            waiting = (self.now + seconds, ready)
+            self._waiting.append(waiting)
+            self._running -= 1
+            while not self._may_go(waiting):
+                if self._running or any(self._may_go(other) for other in self._waiting):
+                    assert self._changed.wait(STUCK_S), "a thread neither goes on nor waits on this clock"
+                else:
+                    self._jump()
+                    self._changed.notify_all()
+            self._waiting.remove(waiting)
+            self._running += 1
+            return ready()
+
+    def changed(self):
+        """What somebody waits for may have happened."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def began(self):
+        with self._changed:
+            self._running += 1
+
+    def ended(self):
+        with self._changed:
+            self._running -= 1
+            self._changed.notify_all()
+
+    def _may_go(self, waiting):
+        return self.now >= waiting[0] or waiting[1]()
+
+    def _jump(self):
+        self.now = min([end for end, _ in self._waiting] + [at for at, *_ in self._later[:1]])
+        while self._later and self._later[0][0] <= self.now:
+            heapq.heappop(self._later)[2]()
+
+
+class FakeEvent:
+    def __init__(self, clock):
+        self._clock, self._set = clock, False
+
+    def set(self):
+        self._set = True
+        self._clock.changed()
+
+    def is_set(self):
+        return self._set
+
+    def wait(self, timeout):
+        return self._clock.wait(self.is_set, timeout)
+
+
+class FakeLock:
+    def __init__(self, clock):
+        self._clock, self._own = clock, threading.Lock()
+
+    def acquire(self, *, timeout):
+        return self._own.acquire(blocking=False) or (
+            self._clock.wait(lambda: not self._own.locked(), timeout) and self._own.acquire(blocking=False)
+        )
+
+    def release(self):
+        self._own.release()
+        self._clock.changed()
+
+    def __enter__(self):
+        assert self.acquire(timeout=3600.0)
+
+    def __exit__(self, *error):
+        self.release()
+
+
+class FakeThread:
+    def __init__(self, clock, target, name):
+        self._clock, self._target, self._over = clock, target, FakeEvent(clock)
+        clock.began()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def _run(self):
+        try:
+            self._target()
+        finally:
+            self._over.set()
+            self._clock.ended()
+
+    def join(self, timeout):
+        self._over.wait(timeout)
+
+    def is_alive(self):
+        return not self._over.is_set()

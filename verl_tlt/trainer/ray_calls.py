@@ -1,0 +1,104 @@
+"""Calls to Ray actors, each with a bound, whose failures are `CallFailed`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import ray
+
+from verl_tlt.trainer.clock import SYSTEM, Clock, Deadline
+from verl_tlt.trainer.fleet import Call, CallFailed
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+T = TypeVar("T")
+
+
+class RayCall(Generic[T]):
+    """See `fleet.Call`."""
+
+    def __init__(self, reference: ObjectRef) -> None:
+        self.references = [reference]
+
+    def done(self) -> bool:
+        """Whether the object is there, or the error is."""
+        return bool(ray.wait(self.references, timeout=0)[0])
+
+    def result(self, timeout_s: float) -> T:
+        """The object, within a bound."""
+        found: T = answer(self.references[0], timeout_s)
+        return found
+
+
+class CombinedCall(Generic[T]):
+    """The same call to all spot workers of a replica, as one (see `fleet.Call`): done when all are.
+
+    Args:
+        calls: one for each worker.
+        combine: makes one answer of theirs.
+        clock: counts the bound.
+    """
+
+    def __init__(self, calls: Sequence[Call[T]], combine: Callable[[Sequence[T]], T], clock: Clock = SYSTEM) -> None:
+        self.calls, self._combine, self._clock = list(calls), combine, clock
+
+    @property
+    def references(self) -> list[ObjectRef]:
+        """Of calls to Ray actors."""
+        return [reference for call in self.calls if isinstance(call, RayCall) for reference in call.references]
+
+    def done(self) -> bool:
+        """Whether all have answered or failed."""
+        return all(call.done() for call in self.calls)
+
+    def result(self, timeout_s: float) -> T:
+        """What all answered within the bound; one failure fails the whole, after the others have answered."""
+        answers, failures, deadline = [], [], Deadline(timeout_s, self._clock)
+        for call in self.calls:
+            try:
+                answers.append(call.result(deadline.left()))
+            except CallFailed as error:
+                failures.append(error)
+        if failures:
+            raise CallFailed(str(failures[0]), died=any(error.died for error in failures))
+        return self._combine(answers)
+
+
+def answer(reference: ObjectRef | Sequence[ObjectRef], timeout_s: float) -> Any:
+    """`ray.get` with a bound, whose errors are one line each.
+
+    Args:
+        reference: one, or a list.
+        timeout_s: seconds, for all of them together.
+
+    Raises:
+        CallFailed: something raised, died or took too long.
+    """
+    try:
+        return ray.get(reference, timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise CallFailed(f"no answer within {timeout_s:.0f} s", silent=True) from error
+    except ray.exceptions.RayError as error:
+        last = (str(error).strip().splitlines() or [""])[-1]
+        raise CallFailed(f"{type(error).__name__}: {last}", is_dead(error)) from error
+
+
+def is_dead(error: Exception) -> bool:
+    """Whether an error means that the actor is gone, also by Ray's own memory monitor; else it raised."""
+    return isinstance(error, ray.exceptions.RayActorError | ray.exceptions.OutOfMemoryError)
+
+
+def first_done(calls: Mapping[str, RayCall | CombinedCall], timeout_s: float) -> list[str]:
+    """See `Fleet.first_done`. Ray is asked once for all calls: one by one would cost a large fleet seconds a look."""
+    deadline = Deadline(timeout_s)
+    of = {name: call.references for name, call in calls.items()}
+    every = [reference for references in of.values() for reference in references]
+    while every:
+        ready, waiting = ray.wait(every, num_returns=len(every), timeout=0)
+        there, left = set(ready), deadline.left()
+        if (done := [name for name in calls if there.issuperset(of[name])]) or left <= 0:
+            return done
+        ray.wait(waiting, num_returns=1, timeout=left)
+    return []

@@ -1,0 +1,117 @@
+"""The spot workers of one replica, which start and stop together; their answers, combined; and how workers merge."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from verl_tlt.messages.training import BufferStats, HeldOutScores, SessionResult
+from verl_tlt.trainer.ray_calls import CombinedCall, RayCall
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
+T = TypeVar("T")
+
+FAN_IN = 8
+"""Workers of a group that merges, and slices. 64 workers make two levels, and on each a worker reads no more than one
+drafter's change."""
+
+
+@dataclass
+class ReplicaWorkers:
+    """Spot workers, one on each device of a colocated replica; a standalone replica has none."""
+
+    replica: str
+    ranks: Sequence[int] = ()
+    """The replica's ranks of the actor's worker group: a spot worker is on the device of each."""
+    handles: dict[str, ActorHandle] = field(default_factory=dict)
+    """By spot worker, in the order of the ranks; empty until they are started."""
+    restarts: int = 0
+
+    def names(self) -> list[str]:
+        """The spot workers' names; the first one's is the replica's."""
+        return [self.replica if i == 0 else f"{self.replica}/{i}" for i in range(len(self.ranks))]
+
+    def first(self) -> ActorHandle:
+        """One of them, where one is enough; all hold the same versions."""
+        return next(iter(self.handles.values()))
+
+    def call(self, method: str, combine: Callable[[Sequence[T]], T]) -> CombinedCall[T]:
+        """Call a method of all of them."""
+        calls = [RayCall[T](getattr(worker, method).remote()) for worker in self.handles.values()]
+        return CombinedCall(calls, combine)
+
+
+def combined_session(results: Sequence[SessionResult]) -> SessionResult:
+    """The sessions that a replica's workers had at the same time, as one."""
+    longest = max(r.seconds for r in results)
+    trained = [r for r in results if r.tokens and math.isfinite(r.loss)]
+    tokens = sum(r.tokens for r in trained)
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(value * r.tokens for value, r in zip(values, trained, strict=True)) / tokens
+
+    return SessionResult(
+        outcome="stopped" if any(r.outcome == "stopped" for r in results) else "exhausted",
+        steps=sum(r.steps for r in results),
+        tokens=sum(r.tokens for r in results),
+        epochs=max(r.epochs for r in results),
+        skipped=sum(r.skipped for r in results),
+        seconds=longest,
+        loss=mean([r.loss for r in trained]) if trained else math.nan,
+        acc=tuple(mean(column) for column in zip(*(r.acc for r in trained), strict=True)),
+        scores=HeldOutScores.combined([r.scores for r in results if r.scores is not None]),
+        judged_s=max(r.judged_s for r in results),
+        slowest_s=max(r.slowest_s for r in results),
+        devices=sum(r.seconds for r in results) / longest if longest else 0.0,
+    )
+
+
+def combined_buffers(stats: Sequence[BufferStats]) -> BufferStats:
+    """What a replica's workers hold; `train_tokens` is what the fullest has, for one that can train is enough."""
+    first, *others = stats
+    for other in others:
+        first = replace(
+            first,
+            sequences=first.sequences + other.sequences,
+            tokens=first.tokens + other.tokens,
+            train_tokens=max(first.train_tokens, other.train_tokens),
+            bytes=first.bytes + other.bytes,
+            incomplete=first.incomplete + other.incomplete,
+        )
+    return first
+
+
+def start_merge(workers: Sequence[ActorHandle]) -> tuple[list[ObjectRef], list[ObjectRef]]:
+    """Have these workers merge; does not wait.
+
+    Eight workers make a group, each slice of the parameters is averaged over the group by another of its members, eight
+    groups make a group of the next level. The arithmetic is `spot_worker.merge`'s.
+
+    Args:
+        workers: handles of `SpotWorker` actors, neighbours close to each other.
+
+    Returns:
+        (references of the facts, a `MergeFacts` each, all alike; references of the slices, for `SpotWorker.adopt`).
+    """
+    groups = [([worker], list(worker.hand_in.options(num_returns=FAN_IN).remote(FAN_IN))) for worker in workers]
+    facts: list[ObjectRef] = []
+    while not facts:
+        last = len(groups) <= FAN_IN
+        batches = [groups[i : i + FAN_IN] for i in range(0, len(groups), FAN_IN)]
+        groups = []
+        for batch in batches:
+            members = [worker for below, _ in batch for worker in below]
+            averages = []
+            for part in range(FAN_IN):
+                averager = members[part * len(members) // FAN_IN]  # evenly over the members, and so over their nodes
+                call = averager.average.options(num_returns=2)
+                averages.append(call.remote(*[row[part] for _, row in batch], last=last))
+            groups.append((members, [average for _, average in averages]))
+            if last:
+                facts = [reference for reference, _ in averages]
+    return facts, groups[0][1]
