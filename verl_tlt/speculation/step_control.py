@@ -1,7 +1,7 @@
-"""The controller's side of one engine: asks the policy for K, keeps the account, answers the control channel.
+"""Speculation control of one engine: asks the policy for K, sums what came of it, answers the rollout server.
 
 Between the policy (pure, `speculation.policies`) and vLLM's scheduler (`engine_core/scheduler.py`), and free of both,
-so that it runs in a test without an engine. The scheduler's loop and the channel's thread meet here, under one lock.
+so that it runs in a test without an engine. The scheduler calls everything here on one thread.
 
 An engine step waits for `choose`, which has little left to do: `record`, which the scheduler calls while the model runs
 the following step, learns from the last one and lets the policy prepare its next choice.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -60,25 +59,23 @@ class StepControl:
         self._calibration = LatencyTable(())
         self._sums = Aggregates()
         self._responses = DraftsByLength()
-        self._lock = threading.Lock()
 
     def choose(self, load: Load, longest: int = 0, room: int = sys.maxsize) -> int:
         """K of the coming step, or OFF; `longest` and `room` as `draft_length` has them."""
-        with self._lock:
-            forced = 0 if self.force_k is None and self.policy_error is not None else self.force_k
-            try:
-                return draft_length(
-                    self.policy,
-                    load,
-                    self.limits,
-                    longest=longest,
-                    room=room,
-                    drafting=self.drafting,
-                    forced=forced,
-                )
-            except Exception as error:
-                self._give_up(error)
-                return 0
+        forced = 0 if self.force_k is None and self.policy_error is not None else self.force_k
+        try:
+            return draft_length(
+                self.policy,
+                load,
+                self.limits,
+                longest=longest,
+                room=room,
+                drafting=self.drafting,
+                forced=forced,
+            )
+        except Exception as error:
+            self._give_up(error)
+            return 0
 
     def record(
         self,
@@ -101,27 +98,26 @@ class StepControl:
             unix_s: when it finished; None: now.
         """
         unix_s = time.time() if unix_s is None else unix_s
-        with self._lock:
-            if self._learns_costs and step.clean and step.drafted in (OFF, step.verified):
-                self.costs.observe(step.batch, step.kv_tokens, step.drafted, step.latency_s)
-            self._sums.add(
-                step,
-                num_generation_tokens=num_generation_tokens,
-                num_draft_tokens=num_draft_tokens,
-                decode_only=decode_only,
-                control_s=control_s,
-                unix_s=unix_s,
-            )
-            if self.trace is not None:
-                self.trace.add(step, unix_s)
-            if self.policy_error is not None:
-                return
-            try:
-                self.policy.observe(step)
-                if self.drafting and self.force_k is None:
-                    self._tell_policy("prepare", Load(step.batch, step.kv_tokens))
-            except Exception as error:
-                self._give_up(error)
+        if self._learns_costs and step.clean and step.drafted in (OFF, step.verified):
+            self.costs.observe(step.batch, step.kv_tokens, step.drafted, step.latency_s)
+        self._sums.add(
+            step,
+            num_generation_tokens=num_generation_tokens,
+            num_draft_tokens=num_draft_tokens,
+            decode_only=decode_only,
+            control_s=control_s,
+            unix_s=unix_s,
+        )
+        if self.trace is not None:
+            self.trace.add(step, unix_s)
+        if self.policy_error is not None:
+            return
+        try:
+            self.policy.observe(step)
+            if self.drafting and self.force_k is None:
+                self._tell_policy("prepare", Load(step.batch, step.kv_tokens))
+        except Exception as error:
+            self._give_up(error)
 
     def responses(self, accepted: Iterable[tuple[str, int]], ended: Iterable[tuple[str, int]]) -> None:
         """Account for one finished step by response.
@@ -130,43 +126,39 @@ class StepControl:
             accepted: see `DraftsByLength.verified`.
             ended: (request, its tokens) of those that ended with it or since the one before.
         """
-        with self._lock:
-            self._responses.verified(accepted)
-            for request, tokens in ended:
-                self._responses.ended(request, tokens)
+        self._responses.verified(accepted)
+        for request, tokens in ended:
+            self._responses.ended(request, tokens)
 
     def drafter_broke(self, dropped: int) -> None:
         """The worker dropped this many draft tokens that had no probability: OFF until the drafter is switched on."""
-        with self._lock:
-            if self.drafting:
-                logger.error(
-                    "The drafter's probabilities are not finite: %d draft tokens were dropped, and it is off.", dropped
-                )
-            self.drafting = False
-            self._sums.num_broken_drafts += dropped
+        if self.drafting:
+            logger.error(
+                "The drafter's probabilities are not finite: %d draft tokens were dropped, and it is off.", dropped
+            )
+        self.drafting = False
+        self._sums.num_broken_drafts += dropped
 
     def flush(self) -> None:
         """Write out the trace; called whenever the engine runs out of work."""
-        with self._lock:
-            if self.trace is not None:
-                self.trace.flush()
+        if self.trace is not None:
+            self.trace.flush()
 
     def _give_up(self, error: Exception) -> None:
         """A policy that raises costs speculation, never the rollout: K=0 from here on, said in every `stats`."""
         self.policy_error = f"{type(error).__name__}: {error}"
         logger.error("The speculation policy failed; this engine decodes with K=0 from here on.", exc_info=error)
 
-    # ------------------------------------------------------------------ operations of the control channel
+    # ------------------------------------------------------------------ for the rollout server (`TLTScheduler.tlt_call`)
 
     def stats(self, reset: bool = False) -> EngineStats:
         """Sums since the last reset."""
-        with self._lock:
-            sums = self._sums
-            if reset:
-                self._sums = Aggregates()
-            if self.trace is not None:
-                self.trace.flush()
-            return replace(sums.stats(self.policy_error), responses=self._responses.rows(reset))
+        sums = self._sums
+        if reset:
+            self._sums = Aggregates()
+        if self.trace is not None:
+            self.trace.flush()
+        return replace(sums.stats(self.policy_error), responses=self._responses.rows(reset))
 
     def control(self, **settings: Any) -> dict[str, Any]:
         """Overrule or inform the policy.
@@ -184,22 +176,20 @@ class StepControl:
         unknown = set(settings) - {"force_k", "drafting", "acceptance", "points", "stock"}
         if unknown:
             raise ValueError(f"control does not know {', '.join(sorted(unknown))}.")
-        with self._lock:
-            if "force_k" in settings:
-                self.force_k = self._checked_k(settings["force_k"])
-            if "drafting" in settings:
-                self.drafting = bool(settings["drafting"])
-            if settings.get("points"):
-                table = LatencyTable.from_list(settings["points"])
-                self._believe(replace(table, stock=stock_points(settings.get("stock") or ())))
-            if settings.get("acceptance"):
-                self._tell_policy("set_acceptance", [float(a) for a in settings["acceptance"]])
-            return {"drafting": self.drafting, "force_k": self.force_k}
+        if "force_k" in settings:
+            self.force_k = self._checked_k(settings["force_k"])
+        if "drafting" in settings:
+            self.drafting = bool(settings["drafting"])
+        if settings.get("points"):
+            table = LatencyTable.from_list(settings["points"])
+            self._believe(replace(table, stock=stock_points(settings.get("stock") or ())))
+        if settings.get("acceptance"):
+            self._tell_policy("set_acceptance", [float(a) for a in settings["acceptance"]])
+        return {"drafting": self.drafting, "force_k": self.force_k}
 
     def learned(self) -> dict[str, Any]:
         """What engine steps were found to cost, for the store: `points` and `stock` as `control` takes them."""
-        with self._lock:
-            return {"points": self.costs.to_table(self._calibration).to_list(), "stock": self._calibration.stock}
+        return {"points": self.costs.to_table(self._calibration).to_list(), "stock": self._calibration.stock}
 
     def _checked_k(self, k: int | None) -> int | None:
         if k is not None and (not isinstance(k, int) or not 0 <= k <= self.limits.arms[-1]):
