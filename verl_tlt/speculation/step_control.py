@@ -149,7 +149,7 @@ class StepControl:
         self.policy_error = f"{type(error).__name__}: {error}"
         logger.error("The speculation policy failed; this engine decodes with K=0 from here on.", exc_info=error)
 
-    # ------------------------------------------------------------------ for the rollout server (`TLTScheduler.tlt_call`)
+    # ------------------------------------------------------------------ asked by the rollout server
 
     def stats(self, reset: bool = False) -> EngineStats:
         """Sums since the last reset."""
