@@ -1,4 +1,4 @@
-"""`python docs/generate.py` writes docs/configuration.md, docs/api.md and the tables of docs/results.md and the README.
+"""`python docs/generate.py` writes configuration.md, api.md, patches/README.md, and tables of figures.
 
 The settings come from the dataclasses in verl_tlt/config.py, and the interface from the docstrings of what
 verl_tlt/drafter exports, so that no page can differ from the code (tests/unit/test_docs.py compares). What concerns
@@ -24,10 +24,13 @@ import yaml
 from pydantic import TypeAdapter
 
 from verl_tlt import config, drafter
+from verl_tlt.compat import upstream_changes
+from verl_tlt.compat.upstream_changes import UpstreamChange
 from verl_tlt.config import TLTConfig
 
 PAGE = Path(__file__).parent / "configuration.md"
 API_PAGE = Path(__file__).parent / "api.md"
+PATCHES_PAGE = Path(__file__).parents[1] / "patches" / "README.md"
 
 INTRO = """# Settings
 
@@ -55,6 +58,18 @@ Most runs need only these:
 | less host memory | `tlt.buffer.max_mb`, `tlt.buffer.keep_steps` |
 | speculation without training | `tlt.spot.enable=false` |
 | training without speculation | `tlt.speculation.enable=false` |
+"""
+
+_RELEASES = ", ".join(f"{name} {version}" for name, version in upstream_changes.CAUSES_IN.items())
+PATCHES_INTRO = f"""# What is changed upstream at run time
+
+<!-- Written by docs/generate.py from verl_tlt/compat and verl_cpu, both upstream_changes.py: edit those. -->
+
+verl-tlt works on released packages: nothing here has to be applied. Each change to verl, vLLM or megatron-core that is
+made while they run is listed, with its cause in {_RELEASES}. A diff is
+what upstream would do instead; with it applied, the change steps aside.
+[test_patches.py](../tests/contract/test_patches.py) holds both to that;
+[test_shims.py](../tests/contract/test_shims.py) fails once the CPU platform needs a change no more.
 """
 
 API_INTRO = """# The drafter in your own code
@@ -143,6 +158,31 @@ def render_api() -> str:
         defined = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
         parts += [_entry(defined[name]) for name in names if name in defined]  # the error is in the introduction
     return "\n".join(parts)
+
+
+def render_patches() -> str:
+    """patches/README.md, from the two lists of upstream changes."""
+    from verl_cpu import upstream_changes as cpu_changes  # not where the site is built
+
+    parts = [PATCHES_INTRO, "## On every machine\n", *map(_change, upstream_changes.CHANGES)]
+    return "\n".join([*parts, "## Where `VERL_PLATFORM=cpu`\n", *map(_change, cpu_changes.CHANGES)])
+
+
+def _change(change: UpstreamChange) -> str:
+    """One change as a section."""
+    module, _, function = change.applied_by.partition(":")
+    said = {
+        "Replaces": ", ".join(f"`{symbol.removesuffix(':')}`" for symbol in change.changes),
+        "Symptom": change.symptom,
+        "Cause": change.cause,
+        "Upstream": f"{change.upstream}.",
+        "Applies to": f"{change.releases}.",
+        "Goes with": change.removed_by,
+        "Made by": f"[{function}](../{module.replace('.', '/')}.py).",
+        "Diff": change.patch and f"[{change.patch}]({change.patch}).",
+    }
+    title = f"### {change.name[0].upper()}{change.name[1:]}\n"
+    return "\n".join([title, *(f"* **{key}**: {text}" for key, text in said.items() if text), ""])
 
 
 def on_page_markdown(markdown: str, *, config: Mapping[str, Any], **_: Any) -> str:
@@ -256,6 +296,6 @@ if __name__ == "__main__":
     import tables  # beside this file
 
     filled = [(page, tables.render(page.read_text())) for page in (tables.PAGE, tables.README)]
-    for page, text in ((PAGE, render()), (API_PAGE, render_api()), *filled):
+    for page, text in ((PAGE, render()), (API_PAGE, render_api()), (PATCHES_PAGE, render_patches()), *filled):
         page.write_text(text)
         print(f"{page.name} written")

@@ -21,7 +21,8 @@ def dedupe_backend(backend: str) -> str:
     return ",".join(dict.fromkeys(backend.split(",")))
 
 
-def _patch_init_process_group(module: Any) -> None:
+def name_devices_once(module: Any) -> None:
+    """Have `torch.distributed` start from a backend that names each device once."""
     original = module.init_process_group
 
     @functools.wraps(original)
@@ -107,7 +108,7 @@ def megatron_in_float32(module: Any) -> None:
 
 def register() -> None:
     """Arm every shim in this process."""
-    when_imported("torch.distributed", _patch_init_process_group)
+    when_imported("torch.distributed", name_devices_once)
     when_imported("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", clone_buckets)
     when_imported("verl.workers.engine.fsdp.transformer_impl", offload_unpinned)
     when_imported("verl.utils.model", critic_attention)

@@ -1,6 +1,6 @@
-"""The upstream form of every shim: each diff says what it is for and applies to the pinned release.
+"""What is changed upstream at run time is as listed, and the diffs apply to the pinned releases.
 
-A diff that no longer applies means that upstream changed those lines: see whether the shim is still needed.
+A diff that no longer applies means that upstream changed those lines: see whether the change is still needed.
 """
 
 import ast
@@ -18,16 +18,14 @@ from pathlib import Path
 
 import pytest
 
+from verl_cpu import upstream_changes as cpu_changes
+from verl_tlt.compat import upstream_changes
+from verl_tlt.compat.sources import SourceTree, source_root
+from verl_tlt.compat.upstream_api import Symbol
+
 ROOT = Path(__file__).parents[2]
 PATCHES = sorted((ROOT / "patches").rglob("*.patch"))
-FIELDS = ("What", "Why", "Upstream", "Shim", "Needed-by")
-
-
-def header(patch):
-    """{field: text} from the lines before the diff."""
-    text = patch.read_text().partition("\n---\n")[0]
-    parts = re.split(rf"^({'|'.join(FIELDS)}): ", text, flags=re.MULTILINE)
-    return {name: body.strip() for name, body in zip(parts[1::2], parts[2::2], strict=True)}
+CHANGES = (*upstream_changes.CHANGES, *cpu_changes.CHANGES)
 
 
 def touched(patch):
@@ -47,29 +45,36 @@ def apply(patch, directory):
         "GIT_CEILING_DIRECTORIES": str(directory.parent)
     }  # not relative to some outer repository
     done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300)
-    shim = header(patch)["Shim"]
-    assert done.returncode == 0, f"{patch.name} no longer applies: is {shim} still needed?\n{done.stderr}"
+    assert done.returncode == 0, f"{patch.name} no longer applies: is the change still needed?\n{done.stderr}"
     return [directory / name for name in touched(patch)]
 
 
-def test_there_is_a_patch_for_every_shim():
-    for package in ("verl", "vllm"):
-        shims = (ROOT / "verl_cpu" / f"{package}_shims.py").read_text()
-        module = f"verl_cpu.{package}_shims"
-        assert shims.count("    when_imported(") == sum(header(p)["Shim"].startswith(module) for p in PATCHES)
+def test_every_diff_is_the_upstream_form_of_a_change():
+    assert sorted(c.patch for c in CHANGES if c.patch) == [str(p.relative_to(ROOT / "patches")) for p in PATCHES]
 
 
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.stem)
-def test_header(patch):
-    fields = header(patch)
-    assert tuple(fields) == FIELDS and all(fields.values())
-    assert "github.com/" in fields["Upstream"]
-    module, _, function = fields["Shim"].partition(":")
-    source = ROOT / (module.replace(".", "/") + ".py")
-    assert function in {n.name for n in ast.parse(source.read_text()).body if isinstance(n, ast.FunctionDef)}
-    package, version = fields["Needed-by"].split()
-    assert package == patch.parent.name
-    assert importlib.metadata.version(package).partition("+")[0] == version, "another release: check the shim again"
+def test_every_change_of_the_cpu_platform_is_listed():
+    armed = set()
+    for path in (ROOT / "verl_cpu").glob("*.py"):
+        calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+        armed |= {ast.unparse(n.args[1]).split(".")[-1] for n in calls if ast.unparse(n.func) == "when_imported"}
+    assert armed == {change.applied_by.partition(":")[2] for change in cpu_changes.CHANGES}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.name)
+def test_what_is_said_of_a_change_is_so(change):
+    module, _, function = change.applied_by.partition(":")
+    assert SourceTree(ROOT).problem(Symbol(f"{module}:{function}")) is None
+    site = source_root("verl")
+    for symbol in change.changes:
+        assert symbol.startswith("torch.") or SourceTree(site).problem(Symbol(symbol)) is None
+    file, line, code = re.match(r"`([^`]+):(\d+)` `([^`]+)`", change.cause).groups()
+    assert code in (site / file).read_text().splitlines()[int(line) - 1], "another release: is it still needed?"
+
+
+@pytest.mark.parametrize(("package", "version"), upstream_changes.CAUSES_IN.items())
+def test_causes_are_those_of_the_installed_release(package, version):
+    assert importlib.metadata.version(package).partition("+")[0] == version
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.stem)

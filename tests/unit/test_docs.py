@@ -80,6 +80,10 @@ def test_the_settings_page_is_the_generated_one(generate):
     assert generate.PAGE.read_text() == generate.render(), "run `python docs/generate.py`"
 
 
+def test_the_page_of_patches_is_the_generated_one(generate):
+    assert generate.PATCHES_PAGE.read_text() == generate.render_patches(), "run `python docs/generate.py`"
+
+
 def test_the_interface_page_is_the_generated_one_and_has_every_name(generate):
     page = generate.API_PAGE.read_text()
     assert page == generate.render_api(), "run `python docs/generate.py`"
