@@ -195,11 +195,6 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
-def test_every_patch_has_a_row():
-    found = re.findall(r"^\| \[[a-z]+ \d+\]\(\.\./(patches/\S+)\) \|", (DOCS / "recipes.md").read_text(), re.MULTILINE)
-    assert set(found) == {str(path.relative_to(ROOT)) for path in ROOT.glob("patches/*/*.patch")}
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_modules_named_in_a_page_exist(page):
     for name in re.findall(r"\b(?:verl_tlt|demo|benchmarks)(?:\.[a-z_][a-z0-9_]*)+", page.read_text()):

@@ -56,7 +56,7 @@ CHANGES = (
         symptom="A replica that has finished cannot be told from one that will get more requests of this rollout.",
         cause="`verl/trainer/ppo/v1/replay_buffer.py:201` `def _sync_metadata_from_transfer_queue` is where the "
         "buffer learns it; it tells nobody.",
-        applied_by="verl_tlt.trainer.pending_work:BufferWatch.__init__",
+        applied_by="verl_tlt.trainer.watch:BufferWatch.__init__",
         releases="verl 0.9.1",
         removed_by="A hook of the replay buffer, called after each look.",
     ),
@@ -79,7 +79,7 @@ CHANGES = (
         symptom="Forward hooks see packed rows without the sequences they belong to.",
         cause="`verl/workers/engine/fsdp/transformer_impl.py:1549` `def forward_step` is the one place that has "
         "a micro-batch and its forward pass together.",
-        applied_by="verl_tlt.actor.fsdp_adapter:FSDPAdapter.intercept",
+        applied_by="verl_tlt.actor.adapters:FSDPAdapter.intercept",
         releases="verl 0.9.1",
         removed_by="A hook of the engine around a micro-batch.",
     ),
