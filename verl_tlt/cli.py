@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import verl_tlt
+from verl_tlt.advise.options import AdviseOptions
 from verl_tlt.warmup.options import EvaluateOptions, WarmupOptions, takes_options
 
+
+class Commands(TyperGroup):
+    """All commands; what a user can put right ends one as a sentence, not as a traceback, and with exit status 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for; `ctx` is click's, which newer releases of typer contain."""
+        from verl_tlt.errors import TLTError
+
+        try:
+            return super().invoke(ctx)
+        except TLTError as error:
+            typer.secho(str(error), fg="red", err=True)
+            raise typer.Exit(1) from None
+
+
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Speculative rollout for verl, trained in idle time."
-)
+    cls=Commands, no_args_is_help=True, add_completion=False,
+    help="Speculative rollout for verl, trained in idle time.",
+)  # fmt: skip
+ConfigName = Annotated[str, typer.Option(help="verl's top-level config.")]
 
 
 def _version(asked: bool) -> None:
@@ -42,7 +59,7 @@ def doctor(
             "given to that; nothing: packages only."
         ),
     ] = None,
-    config_name: Annotated[str, typer.Option(help="verl's top-level config.")] = "ppo_trainer",
+    config_name: ConfigName = "ppo_trainer",
     symbols: Annotated[bool, typer.Option("--symbols", help="List everything verl-tlt relies on.")] = False,
     gpu: Annotated[
         bool, typer.Option("--gpu", help="Also start the recipe's engine here and measure; takes minutes.")
@@ -50,26 +67,24 @@ def doctor(
     cpu: Annotated[bool, typer.Option("--cpu", help="With --gpu: on this machine's CPU.")] = False,
 ) -> None:
     """Say whether TLT can run here: packages and their insides, and with a recipe's overrides that recipe too."""
-    from rich.console import Console
-
+    from verl_tlt.console import make_console
     from verl_tlt.doctor.command import diagnose, findings_table, measure_engine, symbol_table
     from verl_tlt.doctor.recipe import read_arguments
 
-    with _refusals():
-        recipe = read_arguments(overrides or [], config_name)
+    recipe = read_arguments(overrides or [], config_name)
     findings = diagnose(recipe)
     if gpu and not any(finding.level == "refuse" for finding in findings):
         findings += measure_engine(recipe, cpu)
-    Console().print(findings_table(findings))
+    make_console().print(findings_table(findings))
     if symbols:
-        Console().print(symbol_table())
+        make_console().print(symbol_table())
     raise typer.Exit(1 if any(finding.level == "refuse" for finding in findings) else 0)
 
 
 @app.command()
 def calibrate(
     overrides: Annotated[list[str], typer.Argument(help="Your recipe: its overrides, or its script.")],
-    config_name: Annotated[str, typer.Option(help="verl's top-level config.")] = "ppo_trainer",
+    config_name: ConfigName = "ppo_trainer",
     out: Annotated[
         Path | None, typer.Option(help="Where the table is kept; not given: where runs look for it.")
     ] = None,
@@ -77,15 +92,13 @@ def calibrate(
     cpu: Annotated[bool, typer.Option("--cpu", help="On this machine's CPU, even where there is a GPU.")] = False,
 ) -> None:
     """Measure what an engine step costs here by batch and draft length, and keep the table for later runs."""
-    from rich.console import Console
-
+    from verl_tlt.console import make_console
     from verl_tlt.doctor.command import calibrate as run
     from verl_tlt.doctor.command import cost_table
     from verl_tlt.doctor.recipe import read_arguments
 
-    with _refusals():
-        path, costs = run(read_arguments(overrides, config_name), out, seconds, cpu)
-    Console().print(cost_table(costs))
+    path, costs = run(read_arguments(overrides, config_name), out, seconds, cpu)
+    make_console().print(cost_table(costs))
     typer.echo(f"Kept in {path}")
 
 
@@ -101,10 +114,9 @@ def switch(
     states = {"on": True, "off": False, None: None}
     if not {speculation, spot} <= states.keys():
         raise typer.BadParameter("a switch is on or off")
-    with _refusals():
-        changed = speculation or spot
-        now = write_switch(trace_dir, speculation=states[speculation], spot=states[spot]) if changed else None
-        now = now or read_switch(find_run(trace_dir))
+    changed = speculation or spot
+    now = write_switch(trace_dir, speculation=states[speculation], spot=states[spot]) if changed else None
+    now = now or read_switch(find_run(trace_dir))
     typer.echo(f"speculation {'on' if now.speculation else 'off'}, spot training {'on' if now.spot else 'off'}")
 
 
@@ -125,33 +137,14 @@ def report(
 
 
 @app.command()
-def advise(
-    recipe: Annotated[list[str], typer.Argument(help="Your recipe: its overrides, or its script.")],
-    trace: Annotated[Path | None, typer.Option(help="Trace directory of a run of it (tlt.trace.dir).")] = None,
-    metrics: Annotated[
-        Path | None, typer.Option(help="Metrics of a run of it, stock or not: verl's `file` logger or console log.")
-    ] = None,
-    gpu: Annotated[str | None, typer.Option(help="A100, B200, H100, H20, H200 or L40S; H100 if not given.")] = None,
-    parameters: Annotated[float | None, typer.Option(help="The policy's size, in billions.")] = None,
-    response_length: Annotated[float | None, typer.Option(help="Mean response, in tokens.")] = None,
-    reward_seconds: Annotated[float, typer.Option(min=0, help="What reward adds to a step.")] = 0.0,
-    acceptance: Annotated[
-        str | None, typer.Option(help="Of your drafter, by position: 0.8,0.75,0.7 as verl-tlt evaluate says it.")
-    ] = None,
-    config_name: Annotated[str, typer.Option(help="verl's top-level config.")] = "ppo_trainer",
-    seed: Annotated[int, typer.Option(min=0, help="Seeds the simulation.")] = 0,
-) -> None:
+@takes_options(AdviseOptions)
+def advise(options: AdviseOptions) -> None:
     """Say whether TLT would pay, by how much, and which number decides; from a recipe, better with a run of it."""
     _need("advise", "verl")
-    from verl_tlt.advise.command import Given, parse_acceptance
     from verl_tlt.advise.command import advise as run
     from verl_tlt.console import make_console
 
-    with _refusals():
-        given = Given(
-            gpu, parameters, response_length, reward_seconds, parse_acceptance(acceptance), trace, metrics, seed
-        )
-        run(recipe, config_name, given, make_console())
+    run(options, make_console())
 
 
 @app.command()
@@ -159,12 +152,10 @@ def advise(
 def warmup(options: WarmupOptions) -> None:
     """Make a drafter for a policy from its own responses to prompts. The same command goes on after a kill."""
     _need("warmup", "torch", "transformers", "vllm")
-    from rich.console import Console
-
+    from verl_tlt.console import make_console
     from verl_tlt.warmup.command import warmup as run
 
-    with _refusals():
-        run(options, Console())
+    run(options, make_console())
 
 
 @app.command()
@@ -172,16 +163,14 @@ def warmup(options: WarmupOptions) -> None:
 def evaluate(options: EvaluateOptions) -> None:
     """Accept length of a drafter: predicted from text, and counted by stock vLLM. Exits 1 if they disagree by 5 %."""
     _need("evaluate", "torch", "transformers", "vllm")
-    from rich.console import Console
-
+    from verl_tlt.console import make_console
     from verl_tlt.warmup.evaluate import evaluate as run
     from verl_tlt.warmup.evaluate import report as show
 
-    console = Console()
-    with _refusals():
-        verdict = run(options, console)
-        show(verdict, console)
-        raise typer.Exit(0 if verdict.agrees else 1)
+    console = make_console()
+    verdict = run(options, console)
+    show(verdict, console)
+    raise typer.Exit(0 if verdict.agrees else 1)
 
 
 @app.command()
@@ -194,12 +183,11 @@ def convert(
     _need("convert", "torch", "transformers")
     from verl_tlt.drafter import DrafterError, load_drafter, provenance, save_drafter
 
-    with _refusals():
-        if out.exists():
-            raise DrafterError(f"--out {out} exists; give another name, or remove it.")
-        facts = provenance(drafter) or {"policy": str(model), "converted from": str(drafter)}
-        save_drafter(load_drafter(drafter, model), out, facts, policy=model)
-        typer.echo(f"Wrote {out}.")
+    if out.exists():
+        raise DrafterError(f"--out {out} exists; give another name, or remove it.")
+    facts = provenance(drafter) or {"policy": str(model), "converted from": str(drafter)}
+    save_drafter(load_drafter(drafter, model), out, facts, policy=model)
+    typer.echo(f"Wrote {out}.")
 
 
 def _need(command: str, *packages: str) -> None:
@@ -208,15 +196,3 @@ def _need(command: str, *packages: str) -> None:
     if missing:
         typer.secho(f"verl-tlt {command} needs {' and '.join(missing)}, not installed here.", fg="red", err=True)
         raise typer.Exit(1)
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Print what a user can put right as a sentence, not as a traceback, and exit with 1."""
-    from verl_tlt.errors import TLTError
-
-    try:
-        yield
-    except TLTError as error:
-        typer.secho(str(error), fg="red", err=True)
-        raise typer.Exit(1) from None

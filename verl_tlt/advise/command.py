@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-
 from rich.console import Console
 from rich.table import Table
 
 from verl_tlt.advise.hardware import GPUS, find_shape, shape_of_size
 from verl_tlt.advise.judge import Numbers, Verdict, judge, never_trained
+from verl_tlt.advise.options import AdviseOptions
 from verl_tlt.advise.run_metrics import read_metrics, read_run
 from verl_tlt.advise.scenario import SETTINGS, Estimate, Scenario, estimate
 from verl_tlt.advise.simulation import SMALL_BATCH
@@ -22,51 +19,20 @@ from verl_tlt.server.engine_arguments import engine_arms
 DEFAULT_GPU = "H100"
 
 
-@dataclass(frozen=True)
-class Given:
-    """The command's options: what the user says besides the recipe."""
-
-    gpu: str | None = None
-    parameters: float | None = None
-    """Of the policy, in billions."""
-    response_length: float | None = None
-    """Mean, in tokens."""
-    reward_s: float = 0.0
-    acceptance: tuple[float, ...] = ()
-    trace: Path | None = None
-    metrics: Path | None = None
-    seed: int = 0
-
-
-def advise(arguments: Sequence[str], config_name: str, given: Given, console: Console) -> Verdict:
+def advise(options: AdviseOptions, console: Console) -> Verdict:
     """Print the advice; returns the answer.
 
     Raises:
         TLTError: something cannot be read, or contradicts something else.
     """
-    scenario, assumed = read_scenario(arguments, config_name, given)
+    scenario, assumed = read_scenario(options)
     found = estimate(scenario, assumed)
     verdict = judge(found.numbers)
     _print(console, scenario, found, verdict)
     return verdict
 
 
-def parse_acceptance(text: str | None) -> tuple[float, ...]:
-    """`0.8,0.75,0.7` as numbers.
-
-    Raises:
-        TLTError: one is no number in 0..1.
-    """
-    try:
-        values = tuple(float(part) for part in (text or "").split(",") if part.strip())
-    except ValueError:
-        values = (-1.0,)
-    if not all(0.0 <= a <= 1.0 for a in values):
-        raise TLTError(f"--acceptance takes numbers in 0..1 with commas between, one for each position, not {text!r}.")
-    return values
-
-
-def read_scenario(arguments: Sequence[str], config_name: str, given: Given) -> tuple[Scenario, dict[str, str]]:
+def read_scenario(given: AdviseOptions) -> tuple[Scenario, dict[str, str]]:
     """The recipe, the run and what the user says; and what had to be assumed, value and why.
 
     Raises:
@@ -74,7 +40,7 @@ def read_scenario(arguments: Sequence[str], config_name: str, given: Given) -> t
     """
     if given.trace is not None and given.metrics is not None:
         raise TLTError("--trace and --metrics are two ways to show the same run: give one of them.")
-    recipe = read_arguments(arguments, config_name)
+    recipe = read_arguments(given.recipe, given.config_name)
     config = compose(recipe.overrides, recipe.config)
     settings, work = read_settings(config), read_workload(config)
     assumed: dict[str, str] = {}
@@ -95,7 +61,8 @@ def read_scenario(arguments: Sequence[str], config_name: str, given: Given) -> t
     metrics = read_run(given.trace) if given.trace else read_metrics(given.metrics) if given.metrics else None
     scenario = Scenario(
         work, shape, GPUS[(given.gpu or DEFAULT_GPU).upper()], arms, settings.spot.enable,
-        settings.drafter.path is not None, metrics, given.acceptance, given.response_length, given.reward_s, given.seed,
+        settings.drafter.path is not None, metrics, given.acceptance_by_position(), given.response_length,
+        given.reward_seconds, given.seed,
     )  # fmt: skip
     return scenario, assumed
 

@@ -5,8 +5,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from verl_tlt.advise.command import Given, read_scenario
+from verl_tlt.advise.command import read_scenario
 from verl_tlt.advise.hardware import GPUS, find_shape, step_cost
+from verl_tlt.advise.options import AdviseOptions
 from verl_tlt.advise.scenario import estimate
 from verl_tlt.advise.workload import read_workload
 from verl_tlt.cli import app
@@ -86,7 +87,7 @@ def test_a_run_with_tlt_brings_its_own_costs_and_acceptance(made_run):
         *RECIPE, "data.train_batch_size=16", f"{ROLLOUT}.tensor_model_parallel_size=4", f"{ROLLOUT}.enforce_eager=true",
         "data.max_response_length=1024", "tlt.speculation.max_draft_length=7",  # the run had 5
     ]  # fmt: skip
-    found = estimate(*read_scenario(recipe, "ppo_trainer", Given(trace=made_run.directory)))
+    found = estimate(*read_scenario(AdviseOptions(recipe=recipe, trace=made_run.directory)))
     n = found.numbers
     assert not found.assumed.keys() & {"acceptance", "step costs", "response lengths", "outside rollout"}
     assert 1.0 < n.rollout["low"] <= n.rollout["likely"] <= n.rollout["high"] < 3.0
@@ -98,8 +99,8 @@ def test_a_run_with_tlt_brings_its_own_costs_and_acceptance(made_run):
 def test_a_better_drafter_promises_more():
     results = []
     for acceptance in ("0.4,0.3,0.2", "0.9,0.9,0.9"):
-        given = Given(acceptance=tuple(map(float, acceptance.split(","))))
-        results.append(estimate(*read_scenario(RECIPE, "ppo_trainer", given)).numbers.rollout["likely"])
+        options = AdviseOptions(recipe=RECIPE, acceptance=acceptance)
+        results.append(estimate(*read_scenario(options)).numbers.rollout["likely"])
     assert results[1] > 1.3 * results[0] > 1.2
 
 
