@@ -75,8 +75,6 @@ class Calibration:
     """Draft length (OFF included) → (batch, seconds), by batch; empty: nothing could be measured."""
     seconds: float = 0.0
     """What finding out took."""
-    stock: tuple[tuple[int, float, float], ...] = ()
-    """(batch, seconds of stock vLLM's step, of one in OFF) as `verl-tlt calibrate` measured them; empty: it did not."""
 
 
 class Work(NamedTuple):
@@ -125,7 +123,7 @@ class ResponseDrafts(NamedTuple):
     num_accepted_tokens: int
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: the scheduler counts in one
 class EngineStats:
     """What one engine did since it was last asked: the scheduler sums, the trainer's metrics read.
 

@@ -302,7 +302,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         points = (stored if covered else for_policy(latency)).to_list()
         await scheduler.call("control", points=points, stock=stored.stock)
         await scheduler.call("stats", reset=True)
-        return Calibration(latency, time.perf_counter() - start, stored.stock)
+        return Calibration(latency, time.perf_counter() - start)
 
     async def _tlt_stored(self) -> LatencyTable:
         """Step costs that an earlier run or `verl-tlt calibrate` found for an engine like this one; empty: nothing."""

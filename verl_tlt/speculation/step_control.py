@@ -137,7 +137,7 @@ class StepControl:
                 "The drafter's probabilities are not finite: %d draft tokens were dropped, and it is off.", dropped
             )
         self.drafting = False
-        self._sums.num_broken_drafts += dropped
+        self._sums.drafts_broke(dropped)
 
     def flush(self) -> None:
         """Write out the trace; called whenever the engine runs out of work."""

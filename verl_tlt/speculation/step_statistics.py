@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import zip_longest
 
 from verl_tlt.messages.rollout import EngineStats, LoadInterval, ResponseDrafts, StepTime, Work
 from verl_tlt.speculation.types import OFF, StepRecord
@@ -59,19 +61,8 @@ class Aggregates:
     """Sums over engine steps since construction; `EngineStats` says what each of them is."""
 
     def __init__(self) -> None:
-        self.num_broken_drafts = 0
-        """Draft tokens without a probability, which the worker dropped."""
-        self._num_steps = 0
-        self._num_generation_tokens = 0
-        self._num_decode_tokens = 0
-        self._num_passes = 0
-        self._num_drafts = 0
-        self._num_draft_tokens = 0
-        self._num_draft_tokens_per_pos: list[int] = []
-        self._num_accepted_tokens_per_pos: list[int] = []
+        self._sums = EngineStats()
         self._steps_by_draft_length: Counter[int] = Counter()
-        self._busy_s = 0.0
-        self._control_s = 0.0
         self._intervals = _LoadIntervals()
         self._work: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._step_times: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=LATENCY_SAMPLES))
@@ -98,20 +89,18 @@ class Aggregates:
         """
         self._intervals.add(step, unix_s, decode_only)
         arm = OFF if step.drafted == OFF else step.verified
-        self._num_steps += 1
-        self._busy_s += step.latency_s
-        self._control_s += control_s
-        self._num_generation_tokens += num_generation_tokens
-        self._num_decode_tokens += step.produced
-        self._num_passes += step.batch
-        self._num_drafts += step.num_drafts
-        self._num_draft_tokens += num_draft_tokens
-        while len(self._num_accepted_tokens_per_pos) < len(step.num_accepted_tokens_per_pos):
-            self._num_accepted_tokens_per_pos.append(0)
-            self._num_draft_tokens_per_pos.append(0)
-        for i, count in enumerate(step.num_accepted_tokens_per_pos):
-            self._num_draft_tokens_per_pos[i] += step.num_drafts
-            self._num_accepted_tokens_per_pos[i] += count
+        sums, accepted = self._sums, step.num_accepted_tokens_per_pos
+        sums.num_steps += 1
+        sums.busy_s += step.latency_s
+        sums.control_s += control_s
+        sums.num_generation_tokens += num_generation_tokens
+        sums.num_decode_tokens += step.produced
+        sums.num_passes += step.batch
+        sums.num_drafts += step.num_drafts
+        sums.num_draft_tokens += num_draft_tokens
+        if accepted:
+            sums.num_draft_tokens_per_pos = _added(sums.num_draft_tokens_per_pos, [step.num_drafts] * len(accepted))
+            sums.num_accepted_tokens_per_pos = _added(sums.num_accepted_tokens_per_pos, accepted)
         self._steps_by_draft_length[arm] += 1
         if step.clean:
             self._step_times[arm, step.batch].append(step.latency_s)
@@ -122,24 +111,23 @@ class Aggregates:
 
     def stats(self, policy_error: str | None = None) -> EngineStats:
         """The sums so far; `policy_error` is passed on."""
-        return EngineStats(
-            num_steps=self._num_steps,
-            num_generation_tokens=self._num_generation_tokens,
-            num_decode_tokens=self._num_decode_tokens,
-            num_passes=self._num_passes,
-            num_drafts=self._num_drafts,
-            num_draft_tokens=self._num_draft_tokens,
-            num_draft_tokens_per_pos=tuple(self._num_draft_tokens_per_pos),
-            num_accepted_tokens_per_pos=tuple(self._num_accepted_tokens_per_pos),
+        return replace(
+            self._sums,
             steps_by_draft_length=dict(sorted(self._steps_by_draft_length.items())),
-            busy_s=self._busy_s,
-            control_s=self._control_s,
             work=tuple(Work(batch, *sums) for batch, sums in sorted(self._work.items())),
             load_intervals=self._intervals.rows(),
             step_times=tuple(StepTime(k, b, statistics.median(v)) for (k, b), v in sorted(self._step_times.items())),
-            num_broken_drafts=self.num_broken_drafts,
             policy_error=policy_error,
         )
+
+    def drafts_broke(self, dropped: int) -> None:
+        """Add draft tokens that the worker dropped because they had no probability."""
+        self._sums.num_broken_drafts += dropped
+
+
+def _added(sums: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
+    """Sums by draft position; one of them may have fewer."""
+    return tuple(a + b for a, b in zip_longest(sums, counts, fillvalue=0))
 
 
 class DraftsByLength:
