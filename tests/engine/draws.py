@@ -6,7 +6,7 @@ All thresholds are p-values: a correct engine fails one test in ten thousand.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import numpy as np
@@ -78,3 +78,18 @@ def before_each_step(engine: Engine, act: Callable[[int], None]) -> None:
         return step()
 
     engine.patch.setattr(vllm_engine, "step", acted)
+
+
+def swaps_and_pauses(engine: Engine, drafters: Sequence[str], more: Callable[[int], None] = lambda _: None) -> None:
+    """From now on drafters are swapped and the drafter goes off and on between steps; `more` is called before each."""
+    control = engine.scheduler.tlt
+
+    def act(step: int) -> None:
+        if step % 10 == 3:
+            assert engine.rpc("tlt_load_drafter", drafters[step // 10 % 2])["ok"]
+        if step % 15 == 7:
+            control.control(drafting=not control.drafting)
+            engine.rpc("tlt_set_drafting", control.drafting)
+        more(step)
+
+    before_each_step(engine, act)

@@ -149,14 +149,10 @@ def score_alone(worker: SpotWorker) -> None:
 
 
 def poison(worker: SpotWorker) -> None:
-    """`poison_learner`, to be called in an actor."""
-    poison_learner(worker.learner)
-
-
-def poison_learner(learner: SpotLearner) -> None:
     """A parameter that is not a number, and moments that would make it so again."""
-    next(iter(learner.trainer.parameters.values())).data.view(-1)[0] = torch.nan
-    for moments in learner.trainer.optimizer.state.values():
+    trainer = worker.learner.trainer
+    next(iter(trainer.parameters.values())).data.view(-1)[0] = torch.nan
+    for moments in trainer.optimizer.state.values():
         moments["exp_avg"].fill_(torch.inf)
 
 

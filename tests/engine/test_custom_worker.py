@@ -38,15 +38,6 @@ def example():
         yield module
 
 
-def test_rows_lose_their_padding_and_nothing_else(example):
-    data = example.made_up_rollouts(100, count=7)
-    for i, row in enumerate(data):
-        text = example.DrafterWorker._text(None, row)
-        assert text.prompt_len == 6 - i % 6
-        assert len(text.tokens) == text.prompt_len + 24 - i
-        assert list(text.tokens) == [t for t in row.batch["input_ids"].tolist() if t]
-
-
 def test_it_learns_in_a_worker_group_and_saves_a_servable_drafter(example, tmp_path, monkeypatch):
     build_target(tmp_path / "policy")
     with ray_cluster(monkeypatch):

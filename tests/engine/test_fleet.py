@@ -359,14 +359,6 @@ def test_a_worker_that_a_merge_waits_for_is_replaced_once(fleet, monkeypatch):
     assert_alike(fleet)
 
 
-def test_a_worker_found_dead_between_phases_is_replaced_too(fleet):
-    restarts = fleet.replicas["long"].workers.restarts
-    kill(fleet.replicas["long"].workers.first())
-    fleet.revert("served")
-    assert fleet.replicas["long"].workers.restarts == restarts + 1
-    assert_alike(fleet)
-
-
 def test_every_device_of_a_replica_trains_on_its_share(wide, recorded):
     sequences, weights = recorded
     assert (wide.replicas["wide"].devices, list(wide.replicas["wide"].workers.handles)) == (2, ["wide", "wide/1"])

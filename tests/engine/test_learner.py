@@ -1,10 +1,10 @@
-"""Learners without Ray: merging pays, and who comes late, leaves early or breaks changes nothing it should not."""
+"""Learners without Ray: merging makes a better drafter, and one that is not finite is neither scored nor exported."""
 
 import dataclasses
 
 import numpy as np
 import pytest
-from recorded import CONFIG, begin_learner_anew, poison_learner, record, worker_arguments
+from recorded import CONFIG, begin_learner_anew, record, worker_arguments
 
 from benchmarks.drafter.learners import merge, score, score_for_gate
 from verl_tlt.drafter import DrafterError
@@ -63,11 +63,6 @@ def same(left, right):
     return all(np.array_equal(left[name], right[name]) for name in left)
 
 
-def close(left, right):
-    """To the 16 bits in which a merge hands in changes."""
-    return all(np.allclose(left[name], right[name], rtol=0, atol=1e-5) for name in left)
-
-
 def test_equal_workers_merged_are_better_than_each_and_unequal_ones_not_worse_than_the_better(team, texts):
     a, b, a_alone, b_alone = team
     for _ in range(2):
@@ -88,55 +83,6 @@ def test_equal_workers_merged_are_better_than_each_and_unequal_ones_not_worse_th
     low, high = against(a, a_alone, texts)[1]
     # All of it is warm-up; by plain tokens the short session would hold the long one back by some half a percent.
     assert high >= 0.0, f"surely worse than the better worker alone: {low:+.1%} to {high:+.1%}"
-
-
-def test_a_worker_that_joins_late_starts_from_the_others_and_waits_for_its_turn(team, texts):
-    a, *_ = team
-    train(a)
-    merge([a])
-    b = SpotLearner("b", a.config, **_arguments(), versions=a.versions)
-    b.add(1, texts[1], texts[3])
-    assert same(b.versions.candidate, a.versions.candidate)
-    train(b, 2)
-    train(a)
-    expected = a.trainer.parameters_numpy()
-    merged = merge([a, b])
-    assert merged.included == ("a",)
-    assert close(a.versions.candidate, expected)
-    assert same(b.versions.candidate, a.versions.candidate)
-    assert b.unmerged_steps == 2
-
-
-def test_a_worker_that_leaves_early_or_breaks_leaves_the_average_to_the_others(team):
-    a, b, *_ = team
-    train(a, 4)
-    train(b, 4)
-    expected = a.trainer.parameters_numpy()
-    poison_learner(b)
-    merged = merge([a, b])
-    assert merged.included == ("a",)
-    assert close(a.versions.candidate, expected)
-    assert close(b.versions.candidate, expected)
-    train(a, 3)
-    train(b, 4)  # and then it is gone, before it hands in
-    expected = a.trainer.parameters_numpy()
-    assert merge([a]).included == ("a",)
-    assert close(a.versions.candidate, expected)
-
-
-def test_without_other_workers_one_starts_from_what_is_served(team):
-    a, *_ = team
-    train(a, 4)
-    merge([a])
-    published = a.export(3, "bfloat16", [])
-    successor = SpotLearner("successor", a.config, **_arguments(), published=published)
-    assert successor.export(4, "bfloat16", []).fingerprint == published.fingerprint
-    assert same(successor.versions.served, successor.versions.candidate)
-    assert same(successor.versions.initial, a.versions.initial)
-
-
-def _arguments():
-    return {key: value for key, value in worker_arguments().items() if key != "config"}
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])

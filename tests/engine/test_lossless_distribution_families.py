@@ -6,7 +6,7 @@ Llama with a head of its own; Llama with the embedding for a head and a scaled R
 import dataclasses
 
 import pytest
-from draws import CASES, FAILS, HOT, before_each_step, draw, p_values
+from draws import CASES, FAILS, HOT, draw, p_values, swaps_and_pauses
 from exact import Exact
 from shared_engines import part_of
 from tiny_engine import SMALL, build_drafter_dir, build_target
@@ -50,17 +50,8 @@ def test_swaps_and_pauses_in_every_family(engine_of, exact, models, family, temp
     sampling = dataclasses.replace(HOT, temperature=temperature)
     drafters = [str(models[part_of(family, part)] / "model.safetensors") for part in ("good", "bad")]
     with engine_of("good", family=family, max_num_seqs=64, policy="policies:rand") as engine:
-        control = engine.scheduler.tlt
-
-        def act(step):
-            if step % 10 == 3:
-                assert engine.rpc("tlt_load_drafter", drafters[step // 10 % 2])["ok"]
-            if step % 15 == 7:
-                control.control(drafting=not control.drafting)
-                engine.rpc("tlt_set_drafting", control.drafting)
-
-        before_each_step(engine, act)
+        swaps_and_pauses(engine, drafters)
         chi, martingale = p_values(exact, draw(engine, sampling, DRAWS), sampling)
-        stats = control.stats()
+        stats = engine.scheduler.tlt.stats()
     assert chi > FAILS and martingale > FAILS
     assert all(stats.steps_by_draft_length[k] > 5 for k in (-1, 0, 1, 2, 3))

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from draws import CASES, CAUGHT, FAILS, HOT, PROMPTS, TOKENS, before_each_step, draw, exact_models, p_values
+from draws import CASES, CAUGHT, FAILS, HOT, PROMPTS, TOKENS, draw, exact_models, p_values, swaps_and_pauses
 from exact import Sampling
 from safetensors.torch import load_file, save_file
 from tiny_engine import sampled
@@ -64,26 +64,21 @@ def test_what_happens_while_they_run(engine_of, exact, models, worse, temperatur
     sampling = dataclasses.replace(HOT, temperature=temperature)
     drafters = (str(models["qwen3-small-good"] / "model.safetensors"), worse)
     with engine_of("good", policy="policies:rand", **SMALL) as engine:
-        vllm_engine, control = engine.llm.llm_engine, engine.scheduler.tlt
+        vllm_engine = engine.llm.llm_engine
 
-        def act(step):
-            if step % 10 == 3:
-                assert engine.rpc("tlt_load_drafter", drafters[step // 10 % 2])["ok"]
-            if step % 15 == 7:
-                control.control(drafting=not control.drafting)
-                engine.rpc("tlt_set_drafting", control.drafting)
+        def strangers(step):
             if step % 6 == 1:
                 stranger = sampled(200, temperature=temperature)
                 vllm_engine.add_request(f"{10**6 + step}", {"prompt_token_ids": [1, 2, 3]}, stranger)
             if step % 6 == 5:
                 vllm_engine.abort_request([f"{10**6 + step - 4}"], internal=False)
 
-        before_each_step(engine, act)
+        swaps_and_pauses(engine, drafters, strangers)
         outputs = draw(engine, sampling, DRAWS)
         for request in list(vllm_engine.output_processor.external_req_ids):
             vllm_engine.abort_request([request], internal=False)
         chi, martingale = p_values(exact, outputs, sampling)
-        stats = control.stats()
+        stats = engine.scheduler.tlt.stats()
     assert chi > FAILS and martingale > FAILS
     assert all(stats.steps_by_draft_length[k] > 5 for k in (-1, 0, 1, 2, 3))
     assert stats.num_accepted_tokens_per_pos[0] > DRAWS
