@@ -23,7 +23,7 @@ class NodeServer:
     """A rollout server as far as publication goes: what it starts with, and where it stages."""
 
     def __init__(self, store):
-        self.folder = make_private_dir("verl-tlt-").path
+        self.folder = make_private_dir("verl-tlt-")
         self.tlt_stage(ray.get(store.latest.remote(), timeout=60))
 
     def tlt_stage(self, drafter):

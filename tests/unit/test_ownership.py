@@ -156,7 +156,7 @@ def test_sweeping_leaves_what_another_user_named_like_ours(everybodys, give_away
     (tmp_path / "precious" / OWNER).touch()
     (everybodys / "tlt-link").symlink_to(tmp_path / "precious")
     give_away(everybodys / "tlt-theirs")
-    ours = make_private_dir("tlt-").path
+    ours = make_private_dir("tlt-")
     assert {p.name for p in everybodys.iterdir()} == {"tlt-theirs", "tlt-link", ours.name}
     assert (everybodys / "tlt-theirs" / OWNER).exists() and (tmp_path / "precious" / OWNER).exists()
 

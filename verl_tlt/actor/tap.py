@@ -132,7 +132,7 @@ class _MicroBatch:
             axis, spans = located[i]
             if spans := window(spans, start, stop):
                 self._spans[i] = spans  # the same under every layer
-                held[i] = _copy(axis, spans, self._dtype)
+                held[i] = torch.cat([axis[s.at : s.at + s.stop - s.start].to(self._dtype) for s in spans])
 
     def wait_for_device(self) -> None:
         """Let the forward on the device end, which is not the tap's time."""
@@ -165,17 +165,6 @@ class _MicroBatch:
                 )
             )
         return found
-
-
-def _copy(axis: torch.Tensor, spans: Sequence[TokenSpan], dtype: torch.dtype) -> torch.Tensor:
-    """[n, H] out of a layer's token axis [N, H], on memory of its own."""
-    kept = axis.new_empty(sum(s.stop - s.start for s in spans), axis.shape[-1], dtype=dtype)
-    at = 0
-    for s in spans:
-        after = at + s.stop - s.start
-        kept[at:after].copy_(axis[s.at : s.at + s.stop - s.start])
-        at = after
-    return kept
 
 
 def response_lengths(micro_batch: TensorDict) -> list[int]:

@@ -14,7 +14,6 @@ import os
 import shutil
 import stat
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -22,21 +21,8 @@ logger = logging.getLogger(__name__)
 OWNER = "owner.lock"
 
 
-@dataclass(frozen=True)
-class PrivateDir:
-    """A directory (0700) that is this process's as long as it lives."""
-
-    path: Path
-    lock: int
-    """Descriptor of the locked file; closed by nothing but the process's end."""
-
-    def remove(self) -> None:
-        """Delete it."""
-        shutil.rmtree(self.path, ignore_errors=True)
-
-
-def make_private_dir(prefix: str) -> PrivateDir:
-    """Make a directory, and remove those of this user's dead processes.
+def make_private_dir(prefix: str) -> Path:
+    """Make a directory (0700) that is this process's while it lives, and remove those of this user's dead processes.
 
     Args:
         prefix: how such directories begin, below the system's temporary directory.
@@ -44,10 +30,10 @@ def make_private_dir(prefix: str) -> PrivateDir:
     for owner in Path(tempfile.gettempdir()).glob(f"{prefix}*/{OWNER}"):
         _remove_if_unowned(owner)
     path = Path(tempfile.mkdtemp(prefix=prefix))
-    lock = os.open(path / f".{OWNER}", os.O_CREAT | os.O_RDWR, 0o600)
+    lock = os.open(path / f".{OWNER}", os.O_CREAT | os.O_RDWR, 0o600)  # closed by nothing but the process's end
     fcntl.flock(lock, fcntl.LOCK_EX)
     os.rename(path / f".{OWNER}", path / OWNER)  # nobody ever finds it unlocked
-    return PrivateDir(path, lock)
+    return path
 
 
 def _remove_if_unowned(owner: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -54,8 +55,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
     def _post_init(self, cuda_visible_devices: str) -> None:
         super()._post_init(cuda_visible_devices)
         self.tlt = TLTConfig.from_dict((self.config.custom or {})["tlt"])
-        self._tlt_private_dir = make_private_dir(f"verl-tlt-{os.getuid()}-")
-        self._tlt_dir = self._tlt_private_dir.path
+        self._tlt_dir = make_private_dir(f"verl-tlt-{os.getuid()}-")
         self._tlt_staged: DrafterFile | None = None
         self._tlt_served = DrafterStatus()
         self._tlt_key: TableKey | None = None
@@ -162,7 +162,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         """End the engine, with its sockets and shared memory, and remove the staged drafter."""
         if self.node_rank == 0:
             await asyncio.to_thread(self.engine.shutdown)
-        self._tlt_private_dir.remove()
+        shutil.rmtree(self._tlt_dir, ignore_errors=True)
 
     # ------------------------------------------------------------------ the drafter
 

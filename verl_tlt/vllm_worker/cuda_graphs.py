@@ -14,7 +14,8 @@ import inspect
 import logging
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from verl_tlt.speculation.graph_rules import FULL_GRAPHS, token_limit
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.config.compilation import CUDAGraphMode
     from vllm.config.vllm import VllmConfig
     from vllm.forward_context import BatchDescriptor
+    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 logger = logging.getLogger(__name__)
@@ -90,10 +92,10 @@ def digest(source: str) -> str:
 def capture_every_arm(runner: GPUModelRunner, arms: Sequence[int]) -> tuple[int, ...]:
     """Give each arm its own FULL graphs, and a batch of one request one of exactly its tokens.
 
-    The dispatcher tells graphs apart by tokens and requests, so graphs of several widths live side by side; what has to
-    change with the batch is the one width that runner and dispatcher believe in. Graphs of all widths share one memory
-    pool, of which the largest decides the size. vLLM rounds the sizes it captures up to multiples of 1 + K_max; the
-    sizes below, which stock vLLM has too, are put back.
+    The dispatcher tells graphs apart by tokens and requests, so graphs of several widths (1 + draft length) live side
+    by side, in one memory pool; what has to change with the batch is the one width that runner and dispatcher hold.
+    vLLM rounds the sizes it captures up to multiples of 1 + K_max; the sizes below, which stock vLLM has too, are put
+    back.
 
     Args:
         runner: vLLM's V1 model runner.
@@ -104,54 +106,60 @@ def capture_every_arm(runner: GPUModelRunner, arms: Sequence[int]) -> tuple[int,
     """
     dispatcher, longest = runner.cudagraph_dispatcher, runner.uniform_decode_query_len
     widths = sorted({1 + arm for arm in arms if longest % (1 + arm) == 0} - {longest})
-    # A padded batch must still consist of whole requests, of whichever width.
-    small = [size for size in widths if all(size % width == 0 for width in widths if width < size)]
-    initialize, determine = dispatcher.initialize_cudagraph_keys, runner._determine_batch_execution_and_padding
-    warm_up = runner._warmup_and_capture
+    initialize, warm_up = dispatcher.initialize_cudagraph_keys, runner._warmup_and_capture
+    determine = runner._determine_batch_execution_and_padding
 
-    def set_width(width: int) -> None:
+    @contextmanager
+    def set_width(width: int) -> Iterator[None]:
         runner.uniform_decode_query_len = dispatcher.uniform_decode_query_len = width
+        try:
+            yield
+        finally:
+            runner.uniform_decode_query_len = dispatcher.uniform_decode_query_len = longest
 
     def initialize_cudagraph_keys(mode: CUDAGraphMode, width: int = 1) -> None:
-        full, compilation = type(mode).FULL, dispatcher.compilation_config
-        separate = mode.decode_mode() == full and mode.separate_routine()
-        if separate and not compilation.pass_config.enable_sp:  # which needs multiples of the shards
-            compilation.cudagraph_capture_sizes = sorted({*compilation.cudagraph_capture_sizes, *small})
+        separate = mode.decode_mode() == type(mode).FULL and mode.separate_routine()
+        if separate:
+            _add_sizes_below(dispatcher, widths)
         initialize(mode, width)
-        if not separate:
-            return  # one set of graphs for all widths, or none
-        for other in widths:
-            set_width(other)
-            most = other * dispatcher.vllm_config.scheduler_config.max_num_seqs
-            for size in compilation.cudagraph_capture_sizes:
-                if other <= size <= most and size % other == 0:
-                    for loras in dispatcher._get_lora_cases():
-                        key = dispatcher._create_padded_batch_descriptor(size, True, loras > 0, loras)
-                        dispatcher.add_cudagraph_key(full, key)
-        set_width(longest)
+        for other in widths if separate else ():  # else one set of graphs for all widths, or none
+            with set_width(other):
+                _add_keys(dispatcher, type(mode).FULL, other)
 
     def warmup_and_capture(desc: BatchDescriptor, *args: object, **kwargs: object) -> object:
         if not desc.uniform:
             return warm_up(desc, *args, **kwargs)
-        set_width(desc.num_tokens // desc.num_reqs)
-        try:
+        with set_width(desc.num_tokens // desc.num_reqs):
             return warm_up(desc, *args, **kwargs)
-        finally:
-            set_width(longest)
 
     def determine_batch(*args: object, **kwargs: Any) -> object:
         width, tokens, requests = kwargs["max_num_scheduled_tokens"], kwargs["num_tokens"], kwargs["num_reqs"]
         capturing = kwargs.get("force_uniform_decode") is not None
         if capturing or width not in widths or tokens != width * requests:
             return determine(*args, **kwargs)
-        set_width(width)
-        try:
+        with set_width(width):
             return determine(*args, **kwargs)
-        finally:
-            set_width(longest)
 
     dispatcher.initialize_cudagraph_keys = initialize_cudagraph_keys
     runner._warmup_and_capture = warmup_and_capture
     runner._determine_batch_execution_and_padding = determine_batch
     logger.info("FULL CUDA graphs are captured for %s tokens a request, besides %d.", widths, longest)
     return tuple(width - 1 for width in (*widths, longest))
+
+
+def _add_sizes_below(dispatcher: CudagraphDispatcher, widths: Sequence[int]) -> None:
+    """Capture sizes of one request too, where a padded batch still consists of whole requests, of whichever width."""
+    compilation = dispatcher.compilation_config
+    if not compilation.pass_config.enable_sp:  # which needs multiples of the shards
+        small = [size for size in widths if all(size % width == 0 for width in widths if width < size)]
+        compilation.cudagraph_capture_sizes = sorted({*compilation.cudagraph_capture_sizes, *small})
+
+
+def _add_keys(dispatcher: CudagraphDispatcher, full: CUDAGraphMode, width: int) -> None:
+    """Have graphs captured for batches in which every request has `width` tokens."""
+    most = width * dispatcher.vllm_config.scheduler_config.max_num_seqs
+    for size in dispatcher.compilation_config.cudagraph_capture_sizes:
+        if width <= size <= most and size % width == 0:
+            for loras in dispatcher._get_lora_cases():
+                key = dispatcher._create_padded_batch_descriptor(size, True, loras > 0, loras)
+                dispatcher.add_cudagraph_key(full, key)

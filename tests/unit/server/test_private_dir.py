@@ -11,7 +11,7 @@ OWNER = """
 import sys, tempfile
 from verl_tlt.server.private_dir import make_private_dir
 tempfile.tempdir = sys.argv[1]
-print(make_private_dir("tlt-").path, flush=True)
+print(make_private_dir("tlt-"), flush=True)
 sys.stdin.read()
 """
 
@@ -35,7 +35,7 @@ def other(tmp):
 
 def test_two_processes_have_two_directories(tmp, other):
     _, theirs = other
-    ours = make_private_dir("tlt-").path
+    ours = make_private_dir("tlt-")
     assert ours != theirs and ours.is_dir() and theirs.is_dir()
     assert ours.stat().st_mode & 0o777 == 0o700
 
@@ -45,7 +45,7 @@ def test_one_whose_process_was_killed_goes(tmp, other):
     (theirs / "drafter").mkdir()
     process.kill()
     process.wait()
-    ours = make_private_dir("tlt-").path
+    ours = make_private_dir("tlt-")
     assert list(tmp.iterdir()) == [ours]
 
 
