@@ -1,8 +1,8 @@
-"""Attention over a packed row, one document at a time: what training on a CPU costs should follow its tokens.
+"""Attention over a packed row, one document at a time, for training on a CPU.
 
 A packed row of S positions holds several documents, and each pass of a training-time test adds S keys, of which a
-position sees one. A dense mask computes all of S x (passes x S); here are computed the documents' own triangles and
-that one key of each later pass.
+position attends to one. A dense mask computes all of S x (passes x S) scores, with which a small model's step takes 1.5
+times as long on a CPU; this computes each document's own and that one of each later pass.
 """
 
 from __future__ import annotations
@@ -53,17 +53,15 @@ def attend_by_document(
     heads, rows, width = query.shape[1:]
     passes, groups = key.shape[2] // rows, heads // key.shape[1]
     scale = width**-0.5 if scaling is None else scaling
-    first_pass = attention_mask[0, 0, :, :rows]
-    documents = _documents(first_pass)
     q = query[0] * scale  # [heads, S, head_dim]
     k, v = (
         x[0].repeat_interleave(groups, dim=0).view(heads, passes, rows, width) for x in (key, value)
     )  # [heads, P, S, .]
     later = (q[:, None] * k[:, 1:]).sum(-1).transpose(1, 2)  # [heads, S, P-1] scores of each position's own later keys
     parts = []
-    for begin, end, length in documents:
+    for begin, end, length in _documents(attention_mask[0, 0, :, :rows]):
         here, count = slice(begin, end), (end - begin) // length
-        # Documents of one token (padding) lie side by side: each of them sees itself.
+        # Documents of one token (padding) are handled side by side; each attends to itself.
         q_own, k_own, v_own = (
             x[:, here].reshape(heads, count, length, width) for x in (q, k[:, 0], v[:, 0])
         )  # [heads, n, L, .]
@@ -71,9 +69,9 @@ def attend_by_document(
         future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
         after = later[:, here].reshape(heads, count, length, passes - 1)  # [heads, n, L, P-1]
         weights = torch.cat([scores.masked_fill(future, -torch.inf), after], dim=-1).softmax(-1)
-        seen = (weights[..., :length] @ v_own).flatten(1, 2)  # [heads, n * L, head_dim]
-        rest = weights[..., length:].flatten(1, 2).transpose(1, 2)  # [heads, P-1, n * L]
-        parts.append(seen + (rest[..., None] * v[:, 1:, here]).sum(1))
+        first = (weights[..., :length] @ v_own).flatten(1, 2)  # [heads, n * L, head_dim]
+        others = weights[..., length:].flatten(1, 2).transpose(1, 2)  # [heads, P-1, n * L]
+        parts.append(first + (others[..., None] * v[:, 1:, here]).sum(1))
     return torch.cat(parts, dim=1).transpose(0, 1)[None], None
 
 

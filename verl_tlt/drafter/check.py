@@ -1,8 +1,8 @@
-"""Does this directory hold a drafter for this policy? Answered from the headers, in milliseconds, without torch.
+"""Whether a directory holds a drafter for a policy: read from the files' headers, in milliseconds, without torch.
 
 The doctor asks on the driver before any worker starts; `load_drafter` asks again in the worker. Every mismatch is one
-sentence that names the file and the field, because vLLM's own answer to most of them is a shape error deep in a
-worker, or silence and an accept length of 1.
+sentence that names file and field, because vLLM's own answer to most of them is a shape error deep in a worker, or
+silence and an accept length of 1.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from verl_tlt.drafter.hub import Model, NotHereError, folder
 from verl_tlt.drafter.other_layouts import is_other_layout, speculators_name, to_speculators_config
@@ -97,35 +96,24 @@ def read_config(path: Path, policy: PolicyShape, min_context: int = 0) -> Fields
         DrafterError: the first thing that does not fit.
     """
     file = path / CONFIG
-    config = read_json(file)
-    other_layout = is_other_layout(config)
-    if other_layout:
-        config = to_speculators_config(config, policy, file)
-    kind = config.get("speculators_model_type")
+    config, prefix = read_json(file), f"{file}: transformer_layer_config."
+    if is_other_layout(config):
+        config, prefix = to_speculators_config(config, policy, file), f"{file}: "
+    kind, layer = config.get("speculators_model_type"), config.get("transformer_layer_config")
     if kind != "eagle3":
         raise DrafterError(f"{file}: speculators_model_type must be 'eagle3', not {kind!r}.")
-    layer = config.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise DrafterError(f"{file}: transformer_layer_config must be an object, not {layer!r}.")
-    prefix = f"{file}: " if other_layout else f"{file}: transformer_layer_config."
-    for field, wanted in (("hidden_size", policy.hidden_size), ("vocab_size", policy.vocab_size)):
-        if layer.get(field) != wanted:
-            raise DrafterError(f"{prefix}{field}={layer.get(field)!r}, but the policy's is {wanted} ({policy.source}).")
-    if layer.get("num_hidden_layers") != 1:
-        raise DrafterError(f"{prefix}num_hidden_layers must be 1, not {layer.get('num_hidden_layers')!r}.")
-    _check_heads(layer, prefix)
-    ids = config.get("eagle_aux_hidden_state_layer_ids")
-    where = f"{file}: eagle_aux_hidden_state_layer_ids"
+    _check_layer(layer, policy, prefix)
+    ids, where = config.get("eagle_aux_hidden_state_layer_ids"), f"{file}: eagle_aux_hidden_state_layer_ids"
     if not isinstance(ids, list):
         raise DrafterError(f"{where} must be a list of {NUM_AUX} layers, not {ids!r}.")
     check_aux_layers(ids, policy.num_layers, where)
-    context = layer.get("max_position_embeddings")
-    if not isinstance(context, int) or context < 1:
-        raise DrafterError(f"{prefix}max_position_embeddings must be a positive integer, not {context!r}.")
-    if context < min_context and not has_computed_rope(layer):
+    context, rope = layer["max_position_embeddings"], rope_of(layer)["rope_type"]
+    if context < min_context and rope not in COMPUTED_ROPE:
         raise DrafterError(
             f"{prefix}max_position_embeddings={context} is below {min_context}, the longest prompt, response and draft "
-            f"together, and positions of RoPE type {rope_of(layer)['rope_type']!r} cannot be continued."
+            f"together, and positions of RoPE type {rope!r} cannot be continued."
         )
     draft_vocab = config.get("draft_vocab_size")
     if not isinstance(draft_vocab, int) or not 0 < draft_vocab <= policy.vocab_size:
@@ -133,20 +121,21 @@ def read_config(path: Path, policy: PolicyShape, min_context: int = 0) -> Fields
     return config
 
 
-def has_computed_rope(layer: Mapping[str, Any]) -> bool:
-    """Whether a drafter's `max_position_embeddings` is a size only, which its RoPE does not depend on."""
-    return rope_of(layer)["rope_type"] in COMPUTED_ROPE
+_POSITIVE = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
 
 
-def _check_heads(layer: Fields, prefix: str) -> None:
-    for field in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+def _check_layer(layer: Fields, policy: PolicyShape, prefix: str) -> None:
+    for field, wanted in (("hidden_size", policy.hidden_size), ("vocab_size", policy.vocab_size)):
+        if layer.get(field) != wanted:
+            raise DrafterError(f"{prefix}{field}={layer.get(field)!r}, but the policy's is {wanted} ({policy.source}).")
+    if layer.get("num_hidden_layers") != 1:
+        raise DrafterError(f"{prefix}num_hidden_layers must be 1, not {layer.get('num_hidden_layers')!r}.")
+    for field in _POSITIVE:
         if not isinstance(layer.get(field), int) or layer[field] < 1:
             raise DrafterError(f"{prefix}{field} must be a positive integer, not {layer.get(field)!r}.")
-    if layer["num_attention_heads"] % layer["num_key_value_heads"]:
-        raise DrafterError(
-            f"{prefix}num_attention_heads={layer['num_attention_heads']} must be a multiple of "
-            f"num_key_value_heads={layer['num_key_value_heads']}."
-        )
+    heads, kv_heads = layer["num_attention_heads"], layer["num_key_value_heads"]
+    if heads % kv_heads:
+        raise DrafterError(f"{prefix}num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}.")
 
 
 def _check_tokenizer(path: Path, policy: PolicyLike) -> None:

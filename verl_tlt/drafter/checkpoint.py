@@ -38,7 +38,7 @@ from verl_tlt.drafter.check import (
 from verl_tlt.drafter.digest import fingerprint
 from verl_tlt.drafter.hub import Model
 from verl_tlt.drafter.other_layouts import is_other_layout, to_speculators_tensors
-from verl_tlt.drafter.policy import CONFIG, DrafterError, PolicyLike, policy_shape, read_json
+from verl_tlt.drafter.policy import CONFIG, DrafterError, Fields, PolicyLike, policy_shape, read_json
 from verl_tlt.drafter.state_file import read_state, write_state
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def serving_tensors(
 
     Args:
         model: the drafter.
-        dtype: cast floats to this; None: as held (float32). Publishing in the serving dtype halves the bytes.
+        dtype: what floats are cast to; None: as held (float32).
         without: names to leave out, whose values the caller has.
     """
     brings_head = model.use_draft_vocab or has_own_head(model)
@@ -78,12 +78,12 @@ def serving_tensors(
     return tensors
 
 
-def to_drafter_file(model: Eagle3DraftModel, dtype: torch.dtype | str) -> tuple[str, bytes, str]:
-    """A drafter as one value that travels through the object store, without a shared disk.
+def to_drafter_file(model: Eagle3DraftModel, dtype: str) -> tuple[str, bytes, str]:
+    """A drafter's files as one value, which needs no shared disk.
 
     Args:
         model: the drafter.
-        dtype: of the weights, e.g. torch.bfloat16 or "bfloat16": what the engine serves in.
+        dtype: of the weights, such as "bfloat16": what the engine serves in.
 
     Returns:
         (text of `config.json`, bytes of `model.safetensors` as `serving_tensors` has it, `fingerprint` of the weights).
@@ -93,7 +93,7 @@ def to_drafter_file(model: Eagle3DraftModel, dtype: torch.dtype | str) -> tuple[
     """
     from safetensors.torch import save
 
-    tensors = serving_tensors(model, _dtype(dtype))
+    tensors = serving_tensors(model, getattr(torch, dtype))
     if (broken := _not_finite(tensors)) is not None:
         raise DrafterError(f"The drafter's {broken} holds numbers that are not finite as {dtype}.")
     return model.config.to_json_string(), save(tensors, metadata={"format": "pt"}), fingerprint(tensors)
@@ -118,8 +118,7 @@ def save_drafter(
     Args:
         model: the drafter.
         directory: where; an existing one is replaced whole.
-        provenance: JSON-able facts for `provenance.json` and the model card: policy, steps, tokens, data, acceptance.
-            The releases it was made with are added.
+        provenance: facts for `provenance.json` and the model card, as JSON has them; releases are added.
         policy: directory of the policy; its tokenizer is noted, so that a policy with another one is refused.
         training_state: `DrafterTrainer.state()`, to resume from.
         tensors: what to write, taken earlier by `serving_tensors` so that training can go on meanwhile; None: the
@@ -222,10 +221,6 @@ def provenance(directory: Model) -> dict[str, Any]:
     return read_json(file) if file.is_file() else {}
 
 
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-
-
 def _versions() -> dict[str, str]:
     """Releases a drafter depends on, as installed."""
     import verl_tlt
@@ -237,26 +232,17 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _card(model: Eagle3DraftModel, name: str, facts: Mapping[str, Any]) -> str:
-    """The model card: what it is, how to serve it, where it comes from."""
-    config = json.dumps(
-        {"method": "eagle3", "model": name, "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
-    )
-    rows = {**facts, "versions": ", ".join(f"{k} {v}" for k, v in facts["versions"].items())}
-    table = "\n".join(f"| {key} | {value} |" for key, value in sorted(rows.items()))
-    layers = ", ".join(map(str, model.target_layer_ids))
-    own_head = " Its output head is its own, and does not follow the policy." if has_own_head(model) else ""
-    return f"""---
+CARD = """---
 library_name: speculators
 tags: [speculative-decoding, eagle3, vllm]
 ---
 # EAGLE-3 drafter
 
 Drafts tokens for one policy; it is no language model of its own. Saved by verl-tlt without the policy's embedding and
-head. It reads the inputs of the policy's layers {layers}; hidden size {model.hidden_size}, draft vocabulary
-{model.draft_vocab_size} of {model.verifier_vocab_size}.{own_head}
+head. It reads the inputs of the policy's layers {layers}; hidden size {hidden}, draft vocabulary {draft_vocab} of
+{vocab}.{own_head}
 
-    vllm serve {shlex.quote(str(facts.get("policy", "POLICY")))} --speculative-config {shlex.quote(config)}
+    vllm serve {policy} --speculative-config {config}
 
 Speculative decoding does not change what the policy answers, only how fast: with another policy, or another version of
 this one, fewer drafted tokens are accepted.
@@ -267,14 +253,29 @@ this one, fewer drafted tokens are accepted.
 |---|---|
 {table}
 """
+"""The model card: what it is, how to serve it, where it comes from."""
+
+
+def _card(model: Eagle3DraftModel, name: str, facts: Fields) -> str:
+    rows = {**facts, "versions": ", ".join(f"{k} {v}" for k, v in facts["versions"].items())}
+    serve = {"method": "eagle3", "model": name, "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
+    return CARD.format(
+        layers=", ".join(map(str, model.target_layer_ids)),
+        hidden=model.hidden_size,
+        draft_vocab=model.draft_vocab_size,
+        vocab=model.verifier_vocab_size,
+        own_head=" Its output head is its own, and does not follow the policy." if has_own_head(model) else "",
+        policy=shlex.quote(str(facts.get("policy", "POLICY"))),
+        config=shlex.quote(json.dumps(serve)),
+        table="\n".join(f"| {key} | {value} |" for key, value in sorted(rows.items())),
+    )
 
 
 @contextmanager
 def replaced(target: Path) -> Iterator[Path]:
-    """Yield an empty directory beside `target`; when the block ends it takes the name, when it raises it is removed.
+    """Yield an empty directory beside `target`, which takes its name when the block ends and is removed when it raises.
 
-    Files are flushed to disk before the name changes, so that a power cut cannot leave a complete name over empty
-    files. A process killed inside the block leaves a `.NAME.new-*` directory that nothing reads.
+    Files are flushed to disk before that. A process killed inside the block leaves a `.NAME.new-*` that nothing reads.
     """
     target = Path(os.path.abspath(target))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -285,34 +286,30 @@ def replaced(target: Path) -> Iterator[Path]:
         for path in (*draft.rglob("*"), draft):
             path.chmod(path.stat().st_mode & ~0o002)  # what everybody may write to is not read again (`ownership`)
             _flush(path)
-        _swap(draft, target)
+        _rename_over(draft, target)
         _flush(target.parent)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _swap(draft: Path, target: Path) -> None:
+def _rename_over(draft: Path, target: Path) -> None:
     """Give `draft` the name `target`; what had the name is then called `draft`."""
     if not os.path.lexists(target):
         draft.rename(target)
-    elif not _exchange(draft, target):
-        # File systems without an exchange (NFS): for an instant no directory has the name; the old one still exists.
-        aside = target.parent / f".{target.name}.old-{secrets.token_hex(4)}"
-        target.rename(aside)
-        try:
-            draft.rename(target)
-        except OSError:
-            aside.rename(target)
-            raise
-        aside.rename(draft)
-
-
-def _exchange(a: Path, b: Path) -> bool:
-    """Linux's atomic exchange of two names (`renameat2`); False where the system or the file system lacks it."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    if rename is None:
-        return False
-    return rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
+        return
+    exchange = getattr(ctypes.CDLL(None), "renameat2", None)  # Linux exchanges two names at once
+    names = (_AT_FDCWD, os.fsencode(draft), _AT_FDCWD, os.fsencode(target))
+    if exchange is not None and exchange(*names, _RENAME_EXCHANGE) == 0:
+        return
+    # File systems without an exchange (NFS): for an instant no directory has the name; the old one still exists.
+    aside = target.parent / f".{target.name}.old-{secrets.token_hex(4)}"
+    target.rename(aside)
+    try:
+        draft.rename(target)
+    except OSError:
+        aside.rename(target)
+        raise
+    aside.rename(draft)
 
 
 def _flush(path: Path) -> None:

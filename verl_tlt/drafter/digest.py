@@ -1,9 +1,9 @@
-"""A name for a set of weights that both ends of a publication compute for themselves.
+"""Fingerprints of a drafter's weights: trainer and engine compute one each, and compare them after a publish.
 
-The trainer holds q, k, v, gate and up projections apart in float32; vLLM holds them fused, in its serving dtype. So the
-fingerprint sums exact bit patterns, group by group, in a way that stacking along the first dimension does not change:
-equal means the engine serves what was published, in this dtype, to the bit. Sums of parts add up, so the ranks of a
-tensor-parallel engine each sum their own shard, and together they answer for the whole.
+The trainer holds q, k, v, gate and up projections apart; vLLM holds them fused, in its serving dtype. So a fingerprint
+is made of sums of bit patterns, fused group by fused group, which stacking along the first dimension does not change:
+equal means that the engine serves what was published, in this dtype, to the bit. Sums of parts add up, so the ranks of
+a tensor-parallel engine each sum their own shard.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ _LEFT_OUT = ("embed_tokens", "lm_head", "verifier_norm", "draft_id_to_target_id"
 _CHUNK = 1 << 22
 """Elements summed at a time: bounds the int64 copies."""
 
-
 Sums = dict[str, tuple[str, list[int]]]
 """By fused group: dtype, and the four sums over some or all of its elements."""
 
@@ -28,16 +27,12 @@ Sums = dict[str, tuple[str, list[int]]]
 def fingerprint(
     tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
 ) -> str:
-    """Hex digest of a drafter's own weights; the same from a file and from vLLM's `named_parameters()`.
+    """Sixteen hex digits over a drafter's own weights; the same from a file and from vLLM's `named_parameters()`.
 
     Args:
-        tensors: name and tensor, in speculators' names or vLLM's (with `model.` in front, fused or not). The policy's
-            embedding and head are left out, since vLLM shares them.
+        tensors: name and tensor, in speculators' names or vLLM's. The policy's embedding and head are left out, since
+            vLLM shares them.
         dtype: what to cast to first, i.e. the serving dtype; None: as they are.
-
-    Returns:
-        Sixteen hex digits over, per fused group and ordered by name: dtype, element count, and the wrapping int64 sums
-        of the elements' bit patterns, of their squares, and of the patterns times their column.
     """
     named = tensors.items() if isinstance(tensors, Mapping) else tensors
     return combined([partial_sums(((name, tensor, 0) for name, tensor in named), dtype)])
@@ -73,7 +68,7 @@ def combined(parts: Iterable[Sums]) -> str:
 def own_shards(
     live: Mapping[str, torch.Tensor], file: Mapping[str, torch.Tensor], rank: int, size: int
 ) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """What one tensor-parallel rank answers for, so that all ranks together hold every element of the file once.
+    """What one tensor-parallel rank sums up, so that all ranks together sum every element of the file once.
 
     vLLM splits some tensors by rows, some by columns, keeps others whole on every rank, and repeats KV heads where
     there are fewer of them than ranks (`QKVParallelLinear`). Which it was shows in the shapes.
@@ -113,7 +108,7 @@ def _add(into: Sums, group: str, kind: str, sums: list[int]) -> None:
 
 
 def _sums(tensor: torch.Tensor, columns_before: int) -> list[int]:
-    """`[count, sum, sum of squares, sum by column]` of the bit patterns, wrapping at 64 bits."""
+    """Count, sum, sum of squares and sum times column of the bit patterns, wrapping at 64 bits."""
     view = {2: torch.int16, 4: torch.int32}.get(tensor.element_size())
     if view is None:
         raise ValueError(f"A fingerprint takes 16- and 32-bit tensors, not {tensor.dtype}.")

@@ -1,8 +1,7 @@
-"""Where a model's files are on this disk, whether it was named by its folder or by its name on the Hugging Face hub.
+"""Where a model's files are on this disk, whether it is given as a folder or as a name on the Hugging Face hub.
 
-verl, vLLM and transformers take either, so whatever reads a policy's or a drafter's files asks for them here first.
-A name is looked up in the local cache, then on the hub, as those do it (`HF_HUB_OFFLINE`, `HF_HUB_CACHE` and a token
-count); only the files asked for are fetched. Standard library until there is a name to look up.
+A name is looked up in the local cache, then on the hub, as transformers does it (`HF_HUB_OFFLINE`, `HF_HUB_CACHE` and a
+token count); only the files asked for are fetched.
 """
 
 from __future__ import annotations

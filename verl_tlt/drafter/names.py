@@ -1,4 +1,4 @@
-"""What one tensor of a drafter is called by whom, and which of a policy's tensors it shares.
+"""Names of a drafter's tensors in files and in vLLM, and of the policy's tensors that it shares.
 
 speculators, and our files    layers.0.self_attn.q_proj.weight
 SafeAILab/EAGLE, SpecForge    midlayer.self_attn.q_proj.weight

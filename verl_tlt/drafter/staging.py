@@ -1,9 +1,7 @@
-"""A drafter written to disk so that a reader finds the old or the new one, never half of either.
+"""The drafter's files on a rollout server's node, from which its engine processes load them.
 
-A replica may span nodes. Each node has a server, which stages under a private name of its own, and engine processes,
-which are the server's children: they find their node's file through the environment, where no message can name it.
-
-Standard library only: rollout servers call it, and they need no torch for it.
+A replica may span nodes. Each node has a server, which stages in a private directory, and engine processes, which are
+its children and find that directory through the environment. Standard library only, as servers need no torch for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A training state as a safetensors file: its tensors by their place in the state, all the rest as JSON in the header.
 
-Optimizers are usually kept by `torch.save`, which pickles. A pickle can run code when it is read, and a checkpoint lies
-where others may write; what this file holds are numbers and text, whatever it is made to hold.
+`torch.save` would pickle it, and a pickle can run code when it is read; checkpoints lie where others may write.
 """
 
 from __future__ import annotations
