@@ -24,7 +24,7 @@ from benchmarks.control.toy import Toy
 from benchmarks.interval import interval
 from benchmarks.simulate.recorded import recording, step_records, worth
 from demo.machine import find_dtype
-from verl_tlt.speculation.costs.latency_table import Table, interpolate
+from verl_tlt.speculation.costs.tables import LatencyTable, interpolate
 
 POLICY_ARMS = ("table", *RIVALS, "goodput")
 FIXED = tuple(f"fixed-{k}" for k in ARMS if k > 0)
@@ -156,9 +156,8 @@ def faster(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
 
 def _worth(trace: str, calibration: list[dict[str, Any]], accepted: list[float]) -> float:
     """What an arm's draft lengths are worth if every step costs what the calibration of this engine says."""
-    by_length: Table = {}
-    for p in calibration:
-        by_length.setdefault(p["draft_length"], []).append((p["batch"], p["seconds"]))
+    table = LatencyTable.from_list(calibration)
+    by_length = {k: table.by_batch(k) for k in table.arms()}
     return worth(step_records(trace.splitlines()), lambda batch, k: interpolate(by_length[k], batch), accepted)
 
 

@@ -199,7 +199,6 @@ class _Engine:
     def calibrate(self, budget_s: float = 40.0) -> list[dict[str, Any]]:
         """What a run measures at its start, as rows of a latency table."""
         from verl_tlt.server.calibration import measure
-        from verl_tlt.speculation.costs.latency_table import for_policy
 
         control, waiting = self.scheduler.tlt, []
 
@@ -223,7 +222,7 @@ class _Engine:
 
         channel: Any = Channel()
         table = asyncio.run(measure(generate, set_drafting, channel, ARMS, BATCH, 60, budget_s))
-        return for_policy(table).to_list()
+        return table.to_list()
 
     def add_arm(self, name: str, table: list[dict[str, Any]], trace: bool = False) -> None:
         """An arm of the benchmark: `off`, `fixed-K`, `zero` or a policy, told what a run would tell it.

@@ -24,8 +24,7 @@ from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, VLLM_CAPTU
 from benchmarks.simulate.oracles import TrueGoodput, best_per_bucket, static_runs
 from benchmarks.simulate.workload import FIG16_ADAPTIVE, FIG16_VANILLA, Workload, geometric
 from verl_tlt.server.calibration import BATCHES, STEPS, plan_arms
-from verl_tlt.speculation.costs.latency_table import CONTEXT_TOKENS, Table, fill_arms, for_policy
-from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
+from verl_tlt.speculation.costs.tables import CONTEXT_TOKENS, LatencyPoint, LatencyTable
 from verl_tlt.speculation.policies.base import BasePolicy
 from verl_tlt.speculation.types import OFF
 
@@ -99,10 +98,7 @@ def measured(replay: Replay, batches: Sequence[int], arms: Sequence[int], contex
 def calibration(replay: Replay) -> LatencyTable:
     """What a run knows at its start: short contexts, batches to 32, three draft lengths and OFF, the rest a line."""
     few = measured(replay, BATCHES, plan_arms(replay.arms), CONTEXT_TOKENS, STEPS)
-    table: Table = {}
-    for p in few.points:
-        table.setdefault(p.draft_length, []).append((p.batch, p.seconds))
-    return for_policy(fill_arms(table, replay.arms))
+    return LatencyTable.calibrated({k: few.by_batch(k) for k in few.arms()}).for_arms(replay.arms)
 
 
 def contestants(replay: Replay) -> dict[str, BasePolicy]:

@@ -10,8 +10,7 @@ import numpy as np
 
 from verl_tlt.advise.step_costs import CostModel as CostModel
 from verl_tlt.advise.step_costs import RooflineCost
-from verl_tlt.speculation.costs.latency_table import Table, interpolate
-from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
+from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable, interpolate
 from verl_tlt.speculation.types import OFF, ControlError
 
 VLLM_CAPTURE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
@@ -63,8 +62,9 @@ class TableCost:
             found.setdefault(p.draft_length, {}).setdefault(p.batch, []).append((p.seconds, p.kv_tokens))
         if not {OFF, 0} & found.keys():
             raise ControlError("A table of step costs must hold draft length -1 or 0: a step without drafts.")
-        curves: Table = {k: sorted((b, float(np.median([s for s, _ in v]))) for b, v in rows.items())
-                         for k, rows in found.items()}  # fmt: skip
+        curves: dict[int, list[tuple[int, float]]] = {
+            k: sorted((b, float(np.median([s for s, _ in v]))) for b, v in rows.items()) for k, rows in found.items()
+        }
         curves.setdefault(OFF, curves.get(0, []))
         curves.setdefault(0, curves[OFF])
         self._curves = curves

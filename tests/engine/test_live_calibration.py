@@ -12,7 +12,6 @@ from tiny_engine import V, sampled
 from verl_tlt.config import TLTConfig
 from verl_tlt.server.calibration import measure
 from verl_tlt.server.scheduler_client import SchedulerClient
-from verl_tlt.speculation.costs.latency_table import for_policy
 from verl_tlt.speculation.types import OFF
 
 pytestmark = pytest.mark.engine
@@ -64,13 +63,13 @@ async def test_every_arm_is_measured_on_a_live_engine(live):
 
     table = await measure(live.prompt, set_drafting, client, ARMS, MAX_BATCH, V, budget_s=120.0)
     hook.remove()
-    assert set(table) == {OFF, *ARMS}
-    assert all([b for b, _ in points] == [1, 2, 4, 8] for points in table.values())
-    assert all(0 < seconds < 10 for points in table.values() for _, seconds in points)
+    assert table.arms() == (OFF, *ARMS)
+    assert all([b for b, _ in table.by_batch(k)] == [1, 2, 4, 8] for k in table.arms())
+    assert all(0 < p.seconds < 10 for p in table.points)
     assert max(live.sizes) == MAX_BATCH
     assert passes and all(passes)  # none while the OFF arm was measured
 
-    await client.call("control", points=for_policy(table).to_list(), acceptance=[0.01, 0.01, 0.01])
+    await client.call("control", points=table.to_list(), acceptance=[0.01, 0.01, 0.01])
     assert (await client.call("control"))["drafting"]
 
 
@@ -98,8 +97,8 @@ async def test_what_a_run_learned_spares_the_next_one_its_calibration(live, mode
     # However busy the machine is, every load is to be measured here.
     monkeypatch.setattr(module, "calibrate", partial(module.calibrate, budget_s=600.0))
     first = server_of(live, models, tmp_path)
-    measured = (await first.tlt_calibrate()).latency
-    assert set(measured) == {OFF, *ARMS} and len(live.sizes) > 20
+    measured = await first.tlt_calibrate()
+    assert measured.arms() == (OFF, *ARMS) and len(live.sizes) > 20
     await asyncio.gather(*(live.prompt([7, 8, 9], 40) for _ in range(4)))
     await first.tlt_stats()
     (kept,) = (tmp_path / "tables").iterdir()
@@ -107,12 +106,9 @@ async def test_what_a_run_learned_spares_the_next_one_its_calibration(live, mode
 
     live.sizes.clear()
     second = server_of(live, models, tmp_path)
-    found = (await second.tlt_calibrate()).latency
+    found = await second.tlt_calibrate()
     assert live.sizes == [], "nothing was decoded to measure"
-    assert set(found) == set(measured)
-    for arm, points in found.items():
-        assert [b for b, _ in points] == [1, 2, 4, 8]
-        assert dict(points)[1] == pytest.approx(dict(measured[arm])[1]), "what was learned since is another matter"
+    assert set(found.points) == set(measured.points), "what was learned since is kept apart"
     model = live.inside.scheduler.tlt.policy.latency
     assert model.seconds(4, 4 * 32, 2) > 0
 

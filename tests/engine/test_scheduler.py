@@ -7,7 +7,7 @@ from tiny_engine import prompts, sampled
 
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
-from verl_tlt.speculation.costs.latency_table import for_policy
+from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.types import OFF
 
 pytestmark = pytest.mark.engine
@@ -101,7 +101,7 @@ def test_only_steady_decode_steps_teach(engine_of):
 
 def test_the_server_can_ask_a_running_engine(engine_of):
     with engine_of("good", speculation={"policy": "goodput"}, **SHARED) as engine:
-        off = for_policy({OFF: [(1, 0.004), (8, 0.005)]}).to_list()
+        off = LatencyTable.calibrated({OFF: [(1, 0.004), (8, 0.005)]}).to_list()
         engine.core.tlt_call("control", {"force_k": 2, "acceptance": [0.8, 0.7, 0.6], "points": off})
         engine.generate(8, TOKENS)
         stats = from_plain(EngineStats, engine.core.tlt_call("stats", {"reset": True}))

@@ -6,7 +6,6 @@ Judging imports neither verl nor torch. Measuring starts the recipe's engine in 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,22 +112,15 @@ def calibrate(recipe: Recipe, out: Path | None, seconds: float, cpu: bool) -> tu
 
 
 def cost_table(costs: LatencyTable) -> Table:
-    """Milliseconds per engine step, a column per batch; stock's as a share of those of the drafter's engine in OFF."""
-    from verl_tlt.speculation.costs.latency_table import stock_share
+    """Milliseconds per engine step, a column per batch."""
+    from rich.table import Table
 
-    seconds = {(p.draft_length, p.batch): p.seconds for p in costs.points}
-    batches = sorted({batch for _, batch in seconds})
-    rows = Table("draft length", *(f"batch {b}" for b in batches), title="milliseconds per engine step")
-
-    def add(name: str, row: Mapping[int, float]) -> None:
-        rows.add_row(name, *(f"{1e3 * row[b]:.2f}" if b in row else "" for b in batches))
-
-    off = {b: s for (k, b), s in seconds.items() if k < 0}
-    if costs.stock:
-        add("stock vLLM", {b: s * stock_share(costs.stock, b) for b, s in off.items()})
-    for k in costs.arms():
-        add("no drafter" if k < 0 else str(k), {b: s for (arm, b), s in seconds.items() if arm == k})
-    return rows
+    rows_of = {k: dict(costs.by_batch(k)) for k in costs.arms()}
+    batches = sorted({batch for row in rows_of.values() for batch in row})
+    table = Table("draft length", *(f"batch {b}" for b in batches), title="milliseconds per engine step")
+    for k, row in rows_of.items():
+        table.add_row("no drafter" if k < 0 else str(k), *(f"{1e3 * row[b]:.2f}" if b in row else "" for b in batches))
+    return table
 
 
 def _has_gpu() -> bool:

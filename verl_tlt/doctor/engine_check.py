@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,7 @@ from verl_tlt.doctor.standalone_engine import Setup, StandaloneEngine, graph_mem
 from verl_tlt.messages import from_plain, to_plain
 from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.server.calibration import COSTS_DIR, cost_key
-from verl_tlt.speculation.costs.latency_table import for_policy, interpolate
-from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, save_table, stock_points
+from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, interpolate, save_table
 from verl_tlt.speculation.types import OFF
 
 BATCHES = (1, 4, 16, 64)
@@ -71,8 +70,8 @@ class Measured:
     reloaded: str = ""
     """The drafter's fingerprint after a reload, or why it could not be reloaded."""
     reload_s: float = 0.0
-    costs: dict[int, list[tuple[int, float]]] | None = None
-    """(batch, seconds of a step) by draft length, OFF included."""
+    costs: LatencyTable = field(default_factory=LatencyTable)
+    """Of every draft length, OFF included."""
     stock: dict[int, float] | None = None
     """Seconds between tokens by batch, without a drafter."""
     off: dict[int, float] | None = None
@@ -95,16 +94,17 @@ async def check(job: EngineJob, directory: Path) -> Measured:
     setup, found = read_setup(job.recipe), Measured()
     on_gpu = not job.cpu and torch.cuda.is_available()
     batches = [b for b in BATCHES if b <= int(setup.rollout.max_num_seqs)]
-    # Stock's engine comes first: it must not inherit the environment by which ours chooses its model runner.
-    async with start(setup, directory, drafting=False) as engine:
-        found.stock = await engine.wall_seconds(batches)
+    if not job.costs_only:
+        # Stock's engine comes first: it must not inherit the environment by which ours chooses its model runner.
+        async with start(setup, directory, drafting=False) as engine:
+            found.stock = await engine.wall_seconds(batches)
     async with start(setup, directory) as engine:
         if not job.costs_only:
             await check_sleep(engine, found, on_gpu)
             if on_gpu:
                 await check_waking(engine, found)
         found.costs = await engine.measure_costs(job.budget_s)
-        if await engine.rpc("tlt_set_drafting", False) is None:
+        if not job.costs_only and await engine.rpc("tlt_set_drafting", False) is None:
             await engine.scheduler.call("control", drafting=False)
             found.off = await engine.wall_seconds(batches)
         found.key = _key(setup, engine.drafter)
@@ -180,14 +180,11 @@ def keep_costs(found: Measured, out: Path | None) -> tuple[Path, LatencyTable]:
     Raises:
         TLTConfigError: too little was measured, or the directory cannot be written.
     """
-    costs = found.costs or {}
-    if found.key is None or OFF not in costs or not any(arm > 0 for arm in costs):
+    arms = found.costs.arms()
+    if found.key is None or OFF not in arms or not any(arm > 0 for arm in arms):
         raise TLTConfigError("Steps with and without a drafter are needed, and not all were measured; raise --seconds.")
-    stock, off = found.stock or {}, found.off or {}
-    measured = stock_points([(batch, stock[batch], off[batch]) for batch in stock.keys() & off.keys()])
-    table = replace(for_policy({arm: sorted(row) for arm, row in costs.items()}), stock=measured)
     try:
-        return save_table(out or COSTS_DIR, found.key, table), table
+        return save_table(out or COSTS_DIR, found.key, found.costs), found.costs
     except OSError as error:
         raise TLTConfigError(f"The cost table cannot be kept: {error}") from error
 
@@ -208,14 +205,16 @@ def _sleep(f: Measured) -> Finding:
 
 
 def _costs(f: Measured) -> list[Finding]:
-    if not f.costs or not f.stock or not f.off or OFF not in f.costs:
+    off_s = f.costs.by_batch(OFF)
+    if not off_s or not f.stock or not f.off:
         return [Finding("warn", "step cost", "The costs of a step could not be measured here; see the engine's log.")]
     ratio = sum(f.off[b] / f.stock[b] for b in f.stock) / len(f.stock)
     said = ", ".join(f"batch {b}: {1e3 * f.off[b]:.2f} against {1e3 * f.stock[b]:.2f} ms" for b in f.stock)
     sentence = f"{ratio:.2f} times stock's step ({said})."
     findings = [Finding("ok" if ratio <= DEAR else "warn", "drafter off against stock", sentence)]
-    for k in sorted(k for k in f.costs if k >= 0):
-        ratios = ", ".join(f"{batch}: {interpolate(f.costs[k], batch) / off:.2f}x" for batch, off in f.costs[OFF])
+    for k in (k for k in f.costs.arms() if k >= 0):
+        seconds = f.costs.by_batch(k)
+        ratios = ", ".join(f"{batch}: {interpolate(seconds, batch) / off:.2f}x" for batch, off in off_s)
         meaning = "the drafter's own pass" if k == 0 else "pays above this accept length"
         findings.append(Finding("ok", f"K={k} against off", f"by batch {ratios}; {meaning}"))
     return findings

@@ -22,6 +22,7 @@ from verl_tlt.doctor.models import check_policy, located
 from verl_tlt.doctor.recipe import Recipe, compose, context_tokens, read_settings
 from verl_tlt.server import calibration, engine_arguments
 from verl_tlt.server.scheduler_client import SchedulerClient
+from verl_tlt.speculation.costs.tables import LatencyTable
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -98,7 +99,7 @@ class StandaloneEngine:
         turns = [{batch: await self.step_seconds(batch) for batch in batches} for _ in range(2)]
         return {batch: min(turn[batch] for turn in turns) for batch in batches}
 
-    async def measure_costs(self, budget_s: float) -> dict[int, list[tuple[int, float]]]:
+    async def measure_costs(self, budget_s: float) -> LatencyTable:
         """Seconds per engine step by draft length (OFF included) and batch, as the trainer measures them at start."""
         rollout = self.setup.rollout
         arms = engine_arguments.engine_arms(self.setup.tlt, bool(rollout.enforce_eager))

@@ -67,16 +67,6 @@ class DrafterStatus:
     """`LoadReply.full_graphs`."""
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """What an engine step costs, as one engine measured it or took it over."""
-
-    latency: Mapping[int, list[tuple[int, float]]] = field(default_factory=dict)
-    """Draft length (OFF included) → (batch, seconds), by batch; empty: nothing could be measured."""
-    seconds: float = 0.0
-    """What finding out took."""
-
-
 class Work(NamedTuple):
     """Decode-only engine steps at one batch size, summed."""
 

@@ -26,8 +26,7 @@ from verl_tlt.drafter.hub import folder
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.server.scheduler_client import SchedulerClient
-from verl_tlt.speculation.costs.latency_table import Table, cheapest_off, fill_arms
-from verl_tlt.speculation.costs.tables import TableKey
+from verl_tlt.speculation.costs.tables import LatencyTable, TableKey
 from verl_tlt.speculation.graph_rules import FULL_GRAPHS
 from verl_tlt.speculation.types import OFF
 
@@ -98,7 +97,7 @@ def plan_batches(max_batch: int) -> list[int]:
 
 async def calibrate(
     engine: AsyncLLM, arms: Sequence[int], max_batch: int, vocab_size: int, budget_s: float = 20.0
-) -> Table:
+) -> LatencyTable:
     """Measure a live vLLM engine that has no other work; it is left drafting, unforced, with an empty prefix cache.
 
     Args:
@@ -109,7 +108,7 @@ async def calibrate(
         budget_s: no probe starts after this many seconds.
 
     Returns:
-        seconds by arm and batch, unmeasured arms interpolated; an arm without a clean step is missing.
+        (batch, seconds) by arm, those between measured arms interpolated; an arm without a clean step is missing.
 
     Raises:
         SchedulerCallError: the scheduler does not answer.
@@ -140,7 +139,7 @@ async def measure(
     max_batch: int,
     vocab_size: int,
     budget_s: float,
-) -> Table:
+) -> LatencyTable:
     """`calibrate` over any engine.
 
     Args:
@@ -175,10 +174,12 @@ async def measure(
     finally:
         await set_drafting(True)
         await scheduler.call("control", drafting=True, force_k=None)
-    table: Table = {}
+    rows: dict[int, list[tuple[int, float]]] = {}
     for (arm, batch), seconds in sorted(measured.items()):
-        table.setdefault(arm, []).append((batch, seconds))
-    return fill_arms(cheapest_off(table), arms)
+        # A step in OFF is a part of one at K=0: where it took longer, it was held up.
+        least = min(seconds, measured.get((0, batch), seconds)) if arm == OFF else seconds
+        rows.setdefault(arm, []).append((batch, least))
+    return LatencyTable.calibrated(rows).for_arms(arms)
 
 
 class _OutOfTime(Exception):

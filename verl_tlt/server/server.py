@@ -27,7 +27,6 @@ from verl_tlt.drafter.digest import combined
 from verl_tlt.drafter.staging import DIRECTORY, stage
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import (
-    Calibration,
     DrafterFile,
     DrafterStatus,
     EngineStats,
@@ -38,8 +37,7 @@ from verl_tlt.server.calibration import calibrate, cost_key, plan_batches
 from verl_tlt.server.engine_arguments import engine_arms, engine_environment, engine_kwargs
 from verl_tlt.server.private_dir import make_private_dir
 from verl_tlt.server.scheduler_client import SchedulerCallError, SchedulerClient
-from verl_tlt.speculation.costs.latency_table import for_policy, from_stored
-from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, save_table, stock_points
+from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, save_table
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -277,44 +275,46 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     # ------------------------------------------------------------------ costs
 
-    async def tlt_calibrate(self, known: Calibration | None = None) -> Calibration:
-        """Measure (or take over) step latency by batch and draft length, OFF included; the scheduler is told, too.
+    async def tlt_calibrate(self, known: LatencyTable | None = None) -> LatencyTable:
+        """Measure step costs by batch and draft length, OFF included, or take them over; the scheduler is told.
 
         Args:
-            known: measured before on the same hardware, model and vLLM, to be used as it is.
+            known: what another replica of the run measured, used as it is.
+
+        Returns:
+            The calibration; empty where nothing could be measured.
         """
-        start = time.perf_counter()
         scheduler = self._tlt_scheduler
         if scheduler is None:
-            return Calibration()
+            return LatencyTable()
         stored = await self._tlt_stored()
-        batches = plan_batches(self.config.max_num_seqs)
         arms = engine_arms(self.tlt, self.config.enforce_eager)
-        covered = from_stored(stored, arms, batches)
-        latency = dict(known.latency) if known else covered
-        if not latency:
-            latency = await calibrate(
+        found = stored.calibration().for_arms(arms)
+        covered = found.covers(arms, max(plan_batches(self.config.max_num_seqs)))
+        if known is not None and known.points:
+            found = known
+        elif not covered:
+            found = await calibrate(
                 engine=self.engine,
                 arms=arms,
                 max_batch=self.config.max_num_seqs,
                 vocab_size=len(self.model_config.tokenizer),
             )
-        points = (stored if covered else for_policy(latency)).to_list()
-        await scheduler.call("control", points=points, stock=stored.stock)
+        await scheduler.call("control", points=(stored if covered else found).to_list())
         await scheduler.call("stats", reset=True)
-        return Calibration(latency, time.perf_counter() - start)
+        return found
 
     async def _tlt_stored(self) -> LatencyTable:
         """Step costs that an earlier run or `verl-tlt calibrate` found for an engine like this one; empty: nothing."""
         directory = self.tlt.speculation.costs_dir
         if directory is None:
-            return LatencyTable(())
+            return LatencyTable()
         drafter = None if self.tlt.speculation.source == "ngram" else self._tlt_dir / "drafter"
         self._tlt_key = cost_key(self.model_config.local_path, self.config, drafter)
         found = load_table(directory, self._tlt_key)
         if found is not None:
             logger.info("replica %d takes its step costs from %s", self.replica_rank, directory)
-        return found or LatencyTable(())
+        return found or LatencyTable()
 
     async def _tlt_store(self, scheduler: SchedulerClient) -> None:
         """Keep what this engine learned for the next run; of several replicas only the first does."""
@@ -323,7 +323,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             return
         try:
             learned = await scheduler.call("learned")
-            table = replace(LatencyTable.from_list(learned["points"]), stock=stock_points(learned["stock"]))
+            table = LatencyTable.from_list(learned["points"])
             await asyncio.to_thread(save_table, directory, key, table)
         except Exception as error:
             self._tlt_key = None

@@ -17,8 +17,7 @@ from typing import NamedTuple
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.acceptance import expected_accept_lengths
 from verl_tlt.speculation.costs.latency import LatencyModel
-from verl_tlt.speculation.costs.latency_table import CONTEXT_TOKENS
-from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.costs.tables import CONTEXT_TOKENS, LatencyTable
 from verl_tlt.speculation.types import OFF, Load, Policy
 
 USELESS = 1.05

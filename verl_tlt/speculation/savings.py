@@ -28,7 +28,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from verl_tlt.messages.rollout import EngineStats, LoadInterval
-from verl_tlt.speculation.costs.latency_table import CONTEXT_TOKENS, interpolate
+from verl_tlt.speculation.costs.tables import CONTEXT_TOKENS, interpolate
 
 COVERED = 0.5
 """Share of the decoding time that must be comparable for a figure."""

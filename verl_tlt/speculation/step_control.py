@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.latency import LatencyModel
-from verl_tlt.speculation.costs.tables import LatencyTable, stock_points
+from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.decision import Limits, draft_length
 from verl_tlt.speculation.step_statistics import Aggregates, DraftsByLength
 from verl_tlt.speculation.types import OFF, Load, Policy, StepRecord
@@ -56,7 +56,7 @@ class StepControl:
         self._learns_costs = not isinstance(shared, LatencyModel)
         self.costs: LatencyModel = shared if shared is not None else LatencyModel(limits.arms)
         """What steps cost here, OFF included: the policy's own model where it has one."""
-        self._calibration = LatencyTable(())
+        self._calibration = LatencyTable()
         self._sums = Aggregates()
         self._responses = DraftsByLength()
 
@@ -167,13 +167,12 @@ class StepControl:
             **settings: any of `force_k` (this K in every step, until set to None), `drafting` (False while the worker's
                 drafter is switched off, `TLTWorkerExtension.tlt_set_drafting`), `acceptance` (conditional, per draft
                 position, expected of a drafter just published; empty: nothing known), `points` (step costs that were
-                measured, or learned by an earlier run: rows of `LatencyTable.to_list`) and with them `stock` (rows of
-                `StockPoint`).
+                measured, or learned by an earlier run: rows of `LatencyTable.to_list`).
 
         Raises:
             ValueError: an unknown setting or a value that cannot be.
         """
-        unknown = set(settings) - {"force_k", "drafting", "acceptance", "points", "stock"}
+        unknown = set(settings) - {"force_k", "drafting", "acceptance", "points"}
         if unknown:
             raise ValueError(f"control does not know {', '.join(sorted(unknown))}.")
         if "force_k" in settings:
@@ -181,22 +180,21 @@ class StepControl:
         if "drafting" in settings:
             self.drafting = bool(settings["drafting"])
         if settings.get("points"):
-            table = LatencyTable.from_list(settings["points"])
-            self._believe(replace(table, stock=stock_points(settings.get("stock") or ())))
+            self._seed(LatencyTable.from_list(settings["points"]))
         if settings.get("acceptance"):
             self._tell_policy("set_acceptance", [float(a) for a in settings["acceptance"]])
         return {"drafting": self.drafting, "force_k": self.force_k}
 
     def learned(self) -> dict[str, Any]:
-        """What engine steps were found to cost, for the store: `points` and `stock` as `control` takes them."""
-        return {"points": self.costs.to_table(self._calibration).to_list(), "stock": self._calibration.stock}
+        """What engine steps were found to cost, for the next run: `points` as `control` takes them."""
+        return {"points": self.costs.to_table(self._calibration).to_list()}
 
     def _checked_k(self, k: int | None) -> int | None:
         if k is not None and (not isinstance(k, int) or not 0 <= k <= self.limits.arms[-1]):
             raise ValueError(f"force_k must be 0..{self.limits.arms[-1]} or null, not {k!r}.")
         return k
 
-    def _believe(self, table: LatencyTable) -> None:
+    def _seed(self, table: LatencyTable) -> None:
         self._calibration = table.calibration()
         if self._learns_costs:
             self.costs.seed(table)

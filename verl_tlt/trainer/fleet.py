@@ -13,7 +13,7 @@ from typing import Literal, Protocol, TypeVar
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.errors import TLTError
-from verl_tlt.messages.rollout import Calibration, DrafterFile, DrafterStatus, EngineStats
+from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats
 from verl_tlt.messages.training import (
     BufferStats,
     DrafterProvenance,
@@ -22,6 +22,7 @@ from verl_tlt.messages.training import (
     SessionResult,
     TappedStates,
 )
+from verl_tlt.speculation.costs.tables import LatencyTable
 
 T = TypeVar("T", covariant=True)
 
@@ -136,7 +137,7 @@ class Fleet(Protocol):
     def engine_stats(self) -> dict[str, EngineStats]:
         """What each engine did since it was last asked; engines without speculation are left out."""
 
-    def calibrate(self) -> Calibration:
+    def calibrate(self) -> LatencyTable:
         """Measure on one replica what engine steps cost, and tell all of them."""
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl.plugin.platform.platform_manager import get_platform
 
-from verl_tlt.messages.rollout import Calibration, DrafterFile, DrafterStatus, EngineStats
+from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats
 from verl_tlt.messages.training import (
     BufferStats,
     DrafterProvenance,
@@ -26,6 +26,7 @@ from verl_tlt.messages.training import (
     SessionResult,
     TappedStates,
 )
+from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.spot_worker.worker import SpotWorker
 from verl_tlt.trainer.clock import SYSTEM, Deadline
 from verl_tlt.trainer.fleet import Call, CallFailed, ReplicaInfo, SpotPlan
@@ -164,14 +165,14 @@ class RayFleet:
         """See `Fleet`."""
         return {name: stats for name, stats in self._on_servers("tlt_stats").items() if stats is not None}
 
-    def calibrate(self) -> Calibration:
+    def calibrate(self) -> LatencyTable:
         """See `Fleet`. Replicas of a run are alike, so one table serves them."""
         # What spot workers import and load while they start would be measured, too.
         answer([worker.__ray_ready__.remote() for worker in self._handles().values()], CALIBRATION_S)
         first, *others = self.replicas.values()
-        found: Calibration = answer(first.server.tlt_calibrate.remote(), CALIBRATION_S)
+        found: LatencyTable = answer(first.server.tlt_calibrate.remote(), CALIBRATION_S)
         answer([r.server.tlt_calibrate.remote(found) for r in others], CALL_S)
-        logger.info("engine step costs measured in %.1f s: %s", found.seconds, found.latency)
+        logger.info("engine step costs: %s", found)
         return found
 
     def close(self) -> None:

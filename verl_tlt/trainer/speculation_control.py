@@ -10,8 +10,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from verl_tlt.messages.rollout import Calibration, EngineStats
-from verl_tlt.speculation.costs.latency_table import for_policy
+from verl_tlt.messages.rollout import EngineStats
+from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.decision import RunDecision
 from verl_tlt.speculation.savings import SavingsAccount, Times, control_replicas
 from verl_tlt.speculation.types import OFF
@@ -60,11 +60,10 @@ class SpeculationControl:
         """Whether drafters may be trained during the coming rollout: not on processors that a control rollout needs."""
         return self.switch.spot and not (self._shared and self.control)
 
-    def calibrated(self, found: Calibration) -> None:
+    def calibrated(self, table: LatencyTable) -> None:
         """Take note of what engine steps were measured to cost."""
-        table = dict(found.latency)
-        self.decision.rollout.calibrated(for_policy(table))
-        self.account.calibrated(table.get(OFF, ()))
+        self.decision.rollout.calibrated(table)
+        self.account.calibrated(table.by_batch(OFF))
 
     def undrafted(self, step: int, acceptance: Sequence[float]) -> list[str]:
         """Replicas that decode the rollout of `step` without drafts.

@@ -14,13 +14,14 @@ from verl_tlt.doctor.recipe import Recipe
 from verl_tlt.doctor.standalone_engine import graph_memory_gib
 from verl_tlt.messages import from_plain, to_plain
 from verl_tlt.server.calibration import cost_key
-from verl_tlt.speculation.costs.latency_table import for_policy
-from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, stock_points
+from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table
 from verl_tlt.speculation.types import OFF
 
 GOOD = Measured(
     fingerprint="f1", lost_in_sleep=True, reloaded="f1", reload_s=0.2,
-    costs={OFF: [(1, 0.010), (4, 0.020)], 0: [(1, 0.012), (4, 0.022)], 3: [(1, 0.015), (4, 0.040)]},
+    costs=LatencyTable.calibrated(
+        {OFF: [(1, 0.010), (4, 0.020)], 0: [(1, 0.012), (4, 0.022)], 3: [(1, 0.015), (4, 0.040)]}
+    ),
     stock={1: 0.010, 4: 0.020}, off={1: 0.0101, 4: 0.0202}, graph_gib=[1.5, 0.8], context_gib=0.5,
     free_after_wake_gib=12.0,
 )  # fmt: skip
@@ -46,7 +47,7 @@ def test_a_good_machine():
         ({"reloaded": "f2"}, "drafter after sleep", "refuse", "not the same after a reload: f2"),
         ({"fingerprint": ""}, "drafter after sleep", "refuse", "not the same"),
         ({"off": {1: 0.02, 4: 0.03}}, "drafter off against stock", "warn", "1.75 times"),
-        ({"costs": None}, "step cost", "warn", "could not be measured"),
+        ({"costs": LatencyTable()}, "step cost", "warn", "could not be measured"),
         ({"wake_error": "OutOfMemoryError: 2 GiB"}, "waking beside a spot worker", "refuse", "gpu_memory_utilization"),
     ],
 )
@@ -74,25 +75,20 @@ def test_graph_memory_is_read_from_vllms_log():
 
 def test_what_is_kept_is_found_again_and_nothing_measured_is_said(tmp_path):
     key = TableKey("H100 x2", "policy 123 bfloat16 graphs", "0.24.0")
-    found = Measured(
-        key, costs={OFF: [(1, 0.01)], 3: [(4, 0.03), (1, 0.02)]}, stock={16: 0.05, 1: 0.009}, off={1: 0.0101, 16: 0.06}
-    )
+    found = Measured(key, costs=LatencyTable.calibrated({OFF: [(1, 0.01)], 3: [(4, 0.03), (1, 0.02)]}))
     file, table = keep_costs(found, tmp_path)
     assert file.parent == tmp_path
     kept = load_table(tmp_path, key)
-    assert kept == table and kept.stock == ((1, 0.009, 0.0101), (16, 0.05, 0.06))
+    assert kept == table
     assert {(p.draft_length, p.batch, p.seconds) for p in kept.points} == {(OFF, 1, 0.01), (3, 1, 0.02), (3, 4, 0.03)}
-    cannot_switch_off = dataclasses.replace(found, off=None)
-    assert keep_costs(cannot_switch_off, tmp_path)[1].stock == ()
     with pytest.raises(TLTConfigError, match="--seconds"):
-        keep_costs(dataclasses.replace(found, costs={1: [(1, 0.01)]}), tmp_path)
+        keep_costs(dataclasses.replace(found, costs=LatencyTable.calibrated({1: [(1, 0.01)]})), tmp_path)
 
 
-def test_what_stock_takes_stands_beside_off():
-    answer = {OFF: [(1, 0.010), (4, 0.020)], 3: [(1, 0.030)]}
-    table = LatencyTable(for_policy(answer).points, stock_points([(1, 0.4, 0.5), (4, 0.5, 0.5)]))
+def test_costs_are_shown_by_draft_length_and_batch():
+    table = LatencyTable.calibrated({OFF: [(1, 0.010), (4, 0.020)], 3: [(1, 0.030)]})
     columns = [list(column.cells) for column in cost_table(table).columns]
-    assert columns == [["stock vLLM", "no drafter", "3"], ["8.00", "10.00", "30.00"], ["20.00", "20.00", ""]]
+    assert columns == [["no drafter", "3"], ["10.00", "30.00"], ["20.00", ""]]
 
 
 def test_the_key_of_a_calibration_is_what_costs_depend_on(tmp_path):

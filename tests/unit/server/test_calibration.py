@@ -49,9 +49,10 @@ def run(engine, arms=(0, 1, 2, 3), max_batch=8, budget_s=60.0):
 def test_the_table_has_every_arm_and_the_stock_like_one():
     engine = MadeEngine()
     table = run(engine)
-    assert set(table) == {OFF, 0, 1, 2, 3}
-    for arm, points in table.items():
-        assert points == [(b, pytest.approx(engine.seconds(arm, b))) for b in (1, 2, 4, 8)]
+    assert table.arms() == (OFF, 0, 1, 2, 3)
+    for arm in table.arms():
+        assert table.by_batch(arm) == [(b, pytest.approx(engine.seconds(arm, b))) for b in (1, 2, 4, 8)]
+    assert {p.draft_length for p in table.points if p.samples == 0} == {2}, "the one that is interpolated"
 
 
 def test_where_off_always_stalled_it_costs_what_k_0_costs():
@@ -59,8 +60,8 @@ def test_where_off_always_stalled_it_costs_what_k_0_costs():
     usual = engine.seconds
     engine.seconds = lambda arm, batch: usual(arm, batch) * (3 if (arm, batch) == (OFF, 2) else 1)
     table = run(engine)
-    assert dict(table[OFF])[2] == dict(table[0])[2] == pytest.approx(usual(0, 2))
-    assert dict(table[OFF])[4] == pytest.approx(usual(OFF, 4))
+    assert dict(table.by_batch(OFF))[2] == dict(table.by_batch(0))[2] == pytest.approx(usual(0, 2))
+    assert dict(table.by_batch(OFF))[4] == pytest.approx(usual(OFF, 4))
 
 
 def test_the_engine_is_left_as_it_was_found():
@@ -71,13 +72,13 @@ def test_the_engine_is_left_as_it_was_found():
 
 
 def test_an_engine_that_cannot_switch_its_drafter_off_has_no_off_arm():
-    assert set(run(MadeEngine(can_switch_off=False))) == {0, 1, 2, 3}
+    assert run(MadeEngine(can_switch_off=False)).arms() == (0, 1, 2, 3)
 
 
 def test_out_of_time_it_keeps_what_it_has_and_restores_the_engine():
     engine = MadeEngine()
     table = run(engine, budget_s=0.0)
-    assert set(table) == {OFF, 0, 1, 2, 3} and all([b for b, _ in points] == [1] for points in table.values())
+    assert table.arms() == (OFF, 0, 1, 2, 3) and {p.batch for p in table.points} == {1}
     assert engine.force_k is None
 
 
@@ -104,7 +105,7 @@ def test_a_cold_start_and_a_stall_do_not_stay_in_the_table():
         return usual(arm, batch) * (4 if slow else 1)
 
     engine.seconds = seconds
-    assert dict(run(engine)[OFF])[4] == pytest.approx(usual(OFF, 4))
+    assert dict(run(engine).by_batch(OFF))[4] == pytest.approx(usual(OFF, 4))
     arms = [arm for arm, batch in calls if batch == 1]
     assert len({*arms[:4]}) > 1, "arms are measured beside each other, not one after the other"
 

@@ -4,7 +4,7 @@ import pytest
 
 from verl_tlt.messages.rollout import EngineStats, Work
 from verl_tlt.speculation.costs.latency import LatencyModel
-from verl_tlt.speculation.costs.latency_table import CONTEXT_TOKENS, for_policy
+from verl_tlt.speculation.costs.tables import CONTEXT_TOKENS, LatencyTable
 from verl_tlt.speculation.decision import (
     FIRST_PROBE,
     IN_A_ROW,
@@ -52,7 +52,7 @@ def test_while_the_drafter_does_not_run_no_policy_is_asked():
 
 # ---------------------------------------------------------------------- before every rollout
 
-MEASURED = for_policy({
+MEASURED = LatencyTable.calibrated({
     OFF: [(1, 0.010), (8, 0.012), (32, 0.020)],
     0: [(1, 0.011), (8, 0.013), (32, 0.022)],
     1: [(1, 0.014), (8, 0.018), (32, 0.035)],
@@ -109,7 +109,7 @@ def test_a_good_or_unknown_drafter_runs_and_a_random_one_does_not(acceptance, dr
 
 def test_without_costs_a_drafter_is_tried_unless_it_is_useless_whatever_a_step_costs():
     untold, no_off = RolloutDecision("goodput"), RolloutDecision("goodput")
-    no_off.calibrated(for_policy({0: [(1, 0.011)], 3: [(1, 0.018)]}))
+    no_off.calibrated(LatencyTable.calibrated({0: [(1, 0.011)], 3: [(1, 0.018)]}))
     for made in (untold, no_off):
         assert made.drafts([0.1, 0.1, 0.1]) and not made.drafts([0.02, 0.0])
     no_off.calibrated(MEASURED)
@@ -117,7 +117,7 @@ def test_without_costs_a_drafter_is_tried_unless_it_is_useless_whatever_a_step_c
 
 
 def test_a_draft_measured_cheaper_than_no_drafter_at_all_is_taken_to_cost_as_much():
-    lucky = StepCosts(for_policy({OFF: [(1, 0.020)], 0: [(1, 0.020)], 1: [(1, 0.015)]}))
+    lucky = StepCosts(LatencyTable.calibrated({OFF: [(1, 0.020)], 0: [(1, 0.020)], 1: [(1, 0.015)]}))
     assert expected_saving([0.06], lucky) == pytest.approx(1 - 1 / 1.06)
 
 

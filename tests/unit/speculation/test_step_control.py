@@ -6,7 +6,6 @@ import pytest
 from verl_tlt.engine_core.steps import StepTrace
 from verl_tlt.messages import from_plain, to_plain
 from verl_tlt.messages.rollout import EngineStats
-from verl_tlt.speculation.costs.latency_table import for_policy
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.decision import Limits
 from verl_tlt.speculation.step_control import StepControl
@@ -45,7 +44,7 @@ UNDRAFTED = dict(verified=0, num_drafts=0, num_accepted_tokens_per_pos=())
 
 
 def points(table):
-    return for_policy(table).to_list()
+    return LatencyTable.calibrated({k: map(tuple, row) for k, row in table.items()}).to_list()
 
 
 def record(control, *steps, **kwargs):
@@ -119,12 +118,6 @@ def test_sums_are_those_of_the_steps_and_reset():
     assert stats.step_times == ((OFF, 4, 0.02), (0, 4, 0.02), (2, 4, 0.02)), "medians of the clean steps alone"
     assert from_plain(EngineStats, json.loads(json.dumps(to_plain(stats)))) == stats, "nothing is lost on the way"
     assert control.stats().num_steps == 0
-
-
-def test_what_stock_was_measured_to_take_is_kept_with_what_the_run_learned():
-    control, stock = StepControl(Remembers(), LIMITS), [[1, 0.04, 0.05], [8, 0.08, 0.1]]
-    control.control(points=points({-1: [[4, 0.04]], 2: [[4, 0.05]]}), stock=stock)
-    assert [list(row) for row in control.learned()["stock"]] == stock
 
 
 def test_the_cost_of_off_follows_what_is_measured_after_a_cold_calibration():

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from verl_tlt.messages.rollout import Calibration, DrafterFile, DrafterStatus
+from verl_tlt.messages.rollout import DrafterFile, DrafterStatus
 from verl_tlt.messages.training import BufferStats, HeldOutScores, MergeFacts, SessionResult, TappedStates
+from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.trainer.clock import SYSTEM, Deadline
 from verl_tlt.trainer.fleet import CallFailed, ReplicaInfo
 
@@ -132,9 +133,9 @@ class FakeFleet:
         self._call("engine_stats")
         return dict(self.stats)
 
-    def calibrate(self) -> Calibration:
+    def calibrate(self) -> LatencyTable:
         self._call("calibrate")
-        return Calibration()
+        return LatencyTable()
 
     def close(self) -> None:
         self._call("close")

@@ -8,8 +8,9 @@ from fake_fleet import FakeFleet
 from rl_steps import LOOKS_S, STOP_S, called, fill_buffers, merged, rest_of_step, sampling
 
 from verl_tlt.config import TOKENS_PER_STEP
-from verl_tlt.messages.rollout import Calibration, EngineStats, LoadInterval
+from verl_tlt.messages.rollout import EngineStats, LoadInterval
 from verl_tlt.messages.training import SessionResult
+from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.types import OFF
 from verl_tlt.trainer.fleet import CallFailed
 from verl_tlt.trainer.runtime_switch import write_switch
@@ -353,7 +354,7 @@ def test_a_control_rollout_is_decoded_without_drafts(run, shared):
 def test_a_rollout_without_drafts_saved_exactly_nothing_whatever_trained_beside_it(run):
     """A step without drafts takes 10 ms; beside another replica's training it took 20."""
     controller, fleet = run(shared=True)
-    controller.speculation.calibrated(Calibration({OFF: [(1, 0.01), (8, 0.01)]}))
+    controller.speculation.calibrated(LatencyTable.calibrated({OFF: [(1, 0.01), (8, 0.01)]}))
     fill_buffers(controller, fleet)
     with sampling(controller, fleet, 2):
         fleet.clock.until(lambda: called(fleet, "train") == [("b",)])

@@ -4,7 +4,8 @@ import logging
 
 import pytest
 
-from verl_tlt.messages.rollout import Calibration, EngineStats, LoadInterval, Work
+from verl_tlt.messages.rollout import EngineStats, LoadInterval, Work
+from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.decision import FIRST_PROBE, IN_A_ROW
 from verl_tlt.speculation.types import OFF
 from verl_tlt.trainer.runtime_switch import SWITCH_FILE, TRACE_FILE, RuntimeSwitch, write_switch
@@ -75,7 +76,7 @@ def test_speculation_is_disabled_where_it_loses_and_enabled_by_a_probe(tmp_path,
     """Rollouts that decode at half the speed of decoding without drafts, then a probe at twice that speed."""
     monkeypatch.setattr(logging.getLogger("verl_tlt"), "propagate", True)  # a trainer's set-up turns it off
     live = control(tmp_path, source="both")  # drafts whatever a drafter is worth
-    live.calibrated(Calibration({OFF: [(1, 0.01), (8, 0.01)]}))
+    live.calibrated(LatencyTable.calibrated({OFF: [(1, 0.01), (8, 0.01)]}))
     with caplog.at_level(logging.WARNING, logger="verl_tlt"):
         for step in range(IN_A_ROW):
             assert live.undrafted(step, UNKNOWN) == []

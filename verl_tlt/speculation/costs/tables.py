@@ -1,8 +1,8 @@
-"""Measured step latencies as data: what calibration writes, policies are seeded from, and the next run finds on disk.
+"""The table of step costs: what calibration measures, what the policies start from, and what a run keeps on disk.
 
-On disk they are one JSON file per hardware, model and vLLM version. A file that cannot be read, or that was written for
-something else, must never stop a run nor teach it nonsense: it is renamed `*.corrupt` with a warning, and the table is
-learned again.
+On disk a table is one JSON file per hardware, model and vLLM version. A file that cannot be read, or that was written
+for something else, stops no run and is not used: it is renamed `*.corrupt` with a warning, and the costs are measured
+again.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ import logging
 import math
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from verl_tlt.ownership import foreign
 from verl_tlt.speculation.types import OFF, ControlError
 
 SCHEMA = 2
-"""Version of the file format: 2 has stock vLLM's steps too. Any other than 1 and 2 is set aside."""
+"""Version of the file format; 1 is read too, any other is set aside."""
+CONTEXT_TOKENS = 32
+"""Context per request in a calibration, which decodes short prompts a little way."""
+CALIBRATED_SAMPLES = 4
+"""Steps of a run that a calibrated figure counts as: it is the lower of medians over about as many."""
 
 logger = logging.getLogger(__name__)
 
@@ -37,36 +41,64 @@ class LatencyPoint:
     """K, or OFF (-1) for a step without any drafter."""
     seconds: float
     samples: int = 1
-    """Steps behind this figure; 0: it lies on a line between measured ones."""
+    """Steps behind this figure; 0: it is interpolated between measured draft lengths."""
     calibrated: bool = False
     """Measured in turn with the other draft lengths, on an engine that did nothing else: they can be compared."""
-
-
-class StockPoint(NamedTuple):
-    """One batch decoded by stock vLLM, and by an engine with a drafter that does not run; on the same clock."""
-
-    batch: int
-    stock_s: float
-    """Seconds of a step without plugin and drafter, with the model runner that vLLM chooses then."""
-    off_s: float
-    """Of a step in OFF."""
 
 
 @dataclass(frozen=True)
 class LatencyTable:
     """Latency points of one machine, model and vLLM version, in no particular order."""
 
-    points: tuple[LatencyPoint, ...]
-    stock: tuple[StockPoint, ...] = ()
-    """What stock vLLM takes, by batch, ascending; empty: not measured."""
+    points: tuple[LatencyPoint, ...] = ()
+
+    @classmethod
+    def calibrated(cls, rows: Mapping[int, Iterable[tuple[int, float]]]) -> LatencyTable:
+        """A calibration's figures: (batch, seconds) by draft length, OFF included."""
+        return cls(
+            tuple(
+                LatencyPoint(batch, batch * CONTEXT_TOKENS, k, seconds, CALIBRATED_SAMPLES, True)
+                for k, row in rows.items()
+                for batch, seconds in sorted(row)
+            )
+        )
 
     def arms(self) -> tuple[int, ...]:
-        """Draft lengths that were measured, ascending, OFF included."""
+        """Draft lengths with a point, ascending, OFF included."""
         return tuple(sorted({p.draft_length for p in self.points}))
 
     def calibration(self) -> LatencyTable:
         """The points that were calibrated."""
-        return LatencyTable(tuple(p for p in self.points if p.calibrated), self.stock)
+        return LatencyTable(tuple(p for p in self.points if p.calibrated))
+
+    def by_batch(self, draft_length: int) -> list[tuple[int, float]]:
+        """(batch, seconds) of a draft length, ascending."""
+        return sorted((p.batch, p.seconds) for p in self.points if p.draft_length == draft_length)
+
+    def for_arms(self, arms: Iterable[int]) -> LatencyTable:
+        """The points of OFF and these arms; arms between measured draft lengths are interpolated, linear in K.
+
+        One more drafted token costs one more pass of the drafter and one more verified position, so the time of a step
+        is close to linear in K. OFF is never interpolated.
+        """
+        wanted = {OFF, *arms}
+        measured = [k for k in self.arms() if k >= 0]
+        points = [p for p in self.points if p.draft_length in wanted]
+        for arm in sorted(wanted - {OFF, *measured}):
+            if not measured or not measured[0] < arm < measured[-1]:
+                continue
+            shorter, longer = max(k for k in measured if k < arm), min(k for k in measured if k > arm)
+            below, above = dict(self.by_batch(shorter)), dict(self.by_batch(longer))
+            share = (arm - shorter) / (longer - shorter)
+            for batch in sorted(below.keys() & above.keys()):
+                seconds = (1 - share) * below[batch] + share * above[batch]
+                points.append(LatencyPoint(batch, batch * CONTEXT_TOKENS, arm, seconds, 0, True))
+        return LatencyTable(tuple(points))
+
+    def covers(self, arms: Iterable[int], batch: int) -> bool:
+        """Whether OFF and all `arms` have points, OFF up to `batch` at least."""
+        known = self.arms()
+        return {OFF, *arms} <= set(known) and self.by_batch(OFF)[-1][0] >= batch
 
     def to_list(self) -> list[dict[str, Any]]:
         """JSON-able rows."""
@@ -98,19 +130,24 @@ def _point(row: Mapping[str, Any]) -> LatencyPoint:
     return point
 
 
-def stock_points(rows: Sequence[Sequence[float]]) -> tuple[StockPoint, ...]:
-    """Rows of (batch, stock_s, off_s), as JSON carries them, sorted by batch.
+def interpolate(points: Sequence[tuple[float, float]], batch: float) -> float:
+    """Seconds at `batch`: linear between measured points, the last slope beyond them, flat below the first.
 
-    Raises:
-        ControlError: a row is no such measurement.
+    Args:
+        points: at least one (batch, seconds), sorted by batch.
+        batch: requests in the step.
     """
-    try:
-        points = tuple(sorted(StockPoint(int(batch), float(stock), float(off)) for batch, stock, off in rows))
-    except (TypeError, ValueError) as error:
-        raise ControlError(f"What stock takes must be rows of (batch, stock_s, off_s), not {rows!r}.") from error
-    if not all(p.batch >= 1 and 0 < p.stock_s < math.inf and 0 < p.off_s < math.inf for p in points):
-        raise ControlError(f"What stock takes is out of range: {rows!r}.")
-    return points
+    low_batch, low = points[0]
+    if batch <= low_batch or len(points) == 1:
+        return low
+    for high_batch, high in points[1:]:
+        if batch <= high_batch:
+            break
+        if high_batch != points[-1][0]:
+            low_batch, low = high_batch, high
+    slope = (high - low) / (high_batch - low_batch)
+    # Noise can make the last slope negative; a larger batch never takes less than the largest one measured.
+    return max(high if batch > high_batch else 0.0, low + slope * (batch - low_batch))
 
 
 @dataclass(frozen=True)
@@ -143,7 +180,7 @@ def save_table(directory: str | Path, key: TableKey, table: LatencyTable) -> Pat
     """
     path = table_path(directory, key)
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"schema": SCHEMA, "key": asdict(key), "points": table.to_list(), "stock": table.stock}
+    content = {"schema": SCHEMA, "key": asdict(key), "points": table.to_list()}
     temporary = path.with_suffix(f".{secrets.token_hex(4)}.tmp")
     try:
         temporary.touch(mode=0o664, exist_ok=False)  # whatever the umask: what everybody may write to is not read
@@ -157,7 +194,7 @@ def save_table(directory: str | Path, key: TableKey, table: LatencyTable) -> Pat
 
 
 def load_table(directory: str | Path, key: TableKey) -> LatencyTable | None:
-    """The stored table of `key`; None when there is none, it had to be set aside, or anybody may have written it."""
+    """The stored table of `key`; None where there is none, it had to be set aside, or anybody may have written it."""
     path = table_path(directory, key)
     if reason := foreign(path):
         logger.warning("The latency table %s is not read, since %s; latencies are learned anew.", path, reason)
@@ -181,7 +218,7 @@ def _checked(content: object, key: TableKey) -> LatencyTable:
         raise ControlError(f"it is not a latency table of schema 1 or {SCHEMA}")
     if content.get("key") != asdict(key):
         raise ControlError(f"it was measured for {content.get('key')}")
-    return replace(LatencyTable.from_list(content.get("points", [])), stock=stock_points(content.get("stock", ())))
+    return LatencyTable.from_list(content.get("points", []))
 
 
 def _set_aside(path: Path, reason: str) -> None:

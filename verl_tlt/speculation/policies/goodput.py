@@ -6,8 +6,8 @@ One verified draft shows the acceptance of every shorter length (`acceptance.py`
 * an arm is *probed* for a few steps only when its estimate is so uncertain or old that it could beat the one in use,
   within a small allowance of time (`prober.py`);
 * K=0 is an ordinary arm, so a useless drafter costs a few probes and then almost nothing;
-* K changes only for a gain above a margin and not again within a few steps (vLLM issue 49548: changing it at a
-  threshold in every step costs more than either side of it).
+* K changes only once the loss of staying adds up to the price of a change, and not again within a few steps (vLLM issue
+  49548: changing it at a threshold in every step costs more than either side of it).
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from verl_tlt.speculation.policies.base import BasePolicy
 from verl_tlt.speculation.prober import LoadEstimates, ProbeBudget, ProbeCandidate, Prober, ProbeRun
 from verl_tlt.speculation.types import OFF, Load, StepRecord
 
-MARGIN = 0.02
-"""Relative goodput by which another K must be ahead for a change: a change costs part of a step."""
+SWITCH_PRICE = 0.2
+"""What a change of K costs, in steps: K changes once staying has lost as much by the estimates."""
+ON_GAIN = 0.01
+"""Relative goodput over K=0 that drafting must promise before it starts."""
 HOLD = 4
 """Steps a new K is kept: the first verifies drafts of the old one, the others measure the new."""
 PRIOR_DRAFTS = 24.0
@@ -49,6 +51,8 @@ class GoodputPolicy(BasePolicy):
         self.latency = LatencyModel(self._arms)
         self._current = 0
         self._held = 0
+        self._lost = 0.0
+        """Steps lost by staying at the current K since another was better, by the estimates."""
         self._batch = 0
         self._steps = 0
         self._prober = Prober(self._arms, self.acceptance, self.latency, ProbeBudget())
@@ -76,10 +80,7 @@ class GoodputPolicy(BasePolicy):
         self._prepared = None
         if here is None:
             return self._arms[0]
-        if here.goodput[here.best] > (1.0 + MARGIN) * here.goodput[self._current]:
-            self._prober.k_changed(self._current, here.best, batch=load.batch)
-            self._current, self._held = here.best, HOLD - 1
-            self._switches += 1
+        self._move(here)
         found = self._candidate
         if (
             found is not None
@@ -158,3 +159,12 @@ class GoodputPolicy(BasePolicy):
             if self.latency.largest_batch(k) * _BEYOND >= batch:
                 last = arm
         return min(last + 2, len(self._arms))
+
+    def _move(self, here: LoadEstimates) -> None:
+        """Change K once staying has lost what a change costs."""
+        lead = here.goodput[here.best] / here.goodput[self._current] - 1.0 - (ON_GAIN if self._current == 0 else 0.0)
+        self._lost = self._lost + lead if lead > 0.0 else 0.0
+        if self._lost >= SWITCH_PRICE:
+            self._prober.k_changed(self._current, here.best, batch=here.load.batch)
+            self._current, self._held, self._lost = here.best, HOLD - 1, 0.0
+            self._switches += 1

@@ -1,4 +1,4 @@
-"""The table store: round trip, separate keys, corrupt and foreign files set aside."""
+"""The table of step costs: interpolation, what a calibration covers, and the files it is kept in."""
 
 import json
 import logging
@@ -9,17 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from verl_tlt.speculation.costs.latency_table import stock_share
 from verl_tlt.speculation.costs.tables import (
     LatencyPoint,
     LatencyTable,
     TableKey,
+    interpolate,
     load_table,
     save_table,
-    stock_points,
     table_path,
 )
-from verl_tlt.speculation.types import ControlError
+from verl_tlt.speculation.types import OFF
 
 KEY = TableKey("NVIDIA H100 80GB HBM3 x4", "Qwen/Qwen2.5-32B bf16", "0.24.0")
 TABLE = LatencyTable((LatencyPoint(1, 500, -1, 0.005, 9), LatencyPoint(64, 32000, 3, 0.02, 7)))
@@ -122,24 +121,10 @@ def test_a_failed_write_keeps_the_old_table(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_what_stock_takes_is_kept_and_older_tables_are_read(tmp_path):
-    stock = stock_points([[8, 0.03, 0.04], [1, 0.01, 0.0125]])
-    assert [p.batch for p in stock] == [1, 8]
-    path = save_table(tmp_path, KEY, replace(TABLE, stock=stock))
-    assert load_table(tmp_path, KEY) == replace(TABLE, stock=stock)
-    content = json.loads(path.read_text())
-    assert content.pop("schema") == 2 and content.pop("stock")
-    path.write_text(json.dumps({**content, "schema": 1}))
-    assert load_table(tmp_path, KEY) == TABLE, "written before stock was measured"
-    for wrong in ([[0, 1.0, 1.0]], [[1, -1.0, 1.0]], [[1, 1.0]], 3):
-        path.write_text(json.dumps({**content, "schema": 2, "stock": wrong}))
-        assert load_table(tmp_path, KEY) is None
-
-
-def test_stock_is_a_share_of_off_between_the_batches_that_were_measured():
-    stock = stock_points([(1, 0.8, 1.0), (5, 2.0, 2.0)])
-    assert [stock_share(stock, batch) for batch in (1, 3, 5, 500)] == [0.8, 0.9, 1.0, 1.0]
-    assert stock_share((), 3) == 1.0
+def test_a_table_of_schema_1_is_read(tmp_path):
+    path = save_table(tmp_path, KEY, TABLE)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 1}))
+    assert load_table(tmp_path, KEY) == TABLE
 
 
 def test_a_table_s_name_is_readable_and_ends_with_a_digest(tmp_path):
@@ -147,7 +132,45 @@ def test_a_table_s_name_is_readable_and_ends_with_a_digest(tmp_path):
     assert re.fullmatch(r"NVIDIA_H100_80GB_HBM3_x4-m{40}-0\.24\.0-[0-9a-f]{12}\.json", name)
 
 
-@pytest.mark.parametrize("row", [(0, 1.0, 1.0), (1, 0.0, 1.0), (1, 1.0, 0.0), (1, float("inf"), 1.0)])
-def test_stock_that_takes_nothing_is_no_measurement(row):
-    with pytest.raises(ControlError, match="out of range"):
-        stock_points([row])
+# ---------------------------------------------------------------------- points
+
+
+@pytest.mark.parametrize(
+    ("batch", "seconds"), [(1, 0.1), (2, 0.1), (3, 0.15), (4, 0.2), (6, 0.4), (8, 0.6), (10, 0.8), (0.5, 0.1)]
+)
+def test_interpolation_is_linear_flat_below_and_continues_the_last_slope(batch, seconds):
+    assert interpolate([(2, 0.1), (4, 0.2), (8, 0.6)], batch) == pytest.approx(seconds)
+
+
+def test_noise_never_makes_a_larger_batch_cheaper_than_the_largest_measured():
+    assert interpolate([(2, 0.3), (4, 0.2)], 100) == 0.2
+    assert interpolate([(2, 0.3)], 100) == 0.3
+
+
+def test_missing_arms_are_linear_in_k_and_off_is_never_made_up():
+    measured = {0: [(1, 0.1), (8, 0.2)], 1: [(1, 0.2), (8, 0.4)], 5: [(1, 0.6), (8, 1.2)]}
+    table = LatencyTable.calibrated(measured).for_arms((0, 1, 2, 3, 7))
+    assert table.arms() == (0, 1, 2, 3)
+    assert table.by_batch(3) == [(1, pytest.approx(0.4)), (8, pytest.approx(0.8))]
+    assert table.by_batch(1) == measured[1]
+    assert {p.draft_length: p.samples for p in table.points} == {0: 4, 1: 4, 2: 0, 3: 0}
+    assert all(p.calibrated and p.kv_tokens > p.batch for p in table.points)
+
+
+@pytest.mark.parametrize(
+    ("calibrated", "batch", "covered"),
+    [
+        ((OFF, 0, 1, 3), 32, True),
+        ((OFF, 0, 1, 3), 64, False),
+        ((OFF, 0, 3, 7), 8, True),
+        ((0, 1, 3), 8, False),
+        ((OFF, 0, 1), 8, False),
+        ((OFF, 1, 3), 8, False),
+        ((), 8, False),
+    ],
+)
+def test_a_stored_calibration_stands_in_where_it_has_off_all_arms_and_the_batch(calibrated, batch, covered):
+    costs = LatencyTable.calibrated({k: [(b, 0.01 + 1e-4 * b * (k + 2)) for b in (1, 8, 32)] for k in calibrated})
+    learned = [LatencyPoint(b, b * 300, k, 0.05, 500) for b in (1, 64) for k in (OFF, 0, 1, 3)]
+    stored = LatencyTable((*costs.points, *learned))
+    assert stored.calibration().for_arms((0, 1, 2, 3)).covers((0, 1, 2, 3), batch) == covered
