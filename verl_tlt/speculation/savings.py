@@ -32,8 +32,8 @@ from verl_tlt.speculation.costs.tables import CONTEXT_TOKENS, interpolate
 
 COVERED = 0.5
 """Share of the decoding time that must be comparable for a figure."""
-KEPT = 0.5
-"""What earlier steps at a load count when a new rollout has some."""
+MEMORY_STEPS = 500.0
+"""So many new steps at a load halve the weight of those known before."""
 UNMIXED = 0.1
 """Replicas that are busy, draft or train, on average over an interval, may differ by this from a whole number: else one
 came or went, and the interval is of two kinds."""
@@ -89,7 +89,7 @@ class _Row(NamedTuple):
 
 
 class _Steps(NamedTuple):
-    """Steps without drafts at about one load, summed."""
+    """Weighted sums over steps without drafts at about one load."""
 
     steps: float
     seconds: float
@@ -107,6 +107,7 @@ class SavingsAccount:
         self._shared = shared
         self._calibrated: Sequence[tuple[int, float]] = ()
         self._live: dict[tuple[int, int], dict[int, _Steps]] = {}  # by busy replicas and context, then by batch
+        self._points: dict[tuple[int, int], list[tuple[float, float]]] = {}  # the same as (batch, seconds), ascending
 
     def calibrated(self, off: Sequence[tuple[int, float]]) -> None:
         """Take note of a calibration: (batch, seconds of a step without drafts), ascending, of one busy replica."""
@@ -139,8 +140,7 @@ class SavingsAccount:
         return next((seconds for seconds in found if seconds is not None), None)
 
     def _off_seconds_in(self, batch: float, octave: int, busy: int) -> float | None:
-        points = sorted((s.batches / s.steps, s.seconds / s.steps) for s in self._live.get((busy, octave), {}).values())
-        calibrated = self._calibrated if octave == 0 else ()
+        points, calibrated = self._points.get((busy, octave)), self._calibrated if octave == 0 else ()
         if not points:
             return interpolate(calibrated, batch) if calibrated and busy == 1 else None
         if points[0][0] <= batch <= points[-1][0]:
@@ -157,21 +157,18 @@ class SavingsAccount:
 
     def _learn(self, rows: Sequence[_Row]) -> None:
         """Take over the undisturbed ones."""
-        fresh: dict[tuple[int, int], dict[int, _Steps]] = {}
-        for row in rows:
-            interval, busy = row.interval, round(row.busy)
-            if not row.undisturbed or interval.plain_steps <= 0 or abs(row.busy - busy) >= UNMIXED:
+        for interval, busy in ((row.interval, row.busy) for row in rows if row.undisturbed):
+            steps = interval.plain_steps
+            if steps <= 0 or abs(busy - round(busy)) >= UNMIXED:
                 continue
-            by_batch = fresh.setdefault((busy, _octave(interval.context)), {})
-            new = _Steps(interval.plain_steps, interval.seconds, interval.plain_steps * interval.batch)
-            bucket = round(4 * math.log2(interval.batch))
-            by_batch[bucket] = _added(by_batch.get(bucket), new)
-        for load, by_batch in fresh.items():
-            known = self._live.setdefault(load, {})
-            for bucket, new in by_batch.items():
-                old = known.get(bucket)
-                # A handful of steps replaces nothing.
-                known[bucket] = _added(old, new, KEPT if old and new.steps >= KEPT * old.steps else 1.0)
+            by_batch = self._live.setdefault((round(busy), _octave(interval.context)), {})
+            bucket, kept = round(4 * math.log2(interval.batch)), MEMORY_STEPS / (MEMORY_STEPS + steps)
+            known, new = by_batch.get(bucket, (0.0, 0.0, 0.0)), (steps, interval.seconds, steps * interval.batch)
+            by_batch[bucket] = _Steps(*(kept * a + b for a, b in zip(known, new, strict=True)))
+        self._points = {
+            load: sorted((s.batches / s.steps, s.seconds / s.steps) for s in by_batch.values())
+            for load, by_batch in self._live.items()
+        }
 
     def _saved_s(self, rows: Mapping[str, Sequence[_Row]]) -> float | None:
         ends, spent_s, compared_s = [], 0.0, 0.0
@@ -220,11 +217,6 @@ class SavingsAccount:
 def _octave(context: float) -> int:
     """0 of a short context, one more for each doubling."""
     return max(0, math.ceil(math.log2(max(context, 1.0) / SHORT_CONTEXT)))
-
-
-def _added(old: _Steps | None, new: _Steps, kept: float = 1.0) -> _Steps:
-    """`new` with what is kept of `old`."""
-    return _Steps(*(kept * a + b for a, b in zip(old, new, strict=True))) if old else new
 
 
 class _Count:
