@@ -6,7 +6,7 @@ on the same prompts and lengths and in another order each time, before the next 
 forgets with the repetition. All repetitions are pooled: an arm's seconds over all of them, over goodput's.
 
 `goodput` gets what a run would tell it: the calibration at the start, a new drafter's acceptance on held-out text when
-it is published, nothing of the policy's move; and as in a run, its drafter rests where it is not expected to pay
+it is published, nothing of the policy's move; and as in a run, its drafter is OFF where it is not expected to pay
 (`RolloutDecision`). The table was told the calibration and the trained drafter's acceptance, as somebody would who sets
 it up beforehand. A fixed K knows nothing.
 """

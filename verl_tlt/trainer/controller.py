@@ -143,10 +143,10 @@ class Controller:
 
     def after_first_sync(self, step: int) -> None:
         """Engines hold weights: measure what their steps cost."""
-        with self.guard("calibration"):
-            if self.tlt.speculation.enable and self.tlt.speculation.calibrate:
+        if self.tlt.speculation.enable and self.tlt.speculation.calibrate:
+            with self.guard("calibration"):
                 self.speculation.calibrated(self.fleet.calibrate())
-                self._choose_who_drafts(step + 1, at_once=True)
+            self._choose_who_drafts(step + 1, at_once=True)
         self.served.published_at = step
         self.log.devices = {name: info.devices for name, info in self.fleet.replicas.items()}
         standalone = [name for name, info in self.fleet.replicas.items() if not info.colocated]
