@@ -64,16 +64,10 @@ class PhaseAccount:
     """From the replica's last request until the last request of all; on the trainer's devices: its wait for samples."""
     used_s: dict[str, float]
     """Part of `bubble_s` in which the replica's spot worker trained."""
-    training_s: dict[str, float]
-    """All the time it trained, with what ran past the last request until it stopped."""
     stop_s: dict[str, float]
     """From the stop command until the worker answered."""
-    refusals: int
-    """Times a server answered BUSY."""
     failures: int
     """Sessions that failed at any stage."""
-    obstacles: dict[str, str]
-    """Why a replica with a bubble did not leave, as last seen."""
     end: float
     """When the last request of all had finished (the planner's clock): where every bubble ends."""
     lost: int = 0
@@ -87,11 +81,8 @@ def combined(first: PhaseAccount | None, second: PhaseAccount) -> PhaseAccount:
     return PhaseAccount(
         bubble_s=_sum(first.bubble_s, second.bubble_s),
         used_s=_sum(first.used_s, second.used_s),
-        training_s=_sum(first.training_s, second.training_s),
         stop_s=_sum(first.stop_s, second.stop_s),
-        refusals=first.refusals + second.refusals,
         failures=first.failures + second.failures,
-        obstacles={**first.obstacles, **second.obstacles},
         end=second.end,
         lost=first.lost + second.lost,
     )

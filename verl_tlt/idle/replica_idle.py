@@ -5,20 +5,17 @@
       └────────Rejoin──────────┴───────────────── WakeUp and Rejoin: recalled ─────────────────────────┘
 
 The policy:
-* Nobody leaves while work can still arrive: nothing pending, no agent loop open, no refill wave possible.
-* A replica leaves when it carried its share in this phase, has been empty for `settle_s`, and its buffer is
-  worth training on.
-* One that serves is always left behind, with a request running on it: the last one never leaves, and when the last
-  request of the phase finishes that is the end of sampling, not a bubble.
+* No replica leaves while work can still arrive: a pending request, an open agent loop, or a refill.
+* A replica leaves when it carried its share in this phase, has been empty for `settle_s`, and has enough to train on.
+* One that serves always stays, with a request running on it: the last one never leaves, and when the last request of
+  the phase finishes that is the end of sampling, not a bubble.
 * The server has the last word. The load shown here may miss a request that was on its way when the replica left the
   balancer; the server then answers BUSY, the replica goes back, and is asked again only after a growing pause.
-* Where the sampler may ask for more groups at any moment (asynchronous trainers replace failed and stale ones), whoever
-  has left is called back before they are sent.
+* Where the sampler may ask for more groups at any moment (asynchronous trainers replace failed and stale ones),
+  replicas that have left are called back before they are sent.
 
 One `ReplicaIdlePlanner` lives for one sampling phase: the weight sync after it wakes every replica up and puts it back,
-however the phase ended. It reads no clock and takes no lock: times are seconds from any
-one monotonic clock, calls come from one thread at a time. Every method returns the commands to carry out next, so that
-a hop costs no polling interval.
+however the phase ended. Methods return the commands to carry out next, so that none waits for the next look.
 """
 
 from __future__ import annotations
@@ -45,9 +42,8 @@ FIRST_RETRY_S = 0.5
 LONGEST_RETRY_S = 8.0
 """The pause doubles up to this: a bubble worth using is longer, so one that opens late is still used."""
 
-SHARE_SEEN = 0.5
-"""Part of its fair share a replica must have carried at once. Before dispatch everybody looks idle; routing is not
-perfectly even, so the whole share would be too much to ask."""
+LEAST_SHARE = 0.5
+"""Part of its fair share a replica must have carried at once: before dispatch all are idle, and routing is not even."""
 
 
 class State(enum.Enum):
@@ -72,18 +68,17 @@ class _Replica:
     train_from: float | None = None
     train_to: float | None = None
     stop_s: float | None = None
-    obstacle: str | None = None
     earlier_bubble_s: float = 0.0  # of a bubble that a recall ended
     earlier_used_s: float = 0.0
 
-    def seconds(self, now: float, end: float) -> tuple[float, float, float]:
-        """(bubble, part of it used, training) so far, where bubbles end at `end`."""
+    def seconds(self, now: float, end: float) -> tuple[float, float]:
+        """(bubble, part of it in which it trained) so far, where bubbles end at `end`."""
         start = end if self.idle_since is None else self.idle_since
         train_from = now if self.train_from is None else self.train_from
         train_to = now if self.train_to is None else self.train_to
         bubble = self.earlier_bubble_s + max(0.0, end - start)
         used = self.earlier_used_s + max(0.0, min(train_to, end) - max(train_from, start))
-        return bubble, used, max(0.0, train_to - train_from)
+        return bubble, used
 
 
 class ReplicaIdlePlanner:
@@ -93,8 +88,7 @@ class ReplicaIdlePlanner:
         replicas: names of all replicas that serve in this phase.
         expected_requests: requests the phase is expected to have in flight at once, over all replicas.
         settle_s: seconds a replica must have been empty before it is asked to leave.
-        buffer_ready: whether the buffer is worth training on; it does not change during sampling.
-        spot_workers: the replicas whose spot worker may train now (a mapping counts by its keys); None: all.
+        spot_workers: the replicas whose spot workers may train now and have enough to train on; None: all.
 
     Raises:
         ValueError: no replicas, a duplicate, or a spot worker of an unknown replica.
@@ -106,7 +100,6 @@ class ReplicaIdlePlanner:
         *,
         expected_requests: int,
         settle_s: float,
-        buffer_ready: bool,
         spot_workers: Collection[str] | None = None,
     ) -> None:
         if not replicas or len(set(replicas)) != len(replicas):
@@ -115,22 +108,16 @@ class ReplicaIdlePlanner:
         self._workers = frozenset(replicas if spot_workers is None else spot_workers)
         for name in self._workers:
             self._of(name)
-        self._need = max(1, math.ceil(SHARE_SEEN * expected_requests / len(replicas)))
+        self._need = max(1, math.ceil(LEAST_SHARE * expected_requests / len(replicas)))
         self._settle_s = settle_s
-        self._buffer_ready = buffer_ready
-        self._hold: str | None = "nothing has been observed yet"
-        self._served = False  # by anybody busy who has requests; one on its way out is not, whatever it holds
+        self._more_may_arrive = True
+        self._served = False  # by a BUSY replica with requests; a DRAINING one does not count, whatever it holds
         self._last_request: float | None = None  # since when nothing runs anywhere
         self._ended: float | None = None
-        self._refusals = self._failures = self._lost = 0
+        self._failures = self._lost = 0
 
     def observe(
-        self,
-        now: float,
-        inflight: Mapping[str, int],
-        pending: int,
-        open_loops: int = 0,
-        refill_possible: bool = False,
+        self, now: float, inflight: Mapping[str, int], pending: int, open_loops: int = 0, refill_possible: bool = False
     ) -> list[Command]:
         """Take one look at the fleet.
 
@@ -148,7 +135,7 @@ class ReplicaIdlePlanner:
             return []
         for name in inflight:
             self._of(name)
-        self._hold = _hold(pending, open_loops, refill_possible)
+        self._more_may_arrive = bool(pending or open_loops or refill_possible)
         for name, r in self._replicas.items():
             r.inflight = inflight.get(name, 0)
             r.peak = max(r.peak, r.inflight)
@@ -159,23 +146,20 @@ class ReplicaIdlePlanner:
         # Kept until the next look, since hundreds may leave at one; whoever leaves below has no request.
         self._served = any(r.state is State.BUSY and r.inflight > 0 for r in self._replicas.values())
         for name, r in self._replicas.items():
-            if r.state is State.BUSY and name not in inflight:
+            if r.state is State.BUSY and name not in inflight:  # the load balancer has lost it
                 self._lost += 1
-                r.obstacle = "the load balancer had lost it"
                 commands.append(Rejoin(name))
-            elif r.state is State.BUSY:
-                r.obstacle = self._first_obstacle(name, now)
-                if r.obstacle is None:
-                    r.state = State.DRAINING
-                    commands.append(LeaveBalancer(name))
+            elif r.state is State.BUSY and self._may_leave(name, now):
+                r.state = State.DRAINING
+                commands.append(LeaveBalancer(name))
         return commands
 
     def left(self, replica: str) -> list[Command]:
         """The replica is out of the balancer."""
         self._in(replica, State.DRAINING)
         if self._ended is not None:
-            return []  # the trainer puts everybody to sleep; back with the weight sync
-        if self._hold or not self._served:  # the world changed on the way out
+            return []  # the trainer puts all to sleep; back with the weight sync
+        if self._more_may_arrive or not self._served:  # that has changed since it was told to leave
             return self._busy(replica)
         return [TrySleep(replica)]
 
@@ -191,7 +175,6 @@ class ReplicaIdlePlanner:
     def refused(self, replica: str, now: float) -> list[Command]:
         """The server answered BUSY and serves on: back into the balancer, asked again after a growing pause."""
         r = self._in(replica, State.DRAINING)
-        self._refusals += 1
         r.retry_at = now + min(LONGEST_RETRY_S, FIRST_RETRY_S * 2.0**r.refusals)
         r.refusals += 1
         return self._back(replica)
@@ -228,9 +211,9 @@ class ReplicaIdlePlanner:
         return []
 
     def recall(self) -> list[Command]:
-        """More requests are about to be sent: whoever has left stops training, wakes up and comes back.
+        """More requests are about to be sent: replicas that have left stop training, wake up and come back.
 
-        Everybody's idle clock starts again, so that nobody leaves while those requests are on their way.
+        The idle time of the others starts again, so that none leaves while those requests are on their way.
         """
         if self._ended is not None:
             return []
@@ -246,8 +229,7 @@ class ReplicaIdlePlanner:
     def awake(self, replica: str, now: float) -> list[Command]:
         """The replica serves again; it has had its session in this phase."""
         r = self._in(replica, State.IDLE)
-        bubble, used, _ = r.seconds(now, now)
-        r.earlier_bubble_s, r.earlier_used_s = bubble, used
+        r.earlier_bubble_s, r.earlier_used_s = r.seconds(now, now)
         r.over, r.idle_since = True, None
         r.state = State.BUSY
         return [Rejoin(replica)]
@@ -262,50 +244,29 @@ class ReplicaIdlePlanner:
         """Where the replica stands."""
         return self._of(replica).state
 
-    def obstacle(self, replica: str) -> str | None:
-        """Why the replica did not leave at the last look, for logs; None once it has left."""
-        return self._of(replica).obstacle
-
     def account(self, now: float) -> PhaseAccount:
         """The phase so far; final once `end` was called and the workers stopped."""
         end = self._last_request if self._last_request is not None else self._ended if self._ended is not None else now
-        bubble, used, training = {}, {}, {}
-        for name, r in self._replicas.items():
-            bubble[name], used[name], training[name] = r.seconds(now, end)
+        seconds = {name: r.seconds(now, end) for name, r in self._replicas.items()}
         return PhaseAccount(
-            bubble_s=bubble,
-            used_s=used,
-            training_s=training,
-            stop_s={n: r.stop_s for n, r in self._replicas.items() if r.stop_s is not None},
-            refusals=self._refusals,
+            bubble_s={name: bubble for name, (bubble, _) in seconds.items()},
+            used_s={name: used for name, (_, used) in seconds.items()},
+            stop_s={name: r.stop_s for name, r in self._replicas.items() if r.stop_s is not None},
             failures=self._failures,
             lost=self._lost,
-            obstacles={n: r.obstacle for n, r in self._replicas.items() if r.obstacle and bubble[n] > 0},
             end=end,
         )
 
-    def _first_obstacle(self, name: str, now: float) -> str | None:
-        """The first reason against this replica leaving now."""
+    def _may_leave(self, name: str, now: float) -> bool:
         r = self._replicas[name]
-        if self._hold:
-            return self._hold
-        if r.inflight:
-            return "it is serving"
-        if not self._served:  # this one is not among them
-            return "no other replica is serving a request"
-        if r.peak < self._need:
-            return f"it carried at most {r.peak} requests at once, fewer than {self._need}"
-        if not self._buffer_ready:
-            return "the buffer is not worth training on"
-        if name not in self._workers:
-            return "it has no spot worker that may train"
-        if r.over:
-            return "its session failed in this phase"
-        if now < r.retry_at:
-            return "its server refused a moment ago"
-        if r.idle_since is None or now - r.idle_since < self._settle_s:
-            return "it has only just become empty"
-        return None
+        settled = r.idle_since is not None and now - r.idle_since >= self._settle_s
+        trains = name in self._workers and not r.over
+        alone = not self._served  # this one is not among those that serve: it has no request
+        return (
+            not (self._more_may_arrive or r.inflight or alone or r.peak < self._need or now < r.retry_at)
+            and trains
+            and settled
+        )
 
     def _watch_idle(self, r: _Replica, now: float, pending: int) -> None:
         if r.inflight or pending or not r.peak:
@@ -350,12 +311,3 @@ class ReplicaIdlePlanner:
         if r.state is not state:
             raise ValueError(f"Replica {name!r} is {r.state.value}, but was reported as if {state.value}.")
         return r
-
-
-def _hold(pending: int, open_loops: int, refill_possible: bool) -> str | None:
-    """Why nobody at all may leave."""
-    if pending:
-        return f"{pending} requests wait for a replica"
-    if open_loops:
-        return f"{open_loops} agent loops may send another turn"
-    return "the trainer may still ask for more groups" if refill_possible else None

@@ -48,12 +48,7 @@ class TrainerIdlePlanner:
         self._failures = 0
 
     def observe(
-        self,
-        now: float,
-        inflight: Mapping[str, int],
-        pending: int,
-        open_loops: int = 0,
-        refill_possible: bool = False,
+        self, now: float, inflight: Mapping[str, int], pending: int, open_loops: int = 0, refill_possible: bool = False
     ) -> list[Command]:
         """Take one look; how much is in flight does not matter to devices that do not decode."""
         if self._ended is not None or now - self._begin < self._settle_s:
@@ -92,20 +87,15 @@ class TrainerIdlePlanner:
     def account(self, now: float) -> PhaseAccount:
         """The wait so far; final once `end` was called and the workers stopped."""
         end = now if self._ended is None else self._ended
-        used, training = {}, {}
+        used = {}
         for name, p in self._replicas.items():
             start = now if p.train_from is None else p.train_from
-            stop = now if p.train_to is None else p.train_to
-            training[name] = max(0.0, stop - start)
-            used[name] = max(0.0, min(stop, end) - start)
+            used[name] = max(0.0, min(now if p.train_to is None else p.train_to, end) - start)
         return PhaseAccount(
             bubble_s=dict.fromkeys(self._replicas, max(0.0, end - self._begin)),
             used_s=used,
-            training_s=training,
             stop_s={n: p.stop_s for n, p in self._replicas.items() if p.stop_s is not None},
-            refusals=0,
             failures=self._failures,
-            obstacles=dict.fromkeys(self._replicas.keys() - self._workers, "no spot worker that may train"),
             end=end,
         )
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -73,6 +73,9 @@ from verl_tlt.spot_worker.scoring import (
 )
 from verl_tlt.spot_worker.versions import DrafterVersions
 
+if TYPE_CHECKING:
+    from speculators.models.eagle3 import Eagle3DraftModel
+
 
 class SpotLearner:
     """State: the model on the host, the versions all learners agree on, the buffer, and the optimizer's moments.
@@ -105,12 +108,7 @@ class SpotLearner:
         self.name, self.config, self.sampling, self.place = name, config, sampling, TrainingDevice(device)
         self._policy_dir = policy_dir
         d, b = config.drafter, config.buffer
-        with tempfile.TemporaryDirectory(prefix="verl-tlt-spot-") as directory:
-            stage(drafter.config, drafter.weights, Path(directory))
-            # Loaded on the host, but trained on the device.
-            self.model = load_drafter(directory, policy_dir, attention=default_attention(device))
-            if self.place.is_borrowed:
-                halve_frozen(self.model)
+        self.model = self._load(drafter)
         self.trainer = DrafterTrainer(
             self.model, learning_rate=d.learning_rate, warmup_steps=d.warmup_steps, ttt_steps=d.passes, loss=d.loss
         )
@@ -133,6 +131,16 @@ class SpotLearner:
         self._verifier_known = False
         self.whole_head: torch.Tensor | None = None
         """The policy's whole head, on which a pruned draft vocabulary is judged; None: the drafter has all of it."""
+
+    def _load(self, drafter: DrafterFile) -> Eagle3DraftModel:
+        """The model on the host, as it is trained on the device."""
+        attention = default_attention(self.place.device.type)
+        with tempfile.TemporaryDirectory(prefix="verl-tlt-spot-") as directory:
+            stage(drafter.config, drafter.weights, Path(directory))
+            model = load_drafter(directory, self._policy_dir, attention=attention)
+        if self.place.is_borrowed:
+            halve_frozen(model)
+        return model
 
     def _move(self, event: Callable[[DrafterVersions], DrafterVersions]) -> None:
         """An event of `DrafterVersions`; some come while a session runs in another thread."""

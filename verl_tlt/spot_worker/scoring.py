@@ -60,7 +60,7 @@ def score_versions(
     Args:
         trainer: of the drafter.
         versions: its parameters, by name.
-        sequences: scored in their order.
+        sequences: held out.
         sampling: the rollout's.
         max_draft: K.
         lm_head: the policy's whole head, for a pruned draft vocabulary (`drafter.acceptance`).
@@ -77,14 +77,7 @@ def score_versions(
                 if should_stop():
                     return None
                 scored[id(parameters)] += acceptance(
-                    trainer.model,
-                    some,
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    top_k=sampling.top_k,
-                    max_draft=max_draft,
-                    budget=PORTION,
-                    lm_head=lm_head,
+                    trainer.model, some, **vars(sampling), max_draft=max_draft, budget=PORTION, lm_head=lm_head
                 )
     return {name: scored[id(parameters)] for name, parameters in versions.items()}
 

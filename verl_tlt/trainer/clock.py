@@ -5,88 +5,35 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Protocol
 
 
-class Event(Protocol):
-    """As `threading.Event`."""
-
-    def set(self) -> None: ...
-
-    def is_set(self) -> bool: ...
-
-    def wait(self, timeout: float) -> bool: ...
-
-
-class Lock(Protocol):
-    """As `threading.Lock`."""
-
-    def acquire(self, *, timeout: float) -> bool: ...
-
-    def release(self) -> None: ...
-
-    def __enter__(self) -> bool: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None, /
-    ) -> None: ...
-
-
-class Thread(Protocol):
-    """As `threading.Thread`."""
-
-    def join(self, timeout: float) -> None: ...
-
-    def is_alive(self) -> bool: ...
-
-
-class Clock(Protocol):
-    """What measures time, and makes what waits for it."""
+class Clock:
+    """The machine's. A test's has the same methods, and what it makes waits for its own time."""
 
     def time(self) -> float:
         """Unix seconds."""
-
-    def monotonic(self) -> float:
-        """Seconds that only ever grow, for what is measured."""
-
-    def event(self) -> Event:
-        """One that is not set."""
-
-    def lock(self) -> Lock:
-        """One that is free."""
-
-    def start(self, target: Callable[[], None], name: str) -> Thread:
-        """A thread that runs `target` from now on, and does not keep the process from ending."""
-
-
-class SystemClock:
-    """The machine's."""
-
-    def time(self) -> float:
-        """See `Clock`."""
         return time.time()
 
     def monotonic(self) -> float:
-        """See `Clock`."""
+        """Seconds that only ever grow, for what is measured."""
         return time.monotonic()
 
-    def event(self) -> Event:
-        """See `Clock`."""
+    def event(self) -> threading.Event:
+        """One that is not set."""
         return threading.Event()
 
-    def lock(self) -> Lock:
-        """See `Clock`."""
+    def lock(self) -> threading.Lock:
+        """One that is free."""
         return threading.Lock()
 
-    def start(self, target: Callable[[], None], name: str) -> Thread:
-        """See `Clock`."""
+    def start(self, target: Callable[[], None], name: str) -> threading.Thread:
+        """A thread that runs `target` from now on, and does not keep the process from ending."""
         thread = threading.Thread(target=target, name=name, daemon=True)
         thread.start()
         return thread
 
 
-SYSTEM = SystemClock()
+SYSTEM = Clock()
 
 
 class Deadline:

@@ -8,7 +8,7 @@
     after_sync          replicas that left rejoin; compare what the engines have loaded
     metrics             the step's numbers
 
-It is given a `Fleet`, a trace and a clock, so whole steps run in a test. Whatever fails in here costs speed only: the
+It is given a fleet, a trace and a clock, so whole steps run in a test. Whatever fails in here costs speed only: the
 guard logs it, counts it in `tlt/errors`, and the step goes on as stock verl's.
 """
 
@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.idle.failure_budget import FailureBudget
@@ -33,12 +34,15 @@ from verl_tlt.trace.metrics import buffer_metrics
 from verl_tlt.trainer.checkpoints import SAVE_S, Checkpoint, saving
 from verl_tlt.trainer.clock import SYSTEM, Clock, Deadline
 from verl_tlt.trainer.drafter_update import DrafterUpdate, update_drafter
-from verl_tlt.trainer.fleet import Call, CallFailed, Fleet
+from verl_tlt.trainer.fleet import Call, CallFailed
 from verl_tlt.trainer.guard import Guard
 from verl_tlt.trainer.run_setup import FirstDrafter, RunFacts
 from verl_tlt.trainer.speculation_control import SpeculationControl
 from verl_tlt.trainer.step_log import StepLog
 from verl_tlt.trainer.watch import EndedSession, PendingWork, PhaseReport, Planner, SamplingWatch
+
+if TYPE_CHECKING:
+    from verl_tlt.trainer.ray_fleet import RayFleet
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +80,7 @@ class Controller:
         tlt: TLTConfig,
         facts: RunFacts,
         start: FirstDrafter,
-        fleet: Fleet,
+        fleet: RayFleet,
         trace: TraceWriter,
         pending_work: Callable[[], PendingWork],
         clock: Clock = SYSTEM,
@@ -203,7 +207,6 @@ class Controller:
             list(self.fleet.replicas),
             expected_requests=self.facts.requests,
             settle_s=self.tlt.spot.settle_s,
-            buffer_ready=bool(ready),
             spot_workers=ready,
         )
 

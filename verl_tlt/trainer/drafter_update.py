@@ -13,15 +13,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import HeldOutScores
 from verl_tlt.trainer.clock import SYSTEM, Clock
-from verl_tlt.trainer.fleet import Fleet
 from verl_tlt.trainer.gate import decide
 from verl_tlt.trainer.watch import EndedSession
+
+if TYPE_CHECKING:
+    from verl_tlt.trainer.ray_fleet import RayFleet
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +54,12 @@ class DrafterUpdate:
 
 
 def update_drafter(
-    fleet: Fleet, config: TLTConfig, sessions: Sequence[EndedSession], version: int, dtype: str, clock: Clock = SYSTEM
+    fleet: RayFleet,
+    config: TLTConfig,
+    sessions: Sequence[EndedSession],
+    version: int,
+    dtype: str,
+    clock: Clock = SYSTEM,
 ) -> DrafterUpdate:
     """Judge what was merged before these sessions, export it if it is to be served, and merge what they trained.
 
@@ -78,7 +85,7 @@ def update_drafter(
     return out
 
 
-def _merge(out: DrafterUpdate, fleet: Fleet, sessions: Sequence[EndedSession]) -> None:
+def _merge(out: DrafterUpdate, fleet: RayFleet, sessions: Sequence[EndedSession]) -> None:
     """Merge what the sessions trained."""
     workers = fleet.workers()
     # A worker with several sessions in the step hands in what all of them changed.
@@ -94,7 +101,7 @@ def _merge(out: DrafterUpdate, fleet: Fleet, sessions: Sequence[EndedSession]) -
 
 
 def _judge(
-    out: DrafterUpdate, scores: HeldOutScores, fleet: Fleet, config: TLTConfig, version: int, dtype: str
+    out: DrafterUpdate, scores: HeldOutScores, fleet: RayFleet, config: TLTConfig, version: int, dtype: str
 ) -> None:
     """Fill in what becomes of the candidate, and have the workers revert or export it."""
     if not config.gate.enable:
@@ -113,7 +120,7 @@ def _judge(
             out.serves_another, out.acceptance = False, []
 
 
-def _carry_out(out: DrafterUpdate, scores: HeldOutScores, fleet: Fleet, config: TLTConfig, seed: int) -> None:
+def _carry_out(out: DrafterUpdate, scores: HeldOutScores, fleet: RayFleet, config: TLTConfig, seed: int) -> None:
     """The gate's verdict."""
     verdict = decide(scores, config.gate, seed=seed)
     out.tau, out.reason = scores.taus(), verdict.reason

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import ray
@@ -88,17 +88,3 @@ def answer(reference: ObjectRef | Sequence[ObjectRef], timeout_s: float) -> Any:
 def is_dead(error: Exception) -> bool:
     """Whether an error means that the actor is gone, also by Ray's own memory monitor; else it raised."""
     return isinstance(error, ray.exceptions.RayActorError | ray.exceptions.OutOfMemoryError)
-
-
-def first_done(calls: Mapping[str, RayCall | CombinedCall], timeout_s: float) -> list[str]:
-    """See `Fleet.first_done`. Ray is asked once for all calls: one by one would cost a large fleet seconds a look."""
-    deadline = Deadline(timeout_s)
-    of = {name: call.references for name, call in calls.items()}
-    every = [reference for references in of.values() for reference in references]
-    while every:
-        ready, waiting = ray.wait(every, num_returns=len(every), timeout=0)
-        there, left = set(ready), deadline.left()
-        if (done := [name for name in calls if there.issuperset(of[name])]) or left <= 0:
-            return done
-        ray.wait(waiting, num_returns=1, timeout=left)
-    return []

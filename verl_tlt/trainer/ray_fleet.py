@@ -3,6 +3,9 @@
 Each device of a colocated replica has a spot worker, for all of them are idle when the replica is. It shares a bundle
 with the actor's rank there (verl's workers take a third of a GPU each), so it has the same device and dies with the
 job. It is created directly rather than as a worker group, because it must be possible to kill and restart one alone.
+
+Controller, watch and drafter update know the methods of `RayFleet` only, so a test gives them plain objects instead.
+Every call is bounded: it answers, or it raises `CallFailed`.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.spot_worker.worker import SpotWorker
 from verl_tlt.trainer.clock import SYSTEM, Deadline
 from verl_tlt.trainer.fleet import Call, CallFailed, ReplicaInfo, SpotPlan
-from verl_tlt.trainer.ray_calls import CombinedCall, RayCall, answer, first_done
+from verl_tlt.trainer.ray_calls import CombinedCall, RayCall, answer
 from verl_tlt.trainer.replica_workers import ReplicaWorkers, combined_buffers, combined_session, start_merge
 from verl_tlt.trainer.shard_routes import ShardRoutes, capture_ranks, route
 
@@ -73,7 +76,7 @@ class RayReplica(ReplicaInfo):
 
 
 class RayFleet:
-    """See `fleet.Fleet`.
+    """Replicas by name, and the calls to servers, balancer, actor and spot workers.
 
     Args:
         llm_server_manager: verl's, of the replicas that share devices with the actor.
@@ -117,36 +120,44 @@ class RayFleet:
     # ------------------------------------------------------------------ rollout servers and their balancer
 
     def inflight(self) -> dict[str, int]:
-        """See `Fleet`. Asked many times a second, so Ray keeps no record of it (else 4 KB a call)."""
+        """Requests in flight by replica, of those that are in the load balancer.
+
+        Asked many times a second, so Ray keeps no record of it (else 4 KB a call).
+        """
         status = self.balancer.get_status.options(enable_task_events=False).remote()
         found: dict[str, int] = answer(status, CALL_S)["servers"]
         return found
 
     def leave(self, name: str) -> None:
-        """See `Fleet`."""
+        """Take a replica out of the load balancer."""
         answer(self.balancer.remove_servers.remote([name]), CALL_S)
 
     def rejoin(self, names: Collection[str]) -> None:
-        """See `Fleet`."""
+        """Put replicas back into the load balancer; those that are in it already stay as they are."""
         present = self.inflight()
         if missing := {name: self.replicas[name].server for name in names if name not in present}:
             answer(self.balancer.add_servers.remote(missing), CALL_S)
 
     def try_sleep(self, name: str, keep_weights: bool) -> bool:
-        """See `Fleet`."""
+        """Have a server sleep if nothing runs on it and nothing is on its way; False: it serves on."""
         return bool(answer(self.replicas[name].server.tlt_try_sleep.remote(keep_weights), SLEEP_S))
 
     def wake_up(self, name: str) -> None:
-        """See `Fleet`."""
+        """Have a server that sleeps with its weights serve again."""
         answer(self.replicas[name].server.tlt_recall.remote(), SLEEP_S)
 
     def disable_drafting(self, names: Collection[str], at_once: bool) -> None:
-        """See `Fleet`."""
+        """These replicas, and no others, decode without drafts from the next weight sync on.
+
+        Args:
+            names: replicas.
+            at_once: from now on instead; no engine has any work.
+        """
         servers = {name: r.server for name, r in self.replicas.items()}
         answer([s.tlt_disable_drafting.remote(name in names, at_once) for name, s in servers.items()], CALL_S)
 
     def stage(self, drafter: DrafterFile) -> None:
-        """See `Fleet`."""
+        """Hand a published drafter to every server, on every node; and to servers that start later."""
         reference = ray.put(drafter)
         try:
             answer([server.tlt_stage.remote(reference) for server in self._servers()], CALL_S)
@@ -158,15 +169,18 @@ class RayFleet:
         self.store.put.remote(reference)
 
     def drafter_statuses(self) -> dict[str, DrafterStatus]:
-        """See `Fleet`."""
+        """Which drafter each engine has loaded."""
         return self._on_servers("tlt_status")
 
     def engine_stats(self) -> dict[str, EngineStats]:
-        """See `Fleet`."""
+        """What each engine did since it was last asked; engines without speculation are left out."""
         return {name: stats for name, stats in self._on_servers("tlt_stats").items() if stats is not None}
 
     def calibrate(self) -> LatencyTable:
-        """See `Fleet`. Replicas of a run are alike, so one table serves them."""
+        """Measure on one replica what engine steps cost, and tell all of them.
+
+        Replicas of a run are alike, so one table serves them.
+        """
         # What spot workers import and load while they start would be measured, too.
         answer([worker.__ray_ready__.remote() for worker in self._handles().values()], CALIBRATION_S)
         first, *others = self.replicas.values()
@@ -176,7 +190,7 @@ class RayFleet:
         return found
 
     def close(self) -> None:
-        """See `Fleet`."""
+        """The run is over: every server, on every node, ends its engine and clears away what it put there."""
         answer([server.tlt_close.remote() for server in self._servers()], SLEEP_S)
 
     def _servers(self) -> list[ActorHandle]:
@@ -190,7 +204,11 @@ class RayFleet:
     # ------------------------------------------------------------------ actor
 
     def start_spot(self, aux_layers: Sequence[int], resume_from: Path | None) -> str | None:
-        """See `Fleet`."""
+        """Install the tap and start spot workers, one for each device of a colocated replica.
+
+        Returns:
+            None, or one sentence why there is no tap.
+        """
         replicas = [r.workers for r in self.replicas.values()]
         ranks = {name: [rank] for r in replicas for name, rank in zip(r.names(), r.ranks, strict=True)}
         self._capture_ranks = capture_ranks(ranks, self._nodes())
@@ -206,13 +224,18 @@ class RayFleet:
         return None
 
     def take(self, train_next: bool, tokens: int) -> list[TappedStates]:
-        """See `Fleet`."""
+        """What the tap captured of the last old-log-prob forward, on each rank of the actor.
+
+        Args:
+            train_next: the drafter will be trained again, so the next weight sync is to bring the verifier weights.
+            tokens: to capture for each worker in the next one.
+        """
         ranks = set(self._capture_ranks.values()) if train_next else set()
         taken: list[TappedStates] = answer(self.actor.tlt_take(self._routes.shares, ranks, tokens), CALL_S)
         return taken
 
     def hand_over(self, step: int, taken: Sequence[TappedStates]) -> dict[str, Call[BufferStats]]:
-        """See `Fleet`."""
+        """Send what was taken to the spot workers; does not wait for the copies."""
         under_way: dict[str, Call[BufferStats]] = {}
         for replica in self.workers():
             calls: list[RayCall[BufferStats]] = []
@@ -230,7 +253,7 @@ class RayFleet:
     # ------------------------------------------------------------------ spot workers
 
     def workers(self) -> list[str]:
-        """See `Fleet`."""
+        """Replicas that have spot workers. The other methods address all of a replica's workers by its name."""
         return [name for name, r in self.replicas.items() if r.workers.handles]
 
     def _handles(self) -> dict[str, ActorHandle]:
@@ -266,22 +289,22 @@ class RayFleet:
         return ray.put(self.spot.drafter)
 
     def warm_up(self) -> dict[str, Call[object]]:
-        """See `Fleet`."""
+        """Have spot workers rehearse on their devices, not in use yet; empty where there is nothing to warm up."""
         if self.spot.device == "cpu":
             return {}
         return {name: self.replicas[name].workers.call("warm_up", list) for name in self.workers()}
 
     def train(self, name: str) -> Call[SessionResult]:
-        """See `Fleet`."""
+        """Start a session on a replica's spot workers."""
         return self.replicas[name].workers.call("train", combined_session)
 
     def stop(self, name: str) -> None:
-        """See `Fleet`."""
+        """Ask them to end after their micro-batch; does not wait."""
         for worker in self.replicas[name].workers.handles.values():
             worker.stop.remote()
 
     def restart(self, names: Collection[str]) -> None:
-        """See `Fleet`.
+        """Kill these replicas' spot workers and start others in their places; does not wait for them.
 
         A new worker's buffer is empty until the next step, but it starts from the versions that the others hold, or
         else its changes would be measured from another candidate than theirs. Without others it starts from what was
@@ -313,11 +336,20 @@ class RayFleet:
         return SYSTEM.monotonic() - since < START_S and not RayCall(ready).done()
 
     def first_done(self, calls: Mapping[str, Call[SessionResult]], timeout_s: float) -> list[str]:
-        """See `Fleet`."""
-        return first_done({name: call for name, call in calls.items() if isinstance(call, CombinedCall)}, timeout_s)
+        """Wait until at least one of these calls is done; those that are, or nothing after `timeout_s` (0: a look)."""
+        deadline = Deadline(timeout_s)
+        of = {name: call.references for name, call in calls.items() if isinstance(call, CombinedCall)}
+        every = [reference for references in of.values() for reference in references]
+        while every:  # one question for all of them: a call each would cost a large fleet seconds a look
+            ready, waiting = ray.wait(every, num_returns=len(every), timeout=0)
+            there, left = set(ready), deadline.left()
+            if (done := [name for name, own in of.items() if there.issuperset(own)]) or left <= 0:
+                return done
+            ray.wait(waiting, num_returns=1, timeout=left)
+        return []
 
     def merge(self, names: Sequence[str]) -> MergeFacts:
-        """See `Fleet`."""
+        """Average what these workers learned, and have all workers adopt the result as the new candidate."""
         facts, slices = start_merge([w for name in names for w in self.replicas[name].workers.handles.values()])
         try:
             merged: MergeFacts = answer(facts, CALL_S)[0]
@@ -329,22 +361,22 @@ class RayFleet:
         return merged
 
     def keep_as_served(self) -> None:
-        """See `Fleet`."""
+        """What was exported is published: every worker marks it as the served version."""
         self._on_workers("mark_published", within_s=KEEP_S)
 
     def revert(self, which: Literal["served", "initial"]) -> None:
-        """See `Fleet`."""
+        """Every worker goes back to the served or the initial drafter."""
         self._on_workers("revert", which)
 
     def export(self, version: int, dtype: str, acceptance: Sequence[float]) -> DrafterFile | None:
-        """See `Fleet`."""
+        """The candidate as engines load it; None: its numbers are not finite in that dtype."""
         self._on_workers("mark_exported")
         worker = self.replicas[self.workers()[0]].workers.first()
         exported: DrafterFile | None = answer(worker.export.remote(version, dtype, list(acceptance)), CALL_S)
         return exported
 
     def save(self, directory: Path, provenance: DrafterProvenance) -> Call[None]:
-        """See `Fleet`."""
+        """Write the served drafter and its training state, atomically."""
         directory.parent.mkdir(parents=True, exist_ok=True)
         worker = self.replicas[self.workers()[0]].workers.first()
         return RayCall(worker.save.remote(str(directory.absolute()), provenance))

@@ -24,6 +24,7 @@ from verl_tlt.trainer.fleet import SpotPlan
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+    from speculators.models.eagle3 import Eagle3DraftModel
 
 MOST_BATCH_TOKENS = 4096
 """As long as `tlt.buffer.window`: longer micro-batches would lengthen stops for nothing."""
@@ -106,12 +107,28 @@ def prepare(config: DictConfig, tlt: TLTConfig, base_mode: str) -> RunSetup:
 
     from verl_tlt.drafter import policy_shape
 
-    rollout, model, data = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, config.data
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     policy_dir = copy_to_local(model.path, use_shm=model.get("use_shm", False))
     context = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     checkpoint, dtype = _resume_dir(config.trainer), dtype_name(rollout.dtype)
     start = first_drafter(tlt, policy_dir, dtype, context + tlt.speculation.longest, checkpoint)
-    facts = RunFacts(
+    accelerator = config.trainer.device == "cuda"
+    tlt = with_sizes(
+        tlt, policy_shape(policy_dir).vocab_size, accelerator, _node_bytes(), config.trainer.n_gpus_per_node
+    )
+    spot = SpotPlan(
+        config=tlt,
+        policy_dir=policy_dir,
+        drafter=start.trainable,
+        sampling=RolloutSampling(rollout.temperature, rollout.top_p, rollout.top_k),
+        device="cuda" if accelerator else "cpu",
+    )
+    return RunSetup(tlt, _facts(config, base_mode, dtype), start, spot, saved_drafter(checkpoint))
+
+
+def _facts(config: DictConfig, base_mode: str, dtype: str) -> RunFacts:
+    rollout, model, data = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, config.data
+    return RunFacts(
         rule=MODE_RULES[base_mode],
         requests=data.train_batch_size * rollout.n,
         dtype=dtype,
@@ -124,18 +141,6 @@ def prepare(config: DictConfig, tlt: TLTConfig, base_mode: str) -> RunSetup:
         gpus=config.trainer.n_gpus_per_node * config.trainer.nnodes,
         shared=config.trainer.device == "cpu",
     )
-    accelerator = config.trainer.device == "cuda"
-    tlt = with_sizes(
-        tlt, policy_shape(policy_dir).vocab_size, accelerator, _node_bytes(), config.trainer.n_gpus_per_node
-    )
-    spot = SpotPlan(
-        config=tlt,
-        policy_dir=policy_dir,
-        drafter=start.trainable,
-        sampling=RolloutSampling(rollout.temperature, rollout.top_p, rollout.top_k),
-        device="cuda" if accelerator else "cpu",
-    )
-    return RunSetup(tlt, facts, start, spot, saved_drafter(checkpoint))
 
 
 def first_drafter(
@@ -154,47 +159,41 @@ def first_drafter(
         verl_tlt.drafter.DrafterError: the given drafter does not fit, or may be another user's; one sentence naming
             file and field.
     """
-    from verl_tlt.drafter import (
-        build_drafter,
-        check_owner,
-        load_drafter,
-        policy_shape,
-        provenance,
-        to_drafter_file,
-    )
+    from verl_tlt.drafter import check_owner, load_drafter, provenance, to_drafter_file
 
     checkpoint = saved_drafter(resume_from)
-    acceptance: tuple[float, ...] = ()
-    version = tokens = 0
-    if checkpoint is not None:
-        model, origin = load_drafter(str(checkpoint), policy_dir, min_context=context), f"checkpoint {checkpoint}"
-        facts = provenance(checkpoint)
-        version, acceptance = int(facts.get("version", 0)), tuple(facts.get("acceptance", ()))
-        tokens = int(facts.get("tokens_trained", 0))
-    elif config.drafter.path:
-        check_owner(config.drafter.path)
-        model, origin = load_drafter(config.drafter.path, policy_dir, min_context=context), config.drafter.path
-        acceptance = tuple(provenance(config.drafter.path).get("acceptance", ()))
+    if source := checkpoint or config.drafter.path:
+        if checkpoint is None:
+            check_owner(source)
+        model, facts = load_drafter(str(source), policy_dir, min_context=context), provenance(source)
+        origin = f"checkpoint {source}" if checkpoint else str(source)
     else:
-        shape = policy_shape(policy_dir)
-        model = build_drafter(
-            shape,
-            aux_layers=config.drafter.aux_layers,
-            intermediate_size=config.drafter.intermediate_size,
-            # The policy's own range, not this run's: a resumed run may be longer.
-            max_position_embeddings=max(context, shape.max_position_embeddings + LONGEST_DRAFT),
-            seed=config.drafter.seed,
-        )
-        origin = "a random head"
+        model, origin = _random_head(config, policy_dir, context), "a random head"
         # Known without measuring: nothing is accepted, so the engines need not find out.
-        acceptance = (0.0,) * config.speculation.longest
-    aux_layers = tuple(model.config.eagle_aux_hidden_state_layer_ids)
+        facts = {"acceptance": [0.0] * config.speculation.longest}
+    resumed = facts if checkpoint else {}
+    version, acceptance = int(resumed.get("version", 0)), tuple(facts.get("acceptance", ()))
 
     def file(as_dtype: str) -> DrafterFile:
         text, weights, fingerprint = to_drafter_file(model, as_dtype)
         return DrafterFile(version, text, weights, fingerprint, acceptance)
 
-    return FirstDrafter(file("float32"), file(dtype), aux_layers, origin, tokens)
+    aux_layers = tuple(model.config.eagle_aux_hidden_state_layer_ids)
+    return FirstDrafter(file("float32"), file(dtype), aux_layers, origin, int(resumed.get("tokens_trained", 0)))
+
+
+def _random_head(config: TLTConfig, policy_dir: str, context: int) -> Eagle3DraftModel:
+    from verl_tlt.drafter import build_drafter, policy_shape
+
+    shape = policy_shape(policy_dir)
+    return build_drafter(
+        shape,
+        aux_layers=config.drafter.aux_layers,
+        intermediate_size=config.drafter.intermediate_size,
+        # The policy's own range, not this run's: a resumed run may be longer.
+        max_position_embeddings=max(context, shape.max_position_embeddings + LONGEST_DRAFT),
+        seed=config.drafter.seed,
+    )
 
 
 def with_sizes(tlt: TLTConfig, vocabulary: int, accelerator: bool, node_bytes: float, workers: int) -> TLTConfig:

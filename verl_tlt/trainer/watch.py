@@ -28,10 +28,12 @@ from verl_tlt.idle.trainer_idle import TrainerIdlePlanner
 from verl_tlt.messages.training import SessionResult
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.clock import SYSTEM, Clock, Deadline
-from verl_tlt.trainer.fleet import Call, CallFailed, Fleet
+from verl_tlt.trainer.fleet import Call, CallFailed
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
+    from verl_tlt.trainer.ray_fleet import RayFleet
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +119,6 @@ class PhaseReport:
 
     account: PhaseAccount
     sessions: list[EndedSession] = field(default_factory=list)
-    killed: list[str] = field(default_factory=list)
     stop_s: float = 0.0
     """Seconds the trainer waited for workers to stop."""
     first_dispatch: float | None = None
@@ -140,7 +141,7 @@ class SamplingWatch:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: RayFleet,
         planner: Planner,
         pending_work: Callable[[], PendingWork],
         poll_s: float,
@@ -312,5 +313,4 @@ class SamplingWatch:
             logger.warning("spot training on %s failed: it %s", name, error)
             _, begin = self.running.pop(name)
             self.planner.failed(name, self._clock.time())
-            self.report.killed.append(name)
             self.report.sessions.append(EndedSession(name, begin, self._clock.time(), error=error))

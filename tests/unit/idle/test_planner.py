@@ -15,9 +15,9 @@ def test_looks_become_rarer_while_nothing_changes_and_frequent_again_after_a_cha
 
 
 def test_the_phases_of_a_step_add_up():
-    first = PhaseAccount({"a": 1.0}, {"a": 0.5}, {"a": 0.75}, {"a": 0.25}, 3, 1, {"a": "old", "b": "kept"}, 10.0)
-    second = PhaseAccount({"a": 2.0, "b": 4.0}, {}, {"a": 1.0}, {"b": 0.5}, 2, 4, {"a": "new"}, 20.0)
+    first = PhaseAccount({"a": 1.0}, {"a": 0.5}, {"a": 0.25}, 1, 10.0, lost=1)
+    second = PhaseAccount({"a": 2.0, "b": 4.0}, {}, {"b": 0.5}, 4, 20.0, lost=2)
     assert combined(None, second) is second
     assert combined(first, second) == PhaseAccount(
-        {"a": 3.0, "b": 4.0}, {"a": 0.5}, {"a": 1.75}, {"a": 0.25, "b": 0.5}, 5, 5, {"a": "new", "b": "kept"}, 20.0
+        {"a": 3.0, "b": 4.0}, {"a": 0.5}, {"a": 0.25, "b": 0.5}, 5, 20.0, lost=3
     )

@@ -1,8 +1,8 @@
 """A fleet of plain objects, for driving the controller through whole RL steps: no Ray, no engines, no arrays.
 
-It keeps the promises of `trainer.fleet.Fleet` and notes every call. What goes wrong is set by the test: `broken` makes
-a method raise, `deaf` and `stop_s` change how sessions end, `merge_gate` holds merges back. A candidate waits for the
-first session to score it, as after a merge, unless `to_judge` is unset.
+It keeps the promises of `trainer.ray_fleet.RayFleet` and notes every call. What goes wrong is set by the test: `broken`
+makes a method raise, `deaf` and `stop_s` change how sessions end, `merge_gate` holds merges back. A candidate waits for
+the first session to score it, as after a merge, unless `to_judge` is unset.
 """
 
 import threading
@@ -49,7 +49,7 @@ def ended(value: Any) -> FakeCall:
 
 
 class FakeFleet:
-    """See `fleet.Fleet`."""
+    """See `RayFleet`."""
 
     def __init__(self, *names: str, standalone: Collection[str] = (), clock: Any = SYSTEM) -> None:
         self.clock = clock

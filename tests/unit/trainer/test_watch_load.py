@@ -15,7 +15,7 @@ def loads(tmp_path, replicas, changes):
     """Lines of load: of none, after so many changes of it, each seen by the watch, and of the last one."""
     clock = FakeClock()
     fleet = FakeFleet(*(f"replica-{i}" for i in range(replicas)), clock=clock)
-    planner = ReplicaIdlePlanner(list(fleet.replicas), expected_requests=1, settle_s=1.0, buffer_ready=False)
+    planner = ReplicaIdlePlanner(list(fleet.replicas), expected_requests=1, settle_s=1.0, spot_workers=[])
     trace = TraceWriter(tmp_path, "trainer", clock.time)
     watch = SamplingWatch(fleet, planner, PendingWork, 0.002, trace, 1, clock=clock)
     for n in range(changes + 1):
