@@ -149,6 +149,16 @@ CHANGES = (
         patch="vllm/0005-no-call-for-empty-drafts.patch",
     ),
     UpstreamChange(
+        name="a rollout server can ask the scheduler",
+        changes=("vllm.v1.engine.core:EngineCore",),
+        symptom="Statistics, calibration and the choice of OFF need the scheduler, which runs in a child process.",
+        cause="`vllm/v1/engine/core.py:1525` `(method := getattr(self, method_name))` calls the engine core by method "
+        "name, and it has none that leads to a scheduler's own; `collective_rpc` reaches workers only.",
+        applied_by="verl_tlt.engine_core.scheduler:TLTScheduler.__init__",
+        releases="vllm 0.24 to 0.31",
+        removed_by="A call of vLLM's into a scheduler given by `scheduler_cls`.",
+    ),
+    UpstreamChange(
         name="n-gram drafts are verified as certain",
         changes=(
             "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model",

@@ -88,11 +88,10 @@ def ngram_drafts(speculation: Mapping[str, Any]) -> NgramDrafts | None:
 
 
 def spare_empty_drafts(core: type[EngineCore]) -> bool:
-    """Save the engine a round trip to its workers after every step that drafted nothing.
+    """Save the engine a round trip to its workers after every step that drafted nothing (`compat.upstream_changes`).
 
-    With synchronous scheduling `EngineCore.post_step` fetches drafts after each step, also where K was 0, and the model
-    waits meanwhile. Wrapped, it does nothing where `scheduler.drafts_expected` is False. As a diff: patches/vllm/0005.
-    A vLLM that looks at the attribute itself, or fetches drafts in another way, stays as it is.
+    `EngineCore.post_step` then does nothing where `scheduler.drafts_expected` is False. A vLLM that looks at the
+    attribute itself, or fetches drafts in another way, stays as it is.
 
     Returns:
         whether the round trip is saved, by the wrapper or by vLLM.

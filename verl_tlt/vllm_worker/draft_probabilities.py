@@ -27,8 +27,7 @@ logger = logging.getLogger(__name__)
 def verify_as_certain(runner: GPUModelRunner) -> None:
     """Give n-gram drafts probability one, in an engine whose drafter draws its own tokens.
 
-    The scheduler marks the requests whose draft is an n-gram (`engine_core.ngram_drafts`). Verified with the
-    probability that the drafter gave to another token, it would not leave the policy's distribution.
+    The scheduler marks the requests whose draft is an n-gram (`engine_core.ngram_drafts`).
 
     Raises:
         RuntimeError: this vLLM has no such method.
@@ -62,13 +61,12 @@ def verify_as_certain(runner: GPUModelRunner) -> None:
 
 
 class BrokenDrafts:
-    """Drops the drafts of a drafter whose probabilities are NaN, and counts them.
+    """Drops the drafts of a drafter whose probabilities are NaN, and counts them (why: `compat.upstream_changes`).
 
-    NaN, infinite or huge weights give rows of NaN. vLLM's rejection sampler compares with them, nothing is larger than
-    NaN, and token 0 is sampled. Rows of zeros instead are exact: a draft that had no chance is rejected, and what takes
-    its place is drawn from the policy alone. The count is copied to the host behind the step's other work, and nobody
-    waits for it. The drafter's KV cache holds NaN too then, which attention may meet even where it is masked (0 times
-    NaN is NaN), so it is cleared before another drafter fills it (`clear_cache`).
+    Rows of zeros instead are exact: a draft that had no chance is rejected, and what takes its place is drawn from the
+    policy alone. The count is copied to the host behind the step's other work, and nobody waits for it. The drafter's
+    KV cache holds NaN too then, which attention may meet even where it is masked (0 times NaN is NaN), so it is cleared
+    before another drafter fills it (`clear_cache`).
 
     Args:
         runner: vLLM's V1 model runner.

@@ -1,8 +1,7 @@
 """OFF in a vLLM worker: a step that drafts nothing does without the drafter's own pass.
 
-vLLM runs the drafter over a step's tokens also at K=0, to keep its KV cache complete. Without that pass such a step
-costs what it costs in an engine that has no drafter, and the cache has a hole: so switch only an engine without
-requests, and reset its prefix cache before it drafts again.
+Such a step then costs what it costs in an engine that has no drafter, and the drafter's KV cache has a hole: so switch
+only an engine without requests, and reset its prefix cache before it drafts again.
 
 Both of vLLM's model runners are known: V1, and V2, which verl-tlt leaves on from vLLM 0.32 on
 (`speculation.graph_rules.runner_for`). tests/contract/test_vllm_v2_runner.py holds V2 of 0.24 to 0.32 to what is relied
