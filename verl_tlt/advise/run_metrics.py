@@ -24,8 +24,9 @@ from verl_tlt.speculation.types import OFF
 Metrics = Mapping[str, float]
 
 NEEDED = ("timing_s/gen", "timing_s/step", "response_length/mean", "response_length/max")
+"""Metrics without which a step is not finished."""
 _CONSOLE = re.compile(r"step:(\d+) - (\S.*)")
-_ENTRY = re.compile(r"(\S+):(?:np\.float\d+\()?([-+0-9.eE]+)\)?$")
+_ENTRY = re.compile(r"(\S+):(?:np\.float\d+\()?([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\)?$")
 _FEWEST_STEPS, _FEWEST_DRAFTS = 8, 200
 """Engine steps behind a figure of the table of costs; drafts behind an acceptance."""
 
@@ -103,14 +104,7 @@ def _of_line(line: str) -> tuple[int, dict[str, float]] | None:
     if match is None:
         return None
     entries = (_ENTRY.match(entry) for entry in match[2].split(" - "))
-    return int(match[1]), {e[1]: float(e[2]) for e in entries if e is not None and _is_number(e[2])}
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return bool(np.isfinite(float(text)))
-    except ValueError:
-        return False
+    return int(match[1]), {e[1]: float(e[2]) for e in entries if e is not None}
 
 
 def read_run(directory: Path) -> RunMetrics:
@@ -120,16 +114,16 @@ def read_run(directory: Path) -> RunMetrics:
         TLTError: there is no trace, or no finished step in it.
     """
     trace = read_trace(directory)
-    found = _summary({step: dict(metrics) for step, metrics in trace.steps.items()}, f"--trace {directory}")
+    found = _summary(trace.steps, f"--trace {directory}")
     engines = [engine for replica in trace.replicas if (engine := trace.engine(replica)) is not None and engine.t.size]
     if not engines:
         return found
     return replace(
         found,
+        busy_share=_busy_share(trace, engines),
         seconds_by_batch=_seconds_by_batch(engines),
         acceptance=_acceptance(engines),
         costs=_costs(engines),
-        busy_share=_busy_share(trace, engines),
     )
 
 
@@ -140,32 +134,24 @@ def _summary(steps: Mapping[int, Metrics], source: str) -> RunMetrics:
     slow = ("timing_s/testing", "timing_s/save_checkpoint")
     plain = [m for step, m in finished.items() if step != min(finished) and not any(name in m for name in slow)]
     rows = plain or list(finished.values())
-    tools = _mean(rows, "timing_s/agent_loop/tool_calls/mean", "agent_loop/tool_calls/mean")
-    generate = _mean(rows, "timing_s/agent_loop/generate_sequences/mean", "agent_loop/generate_sequences/mean")
+
+    def mean(name: str) -> float | None:
+        values = [row[name] for row in rows if name in row]
+        return statistics.fmean(values) if values else None
+
+    gen_s, step_s, response_mean, response_max = (mean(name) or 0.0 for name in NEEDED)
+    tools, generate = (mean(f"timing_s/agent_loop/{part}/mean") for part in ("tool_calls", "generate_sequences"))
     return RunMetrics(
-        source=source,
-        steps=len(rows),
-        gen_s=_mean(rows, "timing_s/gen") or 0.0,
-        step_s=_mean(rows, "timing_s/step") or 0.0,
-        response_mean=_mean(rows, "response_length/mean") or 0.0,
-        response_max=_mean(rows, "response_length/max") or 0.0,
-        clipped=_mean(rows, "response_length/clip_ratio") or 0.0,
-        prompt_mean=_mean(rows, "prompt_length/mean"),
-        reward_s=_mean(rows, "timing_s/reward"),
+        source, len(rows), gen_s, step_s, response_mean, response_max,
+        clipped=mean("response_length/clip_ratio") or 0.0,
+        prompt_mean=mean("prompt_length/mean"),
+        reward_s=mean("timing_s/reward"),
         tool_share=tools / (tools + generate) if tools is not None and generate else None,
-        saved_s=_mean(rows, "tlt/saved_s"),
-        overhead_s=_mean(rows, "tlt/overhead_s"),
-        bubble_s=_mean(rows, "tlt/bubble_s"),
-        accept_length=_mean(rows, "tlt/accept_length"),
-    )
-
-
-def _mean(rows: Sequence[Metrics], *names: str) -> float | None:
-    """Mean of the first of these metrics that was logged."""
-    for name in names:
-        if values := [row[name] for row in rows if name in row]:
-            return statistics.fmean(values)
-    return None
+        saved_s=mean("tlt/saved_s"),
+        overhead_s=mean("tlt/overhead_s"),
+        bubble_s=mean("tlt/bubble_s"),
+        accept_length=mean("tlt/accept_length"),
+    )  # fmt: skip
 
 
 def _seconds_by_batch(engines: Sequence[EngineSteps]) -> dict[int, float]:

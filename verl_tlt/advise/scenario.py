@@ -170,7 +170,7 @@ def _as_measured(n: Numbers, work: Workload, metrics: RunMetrics) -> Numbers:
     if whole := sum(metrics.seconds_by_batch.values()):
         tail = sum(s for b, s in metrics.seconds_by_batch.items() if b < SMALL_BATCH) / whole
     if work.multi_turn and metrics.tool_share is None and metrics.busy_share is not None:
-        waiting = 1.0 - metrics.busy_share
+        waiting = 1.0 - metrics.busy_share  # verl's v1 trainer does not log how long tools take
     return replace(
         n, gen_s=gen_s, tail_share=tail, bubble_s=bubble_s, tool_share=waiting,
         reward_s=max(n.reward_s, metrics.reward_s or 0.0),

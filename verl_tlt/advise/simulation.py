@@ -9,7 +9,6 @@ import numpy as np
 
 from verl_tlt.advise.decoding import Decoded, EngineSpec, rollout
 from verl_tlt.advise.response_lengths import LogNormal
-from verl_tlt.errors import TLTError
 
 SMALL_BATCH = 32
 """Requests in an engine below which a rollout counts as its tail (the TLT paper's threshold)."""
@@ -22,7 +21,7 @@ class SimulatedRun:
     engine: EngineSpec
     replicas: int
     requests: int
-    """Responses of a rollout."""
+    """Responses of a rollout; one for each replica at least."""
     lengths: LogNormal
     acceptance: tuple[float, ...]
     """Conditional acceptance of the drafter by draft position."""
@@ -30,13 +29,6 @@ class SimulatedRun:
     """Tokens of a prompt."""
     steps: int = 1
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if min(self.replicas, self.steps) < 1 or self.requests < self.replicas:
-            raise TLTError(
-                "A simulation needs a replica, a rollout, and a request for every replica, not "
-                f"{self.replicas} replicas, {self.steps} rollouts and {self.requests} requests."
-            )
 
 
 @dataclass(frozen=True)

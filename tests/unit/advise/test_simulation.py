@@ -34,8 +34,6 @@ def test_one_replica_alone_has_no_bubble():
 
 
 def test_inputs_that_cannot_be_are_one_sentence():
-    with pytest.raises(TLTError, match="a request for every replica"):
-        replace(RUN, requests=3)
     with pytest.raises(TLTError, match="median > 0"):
         LogNormal(-1, 1, 10)
     with pytest.raises(TLTError, match="900 does not fit a limit of 512"):
