@@ -9,7 +9,7 @@ For every replica r, over the load intervals i of its rollout (`LoadInterval`):
 live steps without drafts took, of control rollouts above all. Prefills and pauses are taken to be what they were.
 
 Exactly 0 where nothing was drafted. None where less than half of the decoding time can be compared, for example at
-contexts longer than any that was measured.
+contexts longer than any that was measured, or a replica gave no statistics.
 
 Replicas that share a machine's processors slow each other down. There a step is compared with steps beside as many busy
 replicas, and only steps beside which nobody drafted or trained are the measure: one that drafts loads the machine less
@@ -124,6 +124,8 @@ class SavingsAccount:
         self._learn([row for of_replica in rows.values() for row in of_replica])
         if not any(row.interval.seconds for of_replica in rows.values() for row in of_replica):
             return Savings(None, None)
+        if any(s.failure for s in stats.values()):  # it may have been the last
+            return Savings(None, self._gain(rows))
         drafted = any(s.num_drafts for s in stats.values())
         return Savings(self._saved_s(rows) if drafted else 0.0, self._gain(rows))
 

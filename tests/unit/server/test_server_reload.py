@@ -50,8 +50,8 @@ async def reload(tmp_path, workers, drafter=NEW, disabled=False, before=BEFORE):
     server = object.__new__(TLTvLLMHttpServer)  # verl's own part would need Ray and a whole config
     server.tlt, server.replica_rank, server.engine, server._tlt_dir = TLTConfig.from_dict({}), 0, workers, tmp_path
     server._tlt_staged, server._tlt_served = drafter, before
-    server._tlt_drafting_disabled, server.node_rank = disabled, 0
-    await server._tlt_reload()
+    server.node_rank = 0
+    await server.tlt_disable_drafting(disabled, at_once=True)
     return await server.tlt_status(), workers.told
 
 

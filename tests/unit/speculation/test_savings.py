@@ -168,7 +168,9 @@ def test_what_cannot_be_stood_behind_is_not_told():
     assert calibrated(True).rollout(drafted).saved_s is None, "a calibration is of one busy replica"
     long = rollout(BOTH_ON, 0.8, 1, shared=False, scale=30)[0]
     assert calibrated(False).rollout(long) == (None, None), "and of short contexts"
-    assert calibrated(False).rollout(rollout(BOTH_ON, 0.8, 1, shared=False)[0]).saved_s > 0
+    short = rollout(BOTH_ON, 0.8, 1, shared=False)[0]
+    assert calibrated(False).rollout(short).saved_s > 0
+    assert calibrated(False).rollout(short | {"r2": EngineStats(failure="silent")}).saved_s is None
 
 
 def test_the_drafter_is_not_blamed_for_training_on_its_processors():

@@ -335,6 +335,12 @@ def test_a_run_that_is_switched_off_from_outside_decodes_as_stock_and_trains_not
     assert called(fleet, "train") == []
 
 
+def test_who_drafts_is_said_again_once_costs_are_known(run):
+    _, fleet = run()
+    order = [call[0] for call in fleet.calls]
+    assert order.count("disable_drafting") == 2 and order[order.index("calibrate") + 1] == "disable_drafting"
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_control_rollout_is_decoded_without_drafts(run, shared):
     """On a shared machine by all replicas, and nobody trains beside it."""
