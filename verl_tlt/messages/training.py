@@ -140,6 +140,24 @@ class SessionResult:
     """On how many it trained, on average over `seconds`."""
 
 
+@dataclass(kw_only=True)
+class MergeVerdict:
+    """What becomes of the drafter that was merged last, and the held-out figures behind it."""
+
+    decision: Literal["published", "kept", "reverted"] = "kept"
+    """Kept: the served drafter stays and the candidate trains on."""
+    reason: str = ""
+    """The gate's verdict in words, or why it did not judge."""
+    gain: float | None = None
+    """The candidate's held-out accept length relative to the served drafter's, minus one; None: not judged."""
+    gain_low: float | None = None
+    """Lower end of the gate's interval around `gain`."""
+    tau: Mapping[str, float] = field(default_factory=dict)
+    """Held-out accept length of `candidate`, `served` and `initial`; empty: not judged."""
+    seconds: float = 0.0
+    """What judging, merging and exporting took."""
+
+
 @dataclass(frozen=True)
 class Resumed:
     """What a spot worker holds after it resumed from a checkpoint: checksums, to compare with those of its files."""

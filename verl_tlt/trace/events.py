@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from verl_tlt.messages.rollout import DrafterStatus
-from verl_tlt.messages.training import SessionResult
+from verl_tlt.messages.training import MergeVerdict, SessionResult
 from verl_tlt.ownership import open_to_append
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,6 @@ PhaseName = Literal[
     "save",
     "validate",
 ]
-Decision = Literal["published", "kept", "reverted"]
 Kind = Literal["run", "phase", "load", "idle", "session", "publish", "reload", "stopped", "step"]
 
 
@@ -118,26 +117,15 @@ class Session(SessionResult):
     """The trace holds no scores."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Publish:
-    """The decision on the drafter that was merged in a step."""
+@dataclass(kw_only=True)
+class Publish(MergeVerdict):
+    """What became of the drafter that was merged last."""
 
     kind: ClassVar[str] = "publish"
     t: float
     step: int
     version: int
     """The version that all engines serve from now on."""
-    decision: Decision
-    reason: str = ""
-    """The gate's verdict in words, or why it did not judge."""
-    gain: float | None = None
-    """The candidate's held-out accept length relative to the served drafter's, minus one; None: not judged."""
-    gain_low: float | None = None
-    """Lower end of the gate's interval around `gain`."""
-    tau: Mapping[str, float | None] = field(default_factory=dict)
-    """Simulated accept length on held-out positions of `candidate`, `served` and `initial`; absent when not judged."""
-    seconds: float = 0.0
-    """What judging, merging and exporting took."""
     bytes: int = 0
 
 

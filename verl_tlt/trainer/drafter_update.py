@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.messages.rollout import DrafterFile
-from verl_tlt.messages.training import HeldOutScores
+from verl_tlt.messages.training import HeldOutScores, MergeVerdict
 from verl_tlt.trainer.clock import SYSTEM, Clock
 from verl_tlt.trainer.gate import decide
 from verl_tlt.trainer.watch import EndedSession
@@ -30,27 +30,18 @@ logger = logging.getLogger(__name__)
 NOTHING = "no session trained"
 
 
-@dataclass
-class DrafterUpdate:
+@dataclass(kw_only=True)
+class DrafterUpdate(MergeVerdict):
     """What became of the candidate, and of a step's sessions."""
 
-    decision: Literal["published", "kept", "reverted"] = "kept"
-    """Kept: the served drafter stays, and the candidate trains on."""
-    reason: str = ""
-    gain: float | None = None
-    """The candidate's held-out accept length relative to the served drafter's, minus one; None: not judged."""
-    gain_low: float | None = None
-    """Lower end of the gate's interval around it."""
     serves_another: bool = False
     """The engines are to load another drafter than they have."""
     drafter: DrafterFile | None = None
     """What to publish; None: nothing changes for the engines."""
-    tau: dict[str, float] = field(default_factory=dict)
-    """Held-out accept length of candidate, served and initial."""
     acceptance: list[float] = field(default_factory=list)
     """Conditional acceptance by draft position of whatever is served from now on."""
     excluded: dict[str, str] = field(default_factory=dict)
-    seconds: float = 0.0
+    """Worker -> why it is not in the merge."""
 
 
 def update_drafter(

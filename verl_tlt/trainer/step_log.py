@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import time
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from verl_tlt.config import TLTConfig
 from verl_tlt.idle.planner import PhaseAccount, combined
 from verl_tlt.idle.tap_budget import Bubble
 from verl_tlt.messages.rollout import DrafterStatus, EngineStats
-from verl_tlt.messages.training import TappedStates
+from verl_tlt.messages.training import MergeVerdict, TappedStates
 from verl_tlt.trace.events import Publish, Reload, Session, TraceWriter
 from verl_tlt.trace.line import step_line
 from verl_tlt.trace.metrics import StepObservations, step_metrics
@@ -118,15 +119,10 @@ class StepLog:
         """A merge arrived in time."""
         self._version, self._since = version, since
         self._observed.publish = Publish(
+            **{field.name: getattr(learned, field.name) for field in dataclasses.fields(MergeVerdict)},
             t=time.time(),
             step=step,
             version=version,
-            decision=learned.decision,
-            reason=learned.reason,
-            gain=learned.gain,
-            gain_low=learned.gain_low,
-            tau=learned.tau,
-            seconds=learned.seconds,
             bytes=len(learned.drafter.weights) if learned.drafter else 0,
         )
         self.trace.add(self._observed.publish)
