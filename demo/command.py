@@ -108,10 +108,10 @@ def _show(
     console: Console, out: Path, trace: RunTrace, stock: Sequence[StepRow] | None, warm: Sequence[StepRow] | None
 ) -> None:
     rows, initial = rows_of_trace(trace), initial_lengths(trace)
-    console.print(rich_table(rows, "With verl-tlt", console.width))
+    console.print(rich_table(rows, "With verl-tlt"))
     if stock is not None and warm is not None:
-        console.print(rich_table(stock, "Stock verl, same seed", console.width))
-        console.print(rich_table(warm, "With the drafter just trained", console.width))
+        console.print(rich_table(stock, "Stock verl, same seed"))
+        console.print(rich_table(warm, "With the drafter just trained"))
         for name, run, column in (
             ("rollout", rows, "rollout_s"),
             ("whole step", rows, "step_s"),

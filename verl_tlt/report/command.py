@@ -23,8 +23,7 @@ def report(trace_dir: Path, out: Path | None, perfetto: Path | None = None) -> i
     folder = out or trace_dir.resolve().parent
     try:
         trace = read_trace(trace_dir)
-        rows = rows_of_trace(trace)
-        console.print(rich_table(rows, str(trace_dir), console.width))
+        console.print(rich_table(rows_of_trace(trace), str(trace_dir)))
         if trace.skipped:
             console.print(f"{trace.skipped} lines of the trace could not be read.")
         if perfetto is not None:

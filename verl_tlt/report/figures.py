@@ -23,7 +23,7 @@ from matplotlib.ticker import MaxNLocator
 
 from verl_tlt.report.reader import RunTrace
 from verl_tlt.report.rows import initial_lengths, rows_of_trace
-from verl_tlt.report.steps import NO_STEP, RLStep, most_trained, rl_steps, sampled, step_savings
+from verl_tlt.report.steps import NO_STEP, RLStep, most_trained, rl_steps, sampled
 
 BLUE, SKY, ORANGE, GREEN, PURPLE, RED = "#0072B2", "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#D55E00"
 PALE, GREY, INK = "#EEEEEE", "#888888", "#222222"
@@ -69,12 +69,12 @@ class Chart:
 
 def run_charts(trace: RunTrace) -> Iterator[Chart]:
     """The charts over RL steps; one without a value is left out."""
-    savings, rows = step_savings(trace), rows_of_trace(trace)
-    if any(s.saved_s is not None for s in savings):
+    rows = rows_of_trace(trace)
+    if any(row.saved_s is not None for row in rows):
         bars = {
-            "saved": (GREEN, [max(0.0, s.saved_s or 0.0) for s in savings]),
-            "lost": (RED, [min(0.0, s.saved_s or 0.0) for s in savings]),
-            "TLT's own work": (ORANGE, [-s.work_s for s in savings]),
+            "saved": (GREEN, [max(0.0, row.saved_s or 0.0) for row in rows]),
+            "lost": (RED, [min(0.0, row.saved_s or 0.0) for row in rows]),
+            "TLT's own work": (ORANGE, [-row.work_s for row in rows]),
         }
         note = "Seconds by which rollouts with drafts ended earlier than without drafts, estimated from measured costs."
         yield _chart("Savings", note, partial(draw_bars, unit="seconds", steps=list(trace.steps), bars=bars))

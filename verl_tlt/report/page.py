@@ -16,7 +16,7 @@ from jinja2 import Environment, StrictUndefined
 from verl_tlt.report.figures import run_charts, step_charts
 from verl_tlt.report.reader import RunTrace
 from verl_tlt.report.rows import COLUMNS, rows_of_trace, table
-from verl_tlt.report.steps import rl_steps, step_savings
+from verl_tlt.report.steps import rl_steps
 
 MAX_DRAFT_LENGTH = 3
 """Draft length in the serve command where the trace does not say the run's."""
@@ -72,12 +72,12 @@ def plain(text: str) -> str:
 
 def _facts(trace: RunTrace) -> Iterator[tuple[str, str]]:
     """The numbers that matter most; what was not measured is left out."""
-    savings, rows = step_savings(trace), rows_of_trace(trace)
-    known = [s.saved_s for s in savings if s.saved_s is not None]
-    work, rollouts = sum(s.work_s for s in savings), sum(row.rollout_s or 0.0 for row in rows)
+    rows = rows_of_trace(trace)
+    known = [row.saved_s for row in rows if row.saved_s is not None]
+    work, rollouts = sum(row.work_s for row in rows), sum(row.rollout_s or 0.0 for row in rows)
     if known:
         share = f", {(sum(known) - work) / rollouts:+.1%} of {rollouts:.0f} s of rollouts" if rollouts else ""
-        yield f"{sum(known):.1f} s", f"saved in the {len(known)} of {len(savings)} rollouts that drafted"
+        yield f"{sum(known):.1f} s", f"saved in the {len(known)} of {len(rows)} rollouts that drafted"
         yield f"{sum(known) - work:+.1f} s", f"savings less TLT's own work{share}"
     if work:
         yield f"{work:.1f} s", "TLT's own work on the critical path"
@@ -95,7 +95,7 @@ def _facts(trace: RunTrace) -> Iterator[tuple[str, str]]:
 
 
 def _sentences(trace: RunTrace) -> Iterator[str]:
-    if all(s.saved_s is None for s in step_savings(trace)):
+    if all(row.saved_s is None for row in rows_of_trace(trace)):
         yield "Savings are unknown: nothing was drafted, or what a step costs without drafts was not measured."
     for stop in trace.stops:
         yield f"After step {stop.step} speculation was {f'disabled: {stop.cause}' if stop.cause else 'enabled again'}."

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -31,12 +32,19 @@ class StepRow:
     bubble_s: float | None
     bubble_trained_s: float | None
     overhead_s: float | None
+    control_s: float | None
+    """The part of `overhead_s` in which engine steps waited for the choice of K."""
     saved_s: float | None
     """`counted_savings`: None too where nothing was drafted."""
     stop_latency_s: float | None
     drafter_version_published: int | None
     drafter_version_served: int | None
     probs_diff_max: float | None
+
+    @property
+    def work_s(self) -> float:
+        """TLT's own work beside the savings, which contain the waits for the choice of K where they are known."""
+        return (self.overhead_s or 0.0) - (0.0 if self.saved_s is None else self.control_s or 0.0)
 
 
 COLUMNS: dict[str, tuple[str, str]] = {
@@ -48,7 +56,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "tokens": ("tokens", "{:d}"),
     "accept_length": ("accept length", "{:.2f}"),
     "bubble_s": ("bubble s", "{:.1f}"),
-    "bubble_trained_s": ("trained in it s", "{:.1f}"),
+    "bubble_trained_s": ("trained s", "{:.1f}"),
     "overhead_s": ("own work s", "{:.2f}"),
     "saved_s": ("saved s", "{:.1f}"),
     "stop_latency_s": ("stop s", "{:.3f}"),
@@ -57,10 +65,11 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "probs_diff_max": ("max prob diff", "{:.1e}"),
 }
 """Field of `StepRow` -> heading and format, in tables."""
-DROPPED_FIRST = (
-    "probs_diff_max", "stop_latency_s", "drafter_version_published", "tokens", "train_s", "overhead_s", "step_s"
+IN_TERMINALS = (
+    "step", "reward", "step_s", "rollout_s", "accept_length", "bubble_s", "bubble_trained_s", "saved_s",
+    "drafter_version_served",
 )  # fmt: skip
-"""Columns that a narrow terminal leaves out, in this order."""
+"""Columns of the terminal's table, which fit in 80 characters."""
 
 
 def rows_of_trace(trace: RunTrace) -> list[StepRow]:
@@ -84,6 +93,7 @@ def step_row(step: int, metrics: Mapping[str, float]) -> StepRow:
         bubble_s=metrics.get("tlt/bubble_s"),
         bubble_trained_s=metrics.get("tlt/bubble_trained_s"),
         overhead_s=metrics.get("tlt/overhead_s"),
+        control_s=metrics.get("tlt/overhead_control_s"),
         saved_s=counted_savings(metrics),
         stop_latency_s=metrics.get("tlt/stop_latency_s"),
         drafter_version_published=None if published is None else int(published),
@@ -98,27 +108,21 @@ def initial_lengths(trace: RunTrace) -> dict[int, float]:
     return {step: tau for step, tau in judged.items() if tau is not None}
 
 
-def table(rows: Sequence[StepRow]) -> tuple[list[str], list[list[str]]]:
-    """Names of the columns that a row fills, and the rows as text; "-" for what was not measured."""
-    names = [name for name in COLUMNS if any(getattr(row, name) is not None for row in rows)]
+def table(rows: Sequence[StepRow], columns: Iterable[str] = COLUMNS) -> tuple[list[str], list[list[str]]]:
+    """Names of those columns that a row fills, and the rows as text; "-" for what was not measured."""
+    names = [name for name in columns if any(getattr(row, name) is not None for row in rows)]
     found = [[(getattr(row, name), COLUMNS[name][1]) for name in names] for row in rows]
     return names, [["-" if value is None else form.format(value) for value, form in row] for row in found]
 
 
-def rich_table(rows: Sequence[StepRow], title: str, width: int) -> Table:
-    """The rows for a terminal with `width` columns."""
-    names, cells = table(rows)
-    needed = {
-        name: max(map(len, [*COLUMNS[name][0].split(), *(row[i] for row in cells)])) for i, name in enumerate(names)
-    }
-    for name in DROPPED_FIRST:
-        if sum(needed.values()) + 3 * len(needed) + 1 > width:  # each column has a border and two blanks
-            needed.pop(name, None)
-    shown = Table(title=Text(title), title_justify="left")  # a path is no markup
-    for name, least in needed.items():
-        shown.add_column(COLUMNS[name][0], justify="right", min_width=least)
+def rich_table(rows: Sequence[StepRow], title: str) -> Table:
+    """The rows for a terminal."""
+    names, cells = table(rows, IN_TERMINALS)
+    shown = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)  # a path is no markup
+    for name in names:
+        shown.add_column(COLUMNS[name][0], justify="right", min_width=max(map(len, COLUMNS[name][0].split())))
     for row in cells:
-        shown.add_row(*(cell for name, cell in zip(names, row, strict=True) if name in needed))
+        shown.add_row(*row)
     return shown
 
 

@@ -1,4 +1,4 @@
-"""Groups a trace by RL step, and says what each step saved."""
+"""Groups a trace by RL step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from verl_tlt.report.reader import EngineSteps, RunTrace, TraceError
 from verl_tlt.trace.events import Idle, LoadSample, Phase, Publish, Session
-from verl_tlt.trace.metrics import counted_savings
 
 E = TypeVar("E", Phase, LoadSample, Idle, Session)
 Ints = npt.NDArray[np.int64]
@@ -86,27 +85,6 @@ def rl_steps(trace: RunTrace) -> dict[int, RLStep]:
     if not steps:
         raise TraceError(f"{trace.directory} holds no finished rollout to draw.")
     return steps
-
-
-@dataclass(frozen=True)
-class StepSavings:
-    """Seconds that TLT saved and cost in one RL step."""
-
-    step: int
-    saved_s: float | None
-    """Savings of the rollout; negative: it took longer. None: nothing was drafted, or the savings are unknown."""
-    work_s: float
-    """TLT's own work on the critical path, as far as `saved_s` does not contain it."""
-
-
-def step_savings(trace: RunTrace) -> list[StepSavings]:
-    """Of every finished step. Engine steps' waits for the choice of K are inside `saved_s` where that is known."""
-    found = []
-    for step, metrics in trace.steps.items():
-        saved, work = counted_savings(metrics), metrics.get("tlt/overhead_s", 0.0)
-        inside = 0.0 if saved is None else metrics.get("tlt/overhead_control_s", 0.0)
-        found.append(StepSavings(step, saved, work - inside))
-    return found
 
 
 def most_trained(steps: Mapping[int, RLStep]) -> int:

@@ -7,9 +7,7 @@ that kind below. Engine steps are the exception: a scheduler writes thousands of
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import os
 import threading
 import time
@@ -17,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
+
+from pydantic_core import to_json
 
 from verl_tlt.messages.rollout import DrafterStatus
 from verl_tlt.messages.training import MergeVerdict, SessionResult
@@ -202,7 +202,7 @@ class TraceWriter:
     def write(self, record: Mapping[str, Any]) -> None:
         """Write one record as it is; engine steps have their own `t`."""
         try:
-            line = _encode(record)
+            line = to_json(record, inf_nan_mode="null", fallback=_plain) + b"\n"
             with self._lock:
                 if self._fd is None:
                     raise OSError("the file is not open")
@@ -225,28 +225,8 @@ class TraceWriter:
             logger.warning("%s (further failures of this trace file are only counted)", message)
 
 
-def _encode(record: Mapping[str, Any]) -> bytes:
-    try:
-        text = json.dumps(record, default=_plain, separators=(",", ":"), allow_nan=False)
-    except ValueError:  # JSON has no NaN and no infinity: null
-        text = json.dumps(_finite(json.loads(json.dumps(record, default=_plain))), separators=(",", ":"))
-    return text.encode() + b"\n"
-
-
 def _plain(value: Any) -> Any:
-    """What JSON can hold for arrays and scalars of numpy and torch, other mappings, tuples and paths."""
+    """What JSON can hold for an array or scalar of numpy or torch, or another mapping; else its text."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, tuple | set | frozenset):
-        return list(value)
-    return str(value)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return dict(value) if isinstance(value, Mapping) else str(value)

