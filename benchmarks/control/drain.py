@@ -98,8 +98,6 @@ def drain(
             "expected_acceptance": toy.acceptance,
             "accepted_share_by_position": [round(share, 4) for share in shares],
             "worth_pct": {name: round(_worth(traces[name], table, shares), 2) for name in (*FIXED, *POLICY_ARMS)},
-            "goodput": stats["goodput"]["policy"],
-            "table": stats["table"]["policy"],
             "k_steps": {name: stats[name]["steps_by_draft_length"] for name in POLICY_ARMS},
             "calibration": table,
         },

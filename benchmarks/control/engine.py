@@ -106,6 +106,7 @@ class VllmTable:
         best.set_latency(known)
         best.set_acceptance(acceptance)
         self.schedule: list[list[int]] = []
+        """As vLLM's `num_speculative_tokens_per_batch_size` takes it."""
         for size in range(1, batch + 1):
             k = best.choose(Load(size, size * 150))
             if self.schedule and self.schedule[-1][2] == k:
@@ -122,10 +123,6 @@ class VllmTable:
 
     def observe(self, step: StepRecord) -> None:
         """A static table learns nothing."""
-
-    def summary(self) -> dict[str, Any]:
-        """The table, as vLLM's `num_speculative_tokens_per_batch_size` takes it."""
-        return {"policy": "table", "num_speculative_tokens_per_batch_size": self.schedule}
 
 
 class _Engine:
@@ -305,7 +302,6 @@ class _Engine:
         return drafting
 
     def stats(self, name: str) -> dict[str, Any]:
-        """An arm's sums since the last call, and what its policy believes."""
+        """An arm's sums since the last call."""
         self.arms[name].flush()
-        arm = self.arms[name]
-        return {**to_plain(arm.stats(reset=True)), "policy": arm.policy.summary()}
+        return to_plain(self.arms[name].stats(reset=True))

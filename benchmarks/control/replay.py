@@ -144,7 +144,6 @@ def compare(replay: Replay) -> dict[str, Any]:
             "O2_pct": round(100 * oracle / per_bucket.seconds, 2),
             "goodput_worst_bucket_vs_stock": round(runs["goodput"].worst_bucket_vs_stock(), 3),
             "goodput_switches_per_1000": round(1000 * runs["goodput"].switches / runs["goodput"].steps, 1),
-            "goodput": policies["goodput"].summary(),
         },
     }
 
@@ -203,7 +202,7 @@ def run_all(say: Callable[[str], None], jobs: int = 1, only: str = "") -> dict[s
         only: run only replays whose name contains this.
 
     Returns:
-        `replay`: name, oracle_s and policies of each; `replay_detail`: by name, oracles, misses and goodput's summary.
+        `replay`: name, oracle_s and policies of each; `replay_detail`: by name, oracles and misses.
     """
     results = []
     with ProcessPoolExecutor(jobs) as pool:

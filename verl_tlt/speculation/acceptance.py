@@ -19,6 +19,10 @@ FIRST_GUESS = 0.5
 """Conditional acceptance of the first position when nothing is known."""
 DECAY_GUESS = 0.95
 """Conditional acceptance of a position relative to the one before it when nothing is known (EAGLE heads: 0.8-1)."""
+WINDOW_DRAFTS, WINDOW_STEPS = 600.0, 16.0
+"""Drafts and engine steps after which evidence counts 1/e; the longer of the two windows holds."""
+STALE_AFTER = 4000.0
+"""Drafts (or request-steps without one) that do not reach a position until its evidence counts half."""
 _RATIO_DRAFTS = 16.0
 """Drafts that did not reach a position which count as one vote for its ratio to the one before."""
 
@@ -40,18 +44,10 @@ class AcceptanceEstimate:
 
     Args:
         positions: longest draft, in tokens.
-        window_drafts: drafts after which a vote counts 1/e, at small batches.
-        window_steps: engine steps after which a vote counts 1/e, at large batches (the longer of the two rules).
-        stale_after: drafts (or request-steps without one) that do not reach a position until its evidence counts half.
     """
 
-    def __init__(
-        self, positions: int, *, window_drafts: float = 600.0, window_steps: float = 16.0, stale_after: float = 4000.0
-    ) -> None:
-        if positions < 0 or min(window_drafts, window_steps, stale_after) <= 0:
-            raise ControlError("An acceptance estimate needs positions >= 0 and windows above 0.")
+    def __init__(self, positions: int) -> None:
         self.positions = positions
-        self._window_drafts, self._window_steps, self._stale_after = window_drafts, window_steps, stale_after
         self._drafts = 0.0
         self._skipped = 0.0
         self.set_prior([])
@@ -91,13 +87,13 @@ class AcceptanceEstimate:
         """
         if drafts <= 0 or not accepted:
             return
-        keep = math.exp(-min(drafts / self._window_drafts, 1.0 / self._window_steps))
+        keep = math.exp(-min(drafts / WINDOW_DRAFTS, 1.0 / WINDOW_STEPS))
         trials = drafts
         for i, hits in enumerate(accepted[: self.positions]):
             age = self._age(i)
-            if age > 0.05 * self._stale_after:
-                self._trials[i] *= self._freshness(age)
-                self._hits[i] *= self._freshness(age)
+            if age > 0.05 * STALE_AFTER:
+                self._trials[i] *= _freshness(age)
+                self._hits[i] *= _freshness(age)
             self._observed_at[i], self._skipped_at[i] = self._drafts + drafts, self._skipped
             if trials <= 0:
                 continue
@@ -131,16 +127,13 @@ class AcceptanceEstimate:
 
     def uncertainty(self, position: int) -> float:
         """Standard deviation of one position's acceptance rate; grows with the age of its evidence."""
-        n = self._trials[position] * self._freshness(self._age(position)) + self._weight
+        n = self._trials[position] * _freshness(self._age(position)) + self._weight
         p = (self._mean[position] * n + 0.5) / (n + 1.0)
         return math.sqrt(p * (1.0 - p) / (n + 1.0))
 
     def _age(self, i: int) -> float:
         """Drafts and request-steps since position `i` was last observed."""
         return self._drafts - self._observed_at[i] + self._skipped - self._skipped_at[i]
-
-    def _freshness(self, age: float) -> float:
-        return self._stale_after / (self._stale_after + age)
 
     def _refresh(self, observed: int = 0) -> None:
         """Recompute means and τ; the ratio of an observed position to the one before follows the evidence."""
@@ -149,7 +142,7 @@ class AcceptanceEstimate:
         for i in range(self.positions):
             # The longer a position was not observed, the more its ratio to the one before counts.
             unobserved = self._drafts - self._observed_at[i]
-            fresh, votes = self._freshness(unobserved), self._weight + unobserved / _RATIO_DRAFTS
+            fresh, votes = _freshness(unobserved), self._weight + unobserved / _RATIO_DRAFTS
             n = self._trials[i] * fresh
             p = (self._hits[i] * fresh + votes * min(1.0, before * self._ratio[i])) / (n + votes)
             if i < observed and n > 10.0 * self._weight:
@@ -159,3 +152,8 @@ class AcceptanceEstimate:
             tau.append(tau[-1] + chain)
             before = p
         self._mean, self._tau = mean, tau
+
+
+def _freshness(age: float) -> float:
+    """Weight of evidence of this age."""
+    return STALE_AFTER / (STALE_AFTER + age)

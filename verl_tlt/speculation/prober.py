@@ -57,10 +57,6 @@ class ProbeBudget:
         self._steps = 0
         self._next: dict[Hashable, int] = {}
         self._wait: dict[Hashable, int] = {}
-        self.spent = 0.0
-        """Steps of goodput given up so far, by the estimates."""
-        self.count = 0
-        """Probes so far."""
 
     def step(self) -> None:
         """Count one engine step."""
@@ -81,8 +77,6 @@ class ProbeBudget:
         if not self.affords(price):
             return False
         self._allowance -= price
-        self.spent += price
-        self.count += 1
         wait = self._wait.get(subject, self._interval)
         self._next[subject] = self._steps + wait
         self._wait[subject] = min(2 * wait, self._interval_max)

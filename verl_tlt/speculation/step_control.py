@@ -21,7 +21,7 @@ from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.decision import Limits, draft_length
 from verl_tlt.speculation.step_statistics import Aggregates, DraftsByLength
-from verl_tlt.speculation.types import OFF, Load, Policy, StepRecord
+from verl_tlt.speculation.types import Load, Policy, StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +52,8 @@ class StepControl:
         self.drafting = True
         self.force_k: int | None = None
         self.policy_error: str | None = None
-        shared = getattr(policy, "latency", None)
-        self._learns_costs = not isinstance(shared, LatencyModel)
-        self.costs: LatencyModel = shared if shared is not None else LatencyModel(limits.arms)
-        """What steps cost here, OFF included: the policy's own model where it has one."""
+        self.costs: LatencyModel | None = getattr(policy, "latency", None)
+        """What steps cost here, OFF included, where the policy learns it."""
         self._calibration = LatencyTable()
         self._sums = Aggregates()
         self._responses = DraftsByLength()
@@ -98,8 +96,6 @@ class StepControl:
             unix_s: when it finished; None: now.
         """
         unix_s = time.time() if unix_s is None else unix_s
-        if self._learns_costs and step.clean and step.drafted in (OFF, step.verified):
-            self.costs.observe(step.batch, step.kv_tokens, step.drafted, step.latency_s)
         self._sums.add(
             step,
             num_generation_tokens=num_generation_tokens,
@@ -187,7 +183,8 @@ class StepControl:
 
     def learned(self) -> dict[str, Any]:
         """What engine steps were found to cost, for the next run: `points` as `control` takes them."""
-        return {"points": self.costs.to_table(self._calibration).to_list()}
+        table = self._calibration if self.costs is None else self.costs.to_table(self._calibration)
+        return {"points": table.to_list()}
 
     def _checked_k(self, k: int | None) -> int | None:
         if k is not None and (not isinstance(k, int) or not 0 <= k <= self.limits.arms[-1]):
@@ -196,8 +193,6 @@ class StepControl:
 
     def _seed(self, table: LatencyTable) -> None:
         self._calibration = table.calibration()
-        if self._learns_costs:
-            self.costs.seed(table)
         self._tell_policy("set_latency", table)
 
     def _tell_policy(self, method: str, value: Any) -> None:

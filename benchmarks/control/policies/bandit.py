@@ -14,7 +14,6 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from verl_tlt.speculation.policies.base import BasePolicy
 from verl_tlt.speculation.types import Load, StepRecord
@@ -50,7 +49,6 @@ class BanditPolicy(BasePolicy):
         self._buckets = _buckets(arms, self._set)
         self._rewards = [{k: _Window(self._set.window) for k in bucket} for bucket in self._buckets]
         self._current, self._bucket, self._held = 0, -1, 0
-        self._explored = 0
 
     def decide(self, load: Load) -> int:
         """The bucket's best arm by median reward, or any of them with probability ε."""
@@ -74,21 +72,11 @@ class BanditPolicy(BasePolicy):
             accept_length = 1.0 + sum(step.num_accepted_tokens_per_pos) / step.batch
             window.push(accept_length * step.batch / step.latency_s)
 
-    def summary(self) -> dict[str, Any]:
-        """Best arm per bucket and how often it explored."""
-        best = [max(r, key=lambda k: r[k].score()) for r in self._rewards]
-        return {
-            "policy": "bandit",
-            "best": dict(zip(self._set.thresholds, best, strict=True)),
-            "explored": self._explored,
-        }
-
     def _select(self, bucket: int) -> int:
         arms = self._buckets[bucket]
         if len(arms) == 1:
             return arms[0]
         if self._random.random() < self._set.epsilon:
-            self._explored += 1
             return self._random.choice(arms)
         rewards = self._rewards[bucket]
         return max(arms, key=lambda k: rewards[k].score())

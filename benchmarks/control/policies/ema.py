@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from verl_tlt.speculation.policies.base import BasePolicy
 from verl_tlt.speculation.types import Load, StepRecord
@@ -69,11 +68,6 @@ class EmaPolicy(BasePolicy):
             self._level[where], self._held = level + 1, self._set.hold
         elif level > 0 and average < tier[level - 1] - self._set.down_margin:
             self._level[where], self._held = level - 1, self._set.hold
-
-    def summary(self) -> dict[str, Any]:
-        """Current tier per range of batch sizes."""
-        tiers = [tier[level] for tier, level in zip(self._tiers, self._level, strict=True)]
-        return {"policy": "ema", "tier": dict(zip(self._set.thresholds, tiers, strict=True))}
 
     def _range(self, batch: int) -> int:
         return max(bisect_right(self._set.thresholds, batch) - 1, 0)

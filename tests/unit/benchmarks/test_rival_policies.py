@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.control.policies import bandit, ema
+from benchmarks.control.policies import ema
 from benchmarks.control.policies.bandit import BanditPolicy, BanditSettings
 from benchmarks.control.policies.ema import EmaPolicy, EmaSettings
 from verl_tlt.engine_core.scheduler import load_policy
@@ -22,7 +22,7 @@ def reward(policy, batch, k, tokens_per_s, times=1):
 def test_an_engine_takes_them_by_its_policy_factory(name):
     settings = {"speculation": {}, "arms": list(ARMS), "policy_factory": f"benchmarks.control.policies:{name}"}
     policy = load_policy(settings)
-    assert policy.summary()["policy"] == name
+    assert type(policy).__module__ == f"benchmarks.control.policies.{name}"
     assert policy.choose(Load(4, 400)) in ARMS
     policy.observe(StepRecord(0, 0, 0, 3, 0, (0, 0, 0), 0, 0.5, clean=False))  # prompts alone
     policy.observe(StepRecord(4, 400, OFF, 0, 0, (), 4, 0.1, clean=True))
@@ -61,7 +61,6 @@ def test_the_bandit_explores_its_share_and_the_seed_repeats_it():
 
     assert choices(7) == choices(7) != choices(8)
     assert 0.05 < sum(k != 3 for k in choices(7)) / 3000 < 0.11
-    assert bandit({}, ARMS, 7).summary()["explored"] == 0
 
 
 def drive(policy, batch, share, steps=60):

@@ -120,23 +120,6 @@ def test_sums_are_those_of_the_steps_and_reset():
     assert control.stats().num_steps == 0
 
 
-def test_the_cost_of_off_follows_what_is_measured_after_a_cold_calibration():
-    control = StepControl(Remembers(), LIMITS)
-    control.control(points=points({-1: [[4, 0.08]], 2: [[4, 0.05]]}))  # OFF was measured first, on a cold machine
-    off = step(drafted=OFF, **UNDRAFTED, produced=4, latency_s=0.02)
-    record(control, *[off] * 60)
-    assert control.costs.seconds(off.batch, off.kv_tokens, OFF) == pytest.approx(0.02, abs=0.004)
-
-
-def test_a_machine_that_slows_down_slows_stock_as_well():
-    control = StepControl(Remembers(), LIMITS)
-    control.control(points=points({-1: [[4, 0.02]], 2: [[4, 0.03]]}))
-    record(control, *[step(latency_s=0.03)] * 40)
-    before = control.costs.seconds(4, 100, OFF)
-    record(control, *[step(latency_s=0.045)] * 400)
-    assert control.costs.seconds(4, 100, OFF) > 1.15 * before
-
-
 def test_the_next_choice_is_prepared_unless_it_is_overruled():
     policy, prepared = Remembers(), []
     policy.prepare = prepared.append

@@ -30,6 +30,8 @@ _REFIT_EVERY = 1024
 """Samples between fits, after a start in which the interval doubles from 1."""
 _ANCHOR_UNTIL = 16
 """Samples during which the fit's usual coefficients are still set anew."""
+_MEMORY = 96.0
+"""Samples after which a cell's older samples count 1/e."""
 _SEED_SAMPLES = 8
 """Samples that a point of a stored table counts as, at most."""
 _GUESS = 0.10
@@ -59,17 +61,16 @@ class LatencyModel:
     Args:
         arms: draft lengths it will be asked about, ascending; OFF is always known as well.
         table: measurements of an earlier run or a calibration; each counts as a few samples.
-        memory: samples after which a cell's older samples count 1/e.
     """
 
-    def __init__(self, arms: Sequence[int], *, table: LatencyTable | None = None, memory: float = 96.0) -> None:
+    def __init__(self, arms: Sequence[int], *, table: LatencyTable | None = None) -> None:
         self._lengths = (OFF, *arms)
-        self._memory = memory
         self._shape = Roofline()
         self._cells: dict[_Key, Cell] = {}
         self._pace = 0.0
         self._pace_variance = 0.0
-        self._jitter = 0.05
+        self.jitter = 0.05
+        """Relative noise of a single step."""
         self._largest: dict[int, int] = {}
         self._count = 0
         self._next_fit = 1
@@ -90,13 +91,13 @@ class LatencyModel:
             cell = self._cells.get(key)
             if p.samples < 1:
                 if cell is None:
-                    self._cells[key] = Cell(p.draft_length, level, _GUESS, self._jitter)
+                    self._cells[key] = Cell(p.draft_length, level, _GUESS, self.jitter)
                     self._cells[key].place(p.batch, p.kv_tokens)
                 continue
             if cell is None:
-                cell = self._cells[key] = Cell(p.draft_length, 0.0, math.inf, self._jitter)
+                cell = self._cells[key] = Cell(p.draft_length, 0.0, math.inf, self.jitter)
             for _ in range(min(p.samples, _SEED_SAMPLES)):
-                cell.learn(level, self._pace, 0.0, self._memory)
+                cell.learn(level, self._pace, 0.0, _MEMORY)
                 cell.place(p.batch, p.kv_tokens)
         if table.points:
             self._refit(iterations=30)
@@ -111,7 +112,7 @@ class LatencyModel:
         cell = self._cells.get(key)
         if cell is None:
             prior, sigma = self._borrowed(*key[:2], (draft_length,))[0]
-            cell = self._cells[key] = Cell(draft_length, prior, sigma, self._jitter)
+            cell = self._cells[key] = Cell(draft_length, prior, sigma, self.jitter)
         self._largest[draft_length] = max(self._largest.get(draft_length, 0), batch)
         self._learn(cell, math.log(seconds / self._shape.seconds(batch, kv_tokens, draft_length)))
         cell.place(batch, kv_tokens)
@@ -144,11 +145,6 @@ class LatencyModel:
         """Largest batch at which a draft length was measured; 0 if never."""
         return self._largest.get(draft_length, 0)
 
-    @property
-    def jitter(self) -> float:
-        """Relative noise of a single step."""
-        return self._jitter
-
     def to_table(self, calibration: LatencyTable | None = None) -> LatencyTable:
         """Every measured cell as one point, for the store.
 
@@ -173,9 +169,9 @@ class LatencyModel:
         self._pace *= 1.0 - _PACE_RETURN
         self._pace_variance += _PACE_DRIFT
         expected = cell.spread**2 + self._pace_variance + cell.variance
-        self._pace += cell.learn(log_ratio, self._pace, self._pace_variance, self._memory)
+        self._pace += cell.learn(log_ratio, self._pace, self._pace_variance, _MEMORY)
         self._pace_variance -= self._pace_variance**2 / expected
-        self._jitter += 0.02 * (cell.spread - self._jitter)
+        self.jitter += 0.02 * (cell.spread - self.jitter)
 
     def _bucket(self, batch: int, kv_tokens: int) -> _Bucket:
         """The bucket of a load, made on first use after a refit and kept up to date by `observe`."""

@@ -12,9 +12,7 @@ One verified draft shows the acceptance of every shorter length (`acceptance.py`
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from verl_tlt.speculation.acceptance import AcceptanceEstimate
 from verl_tlt.speculation.costs.latency import LatencyModel
@@ -57,8 +55,6 @@ class GoodputPolicy(BasePolicy):
         self._steps = 0
         self._prober = Prober(self._arms, self.acceptance, self.latency, ProbeBudget())
         self._probe = ProbeRun(0, 0)
-        self._switches = 0
-        self._used: Counter[int] = Counter()
         self._prepared: LoadEstimates | None = None
         self._candidate: ProbeCandidate | None = None
 
@@ -96,7 +92,6 @@ class GoodputPolicy(BasePolicy):
         if step.drafted != OFF:
             self._steps += 1
             self._prober.budget.step()
-            self._used[step.drafted] += 1
         if step.num_drafts > 0 and step.verified > 0:
             self.acceptance.observe(step.num_drafts, step.num_accepted_tokens_per_pos)
             self._prober.drafted()
@@ -130,18 +125,6 @@ class GoodputPolicy(BasePolicy):
         """Seed the latency model from a calibration or an earlier run."""
         self.latency.seed(table)
 
-    def summary(self) -> dict[str, Any]:
-        """What was learned and done so far, JSON-able."""
-        steps = max(self._used.total(), 1)
-        return {
-            "policy": "goodput",
-            "draft_length_share": {str(k): self._used[k] / steps for k in self._arms},
-            "conditional_acceptance": self.acceptance.conditional(),
-            "probes": self._prober.budget.count,
-            "probe_steps": self._prober.budget.spent,
-            "switches": self._switches,
-        }
-
     def _probe_on(self) -> int:
         self._probe = self._probe._replace(steps=self._probe.steps - 1)
         return self._arms[self._probe.arm]
@@ -167,4 +150,3 @@ class GoodputPolicy(BasePolicy):
         if self._lost >= SWITCH_PRICE:
             self._prober.k_changed(self._current, here.best, batch=here.load.batch)
             self._current, self._held, self._lost = here.best, HOLD - 1, 0.0
-            self._switches += 1

@@ -1,7 +1,5 @@
 """`make_policy`: every policy by name, hooks tolerated by all, and one sentence for what cannot be right."""
 
-import json
-
 import pytest
 
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
@@ -30,7 +28,6 @@ def test_every_policy_takes_every_call(name):
         assert k in (0, 1, 3)
         policy.observe(step(k, before))
         before = k
-    assert json.loads(json.dumps(policy.summary()))["policy"] == name
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -92,11 +89,6 @@ def test_table_uses_only_measured_draft_lengths():
     ("name", "arms", "fixed", "says"),
     [
         ("godput", (0, 1), None, "Speculation policy 'godput' does not exist; known: goodput"),
-        ("goodput", (), None, "arms"),
-        ("goodput", (1, 3), None, "starting with 0"),
-        ("goodput", (0, 3, 1), None, "ascending"),
-        ("goodput", (0, 1, 1), None, "ascending"),
-        ("goodput", (0, 1.5), None, "whole numbers"),
         ("fixed", (0, 1), 2, "fixed=2"),
     ],
 )
