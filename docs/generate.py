@@ -109,7 +109,7 @@ NOTES = {
     ],
     "spot": [
         "A session below `min_merge_steps` is not lost: its worker goes on from there and hands it in later.",
-        "After a failed session its replica pauses for 1, 2, 4, ... RL steps, until `max_failures` in a row.",
+        "After a failed session its replica pauses for 1, 2, ... RL steps; after three in a row it trains no more.",
     ],
     "buffer": [
         "One token takes 8 bytes per unit of the policy's hidden size: 32 KiB at 4096.",

@@ -123,8 +123,6 @@ class SpeculationConfig:
     source: Literal["eagle", "ngram", "both"] = "eagle"
     """Who drafts: the drafter, n-grams of sibling responses without any drafter, or n-grams where they match and the
     drafter elsewhere. n-grams give up vLLM's async scheduling."""
-    ngram_keep: bool = True
-    """Whether a prompt's responses outlive a weight sync, for its next epoch; false: only siblings are quoted."""
 
     @property
     def longest(self) -> int:
@@ -150,8 +148,6 @@ class SpotConfig:
     """Passes over the buffer's tokens per session at most (a small buffer is memorised otherwise)."""
     min_merge_steps: Count = 8
     """Fewer optimizer steps than this are not merged but kept for later: AdamW's first steps are sign-like."""
-    max_failures: Count = 3
-    """Failed sessions in a row after which a replica's spot training stays off for the run."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -240,6 +236,8 @@ class TLTConfig:
 GONE = {
     "tlt.speculation.audit_every": "it is called tlt.speculation.control_every now",
     "tlt.speculation.policy_options": "the policies' constants are part of the code (docs/adaptive-speculation.md)",
+    "tlt.speculation.ngram_keep": "a prompt's responses always outlive a weight sync, for its next epoch",
+    "tlt.spot.max_failures": "three failed sessions in a row end a replica's spot training for the run",
 }
 """Settings of earlier releases, and what to use now or what holds instead."""
 

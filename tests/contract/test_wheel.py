@@ -93,7 +93,7 @@ import importlib.metadata as metadata
 from hydra import compose, initialize_config_module
 print(metadata.entry_points(group="verl.plugins")["tlt"].load().__name__)
 with initialize_config_module("verl.trainer.config", version_base=None):
-    print(compose("ppo_trainer", overrides=["+tlt=default"]).tlt.spot.max_failures)
+    print(compose("ppo_trainer", overrides=["+tlt=default"]).tlt.spot.min_merge_steps)
 """
     name, setting = shell(installed / "python", "-c", code, cwd=tmp_path).split()[-2:]
     assert name == "verl_tlt.plugin" and int(setting) > 0

@@ -65,7 +65,7 @@ def test_settings_do_not_change():
         ({"spot": {"wibble": 1}}, "tlt.spot.wibble is not a setting of verl-tlt. Known keys: enable,"),
         ({"spot": 3}, "tlt.spot must be a mapping"),
         ({"spot": {"enable": 1}}, "tlt.spot.enable must be a valid boolean, not 1"),
-        ({"spot": {"max_failures": True}}, "tlt.spot.max_failures must be a valid integer, not True"),
+        ({"spot": {"min_merge_steps": True}}, "tlt.spot.min_merge_steps must be a valid integer, not True"),
         ({"spot": {"poll_s": "fast"}}, "tlt.spot.poll_s must be a valid number, not 'fast'"),
         ({"spot": {"poll_s": 0}}, "tlt.spot.poll_s must be greater than 0, not 0."),
         ({"drafter": {"loss": "l2"}}, "tlt.drafter.loss must be 'kl_div', 'ce',"),
@@ -96,7 +96,7 @@ def test_settings_do_not_change():
         ),
         ({"drafter": {"warmup_steps": -2}}, "tlt.drafter.warmup_steps must be greater than or equal to 0, not -2."),
         ({"spot": {"settle_s": float("inf")}}, "tlt.spot.settle_s must be a finite number, not inf."),
-        ({"spot": {"max_failures": 0}}, "tlt.spot.max_failures must be greater than or equal to 1, not 0."),
+        ({"spot": {"min_merge_steps": 0}}, "tlt.spot.min_merge_steps must be greater than or equal to 1, not 0."),
         (
             {"speculation": {"control_every": -1}},
             "tlt.speculation.control_every must be greater than or equal to 0, not -1.",

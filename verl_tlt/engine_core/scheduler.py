@@ -83,7 +83,7 @@ def ngram_drafts(speculation: Mapping[str, Any]) -> NgramDrafts | None:
     """What drafts n-grams under these settings (`SpeculationConfig` as a dict); None: nothing does."""
     if speculation["source"] == "eagle":
         return None
-    index = NgramIndex(MAX_NGRAM_BYTES, keep=speculation["ngram_keep"])
+    index = NgramIndex(MAX_NGRAM_BYTES)
     return NgramDrafts(index, alone=speculation["source"] == "ngram")
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+MAX_FAILURES = 3
+"""Failed sessions in a row after which a replica's spot training stays off for the run."""
+
 
 class FailureBudget:
-    """Whose spot worker may still be tried: pauses after a failure, gives up after `max_failures` in a row.
+    """Whose spot worker may still be tried: pauses after a failure, gives up after `MAX_FAILURES` in a row.
 
     Kept per replica, so that one bad device neither stops the others nor hides behind their successes. The pause
     is counted in RL steps (1, 2, 4, ...): a step holds at most one session per replica.
     """
 
-    def __init__(self, max_failures: int) -> None:
-        self._limit = max(1, max_failures)
+    def __init__(self) -> None:
         self._in_a_row: dict[str, int] = {}
         self._resume_at: dict[str, int] = {}
 
@@ -29,9 +31,9 @@ class FailureBudget:
         """A session failed in this step. True the one time this used up the budget: say so loudly."""
         count = self._in_a_row[replica] = self._in_a_row.get(replica, 0) + 1
         self._resume_at[replica] = step + 2 ** (count - 1) + 1
-        return count == self._limit
+        return count == MAX_FAILURES
 
     @property
     def off(self) -> frozenset[str]:
         """Replicas whose spot training stays off for the run."""
-        return frozenset(name for name, count in self._in_a_row.items() if count >= self._limit)
+        return frozenset(name for name, count in self._in_a_row.items() if count >= MAX_FAILURES)

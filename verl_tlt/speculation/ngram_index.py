@@ -143,11 +143,10 @@ class NgramIndex:
     Args:
         max_bytes: beyond it the oldest rollouts without a running request are dropped; where that does not suffice, new
             tokens are no longer indexed.
-        keep: whether responses outlive a change of the policy's weights; otherwise the index is emptied then.
     """
 
-    def __init__(self, max_bytes: int, keep: bool = True) -> None:
-        self.max_bytes, self.keep = max_bytes, keep
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
         self.bytes = 0
         self.trust = Trust()
         self._histories: OrderedDict[bytes, _PromptHistory] = OrderedDict()  # least recently used first
@@ -214,13 +213,9 @@ class NgramIndex:
         return NgramDraft(where[after : after + length].tolist(), best)
 
     def new_policy(self) -> None:
-        """The policy's weights changed: acceptance is counted anew and, without `keep`, the index is emptied."""
+        """The policy's weights changed: acceptance is counted anew; responses stay, for the next epoch."""
         self._policies += 1
         self.trust = Trust()
-        if not self.keep:
-            self._histories.clear()
-            self._requests.clear()
-            self.bytes = 0
 
     def _forget_oldest(self) -> None:
         """Drop rollouts without a running request, least recently used prompts first, down to nine tenths."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_tlt.config import TLTConfig
-from verl_tlt.idle.failure_budget import FailureBudget
+from verl_tlt.idle.failure_budget import MAX_FAILURES, FailureBudget
 from verl_tlt.idle.replica_idle import ReplicaIdlePlanner
 from verl_tlt.idle.tap_budget import TapBudget
 from verl_tlt.idle.trainer_idle import TrainerIdlePlanner
@@ -96,7 +96,7 @@ class Controller:
         self.spot = False
         """Spot workers are there, and the actor is tapped."""
         self._start, self._trace, self._pending_work = start, trace, pending_work
-        self._budget = FailureBudget(tlt.spot.max_failures)
+        self._budget = FailureBudget()
         self._tap = TapBudget(tlt.buffer.first_tokens, tlt.buffer.tokens_per_step is None, tlt.buffer.max_bytes)
         self._watch: SamplingWatch | None = None
         self._sessions: list[EndedSession] = []
@@ -258,7 +258,7 @@ class Controller:
             elif self._budget.failed(session.replica, step):
                 logger.error(
                     "spot training on %s is off for the rest of the run after %d failures in a row; the last one: %s",
-                    session.replica, self.tlt.spot.max_failures, session.error,
+                    session.replica, MAX_FAILURES, session.error,
                 )  # fmt: skip
 
     # ------------------------------------------------------------------ inference, and the end of a step

@@ -4,7 +4,7 @@ from verl_tlt.idle.failure_budget import FailureBudget
 
 
 def test_failure_budget_pauses_then_gives_up_per_replica():
-    budget = FailureBudget(max_failures=3)
+    budget = FailureBudget()
     assert not budget.failed("a", step=1)
     assert [budget.allows("a", s) for s in (1, 2, 3)] == [False, False, True]
     assert budget.allows("b", 1)
@@ -18,9 +18,10 @@ def test_failure_budget_pauses_then_gives_up_per_replica():
 
 
 def test_a_success_breaks_the_row():
-    budget = FailureBudget(max_failures=2)
+    budget = FailureBudget()
     budget.failed("a", step=1)
+    budget.failed("a", step=3)
     budget.succeeded("a")
-    assert budget.allows("a", 2)
-    assert not budget.failed("a", step=2)
+    assert budget.allows("a", 4)
+    assert not budget.failed("a", step=4)
     assert not budget.off

@@ -101,16 +101,6 @@ def test_the_previous_epoch_is_quoted_and_the_one_before_it_is_not(index):
     assert proposed(index, "f", 1) is None  # said two visits ago
 
 
-def test_by_config_a_new_policy_starts_from_nothing():
-    index = NgramIndex(1 << 20, keep=False)
-    respond(index, "a", [1, 2, 3, 4])
-    index.new_policy()
-    assert (len(index), index.bytes) == (0, 0)
-    index.begin("b", PROMPT)
-    index.extend("b", [1, 2, 3])
-    assert proposed(index, "b") is None
-
-
 def test_a_wave_across_a_policy_change_shares_its_book(index):
     index.begin("a", PROMPT)
     index.extend("a", [1, 2, 3, 4])

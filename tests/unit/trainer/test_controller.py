@@ -8,6 +8,7 @@ from fake_fleet import FakeFleet
 from rl_steps import LOOKS_S, STOP_S, called, fill_buffers, merged, rest_of_step, sampling
 
 from verl_tlt.config import TOKENS_PER_STEP
+from verl_tlt.idle.failure_budget import MAX_FAILURES
 from verl_tlt.messages.rollout import EngineStats, LoadInterval
 from verl_tlt.messages.training import SessionResult
 from verl_tlt.speculation.costs.tables import LatencyTable
@@ -149,7 +150,7 @@ def test_a_replica_whose_sessions_keep_failing_is_left_alone(run):
             fleet.clock.sleep(LOOKS_S)
             assert len(called(fleet, "train")) == tried + allowed and not controller._watch.running
         rest_of_step(controller, fleet, step)
-    assert len(called(fleet, "train")) == controller.tlt.spot.max_failures
+    assert len(called(fleet, "train")) == MAX_FAILURES
     assert "b" in controller._budget.off
     assert fleet.restarts == [], "it raised, it did not die"
 
