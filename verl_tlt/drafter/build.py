@@ -18,6 +18,7 @@ from verl_tlt.drafter.policy import (
     LONGEST_DRAFT,
     DrafterError,
     PolicyLike,
+    PolicyShape,
     aux_layers_for,
     check_aux_layers,
     drafter_rope,
@@ -27,6 +28,7 @@ from verl_tlt.drafter.policy import (
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+    from transformers import LlamaConfig
 
 DEFAULT_DRAFT_LENGTH = 3
 """Written into the config for `vllm serve DRAFTER`; `--speculative-config` overrides it."""
@@ -62,32 +64,14 @@ def drafter_config(
     from speculators import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3 import Eagle3SpeculatorConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
-    from transformers import LlamaConfig
 
     shape = policy_shape(policy)
     if why := unsupported(shape.model_type):
         raise DrafterError(f"{shape.source}: model_type {shape.model_type!r} is not supported; {why}.")
     layers = aux_layers_for(shape.num_layers) if aux_layers is None else aux_layers
     check_aux_layers(layers, shape.num_layers, "aux_layers")
-    layer = LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=intermediate_size or shape.intermediate_size,
-        num_hidden_layers=1,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        hidden_act="silu",  # the only one that vLLM's head has
-        rms_norm_eps=shape.rms_norm_eps,
-        max_position_embeddings=max_position_embeddings or shape.max_position_embeddings + LONGEST_DRAFT,
-        rope_parameters=drafter_rope(shape.rope),
-        tie_word_embeddings=False,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
     return Eagle3SpeculatorConfig(
-        transformer_layer_config=layer,
+        transformer_layer_config=_layer_config(shape, intermediate_size, max_position_embeddings),
         draft_vocab_size=draft_vocab_size or shape.vocab_size,
         norm_before_residual=True,
         eagle_aux_hidden_state_layer_ids=list(layers),
@@ -98,6 +82,26 @@ def drafter_config(
             # Without a path the library reads no policy weights of its own: `refresh_verifier_weights` supplies them.
             verifier=VerifierConfig(name_or_path=None, architectures=list(shape.architectures)),
         ),
+    )
+
+
+def _layer_config(shape: PolicyShape, width: int | None, context: int | None) -> LlamaConfig:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=width or shape.intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        hidden_act="silu",  # the only one that vLLM's head has
+        rms_norm_eps=shape.rms_norm_eps,
+        max_position_embeddings=context or shape.max_position_embeddings + LONGEST_DRAFT,
+        rope_parameters=drafter_rope(shape.rope),
+        tie_word_embeddings=False,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     )
 
 
@@ -117,25 +121,24 @@ def build_drafter(
     Its embedding and head are NaN until `refresh_verifier_weights` has copied the policy's: forgetting shows at once.
 
     Args:
-        policy: config object, mapping or directory of the policy.
-        aux_layers: as `max_position_embeddings` and `intermediate_size`, see `drafter_config`.
-        intermediate_size: width of the MLP.
+        policy: see `drafter_config`.
+        aux_layers: see `drafter_config`.
+        intermediate_size: see `drafter_config`.
+        max_position_embeddings: see `drafter_config`.
         seed: seeds the weights; the process's random state is left as it was.
         attention: `BY_DOCUMENT`, "sdpa" or "eager"; None: `default_attention(device)`.
         device: where the drafter goes after it was made on the CPU.
-        max_position_embeddings: longest context.
         draft_ids: int64 [DV], ascending target ids the drafter may propose; None: all of them.
 
     Raises:
         DrafterError: see `drafter_config`; or draft ids out of order or outside the vocabulary.
     """
-    size = None if draft_ids is None else len(draft_ids)
     config = drafter_config(
         policy,
         aux_layers=aux_layers,
         intermediate_size=intermediate_size,
         max_position_embeddings=max_position_embeddings,
-        draft_vocab_size=size,
+        draft_vocab_size=None if draft_ids is None else len(draft_ids),
     )
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
@@ -178,12 +181,7 @@ def halve_frozen(model: Eagle3DraftModel) -> None:
 
 
 def most_frequent(counts: torch.Tensor, size: int) -> torch.Tensor:
-    """int64 [size]: the `size` most frequent token ids, ascending; ties go to the lower id.
-
-    Args:
-        counts: int64 [V], how often each token occurs in the policy's responses.
-        size: tokens to keep, at most V.
-    """
+    """int64 [size]: the token ids of the largest of `counts` (int64 [V]), ascending; ties go to the lower id."""
     order = torch.sort(counts, descending=True, stable=True).indices  # [V]
     return order[:size].sort().values
 

@@ -2,10 +2,9 @@
 
     config.json  model.safetensors  provenance.json  README.md  (training/training_state.safetensors, to resume)
 
-By default the weights carry neither embedding nor head: vLLM then shares the policy's own, which stay current through
-every weight sync, while a copy would go stale (and, with a dummy-loaded policy, never compare equal to it). A
-stand-alone export adds them. A pruned draft vocabulary always brings its rows of the head and its maps, a drafter from
-elsewhere the head it was trained with.
+The weights hold neither embedding nor head: vLLM then shares the policy's own, which stay current through every weight
+sync. A pruned draft vocabulary brings its rows of the head and its maps, a drafter from elsewhere the head it was
+trained with.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -106,11 +105,11 @@ def _not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
 
 def save_drafter(
     model: Eagle3DraftModel,
-    directory: str | os.PathLike,
-    provenance: Mapping[str, Any],
+    directory: str | os.PathLike[str],
+    provenance: Mapping[str, object],
     *,
-    policy: str | os.PathLike | None = None,
-    training_state: Mapping[str, Any] | None = None,
+    policy: Model | None = None,
+    training_state: Mapping[str, object] | None = None,
     tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write the drafter so that `directory` is either complete or what it was before.
@@ -128,30 +127,38 @@ def save_drafter(
         DrafterError: the weights to be written hold NaN or infinity.
         TypeError: provenance that is not JSON; nothing is left under the name.
     """
-    from safetensors.torch import save_file
-
     target = Path(directory)
-    if tensors is None:
-        tensors = serving_tensors(model)
+    tensors = serving_tensors(model) if tensors is None else tensors
     if (broken := _not_finite(tensors)) is not None:
         raise DrafterError(
             f"{target} was not written: the drafter's {broken} holds NaN or infinity (refresh_verifier_weights fills "
             "head and embedding)."
         )
-    facts = {**provenance, "versions": _versions()}
+    facts: Fields = {**provenance, "versions": _versions()}
     if policy is not None and (vocabulary := tokenizer_hash(policy)):
         facts[TOKENIZER] = vocabulary
     with replaced(target) as draft:
-        (draft / CONFIG).write_text(model.config.to_json_string())
-        save_file(dict(tensors), draft / WEIGHTS, metadata={"format": "pt"})
-        shutil.copymode(draft / CONFIG, draft / WEIGHTS)  # safetensors writes for its owner alone
-        if training_state is not None:
-            (draft / STATE).parent.mkdir()
-            write_state(training_state, draft / STATE)
-            shutil.copymode(draft / CONFIG, draft / STATE)
+        _write(model, draft, tensors, training_state)
         (draft / PROVENANCE).write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
         (draft / "README.md").write_text(_card(model, target.name, facts))
     return target
+
+
+def _write(
+    model: Eagle3DraftModel,
+    directory: Path,
+    tensors: Mapping[str, torch.Tensor],
+    training_state: Mapping[str, object] | None,
+) -> None:
+    from safetensors.torch import save_file
+
+    (directory / CONFIG).write_text(model.config.to_json_string())
+    save_file(dict(tensors), directory / WEIGHTS, metadata={"format": "pt"})
+    shutil.copymode(directory / CONFIG, directory / WEIGHTS)  # safetensors writes for its owner alone
+    if training_state is not None:
+        (directory / STATE).parent.mkdir()
+        write_state(training_state, directory / STATE)
+        shutil.copymode(directory / CONFIG, directory / STATE)
 
 
 def load_drafter(
@@ -162,11 +169,10 @@ def load_drafter(
     attention: str | None = None,
     device: torch.device | str = "cpu",
 ) -> Eagle3DraftModel:
-    """A drafter from `directory`, or of that name on the hub, that fits `policy`, in float32; fill its verifier weights
-    with `refresh_verifier_weights`.
+    """A drafter that fits `policy`, in float32; `refresh_verifier_weights` fills its embedding and head.
 
-    A stand-alone file's own embedding and head are loaded, ready until the policy changes. SpecForge's and SafeAILab's
-    layouts are translated; `save_drafter` then writes the drafter in the layout that vLLM serves.
+    Those that a stand-alone file brings are loaded. SpecForge's and SafeAILab's layouts are translated; `save_drafter`
+    then writes the drafter in the layout that vLLM serves.
 
     Args:
         directory: the drafter's, or its name on the hub.
@@ -198,7 +204,7 @@ def load_drafter(
     return model.to(device)
 
 
-def load_training_state(directory: str | os.PathLike) -> dict[str, Any] | None:
+def load_training_state(directory: str | os.PathLike[str]) -> Fields | None:
     """The `DrafterTrainer.state()` saved beside a drafter; None where there is none, or only a pickled one.
 
     Raises:
@@ -211,7 +217,7 @@ def load_training_state(directory: str | os.PathLike) -> dict[str, Any] | None:
     return None
 
 
-def provenance(directory: Model) -> dict[str, Any]:
+def provenance(directory: Model) -> Fields:
     """The facts saved beside a drafter; empty for a drafter from elsewhere.
 
     Raises:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from verl_tlt.drafter.policy import Fields
 from verl_tlt.errors import DrafterError
 
 _HEADER = "state"
@@ -19,7 +20,7 @@ _TENSOR = "tensor"
 """A tensor's place in the JSON says its name: `{"tensor": "parameters/fc.weight"}`."""
 
 
-def write_state(state: Mapping[str, Any], file: Path) -> None:
+def write_state(state: Mapping[str, object], file: Path) -> None:
     """Write nested mappings and lists of tensors and JSON values; tuples and keys that are numbers come back as lists
     and text.
 
@@ -33,7 +34,7 @@ def write_state(state: Mapping[str, Any], file: Path) -> None:
     save_file(tensors, file, metadata={_HEADER: json.dumps(rest)})
 
 
-def read_state(file: Path) -> dict[str, Any]:
+def read_state(file: Path) -> Fields:
     """What `write_state` wrote, on the host.
 
     Raises:
@@ -48,7 +49,7 @@ def read_state(file: Path) -> dict[str, Any]:
         raise DrafterError(f"{file} is damaged, or no training state: {error}.") from error
 
 
-def _without_tensors(value: Any, place: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> Any:
+def _without_tensors(value: object, place: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> object:
     if isinstance(value, torch.Tensor):
         name = "/".join(place)
         tensors[name] = value.contiguous()

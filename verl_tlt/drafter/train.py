@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from verl_tlt.drafter.data import Batch, TrainingSequence, align
-from verl_tlt.drafter.policy import DrafterError
+from verl_tlt.drafter.policy import DrafterError, Fields
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -136,7 +136,7 @@ class DrafterTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(value, tokens, accuracy, skipped=not finite, rate=rate)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Fields:
         """Everything a bit-exact resume needs, on the host: weights, optimizer, counters."""
         return {
             "parameters": {name: p.detach().cpu().clone() for name, p in self.parameters.items()},
@@ -248,19 +248,18 @@ def train_until(
         ValueError: batch after batch has nothing to learn from (an endless stream would never end otherwise).
     """
     first, skipped = trainer.steps, trainer.skipped
-    tokens, stopped, slowest, empty = 0, False, 0.0, 0  # empty: batches in a row without a loss
+    tokens, empty, stopped, slowest = 0, 0, False, 0.0  # empty: batches in a row without a loss
     taken: list[StepResult] = []
     source = iter(batches)
     while tokens < max_tokens:
         stopped = should_stop()
         if stopped or (batch := next(source, None)) is None:
             break
-        if batch.for_passes(trainer.ttt_steps).tokens == 0:
-            empty += 1
-            if empty == _MAX_EMPTY:
-                raise ValueError(f"{empty} batches in a row had no row with a loss: the sequences hold no response.")
+        empty = 0 if batch.for_passes(trainer.ttt_steps).tokens else empty + 1
+        if empty == _MAX_EMPTY:
+            raise ValueError(f"{empty} batches in a row had no row with a loss: the sequences hold no response.")
+        if empty:
             continue
-        empty = 0
         begun = time.perf_counter()
         result = trainer.step(batch)
         slowest = max(slowest, time.perf_counter() - begun)

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from verl_tlt.drafter import DrafterError, files_digest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 HELD_OUT = 0.1
 """Share of the prompts that are never trained on."""
@@ -32,13 +37,12 @@ class Prompts:
     """Sixteen hex digits of the file's content, for provenance."""
     skipped: int
     """Prompts left out because they and a response do not fit the policy's context."""
-
     held_out: frozenset[int]
     """Numbers of the prompts that are for judging only."""
 
 
 def read_prompts(
-    file: Path, tokenizer: Any, longest: int, limit: int | None = None, least: int = MIN_PROMPTS
+    file: Path, tokenizer: PreTrainedTokenizerBase, longest: int, limit: int | None = None, least: int = MIN_PROMPTS
 ) -> Prompts:
     """Prompts of `file` as token ids.
 
@@ -75,7 +79,7 @@ def read_prompts(
     return Prompts(tuple(kept), files_digest([file]), skipped, held_out)
 
 
-def load_tokenizer(policy: Path) -> Any:
+def load_tokenizer(policy: Path) -> PreTrainedTokenizerBase:
     """The policy's tokenizer.
 
     Raises:
@@ -89,55 +93,25 @@ def load_tokenizer(policy: Path) -> Any:
         raise DrafterError(f"--model {policy} holds no tokenizer: {str(error).splitlines()[0]}") from error
 
 
-def _rows(file: Path) -> Iterator[Any]:
-    """Each prompt as text or as a list of messages."""
+def _rows(file: Path) -> list[Any]:
+    """Each prompt as it is in the file: text, a list of messages, or an object with the field `prompt`."""
     kind = file.suffix.lower()
-    if kind == ".parquet":
-        yield from _parquet(file)
-    elif kind in (".jsonl", ".json"):
-        yield from _json_lines(file)
-    elif kind == ".txt":
-        yield from (line for line in _text(file).splitlines() if line.strip())
-    else:
+    if kind not in (".parquet", ".jsonl", ".json", ".txt"):
         raise DrafterError(f"--prompts {file} must end in .parquet, .jsonl or .txt.")
-
-
-def _text(file: Path) -> str:
     try:
-        return file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DrafterError(f"--prompts {file} is not a readable text file: {error}.") from error
+        if kind == ".parquet":
+            return pq.read_table(file, columns=["prompt"]).to_pylist()
+        lines = [line for line in file.read_text().splitlines() if line.strip()]
+        return lines if kind == ".txt" else [json.loads(line) for line in lines]
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise DrafterError(f"--prompts {file} is not a readable {kind} file: {str(error).splitlines()[0]}.") from error
 
 
-def _parquet(file: Path) -> Iterable[Any]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        table = pq.read_table(file)
-    except (pa.ArrowException, OSError) as error:
-        raise DrafterError(f"--prompts {file} is not a readable parquet file: {str(error).splitlines()[0]}") from error
-    if "prompt" not in table.column_names:
-        raise DrafterError(f"--prompts {file} has no column `prompt`; it has {', '.join(table.column_names)}.")
-    return table.column("prompt").to_pylist()
-
-
-def _json_lines(file: Path) -> Iterator[Any]:
-    for number, line in enumerate(_text(file).splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise DrafterError(f"--prompts {file}, line {number} is not JSON: {error}.") from error
-        if isinstance(value, dict):
-            if "prompt" not in value:
-                raise DrafterError(f"--prompts {file}, line {number} has no field `prompt`.")
-            value = value["prompt"]
-        yield value
-
-
-def _encode(row: Any, tokenizer: Any, where: str) -> tuple[int, ...]:
+def _encode(row: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> tuple[int, ...]:
+    if isinstance(row, dict):
+        if "prompt" not in row:
+            raise DrafterError(f"{where} has no field `prompt`.")
+        row = row["prompt"]
     if isinstance(row, str):
         return tuple(tokenizer(row)["input_ids"])
     if isinstance(row, list) and row and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in row):

@@ -48,6 +48,12 @@ def test_equal_prompts_count_once_and_long_ones_are_left_out(tokenizer, tmp_path
     assert len(read_prompts(tmp_path / "p.txt", tokenizer, 20, limit=17).tokens) == 17
 
 
+def test_a_parquet_file_needs_its_column(tokenizer, tmp_path):
+    pq.write_table(pa.table({"question": ["w1"]}), tmp_path / "p.parquet")
+    with pytest.raises(DrafterError, match=r"FieldRef\.Name\(prompt\)"):
+        read_prompts(tmp_path / "p.parquet", tokenizer, 100)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
@@ -55,10 +61,10 @@ def test_equal_prompts_count_once_and_long_ones_are_left_out(tokenizer, tmp_path
         ("p.txt", "w1 w2\nw3 w4", "holds 2 different usable prompts, but at least 16 are needed"),
         ("p.txt", "\n".join(" ".join(["w5"] * 101) + f" w{i}" for i in range(1, 40)), "39 are longer than 100 tokens"),
         ("p.csv", "w1", "must end in .parquet, .jsonl or .txt"),
-        ("p.jsonl", '{"prompt": "w1"}\n{', "line 2 is not JSON"),
-        ("p.jsonl", '{"text": "w1"}', "line 1 has no field `prompt`"),
+        ("p.jsonl", '{"prompt": "w1"}\n{', "is not a readable .jsonl file"),
+        ("p.jsonl", '{"text": "w1"}', "prompt 1 has no field `prompt`."),
         ("p.jsonl", '{"prompt": [1, 2]}', "prompt 1 is neither text nor a list of messages"),
-        ("p.parquet", "not parquet", "is not a readable parquet file"),
+        ("p.parquet", "not parquet", "is not a readable .parquet file"),
     ],
 )
 def test_unusable_files_are_named(tokenizer, tmp_path, name, content, sentence):
