@@ -54,16 +54,11 @@ class Limits(NamedTuple):
         """
         return longest > self.context_limit
 
-    def fitting(self, wanted: int, batch: int) -> int:
-        """`wanted`, or the longest arm below it whose step still has a graph; 0 at least."""
+    def fitting(self, wanted: int, batch: int, room: int) -> int:
+        """`wanted`, or the longest arm below it of at most `room` tokens whose step still has a graph; 0 at least."""
         wanted = max(0, min(wanted, self.arms[-1]))
-        if not self.token_limit or batch * (1 + wanted) <= self.token_limit:
-            return wanted
-        return max((k for k in self.arms if k < wanted and batch * (1 + k) <= self.token_limit), default=0)
-
-    def within(self, room: int) -> int:
-        """The longest arm of at most `room` tokens."""
-        return max((k for k in self.arms if k <= room), default=0)
+        most = min(room, self.token_limit // max(batch, 1) - 1) if self.token_limit else room
+        return wanted if wanted <= most else max((k for k in self.arms if k <= most), default=0)
 
 
 def draft_length(
@@ -92,7 +87,7 @@ def draft_length(
     wanted = policy.choose(load) if forced is None else forced
     if limits.outgrown(longest):
         return 0
-    return limits.fitting(wanted if wanted <= room else limits.within(room), load.batch)
+    return limits.fitting(wanted, load.batch, room)
 
 
 # ---------------------------------------------------------------------- before every rollout
@@ -212,9 +207,9 @@ class RolloutDecision:
 class RunDecision:
     """Which replicas draft, rollout after rollout.
 
-    Expectations can be wrong in the same way time after time. So rollouts in which next to nothing that was drafted is
-    accepted, or which drafting made slower, several times in a row disable speculation. Then, in rarer and rarer
-    rollouts, one replica drafts as a probe, and if it gains, speculation is enabled again.
+    Expectations can be wrong in the same way time after time. So several rollouts in a row in which drafts are hardly
+    ever accepted, or which drafting made slower, disable speculation. Then one replica drafts as a probe in rarer and
+    rarer rollouts, and if it gains, speculation is enabled again.
 
     Args:
         replicas: all replicas, in a fixed order.
