@@ -302,7 +302,7 @@ def test_the_spinning_shim_asks_for_the_patchs_setting(monkeypatch):
 
 @pytest.mark.parametrize("fixed", [True, False])
 def test_the_empty_drafts_shim_leaves_a_core_that_looks_for_itself(tmp_path, fixed):
-    from verl_tlt.engine_core.scheduler import spare_empty_drafts
+    from verl_tlt.engine_core.scheduler import skip_empty_fetch
 
     file = apply(next(p for p in PATCHES if "empty" in p.name), tmp_path)[1]
     if not fixed:
@@ -317,10 +317,10 @@ def test_the_empty_drafts_shim_leaves_a_core_that_looks_for_itself(tmp_path, fix
     found = load(small, small.stem).EngineCore
 
     before = found.post_step
-    assert spare_empty_drafts(found)
+    assert skip_empty_fetch(found)
     assert (found.post_step is before) == fixed, "vLLM looks for itself: the shim is not needed any more"
     after = found.post_step
-    assert spare_empty_drafts(found) and found.post_step is after, "applied twice"
+    assert skip_empty_fetch(found) and found.post_step is after, "applied twice"
 
     taken = []
     executor = types.SimpleNamespace(take_draft_token_ids=lambda: taken.append(1))
@@ -334,12 +334,12 @@ def test_the_empty_drafts_shim_leaves_a_core_that_looks_for_itself(tmp_path, fix
 
 
 def test_the_empty_drafts_shim_leaves_a_core_it_does_not_know():
-    from verl_tlt.engine_core.scheduler import spare_empty_drafts
+    from verl_tlt.engine_core.scheduler import skip_empty_fetch
 
     class Other:
         def post_step(self, model_executed):
             """Fetches nothing."""
 
     before = Other.post_step
-    assert not spare_empty_drafts(Other) and Other.post_step is before
-    assert not spare_empty_drafts(types.SimpleNamespace)
+    assert not skip_empty_fetch(Other) and Other.post_step is before
+    assert not skip_empty_fetch(types.SimpleNamespace)

@@ -141,7 +141,7 @@ CHANGES = (
         "policy on the CPU backend at batch 1 a step took 16.4 ms, and 14.6 ms without the call.",
         cause="`vllm/v1/engine/core.py:619` `if self.check_for_draft_tokens and not self.async_scheduling` does "
         "not ask whether drafts were asked for.",
-        applied_by="verl_tlt.engine_core.scheduler:spare_empty_drafts",
+        applied_by="verl_tlt.engine_core.scheduler:skip_empty_fetch",
         releases="every vLLM whose `post_step` calls `take_draft_token_ids`; others stay as they are",
         removed_by="A vLLM that looks at `scheduler.drafts_expected`: nothing is changed there.",
         upstream="none found; https://github.com/vllm-project/vllm/pull/36391 (open) changes the same condition "

@@ -1,4 +1,4 @@
-"""The scheduler's side of n-gram drafts: alone, or in place of an EAGLE drafter's where they match.
+"""The scheduler's side of n-gram drafts: the only ones, or in place of an EAGLE drafter's where they match.
 
 With synchronous scheduling drafts pass the scheduler (`update_draft_token_ids`), which knows every request's tokens: so
 the index is here (`speculation/ngram_index.py`), and what it finds replaces the drafter's tokens for that request. The
@@ -31,11 +31,11 @@ class NgramDrafts:
 
     Args:
         index: of the run's prompts and responses.
-        alone: there is no other drafter; otherwise an n-gram must be accepted as often as the drafter's own token.
+        without_drafter: n-grams are the only source; else one must be accepted as often as the drafter's own token.
     """
 
-    def __init__(self, index: NgramIndex, alone: bool) -> None:
-        self.index, self.alone = index, alone
+    def __init__(self, index: NgramIndex, without_drafter: bool) -> None:
+        self.index, self.without_drafter = index, without_drafter
         self.num_drafts = self.num_accepted = 0
         self._drafter_acceptance = 0.5  # of its first token, lately
         self._proposed: dict[str, NgramDraft] = {}  # by request, for the step that is scheduled next
@@ -95,12 +95,12 @@ class NgramDrafts:
             names: requests of the step that has just finished.
             draft_length: K of that step: no draft may be longer.
         """
-        least = LEAST_TRUST if self.alone else max(LEAST_TRUST, self._drafter_acceptance)
+        least = LEAST_TRUST if self.without_drafter else max(LEAST_TRUST, self._drafter_acceptance)
         for name in names:
             request = requests.get(name)
             if request is None or request.is_prefill_chunk:
                 continue
-            if self.alone:
+            if self.without_drafter:
                 request.spec_token_ids = []
             if draft_length < 1 or request.structured_output_request is not None:
                 continue

@@ -84,10 +84,10 @@ def ngram_drafts(speculation: Mapping[str, Any]) -> NgramDrafts | None:
     if speculation["source"] == "eagle":
         return None
     index = NgramIndex(MAX_NGRAM_BYTES)
-    return NgramDrafts(index, alone=speculation["source"] == "ngram")
+    return NgramDrafts(index, without_drafter=speculation["source"] == "ngram")
 
 
-def spare_empty_drafts(core: type[EngineCore]) -> bool:
+def skip_empty_fetch(core: type[EngineCore]) -> bool:
     """Save the engine a round trip to its workers after every step that drafted nothing (`compat.upstream_changes`).
 
     `EngineCore.post_step` then does nothing where `scheduler.drafts_expected` is False. A vLLM that looks at the
@@ -144,7 +144,7 @@ class TLTScheduler(Scheduler):
         self.tlt_ngram = ngram_drafts(settings["speculation"])
         self.dynamic_sd_lookup = _DraftLengthLookup(self._tlt_choose)
         self.drafts_expected = True
-        spare_empty_drafts(EngineCore)
+        skip_empty_fetch(EngineCore)
         EngineCore.tlt_call = lambda core, operation, arguments: core.scheduler.tlt_call(operation, arguments)
         self._tlt_load = DecodeLoad(limits.context_limit)
         self._tlt_boundary = StopBoundary()
@@ -210,7 +210,7 @@ class TLTScheduler(Scheduler):
                 previous_arm=previous,
                 blocked=self._tlt_blocked,
                 prefilling=prefilling,
-                may_lack_drafts=self.tlt_ngram is not None and self.tlt_ngram.alone,
+                may_lack_drafts=self.tlt_ngram is not None and self.tlt_ngram.without_drafter,
             )
         )
         self._tlt_waited_s += time.perf_counter() - waiting

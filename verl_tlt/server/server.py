@@ -276,7 +276,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
     # ------------------------------------------------------------------ costs
 
     async def tlt_calibrate(self, known: LatencyTable | None = None) -> LatencyTable:
-        """Measure step costs by batch and draft length, OFF included, or take them over; the scheduler is told.
+        """Measure step costs by batch and draft length, OFF included, or take them over; the scheduler gets them too.
 
         Args:
             known: what another replica of the run measured, used as it is.

@@ -1,8 +1,8 @@
-"""FULL CUDA graphs for every draft length, where vLLM's V1 model runner captures them for the longest one alone.
+"""FULL CUDA graphs for every draft length, where vLLM's V1 model runner captures them for the longest one only.
 
 Without them a step that drafts nothing runs on piecewise graphs, padded to 1 + K_max tokens, while stock vLLM runs the
 same step on a full one. They are captured where the model runner's source is the one this file was written for;
-elsewhere the longest draft alone has them, and one line in the log says why. See `compat.upstream_changes`. The
+elsewhere only the longest draft has them, and one line in the log says why. See `compat.upstream_changes`. The
 arithmetic of graphs is in `speculation.graph_rules`.
 """
 

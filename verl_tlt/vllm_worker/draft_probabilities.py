@@ -64,7 +64,7 @@ class BrokenDrafts:
     """Drops the drafts of a drafter whose probabilities are NaN, and counts them (why: `compat.upstream_changes`).
 
     Rows of zeros instead are exact: a draft that had no chance is rejected, and what takes its place is drawn from the
-    policy alone. The count is copied to the host behind the step's other work, and nobody waits for it. The drafter's
+    policy. The count is copied to the host behind the step's other work, without a wait. The drafter's
     KV cache holds NaN too then, which attention may meet even where it is masked (0 times NaN is NaN), so it is cleared
     before another drafter fills it (`clear_cache`).
 

@@ -33,7 +33,7 @@ def emitted(**tokens):
 
 @pytest.fixture(params=[True, False], ids=["alone", "beside"])
 def drafts(request):
-    made = NgramDrafts(NgramIndex(1 << 20), alone=request.param)
+    made = NgramDrafts(NgramIndex(1 << 20), without_drafter=request.param)
     made.scheduled(step(new=["old", "now"]))
     made.emitted(emitted(old=[1, 2, 3, 4, 5, 6], now=[1, 2, 3]))
     return made
@@ -55,13 +55,13 @@ def test_without_a_match_the_drafter_has_its_way(drafts):
     requests = {"now": request(draft=[7, 7])}
     drafts.emitted(emitted(now=[90]))
     drafts.propose(requests, ["now"], 2)
-    assert requests["now"].spec_token_ids == ([] if drafts.alone else [7, 7])
+    assert requests["now"].spec_token_ids == ([] if drafts.without_drafter else [7, 7])
 
 
 def test_a_draft_shorter_than_the_drafters_is_taken_only_where_there_is_no_other(drafts):
     requests = {"now": request(draft=[7] * 5)}
     drafts.propose(requests, ["now"], 5)
-    assert requests["now"].spec_token_ids == ([4, 5, 6] if drafts.alone else [7] * 5)
+    assert requests["now"].spec_token_ids == ([4, 5, 6] if drafts.without_drafter else [7] * 5)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_ngrams_that_are_refused_stop_and_the_drafter_sets_the_bar(drafts):
     trust = drafts.index.trust
     assert (drafts.num_drafts, drafts.num_accepted) == (offers, 0) and offers >= 3
     # Alone down to the floor; beside a drafter that is always right it ends earlier.
-    assert offers > 12 if drafts.alone else offers <= 8
+    assert offers > 12 if drafts.without_drafter else offers <= 8
     assert min(trust._accepted[m] / trust._offered[m] for m in range(3, 17)) > 0.5 * LEAST_TRUST
 
 
