@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-from verl_tlt.compat.upstream_api.symbol import Symbol
+from verl_tlt.compat.upstream_api import Symbol, by_file
 
-CPU = (
-    Symbol("verl.plugin.platform.platform_base:PlatformBase", used_by="platform.py"),
-    Symbol("verl.plugin.platform.platform_manager:PlatformRegistry.register", "platform", used_by="platform.py"),
-    Symbol(
-        "verl.utils.model:load_valuehead_model",
-        "local_path torch_dtype model_config trust_remote_code",
-        used_by="verl_shims.py",
-    ),
-    Symbol(
-        "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightReceiver.receive_weights",
-        "on_bucket_received",
-        used_by="verl_shims.py",
-    ),
-    Symbol(
-        "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", "layer remove_weight", used_by="vllm_shims.py"
-    ),
-    Symbol("vllm.utils.cpu_triton_utils:", has="expand_kernel", used_by="vllm_shims.py"),
-    Symbol(
-        "vllm.distributed.device_communicators.shm_broadcast:SpinCondition.wait",
-        "timeout_ms",
-        says=("self.last_read", "self.busy_loop_s"),
-        used_by="vllm_shims.py",
-    ),
-    Symbol(
-        "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
-        "x cu_num_tokens num_tokens replace_from replace_to",
-        used_by="vllm_shims.py",
-    ),
+CPU = by_file(
+    {
+        "platform.py": (
+            Symbol("verl.plugin.platform.platform_base:PlatformBase"),
+            Symbol("verl.plugin.platform.platform_manager:PlatformRegistry.register", "platform"),
+        ),
+        "verl_shims.py": (
+            Symbol("verl.utils.model:load_valuehead_model", "local_path torch_dtype model_config trust_remote_code"),
+            Symbol(
+                "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightReceiver.receive_weights",
+                "on_bucket_received",
+            ),
+        ),
+        "vllm_shims.py": (
+            Symbol("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", "layer remove_weight"),
+            Symbol("vllm.utils.cpu_triton_utils:", has="expand_kernel"),
+            Symbol(
+                "vllm.distributed.device_communicators.shm_broadcast:SpinCondition.wait",
+                "timeout_ms",
+                says=("self.last_read", "self.busy_loop_s"),
+            ),
+            Symbol(
+                "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
+                "x cu_num_tokens num_tokens replace_from replace_to",
+            ),
+        ),
+    }
 )
