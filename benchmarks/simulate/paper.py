@@ -1,4 +1,4 @@
-"""The TLT paper's cluster (arXiv 2511.16665), as far as it is told, in the advisor's simulation.
+"""The TLT paper's cluster (arXiv 2511.16665), as far as the paper describes it, in the advisor's simulation.
 
 One set of inputs for every row, none of them fitted to a row. What the paper gives: accept rates (Fig. 16), speed of
 tree drafting by batch (Table 4) and at batch 1 for 7B (Table 2), nodes of 8 H100, drafting at 32 requests or fewer.
@@ -36,7 +36,7 @@ ASSUMED = {
     "requests": "512 a step on any number of nodes (64 prompts x 8, the authors' example for 7B)",
     "lengths": "log-normal, median 3000, sigma 1.1, cut at 30720: mean 5100, one in 60 cut; prompts of 700",
     "replicas": "TP 4 for 7B and TP 8 for 32B, as in the authors' examples; TP 8 for 70B",
-    "step costs": "weights and KV read at 3.0 TB/s, 400 TFLOP/s, 1 ms a step besides",
+    "step costs": "weights and KV read at 3.0 TB/s, 400 TFLOP/s, 1 ms a step on top",
     "rest of a step": "12 FLOP per parameter and token (two log-prob passes, update with recomputation) at 300 TFLOP/s "
     "a GPU, and 10 s for the weight sync and reward",
     "drafter": "Fig. 16's adapted one, from the first step on",

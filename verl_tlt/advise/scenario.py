@@ -26,7 +26,7 @@ from verl_tlt.speculation.types import OFF
 
 SETTINGS = ("low", "likely", "high")
 BATCHES = (1, 8, 32, 128)
-"""At which the break-even accept length is told."""
+"""At which the break-even accept length is shown."""
 ACCEPTANCE = {
     "low": (0.55, 0.50, 0.46, 0.43, 0.40, 0.38, 0.36),
     "likely": (0.72, 0.67, 0.63, 0.60, 0.57, 0.55, 0.53),
