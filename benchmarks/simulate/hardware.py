@@ -5,16 +5,30 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
-from verl_tlt.advise.step_costs import CostModel as CostModel
-from verl_tlt.advise.step_costs import RooflineCost
+from verl_tlt.advise.decoding import StepSeconds
+from verl_tlt.advise.hardware import RooflineCost
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable, interpolate
 from verl_tlt.speculation.types import OFF, ControlError
 
 VLLM_CAPTURE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 """CUDA-graph sizes vLLM captures by default."""
+
+
+class CostModel(Protocol):
+    """Noise-free seconds of one engine step."""
+
+    def seconds(self, batch: int, kv_tokens: int, verified: int, drafted: int) -> float:
+        """A step that verifies `verified`+1 tokens per request and drafts `drafted` more (OFF: no drafter)."""
+        ...
+
+
+def steady(cost: CostModel) -> StepSeconds:
+    """Seconds of the steps in which the draft length does not change."""
+    return lambda batch, kv_tokens, k: cost.seconds(batch, kv_tokens, max(k, 0), k)
 
 
 @dataclass(frozen=True)
@@ -30,7 +44,8 @@ class GraphCost(RooflineCost):
 
     def seconds(self, batch: int, kv_tokens: int, verified: int, drafted: int) -> float:
         """Seconds of one step."""
-        return super().seconds(batch, kv_tokens, verified, drafted) + self.extra_s.get(verified, 0.0)
+        verifying = self.verify_s(batch, kv_tokens, 1 + max(verified, 0))
+        return verifying + self.draft_s(batch, drafted) + self.extra_s.get(verified, 0.0)
 
     def verify_s(self, batch: int, kv_tokens: int, tokens: int) -> float:
         """The target's pass over `tokens` tokens per request."""
@@ -95,7 +110,7 @@ class TableCost:
 def calibration_of(cost: CostModel, arms: Sequence[int]) -> LatencyTable:
     """What a calibration of such an engine would find, without noise: OFF and every arm at small batches."""
     steps = [(batch, k) for batch in (1, 2, 4, 8, 16, 32) for k in (OFF, *arms)]
-    seconds = (cost.seconds(batch, 32 * batch, max(k, 0), k) for batch, k in steps)
+    seconds = (steady(cost)(batch, 32 * batch, k) for batch, k in steps)
     points = (LatencyPoint(b, 32 * b, k, s, 4, True) for (b, k), s in zip(steps, seconds, strict=True))
     return LatencyTable(tuple(points))
 

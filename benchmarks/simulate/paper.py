@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.simulate.hardware import QWEN_32B_TP4
+from benchmarks.simulate.hardware import QWEN_32B_TP4, CostModel, GraphCost, steady
 from benchmarks.simulate.workload import FIG16_ADAPTIVE
 from verl_tlt.advise.decoding import EngineSpec, decode, step_gains
 from verl_tlt.advise.response_lengths import LogNormal
 from verl_tlt.advise.simulation import SimulatedRun, simulate
-from verl_tlt.advise.step_costs import CostModel, RooflineCost
 from verl_tlt.speculation.types import OFF
 
 TABLE_4 = {1: 3.62, 2: 3.39, 4: 3.13, 8: 2.73, 16: 2.67, 32: 2.48}
@@ -83,10 +82,10 @@ class TreeCost:
         return off * CHAIN / (1.0 + (self.single - 1.0) * (speed - 1.0) / (TABLE_4[1] - 1.0))
 
 
-def decoder(model: Model) -> RooflineCost:
+def decoder(model: Model) -> GraphCost:
     """Costs of a policy on H100s from its size; the drafter's passes as on one H100 (8B)."""
     t = model.tensor_parallel
-    return RooflineCost(
+    return GraphCost(
         weights_s=2 * model.parameters / 3.0e12 / t, kv_token_s=model.kv_bytes / 3.0e12 / t,
         token_s=2 * model.parameters / 4.0e14 / t, sharpness=QWEN_32B_TP4.sharpness, overhead_s=1.0e-3,
         sync_s=0.25e-3, first_s=0.20e-3, pass_s=0.45e-3, request_pass_s=0.6e-6,
@@ -95,7 +94,7 @@ def decoder(model: Model) -> RooflineCost:
 
 def theirs(cost: CostModel, single: float) -> EngineSpec:
     """Trees, at `THRESHOLD` requests and fewer."""
-    return EngineSpec(TreeCost(cost, single), (0, 8), token_limit=THRESHOLD * 9)
+    return EngineSpec(steady(TreeCost(cost, single)), (0, 8), token_limit=THRESHOLD * 9)
 
 
 def row(name: str, nodes: int, steps: int) -> dict[str, Any]:
@@ -103,7 +102,7 @@ def row(name: str, nodes: int, steps: int) -> dict[str, Any]:
     model = MODELS[name]
     cost, gpus = decoder(model), 8 * nodes
     found: dict[str, Any] = {"model": name, "nodes": nodes, "replicas": gpus // model.tensor_parallel}
-    for label, engine in (("theirs", theirs(cost, model.single)), ("ours", EngineSpec(cost, (0, 1, 3, 7)))):
+    for label, engine in (("theirs", theirs(cost, model.single)), ("ours", EngineSpec(steady(cost), (0, 1, 3, 7)))):
         run = SimulatedRun(engine, found["replicas"], REQUESTS, LENGTHS, FIG16_ADAPTIVE, PROMPT, steps)
         r = simulate(run)
         rest_s = FIXED_S + 12 * model.parameters / (GPU_FLOPS * gpus) * (r.tokens + REQUESTS * PROMPT)

@@ -30,7 +30,7 @@ import numpy as np
 from benchmarks.control.engine import problems
 from benchmarks.gpu.parts import machine
 from benchmarks.simulate.engine import Noise, SimulatedEngine
-from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, TableCost, calibration_of
+from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, TableCost, calibration_of, steady
 from benchmarks.simulate.paper import reproduce
 from benchmarks.simulate.workload import FIG16_ADAPTIVE, Workload, geometric
 from demo.toy.assets import prompt_row
@@ -62,7 +62,7 @@ def against_steps() -> dict[str, Any]:
                     stepped.set_latency(calibration_of(cost, ARMS))
                     stepped.set_acceptance(list(w.acceptance))
                     exact = SimulatedEngine(w, cost, Noise(0.03)).run(stepped).seconds
-                    spec = EngineSpec(cost, ARMS if policy == "goodput" else ARMS[-1:], max_batch=at_once)
+                    spec = EngineSpec(steady(cost), ARMS if policy == "goodput" else ARMS[-1:], max_batch=at_once)
                     gains = step_gains(spec, w.acceptance, requests)
                     ours = sum(decode(spec, w.rollout(i).lengths, w.prompt, gains).seconds for i in range(2))
                     ratios[f"{label} a={a} {requests} requests, {policy}"] = round(ours / exact, 4)
@@ -142,7 +142,7 @@ def same_tokens() -> dict[str, Any]:
         "fresh": ("fresh", False),
     }
     for arm, (pair, plain) in arms.items():
-        spec, rng = EngineSpec(cost, (0, 1, 2, 3), max_batch=32), np.random.default_rng(0)
+        spec, rng = EngineSpec(steady(cost), (0, 1, 2, 3), max_batch=32), np.random.default_rng(0)
         rows = []
         for row in measured[pair]["steps"]:
             acceptance = one_acceptance(row["accept_length"], 3)
@@ -170,7 +170,7 @@ def drain() -> dict[str, Any]:
     speeds = {}
     for name in ["off", *(f"fixed-{k}" for k in range(1, 8)), "goodput"]:
         arms = (int(name.removeprefix("fixed-")),) if name.startswith("fixed-") else tuple(range(8))
-        spec = EngineSpec(cost, arms, max_batch=64)
+        spec = EngineSpec(steady(cost), arms, max_batch=64)
         tokens = seconds = 0.0
         for seed in range(content["drain"]["runs"]):
             work = problems(seed)
@@ -193,7 +193,7 @@ def drain() -> dict[str, Any]:
 
 def scale(replicas: int) -> dict[str, Any]:
     """How long a step of so many replicas, 1,024 requests each, takes to simulate."""
-    engine, lengths = EngineSpec(QWEN3_8B_H100, (0, 1, 3, 7)), LogNormal(2000, 1.0, 16384)
+    engine, lengths = EngineSpec(steady(QWEN3_8B_H100), (0, 1, 3, 7)), LogNormal(2000, 1.0, 16384)
     run = SimulatedRun(engine, replicas, 1024 * replicas, lengths, FIG16_ADAPTIVE)
     begin = time.perf_counter()
     found = simulate(run)

@@ -10,13 +10,13 @@ out over a response.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from verl_tlt.advise.response_lengths import Lengths
-from verl_tlt.advise.step_costs import CostModel
 from verl_tlt.speculation.types import OFF
 
 GRAIN = 1.0 / 32.0
@@ -25,13 +25,15 @@ GROWTH = 0.25
 """Relative growth of the mean context at which a segment ends."""
 
 Floats = npt.NDArray[np.float64]
+StepSeconds = Callable[[int, int, int], float]
+"""Seconds of a step by batch, tokens of context in all requests, and draft length (OFF: no drafter)."""
 
 
 @dataclass(frozen=True)
 class EngineSpec:
     """What all replicas have in common."""
 
-    cost: CostModel
+    step_seconds: StepSeconds
     arms: tuple[int, ...] = (0, 1, 3)
     """Draft lengths that the policy may choose."""
     max_batch: int = 256
@@ -107,7 +109,7 @@ def decode(spec: EngineSpec, lengths: Lengths, prompt: int, gains: Floats | None
         middle = max(1, round(float(np.clip(needed / steps, 0.0, 1.0).sum())))  # mean batch of the segment
         gained = np.minimum(gain * steps, left[rows])
         middle_kv = round(kv * middle / batch + 0.5 * float(gained.sum()))
-        seconds = steps * spec.cost.seconds(middle, middle_kv, max(k, 0), k)
+        seconds = steps * spec.step_seconds(middle, middle_kv, k)
         found.seconds += seconds
         found.seconds_by_batch[1 << (middle.bit_length() - 1)] += seconds
         left[rows] -= gained
@@ -121,4 +123,4 @@ def decode(spec: EngineSpec, lengths: Lengths, prompt: int, gains: Floats | None
 def best_length(spec: EngineSpec, batch: int, kv_tokens: int, gains: Floats) -> int:
     """The draft length with the most tokens per second; `gains` are the requests' mean tokens a step, [K_max + 1]."""
     allowed = [k for k in spec.arms if not k or not spec.token_limit or batch * (1 + k) <= spec.token_limit]
-    return max(allowed, key=lambda k: float(gains[k]) / spec.cost.seconds(batch, kv_tokens, k, k))
+    return max(allowed, key=lambda k: float(gains[k]) / spec.step_seconds(batch, kv_tokens, k))

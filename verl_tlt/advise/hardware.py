@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_tlt.advise.step_costs import RooflineCost
 from verl_tlt.drafter.policy import PolicyShape, policy_shape, read_model_config
 from verl_tlt.errors import DrafterError, TLTError
+from verl_tlt.speculation.types import OFF
 
 BYTES = 2
 """Bytes of a weight or of a number in the KV cache."""
@@ -106,6 +106,56 @@ def shape_of(policy: PolicyShape) -> Shape:
     kv_bytes = 2 * policy.num_layers * policy.num_kv_heads * policy.head_dim * BYTES
     whole, active = (policy.num_layers * (attention + width) + ends for width in (mlp, used))
     return Shape(whole, active, policy.num_layers, kv_bytes, head)
+
+
+@dataclass(frozen=True)
+class RooflineCost:
+    """Step costs of a decoder from known coefficients; the shape is that which `speculation.costs.roofline` fits.
+
+    A step reads weights and KV cache or computes over the verified tokens, whichever takes longer; then it drafts.
+    """
+
+    weights_s: float
+    """Reading all weights once."""
+    kv_token_s: float
+    """Reading one token of KV cache."""
+    token_s: float
+    """Computing one token."""
+    sharpness: float
+    """Exponent of the smooth maximum: 1 adds memory and compute time, a large one takes the larger."""
+    overhead_s: float
+    """Scheduling, launches and sampling of a step."""
+    sync_s: float
+    """The drafter's pass that keeps its KV cache in step with the policy's: paid at K=0, not at OFF."""
+    first_s: float
+    """The LM head, which turns that pass into the first draft token."""
+    pass_s: float
+    """Each further draft token."""
+    request_pass_s: float
+    """Each request's part of a drafter's pass."""
+    active_share: float = 1.0
+    """Share of the weights that one token uses: below 1 in a mixture of experts, whose tokens use different ones."""
+
+    def step_s(self, batch: int, kv_tokens: int, draft_length: int) -> float:
+        """Seconds of a step that verifies a draft of this length and drafts as many tokens again; OFF: no drafter."""
+        return self.verify_s(batch, kv_tokens, 1 + max(draft_length, 0)) + self.draft_s(batch, draft_length)
+
+    def verify_s(self, batch: int, kv_tokens: int, tokens: int) -> float:
+        """Seconds of the target's pass over `tokens` tokens per request."""
+        return self.overhead_s + self.pass_over(batch * tokens, batch * tokens, kv_tokens)
+
+    def pass_over(self, tokens: int, computed: int, kv_tokens: int) -> float:
+        """Seconds of reading KV cache and the weights that `tokens` tokens use, and of computing `computed` tokens."""
+        share = 1.0 if self.active_share >= 1.0 else 1.0 - (1.0 - self.active_share) ** tokens
+        memory = self.weights_s * share + self.kv_token_s * kv_tokens
+        return float((memory**self.sharpness + (self.token_s * computed) ** self.sharpness) ** (1.0 / self.sharpness))
+
+    def draft_s(self, batch: int, drafted: int) -> float:
+        """Seconds of the drafter's passes for `drafted` tokens per request."""
+        if drafted == OFF:
+            return 0.0
+        further = self.pass_s * (drafted - 1) + self.first_s if drafted > 0 else 0.0
+        return self.sync_s + further + self.request_pass_s * batch * max(drafted, 1)
 
 
 def step_cost(shape: Shape, gpu: Gpu, devices: int, eager: bool, sharpness: float) -> RooflineCost:

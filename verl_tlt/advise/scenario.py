@@ -19,9 +19,9 @@ from verl_tlt.advise.judge import Numbers
 from verl_tlt.advise.response_lengths import LogNormal, from_mean, from_moments
 from verl_tlt.advise.run_metrics import RunMetrics
 from verl_tlt.advise.simulation import SMALL_BATCH, SimulatedRollout, SimulatedRun, simulate
-from verl_tlt.advise.step_costs import CostModel, LearnedCost, RooflineCost
 from verl_tlt.advise.workload import Workload
 from verl_tlt.errors import TLTError
+from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.types import OFF
 
 SETTINGS = ("low", "likely", "high")
@@ -109,19 +109,15 @@ def estimate(scenario: Scenario, assumed: dict[str, str]) -> Estimate:
     else:
         assumed["mean prompt"] = f"{prompt} tokens, a quarter of data.max_prompt_length"
     steps = min(4, math.ceil(ENOUGH_RESPONSES / work.requests))
-    costs = {setting: _cost(scenario, setting, assumed) for setting in SETTINGS}
+    engines = {setting: _engine(scenario, setting, assumed) for setting in SETTINGS}
     acceptance = {setting: _acceptance(scenario, setting, assumed) for setting in SETTINGS}
-    rollouts = {}
-    for setting, cost in costs.items():
-        prefill_s = cost.token_s if isinstance(cost, RooflineCost) else 0.0
-        arms = usable(cost, scenario.arms)
-        engine = EngineSpec(cost, arms, work.max_num_seqs, prefill_token_s=prefill_s, spread=SPREAD[setting])
-        requests = max(work.requests, work.replicas)
+    requests, rollouts = max(work.requests, work.replicas), {}
+    for setting, engine in engines.items():
         run = SimulatedRun(engine, work.replicas, requests, lengths, acceptance[setting], prompt, steps, scenario.seed)
         rollouts[setting] = simulate(run)
     context = round(rollouts["likely"].tokens / work.requests) + work.prompt // 4
     batches = [b for b in BATCHES if b <= max(work.max_num_seqs, 8)]
-    even = {batch: break_even(costs["likely"], batch, scenario.arms, context) for batch in batches}
+    even = {batch: break_even(engines["likely"], batch, context) for batch in batches}
     rest_s, overhead_s = _rest_s(scenario, lengths, assumed), _overhead_s(scenario, assumed)
     return Estimate(_numbers(scenario, rollouts, acceptance, even[8], rest_s, overhead_s), context, even, assumed)
 
@@ -218,16 +214,20 @@ def _overhead_s(scenario: Scenario, assumed: dict[str, str]) -> float:
     return OVERHEAD_S
 
 
-def _cost(scenario: Scenario, setting: str, assumed: dict[str, str]) -> CostModel:
-    """A run's own step costs where it drafted, else the data sheet's."""
-    if scenario.metrics is not None and scenario.metrics.costs.points:
-        arms = scenario.metrics.costs.arms()
-        if {OFF, 0} & set(arms) and arms[-1] >= scenario.arms[1]:
-            return LearnedCost(scenario.metrics.costs)
+def _engine(scenario: Scenario, setting: str, assumed: dict[str, str]) -> EngineSpec:
+    """The engine with a run's own step costs where it drafted, which know no longer drafts; else the data sheet's."""
+    work, arms = scenario.work, scenario.arms
+    measured = scenario.metrics.costs.arms() if scenario.metrics is not None else ()
+    if scenario.metrics is not None and measured:
+        longest = measured[-1]
+        if measured[0] <= 0 and longest >= arms[1]:
+            model = LatencyModel(range(longest + 1), table=scenario.metrics.costs)
+            known = tuple(k for k in arms if k <= longest)
+            return EngineSpec(model.seconds, known, work.max_num_seqs, spread=SPREAD[setting])
         assumed["cost of drafts"] = "from the data sheet: the run has not drafted so"
     assumed["step costs"] = "the GPU's data sheet: 90 % of its bandwidth, 40 % of its FLOP/s"
-    work = scenario.work
-    return step_cost(scenario.shape, scenario.gpu, work.tensor_parallel, work.eager, SHARPNESS[setting])
+    sheet = step_cost(scenario.shape, scenario.gpu, work.tensor_parallel, work.eager, SHARPNESS[setting])
+    return EngineSpec(sheet.step_s, arms, work.max_num_seqs, prefill_token_s=sheet.token_s, spread=SPREAD[setting])
 
 
 def _acceptance(scenario: Scenario, setting: str, assumed: dict[str, str]) -> tuple[float, ...]:
@@ -249,12 +249,7 @@ def accept_length(acceptance: Sequence[float], k: int) -> float:
     return float(1.0 + np.cumprod(acceptance[:k]).sum())
 
 
-def usable(cost: CostModel, arms: tuple[int, ...]) -> tuple[int, ...]:
-    """The draft lengths whose cost is known: a run says nothing of longer drafts than its own."""
-    return tuple(k for k in arms if not isinstance(cost, LearnedCost) or k <= cost.longest)
-
-
-def break_even(cost: CostModel, batch: int, arms: tuple[int, ...], context: int) -> dict[int, float]:
+def break_even(engine: EngineSpec, batch: int, context: int) -> dict[int, float]:
     """By K: the accept length above which a draft pays at this batch, with `context` tokens in each request."""
-    off_s = cost.seconds(batch, batch * context, 0, OFF)
-    return {k: cost.seconds(batch, batch * context, k, k) / off_s for k in usable(cost, arms) if k > 0}
+    off_s = engine.step_seconds(batch, batch * context, OFF)
+    return {k: engine.step_seconds(batch, batch * context, k) / off_s for k in engine.arms if k > 0}

@@ -165,5 +165,5 @@ def test_costs_of_a_policy_are_those_of_a_known_one():
     """An 8B policy on one H100 decodes one request in about the six milliseconds that it takes to read its weights."""
     shape, _ = find_shape("Qwen/Qwen3-8B")
     cost = step_cost(shape, GPUS["H100"], 1, eager=False, sharpness=4.0)
-    assert cost.seconds(1, 1000, 0, -1) == pytest.approx(6e-3, rel=0.1)
-    assert cost.seconds(1, 1000, 0, -1) < cost.seconds(1, 1000, 3, 3) < 1.6 * cost.seconds(1, 1000, 0, -1)
+    assert cost.step_s(1, 1000, -1) == pytest.approx(6e-3, rel=0.1)
+    assert cost.step_s(1, 1000, -1) < cost.step_s(1, 1000, 3) < 1.6 * cost.step_s(1, 1000, -1)

@@ -6,16 +6,14 @@ import numpy as np
 import pytest
 
 from benchmarks.simulate.engine import Noise, SimulatedEngine
-from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, calibration_of
+from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, calibration_of, steady
 from benchmarks.simulate.workload import Workload, geometric
 from verl_tlt.advise.decoding import EngineSpec, decode, rollout, step_gains
-from verl_tlt.advise.step_costs import LearnedCost
-from verl_tlt.errors import TLTError
-from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
 from verl_tlt.speculation.policies.factory import make_policy
 from verl_tlt.speculation.types import OFF
 
 ARMS = (0, 1, 2, 3, 5, 7)
+STEADY = steady(QWEN3_8B_H100)
 
 
 class Off:
@@ -45,7 +43,7 @@ def test_segments_take_as_long_as_the_steps_of_a_policy(policy, cost, acceptance
     stepped = make_policy(policy, ARMS)
     stepped.set_latency(calibration_of(cost, ARMS))
     stepped.set_acceptance(list(w.acceptance))
-    spec = EngineSpec(cost, ARMS if policy == "goodput" else ARMS[-1:], max_batch=64)
+    spec = EngineSpec(steady(cost), ARMS if policy == "goodput" else ARMS[-1:], max_batch=64)
     found = decode(spec, w.rollout(0).lengths, w.prompt, step_gains(spec, w.acceptance, 160))
     assert found.seconds == pytest.approx(exact(w, cost, stepped), rel=0.02)
     assert sum(found.seconds_by_batch.values()) == pytest.approx(found.seconds)
@@ -53,19 +51,19 @@ def test_segments_take_as_long_as_the_steps_of_a_policy(policy, cost, acceptance
 
 def test_stock_takes_as_long_as_steps():
     w = Workload(160, (0.0,), rollouts=1, max_batch=64, median_length=500)
-    found = decode(EngineSpec(QWEN3_8B_H100, max_batch=64), w.rollout(0).lengths, w.prompt)
+    found = decode(EngineSpec(STEADY, max_batch=64), w.rollout(0).lengths, w.prompt)
     assert found.seconds == pytest.approx(exact(w, QWEN3_8B_H100, Off()), rel=0.01)
 
 
 def test_a_drafter_that_is_never_right_is_off_and_costs_nothing():
-    stock, tlt = seconds(EngineSpec(QWEN3_8B_H100), np.full(40, 300), 100, (0.0, 0.0, 0.0))
+    stock, tlt = seconds(EngineSpec(STEADY), np.full(40, 300), 100, (0.0, 0.0, 0.0))
     assert stock == tlt
 
 
 def test_no_draft_is_longer_than_its_step_may_be():
     lengths, good = np.full(32, 500), (0.9, 0.9, 0.9)
     free, limited, never = (
-        seconds(EngineSpec(QWEN3_8B_H100, (0, 1, 3), token_limit=limit), lengths, 100, good)[1]
+        seconds(EngineSpec(STEADY, (0, 1, 3), token_limit=limit), lengths, 100, good)[1]
         for limit in (0, 64, 32)
     )  # fmt: skip
     assert free < limited < never
@@ -74,14 +72,13 @@ def test_no_draft_is_longer_than_its_step_may_be():
 def test_requests_that_differ_in_acceptance_end_later():
     """The rollout waits for its slowest response, however good the mean."""
     same, different = (
-        seconds(EngineSpec(QWEN3_8B_H100, spread=spread), np.full(64, 2000), 100, (0.7, 0.7, 0.7))[1]
-        for spread in (0.0, 0.2)
+        seconds(EngineSpec(STEADY, spread=spread), np.full(64, 2000), 100, (0.7, 0.7, 0.7))[1] for spread in (0.0, 0.2)
     )
     assert different > 1.03 * same
 
 
 def test_prompts_and_long_contexts_cost():
-    spec = EngineSpec(QWEN3_8B_H100, prefill_token_s=1e-4)
+    spec = EngineSpec(STEADY, prefill_token_s=1e-4)
     short, long = (decode(spec, np.full(8, 500), prompt).seconds for prompt in (100, 8000))
     assert long - short > 8 * 7900 * 1e-4
 
@@ -90,18 +87,3 @@ def test_many_tokens_use_all_experts():
     sparse = replace(QWEN3_8B_H100, active_share=0.1)
     one, many = (sparse.verify_s(1, 0, n) / QWEN3_8B_H100.verify_s(1, 0, n) for n in (1, 64))
     assert one < 0.3 and many == pytest.approx(1.0, abs=0.01)
-
-
-def test_scattered_measurements_are_completed():
-    """Each draft length was used at some batches only, as in a run; the others follow from the shape of the costs."""
-    used = {0: (4, 16, 64), 1: (24, 32, 48), 3: (8, 12, 20), 5: (1, 2, 4, 6)}
-    points = [
-        LatencyPoint(b, 900 * b, k, QWEN3_8B_H100.seconds(b, 900 * b, k, k), 16) for k, at in used.items() for b in at
-    ]
-    cost = LearnedCost(LatencyTable(tuple(points)))
-    for batch, k in ((1, 1), (1, 3), (32, 3), (32, 0), (4, OFF)):
-        true = QWEN3_8B_H100.seconds(batch, 900 * batch, max(k, 0), k)
-        assert cost.seconds(batch, 900 * batch, max(k, 0), k) == pytest.approx(true, rel=0.15)
-    assert cost.longest == 5
-    with pytest.raises(TLTError, match="does not say what a step costs"):
-        LearnedCost(LatencyTable(()))

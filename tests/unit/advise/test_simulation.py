@@ -5,15 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.simulate.hardware import QWEN3_8B_H100
+from benchmarks.simulate.hardware import QWEN3_8B_H100, steady
 from verl_tlt.advise.decoding import EngineSpec
 from verl_tlt.advise.response_lengths import LogNormal, from_mean, from_moments
 from verl_tlt.advise.simulation import SimulatedRun, simulate
 from verl_tlt.errors import TLTError
 
 RUN = SimulatedRun(
-    EngineSpec(QWEN3_8B_H100), replicas=4, requests=64, lengths=LogNormal(800, 1.0, 8192), acceptance=(0.8, 0.75, 0.7),
-    steps=2,
+    EngineSpec(steady(QWEN3_8B_H100)), replicas=4, requests=64, lengths=LogNormal(800, 1.0, 8192),
+    acceptance=(0.8, 0.75, 0.7), steps=2,
 )  # fmt: skip
 
 
