@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from verl_tlt.ownership import open_to_append
 from verl_tlt.speculation.step_control import StepControl
+from verl_tlt.speculation.step_statistics import StepTotals
 from verl_tlt.speculation.types import StepRecord
 from verl_tlt.speculation.verified import NOTHING, Verified
 
@@ -83,14 +84,7 @@ class EngineStep:
             latency_s=self.finished_s - (self.started_s if paused else self.previous_finished_s),
             clean=clean,
         )
-        control.record(
-            step,
-            num_generation_tokens=emitted,
-            num_draft_tokens=verified.num_draft_tokens,
-            decode_only=decode_only,
-            control_s=self.control_s,
-            unix_s=self.unix_s,
-        )
+        control.record(step, StepTotals(emitted, verified.num_draft_tokens, self.unix_s, decode_only, self.control_s))
         control.responses(verified.accepted_of, self.freed)
 
     def _tokens(self) -> tuple[int, int]:

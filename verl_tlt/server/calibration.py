@@ -1,10 +1,7 @@
-"""Measure, at start, what an engine step costs by batch and draft length, with the drafter switched off included.
+"""Measures at start what an engine step costs by batch and draft length, OFF included.
 
-A policy cannot weigh accepted tokens against time before it knows both; and what speculation saved can be said only
-against stock decoding on this very machine (arm OFF). So the engine decodes short random prompts at a few batches with
-the draft length held, and its own step clock (`speculation/step_statistics.py`) tells the medians. Costs are linear in
-K between measured lengths, so three of them do. Tokens are random and the weights may be anything: only time is looked
-at.
+The engine decodes short random prompts at a few batches with the draft length held, and its own step statistics give
+the medians. Costs are close to linear in K, so three draft lengths suffice; the others are interpolated.
 """
 
 from __future__ import annotations
@@ -140,16 +137,16 @@ async def measure(
     vocab_size: int,
     budget_s: float,
 ) -> LatencyTable:
-    """`calibrate` over any engine.
+    """`calibrate` over any engine; arguments as there.
 
     Args:
         generate: decodes a prompt (token ids) to so many new tokens, and returns when it has.
         set_drafting: switches the drafter's own pass on or off, and says whether it could.
         scheduler: of the engine.
-        arms: as in `calibrate`, like the rest.
+        arms: draft lengths.
         max_batch: largest batch.
         vocab_size: of the prompts.
-        budget_s: no probe starts after this many seconds; whole loads are measured first, and the ends of the range.
+        budget_s: whole loads are measured first, and the ends of the range.
     """
     probe = _Prober(generate, set_drafting, scheduler, vocab_size)
     deadline = time.monotonic() + budget_s
@@ -158,19 +155,16 @@ async def measure(
     try:
         # The first use of an arm compiles, allocates, and finds the machine cold.
         usable = [arm for arm in plan_arms(arms) if await probe.warm(arm, batches)]
-        for turn in range(ROUNDS):
-            for batch in batches:
-                # Arm beside arm, in turning order: what a busy machine adds to one, it adds to its neighbours too.
-                for arm in usable if turn % 2 == 0 else reversed(usable):
-                    first = turn == 0 and batch == batches[0]  # one point at least, however slow the machine
-                    if time.monotonic() > deadline and not first:
-                        raise _OutOfTime
-                    seconds = await probe.seconds(arm, batch)
-                    if seconds is not None:
-                        # A step may be held up, but never hurries: the lower median is nearer the truth.
-                        measured[arm, batch] = min(seconds, measured.get((arm, batch), seconds))
-    except _OutOfTime:
-        logger.info("calibration stopped after %.0f s with %d loads measured", budget_s, len(measured))
+        # Arm beside arm, in turning order: what a busy machine adds to one, it adds to its neighbours too.
+        turns = [usable if turn % 2 == 0 else usable[::-1] for turn in range(ROUNDS)]
+        for n, (batch, arm) in enumerate((batch, arm) for turn in turns for batch in batches for arm in turn):
+            if time.monotonic() > deadline and n >= len(usable):  # one batch at least, however slow the machine
+                logger.info("calibration stopped after %.0f s with %d loads measured", budget_s, len(measured))
+                break
+            seconds = await probe.seconds(arm, batch)
+            if seconds is not None:
+                # A step may be held up, but is never too fast: the lower median is nearer the truth.
+                measured[arm, batch] = min(seconds, measured.get((arm, batch), seconds))
     finally:
         await set_drafting(True)
         await scheduler.call("control", drafting=True, force_k=None)
@@ -182,12 +176,8 @@ async def measure(
     return LatencyTable.calibrated(rows).for_arms(arms)
 
 
-class _OutOfTime(Exception):
-    """The budget is spent."""
-
-
 class _Prober:
-    """Holds an engine at one arm and reads its step clock."""
+    """Holds an engine at one arm and reads its step times."""
 
     def __init__(
         self, generate: Generate, set_drafting: SetDrafting, scheduler: SchedulerClient, vocab_size: int

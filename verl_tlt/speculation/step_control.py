@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Protocol
@@ -20,7 +19,7 @@ from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.decision import Limits, draft_length
-from verl_tlt.speculation.step_statistics import Aggregates, DraftsByLength
+from verl_tlt.speculation.step_statistics import Aggregates, DraftsByLength, StepTotals
 from verl_tlt.speculation.types import Load, Policy, StepRecord
 
 logger = logging.getLogger(__name__)
@@ -62,50 +61,17 @@ class StepControl:
         """K of the coming step, or OFF; `longest` and `room` as `draft_length` has them."""
         forced = 0 if self.force_k is None and self.policy_error is not None else self.force_k
         try:
-            return draft_length(
-                self.policy,
-                load,
-                self.limits,
-                longest=longest,
-                room=room,
-                drafting=self.drafting,
-                forced=forced,
-            )
+            limits = {"longest": longest, "room": room}
+            return draft_length(self.policy, load, self.limits, drafting=self.drafting, forced=forced, **limits)
         except Exception as error:
             self._give_up(error)
             return 0
 
-    def record(
-        self,
-        step: StepRecord,
-        *,
-        num_generation_tokens: int,
-        num_draft_tokens: int,
-        decode_only: bool = True,
-        control_s: float = 0.0,
-        unix_s: float | None = None,
-    ) -> None:
-        """Account for one finished step, write it down, and let the policy learn from it.
-
-        Args:
-            step: what happened.
-            num_generation_tokens: see `Aggregates.add`, as for the next three.
-            num_draft_tokens: tokens verified over all requests.
-            decode_only: its time is that of decoding.
-            control_s: seconds that it waited for the controller.
-            unix_s: when it finished; None: now.
-        """
-        unix_s = time.time() if unix_s is None else unix_s
-        self._sums.add(
-            step,
-            num_generation_tokens=num_generation_tokens,
-            num_draft_tokens=num_draft_tokens,
-            decode_only=decode_only,
-            control_s=control_s,
-            unix_s=unix_s,
-        )
+    def record(self, step: StepRecord, totals: StepTotals) -> None:
+        """Sum one finished step, write it down, and let the policy learn from it."""
+        self._sums.add(step, totals)
         if self.trace is not None:
-            self.trace.add(step, unix_s)
+            self.trace.add(step, totals.unix_s)
         if self.policy_error is not None:
             return
         try:
@@ -116,7 +82,7 @@ class StepControl:
             self._give_up(error)
 
     def responses(self, accepted: Iterable[tuple[str, int]], ended: Iterable[tuple[str, int]]) -> None:
-        """Account for one finished step by response.
+        """Sum one finished step by response.
 
         Args:
             accepted: see `DraftsByLength.verified`.

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from typing import NamedTuple
 
 from verl_tlt.messages.rollout import EngineStats, LoadInterval, ResponseDrafts, StepTime, Work
 from verl_tlt.speculation.types import OFF, StepRecord
@@ -23,6 +24,21 @@ CLASSES_PER_OCTAVE = 8
 """Classes of response lengths between one and its double: they bound what an engine reports."""
 
 
+class StepTotals(NamedTuple):
+    """What is summed of a finished step besides its `StepRecord`."""
+
+    num_generation_tokens: int
+    """Tokens handed to requests, first tokens after a prefill included."""
+    num_draft_tokens: int
+    """Tokens verified over all requests."""
+    unix_s: float
+    """When it finished."""
+    decode_only: bool = True
+    """No prefill in the step and no pause before it, so that its time is that of decoding."""
+    control_s: float = 0.0
+    """Seconds that the step waited for the controller."""
+
+
 class _LoadIntervals:
     """Sums over intervals of time."""
 
@@ -30,8 +46,8 @@ class _LoadIntervals:
         self._width = INTERVAL_S
         self._rows: list[list[float]] = []  # start, end, batches, contexts, seconds, plain steps, steps, with drafter
 
-    def add(self, step: StepRecord, unix_s: float, decode_only: bool) -> None:
-        counts = decode_only and step.batch > 0
+    def add(self, step: StepRecord, totals: StepTotals) -> None:
+        counts, unix_s = totals.decode_only and step.batch > 0, totals.unix_s
         steps = step.produced / step.batch if counts else 0.0
         sums = (step.batch, step.kv_tokens / step.batch, step.latency_s) if counts else (0.0, 0.0, 0.0)
         self._put([unix_s - step.latency_s, unix_s, *sums, steps, float(counts), float(step.drafted != OFF)])
@@ -67,44 +83,26 @@ class Aggregates:
         self._work: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._step_times: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=LATENCY_SAMPLES))
 
-    def add(
-        self,
-        step: StepRecord,
-        *,
-        num_generation_tokens: int,
-        num_draft_tokens: int,
-        decode_only: bool = True,
-        control_s: float = 0.0,
-        unix_s: float = 0.0,
-    ) -> None:
-        """Add one finished step.
-
-        Args:
-            step: the record that the policy gets.
-            num_generation_tokens: tokens handed to requests, first tokens after a prefill included.
-            num_draft_tokens: tokens verified over all requests.
-            decode_only: no prefill in the step and no pause before it, so that its time is that of decoding.
-            control_s: seconds that the step waited for the controller.
-            unix_s: when it finished.
-        """
-        self._intervals.add(step, unix_s, decode_only)
+    def add(self, step: StepRecord, totals: StepTotals) -> None:
+        """Add one finished step."""
+        self._intervals.add(step, totals)
         arm = OFF if step.drafted == OFF else step.verified
         sums, accepted = self._sums, step.num_accepted_tokens_per_pos
         sums.num_steps += 1
         sums.busy_s += step.latency_s
-        sums.control_s += control_s
-        sums.num_generation_tokens += num_generation_tokens
+        sums.control_s += totals.control_s
+        sums.num_generation_tokens += totals.num_generation_tokens
         sums.num_decode_tokens += step.produced
         sums.num_passes += step.batch
         sums.num_drafts += step.num_drafts
-        sums.num_draft_tokens += num_draft_tokens
+        sums.num_draft_tokens += totals.num_draft_tokens
         if accepted:
             sums.num_draft_tokens_per_pos = _added(sums.num_draft_tokens_per_pos, [step.num_drafts] * len(accepted))
             sums.num_accepted_tokens_per_pos = _added(sums.num_accepted_tokens_per_pos, accepted)
         self._steps_by_draft_length[arm] += 1
         if step.clean:
             self._step_times[arm, step.batch].append(step.latency_s)
-        if decode_only and step.batch:
+        if totals.decode_only and step.batch:
             work = self._work[step.batch]
             work[0] += step.latency_s
             work[1] += step.produced

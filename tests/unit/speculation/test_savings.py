@@ -7,7 +7,7 @@ import pytest
 
 from verl_tlt.messages.rollout import EngineStats, LoadInterval
 from verl_tlt.speculation.savings import SavingsAccount, control_replicas
-from verl_tlt.speculation.step_statistics import MAX_INTERVALS, Aggregates
+from verl_tlt.speculation.step_statistics import MAX_INTERVALS, Aggregates, StepTotals
 from verl_tlt.speculation.types import OFF, StepRecord
 
 K, REQUESTS = 3, 16
@@ -47,7 +47,7 @@ class Replica:
         step = StepRecord(
             batch, kv_tokens, self.arm, verified, drafts, tuple(accepted), produced, seconds, clean=self.begun
         )
-        self.sums.add(step, num_generation_tokens=produced, num_draft_tokens=verified * batch, unix_s=clock)
+        self.sums.add(step, StepTotals(produced, verified * batch, clock))
         self.left, self.context, self.begun = [n for n in self.left if n], self.context + produced, True
 
 

@@ -1,4 +1,5 @@
 import json
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -9,6 +10,7 @@ from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.decision import Limits
 from verl_tlt.speculation.step_control import StepControl
+from verl_tlt.speculation.step_statistics import StepTotals
 from verl_tlt.speculation.types import OFF, Load, StepRecord
 
 
@@ -47,9 +49,9 @@ def points(table):
     return LatencyTable.calibrated({k: map(tuple, row) for k, row in table.items()}).to_list()
 
 
-def record(control, *steps, **kwargs):
+def record(control, *steps):
     for s in steps:
-        control.record(s, num_generation_tokens=s.produced, num_draft_tokens=s.num_drafts * s.verified, **kwargs)
+        control.record(s, StepTotals(s.produced, s.num_drafts * s.verified, time.time()))
 
 
 def test_the_policy_is_asked_and_never_exceeds_the_engine():

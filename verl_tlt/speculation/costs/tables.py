@@ -206,19 +206,16 @@ def load_table(directory: str | Path, key: TableKey) -> LatencyTable | None:
     except (OSError, ValueError) as error:
         _set_aside(path, f"it cannot be read ({error})")
         return None
-    try:
-        return _checked(content, key)
-    except ControlError as error:
-        _set_aside(path, str(error))
-        return None
-
-
-def _checked(content: object, key: TableKey) -> LatencyTable:
     if not isinstance(content, dict) or content.get("schema") not in (1, SCHEMA):
-        raise ControlError(f"it is not a latency table of schema 1 or {SCHEMA}")
-    if content.get("key") != asdict(key):
-        raise ControlError(f"it was measured for {content.get('key')}")
-    return LatencyTable.from_list(content.get("points", []))
+        _set_aside(path, f"it is not a latency table of schema 1 or {SCHEMA}")
+    elif content.get("key") != asdict(key):
+        _set_aside(path, f"it was measured for {content.get('key')}")
+    else:
+        try:
+            return LatencyTable.from_list(content.get("points", []))
+        except ControlError as error:
+            _set_aside(path, str(error))
+    return None
 
 
 def _set_aside(path: Path, reason: str) -> None:
