@@ -28,7 +28,7 @@ TOKENS_PER_STEP = 8192
 """Where the tokens captured begin; a session needs some thousand, and no bubble has been seen yet."""
 
 
-def dtype_name(name: Any) -> str:
+def dtype_name(name: object) -> str:
     """A rollout's `dtype` as torch spells it; engines compute in 16 bits unless told otherwise."""
     short = str(name).removeprefix("torch.")
     return {"auto": "bfloat16", "half": "float16", "float": "float32"}.get(short, short)
@@ -49,7 +49,7 @@ Index = Annotated[int, Field(ge=0)]
 DraftLength = Annotated[int, Field(ge=0, le=16)]
 
 
-def _policy(value: Any) -> Any:
+def _policy(value: object) -> object:
     if value in ("bandit", "ema"):
         moved = "bandit and ema are in benchmarks/control/policies, for comparisons"
         raise ValueError(f"must be 'goodput', 'table', 'fixed' or 'off' ({moved})")
@@ -218,7 +218,7 @@ class TLTConfig:
     trace: TraceConfig = field(default_factory=TraceConfig)
 
     @classmethod
-    def from_dict(cls, node: Mapping[str, Any] | None) -> TLTConfig:
+    def from_dict(cls, node: Mapping[str, object] | None) -> TLTConfig:
         """Build from nested mappings (YAML, Hydra, JSON).
 
         Raises:
@@ -244,7 +244,7 @@ GONE = {
 T = TypeVar("T")
 
 
-def _build(cls: type[T], node: Mapping[str, Any], where: str) -> T:
+def _build(cls: type[T], node: object, where: str) -> T:
     if not isinstance(node, Mapping):
         raise TLTConfigError(f"{where} must be a mapping of settings, not {node!r}.")
     hints = typing.get_type_hints(cls)
@@ -273,7 +273,7 @@ def _hint(where: str, key: str, known: Iterable[str]) -> str:
     return f". Did you mean {where}.{close[0]}?" if close else f". Known keys: {', '.join(known)}."
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
     return [_plain(v) for v in value] if hasattr(value, "__iter__") and not isinstance(value, str | bytes) else value

@@ -1,9 +1,9 @@
-"""Whose a file is, on machines that others use too: asked before a file is obeyed, believed or written to.
+"""Who owns a file, on machines that others use too: checked before a file is read as ours or written to.
 
 Where all users may write (`/tmp`, a scratch disk, a share opened to everybody), a name says nothing about who made what
-is there. What lies below such a directory counts only if this user or root owns the entry by which the way leads on;
-a file that all may write to counts for nothing. Places that only their owner's group may write to are the group's own
-matter. Standard library only.
+is there. What lies below such a directory is trusted only if this user or root owns each entry on the path to it; a
+file that all may write to is not trusted. Directories that only their owner's group may write to are trusted. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ class NotPrivateError(TLTError):
     """A directory that must be this user's alone is another's, or open to others."""
 
 
-def foreign(path: str | os.PathLike[str], also: int | None = None) -> str | None:
-    """Why what `path` holds may be another user's, as a sentence without its end; None: it is not, or is not there.
+def other_owner(path: str | os.PathLike[str], also: int | None = None) -> str | None:
+    """Why what `path` holds may be another user's, a sentence without its end; None: it is not, or is not there.
 
     Args:
         path: a file that is to be read, or a directory.
         also: user id of one more owner to trust.
     """
     owners = {_ROOT, os.geteuid(), also}
-    for place in _places(Path(path)):
+    for entry in _entries(Path(path)):
         try:
-            found, above = os.lstat(place), os.stat(place.parent)
+            found, above = os.lstat(entry), os.stat(entry.parent)
         except FileNotFoundError:
             return None
         if above.st_mode & stat.S_IWOTH and found.st_uid not in owners:
-            return f"{place} belongs to user {found.st_uid}, and everybody may write to {place.parent}"
+            return f"{entry} belongs to user {found.st_uid}, and everybody may write to {entry.parent}"
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -48,8 +48,8 @@ def foreign(path: str | os.PathLike[str], also: int | None = None) -> str | None
     return f"everybody may write to {path}" if mode & stat.S_IWOTH else None
 
 
-def _places(path: Path) -> Iterator[Path]:
-    """Everything on the way from the root to `path`, as it is written and as its links lead."""
+def _entries(path: Path) -> Iterator[Path]:
+    """Every directory entry from the root to `path`, as it is written and as its links lead."""
     for way in dict.fromkeys((os.path.abspath(path), os.path.realpath(path))):
         yield from reversed([Path(way), *list(Path(way).parents)[:-1]])
 

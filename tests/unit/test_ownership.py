@@ -8,7 +8,7 @@ import pytest
 
 from verl_tlt.drafter.staging import DIRECTORY, stage, staged_weights
 from verl_tlt.engine_core.steps import StepTrace
-from verl_tlt.ownership import NotPrivateError, check_private, foreign, open_to_append
+from verl_tlt.ownership import NotPrivateError, check_private, open_to_append, other_owner
 from verl_tlt.server.private_dir import OWNER, make_private_dir
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable, TableKey, load_table, save_table, table_path
 from verl_tlt.speculation.types import StepRecord
@@ -28,38 +28,38 @@ def planted(directory, give_away, name, text):
 def test_ones_own_is_ones_own(everybodys):
     (everybodys / "run").mkdir()
     (everybodys / "run" / "file").touch(mode=0o644)
-    assert foreign(everybodys / "run" / "file") is None
-    assert foreign(everybodys / "run" / "absent") is None and foreign(everybodys / "no" / "way") is None
+    assert other_owner(everybodys / "run" / "file") is None
+    assert other_owner(everybodys / "run" / "absent") is None and other_owner(everybodys / "no" / "way") is None
 
 
 def test_another_users_counts_where_only_that_user_could_put_it(tmp_path, everybodys, give_away):
     for below in (tmp_path, everybodys):
         run = planted(below, give_away, "file", "")
-        said = foreign(run / "file")
+        said = other_owner(run / "file")
         if below == tmp_path:
             assert said is None
         else:
             assert said == f"{run} belongs to user 54321, and everybody may write to {everybodys}"
-            assert foreign(run / "file", also=54321) is None
+            assert other_owner(run / "file", also=54321) is None
 
 
 def test_a_link_is_judged_by_where_it_lies_and_where_it_leads(tmp_path, everybodys, give_away):
     run = planted(everybodys, give_away, "file", "")
     (tmp_path / "link").symlink_to(run / "file")
-    assert "belongs to user" in foreign(tmp_path / "link")
+    assert "belongs to user" in other_owner(tmp_path / "link")
     (tmp_path / "ours").touch()
     (everybodys / "link").symlink_to(tmp_path / "ours")
-    assert foreign(everybodys / "link") is None
+    assert other_owner(everybodys / "link") is None
     give_away(everybodys / "link")
-    assert f"{everybodys / 'link'} belongs to user 54321" in foreign(everybodys / "link")
+    assert f"{everybodys / 'link'} belongs to user 54321" in other_owner(everybodys / "link")
 
 
 def test_what_everybody_may_write_to_and_what_is_no_file_counts_for_nothing(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "file").chmod(0o666)
     os.mkfifo(tmp_path / "pipe")
-    assert foreign(tmp_path / "file") == f"everybody may write to {tmp_path / 'file'}"
-    assert foreign(tmp_path / "pipe") == f"{tmp_path / 'pipe'} is no ordinary file"
+    assert other_owner(tmp_path / "file") == f"everybody may write to {tmp_path / 'file'}"
+    assert other_owner(tmp_path / "pipe") == f"{tmp_path / 'pipe'} is no ordinary file"
 
 
 # ---------------------------------------------------------------------- what reads

@@ -28,7 +28,7 @@ from verl_tlt.drafter.policy import (
     read_json,
     rope_of,
 )
-from verl_tlt.ownership import foreign
+from verl_tlt.ownership import other_owner
 
 WEIGHTS = "model.safetensors"
 PROVENANCE = "provenance.json"
@@ -73,7 +73,7 @@ def check_owner(drafter: Model) -> None:
     """
     path = drafter_folder(drafter)
     for name in (CONFIG, WEIGHTS, PROVENANCE):
-        if reason := foreign(path / name):
+        if reason := other_owner(path / name):
             raise DrafterError(f"{path} may be another user's drafter: {reason}; copy it to a place of your own.")
 
 

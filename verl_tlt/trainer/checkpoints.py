@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_tlt.ownership import foreign
+from verl_tlt.ownership import other_owner
 from verl_tlt.trainer.fleet import Call, CallFailed
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def _holds_drafter(step: Path) -> bool:
     if not place.is_dir():
         return False
     files = (file for file in place.rglob("*") if file.is_file())
-    if reason := next((why for file in files if (why := foreign(file, also=step.stat().st_uid))), None):
+    if reason := next((why for file in files if (why := other_owner(file, also=step.stat().st_uid))), None):
         logger.warning("%s is left out: %s", place, reason)
         return False
     return True

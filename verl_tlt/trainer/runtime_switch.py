@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from verl_tlt.errors import TLTError
-from verl_tlt.ownership import foreign
+from verl_tlt.ownership import other_owner
 
 SWITCH_FILE = "tlt_control.yaml"
 TRACE_FILE = "trainer.jsonl"
@@ -42,7 +42,7 @@ def read_switch(directory: str | Path) -> RuntimeSwitch:
             written it.
     """
     path = Path(directory) / SWITCH_FILE
-    if reason := foreign(path):
+    if reason := other_owner(path):
         raise SwitchError(f"{path} is not obeyed: {reason}.")
     try:
         node = yaml.safe_load(path.read_text()) or {}

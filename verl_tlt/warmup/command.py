@@ -36,7 +36,7 @@ from verl_tlt.drafter import (
 )
 from verl_tlt.drafter.evaluate import combined_score
 from verl_tlt.drafter.policy import DrafterError, check_aux_layers, unsupported
-from verl_tlt.ownership import foreign
+from verl_tlt.ownership import other_owner
 from verl_tlt.warmup.engine import GenerationJob, Response, as_texts, find_device, generate
 from verl_tlt.warmup.options import WarmupOptions
 from verl_tlt.warmup.prompts import Prompts, load_tokenizer, read_prompts
@@ -146,7 +146,7 @@ def begin(options: WarmupOptions, prompts: Prompts) -> None:
     """
     work, file = options.work, options.work / "run.json"
     for name in (file.name, STATE, "responses"):
-        if reason := foreign(work / name):
+        if reason := other_owner(work / name):
             raise DrafterError(f"{work} may be another user's work: {reason}; give an --out in a place of your own.")
     given = json.loads(json.dumps(asdict(options), default=str))
     wanted = {key: value for key, value in given.items() if key not in _MAY_CHANGE}

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_tlt.ownership import foreign
+from verl_tlt.ownership import other_owner
 from verl_tlt.speculation.types import OFF, ControlError
 
 SCHEMA = 2
@@ -196,7 +196,7 @@ def save_table(directory: str | Path, key: TableKey, table: LatencyTable) -> Pat
 def load_table(directory: str | Path, key: TableKey) -> LatencyTable | None:
     """The stored table of `key`; None where there is none, it had to be set aside, or anybody may have written it."""
     path = table_path(directory, key)
-    if reason := foreign(path):
+    if reason := other_owner(path):
         logger.warning("The latency table %s is not read, since %s; latencies are learned anew.", path, reason)
         return None
     try:
