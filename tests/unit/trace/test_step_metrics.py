@@ -11,7 +11,7 @@ import verl_tlt
 from verl_tlt.messages import from_plain, to_plain
 from verl_tlt.messages.rollout import EngineStats, ResponseDrafts
 from verl_tlt.messages.training import BufferStats
-from verl_tlt.speculation.step_statistics import Aggregates
+from verl_tlt.speculation.step_statistics import Aggregates, StepTotals
 from verl_tlt.speculation.types import StepRecord
 from verl_tlt.trace.events import Publish, Reload, Session
 from verl_tlt.trace.line import step_line
@@ -146,8 +146,8 @@ def test_what_the_scheduler_sends_is_what_the_metrics_read():
         batch=2, kv_tokens=9, drafted=0, verified=2, num_drafts=2, num_accepted_tokens_per_pos=(2, 1), produced=5,
         latency_s=0.5, clean=True,
     )  # fmt: skip
-    sums.add(step, num_generation_tokens=6, num_draft_tokens=4)
-    sums.add(step, num_generation_tokens=6, num_draft_tokens=4, control_s=0.001)
+    sums.add(step, StepTotals(6, 4, 0.0))
+    sums.add(step, StepTotals(6, 4, 0.0, control_s=0.001))
     stats = from_plain(EngineStats, json.loads(json.dumps(to_plain(sums.stats()))))
     metrics = step_metrics(StepObservations(replicas={"a": stats}, rollout_s=2.0))
     assert metrics["tlt/accept_length"] == pytest.approx(1 + 6 / 4)
