@@ -35,7 +35,7 @@ def doctor(overrides, tmp_path_factory):
     """What the doctor said, what its child process had answered, and the home in which it kept a table."""
     home, answers = tmp_path_factory.mktemp("home"), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_check, "run_job", lambda *args: answers.append(run_job(*args)) or answers[-1])
+        patch.setattr(engine_check, "run_job", lambda job: answers.append(run_job(job)) or answers[-1])
         # What vLLM knows of a model's class it keeps at home, and asks a process of its own where it does not.
         patch.setenv("VLLM_CACHE_ROOT", os.environ.get("VLLM_CACHE_ROOT", os.path.expanduser("~/.cache/vllm")))
         patch.setenv("HOME", str(home))
@@ -57,7 +57,7 @@ def test_the_doctor_measures_on_this_machine(doctor):
 def test_calibrate_keeps_the_same_measurements(doctor, overrides, tmp_path, monkeypatch):
     """Its job is the doctor's without sleep and memory, so the engines are not started for it again."""
     asked, (_, (answer,), _) = [], doctor
-    monkeypatch.setattr(engine_check, "run_job", lambda job, _: asked.append(job) or answer)
+    monkeypatch.setattr(engine_check, "run_job", lambda job: asked.append(job) or answer)
     done = CliRunner().invoke(
         app, ["calibrate", *overrides, "--cpu", "--seconds", "60", "--out", str(tmp_path / "costs")]
     )

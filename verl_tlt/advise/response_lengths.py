@@ -25,13 +25,6 @@ class LogNormal:
     """Standard deviation of the logarithm."""
     longest: int
 
-    def __post_init__(self) -> None:
-        if not (self.median > 0 and self.sigma >= 0 and self.longest >= 1):
-            raise TLTError(
-                f"Response lengths need median > 0, sigma >= 0 and longest >= 1, not {self.median:g}, {self.sigma:g}, "
-                f"{self.longest}."
-            )
-
     def draw(self, rng: np.random.Generator, requests: int) -> Lengths:
         """Lengths in tokens, [requests]."""
         drawn = rng.lognormal(math.log(self.median), self.sigma, requests)

@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from verl_tlt.advise.decoding import EngineSpec
 from verl_tlt.advise.hardware import Gpu, Shape, drafter_tokens_s, step_cost, update_token_s
 from verl_tlt.advise.judge import Numbers
 from verl_tlt.advise.response_lengths import LogNormal, from_mean, from_moments
 from verl_tlt.advise.run_metrics import RunMetrics
-from verl_tlt.advise.simulation import SMALL_BATCH, SimulatedRollout, SimulatedRun, simulate
+from verl_tlt.advise.simulation import SMALL_BATCH, EngineSpec, SimulatedRollout, SimulatedRun, simulate
 from verl_tlt.advise.workload import Workload
 from verl_tlt.errors import TLTError
 from verl_tlt.speculation.costs.latency import LatencyModel
@@ -101,8 +100,9 @@ def estimate(scenario: Scenario, assumed: dict[str, str]) -> Estimate:
         TLTError: the recipe asks for no work, or what was logged contradicts it.
     """
     work, metrics = scenario.work, scenario.metrics
-    if work.requests < 1 or work.replicas < 1:
-        raise TLTError("data.train_batch_size, trainer.nnodes and trainer.n_gpus_per_node must ask for some work.")
+    if min(work.requests, work.replicas, work.response) < 1:
+        keys = "data.train_batch_size, data.max_response_length, trainer.nnodes and trainer.n_gpus_per_node"
+        raise TLTError(f"{keys} must ask for some work.")
     lengths, prompt = _lengths(scenario, assumed), max(1, work.prompt // 4)
     if metrics is not None and metrics.prompt_mean:
         prompt = round(metrics.prompt_mean)

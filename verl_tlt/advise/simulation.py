@@ -1,17 +1,131 @@
-"""Simulated rollouts of a whole run: every response is decoded by stock verl and with TLT, at computed step costs."""
+"""Simulated rollouts of a whole run: every response is decoded by stock verl and with TLT, at computed step costs.
+
+Between two changes of its batch an engine does the same in every step, so a rollout is a series of segments: each ends
+where the batch has changed by `GRAIN` or the contexts have grown by `GROWTH`. In a segment the draft length is the one
+with the most tokens per second, which the goodput policy finds, and in every step a request gains the accept length
+expected at its own acceptance. Left out are what the policy's learning costs and the luck of single tokens, which evens
+out over a response.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
-from verl_tlt.advise.decoding import Decoded, EngineSpec, rollout
-from verl_tlt.advise.response_lengths import LogNormal
+from verl_tlt.advise.response_lengths import Lengths, LogNormal
+from verl_tlt.speculation.types import OFF
 
 SMALL_BATCH = 32
 """Requests in an engine below which a rollout counts as its tail (the TLT paper's threshold)."""
+GRAIN = 1.0 / 32.0
+"""Relative change of the batch at which a segment ends: the policy treats less as the same load."""
+GROWTH = 0.25
+"""Relative growth of the mean context at which a segment ends."""
+
+Floats = npt.NDArray[np.float64]
+StepSeconds = Callable[[int, int, int], float]
+"""Seconds of a step by batch, tokens of context in all requests, and draft length (OFF: no drafter)."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What all replicas have in common."""
+
+    step_seconds: StepSeconds
+    arms: tuple[int, ...] = (0, 1, 3)
+    """Draft lengths that the policy may choose."""
+    max_batch: int = 256
+    """`max_num_seqs`: requests decoding at once; the others wait."""
+    token_limit: int = 0
+    """Tokens of the largest step that drafts; 0: no limit."""
+    prefill_token_s: float = 0.0
+    """Seconds per prompt token."""
+    spread: float = 0.0
+    """Relative standard deviation of acceptance between requests."""
+
+
+@dataclass
+class Decoded:
+    """What one replica did in one rollout."""
+
+    seconds: float = 0.0
+    """Until its last response; 0 where it had none."""
+    seconds_by_batch: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds of decoding by batch, rounded down to a power of two."""
+
+
+def rollout(
+    spec: EngineSpec, lengths: Lengths, prompt: int, acceptance: tuple[float, ...], rng: np.random.Generator
+) -> tuple[Decoded, Decoded]:
+    """One rollout of a replica, decoded by (stock, TLT); TLT does not run a drafter that does not pay.
+
+    Args:
+        spec: of the engine.
+        lengths: tokens of each response, [requests].
+        prompt: tokens of each prompt.
+        acceptance: conditional acceptance of the drafter by draft position.
+        rng: draws how requests differ in acceptance.
+    """
+    stock = decode(spec, lengths, prompt)
+    drafted = decode(spec, lengths, prompt, step_gains(spec, acceptance, lengths.size, rng))
+    return stock, min(stock, drafted, key=lambda decoded: decoded.seconds)
+
+
+def step_gains(
+    spec: EngineSpec, acceptance: tuple[float, ...], requests: int, rng: np.random.Generator | None = None
+) -> Floats:
+    """Tokens that each request gains in a step by draft length 0, 1, ..., [requests, K_max + 1]."""
+    drawn = rng.standard_normal(requests) if rng is not None and spec.spread else np.zeros(requests)
+    scale = np.clip(1.0 + spec.spread * drawn, 0.0, None)
+    chain = np.clip(scale[:, None] * np.asarray(acceptance), 0.0, 1.0).cumprod(axis=1)  # [requests, K_max]
+    return 1.0 + np.pad(chain.cumsum(axis=1), ((0, 0), (1, 0)))
+
+
+def decode(spec: EngineSpec, lengths: Lengths, prompt: int, gains: Floats | None = None) -> Decoded:
+    """Decode all responses: with a drafter that runs all the time, or without `gains` as stock.
+
+    Args:
+        spec: of the engine.
+        lengths: tokens of each response, [requests].
+        prompt: tokens of each prompt.
+        gains: see `step_gains`.
+    """
+    found = Decoded(seconds=lengths.size * prompt * spec.prefill_token_s)
+    left = lengths.astype(np.float64)  # tokens to go, [requests]
+    rows = np.arange(min(spec.max_batch, lengths.size))  # requests that decode, [batch]
+    waiting = rows.size  # the first request that waits
+    while rows.size:
+        batch = rows.size
+        kv = round(float((lengths[rows] - left[rows]).sum())) + batch * prompt
+        k = OFF if gains is None else best_length(spec, batch, kv, gains[rows].mean(axis=0))
+        gain = np.ones(batch) if gains is None else gains[rows, k]  # tokens a step, [batch]
+        needed = left[rows] / gain  # steps each request still takes, [batch]
+        ending = min(batch, max(1, round(batch * GRAIN)))
+        steps = float(np.partition(needed, ending - 1)[ending - 1])
+        if waiting == lengths.size or ending < batch:
+            steps = min(steps, max(1.0, GROWTH * (kv / batch + 64.0) / float(gain.mean())))
+        middle = max(1, round(float(np.clip(needed / steps, 0.0, 1.0).sum())))  # mean batch of the segment
+        gained = np.minimum(gain * steps, left[rows])
+        middle_kv = round(kv * middle / batch + 0.5 * float(gained.sum()))
+        seconds = steps * spec.step_seconds(middle, middle_kv, k)
+        found.seconds += seconds
+        found.seconds_by_batch[1 << (middle.bit_length() - 1)] += seconds
+        left[rows] -= gained
+        rows = rows[left[rows] > 1e-9]
+        joining = min(spec.max_batch - rows.size, lengths.size - waiting)
+        rows = np.concatenate((rows, np.arange(waiting, waiting + joining)))
+        waiting += joining
+    return found
+
+
+def best_length(spec: EngineSpec, batch: int, kv_tokens: int, gains: Floats) -> int:
+    """The draft length with the most tokens per second; `gains` are the requests' mean tokens a step, [K_max + 1]."""
+    allowed = [k for k in spec.arms if not k or not spec.token_limit or batch * (1 + k) <= spec.token_limit]
+    return max(allowed, key=lambda k: float(gains[k]) / spec.step_seconds(batch, kv_tokens, k))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ Judging imports neither verl nor torch. Measuring starts the recipe's engine in 
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,11 +72,10 @@ def measure_engine(recipe: Recipe, cpu: bool) -> list[Finding]:
     """What only a real engine on this machine can tell (`doctor.engine_check`), as findings."""
     from verl_tlt.doctor.engine_check import EngineJob, judge, keep_costs, run_job
 
-    with tempfile.TemporaryDirectory(prefix="tlt-check-") as directory:
-        try:
-            found = run_job(EngineJob(recipe, cpu or not _has_gpu()), Path(directory))
-        except TLTError as error:
-            return [Finding("refuse", "engine", str(error))]
+    try:
+        found = run_job(EngineJob(recipe, cpu))
+    except TLTError as error:
+        return [Finding("refuse", "engine", str(error))]
     try:
         kept = Finding("ok", "cost table", f"kept for runs in {keep_costs(found, None)[0]}")
     except TLTConfigError as error:
@@ -106,24 +104,14 @@ def calibrate(recipe: Recipe, out: Path | None, seconds: float, cpu: bool) -> tu
     refusals = [f for f in examine_recipe(recipe) if f.level == "refuse" and not f.what.startswith("data.")]
     if refusals:
         raise TLTConfigError("\n".join(f.sentence for f in refusals))
-    with tempfile.TemporaryDirectory(prefix="tlt-calibrate-") as directory:
-        job = EngineJob(recipe, cpu or not _has_gpu(), budget_s=seconds, costs_only=True)
-        return keep_costs(run_job(job, Path(directory)), out)
+    return keep_costs(run_job(EngineJob(recipe, cpu, budget_s=seconds, costs_only=True)), out)
 
 
 def cost_table(costs: LatencyTable) -> Table:
     """Milliseconds per engine step, a column per batch."""
-    from rich.table import Table
-
     rows_of = {k: dict(costs.by_batch(k)) for k in costs.arms()}
     batches = sorted({batch for row in rows_of.values() for batch in row})
     table = Table("draft length", *(f"batch {b}" for b in batches), title="milliseconds per engine step")
     for k, row in rows_of.items():
         table.add_row("no drafter" if k < 0 else str(k), *(f"{1e3 * row[b]:.2f}" if b in row else "" for b in batches))
     return table
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return bool(torch.cuda.is_available())

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from verl_tlt import child_engine
 from verl_tlt.config import TLTConfigError
 from verl_tlt.doctor.recipe import Recipe
 from verl_tlt.doctor.rules import Finding
-from verl_tlt.doctor.standalone_engine import Setup, StandaloneEngine, graph_memory_gib, read_setup, start
+from verl_tlt.doctor.standalone_engine import StandaloneEngine, graph_memory_gib, read_setup, start
 from verl_tlt.messages import from_plain, to_plain
 from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.server.calibration import COSTS_DIR, cost_key
@@ -107,15 +108,12 @@ async def check(job: EngineJob, directory: Path) -> Measured:
         if not job.costs_only and await engine.rpc("tlt_set_drafting", False) is None:
             await engine.scheduler.call("control", drafting=False)
             found.off = await engine.wall_seconds(batches)
-        found.key = _key(setup, engine.drafter)
+        drafter = None if setup.tlt.speculation.source == "ngram" else engine.drafter
+        found.key = cost_key(setup.policy, setup.rollout, drafter)
     if on_gpu:
         log = (directory / child_engine.LOG).read_text(errors="replace")
         found.graph_gib = graph_memory_gib(log)[::-1]
     return found
-
-
-def _key(setup: Setup, drafter: Path | None) -> TableKey:
-    return cost_key(setup.policy, setup.rollout, None if setup.tlt.speculation.source == "ngram" else drafter)
 
 
 async def check_sleep(engine: StandaloneEngine, found: Measured, on_gpu: bool) -> None:
@@ -162,15 +160,18 @@ def _work(asked: dict[str, Any], directory: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------------- in the command
 
 
-def run_job(job: EngineJob, directory: Path, timeout_s: float = 1800.0) -> Measured:
-    """Have a child process do `job`; `directory` is for its drafter and its log.
+def run_job(job: EngineJob, timeout_s: float = 1800.0) -> Measured:
+    """Have a child process do `job`.
 
     Raises:
         ChildEngineError: it could not; one sentence, or the end of the engine's log.
     """
-    if job.cpu:
+    import torch
+
+    if job.cpu or not torch.cuda.is_available():
         child_engine.require_cpu_platform()
-    answer = child_engine.run_job("verl_tlt.doctor.engine_check", to_plain(job), directory, {}, timeout_s)
+    with tempfile.TemporaryDirectory(prefix="tlt-check-") as directory:  # of its drafter and its log
+        answer = child_engine.run_job("verl_tlt.doctor.engine_check", to_plain(job), Path(directory), {}, timeout_s)
     return from_plain(Measured, answer)
 
 

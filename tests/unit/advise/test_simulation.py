@@ -1,15 +1,97 @@
-"""Simulated runs: repeatable, and wrong inputs are a sentence."""
+"""Simulated rollouts: against an engine that is stepped through token by token, what costs them time, repeatability."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from benchmarks.simulate.hardware import QWEN3_8B_H100, steady
-from verl_tlt.advise.decoding import EngineSpec
+from benchmarks.simulate.engine import Noise, SimulatedEngine
+from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, calibration_of, steady
+from benchmarks.simulate.workload import Workload, geometric
 from verl_tlt.advise.response_lengths import LogNormal, from_mean, from_moments
-from verl_tlt.advise.simulation import SimulatedRun, simulate
+from verl_tlt.advise.simulation import EngineSpec, SimulatedRun, decode, rollout, simulate, step_gains
 from verl_tlt.errors import TLTError
+from verl_tlt.speculation.policies.factory import make_policy
+from verl_tlt.speculation.types import OFF
+
+ARMS = (0, 1, 2, 3, 5, 7)
+STEADY = steady(QWEN3_8B_H100)
+
+
+class Off:
+    """A policy that runs no drafter."""
+
+    def choose(self, load):
+        return OFF
+
+    def observe(self, step):
+        pass
+
+
+def exact(workload, cost, policy):
+    return SimulatedEngine(workload, cost, Noise(0.03)).run(policy).seconds
+
+
+def seconds(spec, lengths, prompt, acceptance):
+    """(stock, TLT)"""
+    return tuple(d.seconds for d in rollout(spec, lengths, prompt, acceptance, np.random.default_rng(0)))
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.8])
+@pytest.mark.parametrize("cost", [QWEN3_8B_H100, QWEN_32B_TP4], ids=["8B", "32B"])
+@pytest.mark.parametrize("policy", ["fixed", "goodput"])
+def test_segments_take_as_long_as_the_steps_of_a_policy(policy, cost, acceptance):
+    w = Workload(160, geometric(acceptance), rollouts=1, max_batch=64, median_length=500)
+    stepped = make_policy(policy, ARMS)
+    stepped.set_latency(calibration_of(cost, ARMS))
+    stepped.set_acceptance(list(w.acceptance))
+    spec = EngineSpec(steady(cost), ARMS if policy == "goodput" else ARMS[-1:], max_batch=64)
+    found = decode(spec, w.rollout(0).lengths, w.prompt, step_gains(spec, w.acceptance, 160))
+    assert found.seconds == pytest.approx(exact(w, cost, stepped), rel=0.02)
+    assert sum(found.seconds_by_batch.values()) == pytest.approx(found.seconds)
+
+
+def test_stock_takes_as_long_as_steps():
+    w = Workload(160, (0.0,), rollouts=1, max_batch=64, median_length=500)
+    found = decode(EngineSpec(STEADY, max_batch=64), w.rollout(0).lengths, w.prompt)
+    assert found.seconds == pytest.approx(exact(w, QWEN3_8B_H100, Off()), rel=0.01)
+
+
+def test_a_drafter_that_is_never_right_is_off_and_costs_nothing():
+    stock, tlt = seconds(EngineSpec(STEADY), np.full(40, 300), 100, (0.0, 0.0, 0.0))
+    assert stock == tlt
+
+
+def test_no_draft_is_longer_than_its_step_may_be():
+    lengths, good = np.full(32, 500), (0.9, 0.9, 0.9)
+    free, limited, never = (
+        seconds(EngineSpec(STEADY, (0, 1, 3), token_limit=limit), lengths, 100, good)[1]
+        for limit in (0, 64, 32)
+    )  # fmt: skip
+    assert free < limited < never
+
+
+def test_requests_that_differ_in_acceptance_end_later():
+    """The rollout waits for its slowest response, however good the mean."""
+    same, different = (
+        seconds(EngineSpec(STEADY, spread=spread), np.full(64, 2000), 100, (0.7, 0.7, 0.7))[1] for spread in (0.0, 0.2)
+    )
+    assert different > 1.03 * same
+
+
+def test_prompts_and_long_contexts_cost():
+    spec = EngineSpec(STEADY, prefill_token_s=1e-4)
+    short, long = (decode(spec, np.full(8, 500), prompt).seconds for prompt in (100, 8000))
+    assert long - short > 8 * 7900 * 1e-4
+
+
+def test_many_tokens_use_all_experts():
+    sparse = replace(QWEN3_8B_H100, active_share=0.1)
+    one, many = (sparse.verify_s(1, 0, n) / QWEN3_8B_H100.verify_s(1, 0, n) for n in (1, 64))
+    assert one < 0.3 and many == pytest.approx(1.0, abs=0.01)
+
+
+# ---------------------------------------------------------------------- whole runs
 
 RUN = SimulatedRun(
     EngineSpec(steady(QWEN3_8B_H100)), replicas=4, requests=64, lengths=LogNormal(800, 1.0, 8192),
@@ -34,8 +116,6 @@ def test_one_replica_alone_has_no_bubble():
 
 
 def test_inputs_that_cannot_be_are_one_sentence():
-    with pytest.raises(TLTError, match="median > 0"):
-        LogNormal(-1, 1, 10)
     with pytest.raises(TLTError, match="900 does not fit a limit of 512"):
         from_moments(900, 800, 0.0, 10, 512)
 

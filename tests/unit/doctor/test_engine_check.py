@@ -109,8 +109,8 @@ def test_the_key_of_a_calibration_is_what_costs_depend_on(tmp_path):
     assert len(keys) == 7
 
 
-def test_a_policy_that_is_not_here_is_one_sentence(tmp_path):
+def test_a_policy_that_is_not_here_is_one_sentence():
     job = EngineJob(Recipe(("actor_rollout_ref.model.path=/nowhere/policy", "+tlt=default")), cpu=True)
     said = r"actor_rollout_ref.model.path=/nowhere/policy is not a directory on this machine"
     with pytest.raises(ChildEngineError, match=said):
-        run_job(job, tmp_path)
+        run_job(job)
