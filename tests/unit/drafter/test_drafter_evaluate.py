@@ -17,6 +17,7 @@ from verl_tlt.drafter import (
     build_drafter,
     most_frequent,
     refresh_verifier_weights,
+    windows,
 )
 
 V, PROMPT, RESPONSE, K = 3, (0, 2, 1), 4, 2
@@ -129,30 +130,21 @@ def test_expectation_over_all_texts_is_that_of_speculative_sampling(small, setti
 
 
 def test_batches_do_not_matter_and_repeats_agree(drafter, sequences):
-    together = acceptance(drafter, sequences, max_draft=3)
+    combined = acceptance(drafter, sequences, max_draft=3)
     alone = [acceptance(drafter, [s], max_draft=3)[0] for s in sequences]
-    for a, b in zip(together, alone, strict=True):
+    for a, b in zip(combined, alone, strict=True):
         assert a.positions == b.positions
         np.testing.assert_allclose(a.accepted, b.accepted, rtol=1e-5)
         np.testing.assert_allclose(a.drafts, b.drafts, rtol=1e-5)
     again = acceptance(drafter, sequences, max_draft=3)
-    assert all((a.accepted == b.accepted).all() for a, b in zip(together, again, strict=True))
-    assert 1.0 <= accept_length(together) <= 4.0
+    assert all((a.accepted == b.accepted).all() for a, b in zip(combined, again, strict=True))
+    assert 1.0 <= accept_length(combined) <= 4.0
 
 
 def test_longer_than_the_budget_is_scored_in_pieces(drafter, sequences):
     scores = acceptance(drafter, sequences, max_draft=2, budget=10)
-    assert [s.positions for s in scores[:1]] == [sum(_starts(piece, 2) for piece in _pieces(sequences[0], 10))]
-    assert len(scores) == len(sequences)
-
-
-def _pieces(sequence, budget):
-    return [(i, min(i + budget, len(sequence) - 1), sequence.prompt_len) for i in range(0, len(sequence) - 1, budget)]
-
-
-def _starts(piece, k):
-    begin, end, prompt = piece
-    return max(end - begin - k - max(prompt - begin - 1, 0), 0)
+    wanted = [sum(len(piece.loss_rows(2)) for piece in windows(sequence, 10)) for sequence in sequences]
+    assert [score.positions for score in scores] == wanted
 
 
 def test_too_short_to_know(drafter, sequences):

@@ -1,10 +1,11 @@
-"""The fingerprint: the same for the trainer's tensors and vLLM's, another for any other weights."""
+"""The fingerprint: the same for the trainer's tensors and vLLM's, another for any other weights; names of tensors."""
 
 import pytest
 import torch
 
 from verl_tlt.drafter import fingerprint, serving_tensors
 from verl_tlt.drafter.digest import combined, own_shards, partial_sums
+from verl_tlt.drafter.names import live, plain, stacked
 
 
 def as_vllm_holds_them(tensors, dtype):
@@ -92,10 +93,34 @@ def test_ranks_answer_together_for_the_whole(drafter, size):
     key_rows = tensors["layers.0.self_attn.k_proj.weight"].shape[0]
     ranks = [rank_of(tensors, rank, size, head=key_rows // 2) for rank in range(size)]
 
-    def together():
+    def sums():
         return combined([partial_sums(own_shards(live, tensors, rank, size)) for rank, live in enumerate(ranks)])
 
-    assert together() == fingerprint(tensors)
+    assert sums() == fingerprint(tensors)
     last = ranks[-1]["model.layers.0.mlp.down_proj.weight"]
     ranks[-1]["model.layers.0.mlp.down_proj.weight"] = last.flip(1)
-    assert together() != fingerprint(tensors)
+    assert sums() != fingerprint(tensors)
+
+
+@pytest.mark.parametrize("theirs", ["layers.0.", "midlayer.", "model.layers.0."])
+@pytest.mark.parametrize(
+    ("part", "fused"),
+    [
+        ("self_attn.q_proj.weight", "self_attn.qkv_proj.weight"),
+        ("self_attn.v_proj.bias", "self_attn.qkv_proj.bias"),
+        ("mlp.up_proj.weight", "mlp.gate_up_proj.weight"),
+        ("mlp.down_proj.weight", "mlp.down_proj.weight"),
+        ("self_attn.o_proj.weight", "self_attn.o_proj.weight"),
+    ],
+)
+def test_all_names_of_a_layers_tensor_meet(theirs, part, fused):
+    assert plain(theirs + part) == "layers.0." + part
+    assert stacked(theirs + part) == "layers.0." + fused
+    assert live(theirs + part) == f"model.layers.0.{fused}" == live(stacked(theirs + part))
+
+
+@pytest.mark.parametrize(
+    ("name", "lives"), [("fc.weight", "model.fc.weight"), ("norm.weight", "model.norm.weight"), ("lm_head.weight",) * 2]
+)
+def test_outside_the_layer_only_the_head_stands_beside_the_model(name, lives):
+    assert live(name) == live(lives) == lives and plain(lives) == name

@@ -180,7 +180,7 @@ def test_a_number_out_of_bounds_names_its_option(command, option):
 
 @pytest.mark.parametrize(
     ("package", "command"),
-    [("torch", "warmup"), ("vllm", "warmup"), ("torch", "evaluate"), ("vllm", "evaluate"), ("torch", "convert")],
+    [("vllm", "warmup"), ("torch", "convert")],
 )
 def test_without_torch_or_vllm_a_command_ends_in_one_sentence(tmp_path, package, command):
     words = [command, *NEEDED[command]]
