@@ -1,8 +1,8 @@
-"""An engine in a child process, for the commands that start one: a job goes in, an answer comes out.
+"""An engine in a child process, for the commands that start one.
 
 A process of its own returns all memory when it ends, on every device, and a crash of the engine ends in a sentence.
-The parent calls `run_job`, which starts `python -m MODULE DIRECTORY`; that module calls `serve_job`. They meet in the
-directory: `job.json` is what the child is asked, `answer.json` what it answers, `engine.log` what it printed.
+The parent calls `run_job`, which starts `python -m MODULE DIRECTORY`; that module calls `serve_job`. In the directory,
+`job.json` is what the child is asked, `answer.json` what it answers, `engine.log` what it printed.
 """
 
 from __future__ import annotations
@@ -70,13 +70,9 @@ def run_job(
     answer, log = directory / "answer.json", directory / LOG
     answer.unlink(missing_ok=True)
     (directory / "job.json").write_text(json.dumps(job))
+    command = [sys.executable, "-m", module, str(directory)]
     with log.open("w") as stream:
-        child = subprocess.Popen(
-            [sys.executable, "-m", module, str(directory)],
-            env={**os.environ, **environment},
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-        )
+        child = subprocess.Popen(command, env={**os.environ, **environment}, stdout=stream, stderr=subprocess.STDOUT)
         try:
             _wait(child, timeout_s, tell)
         except subprocess.TimeoutExpired as error:

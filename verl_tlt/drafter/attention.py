@@ -41,7 +41,7 @@ def attend_by_document(
         key: [1, kv_heads, P * S, head_dim] in pass P of a training-time test.
         value: as `key`.
         attention_mask: bool [1, 1, S, P * S]: causal within documents in the first S columns, then the diagonal of
-            each further S; padding sees itself alone.
+            each further S; padding attends to itself alone.
         scaling: of the scores; None: head_dim ** -0.5.
 
     Returns:
@@ -84,9 +84,11 @@ def _documents(mask: torch.Tensor) -> list[tuple[int, int, int]]:
         ValueError: it is another mask.
     """
     index = torch.arange(len(mask), device=mask.device)
-    starts = mask.int().argmax(dim=1)  # [S] the first position that each one sees
+    starts = mask.int().argmax(dim=1)  # [S] the first position that each one attends to
     if not torch.equal(mask.sum(dim=1), index - starts + 1):
-        raise ValueError(f"Attention {BY_DOCUMENT!r} sees whole documents up to each position; this mask does not.")
+        raise ValueError(
+            f"Attention {BY_DOCUMENT!r} is for masks that are causal within whole documents; this one is not."
+        )
     borders = [*sorted(set(starts.tolist())), len(mask)]
     found: list[tuple[int, int, int]] = []
     for begin, end in itertools.pairwise(borders):

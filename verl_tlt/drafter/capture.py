@@ -2,7 +2,7 @@
 
 RL copies these out of a forward that runs anyway (`verl_tlt.actor.tap`). Warming a drafter up and evaluating one need
 them for given texts: aux layers' inputs, and the last state before the final norm, at every position. They are heavy
-(28-64 KB a token for 7B-70B policies), so a `Library` keeps as many as its memory allows and computes the rest again.
+(28-64 KB a token for 7B-70B policies), so a `Library` keeps as many as its memory allows and computes the others again.
 """
 
 from __future__ import annotations

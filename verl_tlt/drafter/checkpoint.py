@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STATE = "training/training_state.safetensors"
-"""In a folder of its own, so that what lies beside `config.json` is what is served."""
+"""In a folder of its own: the folder of `config.json` holds only what is served."""
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _VERIFIER = ("verifier_lm_head.", "verifier_norm.")
@@ -205,7 +205,7 @@ def load_drafter(
 
 
 def load_training_state(directory: str | os.PathLike[str]) -> Fields | None:
-    """The `DrafterTrainer.state()` saved beside a drafter; None where there is none, or only a pickled one.
+    """The `DrafterTrainer.state()` saved with a drafter; None where there is none, or only a pickled one.
 
     Raises:
         DrafterError: the file is damaged, or holds something else.
@@ -218,7 +218,7 @@ def load_training_state(directory: str | os.PathLike[str]) -> Fields | None:
 
 
 def provenance(directory: Model) -> Fields:
-    """The facts saved beside a drafter; empty for a drafter from elsewhere.
+    """The facts saved with a drafter; empty for a drafter from elsewhere.
 
     Raises:
         DrafterError: the file is damaged.

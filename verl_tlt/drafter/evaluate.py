@@ -58,7 +58,7 @@ class SequenceScore(DraftCounts):
 
 
 def combined_score(scores: Iterable[SequenceScore], max_draft: int = 1) -> SequenceScore:
-    """The score of all these sequences together; `max_draft` is K where there are none."""
+    """The sum of all these scores; `max_draft` is K where there are none."""
     scores = list(scores)
     return SequenceScore(
         positions=sum(s.positions for s in scores),

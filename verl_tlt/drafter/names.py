@@ -39,8 +39,8 @@ def plain(name: str) -> str:
 def stacked(name: str) -> str:
     """The plain name of the tensor in which vLLM keeps this one; the same for all that it stacks there."""
     name = plain(name)
-    for pattern, together in _STACKED:
-        name = pattern.sub(together, name)
+    for pattern, stack in _STACKED:
+        name = pattern.sub(stack, name)
     return name
 
 

@@ -27,7 +27,7 @@ SUPPORTED = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "glm", "phi3", "ernie4_5", "arcee", "apertus", "qwen2_5_vl",
     "qwen3_vl",
 )  # fmt: skip
-"""Policies whose hidden states vLLM hands to an EAGLE-3 head, each tested with a small model from tap to tokens."""
+"""Policies that vLLM serves with an EAGLE-3 head, each tested with a small model from captured states to tokens."""
 
 _LATENT = "latent attention (MLA) does not start on vLLM's CPU backend, where each family is tested with a head"
 _RECURRENT = "with linear attention an engine of vLLM 0.28 fails when the draft length changes (on its CPU backend)"
@@ -37,10 +37,10 @@ UNTESTABLE = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), _RECURRENT),
     "qwen3_vl_moe": _EXPERTS,
 }
-"""Policies beside which vLLM would serve a head, and what stands in the way all the same."""
+"""Other policies that vLLM serves with a head, and why none is supported here."""
 
 NUM_AUX = 3
-"""Hidden states of the policy the drafter sees at each position (EAGLE-3 section 3: low, middle, high)."""
+"""Hidden states of the policy the drafter reads at each position (EAGLE-3 section 3: low, middle, high)."""
 
 LONGEST_DRAFT = 16
 """Positions a drafter needs beyond the policy's own range: the longest draft there is."""
@@ -222,7 +222,7 @@ def aux_layers_for(num_layers: int) -> tuple[int, int, int]:
 
 
 def check_aux_layers(layers: Sequence[int], num_layers: int, where: str) -> None:
-    """Return when vLLM would hand over these layers, in this order.
+    """Return when vLLM would give the drafter these layers, in this order.
 
     Raises:
         DrafterError: another number than three, an order that is not ascending, or layers the policy does not have;

@@ -37,7 +37,7 @@ def stage(config: str, weights: bytes, directory: Path) -> None:
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_private(directory)
-    # The weights come last: a reader that sees the new weights also sees the configuration they need.
+    # The weights come last: whoever reads the new weights also finds the configuration they need.
     for name, content in (("config.json", config.encode()), (WEIGHTS, weights)):
         handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{name}.")  # mkstemp creates with mode 0600
         with os.fdopen(handle, "wb") as file:

@@ -1,4 +1,4 @@
-"""A training state as a safetensors file: its tensors by their place in the state, all the rest as JSON in the header.
+"""A training state as a safetensors file: its tensors by their place in the state, everything else as JSON in the header.
 
 `torch.save` would pickle it, and a pickle can run code when it is read; checkpoints lie where others may write.
 """
@@ -30,8 +30,8 @@ def write_state(state: Mapping[str, object], file: Path) -> None:
     from safetensors.torch import save_file
 
     tensors: dict[str, torch.Tensor] = {}
-    rest = _without_tensors(state, (), tensors)
-    save_file(tensors, file, metadata={_HEADER: json.dumps(rest)})
+    others = _without_tensors(state, (), tensors)
+    save_file(tensors, file, metadata={_HEADER: json.dumps(others)})
 
 
 def read_state(file: Path) -> Fields:

@@ -80,7 +80,7 @@ def generate(
     """Run `job`, or what is left of it where `directory` holds responses of an earlier try.
 
     Args:
-        job: what to generate; the caller sees to it that `directory` belongs to it.
+        job: what to generate; the caller makes sure that `directory` belongs to it.
         directory: for the responses, and for what `child_engine` keeps.
         progress: told (responses done, responses wanted) every second.
 

@@ -135,7 +135,7 @@ def score(options: EvaluateOptions, prompts: Sequence[Sequence[int]], responses:
 
 
 def report(verdict: Verdict, console: Console) -> None:
-    """Print both numbers, by position and together."""
+    """Print both accept lengths and acceptance rates by position."""
     table = Table(title=f"{verdict.sequences} responses, {verdict.tokens} tokens, {verdict.served.drafts} drafts")
     for column in ("", "simulated", "served by vLLM"):
         table.add_column(column, justify="left" if not column else "right")

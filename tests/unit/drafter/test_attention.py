@@ -48,7 +48,7 @@ def test_it_is_dense_attention_and_so_are_its_gradients(documents, passes):
         torch.testing.assert_close(ours, dense)
 
 
-def test_a_mask_that_does_not_see_whole_documents_is_refused():
+def test_a_mask_that_is_not_causal_within_documents_is_refused():
     mask = library_mask([0, 0, 0, 0], 1)
     mask[0, 0, 3, 0] = False  # a sliding window of three
     mask[0, 0, 2, 1] = False
