@@ -35,17 +35,9 @@ def attend_by_document(
 ) -> tuple[torch.Tensor, None]:
     """Softmax attention under the mask of `speculators` (`create_combined_mask_mod`), as transformers calls it.
 
-    Args:
-        module: unused, as in every such function.
-        query: [1, heads, S, head_dim].
-        key: [1, kv_heads, P * S, head_dim] in pass P of a training-time test.
-        value: as `key`.
-        attention_mask: bool [1, 1, S, P * S]: causal within documents in the first S columns, then the diagonal of
-            each further S; padding attends to itself alone.
-        scaling: of the scores; None: head_dim ** -0.5.
-
-    Returns:
-        [1, S, heads, head_dim], and no weights.
+    `query` is [1, heads, S, head_dim], `key` and `value` [1, kv_heads, P * S, head_dim] in pass P of a training-time
+    test. `attention_mask`, bool [1, 1, S, P * S], is causal within documents in the first S columns, and the diagonal
+    of each further S; padding attends to itself alone. Returns [1, S, heads, head_dim], and no weights.
 
     Raises:
         ValueError: the mask is another one, as a sliding window has.
@@ -86,9 +78,7 @@ def _documents(mask: torch.Tensor) -> list[tuple[int, int, int]]:
     index = torch.arange(len(mask), device=mask.device)
     starts = mask.int().argmax(dim=1)  # [S] the first position that each one attends to
     if not torch.equal(mask.sum(dim=1), index - starts + 1):
-        raise ValueError(
-            f"Attention {BY_DOCUMENT!r} is for masks that are causal within whole documents; this one is not."
-        )
+        raise ValueError(f"Attention {BY_DOCUMENT!r} needs a mask that is causal within whole documents.")
     borders = [*sorted(set(starts.tolist())), len(mask)]
     found: list[tuple[int, int, int]] = []
     for begin, end in itertools.pairwise(borders):

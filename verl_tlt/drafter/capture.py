@@ -49,15 +49,11 @@ class Decoder:
 def find_decoder(policy: torch.nn.Module, where: str) -> Decoder:
     """The decoder of `policy`'s language model: the module with one norm and a list of all the layers it should have.
 
-    transformers lays out every decoder so, however deep it is inside a larger model; a vision tower has another number
-    of layers, or norms elsewhere.
-
-    Args:
-        policy: a transformers model; FSDP and LoRA inside it change nothing.
-        where: the key or option that named it, for the message.
+    transformers lays out every decoder so, however deep it is inside a larger model, FSDP or LoRA; a vision tower has
+    another number of layers, or norms elsewhere.
 
     Raises:
-        DrafterError: no module of it looks like its decoder, or more than one does.
+        DrafterError: no module looks like a decoder, or more than one does; the message begins with `where`.
     """
     config = getattr(policy, "config", None)
     count = None if config is None else config.get_text_config(decoder=True).num_hidden_layers
@@ -182,12 +178,8 @@ class Span:
 def plan_epoch(lengths: Sequence[int], budget: int, seed: Sequence[int]) -> list[list[Span]]:
     """One pass over all texts in random order, as packed batches of at most `budget` rows.
 
-    Made from lengths alone, so that a resumed run finds its place without computing the states of what it has done.
-
-    Args:
-        lengths: tokens of each text.
-        budget: rows of a batch; a text of L tokens makes L - 1, and a longer one is cut.
-        seed: decides the order.
+    Made from the texts' lengths alone, so that a resumed run finds its place without computing states again. The seed
+    decides the order; a text of more rows than the budget is cut.
     """
     order = np.random.default_rng(list(seed)).permutation(len(lengths)).tolist()
     spans = (Span(n, begin, end) for n in order for begin, end in data.window_bounds(lengths[n], budget))

@@ -39,12 +39,10 @@ def fingerprint(
 
 
 def partial_sums(shards: Iterable[tuple[str, torch.Tensor, int]], dtype: torch.dtype | None = None) -> Sums:
-    """What one rank contributes to the fingerprint.
+    """What one rank contributes to the fingerprint, in `dtype` as `fingerprint` takes it.
 
-    Args:
-        shards: name, tensor and, for a shard of columns, how many of the whole tensor's columns lie before it. Every
-            element of the whole must be in the shards of exactly one rank.
-        dtype: see `fingerprint`.
+    `shards` are name, tensor and, for a shard of columns, how many of the whole tensor's columns lie before it. Every
+    element of the whole must be in the shards of exactly one rank.
     """
     found: Sums = {}
     for name, tensor, columns_before in shards:
@@ -71,16 +69,8 @@ def own_shards(
     """What one tensor-parallel rank sums up, so that all ranks together sum every element of the file once.
 
     vLLM splits some tensors by rows, some by columns, keeps others whole on every rank, and repeats KV heads where
-    there are fewer of them than ranks (`QKVParallelLinear`). Which it was shows in the shapes.
-
-    Args:
-        live: the rank's parameters, in vLLM's names.
-        file: the whole drafter's, in speculators' names.
-        rank: of this engine's tensor-parallel ranks.
-        size: how many there are.
-
-    Yields:
-        (name, shard, columns of the whole tensor before it), as `partial_sums` takes them.
+    there are fewer of them than ranks (`QKVParallelLinear`). Which it was shows in the shapes: `live` are the rank's
+    parameters in vLLM's names, `file` the whole drafter's in speculators'. Yields what `partial_sums` takes.
     """
     whole: dict[str, list[torch.Tensor]] = {}
     for name, tensor in file.items():

@@ -30,13 +30,9 @@ def is_name(model: Model) -> bool:
 
 
 def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fetch: bool = True) -> Path:
-    """The folder that holds one or more of `any_of`.
+    """The folder with one or more files of `any_of`; a model that is no name on the hub is returned as it is.
 
-    Args:
-        model: a folder, which is returned as it is, or a name on the hub.
-        any_of: files of which one is enough, such as both layouts of weights.
-        besides: files that are fetched with them where the hub has them.
-        fetch: ask the hub for what is not in the cache.
+    What is not in the cache is asked of the hub if `fetch`, `besides` too where the hub has them.
 
     Raises:
         NotHereError: the hub's name could not be resolved, or has none of the files.
@@ -68,15 +64,8 @@ def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fet
 def _reason(error: Exception) -> str:
     """Why the hub gave nothing, for the end of a sentence."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     if constants.HF_HUB_OFFLINE:
         return "it is not in the local cache, and HF_HUB_OFFLINE is set"
-    if isinstance(error, GatedRepoError):
-        return "it is gated, and this machine has no token that may read it"
-    if isinstance(error, RepositoryNotFoundError):
-        return "the hub knows no such model, or it is private and this machine has no token for it"
-    if isinstance(error, HFValidationError):
-        return "this is no name that the hub allows"
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-    return f"it is not in the local cache, and the hub was not reached ({first})"
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}, {lines[0].rstrip('.')}"

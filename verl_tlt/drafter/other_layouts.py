@@ -36,12 +36,9 @@ def is_other_layout(config: Mapping[str, Any]) -> bool:
 
 
 def to_speculators_config(config: Mapping[str, Any], policy: PolicyShape, file: Path) -> Fields:
-    """The drafter's config in speculators' form.
+    """The drafter's config, of `file`, in speculators' form.
 
-    Args:
-        config: what `file` holds.
-        policy: gives what these layouts leave out: aux layers, and a context, which their training length is not.
-        file: for messages.
+    What these layouts leave out comes from the policy: aux layers, and a context, which their training length is not.
 
     Raises:
         DrafterError: no EAGLE-3 head of one Llama layer, or a field is missing.

@@ -1,4 +1,4 @@
-"""A training state as a safetensors file: its tensors by their place in the state, everything else as JSON in the header.
+"""A training state as a safetensors file: tensors by their place in the state, everything else as JSON in the header.
 
 `torch.save` would pickle it, and a pickle can run code when it is read; checkpoints lie where others may write.
 """

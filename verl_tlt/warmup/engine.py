@@ -79,13 +79,8 @@ def generate(
 ) -> tuple[list[Response], DraftCounts | None]:
     """Run `job`, or what is left of it where `directory` holds responses of an earlier try.
 
-    Args:
-        job: what to generate; the caller makes sure that `directory` belongs to it.
-        directory: for the responses, and for what `child_engine` keeps.
-        progress: told (responses done, responses wanted) every second.
-
-    Returns:
-        All responses, ordered by prompt and sample; and vLLM's counters where a drafter was given.
+    The caller makes sure that `directory` belongs to `job`. `progress` is told (responses done, responses wanted) every
+    second. Returns all responses, ordered by prompt and sample; and vLLM's counters where a drafter was given.
 
     Raises:
         ChildEngineError: the engine ended early; the end of its log is in the message.

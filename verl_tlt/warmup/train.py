@@ -58,16 +58,10 @@ class TrainingProgress:
 
 
 class TrainingRun:
-    """One training run.
+    """One training run of a trainer, whose verifier weights are filled, on the library's texts.
 
-    Args:
-        trainer: with its verifier weights filled, on its device.
-        library: captures the policy's states.
-        train: numbers of the texts to learn from.
-        judged: numbers of the texts held out.
-        options: budget, batch size, and how the responses were sampled.
-        state_file: where the run's state is kept.
-        whole_head: [V, H], for a pruned draft vocabulary.
+    `train` and `judged` are the numbers of the texts to learn from and held out; `whole_head` [V, H] is needed for a
+    pruned draft vocabulary.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ from verl_tlt.drafter import (
     serving_tensors,
     to_drafter_file,
 )
-from verl_tlt.ownership import foreign
+from verl_tlt.ownership import other_owner
 from verl_tlt.trainer.run_setup import first_drafter
 
 
@@ -327,7 +327,7 @@ def test_ones_own_counts_whatever_the_umask(tmp_path, drafter):
     finally:
         os.umask(mask)
     files = [file for file in saved.rglob("*") if file.is_file()]
-    assert len(files) == 5 and not any(foreign(file) for file in files)
+    assert len(files) == 5 and not any(other_owner(file) for file in files)
     (saved / "model.safetensors").chmod(0o666)
     with pytest.raises(DrafterError, match=r"everybody may write to .*model\.safetensors"):
         check_owner(saved)

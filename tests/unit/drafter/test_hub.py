@@ -1,15 +1,11 @@
 """A model by its name on the hub: found in the local cache or fetched, or one sentence that says why not."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from hub_server import serving
 from tiny_policy import verifier_weights
 
 from verl_tlt.config import TLTConfig
@@ -103,38 +99,3 @@ def test_without_a_hub_the_sentence_says_so(cache, policy_dir):
     name = cache("Org/policy", policy_dir)
     with pytest.raises(NotHereError, match=r"weights\.bin is not in the local cache"):
         folder(name, ("weights.bin",), fetch=False)
-
-
-ASK = """
-import sys
-from verl_tlt.drafter.hub import folder
-for name in sys.argv[1:]:
-    try:
-        print(sorted(p.name for p in folder(name, ("config.json",), besides=("provenance.json",)).iterdir()))
-    except Exception as error:
-        print(type(error).__name__, error)
-"""
-
-
-def test_what_the_hub_has_is_fetched_and_nothing_else(tmp_path):
-    files = {"config.json": json.dumps({}).encode(), "provenance.json": b"{}", "model.safetensors": b"0" * 64}
-    with serving({"Org/model": files, "Org/empty": {"README.md": b"hello"}}, gated=("Org/gated",)) as (address, asked):
-        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-        names = ["Org/model", "Org/model", "Org/empty", "Org/gated", "Org/none"]
-        done = subprocess.run(
-            [sys.executable, "-c", ASK, *names], env=environment, capture_output=True, text=True, timeout=300
-        )
-    first, again, *reasons = done.stdout.splitlines()
-    assert first == again == "['config.json', 'provenance.json']", done.stderr
-    assert sum("/api/models/Org/model/revision" in path for path in asked) == 1, "the second time it was in the cache"
-    assert not any("safetensors" in path for path in asked)
-    for reason, said in zip(
-        reasons,
-        (
-            "Org/empty has no config.json on the hub.",
-            "it is gated, and this machine has no",
-            "the hub knows no such model",
-        ),
-        strict=True,
-    ):
-        assert reason.startswith("NotHereError ") and said in reason and reason.endswith(".")
