@@ -77,7 +77,10 @@ def _facts(trace: RunTrace) -> Iterator[tuple[str, str]]:
     work, rollouts = sum(row.work_s for row in rows), sum(row.rollout_s or 0.0 for row in rows)
     if known:
         share = f", {(sum(known) - work) / rollouts:+.1%} of {rollouts:.0f} s of rollouts" if rollouts else ""
-        yield f"{sum(known):.1f} s", f"saved in the {len(known)} of {len(rows)} rollouts that drafted"
+        yield (
+            f"{sum(known):.1f} s",
+            f"saved in {len(known)} of {len(rows)} rollouts: those with drafts and known savings",
+        )
         yield f"{sum(known) - work:+.1f} s", f"savings less TLT's own work{share}"
     if work:
         yield f"{work:.1f} s", "TLT's own work on the critical path"

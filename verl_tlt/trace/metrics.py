@@ -6,6 +6,8 @@ What could not be measured gets no key, so a dashboard shows a gap, never a NaN 
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -64,16 +66,11 @@ def step_metrics(observations: StepObservations) -> dict[str, float]:
         **_drafter_metrics(observations),
         "tlt/saved_s": observations.saved_s,
         "tlt/speculation_disabled": observations.speculation_disabled,
-        **_error_metrics(observations.errors),
     }
+    if (errors := observations.errors) is not None:
+        metrics["tlt/errors"] = sum(errors.values())
+        metrics |= {f"tlt/errors_{re.sub('[ -]', '_', what)}": count for what, count in errors.items()}
     return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}
-
-
-def _error_metrics(errors: Mapping[str, int] | None) -> dict[str, float | None]:
-    if errors is None:
-        return {}
-    kinds = {f"tlt/errors_{what.replace(' ', '_').replace('-', '_')}": float(count) for what, count in errors.items()}
-    return {"tlt/errors": float(sum(errors.values())), **kinds}
 
 
 def speculation_metrics(replicas: Sequence[EngineStats], rollout_s: float | None = None) -> dict[str, float | None]:
@@ -94,13 +91,12 @@ def speculation_metrics(replicas: Sequence[EngineStats], rollout_s: float | None
     if passes := sum(r.num_passes for r in replicas):
         metrics["tlt/tokens_per_pass"] = sum(r.num_decode_tokens for r in replicas) / passes
     metrics["tlt/accept_length_tail"] = accept_length_of_longest((row for r in replicas for row in r.responses), TAIL)
-    lengths: dict[int, int] = {}
+    lengths: Counter[int] = Counter()
     for r in replicas:
-        for k, count in r.steps_by_draft_length.items():
-            lengths[k] = lengths.get(k, 0) + count
-    if total := sum(lengths.values()):
+        lengths.update(r.steps_by_draft_length)
+    if total := lengths.total():
         for k in range(max(0, *lengths) + 1):
-            metrics[f"tlt/draft_length_frac_{k}"] = lengths.get(k, 0) / total
+            metrics[f"tlt/draft_length_frac_{k}"] = lengths[k] / total
         metrics["tlt/drafter_off_frac"] = sum(n for k, n in lengths.items() if k < 0) / total
         metrics["tlt/spec_off_frac"] = sum(n for k, n in lengths.items() if k <= 0) / total
         metrics["tlt/draft_length_mean"] = sum(max(k, 0) * n for k, n in lengths.items()) / total
@@ -191,14 +187,11 @@ def _drafter_metrics(observations: StepObservations) -> dict[str, float | None]:
     }
     if observations.step is not None and observations.served_since is not None:
         metrics["tlt/drafter_staleness"] = observations.step - observations.served_since
-    if observations.publish is not None:
-        metrics["tlt/publish_s"] = observations.publish.seconds
-        metrics["tlt/publish_skipped"] = 0.0 if observations.publish.decision == "published" else 1.0
-        metrics["tlt/drafter_sim_accept_length"] = _served_tau(observations.publish)
-        metrics["tlt/gate_gain"], metrics["tlt/gate_gain_low"] = (
-            observations.publish.gain,
-            observations.publish.gain_low,
-        )
+    if (publish := observations.publish) is not None:
+        metrics["tlt/publish_s"] = publish.seconds
+        metrics["tlt/publish_skipped"] = 0.0 if publish.decision == "published" else 1.0
+        metrics["tlt/drafter_sim_accept_length"] = _served_tau(publish)
+        metrics["tlt/gate_gain"], metrics["tlt/gate_gain_low"] = publish.gain, publish.gain_low
     if observations.reloads:
         metrics["tlt/reload_failures"] = sum(not r.ok for r in observations.reloads)
     graphs = [len(r.full_graphs) for r in observations.reloads if r.full_graphs is not None]

@@ -49,7 +49,7 @@ def test_the_page_says_what_was_saved_and_in_how_many_rollouts(page, made_run):
     drafted = [step for step, length in made_run.accept_length.items() if length > 1]
     assert 0 < len(drafted) < 6, "so that some rollouts do not count"
     saved, work = sum(made_run.saved_s[step] for step in drafted), 6 * 0.07  # stop 0.05, publish 0.02
-    assert f"saved in the {len(drafted)} of 6 rollouts that drafted" in page.words
+    assert f"saved in {len(drafted)} of 6 rollouts: those with drafts and known savings" in page.words
     assert f"{saved:.1f} s" in page.words and f"{saved - work:+.1f} s" in page.words and f"{work:.1f} s" in page.words
 
 
