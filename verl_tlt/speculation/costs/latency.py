@@ -75,8 +75,6 @@ class LatencyModel:
         self._count = 0
         self._next_fit = 1
         self._buckets: dict[tuple[int, int], _Bucket] = {}
-        self._parts_batch = -1
-        self._last_parts: list[tuple[float, float]] = []
         if table is not None:
             self.seed(table)
 
@@ -131,11 +129,11 @@ class LatencyModel:
         """Seconds for OFF and then every arm; zeros while nothing was measured."""
         if not self._cells:
             return [0.0] * len(self._lengths)
-        if batch != self._parts_batch:  # it changes rarely
-            self._parts_batch, self._last_parts = batch, [self._shape.part(batch, k) for k in self._lengths]
-        pace, memory, join = math.exp(self._pace), self._shape.memory(kv_tokens), self._shape.join
-        factors = self._bucket(batch, kv_tokens).factors
-        return [join(memory, *part) * factor * pace for part, factor in zip(self._last_parts, factors, strict=True)]
+        pace, factors = math.exp(self._pace), self._bucket(batch, kv_tokens).factors
+        return [
+            pace * factor * self._shape.seconds(batch, kv_tokens, k)
+            for k, factor in zip(self._lengths, factors, strict=True)
+        ]
 
     def uncertainty(self, batch: int, kv_tokens: int) -> list[float]:
         """Relative standard deviation of `predict`, arm by arm."""
@@ -214,7 +212,6 @@ class LatencyModel:
         for row, seconds, cell in zip(rows, believed, cells, strict=True):
             cell.shift(math.log(seconds / max(self._shape.seconds(*row), 1e-12)) - cell.level)
         self._buckets.clear()
-        self._parts_batch = -1
         self._next_fit = max(self._count + 1, min(2 * self._count, self._count + _REFIT_EVERY))
 
 

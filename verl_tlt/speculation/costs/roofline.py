@@ -65,27 +65,13 @@ class Roofline:
         self._unpack()
 
     def seconds(self, batch: float, kv_tokens: float, draft_length: int) -> float:
-        """Latency of one steady step."""
-        compute, drafter = self.part(batch, draft_length)
-        return self.join(self.memory(kv_tokens), compute, drafter)
-
-    def memory(self, kv_tokens: float) -> float:
-        """The memory term to the power of p."""
-        return float((self._weights + self._kv * kv_tokens) ** self._p)
-
-    def part(self, batch: float, draft_length: int) -> tuple[float, float]:
-        """The compute term to the power of p, and everything outside the roofline; neither depends on KV tokens."""
-        k = draft_length if draft_length > 0 else 0
-        outside = self._overhead
-        if draft_length >= 0:
-            outside += self._sync
-        if k > 0:
-            outside += self._first + self._pass * (k - 1) + self._request * batch * k
-        return float((self._token * batch * (k + 1)) ** self._p), outside
-
-    def join(self, memory: float, compute: float, outside: float) -> float:
-        """Seconds from `memory` and `part`."""
-        return float((memory + compute) ** self._root) + outside
+        """Seconds of one steady step."""
+        k = max(draft_length, 0)
+        memory, compute = self._weights + self._kv * kv_tokens, self._token * batch * (k + 1)
+        drafter = self._sync if draft_length >= 0 else 0.0
+        if k:
+            drafter += self._first + self._pass * (k - 1) + self._request * batch * k
+        return float(self._overhead + (memory**self._p + compute**self._p) ** (1.0 / self._p) + drafter)
 
     def fit(
         self,
@@ -120,7 +106,6 @@ class Roofline:
         values = [float(x) for x in np.exp(self._log)]
         self._overhead, self._weights, self._kv, self._token = values[:4]
         self._sync, self._first, self._pass, self._request, self._p = values[4:]
-        self._root = 1.0 / self._p
 
 
 def _step(log: Params, prior: Params | None, table: Params, target: Params, weight: Params, pull: Params) -> Params:
