@@ -1,4 +1,4 @@
-"""What the flag does to a run: check everything, then rewrite the config so that it cannot train without TLT.
+"""What the flag does to a run: check its config, then rewrite it so that the run cannot train without TLT.
 
 Called in the driver by the wrapped `validate_config` (see `verl_tlt.plugin`), before Ray starts. The trainer
 mode becomes `tlt_<mode>`, a name that only an installed plugin registers: the process that builds the trainer,

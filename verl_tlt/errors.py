@@ -1,6 +1,7 @@
-"""What every error that a user can act on has in common.
+"""The base class of errors that a user can act on.
 
-One sentence that names the key or the file: commands print it and exit, the flag prints it before Ray starts.
+Their message is one sentence that names the key or the file: commands print it and exit, the flag prints it before Ray
+starts.
 """
 
 from __future__ import annotations

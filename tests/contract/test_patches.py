@@ -6,6 +6,7 @@ A diff that no longer applies means that upstream changed those lines: see wheth
 import ast
 import importlib.metadata
 import importlib.util
+import operator
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from verl_cpu import megatron_shims, verl_shims
 from verl_cpu import upstream_changes as cpu_changes
 from verl_tlt.compat import upstream_changes
 from verl_tlt.compat.sources import SourceTree, source_root
@@ -85,7 +87,8 @@ def test_applies_to_the_installed_release(patch, tmp_path):
 
 
 def test_the_expand_patch_does_what_the_shim_does(tmp_path):
-    torch = pytest.importorskip("torch")
+    import torch
+
     from verl_cpu.vllm_shims import expand_batch_to_tokens
 
     (file,) = apply(next(p for p in PATCHES if "expand" in p.name), tmp_path)
@@ -167,25 +170,37 @@ def test_such_a_verl_finds_a_plugin_with_both_functions():
 
 
 def test_the_backend_shim_changes_nothing_in_what_the_patch_builds():
-    from verl_cpu.verl_shims import dedupe_backend
+    for backend in ("cpu:gloo", "cpu:gloo,cuda:nccl"):
+        assert verl_shims.dedupe_backend(backend) == backend
 
-    assert [dedupe_backend(b) for b in ("cpu:gloo", "cpu:gloo,cuda:nccl")] == ["cpu:gloo", "cpu:gloo,cuda:nccl"]
 
-
-def test_the_bucket_shim_leaves_a_receiver_that_copies(tmp_path):
-    pytest.importorskip("torch")
-    from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer as stock
-
-    from verl_cpu.verl_shims import clone_buckets
-
-    module = load(patched("shared-memory", tmp_path), stock.__name__)
-    before = module.BucketedWeightReceiver.receive_weights
-    clone_buckets(module)
-    assert module.BucketedWeightReceiver.receive_weights is before
-    fresh = load(Path(stock.__file__), stock.__name__)
-    before = fresh.BucketedWeightReceiver.receive_weights
-    clone_buckets(fresh)
-    assert fresh.BucketedWeightReceiver.receive_weights is not before, "the shim must not step aside on the stock file"
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize(
+    ("word", "name", "attribute", "shim"),
+    [
+        (
+            "shared-memory",
+            "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer",
+            "BucketedWeightReceiver.receive_weights",
+            verl_shims.clone_buckets,
+        ),
+        ("critic", "verl.utils.model", "load_valuehead_model", verl_shims.critic_attention),
+        ("float32", "verl.workers.config.engine", "McoreEngineConfig.__post_init__", verl_shims.megatron_in_float32),
+        (
+            "gradients",
+            "megatron.core.optimizer.distrib_optimizer",
+            "DistributedOptimizer._set_main_param_and_optimizer_states",
+            megatron_shims.load_without_gradients,
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) and "." not in value else "",
+)
+def test_a_shim_leaves_what_has_its_patch_and_changes_what_has_not(tmp_path, word, name, attribute, shim, fixed):
+    stock = importlib.import_module(name)
+    module = load(patched(word, tmp_path) if fixed else Path(stock.__file__), name)
+    before = operator.attrgetter(attribute)(module)
+    shim(module)
+    assert (operator.attrgetter(attribute)(module) is before) == fixed
 
 
 LINEAR = """
@@ -201,7 +216,6 @@ LINEAR = """
 
 
 def test_the_linear_shim_asks_for_the_patchs_setting(tmp_path):
-    pytest.importorskip("torch")
     file = next(f for f in apply(next(p for p in PATCHES if "linear" in p.name), tmp_path) if f.name == "utils.py")
     # In a process of its own: the module registers torch operators, which a process can do only once.
     done = subprocess.run(
@@ -213,7 +227,6 @@ def test_the_linear_shim_asks_for_the_patchs_setting(tmp_path):
 
 @pytest.mark.parametrize("fixed", [True, False])
 def test_the_expand_shim_leaves_a_kernel_that_fills_its_output(tmp_path, monkeypatch, fixed):
-    pytest.importorskip("vllm")
     import vllm.utils
     from vllm.utils import cpu_triton_utils
 
@@ -229,9 +242,6 @@ def test_the_expand_shim_leaves_a_kernel_that_fills_its_output(tmp_path, monkeyp
 
 
 def test_the_pinning_shim_leaves_an_engine_that_does_not_pin(tmp_path):
-    pytest.importorskip("torch")
-    from verl_cpu.verl_shims import offload_unpinned
-
     fixed = patched("accelerators", tmp_path)
     stock = Path(importlib.util.find_spec("verl").submodule_search_locations[0], *fixed.relative_to(tmp_path).parts[1:])
     for file, aside in ((fixed, True), (stock, False)):
@@ -243,48 +253,9 @@ def test_the_pinning_shim_leaves_an_engine_that_does_not_pin(tmp_path):
         exec(compile(alone.read_text(), str(alone), "exec"), names)
         engine = types.SimpleNamespace(_build_fsdp_module=names["_build_fsdp_module"])
         module = types.SimpleNamespace(FSDPEngine=engine, CPUOffloadPolicy=dict)
-        offload_unpinned(module)
+        verl_shims.offload_unpinned(module)
         assert (module.CPUOffloadPolicy is dict) == aside
         assert aside or module.CPUOffloadPolicy(pin_memory=True) == {"pin_memory": False}
-
-
-@pytest.mark.parametrize("fixed", [True, False])
-def test_the_critic_shim_leaves_a_loader_that_reads_the_config(tmp_path, fixed):
-    pytest.importorskip("torch")
-    import verl.utils.model as stock
-
-    from verl_cpu.verl_shims import critic_attention
-
-    module = load(patched("critic", tmp_path) if fixed else Path(stock.__file__), stock.__name__)
-    before = module.load_valuehead_model
-    critic_attention(module)
-    assert (module.load_valuehead_model is before) == fixed
-
-
-@pytest.mark.parametrize("fixed", [True, False])
-def test_the_float32_shim_leaves_a_config_that_allows_it(tmp_path, fixed):
-    pytest.importorskip("torch")
-    import verl.workers.config.engine as stock
-
-    from verl_cpu.verl_shims import megatron_in_float32
-
-    module = load(patched("float32", tmp_path) if fixed else Path(stock.__file__), stock.__name__)
-    before = module.McoreEngineConfig.__post_init__
-    megatron_in_float32(module)
-    assert (module.McoreEngineConfig.__post_init__ is before) == fixed
-
-
-@pytest.mark.parametrize("fixed", [True, False])
-def test_the_loading_shim_leaves_an_optimizer_that_records_nothing(tmp_path, fixed):
-    pytest.importorskip("megatron.core.optimizer")
-    import megatron.core.optimizer.distrib_optimizer as stock
-
-    from verl_cpu.megatron_shims import load_without_gradients
-
-    module = load(patched("gradients", tmp_path) if fixed else Path(stock.__file__), stock.__name__)
-    before = module.DistributedOptimizer._set_main_param_and_optimizer_states
-    load_without_gradients(module)
-    assert (module.DistributedOptimizer._set_main_param_and_optimizer_states is before) == fixed
 
 
 def test_the_spinning_shim_asks_for_the_patchs_setting(monkeypatch):

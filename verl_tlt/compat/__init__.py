@@ -1,1 +1,1 @@
-"""What verl-tlt relies on in verl and vLLM, by release, and what a machine without an accelerator needs."""
+"""What verl-tlt relies on in verl and vLLM, and what it changes there."""

@@ -1,4 +1,4 @@
-"""Whether the installed vLLM would serve an EAGLE-3 head beside a policy, read from its sources."""
+"""Whether the installed vLLM can draft for a policy with an EAGLE-3 head, read from its sources."""
 
 from __future__ import annotations
 

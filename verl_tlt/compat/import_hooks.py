@@ -1,8 +1,8 @@
-"""Run a function right after a module has been imported, whenever that will be.
+"""Call a function right after a module has been imported.
 
-verl loads plugins while it is half imported itself, and importing its trainers or vLLM at that moment would be
-slow, circular or, in processes that never need them, wasteful. So a plugin only notes what it wants to do, here,
-and the import system calls back when the module in question really arrives. Standard library only.
+verl loads plugins while it is half imported itself. Importing its trainers or vLLM at that moment would be slow,
+circular or, in processes that never need them, wasteful. So a plugin registers a callback here, and a finder on
+`sys.meta_path` calls it once the module has been executed. Standard library only.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def _is_executing(module: ModuleType) -> bool:
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
-class _Watch(Loader):
-    """Stands in for a module's loader until the module has been executed, then steps out of sight."""
+class _CallingLoader(Loader):
+    """Takes a loader's place while the module is executed, then calls the callbacks; the real loader is put back."""
 
     def __init__(self, real: Loader) -> None:
         self.real = real
 
     def __getattr__(self, name: str) -> object:
-        # Somebody may look at a spec without importing (`importlib.util.find_spec`, runpy): answer as the real loader.
+        # A spec may be read without an import (`importlib.util.find_spec`, runpy): answer as the real loader does.
         return getattr(self.real, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -65,13 +65,13 @@ class _Watch(Loader):
             module.__spec__.loader = self.real
         self.real.exec_module(module)
         name = module.__name__
-        arrived = sys.modules.get(name, module)  # a module may replace itself while it is executed
+        imported = sys.modules.get(name, module)  # a module may replace itself while it is executed
         for callback in list(_FINDER.callbacks.get(name, ())):
-            callback(arrived)
+            callback(imported)
 
 
 class _Finder(MetaPathFinder):
-    """First on `sys.meta_path`: finds watched modules through the finders behind it, and nothing else."""
+    """First on `sys.meta_path`: finds modules that have callbacks, through the finders behind it; no others."""
 
     def __init__(self) -> None:
         self.callbacks: dict[str, list[Callback]] = {}
@@ -79,7 +79,7 @@ class _Finder(MetaPathFinder):
         self.looking = threading.local()
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        self.settle()
+        self.call_finished()
         busy: set[str] = self.looking.__dict__.setdefault("names", set())
         if name not in self.callbacks or name in busy:
             return None
@@ -90,11 +90,11 @@ class _Finder(MetaPathFinder):
         finally:
             busy.discard(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Watch(spec.loader)
+            spec.loader = _CallingLoader(spec.loader)
         return spec
 
-    def settle(self) -> None:
-        """Serve the callbacks whose module was mid-execution when they were given, as soon as it has finished."""
+    def call_finished(self) -> None:
+        """Call the callbacks whose module was being executed when they were given, once it has finished."""
         if not self.unfinished:
             return
         ready = [entry for entry in self.unfinished if not _is_executing(entry[0])]

@@ -1,7 +1,6 @@
-"""Look up the symbols we rely on in a release's source text.
+"""Look up the symbols we rely on in a release's source text: of the installed one, or of an unpacked wheel.
 
-Of what is installed (`verl-tlt doctor`), or of a release that is not (`make contract`). Nothing is imported, so it
-works on a machine that could not run what it reads.
+Nothing is imported, so it works on a machine that could not run what it reads.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class SourceTree:
         self._modules: dict[str, tuple[str, ast.Module] | None] = {}
 
     def problem(self, symbol: Symbol) -> str | None:
-        """What is not as we rely on, in a few words; None if all is."""
+        """How the release differs from what `symbol` says, in a few words; None: it does not."""
         module, _, qualified = symbol.name.partition(":")
         if (found := self._module(module)) is None:
             return f"there is no module {module}"
