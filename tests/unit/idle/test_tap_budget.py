@@ -80,14 +80,6 @@ def test_copying_that_takes_noticeable_time_halves_it_for_good():
     assert budget.tokens == TOKENS_PER_STEP
 
 
-def test_what_costs_too_much_at_the_start_does_not_grow():
-    budget = TapBudget(TOKENS_PER_STEP, True, ROOM)
-    budget.tapped(0.0, 0.0)
-    budget.tapped(1.0, 100.0)
-    budget.sampled([RAN_OUT], TOKEN)
-    assert budget.tokens == TOKENS_PER_STEP
-
-
 def test_a_size_that_was_set_is_not_touched():
     budget = TapBudget(100_000, False, ROOM)
     for step in range(3):

@@ -1,10 +1,9 @@
-"""A learner on a device that is somebody else's outside its sessions: counted memory, slow scoring, and no waiting.
+"""A learner on a device that it may use in sessions only: counted memory, scores that take long, and no waiting.
 
 The device is other memory of the host, and counts what is on it.
 """
 
 import threading
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -15,7 +14,6 @@ from verl_tlt.drafter import DeviceResidency, evaluate, session_bytes, train
 from verl_tlt.spot_worker import scoring
 from verl_tlt.spot_worker.device import NoRoom, TrainingDevice, check_room
 
-SLOW_S = 0.2
 GIB = 2**30
 
 
@@ -66,19 +64,30 @@ def learner(tmp_path, monkeypatch):
     return made
 
 
+class Scores:
+    """Scoring of portions, small ones: it waits while `go_on` is not set, and sets `begun`."""
+
+    def __init__(self, monkeypatch):
+        self.begun, self.go_on, self.portions, self._real = threading.Event(), threading.Event(), 0, scoring.acceptance
+        self.go_on.set()
+        monkeypatch.setattr(scoring, "acceptance", self)
+        monkeypatch.setattr(scoring, "PORTION", 128)
+
+    def __call__(self, *args, **settings):
+        self.portions += 1
+        self.begun.set()
+        assert self.go_on.wait(60)
+        return self._real(*args, **settings)
+
+    def hold_back(self):
+        self.portions = 0
+        self.begun.clear()
+        self.go_on.clear()
+
+
 @pytest.fixture
-def slow(monkeypatch):
-    """Scoring takes a while for each portion; set once it has begun. The portions are small."""
-    begun, real = threading.Event(), scoring.acceptance
-
-    def acceptance(*args, **settings):
-        begun.set()
-        time.sleep(SLOW_S)
-        return real(*args, **settings)
-
-    monkeypatch.setattr(scoring, "acceptance", acceptance)
-    monkeypatch.setattr(scoring, "PORTION", 128)
-    return begun
+def scores(monkeypatch):
+    return Scores(monkeypatch)
 
 
 def weights(learner):
@@ -96,35 +105,36 @@ def test_the_next_session_scores_what_was_merged(learner):
     assert learner.place.used == 0 < learner.place.most < learner.place.total
 
 
-def test_a_stop_ends_scoring_and_the_version_is_scored_later(learner, slow):
+def test_a_stop_ends_scoring_and_the_version_is_scored_later(learner, scores):
     train_and_merge(learner)
     before, stop = weights(learner), threading.Event()
-    slow.clear()
+    scores.hold_back()
     session = threading.Thread(target=lambda: results.append(learner.train(stop.is_set)))
     results = []
     session.start()
-    assert slow.wait(60)
+    assert scores.begun.wait(60)
     stop.set()
-    told = time.monotonic()
+    scores.go_on.set()
     session.join(60)
-    assert time.monotonic() - told < 6 * SLOW_S, "three versions of three portions each take longer"
     (result,) = results
+    assert scores.portions == 1, "the one that had begun"
     assert (result.outcome, result.steps, result.scores) == ("stopped", 0, None)
     assert learner.place.used == 0 and same(weights(learner), before)
     assert learner.train(lambda: False).scores is not None
 
 
-def test_states_arrive_while_somebody_scores(learner, slow):
+def test_states_arrive_during_scoring(learner, scores):
     train_and_merge(learner)
-    slow.clear()
+    scores.hold_back()
     held = learner.buffer.stats().sequences
     session = threading.Thread(target=lambda: learner.train(lambda: False))
     session.start()
-    assert slow.wait(60)
+    assert scores.begun.wait(60)
     learner.add(2, texts(4, seed=1), verifier_arrays(seed=1))
     assert session.is_alive(), "it waited for the scores"
     assert learner.buffer.stats().sequences == held + 4
     old = learner.model.verifier_lm_head.weight[0, 0].item()
+    scores.go_on.set()
     session.join(60)
     learner.hand_in(1)  # the next turn takes them in
     assert learner.model.verifier_lm_head.weight[0, 0].item() == verifier_arrays(seed=1).lm_head[0, 0] != old

@@ -2,7 +2,7 @@
 
 import pytest
 from fake_fleet import FakeCall
-from rl_steps import STOP_S, called, fill_buffers, rest_of_step, sampling
+from rl_steps import fill_buffers, rest_of_step, sampling
 
 from verl_tlt.trainer import checkpoints, controller, watch
 
@@ -93,17 +93,3 @@ def test_a_session_whose_result_does_not_come_is_over_after_its_bound(run, clock
         clock.sleep(watch.ANSWER_S)
         assert [s.error for s in run_._watch.report.sessions] == ["no answer within 1.0 s"]
     assert rest_of_step(run_, fleet, 2)["tlt/spot_failures"] == 1
-
-
-def test_a_session_that_does_not_stop_is_killed_after_the_bound(run, took):
-    run_, fleet = run()
-    fill_buffers(run_, fleet)
-    fleet.deaf = {"b"}
-    run_.sample_begin(2)
-    fleet.load |= {"a": 4, "b": 4}
-    fleet.clock.sleep(0.1)
-    fleet.load["b"] = 0
-    fleet.clock.until(lambda: called(fleet, "train"))
-    with took:
-        run_.sample_end(2, last=True)
-    assert took.seconds == pytest.approx(STOP_S, abs=0.01) and fleet.restarts == ["b"]

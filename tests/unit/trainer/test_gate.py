@@ -167,12 +167,6 @@ def test_a_candidate_with_nan_scores_goes_back_to_the_better_one():
     assert "not finite" in decision.reason
 
 
-def test_the_same_seed_gives_the_same_decision():
-    scores = simulate(np.random.default_rng(0))
-    assert decide(scores, CONFIG, seed=5) == decide(scores, CONFIG, seed=5)
-    assert decide(scores, CONFIG, seed=5).interval != decide(scores, CONFIG, seed=6).interval
-
-
 def test_accept_length_and_conditional_acceptance():
     drafter = np.array([[10.0, 8.0, 4.0, 1.0], [30.0, 12.0, 6.0, 0.0]])
     scores = HeldOutScores(np.array([23, 48]), drafter, drafter, drafter)
@@ -195,11 +189,6 @@ def test_impossible_scores_are_refused():
         HeldOutScores(n, good, -good, good)
 
 
-@pytest.mark.parametrize("freedom", [3, 5, 10, 50, 500])
-def test_students_t(freedom):
-    assert _student(0.95, freedom) == pytest.approx(stats.t.ppf(0.95, freedom), rel=0.02)
-
-
 @pytest.mark.parametrize("freedom", [5, 10, 50, 500])
 @pytest.mark.parametrize("p", [0.99, 0.995])
 def test_students_t_where_the_gate_uses_it(p, freedom):
@@ -207,11 +196,10 @@ def test_students_t_where_the_gate_uses_it(p, freedom):
     assert _student(p, freedom) == pytest.approx(stats.t.ppf(p, freedom), rel=0.02)
 
 
-@pytest.mark.parametrize(("gain", "published"), [(-0.05, 0.0), (0.0, 0.0), (0.05, 0.0), (0.35, 1.0)])
+@pytest.mark.parametrize(("gain", "published"), [(-0.05, 0.0), (0.05, 0.0), (0.35, 1.0)])
 def test_two_sequences_publish_only_what_is_far_better(gain, published):
-    assert rates(200, sequences=2, versus_served=gain, versus_initial=gain)["publish"] == pytest.approx(
-        published, abs=0.02
-    )
+    rate = rates(200, sequences=2, versus_served=gain, versus_initial=gain)["publish"]
+    assert rate == pytest.approx(published, abs=0.02)
 
 
 def test_a_handful_of_positions_never_publishes():

@@ -81,8 +81,8 @@ def test_whatever_moment_it_is_killed_at(run, drafter, tmp_path):
         process.start()
         before, deadline = named(checkpoints), time.monotonic() + 60
         while named(checkpoints) == before and time.monotonic() < deadline:
-            time.sleep(0.001)
-        time.sleep(rng.uniform(0.0, 0.1))
+            process.join(0.001)
+        process.join(rng.uniform(0.0, 0.1))
         os.kill(process.pid, signal.SIGKILL)
         process.join(30)
         step = named(checkpoints)

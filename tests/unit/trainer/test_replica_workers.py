@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from fake_clock import FakeClock
 from fake_fleet import FakeCall, ended
+from ray import exceptions as errors
 
 from verl_tlt.idle.planner import PhaseAccount
 from verl_tlt.messages.training import BufferStats, HeldOutScores, SessionResult
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.fleet import CallFailed
-from verl_tlt.trainer.ray_calls import CombinedCall
+from verl_tlt.trainer.ray_calls import CombinedCall, is_dead
 from verl_tlt.trainer.replica_workers import combined_buffers, combined_session
 from verl_tlt.trainer.step_log import StepLog
 from verl_tlt.trainer.watch import EndedSession, PhaseReport
@@ -42,6 +43,18 @@ def test_one_that_fails_fails_all():
     with pytest.raises(CallFailed, match="out of memory") as failure:
         call.result(1)
     assert failure.value.died
+
+
+@pytest.mark.parametrize("error", [errors.ActorDiedError(), errors.OutOfMemoryError("killed by the memory monitor")])
+def test_an_actor_that_was_killed_is_dead(error):
+    assert is_dead(error)
+
+
+@pytest.mark.parametrize(
+    "error", [errors.GetTimeoutError(), errors.ObjectStoreFullError(), errors.RayTaskError("f", "", OSError())]
+)
+def test_one_that_raised_or_is_slow_is_not(error):
+    assert not is_dead(error)
 
 
 def test_sessions_side_by_side_are_one():
