@@ -20,13 +20,13 @@ class ModeRule:
     trainer's devices while they wait for samples (`idle.trainer_idle`)."""
     recall: bool = False
     """The sampler may send more groups at any moment, so a replica that leaves keeps its weights (on the host) and is
-    called back before they are sent. Elsewhere the planner knows beforehand and nobody leaves."""
+    called back before they are sent. Elsewhere the planner knows beforehand and no replica leaves."""
 
 
 MODE_RULES = {
     rule.name: rule
     for rule in (
-        # One batch at a time; refills come only with settings under which nobody leaves.
+        # One batch at a time; refills come only with settings under which no replica leaves.
         ModeRule("sync", idle="replicas"),
         # The next batch is decoded already, and failed or stale groups are replaced while the trainer waits.
         ModeRule("colocate_async", idle="replicas", recall=True),

@@ -143,7 +143,7 @@ class ReplicaIdlePlanner:
                 self._watch_idle(r, now, pending)
         self._watch_end(now, pending)
         commands: list[Command] = []
-        # Kept until the next look, since hundreds may leave at one; whoever leaves below has no request.
+        # Kept until the next look, since hundreds may leave at one; what leaves below has no request.
         self._served = any(r.state is State.BUSY and r.inflight > 0 for r in self._replicas.values())
         for name, r in self._replicas.items():
             if r.state is State.BUSY and name not in inflight:  # the load balancer has lost it

@@ -178,7 +178,7 @@ class SpotLearner:
         return stats
 
     def _take_in(self) -> None:
-        """Copy verifier weights that have arrived into the model, for whoever holds the lock."""
+        """Copy verifier weights that have arrived into the model; only during a turn."""
         arrays, self._arrived = self._arrived, None
         if arrays is None:
             return

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def _yield_to_engines() -> None:
-    """Give this thread only the CPU time that nobody else wants."""
+    """Give this thread only the CPU time that no other wants."""
     os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
 
 
@@ -117,7 +117,7 @@ class SpotWorker:
         try:
             return await loop.run_in_executor(self._session, self.learner.train, self._stopping.is_set)
         finally:
-            self._session.submit(release_freed)  # nobody waits for it
+            self._session.submit(release_freed)  # is not waited for
 
     async def stop(self) -> None:
         """Ask a running session to end after its micro-batch; returns at once."""

@@ -119,14 +119,14 @@ def saving(
 
 
 def tidy(place: Checkpoint) -> None:
-    """Remove what nobody will resume from, once the checkpoint of a step is complete."""
+    """Remove what no run will resume from, once the checkpoint of a step is complete."""
     for left in place.directory.glob(f".{CHECKPOINT}.*"):  # by a run that was killed while it wrote
         shutil.rmtree(left)
     if not place.prunes or not (place.directory / POLICY).is_dir():  # on another node's disk: nothing is known here
         return
     for drafter in place.checkpoints.glob(f"global_step_*/{CHECKPOINT}"):
         if not (drafter.parent / POLICY).is_dir():
-            # First its name, so that whoever is killed meanwhile leaves no half of a drafter to resume from.
+            # First its name, so that a kill meanwhile leaves no half of a drafter to resume from.
             shutil.rmtree(drafter.rename(drafter.with_name(f".{CHECKPOINT}.old-{secrets.token_hex(4)}")))
 
 

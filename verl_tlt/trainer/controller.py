@@ -100,7 +100,7 @@ class Controller:
         self._tap = TapBudget(tlt.buffer.first_tokens, tlt.buffer.tokens_per_step is None, tlt.buffer.max_bytes)
         self._watch: SamplingWatch | None = None
         self._sessions: list[EndedSession] = []
-        self._ready = self._trained = False  # of the last sampling: somebody could train; somebody did
+        self._ready = self._trained = False  # of the last sampling: a worker could train; one did
         self._merging: Future[DrafterUpdate] | None = None
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tlt-merge")
         self._buffers: dict[str, BufferStats] = {}
@@ -336,7 +336,7 @@ class Controller:
             if self.tlt.speculation.enable:
                 self.fleet.engine_stats()
                 if self.log.compared and not self.log.compared >= self._serving(colocated_asleep):
-                    self._compare(step, colocated_asleep)  # verl woke somebody up for the validation
+                    self._compare(step, colocated_asleep)  # verl woke replicas up for the validation
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """The step's `tlt/*` metrics, given verl's."""

@@ -14,7 +14,7 @@ T = TypeVar("T", covariant=True)
 
 
 class CallFailed(TLTError, RuntimeError):
-    """A call into another process raised, found nobody there, or took longer than its bound."""
+    """A call into another process raised, found no process there, or took longer than its bound."""
 
     def __init__(self, message: str, died: bool = False, silent: bool = False) -> None:
         super().__init__(message)

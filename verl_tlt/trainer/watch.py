@@ -2,7 +2,7 @@
 
 All decisions are the planner's (`idle.replica_idle`, `idle.trainer_idle`). This file only turns its commands into calls
 of the fleet and their results back into reports, and keeps what happened for metrics and trace. An error in here ends
-spot training for the phase and nothing else; whoever left the balancer comes back with the weight sync.
+spot training for the phase and nothing else; replicas that left come back with the weight sync.
 """
 
 from __future__ import annotations
@@ -261,9 +261,9 @@ class SamplingWatch:
     # ------------------------------------------------------------------ the trainer's thread
 
     def recall(self, stop_timeout_s: float) -> None:
-        """More requests are about to be sent: whoever has left is called back first, and then serves again."""
+        """More requests are about to be sent: replicas that have left are called back and serve again."""
         if not isinstance(self.planner, ReplicaIdlePlanner):
-            return  # nobody leaves
+            return  # no replica leaves
         start = self._clock.time()
         if not self._turn.acquire(timeout=LOOK_S):
             raise CallFailed(f"a look at the fleet took longer than {LOOK_S:.0f} s")
