@@ -61,7 +61,6 @@ def engine_kwargs(
     user: Mapping[str, Any],
     *,
     on_cpu: bool | None = None,
-    version: str | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments for vLLM on top of verl's own.
 
@@ -71,13 +70,12 @@ def engine_kwargs(
         rollout: verl's rollout config; `enforce_eager` is read.
         user: `rollout.engine_kwargs.vllm`, which wins over verl's values.
         on_cpu: whether vLLM runs on its CPU backend; None: ask vLLM.
-        version: vLLM's; None: the installed one.
 
     Raises:
         TLTConfigError: `user` asks for something that cannot run together with a drafter.
     """
     enforce_eager = bool(user.get("enforce_eager", rollout.enforce_eager))
-    for problem in problems(tlt, user, enforce_eager, version):
+    for problem in problems(tlt, user, enforce_eager):
         raise TLTConfigError(problem)
     if on_cpu is None:
         from vllm.platforms import current_platform
@@ -98,12 +96,12 @@ def engine_kwargs(
     }
 
 
-def engine_environment(source: str = "eagle", version: str | None = None) -> dict[str, str]:
+def engine_environment(source: str = "eagle") -> dict[str, str]:
     """Environment variables that choose the model runner which drafts the length it is asked for.
 
     The V2 runner verifies its own drafts whatever the scheduler says, so n-grams need V1 in every release.
     """
-    v1 = source != "eagle" or runner_for(_release(version)) == "V1"
+    v1 = source != "eagle" or runner_for(_release()) == "V1"
     return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if v1 else {}
 
 
@@ -116,13 +114,13 @@ def async_scheduling(user: Mapping[str, Any], on_cpu: bool) -> bool:
     return bool(asked) if asked is not None else executor in ("mp", "uni")
 
 
-def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, version: str | None = None) -> Iterator[str]:
+def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool) -> Iterator[str]:
     """One sentence for each reason why `user` (`rollout.engine_kwargs.vllm`) cannot be combined with speculation.
 
     The doctor asks before Ray starts (`verl_tlt.doctor.rules`), and each engine once more when it is launched.
     """
-    if _release(version) < OLDEST:
-        yield f"vLLM {version or installed('vllm')} cannot change the draft length per step: install 0.24 or later."
+    if _release() < OLDEST:
+        yield f"vLLM {installed('vllm')} cannot change the draft length per step: install 0.24 or later."
         return
     for key in OWN_ARGUMENTS:
         if user.get(key) is not None:
@@ -155,8 +153,8 @@ def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, versi
         yield f"tlt.speculation.fixed={fixed} is none of the engine's draft lengths {list(arms)}."
 
 
-def _release(version: str | None) -> tuple[int, int]:
-    found = release(version or installed("vllm") or "")
+def _release() -> tuple[int, int]:
+    found = release(installed("vllm") or "")
     if found is None:
         raise TLTConfigError("vLLM is not installed here, and verl-tlt speculates with vLLM 0.24 or later.")
     return found[:2]

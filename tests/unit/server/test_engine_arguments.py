@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from verl_tlt.config import TLTConfig, TLTConfigError
+from verl_tlt.server import engine_arguments
 from verl_tlt.server.engine_arguments import (
     async_scheduling,
     engine_arms,
@@ -17,8 +18,14 @@ def tlt(**speculation):
     return TLTConfig.from_dict({"speculation": speculation})
 
 
-def kwargs(config=None, rollout=EAGER, user=None, on_cpu=True, version="0.28.0"):
-    return engine_kwargs(config or tlt(), "/drafter", rollout, user or {}, on_cpu=on_cpu, version=version)
+def kwargs(config=None, rollout=EAGER, user=None, on_cpu=True):
+    return engine_kwargs(config or tlt(), "/drafter", rollout, user or {}, on_cpu=on_cpu)
+
+
+@pytest.fixture
+def vllm_is(monkeypatch):
+    """Have another release of vLLM be the installed one."""
+    return lambda version: monkeypatch.setattr(engine_arguments, "installed", lambda _: version)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +44,7 @@ def test_arms_are_those_that_have_graphs(speculation, eager, arms):
 
 
 def test_the_engine_drafts_sampled_tokens_no_longer_than_its_longest_arm():
-    speculative = kwargs(tlt(max_draft_length=5), GRAPHS, version="0.24.0")["speculative_config"]
+    speculative = kwargs(tlt(max_draft_length=5), GRAPHS)["speculative_config"]
     assert speculative["num_speculative_tokens"] == 3
     assert speculative["method"] == "eagle3"
     assert speculative["draft_sample_method"] == "probabilistic"
@@ -86,18 +93,20 @@ def test_what_cannot_run_with_a_drafter_is_refused_by_its_key(user, sentence):
 
 
 @pytest.mark.parametrize(("source", "method"), [("ngram", "custom_class"), ("both", "eagle3")])
-def test_ngrams_pass_the_scheduler_so_scheduling_is_synchronous(source, method):
+def test_ngrams_pass_the_scheduler_so_scheduling_is_synchronous(vllm_is, source, method):
+    vllm_is("0.32.0")
     ours = kwargs(tlt(source=source), on_cpu=False)
     assert ours["speculative_config"]["method"] == method
     assert ours["async_scheduling"] is False and ours["scheduler_cls"].endswith(".TLTScheduler")
-    assert engine_environment(source, "0.32.0") == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    assert engine_environment(source) == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
     with pytest.raises(TLTConfigError, match=f"async_scheduling=True is not possible .*source={source}"):
         kwargs(tlt(source=source), user={"async_scheduling": True}, on_cpu=False)
 
 
-def test_an_old_vllm_is_refused():
+def test_an_old_vllm_is_refused(vllm_is):
+    vllm_is("0.23.2")
     with pytest.raises(TLTConfigError, match=r"vLLM 0\.23\.2 cannot change the draft length per step: install 0\.24"):
-        kwargs(version="0.23.2")
+        kwargs()
 
 
 def test_a_fixed_length_without_an_arm_is_refused():
@@ -106,5 +115,6 @@ def test_a_fixed_length_without_an_arm_is_refused():
 
 
 @pytest.mark.parametrize(("version", "runner"), [("0.24.0", "0"), ("0.28.0", "0"), ("0.32.0", None)])
-def test_the_runner_that_drafts_what_it_is_asked_for(version, runner):
-    assert engine_environment(version=version).get("VLLM_USE_V2_MODEL_RUNNER") == runner
+def test_the_runner_that_drafts_what_it_is_asked_for(vllm_is, version, runner):
+    vllm_is(version)
+    assert engine_environment().get("VLLM_USE_V2_MODEL_RUNNER") == runner
