@@ -65,8 +65,6 @@ def test_every_change_of_the_cpu_platform_is_listed():
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.name)
 def test_what_is_said_of_a_change_is_so(change):
-    module, _, function = change.applied_by.partition(":")
-    assert SourceTree(ROOT).problem(Symbol(f"{module}:{function}")) is None
     site = source_root("verl")
     for symbol in change.changes:
         assert symbol.startswith("torch.") or SourceTree(site).problem(Symbol(symbol)) is None

@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 
 import verl_tlt
+from verl_cpu import upstream_changes as cpu_changes
+from verl_tlt.compat import upstream_changes
+from verl_tlt.compat.sources import SourceTree
+from verl_tlt.compat.upstream_api import Symbol
 
 ROOT = Path(verl_tlt.__file__).parent
 FRAMEWORKS = {"verl", "vllm", "ray", "torch", "megatron", "transformers", "speculators"}
@@ -151,6 +155,13 @@ def test_the_cpu_platform_is_no_part_of_the_package():
     assert all("verl_cpu" not in roots(path) for path in ROOT.rglob("*.py"))
     used = {room_of(name) for path in (ROOT.parent / "verl_cpu").glob("*.py") for name in imported(path)}
     assert used == {"compat", None}
+
+
+@pytest.mark.parametrize("change", (*upstream_changes.CHANGES, *cpu_changes.CHANGES), ids=lambda c: c.applied_by)
+def test_an_upstream_change_names_the_code_that_makes_it(change):
+    """tests/contract/test_patches.py has what it says of upstream."""
+    module, _, function = change.applied_by.partition(":")
+    assert SourceTree(ROOT.parent).problem(Symbol(f"{module}:{function}")) is None
 
 
 def test_settings_need_no_framework():
