@@ -1,4 +1,4 @@
-"""Tables of the draft length: what choosing costs, and how well it is chosen."""
+"""Tables about the choice of K: what choosing costs, and how well it is chosen."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def oracles() -> str:
 
 
 def foreign() -> str:
-    """Goodput and its rivals on step costs that are no formula."""
+    """Goodput and other policies on step costs that follow no formula."""
     found, body = load("control")["foreign"], []
     kinds = {"distorted": "rooflines, distorted", "tiles": "rooflines, in tiles", "CPU": "recorded on CPUs, distorted"}
     for kind in ("calm", "rough"):
@@ -76,7 +76,7 @@ def foreign() -> str:
 
 
 def drain() -> str:
-    """Who chooses K, on a real engine."""
+    """Tokens per second of a real engine by policy."""
     detail = load("control")["drain_detail"]
 
     def pooled(found: list[float] | None) -> str:
@@ -102,7 +102,7 @@ def drain() -> str:
 
 
 def final() -> str:
-    """A longer final, recorded another day."""
+    """A longer final of the drain, recorded on another day."""
     met = load("control")["drain_again"]["final"]
     body = [
         [DRAIN.get(name) or name.replace("fixed-", "fixed K="), len(of["tok_per_s_by_run"]),
@@ -113,7 +113,7 @@ def final() -> str:
 
 
 def changing() -> str:
-    """How much faster goodput is than a choice made beforehand, while everything moves."""
+    """How much faster goodput is than a fixed choice while load, costs and acceptance change."""
     faster = load("control")["changing"]["goodput_is_faster_than"]
     body = [
         [DRAIN.get(name) or name.replace("fixed-", "fixed K="),

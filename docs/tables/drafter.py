@@ -1,4 +1,4 @@
-"""Tables of the drafter: what training brings, and what it costs."""
+"""Tables about the drafter: what training it brings and costs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tables.page import load, percent, rows
 
 
 def study() -> str:
-    """Frozen, online and trained offline for as long, by where the drafter starts."""
+    """The study: frozen, trained online, and trained offline for as long, by initial drafter."""
 
     def gain(of: dict[str, Any], key: str) -> str:
         found = of[key]
@@ -39,7 +39,7 @@ def study() -> str:
 
 
 def objectives() -> str:
-    """Accept length by objective, beside the paper's."""
+    """Accept length by objective, with the paper's."""
     paper = {"eagle": "6.53, 1x", "hass": "6.67, 3x", "eagle3": "6.83, 7x"}
     body = []
     for name, of in load("drafter_objectives")["objectives"].items():
@@ -54,7 +54,7 @@ def objectives() -> str:
 
 
 def packing() -> str:
-    """Packed over padded."""
+    """Speed of packed batches relative to padded ones."""
     found = load("drafter_packing")["ratios"]
     body = []
     best = max(found, key=lambda key: median(found[key]))
@@ -67,7 +67,7 @@ def packing() -> str:
 
 
 def merging() -> str:
-    """Three seeds of each session."""
+    """Merged drafters against drafters of one worker, three seeds each."""
     keys = ("merged_vs_better_alone", "merged_vs_one_with_all_tokens", "merged_unequal_vs_better_alone")
     body = []
     for length in load("drafter_merging")["lengths"]:
@@ -84,7 +84,7 @@ def merging() -> str:
 
 
 def merge_tree() -> str:
-    """One worker's share."""
+    """Seconds that merging takes of one worker."""
     found = load("merge_tree")
     hand_in, join, adopt, whole = (
         found[key] for key in ("hand_in_s", "join_s_per_level", "adopt_s", "critical_path_s")

@@ -1,4 +1,4 @@
-"""Tables of runs that are long, or killed."""
+"""Tables about long runs and killed runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tables.page import load, rows
 
 
 def resumptions() -> str:
-    """What jobs that were killed went on with, by what they were killed in."""
+    """Whether killed jobs resumed with parts of one and the same step, by where they were killed."""
     found: dict[str, list[bool]] = {}
     kills: list[str] = []
     for link in load("resume")["links"]:
@@ -27,7 +27,7 @@ KILLED = {
 
 
 def growth() -> str:
-    """The steepest slope of anything, after hundreds of steps."""
+    """How fast memory, threads and files grow over hundreds of steps."""
     found = load("endurance_leaks")
     units = {"memory": "MiB", "threads": "", "files": "", "shared_memory": "", "objects": "MiB"}
     names = {
@@ -60,7 +60,7 @@ def stops() -> str:
 
 
 def overhead() -> str:
-    """What TLT takes of a step, by phase."""
+    """TLT's own work in a step, by part."""
     found = load("endurance")["overhead"]
     body = [
         [name.replace("_", " "), f"{1000 * of['median_s']:.0f} ms", f"{100 * of['share']:.2f} %"]

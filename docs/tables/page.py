@@ -1,4 +1,4 @@
-"""Beneath the tables: what a benchmark kept, and Markdown."""
+"""Reads the files of results and writes Markdown tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FILES = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def load(name: str) -> Any:
-    """What a benchmark kept."""
+    """The contents of one file of results."""
     return json.loads((FILES / f"{name}.json").read_text())
 
 
@@ -26,5 +26,5 @@ def rows(head: Sequence[str], body: Iterable[Sequence[object]]) -> str:
 
 
 def percent(share: float, digits: int = 0) -> str:
-    """A difference, with its sign; none where it is nothing at these digits."""
+    """A difference in percent with its sign; 0 has none."""
     return re.sub(r"^[+-](0(\.0+)?)$", r"\1", f"{100 * share:+.{digits}f}")

@@ -1,4 +1,4 @@
-"""Tables of whole runs beside stock verl."""
+"""Tables about whole runs against stock verl."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _end_to_end(file: str) -> str:
 
 
 def claim(saved: dict[str, float]) -> list[str]:
-    """What was claimed, what was saved, and the difference, as cells."""
+    """Cells: the savings by the account, those measured, and the difference."""
 
     def with_range(value: float, of: str) -> str:
         return f"{value:.1f} s ({saved[f'{of}_low_s']:.1f} to {saved[f'{of}_high_s']:.1f})"
@@ -59,7 +59,7 @@ def claim(saved: dict[str, float]) -> list[str]:
 
 
 def savings() -> str:
-    """What the account claimed to have saved, and what was saved, on cores with bfloat16 products."""
+    """Savings by the account and measured, on cores with bfloat16 products."""
     return _savings("e2e_forced")
 
 
@@ -119,7 +119,7 @@ def same_tokens() -> str:
 
 
 def expectations() -> str:
-    """The README's: what runs on the CPU came to."""
+    """The README's table: runs on the CPU."""
     both, control = (load("e2e"), load("e2e_avx2")), load("control")
 
     def faster(run: Any, arm: str, what: str) -> str:

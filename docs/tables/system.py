@@ -1,4 +1,4 @@
-"""Tables of the simulator, the control plane, the tap and the tests."""
+"""Tables about the simulator, the control plane, the tap and the tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tables.page import load, rows
 
 
 def clusters() -> str:
-    """The paper's, simulated."""
+    """The paper's clusters, simulated."""
     found = load("simulator")["paper"]
     body = [
         [
@@ -26,7 +26,7 @@ def clusters() -> str:
 
 
 def residuals() -> str:
-    """The simulator against what was measured."""
+    """Predictions of the simulator over measurements."""
     found = load("simulator")
     steps, tokens, drained = found["steps"]["ratio"].values(), found["same_tokens"], found["drain"]["tok_per_s"]
     fixed = [of["ratio"] for name, of in drained.items() if name.startswith("fixed")]
@@ -57,7 +57,7 @@ ROLLOUTS = {
 
 
 def control_plane() -> str:
-    """By the number of replicas."""
+    """The trainer's own work by number of replicas."""
     found = load("control_plane")
     keys = ("critical_path_ms", "look_ms", "trace_kb_per_step", "memory_peak_kb", "memory_left_kb_per_step")
     body = []

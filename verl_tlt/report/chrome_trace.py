@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,100 +51,92 @@ def chrome_events(trace: RunTrace) -> Iterator[ChromeEvent]:
     Raises:
         TraceError: the trace holds no finished rollout.
     """
-    steps = rl_steps(trace)
-    zero = min(step.start for step in steps.values())
+    steps = list(rl_steps(trace).values())
+    zero = min(step.start for step in steps)
+    for event in _events(trace, steps):
+        event["ts"] = round((event["ts"] - zero) * 1e6) if "ts" in event else 0
+        if "dur" in event:
+            event["dur"] = max(0, round((event["dur"] - zero) * 1e6) - event["ts"])
+        yield event
+
+
+def _events(trace: RunTrace, steps: Sequence[RLStep]) -> Iterator[ChromeEvent]:
+    """The events with unix seconds for times, and with their end for `dur`."""
     yield from _names(TRAINER, "trainer", 0, {DRIVER: "RL step"})
-    yield from _trainer(trace, steps, zero)
+    yield from _trainer(trace, steps)
     standalone = set(trace.run.standalone if trace.run else ())
     for i, replica in enumerate(trace.replicas):
         pid = FIRST_REPLICA + i
-        yield from _names(pid, trace.label(replica), i + 1, {ENGINE: "engine", SPOT: "spot worker"})
-        yield from _engine_track(pid, replica, steps, zero, replica in standalone)
-        yield from _sessions(pid, replica, steps, zero)
-        engine = trace.engine(replica)
-        if engine is not None and engine.t.size:
-            yield from _counters(pid, engine, steps, zero)
+        yield from _names(pid, trace.label(replica), i + 1, {ENGINE: "engine", SPOT: "sessions"})
+        yield from _engine_track(pid, replica, steps, replica in standalone)
+        yield from _sessions(pid, replica, steps)
+        if (engine := trace.engine(replica)) is not None:
+            yield from _counters(pid, engine, steps)
 
 
 def _names(pid: int, name: str, order: int, tracks: Mapping[int, str]) -> Iterator[ChromeEvent]:
-    yield {"ph": "M", "ts": 0, "pid": pid, "tid": 0, "name": "process_name", "args": {"name": name}}
-    yield {"ph": "M", "ts": 0, "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": order}}
+    yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": name}}
+    yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": order}}
     for tid, track in tracks.items():
-        yield {"ph": "M", "ts": 0, "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": track}}
+        yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": track}}
 
 
-def _trainer(trace: RunTrace, steps: Mapping[int, RLStep], zero: float) -> Iterator[ChromeEvent]:
+def _trainer(trace: RunTrace, steps: Sequence[RLStep]) -> Iterator[ChromeEvent]:
     """Each step with its phases inside; phases that run at the same time have tracks of their own."""
     background: dict[str, int] = {}
-    for step in steps.values():
+    for step in steps:
         shown = {name: value for name, value in step.metrics.items() if name.startswith("tlt/")}
-        yield _slice(TRAINER, DRIVER, f"step {step.step}", step.start - zero, step.finish - zero, shown)
+        yield _slice(TRAINER, DRIVER, f"step {step.step}", step.start, step.finish, shown)
         for phase in (p for p in trace.phases if p.step == step.step):
             tid, start, end = DRIVER, max(phase.start, step.start), min(phase.end, step.finish)
             if phase.name not in IN_STEP:
                 tid = background.setdefault(phase.name, BACKGROUND + len(background))
                 start, end = phase.start, phase.end
-            yield _slice(TRAINER, tid, phase.name, start - zero, end - zero, {"step": step.step})
+            yield _slice(TRAINER, tid, phase.name, start, end, {"step": step.step})
         if (p := step.publish) is not None:
             args = {"version": p.version, "reason": p.reason, "gain": p.gain, **p.tau}
-            yield {"ph": "i", "ts": _us(p.t - zero), "pid": TRAINER, "tid": DRIVER, "name": f"drafter {p.decision}",
-                   "s": "p", "args": args}  # fmt: skip
+            yield {"ph": "i", "ts": p.t, "pid": TRAINER, "tid": DRIVER, "name": f"drafter {p.decision}", "s": "p",
+                   "args": args}  # fmt: skip
     for name, tid in background.items():
-        yield {"ph": "M", "ts": 0, "pid": TRAINER, "tid": tid, "name": "thread_name", "args": {"name": name}}
+        yield {"ph": "M", "pid": TRAINER, "tid": tid, "name": "thread_name", "args": {"name": name}}
 
 
-def _engine_track(
-    pid: int, replica: str, steps: Mapping[int, RLStep], zero: float, standalone: bool
-) -> Iterator[ChromeEvent]:
+def _engine_track(pid: int, replica: str, steps: Sequence[RLStep], standalone: bool) -> Iterator[ChromeEvent]:
     """Rollouts with their bubbles, and the sleep between them; standalone replicas do not sleep."""
-    following = [*list(steps.values())[1:], None]
-    for step, after in zip(steps.values(), following, strict=True):
-        yield _slice(pid, ENGINE, "rollout", step.start - zero, step.end - zero, {"step": step.step})
+    for step, after in zip(steps, [*steps[1:], None], strict=True):
+        yield _slice(pid, ENGINE, "rollout", step.start, step.end, {"step": step.step})
         for b in (b for b in step.bubbles if b.replica == replica):
-            start, end = max(b.start, step.start), min(b.end, step.end)
-            yield _slice(pid, ENGINE, "bubble", start - zero, end - zero, {})
+            yield _slice(pid, ENGINE, "bubble", max(b.start, step.start), min(b.end, step.end), {})
         until = step.finish if after is None else min(step.finish, after.start)
         if standalone or until <= step.end:
             continue
-        yield _slice(pid, ENGINE, "sleep", step.end - zero, until - zero, {"step": step.step})
+        yield _slice(pid, ENGINE, "sleep", step.end, until, {"step": step.step})
         for phase in (p for p in step.after if p.name in IN_STEP):
-            yield _slice(pid, ENGINE, phase.name, max(phase.start, step.end) - zero, min(phase.end, until) - zero, {})
+            yield _slice(pid, ENGINE, phase.name, max(phase.start, step.end), min(phase.end, until), {})
 
 
-def _sessions(pid: int, replica: str, steps: Mapping[int, RLStep], zero: float) -> Iterator[ChromeEvent]:
+def _sessions(pid: int, replica: str, steps: Sequence[RLStep]) -> Iterator[ChromeEvent]:
     shown = ("step", "steps", "tokens", "epochs", "loss", "outcome", "error")
-    for session in (s for step in steps.values() for s in step.sessions if s.replica == replica):
+    for session in (s for step in steps for s in step.sessions if s.replica == replica):
         args = {name: getattr(session, name) for name in shown}
         if math.isnan(session.loss):
             del args["loss"]
-        yield _slice(pid, SPOT, "training session", session.start - zero, session.end - zero, args)
+        yield _slice(pid, SPOT, "session", session.start, session.end, args)
 
 
-def _counters(pid: int, engine: EngineSteps, steps: Mapping[int, RLStep], zero: float) -> Iterator[ChromeEvent]:
+def _counters(pid: int, engine: EngineSteps, steps: Sequence[RLStep]) -> Iterator[ChromeEvent]:
     """Batch and draft length where they change; after a rollout 0 and -1. A long run keeps every n-th change."""
-    parts = [engine.between(step.start, step.end) for step in steps.values()]
-    for name, rest in (("batch", 0), ("K", -1)):
+    parts = [engine.between(step.start, step.end) for step in steps]
+    for name, idle in (("batch", 0), ("K", -1)):
         columns = [part.batch if name == "batch" else part.k for part in parts]
         changed = [np.flatnonzero(np.diff(values, prepend=values[:1] - 1)) for values in columns]
         every = -(-sum(map(len, changed)) // MOST_SAMPLES) or 1
-        for step, part, values, at in zip(steps.values(), parts, columns, changed, strict=True):
-            for i in at[::every].tolist():
-                began = max(float(part.t[i] - part.latency_s[i]), step.start)
-                yield _counter(pid, name, began - zero, int(values[i]))
-            if len(at):
-                yield _counter(pid, name, step.end - zero, rest)
+        for step, part, values, at in zip(steps, parts, columns, changed, strict=True):
+            samples = [(max(float(part.t[i] - part.latency_s[i]), step.start), int(values[i])) for i in at[::every]]
+            for t, value in [*samples, (step.end, idle)] if samples else ():
+                yield {"ph": "C", "ts": t, "pid": pid, "tid": 0, "name": name, "args": {name: value}}
 
 
 def _slice(pid: int, tid: int, name: str, start: float, end: float, args: Mapping[str, Any]) -> ChromeEvent:
-    """An event with a duration; `start` and `end` in seconds since the trace began."""
-    begun = _us(start)
-    return {"ph": "X", "ts": begun, "dur": max(0, _us(end) - begun), "pid": pid, "tid": tid, "name": name,
-            "args": dict(args)}  # fmt: skip
-
-
-def _counter(pid: int, name: str, at: float, value: int) -> ChromeEvent:
-    return {"ph": "C", "ts": _us(at), "pid": pid, "tid": 0, "name": name, "args": {name: value}}
-
-
-def _us(seconds: float) -> int:
-    return round(seconds * 1e6)
+    """An event with a duration."""
+    return {"ph": "X", "ts": start, "dur": end, "pid": pid, "tid": tid, "name": name, "args": dict(args)}

@@ -183,7 +183,9 @@ def draw_bars(ax: Axes, unit: str, steps: Sequence[int], bars: Mapping[str, tupl
     up, down = np.zeros(len(steps)), np.zeros(len(steps))
     for label, (color, values) in bars.items():
         heights = np.array(values)
-        ax.bar(steps, heights, 0.85, np.where(heights < 0, down, up), color=color, label=label)
+        ax.bar(
+            steps, heights, 0.85 if len(steps) < 60 else 1.0, np.where(heights < 0, down, up), color=color, label=label
+        )
         up, down = up + np.maximum(heights, 0.0), down + np.minimum(heights, 0.0)
     ax.axhline(0, color=GREY, linewidth=1)
     _finish(ax, unit)

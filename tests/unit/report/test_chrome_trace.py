@@ -99,7 +99,7 @@ def _within(event, timeline, number):
 
 
 def test_sessions_carry_steps_and_loss(timeline, made_run):
-    sessions = [e for r in ("replica 0", "replica 1") for e in timeline.track(r, "spot worker")]
+    sessions = [e for r in ("replica 0", "replica 1") for e in timeline.track(r, "sessions")]
     assert {e["args"]["step"] for e in sessions} == {2, 3, 4, 5, 6}
     for event in sessions:
         step = event["args"]["step"]
