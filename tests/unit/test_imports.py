@@ -45,7 +45,7 @@ MAY_IMPORT = {
     # commands
     "console": set(),
     "report": {"console", "errors", "trace"},
-    "warmup": SHARED | {"child_engine", "compat", "console", "drafter"},
+    "warmup": SHARED | {"child_engine", "drafter"},
     "doctor": SHARED | {"child_engine", "compat", "drafter", "flag", "idle", "server", "speculation", "trainer"},
     "advise": {"config", "console", "doctor", "drafter", "errors", "report", "server", "speculation"},
     # what a run and a shell begin with

@@ -21,17 +21,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from verl_tlt.config import OBJECTIVES
 from verl_tlt.drafter import (
     DrafterTrainer,
-    Library,
-    PolicyStates,
-    VerifierWeights,
     build_drafter,
     check_drafter,
     check_owner,
     load_drafter,
-    load_policy,
     most_frequent,
     policy_shape,
-    refresh_verifier_weights,
     save_drafter,
 )
 from verl_tlt.drafter.evaluate import combined_score
@@ -40,7 +35,7 @@ from verl_tlt.ownership import other_owner
 from verl_tlt.warmup.engine import GenerationJob, Response, as_texts, find_device, generate
 from verl_tlt.warmup.options import WarmupOptions
 from verl_tlt.warmup.prompts import Prompts, load_tokenizer, read_prompts
-from verl_tlt.warmup.train import TrainingRun
+from verl_tlt.warmup.train import TrainingRun, policy_library
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -189,22 +184,17 @@ def _responses(options: WarmupOptions, prompts: Prompts, device: str, bars: Prog
 
 def _prepare(options: WarmupOptions, prompts: Prompts, responses: list[Response], device: str) -> TrainingRun:
     """Drafter, policy and texts as a training run, where it was left if it was begun before."""
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()  # there is one already
-    drafter = _drafter(options, responses, device)
-    parts = VerifierWeights.from_policy_dir(options.model)
-    refresh_verifier_weights(drafter, parts)
-    states = PolicyStates(load_policy(options.model, device), drafter.target_layer_ids)
+    drafter, texts = _drafter(options, responses, device), as_texts(prompts.tokens, responses)
+    library, head = policy_library(drafter, options, texts, device, int(options.cache_gb * 1e9))
     passes, rate = OBJECTIVES[options.objective], options.learning_rate
     run = TrainingRun(
         DrafterTrainer(drafter, learning_rate=rate, ttt_steps=passes, loss=options.loss),
-        Library(states, as_texts(prompts.tokens, responses), int(options.cache_gb * 1e9)),
+        library,
         train=[i for i, r in enumerate(responses) if r.prompt not in prompts.held_out],
         judged=[i for i, r in enumerate(responses) if r.prompt in prompts.held_out],
         options=options,
         state_file=options.work / STATE,
-        whole_head=parts.lm_head.to(device) if drafter.use_draft_vocab else None,
+        whole_head=head,
     )
     run.resume()
     return run
@@ -248,8 +238,7 @@ def _save(options: WarmupOptions, prompts: Prompts, responses: list[Response], r
     facts: dict[str, Any] = {
         "policy": str(options.model),
         "started from": str(options.drafter) if options.drafter else "a random head",
-        "objective": options.objective,
-        "loss": options.loss,
+        **{name: getattr(options, name) for name in ("objective", "loss", "temperature", "top_p", "top_k", "seed")},
         "steps": next(check["step"] for check in run.progress.checks if check["tau"] == best),
         "steps_in_all": run.trainer.steps,
         "tokens": run.progress.tokens,
@@ -260,10 +249,6 @@ def _save(options: WarmupOptions, prompts: Prompts, responses: list[Response], r
         "prompts_limit": options.limit,
         "responses": len(responses),
         "response_tokens": sum(len(r.tokens) for r in responses),
-        "temperature": options.temperature,
-        "top_p": options.top_p,
-        "top_k": options.top_k,
-        "seed": options.seed,
         "tau_sim": round(best, 4),
         "acceptance": [round(float(a), 4) for a in score.accept],
         "date": time.strftime("%Y-%m-%d"),

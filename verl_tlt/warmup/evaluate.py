@@ -17,15 +17,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from verl_tlt.drafter import (
-    Library,
-    PolicyStates,
-    VerifierWeights,
     acceptance,
     load_drafter,
-    load_policy,
     policy_shape,
     provenance,
-    refresh_verifier_weights,
 )
 from verl_tlt.drafter.check import check_drafter, check_owner, drafter_folder
 from verl_tlt.drafter.evaluate import DraftCounts, SequenceScore, combined_score
@@ -33,6 +28,7 @@ from verl_tlt.drafter.policy import DrafterError
 from verl_tlt.warmup.engine import GenerationJob, Response, as_texts, find_device, generate
 from verl_tlt.warmup.options import EvaluateOptions
 from verl_tlt.warmup.prompts import load_tokenizer, read_prompts
+from verl_tlt.warmup.train import policy_library
 
 AGREE = 0.05
 """Largest relative difference between predicted and served accept length that counts as agreement."""
@@ -110,16 +106,9 @@ def choose_prompts(options: EvaluateOptions) -> list[tuple[int, ...]]:
 
 def score(options: EvaluateOptions, prompts: Sequence[Sequence[int]], responses: Sequence[Response]) -> SequenceScore:
     """Predict acceptance on what vLLM answered to `prompts`, given as token ids."""
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()  # there is one already
     device = find_device(options.device)
     drafter = load_drafter(options.drafter, options.model, device=device)
-    parts = VerifierWeights.from_policy_dir(options.model)
-    refresh_verifier_weights(drafter, parts)
-    states = PolicyStates(load_policy(options.model, device), drafter.target_layer_ids)
-    library = Library(states, as_texts(prompts, responses), max_bytes=0)
-    head = parts.lm_head.to(device) if drafter.use_draft_vocab else None
+    library, head = policy_library(drafter, options, as_texts(prompts, responses), device, max_bytes=0)
     scores = []
     for number in range(len(responses)):
         scores += acceptance(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,16 +21,24 @@ import torch
 from verl_tlt.drafter import (
     DrafterTrainer,
     Library,
+    PolicyStates,
     SequenceScore,
+    Text,
+    VerifierWeights,
     accept_length,
     acceptance,
+    load_policy,
     pack,
     plan_epoch,
+    refresh_verifier_weights,
 )
 from verl_tlt.drafter.capture import Span
 from verl_tlt.drafter.data import grouped
 from verl_tlt.drafter.state_file import read_state, write_state
-from verl_tlt.warmup.options import TrainingOptions
+from verl_tlt.warmup.options import EngineOptions, TrainingOptions
+
+if TYPE_CHECKING:
+    from speculators.models.eagle3 import Eagle3DraftModel
 
 CHECKS = 10
 """Times the held-out responses are scored in a run."""
@@ -38,6 +47,22 @@ JUDGED_TOKENS = 8_192
 SAVE_EVERY_S = 60.0
 LAST_LR = 0.1
 """Learning rate at the end of the budget, as a share of the first: it falls along a line."""
+
+
+def policy_library(
+    drafter: Eagle3DraftModel, options: EngineOptions, texts: Sequence[Text], device: str, max_bytes: int
+) -> tuple[Library, torch.Tensor | None]:
+    """The policy's states for texts and, for a pruned draft vocabulary, its whole head [V, H].
+
+    Fills the drafter's verifier weights from the policy.
+    """
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # the commands show their own
+    parts = VerifierWeights.from_policy_dir(options.model)
+    refresh_verifier_weights(drafter, parts)
+    states = PolicyStates(load_policy(options.model, device), drafter.target_layer_ids)
+    return Library(states, texts, max_bytes), parts.lm_head.to(device) if drafter.use_draft_vocab else None
 
 
 @dataclass
