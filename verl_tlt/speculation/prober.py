@@ -34,20 +34,12 @@ _FEE = 0.05
 _SHARP = 0.02
 """Relative uncertainty of a latency below which a probe is about acceptance alone."""
 _ENOUGH_DRAFTS, _MOST_STEPS = 8, 8
-_CAP = 8.0
-"""Steps of lost goodput that may be saved up."""
-_START = 1.0
-"""Steps of lost goodput granted at start."""
+_START, _CAP = 1.0, 8.0
+"""Steps of lost goodput granted at start, and how many may be saved up."""
 
 
 class ProbeBudget:
-    """Allowance and intervals of probes.
-
-    Args:
-        share: share of the time that probes may cost.
-        interval: steps between the first two probes of a subject.
-        interval_max: where the doubling ends.
-    """
+    """Allowance and intervals of probes; arguments as the constants they default to."""
 
     def __init__(
         self, share: float = PROBE_SHARE, interval: int = PROBE_INTERVAL, interval_max: int = PROBE_INTERVAL_MAX
@@ -131,15 +123,7 @@ class LoadEstimates(NamedTuple):
 
 
 class Prober:
-    """Finds probes.
-
-    Args:
-        arms: draft lengths.
-        acceptance: the policy's estimate.
-        latency: the policy's model.
-        budget: what may be spent.
-        optimism: see `OPTIMISM`.
-    """
+    """Finds probes by the policy's estimates."""
 
     def __init__(
         self,

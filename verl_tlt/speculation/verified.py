@@ -1,7 +1,7 @@
-"""Counts what one engine step verified, for hundreds of requests, in two parts.
+"""Counts the drafts that one engine step verified.
 
-What the next step waits for (`count_verified`) only notes how many tokens each row has, before vLLM shortens the rows
-of requests that end; the rest is worked out when somebody asks, while the model runs the next step.
+The next step waits for `count_verified`, which only notes how many tokens each row has before vLLM shortens the rows of
+requests that end; the rest is computed when it is asked for, while the model runs the next step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import accumulate
 
 @dataclass(eq=False)
 class Verified:
-    """Drafts verified in one step, counted as vLLM counts them; never changed (a frozen dataclass is slow to make)."""
+    """Drafts verified in one step, counted as vLLM counts them (not frozen, which is slow to make)."""
 
     lengths: Sequence[int] = ()
     """Tokens that the step sampled, by row, the target's own included; nothing where it verified no draft."""
@@ -89,16 +89,7 @@ def count_verified(
     row_of: Mapping[str, int],
     gone: Collection[str],
 ) -> Verified:
-    """Note one step's drafts before vLLM consumes them.
-
-    Args:
-        scheduled: request → tokens scheduled (`SchedulerOutput.num_scheduled_tokens`).
-        drafts: request → its draft (`SchedulerOutput.scheduled_spec_decode_tokens`).
-        total: sum of `scheduled`.
-        sampled: tokens by row (`ModelRunnerOutput.sampled_token_ids`).
-        row_of: request → row.
-        gone: requests of the step that ended while it ran.
-    """
+    """Note one step's drafts before vLLM consumes them; arguments as vLLM's outputs and `Verified` have them."""
     if not drafts or not sampled:
         return NOTHING
     return Verified(list(map(len, sampled)), drafts, row_of, total, len(scheduled), gone)
