@@ -59,13 +59,6 @@ def test_latency_rises_with_k_where_nothing_was_measured():
         assert seconds == sorted(seconds)
 
 
-def test_it_rises_with_the_batch():
-    model, rng = LatencyModel(ARMS), np.random.default_rng(3)
-    measure(model, 16, 1, 6, rng)
-    seconds = [model.seconds(b, b * 1000, 1) for b in (1, 4, 16, 64, 256)]
-    assert seconds == sorted(seconds)
-
-
 def test_a_measurement_overrules_the_shape():
     """Full CUDA graphs only for K=3: it is faster than K=1, and the model says so."""
     cliff = {0: 3e-3, 1: 3e-3, 3: 0.0}
@@ -208,17 +201,6 @@ def test_a_guess_between_measured_lengths_is_worth_a_look_and_gone_with_the_firs
     assert model.largest_batch(5) == 4, "it may be used"
     measure(model, 4, 5, 3, rng, sigma=0.0)
     assert model.predict(4, 4000)[at] == pytest.approx(true(4, 4000, 5), rel=0.02)
-
-
-def test_a_measurement_is_not_outvoted_by_a_guess_that_comes_later():
-    model = LatencyModel(ARMS)
-    seconds = true(4, 4000, 5)
-    model.seed(LatencyTable((LatencyPoint(4, 4000, 5, seconds, samples=8), LatencyPoint(4, 4000, 5, 2 * seconds, 0))))
-    assert model.seconds(4, 4000, 5) == pytest.approx(seconds, rel=0.01)
-
-
-def test_nothing_measured_is_wholly_uncertain():
-    assert LatencyModel(ARMS).uncertainty(8, 8000) == [1.0] * (1 + len(ARMS))
 
 
 def test_the_farther_a_measurement_the_less_is_known():
