@@ -172,8 +172,9 @@ def parse_event(record: Mapping[str, Any]) -> Event | None:
     if adapter is None:
         return None
     known = {_RENAMED.get(key, key): value for key, value in record.items() if value is not None}
-    if isinstance(metrics := known.get("metrics"), dict):
-        known["metrics"] = {n: v for n, v in metrics.items() if isinstance(v, int | float) and abs(v) < 1e300}
+    for key in ("metrics", "tau"):
+        if isinstance(numbers := known.get(key), dict):
+            known[key] = {n: v for n, v in numbers.items() if isinstance(v, int | float) and abs(v) < 1e300}
     try:
         event = adapter.validate_python(known)
     except ValidationError:

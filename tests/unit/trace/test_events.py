@@ -54,6 +54,15 @@ def test_lines_of_older_versions_are_read():
     assert (session.loss, session.outcome, session.error, session.slowest_s) == (2.5, "failed", "no memory", 0.0)
     old = {"kind": "reload", "t": 3.0, "step": 1, "replica": "a", "version": 4, "fingerprint": "f", "ok": False}
     assert parse_event(old).version == 4
+    old = {
+        "kind": "publish",
+        "t": 3.0,
+        "step": 1,
+        "version": 4,
+        "decision": "kept",
+        "tau": {"served": 2.0, "initial": None},
+    }
+    assert parse_event(old).tau == {"served": 2.0}
 
 
 def test_half_a_line_is_skipped_and_the_next_writer_starts_a_new_one(tmp_path):
