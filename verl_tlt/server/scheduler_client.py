@@ -33,11 +33,7 @@ class SchedulerClient:
         self._engine = engine
 
     async def call(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """The answer to one operation.
-
-        Args:
-            operation: its name.
-            **arguments: plain values.
+        """The answer to one operation; arguments are plain values.
 
         Raises:
             SchedulerCallError: no answer in time, or the operation failed in the engine.

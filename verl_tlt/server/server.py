@@ -170,11 +170,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         return SchedulerClient(self.engine) if self.tlt.speculation.enable and self.node_rank == 0 else None
 
     def tlt_stage(self, drafter: DrafterFile) -> None:
-        """Write a published drafter to this node's private directory; it is loaded at the next reload.
-
-        Args:
-            drafter: the file, or (through Ray) a reference to it.
-        """
+        """Write a published drafter to this node's private directory; it is loaded at the next reload."""
         stage(drafter.config, drafter.weights, self._tlt_dir / "drafter")
         self._tlt_staged = drafter
 

@@ -92,14 +92,9 @@ def digest(source: str) -> str:
 def capture_every_arm(runner: GPUModelRunner, arms: Sequence[int]) -> tuple[int, ...]:
     """Give each arm its own FULL graphs, and a batch of one request one of exactly its tokens.
 
-    The dispatcher tells graphs apart by tokens and requests, so graphs of several widths (1 + draft length) live side
-    by side, in one memory pool; what has to change with the batch is the one width that runner and dispatcher hold.
-    vLLM rounds the sizes it captures up to multiples of 1 + K_max; the sizes below, which stock vLLM has too, are put
-    back.
-
-    Args:
-        runner: vLLM's V1 model runner.
-        arms: draft lengths; those whose width does not divide 1 + K_max get no graphs of their own.
+    The dispatcher tells graphs apart by tokens and requests, so it can hold several widths (1 + draft length);
+    what has to change with the batch is the one width that runner and dispatcher hold. An arm whose width does not
+    divide 1 + K_max gets no graphs.
 
     Returns:
         the arms that have graphs of their own, the longest included.

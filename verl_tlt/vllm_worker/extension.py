@@ -96,9 +96,5 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
         return "" if self.tlt_drafter is None else self.tlt_drafter.fingerprint()
 
     def tlt_set_drafting(self, enabled: bool) -> str | None:
-        """Switch the drafter's own pass in steps that draft nothing (`drafter_pass.set_drafting`).
-
-        Returns:
-            why no pass can be skipped here; None: done.
-        """
+        """Switch the drafter's pass in steps that draft nothing; returns `drafter_pass.set_drafting`'s refusal, or None."""
         return drafter_pass.set_drafting(self.model_runner, enabled)
