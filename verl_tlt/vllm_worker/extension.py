@@ -96,5 +96,5 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
         return "" if self.tlt_drafter is None else self.tlt_drafter.fingerprint()
 
     def tlt_set_drafting(self, enabled: bool) -> str | None:
-        """Switch the drafter's pass in steps that draft nothing; returns `drafter_pass.set_drafting`'s refusal, or None."""
+        """Call `drafter_pass.set_drafting` on this worker's model runner."""
         return drafter_pass.set_drafting(self.model_runner, enabled)
