@@ -39,23 +39,18 @@ def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fet
     """
     if not is_name(model):
         return Path(os.path.expanduser(model))
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
+
     name = os.fspath(model)
     try:
-        from huggingface_hub import snapshot_download, try_to_load_from_cache
-    except ImportError as error:
-        raise NotHereError(f"{name} is no folder here, and huggingface_hub is not installed to look it up.") from error
-    try:
         for file in any_of:
-            cached = try_to_load_from_cache(name, file)
-            if isinstance(cached, str):
+            if isinstance(cached := try_to_load_from_cache(name, file), str):
                 return Path(cached).parent
-        if not fetch:
-            raise NotHereError(f"{name}: {' or '.join(any_of)} is not in the local cache.")
-        found = Path(snapshot_download(name, allow_patterns=[*any_of, *besides]))
+        found = Path(snapshot_download(name, allow_patterns=[*any_of, *besides])) if fetch else None
     except (OSError, ValueError) as error:
-        if isinstance(error, NotHereError):
-            raise
         raise NotHereError(f"{name} is no folder here and could not be fetched: {_reason(error)}.") from error
+    if found is None:
+        raise NotHereError(f"{name}: {' or '.join(any_of)} is not in the local cache.")
     if not any((found / file).is_file() for file in any_of):
         raise NotHereError(f"{name} has no {' or '.join(any_of)} on the hub.")
     return found

@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -189,27 +188,6 @@ def test_without_torch_or_vllm_a_command_ends_in_one_sentence(tmp_path, package,
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"verl-tlt {command} needs {package}, not installed here.\n"
     assert not list(tmp_path.iterdir())
-
-
-def test_policy_and_drafter_may_be_names_on_the_hub(settings, policy_dir, prompts_file, tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    from verl_tlt.drafter import build_drafter, save_drafter
-    from verl_tlt.warmup.prompts import load_tokenizer
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    given = save_drafter(build_drafter(policy_dir), tmp_path / "given", {}, policy=policy_dir)
-    for name, files in (("policy", policy_dir), ("drafter", given)):
-        model = tmp_path / "hub" / f"models--Org--{name}"
-        (model / "refs").mkdir(parents=True)
-        (model / "refs" / "main").write_text("abc")
-        (model / "snapshots").mkdir()
-        (model / "snapshots" / "abc").symlink_to(files)
-    wanted = settings(model=Path("Org/policy"), drafter=Path("Org/drafter"))
-    command.check(wanted)
-    assert len(load_tokenizer(wanted.model)) == 48 and command.read(wanted).tokens
-    with pytest.raises(command.DrafterError, match=r"Org/other is no folder here .*HF_HUB_OFFLINE is set"):
-        command.check(settings(model=Path("Org/other")))
 
 
 def test_nothing_is_overwritten(policy_dir, prompts_file, tmp_path):
