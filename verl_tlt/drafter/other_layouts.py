@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl_tlt.drafter.names import plain
 from verl_tlt.drafter.policy import DrafterError, Fields, PolicyShape, aux_layers_for, rope_of
@@ -30,12 +30,12 @@ _NOT_NEEDED = ("embed_tokens.", "rotary_emb.")
 """A frozen copy of the policy's embedding, and tables that are computed."""
 
 
-def is_other_layout(config: Mapping[str, Any]) -> bool:
+def is_other_layout(config: Fields) -> bool:
     """Whether a drafter's `config.json` is in one of these layouts."""
     return "speculators_model_type" not in config and "hidden_size" in config
 
 
-def to_speculators_config(config: Mapping[str, Any], policy: PolicyShape, file: Path) -> Fields:
+def to_speculators_config(config: Fields, policy: PolicyShape, file: Path) -> Fields:
     """The drafter's config, of `file`, in speculators' form.
 
     What these layouts leave out comes from the policy: aux layers, and a context, which their training length is not.
@@ -64,7 +64,7 @@ def to_speculators_config(config: Mapping[str, Any], policy: PolicyShape, file: 
     }
 
 
-def _check_kind(config: Mapping[str, Any], file: Path) -> None:
+def _check_kind(config: Fields, file: Path) -> None:
     architectures = list(config.get("architectures") or ())
     if "draft_vocab_size" not in config and not any("Eagle3" in name for name in architectures):
         raise DrafterError(
@@ -84,7 +84,7 @@ def _check_kind(config: Mapping[str, Any], file: Path) -> None:
             raise DrafterError(f"{file}: {field} must be an integer, not {config.get(field)!r}.")
 
 
-def _layer(config: Mapping[str, Any], policy: PolicyShape) -> Fields:
+def _layer(config: Fields, policy: PolicyShape) -> Fields:
     """The Llama config of its one layer."""
     heads = config["num_attention_heads"]
     return {

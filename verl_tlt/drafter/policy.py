@@ -97,7 +97,7 @@ def policy_shape(policy: PolicyLike) -> PolicyShape:
     if isinstance(policy, str | os.PathLike):
         return _from_fields(read_model_config(policy), str(Path(policy) / CONFIG))
     if isinstance(policy, Mapping):
-        return _from_fields(policy, "the policy's config")
+        return _from_fields(dict(policy), "the policy's config")
     return _from_fields(policy.to_dict(), type(policy).__name__)
 
 
@@ -140,7 +140,7 @@ def read_json(path: Path) -> Fields:
     return value
 
 
-def _from_fields(whole: Mapping[str, Any], source: str) -> PolicyShape:
+def _from_fields(whole: Fields, source: str) -> PolicyShape:
     nested = whole.get("text_config")
     fields = nested or whole
     try:
@@ -166,7 +166,7 @@ def _from_fields(whole: Mapping[str, Any], source: str) -> PolicyShape:
         raise DrafterError(f"{source} has no field {error.args[0]!r}, which a drafter's shape depends on.") from error
 
 
-def _mlp(fields: Mapping[str, Any]) -> dict[str, int]:
+def _mlp(fields: Fields) -> dict[str, int]:
     """The fields of a `PolicyShape` that say how wide its MLPs and experts are."""
     experts = int(fields.get("num_experts") or fields.get("num_local_experts") or 0)
     per_token = int(fields.get("num_experts_per_tok") or 1)
@@ -182,7 +182,7 @@ def _mlp(fields: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def rope_of(fields: Mapping[str, Any]) -> Fields:
+def rope_of(fields: Fields) -> Fields:
     """RoPE settings as transformers 5 keeps them; older configs have `rope_theta` and `rope_scaling`.
 
     Where layers differ, those of full attention.
@@ -195,7 +195,7 @@ def rope_of(fields: Mapping[str, Any]) -> Fields:
     return {"rope_type": kind, "rope_theta": float(fields.get("rope_theta", 10000.0)), **scaling}
 
 
-def drafter_rope(rope: Mapping[str, Any]) -> Fields:
+def drafter_rope(rope: Fields) -> Fields:
     """RoPE for a drafter of a policy with `rope`: all of each head is rotated, by one position.
 
     A policy may rotate a part of each head, or rotate by the three positions of an image's patch, which are one and
