@@ -1,9 +1,9 @@
-"""A run in which everything moves, on a real vLLM CPU engine: is adapting faster than any choice made beforehand?
+"""A run in which drafter, policy and load change, on a real vLLM CPU engine: is adapting faster than a fixed choice?
 
-One repetition is a run of five rollouts. The drafter sleeps (an untrained head), wakes up (trained a little), is
-trained; the policy moves away from it; in the end a few long responses are left. Every arm decodes each rollout once,
-on the same prompts and lengths and in another order each time, before the next begins; whatever an arm has learned, it
-forgets with the repetition. All repetitions are pooled: an arm's seconds over all of them, over goodput's.
+One repetition is a run of five rollouts: with an untrained drafter, one trained a little, a trained one; then with the
+policy moved away from it; at last with a few long responses. Every arm decodes each rollout once, on the same prompts
+and lengths and in another order each time, before the next begins; an arm keeps nothing from one repetition to the
+next. All repetitions are pooled: an arm's seconds over all of them, over goodput's.
 
 `goodput` gets what a run would tell it: the calibration at the start, a new drafter's acceptance on held-out text when
 it is published, nothing of the policy's move; and as in a run, its drafter is OFF where it is not expected to pay

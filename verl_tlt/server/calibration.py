@@ -13,7 +13,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -155,7 +155,7 @@ async def measure(
     try:
         # The first use of an arm compiles, allocates, and finds the machine cold.
         usable = [arm for arm in plan_arms(arms) if await probe.warm(arm, batches)]
-        # Arm beside arm, in turning order: what a busy machine adds to one, it adds to its neighbours too.
+        # All arms of a batch in a row, in alternating order, so that a busy machine slows them alike.
         turns = [usable if turn % 2 == 0 else usable[::-1] for turn in range(ROUNDS)]
         for n, (batch, arm) in enumerate((batch, arm) for turn in turns for batch in batches for arm in turn):
             if time.monotonic() > deadline and n >= len(usable):  # one batch at least, however slow the machine
@@ -168,6 +168,11 @@ async def measure(
     finally:
         await set_drafting(True)
         await scheduler.call("control", drafting=True, force_k=None)
+    return _table(measured, arms)
+
+
+def _table(measured: Mapping[tuple[int, int], float], arms: Sequence[int]) -> LatencyTable:
+    """Seconds by (arm, batch) as a table."""
     rows: dict[int, list[tuple[int, float]]] = {}
     for (arm, batch), seconds in sorted(measured.items()):
         # A step in OFF is a part of one at K=0: where it took longer, it was held up.
