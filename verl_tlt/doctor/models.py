@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from verl_tlt.compat.families import serves_eagle3
+from verl_tlt.compat.sources import serves_eagle3
 from verl_tlt.compat.versions import installed
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.check import WEIGHTS, check_drafter, check_owner, read_config

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_tlt.compat.families import serves_eagle3
+from verl_tlt.compat.sources import serves_eagle3
 from verl_tlt.config import TLTConfig
 from verl_tlt.doctor.models import check_policy, check_recipe_drafter
 
