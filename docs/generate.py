@@ -293,7 +293,7 @@ def _yaml(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    import tables  # beside this file
+    import tables
 
     filled = [(page, tables.render(page.read_text())) for page in (tables.PAGE, tables.README)]
     for page, text in ((PAGE, render()), (API_PAGE, render_api()), (PATCHES_PAGE, render_patches()), *filled):

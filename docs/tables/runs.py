@@ -83,10 +83,10 @@ def _savings(file: str) -> str:
         outside = [sum(s["step_s"] - s["rollout_s"] for s in some) / len(some) for some in (own.values(), stock)]
         share = sum(s["overhead_s"] for s in own.values()) / sum(s["step_s"] for s in own.values())
         lengths = f"{arm['accept_length']:.2f} / {arm['accept_length_tail']:.2f}"
-        beside = [f"{outside[0]:.1f} / {outside[1]:.1f} s", f"{100 * share:.1f} %"]
+        outside_cells = [f"{outside[0]:.1f} / {outside[1]:.1f} s", f"{100 * share:.1f} %"]
         off = of.get("rollout_off")
         undrafted = f"{len(off['each'])}: {off['pooled']:.2f}x ({off['low']:.2f} to {off['high']:.2f})" if off else ""
-        body.append([f"`{name}`", lengths, *speeds, undrafted, *claims, *beside])
+        body.append([f"`{name}`", lengths, *speeds, undrafted, *claims, *outside_cells])
     return rows(
         ("", "accept length: all / the longest tenth", "rollout", "step", "rollouts without drafts",
          "`tlt/saved_s` claimed",

@@ -1,6 +1,6 @@
 """A made-up run with the shape of a real one: some replicas, long-tailed responses, a drafter that learns.
 
-What the tests need to know of it is returned beside the directory, so that they compare with numbers and not with
+What the tests need to know of it is returned with the directory, so that they compare with numbers and not with
 what the code under test computed.
 """
 
