@@ -43,7 +43,7 @@ class StepRow:
 
     @property
     def work_s(self) -> float:
-        """TLT's own work that `saved_s` does not contain; where it is known it contains the waits for the choice of K."""
+        """TLT's own work that `saved_s` does not contain: known savings contain the waits for the choice of K."""
         return (self.overhead_s or 0.0) - (0.0 if self.saved_s is None else self.control_s or 0.0)
 
 
