@@ -9,61 +9,44 @@ from verl_tlt.report import chrome_trace
 from verl_tlt.report.reader import read_trace
 from verl_tlt.report.steps import rl_steps
 
-KNOWN = {"X", "C", "M", "i"}
-
 
 class Timeline:
-    """What a viewer makes of the events; refuses what it would misdraw."""
+    """What a viewer makes of the events; refuses what it would draw wrongly."""
 
     def __init__(self, text):
-        self.names, self.slices, self.counters, self.instants = {}, defaultdict(list), defaultdict(list), []
         events = json.loads(text)
-        assert isinstance(events, list) and events
         for event in events:
-            assert event.keys() >= {"ph", "ts", "pid", "tid", "name"} and event["ph"] in KNOWN, event
-            assert all(type(event[key]) is int and event[key] >= 0 for key in ("ts", "pid", "tid")), event
-            getattr(self, f"_read_{event['ph']}")(event)
-        for track in self.slices.values():
-            self._check_nesting(track)
-        for samples in self.counters.values():
-            assert [t for t, _ in samples] == sorted(t for t, _ in samples)
-
-    def _read_M(self, event):
-        if event["name"].endswith("_name"):
-            tid = None if event["name"] == "process_name" else event["tid"]
-            self.names[event["pid"], tid] = event["args"]["name"]
-
-    def _read_X(self, event):
-        assert type(event["dur"]) is int and event["dur"] >= 0, event
-        self.slices[event["pid"], event["tid"]].append(event)
-
-    def _read_C(self, event):
-        (value,) = event["args"].values()
-        assert type(value) in (int, float), event
-        self.counters[event["pid"], event["name"]].append((event["ts"], value))
-
-    def _read_i(self, event):
-        assert event["s"] in "gpt"
-        self.instants.append(event)
-
-    @staticmethod
-    def _check_nesting(track):
-        """Of two slices on a track, one holds the other or they are apart."""
-        open_until = []
-        for event in sorted(track, key=lambda e: (e["ts"], -e["dur"])):
-            end = event["ts"] + event["dur"]
-            while open_until and open_until[-1] <= event["ts"]:
-                open_until.pop()
-            assert not open_until or end <= open_until[-1], f"{event} reaches out of the slice it is in"
-            open_until.append(end)
-
-    def pid(self, name):
-        (found,) = [pid for (pid, tid), known in self.names.items() if tid is None and known == name]
-        return found
+            assert event.keys() >= {"ph", "ts", "pid", "tid", "name"} and event["ph"] in "XCMi", event
+            numbers = [event[key] for key in ("ts", "pid", "tid", "dur") if key in event]
+            assert all(type(number) is int and number >= 0 for number in numbers), event
+        tracks = [e for e in events if e["name"] == "thread_name"]
+        processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+        self._tracks = {(processes[e["pid"]], e["args"]["name"]): (e["pid"], e["tid"]) for e in tracks}
+        self._slices, self.counters = defaultdict(list), defaultdict(list)
+        self.instants = [e for e in events if e["ph"] == "i"]
+        for event in events:
+            if event["ph"] == "X":
+                self._slices[event["pid"], event["tid"]].append(event)
+            elif event["ph"] == "C":
+                self.counters[processes[event["pid"]], event["name"]].append((event["ts"], *event["args"].values()))
+        assert all(samples == sorted(samples, key=lambda s: s[0]) for samples in self.counters.values())
+        assert all(map(nested, self._slices.values()))
 
     def track(self, process, track):
-        (found,) = [k for k, name in self.names.items() if k[0] == self.pid(process) and name == track and k[1]]
-        return self.slices[found]
+        return self._slices[self._tracks[process, track]]
+
+
+def nested(track):
+    """Whether of two slices on a track one holds the other or they are apart."""
+    open_until = []
+    for event in sorted(track, key=lambda e: (e["ts"], -e["dur"])):
+        end = event["ts"] + event["dur"]
+        while open_until and open_until[-1] <= event["ts"]:
+            open_until.pop()
+        if open_until and end > open_until[-1]:
+            return False
+        open_until.append(end)
+    return True
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +95,6 @@ def test_counters_hold_every_change_of_batch_and_draft_length(timeline, made_run
     trace = read_trace(made_run.directory)
     steps = rl_steps(trace).values()
     for replica in trace.replicas:
-        pid = timeline.pid(trace.label(replica))
         engine = trace.engine(replica)
         for name in ("batch", "K"):
             wanted = []
@@ -121,7 +103,7 @@ def test_counters_hold_every_change_of_batch_and_draft_length(timeline, made_run
                 values = (part.batch if name == "batch" else part.k).tolist()
                 wanted += [v for before, v in zip([None, *values], values, strict=False) if v != before]
                 wanted.append({"batch": 0, "K": -1}[name])
-            assert [value for _, value in timeline.counters[pid, name]] == wanted
+            assert [value for _, value in timeline.counters[trace.label(replica), name]] == wanted
 
 
 def test_the_trainer_has_steps_phases_and_what_became_of_the_drafter(timeline, made_run):
