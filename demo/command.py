@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from verl_tlt.console import make_console
 from verl_tlt.report.figures import save_picture
 from verl_tlt.report.page import serve_command, write_page
 from verl_tlt.report.reader import RunTrace, TraceError, read_trace
-from verl_tlt.report.rows import StepRow, initial_lengths, rich_table, rows_of_trace
+from verl_tlt.report.rows import Row, initial_lengths, rich_table, rows_of_trace
 
 INTERRUPTED = 130
 RECIPE = Path(__file__).with_name("demo_grpo.sh")
@@ -105,7 +105,7 @@ def _assets(folder: Path, dtype: Dtype, screen: Screen) -> dict[str, str]:
 
 
 def _show(
-    console: Console, out: Path, trace: RunTrace, stock: Sequence[StepRow] | None, warm: Sequence[StepRow] | None
+    console: Console, out: Path, trace: RunTrace, stock: Mapping[int, Row] | None, warm: Mapping[int, Row] | None
 ) -> None:
     rows, initial = rows_of_trace(trace), initial_lengths(trace)
     console.print(rich_table(rows, "With verl-tlt"))
@@ -119,7 +119,7 @@ def _show(
         ):
             found = ratio(stock, run, column)
             console.print(f"{name} against stock, per token: {found if found else 'too few steps to compare'}")
-    lengths = [row.accept_length for row in rows if row.accept_length is not None]
+    lengths = [length for row in rows.values() if (length := row["accept_length"]) is not None]
     if lengths:
         untrained = f"; the first drafter, never trained: {list(initial.values())[-1]:.2f}" if initial else ""
         console.print(f"Accept length {lengths[0]:.2f} -> {lengths[-1]:.2f}{untrained}.")

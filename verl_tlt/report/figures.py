@@ -22,7 +22,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from verl_tlt.report.reader import RunTrace
-from verl_tlt.report.rows import initial_lengths, rows_of_trace
+from verl_tlt.report.rows import initial_lengths, own_work_s, rows_of_trace
 from verl_tlt.report.steps import NO_STEP, RLStep, most_trained, rl_steps, sampled
 
 BLUE, SKY, ORANGE, GREEN, PURPLE, RED = "#0072B2", "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#D55E00"
@@ -69,33 +69,34 @@ class Chart:
 
 def run_charts(trace: RunTrace) -> Iterator[Chart]:
     """The charts over RL steps; one without a value is left out."""
-    rows = rows_of_trace(trace)
-    if any(row.saved_s is not None for row in rows):
+    steps, rows = list(trace.steps), list(rows_of_trace(trace).values())
+    saved = [row["saved_s"] or 0.0 for row in rows]
+    if any(row["saved_s"] is not None for row in rows):
         bars = {
-            "saved": (GREEN, [max(0.0, row.saved_s or 0.0) for row in rows]),
-            "lost": (RED, [min(0.0, row.saved_s or 0.0) for row in rows]),
-            "TLT's own work": (ORANGE, [-row.work_s for row in rows]),
+            "saved": (GREEN, [max(0.0, s) for s in saved]),
+            "lost": (RED, [min(0.0, s) for s in saved]),
+            "TLT's own work": (ORANGE, [-own_work_s(row) for row in rows]),
         }
         note = "Seconds by which rollouts with drafts ended earlier than without drafts, estimated from measured costs."
-        yield _chart("Savings", note, partial(draw_bars, unit="seconds", steps=list(trace.steps), bars=bars))
+        yield _chart("Savings", note, partial(draw_bars, unit="seconds", steps=steps, bars=bars))
     for title, unit, note, lines in (
         ("Accept length", "tokens", "Tokens per verified draft.", accept_lengths(trace)),
         ("Acceptance by position", "share", "Drafts accepted up to this position.", acceptance(trace)),
-        ("Rollout", "seconds", "Duration of the rollout.", {"": (BLUE, {row.step: row.rollout_s for row in rows})}),
-        ("Reward", "reward", "Mean reward.", {"": (BLUE, {row.step: row.reward for row in rows})}),
+        ("Rollout", "seconds", "Duration of the rollout.", {"": (BLUE, by_step(trace, "rollout_s"))}),
+        ("Reward", "reward", "Mean reward.", {"": (BLUE, by_step(trace, "reward"))}),
     ):
         if any(value is not None for _, points in lines.values() for value in points.values()):
             yield _chart(title, note, partial(draw_lines, unit=unit, lines=lines))
     if lengths := draft_lengths(trace):
         note = "Share of engine steps. OFF: the drafter's pass was skipped; K=0: nothing was drafted in the step."
-        draw = partial(draw_bars, unit="share", steps=list(trace.steps), bars=lengths)
+        draw = partial(draw_bars, unit="share", steps=steps, bars=lengths)
         yield _chart("Draft length K", note, draw)
-    if any(row.bubble_s for row in rows):
-        trained = [row.bubble_trained_s or 0.0 for row in rows]
-        idle = [(row.bubble_s or 0.0) - used for row, used in zip(rows, trained, strict=True)]
+    if any(row["bubble_s"] for row in rows):
+        trained = [row["bubble_trained_s"] or 0.0 for row in rows]
+        idle = [(row["bubble_s"] or 0.0) - used for row, used in zip(rows, trained, strict=True)]
         bars = {"training the drafter": (ORANGE, trained), "idle": ("#CCCCCC", idle)}
         note = "Seconds in which replicas had nothing to decode, summed over replicas."
-        yield _chart("Bubbles", note, partial(draw_bars, unit="seconds", steps=list(trace.steps), bars=bars))
+        yield _chart("Bubbles", note, partial(draw_bars, unit="seconds", steps=steps, bars=bars))
 
 
 def step_charts(trace: RunTrace, steps: Mapping[int, RLStep]) -> Iterator[Chart]:
@@ -191,9 +192,14 @@ def draw_bars(ax: Axes, unit: str, steps: Sequence[int], bars: Mapping[str, tupl
     _finish(ax, unit)
 
 
+def by_step(trace: RunTrace, column: str) -> Points:
+    """One column of the run's table."""
+    return {step: row[column] for step, row in rows_of_trace(trace).items()}
+
+
 def accept_lengths(trace: RunTrace) -> dict[str, tuple[str, Points]]:
     """Lines of the run's drafter and of the one it began with."""
-    lines: dict[str, tuple[str, Points]] = {"this run": (BLUE, {r.step: r.accept_length for r in rows_of_trace(trace)})}
+    lines: dict[str, tuple[str, Points]] = {"this run": (BLUE, by_step(trace, "accept_length"))}
     first = initial_lengths(trace)
     return {**lines, "first drafter, never trained": (GREY, first)} if first else lines
 

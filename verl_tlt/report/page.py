@@ -15,7 +15,7 @@ from jinja2 import Environment, StrictUndefined
 
 from verl_tlt.report.figures import run_charts, step_charts
 from verl_tlt.report.reader import RunTrace
-from verl_tlt.report.rows import COLUMNS, rows_of_trace, table
+from verl_tlt.report.rows import own_work_s, rows_of_trace, table
 from verl_tlt.report.steps import rl_steps
 
 MAX_DRAFT_LENGTH = 3
@@ -72,9 +72,9 @@ def plain(text: str) -> str:
 
 def _facts(trace: RunTrace) -> Iterator[tuple[str, str]]:
     """The numbers that matter most; what was not measured is left out."""
-    rows = rows_of_trace(trace)
-    known = [row.saved_s for row in rows if row.saved_s is not None]
-    work, rollouts = sum(row.work_s for row in rows), sum(row.rollout_s or 0.0 for row in rows)
+    rows = list(rows_of_trace(trace).values())
+    known = [saved for row in rows if (saved := row["saved_s"]) is not None]
+    work, rollouts = sum(map(own_work_s, rows)), sum(row["rollout_s"] or 0.0 for row in rows)
     if known:
         share = f", {(sum(known) - work) / rollouts:+.1%} of {rollouts:.0f} s of rollouts" if rollouts else ""
         yield (
@@ -84,10 +84,10 @@ def _facts(trace: RunTrace) -> Iterator[tuple[str, str]]:
         yield f"{sum(known) - work:+.1f} s", f"savings less TLT's own work{share}"
     if work:
         yield f"{work:.1f} s", "TLT's own work on the critical path"
-    if lengths := [row.accept_length for row in rows if row.accept_length is not None]:
+    if lengths := [length for row in rows if (length := row["accept_length"]) is not None]:
         yield f"{lengths[0]:.2f} → {lengths[-1]:.2f}", "accept length in the first and the last step"
-    if bubble := sum(row.bubble_s or 0.0 for row in rows):
-        trained = sum(row.bubble_trained_s or 0.0 for row in rows)
+    if bubble := sum(row["bubble_s"] or 0.0 for row in rows):
+        trained = sum(row["bubble_trained_s"] or 0.0 for row in rows)
         yield f"{trained / bubble:.0%}", f"of {bubble:.0f} s of bubbles trained the drafter"
     if trace.publishes:
         decisions = [p.decision for p in trace.publishes]
@@ -98,7 +98,7 @@ def _facts(trace: RunTrace) -> Iterator[tuple[str, str]]:
 
 
 def _sentences(trace: RunTrace) -> Iterator[str]:
-    if all(row.saved_s is None for row in rows_of_trace(trace)):
+    if all(row["saved_s"] is None for row in rows_of_trace(trace).values()):
         yield "Savings are unknown: nothing was drafted, or what a step costs without drafts was not measured."
     for stop in trace.stops:
         yield f"After step {stop.step} speculation was {f'disabled: {stop.cause}' if stop.cause else 'enabled again'}."
@@ -108,8 +108,7 @@ def _sentences(trace: RunTrace) -> Iterator[str]:
 
 def _tables(trace: RunTrace) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """Title, headings and cells of each table."""
-    names, cells = table(rows_of_trace(trace))
-    yield "Steps", [COLUMNS[name][0] for name in names], cells
+    yield "Steps", *table(rows_of_trace(trace))
     drafters = ("candidate", "served", "initial")
     verdicts = [
         [str(p.step), f"v{p.version}", p.decision, "" if p.gain is None else f"{p.gain:+.1%}",

@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from verl_tlt.report.reader import read_trace
-from verl_tlt.report.rows import rich_table, rows_of_trace, step_row
+from verl_tlt.report.rows import own_work_s, rich_table, rows_of_trace, step_row
 
 VERL = {
     "critic/score/mean": 0.25, "timing_s/step": 37.0, "timing_s/gen": 26.0, "timing_s/old_log_prob": 0.5,
@@ -21,12 +21,12 @@ def printed(rows, path):
 
 
 def test_a_row_of_a_stock_run():
-    row = step_row(1, VERL)
-    assert row.tokens == 969  # 16 responses of 60.5625
-    assert row.train_s == pytest.approx(1.10)
-    assert (row.reward, row.rollout_s, row.step_s, row.probs_diff_max) == (0.25, 26.0, 37.0, 4e-9)
-    assert row.accept_length == 1.0
-    assert row.bubble_s is None and row.drafter_version_served is None
+    row = step_row(VERL)
+    assert row["tokens"] == 969  # 16 responses of 60.5625
+    assert row["train_s"] == pytest.approx(1.10)
+    assert (row["reward"], row["rollout_s"], row["step_s"], row["probs_diff_max"]) == (0.25, 26.0, 37.0, 4e-9)
+    assert row["accept_length"] == 1.0
+    assert row["bubble_s"] is None and row["drafter_version_served"] is None
 
 
 @pytest.mark.parametrize(
@@ -34,22 +34,22 @@ def test_a_row_of_a_stock_run():
 )
 def test_savings_count_where_something_was_drafted_and_contain_the_waits_for_k(saved, k, counted, work):
     metrics = {"tlt/draft_length_mean": k, "tlt/overhead_s": 1.0, "tlt/overhead_control_s": 0.4}
-    row = step_row(1, metrics if saved is None else metrics | {"tlt/saved_s": saved})
-    assert (row.saved_s, row.work_s) == (counted, pytest.approx(work))
+    row = step_row(metrics if saved is None else metrics | {"tlt/saved_s": saved})
+    assert (row["saved_s"], own_work_s(row)) == (counted, pytest.approx(work))
 
 
 def test_rows_of_a_trace(made_run):
     rows = rows_of_trace(read_trace(made_run.directory))
-    assert [r.step for r in rows] == list(range(1, 7))
-    for r in rows:
-        assert r.bubble_s == pytest.approx(made_run.bubble_s[r.step])
-        assert r.accept_length == pytest.approx(made_run.accept_length[r.step])
-    assert rows[0].bubble_trained_s == 0.0 and rows[0].stop_latency_s is None
-    assert rows[-1].drafter_version_published == rows[-1].drafter_version_served == 5
+    assert list(rows) == list(range(1, 7))
+    for step, r in rows.items():
+        assert r["bubble_s"] == pytest.approx(made_run.bubble_s[step])
+        assert r["accept_length"] == pytest.approx(made_run.accept_length[step])
+    assert rows[1]["bubble_trained_s"] == 0.0 and rows[1]["stop_latency_s"] is None
+    assert rows[6]["drafter_version_published"] == rows[6]["drafter_version_served"] == 5
 
 
 def test_the_table_fits_a_terminal_and_leaves_out_what_nothing_filled(made_run, tmp_path):
-    text = printed([step_row(1, VERL)], tmp_path / "out")
+    text = printed({1: step_row(VERL)}, tmp_path / "out")
     assert "26.0" in text and "bubble" not in text and "served" not in text
     text = printed(rows_of_trace(read_trace(made_run.directory)), tmp_path / "out")
     assert "…" not in text and max(map(len, text.splitlines())) <= 80
