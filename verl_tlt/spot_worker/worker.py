@@ -14,9 +14,8 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from verl_tlt.config import TLTConfig
 from verl_tlt.errors import DrafterError
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import (
@@ -26,7 +25,6 @@ from verl_tlt.messages.training import (
     MergedSlice,
     MergeFacts,
     Resumed,
-    RolloutSampling,
     SessionResult,
     VerifierArrays,
 )
@@ -59,23 +57,13 @@ def release_freed() -> None:
 class SpotWorker:
     """Methods and arguments are those of `SpotLearner`; what differs is said here."""
 
-    def __init__(
-        self,
-        name: str,
-        config: TLTConfig,
-        policy_dir: str,
-        drafter: DrafterFile,
-        sampling: RolloutSampling,
-        device: str,
-        versions: DrafterVersions | None = None,
-        published: DrafterFile | None = None,
-    ) -> None:
+    def __init__(self, *arguments: Any, **named: Any) -> None:
         import torch
 
         from verl_tlt.spot_worker.learner import SpotLearner
 
         torch.set_num_threads(1)  # several processes share this machine's cores; spinning threads cost all of them
-        self.learner = SpotLearner(name, config, policy_dir, drafter, sampling, device, versions, published)
+        self.learner = SpotLearner(*arguments, **named)
         self._stopping = threading.Event()
         # Without an accelerator training shares its cores with the engines that still decode.
         shared = not self.learner.place.is_borrowed and hasattr(os, "SCHED_IDLE")
