@@ -82,8 +82,7 @@ def run_job(
     if not answer.is_file():  # it is the last thing the child does: a crash while it ends changes nothing
         end = "\n".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
         raise ChildEngineError(f"The engine ended early ({log}):\n{end}")
-    found: dict[str, Any] = json.loads(answer.read_text())
-    if "refused" in found:
+    if "refused" in (found := json.loads(answer.read_text())):
         raise ChildEngineError(found["refused"])
     return found
 

@@ -44,8 +44,7 @@ def attend_by_document(
     """
     heads, rows, width = query.shape[1:]
     passes, groups = key.shape[2] // rows, heads // key.shape[1]
-    scale = width**-0.5 if scaling is None else scaling
-    q = query[0] * scale  # [heads, S, head_dim]
+    q = query[0] * (width**-0.5 if scaling is None else scaling)  # [heads, S, head_dim]
     k, v = (
         x[0].repeat_interleave(groups, dim=0).view(heads, passes, rows, width) for x in (key, value)
     )  # [heads, P, S, .]

@@ -118,7 +118,7 @@ def build_drafter(
 ) -> Eagle3DraftModel:
     """A drafter with random trainable weights, float32, the same for the same seed on every machine.
 
-    Its embedding and head are NaN until `refresh_verifier_weights` has copied the policy's: forgetting shows at once.
+    Its embedding and head are NaN until `refresh_verifier_weights` has copied the policy's.
 
     Args:
         policy: see `drafter_config`.
@@ -127,7 +127,7 @@ def build_drafter(
         max_position_embeddings: see `drafter_config`.
         seed: seeds the weights; the process's random state is left as it was.
         attention: `BY_DOCUMENT`, "sdpa" or "eager"; None: `default_attention(device)`.
-        device: where the drafter goes after it was made on the CPU.
+        device: where it goes after it was made on the CPU.
         draft_ids: int64 [DV], ascending target ids the drafter may propose; None: all of them.
 
     Raises:

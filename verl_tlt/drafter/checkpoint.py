@@ -195,8 +195,7 @@ def load_drafter(
         tensors = to_speculators_tensors(tensors)
     else:
         config = Eagle3SpeculatorConfig.from_pretrained(path)
-    # Of a shorter run: vLLM and transformers compute a table of whatever size is said.
-    layer = config.transformer_layer_config
+    layer = config.transformer_layer_config  # of a shorter run: vLLM and transformers compute a table of any size
     layer.max_position_embeddings = max(layer.max_position_embeddings, min_context)
     with torch.device("cpu"):
         model = instantiate(config, attention or default_attention(device))

@@ -242,7 +242,7 @@ def train_until(
 ) -> TrainSummary:
     """Step through `batches` until told to stop, out of data, or `max_tokens` rows have been learned from.
 
-    The flag is read before each micro-batch, so a stop waits for one micro-batch at most.
+    The flag is read before each micro-batch, so a stop waits for one at most.
 
     Raises:
         ValueError: batch after batch has nothing to learn from (an endless stream would never end otherwise).
@@ -251,9 +251,8 @@ def train_until(
     tokens, empty, stopped, slowest = 0, 0, False, 0.0  # empty: batches in a row without a loss
     taken: list[StepResult] = []
     source = iter(batches)
-    while tokens < max_tokens:
-        stopped = should_stop()
-        if stopped or (batch := next(source, None)) is None:
+    while tokens < max_tokens and not (stopped := should_stop()):
+        if (batch := next(source, None)) is None:
             break
         empty = 0 if batch.for_passes(trainer.ttt_steps).tokens else empty + 1
         if empty == _MAX_EMPTY:
