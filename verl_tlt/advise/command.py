@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.console import Console
 from rich.table import Table
 
@@ -74,7 +76,7 @@ def suggestions(scenario: Scenario, n: Numbers) -> list[str]:
         said.append("verl-tlt warmup, then tlt.drafter.path: a random head drafts nothing until bubbles trained it.")
     if scenario.spot and (why := never_trained(n)):
         said.append(f"Set tlt.spot.enable=false, or change what keeps sessions from beginning: {why}.")
-    if n.accept is not None and n.accept["likely"] > 2.3 and scenario.arms[-1] <= 3 and n.tail_share > 0.3:
+    if n.accept["likely"] > 2.3 and scenario.arms[-1] <= 3 and n.tail_share > 0.3:
         said.append("Try tlt.speculation.max_draft_length=7: small batches bear longer drafts.")
     if work.refills:
         said.append("algorithm.filter_groups.enable=True keeps replicas in until the batch is complete: only the last "
@@ -128,13 +130,15 @@ def _rows(scenario: Scenario, found: Estimate) -> list[tuple[str, str, str]]:
         cells = ", ".join(f"K={k} {tau:.2f}" for k, tau in lengths.items())
         source = f"step costs, {found.context} tokens of context"
         rows.append((f"break-even accept length, batch {batch}", cells, source))
-    if n.accept is not None:
-        source = "given" if scenario.acceptance else "run" if run and run.acceptance else "assumed"
-        length = f"{n.accept['likely']:.2f} ({n.accept['low']:.2f} to {n.accept['high']:.2f})"
-        rows.append(("accept length at K of up to 3", length, source))
-    for what, speed, source in (
-        ("rollout, against stock", n.rollout, "simulated"),
-        ("step, against stock", {name: n.step(name) for name in SETTINGS}, "Amdahl with the above"),
-    ):
-        rows.append((what, f"{speed['likely']:.2f}x ({speed['low']:.2f} to {speed['high']:.2f})", source))
-    return rows
+    source = "given" if scenario.acceptance else "run" if run and run.acceptance else "assumed"
+    steps = {name: n.step(name) for name in SETTINGS}
+    return [
+        *rows,
+        ("accept length at K of up to 3", _range(n.accept), source),
+        ("rollout, times as fast as stock", _range(n.rollout), "simulated"),
+        ("step, times as fast as stock", _range(steps), "Amdahl with the above"),
+    ]
+
+
+def _range(by_setting: Mapping[str, float]) -> str:
+    return f"{by_setting['likely']:.2f} ({by_setting['low']:.2f} to {by_setting['high']:.2f})"

@@ -36,6 +36,8 @@ class Numbers:
     """TLT's own work on the critical path."""
     rollout: Mapping[str, float]
     """How many times as fast the engines are done."""
+    accept: Mapping[str, float]
+    """Accept length at K=3, or at the longest draft below."""
     tail_share: float
     """Part of the engines' decoding time at batches below 32."""
     bubble_s: float
@@ -55,9 +57,7 @@ class Numbers:
     response_mean: float = 0.0
     """Tokens."""
     tail_break_even: float = 1.0
-    """Accept length above which K=3, or the longest draft below, pays at a batch of 8."""
-    accept: Mapping[str, float] | None = None
-    """Accept lengths at that K."""
+    """Accept length above which that K pays at a batch of 8."""
     measured: bool = True
     """Whether the seconds are a run's."""
 
@@ -102,8 +102,8 @@ def judge(n: Numbers) -> Verdict:
     if worst >= WORTH:
         basis = "" if n.measured else ", if what is assumed holds; --metrics of a few stock steps replaces most of it"
         return Verdict("yes", f"even at the low end a step is {worst:.2f} times as fast{basis}.")
-    expected = f", and {n.accept['low']:.2f} to {n.accept['high']:.2f} are expected" if n.accept else ""
-    pays = f"from {n.tail_break_even:.2f} on drafts pay at a batch of 8{expected}"
+    expected = f"{n.accept['low']:.2f} to {n.accept['high']:.2f} are expected"
+    pays = f"from {n.tail_break_even:.2f} on drafts pay at a batch of 8, and {expected}"
     return Verdict("it depends", f"on the accept length: {pays}; a step is {worst:.2f} to {best:.2f} times as fast.")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -36,12 +37,8 @@ class AdviseOptions:
         Raises:
             TLTError: one is no number in 0..1.
         """
-        text = self.acceptance or ""
-        try:
-            values = tuple(float(part) for part in text.split(",") if part.strip())
-        except ValueError:
-            values = (-1.0,)
-        if not all(0.0 <= a <= 1.0 for a in values):
+        parts = [part.strip() for part in (self.acceptance or "").split(",") if part.strip()]
+        if not all(re.fullmatch(r"0?\.\d+|[01](\.0*)?", part) for part in parts):
             wanted = "numbers in 0..1 with commas between, one for each position"
-            raise TLTError(f"--acceptance takes {wanted}, not {text!r}.")
-        return values
+            raise TLTError(f"--acceptance takes {wanted}, not {self.acceptance!r}.")
+        return tuple(float(part) for part in parts)
