@@ -218,7 +218,7 @@ def _without_repeated(events: list[Event]) -> tuple[list[Event], list[tuple[floa
 class _Columns:
     """Collects the steps of one engine; takes about 100 bytes for each."""
 
-    NAMES = ("t", "batch", "kv", "k", "drafts", "produced", "latency_s")
+    NAMES = tuple(f.name for f in dataclasses.fields(EngineSteps) if f.name != "accepted")
 
     def __init__(self) -> None:
         self._numbers = array("d")  # len(NAMES) for each step
@@ -249,6 +249,7 @@ class _Columns:
         t = numbers[:, 0]
         keep = np.flatnonzero(~np.any([np.zeros_like(t, bool), *((a <= t) & (t < b) for a, b in repeated)], axis=0))
         keep = keep[np.argsort(t[keep], kind="stable")]
-        columns = dict(zip(self.NAMES, numbers[keep].T, strict=True))
-        whole = {name: columns[name].astype(np.int64) for name in ("batch", "kv", "k", "drafts", "produced")}
-        return EngineSteps(t=columns["t"], latency_s=columns["latency_s"], accepted=accepted[keep], **whole)
+        seconds = ("t", "latency_s")
+        columns = {name: column if name in seconds else column.astype(np.int64)
+                   for name, column in zip(self.NAMES, numbers[keep].T, strict=True)}  # fmt: skip
+        return EngineSteps(accepted=accepted[keep], **columns)
