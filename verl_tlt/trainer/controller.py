@@ -87,7 +87,7 @@ class Controller:
     ) -> None:
         self.tlt, self.facts, self.fleet, self.clock = tlt, facts, fleet, clock
         self.guard = Guard()
-        self.log = StepLog(trace)
+        self.log = StepLog(trace, clock)
         s, names = tlt.speculation, list(fleet.replicas)
         self.speculation = SpeculationControl(
             str(tlt.trace.dir), names, s.control_every, facts.shared, s.policy, s.source

@@ -34,8 +34,6 @@ NOTHING = "no session trained"
 class DrafterUpdate(MergeVerdict):
     """What became of the candidate, and of a step's sessions."""
 
-    serves_another: bool = False
-    """The engines are to load another drafter than they have."""
     drafter: DrafterFile | None = None
     """What to publish; None: nothing changes for the engines."""
     acceptance: list[float] = field(default_factory=list)
@@ -95,35 +93,37 @@ def _judge(
     out: DrafterUpdate, scores: HeldOutScores, fleet: RayFleet, config: TLTConfig, version: int, dtype: str
 ) -> None:
     """Fill in what becomes of the candidate, and have the workers revert or export it."""
+    serves_another = False
     if not config.gate.enable:
-        out.decision, out.reason, out.serves_another = "published", "the gate is off", True
+        out.decision, out.reason, serves_another = "published", "the gate is off", True
         if len(scores.positions):
             out.acceptance, out.tau = scores.conditional("candidate"), scores.taus()
     elif not len(scores.positions):
         out.reason = "no held-out sequences yet"
     else:
-        _carry_out(out, scores, fleet, config, version)
-    if out.serves_another:
+        serves_another = _carry_out(out, scores, fleet, config, version)
+    if serves_another:
         out.drafter = fleet.export(version, dtype, out.acceptance)
         if out.drafter is None:
             fleet.revert("served")
             out.decision, out.reason = "reverted", f"it holds numbers that are not finite as {dtype}"
-            out.serves_another, out.acceptance = False, []
+            out.acceptance = []
 
 
-def _carry_out(out: DrafterUpdate, scores: HeldOutScores, fleet: RayFleet, config: TLTConfig, seed: int) -> None:
-    """The gate's verdict."""
+def _carry_out(out: DrafterUpdate, scores: HeldOutScores, fleet: RayFleet, config: TLTConfig, seed: int) -> bool:
+    """The gate's verdict; returns whether the engines are to load another drafter than they have."""
     verdict = decide(scores, config.gate, seed=seed)
     out.tau, out.reason = scores.taus(), verdict.reason
     if verdict.interval is not None:
         out.gain, out.gain_low = verdict.versus_served, verdict.interval[0]
     if verdict.action == "publish":
-        out.decision, out.acceptance, out.serves_another = "published", scores.conditional("candidate"), True
-    elif verdict.action == "hold":
+        out.decision, out.acceptance = "published", scores.conditional("candidate")
+        return True
+    if verdict.action == "hold":
         out.decision, out.acceptance = "kept", scores.conditional("served")
-    else:
-        which: Literal["served", "initial"] = "initial" if verdict.action == "revert_initial" else "served"
-        fleet.revert(which)
-        out.decision, out.acceptance = "reverted", scores.conditional(which)
-        # Serving the initial drafter again is a publication of its own; going back to the served one is not.
-        out.serves_another = which == "initial"
+        return False
+    which: Literal["served", "initial"] = "initial" if verdict.action == "revert_initial" else "served"
+    fleet.revert(which)
+    out.decision, out.acceptance = "reverted", scores.conditional(which)
+    # Serving the initial drafter again is a publication of its own; going back to the served one is not.
+    return which == "initial"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -17,8 +16,9 @@ from verl_tlt.messages.training import MergeVerdict, TappedStates
 from verl_tlt.trace.events import Publish, Reload, Session, TraceWriter
 from verl_tlt.trace.line import step_line
 from verl_tlt.trace.metrics import StepObservations, step_metrics
+from verl_tlt.trainer.clock import SYSTEM, Clock
 from verl_tlt.trainer.drafter_update import DrafterUpdate
-from verl_tlt.trainer.watch import EndedSession, PhaseReport
+from verl_tlt.trainer.watch import PhaseReport
 
 DISTRIBUTIONS = ("verl-tlt", "verl", "vllm", "torch", "ray", "transformers", "speculators")
 
@@ -26,8 +26,8 @@ DISTRIBUTIONS = ("verl-tlt", "verl", "vllm", "torch", "ray", "transformers", "sp
 class StepLog:
     """Recorder of one step; `finish` empties it for the next."""
 
-    def __init__(self, trace: TraceWriter) -> None:
-        self.trace = trace
+    def __init__(self, trace: TraceWriter, clock: Clock = SYSTEM) -> None:
+        self.trace, self._clock = trace, clock
         self.devices: dict[str, int] = {}
         """How many each replica has."""
         self._disabled = ""
@@ -59,20 +59,20 @@ class StepLog:
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:
         """Trace one phase of the driver's step."""
-        start = time.time()
+        start = self._clock.time()
         try:
             yield
         finally:
-            self.trace.emit("phase", step=step, name=name, start=start, end=time.time())
+            self.trace.emit("phase", step=step, name=name, start=start, end=self._clock.time())
 
     @contextmanager
     def overhead(self, name: str) -> Iterator[None]:
         """Charge TLT's own time on the critical path."""
-        start = time.perf_counter()
+        start = self._clock.monotonic()
         try:
             yield
         finally:
-            self._charge(name, time.perf_counter() - start)
+            self._charge(name, self._clock.monotonic() - start)
 
     def sampled(self, step: int, report: PhaseReport) -> None:
         """A sampling phase is over; an asynchronous step may have several."""
@@ -85,7 +85,9 @@ class StepLog:
             if seconds > 0:
                 self.trace.emit("idle", step=step, replica=replica, start=end - seconds)
         for ended in report.sessions:
-            session = _session(step, ended)
+            facts = {**vars(ended), **vars(ended.result), "scores": None}
+            del facts["result"]
+            session = Session(**facts, t=self._clock.time(), step=step)
             self._observed.sessions.append(session)
             self.trace.add(session)
 
@@ -120,7 +122,7 @@ class StepLog:
         self._version, self._since = version, since
         self._observed.publish = Publish(
             **{field.name: getattr(learned, field.name) for field in dataclasses.fields(MergeVerdict)},
-            t=time.time(),
+            t=self._clock.time(),
             step=step,
             version=version,
             bytes=len(learned.drafter.weights) if learned.drafter else 0,
@@ -136,7 +138,7 @@ class StepLog:
         """Every engine has loaded a drafter again, and says which."""
         for name, s in statuses.items():
             ok = s.ok and s.version == wanted
-            reload = Reload(**{**vars(s), "ok": ok}, t=time.time(), step=step, replica=name)
+            reload = Reload(**{**vars(s), "ok": ok}, t=self._clock.time(), step=step, replica=name)
             self._reloads[name] = reload
             self.trace.add(reload)
         self._observed.reloads = list(self._reloads.values())
@@ -165,16 +167,3 @@ class StepLog:
         print(step_line(everything, step), flush=True)
         self._begin()
         return tlt
-
-
-def _session(step: int, ended: EndedSession) -> Session:
-    return Session(
-        **{**vars(ended.result), "scores": None},
-        t=time.time(),
-        step=step,
-        replica=ended.replica,
-        start=ended.start,
-        end=ended.end,
-        stop_latency_s=ended.stop_latency_s,
-        error=ended.error,
-    )
