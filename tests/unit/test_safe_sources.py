@@ -3,8 +3,6 @@
 import ast
 from pathlib import Path
 
-import pytest
-
 import verl_tlt
 
 ROOT = Path(verl_tlt.__file__).parents[1]
@@ -56,25 +54,13 @@ def test_no_module_runs_what_it_reads_or_listens():
     assert {path: what for path, what in found.items() if what} == ALLOWED
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("import pickle", True),
-        ("from http.server import HTTPServer", True),
-        ("torch.load(file, weights_only=True)", True),
-        ("torch.save(state, file)", True),
-        ("np.load(file)", True),
-        ("eval(text)", True),
-        ("model.eval()", False),
-        ("ast.literal_eval(text)", False),
-        ("subprocess.run(words, shell=True)", True),
-        ("subprocess.run(words)", False),
-        ("AutoModel.from_pretrained(path, trust_remote_code=True)", True),
-        ("AutoModel.from_pretrained(path, trust_remote_code=False)", False),
-        ("yaml.load(text, Loader=yaml.Loader)", True),
-        ("yaml.safe_load(text)", False),
-        ("server.bind('tcp://*:5555')", True),
-    ],
-)
-def test_the_test_sees_an_offence(source, found):
-    assert bool(list(offences(source))) == found
+OFFENCES = (
+    "import pickle", "from http.server import HTTPServer", "torch.load(file)", "np.load(file)", "eval(text)",
+    "subprocess.run(words, shell=True)", "yaml.load(text, Loader=yaml.Loader)", "server.bind('tcp://*:5555')",
+    "AutoModel.from_pretrained(path, trust_remote_code=True)",
+)  # fmt: skip
+HARMLESS = "model.eval()", "run(words)", "from_pretrained(path, trust_remote_code=False)", "yaml.safe_load(text)"
+
+
+def test_the_test_sees_an_offence():
+    assert all(list(offences(source)) for source in OFFENCES) and not any(list(offences(s)) for s in HARMLESS)

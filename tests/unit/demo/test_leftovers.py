@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 import uuid
 from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
+from interrupted import interruptible_run
 
 from demo.leftovers import LONGEST_BASE
 from demo.processes import ProcessTree
@@ -118,17 +118,7 @@ def test_an_interrupted_run_leaves_nothing_whenever_it_comes(owner, base, tmp_pa
     argv, name = owner
     recipe, started = tmp_path / "recipe.sh", tmp_path / "started"
     recipe.write_text("exec " + " ".join(argv))
-    program = textwrap.dedent(f"""
-        from pathlib import Path
-        from demo.run import DemoRun, run_recipe
-        from demo.processes import interruptible
-        from demo.screen import Screen
-        from verl_tlt.console import make_console
-        with interruptible(), Screen(make_console()) as screen:
-            Path({str(started)!r}).touch()
-            run_recipe(DemoRun("a run", Path({str(tmp_path / "out")!r}), steps=1, seed=0), Path({str(recipe)!r}),
-            screen)
-    """)
+    program = interruptible_run(recipe, tmp_path / "out", f"Path({str(started)!r}).touch()")
     demo = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, start_new_session=True)
     while not started.exists() or len(existing(name)) < made:
         assert demo.poll() is None

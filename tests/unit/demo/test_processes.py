@@ -4,11 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 
 import psutil
 import pytest
+from interrupted import interruptible_run
 
 from demo import processes
 from demo.processes import ProcessTree, interruptible
@@ -118,18 +118,7 @@ def test_an_interrupted_run_leaves_no_process_behind(family, tmp_path, number):
     argv, pids = family
     recipe = tmp_path / "recipe.sh"
     recipe.write_text("exec " + " ".join(argv))
-    program = textwrap.dedent(f"""
-        from pathlib import Path
-        from demo import processes
-        from demo.run import DemoRun, run_recipe
-        from demo.processes import interruptible
-        from demo.screen import Screen
-        from verl_tlt.console import make_console
-        processes.REST_S = {REST_S}
-        with interruptible(), Screen(make_console()) as screen:
-            run_recipe(DemoRun("a run", Path({str(tmp_path / "out")!r}), steps=1, seed=0), Path({str(recipe)!r}),
-            screen)
-    """)
+    program = interruptible_run(recipe, tmp_path / "out", f"processes.REST_S = {REST_S}")
     demo = subprocess.Popen(
         [sys.executable, "-c", program],
         stderr=subprocess.PIPE,

@@ -87,12 +87,6 @@ def test_an_interrupted_build_is_repeated(tmp_path, monkeypatch):
     assert assets.build_assets(tmp_path, train_rows=2, val_rows=2).train.exists()
 
 
-def test_the_small_policy_is_copied(tmp_path):
-    made = assets.build_assets(tmp_path, train_rows=2, val_rows=2)
-    assert (made.policy / "tokenizer.json").exists() and (made.policy / "model.safetensors").exists()
-    assert made.aux_layers == (1, 2, 3)
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -103,9 +97,3 @@ def test_the_small_policy_is_copied(tmp_path):
 def test_wrong_input_is_named(tmp_path, wrong, message):
     with pytest.raises(ValueError, match=message):
         assets.build_assets(tmp_path, **wrong)
-
-
-def test_a_missing_policy_says_how_to_make_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(assets, "SHIPPED_POLICY", tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match=r"python -m demo\.toy\.train"):
-        assets.build_assets(tmp_path / "out")

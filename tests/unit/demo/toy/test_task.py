@@ -44,30 +44,6 @@ def test_demonstrations_slip_now_and_then(responses):
     assert 0.85 < right < 0.97
 
 
-def test_without_slips_every_demonstration_is_right():
-    rng = random.Random(1)
-    for _ in range(200):
-        problem = task.sample_problem(rng)
-        assert task.is_correct(task.sample_response(problem, rng, slip=0.0), task.answer_tokens(problem))
-
-
-def test_checks_repair_slips():
-    rng = random.Random(2)
-    for _ in range(300):
-        problem = task.sample_problem(rng, 4)
-        text = task.sample_response(problem, rng, slip=1.0)
-        work = text[text.index(task.CHECK) : text.index(task.ANSWER)] if task.CHECK in text else []
-        answer, truth = text[text.index(task.ANSWER) + 1 : -1], task.answer_tokens(problem)
-        for i in range(problem.digits):
-            assert (answer[2 * i + 1] == truth[2 * i + 1]) == (f"z{i}" in work)
-
-
-def test_checks_count_down_to_one(responses):
-    text = max((text for _, text in responses), key=len)
-    counts = [int(text[i + 1] + text[i + 2]) for i, token in enumerate(text) if token == task.CHECK]
-    assert counts == list(range(len(counts), 0, -1)) and len(counts) > 20
-
-
 def test_no_distance_repeats(responses):
     """If the kind of token repeated at a fixed distance, acceptance would depend on where a draft begins."""
     kinds = [[token[0] if token[0] in "xyz" else token.isdigit() for token in text] for _, text in responses[:500]]
