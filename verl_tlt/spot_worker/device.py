@@ -52,7 +52,7 @@ class TrainingDevice:
         self.device = torch.device(name)
 
     @property
-    def is_borrowed(self) -> bool:
+    def is_accelerator(self) -> bool:
         """Whether the drafter must leave it after a session: an accelerator, but not the host."""
         return self.device.type != "cpu"
 
@@ -71,7 +71,7 @@ class TrainingDevice:
         Raises:
             NoRoom: too little memory is free.
         """
-        if not self.is_borrowed:
+        if not self.is_accelerator:
             return nullcontext()
         check_room(session_bytes(trainer.model, rows, trainer.ttt_steps), *self.memory())
         return self._resident(trainer, trains)

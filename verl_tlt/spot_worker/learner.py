@@ -105,7 +105,7 @@ class SpotLearner:
         versions: DrafterVersions | None = None,
         published: DrafterFile | None = None,
     ) -> None:
-        self.name, self.config, self.sampling, self.place = name, config, sampling, TrainingDevice(device)
+        self.name, self.config, self.sampling, self.training_device = name, config, sampling, TrainingDevice(device)
         self._policy_dir = policy_dir
         d, b = config.drafter, config.buffer
         self.model = self._load(drafter)
@@ -124,9 +124,9 @@ class SpotLearner:
             self.versions = DrafterVersions(served, served, self.versions.initial)
         self._start_from_candidate()
         self.rng = random.Random(f"{d.seed}-{name}")
-        self._busy = threading.Lock()  # the model
-        self._shelf = threading.Lock()  # the buffer; held for moments only
-        self._moving = threading.Lock()  # the versions; held for moments only
+        self._model_lock = threading.Lock()
+        self._buffer_lock = threading.Lock()  # held for moments only
+        self._versions_lock = threading.Lock()  # held for moments only
         self._arrived: VerifierArrays | None = None
         self._verifier_known = False
         self.whole_head: torch.Tensor | None = None
@@ -134,24 +134,24 @@ class SpotLearner:
 
     def _load(self, drafter: DrafterFile) -> Eagle3DraftModel:
         """The model on the host, as it is trained on the device."""
-        attention = default_attention(self.place.device.type)
+        attention = default_attention(self.training_device.device.type)
         with tempfile.TemporaryDirectory(prefix="verl-tlt-spot-") as directory:
             stage(drafter.config, drafter.weights, Path(directory))
             model = load_drafter(directory, self._policy_dir, attention=attention)
-        if self.place.is_borrowed:
+        if self.training_device.is_accelerator:
             halve_frozen(model)
         return model
 
-    def _move(self, event: Callable[[DrafterVersions], DrafterVersions]) -> None:
+    def _transition(self, event: Callable[[DrafterVersions], DrafterVersions]) -> None:
         """An event of `DrafterVersions`; some come while a session runs in another thread."""
-        with self._moving:
+        with self._versions_lock:
             self.versions = event(self.versions)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """The model, for one thread at a time, with the newest verifier weights."""
-        with self._busy:
-            self._take_in()
+        with self._model_lock:
+            self._load_arrived()
             yield
 
     # ------------------------------------------------------------------ buffer
@@ -164,20 +164,20 @@ class SpotLearner:
             sequences: states in 16 bits; the buffer keeps them.
             verifier_weights: None: as they were.
         """
-        with self._shelf:
+        with self._buffer_lock:
             for index, sequence in enumerate(sequences):
                 self.buffer.add(step, index, sequence)
             stats = self.buffer.stats()
         if verifier_weights is not None:
             self._arrived = verifier_weights
-            if self._busy.acquire(blocking=False):  # else the next turn takes them in
+            if self._model_lock.acquire(blocking=False):  # else the next turn loads them
                 try:
-                    self._take_in()
+                    self._load_arrived()
                 finally:
-                    self._busy.release()
+                    self._model_lock.release()
         return stats
 
-    def _take_in(self) -> None:
+    def _load_arrived(self) -> None:
         """Copy verifier weights that have arrived into the model; only during a turn."""
         arrays, self._arrived = self._arrived, None
         if arrays is None:
@@ -212,7 +212,7 @@ class SpotLearner:
             self.unmerged_steps += done.steps
             self.unmerged_tokens += math.ceil(done.weighted_tokens)
             if scores is not None:
-                self._move(DrafterVersions.judged)
+                self._transition(DrafterVersions.judged)
         seconds = time.perf_counter() - start
         if sequences is not None:
             share = None if scores is None else judged_s / seconds
@@ -234,17 +234,17 @@ class SpotLearner:
 
     def _begin(self) -> bool:
         """Begin a pass over the buffer; False where there is too little to train on."""
-        with self._shelf:
+        with self._buffer_lock:
             self.buffer.begin_session(max_epochs=self.config.spot.max_epochs)
             return self.buffer.ready(self.config.buffer.min_tokens)
 
     def _on_device(self, *, trains: bool) -> AbstractContextManager[None]:
         """The drafter on the training device; only during a turn."""
-        return self.place.resident(self.trainer, max(self.config.drafter.rows, PORTION), trains=trains)
+        return self.training_device.resident(self.trainer, max(self.config.drafter.rows, PORTION), trains=trains)
 
     def _batches(self) -> Iterator[Batch]:
         while True:
-            with self._shelf:
+            with self._buffer_lock:
                 if self.buffer.exhausted():
                     return
                 drawn = self.buffer.sample_batch(self.rng, self.config.drafter.rows)
@@ -258,7 +258,7 @@ class SpotLearner:
         Raises:
             NoRoom: the device's owners left too little of it.
         """
-        if self.place.is_borrowed:
+        if self.training_device.is_accelerator:
             with self._turn(), self._on_device(trains=False):
                 self.trainer.rehearse()
 
@@ -279,7 +279,7 @@ class SpotLearner:
             own = {} if included else {name: value - base[name] for name, value in self._trained().items()}
             candidate = added(base, slices, self._trained() if included else None)
             if facts.included:
-                self._move(lambda versions: versions.merged(candidate))
+                self._transition(lambda versions: versions.merged(candidate))
             if included:
                 self.unmerged_steps = self.unmerged_tokens = 0
             else:
@@ -307,22 +307,22 @@ class SpotLearner:
 
     def mark_exported(self) -> None:
         """The candidate is about to be published, and there may be a newer one when it is."""
-        self._move(DrafterVersions.export)
+        self._transition(DrafterVersions.export)
 
     def mark_published(self) -> None:
         """The engines serve what was exported, or else the candidate."""
-        self._move(DrafterVersions.published)
+        self._transition(DrafterVersions.published)
 
     def revert(self, which: Literal["served", "initial"]) -> None:
         """Go back to the served or the initial parameters; the candidate is given up."""
         with self._turn():
-            self._move(lambda versions: versions.reverted(which))
+            self._transition(lambda versions: versions.reverted(which))
             self._start_from_candidate()
 
     # ------------------------------------------------------------------ judging and publishing
 
     def _held_out(self, tokens: int) -> list[TrainingSequence]:
-        with self._shelf:
+        with self._buffer_lock:
             held_out = self.buffer.held_out(tokens, FEWEST_SEQUENCES) if self._verifier_known else []
         return [s for s in held_out if len(s) > 1]
 
@@ -330,7 +330,7 @@ class SpotLearner:
         self, sequences: list[TrainingSequence], max_draft: int, should_stop: Callable[[], bool]
     ) -> HeldOutScores | None:
         """Candidate, served and initial under the same verifier weights, on the device; None when told to stop."""
-        head = None if self.whole_head is None else self.whole_head.to(self.place.device)
+        head = None if self.whole_head is None else self.whole_head.to(self.training_device.device)
         versions, rows = {which: self.versions.of(which) for which in VERSIONS}, self.config.drafter.rows
         scores = score_versions(self.trainer, versions, sequences, self.sampling, max_draft, head, should_stop, rows)
         if scores is None:
@@ -369,5 +369,5 @@ class SpotLearner:
         if (state := load_training_state(directory)) is None:
             return None
         with self._turn():
-            self._move(lambda versions: resumed_versions(self.trainer, versions, state))
+            self._transition(lambda versions: resumed_versions(self.trainer, versions, state))
             return checksums(self.trainer, self.versions)

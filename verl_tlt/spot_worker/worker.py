@@ -66,7 +66,7 @@ class SpotWorker:
         self.learner = SpotLearner(*arguments, **named)
         self._stopping = threading.Event()
         # Without an accelerator training shares its cores with the engines that still decode.
-        shared = not self.learner.place.is_borrowed and hasattr(os, "SCHED_IDLE")
+        shared = not self.learner.training_device.is_accelerator and hasattr(os, "SCHED_IDLE")
         self._session = ThreadPoolExecutor(1, "tlt-session", initializer=_yield_to_engines if shared else None)
 
     async def add(

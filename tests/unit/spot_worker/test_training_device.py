@@ -24,7 +24,7 @@ class CountedDevice(TrainingDevice):
         super().__init__("cpu")
         self.total, self.used, self.most, self.visits, self.back = total, 0, 0, 0, 0
 
-    is_borrowed = True
+    is_accelerator = True
 
     def memory(self):
         return self.total - self.used, self.total
@@ -59,7 +59,7 @@ def learner(tmp_path, monkeypatch):
     for module in (train, evaluate):
         monkeypatch.setattr(module, "mixed_precision", lambda device: torch.autocast("cpu", torch.bfloat16))
     made = make_learner(tmp_path / "policy")
-    made.place = CountedDevice(int(1.1 * session_bytes(made.model, 1024, 3)))
+    made.training_device = CountedDevice(int(1.1 * session_bytes(made.model, 1024, 3)))
     made.add(1, texts(40), verifier_arrays())
     return made
 
@@ -102,7 +102,7 @@ def test_the_next_session_scores_what_was_merged(learner):
     assert (judged.scores.candidate != judged.scores.served).any()
     assert same(agreed, learner.versions.candidate) and not same(weights(learner), agreed)
     assert learner.train(lambda: False).scores is None, "once is enough"
-    assert learner.place.used == 0 < learner.place.most < learner.place.total
+    assert learner.training_device.used == 0 < learner.training_device.most < learner.training_device.total
 
 
 def test_a_stop_ends_scoring_and_the_version_is_scored_later(learner, scores):
@@ -119,7 +119,7 @@ def test_a_stop_ends_scoring_and_the_version_is_scored_later(learner, scores):
     (result,) = results
     assert scores.portions == 1, "the one that had begun"
     assert (result.outcome, result.steps, result.scores) == ("stopped", 0, None)
-    assert learner.place.used == 0 and same(weights(learner), before)
+    assert learner.training_device.used == 0 and same(weights(learner), before)
     assert learner.train(lambda: False).scores is not None
 
 
@@ -141,13 +141,13 @@ def test_states_arrive_during_scoring(learner, scores):
 
 
 def test_a_device_that_others_fill_is_not_touched(learner):
-    learner.place.used = learner.place.total // 2  # the actor keeps its optimizer there
+    learner.training_device.used = learner.training_device.total // 2  # the actor keeps its optimizer there
     with pytest.raises(NoRoom, match=r"lower tlt\.drafter\.batch_tokens"):
         learner.train(lambda: False)
-    assert learner.place.visits == 0 and learner.unmerged_steps == 0
+    assert learner.training_device.visits == 0 and learner.unmerged_steps == 0
     with pytest.raises(NoRoom):
         learner.warm_up()
-    learner.place.used = 0
+    learner.training_device.used = 0
     assert learner.train(lambda: False).steps > 0
 
 
@@ -163,7 +163,7 @@ def test_some_memory_is_left_to_the_devices_owners(needed, free, fits):
 def test_a_warm_up_visits_the_device_and_brings_nothing_back(learner):
     before = weights(learner)
     learner.warm_up()
-    assert learner.place.visits == 1 and learner.place.back == learner.place.used == 0
+    assert learner.training_device.visits == 1 and learner.training_device.back == learner.training_device.used == 0
     assert same(weights(learner), before) and learner.trainer.steps == 0
 
 
