@@ -138,7 +138,7 @@ def measure(replicas: int) -> dict[str, float]:
         "trace_kb_per_step": round(statistics.median(b - a for a, b in pairwise(sizes)) / 1024, 1),
         "memory_left_kb_per_step": round((memory[1] - memory[0]) / 1024, 1),
         "memory_peak_kb": round(peak / 1024, 1),
-        "errors": float(controller.guard.total),
+        "errors": float(controller.guard.counts.total()),
     }
 
 

@@ -53,7 +53,7 @@ def configure(config: DictConfig) -> None:
 
 def register_trainers() -> None:
     """What such a verl calls in the process that builds the trainer."""
-    from verl_tlt.trainer.register import register_trainers as register
+    from verl_tlt.trainer.mixin import register_trainers as register
 
     register()
 

@@ -112,7 +112,7 @@ def _wrap_get_trainer_cls(module: _TrainerModule) -> None:
     @functools.wraps(original)
     def get_trainer_cls(name: str) -> type:
         if str(name).startswith(MODE_PREFIX):
-            from verl_tlt.trainer.register import register_trainers
+            from verl_tlt.trainer.mixin import register_trainers
 
             register_trainers()
         return original(name)

@@ -108,13 +108,13 @@ def test_what_is_not_as_it_should_be_is_said(changes, complaint):
 
 INJECTED = """
 import os
-from verl_tlt.trainer.guard import Guard
+from verl_tlt.trainer.controller import Guard
 print("armed")
 from benchmarks.faults import injector
 from benchmarks.faults.plan import Fault
 folder = injector.Path(os.environ["TLT_FAULTS"])
-import verl_tlt.trainer.guard as module
-fault = Fault("a fault", 3, ("verl_tlt.trainer.guard:Guard.count",), "fail", "", "", "trains", first=2)
+import verl_tlt.trainer.controller as module
+fault = Fault("a fault", 3, ("verl_tlt.trainer.controller:Guard.count",), "fail", "", "", "trains", first=2)
 injector._wrap(folder, fault, fault.targets[0], {'another': 1}, module)
 for step in (2, 3, 4):
     (folder / "step").write_text(str(step))

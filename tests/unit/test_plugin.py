@@ -108,9 +108,9 @@ def test_wrapping_twice_is_wrapping_once():
 
 def test_trainers_are_registered_only_when_one_is_asked_for(monkeypatch):
     registered = []
-    register = types.ModuleType("verl_tlt.trainer.register")
+    register = types.ModuleType("verl_tlt.trainer.mixin")
     register.register_trainers = lambda: registered.append(1)
-    monkeypatch.setitem(sys.modules, "verl_tlt.trainer.register", register)
+    monkeypatch.setitem(sys.modules, "verl_tlt.trainer.mixin", register)
     module = types.ModuleType("stock")
     module.get_trainer_cls = lambda name: f"class of {name}"
     plugin._wrap_get_trainer_cls(module)

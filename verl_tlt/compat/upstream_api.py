@@ -45,7 +45,7 @@ VERL = {
         Symbol("verl.trainer.main_ppo:", has="validate_config"),
         Symbol("verl.trainer.ppo.v1.trainer_base:get_trainer_cls", "name"),
     ),
-    "trainer/register.py": (
+    "trainer/mixin.py": (
         Symbol("verl.trainer.ppo.v1.trainer_base:register_trainer", "name"),
         Symbol("verl.trainer.ppo.v1.trainer_base:", has="TRAINER_REGISTRY"),
         Symbol("verl.trainer.ppo.v1.trainer_sync:PPOTrainerSync"),
@@ -56,8 +56,6 @@ VERL = {
         ),
         Symbol("verl.trainer.ppo.v1.trainer_separate_async:HybridEngineMode", has="ROLLOUT"),
         Symbol("verl.workers.rollout.llm_server:LLMServerManager.get_client", "client_cls"),
-    ),
-    "trainer/mixin.py": (
         Symbol(
             "verl.trainer.ppo.v1.trainer_colocate_async:PPOTrainerColocateAsync.on_sample_end",
             says=("abort_replicas()", "sleep_replicas()"),
@@ -102,7 +100,7 @@ VERL = {
             says=("self.pending_keys.clear()", "tq.kv_list()"),
         ),
     ),
-    "trainer/fleet.py": (
+    "trainer/ray_fleet.py": (
         Symbol("verl.single_controller.ray.base:RayResourcePool", has="get_placement_groups max_colocate_count"),
         Symbol("verl.plugin.platform.platform_manager:get_platform"),
         Symbol("verl.plugin.platform.platform_base:PlatformBase.ray_resource_options", "num_gpus"),

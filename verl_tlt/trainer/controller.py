@@ -15,6 +15,7 @@ guard logs it, counts it in `tlt/errors`, and the step goes on as stock verl's.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -35,7 +36,6 @@ from verl_tlt.trainer.checkpoints import SAVE_S, Checkpoint, saving
 from verl_tlt.trainer.clock import SYSTEM, Clock, Deadline
 from verl_tlt.trainer.drafter_update import DrafterUpdate, update_drafter
 from verl_tlt.trainer.fleet import Call, CallFailed
-from verl_tlt.trainer.guard import Guard
 from verl_tlt.trainer.run_setup import FirstDrafter, RunFacts
 from verl_tlt.trainer.speculation_control import SpeculationControl
 from verl_tlt.trainer.step_log import StepLog
@@ -50,6 +50,33 @@ BUFFER_S = 30.0
 """Hidden states were copied during the actor update and have arrived long ago; the next rollout waits at most this."""
 WARM_UP_S = 300.0
 """For starting spot workers and tuning their kernels; one that replaces another warms up in its first session."""
+
+
+class Guard:
+    """Contains TLT's own failures, and counts them by what failed (`tlt/errors`).
+
+    Each kind is logged in full the first time, and in one line after that.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        """A failure inside is logged, counted under `what`, and goes no further."""
+        try:
+            yield
+        except Exception as error:
+            self.counts[what] += 1
+            if self.counts[what] == 1:
+                logger.exception("TLT: %s failed; the run goes on without it", what)
+            else:
+                logger.error("TLT: %s failed again (%d times): %s", what, self.counts[what], error)
+
+    def count(self, what: str, failures: int) -> None:
+        """Add failures that were logged where they happened."""
+        if failures:
+            self.counts[what] += failures
 
 
 @dataclass

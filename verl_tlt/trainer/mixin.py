@@ -1,6 +1,6 @@
-"""verl's trainer hooks, each of which calls the `Controller`, where what happens at them is described.
+"""The TLT trainers, which verl knows as `tlt_<mode>`: verl's hooks, each of which calls the `Controller`.
 
-Mixed in before one of verl's `PPOTrainer` subclasses; what differs between them is in `trainer.register`.
+Imported once verl's own trainers are. How the modes differ for TLT is in `idle.modes`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING
 
 import ray
 from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, PPOTrainer, register_trainer
+from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
+from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode, PPOTrainerSeparateAsync
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from verl_tlt.messages.rollout import store_name
@@ -27,14 +31,11 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from transfer_queue import KVBatchMeta
     from verl.experimental.agent_loop import AgentLoopManager
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-    from verl.workers.rollout.llm_server import LLMServerManager
-else:
-    PPOTrainer = object
+    from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 
 
 class TLTMixin(PPOTrainer):
-    """One RL run with TLT."""
+    """One RL run with TLT; mixed in before one of verl's trainers."""
 
     tlt_base_mode: str
     """The verl trainer mode this class extends."""
@@ -144,11 +145,58 @@ class TLTMixin(PPOTrainer):
             super()._save_checkpoint()
 
     def fit(self, agent_loop_manager: AgentLoopManager) -> None:
-        """verl's training loop; the drafter is left behind as a directory that vLLM serves."""
         try:
             super().fit(agent_loop_manager)
         finally:
             self.tlt.finish(self.global_steps)
+
+
+class TLTTrainerSync(TLTMixin, PPOTrainerSync):
+    """verl's synchronous trainer with TLT."""
+
+    tlt_base_mode = "sync"
+
+    def get_llm_client(self) -> LLMServerClient:
+        """verl's client, re-routing requests that a leaving replica rejects."""
+        from verl_tlt.server.client import TLTLLMServerClient
+
+        return self.llm_server_manager.get_client(client_cls=TLTLLMServerClient)
+
+
+class TLTTrainerColocateAsync(TLTMixin, PPOTrainerColocateAsync):
+    """verl's trainer with partial rollouts on shared devices, with TLT."""
+
+    tlt_base_mode = "colocate_async"
+
+    def get_llm_client(self) -> LLMServerClient:
+        """verl's resuming client, re-routing requests that a leaving replica rejects."""
+        from verl_tlt.server.client import TLTFullyAsyncLLMServerClient
+
+        return self.llm_server_manager.get_client(client_cls=TLTFullyAsyncLLMServerClient)
+
+
+class TLTTrainerSeparateAsync(TLTMixin, PPOTrainerSeparateAsync):
+    """verl's trainer with partial rollouts on standalone replicas, with TLT; none leaves, so verl's own client."""
+
+    tlt_base_mode = "separate_async"
+
+    def tlt_worker_class(self) -> type:
+        from verl_tlt.actor.worker import TLTDetachActorWorker
+
+        return TLTDetachActorWorker
+
+    def tlt_standalone(self) -> LLMServerManager:
+        return self.standalone_server_manager
+
+    def tlt_colocated_asleep(self) -> bool:
+        return self.current_mode != HybridEngineMode.ROLLOUT  # then they are lent to rollout
+
+
+def register_trainers() -> None:
+    """Register a TLT form of each of verl's v1 trainers; harmless when called again."""
+    for trainer in (TLTTrainerSync, TLTTrainerColocateAsync, TLTTrainerSeparateAsync):
+        if (name := f"tlt_{trainer.tlt_base_mode}") not in TRAINER_REGISTRY:
+            register_trainer(name)(trainer)
 
 
 def _tlt_replica() -> type:

@@ -34,8 +34,15 @@ from verl_tlt.spot_worker.worker import SpotWorker
 from verl_tlt.trainer.clock import SYSTEM, Deadline
 from verl_tlt.trainer.fleet import Call, CallFailed, ReplicaInfo, SpotPlan
 from verl_tlt.trainer.ray_calls import CombinedCall, RayCall, answer
-from verl_tlt.trainer.replica_workers import ReplicaWorkers, combined_buffers, combined_session, start_merge
-from verl_tlt.trainer.shard_routes import ShardRoutes, capture_ranks, route
+from verl_tlt.trainer.replica_workers import (
+    ReplicaWorkers,
+    ShardRoutes,
+    capture_ranks,
+    combined_buffers,
+    combined_session,
+    route,
+    start_merge,
+)
 
 if TYPE_CHECKING:
     from ray import ObjectRef

@@ -1,9 +1,13 @@
-"""The spot workers of one replica, which start and stop together; their answers, combined; and how workers merge."""
+"""The spot workers of one replica, which start and stop together, and which worker gets or merges what.
+
+Ranks of the actor that compute the same sequences form a group. Its captured sequences are shared among the spot
+workers on its ranks' devices.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -44,6 +48,47 @@ class ReplicaWorkers:
         """Call a method of all of them."""
         calls = [RayCall[T](getattr(worker, method).remote()) for worker in self.handles.values()]
         return CombinedCall(calls, combine)
+
+
+@dataclass(frozen=True)
+class ShardRoutes:
+    """Which captured sequences each rank of the actor sends, and each spot worker receives."""
+
+    shares: tuple[int, ...]
+    """For each rank: among how many workers its group's sequences are shared."""
+    sources: Mapping[str, tuple[tuple[tuple[int, ...], int], ...]]
+    """For each worker: (ranks of a group, which share of theirs) of every group it gets sequences from."""
+
+
+def route(groups: Sequence[int], workers: Mapping[str, Iterable[int]]) -> ShardRoutes:
+    """Share each group's sequences among the workers that its ranks belong to.
+
+    Args:
+        groups: for each rank, the number of its group (verl's data-parallel rank).
+        workers: for each worker, its ranks.
+    """
+    members: dict[int, list[int]] = {}
+    for rank, group in enumerate(groups):
+        members.setdefault(group, []).append(rank)
+    shares: dict[int, int] = {}
+    sources: dict[str, tuple[tuple[tuple[int, ...], int], ...]] = dict.fromkeys(workers, ())
+    for group, ranks in members.items():
+        receivers = [name for name, own in workers.items() if set(own) & set(ranks)]
+        shares[group] = max(1, len(receivers))
+        for share, name in enumerate(receivers):
+            sources[name] += ((tuple(ranks), share),)
+    return ShardRoutes(tuple(shares[group] for group in groups), sources)
+
+
+def capture_ranks(workers: Mapping[str, Sequence[int]], nodes: Sequence[str]) -> dict[str, int]:
+    """For each worker the rank that copies the verifier weights for it: the same one for all workers of a node.
+
+    Args:
+        workers: for each worker, its ranks; it is where the first one is.
+        nodes: for each rank, its node.
+    """
+    first: dict[str, int] = {}
+    return {name: first.setdefault(nodes[own[0]], own[0]) for name, own in workers.items()}
 
 
 def combined_session(results: Sequence[SessionResult]) -> SessionResult:

@@ -54,7 +54,7 @@ def test_a_run_prunes_when_its_checkpoint_is_complete(run, checkpoints, tmp_path
     controller, _ = run(prunes=True)
     with controller.saving(5):
         assert drafters(checkpoints) == [1, 2, 3, 4, 5], "the policy is being saved"
-    assert drafters(checkpoints) == [4, 5] and controller.guard.total == 0
+    assert drafters(checkpoints) == [4, 5] and controller.guard.counts.total() == 0
 
 
 def test_verl_names_the_step_only_after_the_drafter_is_written(run):

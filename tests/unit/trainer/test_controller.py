@@ -173,7 +173,7 @@ def test_whoever_left_is_called_back_before_more_prompts_are_sent(run):
         controller.more_prompts()
         assert fleet.balancer == {"a", "b"} and fleet.asleep == {}
         assert called(fleet, "stop") == [("b",)] and called(fleet, "wake_up") == [("b",)]
-    assert controller.guard.total == 0
+    assert controller.guard.counts.total() == 0
     assert rest_of_step(controller, fleet, 2)["tlt/drafter_version"] == 1
 
 
@@ -284,7 +284,7 @@ def test_without_a_tap_nothing_is_trained_and_speculation_goes_on(run, clock):
     controller, fleet = run(fleet=fleet)
     fill_buffers(controller, fleet)
     assert not controller.spot and called(fleet, "take") == []
-    assert controller.guard.total == 0
+    assert controller.guard.counts.total() == 0
 
 
 def test_the_drafter_is_written_while_the_policy_is(run, tmp_path):
@@ -316,7 +316,7 @@ def test_a_drafter_that_could_not_be_written_is_counted_after_the_policy_was_sav
     controller, fleet = run()
     fleet.broken["writing"] = CallFailed("No space left on device")
     with controller.saving(1):
-        assert controller.guard.total == 0, "the policy is saved meanwhile"
+        assert controller.guard.counts.total() == 0, "the policy is saved meanwhile"
     assert controller.guard.counts == {"save": 1}
 
 

@@ -36,7 +36,7 @@ def test_where_the_device_is_the_actors_the_next_session_judges_what_was_merged(
     trained_step(controller, fleet, 4)
     assert called(fleet, "revert") == [("served",)]
     assert called(fleet, "merge") == [], "what was learned on top of it has gone with it"
-    assert len(fleet.staged) == 1 and controller.guard.total == 0
+    assert len(fleet.staged) == 1 and controller.guard.counts.total() == 0
 
 
 @pytest.mark.parametrize(("stop_s", "deaf"), [(STOP_S / 3, False), (0.0, True)])
