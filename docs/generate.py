@@ -14,6 +14,7 @@ import dataclasses
 import inspect
 import itertools
 import re
+import sys
 import textwrap
 import typing
 from collections.abc import Mapping
@@ -24,9 +25,11 @@ import yaml
 from pydantic import TypeAdapter
 
 from verl_tlt import config, drafter
-from verl_tlt.compat import upstream_changes
-from verl_tlt.compat.upstream_changes import UpstreamChange
 from verl_tlt.config import TLTConfig
+
+sys.path.append(str(Path(__file__).parents[1]))  # patches/ is no installed package
+from patches import cpu_changes, upstream_changes
+from patches.upstream_changes import UpstreamChange
 
 PAGE = Path(__file__).parent / "configuration.md"
 API_PAGE = Path(__file__).parent / "api.md"
@@ -63,7 +66,7 @@ Most runs need only these:
 _RELEASES = ", ".join(f"{name} {version}" for name, version in upstream_changes.CAUSES_IN.items())
 PATCHES_INTRO = f"""# What is changed upstream at run time
 
-<!-- Written by docs/generate.py from verl_tlt/compat and verl_cpu, both upstream_changes.py: edit those. -->
+<!-- Written by docs/generate.py from upstream_changes.py and cpu_changes.py: edit those. -->
 
 verl-tlt works on released packages: nothing here has to be applied. Each change to verl, vLLM or megatron-core that is
 made while they run is listed, with its cause in {_RELEASES}. A diff is
@@ -162,8 +165,6 @@ def render_api() -> str:
 
 def render_patches() -> str:
     """patches/README.md, from the two lists of upstream changes."""
-    from verl_cpu import upstream_changes as cpu_changes  # not where the site is built
-
     parts = [PATCHES_INTRO, "## On every machine\n", *map(_change, upstream_changes.CHANGES)]
     return "\n".join([*parts, "## Where `VERL_PLATFORM=cpu`\n", *map(_change, cpu_changes.CHANGES)])
 

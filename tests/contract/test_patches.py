@@ -19,9 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from patches import cpu_changes, upstream_changes
 from verl_cpu import megatron_shims, verl_shims
-from verl_cpu import upstream_changes as cpu_changes
-from verl_tlt.compat import upstream_changes
 from verl_tlt.compat.sources import SourceTree, source_root
 from verl_tlt.compat.upstream_api import Symbol
 

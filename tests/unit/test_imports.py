@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 import verl_tlt
-from verl_cpu import upstream_changes as cpu_changes
-from verl_tlt.compat import upstream_changes
+from patches import cpu_changes, upstream_changes
 from verl_tlt.compat.sources import SourceTree
 from verl_tlt.compat.upstream_api import Symbol
 

@@ -88,7 +88,7 @@ def ngram_drafts(speculation: Mapping[str, Any]) -> NgramDrafts | None:
 
 
 def skip_empty_fetch(core: type[EngineCore]) -> bool:
-    """Save the engine a round trip to its workers after every step that drafted nothing (`compat.upstream_changes`).
+    """Save the engine a round trip to its workers after every step that drafted nothing (`patches/README.md`).
 
     `EngineCore.post_step` then does nothing where `scheduler.drafts_expected` is False. A vLLM that looks at the
     attribute itself, or fetches drafts in another way, stays as it is.

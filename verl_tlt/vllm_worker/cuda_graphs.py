@@ -2,7 +2,7 @@
 
 Without them a step that drafts nothing runs on piecewise graphs, padded to 1 + K_max tokens, while stock vLLM runs the
 same step on a full one. They are captured where the model runner's source is the one this file was written for;
-elsewhere only the longest draft has them, and one line in the log says why. See `compat.upstream_changes`. The
+elsewhere only the longest draft has them, and one line in the log says why. See `patches/README.md`. The
 arithmetic of graphs is in `speculation.graph_rules`.
 """
 

@@ -61,7 +61,7 @@ def verify_as_certain(runner: GPUModelRunner) -> None:
 
 
 class BrokenDrafts:
-    """Drops the drafts of a drafter whose probabilities are NaN, and counts them (why: `compat.upstream_changes`).
+    """Drops the drafts of a drafter whose probabilities are NaN, and counts them (why: `patches/README.md`).
 
     Rows of zeros instead are exact: a draft that had no chance is rejected, and what takes its place is drawn from the
     policy. The count is copied to the host behind the step's other work, without a wait. The drafter's

@@ -1,11 +1,11 @@
 """Every change to verl, vLLM and megatron-core that the CPU platform makes; only where `VERL_PLATFORM=cpu`.
 
-As `verl_tlt/compat/upstream_changes.py`, which see.
+The fields: `UpstreamChange` in upstream_changes.py.
 """
 
 from __future__ import annotations
 
-from verl_tlt.compat.upstream_changes import UpstreamChange
+from patches.upstream_changes import UpstreamChange
 
 VERL, VLLM, MEGATRON = "verl 0.9.1", "vllm 0.28 on its CPU backend", "megatron-core 0.16.1"
 NO_CUDA = "Nothing: it is no defect of code written for CUDA. It is a stand-in for the hardware."

@@ -1,7 +1,7 @@
 """Every change to verl or vLLM that verl-tlt makes at run time, and what would make it unnecessary.
 
-`patches/README.md` is written from this list and from that of the CPU platform (`verl_cpu/upstream_changes.py`) by
-`docs/generate.py`. Subclasses that verl and vLLM load by name (scheduler, worker extension, trainers) are no changes.
+`docs/generate.py` writes README.md from this list and from that of the CPU platform (cpu_changes.py). Subclasses that
+verl and vLLM load by name (scheduler, worker extension, trainers) are no changes.
 """
 
 from __future__ import annotations
