@@ -1,4 +1,4 @@
-"""Whose spot worker may still be tried after failures. Lives for the run; counts in RL steps, reads no clock."""
+"""Which replicas' spot workers may still be tried after failures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ MAX_FAILURES = 3
 
 
 class FailureBudget:
-    """Whose spot worker may still be tried: pauses after a failure, gives up after `MAX_FAILURES` in a row.
+    """For the run: a replica's spot worker pauses after a failure, and stays off after `MAX_FAILURES` in a row.
 
     Kept per replica, so that one bad device neither stops the others nor hides behind their successes. The pause
     is counted in RL steps (1, 2, 4, ...): a step holds at most one session per replica.

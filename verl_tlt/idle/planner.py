@@ -1,8 +1,7 @@
 """What a planner of idle time asks for during one sampling phase, and how much idle time the phase had.
 
-Plain data, shared by the two planners (`idle.replica_idle`, `idle.trainer_idle`) and by what carries their commands out
-(`trainer.watch`). Both take observations and answers as method calls from one thread at a time, with times in seconds
-from any one monotonic clock.
+The planners (`idle.replica_idle`, `idle.trainer_idle`) take observations and answers as method calls from one thread at
+a time, with times in seconds from any one monotonic clock; `trainer.watch` carries their commands out.
 """
 
 from __future__ import annotations
@@ -12,45 +11,32 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class LeaveBalancer:
+class _Command:
+    replica: str
+
+
+class LeaveBalancer(_Command):
     """Take the replica out of the load balancer; answer with `left`, or `failed`."""
 
-    replica: str
 
-
-@dataclass(frozen=True)
-class TrySleep:
+class TrySleep(_Command):
     """Ask the server to close its gate and sleep; answer with `slept`, `refused`, or `failed` if it still serves."""
 
-    replica: str
 
-
-@dataclass(frozen=True)
-class StartTraining:
+class StartTraining(_Command):
     """Start the replica's spot worker; answer with `training`, later `done` or `failed`."""
 
-    replica: str
 
-
-@dataclass(frozen=True)
-class StopTraining:
+class StopTraining(_Command):
     """Stop the replica's spot worker (it may have only just been started); answer with `stopped` or `failed`."""
 
-    replica: str
 
-
-@dataclass(frozen=True)
-class WakeUp:
+class WakeUp(_Command):
     """Ask the sleeping server to serve again with the weights it has; answer with `awake`, or `failed`."""
 
-    replica: str
 
-
-@dataclass(frozen=True)
-class Rejoin:
+class Rejoin(_Command):
     """Put the replica back into the load balancer."""
-
-    replica: str
 
 
 Command = LeaveBalancer | TrySleep | StartTraining | StopTraining | WakeUp | Rejoin
@@ -75,7 +61,7 @@ class PhaseAccount:
 
 
 def combined(first: PhaseAccount | None, second: PhaseAccount) -> PhaseAccount:
-    """Several sampling phases of one RL step as one: seconds and counts add up, the rest is from the last one."""
+    """Several sampling phases of one RL step as one: seconds and counts add up, `end` is the last one's."""
     if first is None:
         return second
     return PhaseAccount(

@@ -9,13 +9,12 @@ The policy:
 * A replica leaves when it carried its share in this phase, has been empty for `settle_s`, and has enough to train on.
 * One that serves always stays, with a request running on it: the last one never leaves, and when the last request of
   the phase finishes that is the end of sampling, not a bubble.
-* The server has the last word. The load shown here may miss a request that was on its way when the replica left the
-  balancer; the server then answers BUSY, the replica goes back, and is asked again only after a growing pause.
-* Where the sampler may ask for more groups at any moment (asynchronous trainers replace failed and stale ones),
-  replicas that have left are called back before they are sent.
+* The load shown here may miss a request that was on its way when the replica left the balancer; the server then
+  refuses to sleep, the replica goes back, and is asked again only after a growing pause.
+* Where the sampler may ask for more groups at any moment, replicas that have left are called back first.
 
-One `ReplicaIdlePlanner` lives for one sampling phase: the weight sync after it wakes every replica up and puts it back,
-however the phase ended. Methods return the commands to carry out next, so that none waits for the next look.
+The weight sync after the phase wakes every replica up and puts it back, however the phase ended. Methods return the
+commands to carry out next, so that none waits for the next look.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class ReplicaIdlePlanner:
 
     Args:
         replicas: names of all replicas that serve in this phase.
-        expected_requests: requests the phase is expected to have in flight at once, over all replicas.
+        expected_requests: requests expected in flight at once, over all replicas.
         settle_s: seconds a replica must have been empty before it is asked to leave.
         spot_workers: the replicas whose spot workers may train now and have enough to train on; None: all.
 
@@ -139,8 +138,12 @@ class ReplicaIdlePlanner:
         for name, r in self._replicas.items():
             r.inflight = inflight.get(name, 0)
             r.peak = max(r.peak, r.inflight)
-            if r.state is State.BUSY:
-                self._watch_idle(r, now, pending)
+            if r.state is not State.BUSY:
+                continue
+            if r.inflight or pending or not r.peak:
+                r.idle_since = None
+            elif r.idle_since is None:
+                r.idle_since = now
         self._watch_end(now, pending)
         commands: list[Command] = []
         # Kept until the next look, since hundreds may leave at one; what leaves below has no request.
@@ -262,17 +265,8 @@ class ReplicaIdlePlanner:
         settled = r.idle_since is not None and now - r.idle_since >= self._settle_s
         trains = name in self._workers and not r.over
         alone = not self._served  # this one is not among those that serve: it has no request
-        return (
-            not (self._more_may_arrive or r.inflight or alone or r.peak < self._need or now < r.retry_at)
-            and trains
-            and settled
-        )
-
-    def _watch_idle(self, r: _Replica, now: float, pending: int) -> None:
-        if r.inflight or pending or not r.peak:
-            r.idle_since = None
-        elif r.idle_since is None:
-            r.idle_since = now
+        stays = self._more_may_arrive or r.inflight or alone or r.peak < self._need or now < r.retry_at
+        return trains and settled and not stays
 
     def _watch_end(self, now: float, pending: int) -> None:
         work = pending or any(r.inflight for r in self._replicas.values() if r.state in (State.BUSY, State.DRAINING))
@@ -284,8 +278,7 @@ class ReplicaIdlePlanner:
 
     def _back(self, replica: str) -> list[Command]:
         """After a refusal or a failure; after the end of sampling the weight sync brings it back instead."""
-        r = self._replicas[replica]
-        r.idle_since = None  # the server knows better than the load shown: the idle clock starts again
+        self._replicas[replica].idle_since = None  # the server knows better than the load shown
         return [] if self._ended is not None else self._busy(replica)
 
     def _busy(self, replica: str) -> list[Command]:

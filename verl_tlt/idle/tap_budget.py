@@ -46,11 +46,8 @@ class TapBudget:
         self._before: float | None = None  # when the step before this one was captured
 
     def sampled(self, bubbles: Iterable[Bubble], token_bytes: float) -> None:
-        """A step's sampling is over.
-
-        Args:
-            bubbles: of the replicas that trained.
-            token_bytes: of one token's hidden states; 0: not known yet.
+        """A step's sampling is over: the bubbles of the replicas that trained, and bytes of one token's hidden states
+        (0: not known yet).
         """
         long = [b for b in bubbles if b.seconds >= SHORTEST_S]
         short_of_data = sum(b.exhausted and b.trained_s < (1 - LEFT) * b.seconds for b in long)
@@ -58,12 +55,7 @@ class TapBudget:
             self.tokens = max(self.tokens, min(2 * self.tokens, int(self._max_bytes / token_bytes / 2)))
 
     def tapped(self, tap_s: float, now: float) -> None:
-        """The step's hidden states were captured.
-
-        Args:
-            tap_s: seconds that it took on the slowest rank of the actor.
-            now: seconds from any one clock.
-        """
+        """The step's hidden states were captured at `now`, in `tap_s` seconds on the slowest rank of the actor."""
         before, self._before = self._before, now
         if before is not None and self._may_shrink and tap_s > TAP_SHARE * (now - before):
             self._may_grow = False

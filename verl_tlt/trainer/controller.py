@@ -39,7 +39,7 @@ from verl_tlt.trainer.fleet import Call, CallFailed
 from verl_tlt.trainer.run_setup import FirstDrafter, RunFacts
 from verl_tlt.trainer.speculation_control import SpeculationControl
 from verl_tlt.trainer.step_log import StepLog
-from verl_tlt.trainer.watch import EndedSession, PendingWork, PhaseReport, Planner, SamplingWatch
+from verl_tlt.trainer.watch import EndedSession, PendingWork, PhaseReport, SamplingWatch
 
 if TYPE_CHECKING:
     from verl_tlt.trainer.ray_fleet import RayFleet
@@ -218,7 +218,7 @@ class Controller:
                 self.guard.count("hand-over", 1)
                 self.fleet.restart([name])
 
-    def _planner(self, step: int) -> Planner:
+    def _planner(self, step: int) -> ReplicaIdlePlanner:
         """The planner of the phase that begins now."""
         workers = self.fleet.workers()
         # While a late merge is still running, the workers' weights are not theirs to train.

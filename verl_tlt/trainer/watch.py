@@ -24,7 +24,6 @@ from verl_tlt.idle.planner import (
     next_pause,
 )
 from verl_tlt.idle.replica_idle import ReplicaIdlePlanner
-from verl_tlt.idle.trainer_idle import TrainerIdlePlanner
 from verl_tlt.messages.training import SessionResult
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.clock import SYSTEM, Clock, Deadline
@@ -43,8 +42,6 @@ LOAD_LINE_S = 0.5e-3
 """Seconds between two lines of load for each replica in them: 50 KB of trace a second, however many there are."""
 LOOK_S = 60.0
 """A look takes milliseconds; when sampling ends, the trainer waits at most this for one that hangs."""
-
-Planner = ReplicaIdlePlanner | TrainerIdlePlanner
 
 
 @dataclass(frozen=True)
@@ -142,7 +139,7 @@ class SamplingWatch:
     def __init__(
         self,
         fleet: RayFleet,
-        planner: Planner,
+        planner: ReplicaIdlePlanner,
         pending_work: Callable[[], PendingWork],
         poll_s: float,
         trace: TraceWriter,
@@ -221,28 +218,25 @@ class SamplingWatch:
                 self.fleet.rejoin([name])
                 return []
             case LeaveBalancer() | TrySleep() | WakeUp():
-                assert isinstance(self.planner, ReplicaIdlePlanner), "only its replicas leave"
-                return self._leave_or_return(command, self.planner)
+                return self._leave_or_return(command)
 
-    def _leave_or_return(
-        self, command: LeaveBalancer | TrySleep | WakeUp, planner: ReplicaIdlePlanner
-    ) -> list[Command]:
+    def _leave_or_return(self, command: LeaveBalancer | TrySleep | WakeUp) -> list[Command]:
         name = command.replica
         if isinstance(command, LeaveBalancer):
             self.fleet.leave(name)
-            return planner.left(name)
+            return self.planner.left(name)
         try:
             if isinstance(command, WakeUp):
                 self.fleet.wake_up(name)
-                return planner.awake(name, self._clock.time())
+                return self.planner.awake(name, self._clock.time())
             slept = self.fleet.try_sleep(name, keep_weights=self._recall)
         except CallFailed as error:
             if isinstance(command, WakeUp):
                 logger.error("replica %s could not be called back before the weight sync: %s", name, error)
             else:
                 logger.warning("replica %s did not answer whether it may sleep: %s", name, error)
-            return planner.failed(name, self._clock.time())
-        return planner.slept(name) if slept else planner.refused(name, self._clock.time())
+            return self.planner.failed(name, self._clock.time())
+        return self.planner.slept(name) if slept else self.planner.refused(name, self._clock.time())
 
     def _collect(self, name: str, stop_latency_s: float | None = None) -> EndedSession:
         """The result of a session that has ended, however it ended."""
@@ -262,8 +256,6 @@ class SamplingWatch:
 
     def recall(self, stop_timeout_s: float) -> None:
         """More requests are about to be sent: replicas that have left are called back and serve again."""
-        if not isinstance(self.planner, ReplicaIdlePlanner):
-            return  # no replica leaves
         start = self._clock.time()
         if not self._turn.acquire(timeout=LOOK_S):
             raise CallFailed(f"a look at the fleet took longer than {LOOK_S:.0f} s")

@@ -56,7 +56,6 @@ def test_one_that_cannot_wake_up_stays_away_until_the_sync(planner):
     assert planner.failed("a", 2.1) == []
     assert planner.state("a") is State.IDLE
     assert planner.account(3.0).failures == 1
-    assert planner.state("a") is State.IDLE
 
 
 def test_the_bubble_before_a_recall_counts(planner):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_tlt.idle.planner import StartTraining, StopTraining, combined
+from verl_tlt.idle.planner import StartTraining, StopTraining
 from verl_tlt.idle.trainer_idle import TrainerIdlePlanner
 
 BUSY = {"standalone": 9}
@@ -54,16 +54,6 @@ def test_a_failed_session_is_not_tried_again_in_this_wait(planner):
 def test_a_worker_of_an_unknown_replica_is_refused():
     with pytest.raises(ValueError, match="'c'"):
         TrainerIdlePlanner(["a"], begin=0.0, settle_s=0.0, spot_workers=["c"])
-
-
-def test_the_waits_of_one_step_add_up(planner):
-    planner.end(11.0)
-    first = planner.account(11.0)
-    second = TrainerIdlePlanner(["b"], begin=20.0, settle_s=0.1, spot_workers=[])
-    second.end(23.0)
-    both = combined(combined(None, first), second.account(23.0))
-    assert both.bubble_s == pytest.approx({"a": 1.0, "b": 4.0})
-    assert both.end == 23.0
 
 
 def test_training_may_start_the_moment_the_wait_has_settled():
