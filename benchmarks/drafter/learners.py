@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from verl_tlt.drafter import SequenceScore, TrainingSequence
-from verl_tlt.messages.training import VERSIONS, HeldOutScores, MergeFacts
+from verl_tlt.messages.training import HeldOutScores, MergeFacts
 from verl_tlt.spot_worker.learner import SpotLearner
 from verl_tlt.spot_worker.merge import average_slice
-from verl_tlt.spot_worker.scoring import held_out_scores, score_versions
+from verl_tlt.spot_worker.scoring import score_versions
 
 
 def merge(learners: Sequence[SpotLearner], trained: Sequence[SpotLearner] | None = None) -> MergeFacts:
@@ -35,5 +33,6 @@ def score(
 
 def score_for_gate(learner: SpotLearner, sequences: list[TrainingSequence], max_draft: int) -> HeldOutScores:
     """What the gate would be told of its candidate."""
-    finite = all(np.isfinite(value).all() for value in learner.versions.candidate.values())
-    return held_out_scores(score(learner, sequences, VERSIONS, max_draft), max_draft, finite=finite)
+    found = learner._score_held_out(sequences, max_draft, lambda: False)
+    assert found is not None
+    return found

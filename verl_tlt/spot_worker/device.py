@@ -1,8 +1,7 @@
 """The device that a learner trains on. An accelerator belongs to the actor and the engine: it is used in sessions only.
 
 Both count on its memory outside a session (an engine maps fixed sizes as it wakes), and running out of memory there
-ends the run. So nothing of a learner is on an accelerator outside a session, and a session begins with a check of the
-free memory.
+ends the run. So a session begins with a check of the free memory, and leaves nothing on the device.
 """
 
 from __future__ import annotations
@@ -19,42 +18,21 @@ MARGIN = 0.03
 GIB = 2**30
 
 
-class NoRoom(TLTError, RuntimeError):
-    """Actor and engine keep too much of the device's memory for a session."""
-
-
 def check_room(needed: int, free: int, total: int) -> None:
-    """Check that a session fits; all in bytes.
-
-    Args:
-        needed: what the session takes at its peak.
-        free: what is not allocated now.
-        total: of the device.
-
-    Raises:
-        NoRoom: it does not fit; one sentence with the numbers.
-    """
+    """Raise a `TLTError` where a session that takes `needed` bytes does not fit into a device's free memory."""
     if needed > free - MARGIN * total:
-        raise NoRoom(
+        raise TLTError(
             f"a session needs {needed / GIB:.1f} GiB of device memory, and {free / GIB:.1f} of {total / GIB:.1f} GiB "
             "are free: lower tlt.drafter.batch_tokens or have the actor offload its parameters and optimizer."
         )
 
 
 class TrainingDevice:
-    """Where a learner trains.
-
-    Args:
-        name: as torch has it, "cuda" or "cpu".
-    """
+    """Where a learner trains; `name` as torch has it, "cuda" or "cpu"."""
 
     def __init__(self, name: str) -> None:
         self.device = torch.device(name)
-
-    @property
-    def is_accelerator(self) -> bool:
-        """Whether the drafter must leave it after a session: an accelerator, but not the host."""
-        return self.device.type != "cpu"
+        self.is_accelerator = self.device.type != "cpu"
 
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes of an accelerator."""
@@ -69,7 +47,7 @@ class TrainingDevice:
             trains: whether it learns there; else nothing has to come back.
 
         Raises:
-            NoRoom: too little memory is free.
+            TLTError: too little memory is free.
         """
         if not self.is_accelerator:
             return nullcontext()

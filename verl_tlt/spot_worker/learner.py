@@ -1,12 +1,9 @@
 """What a spot worker does, without Ray: train a drafter, take part in merges, score, export and save it.
 
-A learner trains on its own buffer and leaves the device empty between sessions: its state lives on the host. What it
-learned is the difference between the parameters it trains and the candidate that all learners agree on;
-`spot_worker.merge` averages such differences, and `trainer.gate` judges the result (`spot_worker.versions`).
-
-The gate's scores need the training device, which is free only while the replica is idle: so a session begins with them,
-for the candidate that was merged after the sessions before. On the CPU the device is the host's cores, which scores
-would take from the actor at any other time.
+A learner trains on its own buffer. What it learned is the difference between the parameters it trains and the candidate
+that all learners agree on; `spot_worker.merge` averages such differences, and `trainer.gate` judges the result. The
+gate's scores need the training device, which is free only while the replica is idle: so a session begins with them, for
+the candidate that was merged after the sessions before.
 """
 
 from __future__ import annotations
@@ -62,12 +59,12 @@ from verl_tlt.messages.training import (
 from verl_tlt.spot_worker.buffer import Buffer
 from verl_tlt.spot_worker.device import TrainingDevice
 from verl_tlt.spot_worker.merge import added, hand_in, session_facts
-from verl_tlt.spot_worker.resume import checksums, resumed_versions, state_to_save
+from verl_tlt.spot_worker.resume import INITIAL, checksums
 from verl_tlt.spot_worker.scoring import (
     FEWEST_SEQUENCES,
     HELD_OUT_TOKENS,
     PORTION,
-    held_out_scores,
+    counts,
     score_versions,
     tokens_to_judge,
 )
@@ -78,7 +75,7 @@ if TYPE_CHECKING:
 
 
 class SpotLearner:
-    """State: the model on the host, the versions all learners agree on, the buffer, and the optimizer's moments.
+    """The model on the host, the versions all learners agree on, the buffer, and the optimizer's moments.
 
     Methods may be called from several threads: the model has one set of weights, so they take turns. `add` does not
     wait for its turn, because the trainer waits for it.
@@ -113,16 +110,13 @@ class SpotLearner:
             self.model, learning_rate=d.learning_rate, warmup_steps=d.warmup_steps, ttt_steps=d.passes, loss=d.loss
         )
         self.buffer = Buffer(max_bytes=b.max_bytes, keep_steps=b.keep_steps, held_out=b.held_out)
-        self.versions = DrafterVersions.start(self.trainer.parameters_numpy())
-        self._to_judge = HELD_OUT_TOKENS
-        self.unmerged_steps = self.unmerged_tokens = 0
-        if versions is not None:
-            self.versions = versions.copied()
-        elif published is not None:
+        initial = served = self.trainer.parameters_numpy()
+        if published is not None:
             tensors = load(published.weights)
-            served = {name: tensors[name].float().numpy() for name in self.versions.initial}
-            self.versions = DrafterVersions(served, served, self.versions.initial)
+            served = {name: tensors[name].float().numpy() for name in initial}
+        self.versions = DrafterVersions(served, served, initial) if versions is None else versions.copied()
         self._start_from_candidate()
+        self._to_judge = HELD_OUT_TOKENS
         self.rng = random.Random(f"{d.seed}-{name}")
         self._model_lock = threading.Lock()
         self._buffer_lock = threading.Lock()  # held for moments only
@@ -157,13 +151,7 @@ class SpotLearner:
     # ------------------------------------------------------------------ buffer
 
     def add(self, step: int, sequences: list[TrainingSequence], verifier_weights: VerifierArrays | None) -> BufferStats:
-        """Take in what was captured in one RL step, and the policy's verifier weights where they have changed.
-
-        Args:
-            step: the RL step.
-            sequences: states in 16 bits; the buffer keeps them.
-            verifier_weights: None: as they were.
-        """
+        """Keep what was captured in one RL step, and take over the verifier weights (None: as they were)."""
         with self._buffer_lock:
             for index, sequence in enumerate(sequences):
                 self.buffer.add(step, index, sequence)
@@ -196,7 +184,7 @@ class SpotLearner:
             should_stop: asked before each micro-batch, and before each portion of the text that is scored.
 
         Raises:
-            NoRoom: the device's owners left too little of it.
+            TLTError: actor and engine left too little of the device's memory.
         """
         start = time.perf_counter()
         scores, judged_s = None, 0.0
@@ -253,11 +241,7 @@ class SpotLearner:
             yield pack(drawn)
 
     def warm_up(self) -> None:
-        """Have the device do once what a session does, so that no session waits for its kernels; nothing is learned.
-
-        Raises:
-            NoRoom: the device's owners left too little of it.
-        """
+        """Have the device do once what a session does, so that no session waits for its kernels; nothing is learned."""
         if self.training_device.is_accelerator:
             with self._turn(), self._on_device(trains=False):
                 self.trainer.rehearse()
@@ -306,7 +290,7 @@ class SpotLearner:
         self.unmerged_steps = self.unmerged_tokens = 0
 
     def mark_exported(self) -> None:
-        """The candidate is about to be published, and there may be a newer one when it is."""
+        """The candidate is about to be published."""
         self._transition(DrafterVersions.export)
 
     def mark_published(self) -> None:
@@ -314,7 +298,7 @@ class SpotLearner:
         self._transition(DrafterVersions.published)
 
     def revert(self, which: Literal["served", "initial"]) -> None:
-        """Go back to the served or the initial parameters; the candidate is given up."""
+        """Go back to the served or the initial parameters."""
         with self._turn():
             self._transition(lambda versions: versions.reverted(which))
             self._start_from_candidate()
@@ -335,8 +319,10 @@ class SpotLearner:
         scores = score_versions(self.trainer, versions, sequences, self.sampling, max_draft, head, should_stop, rows)
         if scores is None:
             return None
-        finite = all(np.isfinite(value).all() for value in versions["candidate"].values())
-        return held_out_scores(scores, max_draft, finite=finite)
+        of = {which: counts(found, max_draft) for which, found in scores.items()}
+        if not all(np.isfinite(value).all() for value in versions["candidate"].values()):
+            of["candidate"][:] = np.nan  # greedy acceptance is a number whatever the logits are
+        return HeldOutScores(np.array([s.positions for s in scores["candidate"]], dtype=np.int64), **of)
 
     def export(self, version: int, dtype: str, acceptance: list[float]) -> DrafterFile:
         """The candidate as vLLM loads it; a `DrafterError` where its numbers are not finite in that dtype."""
@@ -349,8 +335,7 @@ class SpotLearner:
     def save(self, directory: str, provenance: DrafterProvenance) -> None:
         """Write the served drafter and the training state atomically under `directory`.
 
-        Nothing but the copy in memory keeps training, merging or scoring waiting: only what is trained is copied (the
-        policy's embedding and head are not), and the disk is written afterwards.
+        Training, merging and scoring wait for the copy of what is trained in memory, not for the disk.
         """
         tensors, state = self.snapshot()
         facts = {**asdict(provenance), "steps": state["steps"]}
@@ -361,7 +346,9 @@ class SpotLearner:
         with self._turn():
             served = self.versions.served  # replaced, never written to: no copy is needed
             tensors = serving_tensors(self.model, without=served.keys())
-            state = state_to_save(self.trainer, self.versions)  # of the candidate, which may be ahead of what is served
+            state = self.trainer.state()  # of the candidate, which may be ahead of what is served
+            if (initial := self.versions.initial) is not served:
+                state[INITIAL] = {name: torch.from_numpy(value) for name, value in initial.items()}
         return tensors | {name: torch.from_numpy(value) for name, value in served.items()}, state
 
     def resume(self, directory: str) -> Resumed | None:
@@ -369,5 +356,9 @@ class SpotLearner:
         if (state := load_training_state(directory)) is None:
             return None
         with self._turn():
-            self._transition(lambda versions: resumed_versions(self.trainer, versions, state))
+            self.trainer.load_state(state)
+            candidate, initial = self.trainer.parameters_numpy(), self.versions.initial
+            if INITIAL in state:
+                initial = {name: value.numpy() for name, value in state[INITIAL].items()}
+            self._transition(lambda versions: replace(versions, candidate=candidate, initial=initial))
             return checksums(self.trainer, self.versions)

@@ -1,7 +1,7 @@
-"""What a learner keeps in a checkpoint besides the served drafter, and how it goes on from one.
+"""What a learner that goes on from a checkpoint says it holds: checksums, which can be compared with the files.
 
-The trainer's state is the candidate's. The gate compares with the initial drafter as well, which a resumed run could
-not know otherwise: what it starts with is the served one.
+The checkpoint's training state is the candidate's. The gate compares with the initial drafter as well, which a resumed
+run could not know otherwise: what it starts with is the served one.
 """
 
 from __future__ import annotations
@@ -20,29 +20,8 @@ INITIAL = "initial"
 """Key of the initial parameters among those of `DrafterTrainer.state()`; absent where they are the served ones."""
 
 
-def state_to_save(trainer: DrafterTrainer, versions: DrafterVersions) -> dict:
-    """What to save: a copy, except of the initial parameters, which are never written to."""
-    state = trainer.state()
-    if versions.initial is not versions.served:
-        state[INITIAL] = {name: torch.from_numpy(value) for name, value in versions.initial.items()}
-    return state
-
-
-def resumed_versions(trainer: DrafterTrainer, versions: DrafterVersions, state: dict) -> DrafterVersions:
-    """Load a saved state into the trainer; the versions with the candidate and the initial one that were saved.
-
-    Raises:
-        DrafterError: the state is of a drafter with other parameters.
-    """
-    trainer.load_state(state)
-    initial = versions.initial
-    if INITIAL in state:
-        initial = {name: value.numpy() for name, value in state[INITIAL].items()}
-    return versions.resumed(trainer.parameters_numpy(), initial)
-
-
 def checksums(trainer: DrafterTrainer, versions: DrafterVersions) -> Resumed:
-    """What is held now, in a form that can be compared with a checkpoint's files."""
+    """What is held now."""
     return Resumed(
         steps=trainer.steps,
         candidate=checksum(trainer.parameters),

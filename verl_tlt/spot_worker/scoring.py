@@ -9,7 +9,7 @@ import torch
 
 from verl_tlt.drafter import DrafterTrainer, SequenceScore, TrainingSequence, acceptance
 from verl_tlt.drafter.data import grouped
-from verl_tlt.messages.training import HeldOutScores, Parameters, RolloutSampling
+from verl_tlt.messages.training import Parameters, RolloutSampling
 
 PORTION = 1024
 """Most rows scored at once, most tokens between two looks at the stop flag (but at least one sequence), and fewest
@@ -55,8 +55,6 @@ def score_versions(
 ) -> dict[str, list[SequenceScore]] | None:
     """Score each version, the same parameters only once; the trainer's own are restored.
 
-    None when told to stop: half a comparison is none.
-
     Args:
         trainer: of the drafter.
         versions: its parameters, by name.
@@ -67,6 +65,9 @@ def score_versions(
         should_stop: asked before each portion of the sequences.
         rows: of a micro-batch in training; a portion has no more (but at least one sequence, with its whole context),
             so that a stop waits no longer for scores than for learning.
+
+    Returns:
+        Scores of the sequences by name; None when told to stop: half a comparison is none.
     """
     portion = min(rows, PORTION)
     # Until something is published, the served drafter is the initial one.
@@ -80,20 +81,6 @@ def score_versions(
                     trainer.model, some, **vars(sampling), max_draft=max_draft, budget=PORTION, lm_head=lm_head
                 )
     return {name: scored[id(parameters)] for name, parameters in versions.items()}
-
-
-def held_out_scores(scores: Mapping[str, list[SequenceScore]], max_draft: int, *, finite: bool) -> HeldOutScores:
-    """What `score_versions` found of candidate, served and initial, for the gate.
-
-    Args:
-        scores: by name.
-        max_draft: K.
-        finite: whether the candidate's parameters are: greedy acceptance is a number whatever the logits are.
-    """
-    of = {which: counts(found, max_draft) for which, found in scores.items()}
-    if not finite:
-        of["candidate"][:] = np.nan
-    return HeldOutScores(np.array([s.positions for s in scores["candidate"]], dtype=np.int64), **of)
 
 
 def counts(scores: list[SequenceScore], max_draft: int) -> np.ndarray:

@@ -11,8 +11,9 @@ import torch
 from tiny_learner import make_learner, same, texts, train_and_merge, verifier_arrays
 
 from verl_tlt.drafter import DeviceResidency, evaluate, session_bytes, train
+from verl_tlt.errors import TLTError
 from verl_tlt.spot_worker import scoring
-from verl_tlt.spot_worker.device import NoRoom, TrainingDevice, check_room
+from verl_tlt.spot_worker.device import TrainingDevice, check_room
 
 GIB = 2**30
 
@@ -22,9 +23,8 @@ class CountedDevice(TrainingDevice):
 
     def __init__(self, total):
         super().__init__("cpu")
+        self.is_accelerator = True
         self.total, self.used, self.most, self.visits, self.back = total, 0, 0, 0, 0
-
-    is_accelerator = True
 
     def memory(self):
         return self.total - self.used, self.total
@@ -142,10 +142,10 @@ def test_states_arrive_during_scoring(learner, scores):
 
 def test_a_device_that_others_fill_is_not_touched(learner):
     learner.training_device.used = learner.training_device.total // 2  # the actor keeps its optimizer there
-    with pytest.raises(NoRoom, match=r"lower tlt\.drafter\.batch_tokens"):
+    with pytest.raises(TLTError, match=r"lower tlt\.drafter\.batch_tokens"):
         learner.train(lambda: False)
     assert learner.training_device.visits == 0 and learner.unmerged_steps == 0
-    with pytest.raises(NoRoom):
+    with pytest.raises(TLTError):
         learner.warm_up()
     learner.training_device.used = 0
     assert learner.train(lambda: False).steps > 0
@@ -156,7 +156,7 @@ def test_some_memory_is_left_to_the_devices_owners(needed, free, fits):
     if fits:
         check_room(needed * GIB, free * GIB, 80 * GIB)
     else:
-        with pytest.raises(NoRoom, match=f"{free}.0 of 80.0 GiB"):
+        with pytest.raises(TLTError, match=f"{free}.0 of 80.0 GiB"):
             check_room(needed * GIB, free * GIB, 80 * GIB)
 
 

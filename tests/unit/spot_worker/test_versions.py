@@ -1,4 +1,4 @@
-"""Every transition of the drafter's versions, one test each, by the table in `spot_worker.versions`."""
+"""Every transition of the drafter's versions, one test each."""
 
 import pickle
 
@@ -19,12 +19,6 @@ FIRST, SERVED, NEW, NEWER = (parameters(n) for n in range(4))
 def held():
     """A run that has published once, and has a candidate that was judged and not published."""
     return DrafterVersions(NEW, SERVED, FIRST)
-
-
-def test_a_run_starts_with_one_version():
-    start = DrafterVersions.start(FIRST)
-    assert start.candidate is start.served is start.initial is FIRST
-    assert start.exported is None and not start.to_judge
 
 
 def test_what_is_merged_is_the_candidate_and_waits_to_be_judged(held):
@@ -54,13 +48,8 @@ def test_who_reverts_gives_the_candidate_up(held, which, candidate):
     assert held.merged(NEWER).export().reverted(which) == DrafterVersions(candidate, SERVED, FIRST)
 
 
-def test_a_resumed_run_has_the_saved_candidate_and_the_saved_initial_version():
-    start = DrafterVersions.start(SERVED)
-    assert start.resumed(NEW, FIRST) == DrafterVersions(NEW, SERVED, FIRST)
-
-
 def test_who_joins_gets_every_version_on_memory_of_its_own():
-    sent = pickle.loads(pickle.dumps(DrafterVersions.start(FIRST).merged(NEW).export()))
+    sent = pickle.loads(pickle.dumps(DrafterVersions(FIRST, FIRST, FIRST).merged(NEW).export()))
     copy = sent.copied()
     assert copy.served is copy.initial and copy.exported is copy.candidate and copy.to_judge
     assert not np.shares_memory(copy.candidate["w"], sent.candidate["w"])
