@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,7 @@ class ChildEngineError(TLTError):
 
 
 def require_cpu_platform() -> None:
-    """Refuse an engine on the CPU where the environment, which it inherits, lacks what vLLM's CPU backend needs.
-
-    Raises:
-        ChildEngineError: `VERL_PLATFORM` is not cpu.
-    """
+    """Raise a `ChildEngineError` where the environment lacks what vLLM's CPU backend needs."""
     if os.environ.get("VERL_PLATFORM", "").strip().lower() != "cpu":
         raise ChildEngineError(
             "An engine on the CPU needs the CPU platform and its variables: export $(python -m verl_cpu.environment)."
@@ -55,13 +52,7 @@ def run_job(
 ) -> dict[str, Any]:
     """Have a child process do `job`, and return its answer.
 
-    Args:
-        module: what the child runs, as `python -m` takes it; it calls `serve_job`.
-        job: as JSON writes it.
-        directory: made where it is missing; an earlier answer in it goes.
-        environment: set in the child, on top of this process's own.
-        timeout_s: after which the child is ended.
-        tell: called every `POLL_S` while the child runs.
+    `environment` is added to this process's own; `tell` is called every `POLL_S` while the child runs.
 
     Raises:
         ChildEngineError: the child refused, ended without an answer, or took too long.
@@ -71,12 +62,16 @@ def run_job(
     answer.unlink(missing_ok=True)
     (directory / "job.json").write_text(json.dumps(job))
     command = [sys.executable, "-m", module, str(directory)]
+    deadline = time.monotonic() + timeout_s
     with log.open("w") as stream:
         child = subprocess.Popen(command, env={**os.environ, **environment}, stdout=stream, stderr=subprocess.STDOUT)
         try:
-            _wait(child, timeout_s, tell)
-        except subprocess.TimeoutExpired as error:
-            raise ChildEngineError(f"The engine was not done after {timeout_s:.0f} s; its log is {log}.") from error
+            while child.poll() is None:
+                tell()
+                if (left := deadline - time.monotonic()) <= 0:
+                    raise ChildEngineError(f"The engine was not done after {timeout_s:.0f} s; its log is {log}.")
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(min(POLL_S, left))
         finally:
             _end(child)
     if not answer.is_file():  # it is the last thing the child does: a crash while it ends changes nothing
@@ -103,21 +98,7 @@ def serve_job(work: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:
     (directory / "answer.partial").rename(directory / "answer.json")
 
 
-def _wait(child: subprocess.Popen[bytes], timeout_s: float, tell: Callable[[], None]) -> None:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        tell()
-        try:
-            child.wait(min(POLL_S, max(0.0, deadline - time.monotonic())))
-            return
-        except subprocess.TimeoutExpired:
-            if time.monotonic() >= deadline:
-                raise
-
-
 def _end(child: subprocess.Popen[bytes]) -> None:
-    if child.poll() is not None:
-        return
     child.terminate()
     try:
         child.wait(_PATIENCE_S)

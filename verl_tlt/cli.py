@@ -133,7 +133,7 @@ def report(
     """Write the HTML page and the picture of a traced run."""
     from verl_tlt.report.command import report as run
 
-    raise typer.Exit(run(trace_dir, out, perfetto))
+    run(trace_dir, out, perfetto)
 
 
 @app.command()

@@ -120,7 +120,7 @@ def compare(stock: Steps, tlt: Steps) -> list[dict[str, float]]:
                 "stock_rollout_share": s["timing_s/gen"] / s["timing_s/step"],
                 "accept_length": t["tlt/accept_length"],
                 "draft_length_mean": t["tlt/draft_length_mean"],
-                "saved_s": t.get("tlt/saved_s", 0.0),
+                "saved_s": t.get("tlt/saved_s"),
                 "overhead_s": t["tlt/overhead_s"],
             }
         )

@@ -9,6 +9,7 @@ from benchmarks.faults import judge
 from benchmarks.faults.plan import Fault
 from benchmarks.faults.run import fired
 from benchmarks.resume import held_by, saved
+from verl_tlt.report.steps import rl_steps
 
 pytestmark = pytest.mark.e2e
 
@@ -17,7 +18,7 @@ def test_an_idle_replica_trained_inside_its_bubble(run):
     sessions = [s for s in run.trace.sessions if s.steps > 0]
     assert sessions, "no spot training happened"
     for s in sessions:
-        rollout = run.trace.phase(s.step, "rollout")
+        rollout = rl_steps(run.trace)[s.step]
         idle = next(i for i in run.trace.idles if i.step == s.step and i.replica == s.replica)
         assert idle.start <= s.start < rollout.end
         # The other replica was still decoding while this one trained.

@@ -16,6 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from demo.toy.assets import Assets, build_reward_model
 from recipes import check
 from verl_tlt.report.reader import read_trace
+from verl_tlt.report.steps import rl_steps
 
 pytestmark = pytest.mark.e2e
 
@@ -139,7 +140,8 @@ def test_lora_and_a_colocated_reward_model(tmp_path):
     trace = read_trace(out / "trace")
     assert len(trace.engines) == 2, "the reward model's engines are not ours"
     for session in trace.sessions:
-        assert session.end <= trace.phase(session.step, "reward").start
+        (reward,) = (p for p in trace.phases if (p.step, p.name) == (session.step, "reward"))
+        assert session.end <= reward.start
 
 
 @pytest.mark.heavy
@@ -193,7 +195,7 @@ def test_a_megatron_actor(megatron):
     sessions = [session for session in trace.sessions if session.steps]
     assert sessions, "no bubble was trained in"
     for session in sessions:
-        rollout = trace.phase(session.step, "rollout")
+        rollout = rl_steps(trace)[session.step]
         assert rollout.start < session.start < rollout.end
     assert steps[-1]["tlt/drafter_version"] >= 1.0, "nothing was trained and published"
     assert all(step["tlt/drafter_version"] == step["tlt/drafter_version_published"] for step in steps)

@@ -17,12 +17,9 @@ import numpy as np
 from verl_tlt.report.reader import EngineSteps, RunTrace
 from verl_tlt.report.steps import RLStep, rl_steps
 
-TRAINER, FIRST_REPLICA = 1, 100
-"""Ids of processes."""
-DRIVER, BACKGROUND = 1, 10
-"""Tracks of the trainer: its steps, and the first of those for work that runs at the same time."""
-ENGINE, SPOT = 1, 2
-"""Tracks of a replica."""
+TRAINER, FIRST_REPLICA = 1, 100  # ids of processes
+DRIVER, BACKGROUND = 1, 10  # tracks of the trainer: its steps, and the first for work that runs at the same time
+ENGINE, SPOT = 1, 2  # tracks of a replica
 IN_STEP = ("rollout", "reward", "old_log_prob", "update_actor", "update_weights")
 MOST_SAMPLES = 100_000
 """Samples of one counter; viewers become slow with millions."""
@@ -30,27 +27,17 @@ MOST_SAMPLES = 100_000
 ChromeEvent = dict[str, Any]
 
 
-def write_chrome_trace(path: Path, trace: RunTrace) -> Path:
-    """Write the timeline; returns the path.
-
-    Raises:
-        TraceError: the trace holds no finished rollout.
-        OSError: the file cannot be written.
-    """
+def write_chrome_trace(path: Path, trace: RunTrace) -> None:
+    """Write the timeline; a `TraceError` says that the trace holds no finished rollout."""
     with path.open("w", encoding="utf-8") as file:
         file.write("[\n")
         for i, event in enumerate(chrome_events(trace)):
             file.write((",\n" if i else "") + json.dumps(event, separators=(",", ":"), allow_nan=False))
         file.write("\n]\n")
-    return path
 
 
 def chrome_events(trace: RunTrace) -> Iterator[ChromeEvent]:
-    """All events; those with a duration in the order in which they begin on their track.
-
-    Raises:
-        TraceError: the trace holds no finished rollout.
-    """
+    """All events; those with a duration in the order in which they begin on their track."""
     steps = list(rl_steps(trace).values())
     zero = min(step.start for step in steps)
     for event in _events(trace, steps):
@@ -88,8 +75,9 @@ def _trainer(trace: RunTrace, steps: Sequence[RLStep]) -> Iterator[ChromeEvent]:
         shown = {name: value for name, value in step.metrics.items() if name.startswith("tlt/")}
         yield _slice(TRAINER, DRIVER, f"step {step.step}", step.start, step.finish, shown)
         for phase in (p for p in trace.phases if p.step == step.step):
-            tid, start, end = DRIVER, max(phase.start, step.start), min(phase.end, step.finish)
-            if phase.name not in IN_STEP:
+            if phase.name in IN_STEP:
+                tid, start, end = DRIVER, max(phase.start, step.start), min(phase.end, step.finish)
+            else:
                 tid = background.setdefault(phase.name, BACKGROUND + len(background))
                 start, end = phase.start, phase.end
             yield _slice(TRAINER, tid, phase.name, start, end, {"step": step.step})

@@ -110,8 +110,7 @@ def step_charts(trace: RunTrace, steps: Mapping[int, RLStep]) -> Iterator[Chart]
 def save_picture(path: Path, trace: RunTrace) -> Path:
     """Write a PNG with the replicas in the most trained step, the accept length and the draft lengths.
 
-    Raises:
-        TraceError: the trace holds no finished rollout.
+    A `TraceError` says that the trace holds no finished rollout.
     """
     steps, lanes = rl_steps(trace), 1.6 + _lanes_height(trace)
     number = most_trained(steps)
@@ -184,9 +183,8 @@ def draw_bars(ax: Axes, unit: str, steps: Sequence[int], bars: Mapping[str, tupl
     up, down = np.zeros(len(steps)), np.zeros(len(steps))
     for label, (color, values) in bars.items():
         heights = np.array(values)
-        ax.bar(
-            steps, heights, 0.85 if len(steps) < 60 else 1.0, np.where(heights < 0, down, up), color=color, label=label
-        )
+        bottom = np.where(heights < 0, down, up)
+        ax.bar(steps, heights, 0.85 if len(steps) < 60 else 1.0, bottom, color=color, label=label)
         up, down = up + np.maximum(heights, 0.0), down + np.minimum(heights, 0.0)
     ax.axhline(0, color=GREY, linewidth=1)
     _finish(ax, unit)

@@ -25,11 +25,7 @@ LONGEST_TEXT = 2000
 
 
 def write_page(path: Path, trace: RunTrace) -> Path:
-    """Write the page; returns its path.
-
-    Raises:
-        TraceError: the trace holds no finished rollout.
-    """
+    """Write the page and return its path; a `TraceError` says that the trace holds no finished rollout."""
     charts = [*run_charts(trace), *step_charts(trace, rl_steps(trace))]
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["plain"] = plain
@@ -77,10 +73,8 @@ def _facts(trace: RunTrace) -> Iterator[tuple[str, str]]:
     work, rollouts = sum(map(own_work_s, rows)), sum(row["rollout_s"] or 0.0 for row in rows)
     if known:
         share = f", {(sum(known) - work) / rollouts:+.1%} of {rollouts:.0f} s of rollouts" if rollouts else ""
-        yield (
-            f"{sum(known):.1f} s",
-            f"saved in {len(known)} of {len(rows)} rollouts: those with drafts and known savings",
-        )
+        counted = f"saved in {len(known)} of {len(rows)} rollouts: those with drafts and known savings"
+        yield f"{sum(known):.1f} s", counted
         yield f"{sum(known) - work:+.1f} s", f"savings less TLT's own work{share}"
     if work:
         yield f"{work:.1f} s", "TLT's own work on the critical path"

@@ -117,20 +117,11 @@ class RunTrace:
 
     def engine(self, replica: str) -> EngineSteps | None:
         """The steps of the replica's engine, whose file has the name or the number of the replica; None: no file."""
-        found = self.engines.get(replica)
-        return self.engines.get(str(self.replicas.index(replica))) if found is None else found
-
-    def phase(self, step: int, name: str) -> Phase | None:
-        """The phase of that name in that step, or None."""
-        return next((p for p in self.phases if p.step == step and p.name == name), None)
+        return self.engines.get(replica) or self.engines.get(str(self.replicas.index(replica)))
 
 
 def read_trace(directory: str | Path) -> RunTrace:
-    """Read every `*.jsonl` file of a trace directory.
-
-    Raises:
-        TraceError: the directory does not exist, or holds no event.
-    """
+    """Read every `*.jsonl` file of a trace directory; a `TraceError` says that there is none with an event."""
     path = Path(directory)
     if not path.is_dir():
         raise TraceError(f"{path} is not a directory; give the trace directory of a run (tlt.trace.dir).")
@@ -139,13 +130,12 @@ def read_trace(directory: str | Path) -> RunTrace:
     skipped = 0
     for file in sorted(file for file in path.glob("*.jsonl") if file.is_file()):
         for record in _records(file):
-            event = None if record is None else parse_event(record)
-            if event is not None:
+            if (event := parse_event(record)) is not None:
                 found.append(event)
-            elif record is None or not file.name.startswith(ENGINE_PREFIX):
-                skipped += 1
-            else:
+            elif record and file.name.startswith(ENGINE_PREFIX):
                 skipped += not engines[file.stem.removeprefix(ENGINE_PREFIX)].add(record)
+            else:
+                skipped += 1
     if not found and not engines:
         raise TraceError(f"{path} holds no trace: no *.jsonl file in it has a readable event.")
     events, repeated = _without_repeated(sorted(found, key=lambda e: e.t))
@@ -183,8 +173,8 @@ def parse_event(record: Mapping[str, Any]) -> Event | None:
     return event if all(map(math.isfinite, times)) else None
 
 
-def _records(file: Path) -> Iterator[dict[str, Any] | None]:
-    """Each line as a dict; None for a line that is not a JSON object."""
+def _records(file: Path) -> Iterator[dict[str, Any]]:
+    """Each line as a dict; empty for a line that is not a JSON object."""
     with file.open("rb") as lines:
         while line := lines.readline(LONGEST_LINE):
             if not line.strip():
@@ -193,7 +183,7 @@ def _records(file: Path) -> Iterator[dict[str, Any] | None]:
                 record = json.loads(line)
             except (ValueError, RecursionError):
                 record = None
-            yield record if isinstance(record, dict) else None
+            yield record if isinstance(record, dict) else {}
 
 
 def _of(events: Sequence[Event], cls: type[E]) -> list[E]:

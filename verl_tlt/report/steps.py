@@ -56,8 +56,7 @@ class RLStep:
 def rl_steps(trace: RunTrace) -> dict[int, RLStep]:
     """Every step with a finished rollout, ascending; several rollouts of one step count as one, with the gaps between.
 
-    Raises:
-        TraceError: no rollout was traced.
+    A `TraceError` says that there is none.
     """
     phases = _by_step(trace.phases)
     loads, idles, sessions = _by_step(trace.loads), _by_step(trace.idles), _by_step(trace.sessions)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from pydantic_core import to_json
 
@@ -27,18 +27,6 @@ logger = logging.getLogger(__name__)
 ENGINE_PREFIX = "engine-"
 """Files whose names begin with this hold engine steps; the rest of the name is the replica."""
 
-PhaseName = Literal[
-    "rollout",
-    "reward",
-    "old_log_prob",
-    "update_actor",
-    "update_weights",
-    "merge",
-    "publish",
-    "reload",
-    "save",
-    "validate",
-]
 Kind = Literal["run", "phase", "load", "idle", "session", "publish", "reload", "stopped", "step"]
 
 
@@ -74,7 +62,8 @@ class Phase:
     kind: ClassVar[str] = "phase"
     t: float
     step: int
-    name: PhaseName
+    name: str
+    """rollout, reward, old_log_prob, update_actor, update_weights, merge, publish, reload, save or validate."""
     start: float
     end: float
 
@@ -162,23 +151,21 @@ class Step:
 
 
 Event = RunStarted | Phase | LoadSample | Idle | Session | Publish | Reload | Stopped | Step
-EVENT_TYPES: dict[str, type[Event]] = {
-    cls.kind: cls for cls in (RunStarted, Phase, LoadSample, Idle, Session, Publish, Reload, Stopped, Step)
-}
+EVENT_TYPES: dict[str, type[Event]] = {cls.kind: cls for cls in get_args(Event)}
 
 
 class TraceWriter:
     """Appends events to `<directory>/<name>.jsonl`; threads may share one.
 
-    A failure to write is counted, never raised: the run goes on without its trace. Every line is one `write` to an
-    append-only descriptor, so a killed process leaves at worst half a line, which the reader skips.
+    A failure to write is counted and the first one logged: the run goes on without its trace. Every line is one `write`
+    to an append-only descriptor, so a killed process leaves at worst half a line, which the reader skips.
     """
 
     def __init__(self, directory: str | os.PathLike[str], name: str, clock: Callable[[], float] = time.time) -> None:
         """Open the file, and make its directory if it is missing."""
         self.path = Path(directory) / f"{name}.jsonl"
         self.failures = 0
-        """Lines that could not be written; the first is logged."""
+        """Lines that could not be written."""
         self._clock = clock
         self._lock = threading.Lock()
         self._fd: int | None = None

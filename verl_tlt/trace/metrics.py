@@ -17,7 +17,7 @@ from verl_tlt.messages.training import BufferStats
 from verl_tlt.trace.events import Publish, Reload, Session
 
 TAIL = 0.1
-"""The tail is the longest tenth of the responses."""
+"""Share of the responses, the longest, that is their tail."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class StepObservations:
 def step_metrics(observations: StepObservations) -> dict[str, float]:
     """The `tlt/*` metrics of one RL step; all are finite."""
     metrics: dict[str, float | None] = {
-        **speculation_metrics(list(observations.replicas.values()), observations.rollout_s),
+        **_speculation_metrics(list(observations.replicas.values()), observations.rollout_s),
         **_bubble_metrics(observations),
         **_spot_metrics(observations),
         **_drafter_metrics(observations),
@@ -73,7 +73,7 @@ def step_metrics(observations: StepObservations) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}
 
 
-def speculation_metrics(replicas: Sequence[EngineStats], rollout_s: float | None = None) -> dict[str, float | None]:
+def _speculation_metrics(replicas: Sequence[EngineStats], rollout_s: float | None) -> dict[str, float | None]:
     """Acceptance, draft lengths and speed, from counters summed over all engines.
 
     The accept length is tokens per verified draft, with the token that the target adds; it is 1 where nothing was
@@ -90,7 +90,7 @@ def speculation_metrics(replicas: Sequence[EngineStats], rollout_s: float | None
             metrics[f"tlt/accept_rate_pos_{i + 1}"] = accepted[i] / offered
     if passes := sum(r.num_passes for r in replicas):
         metrics["tlt/tokens_per_pass"] = sum(r.num_decode_tokens for r in replicas) / passes
-    metrics["tlt/accept_length_tail"] = accept_length_of_longest((row for r in replicas for row in r.responses), TAIL)
+    metrics["tlt/accept_length_tail"] = _tail_accept_length([row for r in replicas for row in r.responses])
     lengths: Counter[int] = Counter()
     for r in replicas:
         lengths.update(r.steps_by_draft_length)
@@ -111,22 +111,13 @@ def speculation_metrics(replicas: Sequence[EngineStats], rollout_s: float | None
     return metrics
 
 
-def accept_length_of_longest(rows: Iterable[ResponseDrafts], share: float) -> float | None:
-    """The accept length of the longest responses.
-
-    Args:
-        rows: `EngineStats.responses` of all engines.
-        share: the share of all responses that counts as longest; a row on its border counts in part.
-
-    Returns:
-        1 where nothing was drafted for them; None without a response.
-    """
-    longest = sorted(rows, key=lambda row: row.num_tokens / row.responses, reverse=True)
-    left = share * sum(row.responses for row in longest)
+def _tail_accept_length(rows: Sequence[ResponseDrafts]) -> float | None:
+    """The accept length of the longest tenth of the responses; a row on its border counts in part."""
+    left = TAIL * sum(row.responses for row in rows)
     if not left:
         return None
     drafts = accepted = 0.0
-    for row in longest:
+    for row in sorted(rows, key=lambda row: row.num_tokens / row.responses, reverse=True):
         part = min(1.0, left / row.responses)
         drafts += part * row.num_drafts
         accepted += part * row.num_accepted_tokens

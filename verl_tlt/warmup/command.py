@@ -51,12 +51,8 @@ _MAY_CHANGE = {
 
 
 def warmup(options: WarmupOptions, console: Console) -> Path:
-    """Run all stages; returns the drafter's directory.
-
-    Raises:
-        DrafterError: something the user can put right, in one sentence; nothing is left under the final name.
-    """
-    check(options)
+    """Run all stages and return the drafter's directory; a `DrafterError` leaves nothing under the final name."""
+    _check(options)
     prompts, device = read(options), find_device(options.device)
     begin(options, prompts)
     columns = (TextColumn("{task.description:10}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
@@ -75,12 +71,8 @@ def warmup(options: WarmupOptions, console: Console) -> Path:
     return directory
 
 
-def check(options: WarmupOptions) -> None:
-    """Return where everything fits that can be known before any work.
-
-    Raises:
-        DrafterError: the first thing that is wrong.
-    """
+def _check(options: WarmupOptions) -> None:
+    """Raise a `DrafterError` for the first option that can be known to be wrong before any work."""
     shape = policy_shape(options.model)
     if why := unsupported(shape.model_type):
         raise DrafterError(f"--model {options.model} is a {shape.model_type} model; {why}.")
@@ -89,7 +81,7 @@ def check(options: WarmupOptions) -> None:
     if options.objective not in OBJECTIVES:
         raise DrafterError(f"--objective must be {', '.join(OBJECTIVES)}, not {options.objective!r}.")
     find_device(options.device)
-    if (layers := parse_layers(options.aux_layers)) is not None:
+    if (layers := _parse_layers(options.aux_layers)) is not None:
         check_aux_layers(layers, shape.num_layers, "--aux-layers")
     if options.draft_vocab is not None and options.draft_vocab > shape.vocab_size:
         raise DrafterError(
@@ -104,12 +96,8 @@ def check(options: WarmupOptions) -> None:
         check_drafter(options.drafter, options.model)
 
 
-def parse_layers(text: str | None) -> tuple[int, ...] | None:
-    """Text like "2,18,33" as numbers.
-
-    Raises:
-        DrafterError: not numbers.
-    """
+def _parse_layers(text: str | None) -> tuple[int, ...] | None:
+    """Text like "2,18,33" as numbers."""
     if text is None:
         return None
     try:
@@ -119,11 +107,7 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
 
 
 def read(options: WarmupOptions) -> Prompts:
-    """The prompts that leave room for a response.
-
-    Raises:
-        DrafterError: see `read_prompts`; or no prompt can.
-    """
+    """The prompts that leave room for a response."""
     longest = policy_shape(options.model).max_position_embeddings - options.response_length
     if longest < 1:
         raise DrafterError(
@@ -134,11 +118,7 @@ def read(options: WarmupOptions) -> Prompts:
 
 
 def begin(options: WarmupOptions, prompts: Prompts) -> None:
-    """Make the working directory, or see that it belongs to a run with the same options.
-
-    Raises:
-        DrafterError: it does not, or may be another user's.
-    """
+    """Make the working directory; refuse one of a run with other options, or of another user."""
     work, file = options.work, options.work / "run.json"
     for name in (file.name, STATE, "responses"):
         if reason := other_owner(work / name):
@@ -209,7 +189,7 @@ def _drafter(options: WarmupOptions, responses: list[Response], device: str) -> 
         draft_ids = most_frequent(torch.bincount(said, minlength=size), options.draft_vocab)
     return build_drafter(
         options.model,
-        aux_layers=parse_layers(options.aux_layers),
+        aux_layers=_parse_layers(options.aux_layers),
         intermediate_size=options.intermediate_size,
         seed=options.seed,
         device=device,

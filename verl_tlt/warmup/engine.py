@@ -1,9 +1,8 @@
 """Stock vLLM in a process of its own: responses to prompts, and how many drafted tokens it accepted.
 
 Responses are written one by one as they finish, so that a killed run keeps what it has. No plugin is loaded: what is
-measured here is what `vllm serve` does. (On the CPU the two repairs of `verl_cpu.vllm_shims` are needed to sample.)
-
-The parent calls `generate`; the child is this module run as a program.
+measured here is what `vllm serve` does (but for the repairs of `verl_cpu.vllm_shims` on the CPU). The parent calls
+`generate`; the child is this module run as a program.
 """
 
 from __future__ import annotations
@@ -35,13 +34,12 @@ GPU_MEMORY = 0.85
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """What the engine is asked."""
+    """What the engine is asked; `device` is "cpu" or "cuda"."""
 
     model: str
     prompts: list[list[int]]
     sampling: SamplingOptions
     device: str
-    """"cpu" or "cuda"."""
     samples: int = 1
     """Responses per prompt."""
     drafter: str | None = None
@@ -51,22 +49,15 @@ class GenerationJob:
 
 @dataclass(frozen=True)
 class Response:
-    """One response of one prompt."""
+    """One response of the prompt with that number."""
 
     prompt: int
-    """Number of the prompt."""
     sample: int
     tokens: tuple[int, ...]
-    finished: bool
-    """It ended by itself, not at its longest length."""
 
 
 def find_device(wanted: str) -> str:
-    """Where to compute, "cuda" or "cpu", by the option `--device`.
-
-    Raises:
-        DrafterError: it is another word, or CUDA is asked for and not there.
-    """
+    """Where to compute, "cuda" or "cpu", by the option `--device`."""
     if wanted not in ("auto", "cuda", "cpu"):
         raise DrafterError(f"--device must be auto, cuda or cpu, not {wanted!r}.")
     if wanted == "cuda" and not torch.cuda.is_available():
@@ -77,17 +68,14 @@ def find_device(wanted: str) -> str:
 def generate(
     job: GenerationJob, directory: Path, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> tuple[list[Response], DraftCounts | None]:
-    """Run `job`, or what is left of it where `directory` holds responses of an earlier try.
+    """Run `job`, or what is left of it where `directory` holds responses of an earlier try of the same job.
 
-    The caller makes sure that `directory` belongs to `job`. `progress` is told (responses done, responses wanted) every
-    second. Returns all responses, ordered by prompt and sample; and vLLM's counters where a drafter was given.
-
-    Raises:
-        ChildEngineError: the engine ended early; the end of its log is in the message.
+    `progress` is told (responses done, responses wanted) every second. Returns all responses, ordered by prompt and
+    sample, and vLLM's counters where a drafter was given; a `ChildEngineError` says why the engine ended early.
     """
     out, answer = directory / RESPONSES, directory / "answer.json"
     total = len(job.prompts) * job.samples
-    if len(read_responses(out)) < total or (job.drafter and not answer.is_file()):
+    if len(_read_responses(out)) < total or (job.drafter and not answer.is_file()):
         if job.device == "cpu":
             require_cpu_platform()
         run_job(
@@ -97,7 +85,7 @@ def generate(
             ENVIRONMENT[job.device] | {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
             tell=lambda: progress(out.read_bytes().count(b"\n") if out.is_file() else 0, total),
         )
-    responses = sorted(read_responses(out).values(), key=lambda r: (r.prompt, r.sample))
+    responses = sorted(_read_responses(out).values(), key=lambda r: (r.prompt, r.sample))
     progress(len(responses), total)
     if not job.drafter:
         return responses, None
@@ -105,7 +93,7 @@ def generate(
     return responses, DraftCounts(counted["drafts"], np.array(counted["accepted"]))
 
 
-def read_responses(file: Path) -> dict[tuple[int, int], Response]:
+def _read_responses(file: Path) -> dict[tuple[int, int], Response]:
     """What was generated so far, by (prompt, sample); a line that a kill cut short is left out."""
     found = {}
     for line in file.read_text().splitlines() if file.is_file() else ():
@@ -113,9 +101,7 @@ def read_responses(file: Path) -> dict[tuple[int, int], Response]:
             row = json.loads(line)
         except ValueError:
             continue
-        found[row["prompt"], row["sample"]] = Response(
-            row["prompt"], row["sample"], tuple(row["tokens"]), row["finished"]
-        )
+        found[row["prompt"], row["sample"]] = Response(row["prompt"], row["sample"], tuple(row["tokens"]))
     return found
 
 
@@ -155,7 +141,7 @@ def _work(asked: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Generate what is asked and not there yet; what vLLM counted is the answer, where a drafter was given."""
     job = GenerationJob(**asked | {"sampling": SamplingOptions(**asked["sampling"])})
     out = directory / RESPONSES
-    done = read_responses(out)
+    done = _read_responses(out)
     engine = _start_engine(job)
     _add_requests(engine, job, done)
     with out.open("a") as stream:
@@ -166,8 +152,7 @@ def _work(asked: dict[str, Any], directory: Path) -> dict[str, Any]:
                 if not output.finished:
                     continue
                 prompt, sample = map(int, output.request_id.split("-")[:2])
-                answer = output.outputs[0]
-                response = Response(prompt, sample, tuple(answer.token_ids), answer.finish_reason == "stop")
+                response = Response(prompt, sample, tuple(output.outputs[0].token_ids))
                 stream.write(json.dumps(asdict(response)) + "\n")
             stream.flush()
     if not job.drafter:

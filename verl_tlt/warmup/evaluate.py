@@ -16,12 +16,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from verl_tlt.drafter import (
-    acceptance,
-    load_drafter,
-    policy_shape,
-    provenance,
-)
+from verl_tlt.drafter import acceptance, load_drafter, policy_shape, provenance
 from verl_tlt.drafter.check import check_drafter, check_owner, drafter_folder
 from verl_tlt.drafter.evaluate import DraftCounts, SequenceScore, combined_score
 from verl_tlt.drafter.policy import DrafterError
@@ -55,11 +50,7 @@ class Verdict:
 
 
 def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
-    """Serve, count, and score the same answers.
-
-    Raises:
-        TLTError: the drafter or the prompts cannot be used, or vLLM ended early.
-    """
+    """Serve, count, and score the same answers."""
     check_owner(options.drafter)
     check_drafter(options.drafter, options.model)
     prompts = choose_prompts(options)
@@ -87,11 +78,7 @@ def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
 
 
 def choose_prompts(options: EvaluateOptions) -> list[tuple[int, ...]]:
-    """Token ids of the prompts to answer: of the file that the drafter was warmed up with only those held out.
-
-    Raises:
-        DrafterError: no file is given or known, or it cannot be used.
-    """
+    """Token ids of the prompts to answer: of the file that the drafter was warmed up with only those held out."""
     facts, file = provenance(options.drafter), options.prompts
     if file is None:
         if "prompts" not in facts:

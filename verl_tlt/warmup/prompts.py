@@ -35,8 +35,6 @@ class Prompts:
     """Token ids of each prompt; equal prompts once."""
     digest: str
     """Sixteen hex digits of the file's content, for provenance."""
-    skipped: int
-    """Prompts left out because they and a response do not fit the policy's context."""
     held_out: frozenset[int]
     """Numbers of the prompts that are for judging only."""
 
@@ -44,17 +42,10 @@ class Prompts:
 def read_prompts(
     file: Path, tokenizer: PreTrainedTokenizerBase, longest: int, limit: int | None = None, least: int = MIN_PROMPTS
 ) -> Prompts:
-    """Prompts of `file` as token ids.
-
-    Args:
-        file: .parquet, .jsonl or .txt.
-        tokenizer: the policy's.
-        longest: tokens a prompt may have.
-        limit: take the first so many; None: all.
-        least: prompts needed.
+    """The first `limit` prompts of a .parquet, .jsonl or .txt file as token ids, without those over `longest` tokens.
 
     Raises:
-        DrafterError: the file is missing, unreadable, of another kind, or holds too few usable prompts.
+        DrafterError: the file is missing, unreadable, of another kind, or holds fewer than `least` usable prompts.
     """
     if not file.is_file():
         raise DrafterError(f"--prompts {file} does not exist.")
@@ -76,15 +67,11 @@ def read_prompts(
         )
     marks = [_fraction(prompt) for prompt in kept]
     held_out = frozenset(i for i, mark in enumerate(marks) if mark < HELD_OUT) or frozenset({marks.index(min(marks))})
-    return Prompts(tuple(kept), files_digest([file]), skipped, held_out)
+    return Prompts(tuple(kept), files_digest([file]), held_out)
 
 
 def load_tokenizer(policy: Path) -> PreTrainedTokenizerBase:
-    """The policy's tokenizer.
-
-    Raises:
-        DrafterError: the directory holds none.
-    """
+    """The policy's tokenizer."""
     from transformers import AutoTokenizer
 
     try:

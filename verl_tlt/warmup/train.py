@@ -114,31 +114,25 @@ class TrainingRun:
     def spent(self) -> float:
         """Share of the budget used: 1 is all of it."""
         p, most = self.progress, self.options
-        return min(
-            1.0,
-            max(
-                (p.epoch + p.batch / max(1, len(self._plan))) / most.epochs,
-                self.trainer.steps / most.max_steps,
-                p.tokens / most.max_tokens,
-                p.seconds / 60 / most.max_minutes,
-            ),
-        )
+        epochs = p.epoch + p.batch / max(1, len(self._plan))
+        parts = (epochs / most.epochs, self.trainer.steps / most.max_steps, p.tokens / most.max_tokens,
+                 p.seconds / 60 / most.max_minutes)  # fmt: skip
+        return min(1.0, max(parts))
 
     @property
     def taus(self) -> list[float]:
         """Simulated accept length at each check."""
         return [check["tau"] for check in self.progress.checks]
 
-    def resume(self) -> bool:
-        """Go on from the state file; False where there is none."""
+    def resume(self) -> None:
+        """Go on from the state file, if there is one."""
         if not self.state_file.is_file():
-            return False
+            return
         state = read_state(self.state_file)
         self.trainer.load_state(state["trainer"])
         self.progress = TrainingProgress(**state["progress"])
         self.best = {name: value.numpy() for name, value in state["best"].items()}
         self._plan = self._plan_of(self.progress.epoch)
-        return True
 
     def __call__(self, tell: Callable[[TrainingRun], None] = lambda run: None) -> None:
         """Train to the end of the budget, then take the best weights; `tell` is called after every step."""

@@ -65,9 +65,7 @@ def answered(answers):
         folder = work / "responses"
         folder.mkdir(parents=True)
         rows = [
-            {"prompt": i, "sample": s, "tokens": tokens, "finished": False}
-            for i, tokens in enumerate(answers)
-            for s in range(samples)
+            {"prompt": i, "sample": s, "tokens": tokens} for i, tokens in enumerate(answers) for s in range(samples)
         ]
         (folder / "responses.jsonl").write_text("\n".join(map(json.dumps, rows)))
 

@@ -201,7 +201,7 @@ def test_answers_too_short_to_learn_from(settings):
     wanted = settings()
     folder = wanted.work / "responses"
     folder.mkdir(parents=True)
-    rows = [{"prompt": i, "sample": 0, "tokens": [3], "finished": True} for i in range(40)]
+    rows = [{"prompt": i, "sample": 0, "tokens": [3]} for i in range(40)]
     (folder / "responses.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(command.DrafterError, match=r"1\.0 tokens on average, too few to learn from"):
         warmup(wanted, QUIET)

@@ -33,7 +33,7 @@ def drafter(policy_dir, tmp_path):
 
 def test_the_prediction_is_that_of_acceptance_on_the_same_text(drafter, policy_dir, prompt_lines, answers):
     prompts = [tuple(int(word[1:]) for word in line.split()) for line in prompt_lines[:6]]
-    responses = [Response(i, 0, tuple(answers[i][: 8 + i]), True) for i in range(6)]
+    responses = [Response(i, 0, tuple(answers[i][: 8 + i])) for i in range(6)]
     options = EvaluateOptions(drafter=drafter, model=policy_dir, temperature=0.7, device="cpu")
     simulated = score(options, prompts, responses)
     model = build_drafter(policy_dir, seed=3)
