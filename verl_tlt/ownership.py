@@ -18,10 +18,6 @@ from verl_tlt.errors import TLTError
 _ROOT = 0
 
 
-class NotPrivateError(TLTError):
-    """A directory that must be this user's alone is another's, or open to others."""
-
-
 def other_owner(path: str | os.PathLike[str], also: int | None = None) -> str | None:
     """Why what `path` holds may be another user's, a sentence without its end; None: it is not, or is not there.
 
@@ -55,19 +51,19 @@ def _entries(path: Path) -> Iterator[Path]:
 
 
 def check_private(directory: Path) -> None:
-    """Return where `directory` is this user's and open to nobody else.
+    """Refuse a directory that is not this user's alone.
 
     Raises:
-        NotPrivateError: it is a link, another user's or open to others.
+        TLTError: it is a link, another user's or open to others.
         OSError: it is not there.
     """
     found = os.lstat(directory)
     if not stat.S_ISDIR(found.st_mode):
-        raise NotPrivateError(f"{directory} must be a directory.")
+        raise TLTError(f"{directory} must be a directory.")
     if found.st_uid != os.geteuid():
-        raise NotPrivateError(f"{directory} belongs to user {found.st_uid}, not to this one.")
+        raise TLTError(f"{directory} belongs to user {found.st_uid}, not to this one.")
     if found.st_mode & 0o077:
-        raise NotPrivateError(f"{directory} is open to other users; chmod 700 it.")
+        raise TLTError(f"{directory} is open to other users; chmod 700 it.")
 
 
 def open_to_append(path: str | os.PathLike[str]) -> int:

@@ -15,8 +15,8 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from verl_tlt import MODE_PREFIX, flag
 
@@ -28,18 +28,6 @@ TRAINER_MODULE = "verl.trainer.ppo.v1.trainer_base"
 
 logger = logging.getLogger(__name__)
 _state = {"armed": False}
-
-
-class _ConfigModule(Protocol):
-    """`verl.utils.config`."""
-
-    validate_config: Callable[..., object]
-
-
-class _TrainerModule(Protocol):
-    """`verl.trainer.ppo.v1.trainer_base`."""
-
-    get_trainer_cls: Callable[[str], type]
 
 
 def native() -> bool:
@@ -58,7 +46,7 @@ def armed() -> bool:
     return getattr(module.validate_config, "_verl_tlt", False)
 
 
-def _wrap_validate_config(module: _ConfigModule) -> None:
+def _wrap_validate_config(module: ModuleType) -> None:
     """Check and rewrite a TLT run's config around verl's own validation; other runs go straight through."""
     original = module.validate_config
     if getattr(original, "_verl_tlt", False):
@@ -81,7 +69,7 @@ def _wrap_validate_config(module: _ConfigModule) -> None:
         return result
 
     validate_config._verl_tlt = True  # type: ignore[attr-defined]
-    module.validate_config = validate_config
+    vars(module)["validate_config"] = validate_config
     package = sys.modules.get(CONFIG_MODULE.rpartition(".")[0])
     if package is not None and getattr(package, "validate_config", None) is original:
         vars(package)["validate_config"] = validate_config  # verl.utils re-exports it
@@ -103,7 +91,7 @@ def _is_tlt_run(config: DictConfig) -> bool:
     return wanted
 
 
-def _wrap_get_trainer_cls(module: _TrainerModule) -> None:
+def _wrap_get_trainer_cls(module: ModuleType) -> None:
     """Register the TLT trainers when one is asked for, in the process that will build it (Ray's TaskRunner)."""
     original = module.get_trainer_cls
     if getattr(original, "_verl_tlt", False):
@@ -118,7 +106,7 @@ def _wrap_get_trainer_cls(module: _TrainerModule) -> None:
         return original(name)
 
     get_trainer_cls._verl_tlt = True  # type: ignore[attr-defined]
-    module.get_trainer_cls = get_trainer_cls
+    vars(module)["get_trainer_cls"] = get_trainer_cls
 
 
 def arm() -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from verl_tlt.drafter.staging import DIRECTORY, stage, staged_weights
 from verl_tlt.engine_core.steps import StepTrace
-from verl_tlt.ownership import NotPrivateError, check_private, open_to_append, other_owner
+from verl_tlt.errors import TLTError
+from verl_tlt.ownership import check_private, open_to_append, other_owner
 from verl_tlt.server.private_dir import OWNER, make_private_dir
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable, TableKey, load_table, save_table, table_path
 from verl_tlt.speculation.types import StepRecord
@@ -131,19 +132,19 @@ def test_a_drafter_is_staged_and_loaded_in_private(tmp_path, monkeypatch):
     assert staged_weights().read_bytes() == b"weights"
     directory.chmod(0o770)
     for call in (staged_weights, lambda: stage("{}", b"other", directory)):
-        with pytest.raises(NotPrivateError, match="is open to other users; chmod 700 it"):
+        with pytest.raises(TLTError, match="is open to other users; chmod 700 it"):
             call()
 
 
 def test_a_directory_that_another_user_made_is_not_private(tmp_path, give_away):
     (tmp_path / "ours").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "ours")
-    with pytest.raises(NotPrivateError, match="must be a directory"):
+    with pytest.raises(TLTError, match="must be a directory"):
         check_private(tmp_path / "link")
     give_away(tmp_path / "ours")
-    with pytest.raises(NotPrivateError, match="belongs to user 54321"):
+    with pytest.raises(TLTError, match="belongs to user 54321"):
         check_private(tmp_path / "ours")
-    with pytest.raises(NotPrivateError):
+    with pytest.raises(TLTError):
         stage("{}", b"", tmp_path / "ours")
 
 

@@ -38,7 +38,6 @@ class SourceTree:
             if inner is None:
                 return f"{symbol.name.partition(':')[0]} has no {qualified}"
             node, module = inner
-        text = self._text(module)
         if wanted := symbol.takes.split():
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 return "is no function"
@@ -50,7 +49,7 @@ class SourceTree:
         if missing := [name for name in symbol.has.split() if name not in names]:
             return f"does not define {', '.join(missing)}"
         if symbol.says:
-            source = _lines(text, node) if isinstance(node, ast.stmt) else text
+            source = self._source(node, module)
             if absent := next((fragment for fragment in symbol.says if fragment not in source), None):
                 return f"does not say `{absent}`"
         return None
@@ -71,11 +70,14 @@ class SourceTree:
                 if isinstance(key, ast.Constant) and isinstance(key.value, str):
                     yield key.value, value
 
-    def _text(self, module: str) -> str:
+    def _source(self, node: ast.AST, module: str) -> str:
+        """The lines of a definition or module; `ast.get_source_segment` takes 50 ms on files as long as vLLM's."""
         found = self._module(module)
-        return found[0] if found else ""
+        lines = found[0].split("\n") if found else []
+        return "\n".join(lines[node.lineno - 1 : node.end_lineno] if isinstance(node, ast.stmt) else lines)
 
     def _module(self, name: str) -> tuple[str, ast.Module] | None:
+        """Text and tree of a module; None where there is none."""
         if name not in self._modules:
             base = self.root.joinpath(*name.split("."))
             path = next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.is_file()), None)
@@ -94,10 +96,10 @@ class SourceTree:
                     if isinstance(deep, ast.Attribute) and isinstance(deep.ctx, ast.Store):
                         yield deep, deep.attr
         if isinstance(node, ast.ClassDef) and depth < 5:
-            for base in node.bases:
-                found = self._find_class(base, module)
-                if found is not None:
-                    yield from self._members(found[0], found[1], assigned, depth + 1)
+            for base in (base.id for base in node.bases if isinstance(base, ast.Name)):
+                found = self._definition(module, base)
+                if found is not None and isinstance(found[0], ast.ClassDef):
+                    yield from self._members(*found, assigned, depth + 1)
 
     def _member(self, node: ast.AST, module: str, name: str) -> tuple[ast.AST, str] | None:
         """What a class or its bases define under `name`, and the module of the class."""
@@ -117,11 +119,6 @@ class SourceTree:
                     return self._definition(self._absolute(node, module), alias.name, hops - 1)
         return None
 
-    def _find_class(self, base: ast.expr, module: str) -> tuple[ast.ClassDef, str] | None:
-        """A base class by its name, in its module or in the one it was imported from."""
-        found = self._definition(module, base.id) if isinstance(base, ast.Name) else None
-        return (found[0], found[1]) if found is not None and isinstance(found[0], ast.ClassDef) else None
-
     def _absolute(self, node: ast.ImportFrom, module: str) -> str:
         """The module that a `from ... import` in `module` names."""
         if not node.level:
@@ -129,11 +126,6 @@ class SourceTree:
         package = self.root.joinpath(*module.split("."), "__init__.py").is_file()
         parts = module.split(".")[: len(module.split(".")) - node.level + package]
         return ".".join([*parts, *([node.module] if node.module else [])])
-
-
-def _lines(text: str, node: ast.stmt) -> str:
-    """The lines of a definition; `ast.get_source_segment` takes 50 ms on files as long as vLLM's."""
-    return "\n".join(text.split("\n")[node.lineno - 1 : node.end_lineno])
 
 
 def _bound(node: ast.AST) -> Iterator[str]:

@@ -213,12 +213,9 @@ VLLM = {
     ),
     "speculation/decode_load.py": (
         Symbol(
-            "vllm.v1.request:Request", has="request_id num_computed_tokens num_tokens is_prefill_chunk spec_token_ids"
-        ),
-        # The boundary of `min_tokens`.
-        Symbol(
             "vllm.v1.request:Request",
-            has="sampling_params status num_output_tokens num_output_placeholders is_finished",
+            has="request_id num_computed_tokens num_tokens is_prefill_chunk spec_token_ids sampling_params status "
+            "num_output_tokens num_output_placeholders is_finished",
         ),
         Symbol("vllm.v1.request:RequestStatus", has="PREEMPTED"),
         Symbol("vllm.sampling_params:SamplingParams", has="min_tokens all_stop_token_ids"),
@@ -242,10 +239,12 @@ VLLM = {
         Symbol(
             f"{_RUNNER}.propose_draft_token_ids",
             "scheduler_output",
-            says=("num_speculative_tokens=num_spec_tokens_to_schedule", "common_attn_metadata=common_attn_metadata"),
+            says=(
+                "num_speculative_tokens=num_spec_tokens_to_schedule",
+                "common_attn_metadata=common_attn_metadata",
+                'spec_config.method == "custom_class"',  # n-grams alone: a proposer of our own
+            ),
         ),
-        # n-grams alone: a proposer of our own, through vLLM's extension point.
-        Symbol(f"{_RUNNER}.propose_draft_token_ids", says=('spec_config.method == "custom_class"',)),
     ),
     "vllm_worker/live_drafter.py": (
         Symbol(f"{_RUNNER}.get_model"),
@@ -260,15 +259,10 @@ VLLM = {
             says=(
                 "Missing cached draft probabilities",
                 "self.input_batch.req_ids, spec_decode_metadata.num_draft_tokens",
+                "return torch.cat(draft_probs_rows, dim=0)",
             ),
         ),
         Symbol(f"{_RUNNER}.execute_model", "scheduler_output"),
-        # Drafts without probabilities.
-        Symbol(
-            f"{_RUNNER}._get_spec_decode_draft_probs",
-            "spec_decode_metadata",
-            says=("return torch.cat(draft_probs_rows, dim=0)",),
-        ),
         Symbol(f"{_RUNNER}.sample_tokens"),
         Symbol("vllm.v1.worker.gpu_model_runner:AsyncGPUModelRunnerOutput", has="_model_runner_output"),
         Symbol("vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer", has="_draft_attn_layer_names"),

@@ -22,7 +22,7 @@ def staged_weights() -> Path:
 
     Raises:
         KeyError: no server stages here.
-        NotPrivateError: others may have written what is there.
+        TLTError: others may have written what is there.
     """
     directory = Path(os.environ[DIRECTORY])
     check_private(directory)
@@ -33,7 +33,7 @@ def stage(config: str, weights: bytes, directory: Path) -> None:
     """Write a drafter so that a reader finds the old or the new one, never half of either; files are private (0600).
 
     Raises:
-        NotPrivateError: the directory is there already, and another user's or open to others.
+        TLTError: the directory is there already, and another user's or open to others.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_private(directory)
