@@ -88,9 +88,6 @@ class ReplicaIdlePlanner:
         expected_requests: requests expected in flight at once, over all replicas.
         settle_s: seconds a replica must have been empty before it is asked to leave.
         spot_workers: the replicas whose spot workers may train now and have enough to train on; None: all.
-
-    Raises:
-        ValueError: no replicas, a duplicate, or a spot worker of an unknown replica.
     """
 
     def __init__(
@@ -101,12 +98,8 @@ class ReplicaIdlePlanner:
         settle_s: float,
         spot_workers: Collection[str] | None = None,
     ) -> None:
-        if not replicas or len(set(replicas)) != len(replicas):
-            raise ValueError(f"A sampling phase needs replicas with distinct names, not {list(replicas)}.")
         self._replicas = {name: _Replica() for name in replicas}
         self._workers = frozenset(replicas if spot_workers is None else spot_workers)
-        for name in self._workers:
-            self._of(name)
         self._need = max(1, math.ceil(LEAST_SHARE * expected_requests / len(replicas)))
         self._settle_s = settle_s
         self._more_may_arrive = True
@@ -126,14 +119,9 @@ class ReplicaIdlePlanner:
             pending: requests of the phase that no replica has yet.
             open_loops: agent loops that may still send another turn.
             refill_possible: whether the trainer may still ask for more groups (DAPO filtering, failed groups).
-
-        Raises:
-            ValueError: `inflight` names an unknown replica.
         """
         if self._ended is not None:
             return []
-        for name in inflight:
-            self._of(name)
         self._more_may_arrive = bool(pending or open_loops or refill_possible)
         for name, r in self._replicas.items():
             r.inflight = inflight.get(name, 0)
@@ -194,7 +182,7 @@ class ReplicaIdlePlanner:
 
     def stopped(self, replica: str, now: float) -> None:
         """The spot worker answered `StopTraining`; harmless if it had ended by itself."""
-        r = self._of(replica)
+        r = self._replicas[replica]
         if self._ended is not None:
             r.stop_s = now - self._ended
         if r.started:
@@ -205,7 +193,7 @@ class ReplicaIdlePlanner:
 
         One that had not slept goes back to serving; one that sleeps has no weights and waits for the sync.
         """
-        r = self._of(replica)
+        r = self._replicas[replica]
         self._failures += 1
         if r.state is State.DRAINING:
             r.over = True
@@ -245,7 +233,7 @@ class ReplicaIdlePlanner:
 
     def state(self, replica: str) -> State:
         """Where the replica stands."""
-        return self._of(replica).state
+        return self._replicas[replica].state
 
     def account(self, now: float) -> PhaseAccount:
         """The phase so far; final once `end` was called and the workers stopped."""
@@ -294,13 +282,8 @@ class ReplicaIdlePlanner:
         if r.state is State.TRAINING:
             r.state, r.train_to = State.IDLE, now
 
-    def _of(self, name: str) -> _Replica:
-        if name not in self._replicas:
-            raise ValueError(f"Replica {name!r} is not one of {', '.join(self._replicas)}.")
-        return self._replicas[name]
-
     def _in(self, name: str, state: State) -> _Replica:
-        r = self._of(name)
+        r = self._replicas[name]
         if r.state is not state:
             raise ValueError(f"Replica {name!r} is {r.state.value}, but was reported as if {state.value}.")
         return r

@@ -20,9 +20,6 @@ class TrainerIdlePlanner(ReplicaIdlePlanner):
         begin: when the wait began.
         settle_s: seconds it must have lasted before training starts: samples that are there already cost nothing.
         spot_workers: those whose worker may train now and has enough to train on.
-
-    Raises:
-        ValueError: no replicas, or a spot worker of an unknown one.
     """
 
     def __init__(

@@ -49,14 +49,11 @@ class HiddenStateShard:
 
 @dataclass(frozen=True)
 class VerifierArrays:
-    """The parts of the policy that the drafter shares: `drafter.VerifierWeights` in 16 bits."""
+    """The parts of the policy that the drafter shares, in 16 bits, with the shapes of `drafter.VerifierWeights`."""
 
     embed: np.ndarray
-    """[V, H]."""
     lm_head: np.ndarray
-    """[V, H]."""
     norm: np.ndarray
-    """[H]."""
 
 
 @dataclass(frozen=True)
@@ -204,9 +201,8 @@ class MergedSlice:
 class HeldOutScores:
     """Held-out acceptance of three drafters at the same positions, by sequence.
 
-    Drafters differ in how many drafts they need for the same text, so drafts are counted for each. Counts are
-    `SequenceScore.drafts` and `.accepted`, expected: drafts made over the sequence, then those of them whose first
-    1, 2, ..., K tokens are all accepted.
+    Counts are float64 [S, 1+K], `SequenceScore.drafts` and `.accepted`: the drafts expected over the sequence (drafters
+    differ in how many they need), then those of them whose first 1, 2, ..., K tokens are all accepted.
 
     Raises:
         ValueError: served or initial counts that are not finite, or negative.
@@ -215,11 +211,8 @@ class HeldOutScores:
     positions: np.ndarray
     """Positions judged in each sequence, int [S]."""
     candidate: np.ndarray
-    """Counts [S, 1+K]."""
     served: np.ndarray
-    """Counts [S, 1+K]."""
     initial: np.ndarray
-    """Counts [S, 1+K]."""
 
     def __post_init__(self) -> None:
         """Refuse counts that no drafter can have; a candidate may: the gate then reverts it."""

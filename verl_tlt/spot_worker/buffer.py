@@ -50,7 +50,8 @@ class Buffer:
         self._queue: list[list[TrainingSequence]] = []  # micro-batches left of the present pass
         self._queued_for = 0  # rows of a micro-batch in it
         self._pass_rows = 0  # of the present pass
-        self._epochs = 0.0  # passes made in this session
+        self.epochs = 0.0
+        """Passes over what is trained on in this session."""
         self._max_epochs = math.inf
 
     def add(self, step: int, index: int, sequence: TrainingSequence) -> bool:
@@ -58,17 +59,16 @@ class Buffer:
 
         Args:
             step: RL step that generated it.
-            index: its number in that step, which decides whether it is held out. Siblings of one prompt may share a
-                number, so that the gate never judges on a prompt whose other answers were trained on.
+            index: its number in that step, which decides whether it is held out.
             sequence: its tensors are kept, not copied.
 
         Returns:
-            False where the sequence alone exceeds the cap, or is older than what the buffer keeps: it is not added.
+            False: it alone exceeds the cap, or is older than what the buffer keeps, and is not added.
         """
         nbytes = sequence.nbytes
         if nbytes > self._max_bytes or (self._items and step <= self._items[-1].step - self._keep_steps):
             return False
-        item = _Item(step, self.is_held_out(step, index), sequence, nbytes)
+        item = _Item(step, self._is_held_out(step, index), sequence, nbytes)
         bisect.insort_right(self._items, item, key=lambda i: i.step)  # arrival order within a step
         self._count(item, 1)
         while self._nbytes > self._max_bytes or self._items[0].step <= self._items[-1].step - self._keep_steps:
@@ -76,19 +76,16 @@ class Buffer:
         self._queue = []  # a new pass begins
         return True
 
-    def is_held_out(self, step: int, index: int) -> bool:
-        """Whether only the publish gate may see a sequence that arrives now."""
+    def _is_held_out(self, step: int, index: int) -> bool:
+        """Whether a sequence that arrives now is for the publish gate."""
         few = self._held_out > 0.0 and sum(i.held_out for i in self._items) < FEW_HELD_OUT
         share = max(self._held_out, MOST_HELD_OUT) if few else self._held_out
         digest = hashlib.blake2b(f"{step}:{index}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") < share * 2.0**64
 
     def held_out(self, max_tokens: int | None = None, fewest: int = 0) -> list[TrainingSequence]:
-        """The gate's sequences, newest first (closest to the policy that is served), up to `max_tokens`.
-
-        Args:
-            max_tokens: None: all there are.
-            fewest: as many sequences, whatever their length.
+        """The gate's sequences, newest first (closest to the policy that is served): as many as fit into `max_tokens`
+        (None: all), but at least `fewest`.
         """
         chosen: list[TrainingSequence] = []
         total = 0
@@ -106,23 +103,18 @@ class Buffer:
 
     def begin_session(self, max_epochs: float) -> None:
         """Begin a new pass; `exhausted` after `max_epochs` of them, lest a small buffer is learned by heart."""
-        self._epochs, self._max_epochs, self._queue = 0.0, max_epochs, []
-
-    def session_epochs(self) -> float:
-        """Passes over what is trained on in this session."""
-        return self._epochs
+        self.epochs, self._max_epochs, self._queue = 0.0, max_epochs, []
 
     def exhausted(self) -> bool:
         """Whether the session's passes are used up, or there is nothing to train on."""
-        return self._train_tokens == 0 or self._epochs >= self._max_epochs - 1e-9  # a sum of shares
+        return self._train_tokens == 0 or self.epochs >= self._max_epochs - 1e-9  # a sum of shares
 
     def sample_batch(self, rng: random.Random, budget: int) -> list[TrainingSequence]:
         """The next micro-batch: windows of training sequences, of at most `budget` rows together; empty without any.
 
-        A pass visits every row once. It is packed as a whole and its micro-batches come in random order: however
-        early a session stops, what it drew holds each sequence in proportion to its length. (Filling micro-batches
-        while drawing would favour short sequences, which fit everywhere.) A longer sequence is cut into windows of
-        about equal length; those with nothing but prompt teach nothing and are left out.
+        A pass has every row once. It is packed as a whole and its micro-batches come in random order: however early a
+        session stops, what it drew holds each sequence in proportion to its length. (Filling micro-batches while
+        drawing would favour short sequences, which fit everywhere.) Windows with nothing but prompt are left out.
         """
         if not self._queue or self._queued_for != budget:
             trained = (i.sequence for i in self._items if not i.held_out)
@@ -134,7 +126,7 @@ class Buffer:
         if not self._queue:
             return []
         batch = self._queue.pop()
-        self._epochs += sum(piece.rows for piece in batch) / self._pass_rows
+        self.epochs += sum(piece.rows for piece in batch) / self._pass_rows
         return batch
 
     def stats(self) -> BufferStats:

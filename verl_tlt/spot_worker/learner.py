@@ -213,7 +213,7 @@ class SpotLearner:
             "stopped" if done.stopped else "exhausted",
             steps=done.steps,
             tokens=done.tokens,
-            epochs=self.buffer.session_epochs(),
+            epochs=self.buffer.epochs,
             skipped=done.skipped,
             loss=done.loss,
             acc=done.acc_by_position,

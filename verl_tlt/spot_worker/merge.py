@@ -1,22 +1,14 @@
 """The merge: average what several spot workers learned, weighted by the tokens they learned it from.
 
 Workers train alone on their own data (local SGD; no process group exists), each hands in the change of its parameters
-since the candidate that all agree on. A hand-in that would spoil the average is left out and named: too few optimizer
-steps (AdamW's first steps go by sign alone), no tokens, or a number that is not finite.
+since the candidate that all agree on. Bubbles differ in length, and a plain average would let a short session hold a
+long one back. Take a session of t tokens to move the parameters by t * g and noise. Least squares then gives
+g = sum(t_i d_i) / sum(t_i^2), and the merged change is g times the longest session: the average of equal sessions, and
+a longer step in its direction for unequal ones. During the warm-up tokens move less: each counts by its learning rate.
 
-Bubbles differ in length, and a plain average would let a short session hold a long one back. Take a session of t tokens
-to move the parameters by t * g and noise. Least squares then gives g = sum(t_i d_i) / sum(t_i^2), and the merged change
-is g times the longest session: the average of equal sessions, and a longer step in its direction for unequal ones.
-During the warm-up tokens move less, so each counts by its learning rate.
-
-Whole changes sent to one worker would be 64 x 1.2 GB for 64 replicas of a drafter of 300M parameters. So a change is
-cut into slices of equal length, and of each group of workers everyone averages some of the slices over that group; the
-groups' averages meet again in the same way (`trainer.replica_workers.start_merge` assigns them). On each level a worker
-reads no more numbers than one change has, whatever the number of workers.
-
-A number travels as a 16-bit integer times the scale of its block. Averaged changes of weights are added to weights, so
-their absolute error counts, and in blocks of like sizes (AdamW's steps are) this one is 64 times smaller than
-bfloat16's. Every worker adopts the same 16 bits, so that all agree to the bit.
+A change travels in slices, each averaged by another worker (`trainer.replica_workers.start_merge`). A number is a
+16-bit integer times the scale of its block: averaged changes are added to weights, so their absolute error counts, and
+in blocks of like sizes (AdamW's steps are) it is 64 times smaller than bfloat16's. Every worker adopts the same bits.
 """
 
 from __future__ import annotations
@@ -34,13 +26,15 @@ BLOCK = 1 << 16
 """Numbers with one scale: small enough to stay in a core's cache through all that is done to them."""
 LARGEST = 32767
 THREADS = min(4, os.cpu_count() or 1)
-"""Of one worker: what is done to all numbers of a drafter waits for memory, of which one core cannot ask for enough."""
+"""Of one worker: one core alone cannot ask the memory for numbers fast enough."""
 TINY = 1e-30
 """A block of nothing larger is zero: its scale would have no inverse."""
 
 
 def session_facts(worker: str, tokens: int, steps: int, min_steps: int) -> MergeFacts:
-    """One worker's hand-in as an average of itself, or as an exclusion."""
+    """One worker's hand-in as an average of itself; or as an exclusion, where it would spoil the average: AdamW's first
+    steps go by sign alone.
+    """
     if steps < min_steps:
         return _excluded(worker, f"{steps} optimizer steps, fewer than {min_steps}")
     if tokens <= 0:
@@ -53,11 +47,7 @@ def _excluded(worker: str, reason: str) -> MergeFacts:
 
 
 def combined(parts: Sequence[MergeFacts]) -> MergeFacts:
-    """The facts of several averages as those of one.
-
-    Raises:
-        ValueError: a worker appears twice.
-    """
+    """The facts of several averages as those of one; a `ValueError` where a worker appears twice."""
     names = [name for part in parts for name in (*part.included, *part.excluded)]
     if len(set(names)) != len(names):
         raise ValueError(f"A worker hands in once per merge, but these did: {', '.join(names)}.")
@@ -68,11 +58,6 @@ def combined(parts: Sequence[MergeFacts]) -> MergeFacts:
         longest=max((part.longest for part in parts), default=0),
         squares=sum(part.squares for part in parts),
     )
-
-
-def step_factor(average: MergeFacts) -> float:
-    """How much further than the plain average the merged change goes: 1 for equal sessions."""
-    return average.longest * average.tokens / average.squares if average.squares else 1.0
 
 
 def hand_in(facts: MergeFacts, now: Parameters, base: Parameters, slices: int) -> list[MergedSlice]:
@@ -90,7 +75,8 @@ def hand_in(facts: MergeFacts, now: Parameters, base: Parameters, slices: int) -
     def write(blocks: list[Block]) -> MergedSlice | str:
         writer = _SliceWriter(blocks)
         for name, begin, end in blocks:
-            np.subtract(_flat(now[name])[begin:end], _flat(base[name])[begin:end], out=writer.room(end - begin))
+            after, before = now[name].reshape(-1)[begin:end], base[name].reshape(-1)[begin:end]
+            np.subtract(after, before, out=writer.room(end - begin))
             if not writer.add():
                 return name
         return writer.slice(facts)
@@ -108,7 +94,7 @@ def average_slice(parts: Sequence[MergedSlice], *, last: bool) -> MergedSlice:
 
     Args:
         parts: one of each.
-        last: all workers are in it: the average goes as far as the longest session did (`step_factor`).
+        last: all workers are in it: the average goes as far as the longest session did.
 
     Raises:
         ValueError: a worker is in two of them, or they differ in length.
@@ -133,7 +119,10 @@ def average_slice(parts: Sequence[MergedSlice], *, last: bool) -> MergedSlice:
         writer.add()
         begin = end
     average = writer.slice(facts)
-    return replace(average, scales=average.scales * np.float32(step_factor(facts))) if last else average
+    if not last:
+        return average
+    further = facts.longest * facts.tokens / facts.squares  # than the plain average; 1 for equal sessions
+    return replace(average, scales=average.scales * np.float32(further))
 
 
 def added(base: Parameters, slices: Sequence[MergedSlice], live: Parameters | None = None) -> Parameters:
@@ -151,11 +140,11 @@ def added(base: Parameters, slices: Sequence[MergedSlice], live: Parameters | No
     def fill(blocks: list[Block], part: MergedSlice) -> None:
         at = 0
         for (name, begin, end), scale in zip(blocks, part.scales, strict=True):
-            after, out = at + end - begin, _flat(new[name])[begin:end]
+            after, out = at + end - begin, new[name].reshape(-1)[begin:end]
             np.multiply(part.values[at:after], scale, out=out)
-            out += _flat(base[name])[begin:end]
+            out += base[name].reshape(-1)[begin:end]
             if live is not None:
-                _flat(live[name])[begin:end] = out
+                live[name].reshape(-1)[begin:end] = out
             at = after
 
     with ThreadPoolExecutor(THREADS) as pool:
@@ -206,10 +195,6 @@ class _SliceWriter:
     def slice(self, facts: MergeFacts) -> MergedSlice:
         """All that was added."""
         return MergedSlice(facts, self._values, self._scales, self._lengths)
-
-
-def _flat(values: np.ndarray) -> np.ndarray:
-    return values.reshape(-1)
 
 
 def _empty(facts: MergeFacts) -> MergedSlice:

@@ -1,7 +1,7 @@
 """The spot worker: a Ray actor around a `SpotLearner`, on one device of one replica.
 
-It checks a flag between micro-batches, so that a stop costs at most one of them. Long work runs in a thread, so that
-`stop` is answered at once. Methods raise what fails; the trainer decides what a failure means.
+Long work runs in a thread, so that `stop` is answered at once. Methods raise what fails; the trainer decides what a
+failure means.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import (
     BufferStats,
     DrafterProvenance,
-    HiddenStateShard,
     MergedSlice,
     MergeFacts,
     Resumed,
@@ -45,10 +44,8 @@ def _yield_to_engines() -> None:
 
 
 def release_freed() -> None:
-    """Return freed memory to the system (glibc's `malloc_trim`); nothing happens with another C library.
-
-    A session makes and frees arrays of many sizes, most of whose pages the C library would keep: memory that the
-    actors' offloaded optimizers and checkpoints need.
+    """Return what a session freed to the system, for the actors' offloaded optimizers and checkpoints: glibc's
+    `malloc_trim`; nothing happens with another C library.
     """
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
@@ -80,19 +77,17 @@ class SpotWorker:
                 of a list of `HiddenStateShard`.
             verifier_weights: the policy's; None: as they were.
         """
-        groups = [[shard for reference in ranks for shard in await reference] for ranks in shards]
-        return await asyncio.to_thread(self._add, step, groups, verifier_weights)
-
-    def _add(
-        self, step: int, groups: list[list[HiddenStateShard]], verifier_weights: VerifierArrays | None
-    ) -> BufferStats:
-        found = [whole_sequences(shards) for shards in groups]
+        found = []
+        for ranks in shards:
+            held = [shard for reference in ranks for shard in await reference]
+            found.append(await asyncio.to_thread(whole_sequences, held))
         sequences = [sequence for whole, _ in found for sequence in whole]
         missing = sum(incomplete for _, incomplete in found)
         if missing:
             total = missing + len(sequences)
             logger.warning("%d of %d sequences were left out: a rank's shard is missing", missing, total)
-        return dataclasses.replace(self.learner.add(step, sequences, verifier_weights), incomplete=missing)
+        stats = await asyncio.to_thread(self.learner.add, step, sequences, verifier_weights)
+        return dataclasses.replace(stats, incomplete=missing)
 
     async def warm_up(self) -> None:
         """Run what a session runs once, while no engine or actor uses the device."""

@@ -51,11 +51,6 @@ def test_a_failed_session_is_not_tried_again_in_this_wait(planner):
     assert planner.account(11.0).used_s["a"] == pytest.approx(0.2)
 
 
-def test_a_worker_of_an_unknown_replica_is_refused():
-    with pytest.raises(ValueError, match="'c'"):
-        TrainerIdlePlanner(["a"], begin=0.0, settle_s=0.0, spot_workers=["c"])
-
-
 def test_training_may_start_the_moment_the_wait_has_settled():
     planner = TrainerIdlePlanner(["a"], begin=8.0, settle_s=0.25, spot_workers=["a"])
     assert planner.observe(8.25, BUSY, pending=0) == [StartTraining("a")]

@@ -137,7 +137,7 @@ def test_a_pass_draws_every_row_once_at_its_true_position():
             begin = window.start - 10 * name
             seen[name][begin : begin + window.rows] += 1
     assert all(np.all(count == 1) for count in seen.values())
-    assert buffer.session_epochs() == pytest.approx(1.0)
+    assert buffer.epochs == pytest.approx(1.0)
 
 
 def test_micro_batches_are_well_filled():
@@ -185,7 +185,7 @@ def test_epochs_are_capped_and_counted_afresh_per_session():
             buffer.sample_batch(rng, 100)
             batches += 1
         assert batches == 15
-        assert buffer.session_epochs() == pytest.approx(1.5)
+        assert buffer.epochs == pytest.approx(1.5)
 
 
 def test_an_empty_buffer_is_exhausted_and_gives_nothing():
