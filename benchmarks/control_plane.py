@@ -29,6 +29,7 @@ import numpy as np
 from benchmarks.gpu.parts import machine
 from verl_tlt.config import TLTConfig
 from verl_tlt.idle.modes import MODE_RULES
+from verl_tlt.messages.training import DrafterProvenance
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.controller import Controller
 from verl_tlt.trainer.run_setup import FirstDrafter, RunFacts
@@ -51,7 +52,7 @@ def build(replicas: int, folder: Path) -> tuple[Controller, Any]:
     fleet = FakeFleet(*(f"10.{i // 250}.{i % 250}.7:{40000 + i}" for i in range(replicas)))
     facts = RunFacts(
         rule=MODE_RULES["sync"], requests=4 * replicas, dtype="bfloat16", checkpoints=folder, prunes=False,
-        policy="policy", data="data", data_sha256=None, temperature=1.0, gpus=replicas,
+        provenance=DrafterProvenance("policy", "data", None, "hass", 1.0), gpus=replicas,
     )  # fmt: skip
     controller = Controller(
         TLTConfig.from_dict(settings), facts, FirstDrafter(FIRST, FIRST, (2, 4, 6), "a benchmark"), fleet,

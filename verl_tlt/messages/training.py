@@ -253,12 +253,8 @@ class HeldOutScores:
 class DrafterProvenance:
     """Where a drafter in a checkpoint comes from: keys of its `provenance.json` and rows of its model card."""
 
-    version: int
-    """Publications before it."""
-    policy_step: int
-    """RL step of the policy it was saved with."""
     policy: str
-    """Where the policy was loaded from."""
+    """Where the policy was loaded from (`actor_rollout_ref.model.path`)."""
     data: str
     """The training files."""
     data_sha256: str | None
@@ -266,7 +262,11 @@ class DrafterProvenance:
     objective: str
     temperature: float
     """The rollout's."""
-    acceptance: Sequence[float]
+    version: int = 0
+    """Publications before it."""
+    policy_step: int = 0
+    """RL step of the policy it was saved with."""
+    acceptance: Sequence[float] = ()
     """Conditional acceptance by draft position on held-out sequences; empty: unknown."""
-    tokens_trained: int
+    tokens_trained: int = 0
     """By all spot workers in this run, before and after it was resumed."""

@@ -21,9 +21,8 @@ from verl_tlt.trainer.fleet import Call, CallFailed
 logger = logging.getLogger(__name__)
 
 CHECKPOINT = "tlt_drafter"
-"""Name of the drafter's directory inside verl's `global_step_N`."""
 POLICY = "actor"
-"""Name of the policy's, which is what verl removes of an old checkpoint."""
+"""Directories of drafter and policy inside verl's `global_step_N`; of an old one verl removes the policy's."""
 SAVE_S = 600.0
 """The policy's checkpoint takes longer than the drafter's; a disk that hangs is given this."""
 
@@ -40,7 +39,7 @@ class Checkpoint:
 
     @property
     def directory(self) -> Path:
-        """The step's."""
+        """`global_step_N`."""
         return self.checkpoints / f"global_step_{self.step}"
 
 
@@ -54,18 +53,17 @@ def saved_drafter(resume_from: Path | None) -> Path | None:
         return None
     if _holds_drafter(resume_from):
         return resume_from / CHECKPOINT
-    steps = {p.name.removeprefix("global_step_"): p for p in resume_from.parent.glob("global_step_*")}
-    last = _number(resume_from.name)
-    earlier = [int(n) for n, p in steps.items() if n.isdecimal() and int(n) < last and _holds_drafter(p)]
+    steps = {_number(p): p for p in resume_from.parent.glob("global_step_*")}
+    earlier = [n for n, p in steps.items() if n < _number(resume_from) and _holds_drafter(p)]
     if not earlier:
         return None
-    found = steps[str(max(earlier))] / CHECKPOINT
+    found = steps[max(earlier)] / CHECKPOINT
     logger.warning("%s has no complete drafter; the run goes on with %s", resume_from, found)
     return found
 
 
 def _holds_drafter(step: Path) -> bool:
-    """Whether a checkpoint holds a drafter of the same owner, who is trusted already: verl reads the rest of it."""
+    """Whether a checkpoint holds a drafter of the same owner, whom verl trusts with the rest of it."""
     place = step / CHECKPOINT
     if not place.is_dir():
         return False
@@ -76,8 +74,8 @@ def _holds_drafter(step: Path) -> bool:
     return True
 
 
-def _number(name: str) -> float:
-    digits = name.removeprefix("global_step_")
+def _number(step: Path) -> float:
+    digits = step.name.removeprefix("global_step_")
     return int(digits) if digits.isdecimal() else float("inf")
 
 
@@ -90,13 +88,13 @@ def saving(
 ) -> Iterator[Callable[[], None]]:
     """Write the drafter while the policy is saved inside, which takes longer.
 
-    Yields what waits for it, to be called before verl names the step as one to resume from: both are of one step.
+    Yields what waits for it, to be called before verl names the step as one to resume from.
 
     Args:
         place: where the checkpoint goes.
         save: begins to write the drafter to a directory; None: there is none to write.
         charged: a context that contains failures of TLT's work and measures its time.
-        silent: called when it was not written within the bound, or else the next checkpoint waits as long.
+        silent: called when nothing was heard within `SAVE_S`.
     """
     calls: list[Call[None]] = []
     with charged():
@@ -132,10 +130,7 @@ def tidy(place: Checkpoint) -> None:
 
 @contextmanager
 def followed(owner: object, method: str, follow: Callable[[], None]) -> Iterator[None]:
-    """Inside, `follow` is called whenever a method of `owner` has returned.
-
-    verl has no hook between the policy's files and the name of the step to resume from.
-    """
+    """Call `follow` whenever a method of `owner` has returned, where verl has no hook for it."""
     original = getattr(owner, method)
 
     def both(*args: object, **kwargs: object) -> object:

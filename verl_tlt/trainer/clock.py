@@ -1,4 +1,4 @@
-"""Time, and waiting for it: what is given a clock runs on a test's own, in whole RL steps."""
+"""Time, and waiting for it; a test gives a clock of its own, on which hours pass at once."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 
 class Clock:
-    """The machine's. A test's has the same methods, and what it makes waits for its own time."""
+    """The machine's."""
 
     def time(self) -> float:
         """Unix seconds."""
         return time.time()
 
     def monotonic(self) -> float:
-        """Seconds that only ever grow, for what is measured."""
+        """Seconds that only ever grow."""
         return time.monotonic()
 
     def event(self) -> threading.Event:
@@ -27,7 +27,7 @@ class Clock:
         return threading.Lock()
 
     def start(self, target: Callable[[], None], name: str) -> threading.Thread:
-        """A thread that runs `target` from now on, and does not keep the process from ending."""
+        """A daemon thread that runs `target` from now on."""
         thread = threading.Thread(target=target, name=name, daemon=True)
         thread.start()
         return thread
@@ -37,16 +37,11 @@ SYSTEM = Clock()
 
 
 class Deadline:
-    """A bound that several waits share.
-
-    Args:
-        seconds: from now.
-        clock: by which they are counted.
-    """
+    """A bound that several waits share: some seconds from now."""
 
     def __init__(self, seconds: float, clock: Clock = SYSTEM) -> None:
         self._clock, self._end = clock, clock.monotonic() + seconds
 
     def left(self) -> float:
-        """Seconds until it, 0 from then on."""
+        """Seconds until then, at least 0."""
         return max(0.0, self._end - self._clock.monotonic())

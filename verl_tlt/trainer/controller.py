@@ -8,8 +8,7 @@
     after_sync          replicas that left rejoin; compare what the engines have loaded
     metrics             the step's numbers
 
-It is given a fleet, a trace and a clock, so whole steps run in a test. Whatever fails in here costs speed only: the
-guard logs it, counts it in `tlt/errors`, and the step goes on as stock verl's.
+Whatever fails in here costs speed only: the `Guard` contains it, and the step goes on as stock verl's.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +28,7 @@ from verl_tlt.idle.failure_budget import MAX_FAILURES, FailureBudget
 from verl_tlt.idle.replica_idle import ReplicaIdlePlanner
 from verl_tlt.idle.tap_budget import TapBudget
 from verl_tlt.idle.trainer_idle import TrainerIdlePlanner
-from verl_tlt.messages.training import BufferStats, DrafterProvenance
+from verl_tlt.messages.training import BufferStats
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trace.metrics import buffer_metrics
 from verl_tlt.trainer.checkpoints import SAVE_S, Checkpoint, saving
@@ -81,26 +80,15 @@ class Guard:
 
 @dataclass
 class _Served:
-    """The drafter that engines should serve."""
+    """The drafter that engines should serve, and the RL step in which it was published."""
 
     version: int
     published_at: int
-    """RL step."""
     acceptance: tuple[float, ...]
 
 
 class Controller:
-    """One run of RL.
-
-    Args:
-        tlt: all settings.
-        facts: of the verl run.
-        start: the first drafter.
-        fleet: everything outside this process.
-        trace: the event log.
-        pending_work: what may still arrive in a sampling phase.
-        clock: of the watch, too.
-    """
+    """One run of RL; `fleet` is everything outside this process."""
 
     def __init__(
         self,
@@ -115,10 +103,7 @@ class Controller:
         self.tlt, self.facts, self.fleet, self.clock = tlt, facts, fleet, clock
         self.guard = Guard()
         self.log = StepLog(trace, clock)
-        s, names = tlt.speculation, list(fleet.replicas)
-        self.speculation = SpeculationControl(
-            str(tlt.trace.dir), names, s.control_every, facts.shared, s.policy, s.source
-        )
+        self.speculation = SpeculationControl(str(tlt.trace.dir), fleet.replicas, tlt.speculation, facts.shared)
         self.served = _Served(start.served.version, 0, start.served.acceptance)
         self.spot = False
         """Spot workers are there, and the actor is tapped."""
@@ -143,11 +128,9 @@ class Controller:
     # ------------------------------------------------------------------ the run's start
 
     def before_first_sync(self, step: int, resume_from: Path | None) -> None:
-        """Start spot training, before the first weight sync, so that it brings the verifier weights.
+        """Start spot training before the first weight sync, which then brings the verifier weights.
 
-        Args:
-            step: the last finished RL step.
-            resume_from: directory of a drafter's checkpoint.
+        `step` is the last finished RL step, `resume_from` the directory of a drafter's checkpoint.
         """
         logger.info("TLT starts from %s", self._start.origin)
         self._choose_who_drafts(step + 1)
@@ -179,14 +162,10 @@ class Controller:
                 self.speculation.calibrated(self.fleet.calibrate())
             self._choose_who_drafts(step + 1, at_once=True)
         self.served.published_at = step
-        self.log.devices = {name: info.devices for name, info in self.fleet.replicas.items()}
-        standalone = [name for name, info in self.fleet.replicas.items() if not info.colocated]
-        self.log.run_started(
-            step + 1, self.tlt, list(self.fleet.replicas), standalone, self.facts.gpus, self.facts.policy
-        )
+        self.log.run_started(step + 1, self.tlt, self.fleet.replicas, self.facts)
 
     def _choose_who_drafts(self, step: int, at_once: bool = False) -> None:
-        """Tell the engines who decodes the rollout of `step` without drafts; it holds from the weight sync on."""
+        """Tell the engines who decodes the rollout of `step` without drafts, from the weight sync on or at once."""
         with self.guard("speculation control"):
             undrafted = self.speculation.undrafted(step, self.served.acceptance)
             if self.tlt.speculation.enable:
@@ -244,12 +223,7 @@ class Controller:
                 self._watch.recall(self.tlt.spot.stop_timeout_s)
 
     def sample_end(self, step: int, last: bool) -> None:
-        """A sampling phase is over.
-
-        Args:
-            step: the RL step.
-            last: no other sampling follows in this step; asynchronous trainers may take several to one weight sync.
-        """
+        """A sampling phase is over; asynchronous trainers may take several in a step, of which one is the `last`."""
         with self.guard("end of sampling"):
             watch, self._watch = self._watch, None
             if watch is not None:
@@ -270,7 +244,7 @@ class Controller:
                 self.fleet.rejoin(list(self.fleet.replicas))
 
     def _account(self, step: int, report: PhaseReport) -> None:
-        """Count failures; three in a row on one replica turn its spot training off, loudly."""
+        """Count failures; `MAX_FAILURES` in a row on one replica turn its spot training off."""
         self.log.sampled(step, report)
         self.guard.count("watch", int(report.error is not None))
         self.guard.count("lost replica", report.account.lost)
@@ -304,17 +278,16 @@ class Controller:
             self.log.tapped(taken)
 
     def _trains_next(self, step: int) -> bool:
-        """Whether the next weight sync is to bring the verifier weights.
+        """Whether the next weight sync is to bring the verifier weights; otherwise those of an earlier sync are used.
 
-        Not while no worker may train, nor after workers were ready and no session began: there was no bubble. The first
-        session after that has the weights of the last sync that brought them.
+        Not while no worker may train, nor after workers were ready and no session began: there was no bubble.
         """
         trained, self._trained = self._trained, False
         allowed = self.speculation.switch.spot and any(self._budget.allows(n, step + 1) for n in self.fleet.workers())
         return allowed and (trained or not self._ready)
 
     def before_sync(self, step: int) -> None:
-        """Publish, for the weight sync to load it; then say which replicas draft in the coming rollout."""
+        """Publish the drafter for the weight sync to load; then say which replicas draft in the coming rollout."""
         with self._charged("publish"):
             self._publish(step)
         self._choose_who_drafts(step + 1)
@@ -336,12 +309,7 @@ class Controller:
         logger.info("drafter %s (%s); held-out accept length: %s", update.decision, update.reason, taus)
 
     def after_sync(self, step: int, colocated_asleep: bool) -> None:
-        """Every engine has new weights.
-
-        Args:
-            step: the RL step.
-            colocated_asleep: the replicas on the trainer's devices sleep and have loaded nothing.
-        """
+        """Every engine has new weights, but for colocated replicas if they are `colocated_asleep`."""
         with self._charged("rejoin"):
             if self.facts.rule.idle == "replicas":
                 self.fleet.rejoin(list(self.fleet.replicas))
@@ -391,15 +359,11 @@ class Controller:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _save(self, directory: Path, step: int) -> Call[None]:
-        """The served drafter, its training state and where they come from, atomically."""
-        provenance = DrafterProvenance(
+        """Write the served drafter, its training state and provenance, atomically."""
+        provenance = replace(
+            self.facts.provenance,
             version=self.served.version,
             policy_step=step,
-            policy=self.facts.policy,
-            data=self.facts.data,
-            data_sha256=self.facts.data_sha256,
-            objective=self.tlt.drafter.objective,
-            temperature=self.facts.temperature,
             acceptance=self.served.acceptance,
             tokens_trained=self._tokens,
         )

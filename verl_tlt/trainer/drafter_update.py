@@ -1,11 +1,9 @@
 """Between two rollouts: judge the candidate, export it if it is to be served, and merge what the sessions trained.
 
 Runs in a background thread while old log-probs and the actor update run, with the weight sync as its deadline: after a
-late one the engines keep what they serve for another step. The workers do the arithmetic; the decision is
-`trainer.gate`'s.
-
-None of it uses the training device, which the actor has by then. The scores that judging needs come with the sessions,
-and are of the candidate that was merged before these: it is judged one step after it was merged.
+late one the engines keep what they serve for another step. The workers do the arithmetic on the host, for the actor has
+the devices by then; `trainer.gate` decides. The scores come with the sessions, and are of the candidate that was merged
+before these: it is judged one step after it was merged.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ class DrafterUpdate(MergeVerdict):
     """What became of the candidate, and of a step's sessions."""
 
     drafter: DrafterFile | None = None
-    """What to publish; None: nothing changes for the engines."""
+    """To be published; None: nothing changes for the engines."""
     acceptance: list[float] = field(default_factory=list)
     """Conditional acceptance by draft position of whatever is served from now on."""
     excluded: dict[str, str] = field(default_factory=dict)
@@ -52,13 +50,7 @@ def update_drafter(
 ) -> DrafterUpdate:
     """Judge what was merged before these sessions, export it if it is to be served, and merge what they trained.
 
-    Args:
-        fleet: whose workers trained.
-        config: all settings.
-        sessions: those of this step; failed ones are left out.
-        version: the number a publication would get.
-        dtype: the rollout's dtype, in which a published drafter is stored.
-        clock: counts the seconds.
+    A publication gets the number `version`, and is stored in the rollout's `dtype`.
 
     Raises:
         CallFailed: a worker raised or did not answer.
@@ -75,7 +67,6 @@ def update_drafter(
 
 
 def _merge(out: DrafterUpdate, fleet: RayFleet, sessions: Sequence[EndedSession]) -> None:
-    """Merge what the sessions trained."""
     workers = fleet.workers()
     # A worker with several sessions in the step hands in what all of them changed.
     trained = list(dict.fromkeys(s.replica for s in sessions if s.result.steps and s.replica in workers))

@@ -1,4 +1,4 @@
-"""What calls to the fleet answer, and what its replicas and spot workers are described by; no Ray in here."""
+"""What calls to the fleet answer, and how replicas and spot workers are described; no Ray in here."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ class CallFailed(TLTError, RuntimeError):
 
     def __init__(self, message: str, died: bool = False, silent: bool = False) -> None:
         super().__init__(message)
-        self.died = died
-        """The other process is gone."""
-        self.silent = silent
-        """It has not answered within the bound, and may never."""
+        self.died = died  # the other process is gone
+        self.silent = silent  # it has not answered within the bound, and may never
 
 
 class Call(Protocol[T]):
@@ -31,11 +29,7 @@ class Call(Protocol[T]):
         """Whether `result` would return or raise at once."""
 
     def result(self, timeout_s: float) -> T:
-        """The answer.
-
-        Raises:
-            CallFailed: it raised, or there is none after `timeout_s` seconds.
-        """
+        """The answer, or `CallFailed` where it raised or there is none after `timeout_s` seconds."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +41,6 @@ class ReplicaInfo:
     colocated: bool
     """It shares devices with the actor, so it has a spot worker on each of them; else it is standalone."""
     devices: int = 1
-    """How many it has."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +59,7 @@ class SpotPlan:
 class DrafterStore:
     """The latest drafter, for rollout servers that start; a Ray actor under the job's `messages.rollout.store_name`.
 
-    Servers start before the first training step, and vLLM loads a drafter as it starts. Later versions are handed to
-    every server directly (`RayFleet.stage`).
+    Servers that run are handed later versions directly (`RayFleet.stage`).
     """
 
     def __init__(self, drafter: DrafterFile) -> None:

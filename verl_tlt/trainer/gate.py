@@ -1,9 +1,8 @@
-"""The publish gate: is a merged drafter served? It is compared with others on the same held-out positions.
+"""The publish gate: compares a merged drafter with the served and the initial one, and decides whether it is served.
 
-Candidate, served and initial drafter (`spot_worker.versions`) are compared by accept length.
-
-Accept length differs far more between sequences than between drafters, so the comparison is paired; positions of one
-sequence resemble each other, so whole sequences are resampled. Even so a difference of 1 % takes some 10k positions.
+They are compared by accept length at the same held-out positions, because it differs far more between sequences than
+between drafters. Positions of one sequence resemble each other, so whole sequences are resampled. Even so a difference
+of 1 % takes some 10k positions.
 
 * revert where the candidate is surely worse by more than `revert` than the better of served and initial;
 * publish where it is surely not worse than the served drafter by `margin` or more, and not seen to be worse than the
@@ -11,9 +10,8 @@ sequence resemble each other, so whole sequences are resampled. Even so a differ
 * hold otherwise: what is served stays, and the candidate trains on.
 
 "Surely" means that a candidate on the wrong side of the border is published (reverted) with a chance of `ERROR` at
-most. Doubt holds, which may delay a better drafter but lets no worse one through. So does having too little to judge,
-unless there is nothing to lose, a served drafter that is hardly ever accepted, or the candidate is far better, as at
-the start of a run, when the drafter learns fastest and little is held out yet.
+most. So does too little to judge hold, unless the served drafter is hardly ever accepted or the candidate is far
+better, as at the start of a run, when the drafter learns fastest and little is held out yet.
 """
 
 from __future__ import annotations
@@ -33,20 +31,15 @@ Action = Literal["publish", "hold", "revert_served", "revert_initial"]
 ERROR = 0.01
 """Chance of a wrong publication or reversion at the border. A candidate is judged anew after every session, and one
 lucky verdict publishes: at the usual level of 5 % a run of fifty sessions would have several."""
-
 RESAMPLES = 2000
 """Bootstrap draws: the level is then off by half a percentage point at most, less than few sequences cost."""
-
 NOTHING_TO_LOSE = 1.1
 """Below this accept length drafting costs more than it gains nearly anywhere: an unjudged candidate may replace it."""
-
 FAR_BETTER = 0.2
 """Share by which an unjudged candidate must lead: ten standard errors of paired scores at `FEWEST` positions, so that
 not even sequences that happen to suit one drafter explain it."""
-
 FEWEST = 128
 """Positions below which nothing is far better."""
-
 MIN_SEQUENCES = 7
 """With fewer, all of them favour a drafter that is no better with a chance above `ERROR` (2^-6 = 1.6 %)."""
 
@@ -64,13 +57,7 @@ class Decision:
 
 
 def decide(scores: HeldOutScores, config: GateConfig, *, seed: int) -> Decision:
-    """Judge the candidate.
-
-    Args:
-        scores: of the three drafters.
-        config: the margins, and the positions needed to judge.
-        seed: of the bootstrap; the same scores and seed give the same decision.
-    """
+    """Judge the candidate; the same scores and bootstrap `seed` give the same decision."""
     tau = scores.taus()
     best = "initial" if tau["initial"] > tau["served"] else "served"
     back: Action = "revert_initial" if best == "initial" else "revert_served"
@@ -87,11 +74,10 @@ def decide(scores: HeldOutScores, config: GateConfig, *, seed: int) -> Decision:
         far_better = positions >= FEWEST and tau["candidate"] >= tau[best] * (1.0 + FAR_BETTER)
         return decision("publish" if far_better or tau[best] < NOTHING_TO_LOSE else "hold", few)
 
-    weights = _resample(sequences, seed)
-    interval = _interval(scores, "served", weights, ERROR)
+    interval = relative_interval(scores, "served", error=ERROR, seed=seed)
     # The better of two references is partly the luckier one: with two that differ, each gets half the error.
     references = 1 if np.array_equal(scores.served, scores.initial) else 2
-    high = _interval(scores, best, weights, ERROR / references)[1]
+    high = relative_interval(scores, best, error=ERROR / references, seed=seed)[1]
     if high < -config.revert:
         return decision(back, f"at least {-high:.2%} worse than the {best} drafter")
     if tau["candidate"] < tau["initial"] * (1.0 - config.margin):
@@ -102,21 +88,13 @@ def decide(scores: HeldOutScores, config: GateConfig, *, seed: int) -> Decision:
 
 
 def relative_interval(scores: HeldOutScores, against: str, *, error: float, seed: int) -> tuple[float, float]:
-    """Around (accept length of the candidate / of `against`) - 1; the truth lies beyond either end with `error`."""
-    return _interval(scores, against, _resample(int((scores.positions > 0).sum()), seed), error)
-
-
-def _resample(sequences: int, seed: int) -> np.ndarray:
-    """How often each sequence is drawn in each resample: [RESAMPLES, S], float64; the rows sum to S."""
-    drawn = np.random.default_rng(seed).integers(sequences, size=(RESAMPLES, sequences))  # sequence numbers
-    cells = drawn + sequences * np.arange(RESAMPLES)[:, None]  # one histogram for all rows: far faster than multinomial
-    counts = np.bincount(cells.ravel(), minlength=RESAMPLES * sequences)
-    return counts.reshape(RESAMPLES, sequences).astype(np.float64)
-
-
-def _interval(scores: HeldOutScores, against: str, weights: np.ndarray, error: float) -> tuple[float, float]:
     """Interval of (accept length of the candidate / of `against`) - 1, missed with a chance of `error` on each side."""
     judged = scores.positions > 0
+    sequences = int(judged.sum())
+    drawn = np.random.default_rng(seed).integers(sequences, size=(RESAMPLES, sequences))  # sequence numbers
+    cells = drawn + sequences * np.arange(RESAMPLES)[:, None]  # one histogram for all rows: far faster than multinomial
+    times = np.bincount(cells.ravel(), minlength=RESAMPLES * sequences)  # how often a sequence is in a resample
+    weights = times.reshape(RESAMPLES, sequences).astype(np.float64)
 
     def accept_lengths(which: str) -> np.ndarray:  # [RESAMPLES]
         counts = scores.of(which)[judged]  # [S, 1+K]

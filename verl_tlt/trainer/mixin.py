@@ -89,8 +89,8 @@ class TLTMixin(PPOTrainer):
             multi_turn=config.actor_rollout_ref.rollout.multi_turn.enable,
             wanted=config.data.train_batch_size // self.parameter_sync_step,
         )
-        trace = TraceWriter(str(run.tlt.trace.dir), "trainer")
-        self.tlt = Controller(run.tlt, run.facts, run.start, fleet, trace, pending_work)
+        trace = TraceWriter(str(run.spot.config.trace.dir), "trainer")
+        self.tlt = Controller(run.spot.config, run.facts, run.start, fleet, trace, pending_work)
         self.tlt.before_first_sync(self.global_steps, run.resume_from)
         super().on_init_end()
         self.tlt.after_first_sync(self.global_steps)

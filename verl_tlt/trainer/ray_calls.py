@@ -17,40 +17,34 @@ T = TypeVar("T")
 
 
 class RayCall(Generic[T]):
-    """See `fleet.Call`."""
+    """A call to one Ray actor (see `fleet.Call`)."""
 
     def __init__(self, reference: ObjectRef) -> None:
         self.references = [reference]
 
     def done(self) -> bool:
-        """Whether the object is there, or the error is."""
+        """Answer or error is there."""
         return bool(ray.wait(self.references, timeout=0)[0])
 
     def result(self, timeout_s: float) -> T:
-        """The object, within a bound."""
+        """The answer."""
         found: T = answer(self.references[0], timeout_s)
         return found
 
 
 class CombinedCall(Generic[T]):
-    """The same call to all spot workers of a replica, as one (see `fleet.Call`): done when all are.
-
-    Args:
-        calls: one for each worker.
-        combine: makes one answer of theirs.
-        clock: counts the bound.
-    """
+    """The same call to all spot workers of a replica (see `fleet.Call`); `combine` makes one answer of theirs."""
 
     def __init__(self, calls: Sequence[Call[T]], combine: Callable[[Sequence[T]], T], clock: Clock = SYSTEM) -> None:
         self.calls, self._combine, self._clock = list(calls), combine, clock
 
     @property
     def references(self) -> list[ObjectRef]:
-        """Of calls to Ray actors."""
+        """What Ray can wait for."""
         return [reference for call in self.calls if isinstance(call, RayCall) for reference in call.references]
 
     def done(self) -> bool:
-        """Whether all have answered or failed."""
+        """All have answered or failed."""
         return all(call.done() for call in self.calls)
 
     def result(self, timeout_s: float) -> T:
@@ -67,14 +61,10 @@ class CombinedCall(Generic[T]):
 
 
 def answer(reference: ObjectRef | Sequence[ObjectRef], timeout_s: float) -> Any:
-    """`ray.get` with a bound, whose errors are one line each.
-
-    Args:
-        reference: one, or a list.
-        timeout_s: seconds, for all of them together.
+    """`ray.get` within `timeout_s` seconds for all of them together.
 
     Raises:
-        CallFailed: something raised, died or took too long.
+        CallFailed: something raised, died or took too long; in one line.
     """
     try:
         return ray.get(reference, timeout=timeout_s)

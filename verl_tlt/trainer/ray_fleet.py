@@ -1,11 +1,8 @@
 """The fleet as Ray actors: verl's rollout servers, balancer and actor, and spot workers on the actor's devices.
 
-Each device of a colocated replica has a spot worker, for all of them are idle when the replica is. It shares a bundle
-with the actor's rank there (verl's workers take a third of a GPU each), so it has the same device and dies with the
-job. It is created directly rather than as a worker group, because it must be possible to kill and restart one alone.
-
-Controller, watch and drafter update know the methods of `RayFleet` only, so a test gives them plain objects instead.
-Every call is bounded: it answers, or it raises `CallFailed`.
+A spot worker shares a bundle with the actor's rank on its device (verl's workers take a third of a GPU each), so it has
+the same device and dies with the job. It is a plain actor rather than part of a worker group, because it must be
+possible to kill and restart one alone. Every call is bounded: it answers, or it raises `CallFailed`.
 """
 
 from __future__ import annotations
@@ -22,13 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl.plugin.platform.platform_manager import get_platform
 
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats
-from verl_tlt.messages.training import (
-    BufferStats,
-    DrafterProvenance,
-    MergeFacts,
-    SessionResult,
-    TappedStates,
-)
+from verl_tlt.messages.training import BufferStats, DrafterProvenance, MergeFacts, SessionResult, TappedStates
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.spot_worker.worker import SpotWorker
 from verl_tlt.trainer.clock import SYSTEM, Deadline
@@ -85,13 +76,7 @@ class RayReplica(ReplicaInfo):
 class RayFleet:
     """Replicas by name, and the calls to servers, balancer, actor and spot workers.
 
-    Args:
-        llm_server_manager: verl's, of the replicas that share devices with the actor.
-        actor: verl's worker group of the actor.
-        store: handle of the run's `DrafterStore`.
-        pool: verl's, of the actor's devices.
-        spot: how spot workers are made.
-        standalone: verl's manager of standalone replicas, whose balancer then serves all of them.
+    `store` is the run's `DrafterStore`, `pool` has the actor's devices. With `standalone`, its balancer serves all.
     """
 
     def __init__(
@@ -127,10 +112,8 @@ class RayFleet:
     # ------------------------------------------------------------------ rollout servers and their balancer
 
     def inflight(self) -> dict[str, int]:
-        """Requests in flight by replica, of those that are in the load balancer.
-
-        Asked many times a second, so Ray keeps no record of it (else 4 KB a call).
-        """
+        """Requests in flight by replica, of those that are in the load balancer."""
+        # Asked many times a second, so Ray is to keep no record of it (4 KB a call).
         status = self.balancer.get_status.options(enable_task_events=False).remote()
         found: dict[str, int] = answer(status, CALL_S)["servers"]
         return found
@@ -154,17 +137,12 @@ class RayFleet:
         answer(self.replicas[name].server.tlt_recall.remote(), SLEEP_S)
 
     def disable_drafting(self, names: Collection[str], at_once: bool) -> None:
-        """These replicas, and no others, decode without drafts from the next weight sync on.
-
-        Args:
-            names: replicas.
-            at_once: from now on instead; no engine has any work.
-        """
+        """These replicas, and no others, decode without drafts from the next weight sync on, or from now on."""
         servers = {name: r.server for name, r in self.replicas.items()}
         answer([s.tlt_disable_drafting.remote(name in names, at_once) for name, s in servers.items()], CALL_S)
 
     def stage(self, drafter: DrafterFile) -> None:
-        """Hand a published drafter to every server, on every node; and to servers that start later."""
+        """Hand a published drafter to every server on every node, and to servers that start later."""
         reference = ray.put(drafter)
         try:
             answer([server.tlt_stage.remote(reference) for server in self._servers()], CALL_S)
@@ -184,10 +162,7 @@ class RayFleet:
         return {name: stats for name, stats in self._on_servers("tlt_stats").items() if stats is not None}
 
     def calibrate(self) -> LatencyTable:
-        """Measure on one replica what engine steps cost, and tell all of them.
-
-        Replicas of a run are alike, so one table serves them.
-        """
+        """Measure on one replica what engine steps cost, and tell all of them: replicas of a run are alike."""
         # What spot workers import and load while they start would be measured, too.
         answer([worker.__ray_ready__.remote() for worker in self._handles().values()], CALIBRATION_S)
         first, *others = self.replicas.values()
@@ -211,14 +186,12 @@ class RayFleet:
     # ------------------------------------------------------------------ actor
 
     def start_spot(self, aux_layers: Sequence[int], resume_from: Path | None) -> str | None:
-        """Install the tap and start spot workers, one for each device of a colocated replica.
-
-        Returns:
-            None, or one sentence why there is no tap.
-        """
+        """Install the tap and start spot workers; returns None, or one sentence why there is no tap."""
+        tables = {group.id: ray.util.placement_group_table(group) for group, _ in self._bundles}
+        nodes = [str(tables[group.id]["bundles_to_node_id"][i]) for group, i in self._bundles]  # of each rank
         replicas = [r.workers for r in self.replicas.values()]
         ranks = {name: [rank] for r in replicas for name, rank in zip(r.names(), r.ranks, strict=True)}
-        self._capture_ranks = capture_ranks(ranks, self._nodes())
+        self._capture_ranks = capture_ranks(ranks, nodes)
         ready = self.actor.tlt_setup(self.spot.config, list(aux_layers), set(self._capture_ranks.values()))
         if untapped := next((r.untapped for r in ready if r.untapped), None):
             return str(untapped)
@@ -233,9 +206,8 @@ class RayFleet:
     def take(self, train_next: bool, tokens: int) -> list[TappedStates]:
         """What the tap captured of the last old-log-prob forward, on each rank of the actor.
 
-        Args:
-            train_next: the drafter will be trained again, so the next weight sync is to bring the verifier weights.
-            tokens: to capture for each worker in the next one.
+        With `train_next` the next weight sync brings the verifier weights; `tokens` are to be captured for each worker
+        in the next forward.
         """
         ranks = set(self._capture_ranks.values()) if train_next else set()
         taken: list[TappedStates] = answer(self.actor.tlt_take(self._routes.shares, ranks, tokens), CALL_S)
@@ -271,11 +243,6 @@ class RayFleet:
     def _bundles(self) -> list[tuple[PlacementGroup, int]]:
         return [(group, i) for group in self.pool.get_placement_groups() for i in range(group.bundle_count)]
 
-    def _nodes(self) -> list[str]:
-        """The node of each of the actor's ranks."""
-        tables = {group.id: ray.util.placement_group_table(group) for group, _ in self._bundles}
-        return [str(tables[group.id]["bundles_to_node_id"][i]) for group, i in self._bundles]
-
     def _new_workers(
         self, replica: ReplicaWorkers, versions: ObjectRef | None = None, published: ObjectRef | None = None
     ) -> dict[str, ActorHandle]:
@@ -296,7 +263,7 @@ class RayFleet:
         return ray.put(self.spot.drafter)
 
     def warm_up(self) -> dict[str, Call[object]]:
-        """Have spot workers rehearse on their devices, not in use yet; empty where there is nothing to warm up."""
+        """Have spot workers rehearse on their devices; empty where there is nothing to warm up."""
         if self.spot.device == "cpu":
             return {}
         return {name: self.replicas[name].workers.call("warm_up", list) for name in self.workers()}
@@ -313,9 +280,8 @@ class RayFleet:
     def restart(self, names: Collection[str]) -> None:
         """Kill these replicas' spot workers and start others in their places; does not wait for them.
 
-        A new worker's buffer is empty until the next step, but it starts from the versions that the others hold, or
-        else its changes would be measured from another candidate than theirs. Without others it starts from what was
-        published last, which is what the engines serve.
+        A new worker starts from the versions that the others hold, or else its changes would be measured from another
+        candidate than theirs; without others, from what was published last.
         """
         others = {
             who: w for name, r in self.replicas.items() if name not in names for who, w in r.workers.handles.items()
@@ -343,7 +309,7 @@ class RayFleet:
         return SYSTEM.monotonic() - since < START_S and not RayCall(ready).done()
 
     def first_done(self, calls: Mapping[str, Call[SessionResult]], timeout_s: float) -> list[str]:
-        """Wait until at least one of these calls is done; those that are, or nothing after `timeout_s` (0: a look)."""
+        """Wait until at least one of these calls is done; those that are, or none after `timeout_s` seconds."""
         deadline = Deadline(timeout_s)
         of = {name: call.references for name, call in calls.items() if isinstance(call, CombinedCall)}
         every = [reference for references in of.values() for reference in references]

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FAN_IN = 8
-"""Workers of a group that merges, and slices. 64 workers make two levels, and on each a worker reads no more than one
-drafter's change."""
+"""Workers of a group that merges, and slices: on each level a worker reads no more than one drafter's change."""
 
 
 @dataclass
@@ -63,9 +62,7 @@ class ShardRoutes:
 def route(groups: Sequence[int], workers: Mapping[str, Iterable[int]]) -> ShardRoutes:
     """Share each group's sequences among the workers that its ranks belong to.
 
-    Args:
-        groups: for each rank, the number of its group (verl's data-parallel rank).
-        workers: for each worker, its ranks.
+    `groups` has for each rank the number of its group (verl's data-parallel rank), `workers` each worker's ranks.
     """
     members: dict[int, list[int]] = {}
     for rank, group in enumerate(groups):
@@ -83,9 +80,7 @@ def route(groups: Sequence[int], workers: Mapping[str, Iterable[int]]) -> ShardR
 def capture_ranks(workers: Mapping[str, Sequence[int]], nodes: Sequence[str]) -> dict[str, int]:
     """For each worker the rank that copies the verifier weights for it: the same one for all workers of a node.
 
-    Args:
-        workers: for each worker, its ranks; it is where the first one is.
-        nodes: for each rank, its node.
+    `workers` has each worker's ranks, of which the first is where it is, `nodes` each rank's node.
     """
     first: dict[str, int] = {}
     return {name: first.setdefault(nodes[own[0]], own[0]) for name, own in workers.items()}
@@ -134,11 +129,8 @@ def combined_buffers(stats: Sequence[BufferStats]) -> BufferStats:
 def start_merge(workers: Sequence[ActorHandle]) -> tuple[list[ObjectRef], list[ObjectRef]]:
     """Have these workers merge; does not wait.
 
-    Eight workers make a group, each slice of the parameters is averaged over the group by another of its members, eight
-    groups make a group of the next level. The arithmetic is `spot_worker.merge`'s.
-
-    Args:
-        workers: handles of `SpotWorker` actors, neighbours close to each other.
+    `FAN_IN` workers make a group, each slice of the parameters is averaged over the group by another of its members,
+    and `FAN_IN` groups make one of the next level. The arithmetic is `spot_worker.merge`'s.
 
     Returns:
         (references of the facts, a `MergeFacts` each, all alike; references of the slices, for `SpotWorker.adopt`).

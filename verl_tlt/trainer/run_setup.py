@@ -18,7 +18,7 @@ from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, TLTConfig, dtype_name
 from verl_tlt.drafter.policy import LONGEST_DRAFT
 from verl_tlt.idle.modes import MODE_RULES, ModeRule
 from verl_tlt.messages.rollout import DrafterFile
-from verl_tlt.messages.training import RolloutSampling
+from verl_tlt.messages.training import DrafterProvenance, RolloutSampling
 from verl_tlt.trainer.checkpoints import saved_drafter
 from verl_tlt.trainer.fleet import SpotPlan
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
 MOST_BATCH_TOKENS = 4096
-"""As long as `tlt.buffer.window`: longer micro-batches would lengthen stops for nothing."""
+"""Longer micro-batches would lengthen stops for nothing."""
 LOGIT_BYTES, MOST_LOGIT_BYTES = 20, 6 << 30
 """Device bytes of one logit while a session trains or scores (`drafter.session_bytes`), and of all of them."""
 MEMORY_SHARE = 0.1
@@ -62,22 +62,18 @@ class RunFacts:
     """`trainer.default_local_dir`."""
     prunes: bool
     """Whether verl removes the policies of old checkpoints there."""
-    policy: str
-    """`actor_rollout_ref.model.path`, as the user gave it."""
-    data: str
-    data_sha256: str | None
-    temperature: float
+    provenance: DrafterProvenance
+    """Where this run's drafters come from; complete but for what training adds."""
     gpus: int
     """Of the trainer."""
     shared: bool = False
-    """The replicas share a machine: without accelerators, one's work slows the others' down."""
+    """The replicas share a machine's processors, so that one's work slows the others' down."""
 
 
 @dataclass(frozen=True)
 class RunSetup:
     """The first drafter, and what controller and fleet are built from."""
 
-    tlt: TLTConfig
     facts: RunFacts
     start: FirstDrafter
     spot: SpotPlan
@@ -95,13 +91,8 @@ def claim(config: DictConfig, base_mode: str) -> TLTConfig:
 def prepare(config: DictConfig, tlt: TLTConfig, base_mode: str) -> RunSetup:
     """Build or load the first drafter, and gather what the run's parts have to know.
 
-    Args:
-        config: verl's.
-        tlt: all settings.
-        base_mode: verl's trainer mode.
-
     Raises:
-        DrafterError: the drafter does not fit.
+        DrafterError: see `first_drafter`.
     """
     from verl.utils.fs import copy_to_local
 
@@ -123,21 +114,25 @@ def prepare(config: DictConfig, tlt: TLTConfig, base_mode: str) -> RunSetup:
         sampling=RolloutSampling(rollout.temperature, rollout.top_p, rollout.top_k),
         device="cuda" if accelerator else "cpu",
     )
-    return RunSetup(tlt, _facts(config, base_mode, dtype), start, spot, saved_drafter(checkpoint))
+    return RunSetup(_facts(config, tlt, MODE_RULES[base_mode]), start, spot, saved_drafter(checkpoint))
 
 
-def _facts(config: DictConfig, base_mode: str, dtype: str) -> RunFacts:
-    rollout, model, data = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, config.data
-    return RunFacts(
-        rule=MODE_RULES[base_mode],
-        requests=data.train_batch_size * rollout.n,
-        dtype=dtype,
-        checkpoints=Path(config.trainer.default_local_dir),
-        prunes=bool(config.trainer.get("max_actor_ckpt_to_keep") or config.trainer.get("remove_previous_ckpt_in_save")),
-        policy=model.path,
+def _facts(config: DictConfig, tlt: TLTConfig, rule: ModeRule) -> RunFacts:
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    provenance = DrafterProvenance(
+        policy=config.actor_rollout_ref.model.path,
         data=str(data.train_files),
         data_sha256=_data_digest(data.train_files),
+        objective=tlt.drafter.objective,
         temperature=rollout.temperature,
+    )
+    return RunFacts(
+        rule=rule,
+        requests=data.train_batch_size * rollout.n,
+        dtype=dtype_name(rollout.dtype),
+        checkpoints=Path(config.trainer.default_local_dir),
+        prunes=bool(config.trainer.get("max_actor_ckpt_to_keep") or config.trainer.get("remove_previous_ckpt_in_save")),
+        provenance=provenance,
         gpus=config.trainer.n_gpus_per_node * config.trainer.nnodes,
         shared=config.trainer.device == "cpu",
     )
@@ -150,14 +145,13 @@ def first_drafter(
 
     Args:
         config: all settings.
-        policy_dir: local Hugging Face directory of the policy.
-        dtype: the rollout's dtype, e.g. "bfloat16".
+        policy_dir: local directory of the policy.
+        dtype: the rollout's, e.g. "bfloat16".
         context: longest sequence of the rollout plus the longest draft, in tokens.
         resume_from: a `global_step_N` directory being resumed, if any.
 
     Raises:
-        verl_tlt.drafter.DrafterError: the given drafter does not fit, or may be another user's; one sentence naming
-            file and field.
+        DrafterError: the given drafter does not fit, or may be another user's.
     """
     from verl_tlt.drafter import check_owner, load_drafter, provenance, to_drafter_file
 
@@ -197,10 +191,10 @@ def _random_head(config: TLTConfig, policy_dir: str, context: int) -> Eagle3Draf
 
 
 def with_sizes(tlt: TLTConfig, vocabulary: int, accelerator: bool, node_bytes: float, workers: int) -> TLTConfig:
-    """The settings with `tlt.drafter.batch_tokens` and `tlt.buffer.max_mb` filled in.
+    """The settings with `tlt.drafter.batch_tokens` and `tlt.buffer.max_mb` filled in where the user left them open.
 
     Args:
-        tlt: all settings; what the user has set stays.
+        tlt: all settings.
         vocabulary: tokens of the policy's vocabulary.
         accelerator: whether drafters train on one; else on the host's processor.
         node_bytes: memory of the smallest node; 0: unknown.
@@ -219,7 +213,7 @@ def with_sizes(tlt: TLTConfig, vocabulary: int, accelerator: bool, node_bytes: f
 
 
 def _node_bytes() -> float:
-    """Memory of the smallest node of the cluster, as far as Ray may use it; 0: Ray does not say."""
+    """Memory of the smallest node, as far as Ray may use it; 0: unknown."""
     import ray
 
     nodes = ray.nodes() if ray.is_initialized() else []
@@ -230,16 +224,16 @@ def _resume_dir(trainer: DictConfig) -> Path | None:
     """The `global_step_N` directory that verl's `_load_checkpoint` is going to choose."""
     from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
+    found = None
     if trainer.resume_mode == "auto":
         found = find_latest_ckpt_path(os.path.abspath(trainer.default_local_dir))
-        return Path(found) if found else None
-    if trainer.resume_mode == "resume_path":
-        return Path(os.path.abspath(trainer.resume_from_path))
-    return None
+    elif trainer.resume_mode == "resume_path":
+        found = os.path.abspath(trainer.resume_from_path)
+    return Path(found) if found else None
 
 
 def _data_digest(named: str | Sequence[str]) -> str | None:
-    """Names the training data in the drafter's model card; None where it is not on this disk."""
+    """Digest of the training data, for the drafter's model card; None where it is not on this disk."""
     from verl_tlt.drafter import files_digest
 
     files = [Path(str(f)) for f in ([named] if isinstance(named, str) else named)]

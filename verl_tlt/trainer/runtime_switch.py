@@ -1,6 +1,6 @@
 """A switch for a run that goes on: a small file that the trainer reads between two rollouts.
 
-It is YAML in the trace directory, because whoever watches a run has that directory and perhaps nothing else of it.
+It lies in the trace directory, because whoever watches a run has that directory and perhaps nothing else of it.
 Standard library and PyYAML only: `verl-tlt switch` runs where nothing else is installed.
 """
 
@@ -17,7 +17,7 @@ from verl_tlt.ownership import other_owner
 
 SWITCH_FILE = "tlt_control.yaml"
 TRACE_FILE = "trainer.jsonl"
-"""What the trainer writes beside it, from the start of a run on."""
+"""What the trainer writes there from the start of a run on."""
 
 
 class SwitchError(TLTError, ValueError):
@@ -38,8 +38,7 @@ def read_switch(directory: str | Path) -> RuntimeSwitch:
     """The switch as the file in a trace directory has it; all on where there is no file.
 
     Raises:
-        SwitchError: no YAML mapping, an unknown key, or a value that is neither on nor off; or anybody may have
-            written it.
+        SwitchError: it cannot be understood, or anybody may have written it.
     """
     path = Path(directory) / SWITCH_FILE
     if reason := other_owner(path):
@@ -61,10 +60,10 @@ def read_switch(directory: str | Path) -> RuntimeSwitch:
 
 
 def write_switch(directory: str | Path, **changes: bool | None) -> RuntimeSwitch:
-    """Change some switches of a run; None leaves one as it is. A reader sees the old file or the new one.
+    """Change some switches of a run, atomically; None leaves one as it is.
 
     Raises:
-        SwitchError: see `find_run`; or the present file cannot be understood.
+        SwitchError: see `find_run` and `read_switch`.
     """
     directory = find_run(directory)
     switch = replace(read_switch(directory), **{k: v for k, v in changes.items() if v is not None})
@@ -76,11 +75,7 @@ def write_switch(directory: str | Path, **changes: bool | None) -> RuntimeSwitch
 
 
 def find_run(directory: str | Path) -> Path:
-    """`directory`, if a run's trainer writes its trace there: only then does anybody read a switch in it.
-
-    Raises:
-        SwitchError: there is no such directory, or no run's trace in it.
-    """
+    """`directory`, if a run's trainer writes its trace there; else `SwitchError`: nobody would read the switch."""
     directory = Path(directory)
     if (directory / TRACE_FILE).is_file():
         return directory

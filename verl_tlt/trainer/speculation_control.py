@@ -7,9 +7,10 @@ calibration and the engines' statistics, and says what came of it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
+from verl_tlt.config import SpeculationConfig
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.decision import RunDecision
@@ -26,23 +27,15 @@ class SpeculationControl:
     Args:
         directory: of the switch (`tlt.trace.dir`).
         replicas: all replicas, in a fixed order.
-        control_every: `tlt.speculation.control_every`.
+        config: `tlt.speculation`.
         shared: the replicas share a machine's processors.
-        policy: `tlt.speculation.policy`.
-        source: `tlt.speculation.source`.
     """
 
     def __init__(
-        self,
-        directory: str,
-        replicas: Sequence[str],
-        control_every: int,
-        shared: bool = False,
-        policy: str = "goodput",
-        source: str = "eagle",
+        self, directory: str, replicas: Iterable[str], config: SpeculationConfig, shared: bool = False
     ) -> None:
-        self.directory, self.replicas, self.control_every = directory, list(replicas), control_every
-        self.decision = RunDecision(replicas, policy, source)
+        self.directory, self.replicas, self.control_every = directory, list(replicas), config.control_every
+        self.decision = RunDecision(self.replicas, config.policy, config.source)
         self.account = SavingsAccount(shared)
         self.switch = RuntimeSwitch()
         self.control: Sequence[str] = ()
@@ -61,19 +54,14 @@ class SpeculationControl:
         return self.switch.spot and not (self._shared and self.control)
 
     def calibrated(self, table: LatencyTable) -> None:
-        """Take note of what engine steps were measured to cost."""
+        """Use what engine steps were measured to cost."""
         self.decision.rollout.calibrated(table)
         self.account.calibrated(table.by_batch(OFF))
 
     def undrafted(self, step: int, acceptance: Sequence[float]) -> list[str]:
         """Replicas that decode the rollout of `step` without drafts.
 
-        Args:
-            step: RL step.
-            acceptance: conditional acceptance per draft position of the served drafter; empty: unknown.
-
-        Raises:
-            ControlError: an acceptance outside 0..1.
+        `acceptance` is the served drafter's conditional acceptance by draft position, empty where it is unknown.
         """
         self._read_switch(step)
         drafting = self.decision.drafting(acceptance) if self.switch.speculation else []
@@ -95,12 +83,7 @@ class SpeculationControl:
         self.switch, self._complaint = switch, complaint
 
     def rollout_ended(self, stats: Mapping[str, EngineStats], training: Times = ()) -> float | None:
-        """Seconds that TLT saved in a rollout; None: unknown.
-
-        Args:
-            stats: the engines' sums by replica.
-            training: when a replica trained.
-        """
+        """Seconds that TLT saved in a rollout during which replicas trained at some `Times`; None: unknown."""
         savings = self.account.rollout(stats, training)
         if self.switch.speculation and (said := self.decision.learn(stats, savings.gain)):
             logger.warning("%s", said)

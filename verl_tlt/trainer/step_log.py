@@ -18,6 +18,8 @@ from verl_tlt.trace.line import step_line
 from verl_tlt.trace.metrics import StepObservations, step_metrics
 from verl_tlt.trainer.clock import SYSTEM, Clock
 from verl_tlt.trainer.drafter_update import DrafterUpdate
+from verl_tlt.trainer.fleet import ReplicaInfo
+from verl_tlt.trainer.run_setup import RunFacts
 from verl_tlt.trainer.watch import PhaseReport
 
 DISTRIBUTIONS = ("verl-tlt", "verl", "vllm", "torch", "ray", "transformers", "speculators")
@@ -29,7 +31,7 @@ class StepLog:
     def __init__(self, trace: TraceWriter, clock: Clock = SYSTEM) -> None:
         self.trace, self._clock = trace, clock
         self.devices: dict[str, int] = {}
-        """How many each replica has."""
+        """By replica."""
         self._disabled = ""
         self._version = self._since = 0
         self._begin()
@@ -43,17 +45,17 @@ class StepLog:
         overhead = self._observed.overhead
         overhead[part] = overhead.get(part, 0.0) + seconds
 
-    def run_started(
-        self, step0: int, config: TLTConfig, replicas: list[str], standalone: list[str], gpus: int, policy: str
-    ) -> None:
-        """Write the trace's first event; `standalone`: those of `replicas` on devices of their own."""
+    def run_started(self, step0: int, config: TLTConfig, replicas: Mapping[str, ReplicaInfo], facts: RunFacts) -> None:
+        """Write the trace's first event; `step0` is the first RL step."""
+        self.devices = {name: info.devices for name, info in replicas.items()}
+        standalone = [name for name, info in replicas.items() if not info.colocated]
         versions = dict.fromkeys(DISTRIBUTIONS, "not installed")
         for name in DISTRIBUTIONS:
             with suppress(importlib.metadata.PackageNotFoundError):
                 versions[name] = importlib.metadata.version(name)
         self.trace.emit(
-            "run", step0=step0, mode="tlt", replicas=replicas, standalone=standalone, gpus=gpus,
-            config=config.to_dict(), versions=versions, policy=policy, drafter=config.drafter.save_dir,
+            "run", step0=step0, mode="tlt", replicas=list(replicas), standalone=standalone, gpus=facts.gpus,
+            config=config.to_dict(), versions=versions, policy=facts.provenance.policy, drafter=config.drafter.save_dir,
         )  # fmt: skip
 
     @contextmanager
@@ -92,7 +94,7 @@ class StepLog:
             self.trace.add(session)
 
     def engine_stats(self, stats: dict[str, EngineStats]) -> int:
-        """The schedulers' sums of this rollout by replica; returns how many have none, or gave up policy or drafter."""
+        """The engines' sums of this rollout by replica; returns how many have none, or gave up policy or drafter."""
         self._observed.replicas = {name: s for name, s in stats.items() if s.failure is None}
         return sum(bool(s.failure or s.policy_error or s.num_broken_drafts) for s in stats.values())
 
@@ -111,9 +113,7 @@ class StepLog:
         self._disabled = disabled
 
     def tapped(self, taken: list[TappedStates]) -> None:
-        """What the tap copied; its own time is part of the forward, and what it took out of the weight sync before this
-        step's rollout is part of that: both count as overhead.
-        """
+        """Charge what the tap's copies cost the log-prob forward and the last weight sync."""
         self._charge("tap", max((t.seconds for t in taken), default=0.0))
         self._charge("sync", max((t.sync_seconds for t in taken), default=0.0))
 
@@ -147,13 +147,7 @@ class StepLog:
         self._version = wanted
 
     def finish(self, step: int, metrics: dict[str, Any], errors: Mapping[str, int]) -> dict[str, float]:
-        """The step's `tlt/*` metrics; prints the step's line and closes the step in the trace.
-
-        Args:
-            step: the RL step.
-            metrics: verl's.
-            errors: contained failures so far, by what failed.
-        """
+        """The step's `tlt/*` metrics, given verl's and the run's failures so far; ends the step in trace and log."""
         observed, account = self._observed, self._account
         observed.step, observed.rollout_s, observed.errors = step, metrics.get("timing_s/gen"), errors
         observed.published_version, observed.served_since = self._version, self._since

@@ -1,8 +1,7 @@
 """One sampling phase, watched from a thread: looks at the fleet, asks the planner, carries out its commands.
 
-All decisions are the planner's (`idle.replica_idle`, `idle.trainer_idle`). This file only turns its commands into calls
-of the fleet and their results back into reports, and keeps what happened for metrics and trace. An error in here ends
-spot training for the phase and nothing else; replicas that left come back with the weight sync.
+All decisions are the planner's (`idle.replica_idle`, `idle.trainer_idle`). An error in here ends spot training for the
+phase and nothing else; replicas that left come back with the weight sync.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 1.0
-"""A session that has ended has its result in the object store; this is for bringing it here."""
+"""For bringing the result of a session that has ended here from the object store."""
 LOAD_LINE_S = 0.5e-3
-"""Seconds between two lines of load for each replica in them: 50 KB of trace a second, however many there are."""
+"""Seconds between two lines of load, for each replica in them: 50 KB of trace a second, however many there are."""
 LOOK_S = 60.0
 """A look takes milliseconds; when sampling ends, the trainer waits at most this for one that hangs."""
 
@@ -60,8 +59,7 @@ class BufferWatch:
     """The pending work, counted from verl's replay buffer (`verl/trainer/ppo/v1/replay_buffer.py`).
 
     verl's buffer empties its sets, asks TransferQueue and fills them again, while the watch reads them from another
-    thread: in between nothing seems to be pending, and a replica might leave that the next turn needs. So the counts
-    are taken right after each of its looks, and replaced at once.
+    thread. So the counts are taken right after each of the buffer's looks, and replaced at once.
 
     Args:
         buffer: verl's, or a custom sampler derived from it. Of any other nothing is known, so no replica may leave.
@@ -123,17 +121,10 @@ class PhaseReport:
 
 
 class SamplingWatch:
-    """Runs from `on_sample_begin` to `on_sample_end`.
+    """Carries out a planner's commands from `on_sample_begin` to `on_sample_end`.
 
-    Args:
-        fleet: replicas and spot workers.
-        planner: this phase's decisions.
-        pending_work: what may still arrive; called at every look.
-        poll_s: seconds between two looks while the load changes (`next_pause`).
-        trace: where load and idle events go.
-        step: the RL step, for the trace.
-        recall: whether a replica that leaves keeps its weights, so that it can be called back.
-        clock: runs the watch's thread, too.
+    It looks every `poll_s` seconds while the load changes (`next_pause`). With `recall` a replica that leaves keeps its
+    weights, so that it can be called back.
     """
 
     def __init__(
@@ -175,11 +166,9 @@ class SamplingWatch:
     def _look(self) -> bool:
         """Returns whether anything has changed since the last look."""
         load, now, work = self.fleet.inflight(), self._clock.time(), self.pending_work()
-        changed = load != self._load
-        if changed:
-            self._load = load
-            if self.report.first_dispatch is None and any(load.values()):
-                self.report.first_dispatch = now
+        changed, self._load = load != self._load, load
+        if self.report.first_dispatch is None and any(load.values()):
+            self.report.first_dispatch = now
         if load != self._written and now >= self._write_at:
             self._write_load(now)
         commands = self.planner.observe(now, load, work.pending, work.open_loops, work.refill_possible)
@@ -211,14 +200,13 @@ class SamplingWatch:
             case StartTraining():
                 self.running[name] = (self.fleet.train(name), self._clock.time())
                 self.planner.training(name, self._clock.time())
-                return []
             case StopTraining():
-                return []  # `_stop` stops them together
+                pass  # `_stop` stops them together
             case Rejoin():
                 self.fleet.rejoin([name])
-                return []
             case LeaveBalancer() | TrySleep() | WakeUp():
                 return self._leave_or_return(command)
+        return []
 
     def _leave_or_return(self, command: LeaveBalancer | TrySleep | WakeUp) -> list[Command]:
         name = command.replica

@@ -11,7 +11,7 @@ from verl_tlt.spot_worker.learner import SpotLearner
 from verl_tlt.spot_worker.resume import checksum, checksums, moments
 from verl_tlt.trainer.run_setup import first_drafter
 
-FACTS = DrafterProvenance(1, 3, "policy", "data", None, "hass", 1.0, (0.5, 0.4, 0.3), 1234)
+FACTS = DrafterProvenance("policy", "data", None, "hass", 1.0, 1, 3, (0.5, 0.4, 0.3), 1234)
 
 
 @pytest.fixture

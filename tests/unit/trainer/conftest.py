@@ -7,6 +7,7 @@ from rl_steps import FIRST, POLL_S, STOP_S
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.idle.modes import MODE_RULES
+from verl_tlt.messages.training import DrafterProvenance
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.controller import Controller
 from verl_tlt.trainer.run_setup import FirstDrafter, RunFacts
@@ -45,7 +46,7 @@ def run(tmp_path, clock):
         fleet = fleet or FakeFleet(*names, standalone=standalone, clock=clock)
         facts = RunFacts(
             rule=MODE_RULES[mode], requests=8, dtype="bfloat16", checkpoints=tmp_path / "ckpt", prunes=prunes,
-            policy="policy", data="data", data_sha256=None, temperature=1.0, gpus=2, shared=shared,
+            provenance=DrafterProvenance("policy", "data", None, "hass", 1.0), gpus=2, shared=shared,
         )  # fmt: skip
         start = FirstDrafter(FIRST, FIRST, (2, 4, 6), "a test")
         trace = TraceWriter(str(tmp_path / "trace"), "trainer", clock.time)

@@ -35,8 +35,8 @@ def test_controller_and_spot_workers_get_sizes_that_fit(recipe, device, given, s
     )
     apply(config, read_settings(config))
     setup = prepare(config, claim(config, "sync"), "sync")
-    for settings in (setup.tlt, setup.spot.config):
-        assert (settings.drafter.batch_tokens, settings.buffer.max_mb) == sizes
+    settings = setup.spot.config
+    assert (settings.drafter.batch_tokens, settings.buffer.max_mb) == sizes
     assert (setup.facts.requests, setup.spot.device, setup.resume_from) == (8, device, None)
 
 

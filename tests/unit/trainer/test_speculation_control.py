@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from verl_tlt.config import SpeculationConfig
 from verl_tlt.messages.rollout import EngineStats, LoadInterval, Work
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.decision import FIRST_PROBE, IN_A_ROW
@@ -23,8 +24,9 @@ def run_dir(tmp_path):
     return tmp_path
 
 
-def control(directory, **arguments):
-    return SpeculationControl(str(directory), REPLICAS, **{"control_every": 0} | arguments)
+def control(directory, shared=False, **settings):
+    config = SpeculationConfig(**{"control_every": 0} | settings)
+    return SpeculationControl(str(directory), REPLICAS, config, shared)
 
 
 def test_the_switch_disables_speculation_and_an_unreadable_one_changes_nothing(run_dir):
