@@ -10,7 +10,7 @@ import pytest
 from tiny_engine import V, sampled
 
 from verl_tlt.config import TLTConfig
-from verl_tlt.server.calibration import measure
+from verl_tlt.server.calibration import calibrate
 from verl_tlt.server.scheduler_client import SchedulerClient
 from verl_tlt.speculation.types import OFF
 
@@ -55,13 +55,10 @@ def live(engine_of):
 
 
 async def test_every_arm_is_measured_on_a_live_engine(live):
-    passes, engine, client = [], live.inside, SchedulerClient(live)
+    passes, engine = [], live.inside
     hook = engine.runner.drafter.model.register_forward_hook(lambda *_: passes.append(engine.scheduler.tlt.drafting))
 
-    async def set_drafting(enabled):
-        return engine.rpc("tlt_set_drafting", enabled) is None
-
-    table = await measure(live.prompt, set_drafting, client, ARMS, MAX_BATCH, V, budget_s=120.0)
+    table = await calibrate(live, ARMS, MAX_BATCH, V, budget_s=120.0)
     hook.remove()
     assert table.arms() == (OFF, *ARMS)
     assert all([b for b, _ in table.by_batch(k)] == [1, 2, 4, 8] for k in table.arms())
@@ -69,8 +66,8 @@ async def test_every_arm_is_measured_on_a_live_engine(live):
     assert max(live.sizes) == MAX_BATCH
     assert passes and all(passes)  # none while the OFF arm was measured
 
-    await client.call("control", points=table.to_list(), acceptance=[0.01, 0.01, 0.01])
-    assert (await client.call("control"))["drafting"]
+    await SchedulerClient(live).call("control", points=table.to_list(), acceptance=[0.01, 0.01, 0.01])
+    assert engine.scheduler.tlt.drafting
 
 
 def server_of(live, models, root):

@@ -13,7 +13,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -39,9 +39,6 @@ PROMPT_TOKENS = 16
 
 COSTS_DIR = Path("~/.cache/verl-tlt/costs")
 """Where `verl-tlt calibrate` keeps tables for later runs on this machine (`tlt.speculation.costs_dir`)."""
-
-Generate = Callable[[list[int], int], Awaitable[None]]
-SetDrafting = Callable[[bool], Awaitable[bool]]
 
 
 def cost_key(policy: str, rollout: Any, drafter: Path | None = None) -> TableKey:
@@ -102,7 +99,7 @@ async def calibrate(
         arms: the policy's draft lengths, ascending.
         max_batch: the engine's `max_num_seqs`.
         vocab_size: prompts are random ids below it.
-        budget_s: no probe starts after this many seconds.
+        budget_s: no probe starts after this many seconds, but for those of the first batch.
 
     Returns:
         (batch, seconds) by arm, those between measured arms interpolated; an arm without a clean step is missing.
@@ -110,45 +107,7 @@ async def calibrate(
     Raises:
         SchedulerCallError: the scheduler does not answer.
     """
-    from vllm import SamplingParams
-
-    async def generate(prompt: list[int], tokens: int) -> None:
-        params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        async for _ in engine.generate({"prompt_token_ids": prompt}, params, request_id=f"calibrate-{uuid4().hex}"):
-            pass
-
-    async def set_drafting(enabled: bool) -> bool:
-        refusals = await engine.collective_rpc(method="tlt_set_drafting", args=(enabled,))
-        # The drafter's cache has holes where it did not run; start both ways from nothing.
-        await engine.reset_prefix_cache()
-        return not any(refusals)
-
-    table = await measure(generate, set_drafting, SchedulerClient(engine), arms, max_batch, vocab_size, budget_s)
-    await engine.reset_prefix_cache()
-    return table
-
-
-async def measure(
-    generate: Generate,
-    set_drafting: SetDrafting,
-    scheduler: SchedulerClient,
-    arms: Sequence[int],
-    max_batch: int,
-    vocab_size: int,
-    budget_s: float,
-) -> LatencyTable:
-    """`calibrate` over any engine; arguments as there.
-
-    Args:
-        generate: decodes a prompt (token ids) to so many new tokens, and returns when it has.
-        set_drafting: switches the drafter's own pass on or off, and says whether it could.
-        scheduler: of the engine.
-        arms: draft lengths.
-        max_batch: largest batch.
-        vocab_size: of the prompts.
-        budget_s: whole loads are measured first, and the ends of the range.
-    """
-    probe = _Prober(generate, set_drafting, scheduler, vocab_size)
+    probe = _Prober(engine, vocab_size)
     deadline = time.monotonic() + budget_s
     batches = plan_batches(max_batch)
     measured: dict[tuple[int, int], float] = {}
@@ -166,8 +125,7 @@ async def measure(
                 # A step may be held up, but is never too fast: the lower median is nearer the truth.
                 measured[arm, batch] = min(seconds, measured.get((arm, batch), seconds))
     finally:
-        await set_drafting(True)
-        await scheduler.call("control", drafting=True, force_k=None)
+        await probe.release()
     return _table(measured, arms)
 
 
@@ -184,11 +142,8 @@ def _table(measured: Mapping[tuple[int, int], float], arms: Sequence[int]) -> La
 class _Prober:
     """Holds an engine at one arm and reads its step times."""
 
-    def __init__(
-        self, generate: Generate, set_drafting: SetDrafting, scheduler: SchedulerClient, vocab_size: int
-    ) -> None:
-        self._generate, self._set_drafting, self._scheduler = generate, set_drafting, scheduler
-        self._vocab_size = vocab_size
+    def __init__(self, engine: AsyncLLM, vocab_size: int) -> None:
+        self._engine, self._scheduler, self._vocab_size = engine, SchedulerClient(engine), vocab_size
         self._rng = random.Random(0)
         self._drafting: bool | None = None
 
@@ -209,6 +164,11 @@ class _Prober:
         stats = from_plain(EngineStats, await self._scheduler.call("stats", reset=True))
         return next((t.seconds for t in stats.step_times if (t.draft_length, t.batch) == (arm, batch)), None)
 
+    async def release(self) -> None:
+        """Have the engine draft as its policy says again."""
+        await self._set_drafting(True)
+        await self._scheduler.call("control", drafting=True, force_k=None)
+
     async def _hold(self, arm: int) -> bool:
         drafting = arm != OFF
         if drafting != self._drafting and not await self._set_drafting(drafting):
@@ -217,6 +177,21 @@ class _Prober:
         await self._scheduler.call("control", drafting=drafting, force_k=max(arm, 0))
         return True
 
+    async def _set_drafting(self, enabled: bool) -> bool:
+        """Switch the drafter's own pass; whether the engine could."""
+        refusals = await self._engine.collective_rpc(method="tlt_set_drafting", args=(enabled,))
+        # The drafter's cache has holes where it did not run; start both ways from nothing.
+        await self._engine.reset_prefix_cache()
+        return not any(refusals)
+
     async def _decode(self, batch: int, tokens: int) -> None:
-        prompts = [[self._rng.randrange(self._vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
-        await asyncio.gather(*(self._generate(prompt, tokens) for prompt in prompts))
+        await asyncio.gather(*(self._generate(tokens) for _ in range(batch)))
+
+    async def _generate(self, tokens: int) -> None:
+        from vllm import SamplingParams
+
+        prompt = [self._rng.randrange(self._vocab_size) for _ in range(PROMPT_TOKENS)]
+        params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        name = f"calibrate-{uuid4().hex}"
+        async for _ in self._engine.generate({"prompt_token_ids": prompt}, params, request_id=name):
+            pass

@@ -4,38 +4,42 @@ import pytest
 
 from verl_tlt.messages import to_plain
 from verl_tlt.messages.rollout import EngineStats, StepTime
-from verl_tlt.server.calibration import measure, plan_arms, plan_batches
+from verl_tlt.server.calibration import calibrate, plan_arms, plan_batches
 from verl_tlt.speculation.types import OFF
 
 
 class MadeEngine:
-    """Costs a + b·batch + c·K a step, drafter pass 2 ms; answers the operations that the scheduler does."""
+    """Costs a + b·batch + c·K a step, drafter pass 2 ms; answers what vLLM's client and the scheduler are asked."""
 
     def __init__(self, can_switch_off=True):
-        self.can_switch_off = can_switch_off
+        self.can_switch_off, self.engine_core = can_switch_off, self
         self.drafting, self.force_k = True, None
         self.running, self.latency, self.tokens = 0, {}, 0
 
-    async def generate(self, prompt, tokens):
+    async def generate(self, prompt, params, request_id):
         self.running += 1
-        self.tokens += tokens
+        self.tokens += params.max_tokens
         await asyncio.sleep(0)
         arm = self.force_k if self.drafting else OFF
         self.latency[arm, self.running] = self.seconds(arm, self.running)
+        yield
 
     def seconds(self, arm, batch):
         return 0.010 + 0.001 * batch + (0 if arm == OFF else 0.002 + 0.003 * arm)
 
-    async def set_drafting(self, enabled):
-        if not enabled and not self.can_switch_off:
-            return False
-        self.drafting = enabled
-        return True
+    async def collective_rpc(self, method, args):
+        if not args[0] and not self.can_switch_off:
+            return ["it cannot"]
+        self.drafting = args[0]
+        return [None]
 
-    async def call(self, op, **settings):
-        if op == "control":
-            assert settings["drafting"] == self.drafting
-            self.force_k = settings["force_k"]
+    async def reset_prefix_cache(self):
+        pass
+
+    async def call_utility_async(self, method, operation, arguments):
+        if operation == "control":
+            assert arguments["drafting"] == self.drafting
+            self.force_k = arguments["force_k"]
             return {}
         times = tuple(StepTime(k, b, s) for (k, b), s in self.latency.items())
         self.running, self.latency = 0, {}
@@ -43,7 +47,7 @@ class MadeEngine:
 
 
 def run(engine, arms=(0, 1, 2, 3), max_batch=8, budget_s=60.0):
-    return asyncio.run(measure(engine.generate, engine.set_drafting, engine, arms, max_batch, 100, budget_s))
+    return asyncio.run(calibrate(engine, arms, max_batch, 100, budget_s))
 
 
 def test_the_table_has_every_arm_and_the_stock_like_one():
@@ -53,6 +57,7 @@ def test_the_table_has_every_arm_and_the_stock_like_one():
     for arm in table.arms():
         assert table.by_batch(arm) == [(b, pytest.approx(engine.seconds(arm, b))) for b in (1, 2, 4, 8)]
     assert {p.draft_length for p in table.points if p.samples == 0} == {2}, "the one that is interpolated"
+    assert engine.drafting and engine.force_k is None, "left as it was found"
 
 
 def test_where_off_always_stalled_it_costs_what_k_0_costs():
@@ -62,13 +67,6 @@ def test_where_off_always_stalled_it_costs_what_k_0_costs():
     table = run(engine)
     assert dict(table.by_batch(OFF))[2] == dict(table.by_batch(0))[2] == pytest.approx(usual(0, 2))
     assert dict(table.by_batch(OFF))[4] == pytest.approx(usual(OFF, 4))
-
-
-def test_the_engine_is_left_as_it_was_found():
-    engine = MadeEngine()
-    run(engine)
-    assert engine.drafting
-    assert engine.force_k is None
 
 
 def test_an_engine_that_cannot_switch_its_drafter_off_has_no_off_arm():
@@ -85,13 +83,14 @@ def test_out_of_time_it_keeps_what_it_has_and_restores_the_engine():
 def test_a_failing_probe_restores_the_engine():
     engine = MadeEngine()
 
-    async def fail(prompt, tokens):
+    async def fail(prompt, params, request_id):
         raise RuntimeError("engine died")
+        yield
 
+    engine.generate = fail
     with pytest.raises(RuntimeError, match="engine died"):
-        asyncio.run(measure(fail, engine.set_drafting, engine, (0, 1), 4, 100, 60.0))
-    assert engine.drafting
-    assert engine.force_k is None
+        run(engine)
+    assert engine.drafting and engine.force_k is None
 
 
 def test_a_cold_start_and_a_stall_do_not_stay_in_the_table():
