@@ -50,10 +50,9 @@ def test_what_is_live_is_what_the_file_holds(engine, models):
     for name in ("good", "bad"):
         answer = engine.rpc("tlt_load_drafter", weights(models, name))
         assert answer["ok"]
-        assert answer["shared"] == ("embed_tokens", "lm_head")
+        assert engine.live_drafter.shared_modules() == ("embed_tokens", "lm_head")
         live = engine.rpc("tlt_fingerprint")
         assert combined([answer["sums"]]) == live == fingerprint(load_file(weights(models, name)))
-        assert 0 < answer["seconds"] < 5
 
 
 def test_the_policys_own_tensors_are_never_written(engine, models, tmp_path):

@@ -98,10 +98,8 @@ class Engine:
         self.patch = pytest.MonkeyPatch()
         """For what a test changes inside; undone before the next test has the engine."""
 
-    @property
-    def runner(self) -> Any:
-        """The worker's model runner."""
-        return self.core.model_executor.driver_worker.worker.model_runner
+        worker = self.core.model_executor.driver_worker.worker
+        self.runner, self.live_drafter = worker.model_runner, getattr(worker, "tlt_drafter", None)
 
     def rpc(self, method: str, *args: Any) -> Any:
         """One worker's answer to `collective_rpc`."""
@@ -148,5 +146,5 @@ class Engine:
             if beside:
                 patch.setattr("vllm.v1.engine.core.cleanup_dist_env_and_memory", lambda: None)
             self.core.shutdown()
-        del self.llm, self.core, self.scheduler
+        del self.llm, self.core, self.scheduler, self.runner, self.live_drafter
         gc.collect()

@@ -2,7 +2,7 @@
 
 An engine puts the sequences of a micro-batch on one *token axis* (packed) or on one axis each (padded), and may split
 that axis over ranks: evenly (Ulysses, Megatron's sequence parallelism) or in two chunks of every sequence (Megatron's
-context parallelism). The tap (`actor.tap`) knows an engine only as an `EngineAdapter`.
+context parallelism). The tap knows an engine only as an `EngineAdapter`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Around = Callable[["TensorDict", bool, Callable[[], object]], object]
 
 
 class Untapped(TLTError, ValueError):
-    """Hidden states cannot be copied from this engine or layout; one sentence that says why and names the key."""
+    """Hidden states cannot be copied from this engine or layout."""
 
 
 @dataclass(frozen=True)
@@ -58,21 +58,14 @@ class EngineAdapter(Protocol):
         ...
 
     def locate(self, state: torch.Tensor, lengths: Sequence[int]) -> list[tuple[torch.Tensor, list[TokenSpan]]]:
-        """For each sequence of the micro-batch: its token axis [N, H] in a layer's input, and its tokens there.
-
-        Args:
-            state: a layer's input in the forward step that is under way.
-            lengths: tokens of each sequence.
+        """For each sequence (of so many tokens) of the micro-batch: its token axis [N, H] in a layer's input `state`,
+        and its tokens there.
         """
         ...
 
 
 def adapt(engine: BaseEngine) -> EngineAdapter:
-    """The adapter for one of verl's engines.
-
-    Raises:
-        Untapped: there is none for it, or for how it splits its work.
-    """
+    """The adapter for one of verl's engines; raises `Untapped` where there is none for it or its way to split work."""
     strategy = engine.engine_config.strategy
     if strategy in ("fsdp", "fsdp2"):
         return FSDPAdapter(engine)
@@ -82,13 +75,10 @@ def adapt(engine: BaseEngine) -> EngineAdapter:
 
 
 class FSDPAdapter:
-    """verl's FSDP engine (FSDP and FSDP2): a Hugging Face model, wrapped.
+    """verl's FSDP engine (FSDP and FSDP2): a Hugging Face model, wrapped; with LoRA or without.
 
-    Packed or padded, with or without LoRA, with or without Ulysses sequence parallelism. Parameters are sharded over
-    ranks, activations are whole: a rank computes its own sequences, or with Ulysses its slice of them.
-
-    Raises:
-        Untapped: the model's decoder is not found.
+    Parameters are sharded over ranks, activations are whole: a rank computes its own sequences, or with Ulysses
+    sequence parallelism its slice of them.
     """
 
     def __init__(self, engine: FSDPEngineWithLMHead) -> None:
@@ -137,10 +127,6 @@ class MegatronAdapter:
     the final norm. Context parallelism: a rank has two chunks of every sequence. Sequence parallelism: of what is left,
     the ranks of a tensor-parallel group have a slice each; without it they all have the same, and the first one copies
     it. Data-parallel ranks are groups of their own.
-
-    Raises:
-        Untapped: sequences are scheduled over ranks anew in every step, or split in another way than zigzag; layers
-            are sharded by Megatron-FSDP, or are not those of a GPT model.
     """
 
     def __init__(self, engine: MegatronEngineWithLMHead) -> None:
@@ -224,7 +210,7 @@ def zigzag(length: int, padded: int, at: int, rank: int, ranks: int) -> list[Tok
 
     Args:
         length: tokens of the sequence.
-        padded: the same with the padding that makes chunks equal; a multiple of `2 * ranks`, or anything with one rank.
+        padded: the same with the padding that makes chunks equal; anything with one rank.
         at: where its share begins on the axis.
         rank: of this rank in the context-parallel group.
         ranks: size of that group.

@@ -1,9 +1,9 @@
 """The hidden-state tap: copies hidden states out of the old-log-prob forward, for sequences chosen beforehand.
 
 The drafter learns from the inputs of three policy layers and from the last hidden state before the final norm
-(EAGLE-3; TLT section 5). verl's engines compute exactly these in every step, with the weights that produced the
-rollout, so forward hooks copy the chosen tokens and nothing else: sequences that were not chosen cost no memory beyond
-the layer that computes them. Each rank copies the tokens and layers it has; `spot_worker.shards` joins them.
+(EAGLE-3; TLT section 5). verl's engines compute these in every step, with the weights that produced the rollout, so
+forward hooks copy the chosen tokens and nothing else. Each rank copies the tokens and layers it has;
+`spot_worker.shards` joins them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HiddenStateTap:
     Args:
         adapter: of the engine.
         aux_layers: layers whose inputs are kept, as `eagle_aux_hidden_state_layer_ids` counts them.
-        dtype: 16-bit dtype of what is kept (the rollout's).
+        dtype: 16 bits, the rollout's.
     """
 
     def __init__(self, adapter: EngineAdapter, aux_layers: Sequence[int], dtype: torch.dtype) -> None:
@@ -54,10 +54,7 @@ class HiddenStateTap:
         adapter.intercept(self._around)
 
     def arm(self, windows: Mapping[int, tuple[int, int]]) -> None:
-        """Record rows of the coming batch: {row: (start, stop)}, the window of its tokens to keep.
-
-        Ranks that compute the same batch must all be given the same windows.
-        """
+        """Record the window (start, stop) of rows of the coming batch; the same on all ranks that compute it."""
         self.chosen, self.taken, self.seconds = dict(windows), [], 0.0
 
     def take(self) -> list[HiddenStateShard]:

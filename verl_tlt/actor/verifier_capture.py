@@ -1,10 +1,9 @@
 """Copies the parts of the policy that the drafter shares (embedding, head, final norm) while a weight sync streams by.
 
-The weight sync is the one moment in which every full tensor passes by anyway, and everybody waits for it; embedding and
-head are large (2.2 GB in 16 bits for a 7B policy). So one rank of each node copies them, and only when the drafter will
-be trained. They leave the device in 16 bits, go to memory that is kept for the run, page-locked where CUDA is, and a
-thread puts them into the object store while the next rollout runs. A failure costs the drafter its newest weights, not
-the sync.
+A weight sync streams every full tensor anyway, and everybody waits for it; embedding and head are large (2.2 GB in 16
+bits for a 7B policy). So one rank of each node copies them, and only when the drafter will be trained: in 16 bits, to
+memory that is kept for the run (page-locked where CUDA is). A thread puts them into the object store while the next
+rollout runs. A failure costs the drafter its newest weights, not the sync.
 """
 
 from __future__ import annotations
@@ -85,8 +84,7 @@ class VerifierCapture:
         """The sync is over: what arrived goes to the object store, in the background.
 
         Args:
-            base: reads the parts from the policy's files, for a sync that sends LoRA adapters alone; None: not such a
-                sync.
+            base: for a sync that sends LoRA adapters alone: reads the parts from the policy's files.
         """
         with self._contained():
             if self.armed and base is not None and not self._captured_before and not self._arrived:

@@ -1,8 +1,8 @@
 """Which sequences the tap captures, and which window of each: decided before the forward that computes them.
 
 Hidden states are heavy (28-64 KB a token for 7B-70B policies), so sequences are chosen beforehand and long ones are cut
-to a window. In every choice a text counts by its tokens: decoding time is spent on tokens, and counting sequences
-instead would leave the long tail, which speculation is for, underrepresented.
+to a window. A sequence counts by its tokens: otherwise the long tail, which speculation is for, would be
+underrepresented.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ def select_for_tap(
         lengths: tokens of each sequence, prompt and response.
         budget_tokens: most tokens to capture.
         rng: the same state gives the same choice.
-        window: most tokens captured of one sequence (`choose_window`); None: whole sequences. It is capped at the
-            budget, so that something is chosen even when each sequence exceeds it.
+        window: most tokens captured of one sequence, at most the budget (`choose_window`); None: whole sequences.
 
     Returns:
         Indices into `lengths`, ascending; their costs min(length, window) sum to at most `budget_tokens`.

@@ -61,11 +61,11 @@ class TLTActorWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def tlt_setup(self, config: TLTConfig, aux_layers: list[int], capture_ranks: Collection[int]) -> TapReady:
-        """Install the tap on this rank's engine.
+        """Install the tap on this rank's engine, for these layers' inputs.
 
         Args:
             config: all settings.
-            aux_layers: layer inputs the drafter wants.
+            aux_layers: layers whose inputs the drafter wants.
             capture_ranks: those that copy the verifier weights out of the coming weight sync.
         """
         dtype = torch.float16 if dtype_name(self.config.rollout.dtype) == "float16" else torch.bfloat16

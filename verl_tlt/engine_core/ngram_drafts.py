@@ -1,10 +1,9 @@
 """The scheduler's side of n-gram drafts: the only ones, or in place of an EAGLE drafter's where they match.
 
 With synchronous scheduling drafts pass the scheduler (`update_draft_token_ids`), which knows every request's tokens: so
-the index is here (`speculation/ngram_index.py`), and what it finds replaces the drafter's tokens for that request. The
-requests with such a draft are named in the step that is sent to the workers, because an n-gram is verified with
-probability one (`vllm_worker.draft_probabilities`). Which draft a request gets depends on tokens already verified,
-never on what the drafter drew, so sampling stays exact.
+the index (`speculation.ngram_index`) is here. The step that is sent to the workers names the requests with an n-gram,
+which is verified with probability one (`vllm_worker.draft_probabilities`). Which draft a request gets depends on tokens
+already verified, never on what the drafter drew, so sampling stays exact.
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ _FADE = 0.99  # weight of the past in the drafter's own acceptance, per step
 
 
 class NgramDrafts:
-    """Keeps the index and drafts from it.
+    """Keeps the index of the run's prompts and responses, and drafts from it.
 
     Args:
-        index: of the run's prompts and responses.
         without_drafter: n-grams are the only source; else one must be accepted as often as the drafter's own token.
     """
 
@@ -64,7 +62,7 @@ class NgramDrafts:
         Args:
             output: that step, as scheduled.
             sampled: tokens by row, before the scheduler cuts them at a request's end.
-            row_of: request → row.
+            row_of: row by request.
         """
         ngrams: Mapping[str, NgramDraft] = getattr(output, NGRAM_MARK, {})
         own = own_accepted = 0

@@ -7,9 +7,8 @@ anything is drafted, from batch, context and past acceptance only, which keeps s
 drafted in one step are verified in the next.
 
 Each finished step becomes one `StepRecord` for the policy, the statistics and the trace. A step waits only for the
-choice of K and for counting its drafts. The rest is done while the model runs the next step, in `get_grammar_bitmask`,
-which vLLM calls between handing a step to its workers and waiting for them; so K is chosen without the outcome of the
-very latest step, as under asynchronous scheduling anyway.
+choice of K and for counting its drafts. The rest is done while the model runs the next step, in `get_grammar_bitmask`;
+so K is chosen without the outcome of the very latest step, as under asynchronous scheduling anyway.
 """
 
 from __future__ import annotations
@@ -64,8 +63,7 @@ def load_policy(settings: Mapping[str, Any]) -> Policy:
             `policy_factory`: "module:function" taking these three, for a policy of one's own.
 
     Raises:
-        ControlError: the policy's name, arms or settings cannot be right.
-        ValueError: the factory cannot be found.
+        ValueError: the factory cannot be found; or (`ControlError`) the policy's name or settings cannot be right.
     """
     speculation, arms, seed = settings["speculation"], tuple(settings["arms"]), settings.get("seed", 0)
     own = settings.get("policy_factory")
@@ -88,13 +86,9 @@ def ngram_drafts(speculation: Mapping[str, Any]) -> NgramDrafts | None:
 
 
 def skip_empty_fetch(core: type[EngineCore]) -> bool:
-    """Save the engine a round trip to its workers after every step that drafted nothing (`patches/README.md`).
+    """Have `EngineCore.post_step`, a round trip to the workers, do nothing after a step that drafted nothing.
 
-    `EngineCore.post_step` then does nothing where `scheduler.drafts_expected` is False. A vLLM that looks at the
-    attribute itself, or fetches drafts in another way, stays as it is.
-
-    Returns:
-        whether the round trip is saved, by the wrapper or by vLLM.
+    Returns whether the round trip is saved, by the wrapper or by vLLM itself. See `patches/README.md`.
     """
     original = getattr(core, "post_step", None)
     if original is None or "take_draft_token_ids" not in (source := inspect.getsource(inspect.unwrap(original))):
@@ -113,13 +107,12 @@ def skip_empty_fetch(core: type[EngineCore]) -> bool:
 
 
 class _DraftLengthLookup:
-    """Takes the place of vLLM's table of draft lengths by batch size."""
+    """Takes the place of vLLM's table of draft lengths by batch size, which counts prefill chunks too."""
 
     def __init__(self, choose: Callable[[], int]) -> None:
         self._choose = choose
 
     def __getitem__(self, batch: int) -> int:
-        # vLLM counts prefill chunks in `batch`; the scheduler counts decode-phase requests itself.
         return self._choose()
 
 
@@ -164,9 +157,7 @@ class TLTScheduler(Scheduler):
     def tlt_call(self, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Answer the rollout server (`server.scheduler_client`), between two engine steps.
 
-        Args:
-            operation: `stats` (`tlt_stats`), `control`, `learned` (both of `StepControl`) or `policy_changed`.
-            arguments: of the operation.
+        Operations: `stats` (`tlt_stats`), `control` and `learned` (of `StepControl`), `policy_changed`.
         """
         if operation == "stats":
             return to_plain(self.tlt_stats(**arguments))
@@ -308,7 +299,7 @@ class TLTScheduler(Scheduler):
         """Requests of a step that ended while it ran."""
         if not isinstance(self, AsyncScheduler) and not self.finished_req_ids:  # cleared when the step was scheduled
             return ()
-        return () if scheduled.keys() <= self.requests.keys() else scheduled.keys() - self.requests.keys()
+        return scheduled.keys() - self.requests.keys()
 
     def _tlt_finish(
         self,

@@ -175,9 +175,7 @@ class LoadReply:
     fingerprint: str = ""
     """Of what is live on this rank; empty on a rank without a drafter."""
     sums: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
-    """Its part of the whole engine's fingerprint (`drafter.digest.combined` joins all ranks')."""
+    """Its part of the engine's fingerprint (`drafter.digest.combined` joins all ranks')."""
     seconds: float = 0.0
-    shared: tuple[str, ...] = ()
-    """Modules that are the policy's own."""
     full_graphs: tuple[int, ...] | None = None
     """Draft lengths whose steps have FULL CUDA graphs; None: nothing is captured there."""

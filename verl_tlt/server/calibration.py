@@ -47,7 +47,7 @@ def cost_key(policy: str, rollout: Any, drafter: Path | None = None) -> TableKey
     Args:
         policy: its local directory or its name on the hub; the configuration counts, not the path.
         drafter: its directory, of which the sizes count; None: nothing but n-grams is drafted.
-        rollout: verl's `actor_rollout_ref.rollout`; `enforce_eager`, `dtype` and `tensor_model_parallel_size` are read.
+        rollout: verl's `actor_rollout_ref.rollout`.
     """
     from vllm.platforms import current_platform
 

@@ -1,9 +1,8 @@
 """verl's LLM client, which sends a request again that a replica rejected because it was leaving the rollout.
 
-The load balancer may hand out a server in the same instant in which that server decides to leave. The server then
-rejects the request before its engine gets it (an "aborted" reply without tokens), and stock verl's synchronous client
-would keep that as an empty sample. verl's asynchronous client asks the balancer again by itself, a second later; below
-it, this one asks at once.
+The load balancer may hand out a server in the instant in which that server decides to leave. The server then rejects
+the request before its engine gets it (an "aborted" reply without tokens), and stock verl's synchronous client would
+keep that as an empty sample. verl's asynchronous client asks again a second later; below it, this one asks at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What vLLM is started with, from TLT's settings: engine arguments, environment variables, draft lengths.
-
-Which draft lengths have CUDA graphs depends on vLLM's release (`speculation/graph_rules.py`).
-"""
+"""What vLLM is started with, from TLT's settings: engine arguments, environment variables, draft lengths."""
 
 from __future__ import annotations
 
@@ -23,12 +20,7 @@ LOGITS_PROCESSOR_PLUGINS = "vllm.logits_processors"
 
 
 def engine_arms(tlt: TLTConfig, enforce_eager: bool) -> tuple[int, ...]:
-    """The draft lengths the policy may choose from, ascending, starting with 0.
-
-    Args:
-        tlt: all settings.
-        enforce_eager: no CUDA graphs, so that every length up to K_max is offered; else only lengths with graphs.
-    """
+    """The draft lengths the policy may choose from, ascending from 0: with CUDA graphs only lengths that have them."""
     s = tlt.speculation
     if s.arms is not None:
         return s.arms
@@ -66,8 +58,8 @@ def engine_kwargs(
 
     Args:
         tlt: all settings.
-        drafter_dir: directory with config.json and model.safetensors, on this node.
-        rollout: verl's rollout config; `enforce_eager` is read.
+        drafter_dir: its directory on this node.
+        rollout: verl's rollout config, of which `enforce_eager` is read.
         user: `rollout.engine_kwargs.vllm`, which wins over verl's values.
         on_cpu: whether vLLM runs on its CPU backend; None: ask vLLM.
 
@@ -97,10 +89,7 @@ def engine_kwargs(
 
 
 def engine_environment(source: str = "eagle") -> dict[str, str]:
-    """Environment variables that choose the model runner which drafts the length it is asked for.
-
-    The V2 runner verifies its own drafts whatever the scheduler says, so n-grams need V1 in every release.
-    """
+    """Environment variables that choose the model runner which drafts the length it is asked for; V1 for n-grams."""
     v1 = source != "eagle" or runner_for(_release()) == "V1"
     return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if v1 else {}
 

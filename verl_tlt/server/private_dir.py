@@ -1,9 +1,8 @@
 """A directory on this node that belongs to one process; if that process was killed, the next one removes it.
 
-Ray numbers jobs from one in every cluster, so two runs on one machine have the same job id, and their replicas the same
-ranks: only the system's own temporary names keep their files apart. A run that ends tells its servers to clean up; one
-that is killed cannot. The owner therefore holds a file lock, which ends with its process, and whoever comes later
-removes directories that nobody has locked. Standard library only.
+Two runs on one machine may have the same Ray job id and replica ranks: only the system's own temporary names keep their
+files apart. A run that is killed cannot clean up. The owner therefore holds a file lock, which ends with its process,
+and whoever comes later removes directories that nobody has locked. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,11 +21,7 @@ OWNER = "owner.lock"
 
 
 def make_private_dir(prefix: str) -> Path:
-    """Make a directory (0700) that is this process's while it lives, and remove those of this user's dead processes.
-
-    Args:
-        prefix: how such directories begin, below the system's temporary directory.
-    """
+    """Make a temporary directory (0700) for this process, and remove those of this user's dead processes."""
     for owner in Path(tempfile.gettempdir()).glob(f"{prefix}*/{OWNER}"):
         _remove_if_unowned(owner)
     path = Path(tempfile.mkdtemp(prefix=prefix))

@@ -1,7 +1,7 @@
 """Calls from a rollout server into vLLM's scheduler, which runs in another process (EngineCore).
 
-vLLM's client can call any method of `EngineCore` by name, between two engine steps: `sleep` and `collective_rpc` are
-such calls. `engine_core.scheduler` adds the method `tlt_call`, which is called here.
+vLLM's client can call any method of `EngineCore` by name, between two engine steps. `engine_core.scheduler` adds the
+method `tlt_call`, which is called here.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ class SchedulerCallError(TLTError, RuntimeError):
 
 
 class SchedulerClient:
-    """Calls the scheduler of one engine (`TLTScheduler.tlt_call` lists the operations).
-
-    Args:
-        engine: with our scheduler.
-    """
+    """Calls the scheduler of one engine (`TLTScheduler.tlt_call` lists the operations)."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine

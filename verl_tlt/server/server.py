@@ -26,13 +26,7 @@ from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.digest import combined
 from verl_tlt.drafter.staging import DIRECTORY, stage
 from verl_tlt.messages import from_plain
-from verl_tlt.messages.rollout import (
-    DrafterFile,
-    DrafterStatus,
-    EngineStats,
-    LoadReply,
-    store_name,
-)
+from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadReply, store_name
 from verl_tlt.server.calibration import calibrate, cost_key, plan_batches
 from verl_tlt.server.engine_arguments import engine_arms, engine_environment, engine_kwargs
 from verl_tlt.server.private_dir import make_private_dir
@@ -108,16 +102,13 @@ class TLTvLLMHttpServer(vLLMHttpServer):
     # ------------------------------------------------------------------ leaving early
 
     async def tlt_try_sleep(self, recall: bool = False) -> bool:
-        """Sleep if and only if no request is in the engine or on its way into it.
+        """Sleep if and only if no request is in the engine or on its way into it; else serve on. Returns which.
 
         Closing the gate and counting happen on the actor's one event loop: a request admitted before is counted in the
         engine, one that comes after is rejected and sent to another replica by the client (`server/client.py`).
 
         Args:
             recall: keep the weights on the host, so that `tlt_recall` can wake the engine up before a weight sync.
-
-        Returns:
-            whether it sleeps; False: it goes on serving, with its gate open, or this node has no engine.
         """
         if self.node_rank != 0:
             return False
@@ -243,12 +234,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             self._tlt_served = replace(self._tlt_served, error=f"{type(error).__name__}: {error}")
 
     async def tlt_disable_drafting(self, disabled: bool, at_once: bool = False) -> None:
-        """Decode without drafts from the next weight sync on, or with drafts again.
-
-        Args:
-            disabled: as said.
-            at_once: from now on instead; the engine has no work and its caches are empty.
-        """
+        """Decode without drafts, or with them again, from the next weight sync on (`at_once`: now, if it is idle)."""
         self._tlt_drafting_disabled = disabled
         if at_once:
             await self._tlt_reload()
@@ -272,7 +258,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
     # ------------------------------------------------------------------ costs
 
     async def tlt_calibrate(self, known: LatencyTable | None = None) -> LatencyTable:
-        """Measure step costs by batch and draft length, OFF included, or take them over; the scheduler gets them too.
+        """Measure step costs by batch and draft length, OFF included, and give them to the scheduler.
 
         Args:
             known: what another replica of the run measured, used as it is.
@@ -290,12 +276,8 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         if known is not None and known.points:
             found = known
         elif not covered:
-            found = await calibrate(
-                engine=self.engine,
-                arms=arms,
-                max_batch=self.config.max_num_seqs,
-                vocab_size=len(self.model_config.tokenizer),
-            )
+            vocab_size = len(self.model_config.tokenizer)
+            found = await calibrate(self.engine, arms, self.config.max_num_seqs, vocab_size)
         await scheduler.call("control", points=(stored if covered else found).to_list())
         await scheduler.call("stats", reset=True)
         return found

@@ -1,9 +1,8 @@
 """FULL CUDA graphs for every draft length, where vLLM's V1 model runner captures them for the longest one only.
 
-Without them a step that drafts nothing runs on piecewise graphs, padded to 1 + K_max tokens, while stock vLLM runs the
-same step on a full one. They are captured where the model runner's source is the one this file was written for;
-elsewhere only the longest draft has them, and one line in the log says why. See `patches/README.md`. The
-arithmetic of graphs is in `speculation.graph_rules`.
+Without them a step that drafts nothing runs on piecewise graphs, padded to 1 + K_max tokens (`patches/README.md`). They
+are captured where the model runner's source is the one this file was written for; elsewhere only the longest draft has
+them, and one line in the log says why. The arithmetic of graphs is in `speculation.graph_rules`.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def full_graph_arms(runner: GPUModelRunner, vllm_config: VllmConfig, arms: Seque
     """Have graphs captured for every draft length in `arms`, where possible; call it between model load and capture.
 
     Returns:
-        draft lengths whose steps will have FULL graphs; None where nothing is captured at all.
+        the draft lengths that will have FULL graphs; None where nothing is captured at all.
     """
     arms = tuple(arms)
     if not token_limit(vllm_config):
@@ -90,14 +89,10 @@ def digest(source: str) -> str:
 
 
 def capture_every_arm(runner: GPUModelRunner, arms: Sequence[int]) -> tuple[int, ...]:
-    """Give each arm its own FULL graphs, and a batch of one request one of exactly its tokens.
+    """Give each arm whose width (1 + draft length) divides 1 + K_max its own FULL graphs; returns those arms.
 
-    The dispatcher tells graphs apart by tokens and requests, so it can hold several widths (1 + draft length);
-    what has to change with the batch is the one width that runner and dispatcher hold. An arm whose width does not
-    divide 1 + K_max gets no graphs.
-
-    Returns:
-        the arms that have graphs of their own, the longest included.
+    The dispatcher tells graphs apart by tokens and requests, so it can hold several widths; what has to change with the
+    batch is the one width that runner and dispatcher hold. A batch of one request gets a graph of exactly its tokens.
     """
     dispatcher, longest = runner.cudagraph_dispatcher, runner.uniform_decode_query_len
     widths = sorted({1 + arm for arm in arms if longest % (1 + arm) == 0} - {longest})

@@ -25,9 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def verify_as_certain(runner: GPUModelRunner) -> None:
-    """Give n-gram drafts probability one, in an engine whose drafter draws its own tokens.
-
-    The scheduler marks the requests whose draft is an n-gram (`engine_core.ngram_drafts`).
+    """Give n-gram drafts (`engine_core.ngram_drafts` marks them) probability one, beside a drafter's own tokens.
 
     Raises:
         RuntimeError: this vLLM has no such method.

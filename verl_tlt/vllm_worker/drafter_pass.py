@@ -1,11 +1,8 @@
 """OFF in a vLLM worker: a step that drafts nothing does without the drafter's own pass.
 
 Such a step then costs what it costs in an engine that has no drafter, and the drafter's KV cache has a hole: so switch
-only an engine without requests, and reset its prefix cache before it drafts again.
-
-Both of vLLM's model runners are known: V1, and V2, which verl-tlt leaves on from vLLM 0.32 on
-(`speculation.graph_rules.runner_for`). tests/contract/test_vllm_v2_runner.py holds V2 of 0.24 to 0.32 to what is relied
-on here.
+only an engine without requests, and reset its prefix cache before it drafts again. Both of vLLM's model runners are
+known: V1, and V2, which verl-tlt leaves on from vLLM 0.32 on (tests/contract/test_vllm_v2_runner.py).
 """
 
 from __future__ import annotations
@@ -52,11 +49,7 @@ class NoProposals:
 
 
 def set_drafting(runner: GPUModelRunner | V2ModelRunner, enabled: bool) -> str | None:
-    """Whether the drafter's own pass runs in steps that draft nothing; one that drafts has its pass in any case.
-
-    Returns:
-        why no pass can be skipped here; None: done.
-    """
+    """Whether the drafter's own pass runs in steps that draft nothing; returns why it cannot be skipped, or None."""
     is_v2 = hasattr(runner, "speculator")
     proposer = runner.speculator if is_v2 else getattr(runner, "drafter", None)
     if proposer is None or isinstance(proposer, NoProposals):  # the former on a pipeline stage without the drafter
@@ -74,8 +67,7 @@ def set_drafting(runner: GPUModelRunner | V2ModelRunner, enabled: bool) -> str |
 def _make_v1_skippable(runner: GPUModelRunner, proposer: SpecDecodeBaseProposer) -> None:
     """Skip `propose` at K=0 while `proposer.tlt_drafting` is False, and what the runner prepares for it.
 
-    The runner finds every request's last token in a Python loop and joins the hidden states. With async scheduling the
-    next step takes its tokens from there, so that part stays.
+    With async scheduling the next step takes its tokens from the preparation, so that stays.
     """
     propose, prepare_and_propose = proposer.propose, runner.propose_draft_token_ids
 
@@ -103,11 +95,10 @@ def _make_v1_skippable(runner: GPUModelRunner, proposer: SpecDecodeBaseProposer)
 
 
 def _make_v2_skippable(runner: V2ModelRunner, speculator: EagleSpeculator) -> None:
-    """Skip `propose` at K=0 while `speculator.tlt_drafting` is False.
+    """Skip `propose` at K=0 while `speculator.tlt_drafting` is False, except in dummy runs (profiling, warm-up).
 
-    Before 0.32 this runner drafts K_max whatever is asked, so the length is read where all releases have it, in the
-    scheduler's output. Skipped, the rows that would be drafted, int64 [num_reqs, K_max], are zeros, which nothing
-    verifies. Dummy runs (profiling, warm-up) keep their pass.
+    Before 0.32 this runner drafts K_max whatever is asked, so K is read from the scheduler's output. The rows that are
+    not drafted, int64 [num_reqs, K_max], are zeros, which nothing verifies.
     """
     execute, propose, draft_length = runner.execute_model, speculator.propose, 0
 

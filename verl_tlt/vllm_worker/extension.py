@@ -62,10 +62,7 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
             self.tlt_full_graphs = full_graph_arms(runner, vllm_config, tlt["arms"])
 
     def tlt_load_drafter(self, path: str | None = None) -> dict[str, Any]:
-        """Load a drafter's weights into the live one, in place (`LiveDrafter.load`).
-
-        Args:
-            path: a safetensors file; None: what the server of this worker's node staged.
+        """Load a safetensors file into the live drafter (`LiveDrafter.load`); None: what this node's server staged.
 
         Returns:
             a `LoadReply` as a dict.
@@ -81,14 +78,9 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
             logger.error("The drafter %s was not loaded.", path or "of this node", exc_info=error)
             text = str(error) if isinstance(error, DrafterRefused) else f"{type(error).__name__}: {error}"
             return to_plain(LoadReply(ok=False, error=text))
-        reply = LoadReply(
-            ok=True,
-            fingerprint=combined([sums]),
-            sums=sums,
-            seconds=time.perf_counter() - start,
-            shared=self.tlt_drafter.shared_modules(),
-            full_graphs=self.tlt_full_graphs,
-        )
+        seconds = time.perf_counter() - start
+        graphs = self.tlt_full_graphs
+        reply = LoadReply(ok=True, fingerprint=combined([sums]), sums=sums, seconds=seconds, full_graphs=graphs)
         return to_plain(reply)
 
     def tlt_fingerprint(self) -> str:

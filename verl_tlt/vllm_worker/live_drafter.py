@@ -27,15 +27,11 @@ class DrafterRefused(TLTError, ValueError):
 
 
 class LiveDrafter:
-    """The drafter of one worker, and the policy that it shares modules with.
+    """The drafter of one worker (V1 or V2 model runner), and the policy that it shares modules with.
 
     vLLM's sleep level 2 (verl's default) discards all weights, and before 0.28 the drafter's buffers too: its rotary
     table comes back as garbage, and no file holds it. So buffers that are the drafter's own are kept on the host and
     written back with every load.
-
-    Args:
-        runner: vLLM's model runner with its models loaded, V1 or V2; `find_drafter` gives one.
-        vllm_config: of the engine.
     """
 
     def __init__(self, runner: GPUModelRunner, vllm_config: VllmConfig) -> None:
@@ -64,6 +60,8 @@ class LiveDrafter:
         Raises:
             DrafterRefused: the file does not fit; nothing was written.
         """
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
         # vLLM's LoRA wrapper around the policy's embedding expects the policy's batch, and a draft step has another.
         inner = self.model.model
         inner.embed_tokens = getattr(inner.embed_tokens, "base_layer", inner.embed_tokens)
@@ -76,7 +74,8 @@ class LiveDrafter:
         self._copy(tensors)
         if "d2t" in tensors and not _has_own_head(file):
             self._cut_head()
-        return self._sums(tensors)
+        rank = get_tensor_model_parallel_rank() if self._shards > 1 else 0
+        return partial_sums(own_shards(self._own_parameters(), tensors, rank, self._shards))
 
     def fingerprint(self) -> str:
         """Fingerprint of what is live on this rank; it names the first buffer that is not as it was at the start."""
@@ -93,8 +92,8 @@ class LiveDrafter:
         """Compare names, and without tensor parallelism shapes, before anything is overwritten.
 
         Raises:
-            DrafterRefused: a tensor is missing, unknown, of another shape, or not finite (its drafts would be token
-                0); or the live weights cannot be written at all.
+            DrafterRefused: a tensor is missing, unknown, of another shape, or not finite; or the live weights cannot be
+                written at all.
         """
         live = self._own_parameters()
         if repacked := next((n for n, p in live.items() if p.numel() == 0), None):
@@ -107,11 +106,10 @@ class LiveDrafter:
             if name == "d2t":
                 continue
             name = names.live(name)
+            if not torch.isfinite(tensor).all():  # its drafts would be token 0
+                raise DrafterRefused(f"{file}: {name} holds numbers that are not finite.")
             rows[name] = rows.get(name, 0) + tensor.shape[0]
             columns[name] = tuple(tensor.shape[1:])
-        broken = (n for n, t in tensors.items() if t.is_floating_point() and not torch.isfinite(t).all())
-        if (found := next(broken, None)) is not None:
-            raise DrafterRefused(f"{file}: {names.live(found)} holds numbers that are not finite.")
         if missing := sorted(live.keys() - rows.keys()):
             raise DrafterRefused(f"{file} lacks {missing[0]}, which the served drafter has.")
         if unknown := sorted(rows.keys() - live.keys()):
@@ -134,8 +132,7 @@ class LiveDrafter:
     def _cut_head(self) -> None:
         """Copy the rows of the policy's present head that a pruned draft vocabulary keeps.
 
-        Under tensor parallelism each rank holds some rows of the policy's vocabulary and others of the drafter's: what
-        a rank has is summed over all ranks, and each takes its part.
+        Under tensor parallelism ranks hold different rows of the two: they sum what they have, and each takes its part.
         """
         offsets = dict(self.model.named_parameters())[OFFSETS]  # [DV]
         ids = torch.arange(len(offsets), device=offsets.device) + offsets
@@ -153,19 +150,9 @@ class LiveDrafter:
         own = self.model.lm_head
         own.weight_loader(own.weight, rows.to(own.weight.dtype))
 
-    def _sums(self, tensors: Mapping[str, torch.Tensor]) -> Sums:
-        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-
-        rank = get_tensor_model_parallel_rank() if self._shards > 1 else 0
-        return partial_sums(own_shards(self._own_parameters(), tensors, rank, self._shards))
-
 
 def find_drafter(runner: GPUModelRunner) -> Eagle3LlamaForCausalLM | None:
-    """The drafter's module, out of its CUDA-graph wrapper; None on a pipeline stage without one, or with n-grams alone.
-
-    Args:
-        runner: vLLM's model runner, V1 (`drafter`) or V2 (`speculator`).
-    """
+    """The drafter's module, out of its CUDA-graph wrapper; None on a pipeline stage without one, or with n-grams."""
     holder = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     drafter = getattr(holder, "model", None)
     while drafter is not None and not isinstance(drafter, torch.nn.Module) and hasattr(drafter, "unwrap"):
@@ -174,9 +161,7 @@ def find_drafter(runner: GPUModelRunner) -> Eagle3LlamaForCausalLM | None:
 
 
 def own_buffers(drafter: Eagle3LlamaForCausalLM, policy: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The drafter's buffers by name, without those it shares with the policy (vLLM builds one rotary table for both
-    where their settings agree).
-    """
+    """The drafter's buffers by name, without those of the policy (vLLM builds one rotary table for equal settings)."""
     theirs = {buffer.data_ptr() for buffer in policy.buffers()}
     return {name: b.detach() for name, b in drafter.named_buffers() if b.numel() and b.data_ptr() not in theirs}
 
@@ -188,17 +173,13 @@ def _same_bits(live: torch.Tensor, kept: torch.Tensor) -> bool:
 
 
 def _has_own_head(file: Path) -> bool:
-    """Whether the drafter beside this config was trained with a head of its own, which is not the policy's."""
+    """Whether the drafter was trained with a head that is not the policy's."""
     config = file.with_name("config.json")
     return config.is_file() and bool(json.loads(config.read_text()).get("own_head"))
 
 
 def _read(file: Path, shared: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """The file's tensors, without those that would be written into the policy.
-
-    Raises:
-        DrafterRefused: no such file, or no whole safetensors file.
-    """
+    """The file's tensors, without those that would be written into the policy; `DrafterRefused` for a broken file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
