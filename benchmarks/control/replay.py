@@ -25,8 +25,7 @@ from benchmarks.simulate.oracles import TrueGoodput, best_per_bucket, static_run
 from benchmarks.simulate.workload import FIG16_ADAPTIVE, FIG16_VANILLA, Workload, geometric
 from verl_tlt.server.calibration import BATCHES, STEPS, plan_arms
 from verl_tlt.speculation.costs.tables import CONTEXT_TOKENS, LatencyPoint, LatencyTable
-from verl_tlt.speculation.policies.base import BasePolicy
-from verl_tlt.speculation.types import OFF
+from verl_tlt.speculation.types import OFF, BasePolicy
 
 EAGER_ARMS = (0, 1, 2, 3, 5, 7)
 RECORDED = Path(__file__).parent / "recorded_cpu.json"

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.simulate.engine import SimulatedEngine, SimulationResult, Truth
-from verl_tlt.speculation.policies.base import FixedPolicy
+from verl_tlt.speculation.policies import FixedPolicy
 from verl_tlt.speculation.types import Load, StepRecord
 
 

@@ -37,7 +37,7 @@ from demo.toy.assets import prompt_row
 from verl_tlt.advise.response_lengths import Lengths, LogNormal
 from verl_tlt.advise.simulation import EngineSpec, Floats, SimulatedRun, decode, rollout, simulate, step_gains
 from verl_tlt.speculation.costs.tables import LatencyTable
-from verl_tlt.speculation.policies.factory import make_policy
+from verl_tlt.speculation.policies import make_policy
 from verl_tlt.speculation.types import OFF
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -36,7 +36,7 @@ from verl_tlt.speculation.decision import Limits
 from verl_tlt.speculation.decode_load import DecodeLoad, StopBoundary
 from verl_tlt.speculation.graph_rules import token_limit
 from verl_tlt.speculation.ngram_index import NgramIndex
-from verl_tlt.speculation.policies.factory import make_policy
+from verl_tlt.speculation.policies import make_policy
 from verl_tlt.speculation.step_control import StepControl
 from verl_tlt.speculation.types import Policy
 from verl_tlt.speculation.verified import Verified, count_verified

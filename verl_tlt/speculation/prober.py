@@ -2,10 +2,6 @@
 
 An arm is a candidate only if it could beat the one in use, given how uncertain or old its estimate is, and if the
 budget allows the goodput that the attempt will probably cost. Near neighbours come first.
-
-The budget is an allowance that grows with every step and is capped, so that probing never takes more than its share of
-the engine's time. An interval per subject doubles with every probe, so that the same arm is tried rarely, and is reset
-when K changes.
 """
 
 from __future__ import annotations
@@ -39,7 +35,11 @@ _START, _CAP = 1.0, 8.0
 
 
 class ProbeBudget:
-    """Allowance and intervals of probes; arguments as the constants they default to."""
+    """What probing may cost: an allowance, which grows with every step up to a cap, and an interval per subject.
+
+    The interval doubles with every probe, so that the same arm is tried rarely, and is reset when K changes. Arguments
+    as the constants they default to.
+    """
 
     def __init__(
         self, share: float = PROBE_SHARE, interval: int = PROBE_INTERVAL, interval_max: int = PROBE_INTERVAL_MAX
@@ -74,13 +74,14 @@ class ProbeBudget:
         self._wait[subject] = min(2 * wait, self._interval_max)
         return True
 
-    def postpone(self, subject: Hashable) -> None:
-        """Start the subject's interval again from now, without doubling it."""
-        self._next[subject] = self._steps + self._wait.get(subject, self._interval)
+    def drafted(self) -> None:
+        """A draft was verified: the drafter is in use, and its interval begins again without doubling."""
+        self._next[UNUSED_DRAFTER] = self._steps + self._wait.get(UNUSED_DRAFTER, self._interval)
 
-    def reset(self, subject: Hashable) -> None:
-        """Let the subject's intervals begin small again after the current one."""
-        self._wait.pop(subject, None)
+    def k_changed(self, arms: Sequence[int], batch: int) -> None:
+        """K changed between these arms: after the current interval they may be probed soon again."""
+        for subject in (*((arm, batch.bit_length()) for arm in arms), UNUSED_DRAFTER):
+            self._wait.pop(subject, None)
 
     def clear(self) -> None:
         """Make every subject due now."""
@@ -88,21 +89,15 @@ class ProbeBudget:
         self._wait.clear()
 
 
-class ProbeRun(NamedTuple):
-    """An arm to use for some steps."""
+class Probe(NamedTuple):
+    """An arm to use for some steps, and what that is charged to."""
 
     arm: int
     """Index into the arms."""
     steps: int
-
-
-class ProbeCandidate(NamedTuple):
-    """A probe that could be made, and what it is charged to."""
-
-    run: ProbeRun
-    subject: Hashable
+    subject: Hashable = None
     """Whose interval it starts."""
-    price: float
+    price: float = 0.0
     """Steps of goodput that it will probably cost."""
 
 
@@ -121,83 +116,60 @@ class LoadEstimates(NamedTuple):
     best: int
     """Arm of the highest goodput among those that may be used."""
 
+    def probe(self, arm: int, steps: int, subject: Hashable) -> Probe:
+        """A probe at this load, with its price."""
+        return Probe(arm, steps, subject, steps * max(0.0, 1.0 - self.goodput[arm] / self.goodput[self.current]) + _FEE)
 
-class Prober:
-    """Finds probes by the policy's estimates."""
 
-    def __init__(
-        self,
-        arms: Sequence[int],
-        acceptance: AcceptanceEstimate,
-        latency: LatencyModel,
-        budget: ProbeBudget,
-        optimism: float = OPTIMISM,
-    ) -> None:
-        self._arms, self._acceptance, self._latency = tuple(arms), acceptance, latency
-        self.budget, self._optimism = budget, optimism
-
-    def find(self, here: LoadEstimates) -> ProbeCandidate | None:
-        """The probe to make now, within the budget; None in nearly every step."""
-        if here.current == 0 and len(self._arms) > 1 and self.budget.due(UNUSED_DRAFTER):
-            candidate = self._unused_drafter(here)
-            if candidate is not None:
-                return candidate
-        octave = here.load.batch.bit_length()
-        nearest_first = (*range(here.current + 1, here.reachable), *range(here.current - 1, -1, -1))
-        due = [arm for arm in nearest_first if self.budget.due((arm, octave))]
-        if not due:
-            return None
-        sigmas = self._latency.uncertainty(here.load.batch, here.load.kv_tokens)[1:]
-        for arm, hope in zip(due, self._at_best(here, due, sigmas), strict=True):
-            if hope > here.goodput[here.current] * _WORTHWHILE:
-                steps = self._steps(here.load, sigmas[arm])
-                price = _price(here, arm, steps)
-                if self.budget.affords(price):
-                    return ProbeCandidate(ProbeRun(arm, steps), (arm, octave), price)
+def find_probe(
+    here: LoadEstimates, arms: Sequence[int], acceptance: AcceptanceEstimate, latency: LatencyModel, budget: ProbeBudget
+) -> Probe | None:
+    """The probe to make now, within the budget; None in nearly every step."""
+    if here.current == 0 and here.reachable > 1 and budget.due(UNUSED_DRAFTER):
+        # After a long time at K=0, the shortest draft, if a perfect drafter would pay here.
+        probe = here.probe(1, _steps(here.load, 0.0, latency.jitter), UNUSED_DRAFTER)
+        if (arms[1] + 1) / here.seconds[1] > _WORTHWHILE * here.goodput[0] and budget.affords(probe.price):
+            return probe
+    octave = here.load.batch.bit_length()
+    nearest_first = (*range(here.current + 1, here.reachable), *range(here.current - 1, -1, -1))
+    due = [arm for arm in nearest_first if budget.due((arm, octave))]
+    if not due:
         return None
-
-    def drafted(self) -> None:
-        """A draft was verified: the drafter is in use."""
-        self.budget.postpone(UNUSED_DRAFTER)
-
-    def k_changed(self, *arms: int, batch: int) -> None:
-        """K changed between these arms: they may be probed soon again."""
-        for subject in (*((arm, batch.bit_length()) for arm in arms), UNUSED_DRAFTER):
-            self.budget.reset(subject)
-
-    def _at_best(self, here: LoadEstimates, due: Sequence[int], sigmas: Sequence[float]) -> list[float]:
-        """Goodput that each arm could have at best, given the uncertainty of its estimates."""
-        tau, spread = self._acceptance.accept_lengths(), self._acceptance.accept_length_uncertainty()
-        hopes = []
-        for arm in due:
-            k, longer = self._arms[arm], arm > here.current
-            # The acceptance of a shorter draft is known: it is part of what the longer one shows.
-            vague = spread[k] / tau[k] if longer else 0.0
-            hope = tau[k] / here.seconds[arm] * (1.0 + self._optimism * math.hypot(sigmas[arm], vague))
-            if longer:
-                # However uncertain its latency is, a longer draft is not expected to be cheaper than the current one.
-                cheapest = min(here.seconds[arm], here.seconds[here.current])
-                hope = min(hope, (tau[k] + self._optimism * spread[k]) / cheapest)
-            hopes.append(hope)
-        return hopes
-
-    def _unused_drafter(self, here: LoadEstimates) -> ProbeCandidate | None:
-        """After a long time at K=0, one probe of the shortest draft, if a perfect drafter would pay here."""
-        perfect = (self._arms[1] + 1) / here.seconds[1]
-        if here.reachable < 2 or perfect <= _WORTHWHILE * here.goodput[0]:
-            return None
-        steps = self._steps(here.load, 0.0)
-        price = _price(here, 1, steps)
-        return ProbeCandidate(ProbeRun(1, steps), UNUSED_DRAFTER, price) if self.budget.affords(price) else None
-
-    def _steps(self, load: Load, sigma: float) -> int:
-        """Steps that a probe needs: a few drafts for acceptance, clean steps for latency if that is uncertain."""
-        drafts = min(_MOST_STEPS, -(-_ENOUGH_DRAFTS // load.batch))
-        if sigma <= _SHARP:
-            return drafts
-        return max(drafts, 1 + max(2, min(12, round((self._latency.jitter / _SHARP) ** 2))))
+    sigmas = latency.uncertainty(here.load.batch, here.load.kv_tokens)[1:]
+    tau, spread = acceptance.accept_lengths(), acceptance.accept_length_uncertainty()
+    for arm in due:
+        k = arms[arm]
+        if at_best(here, arm, tau[k], spread[k], sigmas[arm]) > here.goodput[here.current] * _WORTHWHILE:
+            probe = here.probe(arm, _steps(here.load, sigmas[arm], latency.jitter), (arm, octave))
+            if budget.affords(probe.price):
+                return probe
+    return None
 
 
-def _price(here: LoadEstimates, arm: int, steps: int) -> float:
-    """Steps of goodput that a probe loses."""
-    return steps * max(0.0, 1.0 - here.goodput[arm] / here.goodput[here.current]) + _FEE
+def at_best(
+    here: LoadEstimates, arm: int, tau: float, spread: float, sigma: float, optimism: float = OPTIMISM
+) -> float:
+    """Goodput that an arm could have at best.
+
+    Args:
+        here: estimates at the load.
+        arm: which one.
+        tau: its accept length.
+        spread: standard deviation of that.
+        sigma: relative standard deviation of its latency.
+        optimism: standard deviations by which both are raised.
+    """
+    longer = arm > here.current
+    # The acceptance of a shorter draft is known: it is part of what the longer one shows.
+    vague = spread / tau if longer else 0.0
+    hope = tau / here.seconds[arm] * (1.0 + optimism * math.hypot(sigma, vague))
+    if not longer:
+        return hope
+    # However uncertain its latency is, a longer draft is not expected to be cheaper than the current one.
+    return min(hope, (tau + optimism * spread) / min(here.seconds[arm], here.seconds[here.current]))
+
+
+def _steps(load: Load, sigma: float, jitter: float) -> int:
+    """Steps that a probe needs: a few drafts for acceptance, clean steps for latency if that is uncertain."""
+    drafts = min(_MOST_STEPS, -(-_ENOUGH_DRAFTS // load.batch))
+    return drafts if sigma <= _SHARP else max(drafts, 1 + max(2, min(12, round((jitter / _SHARP) ** 2))))

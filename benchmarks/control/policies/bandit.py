@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verl_tlt.speculation.policies.base import BasePolicy
-from verl_tlt.speculation.types import Load, StepRecord
+from verl_tlt.speculation.types import BasePolicy, Load, StepRecord
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verl_tlt.speculation.policies.base import BasePolicy
-from verl_tlt.speculation.types import Load, StepRecord
+from verl_tlt.speculation.types import BasePolicy, Load, StepRecord
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from benchmarks.simulate.workload import Workload, geometric
 from verl_tlt.advise.response_lengths import LogNormal, from_mean, from_moments
 from verl_tlt.advise.simulation import EngineSpec, SimulatedRun, decode, rollout, simulate, step_gains
 from verl_tlt.errors import TLTError
-from verl_tlt.speculation.policies.factory import make_policy
+from verl_tlt.speculation.policies import make_policy
 from verl_tlt.speculation.types import OFF
 
 ARMS = (0, 1, 2, 3, 5, 7)

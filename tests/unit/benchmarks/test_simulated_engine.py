@@ -10,7 +10,7 @@ from benchmarks.simulate.engine import Noise, SimulatedEngine
 from benchmarks.simulate.hardware import QWEN3_8B_H100
 from benchmarks.simulate.oracles import TrueGoodput, best_per_bucket, static_runs
 from benchmarks.simulate.workload import FIG16_ADAPTIVE, Workload, geometric
-from verl_tlt.speculation.policies.base import FixedPolicy
+from verl_tlt.speculation.policies import FixedPolicy
 from verl_tlt.speculation.types import OFF, Load
 
 SMALL = Workload(24, geometric(0.7), rollouts=2, median_length=120, max_length=500)

@@ -16,8 +16,7 @@ from verl_tlt.speculation.decision import (
     draft_length,
     expected_saving,
 )
-from verl_tlt.speculation.policies.base import FixedPolicy
-from verl_tlt.speculation.policies.factory import make_policy
+from verl_tlt.speculation.policies import FixedPolicy, make_policy
 from verl_tlt.speculation.types import OFF, Load
 
 # ---------------------------------------------------------------------- before every engine step

@@ -17,7 +17,7 @@ from verl_tlt.speculation.decode_load import (
     StopBoundary,
     room_before_stop,
 )
-from verl_tlt.speculation.policies.base import FixedPolicy
+from verl_tlt.speculation.policies import FixedPolicy
 from verl_tlt.speculation.types import Load
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from verl_tlt.speculation.prober import LoadEstimates, ProbeBudget, Prober, ProbeRun
+from verl_tlt.speculation.prober import LoadEstimates, ProbeBudget, at_best, find_probe
 from verl_tlt.speculation.types import Load
 
 
@@ -47,7 +47,7 @@ ARMS = (0, 1, 3)
 
 
 @dataclass
-class Beliefs:
+class Estimates:
     """What an acceptance estimate and a latency model would say; OFF's figures come first in the latter's."""
 
     tau: tuple[float, ...] = (1.0, 1.5, 1.8, 2.0)
@@ -65,75 +65,67 @@ class Beliefs:
         return (0.0, *self.sigmas)
 
 
-def prober(beliefs, optimism=1.0, seen=True):
-    """One that has just seen its drafter, or never."""
-    made = Prober(ARMS, beliefs, beliefs, ProbeBudget(1.0, 4, 64), optimism)
-    if seen:
-        made.drafted()
-    return made
+def find(here, estimates=None, drafted=True):
+    """The probe of a policy whose drafter has just drafted, or never."""
+    estimates, budget = estimates or Estimates(), ProbeBudget(1.0, 4, 64)
+    if drafted:
+        budget.drafted()
+    return find_probe(here, ARMS, estimates, estimates, budget)
 
 
 def at(current, seconds=(1.0, 1.0, 1.0), goodput=(1.0, 1.0, 1.0), reachable=3, batch=4):
     return LoadEstimates(Load(batch, 100 * batch), current, reachable, seconds, goodput, current)
 
 
-def test_a_longer_draft_is_hoped_to_be_as_good_as_its_estimates_may_be_wrong():
-    """tau 2 of spread 0.4, a fifth of it: at best a fifth more by a latency that is known."""
-    beliefs = Beliefs(spread=(0.0, 0.3, 0.4, 0.4))
-    (hope,) = prober(beliefs)._at_best(at(1, seconds=(1.0, 1.0, 1.6)), [2], beliefs.sigmas)
-    assert hope == pytest.approx(2.0 / 1.6 * 1.2)
-    (hope,) = prober(beliefs, optimism=2.0)._at_best(at(1, seconds=(1.0, 1.0, 1.6)), [2], (0.0, 0.0, 0.15))
-    assert hope == pytest.approx(2.0 / 1.6 * (1 + 2 * 0.25)), "three fifths and four fifths of a quarter"
-
-
-def test_a_longer_draft_is_not_hoped_to_be_cheaper_than_the_one_in_use():
-    beliefs = Beliefs(spread=(0.0, 0.3, 0.4, 0.4), sigmas=(0.0, 0.0, 0.9))
-    (hope,) = prober(beliefs)._at_best(at(1, seconds=(1.0, 1.2, 1.5)), [2], beliefs.sigmas)
-    assert hope == pytest.approx((2.0 + 0.4) / 1.2)
-    (hope,) = prober(beliefs)._at_best(at(1, seconds=(1.0, 1.2, 1.1)), [2], beliefs.sigmas)
-    assert hope == pytest.approx((2.0 + 0.4) / 1.1), "unless it is believed to be"
-
-
-def test_of_a_shorter_draft_only_the_latency_is_unknown():
-    beliefs = Beliefs(spread=(0.0, 0.3, 0.4, 0.4), sigmas=(0.0, 0.2, 0.0))
-    (hope,) = prober(beliefs)._at_best(at(2, seconds=(1.0, 0.6, 1.0)), [1], beliefs.sigmas)
-    assert hope == pytest.approx(1.5 / 0.6 * 1.2)
+@pytest.mark.parametrize(
+    ("current", "seconds", "arm", "tau", "spread", "sigma", "optimism", "hope"),
+    [
+        # tau 2 of spread 0.4, a fifth of it: at best a fifth more by a latency that is known
+        (1, (1.0, 1.0, 1.6), 2, 2.0, 0.4, 0.0, 1.0, 2.0 / 1.6 * 1.2),
+        # three fifths and four fifths of a quarter
+        (1, (1.0, 1.0, 1.6), 2, 2.0, 0.4, 0.15, 2.0, 2.0 / 1.6 * (1 + 2 * 0.25)),
+        # not cheaper than the one in use, however vague its latency, unless it is estimated to be
+        (1, (1.0, 1.2, 1.5), 2, 2.0, 0.4, 0.9, 1.0, (2.0 + 0.4) / 1.2),
+        (1, (1.0, 1.2, 1.1), 2, 2.0, 0.4, 0.9, 1.0, (2.0 + 0.4) / 1.1),
+        # of a shorter draft only the latency is unknown
+        (2, (1.0, 0.6, 1.0), 1, 1.5, 0.3, 0.2, 1.0, 1.5 / 0.6 * 1.2),
+    ],
+)
+def test_an_arm_may_be_as_good_as_its_estimates_may_be_wrong(current, seconds, arm, tau, spread, sigma, optimism, hope):
+    assert at_best(at(current, seconds), arm, tau, spread, sigma, optimism) == pytest.approx(hope)
 
 
 def test_what_may_be_a_hundredth_better_is_probed_nearest_first_as_far_as_it_may():
-    good = Beliefs()  # goodput of 1.5 and 2 against 1
-    assert prober(good).find(at(0)).run.arm == 1
-    assert prober(good).find(at(1, goodput=(1.0, 1.5, 2.0))).run.arm == 2, "the last that can be reached"
-    assert prober(good).find(at(1, goodput=(1.0, 1.5, 2.0), reachable=2)) is None
-    for tau, found in ((1.009, None), (1.011, ProbeRun(1, 2))):
-        maybe = prober(Beliefs(tau=(1.0, tau, 1.0, 1.0))).find(at(0))
-        assert (maybe and maybe.run) == found
+    assert find(at(0)).arm == 1, "goodput of 1.5 and 2 against 1"
+    assert find(at(1, goodput=(1.0, 1.5, 2.0))).arm == 2, "the last that can be reached"
+    assert find(at(1, goodput=(1.0, 1.5, 2.0), reachable=2)) is None
+    assert find(at(0), Estimates(tau=(1.0, 1.009, 1.0, 1.0))) is None
+    assert find(at(0), Estimates(tau=(1.0, 1.011, 1.0, 1.0)))[:2] == (1, 2)
 
 
 @pytest.mark.parametrize(("batch", "steps"), [(1, 8), (3, 3), (4, 2), (5, 2), (8, 1), (9, 1), (300, 1)])
 def test_a_probe_lasts_until_eight_drafts_were_judged(batch, steps):
-    assert prober(Beliefs()).find(at(0, batch=batch)).run.steps == steps
+    assert find(at(0, batch=batch)).steps == steps
 
 
 @pytest.mark.parametrize(("jitter", "steps"), [(0.0, 3), (0.04, 5), (0.06, 10), (0.3, 13)])
 def test_where_the_latency_is_vague_it_lasts_until_that_is_known(jitter, steps):
-    vague = Beliefs(sigmas=(0.0, 0.03, 0.0), jitter=jitter)
-    assert prober(vague).find(at(0, batch=64)).run.steps == steps
+    assert find(at(0, batch=64), Estimates(sigmas=(0.0, 0.03, 0.0), jitter=jitter)).steps == steps
 
 
 def test_a_probe_costs_what_it_gives_up():
-    found = prober(Beliefs()).find(at(0, goodput=(1.0, 0.9, 0.1), batch=8))
-    assert found.run == ProbeRun(1, 1) and found.price == pytest.approx(1 * 0.1 + 0.05)
-    assert prober(Beliefs()).find(at(0, goodput=(1.0, 0.1, 0.1), batch=1)) is None, "more than may be spent"
+    found = find(at(0, goodput=(1.0, 0.9, 0.1), batch=8))
+    assert found[:2] == (1, 1) and found.price == pytest.approx(1 * 0.1 + 0.05)
+    assert find(at(0, goodput=(1.0, 0.1, 0.1), batch=1)) is None, "more than may be spent"
 
 
 @pytest.mark.parametrize(("second", "reachable", "looks"), [(1.9, 3, True), (1.99, 3, False), (1.9, 1, False)])
-def test_a_drafter_that_was_not_looked_at_is_where_a_perfect_one_would_pay(second, reachable, looks):
+def test_an_unused_drafter_is_probed_where_a_perfect_one_would_pay(second, reachable, looks):
     """Two tokens in `second` seconds against one in one; a hundredth more is not worth it."""
-    hopeless = Beliefs(tau=(1.0, 1.0, 1.0, 1.0))
+    hopeless = Estimates(tau=(1.0, 1.0, 1.0, 1.0))
     here = at(0, seconds=(1.0, second, 2.0), goodput=(1.0, 0.9, 0.5), reachable=reachable)
-    found = prober(hopeless, seen=False).find(here)
-    assert (found and (found.run.arm, found.subject)) == ((1, "unused drafter") if looks else None)
+    found = find(here, hopeless, drafted=False)
+    assert (found and (found.arm, found.subject)) == ((1, "unused drafter") if looks else None)
     twice = here._replace(seconds=(0.5, second / 2, 1.0), goodput=(2.0, 1.8, 1.0))
-    assert prober(hopeless, seen=False).find(twice) == found, "whatever the seconds are"
-    assert prober(hopeless).find(here) is None, "it was seen a moment ago"
+    assert find(twice, hopeless, drafted=False) == found, "whatever the seconds are"
+    assert find(here, hopeless) is None, "it drafted a moment ago"

@@ -5,7 +5,7 @@ import json
 from verl_tlt.messages import from_plain, to_plain
 from verl_tlt.messages.rollout import EngineStats, ResponseDrafts
 from verl_tlt.speculation.decision import Limits
-from verl_tlt.speculation.policies.base import FixedPolicy
+from verl_tlt.speculation.policies import FixedPolicy
 from verl_tlt.speculation.step_control import StepControl
 from verl_tlt.speculation.step_statistics import DraftsByLength
 from verl_tlt.speculation.verified import Verified

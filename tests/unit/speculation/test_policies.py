@@ -3,7 +3,7 @@
 import pytest
 
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
-from verl_tlt.speculation.policies.factory import POLICIES, make_policy
+from verl_tlt.speculation.policies import POLICIES, make_policy
 from verl_tlt.speculation.types import OFF, ControlError, Load, StepRecord
 
 TABLE = LatencyTable(tuple(LatencyPoint(b, b * 500, k, 0.01 * (1 + 0.1 * k), 5) for b in (1, 64) for k in (0, 1, 3)))

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from verl_tlt.speculation.acceptance import AcceptanceEstimate
 from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import LatencyTable
-from verl_tlt.speculation.policies.base import BasePolicy
-from verl_tlt.speculation.prober import LoadEstimates, ProbeBudget, ProbeCandidate, Prober, ProbeRun
-from verl_tlt.speculation.types import OFF, Load, StepRecord
+from verl_tlt.speculation.prober import LoadEstimates, Probe, ProbeBudget, find_probe
+from verl_tlt.speculation.types import OFF, BasePolicy, Load, StepRecord
 
 SWITCH_PRICE = 0.2
 """What a change of K costs, in steps: K changes once staying has lost as much by the estimates."""
@@ -53,16 +52,17 @@ class GoodputPolicy(BasePolicy):
         """Steps lost by staying at the current K since another was better, by the estimates."""
         self._batch = 0
         self._steps = 0
-        self._prober = Prober(self._arms, self.acceptance, self.latency, ProbeBudget())
-        self._probe = ProbeRun(0, 0)
+        self._budget = ProbeBudget()
+        self._probe = Probe(0, 0)
+        """The one in progress; its `steps` are those left."""
         self._prepared: LoadEstimates | None = None
-        self._candidate: ProbeCandidate | None = None
+        self._candidate: Probe | None = None
 
     def decide(self, load: Load) -> int:
         """K for the coming step: that of the probe in progress, else the argmax with hysteresis."""
         if load.batch > _GROWTH * self._batch:
             # A probe and a K that were chosen for the end of the last rollout do not hold for the next.
-            self._probe, self._held = ProbeRun(0, 0), 0
+            self._probe, self._held = Probe(0, 0), 0
         self._batch = load.batch
         if self._probe.steps > 0:
             return self._probe_on()
@@ -78,12 +78,8 @@ class GoodputPolicy(BasePolicy):
             return self._arms[0]
         self._move(here)
         found = self._candidate
-        if (
-            found is not None
-            and here.current == self._current
-            and self._prober.budget.spend(found.subject, found.price)
-        ):
-            self._probe = found.run
+        if found and here.current == self._current and self._budget.spend(found.subject, found.price):
+            self._probe = found
             return self._probe_on()
         return self._arms[self._current]
 
@@ -91,10 +87,10 @@ class GoodputPolicy(BasePolicy):
         """Learn acceptance from any verified draft and latency from clean steady steps."""
         if step.drafted != OFF:
             self._steps += 1
-            self._prober.budget.step()
+            self._budget.step()
         if step.num_drafts > 0 and step.verified > 0:
             self.acceptance.observe(step.num_drafts, step.num_accepted_tokens_per_pos)
-            self._prober.drafted()
+            self._budget.drafted()
         else:
             self.acceptance.skip(step.batch)
         if step.clean and step.drafted in (OFF, step.verified):
@@ -114,12 +110,12 @@ class GoodputPolicy(BasePolicy):
         best = max(range(reachable), key=goodput.__getitem__)
         self._prepared = LoadEstimates(load, self._current, reachable, seconds, goodput, best)
         if self._steps % _PROBE_EVERY == 0:
-            self._candidate = self._prober.find(self._prepared)
+            self._candidate = find_probe(self._prepared, self._arms, self.acceptance, self.latency, self._budget)
 
     def set_acceptance(self, conditional: Sequence[float]) -> None:
         """A new drafter with this expected acceptance per position: start from it and probe again soon."""
         self.acceptance.set_prior(conditional, weight=PRIOR_DRAFTS)
-        self._prober.budget.clear()
+        self._budget.clear()
 
     def set_latency(self, table: LatencyTable) -> None:
         """Seed the latency model from a calibration or an earlier run."""
@@ -148,5 +144,5 @@ class GoodputPolicy(BasePolicy):
         lead = here.goodput[here.best] / here.goodput[self._current] - 1.0 - (ON_GAIN if self._current == 0 else 0.0)
         self._lost = self._lost + lead if lead > 0.0 else 0.0
         if self._lost >= SWITCH_PRICE:
-            self._prober.k_changed(self._current, here.best, batch=here.load.batch)
+            self._budget.k_changed((self._current, here.best), here.load.batch)
             self._current, self._held, self._lost = here.best, HOLD - 1, 0.0

@@ -11,8 +11,8 @@ from benchmarks.simulate.hardware import QWEN3_8B_H100
 from benchmarks.simulate.oracles import TrueGoodput
 from benchmarks.simulate.workload import Workload, geometric
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
-from verl_tlt.speculation.policies.goodput import HOLD, GoodputPolicy
-from verl_tlt.speculation.prober import ProbeRun
+from verl_tlt.speculation.goodput import HOLD, GoodputPolicy
+from verl_tlt.speculation.prober import Probe
 from verl_tlt.speculation.types import OFF, Load, StepRecord
 
 ARMS = (0, 1, 2, 3, 5, 7)
@@ -146,7 +146,7 @@ def test_a_probe_does_not_outlive_its_rollout():
     large = engine.usual()
     engine.batch = 1
     engine.run(800)
-    policy._probe = ProbeRun(len(ARMS) - 1, 8)
+    policy._probe = Probe(len(ARMS) - 1, 8)
     engine.batch = 256
     assert engine.run(5).lengths[-5:] != [7] * 5
     assert engine.run(40).usual(last=20) == large

@@ -1,49 +1,17 @@
-"""What every policy can be asked and told, and the policies that learn nothing."""
+"""The policies that learn nothing, and every policy by its name in `tlt.speculation.policy`."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from verl_tlt.speculation.acceptance import expected_accept_lengths
 from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import LatencyTable
-from verl_tlt.speculation.types import OFF, Load, StepRecord
+from verl_tlt.speculation.goodput import GoodputPolicy
+from verl_tlt.speculation.types import BasePolicy, ControlError, Load
 
-
-class BasePolicy(ABC):
-    """A `Policy` whose optional methods do nothing by default.
-
-    While the engine runs without its drafter (a step recorded with `drafted == OFF`), every policy chooses 0.
-    """
-
-    def __init__(self) -> None:
-        self.drafter_off = False
-
-    def choose(self, load: Load) -> int:
-        """Tokens to draft in the coming step: one of the arms."""
-        return 0 if self.drafter_off or load.batch <= 0 else self.decide(load)
-
-    def observe(self, step: StepRecord) -> None:
-        """Learn from one finished step, clean or not."""
-        self.drafter_off = step.drafted == OFF
-        self.learn(step)
-
-    @abstractmethod
-    def decide(self, load: Load) -> int:
-        """`choose` with a running drafter and at least one request."""
-
-    def learn(self, step: StepRecord) -> None:  # noqa: B027
-        """`observe`, for policies that learn."""
-
-    def prepare(self, load: Load) -> None:  # noqa: B027
-        """Compute now what `choose` will need for about this load; called while the engine waits for its model."""
-
-    def set_acceptance(self, conditional: Sequence[float]) -> None:  # noqa: B027
-        """Take a new drafter's expected acceptance: P(position i accepted | all before accepted)."""
-
-    def set_latency(self, table: LatencyTable) -> None:  # noqa: B027
-        """Take measured step costs: a calibration, or what an earlier run learned."""
+POLICIES = ("goodput", "table", "fixed", "off")
+"""Names `make_policy` knows."""
 
 
 class FixedPolicy(BasePolicy):
@@ -87,3 +55,28 @@ class TablePolicy(BasePolicy):
         measured = set(table.arms())
         self._usable = tuple(k for k in self._arms if k in measured)
         self._latency = LatencyModel(self._usable, table=table) if 0 in self._usable else None
+
+
+def make_policy(name: str, arms: tuple[int, ...], fixed: int | None = None) -> BasePolicy:
+    """Build a policy.
+
+    Args:
+        name: one of `POLICIES`.
+        arms: draft lengths it may choose, ascending, starting with 0.
+        fixed: the K of policy `fixed`; None: the longest arm.
+
+    Raises:
+        ControlError: an unknown policy, or a `fixed` that is not among the arms.
+    """
+    if name == "goodput":
+        return GoodputPolicy(arms)
+    if name == "table":
+        return TablePolicy(arms)
+    if name == "off":
+        return FixedPolicy(0)
+    if name != "fixed":
+        raise ControlError(f"Speculation policy {name!r} does not exist; known: {', '.join(POLICIES)}.")
+    draft_length = arms[-1] if fixed is None else fixed
+    if draft_length not in arms:
+        raise ControlError(f"Speculation setting fixed={draft_length} is not one of the arms {list(arms)}.")
+    return FixedPolicy(draft_length)

@@ -1,1 +1,0 @@
-"""PURE. Who decides the draft length: one class each, behind one protocol."""
