@@ -93,41 +93,22 @@ def draft_length(
 # ---------------------------------------------------------------------- before every rollout
 
 
-class StepCosts:
-    """Seconds of a step at the contexts of the calibration, the one occasion at which all arms met the same load.
-
-    Args:
-        calibration: OFF, K=0 and usually more, at some batches.
-    """
-
-    def __init__(self, calibration: LatencyTable) -> None:
-        self.arms = tuple(k for k in calibration.arms() if k >= 0)
-        self.batches = sorted({p.batch for p in calibration.points if p.draft_length == OFF})
-        self._model = LatencyModel(self.arms, table=calibration)
-
-    def at(self, batch: int) -> tuple[float, list[float]]:
-        """(seconds of OFF, those of every arm)."""
-        off, *drafting = self._model.predict(batch, batch * CONTEXT_TOKENS)
-        return off, drafting
-
-
-def expected_saving(acceptance: Sequence[float], costs: StepCosts, work: Mapping[int, float] | None = None) -> float:
+def expected_saving(acceptance: Sequence[float], costs: LatencyModel, work: Mapping[int, float]) -> float:
     """Share of OFF's decoding time that drafting is expected to save, with the best draft length at each batch.
 
     Args:
         acceptance: conditional acceptance per draft position.
-        costs: what steps cost.
-        work: tokens decoded at each batch in the last rollout; nothing: one that spends as long at each measured batch
-            (batches are measured evenly in log scale, and a long-tailed rollout drains that way).
+        costs: what steps cost; asked at contexts of the calibration, the one occasion at which all arms met one load.
+        work: tokens decoded at each batch.
     """
-    tau = expected_accept_lengths(acceptance, costs.arms[-1])
+    arms = costs.lengths[1:]
+    tau = expected_accept_lengths(acceptance, arms[-1])
     drafted_s = off_s = 0.0
-    for batch in work or costs.batches:
-        off, drafting = costs.at(batch)
+    for batch, tokens in work.items():
+        off, *drafting = costs.predict(batch, batch * CONTEXT_TOKENS)
+        seconds = tokens / batch * off
         # A step with a drafter never takes less than one without; where it was measured so, that was noise.
-        share = min(max(s / off, 1.0) / tau[k] for k, s in zip(costs.arms, drafting, strict=True))
-        seconds = work[batch] / batch * off if work else 1.0
-        drafted_s += seconds * share
+        drafted_s += seconds * min(max(s / off, 1.0) / tau[k] for k, s in zip(arms, drafting, strict=True))
         off_s += seconds
     return 1.0 - drafted_s / off_s
 
@@ -145,9 +126,10 @@ class RolloutDecision:
 
     def __init__(self, policy: str, source: str = "eagle") -> None:
         self._never, self._always = policy == "off", policy == "fixed" or source != "eagle"
-        self._costs: StepCosts | None = None
+        self._costs: LatencyModel | None = None
         self._longest = 0  # draft length that was measured; 0: none
-        self._work: Mapping[int, float] = {}
+        self._work: Mapping[int, float] = {}  # tokens by batch in the last rollout
+        self._even: Mapping[int, float] = {}  # of one that spends as long at each measured batch: evenly in log scale
         self._acceptance: Sequence[float] = ()
         self._lost = 0.0  # the accept length that was promised when drafting lost time; 0: it did not
         self._tried = False
@@ -156,7 +138,11 @@ class RolloutDecision:
         """Take note of measured step costs; without a figure for OFF, or for any draft length, they say nothing."""
         arms = table.arms()
         self._longest = max(0, *arms) if arms else 0
-        self._costs = StepCosts(table) if OFF in arms and arms[-1] >= 0 else None
+        self._costs = None
+        if OFF in arms and arms[-1] >= 0:
+            self._costs = LatencyModel([k for k in arms if k >= 0], table=table)
+            batches = [batch for batch, _ in table.by_batch(OFF)]
+            self._even = {b: b / self._costs.seconds(b, b * CONTEXT_TOKENS, OFF) for b in batches}
 
     def drafts(self, acceptance: Sequence[float]) -> bool:
         """Whether the drafter runs in the coming rollout; one of which nothing is known is tried.
@@ -178,7 +164,8 @@ class RolloutDecision:
             return False
         if self._costs is None:
             return True
-        return expected_saving(acceptance, self._costs, self._work) > (CLEARLY if self._tried else UNTRIED)
+        saving = expected_saving(acceptance, self._costs, self._work or self._even)
+        return saving > (CLEARLY if self._tried else UNTRIED)
 
     def learn(self, stats: Iterable[EngineStats], gain: float | None) -> None:
         """Take note of a rollout.

@@ -65,7 +65,9 @@ class DecodeLoad:
         self._settle(grown, ended)
         agrees = len(self._contexts) + len(self._joining) == known <= len(running)
         if not agrees or self._since > OVERDUE or self.longest > self.context_limit:
-            self._recount(running[:known], draft_length)
+            old = running[:known]
+            self._joining = [r for r in old if r.is_prefill_chunk]
+            self._recount([r for r in old if not r.is_prefill_chunk], {}, draft_length + 1)
         # Those admitted in this step compute their prompt first, whatever `is_prefill_chunk` still says.
         if len(running) > known:
             self._joining += running[known:]
@@ -86,13 +88,8 @@ class DecodeLoad:
             running: vLLM's running requests.
             scheduled: request → tokens in the step (`SchedulerOutput.num_scheduled_tokens`).
         """
-        if self._since < RECOUNT_EVERY:
-            return
-        old = [r for r in running if r.request_id in self._contexts]
-        self._contexts = {r.request_id: r.num_computed_tokens - scheduled.get(r.request_id, 0) for r in old}
-        self._restart_sum()
-        ends = [r.num_computed_tokens for r in old] + [r.num_tokens for r in self._joining]
-        self.longest = max(ends, default=0)
+        if self._since >= RECOUNT_EVERY:
+            self._recount([r for r in running if r.request_id in self._contexts], scheduled, 0)
 
     def _settle(self, grown: int, ended: Collection[str]) -> None:
         """Add the tokens emitted, drop requests that ended, take in those whose prompt is done."""
@@ -114,17 +111,12 @@ class DecodeLoad:
                     self._contexts[request.request_id] = request.num_computed_tokens - self._mean_growth
                     self._tokens += request.num_computed_tokens
 
-    def _recount(self, old: Sequence[Request], draft_length: int) -> None:
-        """Count over all requests."""
-        self._contexts = {r.request_id: r.num_computed_tokens for r in old if not r.is_prefill_chunk}
-        self._joining = [r for r in old if r.is_prefill_chunk]
-        self._restart_sum()
-        self.longest = int(max(self._contexts.values(), default=0)) + draft_length + 1
-
-    def _restart_sum(self) -> None:
-        """Restart the running sum from the contexts just counted."""
-        self._tokens = sum(self._contexts.values())
-        self._mean_growth, self._since = 0.0, 0
+    def _recount(self, decoding: Sequence[Request], scheduled: Mapping[str, int], reach: int) -> None:
+        """Count over all requests, less `scheduled` tokens; a context may get longer by `reach` in the coming step."""
+        self._contexts = {r.request_id: r.num_computed_tokens - scheduled.get(r.request_id, 0) for r in decoding}
+        self._tokens, self._mean_growth, self._since = sum(self._contexts.values()), 0.0, 0
+        ends = [r.num_computed_tokens + reach for r in decoding] + [r.num_tokens for r in self._joining]
+        self.longest = max(ends, default=0)
 
 
 def room_before_stop(least: int, has: int, most: int) -> int:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from itertools import zip_longest
 from typing import NamedTuple
 
 from verl_tlt.messages.rollout import EngineStats, LoadInterval, ResponseDrafts, StepTime, Work
@@ -44,13 +43,14 @@ class _LoadIntervals:
 
     def __init__(self) -> None:
         self._width = INTERVAL_S
-        self._rows: list[list[float]] = []  # start, end, batches, contexts, seconds, plain steps, steps, with drafter
+        self._rows: list[list[float]] = []  # off, start, end; sums: batches, contexts, seconds, plain steps, steps
 
     def add(self, step: StepRecord, totals: StepTotals) -> None:
-        counts, unix_s = totals.decode_only and step.batch > 0, totals.unix_s
-        steps = step.produced / step.batch if counts else 0.0
-        sums = (step.batch, step.kv_tokens / step.batch, step.latency_s) if counts else (0.0, 0.0, 0.0)
-        self._put([unix_s - step.latency_s, unix_s, *sums, steps, float(counts), float(step.drafted != OFF)])
+        row = [float(step.drafted == OFF), totals.unix_s - step.latency_s, totals.unix_s, 0.0, 0.0, 0.0, 0.0, 0.0]
+        if totals.decode_only and step.batch > 0:
+            batch = step.batch
+            row[3:] = batch, step.kv_tokens / batch, step.latency_s, step.produced / batch, 1.0
+        self._put(row)
         if len(self._rows) > MAX_INTERVALS:
             self._width *= 2
             rows, self._rows = self._rows, []
@@ -59,17 +59,17 @@ class _LoadIntervals:
 
     def _put(self, row: list[float]) -> None:
         last = self._rows[-1] if self._rows else None
-        if last is None or last[1] // self._width != row[1] // self._width or (last[7] > 0) != (row[7] > 0):
+        if last is None or last[0] != row[0] or last[2] // self._width != row[2] // self._width:
             self._rows.append(row)
-        else:
-            self._rows[-1] = [last[0], row[1], *(a + b for a, b in zip(last[2:], row[2:], strict=True))]
+            return
+        last[2] = row[2]
+        for i in range(3, len(row)):
+            last[i] += row[i]
 
     def rows(self) -> tuple[LoadInterval, ...]:
         return tuple(
-            LoadInterval(
-                start, end, batches / max(steps, 1.0), contexts / max(steps, 1.0), seconds, plain_steps, drafter == 0
-            )
-            for start, end, batches, contexts, seconds, plain_steps, steps, drafter in self._rows
+            LoadInterval(start, end, batches / max(n, 1.0), contexts / max(n, 1.0), seconds, plain_steps, off > 0)
+            for off, start, end, batches, contexts, seconds, plain_steps, n in self._rows
         )
 
 
@@ -78,6 +78,8 @@ class Aggregates:
 
     def __init__(self) -> None:
         self._sums = EngineStats()
+        self._offered: list[int] = []  # by draft position
+        self._accepted: list[int] = []
         self._steps_by_draft_length: Counter[int] = Counter()
         self._intervals = _LoadIntervals()
         self._work: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -87,7 +89,7 @@ class Aggregates:
         """Add one finished step."""
         self._intervals.add(step, totals)
         arm = OFF if step.drafted == OFF else step.verified
-        sums, accepted = self._sums, step.num_accepted_tokens_per_pos
+        sums, accepted, offered = self._sums, step.num_accepted_tokens_per_pos, self._offered
         sums.num_steps += 1
         sums.busy_s += step.latency_s
         sums.control_s += totals.control_s
@@ -96,9 +98,12 @@ class Aggregates:
         sums.num_passes += step.batch
         sums.num_drafts += step.num_drafts
         sums.num_draft_tokens += totals.num_draft_tokens
-        if accepted:
-            sums.num_draft_tokens_per_pos = _added(sums.num_draft_tokens_per_pos, [step.num_drafts] * len(accepted))
-            sums.num_accepted_tokens_per_pos = _added(sums.num_accepted_tokens_per_pos, accepted)
+        while len(offered) < len(accepted):
+            offered.append(0)
+            self._accepted.append(0)
+        for i, count in enumerate(accepted):
+            offered[i] += step.num_drafts
+            self._accepted[i] += count
         self._steps_by_draft_length[arm] += 1
         if step.clean:
             self._step_times[arm, step.batch].append(step.latency_s)
@@ -111,6 +116,8 @@ class Aggregates:
         """The sums so far; `policy_error` is passed on."""
         return replace(
             self._sums,
+            num_draft_tokens_per_pos=tuple(self._offered),
+            num_accepted_tokens_per_pos=tuple(self._accepted),
             steps_by_draft_length=dict(sorted(self._steps_by_draft_length.items())),
             work=tuple(Work(batch, *sums) for batch, sums in sorted(self._work.items())),
             load_intervals=self._intervals.rows(),
@@ -121,11 +128,6 @@ class Aggregates:
     def drafts_broke(self, dropped: int) -> None:
         """Add draft tokens that the worker dropped because they had no probability."""
         self._sums.num_broken_drafts += dropped
-
-
-def _added(sums: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
-    """Sums by draft position; one of them may have fewer."""
-    return tuple(a + b for a, b in zip_longest(sums, counts, fillvalue=0))
 
 
 class DraftsByLength:
@@ -140,11 +142,7 @@ class DraftsByLength:
         self._ended: dict[int, list[int]] = {}  # class → [responses, tokens, drafts, accepted tokens]
 
     def verified(self, accepted: Iterable[tuple[str, int]]) -> None:
-        """Count a step's drafts.
-
-        Args:
-            accepted: (request, draft tokens accepted) for each.
-        """
+        """Count a step's drafts: (request, draft tokens accepted) for each."""
         running = self._running
         for request, tokens in accepted:
             row = running.get(request)

@@ -12,7 +12,6 @@ from verl_tlt.speculation.decision import (
     Limits,
     RolloutDecision,
     RunDecision,
-    StepCosts,
     draft_length,
     expected_saving,
 )
@@ -57,17 +56,7 @@ MEASURED = LatencyTable.calibrated({
     1: [(1, 0.014), (8, 0.018), (32, 0.035)],
     3: [(1, 0.018), (8, 0.026), (32, 0.060)],
 })  # fmt: skip
-COSTS = StepCosts(MEASURED)
-
-
-def test_costs_are_those_of_the_model_that_the_same_table_seeds_in_the_engine():
-    """OFF is decided in the trainer and K in the engine: one table, one model, the same seconds."""
-    policy = make_policy("goodput", (0, 1, 3))
-    policy.set_latency(MEASURED)
-    for batch in (1, 3, 8, 20, 32, 200):
-        assert [COSTS.at(batch)[0], *COSTS.at(batch)[1]] == policy.latency.predict(batch, batch * CONTEXT_TOKENS)
-    assert COSTS.at(8) == (pytest.approx(0.012), pytest.approx([0.013, 0.018, 0.026]))
-    assert isinstance(policy.latency, LatencyModel)
+COSTS = LatencyModel((0, 1, 3), table=MEASURED)
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
@@ -78,7 +67,7 @@ def test_off_and_k_agree_on_what_a_draft_is_worth(batch, acceptance):
     policy.set_latency(MEASURED)
     policy.set_acceptance(acceptance)
     drafts = policy.choose(Load(batch, batch * CONTEXT_TOKENS)) > 0
-    off, (zero, *_) = COSTS.at(batch)
+    off, zero, *_ = COSTS.predict(batch, batch * CONTEXT_TOKENS)
     assert (expected_saving(acceptance, COSTS, {batch: 100}) > 1 - zero / off) == drafts
 
 
@@ -116,8 +105,8 @@ def test_without_costs_a_drafter_is_tried_unless_it_is_useless_whatever_a_step_c
 
 
 def test_a_draft_measured_cheaper_than_no_drafter_at_all_is_taken_to_cost_as_much():
-    lucky = StepCosts(LatencyTable.calibrated({OFF: [(1, 0.020)], 0: [(1, 0.020)], 1: [(1, 0.015)]}))
-    assert expected_saving([0.06], lucky) == pytest.approx(1 - 1 / 1.06)
+    table = LatencyTable.calibrated({OFF: [(1, 0.020)], 0: [(1, 0.020)], 1: [(1, 0.015)]})
+    assert expected_saving([0.06], LatencyModel((0, 1), table=table), {1: 100}) == pytest.approx(1 - 1 / 1.06)
 
 
 MEDIOCRE = [0.6, 0.5, 0.4]

@@ -47,7 +47,7 @@ _Key = tuple[int, int, int]
 
 
 class _Bucket(NamedTuple):
-    """The cells of one (batch, context), by position in `LatencyModel._lengths`."""
+    """The cells of one (batch, context), by position in `LatencyModel.lengths`."""
 
     factors: list[float]
     """Corrections of the roofline."""
@@ -64,7 +64,7 @@ class LatencyModel:
     """
 
     def __init__(self, arms: Sequence[int], *, table: LatencyTable | None = None) -> None:
-        self._lengths = (OFF, *arms)
+        self.lengths = (OFF, *arms)
         self._shape = Roofline()
         self._cells: dict[_Key, Cell] = {}
         self._pace = 0.0
@@ -102,7 +102,7 @@ class LatencyModel:
 
     def observe(self, batch: int, kv_tokens: int, draft_length: int, seconds: float) -> None:
         """Learn from one clean step that verified `draft_length` and drafted as many again."""
-        if not 0.0 < seconds < math.inf or batch <= 0 or draft_length not in self._lengths:
+        if not 0.0 < seconds < math.inf or batch <= 0 or draft_length not in self.lengths:
             return
         if not self._shape.ready:
             self._shape.start(batch, kv_tokens, seconds)
@@ -115,7 +115,7 @@ class LatencyModel:
         self._learn(cell, math.log(seconds / self._shape.seconds(batch, kv_tokens, draft_length)))
         cell.place(batch, kv_tokens)
         if bucket := self._buckets.get(key[:2]):
-            position = self._lengths.index(draft_length)
+            position = self.lengths.index(draft_length)
             bucket.factors[position], bucket.sigmas[position] = math.exp(cell.level), cell.sigma()
         self._count += 1
         if self._count >= self._next_fit:
@@ -123,21 +123,19 @@ class LatencyModel:
 
     def seconds(self, batch: int, kv_tokens: int, draft_length: int) -> float:
         """Expected seconds of one steady step at this load; 0.0 while nothing was measured."""
-        return self.predict(batch, kv_tokens)[self._lengths.index(draft_length)]
+        return self.predict(batch, kv_tokens)[self.lengths.index(draft_length)]
 
     def predict(self, batch: int, kv_tokens: int) -> list[float]:
         """Seconds for OFF and then every arm; zeros while nothing was measured."""
         if not self._cells:
-            return [0.0] * len(self._lengths)
+            return [0.0] * len(self.lengths)
         pace, factors = math.exp(self._pace), self._bucket(batch, kv_tokens).factors
-        return [
-            pace * factor * self._shape.seconds(batch, kv_tokens, k)
-            for k, factor in zip(self._lengths, factors, strict=True)
-        ]
+        shape = self._shape.by_length(batch, kv_tokens, self.lengths)
+        return [pace * factor * seconds for factor, seconds in zip(factors, shape, strict=True)]
 
     def uncertainty(self, batch: int, kv_tokens: int) -> list[float]:
         """Relative standard deviation of `predict`, arm by arm."""
-        return list(self._bucket(batch, kv_tokens).sigmas) if self._cells else [1.0] * len(self._lengths)
+        return list(self._bucket(batch, kv_tokens).sigmas) if self._cells else [1.0] * len(self.lengths)
 
     def largest_batch(self, draft_length: int) -> int:
         """Largest batch at which a draft length was measured; 0 if never."""
@@ -177,7 +175,7 @@ class LatencyModel:
         found = self._buckets.get(where)
         if found is None:
             found = self._buckets[where] = _Bucket([], [])
-            for k, (level, sigma) in zip(self._lengths, self._borrowed(*where, self._lengths), strict=True):
+            for k, (level, sigma) in zip(self.lengths, self._borrowed(*where, self.lengths), strict=True):
                 cell = self._cells.get((*where, k))
                 found.factors.append(math.exp(cell.level if cell else level))
                 found.sigmas.append(cell.sigma() if cell else sigma)

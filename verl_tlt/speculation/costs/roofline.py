@@ -66,12 +66,20 @@ class Roofline:
 
     def seconds(self, batch: float, kv_tokens: float, draft_length: int) -> float:
         """Seconds of one steady step."""
-        k = max(draft_length, 0)
-        memory, compute = self._weights + self._kv * kv_tokens, self._token * batch * (k + 1)
-        drafter = self._sync if draft_length >= 0 else 0.0
-        if k:
-            drafter += self._first + self._pass * (k - 1) + self._request * batch * k
-        return float(self._overhead + (memory**self._p + compute**self._p) ** (1.0 / self._p) + drafter)
+        return self.by_length(batch, kv_tokens, (draft_length,))[0]
+
+    def by_length(self, batch: float, kv_tokens: float, lengths: Sequence[int]) -> list[float]:
+        """`seconds` for several draft lengths at one load, which share what does not depend on K."""
+        p, token = self._p, self._token * batch
+        memory = (self._weights + self._kv * kv_tokens) ** p
+        found = []
+        for k in lengths:
+            seconds = self._overhead + (memory + (token * (max(k, 0) + 1)) ** p) ** (1.0 / p)
+            drafter = self._sync if k >= 0 else 0.0
+            if k > 0:
+                drafter += self._first + self._pass * (k - 1) + self._request * batch * k
+            found.append(seconds + drafter)
+        return found
 
     def fit(
         self,
@@ -88,8 +96,6 @@ class Roofline:
             votes: how many measurements each stands for.
             iterations: Gauss-Newton steps; few suffice because the last fit is the start.
         """
-        if self._prior is None:
-            self.start(rows[0][0], rows[0][1], seconds[0])
         table = np.asarray(rows, dtype=np.float64)  # [n, 3]
         target = np.log(np.asarray(seconds))  # [n]
         # Cauchy weights below tell stalls apart; the votes of all rows together stay within what the prior can bear.

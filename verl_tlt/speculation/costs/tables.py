@@ -10,14 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, ValidationError
+
+from verl_tlt.messages import from_plain
 from verl_tlt.ownership import other_owner
 from verl_tlt.speculation.types import OFF, ControlError
 
@@ -35,12 +37,12 @@ logger = logging.getLogger(__name__)
 class LatencyPoint:
     """One measured engine step: the batch verified a draft of `draft_length` and drafted as many again."""
 
-    batch: int
-    kv_tokens: int
-    draft_length: int
+    batch: Annotated[int, Field(ge=1)]
+    kv_tokens: Annotated[int, Field(ge=0)]
+    draft_length: Annotated[int, Field(ge=OFF)]
     """K, or OFF (-1) for a step without any drafter."""
-    seconds: float
-    samples: int = 1
+    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    samples: Annotated[int, Field(ge=0)] = 1
     """Steps behind this figure; 0: it is interpolated between measured draft lengths."""
     calibrated: bool = False
     """Measured in turn with the other draft lengths, on an engine that did nothing else: they can be compared."""
@@ -105,38 +107,18 @@ class LatencyTable:
         return [asdict(p) for p in self.points]
 
     @classmethod
-    def from_list(cls, rows: Sequence[Mapping[str, Any]]) -> LatencyTable:
-        """Rows as `to_list` wrote them.
-
-        Raises:
-            ControlError: a row lacks a field, or a field cannot be a latency measurement.
-        """
-        if isinstance(rows, str | bytes) or not isinstance(rows, Sequence):
-            raise ControlError(f"A latency table must be a list of rows, not {type(rows).__name__}.")
-        return cls(tuple(_point(row) for row in rows))
-
-
-def _point(row: Mapping[str, Any]) -> LatencyPoint:
-    try:
-        point = LatencyPoint(
-            int(row["batch"]), int(row["kv_tokens"]), int(row["draft_length"]),
-            float(row["seconds"]), int(row.get("samples", 1)), bool(row.get("calibrated", False)),
-        )  # fmt: skip
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ControlError(f"A latency row must hold batch, kv_tokens, draft_length, seconds: {row!r}.") from error
-    sane = point.batch >= 1 and point.kv_tokens >= 0 and point.draft_length >= OFF and point.samples >= 0
-    if not (sane and math.isfinite(point.seconds) and point.seconds > 0):
-        raise ControlError(f"A latency row is out of range: {row!r}.")
-    return point
+    def from_list(cls, rows: object) -> LatencyTable:
+        """Rows as `to_list` wrote them; ControlError where one cannot be a latency measurement."""
+        try:
+            return from_plain(cls, {"points": rows})
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ControlError(f"Latency {where}: {first['msg']}, not {first['input']!r}.") from error
 
 
 def interpolate(points: Sequence[tuple[float, float]], batch: float) -> float:
-    """Seconds at `batch`: linear between measured points, the last slope beyond them, flat below the first.
-
-    Args:
-        points: at least one (batch, seconds), sorted by batch.
-        batch: requests in the step.
-    """
+    """Seconds at `batch` by sorted (batch, seconds): linear between them, the last slope beyond, flat below."""
     low_batch, low = points[0]
     if batch <= low_batch or len(points) == 1:
         return low
@@ -170,14 +152,7 @@ def table_path(directory: str | Path, key: TableKey) -> Path:
 
 
 def save_table(directory: str | Path, key: TableKey, table: LatencyTable) -> Path:
-    """Write a table so that a reader sees the old file or the new one, never half of either.
-
-    Returns:
-        The file written.
-
-    Raises:
-        OSError: the directory cannot be created or written.
-    """
+    """Write a table so that a reader sees the old file or the new one, never half of either; its path, or OSError."""
     path = table_path(directory, key)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"schema": SCHEMA, "key": asdict(key), "points": table.to_list()}
@@ -201,21 +176,16 @@ def load_table(directory: str | Path, key: TableKey) -> LatencyTable | None:
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or content.get("schema") not in (1, SCHEMA):
+            raise ControlError(f"it is not a latency table of schema 1 or {SCHEMA}")
+        if content.get("key") != asdict(key):
+            raise ControlError(f"it was measured for {content.get('key')}")
+        return LatencyTable.from_list(content.get("points", []))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        _set_aside(path, f"it cannot be read ({error})")
+        _set_aside(path, str(error))
         return None
-    if not isinstance(content, dict) or content.get("schema") not in (1, SCHEMA):
-        _set_aside(path, f"it is not a latency table of schema 1 or {SCHEMA}")
-    elif content.get("key") != asdict(key):
-        _set_aside(path, f"it was measured for {content.get('key')}")
-    else:
-        try:
-            return LatencyTable.from_list(content.get("points", []))
-        except ControlError as error:
-            _set_aside(path, str(error))
-    return None
 
 
 def _set_aside(path: Path, reason: str) -> None:
@@ -223,6 +193,6 @@ def _set_aside(path: Path, reason: str) -> None:
     try:
         path.replace(aside)
     except OSError as error:
-        logger.warning("The latency table %s is ignored, %s; it could not be renamed: %s.", path, reason, error)
+        logger.warning("The latency table %s is ignored: %s; it could not be renamed: %s.", path, reason, error)
         return
-    logger.warning("The latency table %s was set aside as %s, %s; it is learned again.", path, aside.name, reason)
+    logger.warning("The latency table %s was set aside as %s: %s; it is learned again.", path, aside.name, reason)

@@ -159,7 +159,7 @@ def test_a_calibration_of_one_context_says_little_about_longer_ones():
     ],
 )
 def test_rows_that_are_no_measurement_are_refused(row):
-    with pytest.raises(ControlError, match="latency row"):
+    with pytest.raises(ControlError, match="Latency points"):
         LatencyTable.from_list([row])
 
 
