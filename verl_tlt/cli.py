@@ -11,6 +11,8 @@ from typer.core import TyperGroup
 
 import verl_tlt
 from verl_tlt.advise.options import AdviseOptions
+from verl_tlt.console import make_console
+from verl_tlt.errors import TLTError
 from verl_tlt.warmup.options import EvaluateOptions, WarmupOptions, takes_options
 
 
@@ -19,8 +21,6 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was asked for; `ctx` is click's, which newer releases of typer contain."""
-        from verl_tlt.errors import TLTError
-
         try:
             return super().invoke(ctx)
         except TLTError as error:
@@ -67,7 +67,6 @@ def doctor(
     cpu: Annotated[bool, typer.Option("--cpu", help="With --gpu: on this machine's CPU.")] = False,
 ) -> None:
     """Say whether TLT can run here: packages and their insides, and with a recipe's overrides that recipe too."""
-    from verl_tlt.console import make_console
     from verl_tlt.doctor.command import diagnose, findings_table, measure_engine, symbol_table
     from verl_tlt.doctor.recipe import read_arguments
 
@@ -92,7 +91,6 @@ def calibrate(
     cpu: Annotated[bool, typer.Option("--cpu", help="On this machine's CPU, even where there is a GPU.")] = False,
 ) -> None:
     """Measure what an engine step costs here by batch and draft length, and keep the table for later runs."""
-    from verl_tlt.console import make_console
     from verl_tlt.doctor.command import calibrate as run
     from verl_tlt.doctor.command import cost_table
     from verl_tlt.doctor.recipe import read_arguments
@@ -114,9 +112,10 @@ def switch(
     states = {"on": True, "off": False, None: None}
     if not {speculation, spot} <= states.keys():
         raise typer.BadParameter("a switch is on or off")
-    changed = speculation or spot
-    now = write_switch(trace_dir, speculation=states[speculation], spot=states[spot]) if changed else None
-    now = now or read_switch(find_run(trace_dir))
+    if speculation or spot:
+        now = write_switch(trace_dir, speculation=states[speculation], spot=states[spot])
+    else:
+        now = read_switch(find_run(trace_dir))
     typer.echo(f"speculation {'on' if now.speculation else 'off'}, spot training {'on' if now.spot else 'off'}")
 
 
@@ -142,7 +141,6 @@ def advise(options: AdviseOptions) -> None:
     """Say whether TLT would pay, by how much, and which number decides; from a recipe, better with a run of it."""
     _need("advise", "verl")
     from verl_tlt.advise.command import advise as run
-    from verl_tlt.console import make_console
 
     run(options, make_console())
 
@@ -152,7 +150,6 @@ def advise(options: AdviseOptions) -> None:
 def warmup(options: WarmupOptions) -> None:
     """Make a drafter for a policy from its own responses to prompts. The same command goes on after a kill."""
     _need("warmup", "torch", "transformers", "vllm")
-    from verl_tlt.console import make_console
     from verl_tlt.warmup.command import warmup as run
 
     run(options, make_console())
@@ -163,7 +160,6 @@ def warmup(options: WarmupOptions) -> None:
 def evaluate(options: EvaluateOptions) -> None:
     """Accept length of a drafter: predicted from text, and counted by stock vLLM. Exits 1 if they disagree by 5 %."""
     _need("evaluate", "torch", "transformers", "vllm")
-    from verl_tlt.console import make_console
     from verl_tlt.warmup.evaluate import evaluate as run
     from verl_tlt.warmup.evaluate import report as show
 

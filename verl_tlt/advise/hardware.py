@@ -43,11 +43,10 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a policy that decide what its steps cost."""
+    """The sizes of a policy that decide what its steps cost: parameters, and those that a token uses (`active`)."""
 
     parameters: float
     active: float
-    """Parameters that one token uses: fewer than all in a mixture of experts."""
     layers: int
     kv_bytes: float
     """Bytes of KV cache per token of context."""
@@ -161,8 +160,7 @@ class RooflineCost:
 def step_cost(shape: Shape, gpu: Gpu, devices: int, eager: bool, sharpness: float) -> RooflineCost:
     """Costs of an engine over so many devices; `sharpness` as in `RooflineCost`."""
     reads, computes = gpu.bytes_s * BANDWIDTH_REACHED * devices, gpu.flops * FLOPS_REACHED * devices
-    layer_s = BYTES * shape.active / shape.layers / reads
-    head_s = BYTES * shape.head / reads
+    layer_s, head_s = BYTES * shape.active / shape.layers / reads, BYTES * shape.head / reads
     return RooflineCost(
         weights_s=BYTES * shape.parameters / reads,
         kv_token_s=shape.kv_bytes / reads,

@@ -42,28 +42,21 @@ class LogNormal:
 
 def from_mean(mean: float, sigma: float, limit: int) -> LogNormal:
     """The distribution of this spread, cut at `limit`, that has this mean."""
-    return LogNormal(
-        _bisect(lambda median: LogNormal(median, sigma, limit).mean() < mean, 1e-3, 4.0 * limit), sigma, limit
-    )
+    median = _bisect(lambda median: LogNormal(median, sigma, limit).mean() < mean, 1e-3, 4.0 * limit)
+    return LogNormal(median, sigma, limit)
 
 
 def from_moments(mean: float, longest: float, clipped: float, requests: int, limit: int) -> LogNormal:
-    """The distribution that has a logged mean, and the logged longest response or share of cut ones.
+    """The distribution with the mean and the longest response of steps of so many `requests`, as a run logged them.
 
-    Args:
-        mean: mean response length in tokens.
-        longest: longest response of a step.
-        clipped: share of responses that reached the limit.
-        requests: responses in a step.
-        limit: longest response allowed.
+    Where a share of all responses is `clipped` at the `limit`, that share decides in place of the longest one.
 
     Raises:
         TLTError: the mean is not between 1 and the limit.
     """
     if not 1 <= mean <= limit:
         raise TLTError(f"A mean response length of {mean:g} does not fit a limit of {limit} tokens.")
-    share = clipped if clipped > 0 else 1.0 / max(requests, 2)
-    edge = limit if clipped > 0 else min(longest, limit)
+    share, edge = (clipped, limit) if clipped > 0 else (1.0 / max(requests, 2), min(longest, limit))
     z = STANDARD_NORMAL.inv_cdf(1.0 - min(max(share, 1e-7), 0.5))
 
     def with_spread(sigma: float) -> LogNormal:

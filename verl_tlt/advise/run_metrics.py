@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -60,7 +61,7 @@ class RunMetrics:
     """Seconds of engine steps by batch, rounded down to a power of two."""
     acceptance: tuple[float, ...] = ()
     """Conditional acceptance by draft position."""
-    costs: LatencyTable = field(default_factory=lambda: LatencyTable(()))
+    costs: LatencyTable = field(default_factory=LatencyTable)
     """Seconds of engine steps."""
 
     @property
@@ -75,11 +76,7 @@ class RunMetrics:
 
 
 def read_metrics(path: Path) -> RunMetrics:
-    """A run from verl's metrics file or console log.
-
-    Raises:
-        TLTError: the file cannot be read, or holds no finished step with what is needed.
-    """
+    """A run from verl's metrics file or console log; raises `TLTError` where neither shows a finished step."""
     try:
         text = path.read_text(errors="replace")
     except OSError as error:
@@ -108,23 +105,16 @@ def _of_line(line: str) -> tuple[int, dict[str, float]] | None:
 
 
 def read_run(directory: Path) -> RunMetrics:
-    """A run from TLT's trace.
-
-    Raises:
-        TLTError: there is no trace, or no finished step in it.
-    """
+    """A run from TLT's trace; raises `TLTError` where it shows no finished step."""
     trace = read_trace(directory)
     found = _summary(trace.steps, f"--trace {directory}")
     engines = [engine for replica in trace.replicas if (engine := trace.engine(replica)) is not None and engine.t.size]
     if not engines:
         return found
     return replace(
-        found,
-        busy_share=_busy_share(trace, engines),
-        seconds_by_batch=_seconds_by_batch(engines),
-        acceptance=_acceptance(engines),
-        costs=_costs(engines),
-    )
+        found, busy_share=_busy_share(trace, engines), seconds_by_batch=_seconds_by_batch(engines),
+        acceptance=_acceptance(engines), costs=_costs(engines),
+    )  # fmt: skip
 
 
 def _summary(steps: Mapping[int, Metrics], source: str) -> RunMetrics:
@@ -155,12 +145,11 @@ def _summary(steps: Mapping[int, Metrics], source: str) -> RunMetrics:
 
 
 def _seconds_by_batch(engines: Sequence[EngineSteps]) -> dict[int, float]:
-    found: dict[int, float] = {}
+    found: dict[int, float] = defaultdict(float)
     for e in engines:
         for batch, seconds in zip(e.batch.tolist(), e.latency_s.tolist(), strict=True):
             if batch > 0:
-                octave = 1 << (batch.bit_length() - 1)
-                found[octave] = found.get(octave, 0.0) + seconds
+                found[1 << (batch.bit_length() - 1)] += seconds
     return found
 
 
@@ -183,13 +172,13 @@ def _acceptance(engines: Sequence[EngineSteps]) -> tuple[float, ...]:
 
 def _costs(engines: Sequence[EngineSteps]) -> LatencyTable:
     """Median seconds by half-octave of batch and draft length, of steps whose draft length did not just change."""
-    kinds: dict[tuple[int, int], list[tuple[int, int, float]]] = {}
+    kinds: dict[tuple[int, int], list[tuple[int, int, float]]] = defaultdict(list)
     for e in engines:
         steady = np.concatenate(([False], (e.k[1:] == e.k[:-1]) & (e.batch[1:] <= e.batch[:-1])))
         for batch, kv, k, seconds in zip(*(column[steady].tolist() for column in (e.batch, e.kv, e.k, e.latency_s)),
                                          strict=True):  # fmt: skip
             if batch > 0 and seconds > 0:
-                kinds.setdefault((round(2 * np.log2(batch)), k), []).append((batch, kv, seconds))
+                kinds[round(2 * np.log2(batch)), k].append((batch, kv, seconds))
     points = []
     for (_, k), rows in kinds.items():
         if len(rows) >= _FEWEST_STEPS:

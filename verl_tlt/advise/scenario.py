@@ -1,8 +1,8 @@
 """What a run would do: from its recipe, and what a run of it showed, to simulated rollouts at three settings.
 
-The settings are the likely one and both ends of the range. They differ in what decides and is known least: how often
-drafts are accepted, and how soon a step computes instead of reading weights. What neither recipe nor run says is
-assumed, and every assumption is listed.
+The settings are the likely one and both ends of the range. They differ in what is known least: how often drafts are
+accepted, and how soon a step computes instead of reading weights. What neither recipe nor run says is assumed, and
+every assumption is listed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from verl_tlt.advise.hardware import Gpu, Shape, drafter_tokens_s, step_cost, up
 from verl_tlt.advise.judge import Numbers
 from verl_tlt.advise.response_lengths import LogNormal, from_mean, from_moments
 from verl_tlt.advise.run_metrics import RunMetrics
-from verl_tlt.advise.simulation import SMALL_BATCH, EngineSpec, SimulatedRollout, SimulatedRun, simulate
+from verl_tlt.advise.simulation import EngineSpec, SimulatedRollout, SimulatedRun, simulate, tail_share
 from verl_tlt.advise.workload import Workload
 from verl_tlt.errors import TLTError
 from verl_tlt.speculation.costs.latency import LatencyModel
+from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.types import OFF
 
 SETTINGS = ("low", "likely", "high")
@@ -90,11 +91,7 @@ class Estimate:
 
 
 def estimate(scenario: Scenario, assumed: dict[str, str]) -> Estimate:
-    """Simulate rollouts of the run at every setting, with a drafter that has been trained already.
-
-    Args:
-        scenario: the run.
-        assumed: what its reader had to assume, value and why; more is added.
+    """Simulate rollouts at every setting, with a drafter that has been trained already; what is assumed is added.
 
     Raises:
         TLTError: the recipe asks for no work, or what was logged contradicts it.
@@ -118,8 +115,8 @@ def estimate(scenario: Scenario, assumed: dict[str, str]) -> Estimate:
     context = round(rollouts["likely"].tokens / work.requests) + work.prompt // 4
     batches = [b for b in BATCHES if b <= max(work.max_num_seqs, 8)]
     even = {batch: break_even(engines["likely"], batch, context) for batch in batches}
-    rest_s, overhead_s = _rest_s(scenario, lengths, assumed), _overhead_s(scenario, assumed)
-    return Estimate(_numbers(scenario, rollouts, acceptance, even[8], rest_s, overhead_s), context, even, assumed)
+    outside_s = _outside_rollout(scenario, lengths, assumed)
+    return Estimate(_numbers(scenario, rollouts, acceptance, even[8], *outside_s), context, even, assumed)
 
 
 def _numbers(
@@ -163,8 +160,8 @@ def _as_measured(n: Numbers, work: Workload, metrics: RunMetrics) -> Numbers:
     """The numbers with what a run showed in place of what was simulated."""
     gen_s, tail, waiting = metrics.stock_gen_s, n.tail_share, metrics.tool_share or 0.0
     bubble_s = n.bubble_s / n.gen_s * gen_s if metrics.bubble_s is None else metrics.bubble_s / work.replicas
-    if whole := sum(metrics.seconds_by_batch.values()):
-        tail = sum(s for b, s in metrics.seconds_by_batch.items() if b < SMALL_BATCH) / whole
+    if metrics.seconds_by_batch:
+        tail = tail_share([metrics.seconds_by_batch])
     if work.multi_turn and metrics.tool_share is None and metrics.busy_share is not None:
         waiting = 1.0 - metrics.busy_share  # verl's v1 trainer does not log how long tools take
     return replace(
@@ -193,35 +190,29 @@ def _lengths(scenario: Scenario, assumed: dict[str, str]) -> LogNormal:
     return LogNormal(median, SIGMA, work.response)
 
 
-def _rest_s(scenario: Scenario, lengths: LogNormal, assumed: dict[str, str]) -> float:
-    """Seconds of a step outside rollout, measured or from the policy's size."""
-    if scenario.metrics is not None:
-        return scenario.metrics.rest_s
-    work, fixed_s = scenario.work, FIXED_S + scenario.reward_s
+def _outside_rollout(scenario: Scenario, lengths: LogNormal, assumed: dict[str, str]) -> tuple[float, float]:
+    """Seconds of a step outside rollout, measured or from the policy's size; and TLT's own on its critical path."""
+    work, metrics, fixed_s = scenario.work, scenario.metrics, FIXED_S + scenario.reward_s
+    if metrics is None or metrics.overhead_s is None:
+        assumed["TLT's own work in a step"] = f"{OVERHEAD_S} s"
+    if metrics is not None:
+        return metrics.rest_s, OVERHEAD_S if metrics.overhead_s is None else metrics.overhead_s
     token_s = update_token_s(scenario.shape, scenario.gpu, work.gpus, work.critic, work.reference)
     assumed["outside rollout"] = (
         f"log-probs and update at 30 % of the data sheet's FLOP/s on {work.gpus} GPUs, and {fixed_s:g} s for weight "
         "sync and reward; --metrics or --reward-seconds says better"
     )
-    return fixed_s + token_s * work.requests * lengths.mean()
-
-
-def _overhead_s(scenario: Scenario, assumed: dict[str, str]) -> float:
-    """TLT's own seconds on the critical path of a step."""
-    if scenario.metrics is not None and scenario.metrics.overhead_s is not None:
-        return scenario.metrics.overhead_s
-    assumed["TLT's own work in a step"] = f"{OVERHEAD_S} s"
-    return OVERHEAD_S
+    return fixed_s + token_s * work.requests * lengths.mean(), OVERHEAD_S
 
 
 def _engine(scenario: Scenario, setting: str, assumed: dict[str, str]) -> EngineSpec:
     """The engine with a run's own step costs where it drafted, which know no longer drafts; else the data sheet's."""
     work, arms = scenario.work, scenario.arms
-    measured = scenario.metrics.costs.arms() if scenario.metrics is not None else ()
-    if scenario.metrics is not None and measured:
+    costs = scenario.metrics.costs if scenario.metrics is not None else LatencyTable()
+    if measured := costs.arms():
         longest = measured[-1]
         if measured[0] <= 0 and longest >= arms[1]:
-            model = LatencyModel(range(longest + 1), table=scenario.metrics.costs)
+            model = LatencyModel(range(longest + 1), table=costs)
             known = tuple(k for k in arms if k <= longest)
             return EngineSpec(model.seconds, known, work.max_num_seqs, spread=SPREAD[setting])
         assumed["cost of drafts"] = "from the data sheet: the run has not drafted so"

@@ -1,16 +1,15 @@
 """Simulated rollouts of a whole run: every response is decoded by stock verl and with TLT, at computed step costs.
 
-Between two changes of its batch an engine does the same in every step, so a rollout is a series of segments: each ends
-where the batch has changed by `GRAIN` or the contexts have grown by `GROWTH`. In a segment the draft length is the one
-with the most tokens per second, which the goodput policy finds, and in every step a request gains the accept length
-expected at its own acceptance. Left out are what the policy's learning costs and the luck of single tokens, which evens
-out over a response.
+A rollout is a series of segments in which an engine does the same in every step: each ends where the batch has changed
+by `GRAIN` or the contexts have grown by `GROWTH`. In a segment the draft length is the one with the most tokens per
+second, as the goodput policy chooses, and in every step a request gains the accept length expected at its own
+acceptance. Left out are what the policy's learning costs and the luck of single tokens.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -63,12 +62,8 @@ def rollout(
 ) -> tuple[Decoded, Decoded]:
     """One rollout of a replica, decoded by (stock, TLT); TLT does not run a drafter that does not pay.
 
-    Args:
-        spec: of the engine.
-        lengths: tokens of each response, [requests].
-        prompt: tokens of each prompt.
-        acceptance: conditional acceptance of the drafter by draft position.
-        rng: draws how requests differ in acceptance.
+    Responses of `lengths` tokens, [requests], to prompts of `prompt` tokens; `rng` draws how requests differ in
+    acceptance.
     """
     stock = decode(spec, lengths, prompt)
     drafted = decode(spec, lengths, prompt, step_gains(spec, acceptance, lengths.size, rng))
@@ -86,14 +81,7 @@ def step_gains(
 
 
 def decode(spec: EngineSpec, lengths: Lengths, prompt: int, gains: Floats | None = None) -> Decoded:
-    """Decode all responses: with a drafter that runs all the time, or without `gains` as stock.
-
-    Args:
-        spec: of the engine.
-        lengths: tokens of each response, [requests].
-        prompt: tokens of each prompt.
-        gains: see `step_gains`.
-    """
+    """Decode all responses, see `rollout`: with the `step_gains` of a drafter that runs all the time, or as stock."""
     found = Decoded(seconds=lengths.size * prompt * spec.prefill_token_s)
     left = lengths.astype(np.float64)  # tokens to go, [requests]
     rows = np.arange(min(spec.max_batch, lengths.size))  # requests that decode, [batch]
@@ -173,14 +161,15 @@ def simulate(run: SimulatedRun) -> SimulatedRollout:
         lengths = run.lengths.draw(rng, run.requests)
         shares = [lengths[i :: run.replicas] for i in range(run.replicas)]  # as even as verl's balancer deals them out
         pairs = [rollout(run.engine, share, run.prompt, run.acceptance, rng) for share in shares]
-        rollouts.append((float(lengths.sum()), *_summary([stock for stock, _ in pairs], [tlt for _, tlt in pairs])))
+        stock, tlt = zip(*pairs, strict=True)
+        stock_s, rollout_s = (max(replica.seconds for replica in decoded) for decoded in (stock, tlt))
+        bubble_share = 1.0 - sum(s.seconds for s in stock) / (stock_s * len(stock))
+        tail = tail_share([s.seconds_by_batch for s in stock])
+        rollouts.append((lengths.sum(), stock_s, rollout_s, tail, bubble_share))
     return SimulatedRollout(*(float(mean) for mean in np.mean(rollouts, axis=0)))
 
 
-def _summary(stock: Sequence[Decoded], tlt: Sequence[Decoded]) -> tuple[float, float, float, float]:
-    """(stock's seconds, seconds with TLT, tail share, bubble share) of one rollout on all replicas."""
-    stock_s = max(s.seconds for s in stock)
-    decoding = sum(sum(s.seconds_by_batch.values()) for s in stock)
-    tail = sum(seconds for s in stock for batch, seconds in s.seconds_by_batch.items() if batch < SMALL_BATCH)
-    bubble = 1.0 - sum(s.seconds for s in stock) / (stock_s * len(stock))
-    return stock_s, max(t.seconds for t in tlt), tail / decoding if decoding else 0.0, bubble
+def tail_share(engines: Sequence[Mapping[int, float]]) -> float:
+    """Share of decoding time at batches below `SMALL_BATCH`, of engines whose seconds by batch are given."""
+    seconds = [item for engine in engines for item in engine.items()]
+    return sum(s for batch, s in seconds if batch < SMALL_BATCH) / sum(s for _, s in seconds)

@@ -40,13 +40,13 @@ def examine_recipe(recipe: Recipe) -> list[Finding]:
     """Releases, and a recipe if its overrides are given."""
     if not recipe.overrides or installed("verl") is None:
         return rules.examine_packages()
-    first: list[Finding] = []
+    first = rules.examine_packages()
     try:
         config = compose(recipe.overrides, recipe.config)
-        first = [rules.switched_on(config)]
+        first.insert(0, rules.switched_on(config))
         return rules.examine(config, read_settings(config))
     except TLTConfigError as error:
-        return [*first, *rules.examine_packages(), Finding("refuse", "settings", str(error))]
+        return [*first, Finding("refuse", "settings", str(error))]
 
 
 def findings_table(findings: list[Finding]) -> Table:
@@ -84,7 +84,7 @@ def measure_engine(recipe: Recipe, cpu: bool) -> list[Finding]:
 
 
 def calibrate(recipe: Recipe, out: Path | None, seconds: float, cpu: bool) -> tuple[Path, LatencyTable]:
-    """Measure the costs of a recipe's engine and keep them.
+    """Measure the costs of a recipe's engine and keep them; returns the file written, and what is in it.
 
     Args:
         recipe: names policy, drafter and engine.
@@ -92,18 +92,15 @@ def calibrate(recipe: Recipe, out: Path | None, seconds: float, cpu: bool) -> tu
         seconds: how long to measure.
         cpu: on the CPU, even where there is a GPU.
 
-    Returns:
-        The file written, and what is in it.
-
     Raises:
-        TLTError: the doctor refuses the recipe, a sentence for each reason; or the engine could not be started or
-            measured. Data need not be there: nothing is trained.
+        TLTError: the doctor refuses the recipe, or the engine could not be started or measured.
     """
     from verl_tlt.doctor.engine_check import EngineJob, keep_costs, run_job
 
-    refusals = [f for f in examine_recipe(recipe) if f.level == "refuse" and not f.what.startswith("data.")]
+    # Data need not be there: nothing is trained.
+    refusals = [f.sentence for f in examine_recipe(recipe) if f.level == "refuse" and not f.what.startswith("data.")]
     if refusals:
-        raise TLTConfigError("\n".join(f.sentence for f in refusals))
+        raise TLTConfigError("\n".join(refusals))
     return keep_costs(run_job(EngineJob(recipe, cpu, budget_s=seconds, costs_only=True)), out)
 
 

@@ -6,8 +6,7 @@
 * Does the engine still wake up while a spot worker's context stays on the device, and how much is then free?
 
 `verl-tlt calibrate` asks for the costs alone. The engines run in a child process, for which this module is the main
-program (`child_engine`); it answers with a `Measured`, which the parent judges. On a CPU (`--cpu`) there is no sleep,
-no graph and no device context; those lines say so.
+program (`child_engine`). A CPU (`--cpu`) has no sleep, no graph and no device context.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from verl_tlt import child_engine
 from verl_tlt.config import TLTConfigError
@@ -34,8 +32,7 @@ from verl_tlt.speculation.types import OFF
 BATCHES = (1, 4, 16, 64)
 """At which stock's engine is timed, and ours in OFF."""
 DEAR = 1.10
-"""A step without the drafter's pass should cost what stock's costs; above this ratio the difference is reported."""
-
+"""Ratio to stock's step above which a step without the drafter's pass costs too much."""
 _CONTEXT = """
 import sys, torch
 kept = torch.zeros(1, device="cuda")
@@ -48,14 +45,13 @@ sys.stdin.read()
 
 @dataclass(frozen=True)
 class EngineJob:
-    """What the child process is asked."""
+    """What the child process is asked: the step costs of a recipe's engine, and unless `costs_only` all else."""
 
     recipe: Recipe
     cpu: bool
     budget_s: float = 60.0
     """Seconds of measuring, engine starts apart."""
     costs_only: bool = False
-    """Step costs alone, and nothing about sleep and memory."""
 
 
 @dataclass
@@ -89,7 +85,7 @@ class Measured:
 
 
 async def check(job: EngineJob, directory: Path) -> Measured:
-    """Start the recipe's engines and measure all that `job` asks for; `directory` is for the drafter."""
+    """Start the recipe's engines and measure all that `job` asks for; `directory` is for drafter and log."""
     import torch
 
     setup, found = read_setup(job.recipe), Measured()
@@ -153,19 +149,11 @@ async def check_waking(engine: StandaloneEngine, found: Measured) -> None:
         other.communicate(timeout=60)  # closes its input, which ends it
 
 
-def _work(asked: dict[str, Any], directory: Path) -> dict[str, Any]:
-    return to_plain(asyncio.run(check(from_plain(EngineJob, asked), directory)))
-
-
 # ---------------------------------------------------------------------- in the command
 
 
 def run_job(job: EngineJob, timeout_s: float = 1800.0) -> Measured:
-    """Have a child process do `job`.
-
-    Raises:
-        ChildEngineError: it could not; one sentence, or the end of the engine's log.
-    """
+    """Have a child process do `job`; raises `ChildEngineError` where it cannot."""
     import torch
 
     if job.cpu or not torch.cuda.is_available():
@@ -191,15 +179,14 @@ def keep_costs(found: Measured, out: Path | None) -> tuple[Path, LatencyTable]:
 
 
 def judge(found: Measured) -> list[Finding]:
-    """One finding per question."""
+    """One finding per question; of step costs, one per draft length."""
     return [_sleep(found), *_costs(found), _graphs(found), _waking(found)]
 
 
 def _sleep(f: Measured) -> Finding:
     what = "drafter after sleep"
     if f.reloaded != f.fingerprint or not f.fingerprint:
-        other = f.reloaded or "no fingerprint"
-        return Finding("refuse", what, f"The drafter was not the same after a reload: {other}.")
+        return Finding("refuse", what, f"The drafter was not the same after a reload: {f.reloaded or 'unknown'}.")
     slept = {None: "there is no sleep on this device", True: "sleep discarded it", False: "sleep kept it"}
     reload = f"after a reload ({f.reload_s:.2f} s) the fingerprint is the published one"
     return Finding("ok", what, f"{slept[f.lost_in_sleep]}; {reload}")
@@ -222,11 +209,10 @@ def _costs(f: Measured) -> list[Finding]:
 
 
 def _graphs(f: Measured) -> Finding:
-    what = "CUDA graphs"
     if not f.graph_gib:
-        return Finding("ok", what, "no graphs are captured here (enforce_eager, or no such device)")
-    taken = " GiB with a drafter, ".join(f"{gib:.2f}" for gib in f.graph_gib[:2])
-    return Finding("ok", what, f"{taken} GiB" + (" without" if len(f.graph_gib) > 1 else " with a drafter"))
+        return Finding("ok", "CUDA graphs", "no graphs are captured here (enforce_eager, or no such device)")
+    cases = zip(f.graph_gib, ("with a drafter", "without"), strict=False)
+    return Finding("ok", "CUDA graphs", ", ".join(f"{gib:.2f} GiB {case}" for gib, case in cases))
 
 
 def _waking(f: Measured) -> Finding:
@@ -237,9 +223,8 @@ def _waking(f: Measured) -> Finding:
         asleep = f"With another context of {f.context_gib:.2f} GiB on the device the engine did not wake"
         remedy = "lower actor_rollout_ref.rollout.gpu_memory_utilization"
         return Finding("refuse", what, f"{asleep}: {f.wake_error}; {remedy}.")
-    free = f"{f.free_after_wake_gib or 0.0:.2f} GiB free after waking"
-    return Finding("ok", what, f"context {f.context_gib:.2f} GiB, {free}")
+    return Finding("ok", what, f"context {f.context_gib:.2f} GiB, {f.free_after_wake_gib:.2f} GiB free after waking")
 
 
 if __name__ == "__main__":
-    child_engine.serve_job(_work)
+    child_engine.serve_job(lambda job, folder: to_plain(asyncio.run(check(from_plain(EngineJob, job), folder))))

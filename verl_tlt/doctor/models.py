@@ -1,7 +1,7 @@
 """Whether a recipe's policy and drafter can be used: looked up on this disk, in the Hugging Face cache, or on the hub.
 
-Of a name on the hub no more than the config is fetched here. What cannot be looked up from this machine is said, with
-the reason, and does not stop a run: another node may well have it.
+Of a name on the hub only the config is fetched. What cannot be looked up is said and stops no run: another node may
+have it.
 """
 
 from __future__ import annotations
@@ -76,13 +76,7 @@ def _no_head(family: str, architecture: str) -> str | None:
 
 
 def check_recipe_drafter(settings: TLTConfig, policy: str, context: int) -> ModelCheck:
-    """Whether the drafter that the user named, or a new one of these settings, can draft for this policy.
-
-    Args:
-        settings: of the recipe.
-        policy: as the recipe names it.
-        context: longest prompt and response, in tokens.
-    """
+    """Whether the drafter of the recipe's settings can draft for its policy; `context`: longest sequence, in tokens."""
     path, positions = settings.drafter.path, context + settings.speculation.longest
     if path is not None and not is_name(path) and not os.path.isdir(absolute(path)):
         return ModelCheck(problem=f"{DRAFTER}={path} is not a directory on this machine.")

@@ -1,7 +1,7 @@
 """A recipe composed as `main_ppo` would compose it, from its overrides or its script, and its keys read with checks.
 
-Imports neither verl nor vLLM nor torch, and omegaconf and hydra only once there is a recipe: `verl-tlt doctor` has to
-work where nothing is installed yet.
+Whatever cannot be read is a `TLTConfigError` that names the script or the key. Imports neither verl nor vLLM nor torch,
+and omegaconf and hydra only once there is a recipe: `verl-tlt doctor` has to work where nothing is installed yet.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ case "$1" in
 esac
 printf '%s\\0' {name} "$@" >> "{record}" && printf '\\n\\0' >> "{record}"
 """
-"""Writes down what would be started instead of starting it. A line of Python goes to the real one: scripts ask it which
-device there is, and compute with it.
-"""
+"""Writes down what would be started instead of starting it; a line of Python goes to the real one, since scripts ask it
+which device there is."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,7 @@ class Recipe:
 
 
 def read_arguments(arguments: Sequence[str], config_name: str) -> Recipe:
-    """A recipe as a command is given it: overrides, or a script and what is given to that.
-
-    Raises:
-        TLTConfigError: the script does not start `main_ppo`.
-    """
+    """A recipe as a command is given it: overrides, or a script and what is given to that."""
     if arguments and arguments[0].endswith(".sh") and "=" not in arguments[0]:
         return read_script(arguments[0], arguments[1:])
     return Recipe(tuple(arguments), config_name)
@@ -74,18 +69,10 @@ def read_script(
     environment: Mapping[str, str] | None = None,
     timeout_s: float = 60.0,
 ) -> Recipe:
-    """Run a script with a stand-in for Python, and return how it would have started `main_ppo`.
+    """Run a shell script with a stand-in for Python, and return how it would have started `main_ppo`.
 
-    Other programs in the script run as it is written; other Python programs do not.
-
-    Args:
-        script: a shell script.
-        arguments: given to it.
-        environment: added to this process's.
-        timeout_s: seconds it may take.
-
-    Raises:
-        TLTConfigError: there is no such script, or it did not start `main_ppo`.
+    Other programs in the script run as it is written; other Python programs do not. `environment` is added to this
+    process's.
     """
     if not os.path.isfile(script):
         raise TLTConfigError(f"{script} does not exist.")
@@ -140,15 +127,7 @@ def _parsed(words: Sequence[str]) -> Recipe:
 
 
 def compose(overrides: Sequence[str], config_name: str) -> DictConfig:
-    """The verl config `config_name` with `overrides`.
-
-    Args:
-        overrides: as given to `main_ppo`.
-        config_name: see `Recipe.config`; a relative folder is one beside verl's `main_ppo`, as for Hydra.
-
-    Raises:
-        TLTConfigError: verl is not installed, or Hydra cannot compose it (an unknown key, a missing group).
-    """
+    """The verl config `config_name` with `overrides`; a relative folder in the name is one beside verl's `main_ppo`."""
     spec = importlib.util.find_spec("verl")
     if spec is None or not spec.submodule_search_locations:
         raise TLTConfigError("verl is not installed here, so its configuration cannot be composed.")
@@ -171,11 +150,7 @@ def compose(overrides: Sequence[str], config_name: str) -> DictConfig:
 
 
 def select(config: DictConfig, key: str, default: object = None) -> object:
-    """The value at a dotted key, in plain Python; `default` where it is absent, null or still `???`.
-
-    Raises:
-        TLTConfigError: it cannot be resolved.
-    """
+    """The value at a dotted key, in plain Python; `default` where it is absent, null or still `???`."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -190,11 +165,7 @@ def select(config: DictConfig, key: str, default: object = None) -> object:
 
 
 def number(config: DictConfig, key: str, default: int) -> int:
-    """A whole number of 0 or more.
-
-    Raises:
-        TLTConfigError: it is something else.
-    """
+    """The whole number of 0 or more at a dotted key."""
     value = select(config, key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise TLTConfigError(f"{key} must be a whole number of 0 or more, not {value!r}.")
@@ -202,11 +173,7 @@ def number(config: DictConfig, key: str, default: int) -> int:
 
 
 def read_mapping(config: DictConfig, key: str) -> dict[str, object]:
-    """The node at a dotted key as plain Python; empty where it is absent.
-
-    Raises:
-        TLTConfigError: it is no mapping, or cannot be resolved.
-    """
+    """The mapping at a dotted key, in plain Python; empty where it is absent."""
     plain = select(config, key, {})
     if not isinstance(plain, dict):
         raise TLTConfigError(f"{key} must be a mapping, not {plain!r}.")
@@ -214,11 +181,7 @@ def read_mapping(config: DictConfig, key: str) -> dict[str, object]:
 
 
 def read_run_dir(config: DictConfig) -> str:
-    """Where the run keeps its checkpoints, and TLT its own files where nothing else is said.
-
-    Raises:
-        TLTConfigError: the key is not set, or cannot be resolved.
-    """
+    """Where the run keeps its checkpoints, and TLT its own files where nothing else is said."""
     key = "trainer.default_local_dir"
     if not isinstance(directory := select(config, key), str):
         raise TLTConfigError(f"{key} must be a directory, not {directory!r}.")
@@ -226,26 +189,17 @@ def read_run_dir(config: DictConfig) -> str:
 
 
 def read_settings(config: DictConfig) -> TLTConfig:
-    """The `tlt` node as checked settings; all defaults where it is absent, K_max the one for this recipe's engines.
-
-    Raises:
-        TLTConfigError: an unknown key or a wrong value, named.
-    """
+    """The `tlt` node as checked settings; all defaults where it is absent, K_max the one for this recipe's engines."""
     node = read_mapping(config, "tlt")
     speculation = node.get("speculation", {})
-    if isinstance(speculation, dict) and speculation.get("max_draft_length") is None:
-        found = release(installed("vllm") or "")
+    found = release(installed("vllm") or "")
+    if found and isinstance(speculation, dict) and speculation.get("max_draft_length") is None:
         on_gpu = select(config, "trainer.device", "cuda") == "cuda"
-        graphs = on_gpu and not enforce_eager(config) and _full_graphs(config)
-        if found is not None:
-            node["speculation"] = {**speculation, "max_draft_length": longest_draft(found[:2], graphs)}
+        from_ray = f"ray_kwargs.ray_init.runtime_env.env_vars.{FULL_GRAPHS}"  # what Ray hands to engines wins
+        may_capture = str(select(config, from_ray, os.environ.get(FULL_GRAPHS))) != "0"
+        longest = longest_draft(found[:2], on_gpu and may_capture and not enforce_eager(config))
+        node["speculation"] = {**speculation, "max_draft_length": longest}
     return TLTConfig.from_dict(node)
-
-
-def _full_graphs(config: DictConfig) -> bool:
-    """Whether engines may capture graphs for every draft length; what Ray hands to them wins."""
-    handed = select(config, f"ray_kwargs.ray_init.runtime_env.env_vars.{FULL_GRAPHS}")
-    return str(handed if handed is not None else os.environ.get(FULL_GRAPHS)) != "0"
 
 
 def enforce_eager(config: DictConfig) -> bool:

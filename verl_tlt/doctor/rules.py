@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -57,16 +57,16 @@ class Finding:
     sentence: str
 
 
-Rule = Callable[["DictConfig", TLTConfig], Iterator[Finding]]
-
-
 def examine(config: DictConfig, settings: TLTConfig) -> list[Finding]:
     """All findings about a recipe: whether TLT is on, the installed packages, and every rule.
 
     Raises:
         TLTConfigError: a key of the config cannot be resolved.
     """
-    return [switched_on(config), *examine_packages(), *(f for rule in RECIPE_RULES for f in rule(config, settings))]
+    found = [switched_on(config), *examine_packages()]
+    for rule in (trainer, actor, rollout, files, bubble):
+        found += rule(config, settings)
+    return found
 
 
 def switched_on(config: DictConfig) -> Finding:
@@ -267,6 +267,3 @@ def bubble(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
         alone = f"{what} and trainer.nnodes make one replica alone, which never waits for another"
         remedy = f"use more devices, or a smaller {ROLLOUT}.tensor_model_parallel_size"
         yield Finding("warn", what, f"{alone}, so nothing will ever be idle and the drafter is not trained: {remedy}.")
-
-
-RECIPE_RULES: tuple[Rule, ...] = (trainer, actor, rollout, files, bubble)

@@ -1,8 +1,4 @@
-"""One vLLM engine as a recipe would start it, without Ray and the trainer: what the doctor and `calibrate` measure.
-
-What a step costs and whether a drafter survives sleep depend on this machine, this policy and this vLLM, so they can be
-found out before a run. The engine gets the settings from the recipe that verl's server would hand to it.
-"""
+"""One vLLM engine as a recipe would start it, without Ray and the trainer: what the doctor and `calibrate` measure."""
 
 from __future__ import annotations
 
@@ -45,11 +41,7 @@ class Setup:
 
 
 def read_setup(recipe: Recipe) -> Setup:
-    """What a recipe's engine is made of.
-
-    Raises:
-        TLTConfigError: the recipe cannot be composed, or its policy is not on this machine.
-    """
+    """What a recipe's engine is made of; raises `TLTConfigError` where its policy is not on this machine."""
     config = compose(recipe.overrides, recipe.config)
     path = str(config.actor_rollout_ref.model.path)
     model = check_policy(path)
@@ -79,10 +71,7 @@ class StandaloneEngine:
         return (await self.llm.collective_rpc(method, args=args))[0]
 
     async def step_seconds(self, batch: int, tokens: int = 24) -> float:
-        """Seconds from one token of each of `batch` requests to the next, on the wall clock.
-
-        The difference between a long and a short decode: prompts and hand-overs cancel.
-        """
+        """Seconds on the wall clock from a token of `batch` requests to the next: of a long decode less a short one."""
         prompts = [[(7 * i + 13 * j) % (self.vocab_size - 1) + 1 for j in range(PROMPT_TOKENS)] for i in range(batch)]
 
         async def timed(new: int) -> float:
