@@ -16,8 +16,9 @@ from verl_tlt.compat.upstream_api import Symbol
 from verl_tlt.compat.versions import installed
 from verl_tlt.config import TLTConfigError
 from verl_tlt.doctor import rules
+from verl_tlt.doctor.models import Finding
 from verl_tlt.doctor.recipe import Recipe, compose, read_settings
-from verl_tlt.doctor.rules import Finding, judge_symbols
+from verl_tlt.doctor.rules import judge_symbols
 from verl_tlt.errors import TLTError
 
 if TYPE_CHECKING:

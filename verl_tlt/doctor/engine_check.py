@@ -20,8 +20,8 @@ from pathlib import Path
 
 from verl_tlt import child_engine
 from verl_tlt.config import TLTConfigError
+from verl_tlt.doctor.models import Finding
 from verl_tlt.doctor.recipe import Recipe
-from verl_tlt.doctor.rules import Finding
 from verl_tlt.doctor.standalone_engine import StandaloneEngine, graph_memory_gib, read_setup, start
 from verl_tlt.messages import from_plain, to_plain
 from verl_tlt.messages.rollout import LoadReply

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Literal
 
 from verl_tlt.compat.sources import serves_eagle3
 from verl_tlt.compat.versions import installed
@@ -29,37 +30,35 @@ POLICY, DRAFTER = "actor_rollout_ref.model.path", "tlt.drafter.path"
 
 
 @dataclass(frozen=True)
-class ModelCheck:
-    """What was found out about one model."""
+class Finding:
+    """What one rule of the doctor says about one thing."""
 
-    family: str | None = None
-    """`model_type` of its config; None where that was not read."""
-    problem: str | None = None
-    """Why it cannot be used, in one sentence that names key or file."""
-    unchecked: str | None = None
-    """What could not be checked from here, and why, in one sentence."""
+    level: Literal["ok", "warn", "refuse"]
+    what: str
+    """The key, package or file in question."""
+    sentence: str
 
 
-def check_policy(path: str) -> ModelCheck:
+def check_policy(path: str) -> Finding:
     """Whether drafters can be built for the model at `path`, a folder or a name on the hub."""
     key = f"{POLICY}={path}"
     if not path:
-        return ModelCheck(problem=f"{POLICY} is not set.")
+        return Finding("refuse", POLICY, f"{POLICY} is not set.")
     if "://" in path:
-        return ModelCheck(unchecked=f"{key} is on another file system, so its family was not checked from here.")
+        return Finding("warn", POLICY, f"{key} is on another file system, so its family was not checked from here.")
     if not is_name(path) and not os.path.isdir(absolute(path)):
-        return ModelCheck(problem=f"{key} is not a directory on this machine.")
+        return Finding("refuse", POLICY, f"{key} is not a directory on this machine.")
     try:
         fields = read_model_config(path)
         family = str(fields.get("model_type"))
         if why := _no_head(family, next(iter(fields.get("architectures") or ()), "")):
-            return ModelCheck(family, f"{key} is a {family} model, and {why}.")
+            return Finding("refuse", POLICY, f"{key} is a {family} model, and {why}.")
         policy_shape(path)
     except NotHereError as error:
-        return ModelCheck(unchecked=f"{str(error).rstrip('.')}, so the family of {POLICY} was not checked.")
+        return Finding("warn", POLICY, f"{str(error).rstrip('.')}, so the family of {POLICY} was not checked.")
     except DrafterError as error:
-        return ModelCheck(problem=f"{POLICY}: {error}")
-    return ModelCheck(family)
+        return Finding("refuse", POLICY, f"{POLICY}: {error}")
+    return Finding("ok", POLICY, f"{POLICY} is a {family} model, which drafters are made for")
 
 
 def _no_head(family: str, architecture: str) -> str | None:
@@ -75,15 +74,17 @@ def _no_head(family: str, architecture: str) -> str | None:
     return f"{why}: {untested if served else by_vllm}"
 
 
-def check_recipe_drafter(settings: TLTConfig, policy: str, context: int) -> ModelCheck:
+def check_recipe_drafter(settings: TLTConfig, policy: str, context: int) -> Finding:
     """Whether the drafter of the recipe's settings can draft for its policy; `context`: longest sequence, in tokens."""
     path, positions = settings.drafter.path, context + settings.speculation.longest
     if path is not None and not is_name(path) and not os.path.isdir(absolute(path)):
-        return ModelCheck(problem=f"{DRAFTER}={path} is not a directory on this machine.")
+        return Finding("refuse", DRAFTER, f"{DRAFTER}={path} is not a directory on this machine.")
+    new = "no drafter given: it starts from a random head and drafts once that pays"
+    fine = Finding("ok", DRAFTER, f"{DRAFTER} is usable" if path else new)
     try:
         shape = policy_shape(located(policy))
     except DrafterError:
-        return ModelCheck()  # `check_policy` says so; the trainer checks again once the policy is there
+        return fine  # `check_policy` says so; the trainer checks again once the policy is there
     try:
         if path is None and settings.drafter.aux_layers is not None:
             check_aux_layers(settings.drafter.aux_layers, shape.num_layers, "tlt.drafter.aux_layers")
@@ -92,15 +93,15 @@ def check_recipe_drafter(settings: TLTConfig, policy: str, context: int) -> Mode
         elif is_name(path) and not _has_weights(path):
             read_config(folder(path, (CONFIG,)), shape, positions)
             later = "fits by its config; its weights are fetched when the run starts"
-            return ModelCheck(unchecked=f"{DRAFTER}={path} {later}.")
+            return Finding("warn", DRAFTER, f"{DRAFTER}={path} {later}.")
         else:
             check_owner(located(path))
             check_drafter(located(path), located(policy), positions)
     except NotHereError as error:
-        return ModelCheck(unchecked=f"{str(error).rstrip('.')}, so whether {DRAFTER} fits was not checked.")
+        return Finding("warn", DRAFTER, f"{str(error).rstrip('.')}, so whether {DRAFTER} fits was not checked.")
     except DrafterError as error:
-        return ModelCheck(problem=str(error) if path is None else f"{DRAFTER}: {error}")
-    return ModelCheck()
+        return Finding("refuse", DRAFTER, str(error) if path is None else f"{DRAFTER}: {error}")
+    return fine
 
 
 def _has_weights(drafter: str) -> bool:

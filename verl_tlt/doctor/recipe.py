@@ -6,6 +6,7 @@ and omegaconf and hydra only once there is a recipe: `verl-tlt doctor` has to wo
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import math
 import os
@@ -112,18 +113,12 @@ def _run(script: Sequence[str], environment: Mapping[str, str], errors: Path, ti
 
 def _parsed(words: Sequence[str]) -> Recipe:
     """Hydra's own options, and the rest."""
-    options = {"--config-name": CONFIG, "--config-path": ""}
-    short = {"-cn": "--config-name", "-cp": "--config-path"}
-    overrides = []
-    rest = iter(words)
-    for word in rest:
-        option, equals, value = word.partition("=")
-        option = short.get(option, option)
-        if option in options:
-            options[option] = value if equals else next(rest, "")
-        elif not word.startswith("-"):
-            overrides.append(word)
-    return Recipe(tuple(overrides), os.path.join(options["--config-path"], options["--config-name"]))
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-name", "-cn", nargs="?", default=CONFIG, const="")
+    parser.add_argument("--config-path", "-cp", nargs="?", default="", const="")
+    options, rest = parser.parse_known_args(words)
+    overrides = tuple(word for word in rest if not word.startswith("-"))
+    return Recipe(overrides, os.path.join(options.config_path, options.config_name))
 
 
 def compose(overrides: Sequence[str], config_name: str) -> DictConfig:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from verl_tlt import flag
 from verl_tlt.compat.upstream_api import Symbol
 from verl_tlt.compat.versions import SUPPORTED, Release, Supported, installed, release
 from verl_tlt.config import TLTConfig, TLTConfigError
-from verl_tlt.doctor.models import DRAFTER, POLICY, check_policy, check_recipe_drafter
+from verl_tlt.doctor.models import POLICY, Finding, check_policy, check_recipe_drafter
 from verl_tlt.doctor.recipe import (
     ROLLOUT,
     context_tokens,
@@ -45,16 +44,6 @@ UNTAPPED_LAYOUTS = {
     "use_megatron_fsdp": "shards layers in a way that the tap was never tried with",
 }
 """Switches of `actor.megatron` with which the tap does not work."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What one rule says about one thing."""
-
-    level: Literal["ok", "warn", "refuse"]
-    what: str
-    """The key, package or file in question."""
-    sentence: str
 
 
 def examine(config: DictConfig, settings: TLTConfig) -> list[Finding]:
@@ -226,18 +215,9 @@ def files(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     yield from (Finding("refuse", key, f"{key}={path} does not exist on this machine.") for key, path in missing)
     if not missing:
         yield Finding("ok", "data.train_files", "data files found")
-    path = str(select(config, POLICY, ""))
-    policy, drafter = check_policy(path), check_recipe_drafter(settings, path, context_tokens(config))
-    named = f"{POLICY} is a {policy.family} model, which drafters are made for"
-    random = "no drafter given: it starts from a random head and drafts once that pays"
-    fine = f"{DRAFTER} is usable" if settings.drafter.path else random
-    for what, model, sentence in ((POLICY, policy, named), (DRAFTER, drafter, fine)):
-        if model.problem:
-            yield Finding("refuse", what, model.problem)
-        elif model.unchecked:
-            yield Finding("warn", what, model.unchecked)
-        else:
-            yield Finding("ok", what, sentence)
+    policy = str(select(config, POLICY, ""))
+    yield check_policy(policy)
+    yield check_recipe_drafter(settings, policy, context_tokens(config))
 
 
 def _missing_data(config: DictConfig) -> Iterator[tuple[str, str]]:

@@ -45,8 +45,8 @@ def read_setup(recipe: Recipe) -> Setup:
     config = compose(recipe.overrides, recipe.config)
     path = str(config.actor_rollout_ref.model.path)
     model = check_policy(path)
-    if model.family is None or model.problem:
-        raise TLTConfigError(model.problem or model.unchecked or path)
+    if model.level != "ok":
+        raise TLTConfigError(model.sentence)
     return Setup(located(path), read_settings(config), config.actor_rollout_ref.rollout, context_tokens(config))
 
 

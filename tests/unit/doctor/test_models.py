@@ -37,23 +37,20 @@ def cached(policy, tmp_path, monkeypatch):
 
 
 def test_a_name_is_resolved_and_its_family_named(cached, policy):
-    assert check_policy(policy).family == "qwen3"
-    assert check_policy(cached("Org/policy")).family == "qwen3"
+    for fine in (check_policy(policy), check_policy(cached("Org/policy"))):
+        assert fine.level == "ok" and "is a qwen3 model" in fine.sentence
     found = check_policy(cached("Org/other", model_type="mamba", architectures=["MambaForCausalLM"]))
-    assert found.family == "mamba"
-    assert found.problem.startswith(
-        "actor_rollout_ref.model.path=Org/other is a mamba model, and drafters exist for llama"
-    )
+    said = "actor_rollout_ref.model.path=Org/other is a mamba model, and drafters exist for llama"
+    assert found.level == "refuse" and found.sentence.startswith(said)
 
 
 def test_a_name_that_cannot_be_resolved_is_no_refusal_but_is_said(cached):
     found = check_policy("Org/absent")
-    assert found.family is None and found.problem is None
-    assert found.unchecked == (
+    assert found.level == "warn" and found.sentence == (
         "Org/absent is no folder here and could not be fetched: it is not in the local cache, and HF_HUB_OFFLINE is "
         "set, so the family of actor_rollout_ref.model.path was not checked."
     )
-    assert "another file system" in check_policy("hdfs://cluster/policy").unchecked
+    assert "another file system" in check_policy("hdfs://cluster/policy").sentence
 
 
 @pytest.mark.parametrize(
@@ -86,8 +83,9 @@ def test_a_name_that_cannot_be_resolved_is_no_refusal_but_is_said(cached):
 )
 def test_another_family_is_refused_with_the_reason(cached, changes, said):
     pytest.importorskip("vllm")
-    sentence = check_policy(cached("Org/policy", **changes)).problem
-    assert said in sentence and sentence.endswith(".") and "\n" not in sentence
+    found = check_policy(cached("Org/policy", **changes))
+    sentence = found.sentence
+    assert found.level == "refuse" and said in sentence and sentence.endswith(".") and "\n" not in sentence
 
 
 def test_vllms_sources_say_the_same_as_its_classes():
@@ -114,19 +112,21 @@ def drafter_at(path, policy, **changes):
 
 def test_a_drafter_on_the_hub_is_judged_by_its_config_until_its_weights_are_here(cached, policy, tmp_path):
     def look(name):
-        return check_recipe_drafter(TLTConfig.from_dict({"drafter": {"path": name}}), policy, 192)
+        found = check_recipe_drafter(TLTConfig.from_dict({"drafter": {"path": name}}), policy, 192)
+        return found.level, found.sentence
 
     cached("Org/drafter")
     place = tmp_path / "hub" / "models--Org--drafter" / "snapshots" / "abc"
     drafter_at(place, policy)
-    assert look("Org/drafter").unchecked == (
-        "tlt.drafter.path=Org/drafter fits by its config; its weights are fetched when the run starts."
-    )
+    later = "tlt.drafter.path=Org/drafter fits by its config; its weights are fetched when the run starts."
+    assert look("Org/drafter") == ("warn", later)
     drafter_at(place, policy, hidden_size=32)
-    assert "hidden_size=32, but the policy's is 64" in look("Org/drafter").problem
+    assert "hidden_size=32, but the policy's is 64" in look("Org/drafter")[1]
     drafter_at(place, policy)
     (place / "model.safetensors").write_bytes(b"cut off")
-    assert "model.safetensors is truncated" in look("Org/drafter").problem
+    level, sentence = look("Org/drafter")
+    assert level == "refuse" and "model.safetensors is truncated" in sentence
     shutil.rmtree(tmp_path / "hub")
-    unchecked = look("Org/drafter").unchecked
-    assert unchecked.endswith("so whether tlt.drafter.path fits was not checked.") and "HF_HUB_OFFLINE" in unchecked
+    level, sentence = look("Org/drafter")
+    assert level == "warn" and sentence.endswith("so whether tlt.drafter.path fits was not checked.")
+    assert "HF_HUB_OFFLINE" in sentence
