@@ -7,6 +7,7 @@ What it does not give is assumed, from the authors' published examples where the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +67,8 @@ MODELS = {"7B": Model(7.6e9, 57e3, 4, 2.61), "32B": Model(32.8e9, 262e3, 8, 3.62
 class TreeCost:
     """Steps in which a tree is verified, by the speed that the paper measured: one "draft length", K=8.
 
-    A step with a tree takes as long as makes a chain of the same drafter as fast as the paper's trees were.
+    A step with a tree takes as long as makes a chain of the same drafter as fast as the paper's trees were; above
+    `THRESHOLD` requests it would never end, so none is chosen.
     """
 
     base: CostModel
@@ -77,6 +79,8 @@ class TreeCost:
         off = self.base.seconds(batch, kv_tokens, 0, OFF)
         if verified == 0:
             return off
+        if batch > THRESHOLD:
+            return math.inf
         speed = float(np.interp(batch, list(TABLE_4), list(TABLE_4.values())))
         return off * CHAIN / (1.0 + (self.single - 1.0) * (speed - 1.0) / (TABLE_4[1] - 1.0))
 
@@ -93,7 +97,7 @@ def decoder(model: Model) -> GraphCost:
 
 def theirs(cost: CostModel, single: float) -> EngineSpec:
     """Trees, at `THRESHOLD` requests and fewer."""
-    return EngineSpec(steady(TreeCost(cost, single)), (0, 8), token_limit=THRESHOLD * 9)
+    return EngineSpec(steady(TreeCost(cost, single)), (0, 8))
 
 
 def row(name: str, nodes: int, steps: int) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def advise(options: AdviseOptions, console: Console) -> Verdict:
     scenario, assumed = read_scenario(options)
     found = estimate(scenario, assumed)
     verdict = judge(found.numbers)
-    _print(console, scenario, found, verdict)
+    _print(console, scenario, assumed, found, verdict)
     return verdict
 
 
@@ -87,7 +87,7 @@ def suggestions(scenario: Scenario, n: Numbers) -> list[str]:
     return said
 
 
-def _print(console: Console, scenario: Scenario, found: Estimate, verdict: Verdict) -> None:
+def _print(console: Console, scenario: Scenario, assumed: Mapping[str, str], found: Estimate, verdict: Verdict) -> None:
     rows = Table("", "", "from", title="verl-tlt advise", show_header=True, title_justify="left")
     for row in _rows(scenario, found):
         rows.add_row(*row)
@@ -98,9 +98,9 @@ def _print(console: Console, scenario: Scenario, found: Estimate, verdict: Verdi
 
     if scenario.metrics is not None:
         say(f"Run: {scenario.metrics.source}, {scenario.metrics.steps} steps")
-    if found.assumed:
+    if assumed:
         say("Assumed:", "bold")
-        for what, why in found.assumed.items():
+        for what, why in assumed.items():
             say(f"  {what}: {why}")
     say("What to change:", "bold")
     for sentence in suggestions(scenario, found.numbers):

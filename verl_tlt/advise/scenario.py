@@ -79,15 +79,13 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What decides in a scenario, and what it rests on."""
+    """What decides in a scenario, and from which accept length on drafts pay in it."""
 
     numbers: Numbers
     context: int
     """Tokens of context of a request in the tail: a mean response, and its prompt."""
     break_even: Mapping[int, Mapping[int, float]]
     """By batch and K: the accept length above which a draft pays."""
-    assumed: Mapping[str, str]
-    """What, and value and why."""
 
 
 def estimate(scenario: Scenario, assumed: dict[str, str]) -> Estimate:
@@ -116,7 +114,7 @@ def estimate(scenario: Scenario, assumed: dict[str, str]) -> Estimate:
     batches = [b for b in BATCHES if b <= max(work.max_num_seqs, 8)]
     even = {batch: break_even(engines["likely"], batch, context) for batch in batches}
     outside_s = _outside_rollout(scenario, lengths, assumed)
-    return Estimate(_numbers(scenario, rollouts, acceptance, even[8], *outside_s), context, even, assumed)
+    return Estimate(_numbers(scenario, rollouts, acceptance, even[8], *outside_s), context, even)
 
 
 def _numbers(

@@ -39,8 +39,6 @@ class EngineSpec:
     """Draft lengths that the policy may choose."""
     max_batch: int = 256
     """`max_num_seqs`: requests decoding at once; the others wait."""
-    token_limit: int = 0
-    """Tokens of the largest step that drafts; 0: no limit."""
     prefill_token_s: float = 0.0
     """Seconds per prompt token."""
     spread: float = 0.0
@@ -112,8 +110,7 @@ def decode(spec: EngineSpec, lengths: Lengths, prompt: int, gains: Floats | None
 
 def best_length(spec: EngineSpec, batch: int, kv_tokens: int, gains: Floats) -> int:
     """The draft length with the most tokens per second; `gains` are the requests' mean tokens a step, [K_max + 1]."""
-    allowed = [k for k in spec.arms if not k or not spec.token_limit or batch * (1 + k) <= spec.token_limit]
-    return max(allowed, key=lambda k: float(gains[k]) / spec.step_seconds(batch, kv_tokens, k))
+    return max(spec.arms, key=lambda k: float(gains[k]) / spec.step_seconds(batch, kv_tokens, k))
 
 
 @dataclass(frozen=True)

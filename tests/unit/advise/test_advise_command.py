@@ -87,9 +87,9 @@ def test_a_run_with_tlt_brings_its_own_costs_and_acceptance(made_run):
         *RECIPE, "data.train_batch_size=16", f"{ROLLOUT}.tensor_model_parallel_size=4", f"{ROLLOUT}.enforce_eager=true",
         "data.max_response_length=1024", "tlt.speculation.max_draft_length=7",  # the run had 5
     ]  # fmt: skip
-    found = estimate(*read_scenario(AdviseOptions(recipe=recipe, trace=made_run.directory)))
-    n = found.numbers
-    assert not found.assumed.keys() & {"acceptance", "step costs", "response lengths", "outside rollout"}
+    scenario, assumed = read_scenario(AdviseOptions(recipe=recipe, trace=made_run.directory))
+    n = estimate(scenario, assumed).numbers
+    assert not assumed.keys() & {"acceptance", "step costs", "response lengths", "outside rollout"}
     assert 1.0 < n.rollout["low"] <= n.rollout["likely"] <= n.rollout["high"] < 3.0
     assert n.has_drafter and n.replicas == 2 and n.bubble_s > 0
     code, said = advise(*recipe, "--trace", str(made_run.directory))

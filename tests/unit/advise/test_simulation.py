@@ -62,15 +62,6 @@ def test_a_drafter_that_is_never_right_is_off_and_costs_nothing():
     assert stock == tlt
 
 
-def test_no_draft_is_longer_than_its_step_may_be():
-    lengths, good = np.full(32, 500), (0.9, 0.9, 0.9)
-    free, limited, never = (
-        seconds(EngineSpec(STEADY, (0, 1, 3), token_limit=limit), lengths, 100, good)[1]
-        for limit in (0, 64, 32)
-    )  # fmt: skip
-    assert free < limited < never
-
-
 def test_requests_that_differ_in_acceptance_end_later():
     """The rollout waits for its slowest response, however good the mean."""
     same, different = (
