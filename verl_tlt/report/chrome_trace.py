@@ -72,7 +72,7 @@ def _trainer(trace: RunTrace, steps: Sequence[RLStep]) -> Iterator[ChromeEvent]:
     """Each step with its phases inside; phases that run at the same time have tracks of their own."""
     background: dict[str, int] = {}
     for step in steps:
-        shown = {name: value for name, value in step.metrics.items() if name.startswith("tlt/")}
+        shown = {name: value for name, value in trace.steps.get(step.step, {}).items() if name.startswith("tlt/")}
         yield _slice(TRAINER, DRIVER, f"step {step.step}", step.start, step.finish, shown)
         for phase in (p for p in trace.phases if p.step == step.step):
             if phase.name in IN_STEP:
@@ -81,10 +81,10 @@ def _trainer(trace: RunTrace, steps: Sequence[RLStep]) -> Iterator[ChromeEvent]:
                 tid = background.setdefault(phase.name, BACKGROUND + len(background))
                 start, end = phase.start, phase.end
             yield _slice(TRAINER, tid, phase.name, start, end, {"step": step.step})
-        if (p := step.publish) is not None:
-            args = {"version": p.version, "reason": p.reason, "gain": p.gain, **p.tau}
-            yield {"ph": "i", "ts": p.t, "pid": TRAINER, "tid": DRIVER, "name": f"drafter {p.decision}", "s": "p",
-                   "args": args}  # fmt: skip
+    for p in trace.publishes:
+        args = {"version": p.version, "reason": p.reason, "gain": p.gain, **p.tau}
+        yield {"ph": "i", "ts": p.t, "pid": TRAINER, "tid": DRIVER, "name": f"drafter {p.decision}", "s": "p",
+               "args": args}  # fmt: skip
     for name, tid in background.items():
         yield {"ph": "M", "pid": TRAINER, "tid": tid, "name": "thread_name", "args": {"name": name}}
 

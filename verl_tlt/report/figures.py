@@ -1,6 +1,6 @@
 """Draws a traced run with matplotlib: the charts of the page, and `picture.png`.
 
-Colours are Okabe and Ito's, which colour-blind readers can tell apart. TeX and mathtext are off.
+Colours are Okabe and Ito's, which colour-blind readers can tell apart.
 """
 
 from __future__ import annotations
@@ -58,13 +58,11 @@ Points = Mapping[int, float | None]
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of the page."""
+    """A chart of the page, with a note on how to read it; its SVG is in base64."""
 
     title: str
     note: str
-    """How to read it."""
     svg: str
-    """Base64."""
 
 
 def run_charts(trace: RunTrace) -> Iterator[Chart]:
@@ -89,8 +87,7 @@ def run_charts(trace: RunTrace) -> Iterator[Chart]:
             yield _chart(title, note, partial(draw_lines, unit=unit, lines=lines))
     if lengths := draft_lengths(trace):
         note = "Share of engine steps. OFF: the drafter's pass was skipped; K=0: nothing was drafted in the step."
-        draw = partial(draw_bars, unit="share", steps=steps, bars=lengths)
-        yield _chart("Draft length K", note, draw)
+        yield _chart("Draft length K", note, partial(draw_bars, unit="share", steps=steps, bars=lengths))
     if any(row["bubble_s"] for row in rows):
         trained = [row["bubble_trained_s"] or 0.0 for row in rows]
         idle = [(row["bubble_s"] or 0.0) - used for row, used in zip(rows, trained, strict=True)]
@@ -108,10 +105,7 @@ def step_charts(trace: RunTrace, steps: Mapping[int, RLStep]) -> Iterator[Chart]
 
 
 def save_picture(path: Path, trace: RunTrace) -> Path:
-    """Write a PNG with the replicas in the most trained step, the accept length and the draft lengths.
-
-    A `TraceError` says that the trace holds no finished rollout.
-    """
+    """Write a PNG with the replicas in the most trained step, the accept length and the draft lengths."""
     steps, lanes = rl_steps(trace), 1.6 + _lanes_height(trace)
     number = most_trained(steps)
     with matplotlib.rc_context(STYLE):

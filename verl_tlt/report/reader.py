@@ -38,7 +38,7 @@ from verl_tlt.trace.events import (
 )
 
 LONGEST_LINE = 1 << 20
-"""Bytes; a longer line is not read as one, so that no file can fill the memory with a single line."""
+"""Bytes; a longer line is read in pieces, so that it cannot fill the memory."""
 
 E = TypeVar("E", bound=Event)
 _ADAPTERS: dict[str, TypeAdapter[Event]] = {kind: TypeAdapter(cls) for kind, cls in EVENT_TYPES.items()}
@@ -110,10 +110,8 @@ class RunTrace:
         return named + sorted(others)
 
     def label(self, replica: str) -> str:
-        """What pictures call a replica; its name may be an address, and an engine's file may have its number."""
-        if replica in self.replicas:
-            return f"replica {self.replicas.index(replica)}"
-        return f"replica {replica}" if replica.isdigit() else replica
+        """What pictures call a replica, whose name may be an address."""
+        return f"replica {self.replicas.index(replica)}" if replica in self.replicas else replica
 
     def engine(self, replica: str) -> EngineSteps | None:
         """The steps of the replica's engine, whose file has the name or the number of the replica; None: no file."""

@@ -20,13 +20,11 @@ Row = Mapping[str, float | None]
 
 
 class Column(NamedTuple):
-    """A column of the table."""
+    """A column of the table: its heading, the format of a value, and its metric; empty: computed by `step_row`."""
 
     heading: str
     form: str
-    """How a value is formatted."""
     metric: str = ""
-    """Name of the metric; empty: computed by `step_row`."""
 
 
 COLUMNS = {

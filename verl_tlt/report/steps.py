@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from verl_tlt.report.reader import EngineSteps, RunTrace, TraceError
-from verl_tlt.trace.events import Idle, LoadSample, Phase, Publish, Session
+from verl_tlt.report.reader import RunTrace, TraceError
+from verl_tlt.trace.events import Idle, Phase, Session
 
-E = TypeVar("E", Phase, LoadSample, Idle, Session)
+E = TypeVar("E", Phase, Idle, Session)
 Ints = npt.NDArray[np.int64]
 
 NO_STEP = -2
@@ -40,12 +40,8 @@ class RLStep:
     end: float
     after: Sequence[Phase] = ()
     """The phases after the rollout, in the order of time."""
-    loads: Sequence[LoadSample] = ()
     bubbles: Sequence[Bubble] = ()
     sessions: Sequence[Session] = ()
-    publish: Publish | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Empty for a step that is not finished."""
 
     @property
     def finish(self) -> float:
@@ -58,9 +54,7 @@ def rl_steps(trace: RunTrace) -> dict[int, RLStep]:
 
     A `TraceError` says that there is none.
     """
-    phases = _by_step(trace.phases)
-    loads, idles, sessions = _by_step(trace.loads), _by_step(trace.idles), _by_step(trace.sessions)
-    publishes = {p.step: p for p in trace.publishes}
+    phases, idles, sessions = _by_step(trace.phases), _by_step(trace.idles), _by_step(trace.sessions)
     steps = {}
     for step in sorted(phases):
         rollouts = [p for p in phases[step] if p.name == "rollout"]
@@ -72,14 +66,11 @@ def rl_steps(trace: RunTrace) -> dict[int, RLStep]:
             min(p.start for p in rollouts),
             end,
             after=[p for p in phases[step] if p.name != "rollout" and p.end > end],
-            loads=loads[step],
             bubbles=[
                 Bubble(i.replica, i.start, min((p.end for p in rollouts if p.end >= i.start), default=end))
                 for i in idles[step]
             ],
             sessions=sessions[step],
-            publish=publishes.get(step),
-            metrics=trace.steps.get(step, {}),
         )
     if not steps:
         raise TraceError(f"{trace.directory} holds no finished rollout to draw.")
@@ -93,29 +84,22 @@ def most_trained(steps: Mapping[int, RLStep]) -> int:
 
 
 def sampled(trace: RunTrace, step: RLStep, replica: str, at: npt.NDArray[np.float64]) -> tuple[Ints, Ints]:
-    """What a replica decoded at the unix seconds `at` of a step.
+    """A replica's batch and draft length (-1: OFF, `NO_STEP`: no engine step) at the unix seconds `at` of a step.
 
-    Returns:
-        Its batch at each time, and the draft length (-1: OFF, `NO_STEP`: no engine step). Without a file of engine
-        steps the batch is the requests in flight.
+    Without a file of engine steps the batch is the requests in flight.
     """
     engine = trace.engine(replica)
     part = None if engine is None else engine.between(step.start, step.end)
     if part is None or not part.t.size:
-        counts = np.array([0, *(load.inflight.get(replica, 0) for load in step.loads)], dtype=np.int64)
-        batch = counts[np.searchsorted([load.t for load in step.loads], at, side="right")]
+        loads = [load for load in trace.loads if load.step == step.step]
+        counts = np.array([0, *(load.inflight.get(replica, 0) for load in loads)], dtype=np.int64)
+        batch = counts[np.searchsorted([load.t for load in loads], at, side="right")]
         k = np.full(len(at), NO_STEP)
     else:
-        batch, k = _engine_step_at(part, at)
+        i = np.searchsorted(part.t, at).clip(max=part.t.size - 1)
+        ran = (part.t[i] - part.latency_s[i] - GAP_S <= at) & (at <= part.t[i])
+        batch, k = np.where(ran, part.batch[i], 0), np.where(ran, part.k[i], NO_STEP)
     return np.where(at <= step.end, batch, 0), k
-
-
-def _engine_step_at(engine: EngineSteps, at: npt.NDArray[np.float64]) -> tuple[Ints, Ints]:
-    i = np.searchsorted(engine.t, at)
-    ran = i < engine.t.size
-    i = np.minimum(i, engine.t.size - 1)
-    ran &= engine.t[i] - engine.latency_s[i] - GAP_S <= at
-    return np.where(ran, engine.batch[i], 0), np.where(ran, engine.k[i], NO_STEP)
 
 
 def _by_step(events: Iterable[E]) -> defaultdict[int, list[E]]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 HELD_OUT = 0.1
 """Share of the prompts that are never trained on."""
 MIN_PROMPTS = 16
-"""Fewer make no drafter: the responses would be learnt by heart, and nothing would be left to judge it on."""
+"""Responses to fewer would be learnt by heart, and nothing would be left to judge the drafter on."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Prompts:
     """What a file held, and which part of it is for judging."""
 
     tokens: tuple[tuple[int, ...], ...]
-    """Token ids of each prompt; equal prompts once."""
+    """Ids of each prompt; equal prompts once."""
     digest: str
     """Sixteen hex digits of the file's content, for provenance."""
     held_out: frozenset[int]
@@ -49,8 +49,7 @@ def read_prompts(
     """
     if not file.is_file():
         raise DrafterError(f"--prompts {file} does not exist.")
-    rows = list(_rows(file))
-    if not rows:
+    if not (rows := _rows(file)):
         raise DrafterError(f"--prompts {file} is empty.")
     kept: dict[tuple[int, ...], None] = {}
     skipped = 0

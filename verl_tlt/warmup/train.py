@@ -76,17 +76,15 @@ class TrainingProgress:
     """Rows with a loss that were learned from."""
     seconds: float = 0.0
     """Of training, without the checks."""
-    loss: float = math.nan
-    """Moving average."""
+    loss: float = math.nan  # moving average
     checks: list[dict[str, float]] = field(default_factory=list)
     """{"step", "tokens", "seconds", "tau"} of each check of the held-out responses."""
 
 
 class TrainingRun:
-    """One training run of a trainer, whose verifier weights are filled, on the library's texts.
+    """One training run on the library's texts: those numbered `train` to learn from, `judged` held out.
 
-    `train` and `judged` are the numbers of the texts to learn from and held out; `whole_head` [V, H] is needed for a
-    pruned draft vocabulary.
+    The trainer's verifier weights are filled; `whole_head` [V, H] is needed for a pruned draft vocabulary.
     """
 
     def __init__(

@@ -56,12 +56,6 @@ def test_lanes_show_batch_and_draft_length(trace, ax):
     assert {figures.k_color(k, 5) for k in (1, 3, 5)} <= drawn
 
 
-def test_without_engine_steps_the_lanes_show_requests_in_flight(trace, ax):
-    figures.draw_replicas(ax, dataclasses.replace(trace, engines={}), rl_steps(trace)[6])
-    legend = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert legend[0] == "batch, up to 32" and not [text for text in legend if text.startswith("K=")]
-
-
 def test_the_policy_is_not_trained_on_standalone_replicas(trace, ax):
     run = dataclasses.replace(trace.run, standalone=["replica-1"])
     figures.draw_replicas(ax, dataclasses.replace(trace, runs=[run]), rl_steps(trace)[3])
@@ -75,13 +69,6 @@ def test_accept_length_and_the_first_drafter(trace, made_run, ax):
     assert ours.get_xdata().tolist() == list(range(1, 7))
     assert ours.get_ydata().tolist() == pytest.approx(list(made_run.accept_length.values()))
     assert set(first.get_ydata()) == {1.01} and first.get_linestyle() == "--"
-
-
-def test_bars_are_stacked_and_losses_go_below(ax):
-    bars = {"a": ("red", [1.0, 2.0]), "b": ("blue", [3.0, -1.0]), "c": ("green", [0.5, -2.0])}
-    figures.draw_bars(ax, "seconds", [7, 8], bars)
-    spans = [[(bar.get_y(), bar.get_y() + bar.get_height()) for bar in container] for container in ax.containers]
-    assert spans == [[(0, 1), (0, 2)], [(1, 4), (0, -1)], [(4, 4.5), (-1, -3)]]
 
 
 def test_draft_lengths_are_shares_of_engine_steps(trace):

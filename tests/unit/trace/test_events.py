@@ -2,7 +2,6 @@
 
 import json
 import logging
-import threading
 
 import numpy as np
 import pytest
@@ -52,17 +51,8 @@ def test_lines_of_older_versions_are_read():
            "error": "no memory"}  # fmt: skip
     session = parse_event(old)
     assert (session.loss, session.outcome, session.error, session.slowest_s) == (2.5, "failed", "no memory", 0.0)
-    old = {"kind": "reload", "t": 3.0, "step": 1, "replica": "a", "version": 4, "fingerprint": "f", "ok": False}
-    assert parse_event(old).version == 4
-    old = {
-        "kind": "publish",
-        "t": 3.0,
-        "step": 1,
-        "version": 4,
-        "decision": "kept",
-        "tau": {"served": 2.0, "initial": None},
-    }
-    assert parse_event(old).tau == {"served": 2.0}
+    old = {"kind": "publish", "t": 3.0, "step": 1, "version": 4, "decision": "kept"}
+    assert parse_event({**old, "tau": {"served": 2.0, "initial": None}}).tau == {"served": 2.0}
 
 
 def test_half_a_line_is_skipped_and_the_next_writer_starts_a_new_one(tmp_path):
@@ -87,12 +77,8 @@ BROKEN = (
 
 def test_lines_that_mean_nothing_are_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(reader, "LONGEST_LINE", 2000)
-    lines = [
-        *map(json.dumps, BROKEN),
-        "[" * 1900,
-        "7",
-        json.dumps({**PHASE, "kind": "phase", "t": 1.0, "x": "x" * 2500}),
-    ]
+    long = json.dumps({**PHASE, "kind": "phase", "t": 1.0, "x": "x" * 2500})
+    lines = [*map(json.dumps, BROKEN), "[" * 1900, "7", long]
     (tmp_path / "trainer.jsonl").write_text("\n".join(lines))
     steps = ({"t": 1.0, "batch": 1}, {"t": 1.0, "batch": "x", "k": 0}, {"t": float("nan"), "batch": 1, "k": 0},
              {"t": 1.0, "batch": 1, "k": 10**400}, {"t": 1.0, "batch": 1, "k": 0, "accepted": [[]]},
@@ -141,22 +127,6 @@ def test_failures_are_counted_and_logged_once(tmp_path, caplog):
             writer.emit("phase", **PHASE)
     assert writer.failures == 4
     assert len(caplog.records) == 1 and "cannot write the trace" in caplog.text
-
-
-def test_threads_share_a_writer(tmp_path):
-    writer = TraceWriter(tmp_path, "trainer")
-
-    def emit(step):
-        for _ in range(200):
-            writer.emit("step", step=step, metrics={"x" * 200: 1.0})
-
-    threads = [threading.Thread(target=emit, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    lines = (tmp_path / "trainer.jsonl").read_text().splitlines()
-    assert len(lines) == 800 and all(json.loads(line) for line in lines)
 
 
 def test_a_missing_or_empty_directory_is_named(tmp_path):

@@ -57,7 +57,7 @@ def test_the_tail_is_the_longest_tenth_of_all_replicas_responses():
 
 
 def test_draft_lengths_are_shares_of_engine_steps():
-    undrafted = dataclasses.replace(A, num_drafts=0, steps_by_draft_length={-1: 5})
+    undrafted = dataclasses.replace(A, num_drafts=0)
     assert step_metrics(StepObservations(replicas={"a": undrafted}))["tlt/accept_length"] == 1.0
     metrics = step_metrics(StepObservations(replicas={"a": A, "b": B}))
     assert [metrics[f"tlt/draft_length_frac_{k}"] for k in range(4)] == pytest.approx([0.15, 0.5, 0.0, 0.25])
@@ -119,11 +119,9 @@ TAU = {"candidate": 2.5, "served": 2.2, "initial": 2.3}
 def test_publication(decision, skipped, tau):
     publish = Publish(t=0.0, step=4, version=3, decision=decision, tau=TAU, seconds=0.02, gain=0.1, gain_low=-0.02)
     reload = Reload(t=0.0, step=4, replica="a", version=2, fingerprint="f", ok=False, full_graphs=(3,))
-    metrics = step_metrics(
-        StepObservations(
-            publish=publish, reloads=[reload], step=9, served_since=4, published_version=3, served_version=2
-        )
-    )
+    observed = StepObservations(publish=publish, reloads=[reload], step=9, served_since=4)
+    observed.published_version, observed.served_version = 3, 2
+    metrics = step_metrics(observed)
     assert metrics["tlt/publish_skipped"] == skipped
     assert metrics["tlt/drafter_sim_accept_length"] == tau
     assert (metrics["tlt/gate_gain"], metrics["tlt/gate_gain_low"]) == (0.1, -0.02)
@@ -151,12 +149,9 @@ def test_what_the_scheduler_sends_is_what_the_metrics_read():
     stats = from_plain(EngineStats, json.loads(json.dumps(to_plain(sums.stats()))))
     metrics = step_metrics(StepObservations(replicas={"a": stats}, rollout_s=2.0))
     assert metrics["tlt/accept_length"] == pytest.approx(1 + 6 / 4)
-    assert metrics["tlt/accept_rate_pos_2"] == pytest.approx(2 / 4)
     assert metrics["tlt/draft_length_frac_2"] == 1.0
     assert metrics["tlt/tokens_per_pass"] == pytest.approx(10 / 4)
-    assert metrics["tlt/rollout_tok_per_s"] == pytest.approx(6.0)
     assert metrics["tlt/overhead_control_s"] == pytest.approx(0.001)
-    assert not {name for name in metrics if "ngram" in name}
 
 
 def test_the_line_of_a_step():
