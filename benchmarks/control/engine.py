@@ -13,6 +13,7 @@ import os
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,6 @@ from benchmarks.control.policies import RIVALS, named
 from benchmarks.control.toy import LONGEST_DRAFT, Toy
 from demo.machine import find_dtype
 from verl_cpu.environment import CPU_ENGINE
-from verl_tlt.messages import to_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.decision import Limits, RolloutDecision
@@ -215,7 +215,7 @@ class _Engine:
         class Channel:
             async def call(self, operation: str, **settings: Any) -> dict[str, Any]:
                 answer = getattr(control, operation)(**settings)
-                return to_plain(answer) if isinstance(answer, EngineStats) else answer
+                return asdict(answer) if isinstance(answer, EngineStats) else answer
 
         channel: Any = Channel()
         table = asyncio.run(measure(generate, set_drafting, channel, ARMS, BATCH, 60, budget_s))
@@ -304,4 +304,4 @@ class _Engine:
     def stats(self, name: str) -> dict[str, Any]:
         """An arm's sums since the last call."""
         self.arms[name].flush()
-        return to_plain(self.arms[name].stats(reset=True))
+        return asdict(self.arms[name].stats(reset=True))

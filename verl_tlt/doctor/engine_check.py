@@ -15,7 +15,7 @@ import asyncio
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from verl_tlt import child_engine
@@ -23,7 +23,7 @@ from verl_tlt.config import TLTConfigError
 from verl_tlt.doctor.models import Finding
 from verl_tlt.doctor.recipe import Recipe
 from verl_tlt.doctor.standalone_engine import StandaloneEngine, graph_memory_gib, read_setup, start
-from verl_tlt.messages import from_plain, to_plain
+from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.server.calibration import COSTS_DIR, cost_key
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, interpolate, save_table
@@ -159,7 +159,7 @@ def run_job(job: EngineJob, timeout_s: float = 1800.0) -> Measured:
     if job.cpu or not torch.cuda.is_available():
         child_engine.require_cpu_platform()
     with tempfile.TemporaryDirectory(prefix="tlt-check-") as directory:  # of its drafter and its log
-        answer = child_engine.run_job("verl_tlt.doctor.engine_check", to_plain(job), Path(directory), {}, timeout_s)
+        answer = child_engine.run_job("verl_tlt.doctor.engine_check", asdict(job), Path(directory), {}, timeout_s)
     return from_plain(Measured, answer)
 
 
@@ -227,4 +227,4 @@ def _waking(f: Measured) -> Finding:
 
 
 if __name__ == "__main__":
-    child_engine.serve_job(lambda job, folder: to_plain(asyncio.run(check(from_plain(EngineJob, job), folder))))
+    child_engine.serve_job(lambda job, folder: asdict(asyncio.run(check(from_plain(EngineJob, job), folder))))

@@ -28,7 +28,7 @@ from verl_tlt.doctor.recipe import (
     select,
     trainer_mode,
 )
-from verl_tlt.idle.modes import MODE_RULES, MODES
+from verl_tlt.idle.modes import MODE_RULES
 from verl_tlt.server.engine_arguments import problems
 
 if TYPE_CHECKING:
@@ -126,10 +126,12 @@ def trainer(config: DictConfig, _settings: TLTConfig) -> Iterator[Finding]:
     if mode == "separate_async" and not select(config, key, True):
         alone = f"{key}=False leaves no replica on the trainer's devices"
         yield Finding("refuse", key, f"{alone}, and TLT needs one with {what}=separate_async.")
-    if mode in MODES:
+    if mode in MODE_RULES:
         yield Finding("ok", what, f"{what}={mode}")
     else:
-        yield Finding("refuse", what, f"{what}={mode} has no TLT trainer in this release; it has {', '.join(MODES)}.")
+        yield Finding(
+            "refuse", what, f"{what}={mode} has no TLT trainer in this release; it has {', '.join(MODE_RULES)}."
+        )
 
 
 def actor(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:

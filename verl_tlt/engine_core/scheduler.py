@@ -21,6 +21,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from verl_tlt.engine_core.ngram_drafts import NgramDrafts
 from verl_tlt.engine_core.steps import EngineStep, StepTrace
-from verl_tlt.messages import to_plain
 from verl_tlt.messages.rollout import BROKEN_MARK, EngineStats
 from verl_tlt.speculation.decision import Limits
 from verl_tlt.speculation.decode_load import DecodeLoad, StopBoundary
@@ -160,7 +160,7 @@ class TLTScheduler(Scheduler):
         Operations: `stats` (`tlt_stats`), `control` and `learned` (of `StepControl`), `policy_changed`.
         """
         if operation == "stats":
-            return to_plain(self.tlt_stats(**arguments))
+            return asdict(self.tlt_stats(**arguments))
         if operation == "policy_changed":
             if self.tlt_ngram:
                 self.tlt_ngram.index.new_policy()

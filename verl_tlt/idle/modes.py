@@ -11,10 +11,8 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ModeRule:
-    """One trainer mode."""
+    """One trainer mode's rule."""
 
-    name: str
-    """`trainer.v1.trainer_mode`."""
     idle: Literal["replicas", "trainer"]
     """Whose idle time trains the drafter: replicas that run dry while others decode (`idle.replica_idle`), or the
     trainer's devices while they wait for samples (`idle.trainer_idle`)."""
@@ -24,15 +22,11 @@ class ModeRule:
 
 
 MODE_RULES = {
-    rule.name: rule
-    for rule in (
-        # One batch at a time; refills come only with settings under which no replica leaves.
-        ModeRule("sync", idle="replicas"),
-        # The next batch is decoded already, and failed or stale groups are replaced while the trainer waits.
-        ModeRule("colocate_async", idle="replicas", recall=True),
-        # Rollout has replicas of its own, which are always busy.
-        ModeRule("separate_async", idle="trainer"),
-    )
+    # One batch at a time; refills come only with settings under which no replica leaves.
+    "sync": ModeRule("replicas"),
+    # The next batch is decoded already, and failed or stale groups are replaced while the trainer waits.
+    "colocate_async": ModeRule("replicas", recall=True),
+    # Rollout has replicas of its own, which are always busy.
+    "separate_async": ModeRule("trainer"),
 }
-
-MODES = tuple(MODE_RULES)
+"""By `trainer.v1.trainer_mode`."""

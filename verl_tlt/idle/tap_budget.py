@@ -1,9 +1,9 @@
 """How many tokens to capture of a step, for a session to have something to train on as long as its bubble lasts.
 
-A drafter for a toy learns all there is to learn from 8,192 tokens a step. One for a 7B policy, on an accelerator that
-trains tens of thousands of tokens a second, has passed over them before a bubble of minutes has well begun. So the
-tokens double while most sessions use up their passes with much of the bubble left, as far as two steps fit into the
-buffer; and they are halved again, for good, if copying them out of the actor's forward takes noticeable time.
+A drafter for a toy learns all there is to learn from 8,192 tokens a step; one for a 7B policy has passed over them
+before a bubble of minutes has well begun. So the tokens double while most sessions use up their passes with much of the
+bubble left, as far as two steps fit into the buffer; and they are halved again, for good, if copying them out of the
+actor's forward takes noticeable time.
 """
 
 from __future__ import annotations

@@ -17,10 +17,8 @@ BROKEN_MARK = "tlt_broken_drafts"
 
 
 def store_name(job: str) -> str:
-    """Name of the Ray actor that a starting server asks for the drafter (`trainer.fleet.DrafterStore`).
-
-    Args:
-        job: Ray's id of the job, so that jobs which share a namespace have a store each.
+    """Name of the Ray actor that a starting server asks for the drafter (`trainer.fleet.DrafterStore`); with Ray's id
+    of the job, because jobs may share a namespace.
     """
     return f"verl_tlt_drafter_store_{job}"
 
@@ -86,7 +84,6 @@ class LoadInterval(NamedTuple):
     context: float
     """Tokens of context of such a request, on average."""
     seconds: float
-    """Of the steps."""
     plain_steps: float
     """Steps that the same tokens take without drafts: one of batch b for every b tokens."""
     off: bool
@@ -121,7 +118,6 @@ class EngineStats:
     """
 
     num_steps: int = 0
-    """Engine steps."""
     num_generation_tokens: int = 0
     """Tokens handed to requests, the first one after a prefill included."""
     num_decode_tokens: int = 0
@@ -167,7 +163,7 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class LoadReply:
-    """What one worker answers when it is asked to load a drafter (`to_plain` on its way through `collective_rpc`)."""
+    """What one worker answers when it is asked to load a drafter."""
 
     ok: bool
     """False: the drafter is as it was, unless vLLM itself failed half way."""

@@ -118,7 +118,6 @@ class SessionResult:
     steps: int = 0
     """Optimizer steps."""
     tokens: int = 0
-    """Tokens trained on."""
     epochs: float = 0.0
     skipped: int = 0
     """Micro-batches with a non-finite loss or gradient."""
@@ -139,7 +138,7 @@ class SessionResult:
 
 @dataclass(kw_only=True)
 class MergeVerdict:
-    """What becomes of the drafter that was merged last, and the held-out figures behind it."""
+    """What becomes of the drafter that was merged last, and why."""
 
     decision: Literal["published", "kept", "reverted"] = "kept"
     """Kept: the served drafter stays and the candidate trains on."""
@@ -160,7 +159,6 @@ class Resumed:
     """What a spot worker holds after it resumed from a checkpoint: checksums, to compare with those of its files."""
 
     steps: int
-    """Optimizer steps so far."""
     candidate: str
     served: str
     initial: str
@@ -173,7 +171,6 @@ class MergeFacts:
     """Whose training is in an average, final or partial."""
 
     tokens: int
-    """Tokens behind it."""
     included: tuple[str, ...]
     """Workers in it, in order; empty: all were excluded."""
     excluded: dict[str, str] = field(default_factory=dict)

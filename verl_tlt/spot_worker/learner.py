@@ -189,7 +189,10 @@ class SpotLearner:
         start = time.perf_counter()
         scores, judged_s = None, 0.0
         with self._turn():
-            if not self._verifier_known or not self._begin():
+            with self._buffer_lock:
+                self.buffer.begin_session(max_epochs=self.config.spot.max_epochs)
+                ready = self.buffer.ready(self.config.buffer.min_tokens)
+            if not ready or not self._verifier_known:
                 return SessionResult("exhausted")
             sequences = self._held_out(self._to_judge) if self.versions.to_judge else None
             with self._on_device(trains=True):
@@ -220,12 +223,6 @@ class SpotLearner:
             slowest_s=done.slowest_s,
         )
 
-    def _begin(self) -> bool:
-        """Begin a pass over the buffer; False where there is too little to train on."""
-        with self._buffer_lock:
-            self.buffer.begin_session(max_epochs=self.config.spot.max_epochs)
-            return self.buffer.ready(self.config.buffer.min_tokens)
-
     def _on_device(self, *, trains: bool) -> AbstractContextManager[None]:
         """The drafter on the training device; only during a turn."""
         return self.training_device.resident(self.trainer, max(self.config.drafter.rows, PORTION), trains=trains)
@@ -233,9 +230,8 @@ class SpotLearner:
     def _batches(self) -> Iterator[Batch]:
         while True:
             with self._buffer_lock:
-                if self.buffer.exhausted():
-                    return
-                drawn = self.buffer.sample_batch(self.rng, self.config.drafter.rows)
+                over = self.buffer.exhausted()
+                drawn = [] if over else self.buffer.sample_batch(self.rng, self.config.drafter.rows)
             if not drawn:
                 return
             yield pack(drawn)
@@ -256,7 +252,9 @@ class SpotLearner:
             return hand_in(facts, self._trained(), self.versions.candidate, slices)
 
     def adopt(self, slices: tuple[MergedSlice, ...]) -> None:
-        """Move to the new candidate, as every learner does."""
+        """Move to the new candidate. A learner that is not in it keeps its own progress on top and hands it in later;
+        if its numbers are broken, it starts again from the candidate.
+        """
         with self._turn():
             facts, base = slices[0].facts, self.versions.candidate
             included = self.name in facts.included
@@ -266,20 +264,12 @@ class SpotLearner:
                 self._transition(lambda versions: versions.merged(candidate))
             if included:
                 self.unmerged_steps = self.unmerged_tokens = 0
+            elif all(np.isfinite(change).all() for change in own.values()):  # left out for too few steps
+                self.trainer.load_parameters({name: candidate[name] + change for name, change in own.items()})
             else:
-                self._continue_on(candidate, own)
-
-    def _continue_on(self, candidate: Parameters, own: Parameters) -> None:
-        """After a merge without this learner: left out for too few steps, it keeps its own progress on top of the new
-        candidate and hands it in later; left out for broken numbers, it starts again from the candidate, with fresh
-        moments, which may be what broke it.
-        """
-        if all(np.isfinite(change).all() for change in own.values()):
-            self.trainer.load_parameters({name: candidate[name] + change for name, change in own.items()})
-            return
-        self._start_from_candidate()
-        self.trainer.optimizer.state.clear()
-        self.trainer.steps = 0  # warm up again
+                self._start_from_candidate()
+                self.trainer.optimizer.state.clear()  # which may be what broke it
+                self.trainer.steps = 0  # warm up again
 
     def _trained(self) -> Parameters:
         """The parameters that are trained, themselves; only during a turn: between sessions they are on the host."""
@@ -307,8 +297,7 @@ class SpotLearner:
 
     def _held_out(self, tokens: int) -> list[TrainingSequence]:
         with self._buffer_lock:
-            held_out = self.buffer.held_out(tokens, FEWEST_SEQUENCES) if self._verifier_known else []
-        return [s for s in held_out if len(s) > 1]
+            return [s for s in self.buffer.held_out(tokens, FEWEST_SEQUENCES) if len(s) > 1]
 
     def _score_held_out(
         self, sequences: list[TrainingSequence], max_draft: int, should_stop: Callable[[], bool]

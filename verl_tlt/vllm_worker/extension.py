@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -17,7 +18,6 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from verl_tlt.drafter.digest import combined
 from verl_tlt.drafter.staging import staged_weights
-from verl_tlt.messages import to_plain
 from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.vllm_worker import drafter_pass
 from verl_tlt.vllm_worker.cuda_graphs import full_graph_arms
@@ -69,7 +69,7 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
         """
         start = time.perf_counter()
         if self.tlt_drafter is None:  # a pipeline stage without the drafter
-            return to_plain(LoadReply(ok=True))
+            return asdict(LoadReply(ok=True))
         try:
             sums = self.tlt_drafter.load(staged_weights() if path is None else Path(path))
             if self.tlt_broken is not None:
@@ -77,11 +77,11 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
         except Exception as error:
             logger.error("The drafter %s was not loaded.", path or "of this node", exc_info=error)
             text = str(error) if isinstance(error, DrafterRefused) else f"{type(error).__name__}: {error}"
-            return to_plain(LoadReply(ok=False, error=text))
+            return asdict(LoadReply(ok=False, error=text))
         seconds = time.perf_counter() - start
         graphs = self.tlt_full_graphs
         reply = LoadReply(ok=True, fingerprint=combined([sums]), sums=sums, seconds=seconds, full_graphs=graphs)
-        return to_plain(reply)
+        return asdict(reply)
 
     def tlt_fingerprint(self) -> str:
         """Fingerprint of the drafter that is live here (`LiveDrafter.fingerprint`); empty without one."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from verl_tlt.doctor.command import cost_table
 from verl_tlt.doctor.engine_check import EngineJob, Measured, judge, keep_costs, run_job
 from verl_tlt.doctor.recipe import Recipe
 from verl_tlt.doctor.standalone_engine import graph_memory_gib
-from verl_tlt.messages import from_plain, to_plain
+from verl_tlt.messages import from_plain
 from verl_tlt.server.calibration import cost_key
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table
 from verl_tlt.speculation.types import OFF
@@ -65,7 +66,7 @@ def test_a_machine_without_a_device_says_what_it_does_not_have():
 
 
 def test_findings_survive_json():
-    assert from_plain(Measured, json.loads(json.dumps(to_plain(GOOD)))) == GOOD
+    assert from_plain(Measured, json.loads(json.dumps(asdict(GOOD)))) == GOOD
 
 
 def test_graph_memory_is_read_from_vllms_log():

@@ -7,7 +7,8 @@ from omegaconf import OmegaConf, open_dict
 
 from verl_tlt.compat.versions import SUPPORTED, installed, release
 from verl_tlt.config import DrafterConfig, SpeculationConfig, SpotConfig, TLTConfig, TLTConfigError
-from verl_tlt.doctor.rules import MODES, UNTAPPED_LAYOUTS, examine, examine_packages, judge_version
+from verl_tlt.doctor.rules import UNTAPPED_LAYOUTS, examine, examine_packages, judge_version
+from verl_tlt.idle.modes import MODE_RULES
 
 DEFAULTS = TLTConfig()
 UNTRAINED = TLTConfig(spot=SpotConfig(enable=False))
@@ -90,10 +91,10 @@ def test_what_is_set_but_has_no_effect_is_no_reason(findings, changes):
 
 def test_an_unsupported_mode_says_which_are_supported(findings):
     sentence = findings({"trainer.v1.trainer_mode": "fully_async"})["trainer.v1.trainer_mode"].sentence
-    assert all(mode in sentence for mode in MODES)
+    assert all(mode in sentence for mode in MODE_RULES)
 
 
-@pytest.mark.parametrize("mode", [*MODES, *(f"tlt_{mode}" for mode in MODES)])
+@pytest.mark.parametrize("mode", [*MODE_RULES, *(f"tlt_{mode}" for mode in MODE_RULES)])
 def test_every_mode_of_the_v1_trainer_is_welcome_before_and_after_activation(findings, mode):
     assert levels(findings({"trainer.v1.trainer_mode": mode})) == {}
 
@@ -120,7 +121,7 @@ def test_bypass_mode_warns_that_nothing_feeds_the_drafter(findings):
     assert levels(findings({}, UNTRAINED)) == {}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODE_RULES)
 @pytest.mark.parametrize(("devices", "tensor_parallel"), [((1, 1), 1), ((2, 8), 16), ((1, 2), 4)])
 def test_one_replica_alone_warns_that_nothing_will_ever_be_idle(findings, mode, devices, tensor_parallel):
     changes = {

@@ -1,8 +1,8 @@
 import asyncio
+from dataclasses import asdict
 
 import pytest
 
-from verl_tlt.messages import to_plain
 from verl_tlt.messages.rollout import EngineStats, StepTime
 from verl_tlt.server.calibration import calibrate, plan_arms, plan_batches
 from verl_tlt.speculation.types import OFF
@@ -43,7 +43,7 @@ class MadeEngine:
             return {}
         times = tuple(StepTime(k, b, s) for (k, b), s in self.latency.items())
         self.running, self.latency = 0, {}
-        return to_plain(EngineStats(step_times=times))
+        return asdict(EngineStats(step_times=times))
 
 
 def run(engine, arms=(0, 1, 2, 3), max_batch=8, budget_s=60.0):

@@ -1,7 +1,7 @@
 """What a server makes of its workers' answers about a drafter; in vLLM's place are answers made here."""
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,14 +12,13 @@ from vllm.config import VllmConfig
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.digest import combined, partial_sums
 from verl_tlt.drafter.staging import DIRECTORY, stage
-from verl_tlt.messages import to_plain
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, LoadReply
 from verl_tlt.server.server import TLTvLLMHttpServer
 from verl_tlt.vllm_worker.extension import TLTWorkerExtension
 from verl_tlt.vllm_worker.live_drafter import LiveDrafter
 
 SHARDS = [partial_sums([("fc.weight", torch.full((2, 2), value), 0)]) for value in (1.0, 2.0)]
-FINE = [to_plain(LoadReply(ok=True, sums=sums)) for sums in SHARDS]
+FINE = [asdict(LoadReply(ok=True, sums=sums)) for sums in SHARDS]
 NEW = DrafterFile(version=4, config="{}", weights=b"", fingerprint=combined(SHARDS), acceptance=(0.8, 0.7))
 
 
@@ -67,7 +66,7 @@ async def test_a_drafter_that_every_rank_holds_is_served(tmp_path):
 @pytest.mark.parametrize(
     ("loads", "drafter", "why"),
     [
-        ([FINE[0], to_plain(LoadReply(ok=False, error="lacks fc.weight"))], NEW, "lacks fc.weight"),
+        ([FINE[0], asdict(LoadReply(ok=False, error="lacks fc.weight"))], NEW, "lacks fc.weight"),
         ([FINE[0], FINE[0]], NEW, "differs from the published"),
         (RuntimeError("engine died"), NEW, "RuntimeError: engine died"),
     ],

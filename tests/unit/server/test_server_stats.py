@@ -2,11 +2,11 @@
 
 import asyncio
 import logging
+from dataclasses import asdict
 
 import pytest
 
 from verl_tlt.config import TLTConfig
-from verl_tlt.messages import to_plain
 from verl_tlt.messages.rollout import DrafterStatus, EngineStats, Work
 from verl_tlt.server import scheduler_client
 from verl_tlt.server.scheduler_client import SchedulerCallError, SchedulerClient
@@ -38,7 +38,7 @@ async def stats_of(engine):
 async def test_the_schedulers_sums_arrive_as_they_were_and_are_reset():
     sums = EngineStats(num_steps=7, steps_by_draft_length={-1: 2, 3: 5}, work=(Work(4, 0.5, 9.0),), num_ngram_drafts=3)
     asked = []
-    assert await stats_of(Engine(stats=lambda reset: asked.append(reset) or to_plain(sums))) == sums
+    assert await stats_of(Engine(stats=lambda reset: asked.append(reset) or asdict(sums))) == sums
     assert asked == [True]
 
 

@@ -1,11 +1,11 @@
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import pytest
 
 from verl_tlt.engine_core.steps import StepTrace
-from verl_tlt.messages import from_plain, to_plain
+from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.decision import Limits
@@ -121,7 +121,7 @@ def test_sums_are_those_of_the_steps_and_reset():
     assert stats.steps_by_draft_length == {OFF: 1, 0: 1, 2: 2}
     assert stats.busy_s == pytest.approx(0.12)
     assert stats.step_times == ((OFF, 4, 0.02), (0, 4, 0.02), (2, 4, 0.02)), "medians of the clean steps alone"
-    assert from_plain(EngineStats, json.loads(json.dumps(to_plain(stats)))) == stats, "nothing is lost on the way"
+    assert from_plain(EngineStats, json.loads(json.dumps(asdict(stats)))) == stats, "nothing is lost on the way"
     assert control.stats().num_steps == 0
 
 

@@ -1,8 +1,9 @@
 """Drafts counted by the length their response reached, worked out by hand."""
 
 import json
+from dataclasses import asdict
 
-from verl_tlt.messages import from_plain, to_plain
+from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats, ResponseDrafts
 from verl_tlt.speculation.decision import Limits
 from verl_tlt.speculation.policies import FixedPolicy
@@ -58,6 +59,6 @@ def test_the_account_carries_them_to_the_trainer_and_back_to_nothing():
                     11, 4, {"c"})  # fmt: skip
     assert dict(step.accepted_of) == {"a": 2, "d": 1}, "b got no token, c ended while the step ran"
     control.responses(step.accepted_of, [("a", 12), ("d", 200)])
-    sent = json.loads(json.dumps(to_plain(control.stats(reset=True))))
+    sent = json.loads(json.dumps(asdict(control.stats(reset=True))))
     assert from_plain(EngineStats, sent).responses == (ResponseDrafts(1, 12, 1, 2), ResponseDrafts(1, 200, 1, 1))
     assert control.stats().responses == ()

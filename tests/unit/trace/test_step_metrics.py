@@ -3,12 +3,13 @@
 import dataclasses
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 import verl_tlt
-from verl_tlt.messages import from_plain, to_plain
+from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats, ResponseDrafts
 from verl_tlt.messages.training import BufferStats
 from verl_tlt.speculation.step_statistics import Aggregates, StepTotals
@@ -146,7 +147,7 @@ def test_what_the_scheduler_sends_is_what_the_metrics_read():
     )  # fmt: skip
     sums.add(step, StepTotals(6, 4, 0.0))
     sums.add(step, StepTotals(6, 4, 0.0, control_s=0.001))
-    stats = from_plain(EngineStats, json.loads(json.dumps(to_plain(sums.stats()))))
+    stats = from_plain(EngineStats, json.loads(json.dumps(asdict(sums.stats()))))
     metrics = step_metrics(StepObservations(replicas={"a": stats}, rollout_s=2.0))
     assert metrics["tlt/accept_length"] == pytest.approx(1 + 6 / 4)
     assert metrics["tlt/draft_length_frac_2"] == 1.0
