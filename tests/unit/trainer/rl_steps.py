@@ -24,6 +24,13 @@ def sampling(controller, fleet, step, *, idle="b"):
     fleet.load = dict.fromkeys(fleet.replicas, 0)
 
 
+def train(controller, fleet, step):
+    """A sampling phase in which somebody trains."""
+    trained = len(called(fleet, "train"))
+    with sampling(controller, fleet, step):
+        fleet.clock.until(lambda: len(called(fleet, "train")) > trained)
+
+
 def merged(controller):
     """Wait for what merges in the background."""
     if controller._merging is not None:

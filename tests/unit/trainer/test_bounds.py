@@ -1,5 +1,7 @@
 """Each bound of the trainer's waits, hit once: no answer comes, the step goes on, and who is silent is replaced."""
 
+import contextlib
+
 import pytest
 from fake_fleet import FakeCall
 from rl_steps import fill_buffers, rest_of_step, sampling
@@ -9,26 +11,21 @@ from verl_tlt.trainer import checkpoints, controller, watch
 
 @pytest.fixture
 def took(clock):
-    """Seconds since a moment that the test sets."""
+    """Seconds that a call takes."""
 
-    class Took:
-        def __enter__(self):
-            self.begin = clock.now
-            return self
+    def measure(call, *args):
+        begin = clock.now
+        call(*args)
+        return clock.now - begin
 
-        def __exit__(self, *_):
-            self.seconds = clock.now - self.begin
-
-    return Took()
+    return measure
 
 
 def test_hidden_states_that_never_arrive_hold_up_one_rollout_for_their_bound(run, clock, took):
     run_, fleet = run()
     fleet.hand_over = lambda step, taken: {"a": FakeCall(clock)}
     fill_buffers(run_, fleet)
-    with took:
-        run_.sample_begin(2)
-    assert took.seconds == pytest.approx(controller.BUFFER_S)
+    assert took(run_.sample_begin, 2) == pytest.approx(controller.BUFFER_S)
     run_.sample_end(2, last=True)
     assert fleet.restarts == ["a"] and run_.guard.counts == {"hand-over": 1}
 
@@ -37,18 +34,16 @@ def test_a_checkpoint_that_is_never_written_replaces_its_worker(run, clock, took
     run_, fleet = run()
     fill_buffers(run_, fleet)
     fleet.save = lambda directory, provenance: FakeCall(clock)
-    with took, run_.saving(1):
-        pass
-    assert took.seconds == pytest.approx(checkpoints.SAVE_S)
+    saving = contextlib.ExitStack()
+    saving.enter_context(run_.saving(1))
+    assert took(saving.close) == pytest.approx(checkpoints.SAVE_S)
     assert fleet.restarts == ["a"] and run_.guard.counts == {"save": 1}
 
 
 def test_the_end_of_the_run_waits_as_long_for_its_drafter(run, clock, took):
     run_, fleet = run()
     fleet.save = lambda directory, provenance: FakeCall(clock)
-    with took:
-        run_.finish(1)
-    assert took.seconds == pytest.approx(controller.SAVE_S)
+    assert took(run_.finish, 1) == pytest.approx(controller.SAVE_S)
     assert run_.guard.counts == {"final drafter": 1}
 
 
@@ -58,9 +53,7 @@ def test_more_prompts_wait_for_a_look_that_hangs_no_longer_than_its_bound(run, c
     answered = clock.event()
     fleet.try_sleep = lambda name, keep_weights: answered.wait(3600.0)
     with sampling(run_, fleet, 2):
-        with took:
-            run_.more_prompts()
-        assert took.seconds == pytest.approx(watch.LOOK_S)
+        assert took(run_.more_prompts) == pytest.approx(watch.LOOK_S)
         answered.set()
     assert run_.guard.counts["recall"] == 1
 
@@ -70,9 +63,9 @@ def test_the_end_of_sampling_waits_for_a_look_that_hangs_no_longer_than_its_boun
     fill_buffers(run_, fleet)
     answered = clock.event()
     fleet.try_sleep = lambda name, keep_weights: answered.wait(3600.0)
-    with took, sampling(run_, fleet, 2):
-        pass
-    assert watch.LOOK_S <= took.seconds < watch.LOOK_S + 1.0
+    phase = contextlib.ExitStack()
+    phase.enter_context(sampling(run_, fleet, 2))
+    assert watch.LOOK_S - 1.0 < took(phase.close) <= watch.LOOK_S + 1.0
     answered.set()
     assert rest_of_step(run_, fleet, 2)["tlt/drafter_version"] == 0
     assert fleet.balancer == {"a", "b"} and run_.guard.counts["watch"] == 1

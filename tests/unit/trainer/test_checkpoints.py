@@ -32,13 +32,9 @@ def test_drafters_go_with_their_policies(checkpoints):
     assert saved_drafter(checkpoints / "global_step_3") is None
 
 
-def test_where_verl_keeps_every_policy_no_drafter_is_touched(checkpoints):
-    tidy(Checkpoint(checkpoints, 5, prunes=False))
-    assert drafters(checkpoints) == [1, 2, 3, 4, 5]
-
-
-def test_where_policies_lie_on_another_disk_no_drafter_is_touched(checkpoints):
-    tidy(Checkpoint(checkpoints, 3, prunes=True))
+@pytest.mark.parametrize(("step", "prunes"), [(5, False), (3, True)])
+def test_where_verl_keeps_every_policy_or_on_another_disk_no_drafter_is_touched(checkpoints, step, prunes):
+    tidy(Checkpoint(checkpoints, step, prunes))
     assert drafters(checkpoints) == [1, 2, 3, 4, 5]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from fake_fleet import FakeFleet
-from rl_steps import LOOKS_S, STOP_S, called, fill_buffers, merged, rest_of_step, sampling
+from rl_steps import LOOKS_S, STOP_S, called, fill_buffers, merged, rest_of_step, sampling, train
 
 from verl_tlt.config import TOKENS_PER_STEP
 from verl_tlt.idle.failure_budget import MAX_FAILURES
@@ -51,24 +51,11 @@ def test_a_session_that_ran_out_of_data_in_a_long_bubble_gets_more_of_the_next_s
     assert fleet.tap_tokens[-1] == 2 * TOKENS_PER_STEP, "this one lasted as long as its bubble"
 
 
-def test_nobody_leaves_while_the_other_has_nothing_to_do_either(run):
-    controller, fleet = run()
-    fill_buffers(controller, fleet)
-    controller.sample_begin(2)
-    fleet.load = {"a": 4, "b": 4}
-    fleet.clock.sleep(LOOKS_S)
-    fleet.load = {"a": 0, "b": 0}
-    fleet.clock.sleep(0.1)
-    controller.sample_end(2, last=True)
-    assert called(fleet, "leave") == [] == called(fleet, "train")
-
-
 def test_a_late_merge_keeps_the_served_drafter_and_is_published_a_step_later(run):
     controller, fleet = run()
     fill_buffers(controller, fleet)
     fleet.merge_gate.clear()
-    with sampling(controller, fleet, 2):
-        fleet.clock.until(lambda: called(fleet, "train"))
+    train(controller, fleet, 2)
     metrics = rest_of_step(controller, fleet, 2, wait=False)
     assert fleet.staged == [] and metrics["tlt/drafter_version"] == 0
     with sampling(controller, fleet, 3):
@@ -76,31 +63,18 @@ def test_a_late_merge_keeps_the_served_drafter_and_is_published_a_step_later(run
     assert called(fleet, "train") == [("b",)], "the weights that are being merged are not trained meanwhile"
     fleet.merge_gate.set()
     assert rest_of_step(controller, fleet, 3)["tlt/drafter_version"] == 1
-    with sampling(controller, fleet, 4):
-        fleet.clock.until(lambda: len(called(fleet, "train")) == 2)
+    train(controller, fleet, 4)
 
 
-def test_a_candidate_that_is_not_better_is_not_served(run):
+@pytest.mark.parametrize(("acceptance", "overflows"), [(0.4, False), (0.6, True)])
+def test_a_candidate_that_is_worse_or_no_engine_would_take_is_not_served(run, acceptance, overflows):
     controller, fleet = run()
     fill_buffers(controller, fleet)
-    fleet.candidate_acceptance = 0.4
-    with sampling(controller, fleet, 2):
-        fleet.clock.until(lambda: called(fleet, "train"))
+    fleet.candidate_acceptance, fleet.overflows = acceptance, overflows
+    train(controller, fleet, 2)
     metrics = rest_of_step(controller, fleet, 2)
     assert fleet.staged == [] and called(fleet, "revert") == [("served",)]
-    assert metrics["tlt/drafter_version"] == 0 and metrics["tlt/publish_skipped"] == 1
-
-
-def test_a_candidate_whose_numbers_no_engine_would_take_is_given_up(run):
-    controller, fleet = run()
-    fill_buffers(controller, fleet)
-    fleet.overflows = True
-    with sampling(controller, fleet, 2):
-        fleet.clock.until(lambda: called(fleet, "train"))
-    metrics = rest_of_step(controller, fleet, 2)
-    assert fleet.staged == [] and called(fleet, "revert") == [("served",)]
-    assert metrics["tlt/drafter_version"] == 0 and metrics["tlt/publish_skipped"] == 1
-    assert metrics["tlt/errors"] == 0
+    assert metrics["tlt/drafter_version"] == 0 and metrics["tlt/publish_skipped"] == 1 and metrics["tlt/errors"] == 0
 
 
 @pytest.mark.parametrize(("method", "recovers"), [("stage", 3), ("merge", 4), ("export", 4)])
@@ -109,15 +83,13 @@ def test_a_publication_that_fails_costs_itself_and_nothing_else(run, method, rec
     controller, fleet = run()
     fill_buffers(controller, fleet)
     fleet.broken[method] = CallFailed("no answer within 120 s")
-    with sampling(controller, fleet, 2):
-        fleet.clock.until(lambda: called(fleet, "train"))
+    train(controller, fleet, 2)
     metrics = rest_of_step(controller, fleet, 2)
     assert metrics["tlt/errors"] == 1 and controller.guard.counts == {"publish": 1}
     assert metrics["tlt/drafter_version"] == 0
     fleet.broken.clear()
     for step in range(3, recovers + 1):
-        with sampling(controller, fleet, step):
-            fleet.clock.until(lambda: len(called(fleet, "train")) == step - 1)  # noqa: B023
+        train(controller, fleet, step)
         assert rest_of_step(controller, fleet, step)["tlt/drafter_version"] == (step == recovers)
     assert controller.guard.counts == {"publish": 1}
 
@@ -205,20 +177,6 @@ def test_several_samplings_of_one_step_are_merged_once(run):
     assert called(fleet, "merge") == [(("a",),)] and len(called(fleet, "train")) == 2
 
 
-def test_a_replica_that_serves_another_version_is_counted(run):
-    controller, fleet = run()
-    fill_buffers(controller, fleet)
-    with sampling(controller, fleet, 2):
-        fleet.clock.until(lambda: called(fleet, "train"))
-    controller.log_probs_done(2)
-    merged(controller)
-    controller.before_sync(2)
-    fleet.loaded = {"a": 1, "b": 0}
-    controller.after_sync(2, colocated_asleep=False)
-    metrics = controller.metrics(2, {})
-    assert metrics["tlt/reload_failures"] == 1 and metrics["tlt/drafter_version"] == 0
-
-
 @pytest.mark.parametrize(
     ("method", "kind"),
     [("take", "tap"), ("hand_over", "tap"), ("engine_stats", "end of sampling"), ("drafter_statuses", "rejoin"),
@@ -254,16 +212,6 @@ def test_a_replica_that_the_balancer_forgot_is_put_back_and_counted(run):
     assert rest_of_step(controller, fleet, 2)["tlt/errors_lost_replica"] == 1
 
 
-def test_hidden_states_that_did_not_arrive_cost_their_worker(run):
-    controller, fleet = run()
-    fleet.broken["add"] = CallFailed("RayActorError: gone", died=True)
-    fill_buffers(controller, fleet)
-    with sampling(controller, fleet, 2):
-        fleet.clock.sleep(0.05)
-    assert fleet.restarts == ["a", "b"] and controller.guard.counts == {"hand-over": 2}
-    assert called(fleet, "train") == []
-
-
 def test_one_that_is_replaced_trains_when_it_has_been_given_something(run):
     controller, fleet = run()
     fill_buffers(controller, fleet)
@@ -292,8 +240,7 @@ def test_the_drafter_is_written_while_the_policy_is(run, tmp_path):
     fill_buffers(controller, fleet)
     with controller.saving(1):
         assert [directory for directory, _ in fleet.saved] == [tmp_path / "ckpt" / "global_step_1" / "tlt_drafter"]
-    with sampling(controller, fleet, 2):
-        fleet.clock.until(lambda: called(fleet, "train"))
+    train(controller, fleet, 2)
     rest_of_step(controller, fleet, 2)
     controller.finish(2)
     assert called(fleet, "close") == [()]
@@ -303,21 +250,14 @@ def test_the_drafter_is_written_while_the_policy_is(run, tmp_path):
     assert tuple(provenance.acceptance) == fleet.staged[0].acceptance
 
 
-def test_a_checkpoint_that_fails_does_not_fail_the_policys(run):
+@pytest.mark.parametrize("method", ["save", "writing"])
+def test_a_checkpoint_that_fails_does_not_fail_the_policys(run, method):
     controller, fleet = run()
-    fleet.broken["save"] = CallFailed("No space left on device")
+    fleet.broken[method] = CallFailed("No space left on device")
     with controller.saving(1):
         reached = True
     controller.finish(1)
     assert reached and controller.guard.counts == {"save": 1, "final drafter": 1}
-
-
-def test_a_drafter_that_could_not_be_written_is_counted_after_the_policy_was_saved(run):
-    controller, fleet = run()
-    fleet.broken["writing"] = CallFailed("No space left on device")
-    with controller.saving(1):
-        assert controller.guard.counts.total() == 0, "the policy is saved meanwhile"
-    assert controller.guard.counts == {"save": 1}
 
 
 def test_a_resumed_run_continues_the_workers(run):
@@ -334,12 +274,6 @@ def test_a_run_that_is_switched_off_from_outside_decodes_as_stock_and_trains_not
     with sampling(controller, fleet, 2):
         fleet.clock.sleep(0.05)
     assert called(fleet, "train") == []
-
-
-def test_who_drafts_is_said_again_once_costs_are_known(run):
-    _, fleet = run()
-    order = [call[0] for call in fleet.calls]
-    assert order.count("disable_drafting") == 2 and order[order.index("calibrate") + 1] == "disable_drafting"
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -394,8 +328,7 @@ def test_a_weight_sync_is_copied_from_only_when_the_drafter_will_be_trained(run)
     def step(number, bubble):
         fleet.calls.clear()
         if bubble:
-            with sampling(controller, fleet, number):
-                fleet.clock.until(lambda: called(fleet, "train"))
+            train(controller, fleet, number)
         else:
             controller.sample_begin(number)
             controller.sample_end(number, last=True)

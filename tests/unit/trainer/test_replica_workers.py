@@ -45,16 +45,18 @@ def test_one_that_fails_fails_all():
     assert failure.value.died
 
 
-@pytest.mark.parametrize("error", [errors.ActorDiedError(), errors.OutOfMemoryError("killed by the memory monitor")])
-def test_an_actor_that_was_killed_is_dead(error):
-    assert is_dead(error)
-
-
 @pytest.mark.parametrize(
-    "error", [errors.GetTimeoutError(), errors.ObjectStoreFullError(), errors.RayTaskError("f", "", OSError())]
+    ("error", "dead"),
+    [
+        (errors.ActorDiedError(), True),
+        (errors.OutOfMemoryError("killed by the memory monitor"), True),
+        (errors.GetTimeoutError(), False),
+        (errors.ObjectStoreFullError(), False),
+        (errors.RayTaskError("f", "", OSError()), False),
+    ],
 )
-def test_one_that_raised_or_is_slow_is_not(error):
-    assert not is_dead(error)
+def test_an_actor_that_was_killed_is_dead_and_one_that_raised_or_is_slow_is_not(error, dead):
+    assert is_dead(error) is dead
 
 
 def test_sessions_side_by_side_are_one():
