@@ -24,7 +24,7 @@ HIT_IN = {
     "server/server.py:STORE_S": "unit/server/test_server_bounds.py",
     "trainer/checkpoints.py:SAVE_S": "unit/trainer/test_bounds.py",
     "trainer/controller.py:BUFFER_S": "unit/trainer/test_bounds.py",
-    "trainer/controller.py:WARM_UP_S": "unit/trainer/test_device_steps.py",
+    "trainer/controller.py:WARM_UP_S": "unit/trainer/test_controller.py",
     "trainer/ray_fleet.py:ANSWER_S": "engine/test_fleet_bounds.py",
     "trainer/ray_fleet.py:CALIBRATION_S": "engine/test_fleet_bounds.py",
     "trainer/ray_fleet.py:CALL_S": "engine/test_fleet_bounds.py",

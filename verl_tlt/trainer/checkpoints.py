@@ -92,9 +92,9 @@ def saving(
 
     Args:
         place: where the checkpoint goes.
-        save: begins to write the drafter to a directory; None: there is none to write.
+        save: begins to write the drafter to a directory; None: there is none.
         charged: a context that contains failures of TLT's work and measures its time.
-        silent: called when nothing was heard within `SAVE_S`.
+        silent: called when there is no answer within `SAVE_S`.
     """
     calls: list[Call[None]] = []
     with charged():

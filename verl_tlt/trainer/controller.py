@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,15 +78,6 @@ class Guard:
             self.counts[what] += failures
 
 
-@dataclass
-class _Served:
-    """The drafter that engines should serve, and the RL step in which it was published."""
-
-    version: int
-    published_at: int
-    acceptance: tuple[float, ...]
-
-
 class Controller:
     """One run of RL; `fleet` is everything outside this process."""
 
@@ -104,7 +95,9 @@ class Controller:
         self.guard = Guard()
         self.log = StepLog(trace, clock)
         self.speculation = SpeculationControl(str(tlt.trace.dir), fleet.replicas, tlt.speculation, facts.shared)
-        self.served = _Served(start.served.version, 0, start.served.acceptance)
+        self.served = replace(facts.provenance, version=start.served.version, acceptance=start.served.acceptance)
+        """The drafter that engines should serve."""
+        self._published_at = 0
         self.spot = False
         """Spot workers are there, and the actor is tapped."""
         self._start, self._trace, self._pending_work = start, trace, pending_work
@@ -161,7 +154,7 @@ class Controller:
             with self.guard("calibration"):
                 self.speculation.calibrated(self.fleet.calibrate())
             self._choose_who_drafts(step + 1, at_once=True)
-        self.served.published_at = step
+        self._published_at = step
         self.log.run_started(step + 1, self.tlt, self.fleet.replicas, self.facts)
 
     def _choose_who_drafts(self, step: int, at_once: bool = False) -> None:
@@ -301,10 +294,10 @@ class Controller:
         if update.drafter is not None:
             self.fleet.stage(update.drafter)
             self.fleet.keep_as_served()
-            self.served.version, self.served.published_at = update.drafter.version, step
+            self.served, self._published_at = replace(self.served, version=update.drafter.version), step
         if update.acceptance:
-            self.served.acceptance = tuple(update.acceptance)
-        self.log.published(step, update, self.served.version, self.served.published_at)
+            self.served = replace(self.served, acceptance=tuple(update.acceptance))
+        self.log.published(step, update, self.served.version, self._published_at)
         taus = ", ".join(f"{which} {tau:.2f}" for which, tau in update.tau.items()) or "unknown"
         logger.info("drafter %s (%s); held-out accept length: %s", update.decision, update.reason, taus)
 
@@ -330,7 +323,7 @@ class Controller:
         with self.guard("validation"):
             if self.tlt.speculation.enable:
                 self.fleet.engine_stats()
-                if self.log.compared and not self.log.compared >= self._serving(colocated_asleep):
+                if self.log.reloads and not self.log.reloads.keys() >= self._serving(colocated_asleep):
                     self._compare(step, colocated_asleep)  # verl woke replicas up for the validation
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -360,11 +353,4 @@ class Controller:
 
     def _save(self, directory: Path, step: int) -> Call[None]:
         """Write the served drafter, its training state and provenance, atomically."""
-        provenance = replace(
-            self.facts.provenance,
-            version=self.served.version,
-            policy_step=step,
-            acceptance=self.served.acceptance,
-            tokens_trained=self._tokens,
-        )
-        return self.fleet.save(directory, provenance)
+        return self.fleet.save(directory, replace(self.served, policy_step=step, tokens_trained=self._tokens))

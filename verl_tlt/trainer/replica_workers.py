@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from verl_tlt.messages.training import BufferStats, HeldOutScores, SessionResult
@@ -113,17 +113,13 @@ def combined_session(results: Sequence[SessionResult]) -> SessionResult:
 
 def combined_buffers(stats: Sequence[BufferStats]) -> BufferStats:
     """What a replica's workers hold; `train_tokens` is what the fullest has, for one that can train is enough."""
-    first, *others = stats
-    for other in others:
-        first = replace(
-            first,
-            sequences=first.sequences + other.sequences,
-            tokens=first.tokens + other.tokens,
-            train_tokens=max(first.train_tokens, other.train_tokens),
-            bytes=first.bytes + other.bytes,
-            incomplete=first.incomplete + other.incomplete,
-        )
-    return first
+    return BufferStats(
+        sequences=sum(s.sequences for s in stats),
+        tokens=sum(s.tokens for s in stats),
+        train_tokens=max(s.train_tokens for s in stats),
+        bytes=sum(s.bytes for s in stats),
+        incomplete=sum(s.incomplete for s in stats),
+    )
 
 
 def start_merge(workers: Sequence[ActorHandle]) -> tuple[list[ObjectRef], list[ObjectRef]]:

@@ -39,7 +39,7 @@ class StepLog:
     def _begin(self) -> None:
         self._observed = StepObservations()
         self._account: PhaseAccount | None = None
-        self._reloads: dict[str, Reload] = {}  # by replica
+        self.reloads: dict[str, Reload] = {}  # by replica
 
     def _charge(self, part: str, seconds: float) -> None:
         overhead = self._observed.overhead
@@ -129,19 +129,14 @@ class StepLog:
         )
         self.trace.add(self._observed.publish)
 
-    @property
-    def compared(self) -> set[str]:
-        """Replicas that have said in this step which drafter they loaded."""
-        return set(self._reloads)
-
     def reloaded(self, step: int, statuses: dict[str, DrafterStatus], wanted: int) -> None:
         """Every engine has loaded a drafter again, and says which."""
         for name, s in statuses.items():
             ok = s.ok and s.version == wanted
             reload = Reload(**{**vars(s), "ok": ok}, t=self._clock.time(), step=step, replica=name)
-            self._reloads[name] = reload
+            self.reloads[name] = reload
             self.trace.add(reload)
-        self._observed.reloads = list(self._reloads.values())
+        self._observed.reloads = list(self.reloads.values())
         self._observed.served_version = min((s.version for s in statuses.values()), default=None)
         self._observed.overhead["reload"] = max((r.seconds for r in self._observed.reloads), default=0.0)
         self._version = wanted

@@ -11,12 +11,22 @@ from verl_tlt.messages.training import DrafterProvenance
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.controller import Controller
 from verl_tlt.trainer.run_setup import FirstDrafter, RunFacts
+from verl_tlt.trainer.runtime_switch import TRACE_FILE
 from verl_tlt.trainer.watch import PendingWork
 
 
 @pytest.fixture
 def clock():
     return FakeClock()
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run's trace directory."""
+    path = tmp_path / "checkpoints" / "tlt_trace"
+    path.mkdir(parents=True)
+    (path / TRACE_FILE).touch()
+    return path
 
 
 @pytest.fixture

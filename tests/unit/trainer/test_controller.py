@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from fake_fleet import FakeFleet
+from fake_fleet import FakeCall, FakeFleet, ended
 from rl_steps import LOOKS_S, STOP_S, called, fill_buffers, merged, rest_of_step, sampling, train
 
 from verl_tlt.config import TOKENS_PER_STEP
@@ -13,6 +13,7 @@ from verl_tlt.messages.rollout import EngineStats, LoadInterval
 from verl_tlt.messages.training import SessionResult
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.types import OFF
+from verl_tlt.trainer.controller import WARM_UP_S
 from verl_tlt.trainer.fleet import CallFailed
 from verl_tlt.trainer.runtime_switch import write_switch
 
@@ -215,15 +216,15 @@ def test_a_replica_that_the_balancer_forgot_is_put_back_and_counted(run):
 def test_one_that_is_replaced_trains_when_it_has_been_given_something(run):
     controller, fleet = run()
     fill_buffers(controller, fleet)
+    train(controller, fleet, 2)
     give = fleet.hand_over
-    for step, starting, ready in ((2, True, ["a", "b"]), (3, False, ["a"]), (4, False, ["a", "b"])):
-        controller.sample_begin(step)
-        assert sorted(controller._buffers) == ready
-        controller.sample_end(step, last=True)
-        fleet.hand_over = lambda s, taken, less=starting: {
-            n: c for n, c in give(s, taken).items() if n != "b" or not less
-        }
-        controller.log_probs_done(step)
+    fleet.hand_over = lambda step, taken: {"a": give(step, taken)["a"]}
+    rest_of_step(controller, fleet, 2)
+    with sampling(controller, fleet, 3):
+        assert len(called(fleet, "train")) == 1
+    fleet.hand_over = give
+    rest_of_step(controller, fleet, 3)
+    train(controller, fleet, 4)
 
 
 def test_without_a_tap_nothing_is_trained_and_speculation_goes_on(run, clock):
@@ -341,3 +342,57 @@ def test_a_weight_sync_is_copied_from_only_when_the_drafter_will_be_trained(run)
     write_switch(controller.speculation.directory, spot=False)
     assert step(5, bubble=False) == [(False,)]
     assert step(6, bubble=False) == [(False,)], "nobody trains until it is switched on again"
+
+
+def trained_step(controller, fleet, step):
+    """A step with a session; nobody may be on a device from the end of sampling on. Returns the metrics."""
+    trained = len(called(fleet, "train"))
+    with sampling(controller, fleet, step):
+        assert len(called(fleet, "train")) > trained
+    assert fleet.on_device == set(), "a guest is on the device when the actor comes"
+    metrics = rest_of_step(controller, fleet, step)
+    assert len(called(fleet, "train")) == trained + 1 and fleet.on_device == set()
+    return metrics
+
+
+def test_where_the_device_is_the_actors_the_next_session_judges_what_was_merged(run, clock):
+    fleet = FakeFleet("a", "b", clock=clock)
+    fleet.to_judge = False
+    controller, _ = run(fleet=fleet)
+    fill_buffers(controller, fleet)
+    first = trained_step(controller, fleet, 2)
+    assert fleet.staged == [] and first["tlt/publish_skipped"] == 1
+    fleet.calls.clear()
+    assert trained_step(controller, fleet, 3)["tlt/drafter_version"] == 1
+    assert fleet.staged[0].acceptance == pytest.approx((0.6,) * 3, abs=0.01)
+    update = [call[0] for call in fleet.calls if call[0] in ("export", "merge", "stage", "keep_as_served")]
+    assert update == ["export", "merge", "stage", "keep_as_served"], "what was judged is exported, not what came after"
+    fleet.candidate_acceptance = 0.4
+    fleet.calls.clear()
+    trained_step(controller, fleet, 4)
+    assert called(fleet, "revert") == [("served",)]
+    assert called(fleet, "merge") == [], "what was learned on top of it has gone with it"
+    assert len(fleet.staged) == 1 and controller.guard.counts.total() == 0
+
+
+@pytest.mark.parametrize(("stop_s", "deaf"), [(STOP_S / 3, False), (0.0, True)])
+def test_a_slow_session_is_off_the_device_before_the_actor_is_on_it(run, clock, stop_s, deaf):
+    fleet = FakeFleet("a", "b", clock=clock)
+    fleet.stop_s, fleet.deaf = stop_s, {"b"} if deaf else set()
+    controller, _ = run(fleet=fleet)
+    fill_buffers(controller, fleet)
+    trained_step(controller, fleet, 2)
+    assert fleet.restarts == (["b"] if deaf else [])
+
+
+def test_workers_warm_up_before_engines_hold_weights_and_one_that_does_not_costs_itself(run, clock):
+    fleet = FakeFleet("a", "b", "c", "d", clock=clock)
+    dead = CallFailed("RayActorError: gone", died=True)
+    fleet.warming = {"a": ended(None), "b": ended(CallFailed("out of memory")), "c": ended(dead), "d": FakeCall(clock)}
+    began = clock.now
+    controller, _ = run(fleet=fleet)
+    assert clock.now - began == pytest.approx(WARM_UP_S)
+    order = [call[0] for call in fleet.calls]
+    assert order.index("start_spot") < order.index("warm_up") < order.index("calibrate")
+    assert fleet.restarts == ["c", "d"], "dead, or still on the device when engines wake up"
+    assert controller.spot and controller.guard.counts == {"warm-up": 3}

@@ -14,15 +14,6 @@ from verl_tlt.trainer.runtime_switch import (
 )
 
 
-@pytest.fixture
-def run_dir(tmp_path):
-    """A run's trace directory."""
-    path = tmp_path / "checkpoints" / "tlt_trace"
-    path.mkdir(parents=True)
-    (path / TRACE_FILE).touch()
-    return path
-
-
 def test_without_a_file_everything_is_on(tmp_path):
     assert read_switch(tmp_path) == RuntimeSwitch(speculation=True, spot=True)
 

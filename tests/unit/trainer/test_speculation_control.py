@@ -9,19 +9,12 @@ from verl_tlt.messages.rollout import EngineStats, LoadInterval, Work
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.decision import FIRST_PROBE, IN_A_ROW
 from verl_tlt.speculation.types import OFF
-from verl_tlt.trainer.runtime_switch import SWITCH_FILE, TRACE_FILE, RuntimeSwitch, write_switch
+from verl_tlt.trainer.runtime_switch import SWITCH_FILE, RuntimeSwitch, write_switch
 from verl_tlt.trainer.speculation_control import SpeculationControl
 
 REPLICAS = ["a", "b"]
 UNKNOWN, RANDOM = (), (0.01, 0.01)
 """Acceptance of drafters."""
-
-
-@pytest.fixture
-def run_dir(tmp_path):
-    """A run's trace directory."""
-    (tmp_path / TRACE_FILE).touch()
-    return tmp_path
 
 
 def control(directory, shared=False, **settings):
