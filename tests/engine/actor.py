@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
@@ -89,11 +90,49 @@ def run_ranks(work: Callable[..., None], arguments: tuple[Any, ...], ranks: int)
     torch.multiprocessing.start_processes(work, arguments, nprocs=ranks, start_method="forkserver")
 
 
+def layouts(cases: Mapping[str, Any], which: Callable[[Any], Any] = lambda case: True) -> list[Any]:
+    """Parameters for `name`, of the cases for which `which` holds."""
+    return [
+        pytest.param(name, marks=[pytest.mark.heavy] if case.heavy else [])
+        for name, case in cases.items()
+        if which(case)
+    ]
+
+
+def wanted(request: pytest.FixtureRequest, cases: Mapping[str, Any]) -> list[str]:
+    """The cases that the tests of this file which were selected ask for: no others need to run."""
+    mine = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    asked = {item.callspec.params.get("name") for item in mine if hasattr(item, "callspec")}
+    return [name for name in cases if name in asked]
+
+
 def whole_sequences(ranks: Iterable[Iterable[HiddenStateShard]]) -> list[TrainingSequence]:
     """What a spot worker makes of the shards that the ranks of one group sent; every sequence must be complete."""
     found, missing = spot_worker_shards.whole_sequences(shard for shards in ranks for shard in shards)
     assert not missing, f"{missing} sequences are incomplete"
     return found
+
+
+def check_states(
+    sequences: list[TrainingSequence], rows: list[tuple[torch.Tensor, int]], policy: Any, window: int, **tolerance: Any
+) -> None:
+    """Sequences cut to `window` tokens are `rows`, and their states those that `policy` computes for each row alone."""
+    assert len(sequences) == len(rows)
+    for s, (tokens, prompt_len) in zip(sequences, rows, strict=True):
+        stop = s.start + min(window, len(tokens))
+        assert torch.equal(s.tokens, tokens[s.start : stop]) and s.prompt_len == max(0, prompt_len - s.start)
+        assert s.aux.dtype == s.last.dtype == torch.bfloat16
+        aux, last = reference(policy, tokens)
+        torch.testing.assert_close(s.aux.float(), aux[s.start : stop], **tolerance)
+        torch.testing.assert_close(s.last.float(), last[s.start : stop], **tolerance)
+
+
+def check_log_probs(found: torch.Tensor, tokens: torch.Tensor, policy: Any) -> None:
+    """Log-probabilities of the tokens after the first are those that `policy` computes for them alone."""
+    with torch.no_grad():
+        scores = policy(tokens[None]).logits[0].log_softmax(-1)
+    wanted = scores[:-1].gather(1, tokens[1:, None])[:, 0]
+    torch.testing.assert_close(found[: len(wanted)].float(), wanted, rtol=1e-4, atol=1e-4)
 
 
 def make_rows(lengths: list[tuple[int, int]], seed: int = 0) -> list[tuple[torch.Tensor, int]]:

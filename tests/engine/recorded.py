@@ -148,14 +148,6 @@ def score_alone(worker: SpotWorker) -> None:
     set_epochs(worker, 1e-12)
 
 
-def poison(worker: SpotWorker) -> None:
-    """A parameter that is not a number, and moments that would make it so again."""
-    trainer = worker.learner.trainer
-    next(iter(trainer.parameters.values())).data.view(-1)[0] = torch.nan
-    for moments in trainer.optimizer.state.values():
-        moments["exp_avg"].fill_(torch.inf)
-
-
 def steps_taken(worker: SpotWorker) -> int:
     """Optimizer steps so far, also during a session."""
     return worker.learner.trainer.steps

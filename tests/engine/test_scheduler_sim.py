@@ -123,20 +123,12 @@ def test_every_request_gets_its_tokens_and_every_step_is_counted(scheduler):
     assert stats.num_passes >= stats.num_drafts > 100
     assert all(a <= o for a, o in zip(stats.num_accepted_tokens_per_pos, stats.num_draft_tokens_per_pos, strict=True))
     assert list(stats.num_accepted_tokens_per_pos) == sorted(stats.num_accepted_tokens_per_pos, reverse=True)
-    assert sum(s.clean for s in policy.steps) > 5
-    assert all(s.verified == s.drafted for s in policy.steps if s.clean)
-
-
-def test_what_was_accepted_explains_what_was_produced(scheduler):
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
-    rng = random.Random(4)
-    add_requests(scheduler, rng)
-    drain(scheduler, MadeWorker(rng), depth=2 if isinstance(scheduler, AsyncScheduler) else 1)
-    for step in scheduler.tlt.policy.steps:
-        if step.clean:
-            # Less only where a request reached its length in the middle of a draft, or had ended in flight.
-            assert step.produced <= step.batch + sum(step.num_accepted_tokens_per_pos)
-            assert step.produced >= step.batch + sum(step.num_accepted_tokens_per_pos) - (step.verified + 1) * REQUESTS
-    full = [s for s in scheduler.tlt.policy.steps if s.clean and s.batch == REQUESTS]
+    clean = [step for step in policy.steps if step.clean]
+    assert len(clean) > 5
+    for step in clean:
+        assert step.verified == step.drafted
+        # Less only where a request reached its length in the middle of a draft, or had ended in flight.
+        most = step.batch + sum(step.num_accepted_tokens_per_pos)
+        assert most - (step.verified + 1) * REQUESTS <= step.produced <= most
+    full = [s for s in clean if s.batch == REQUESTS]
     assert any(s.produced == s.batch + sum(s.num_accepted_tokens_per_pos) for s in full)

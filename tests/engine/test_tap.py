@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from actor import build_actor, free_port, make_batch, make_rows, reference, whole_sequences
+from actor import build_actor, check_states, free_port, make_batch, make_rows, whole_sequences
 
 from demo.toy.assets import SHIPPED_POLICY
 from verl_tlt.actor.adapters import Untapped, adapt
@@ -31,15 +31,6 @@ def actor(request):
     gc.collect()
 
 
-def check(taken, policy, tokens, prompt_len, start, stop):
-    aux, last = reference(policy, tokens)
-    assert (taken.start, taken.prompt_len) == (start, max(0, prompt_len - start))
-    assert torch.equal(taken.tokens, tokens[start:stop])
-    assert taken.aux.dtype == taken.last.dtype == torch.bfloat16
-    torch.testing.assert_close(taken.aux.float(), aux[start:stop], **TOLERANCE)
-    torch.testing.assert_close(taken.last.float(), last[start:stop], **TOLERANCE)
-
-
 def infer(actor, batch):
     from verl.utils import tensordict_utils as tu
 
@@ -48,39 +39,26 @@ def infer(actor, batch):
 
 @pytest.mark.parametrize("max_tokens", [48, 1000], ids=["many micro-batches", "one micro-batch"])
 @pytest.mark.parametrize("padded", [False, True], ids=["responses", "mask"])
-def test_every_row_holds_its_own_states(actor, policy, max_tokens, padded):
+@pytest.mark.parametrize("window", [10_000, 11])
+def test_every_row_holds_its_own_states(actor, policy, max_tokens, padded, window):
+    """In row order, whatever order they were computed in, and at their true positions."""
     rows = make_rows(LENGTHS)
-    actor.tap_budget = actor.tap_window = 10_000
+    actor.tap_budget, actor.tap_window = 10_000, window
     infer(actor, make_batch(rows, max_tokens, padded, compute_loss=False))
     taken = whole_sequences([actor.tap.take()])
-    assert len(taken) == len(rows)
-    for s, (tokens, prompt_len) in zip(taken, rows, strict=True):  # row order, whatever order they were computed in
-        check(s, policy, tokens, prompt_len, 0, len(tokens))
-
-
-def test_a_window_keeps_its_true_positions(actor, policy):
-    rows = make_rows(LENGTHS, seed=1)
-    actor.tap_budget, actor.tap_window = 10_000, 11
-    infer(actor, make_batch(rows, 60, compute_loss=False))
-    taken = whole_sequences([actor.tap.take()])
-    assert len(taken) == len(rows)
-    assert any(s.start > 0 for s in taken)
-    for s, (tokens, prompt_len) in zip(taken, rows, strict=True):
-        assert len(s) == min(11, len(tokens))
-        check(s, policy, tokens, prompt_len, s.start, s.start + len(s))
+    check_states(taken, rows, policy, window, **TOLERANCE)
+    assert any(s.start > 0 for s in taken) == (window == 11)
 
 
 def test_rows_beyond_the_budget_are_left_out(actor, policy):
     rows = make_rows(LENGTHS, seed=2)
     actor.tap_budget, actor.tap_window = 70, 40
-    batch = make_batch(rows, 60, compute_loss=False)
-    infer(actor, batch)
+    infer(actor, make_batch(rows, 60, compute_loss=False))
     chosen = sorted(actor.tap.chosen)
     taken = whole_sequences([actor.tap.take()])
     assert 0 < len(taken) < len(rows)
     assert sum(len(s) for s in taken) <= 70
-    for row, s in zip(chosen, taken, strict=True):
-        check(s, policy, *rows[row], s.start, s.start + len(s))
+    check_states(taken, [rows[row] for row in chosen], policy, 40, **TOLERANCE)
 
 
 def test_log_probs_are_the_same_to_the_bit(actor):
@@ -125,13 +103,11 @@ def test_a_training_forward_is_not_tapped(actor):
         assert bool(actor.tap.take()) is not train
 
 
-def test_an_engine_without_a_tap_says_so():
-    engine = SimpleNamespace(engine_config=SimpleNamespace(strategy="veomni"))
-    with pytest.raises(Untapped, match="strategy=veomni has no"):
-        adapt(engine)
-
-
-def test_a_model_of_another_shape_says_so():
-    engine = SimpleNamespace(engine_config=SimpleNamespace(strategy="fsdp2"), module=torch.nn.Linear(2, 2))
-    with pytest.raises(Untapped, match=r"is a Linear, in which no modules hold a list of decoder layers"):
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [("veomni", "strategy=veomni has no"), ("fsdp2", "is a Linear, in which no modules hold a list of decoder layers")],
+)
+def test_what_cannot_be_tapped_says_so(strategy, why):
+    engine = SimpleNamespace(engine_config=SimpleNamespace(strategy=strategy), module=torch.nn.Linear(2, 2))
+    with pytest.raises(Untapped, match=why):
         adapt(engine)

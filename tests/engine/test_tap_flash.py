@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from actor import build_actor, free_port, make_batch, make_rows, reference, whole_sequences
+from actor import build_actor, check_log_probs, check_states, free_port, make_batch, make_rows, whole_sequences
 from transformers import modeling_flash_attention_utils
 from transformers.modeling_utils import PreTrainedModel
 
@@ -77,11 +77,6 @@ def test_states_and_log_probs_are_the_policys(kernels, packed):
         torch.distributed.destroy_process_group()
         gc.collect()
     assert set(kernels.called) == {"varlen"}, "the actor attended in another way"
-    for s, (tokens, _), got in zip(taken, rows, output["log_probs"].unbind(), strict=True):
-        aux, last = reference(policy, tokens)
-        torch.testing.assert_close(s.aux.float(), aux, **TOLERANCE)
-        torch.testing.assert_close(s.last.float(), last, **TOLERANCE)
-        with torch.no_grad():
-            scores = policy(tokens[None]).logits[0].log_softmax(-1)
-        want = scores[:-1].gather(1, tokens[1:, None])[:, 0]
-        torch.testing.assert_close(got[: len(want)].float(), want, rtol=1e-4, atol=1e-4)
+    check_states(taken, rows, policy, 10_000, **TOLERANCE)
+    for (tokens, _), got in zip(rows, output["log_probs"].unbind(), strict=True):
+        check_log_probs(got, tokens, policy)

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from actor import free_port, make_rows, reference, run_ranks, whole_sequences
-from layouts import layouts, wanted
+from actor import check_states, free_port, layouts, make_rows, run_ranks, wanted, whole_sequences
 from rank_cases import CASES, LENGTHS, build_policies, run_cases
 
 pytestmark = pytest.mark.engine
@@ -39,16 +38,8 @@ def test_joined_shards_are_the_policys_states(root, name, window):
     assert not any(errors for _, errors, _ in found)
     groups = [[shards for shards, _, _ in found]] if case.ulysses > 1 else [[shards] for shards, _, _ in found]
     for group, ranks in enumerate(groups):
-        rows, sequences = make_rows(LENGTHS[group], seed=group), whole_sequences(ranks)
-        assert len(sequences) == len(rows)
-        for s, (tokens, prompt_len) in zip(sequences, rows, strict=True):
-            assert len(s) == min(window, len(tokens))
-            stop = s.start + len(s)
-            assert torch.equal(s.tokens, tokens[s.start : stop])
-            assert s.prompt_len == max(0, prompt_len - s.start)
-            aux, last = reference(policy, tokens)
-            torch.testing.assert_close(s.aux.float(), aux[s.start : stop], **TOLERANCE)
-            torch.testing.assert_close(s.last.float(), last[s.start : stop], **TOLERANCE)
+        rows = make_rows(LENGTHS[group], seed=group)
+        check_states(whole_sequences(ranks), rows, policy, window, **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", layouts(CASES, lambda case: case.ulysses > 1))

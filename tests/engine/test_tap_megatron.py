@@ -5,8 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from actor import free_port, make_rows, reference, run_ranks, whole_sequences
-from layouts import layouts, wanted
+from actor import check_log_probs, check_states, free_port, layouts, make_rows, run_ranks, wanted, whole_sequences
 from megatron_cases import CASES, RANKS, build_mixture, rows_to_learn, run_cases
 from rank_cases import LENGTHS, build_policies
 from safetensors.torch import load_file
@@ -63,16 +62,7 @@ def test_joined_shards_are_the_policys_states(root, policies, name, window):
     assert len(groups) * CASES[name].tensor * CASES[name].pipeline * CASES[name].context == RANKS
     for group in groups:
         rows = make_rows(LENGTHS[group], seed=group)
-        sequences = whole_sequences(shards for g, shards in found if g == group)
-        assert len(sequences) == len(rows)
-        for s, (tokens, prompt_len) in zip(sequences, rows, strict=True):
-            assert len(s) == min(window, len(tokens))
-            stop = s.start + len(s)
-            assert torch.equal(s.tokens, tokens[s.start : stop])
-            assert s.prompt_len == max(0, prompt_len - s.start)
-            aux, last = reference(policy, tokens)
-            torch.testing.assert_close(s.aux.float(), aux[s.start : stop], **TOLERANCE)
-            torch.testing.assert_close(s.last.float(), last[s.start : stop], **TOLERANCE)
+        check_states(whole_sequences(shards for g, shards in found if g == group), rows, policy, window, **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -90,10 +80,7 @@ def test_log_probs_are_the_policys(root, policies, name):
     for rank in look(root, name):
         group = rank[11][0]
         for (tokens, _), got in zip(make_rows(LENGTHS[group], seed=group), rank["log-probs"] or (), strict=False):
-            with torch.no_grad():
-                scores = policy(tokens[None]).logits[0].log_softmax(-1)
-            want = scores[:-1].gather(1, tokens[1:, None])[:, 0]
-            torch.testing.assert_close(got[: len(want)], want, rtol=1e-4, atol=1e-4)
+            check_log_probs(got, tokens, policy)
             answered += 1
     assert answered == sum(len(LENGTHS[group]) for group in {rank[11][0] for rank in look(root, name)})
 

@@ -136,15 +136,11 @@ def test_what_fails_costs_the_drafter_and_not_the_sync():
         raise MemoryError("the object store is full")
 
     capture = VerifierCapture(torch.bfloat16, full)
-    capture.armed = True
-    assert len(sync(capture, policy())) == 5
-    found = capture.take()
-    assert (found.reference, found.errors) == (None, 1)
-    capture.armed = True
-    broken = policy() | {"model.embed_tokens.weight": "not a tensor"}
-    assert len(sync(capture, broken)) == 5
-    found = capture.take()
-    assert (found.reference, found.errors) == (None, 1)
+    for params in (policy(), policy() | {"model.embed_tokens.weight": "not a tensor"}):
+        capture.armed = True
+        assert len(sync(capture, params)) == 5
+        found = capture.take()
+        assert (found.reference, found.errors) == (None, 1)
     capture._put, capture.armed = stored, True
     sync(capture, policy())
     found = capture.take()

@@ -4,12 +4,7 @@ import pytest
 
 from verl_tlt.config import TLTConfig, TLTConfigError
 from verl_tlt.server import engine_arguments
-from verl_tlt.server.engine_arguments import (
-    async_scheduling,
-    engine_arms,
-    engine_environment,
-    engine_kwargs,
-)
+from verl_tlt.server.engine_arguments import engine_arms, engine_environment, engine_kwargs
 
 EAGER, GRAPHS = SimpleNamespace(enforce_eager=True), SimpleNamespace(enforce_eager=False)
 
@@ -71,7 +66,6 @@ def test_settings_reach_the_scheduler_beside_the_users_own():
     ],
 )
 def test_the_scheduler_base_is_the_one_vllm_will_use(user, on_cpu, is_async):
-    assert async_scheduling(user, on_cpu) is is_async
     ours = kwargs(user=user, on_cpu=on_cpu)
     assert ours["async_scheduling"] is is_async
     assert ours["scheduler_cls"].endswith(".TLTAsyncScheduler" if is_async else ".TLTScheduler")
@@ -103,15 +97,12 @@ def test_ngrams_pass_the_scheduler_so_scheduling_is_synchronous(vllm_is, source,
         kwargs(tlt(source=source), user={"async_scheduling": True}, on_cpu=False)
 
 
-def test_an_old_vllm_is_refused(vllm_is):
+def test_an_old_vllm_and_a_fixed_length_without_an_arm_are_refused(vllm_is):
+    with pytest.raises(TLTConfigError, match=r"fixed=2 is none of the engine's draft lengths \[0, 1, 3\]"):
+        kwargs(tlt(policy="fixed", fixed=2), GRAPHS)
     vllm_is("0.23.2")
     with pytest.raises(TLTConfigError, match=r"vLLM 0\.23\.2 cannot change the draft length per step: install 0\.24"):
         kwargs()
-
-
-def test_a_fixed_length_without_an_arm_is_refused():
-    with pytest.raises(TLTConfigError, match=r"fixed=2 is none of the engine's draft lengths \[0, 1, 3\]"):
-        kwargs(tlt(policy="fixed", fixed=2), GRAPHS)
 
 
 @pytest.mark.parametrize(("version", "runner"), [("0.24.0", "0"), ("0.28.0", "0"), ("0.32.0", None)])

@@ -74,19 +74,15 @@ def test_under_async_scheduling_the_news_are_inside_of_what_is_returned():
     assert vars(inner) == {BROKEN_MARK: 1}
 
 
-def test_the_drafters_cache_is_cleared_and_no_other():
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_drafters_cache_is_cleared_once_and_never_the_policys(shared):
     runner, guard, _ = guarded(torch.full((1, 2), NAN))
+    policys, (drafters,) = runner.layers["policy.0"].kv_cache, runner.layers["drafter.0"].kv_cache
+    if shared:
+        runner.layers["drafter.0"].kv_cache = [policys.view(3, 2)]
     runner.sample_tokens(None)
     guard.clear_cache(DRAFTER)
-    assert not runner.layers["drafter.0"].kv_cache[0].any() and runner.layers["policy.0"].kv_cache.all()
-    runner.layers["drafter.0"].kv_cache[0].fill_(5.0)
+    assert policys.all() and drafters.any() == shared
+    drafters.fill_(5.0)
     guard.clear_cache(DRAFTER)
-    assert runner.layers["drafter.0"].kv_cache[0].all(), "once is enough"
-
-
-def test_a_cache_that_is_the_policys_too_is_left_alone():
-    runner, guard, _ = guarded(torch.full((1, 2), NAN))
-    runner.layers["drafter.0"].kv_cache = [runner.layers["policy.0"].kv_cache.view(3, 2)]
-    runner.sample_tokens(None)
-    guard.clear_cache(DRAFTER)
-    assert runner.layers["policy.0"].kv_cache.all()
+    assert drafters.all(), "once is enough"
