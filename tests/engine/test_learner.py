@@ -12,7 +12,6 @@ from verl_tlt.messages.training import HeldOutScores
 from verl_tlt.spot_worker.buffer import Buffer
 from verl_tlt.spot_worker.learner import SpotLearner
 from verl_tlt.spot_worker.scoring import counts
-from verl_tlt.trainer.gate import relative_interval
 
 pytestmark = pytest.mark.engine
 
@@ -50,20 +49,18 @@ def train(learner, steps=SESSION):
     learner.train(lambda: learner.trainer.steps >= until)
 
 
-def against(learner, other, texts, error=0.025):
-    """(relative accept length, its paired 95 % interval) of two learners' candidates on the held-out sequences."""
-    ours, theirs = (score(one, texts[2], ["candidate"], 3)["candidate"] for one in (learner, other))
-    positions = np.array([s.positions for s in ours])
-    scores = HeldOutScores(positions, counts(ours, 3), counts(theirs, 3), counts(theirs, 3))
-    tau = scores.taus()
-    return tau["candidate"] / tau["served"] - 1, relative_interval(scores, "served", error=error, seed=0)
+def tau(learner, texts):
+    """Accept length of the learner's candidate on the held-out sequences."""
+    ours = score(learner, texts[2], ["candidate"], 3)["candidate"]
+    scores = HeldOutScores(np.array([s.positions for s in ours]), *[counts(ours, 3)] * 3)
+    return scores.accept_length("candidate")
 
 
 def same(left, right):
     return all(np.array_equal(left[name], right[name]) for name in left)
 
 
-def test_equal_workers_merged_are_better_than_each_and_unequal_ones_not_worse_than_the_better(team, texts):
+def test_equal_workers_merged_are_better_than_each(team, texts):
     a, b, a_alone, b_alone = team
     for _ in range(2):
         for learner in team:
@@ -72,17 +69,7 @@ def test_equal_workers_merged_are_better_than_each_and_unequal_ones_not_worse_th
         for learner in (a_alone, b_alone):
             merge([learner])
     assert same(a.versions.candidate, b.versions.candidate)
-    for alone in (a_alone, b_alone):
-        assert against(a, alone, texts)[0] > 0
-    for learner in (a, b):
-        begin_learner_anew(learner)
-    for _ in range(2):
-        train(a)
-        train(b, SESSION // 3)
-        merge([a, b])
-    low, high = against(a, a_alone, texts)[1]
-    # All of it is warm-up; by plain tokens the short session would hold the long one back by some half a percent.
-    assert high >= 0.0, f"surely worse than the better worker alone: {low:+.1%} to {high:+.1%}"
+    assert tau(a, texts) > max(tau(a_alone, texts), tau(b_alone, texts))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])

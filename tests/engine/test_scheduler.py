@@ -28,21 +28,12 @@ def written(tmp_path_factory):
         yield lambda: [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def spec_counters(llm):
-    counters = {m.name: m for m in llm.get_metrics() if "spec_decode" in m.name}
-    per_position = counters["vllm:spec_decode_num_accepted_tokens_per_pos"].values
-    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-    return [*(counters[f"vllm:spec_decode_{name}"].value for name in names), *per_position]
-
-
 def test_the_account_is_vllms_own(engine_of, written):
     with engine_of("good", policy="policies:rand", **SHARED) as engine:
         earlier = len(written())
-        before = spec_counters(engine.llm)
+        before = engine.counters()
         outputs = engine.generate(8, TOKENS)
-        drafts, draft_tokens, accepted, *per_position = (
-            b - a for a, b in zip(before, spec_counters(engine.llm), strict=True)
-        )
+        drafts, draft_tokens, accepted, *per_position = (b - a for a, b in zip(before, engine.counters(), strict=True))
         stats = engine.scheduler.tlt.stats()
         assert stats.num_generation_tokens == sum(map(len, outputs))
         assert stats.num_decode_tokens == stats.num_generation_tokens - len(outputs)  # the first one is the prefill's

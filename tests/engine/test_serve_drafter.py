@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from tiny_engine import sampled
 
 from verl_tlt.drafter import (
     DrafterTrainer,
@@ -19,6 +20,7 @@ from verl_tlt.drafter import (
     save_drafter,
     train_until,
 )
+from verl_tlt.server.engine_arguments import speculative_config
 
 pytestmark = pytest.mark.engine
 
@@ -41,14 +43,12 @@ SHAPE = dict(
 
 
 def make_policy(family):
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
-    config, model = {
-        "qwen3": (Qwen3Config(**SHAPE), Qwen3ForCausalLM),
-        "llama": (LlamaConfig(**SHAPE), LlamaForCausalLM),
-    }[family]
+    name = {"qwen3": "Qwen3", "llama": "Llama"}[family]
     torch.manual_seed(0)
-    policy = model(config).float().eval().requires_grad_(False)
+    config = getattr(transformers, f"{name}Config")(**SHAPE)
+    policy = getattr(transformers, f"{name}ForCausalLM")(config).float().eval().requires_grad_(False)
     with torch.no_grad():  # peaked at temperature 1, and with a context that counts
         policy.model.embed_tokens.weight.copy_(torch.randn(96, 64))
         policy.model.norm.weight.uniform_(0.5, 1.5)
@@ -99,48 +99,39 @@ def plain(trained, engine_of):
 def engine(trained, plain, engine_of):
     """Stock vLLM serving policy and drafter."""
     _, policy_dir, drafter_dir = trained
-    config = {
-        "method": "eagle3",
-        "model": str(drafter_dir),
-        "num_speculative_tokens": K,
-        "draft_sample_method": "probabilistic",
-        "draft_load_config": {"load_format": "auto"},
-    }
+    config = speculative_config(str(drafter_dir), K)
     with engine_of(drafter=None, model=str(policy_dir), speculative_config=config) as engine:
         yield engine
 
 
 def decode(engine, count, tokens, **sampling):
-    """Prompt and response of `count` requests, int64 [count, PROMPT + tokens]; with vLLM's counters over them."""
-    from vllm import SamplingParams
+    """Prompt and response of `count` requests, int64 [count, PROMPT + tokens]; with vLLM's counters over them.
 
-    before = counters(engine)
+    These are [1 + K]: drafts verified, then how many of them had their first 1, 2, ... tokens accepted.
+    """
+    before = np.array(engine.counters())
     generator = torch.Generator().manual_seed(7)
     prompts = torch.randint(3, 96, (count, PROMPT), generator=generator).tolist()
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, **sampling)
-    outputs = engine.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    requests = [{"prompt_token_ids": p} for p in prompts]
+    outputs = engine.llm.generate(requests, sampled(tokens, **sampling), use_tqdm=False)
     texts = [p + list(o.outputs[0].token_ids) for p, o in zip(prompts, outputs, strict=True)]
-    return torch.tensor(texts), counters(engine) - before
+    counted = np.array(engine.counters()) - before
+    return torch.tensor(texts), np.concatenate([counted[:1], counted[3:]])
 
 
-def counters(engine):
-    """[1 + K]: drafts verified, then how many of them had their first 1, 2, ... tokens accepted."""
-    values = {m.name: getattr(m, "value", None) or getattr(m, "values", 0) for m in engine.llm.get_metrics()}
-    if "vllm:spec_decode_num_drafts" not in values:
-        return np.zeros(K + 1)
-    return np.array(
-        [values["vllm:spec_decode_num_drafts"], *values["vllm:spec_decode_num_accepted_tokens_per_pos"]], dtype=float
-    )
+def predicted(trained):
+    """The drafter as `evaluate` has it."""
+    _, policy_dir, drafter_dir = trained
+    model = load_drafter(drafter_dir, policy_dir)
+    refresh_verifier_weights(model, VerifierWeights.from_policy_dir(policy_dir))
+    return model
 
 
 def test_greedy_tokens_and_acceptance_are_exactly_as_predicted(trained, plain, engine):
-    policy, policy_dir, drafter_dir = trained
     speculative, counted = decode(engine, 8, GREEDY, temperature=0.0)
     assert torch.equal(speculative, plain[:, : PROMPT + GREEDY])
-    model = load_drafter(drafter_dir, policy_dir)
-    refresh_verifier_weights(model, VerifierWeights.from_policy_dir(policy_dir))
     # vLLM drafts until the last token but one is known, and counts what it accepts beyond the end too.
-    scores = acceptance(model, observe(policy, plain[:, :-1]), temperature=0.0, max_draft=K)
+    scores = acceptance(predicted(trained), observe(trained[0], plain[:, :-1]), temperature=0.0, max_draft=K)
     expected = np.array([sum(s.drafts for s in scores), *np.sum([s.accepted for s in scores], axis=0)])
     np.testing.assert_allclose(counted, expected)
     assert 1.3 < 1 + counted[1:].sum() / counted[0] < K + 1
@@ -148,11 +139,8 @@ def test_greedy_tokens_and_acceptance_are_exactly_as_predicted(trained, plain, e
 
 @pytest.mark.parametrize("sampling", [dict(temperature=1.0), dict(temperature=0.8, top_p=0.9, top_k=20)])
 def test_sampled_acceptance_is_as_predicted(trained, engine, sampling):
-    policy, policy_dir, drafter_dir = trained
     texts, counted = decode(engine, 64, 96, **sampling)
-    model = load_drafter(drafter_dir, policy_dir)
-    refresh_verifier_weights(model, VerifierWeights.from_policy_dir(policy_dir))
-    scores = acceptance(model, observe(policy, texts), max_draft=K, **sampling)
+    scores = acceptance(predicted(trained), observe(trained[0], texts), max_draft=K, **sampling)
     served = 1 + counted[1:].sum() / counted[0]
     assert accept_length(scores) == pytest.approx(served, rel=0.05)
     assert served > 1.2

@@ -105,6 +105,14 @@ class Engine:
         """One worker's answer to `collective_rpc`."""
         return self.llm.collective_rpc(method, args=args)[0]
 
+    def counters(self) -> list[int]:
+        """VLLM's own: drafts verified, their tokens, those accepted, then by position; empty where nobody drafts."""
+        found = {m.name.removeprefix("vllm:spec_decode_num_"): m for m in self.llm.get_metrics()}
+        if "drafts" not in found:
+            return []
+        counts = [found[name].value for name in ("drafts", "draft_tokens", "accepted_tokens")]
+        return [*counts, *found["accepted_tokens_per_pos"].values]
+
     def renew(self, tlt: dict[str, Any] | None, weights: Path | None) -> None:
         """As after a start with these settings (`additional_config["tlt"]`) and this drafter; None: stock vLLM."""
         from vllm.utils.torch_utils import set_random_seed
