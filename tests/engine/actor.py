@@ -31,17 +31,9 @@ def build_actor(
     model: Mapping[str, Any] | None = None,
     engine: Mapping[str, Any] | None = None,
 ) -> Any:
-    """A training worker that holds a policy in float32.
+    """A training worker that holds a policy in float32: "tlt" has the tap, with nothing chosen; "stock" is verl's own.
 
-    Args:
-        worker: "tlt" for ours, with the tap installed and nothing chosen; "stock" for verl's own.
-        remove_padding: verl's `use_remove_padding`.
-        rank: of this process.
-        world: processes in the group.
-        port: where the group meets.
-        policy: its directory; the toy's without.
-        model: more settings of `HFModelConfig`.
-        engine: more settings of `FSDPEngineConfig`.
+    `model` and `engine` are more settings of `HFModelConfig` and `FSDPEngineConfig`.
     """
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     from verl.trainer.config import CheckpointConfig
@@ -147,8 +139,6 @@ def make_batch(
     """What verl's trainer sends for old log-probs: jagged ids, micro-batches of at most `max_tokens` tokens.
 
     Args:
-        rows: from `make_rows`.
-        max_tokens: of one micro-batch.
         padded: response mask as a padded tensor and no responses, verl's older form; else jagged responses.
         axes: positions of a token, where a policy also has those of images; 0: one, without an axis of its own.
         extra: more non-tensor fields.

@@ -32,14 +32,8 @@ def exact_models(models) -> dict[str, Exact]:
 
 
 def draw(engine: Engine, sampling: Sampling, draws: int = DRAWS, n: int = 1, seeded: bool = False) -> list[np.ndarray]:
-    """`draws` outputs [draws, TOKENS] of each prompt, all of them in flight together; what ends early is filled up.
-
-    Args:
-        engine: whose tokens.
-        sampling: how they are drawn.
-        draws: a multiple of `n`.
-        n: outputs of each request.
-        seeded: every request has a seed of its own.
+    """`draws` outputs [draws, TOKENS] of each prompt, `n` of each request, all of them in flight together; what ends
+    early is filled up. `seeded`: every request has a seed of its own.
     """
     requests = [{"prompt_token_ids": list(p)} for p in PROMPTS] * (draws // n)
     asked = asdict(sampling)
@@ -48,13 +42,11 @@ def draw(engine: Engine, sampling: Sampling, draws: int = DRAWS, n: int = 1, see
     for one in params:
         one._bad_words_token_ids = forbidden  # what vLLM makes of `bad_words`, which need a tokenizer
     outputs = engine.llm.generate(requests, params, use_tqdm=False)
-    filled = [[filled_up(list(o.token_ids)) for o in one.outputs] for one in outputs]
-    return [np.array(filled[i :: len(PROMPTS)]).reshape(-1, TOKENS) for i in range(len(PROMPTS))]
-
-
-def filled_up(tokens: list[int]) -> list[int]:
-    """An output of TOKENS tokens, as `exact` expects one that a stop token ended."""
-    return tokens + [AFTER_THE_END] * (TOKENS - len(tokens))
+    filled = np.full((len(outputs), n, TOKENS), AFTER_THE_END)
+    for request, one in zip(filled, outputs, strict=True):
+        for row, output in zip(request, one.outputs, strict=True):
+            row[: len(output.token_ids)] = output.token_ids
+    return [filled[i :: len(PROMPTS)].reshape(-1, TOKENS) for i in range(len(PROMPTS))]
 
 
 def p_values(exact: Exact, draws: list[np.ndarray], sampling: Sampling) -> tuple[float, float]:

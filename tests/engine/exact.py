@@ -43,12 +43,8 @@ class Sampling:
     """As tokens."""
 
     def penalised(self, logits: torch.Tensor, prompt: list[int], outputs: torch.Tensor) -> torch.Tensor:
-        """Logits after what depends on the tokens so far: penalties, bad words, and stop tokens before their time.
-
-        Args:
-            logits: [n, length, vocab].
-            prompt: shared by all outputs.
-            outputs: [n, length] tokens.
+        """Logits [n, length, vocab] after what depends on the tokens so far (`outputs` [n, length]): penalties, bad
+        words, and stop tokens before their time.
         """
         chosen = torch.nn.functional.one_hot(outputs, logits.shape[-1])  # [n, length, vocab]
         before = chosen.cumsum(1) - chosen  # how often each token is in the output before each position
@@ -70,11 +66,7 @@ class Sampling:
         return stops.cumsum(1) > stops
 
     def log_probs(self, logits: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities of the tokens kept, -inf for the others: top-k first, then top-p over what is left.
-
-        Args:
-            logits: [..., vocab].
-        """
+        """Log-probabilities [..., vocab] of the tokens kept, -inf for others: top-k, then top-p over what is left."""
         logits = logits / self.temperature
         order = logits.argsort(dim=-1, descending=True)
         ranked = logits.gather(-1, order)  # [..., vocab], best first
@@ -97,12 +89,8 @@ class Exact:
 
     @torch.no_grad()
     def log_probs(self, prompt: list[int], outputs: Any, sampling: Sampling | None) -> torch.Tensor:
-        """Distribution of each output token given those before it: [n, length, vocab]; sampling None: the raw model's.
-
-        Args:
-            prompt: shared by all outputs.
-            outputs: [n, length] tokens.
-            sampling: what the tokens are drawn with.
+        """Distribution [n, length, vocab] of each token of `outputs` [n, length] given the prompt and those before it;
+        sampling None: the raw model's.
         """
         outputs = torch.as_tensor(outputs).long()
         ids = torch.cat([torch.tensor(prompt).expand(len(outputs), -1), outputs], 1)  # [n, prompt + length]

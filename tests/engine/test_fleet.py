@@ -45,49 +45,49 @@ def recorded():
     return record(36, seed=0)
 
 
+def started(names, devices, balancer=None, store=None):
+    """The trainer's fleet over stand-in servers, each of so many devices, in verl's own placement groups."""
+    from verl.single_controller.ray import RayResourcePool
+
+    from verl_tlt.trainer.ray_fleet import RayFleet, SpotPlan
+
+    servers = {name: ray.remote(Server).options(num_cpus=0).remote() for name in names}
+    replicas = [
+        SimpleNamespace(_server_address=name, _server_handle=server, servers=[server])
+        for name, server in servers.items()
+    ]
+    world = len(names) * devices
+    manager = SimpleNamespace(
+        get_replicas=lambda: replicas,
+        global_load_balancer=balancer and ray.remote(balancer).options(num_cpus=0).remote(dict(servers)),
+    )
+    actor = SimpleNamespace(world_size=world, tlt_setup=lambda *_: [TapReady(group=rank) for rank in range(world)])
+    spot = SpotPlan(**worker_arguments())
+    store = store and ray.remote(store).options(num_cpus=0).remote(spot.drafter)
+    fleet = RayFleet(manager, actor, store, RayResourcePool([world], max_colocate_count=2), spot)
+    assert fleet.start_spot((3, 5, 7), None) is None
+    return fleet
+
+
 @pytest.fixture(scope="module")
 def fleet(recorded):
-    """Three replicas in verl's own placement groups."""
     with pytest.MonkeyPatch.context() as patch, ray_cluster(patch):
-        from verl.single_controller.ray import RayResourcePool
         from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
         from verl_tlt.trainer import ray_fleet as module
         from verl_tlt.trainer.fleet import DrafterStore
 
         patch.setattr(module, "SpotWorker", Odd)
-        servers = {name: ray.remote(Server).options(num_cpus=0).remote() for name in REPLICAS}
-        manager = SimpleNamespace(
-            get_replicas=lambda: [
-                SimpleNamespace(_server_address=name, _server_handle=server, servers=[server])
-                for name, server in servers.items()
-            ],
-            global_load_balancer=ray.remote(GlobalRequestLoadBalancer).options(num_cpus=0).remote(dict(servers)),
-        )
-        actor = SimpleNamespace(world_size=3, tlt_setup=lambda *_: [TapReady(group=rank) for rank in range(3)])
-        spot = module.SpotPlan(**worker_arguments())
-        store = ray.remote(DrafterStore).options(num_cpus=0).remote(spot.drafter)
-        fleet = module.RayFleet(manager, actor, store, RayResourcePool([3], max_colocate_count=2), spot)
-        assert fleet.start_spot((3, 5, 7), None) is None
+        fleet = started(REPLICAS, 1, GlobalRequestLoadBalancer, DrafterStore)
         fill(fleet, recorded, fleet.replicas)
         yield fleet
 
 
 @pytest.fixture(scope="module")
-def wide(recorded):
+def wide():
     """A replica on two devices, alone."""
     with pytest.MonkeyPatch.context() as patch, ray_cluster(patch):
-        from verl.single_controller.ray import RayResourcePool
-
-        from verl_tlt.trainer import ray_fleet as module
-
-        server = ray.remote(Server).options(num_cpus=0).remote()
-        replica = SimpleNamespace(_server_address="wide", _server_handle=server, servers=[server])
-        manager = SimpleNamespace(get_replicas=lambda: [replica], global_load_balancer=None)
-        actor = SimpleNamespace(world_size=2, tlt_setup=lambda *_: [TapReady(group=rank) for rank in range(2)])
-        pool = RayResourcePool([2], max_colocate_count=2)
-        fleet = module.RayFleet(manager, actor, None, pool, module.SpotPlan(**worker_arguments()))
-        assert fleet.start_spot((3, 5, 7), None) is None
+        fleet = started(["wide"], 2)
         yield fleet
         for worker in fleet.replicas["wide"].workers.handles.values():
             ray.kill(worker)

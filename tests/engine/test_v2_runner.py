@@ -1,12 +1,7 @@
 """OFF in a real engine on vLLM's V2 model runner, whose kernels run in Triton's interpreter: no GPU is needed."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from tiny_engine import run_script
 
 pytestmark = [pytest.mark.engine, pytest.mark.heavy]
 
@@ -14,12 +9,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.heavy]
 @pytest.fixture(scope="module")
 def found(models):
     pytest.importorskip("triton")
-    script = Path(__file__).with_name("v2_engine.py")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "VLLM_LOGGING_LEVEL": "ERROR"}
-    command = [sys.executable, str(script), str(models["target"]), str(models["good"])]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
+    return run_script("v2_engine.py", models["target"], models["good"])
 
 
 def test_off_runs_no_drafter_and_everything_else_does(found):

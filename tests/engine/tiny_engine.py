@@ -8,6 +8,10 @@ vocabulary is for tests that enumerate every output.
 from __future__ import annotations
 
 import gc
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +78,15 @@ def _pass_the_token_through(model: torch.nn.Module) -> None:
     weights[f"{attention}o_proj.weight"].copy_(8.0 * torch.eye(H))
     weights["layers.0.mlp.down_proj.weight"].zero_()
     weights["fc.weight"].mul_(0.1)
+
+
+def run_script(name: str, *arguments: Path) -> Any:
+    """What a script beside this file prints as JSON, in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "VLLM_LOGGING_LEVEL": "ERROR"}
+    command = [sys.executable, str(Path(__file__).with_name(name)), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
 
 
 def sampled(tokens: int, **kwargs: Any) -> Any:

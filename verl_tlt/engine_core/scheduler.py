@@ -1,10 +1,9 @@
 """vLLM's scheduler with a draft length K that is chosen anew in every engine step.
 
-The hook: `Scheduler.schedule` looks up `self.dynamic_sd_lookup[batch]` once per step to know how many tokens to draft,
-and sends the answer to the workers in `SchedulerOutput.num_spec_tokens_to_schedule` (stock vLLM ≥ 0.24, synchronous and
-asynchronous scheduling). Here an object that asks the policy takes the place of that list. K is thus fixed before
-anything is drafted, from batch, context and past acceptance only, which keeps speculative sampling exact. The K tokens
-drafted in one step are verified in the next.
+`Scheduler.schedule` looks up `self.dynamic_sd_lookup[batch]` once per step, and sends the answer to the workers in
+`SchedulerOutput.num_spec_tokens_to_schedule` (vLLM ≥ 0.24). Here an object that asks the policy takes the place of that
+list. K is thus fixed before anything is drafted, from batch, context and past acceptance only, which keeps speculative
+sampling exact. The K tokens drafted in one step are verified in the next.
 
 Each finished step becomes one `StepRecord` for the policy, the statistics and the trace. A step waits only for the
 choice of K and for counting its drafts. The rest is done while the model runs the next step, in `get_grammar_bitmask`;

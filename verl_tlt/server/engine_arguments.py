@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 WHERE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 OWN_ARGUMENTS = ("speculative_config", "scheduler_cls", "worker_extension_cls")
-LOGITS_PROCESSOR_PLUGINS = "vllm.logits_processors"
-"""Entry points whose processors vLLM leaves out without a word where it speculates (`build_logitsprocs`)."""
 
 
 def engine_arms(tlt: TLTConfig, enforce_eager: bool) -> tuple[int, ...]:
@@ -51,17 +49,11 @@ def engine_kwargs(
     drafter_dir: str,
     rollout: RolloutConfig,
     user: Mapping[str, Any],
-    *,
     on_cpu: bool | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments for vLLM on top of verl's own.
+    """Keyword arguments for vLLM on top of verl's own and the user's (`rollout.engine_kwargs.vllm`).
 
-    Args:
-        tlt: all settings.
-        drafter_dir: its directory on this node.
-        rollout: verl's rollout config, of which `enforce_eager` is read.
-        user: `rollout.engine_kwargs.vllm`, which wins over verl's values.
-        on_cpu: whether vLLM runs on its CPU backend; None: ask vLLM.
+    `on_cpu` is whether vLLM runs on its CPU backend; None: ask vLLM.
 
     Raises:
         TLTConfigError: `user` asks for something that cannot run together with a drafter.
@@ -74,7 +66,10 @@ def engine_kwargs(
 
         on_cpu = bool(current_platform.is_cpu())
     arms, source = engine_arms(tlt, enforce_eager), tlt.speculation.source
-    is_async = source == "eagle" and async_scheduling(user, on_cpu)
+    # As vLLM has it: nowhere on the CPU, else as the user says, else with these executors ("mp" is verl's choice).
+    able = user.get("distributed_executor_backend", "mp") in ("mp", "uni")
+    asked = user.get("async_scheduling")
+    is_async = source == "eagle" and not on_cpu and (able if asked is None else bool(asked))
     return {
         # Longer drafts than the longest arm would only reserve memory and, with CUDA graphs, capture unused widths.
         "speculative_config": speculative_config(drafter_dir, max(1, arms[-1]), source),
@@ -92,15 +87,6 @@ def engine_environment(source: str = "eagle") -> dict[str, str]:
     """Environment variables that choose the model runner which drafts the length it is asked for; V1 for n-grams."""
     v1 = source != "eagle" or runner_for(_release()) == "V1"
     return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if v1 else {}
-
-
-def async_scheduling(user: Mapping[str, Any], on_cpu: bool) -> bool:
-    """Whether vLLM will schedule asynchronously: as the user says, else wherever it can with an EAGLE drafter."""
-    asked = user.get("async_scheduling")
-    if on_cpu:  # vLLM's CPU platform turns it off whatever is asked
-        return False
-    executor = user.get("distributed_executor_backend", "mp")  # verl's choice
-    return bool(asked) if asked is not None else executor in ("mp", "uni")
 
 
 def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool) -> Iterator[str]:
@@ -126,7 +112,7 @@ def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool) -> It
         )
     if user.get("kv_transfer_config"):
         yield f"{WHERE}.kv_transfer_config (disaggregated prefill) is not supported with a drafter by verl-tlt."
-    if plugins := entry_points(group=LOGITS_PROCESSOR_PLUGINS):
+    if plugins := entry_points(group="vllm.logits_processors"):
         yield (
             f"The installed vLLM logits processor {next(iter(plugins)).value} would silently do nothing, because vLLM "
             "leaves plugins out while a drafter is configured; uninstall it, or set tlt.speculation.enable=false."
