@@ -156,9 +156,3 @@ def test_a_command_without_an_engine_runs_as_written(words, placeholders, symbol
     typed = [part for word in words for part in (mine if word == PLACEHOLDER else (word,))]
     done = CliRunner().invoke(app, typed, env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
-
-
-def test_a_recipe_that_cannot_run_would_be_seen(placeholders, symbols, monkeypatch):
-    monkeypatch.setattr(doctor_command, "installed_symbols", lambda: symbols)
-    done = CliRunner().invoke(app, ["doctor", *placeholders["doctor"], "+tlt=default", "tlt.spot.poll_s=never"])
-    assert done.exit_code == 1

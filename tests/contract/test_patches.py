@@ -37,17 +37,28 @@ def apply(patch, directory):
     """Copy the files the patch touches out of the installed release and apply it; returns the patched files."""
     for name in touched(patch):
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        package, _, rest = name.partition("/")
-        source = Path(importlib.util.find_spec(package).submodule_search_locations[0]) / rest
+        source = source_root(name.partition("/")[0]) / name
         if source.exists():
             shutil.copy(source, directory / name)
     command = ["git", "apply", "--whitespace=error", str(patch)]
-    environment = os.environ | {
-        "GIT_CEILING_DIRECTORIES": str(directory.parent)
-    }  # not relative to some outer repository
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(directory.parent)}  # not some outer repository
     done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{patch.name} no longer applies: is the change still needed?\n{done.stderr}"
     return [directory / name for name in touched(patch)]
+
+
+def patched(word, directory, name=".py"):
+    """The Python file that a patch makes of the installed release."""
+    return next(file for file in apply(next(p for p in PATCHES if word in p.name), directory) if file.match(f"*{name}"))
+
+
+def load(file, name):
+    """A patched file as a module of its own, inside the package it came from."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    module.__package__ = name.rpartition(".")[0]
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_every_diff_is_the_upstream_form_of_a_change():
@@ -88,19 +99,19 @@ def test_the_expand_patch_does_what_the_shim_does(tmp_path):
 
     from verl_cpu.vllm_shims import expand_batch_to_tokens
 
-    (file,) = apply(next(p for p in PATCHES if "expand" in p.name), tmp_path)
-    patched = types.ModuleType("patched")
-    exec(compile(file.read_text(), str(file), "exec"), patched.__dict__)
+    file = patched("expand", tmp_path)
+    module = types.ModuleType("patched")
+    exec(compile(file.read_text(), str(file), "exec"), module.__dict__)
     cumulative = torch.tensor([2, 2, 5], dtype=torch.int32)
     for values in (torch.tensor([0.7, 0.0, 0.2]), torch.tensor([50, 7, 0], dtype=torch.int32)):
         expected = expand_batch_to_tokens(values, cumulative, 5, replace_from=0, replace_to=1)
         output = torch.full_like(expected, -1)
-        patched.expand_kernel[(3,)](output, values, cumulative, 0, 1, MAX_NUM_TOKENS=8)
+        module.expand_kernel[(3,)](output, values, cumulative, 0, 1, MAX_NUM_TOKENS=8)
         assert torch.equal(output, expected) and output.dtype == values.dtype
 
 
 def test_the_backend_patch_names_the_cpu_once(tmp_path):
-    (file,) = apply(next(p for p in PATCHES if "backend" in p.name), tmp_path)
+    file = patched("backend", tmp_path)
     function = next(n for n in ast.parse(file.read_text()).body if getattr(n, "name", "") == "get_default_backend")
     for device, comm, expected in (("cpu", "gloo", "cpu:gloo"), ("cuda", "nccl", "cpu:gloo,cuda:nccl")):
         names = {"get_device_name": lambda device=device: device, "get_nccl_backend": lambda comm=comm: comm}
@@ -108,45 +119,26 @@ def test_the_backend_patch_names_the_cpu_once(tmp_path):
         assert names["get_default_backend"]() == expected
 
 
-def test_the_plugin_patch_refuses_what_is_not_installed(tmp_path):
-    apply(next(p for p in PATCHES if "plugin" in p.name), tmp_path)
-    spec = importlib.util.spec_from_file_location("patched_plugin", tmp_path / "verl" / "trainer" / "plugin.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def test_the_plugin_patch_refuses_what_is_not_installed(tmp_path, monkeypatch):
+    module = load(patched("plugin", tmp_path, "trainer/plugin.py"), "patched_plugin")
     with pytest.raises(ValueError, match="absent is not installed"):
         module.load_trainer_plugin("absent")
     info = tmp_path / "provider-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: provider\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[verl.trainer_plugins]\nmine = json\n")
-    sys.path.insert(0, str(tmp_path))
-    try:
-        assert module.load_trainer_plugin("mine").__name__ == "json"
-    finally:
-        sys.path.remove(str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert module.load_trainer_plugin("mine").__name__ == "json"
 
 
 # ---------------------------------------------------------------------- with a patch applied, its shim steps aside
-
-
-def load(file, name):
-    """A patched file as a module of its own, inside the package it came from."""
-    spec = importlib.util.spec_from_file_location(name, file)
-    module = importlib.util.module_from_spec(spec)
-    module.__package__ = name.rpartition(".")[0]
-    spec.loader.exec_module(module)
-    return module
-
-
-def patched(word, tmp_path):
-    return next(file for file in apply(next(p for p in PATCHES if word in p.name), tmp_path) if file.suffix == ".py")
 
 
 def test_the_plugin_hooks_nothing_in_a_verl_that_knows_the_key(tmp_path, monkeypatch):
     from verl_tlt import plugin
     from verl_tlt.compat import import_hooks as hooks
 
-    apply(next(p for p in PATCHES if "plugin" in p.name), tmp_path)
+    patched("plugin", tmp_path)
     stand_in = types.ModuleType("verl")
     monkeypatch.setitem(sys.modules, "verl", stand_in)
     asked = []
@@ -213,7 +205,7 @@ LINEAR = """
 
 
 def test_the_linear_shim_asks_for_the_patchs_setting(tmp_path):
-    file = next(f for f in apply(next(p for p in PATCHES if "linear" in p.name), tmp_path) if f.name == "utils.py")
+    file = patched("linear", tmp_path, "utils.py")
     # In a process of its own: the module registers torch operators, which a process can do only once.
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(LINEAR), str(file)],
@@ -240,8 +232,7 @@ def test_the_expand_shim_leaves_a_kernel_that_fills_its_output(tmp_path, monkeyp
 
 def test_the_pinning_shim_leaves_an_engine_that_does_not_pin(tmp_path):
     fixed = patched("accelerators", tmp_path)
-    stock = Path(importlib.util.find_spec("verl").submodule_search_locations[0], *fixed.relative_to(tmp_path).parts[1:])
-    for file, aside in ((fixed, True), (stock, False)):
+    for file, aside in ((fixed, True), (source_root("verl") / fixed.relative_to(tmp_path), False)):
         cls = next(n for n in ast.parse(file.read_text()).body if getattr(n, "name", "") == "FSDPEngine")
         build = next(n for n in cls.body if getattr(n, "name", "") == "_build_fsdp_module")
         alone = tmp_path / f"alone_{aside}.py"  # a file, because the shim reads the source
@@ -272,10 +263,9 @@ def test_the_spinning_shim_asks_for_the_patchs_setting(monkeypatch):
 def test_the_empty_drafts_shim_leaves_a_core_that_looks_for_itself(tmp_path, fixed):
     from verl_tlt.engine_core.scheduler import skip_empty_fetch
 
-    file = apply(next(p for p in PATCHES if "empty" in p.name), tmp_path)[1]
+    file = patched("empty", tmp_path, "engine/core.py")
     if not fixed:
-        spec = importlib.util.find_spec("vllm")
-        file = Path(spec.submodule_search_locations[0]) / "v1" / "engine" / "core.py"
+        file = source_root("vllm") / file.relative_to(tmp_path)
     tree = ast.parse(file.read_text())
     core = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "EngineCore")
     core.body = [n for n in core.body if getattr(n, "name", "") == "post_step"]

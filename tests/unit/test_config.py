@@ -1,7 +1,6 @@
 """Settings: one default each, in the dataclass and in the YAML alike; a wrong one is one clear sentence."""
 
 import ast
-import dataclasses
 import math
 import typing
 from pathlib import Path
@@ -53,11 +52,6 @@ def test_a_setting_of_an_earlier_release_is_refused_with_what_holds_now(name):
         TLTConfig.from_dict({section: {key: 1}})
 
 
-def test_settings_do_not_change():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        TLTConfig().drafter.seed = 1
-
-
 @pytest.mark.parametrize(
     ("tree", "sentence"),
     [
@@ -67,7 +61,6 @@ def test_settings_do_not_change():
         ({"spot": {"enable": 1}}, "tlt.spot.enable must be a valid boolean, not 1"),
         ({"spot": {"min_merge_steps": True}}, "tlt.spot.min_merge_steps must be a valid integer, not True"),
         ({"spot": {"poll_s": "fast"}}, "tlt.spot.poll_s must be a valid number, not 'fast'"),
-        ({"spot": {"poll_s": 0}}, "tlt.spot.poll_s must be greater than 0, not 0."),
         ({"drafter": {"loss": "l2"}}, "tlt.drafter.loss must be 'kl_div', 'ce',"),
         ({"drafter": {"path": 3}}, "tlt.drafter.path must be a valid string, not 3."),
         ({"speculation": {"arms": "0,1"}}, "tlt.speculation.arms must be a list, not '0,1'."),
@@ -80,31 +73,14 @@ def test_settings_do_not_change():
         ),
         ({"buffer": {"held_out": 1.0}}, "tlt.buffer.held_out must be less than 0.9, not 1.0."),
         ({"buffer": {"held_out": 0}}, "tlt.buffer.held_out must be greater than 0, not 0."),
-        ({"buffer": {"min_tokens": -1}}, "tlt.buffer.min_tokens must be greater than or equal to 0, not -1."),
-        ({"gate": {"margin": -0.01}}, "tlt.gate.margin must be greater than or equal to 0, not -0.01."),
-        ({"gate": {"revert": 2.0}}, "tlt.gate.revert must be less than or equal to 1, not 2.0."),
-        ({"gate": {"min_tokens": -5}}, "tlt.gate.min_tokens must be greater than or equal to 0, not -5."),
-        ({"drafter": {"seed": -1}}, "tlt.drafter.seed must be greater than or equal to 0, not -1."),
         ({"drafter": {"learning_rate": float("nan")}}, "tlt.drafter.learning_rate must be a finite number, not nan."),
-        (
-            {"drafter": {"intermediate_size": 0}},
-            "tlt.drafter.intermediate_size must be greater than or equal to 1, not 0.",
-        ),
         (
             {"drafter": {"aux_layers": [-1, 2, 3]}},
             "tlt.drafter.aux_layers.0 must be greater than or equal to 0, not -1.",
         ),
-        ({"drafter": {"warmup_steps": -2}}, "tlt.drafter.warmup_steps must be greater than or equal to 0, not -2."),
-        ({"spot": {"settle_s": float("inf")}}, "tlt.spot.settle_s must be a finite number, not inf."),
         ({"spot": {"min_merge_steps": 0}}, "tlt.spot.min_merge_steps must be greater than or equal to 1, not 0."),
-        (
-            {"speculation": {"control_every": -1}},
-            "tlt.speculation.control_every must be greater than or equal to 0, not -1.",
-        ),
-        (
-            {"speculation": {"policy": "godput"}},
-            "tlt.speculation.policy must be 'goodput', 'table', 'fixed'",
-        ),
+        ({"speculation": {"policy": "godput"}}, "tlt.speculation.policy must be 'goodput', 'table', 'fixed'"),
+        ({"speculation": {"policy": True}}, "tlt.speculation.policy must be 'goodput', 'table', 'fixed'"),
         ({"speculation": {"policy": "bandit"}}, "(bandit and ema are in benchmarks/control/policies, for comparisons)"),
     ],
 )
@@ -135,28 +111,17 @@ def test_every_number_has_bounds_and_infinity_is_only_a_number_of_epochs():
 
 
 def test_an_objective_says_how_many_positions_are_unrolled():
-    def passes(**drafter):
-        return TLTConfig.from_dict({"drafter": drafter}).drafter.passes
-
-    assert [passes(objective=name) for name in ("eagle", "hass", "eagle3")] == [1, 3, 7]
-    assert passes() == 3
+    said = [TLTConfig.from_dict({"drafter": {"objective": name}}) for name in ("eagle", "hass", "eagle3")]
+    assert [tlt.drafter.passes for tlt in said] == [1, 3, 7]
 
 
 def test_yaml_reads_a_bare_off_as_false():
     assert TLTConfig.from_dict({"speculation": {"policy": False}}).speculation.policy == "off"
-    with pytest.raises(TLTConfigError, match="policy must be 'goodput'"):
-        TLTConfig.from_dict({"speculation": {"policy": True}})
 
 
 @pytest.mark.parametrize(
     ("spelled", "name"),
-    [
-        ("auto", "bfloat16"),
-        ("half", "float16"),
-        ("float", "float32"),
-        ("float16", "float16"),
-        ("torch.half", "float16"),
-    ],
+    [("auto", "bfloat16"), ("float", "float32"), ("float16", "float16"), ("torch.half", "float16")],
 )
 def test_dtypes_have_one_spelling(spelled, name):
     assert dtype_name(spelled) == name

@@ -10,8 +10,9 @@ from omegaconf import OmegaConf
 from verl_tlt import plugin
 
 
-def stock_module():
-    """Stands for `verl.utils.config`: the wrapper must not care what the stock function does."""
+@pytest.fixture
+def wrapped():
+    """Stands for `verl.utils.config`, hooked: the wrapper must not care what the stock function does."""
     module = types.ModuleType("stock")
     module.calls = []
 
@@ -20,6 +21,7 @@ def stock_module():
         return "stock"
 
     module.validate_config = validate_config
+    plugin._wrap_validate_config(module)
     return module
 
 
@@ -41,14 +43,12 @@ def test_a_plugin_that_cannot_arm_does_not_raise_and_says_it_is_not_armed():
     assert "could not install its hooks" in done.stderr
 
 
-def test_without_the_flag_the_call_goes_straight_through(recipe, monkeypatch):
+def test_without_the_flag_the_call_goes_straight_through(recipe, monkeypatch, wrapped):
     monkeypatch.setitem(sys.modules, "verl_tlt.activation", None)  # an import would fail
     recipe.trainer.plugin = None
     before = OmegaConf.to_container(recipe)
-    module = stock_module()
-    plugin._wrap_validate_config(module)
-    assert module.validate_config(recipe, True, use_critic=False) == "stock"
-    assert module.calls == [(recipe, True, False)]
+    assert wrapped.validate_config(recipe, True, use_critic=False) == "stock"
+    assert wrapped.calls == [(recipe, True, False)]
     assert OmegaConf.to_container(recipe) == before
 
 
@@ -60,24 +60,20 @@ def test_without_the_flag_the_call_goes_straight_through(recipe, monkeypatch):
         ({"trainer": {}, "tlt": "${nowhere}"}, r"trainer\.plugin, .* or tlt cannot be read"),
     ],
 )
-def test_what_is_neither_a_tlt_run_nor_a_stock_one_does_not_start(tree, sentence, monkeypatch):
+def test_what_is_neither_a_tlt_run_nor_a_stock_one_does_not_start(tree, sentence, monkeypatch, wrapped):
     monkeypatch.setitem(sys.modules, "verl_tlt.activation", None)
-    module = stock_module()
-    plugin._wrap_validate_config(module)
     with pytest.raises(SystemExit, match=f"^verl-tlt: {sentence}"):
-        module.validate_config(OmegaConf.create(tree), True, False)
-    assert module.calls == []
+        wrapped.validate_config(OmegaConf.create(tree), True, False)
+    assert wrapped.calls == []
 
 
-def test_with_the_flag_the_run_is_rewritten_after_stock_validation(recipe):
-    module = stock_module()
-    plugin._wrap_validate_config(module)
-    assert module.validate_config(config=recipe, use_reference_policy=True, use_critic=False) == "stock"
+def test_with_the_flag_the_run_is_rewritten_after_stock_validation(recipe, wrapped):
+    assert wrapped.validate_config(config=recipe, use_reference_policy=True, use_critic=False) == "stock"
     assert recipe.trainer.v1.trainer_mode == "tlt_sync"
 
 
 def test_a_config_that_stock_verl_rejects_is_not_rewritten(recipe):
-    module = stock_module()
+    module = types.ModuleType("stock")
 
     def validate_config(*_args, **_kwargs):
         raise ValueError("stock says no")
@@ -89,21 +85,17 @@ def test_a_config_that_stock_verl_rejects_is_not_rewritten(recipe):
     assert recipe.trainer.v1.trainer_mode == "sync"
 
 
-def test_with_the_flag_a_broken_install_refuses(recipe, monkeypatch):
+def test_with_the_flag_a_broken_install_refuses(recipe, monkeypatch, wrapped):
     monkeypatch.setitem(sys.modules, "verl_tlt.activation", None)
-    module = stock_module()
-    plugin._wrap_validate_config(module)
     with pytest.raises(SystemExit, match="does not import"):
-        module.validate_config(recipe, True, False)
-    assert module.calls == []
+        wrapped.validate_config(recipe, True, False)
+    assert wrapped.calls == []
 
 
-def test_wrapping_twice_is_wrapping_once():
-    module = stock_module()
-    plugin._wrap_validate_config(module)
-    once = module.validate_config
-    plugin._wrap_validate_config(module)
-    assert module.validate_config is once
+def test_wrapping_twice_is_wrapping_once(wrapped):
+    once = wrapped.validate_config
+    plugin._wrap_validate_config(wrapped)
+    assert wrapped.validate_config is once
 
 
 def test_trainers_are_registered_only_when_one_is_asked_for(monkeypatch):

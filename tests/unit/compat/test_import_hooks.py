@@ -28,30 +28,16 @@ def module_file(tmp_path, monkeypatch):
         _FINDER.callbacks.pop(name, None)
 
 
-def test_fires_after_the_body_of_a_later_import(module_file):
+def test_each_fires_in_order_after_the_body_of_a_later_import_and_at_once_for_an_imported_module(module_file):
     name = module_file("hooked_later", "value = 1\n")
     seen = []
-    when_imported(name, lambda m: seen.append(m.value))
+    when_imported(name, lambda m: seen.append(("first", m.value)))
+    when_imported(name, lambda m: seen.append(("second", m.value)))
     assert seen == []
     importlib.import_module(name)
-    assert seen == [1]
-
-
-def test_fires_at_once_for_an_imported_module(module_file):
-    name = module_file("hooked_before", "value = 1\n")
-    module = importlib.import_module(name)
-    seen = []
-    when_imported(name, seen.append)
-    assert seen == [module]
-
-
-def test_several_callbacks_run_in_order(module_file):
-    name = module_file("hooked_twice", "")
-    order = []
-    when_imported(name, lambda m: order.append("first"))
-    when_imported(name, lambda m: order.append("second"))
-    importlib.import_module(name)
-    assert order == ["first", "second"]
+    assert seen == [("first", 1), ("second", 1)]
+    when_imported(name, lambda m: seen.append("at once"))
+    assert seen[-1] == "at once"
 
 
 def test_spec_and_loader_are_the_originals_afterwards(module_file):
