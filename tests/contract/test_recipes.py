@@ -22,8 +22,12 @@ def data(tmp_path_factory):
     return path
 
 
-def test_every_shell_file_is_checked():
+def test_every_shell_file_is_checked_and_is_run_or_differs_in_sizes_only_from_one_that_is():
     assert {path.stem for path in FILES} == set(check.RECIPES)
+    source = (RECIPES.parent / "tests" / "e2e" / "test_recipe_runs.py").read_text()
+    runs = {name for name in check.RECIPES if f'["{name}"]' in source}
+    for recipe in [r for r in check.RECIPES.values() if r.name not in runs]:
+        assert any(check.same_run(recipe, check.RECIPES[name]) for name in sorted(runs)), recipe.name
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -29,13 +29,7 @@ CACHED = [version for package, version in RELEASES if package == "vllm"] if os.e
 
 
 def capture_sizes(max_num_seqs, longest, largest=512):
-    """Token counts that vLLM captures by default with K_max = `longest`.
-
-    Args:
-        max_num_seqs: requests in a batch at most.
-        longest: K_max.
-        largest: vLLM's own limit (`VllmConfig._set_cudagraph_sizes`; also bounded by `max_num_batched_tokens`).
-    """
+    """Token counts that vLLM captures by default with K_max = `longest` (`VllmConfig._set_cudagraph_sizes`)."""
     width = 1 + longest
     most = min(max_num_seqs * width * 2, largest)
     sizes = [1, 2, 4, *range(8, min(most + 1, 256), 8), *range(256, most + 1, 16)]
@@ -44,16 +38,8 @@ def capture_sizes(max_num_seqs, longest, largest=512):
 
 
 def graph_for(batch, draft_length, longest, sizes, max_num_seqs, full=()):
-    """(mode, tokens computed with padding) of a pure decode step under `cudagraph_mode=FULL_AND_PIECEWISE`.
-
-    Args:
-        batch: requests, each with `1 + draft_length` tokens.
-        draft_length: K that the step verifies.
-        longest: K_max.
-        sizes: captured token counts, ascending.
-        max_num_seqs: requests in a batch at most.
-        full: further draft lengths with FULL graphs (`capture_every_arm`).
-    """
+    """(mode, tokens computed with padding) of a pure decode step under `cudagraph_mode=FULL_AND_PIECEWISE`; `full`:
+    further draft lengths with FULL graphs (`capture_every_arm`)."""
     width = 1 + draft_length
     tokens = batch * width
     padded = next((size for size in sizes if size >= tokens), 0)
@@ -159,11 +145,7 @@ class Made:
                 # The warm-up runs without a graph; then the very one that was to be captured is found.
                 assert [name for name, _ in self.captured] == ["NONE", mode.name]
                 found = self.captured[-1][1]
-                assert (found.num_tokens, found.num_reqs, found.uniform) == (
-                    desc.num_tokens,
-                    desc.num_reqs,
-                    desc.uniform,
-                )
+                assert all(getattr(found, f) == getattr(desc, f) for f in ("num_tokens", "num_reqs", "uniform"))
 
     def step(self, batch, draft_length, width=None, tokens=None):
         """(mode, padded tokens) of a decode step, looked up as `execute_model` does."""

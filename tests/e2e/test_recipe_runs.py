@@ -18,10 +18,9 @@ from recipes import check
 from verl_tlt.report.reader import read_trace
 from verl_tlt.report.steps import rl_steps
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 ROOT = Path(__file__).parents[2]
-RECIPES = ROOT / "recipes"
 LIMIT_S = 1500.0
 """Six times what a run takes on a slow machine: it ends a hang, and is not about speed."""
 
@@ -63,7 +62,6 @@ def switch_off_after(steps: int, out: Path, done: threading.Event, said: list[st
             return
 
 
-@pytest.mark.heavy
 def test_conversations_with_a_tool_and_n_grams_beside_the_drafter(tmp_path):
     recipe, extra = check.RECIPES["grpo_tools_qwen3_4b"], ["tlt.speculation.source=both"]
     steps = check.run(recipe, tmp_path / "tools", extra=extra, timeout_s=LIMIT_S)
@@ -74,7 +72,6 @@ def test_conversations_with_a_tool_and_n_grams_beside_the_drafter(tmp_path):
     assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
 
 
-@pytest.mark.heavy
 def test_a_critic_a_control_rollout_and_the_switch(tmp_path):
     out, done, said = tmp_path / "ppo", threading.Event(), []
     switching = threading.Thread(target=switch_off_after, args=(2, out, done, said))
@@ -95,7 +92,6 @@ def test_a_critic_a_control_rollout_and_the_switch(tmp_path):
     assert {s.step for s in read_trace(out / "trace").sessions if s.steps} <= {3}, "not during a control rollout"
 
 
-@pytest.mark.heavy
 def test_groups_that_teach_nothing_are_sampled_anew(tmp_path):
     """DAPO's dynamic sampling: at a low temperature many groups are all right or all wrong; others are asked for."""
     out = tmp_path / "dapo"
@@ -124,7 +120,6 @@ def score(model: Path, prompt: str, response: str) -> float:
         return scorer(**tokenizer(prompt + response, return_tensors="pt")).logits.item()
 
 
-@pytest.mark.heavy
 def test_lora_and_a_colocated_reward_model(tmp_path):
     """At given lengths and replicas, of which some step surely leaves a bubble; the reward model's engines, which are
     stock ones, wake up on the devices on which the drafter was trained a moment ago."""
@@ -144,7 +139,6 @@ def test_lora_and_a_colocated_reward_model(tmp_path):
         assert session.end <= reward.start
 
 
-@pytest.mark.heavy
 def test_n_grams_alone_and_a_control_rollout(tmp_path):
     """Without a drafter and without training: what engines without a tap get; the paper's TLT-Base."""
     out, recipe = tmp_path / "alone", check.RECIPES["grpo_deepseek_r1_distill_qwen_7b"]
@@ -162,7 +156,6 @@ def test_n_grams_alone_and_a_control_rollout(tmp_path):
     assert not list(out.rglob("provenance.json")), "a drafter was saved"
 
 
-@pytest.mark.heavy
 def test_a_mixture_of_experts_on_one_replica(tmp_path):
     """One replica has no bubble: it speculates, and nothing goes wrong."""
     sizes = ("trainer.n_gpus_per_node", "actor_rollout_ref.rollout.n_gpus_per_node", "ray_kwargs.ray_init.num_gpus")
@@ -188,7 +181,6 @@ def megatron(tmp_path_factory):
         yield out, extra, check.run(recipe, out, steps=5, extra=extra, timeout_s=LIMIT_S)
 
 
-@pytest.mark.heavy
 def test_a_megatron_actor(megatron):
     out, _, steps = megatron
     trace = read_trace(out / "trace")
@@ -213,7 +205,6 @@ def same_update(one, other):
     assert one["actor/pg_loss"] == pytest.approx(other["actor/pg_loss"], abs=1e-3)
 
 
-@pytest.mark.heavy
 def test_fsdp2_makes_the_same_updates_of_the_same_responses(megatron, tmp_path, monkeypatch):
     """The recipe for FSDP2, with the loss of the one for Megatron, replays what that one recorded.
 
@@ -230,7 +221,6 @@ def test_fsdp2_makes_the_same_updates_of_the_same_responses(megatron, tmp_path, 
     assert max(step["training/rollout_probs_diff_max"] for step in (ours[0], ours[5])) < 1e-4
 
 
-@pytest.mark.heavy
 def test_a_megatron_run_goes_on_with_its_policy_and_its_drafter(megatron, tmp_path):
     """From its fourth step, in a copy: the fifth is the one that it made before, the sixth is new."""
     before, extra, steps = megatron
@@ -245,7 +235,6 @@ def test_a_megatron_run_goes_on_with_its_policy_and_its_drafter(megatron, tmp_pa
     assert saved["policy_step"] == 4 and read_trace(out / "trace").reloads[0].version == saved["version"] >= 1
 
 
-@pytest.mark.heavy
 def test_dapo_over_the_stages_of_a_megatron_pipeline(tmp_path):
     """What the tap keeps comes from both stages, embedding and head from the first and the last."""
     out, recipe = tmp_path / "pipeline", check.RECIPES["dapo_qwen2.5_32b_megatron"]
@@ -258,7 +247,6 @@ def test_dapo_over_the_stages_of_a_megatron_pipeline(tmp_path):
     assert all(reload.ok for reload in read_trace(out / "trace").reloads)
 
 
-@pytest.mark.heavy
 def test_experts_dealt_out_to_the_ranks_of_a_megatron_actor(tmp_path):
     """A mixture whose attention is split over two ranks, and of whose experts each rank has half."""
     out, recipe = tmp_path / "experts", replace(check.RECIPES["grpo_llama3.3_70b_megatron"], policy="moe")
@@ -272,12 +260,3 @@ def test_experts_dealt_out_to_the_ranks_of_a_megatron_actor(tmp_path):
     assert steps[-1]["tlt/drafter_version"] >= 1.0, "nothing was trained and published"
     assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
     forced(out, steps)
-
-
-def test_no_recipe_is_left_out():
-    """Those that are not run differ in sizes only from one that is."""
-    source = Path(__file__).read_text()
-    runs = {name for name in check.RECIPES if f'["{name}"]' in source}
-    for recipe in [r for r in check.RECIPES.values() if r.name not in runs]:
-        assert any(check.same_run(recipe, check.RECIPES[name]) for name in sorted(runs)), recipe.name
-    assert set(check.RECIPES) == {path.stem for path in RECIPES.glob("*.sh")}
