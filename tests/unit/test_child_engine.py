@@ -52,8 +52,8 @@ def is_alive(pid):
         return False
 
 
-def wait_for(condition, seconds=20.0):
-    end = time.monotonic() + seconds
+def wait_for(condition):
+    end = time.monotonic() + 20.0
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -61,10 +61,8 @@ def wait_for(condition, seconds=20.0):
 
 def test_a_job_is_answered(tmp_path):
     told = []
-    assert ask(tmp_path / "job", tell=lambda: told.append(1), do="answer", numbers=[1, 2]) == {
-        "sum": 3,
-        "said": "hello",
-    }
+    answer = ask(tmp_path / "job", tell=lambda: told.append(1), do="answer", numbers=[1, 2])
+    assert answer == {"sum": 3, "said": "hello"}
     assert told and "the child was here" in (tmp_path / "job" / child_engine.LOG).read_text()
 
 
@@ -97,16 +95,6 @@ def test_an_earlier_answer_is_nobodys(tmp_path):
 def test_one_that_hangs_is_ended(tmp_path):
     with pytest.raises(ChildEngineError, match="was not done after 5 s"):
         ask(tmp_path, timeout_s=5.0, do="hang")
-    assert not is_alive(int((tmp_path / "pid").read_text()))
-
-
-def test_a_caller_that_gives_up_leaves_no_child(tmp_path):
-    def interrupt():
-        if (tmp_path / "pid").is_file():
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        ask(tmp_path, tell=interrupt, do="hang")
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
 

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 from test_imports import FRAMEWORKS, FRAMEWORKS_OF, MAY_IMPORT, SHARED
 
 import verl_tlt
@@ -136,13 +135,8 @@ def test_rooms_are_explained_with_what_they_may_import():
 
 
 def test_every_page_is_in_the_site_and_can_be_reached_from_the_readme():
-    def listed(entry):
-        if isinstance(entry, str):
-            return [entry]
-        return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in listed(part)]
-
-    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-    assert sorted(listed(nav)) == sorted(page.name for page in DOCS.glob("*.md"))
+    listed = re.findall(r"^ +- ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
     reached, todo = set(), [ROOT / "README.md"]
     while todo:
         page = todo.pop()
