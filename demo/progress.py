@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from verl_tlt.trace.events import Event, LoadSample, Phase, Publish, RunStarted, Step
-from verl_tlt.trace.line import step_line
+from verl_tlt.trace.metrics import step_line
 
 STARTUP = (
     ("ray init kwargs", "starting Ray"),

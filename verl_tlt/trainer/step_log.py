@@ -14,8 +14,7 @@ from verl_tlt.idle.tap_budget import Bubble
 from verl_tlt.messages.rollout import DrafterStatus, EngineStats
 from verl_tlt.messages.training import MergeVerdict, TappedStates
 from verl_tlt.trace.events import Publish, Reload, Session, TraceWriter
-from verl_tlt.trace.line import step_line
-from verl_tlt.trace.metrics import StepObservations, step_metrics
+from verl_tlt.trace.metrics import StepObservations, step_line, step_metrics
 from verl_tlt.trainer.clock import SYSTEM, Clock
 from verl_tlt.trainer.drafter_update import DrafterUpdate
 from verl_tlt.trainer.fleet import ReplicaInfo

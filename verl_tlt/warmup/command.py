@@ -98,10 +98,8 @@ def _check(options: WarmupOptions) -> None:
 
 def _parse_layers(text: str | None) -> tuple[int, ...] | None:
     """Text like "2,18,33" as numbers."""
-    if text is None:
-        return None
     try:
-        return tuple(int(part) for part in text.split(","))
+        return None if text is None else tuple(map(int, text.split(",")))
     except ValueError:
         raise DrafterError(f"--aux-layers must be numbers like 2,18,33, not {text!r}.") from None
 

@@ -121,9 +121,8 @@ def _start_engine(job: GenerationJob) -> LLMEngine:
     arguments: dict[str, Any] = dict(
         model=job.model, skip_tokenizer_init=True, seed=job.sampling.seed, disable_log_stats=False,
         tensor_parallel_size=job.tensor_parallel, enforce_eager=cpu,
+        distributed_executor_backend="uni" if job.tensor_parallel == 1 else None,
     )  # fmt: skip
-    if job.tensor_parallel == 1:
-        arguments["distributed_executor_backend"] = "uni"
     if not cpu:
         arguments["gpu_memory_utilization"] = GPU_MEMORY
     if job.drafter:

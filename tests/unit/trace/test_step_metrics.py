@@ -15,8 +15,7 @@ from verl_tlt.messages.training import BufferStats
 from verl_tlt.speculation.step_statistics import Aggregates, StepTotals
 from verl_tlt.speculation.types import StepRecord
 from verl_tlt.trace.events import Publish, Reload, Session
-from verl_tlt.trace.line import step_line
-from verl_tlt.trace.metrics import StepObservations, buffer_metrics, step_metrics
+from verl_tlt.trace.metrics import StepObservations, buffer_metrics, step_line, step_metrics
 
 A = EngineStats(
     num_steps=10, num_generation_tokens=100, num_decode_tokens=96, num_passes=40, num_drafts=40,
