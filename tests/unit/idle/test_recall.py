@@ -19,11 +19,13 @@ def planner():
     return p
 
 
-def test_who_has_left_stops_training_wakes_up_and_comes_back(planner):
+@pytest.fixture
+def recalled(planner):
+    """`a` serves again since 2.1."""
     assert planner.recall() == [StopTraining("a"), WakeUp("a")]
     planner.stopped("a", 2.0)
     assert planner.awake("a", 2.1) == [Rejoin("a")]
-    assert planner.state("a") is State.BUSY
+    return planner
 
 
 def test_one_that_had_stopped_by_itself_only_wakes_up(planner):
@@ -42,12 +44,10 @@ def test_nobody_leaves_before_the_late_requests_can_have_arrived(planner):
     assert planner.observe(2.5, {"a": 1, "b": 4, "c": 1}, pending=0) == []
 
 
-def test_a_replica_has_one_session_in_a_phase(planner):
-    planner.recall()
-    planner.stopped("a", 2.0)
-    planner.awake("a", 2.0)
+def test_a_replica_has_one_session_in_a_phase(recalled):
+    assert recalled.state("a") is State.BUSY
     for now in (3.0, 4.0):
-        assert planner.observe(now, {"a": 0, "b": 3, "c": 1}, pending=0) == []
+        assert recalled.observe(now, {"a": 0, "b": 3, "c": 1}, pending=0) == []
 
 
 def test_one_that_cannot_wake_up_stays_away_until_the_sync(planner):
@@ -58,15 +58,12 @@ def test_one_that_cannot_wake_up_stays_away_until_the_sync(planner):
     assert planner.account(3.0).failures == 1
 
 
-def test_the_bubble_before_a_recall_counts(planner):
-    planner.recall()
-    planner.stopped("a", 2.0)
-    planner.awake("a", 2.1)
-    planner.observe(2.2, {"a": 2, "b": 1, "c": 1}, pending=0)
-    planner.observe(4.0, {"a": 0, "b": 1, "c": 1}, pending=0)
-    planner.observe(5.0, {"a": 0, "b": 0, "c": 0}, pending=0)
-    planner.end(5.0)
-    account = planner.account(5.0)
+def test_the_bubble_before_a_recall_counts(recalled):
+    recalled.observe(2.2, {"a": 2, "b": 1, "c": 1}, pending=0)
+    recalled.observe(4.0, {"a": 0, "b": 1, "c": 1}, pending=0)
+    recalled.observe(5.0, {"a": 0, "b": 0, "c": 0}, pending=0)
+    recalled.end(5.0)
+    account = recalled.account(5.0)
     assert account.bubble_s["a"] == pytest.approx((2.1 - 1.0) + (5.0 - 4.0))
     assert account.used_s["a"] == pytest.approx(2.0 - 1.3)
 

@@ -39,22 +39,6 @@ def trained(p, replica="a", now=2.0):
     return p
 
 
-def test_the_whole_way_round():
-    p = loaded(planner())
-    assert p.observe(1.0, {"a": 0, "b": 3}, pending=0) == []
-    assert p.observe(1.2, {"a": 0, "b": 3}, pending=0) == [LeaveBalancer("a")]
-    assert p.state("a") is State.DRAINING
-    assert p.left("a") == [TrySleep("a")]
-    assert p.slept("a") == [StartTraining("a")]
-    assert p.state("a") is State.IDLE
-    p.training("a", 1.3)
-    assert p.state("a") is State.TRAINING
-    assert p.observe(2.0, {"b": 1}, pending=0) == []
-    assert p.end(3.0) == [StopTraining("a")]
-    p.stopped("a", 3.1)
-    assert p.state("a") is State.IDLE
-
-
 @pytest.mark.parametrize("world", [{"pending": 1}, {"open_loops": 1}, {"refill_possible": True}])
 def test_none_leaves_while_work_can_arrive(world):
     p = loaded(planner())
@@ -83,12 +67,10 @@ def test_before_dispatch_everybody_looks_idle_and_nobody_leaves():
 
 
 def test_settle_time_restarts_with_every_request():
-    p = loaded(planner())
-    p.observe(1.0, {"a": 0, "b": 3}, pending=0)
-    p.observe(1.05, {"a": 1, "b": 3}, pending=0)
-    assert p.observe(1.12, {"a": 0, "b": 3}, pending=0) == []
-    assert p.observe(1.21, {"a": 0, "b": 3}, pending=0) == []
-    assert p.observe(1.23, {"a": 0, "b": 3}, pending=0) == [LeaveBalancer("a")]
+    p = loaded(planner(settle_s=0.25))
+    for now, requests in ((7.0, 0), (7.125, 1), (7.5, 0), (7.625, 0)):
+        assert p.observe(now, {"a": requests, "b": 3}, pending=0) == []
+    assert p.observe(7.75, {"a": 0, "b": 3}, pending=0) == [LeaveBalancer("a")]
 
 
 def test_settle_time_does_not_run_while_something_is_pending():
@@ -231,10 +213,12 @@ def test_accounting_of_a_phase():
     p.observe(10.0, {"a": 0, "b": 2, "c": 2}, pending=0)
     assert p.observe(10.2, {"a": 0, "b": 2, "c": 2}, pending=0) == [LeaveBalancer("a")]
     trained(p, "a", now=11.0)
+    assert p.state("a") is State.TRAINING
     p.observe(14.0, {"b": 0, "c": 2}, pending=0)
     p.observe(20.0, {"b": 0, "c": 0}, pending=0)  # the last request is done; the trainer notices at 22
     assert p.end(22.0) == [StopTraining("a")]
     p.stopped("a", 22.25)
+    assert p.state("a") is State.IDLE
     account = p.account(30.0)
     assert account.bubble_s == pytest.approx({"a": 10.0, "b": 6.0, "c": 0.0})
     assert account.used_s == pytest.approx({"a": 9.0, "b": 0.0, "c": 0.0})
@@ -335,9 +319,3 @@ def test_a_replica_that_the_balancer_lost_comes_back_and_is_counted():
     account = p.account(2.0)
     assert account.lost == 2
     assert combined(combined(None, account), account).lost == 4
-
-
-def test_a_replica_may_leave_the_moment_it_has_settled():
-    p = loaded(planner(settle_s=0.25))
-    assert p.observe(8.0, {"a": 0, "b": 3}, pending=0) == []
-    assert p.observe(8.25, {"a": 0, "b": 3}, pending=0) == [LeaveBalancer("a")]

@@ -13,22 +13,6 @@ TOKEN = 28_672
 ROOM = 1_000_000 * TOKEN
 
 
-def steps_until(budget, seconds):
-    """How many steps until a session fills a bubble of so many seconds: three passes over eight steps' tokens at
-    30,000 tokens a second."""
-    for step in range(1, 50):
-        trained = min(seconds, 3 * 8 * budget.tokens / 30_000)
-        if trained >= 0.8 * seconds:
-            return step
-        budget.sampled([Bubble(seconds, trained, exhausted=True)], TOKEN)
-    return None
-
-
-def test_a_bubble_of_minutes_is_filled_after_a_few_steps():
-    assert steps_until(TapBudget(TOKENS_PER_STEP, True, ROOM), 100.0) == 5
-    assert steps_until(TapBudget(TOKENS_PER_STEP, False, ROOM), 100.0) is None, "what the user sets stays"
-
-
 @pytest.mark.parametrize(
     ("bubbles", "grows"),
     [
@@ -51,17 +35,13 @@ def test_it_doubles_where_most_ran_out_of_data_in_long_bubbles(bubbles, grows):
 
 def test_two_steps_fit_into_the_buffer():
     budget = TapBudget(TOKENS_PER_STEP, True, 50_000 * TOKEN)
+    budget.sampled([RAN_OUT], 0.0)
+    assert budget.tokens == TOKENS_PER_STEP, "the size of a token is not known yet"
     for _ in range(10):
         budget.sampled([RAN_OUT], TOKEN)
     assert budget.tokens == 25_000
     budget.sampled([RAN_OUT], 10 * TOKEN)
     assert budget.tokens == 25_000, "it never shrinks for that"
-
-
-def test_it_waits_until_the_size_of_a_token_is_known():
-    budget = TapBudget(TOKENS_PER_STEP, True, ROOM)
-    budget.sampled([RAN_OUT], 0.0)
-    assert budget.tokens == TOKENS_PER_STEP
 
 
 def test_copying_that_takes_noticeable_time_halves_it_for_good():

@@ -41,14 +41,9 @@ def test_a_session_answers_before_its_memory_goes_back(worker, monkeypatch):
         released.set()
 
     monkeypatch.setattr(spot_worker, "release_freed", slow)
-
-    async def session():
-        result = await asyncio.wait_for(worker.train(), 30)
-        assert not released.is_set()
-        let_go.set()
-        return result
-
-    assert asyncio.run(session()).steps > 0
+    assert asyncio.run(asyncio.wait_for(worker.train(), 30)).steps > 0
+    assert not released.is_set()
+    let_go.set()
     assert released.wait(60)
 
 

@@ -3,15 +3,10 @@
 Looks at the stop flag are one per version that differs and portion of the text.
 """
 
-import dataclasses
-from types import SimpleNamespace
-
 import pytest
 from tiny_learner import make_learner, texts, train_and_merge, verifier_arrays
 
-from verl_tlt.drafter import train_until
 from verl_tlt.drafter.data import grouped
-from verl_tlt.spot_worker import learner as learner_module
 from verl_tlt.spot_worker import scoring
 from verl_tlt.spot_worker.scoring import FEWEST_SEQUENCES, HELD_OUT_TOKENS, JUDGING_SHARE, PORTION, tokens_to_judge
 from verl_tlt.trainer.gate import MIN_SEQUENCES
@@ -102,35 +97,6 @@ def test_a_session_that_is_stopped_while_it_scores_has_the_next_look_at_less(lea
             break
         assert result.steps == 0 and learner.versions.to_judge
     assert looked_at[:2] == [HELD_OUT_TOKENS, held_out // 2] and result.scores.positions.sum() > 0
-
-
-def test_scores_take_their_share_of_a_session(learner, monkeypatch):
-    """Sessions of 100 looks at the stop flag, by a clock that nothing else moves."""
-    clock = [0.0]
-
-    def until_stopped(trainer, batches, should_stop):
-        while not should_stop():
-            pass
-        return train_until(trainer, batches, lambda: True)
-
-    def look():
-        clock[0] += 1.0
-        return clock[0] % 100.0 == 0.0
-
-    for step in range(4, 7):
-        learner.add(step, texts(40, seed=step), None)
-    train_and_merge(learner)
-    monkeypatch.setattr(scoring, "PORTION", 16)
-    monkeypatch.setattr(learner_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(learner_module, "train_until", until_stopped)
-    shares = []
-    for _ in range(6):
-        learner.versions = dataclasses.replace(learner.versions, to_judge=True)
-        result = learner.train(look)
-        if result.scores is not None:
-            shares.append(2 * len(result.scores.positions) / result.seconds)
-            assert result.judged_s == 2 * len(result.scores.positions)
-    assert shares[0] > 1.5 * JUDGING_SHARE and shares[-1] == pytest.approx(JUDGING_SHARE, rel=0.15), shares
 
 
 def test_however_long_sequences_are_the_gate_sees_enough_of_them(learner):

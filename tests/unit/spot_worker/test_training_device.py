@@ -29,25 +29,22 @@ class CountedDevice(TrainingDevice):
     def memory(self):
         return self.total - self.used, self.total
 
+    @contextmanager
     def _resident(self, trainer, trains):
         self.visits += 1
-        self.arriving = True
+        arriving = True
 
         def copy(target, source):
             target.copy_(source)
-            if self.arriving:
+            if arriving:
                 self.used += target.nbytes
                 self.most = max(self.most, self.used)
             else:
                 self.back += target.nbytes
 
-        return self._emptied(DeviceResidency(trainer, self.device, trains=trains, copy=copy))
-
-    @contextmanager
-    def _emptied(self, visit):
         try:
-            with visit:
-                self.arriving = False
+            with DeviceResidency(trainer, self.device, trains=trains, copy=copy):
+                arriving = False
                 yield
         finally:
             self.used = 0
@@ -62,32 +59,6 @@ def learner(tmp_path, monkeypatch):
     made.training_device = CountedDevice(int(1.1 * session_bytes(made.model, 1024, 3)))
     made.add(1, texts(40), verifier_arrays())
     return made
-
-
-class Scores:
-    """Scoring of portions, small ones: it waits while `go_on` is not set, and sets `begun`."""
-
-    def __init__(self, monkeypatch):
-        self.begun, self.go_on, self.portions, self._real = threading.Event(), threading.Event(), 0, scoring.acceptance
-        self.go_on.set()
-        monkeypatch.setattr(scoring, "acceptance", self)
-        monkeypatch.setattr(scoring, "PORTION", 128)
-
-    def __call__(self, *args, **settings):
-        self.portions += 1
-        self.begun.set()
-        assert self.go_on.wait(60)
-        return self._real(*args, **settings)
-
-    def hold_back(self):
-        self.portions = 0
-        self.begun.clear()
-        self.go_on.clear()
-
-
-@pytest.fixture
-def scores(monkeypatch):
-    return Scores(monkeypatch)
 
 
 def weights(learner):
@@ -105,39 +76,34 @@ def test_the_next_session_scores_what_was_merged(learner):
     assert learner.training_device.used == 0 < learner.training_device.most < learner.training_device.total
 
 
-def test_a_stop_ends_scoring_and_the_version_is_scored_later(learner, scores):
+def test_a_stop_ends_scoring_and_the_version_is_scored_later(learner):
     train_and_merge(learner)
-    before, stop = weights(learner), threading.Event()
-    scores.hold_back()
-    session = threading.Thread(target=lambda: results.append(learner.train(stop.is_set)))
-    results = []
-    session.start()
-    assert scores.begun.wait(60)
-    stop.set()
-    scores.go_on.set()
-    session.join(60)
-    (result,) = results
-    assert scores.portions == 1, "the one that had begun"
+    before = weights(learner)
+    result = learner.train(lambda: True)
     assert (result.outcome, result.steps, result.scores) == ("stopped", 0, None)
     assert learner.training_device.used == 0 and same(weights(learner), before)
     assert learner.train(lambda: False).scores is not None
 
 
-def test_states_arrive_during_scoring(learner, scores):
+def test_states_arrive_during_scoring(learner, monkeypatch):
     train_and_merge(learner)
-    scores.hold_back()
-    held = learner.buffer.stats().sequences
-    session = threading.Thread(target=lambda: learner.train(lambda: False))
-    session.start()
-    assert scores.begun.wait(60)
-    learner.add(2, texts(4, seed=1), verifier_arrays(seed=1))
-    assert session.is_alive(), "it waited for the scores"
-    assert learner.buffer.stats().sequences == held + 4
+    held, arrived = learner.buffer.stats().sequences, verifier_arrays(seed=1)
     old = learner.model.verifier_lm_head.weight[0, 0].item()
-    scores.go_on.set()
-    session.join(60)
+    real, adds = scoring.acceptance, threading.Thread(target=learner.add, args=(2, texts(4, seed=1), arrived))
+
+    def while_states_arrive(*args, **settings):
+        if adds.ident is None:
+            adds.start()
+            adds.join(60)
+            assert not adds.is_alive(), "it waited for the scores"
+        return real(*args, **settings)
+
+    monkeypatch.setattr(scoring, "acceptance", while_states_arrive)
+    learner.train(lambda: False)
+    assert learner.buffer.stats().sequences == held + 4
+    assert learner.model.verifier_lm_head.weight[0, 0].item() == old
     learner.hand_in(1)  # the next turn takes them in
-    assert learner.model.verifier_lm_head.weight[0, 0].item() == verifier_arrays(seed=1).lm_head[0, 0] != old
+    assert learner.model.verifier_lm_head.weight[0, 0].item() == arrived.lm_head[0, 0] != old
 
 
 def test_a_device_that_others_fill_is_not_touched(learner):
@@ -165,17 +131,6 @@ def test_a_warm_up_visits_the_device_and_brings_nothing_back(learner):
     learner.warm_up()
     assert learner.training_device.visits == 1 and learner.training_device.back == learner.training_device.used == 0
     assert same(weights(learner), before) and learner.trainer.steps == 0
-
-
-def test_what_was_exported_is_what_is_kept_as_served(learner):
-    train_and_merge(learner)
-    exported = learner.versions.candidate
-    learner.train(lambda: False)
-    learner.mark_exported()
-    train_and_merge(learner)
-    learner.mark_published()
-    assert learner.versions.served is exported is not learner.versions.candidate
-    assert learner.versions.to_judge, "what was merged since has yet to be scored"
 
 
 def test_on_an_accelerator_the_policys_weights_are_kept_in_16_bits(tmp_path):
