@@ -11,36 +11,16 @@ import logging
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 
 from verl_tlt.ownership import other_owner
-from verl_tlt.trainer.fleet import Call, CallFailed
 
 logger = logging.getLogger(__name__)
 
 CHECKPOINT = "tlt_drafter"
 POLICY = "actor"
 """Directories of drafter and policy inside verl's `global_step_N`; of an old one verl removes the policy's."""
-SAVE_S = 600.0
-"""The policy's checkpoint takes longer than the drafter's; a disk that hangs is given this."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """Where the checkpoint of a step goes."""
-
-    checkpoints: Path
-    """`trainer.default_local_dir`."""
-    step: int
-    prunes: bool
-    """Whether verl removes old policies; where it does not, a drafter without a policy was put there by the user."""
-
-    @property
-    def directory(self) -> Path:
-        """`global_step_N`."""
-        return self.checkpoints / f"global_step_{self.step}"
 
 
 def saved_drafter(resume_from: Path | None) -> Path | None:
@@ -79,50 +59,16 @@ def _number(step: Path) -> float:
     return int(digits) if digits.isdecimal() else float("inf")
 
 
-@contextmanager
-def saving(
-    place: Checkpoint,
-    save: Callable[[Path], Call[None]] | None,
-    charged: Callable[[], AbstractContextManager[None]],
-    silent: Callable[[], None] = lambda: None,
-) -> Iterator[Callable[[], None]]:
-    """Write the drafter while the policy is saved inside, which takes longer.
+def tidy(step: Path, prunes: bool) -> None:
+    """Remove what no run will resume from, once the checkpoint in the directory of a step is complete.
 
-    Yields what waits for it, to be called before verl names the step as one to resume from.
-
-    Args:
-        place: where the checkpoint goes.
-        save: begins to write the drafter to a directory; None: there is none.
-        charged: a context that contains failures of TLT's work and measures its time.
-        silent: called when there is no answer within `SAVE_S`.
+    `prunes`: verl removes old policies. Where it does not, a drafter without a policy was put there by the user.
     """
-    calls: list[Call[None]] = []
-    with charged():
-        calls += [save(place.directory / CHECKPOINT)] if save else []
-
-    def written() -> None:
-        with charged():
-            try:
-                while calls:
-                    calls.pop().result(SAVE_S)
-            except CallFailed as error:
-                if error.silent:
-                    silent()
-                raise
-
-    yield written
-    written()
-    with charged():
-        tidy(place)
-
-
-def tidy(place: Checkpoint) -> None:
-    """Remove what no run will resume from, once the checkpoint of a step is complete."""
-    for left in place.directory.glob(f".{CHECKPOINT}.*"):  # by a run that was killed while it wrote
+    for left in step.glob(f".{CHECKPOINT}.*"):  # by a run that was killed while it wrote
         shutil.rmtree(left)
-    if not place.prunes or not (place.directory / POLICY).is_dir():  # on another node's disk: nothing is known here
+    if not prunes or not (step / POLICY).is_dir():  # on another node's disk: nothing is known here
         return
-    for drafter in place.checkpoints.glob(f"global_step_*/{CHECKPOINT}"):
+    for drafter in step.parent.glob(f"global_step_*/{CHECKPOINT}"):
         if not (drafter.parent / POLICY).is_dir():
             # First its name, so that a kill meanwhile leaves no half of a drafter to resume from.
             shutil.rmtree(drafter.rename(drafter.with_name(f".{CHECKPOINT}.old-{secrets.token_hex(4)}")))

@@ -17,9 +17,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +30,7 @@ from verl_tlt.idle.trainer_idle import TrainerIdlePlanner
 from verl_tlt.messages.training import BufferStats
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trace.metrics import buffer_metrics
-from verl_tlt.trainer.checkpoints import SAVE_S, Checkpoint, saving
+from verl_tlt.trainer.checkpoints import CHECKPOINT, tidy
 from verl_tlt.trainer.clock import SYSTEM, Clock, Deadline
 from verl_tlt.trainer.drafter_update import DrafterUpdate, update_drafter
 from verl_tlt.trainer.fleet import Call, CallFailed
@@ -47,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 BUFFER_S = 30.0
 """Hidden states were copied during the actor update and have arrived long ago; the next rollout waits at most this."""
+SAVE_S = 600.0
+"""The policy's checkpoint takes longer than the drafter's; a disk that hangs is given this."""
 WARM_UP_S = 300.0
 """For starting spot workers and tuning their kernels; one that replaces another warms up in its first session."""
 
@@ -336,11 +337,31 @@ class Controller:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def saving(self, step: int) -> AbstractContextManager[Callable[[], None]]:
-        """Write the drafter while the policy is saved inside (see `checkpoints.saving`)."""
-        place = Checkpoint(self.facts.checkpoints, step, self.facts.prunes)
-        save = partial(self._save, step=step) if self.spot else None
-        return saving(place, save, partial(self._charged, "save"), lambda: self.fleet.restart(self.fleet.workers()[:1]))
+    @contextmanager
+    def saving(self, step: int) -> Iterator[Callable[[], None]]:
+        """Write the drafter while the policy is saved inside, which takes longer.
+
+        Yields what waits for it, to be called before verl names the step as one to resume from.
+        """
+        directory = self.facts.checkpoints / f"global_step_{step}"
+        calls: list[Call[None]] = []
+        with self._charged("save"):
+            calls += [self._save(directory / CHECKPOINT, step)] if self.spot else []
+
+        def written() -> None:
+            with self._charged("save"):
+                try:
+                    while calls:
+                        calls.pop().result(SAVE_S)
+                except CallFailed as error:
+                    if error.silent:  # or else the next checkpoint waits as long
+                        self.fleet.restart(self.fleet.workers()[:1])
+                    raise
+
+        yield written
+        written()
+        with self._charged("save"):
+            tidy(directory, self.facts.prunes)
 
     def finish(self, step: int) -> None:
         """The run is over: keep the drafter as a directory that vLLM serves, and clear away the rest."""

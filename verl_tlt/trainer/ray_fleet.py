@@ -190,7 +190,7 @@ class RayFleet:
         tables = {group.id: ray.util.placement_group_table(group) for group, _ in self._bundles}
         nodes = [str(tables[group.id]["bundles_to_node_id"][i]) for group, i in self._bundles]  # of each rank
         replicas = [r.workers for r in self.replicas.values()]
-        ranks = {name: [rank] for r in replicas for name, rank in zip(r.names(), r.ranks, strict=True)}
+        ranks = {name: rank for r in replicas for name, rank in zip(r.names(), r.ranks, strict=True)}
         self._capture_ranks = capture_ranks(ranks, nodes)
         ready = self.actor.tlt_setup(self.spot.config, list(aux_layers), set(self._capture_ranks.values()))
         if untapped := next((r.untapped for r in ready if r.untapped), None):
@@ -223,9 +223,10 @@ class RayFleet:
                 logger.info("the spot workers of %s are still starting; they get the next step's states", replica)
                 continue
             for name, worker in handles.items():
-                shards = [[taken[rank].shards[share] for rank in ranks] for ranks, share in self._routes.sources[name]]
+                ranks, share = self._routes.sources[name]
+                shards = [taken[rank].shards[share] for rank in ranks]
                 weights = taken[self._capture_ranks[name]].verifier_weights
-                calls.append(RayCall(worker.add.remote(step, shards, weights)))
+                calls.append(RayCall(worker.add.remote(step, [shards], weights)))
             under_way[replica] = CombinedCall(calls, combined_buffers)
         return under_way
 

@@ -7,7 +7,8 @@ workers on its ranks' devices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -55,35 +56,31 @@ class ShardRoutes:
 
     shares: tuple[int, ...]
     """For each rank: among how many workers its group's sequences are shared."""
-    sources: Mapping[str, tuple[tuple[tuple[int, ...], int], ...]]
-    """For each worker: (ranks of a group, which share of theirs) of every group it gets sequences from."""
+    sources: Mapping[str, tuple[tuple[int, ...], int]]
+    """For each worker: the ranks of its group, and which share of theirs it gets."""
 
 
-def route(groups: Sequence[int], workers: Mapping[str, Iterable[int]]) -> ShardRoutes:
-    """Share each group's sequences among the workers that its ranks belong to.
+def route(groups: Sequence[int], workers: Mapping[str, int]) -> ShardRoutes:
+    """Share each group's sequences among the workers on its ranks' devices.
 
-    `groups` has for each rank the number of its group (verl's data-parallel rank), `workers` each worker's ranks.
+    `groups` has for each rank the number of its group (verl's data-parallel rank), `workers` each worker's rank.
     """
-    members: dict[int, list[int]] = {}
-    for rank, group in enumerate(groups):
-        members.setdefault(group, []).append(rank)
-    shares: dict[int, int] = {}
-    sources: dict[str, tuple[tuple[tuple[int, ...], int], ...]] = dict.fromkeys(workers, ())
-    for group, ranks in members.items():
-        receivers = [name for name, own in workers.items() if set(own) & set(ranks)]
-        shares[group] = max(1, len(receivers))
-        for share, name in enumerate(receivers):
-            sources[name] += ((tuple(ranks), share),)
-    return ShardRoutes(tuple(shares[group] for group in groups), sources)
+    shares = Counter[int]()
+    sources = {}
+    for name, rank in workers.items():
+        group = groups[rank]
+        sources[name] = (tuple(r for r, other in enumerate(groups) if other == group), shares[group])
+        shares[group] += 1
+    return ShardRoutes(tuple(max(1, shares[group]) for group in groups), sources)
 
 
-def capture_ranks(workers: Mapping[str, Sequence[int]], nodes: Sequence[str]) -> dict[str, int]:
+def capture_ranks(workers: Mapping[str, int], nodes: Sequence[str]) -> dict[str, int]:
     """For each worker the rank that copies the verifier weights for it: the same one for all workers of a node.
 
-    `workers` has each worker's ranks, of which the first is where it is, `nodes` each rank's node.
+    `workers` has each worker's rank, `nodes` each rank's node.
     """
     first: dict[str, int] = {}
-    return {name: first.setdefault(nodes[own[0]], own[0]) for name, own in workers.items()}
+    return {name: first.setdefault(nodes[rank], rank) for name, rank in workers.items()}
 
 
 def combined_session(results: Sequence[SessionResult]) -> SessionResult:

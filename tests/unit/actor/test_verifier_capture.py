@@ -42,17 +42,16 @@ def stored(arrays):
 
 
 @pytest.mark.parametrize(
-    ("replicas", "nodes", "copies"),
+    ("workers", "nodes", "copies"),
     [
-        pytest.param({"a": [0, 1, 2, 3], "b": [4, 5, 6, 7]}, "nnnnmmmm", [0, 4], id="a replica per node"),
-        pytest.param({str(i): [i] for i in range(8)}, "nnnnnnnn", [0], id="eight replicas on one node"),
-        pytest.param({"a": [0, 1], "b": [2, 3]}, "nnmm", [0, 2], id="tensor parallel"),
-        pytest.param({"a": [0, 1, 2, 3]}, "nnmm", [0], id="one replica over two nodes"),
+        pytest.param(range(8), "nnnnmmmm", [0, 4], id="two nodes"),
+        pytest.param(range(8), "nnnnnnnn", [0], id="one node"),
+        pytest.param([1, 2], "nnmm", [1, 2], id="not on every rank"),
     ],
 )
-def test_one_rank_of_a_node_copies_and_every_replica_has_a_source(replicas, nodes, copies):
-    sources = capture_ranks(replicas, nodes)
-    assert all(nodes[sources[name]] == nodes[own[0]] for name, own in replicas.items())
+def test_one_rank_of_a_node_copies_and_every_worker_has_a_source(workers, nodes, copies):
+    sources = capture_ranks({str(rank): rank for rank in workers}, nodes)
+    assert all(nodes[sources[str(rank)]] == nodes[rank] for rank in workers)
     captures = [VerifierCapture(torch.bfloat16, stored) for _ in nodes]
     params = policy()
     for rank, capture in enumerate(captures):

@@ -112,28 +112,27 @@ def test_shares_are_the_same_on_every_rank():
 
 
 @pytest.mark.parametrize(
-    ("groups", "replicas", "shares", "sources"),
+    ("groups", "shares", "sources"),
     [
         pytest.param(
-            [0, 1, 2, 3], {"a": [0, 1], "b": [2, 3]}, (1, 1, 1, 1),
-            {"a": (((0,), 0), ((1,), 0)), "b": (((2,), 0), ((3,), 0))}, id="whole sequences on each rank",
+            [0, 1, 2, 3], (1, 1, 1, 1), {"a": ((0,), 0), "b": ((1,), 0), "c": ((2,), 0)},
+            id="whole sequences on each rank",
         ),
         pytest.param(
-            [0, 0, 1, 1], {"a": [0, 1], "b": [2, 3]}, (1, 1, 1, 1),
-            {"a": (((0, 1), 0),), "b": (((2, 3), 0),)}, id="groups as large as replicas",
+            [0, 0, 1, 1], (2, 2, 1, 1), {"a": ((0, 1), 0), "b": ((0, 1), 1), "c": ((2, 3), 0)},
+            id="several ranks in a group",
         ),
         pytest.param(
-            [0, 0, 0, 0], {"a": [0, 1], "b": [2, 3]}, (2, 2, 2, 2),
-            {"a": (((0, 1, 2, 3), 0),), "b": (((0, 1, 2, 3), 1),)}, id="one group over two replicas",
+            [0, 1, 0, 1], (2, 1, 2, 1), {"a": ((0, 2), 0), "b": ((1, 3), 0), "c": ((0, 2), 1)},
+            id="groups across nodes, as Megatron's pipeline makes them",
         ),
         pytest.param(
-            [0, 1, 0, 1], {"a": [0], "b": [1], "c": [2], "d": [3]}, (2, 2, 2, 2),
-            {"a": (((0, 2), 0),), "b": (((1, 3), 0),), "c": (((0, 2), 1),), "d": (((1, 3), 1),)},
-            id="groups across replicas, as Megatron's pipeline makes them",
+            [0, 0, 0, 1], (3, 3, 3, 1), {"a": ((0, 1, 2), 0), "b": ((0, 1, 2), 1), "c": ((0, 1, 2), 2)},
+            id="a rank without a worker",
         ),
     ],
 )  # fmt: skip
-def test_every_replica_is_fed(groups, replicas, shares, sources):
-    routes = route(groups, replicas)
+def test_every_worker_is_fed(groups, shares, sources):
+    routes = route(groups, {"a": 0, "b": 1, "c": 2})
     assert routes.shares == shares
     assert routes.sources == sources

@@ -6,7 +6,7 @@ import pytest
 from fake_fleet import FakeCall
 from rl_steps import fill_buffers, rest_of_step, sampling
 
-from verl_tlt.trainer import checkpoints, controller, watch
+from verl_tlt.trainer import controller, watch
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_a_checkpoint_that_is_never_written_replaces_its_worker(run, clock, took
     fleet.save = lambda directory, provenance: FakeCall(clock)
     saving = contextlib.ExitStack()
     saving.enter_context(run_.saving(1))
-    assert took(saving.close) == pytest.approx(checkpoints.SAVE_S)
+    assert took(saving.close) == pytest.approx(controller.SAVE_S)
     assert fleet.restarts == ["a"] and run_.guard.counts == {"save": 1}
 
 

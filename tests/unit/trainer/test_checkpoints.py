@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from fake_fleet import FakeCall
 
-from verl_tlt.trainer.checkpoints import CHECKPOINT, POLICY, Checkpoint, followed, saved_drafter, tidy
+from verl_tlt.trainer.checkpoints import CHECKPOINT, POLICY, followed, saved_drafter, tidy
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def drafters(checkpoints):
 
 
 def test_drafters_go_with_their_policies(checkpoints):
-    tidy(Checkpoint(checkpoints, 5, prunes=True))
+    tidy(checkpoints / "global_step_5", prunes=True)
     assert drafters(checkpoints) == [4, 5]
     assert not list(checkpoints.glob(f"*/.{CHECKPOINT}*")), "nothing is left under another name"
     assert saved_drafter(checkpoints / "global_step_3") is None
@@ -34,14 +34,14 @@ def test_drafters_go_with_their_policies(checkpoints):
 
 @pytest.mark.parametrize(("step", "prunes"), [(5, False), (3, True)])
 def test_where_verl_keeps_every_policy_or_on_another_disk_no_drafter_is_touched(checkpoints, step, prunes):
-    tidy(Checkpoint(checkpoints, step, prunes))
+    tidy(checkpoints / f"global_step_{step}", prunes)
     assert drafters(checkpoints) == [1, 2, 3, 4, 5]
 
 
 def test_what_a_killed_save_left_goes_with_the_next_one(checkpoints):
     left = checkpoints / "global_step_5" / f".{CHECKPOINT}.new-0123"
     left.mkdir()
-    tidy(Checkpoint(checkpoints, 5, prunes=False))
+    tidy(checkpoints / "global_step_5", prunes=False)
     assert not left.exists() and drafters(checkpoints) == [1, 2, 3, 4, 5]
 
 
