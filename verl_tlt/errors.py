@@ -6,8 +6,6 @@ starts.
 
 from __future__ import annotations
 
-import importlib.util
-
 
 class TLTError(Exception):
     """Something the user can mend; the message says what and where."""
@@ -15,18 +13,3 @@ class TLTError(Exception):
 
 class DrafterError(TLTError, ValueError):
     """A drafter, a policy or a file does not fit; the message says which, what it holds and what is needed."""
-
-
-def require(package: str, extra: str, what: str) -> None:
-    """Refuse where an optional package is missing, before the import that would fail.
-
-    Args:
-        package: as it is imported.
-        extra: verl-tlt's extra that brings it.
-        what: needs it; the sentence's subject.
-
-    Raises:
-        TLTError: the package is not installed.
-    """
-    if importlib.util.find_spec(package) is None:
-        raise TLTError(f"{what} needs {package}, which is not installed: pip install 'verl-tlt[{extra}]'.")

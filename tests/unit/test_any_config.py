@@ -33,16 +33,8 @@ RECIPE = (
     *(f"tlt.{section}.{key}" for section, keys in TLTConfig().to_dict().items() for key in keys),
 )  # fmt: skip
 KEYS = st.sampled_from(RECIPE) | st.from_regex(r"(tlt\.|trainer\.|)[a-z]{1,6}(\.[a-z]{1,6})?", fullmatch=True)
-PLAIN = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=8)
-    | st.sampled_from(
-        ["tlt", "sync", "vllm", "fsdp2", "megatron", "???", "${nowhere}", "${trainer.nnodes}", "0", "-1", "a/b"]
-    )
-)
+WORDS = ["tlt", "sync", "vllm", "fsdp2", "megatron", "???", "${nowhere}", "${trainer.nnodes}", "0", "-1", "a/b"]
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(WORDS)
 VALUES = st.recursive(
     PLAIN,
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text("abk", min_size=1, max_size=3), inner),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from verl_tlt.console import make_console
-from verl_tlt.errors import require
+from verl_tlt.errors import TLTError
 from verl_tlt.report.chrome_trace import write_chrome_trace
 from verl_tlt.report.reader import TraceError, read_trace
 from verl_tlt.report.rows import rich_table, rows_of_trace
@@ -33,7 +34,9 @@ def report(trace_dir: Path, out: Path | None, perfetto: Path | None = None) -> N
             write_chrome_trace(perfetto, trace)
             say(f"Trace:   {perfetto} (open it in ui.perfetto.dev or chrome://tracing)")
         for package in ("matplotlib", "jinja2"):
-            require(package, "report", "verl-tlt report")
+            if find_spec(package) is None:
+                install = "pip install 'verl-tlt[report]'"
+                raise TLTError(f"verl-tlt report needs {package}, which is not installed: {install}.")
         from verl_tlt.report.figures import save_picture
         from verl_tlt.report.page import write_page
 
