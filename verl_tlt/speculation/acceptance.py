@@ -1,9 +1,8 @@
 """The acceptance rate of each draft position, learned from every verified draft.
 
 A draft of K tokens shows whether token 1, 2, ... K was accepted given all before it, so one step at K informs every
-shorter draft as well: no draft length has to be tried just to learn its accept length. Only positions beyond the K in
-use are not observed; they keep their measured ratio to the position before, so that a better drafter is expected to be
-better there too.
+shorter draft as well. Only positions beyond the K in use are not observed; they keep their measured ratio to the
+position before, so that a better drafter is expected to be better there too.
 
 Age is counted in drafts or request-steps, not in seconds, so that a batch of one and a batch of 256 are treated alike.
 """
@@ -27,16 +26,11 @@ _RATIO_DRAFTS = 16.0
 """Drafts that did not reach a position which count as one vote for its ratio to the one before."""
 
 
-def expected_accept_lengths(conditional: Sequence[float], longest: int) -> list[float]:
-    """τ(0), τ(1), ... τ(`longest`) as they are expected of a drafter before it has drafted.
-
-    Args:
-        conditional: see `AcceptanceEstimate.set_prior`.
-        longest: longest draft, in tokens.
-    """
+def expected_accept_lengths(conditional: Sequence[float], longest: int) -> Sequence[float]:
+    """τ(0), τ(1), ... τ(`longest`) before a draft, by a prior as `AcceptanceEstimate.set_prior` takes it."""
     estimate = AcceptanceEstimate(longest)
     estimate.set_prior(conditional)
-    return estimate.accept_lengths()
+    return estimate.accept_lengths
 
 
 class AcceptanceEstimate:
@@ -56,12 +50,9 @@ class AcceptanceEstimate:
         """Start again from an expectation, for example the drafter's own held-out acceptance.
 
         Args:
-            conditional: P(position i accepted | all before accepted), first position first; may be shorter than the
-                longest draft: the rest continues with `DECAY_GUESS`.
+            conditional: P(position i accepted | all before accepted), within 0..1 (else ControlError); may be shorter
+                than the longest draft: the rest continues with `DECAY_GUESS`.
             weight: how many drafts the expectation is worth.
-
-        Raises:
-            ControlError: a probability outside 0..1.
         """
         wrong = [p for p in conditional if not 0.0 <= p <= 1.0]
         if wrong:
@@ -108,27 +99,19 @@ class AcceptanceEstimate:
         """Count decode-phase requests of a step without drafts: every estimate ages."""
         self._skipped += requests
 
-    def conditional(self) -> list[float]:
-        """P(position i accepted | all before accepted), one per position."""
-        return list(self._mean)
-
-    def accept_lengths(self) -> list[float]:
-        """τ(0), τ(1), ... τ(positions): tokens per request and step, the bonus token included."""
-        return list(self._tau)
-
     def accept_length_uncertainty(self) -> list[float]:
         """Standard deviation of τ(0), τ(1), ... with independent errors of the positions."""
-        sigma = [self.uncertainty(i) / max(p, 1e-3) for i, p in enumerate(self._mean)]
+        sigma = [self.uncertainty(i) / max(p, 1e-3) for i, p in enumerate(self.conditional)]
         # dτ(K)/dp_i = (τ(K) - τ(i)) / p_i
         return [
-            math.sqrt(sum(((self._tau[k] - self._tau[i]) * sigma[i]) ** 2 for i in range(k)))
+            math.sqrt(sum(((self.accept_lengths[k] - self.accept_lengths[i]) * sigma[i]) ** 2 for i in range(k)))
             for k in range(self.positions + 1)
         ]
 
     def uncertainty(self, position: int) -> float:
         """Standard deviation of one position's acceptance rate; grows with the age of its evidence."""
         n = self._trials[position] * _freshness(self._age(position)) + self._weight
-        p = (self._mean[position] * n + 0.5) / (n + 1.0)
+        p = (self.conditional[position] * n + 0.5) / (n + 1.0)
         return math.sqrt(p * (1.0 - p) / (n + 1.0))
 
     def _age(self, i: int) -> float:
@@ -151,7 +134,10 @@ class AcceptanceEstimate:
             chain *= p
             tau.append(tau[-1] + chain)
             before = p
-        self._mean, self._tau = mean, tau
+        self.conditional: Sequence[float] = mean
+        """P(position i accepted | all before accepted), one per position."""
+        self.accept_lengths: Sequence[float] = tau
+        """τ(0), τ(1), ... τ(positions): tokens per request and step, the bonus token included."""
 
 
 def _freshness(age: float) -> float:

@@ -34,8 +34,6 @@ IN_A_ROW = 3
 FIRST_PROBE, LONGEST_WAIT = 8, 64
 """Rollouts from there to the first probe, and between two probes at most; the wait doubles."""
 
-# ---------------------------------------------------------------------- before every engine step
-
 
 class Limits(NamedTuple):
     """What bounds the draft length of an engine, whatever is wanted."""
@@ -75,7 +73,7 @@ def draft_length(
 
     Args:
         policy: chooses K; asked unless it is overruled, also where nothing can be drafted, so that it keeps count.
-        load: what the step carries.
+        load: of the step.
         limits: of the engine.
         longest: tokens of the longest context that the step may reach.
         room: no draft may be longer (`decode_load.StopBoundary`).
@@ -88,9 +86,6 @@ def draft_length(
     if limits.outgrown(longest):
         return 0
     return limits.fitting(wanted, load.batch, room)
-
-
-# ---------------------------------------------------------------------- before every rollout
 
 
 def expected_saving(acceptance: Sequence[float], costs: LatencyModel, work: Mapping[int, float]) -> float:
@@ -114,10 +109,7 @@ def expected_saving(acceptance: Sequence[float], costs: LatencyModel, work: Mapp
 
 
 class RolloutDecision:
-    """Whether the drafter runs in the coming rollout.
-
-    It is judged by acceptance on held-out text, measured step costs, where the last rollout spent its time, and whether
-    drafting lost time when it was last tried.
+    """Judges a drafter by held-out acceptance, step costs, the last rollout's batches, and what the last try lost.
 
     Args:
         policy: `tlt.speculation.policy`; "fixed" is an order.
@@ -148,10 +140,8 @@ class RolloutDecision:
         """Whether the drafter runs in the coming rollout; one of which nothing is known is tried.
 
         Args:
-            acceptance: conditional acceptance per draft position, from held-out data; empty: unknown.
-
-        Raises:
-            ControlError: an acceptance outside 0..1.
+            acceptance: conditional acceptance per draft position, from held-out data, within 0..1 (else ControlError);
+                empty: unknown.
         """
         self._acceptance = acceptance
         if self._never or self._always:
@@ -168,12 +158,7 @@ class RolloutDecision:
         return saving > (CLEARLY if self._tried else UNTRIED)
 
     def learn(self, stats: Iterable[EngineStats], gain: float | None) -> None:
-        """Take note of a rollout.
-
-        Args:
-            stats: the engines' sums.
-            gain: share of the decoding time without drafts that was saved in it (`savings.Savings.gain`).
-        """
+        """Take note of a rollout by its engines' sums and its gain (`savings.Savings.gain`)."""
         work: dict[int, float] = {}
         for row in (row for s in stats for row in s.work if row.tokens > 0):
             work[row.batch] = work.get(row.batch, 0.0) + row.tokens
@@ -188,15 +173,11 @@ class RolloutDecision:
         return expected_accept_lengths(self._acceptance, longest)[-1] if self._acceptance else 1.0
 
 
-# ---------------------------------------------------------------------- after every rollout
-
-
 class RunDecision:
     """Which replicas draft, rollout after rollout.
 
-    Expectations can be wrong in the same way time after time. So several rollouts in a row in which drafts are hardly
-    ever accepted, or which drafting made slower, disable speculation. Then one replica drafts as a probe in rarer and
-    rarer rollouts, and if it gains, speculation is enabled again.
+    Several rollouts in a row in which drafts are hardly ever accepted, or which drafting made slower, disable
+    speculation. Then one replica drafts as a probe in rarer and rarer rollouts, and if it gains, it is enabled again.
 
     Args:
         replicas: all replicas, in a fixed order.
@@ -220,14 +201,11 @@ class RunDecision:
         return [] if self._until > 0 else [self._replicas[self._probes % len(self._replicas)]]
 
     def learn(self, stats: Mapping[str, EngineStats], gain: float | None) -> str | None:
-        """Take note of a rollout.
+        """Take note of a rollout; returns what the user is to be told, None: nothing new.
 
         Args:
             stats: the engines' sums by replica.
             gain: as `RolloutDecision.learn` has it.
-
-        Returns:
-            What the user is to be told: why speculation is disabled, or that it is enabled again; None: nothing new.
         """
         self.rollout.learn(stats.values(), gain)
         drafting = [s for s in stats.values() if s.num_drafts and _drafted(s) > 0.5]

@@ -25,9 +25,8 @@ STEPS_IN_FLIGHT = 4
 class DecodeLoad:
     """Counts decode-phase requests and their context while vLLM schedules a step.
 
-    A prefill that joins does not count, so that it does not change the draft length. All requests are counted anew only
-    where the number of those known differs from the number running (one was preempted), and every `RECOUNT_EVERY` steps
-    while the model runs (`refresh`).
+    A prefill that joins does not count. All requests are counted anew only where the number of those known differs from
+    the number running (one was preempted), and every `RECOUNT_EVERY` steps while the model runs (`refresh`).
 
     Args:
         context_limit: tokens at which the drafter's context ends; `longest` is exact near it.
@@ -82,12 +81,7 @@ class DecodeLoad:
         return Load(len(self._contexts), round(self._tokens))
 
     def refresh(self, running: Sequence[Request], scheduled: Mapping[str, int]) -> None:
-        """Count over all requests if it is time to; called while a step runs, whose tokens do not count yet.
-
-        Args:
-            running: vLLM's running requests.
-            scheduled: request → tokens in the step (`SchedulerOutput.num_scheduled_tokens`).
-        """
+        """Count over all requests if it is time to; called while a step of `scheduled` tokens by request runs."""
         if self._since >= RECOUNT_EVERY:
             self._recount([r for r in running if r.request_id in self._contexts], scheduled, 0)
 
@@ -135,11 +129,7 @@ def room_before_stop(least: int, has: int, most: int) -> int:
 
 
 class StopBoundary:
-    """Requests that must not stop yet, and the longest draft that they allow (`room_before_stop`).
-
-    `SamplingParams.min_tokens` together with stop tokens: vLLM hides those until the request is long enough, and with
-    drafts it miscounts around that point. Few requests have such settings; without them a step costs one comparison.
-    """
+    """Requests with `SamplingParams.min_tokens` and stop tokens, and how long a draft they allow."""
 
     def __init__(self) -> None:
         self._before: list[Request] = []
@@ -148,7 +138,7 @@ class StopBoundary:
         """Longest draft that every running request allows; `sys.maxsize`: any.
 
         Args:
-            admitted: requests that began, or went on after a preemption, in this step.
+            admitted: those that began, or went on after a preemption, in this step.
             draft_length: K that the step verifies.
         """
         self._before += [r for r in admitted if _may_not_stop_yet(r) and r not in self._before]

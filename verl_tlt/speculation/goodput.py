@@ -104,7 +104,7 @@ class GoodputPolicy(BasePolicy):
         seconds = self.latency.predict(load.batch, load.kv_tokens)[1:]
         if seconds[0] <= 0.0:
             return
-        tau = self.acceptance.accept_lengths()
+        tau = self.acceptance.accept_lengths
         goodput = [tau[k] / s for k, s in zip(self._arms, seconds, strict=True)]
         reachable = self._reachable(load.batch)
         best = max(range(reachable), key=goodput.__getitem__)

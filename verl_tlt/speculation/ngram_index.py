@@ -1,13 +1,11 @@
 """Drafts without a model: the tokens that followed the same n-gram in other responses to the prompt.
 
-RL samples several responses to each prompt, and the same prompt again an epoch later, and these responses repeat each
-other (the TLT paper's model-free drafter, arXiv 2511.16665, has such a database per prompt). The index keeps, per
-prompt, the responses of the current rollout, running ones included, and of the rollout before that had this prompt. A
-draft is what followed the longest match of the latest tokens.
+Responses to one prompt repeat each other (the TLT paper's model-free drafter, arXiv 2511.16665, has such a database per
+prompt). The index keeps, per prompt, the responses of the current rollout, running ones included, and of the rollout
+before that had this prompt. A draft is what followed the longest match of the latest tokens.
 
-Pure Python, free of vLLM; a wrong draft costs time, never a token. `engine_core/ngram_drafts.py` connects it with an
-engine. The store is that of LZ77 compressors: per response its tokens and, for each n-gram, a link to the n-gram's
-previous place, with a dict from n-gram to its latest place. A token costs some dozen bytes and about a microsecond.
+The store is that of LZ77 compressors: per response its tokens and, for each n-gram, a link to the n-gram's previous
+place, with a dict from n-gram to its latest place. A token costs some dozen bytes and about a microsecond.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import NamedTuple
 
 SHORTEST = 3
 """Tokens of an n-gram, and of the shortest match."""
@@ -34,8 +33,7 @@ _ASSUMED = 4.0
 """Drafts of a match length that count as accepted before any was verified."""
 
 
-@dataclass(frozen=True, slots=True)
-class NgramDraft:
+class NgramDraft(NamedTuple):
     """Draft tokens and the length of the match that they follow."""
 
     tokens: list[int]
@@ -66,18 +64,18 @@ class Trust:
 class _PromptRollout:
     """Responses to one prompt in one rollout, the prompt itself the first of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, prompt: Sequence[int]) -> None:
         self.tokens: list[array[int]] = []  # per response, [length]
         self.links: list[array[int]] = []  # per response, [length]: previous place of the n-gram ending there, or -1
         self.latest: dict[int, int] = {}  # n-gram → place of its last token
         self.running = 0
         self.bytes = 0
+        self.open(prompt)
 
     def open(self, head: Sequence[int]) -> int:
         """Begin a response with the prompt's end, which its first tokens are matched with; returns its number."""
         self.tokens.append(array("i"))
         self.links.append(array("q"))
-        self.running += 1
         response = len(self.tokens) - 1
         self.extend(response, head)
         return response
@@ -98,11 +96,7 @@ class _PromptRollout:
         self.bytes += (len(tokens) - before) * TOKEN_BYTES + (len(latest) - known) * NGRAM_BYTES
 
     def longest_match(self, context: array[int]) -> tuple[int, array[int], int]:
-        """(matched tokens, response, position after the match) of the longest match; 0 matched tokens: none.
-
-        Args:
-            context: the response to continue; nothing follows its own last token, so it does not match itself there.
-        """
+        """(matched tokens, response, position after the match) of the longest match; 0 matched tokens: none."""
         best, where, after = 0, context, 0
         if len(context) < SHORTEST:
             return best, where, after
@@ -112,7 +106,7 @@ class _PromptRollout:
                 break
             response, end = divmod(place, _SPAN)
             tokens = self.tokens[response]
-            if end + 1 < len(tokens):
+            if end + 1 < len(tokens):  # nothing follows the context's own last token: it does not match itself there
                 length = _common_end(context, tokens, end)
                 if length > best:
                     best, where, after = length, tokens, end + 1
@@ -122,16 +116,14 @@ class _PromptRollout:
 
 @dataclass
 class _PromptHistory:
-    """The latest two rollouts of one prompt."""
+    """The latest two rollouts of one prompt, the latest last."""
 
     rollouts: list[_PromptRollout] = field(default_factory=list)
-    """The latest last."""
     epoch: int = -1
     """`NgramIndex._policies` when the latest rollout began."""
 
 
-@dataclass(slots=True)
-class _Request:
+class _Request(NamedTuple):
     history: _PromptHistory
     rollout: _PromptRollout
     response: int
@@ -162,21 +154,16 @@ class NgramIndex:
         history = self._histories.setdefault(key, _PromptHistory())
         self._histories.move_to_end(key)
         if not history.rollouts or (history.epoch != self._policies and not history.rollouts[-1].running):
-            self._begin_rollout(history, prompt)
+            while len(history.rollouts) > 1:
+                self.bytes -= history.rollouts.pop(0).bytes
+            history.rollouts.append(_PromptRollout(prompt))
+            history.epoch = self._policies
+            self.bytes += history.rollouts[-1].bytes
         rollout, before = history.rollouts[-1], history.rollouts[-1].bytes
         response = rollout.open(prompt[-LONGEST:])
+        rollout.running += 1
         self.bytes += rollout.bytes - before
         self._requests[request] = _Request(history, rollout, response)
-
-    def _begin_rollout(self, history: _PromptHistory, prompt: Sequence[int]) -> None:
-        while len(history.rollouts) > 1:
-            self.bytes -= history.rollouts.pop(0).bytes
-        rollout = _PromptRollout()
-        rollout.open(prompt)
-        rollout.running = 0
-        self.bytes += rollout.bytes
-        history.rollouts.append(rollout)
-        history.epoch = self._policies
 
     def extend(self, request: str, tokens: Sequence[int]) -> None:
         """Index tokens that a request was given."""

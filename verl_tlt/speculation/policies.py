@@ -37,7 +37,7 @@ class TablePolicy(BasePolicy):
         self._arms = tuple(arms)
         self._usable: tuple[int, ...] = (0,)
         self._latency: LatencyModel | None = None
-        self._tau: list[float] | None = None
+        self._tau: Sequence[float] | None = None
 
     def decide(self, load: Load) -> int:
         """The best K by the table."""

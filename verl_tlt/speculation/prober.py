@@ -136,7 +136,7 @@ def find_probe(
     if not due:
         return None
     sigmas = latency.uncertainty(here.load.batch, here.load.kv_tokens)[1:]
-    tau, spread = acceptance.accept_lengths(), acceptance.accept_length_uncertainty()
+    tau, spread = acceptance.accept_lengths, acceptance.accept_length_uncertainty()
     for arm in due:
         k = arms[arm]
         if at_best(here, arm, tau[k], spread[k], sigmas[arm]) > here.goodput[here.current] * _WORTHWHILE:

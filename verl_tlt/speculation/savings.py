@@ -1,22 +1,16 @@
-"""What did TLT save? The seconds by which a rollout ended earlier than it would have without drafts.
+"""The seconds by which a rollout ended earlier than it would have without drafts.
 
 For every replica r, over the load intervals i of its rollout (`LoadInterval`):
 
     late(r) = sum over i of plain_steps(i) * off_s(batch(i), context(i), busy(i)) - seconds(i)
     saved_s = max over r of (end(r) + late(r)) - max over r of end(r)
 
-`off_s` is what a step without drafts takes at that load: as the calibration measured it, where it was measured, then as
-live steps without drafts took, of control rollouts above all. Prefills and pauses are taken to be what they were.
-
-Exactly 0 where nothing was drafted. None where less than half of the decoding time can be compared, for example at
-contexts longer than any that was measured, or a replica gave no statistics.
+`off_s` is what a step without drafts takes at that load, by the calibration and by live steps without drafts, of
+control rollouts above all. Prefills and pauses are taken to be what they were.
 
 Replicas that share a machine's processors slow each other down. There a step is compared with steps beside as many busy
 replicas, and only steps beside which nobody drafted or trained are the measure: one that drafts loads the machine less
-than one that does not, and without TLT nobody trains during the rollout, so what that costs is part of the figure. A
-replica on devices of its own needs none of that.
-
-Steps with drafts never teach: a machine that drafting made slow would make decoding without drafts look slow too.
+than one that does not, and without TLT nobody trains during the rollout, so what that costs is part of the figure.
 """
 
 from __future__ import annotations
@@ -51,7 +45,8 @@ class Savings(NamedTuple):
     """What a rollout gained by drafting."""
 
     saved_s: float | None
-    """Seconds by which it ended earlier; negative: later. None: too little to compare, or nothing was decoded."""
+    """Seconds by which it ended earlier; negative: later; exactly 0 where nothing was drafted. None: less than half of
+    the decoding time can be compared, or a replica gave no statistics."""
     gain: float | None
     """Share of the decoding time without drafts that was saved (negative: lost) where the drafter ran and nobody
     trained on the same processors. None: it ran nowhere, or too little to compare."""
@@ -88,14 +83,6 @@ class _Row(NamedTuple):
         return self.interval.off and max(self.drafting, self.training) < UNMIXED
 
 
-class _Steps(NamedTuple):
-    """Weighted sums over steps without drafts at about one load."""
-
-    steps: float
-    seconds: float
-    batches: float
-
-
 class SavingsAccount:
     """Learns what steps without drafts take, and says what each rollout saved.
 
@@ -106,7 +93,8 @@ class SavingsAccount:
     def __init__(self, shared: bool) -> None:
         self._shared = shared
         self._calibrated: Sequence[tuple[int, float]] = ()
-        self._live: dict[tuple[int, int], dict[int, _Steps]] = {}  # by busy replicas and context, then by batch
+        # By busy replicas and context, then by batch: weighted sums (steps, seconds, batches) without drafts.
+        self._live: dict[tuple[int, int], dict[int, tuple[float, float, float]]] = {}
         self._points: dict[tuple[int, int], list[tuple[float, float]]] = {}  # the same as (batch, seconds), ascending
 
     def calibrated(self, off: Sequence[tuple[int, float]]) -> None:
@@ -114,11 +102,9 @@ class SavingsAccount:
         self._calibrated = off
 
     def rollout(self, stats: Mapping[str, EngineStats], training: Times = ()) -> Savings:
-        """What a rollout saved; its steps without drafts are learned from first.
+        """What a rollout saved, by the engines' sums; its steps without drafts are learned from first.
 
-        Args:
-            stats: the engines' sums by replica.
-            training: when a replica trained.
+        Steps with drafts never teach: where drafting made the machine slow, steps without would look slow too.
         """
         rows = self._rows({name: s.load_intervals for name, s in stats.items() if s.load_intervals}, training)
         self._learn([row for of_replica in rows.values() for row in of_replica])
@@ -134,7 +120,7 @@ class SavingsAccount:
 
         Args:
             batch: decode-phase requests.
-            context: tokens of context per request.
+            context: tokens per request.
             busy: replicas that decode on the same processors, its own included.
         """
         own = _octave(context)
@@ -159,16 +145,17 @@ class SavingsAccount:
 
     def _learn(self, rows: Sequence[_Row]) -> None:
         """Take over the undisturbed ones."""
-        for interval, busy in ((row.interval, row.busy) for row in rows if row.undisturbed):
-            steps = interval.plain_steps
+        for row in (row for row in rows if row.undisturbed):
+            interval, busy, steps = row.interval, row.busy, row.interval.plain_steps
             if steps <= 0 or abs(busy - round(busy)) >= UNMIXED:
                 continue
             by_batch = self._live.setdefault((round(busy), _octave(interval.context)), {})
             bucket, kept = round(4 * math.log2(interval.batch)), MEMORY_STEPS / (MEMORY_STEPS + steps)
-            known, new = by_batch.get(bucket, (0.0, 0.0, 0.0)), (steps, interval.seconds, steps * interval.batch)
-            by_batch[bucket] = _Steps(*(kept * a + b for a, b in zip(known, new, strict=True)))
+            n, seconds, batches = by_batch.get(bucket, (0.0, 0.0, 0.0))
+            new = kept * n + steps, kept * seconds + interval.seconds, kept * batches + steps * interval.batch
+            by_batch[bucket] = new
         self._points = {
-            load: sorted((s.batches / s.steps, s.seconds / s.steps) for s in by_batch.values())
+            load: sorted((batches / n, seconds / n) for n, seconds, batches in by_batch.values())
             for load, by_batch in self._live.items()
         }
 

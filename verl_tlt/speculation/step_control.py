@@ -1,10 +1,8 @@
 """Speculation control of one engine: asks the policy for K, sums what came of it, answers the rollout server.
 
-Between the policy (pure, `speculation.policies`) and vLLM's scheduler (`engine_core/scheduler.py`), and free of both,
-so that it runs in a test without an engine. The scheduler calls everything here on one thread.
-
-An engine step waits for `choose`, which has little left to do: `record`, which the scheduler calls while the model runs
-the following step, learns from the last one and lets the policy prepare its next choice.
+vLLM's scheduler (`engine_core/scheduler.py`) calls everything here on one thread. An engine step waits for `choose`,
+which has little left to do: `record`, called while the model runs the following step, learns from the last one and lets
+the policy prepare its next choice.
 """
 
 from __future__ import annotations
@@ -26,13 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class StepSink(Protocol):
-    """Where finished engine steps are written down."""
+    """Where finished engine steps are written down (`engine_core.steps.StepTrace`)."""
 
-    def add(self, step: StepRecord, unix_s: float) -> None:
-        """Take one."""
-
-    def flush(self) -> None:
-        """Write out what was taken."""
+    def add(self, step: StepRecord, unix_s: float) -> None: ...
+    def flush(self) -> None: ...
 
 
 class StepControl:
@@ -82,12 +77,7 @@ class StepControl:
             self._give_up(error)
 
     def responses(self, accepted: Iterable[tuple[str, int]], ended: Iterable[tuple[str, int]]) -> None:
-        """Sum one finished step by response.
-
-        Args:
-            accepted: see `DraftsByLength.verified`.
-            ended: (request, its tokens) of those that ended with it or since the one before.
-        """
+        """Sum a step by response: (request, draft tokens accepted) by draft, (request, tokens) of those that ended."""
         self._responses.verified(accepted)
         for request, tokens in ended:
             self._responses.ended(request, tokens)
@@ -110,8 +100,6 @@ class StepControl:
         """A policy that raises costs speculation, never the rollout: K=0 from here on, said in every `stats`."""
         self.policy_error = f"{type(error).__name__}: {error}"
         logger.error("The speculation policy failed; this engine decodes with K=0 from here on.", exc_info=error)
-
-    # ------------------------------------------------------------------ asked by the rollout server
 
     def stats(self, reset: bool = False) -> EngineStats:
         """Sums since the last reset."""
@@ -142,7 +130,9 @@ class StepControl:
         if "drafting" in settings:
             self.drafting = bool(settings["drafting"])
         if settings.get("points"):
-            self._seed(LatencyTable.from_list(settings["points"]))
+            table = LatencyTable.from_list(settings["points"])
+            self._calibration = table.calibration()
+            self._tell_policy("set_latency", table)
         if settings.get("acceptance"):
             self._tell_policy("set_acceptance", [float(a) for a in settings["acceptance"]])
         return {"drafting": self.drafting, "force_k": self.force_k}
@@ -156,10 +146,6 @@ class StepControl:
         if k is not None and (not isinstance(k, int) or not 0 <= k <= self.limits.arms[-1]):
             raise ValueError(f"force_k must be 0..{self.limits.arms[-1]} or null, not {k!r}.")
         return k
-
-    def _seed(self, table: LatencyTable) -> None:
-        self._calibration = table.calibration()
-        self._tell_policy("set_latency", table)
 
     def _tell_policy(self, method: str, value: Any) -> None:
         """Call an optional method of the policy; a fixed policy has no use for estimates."""

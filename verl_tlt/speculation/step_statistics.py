@@ -138,19 +138,15 @@ class DraftsByLength:
     """
 
     def __init__(self) -> None:
-        self._running: dict[str, list[int]] = {}  # request → [drafts, accepted tokens]
+        self._running: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # request → [drafts, accepted tokens]
         self._ended: dict[int, list[int]] = {}  # class → [responses, tokens, drafts, accepted tokens]
 
     def verified(self, accepted: Iterable[tuple[str, int]]) -> None:
         """Count a step's drafts: (request, draft tokens accepted) for each."""
-        running = self._running
         for request, tokens in accepted:
-            row = running.get(request)
-            if row is None:
-                running[request] = [1, tokens]
-            else:
-                row[0] += 1
-                row[1] += tokens
+            row = self._running[request]
+            row[0] += 1
+            row[1] += tokens
 
     def ended(self, request: str, tokens: int) -> None:
         """A request has ended with so many tokens; one without any is not counted."""

@@ -1,8 +1,4 @@
-"""Counts the drafts that one engine step verified.
-
-The next step waits for `count_verified`, which only notes how many tokens each row has before vLLM shortens the rows of
-requests that end; the rest is computed when it is asked for, while the model runs the next step.
-"""
+"""Counts the drafts that one engine step verified, and how far each was accepted."""
 
 from __future__ import annotations
 
@@ -89,7 +85,10 @@ def count_verified(
     row_of: Mapping[str, int],
     gone: Collection[str],
 ) -> Verified:
-    """Note one step's drafts before vLLM consumes them; arguments as vLLM's outputs and `Verified` have them."""
+    """Note one step's drafts before vLLM shortens the rows of requests that end; arguments as vLLM's outputs have them.
+
+    The next step waits for this; the rest is computed when it is asked for, while the model runs that step.
+    """
     if not drafts or not sampled:
         return NOTHING
     return Verified(list(map(len, sampled)), drafts, row_of, total, len(scheduled), gone)

@@ -32,8 +32,8 @@ def test_it_converges_to_the_truth_from_long_drafts():
     truth = [0.9, 0.8, 0.7, 0.6]
     estimate = AcceptanceEstimate(4)
     feed(estimate, truth, 4, 64, 400, np.random.default_rng(0))
-    assert estimate.conditional() == pytest.approx(truth, abs=0.04)
-    assert estimate.accept_lengths() == pytest.approx(true_tau(truth), rel=0.03)
+    assert estimate.conditional == pytest.approx(truth, abs=0.04)
+    assert estimate.accept_lengths == pytest.approx(true_tau(truth), rel=0.03)
 
 
 def test_a_long_draft_informs_every_shorter_one():
@@ -43,7 +43,7 @@ def test_a_long_draft_informs_every_shorter_one():
     feed(short, [0.8] * 7, 2, 32, 200, np.random.default_rng(0))
     assert all(estimate.uncertainty(i) < 0.05 for i in range(7))
     assert [short.uncertainty(i) < 0.05 for i in range(7)] == [True, True, False, False, False, False, False]
-    assert estimate.accept_lengths()[:3] == pytest.approx(short.accept_lengths()[:3], rel=0.05)
+    assert estimate.accept_lengths[:3] == pytest.approx(short.accept_lengths[:3], rel=0.05)
 
 
 def test_a_position_out_of_sight_keeps_its_ratio_to_the_one_before():
@@ -51,7 +51,7 @@ def test_a_position_out_of_sight_keeps_its_ratio_to_the_one_before():
     estimate = AcceptanceEstimate(3)
     feed(estimate, [0.9, 0.8, 0.8], 3, 32, 300, rng)
     feed(estimate, [0.45, 0.4, 0.4], 1, 32, 2000, rng)
-    assert estimate.conditional()[1] == pytest.approx(0.45 * 0.8 / 0.9, abs=0.08)
+    assert estimate.conditional[1] == pytest.approx(0.45 * 0.8 / 0.9, abs=0.08)
 
 
 def test_uncertainty_shrinks_with_drafts_and_grows_while_nobody_looks():
@@ -61,22 +61,22 @@ def test_uncertainty_shrinks_with_drafts_and_grows_while_nobody_looks():
     known = estimate.uncertainty(0)
     estimate.skip(100_000)
     assert known < 0.03 < 0.08 < estimate.uncertainty(0) <= at_first
-    assert estimate.conditional()[0] == pytest.approx(0.6, abs=0.05), "staleness widens the belief, it does not move it"
+    assert estimate.conditional[0] == pytest.approx(0.6, abs=0.05), "staleness widens the belief, it does not move it"
 
 
 def test_a_prior_is_believed_until_evidence_speaks():
     estimate = AcceptanceEstimate(4)
     estimate.set_prior([0.9, 0.8], weight=24)
-    assert estimate.conditional() == pytest.approx([0.9, 0.8, 0.76, 0.722])
+    assert estimate.conditional == pytest.approx([0.9, 0.8, 0.76, 0.722])
     feed(estimate, [0.1, 0.1, 0.1, 0.1], 4, 64, 50, np.random.default_rng(5))
-    assert estimate.conditional()[0] == pytest.approx(0.1, abs=0.05)
+    assert estimate.conditional[0] == pytest.approx(0.1, abs=0.05)
 
 
 def test_a_new_prior_drops_the_old_drafter():
     estimate = AcceptanceEstimate(2)
     feed(estimate, [0.1, 0.1], 2, 64, 50, np.random.default_rng(6))
     estimate.set_prior([0.7])
-    assert estimate.conditional()[0] == pytest.approx(0.7)
+    assert estimate.conditional[0] == pytest.approx(0.7)
 
 
 @pytest.mark.parametrize("prior", [[1.2], [0.5, -0.1]])
@@ -87,10 +87,10 @@ def test_a_prior_outside_0_1_is_refused(prior):
 
 def test_steps_without_drafts_teach_nothing():
     estimate = AcceptanceEstimate(2)
-    before = estimate.conditional()
+    before = estimate.conditional
     estimate.observe(0, ())
     estimate.observe(5, ())
-    assert estimate.conditional() == before
+    assert estimate.conditional == before
 
 
 # ---------------------------------------------------------------- in numbers
@@ -114,7 +114,7 @@ def test_the_window_is_of_drafts_or_of_steps_whichever_is_longer(batch, votes):
     estimate = AcceptanceEstimate(1)
     for _ in range(12_000 // batch if batch < 64 else 400):
         estimate.observe(batch, [batch // 2])
-    assert estimate.conditional() == pytest.approx([0.5])
+    assert estimate.conditional == pytest.approx([0.5])
     assert estimate.uncertainty(0) == pytest.approx(spread(0.5, votes + 2), rel=1e-6)
 
 
@@ -123,7 +123,7 @@ def test_a_prior_is_worth_its_weight_in_drafts(prior, weight, votes):
     estimate = AcceptanceEstimate(1)
     estimate.set_prior(prior, weight=weight)
     estimate.observe(10, [9])
-    assert estimate.conditional() == pytest.approx([(9 + votes * 0.5) / (10 + votes)])
+    assert estimate.conditional == pytest.approx([(9 + votes * 0.5) / (10 + votes)])
 
 
 def test_what_is_not_looked_at_counts_half_after_its_time():
@@ -138,13 +138,13 @@ def test_what_is_not_looked_at_counts_half_after_its_time():
     other.observe(10, [5])  # what was known before counts half for good
     keep = math.exp(-10 / 600)
     hits, trials = 4 * keep + 5, 5 * keep + 10
-    assert other.conditional() == pytest.approx([(hits + 1) / (trials + 2)])
+    assert other.conditional == pytest.approx([(hits + 1) / (trials + 2)])
 
 
 def test_a_position_that_nobody_reached_learns_nothing_but_was_looked_at():
     estimate = AcceptanceEstimate(2)
     estimate.observe(20, [0, 0])
-    assert estimate.conditional() == pytest.approx([1 / 22, 1 / 22 * DECAY_GUESS])
+    assert estimate.conditional == pytest.approx([1 / 22, 1 / 22 * DECAY_GUESS])
 
 
 def test_the_uncertainty_of_an_accept_length_adds_up_over_its_positions():
@@ -161,7 +161,7 @@ def test_the_longer_a_position_is_out_of_sight_the_more_its_ratio_to_the_one_bef
     estimate.observe(10, [10, 2])
     for _ in range(4):
         estimate.observe(16, [16])
-    first, second = estimate.conditional()
+    first, second = estimate.conditional
     votes, fresh = 2 + 64 / 16, 4000 / 4064
     expected = (2 * fresh + votes * min(1.0, first * DECAY_GUESS)) / (10 * fresh + votes)
     assert second == pytest.approx(expected, rel=1e-6)
@@ -172,9 +172,9 @@ def test_the_ratio_of_two_positions_is_what_was_seen_of_them():
     estimate = AcceptanceEstimate(2)
     for _ in range(20):
         estimate.observe(100, [50, 20])
-    first, second = estimate.conditional()
+    first, second = estimate.conditional
     assert (first, second) == pytest.approx((0.5, 0.4), abs=0.02)
     for _ in range(2000):
         estimate.observe(100, [100])
-    first, second = estimate.conditional()
+    first, second = estimate.conditional
     assert first == pytest.approx(1.0, abs=0.01) and second == pytest.approx(0.8, abs=0.03)

@@ -50,13 +50,10 @@ ARMS = (0, 1, 3)
 class Estimates:
     """What an acceptance estimate and a latency model would say; OFF's figures come first in the latter's."""
 
-    tau: tuple[float, ...] = (1.0, 1.5, 1.8, 2.0)
+    accept_lengths: tuple[float, ...] = (1.0, 1.5, 1.8, 2.0)
     spread: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     sigmas: tuple[float, ...] = (0.0, 0.0, 0.0)
     jitter: float = 0.0
-
-    def accept_lengths(self):
-        return self.tau
 
     def accept_length_uncertainty(self):
         return self.spread
@@ -99,8 +96,8 @@ def test_what_may_be_a_hundredth_better_is_probed_nearest_first_as_far_as_it_may
     assert find(at(0)).arm == 1, "goodput of 1.5 and 2 against 1"
     assert find(at(1, goodput=(1.0, 1.5, 2.0))).arm == 2, "the last that can be reached"
     assert find(at(1, goodput=(1.0, 1.5, 2.0), reachable=2)) is None
-    assert find(at(0), Estimates(tau=(1.0, 1.009, 1.0, 1.0))) is None
-    assert find(at(0), Estimates(tau=(1.0, 1.011, 1.0, 1.0)))[:2] == (1, 2)
+    assert find(at(0), Estimates(accept_lengths=(1.0, 1.009, 1.0, 1.0))) is None
+    assert find(at(0), Estimates(accept_lengths=(1.0, 1.011, 1.0, 1.0)))[:2] == (1, 2)
 
 
 @pytest.mark.parametrize(("batch", "steps"), [(1, 8), (3, 3), (4, 2), (5, 2), (8, 1), (9, 1), (300, 1)])
@@ -122,7 +119,7 @@ def test_a_probe_costs_what_it_gives_up():
 @pytest.mark.parametrize(("second", "reachable", "looks"), [(1.9, 3, True), (1.99, 3, False), (1.9, 1, False)])
 def test_an_unused_drafter_is_probed_where_a_perfect_one_would_pay(second, reachable, looks):
     """Two tokens in `second` seconds against one in one; a hundredth more is not worth it."""
-    hopeless = Estimates(tau=(1.0, 1.0, 1.0, 1.0))
+    hopeless = Estimates(accept_lengths=(1.0, 1.0, 1.0, 1.0))
     here = at(0, seconds=(1.0, second, 2.0), goodput=(1.0, 0.9, 0.5), reachable=reachable)
     found = find(here, hopeless, drafted=False)
     assert (found and (found.arm, found.subject)) == ((1, "unused drafter") if looks else None)

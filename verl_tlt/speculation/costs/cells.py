@@ -24,9 +24,9 @@ class Cell:
     """Log correction of a roofline at one place.
 
     Args:
-        draft_length: K of the cell, or OFF.
+        draft_length: K, or OFF.
         prior: log correction that its neighbours suggest.
-        prior_sigma: standard deviation of that; infinite when there are no neighbours.
+        prior_sigma: standard deviation of that; infinite without neighbours.
         jitter: relative noise of a single step, as known so far.
     """
 
@@ -45,16 +45,13 @@ class Cell:
         self.batch, self.kv_tokens = 0.0, 0.0
 
     def learn(self, log_ratio: float, pace: float, pace_variance: float, memory: float) -> float:
-        """Take in one sample.
+        """Take in one sample; returns what to add to the pace.
 
         Args:
             log_ratio: log(measured / roofline).
             pace: log slowness of the machine at present.
             pace_variance: of that.
             memory: samples after which older ones count 1/e.
-
-        Returns:
-            The sample's correction of the pace: add it to the pace.
         """
         self.samples = min(self.samples + 1.0, memory)
         if len(self.first) < _FIRST:

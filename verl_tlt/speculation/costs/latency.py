@@ -112,7 +112,14 @@ class LatencyModel:
             prior, sigma = self._borrowed(*key[:2], (draft_length,))[0]
             cell = self._cells[key] = Cell(draft_length, prior, sigma, self.jitter)
         self._largest[draft_length] = max(self._largest.get(draft_length, 0), batch)
-        self._learn(cell, math.log(seconds / self._shape.seconds(batch, kv_tokens, draft_length)))
+        log_ratio = math.log(seconds / self._shape.seconds(batch, kv_tokens, draft_length))
+        # A sample is divided between its cell and the machine's pace, by the uncertainty of each.
+        self._pace *= 1.0 - _PACE_RETURN
+        self._pace_variance += _PACE_DRIFT
+        expected = cell.spread**2 + self._pace_variance + cell.variance
+        self._pace += cell.learn(log_ratio, self._pace, self._pace_variance, _MEMORY)
+        self._pace_variance -= self._pace_variance**2 / expected
+        self.jitter += 0.02 * (cell.spread - self.jitter)
         cell.place(batch, kv_tokens)
         if bucket := self._buckets.get(key[:2]):
             position = self.lengths.index(draft_length)
@@ -159,15 +166,6 @@ class LatencyModel:
             where = round(cell.batch), round(cell.kv_tokens)
             points.append(LatencyPoint(*where, cell.draft_length, seconds, round(cell.samples)))
         return LatencyTable(tuple(points))
-
-    def _learn(self, cell: Cell, log_ratio: float) -> None:
-        """Divide a sample between its cell and the machine's pace, by the uncertainty of each."""
-        self._pace *= 1.0 - _PACE_RETURN
-        self._pace_variance += _PACE_DRIFT
-        expected = cell.spread**2 + self._pace_variance + cell.variance
-        self._pace += cell.learn(log_ratio, self._pace, self._pace_variance, _MEMORY)
-        self._pace_variance -= self._pace_variance**2 / expected
-        self.jitter += 0.02 * (cell.spread - self.jitter)
 
     def _bucket(self, batch: int, kv_tokens: int) -> _Bucket:
         """The bucket of a load, made on first use after a refit and kept up to date by `observe`."""

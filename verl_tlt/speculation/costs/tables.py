@@ -1,8 +1,7 @@
 """The table of step costs: what calibration measures, what the policies start from, and what a run keeps on disk.
 
-On disk a table is one JSON file per hardware, model and vLLM version. A file that cannot be read, or that was written
-for something else, stops no run and is not used: it is renamed `*.corrupt` with a warning, and the costs are measured
-again.
+On disk a table is one JSON file per hardware, model and vLLM version. One that cannot be read, or was written for
+something else, is renamed `*.corrupt` with a warning, and the costs are measured again.
 """
 
 from __future__ import annotations
