@@ -41,14 +41,6 @@ def test_before_anybody_decodes_those_about_to_are_planned_for():
     assert load.prefilling == {"a", "b"}
 
 
-def test_a_steady_batch_grows_by_what_was_emitted():
-    load = DecodeLoad(1000)
-    running = [request("a", 10), request("b", 20)]
-    load.count(running, known=2, grown=0, draft_length=0)
-    assert load.count(running, known=2, grown=3, draft_length=1) == Load(2, 33)
-    assert load.longest >= 22
-
-
 def test_whoever_comes_or_goes_is_counted():
     load = DecodeLoad(1000)
     a, b, c = request("a", 10), request("b", 20), request("c", 0, tokens=30)
@@ -216,13 +208,6 @@ def test_far_from_the_boundary_drafts_are_as_long_as_wanted():
     assert room_before_stop(1000, has=10, most=14) > 900
     assert room_before_stop(10, has=10, most=14) == sys.maxsize
     assert room_before_stop(10, has=9, most=11) == 0
-
-
-def test_a_draft_is_the_longest_arm_that_fits():
-    limits, load = Limits((0, 1, 3)), Load(4, 100)
-    for room, chosen in ((0, 0), (1, 1), (2, 1), (3, 3), (sys.maxsize, 3)):
-        assert draft_length(FixedPolicy(3), load, limits, room=room) == chosen
-        assert draft_length(FixedPolicy(0), load, limits, room=room, forced=3) == chosen
 
 
 def test_the_request_that_bears_least_decides_until_it_may_stop():

@@ -78,30 +78,16 @@ def test_other_prompts_are_not_quoted(index):
 
 
 def test_the_previous_epoch_is_quoted_and_the_one_before_it_is_not(index):
-    respond(index, "a", [1, 2, 3, 4])
-    index.new_policy()
-    respond(index, "b", [5, 6, 7, 8])
-    index.begin("c", PROMPT)
-    index.extend("c", [1, 2, 3])
-    assert proposed(index, "c", 1) == [4]
-    index.end("c")
-    index.new_policy()
-    index.begin("d", PROMPT)
-    index.extend("d", [5, 6, 7])
-    assert proposed(index, "d", 1) == [8]
-    index.new_policy()
-    index.end("d")
-    index.begin("e", PROMPT)
-    index.extend("e", [5, 6, 7])
-    assert proposed(index, "e", 1) is None or proposed(index, "e", 1) == [8]
-    index.end("e")
-    index.new_policy()
-    index.begin("f", PROMPT)
-    index.extend("f", [1, 2, 3])
-    assert proposed(index, "f", 1) is None  # said two visits ago
+    for epoch in range(3):
+        respond(index, f"e{epoch}", [10 * epoch + digit for digit in (1, 2, 3, 4)])
+        index.new_policy()
+    index.begin("now", PROMPT)
+    for epoch, found in ((2, [24]), (1, None), (0, None)):
+        index.extend("now", [10 * epoch + digit for digit in (1, 2, 3)])
+        assert proposed(index, "now", 1) == found
 
 
-def test_a_wave_across_a_policy_change_shares_its_book(index):
+def test_responses_across_a_policy_change_share_their_rollout(index):
     index.begin("a", PROMPT)
     index.extend("a", [1, 2, 3, 4])
     index.new_policy()  # partial rollouts: "a" still runs
@@ -210,7 +196,7 @@ def test_as_few_tokens_as_an_n_gram_has_can_match(index):
     assert index.propose("b", 2).tokens == [1, 2]
 
 
-def test_of_two_visits_the_latest_is_quoted_where_both_match_alike(index):
+def test_of_two_rollouts_the_latest_is_quoted_where_both_match_alike(index):
     respond(index, "a", [1, 2, 3, 10])
     index.new_policy()
     respond(index, "b", [1, 2, 3, 20])

@@ -54,16 +54,6 @@ def record(control, *steps):
         control.record(s, StepTotals(s.produced, s.num_drafts * s.verified, time.time()))
 
 
-def test_the_policy_is_asked_and_never_exceeds_the_engine():
-    policy = Remembers()
-    control = StepControl(policy, LIMITS)
-    assert control.choose(Load(4, 100)) == 2
-    policy.answer = 9
-    assert control.choose(Load(4, 100)) == 3
-    policy.answer = OFF
-    assert control.choose(Load(4, 100)) == 0
-
-
 def test_force_and_off_overrule_it():
     control = StepControl(Remembers(), LIMITS)
     control.control(force_k=1)
@@ -200,7 +190,3 @@ def test_a_drafter_that_broke_is_off_until_it_is_switched_on_again(caplog):
     assert said.startswith("The drafter's probabilities are not finite: 6 draft tokens"), "the first time"
     control.control(drafting=True)
     assert control.choose(Load(4, 100)) == 2
-
-
-def test_no_draft_is_longer_than_there_is_room_for():
-    assert StepControl(Remembers(), LIMITS).choose(Load(4, 100), room=1) == 1
