@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,7 +25,6 @@ from benchmarks.control.policies import RIVALS, named
 from benchmarks.control.toy import LONGEST_DRAFT, Toy
 from demo.machine import find_dtype
 from verl_cpu.environment import CPU_ENGINE
-from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.decision import Limits, RolloutDecision
 from verl_tlt.speculation.types import Load, StepRecord
@@ -125,6 +124,32 @@ class VllmTable:
         """A static table learns nothing."""
 
 
+class _AsyncView:
+    """The part of vLLM's `AsyncLLM` that a calibration uses, over an in-process engine."""
+
+    def __init__(self, engine: _Engine) -> None:
+        self._engine, self.engine_core = engine, self
+        self._waiting: list[tuple[Any, Any]] = []
+
+    async def call_utility_async(self, name: str, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = getattr(self._engine.scheduler, name)(operation, arguments)
+        return answer
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        return self._engine.llm.collective_rpc(method, args=args)
+
+    async def reset_prefix_cache(self) -> None:
+        """The engine keeps none."""
+
+    async def generate(self, prompt: object, params: object, request_id: str) -> AsyncIterator[object]:
+        """Decode together whatever was asked for at once."""
+        self._waiting.append((prompt, params))
+        await asyncio.sleep(0)
+        batch, self._waiting = self._waiting, []
+        if batch:
+            yield self._engine.llm.generate([p for p, _ in batch], [s for _, s in batch], use_tqdm=False)
+
+
 class _Engine:
     """An in-process vLLM engine over the toy, and what can be asked of it."""
 
@@ -195,31 +220,10 @@ class _Engine:
 
     def calibrate(self, budget_s: float = 40.0) -> list[dict[str, Any]]:
         """What a run measures at its start, as rows of a latency table."""
-        from verl_tlt.server.calibration import measure
+        from verl_tlt.server.calibration import calibrate
 
-        control, waiting = self.scheduler.tlt, []
-
-        async def generate(prompt: list[int], tokens: int) -> None:
-            from vllm import SamplingParams
-
-            params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-            waiting.append(({"prompt_token_ids": prompt}, params))
-            await asyncio.sleep(0)
-            if batch := list(waiting):
-                waiting.clear()
-                self.llm.generate([p for p, _ in batch], [s for _, s in batch], use_tqdm=False)
-
-        async def set_drafting(enabled: bool) -> bool:
-            return self.set_drafting(enabled)
-
-        class Channel:
-            async def call(self, operation: str, **settings: Any) -> dict[str, Any]:
-                answer = getattr(control, operation)(**settings)
-                return asdict(answer) if isinstance(answer, EngineStats) else answer
-
-        channel: Any = Channel()
-        table = asyncio.run(measure(generate, set_drafting, channel, ARMS, BATCH, 60, budget_s))
-        return table.to_list()
+        engine: Any = _AsyncView(self)
+        return asyncio.run(calibrate(engine, ARMS, BATCH, 60, budget_s)).to_list()
 
     def add_arm(self, name: str, table: list[dict[str, Any]], trace: bool = False) -> None:
         """An arm of the benchmark: `off`, `fixed-K`, `zero` or a policy, told what a run would tell it.
