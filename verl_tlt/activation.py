@@ -43,11 +43,7 @@ def check(config: DictConfig) -> TLTConfig:
 
 
 def configure(config: DictConfig) -> None:
-    """What a verl that has `patches/verl/0001` calls in the driver, after its own validation: check, then apply.
-
-    Raises:
-        SystemExit: as `check`.
-    """
+    """What a verl that has `patches/verl/0001` calls in the driver, after its own validation: check, then apply."""
     apply(config, check(config))
 
 

@@ -21,9 +21,7 @@ _ROOT = 0
 def other_owner(path: str | os.PathLike[str], also: int | None = None) -> str | None:
     """Why what `path` holds may be another user's, a sentence without its end; None: it is not, or is not there.
 
-    Args:
-        path: a file that is to be read, or a directory.
-        also: user id of one more owner to trust.
+    `also` is the user id of one more owner to trust.
     """
     owners = {_ROOT, os.geteuid(), also}
     for entry in _entries(Path(path)):
@@ -51,12 +49,7 @@ def _entries(path: Path) -> Iterator[Path]:
 
 
 def check_private(directory: Path) -> None:
-    """Refuse a directory that is not this user's alone.
-
-    Raises:
-        TLTError: it is a link, another user's or open to others.
-        OSError: it is not there.
-    """
+    """Raise TLTError where `directory` is a link, another user's or open to others; OSError where it is not there."""
     found = os.lstat(directory)
     if not stat.S_ISDIR(found.st_mode):
         raise TLTError(f"{directory} must be a directory.")
@@ -67,13 +60,10 @@ def check_private(directory: Path) -> None:
 
 
 def open_to_append(path: str | os.PathLike[str]) -> int:
-    """A descriptor that appends to an ordinary file, made where it is missing.
+    """A descriptor that appends to an ordinary file, made where it is missing; OSError where it is something else.
 
     A link is not followed, since somebody may have laid it to a file of ours; a pipe is not opened, since writing to it
     waits for a reader.
-
-    Raises:
-        OSError: it is something else, or cannot be written.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o644)

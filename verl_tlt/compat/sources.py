@@ -165,12 +165,8 @@ def check_symbols(root: Path, package: str, symbols: Sequence[Symbol] = SYMBOLS)
 def serves_eagle3(architecture: str, root: Path | None = None) -> bool | None:
     """Whether vLLM can draft for a policy with an EAGLE-3 head: its class hands out hidden states (`SupportsEagle3`).
 
-    Args:
-        architecture: of a Hugging Face config, such as "Qwen3ForCausalLM".
-        root: the directory that holds `vllm/`; None: the installed one.
-
-    Returns:
-        None where vLLM has no class for the architecture.
+    `architecture` is that of a Hugging Face config, such as "Qwen3ForCausalLM"; `root` holds `vllm/`, the installed one
+    if None. The answer is None where vLLM has no class for the architecture.
     """
     if (root := root or source_root("vllm")) is None:
         return None
