@@ -32,7 +32,7 @@ from demo.toy.assets import Assets
 from verl_tlt.drafter import fingerprint, load_training_state
 from verl_tlt.messages.training import Resumed
 from verl_tlt.report.reader import RunTrace, read_trace
-from verl_tlt.spot_worker.resume import INITIAL, checksum, moments
+from verl_tlt.spot_worker.versions import INITIAL, checksum, moments
 from verl_tlt.trace.events import Event, LoadSample, Phase, Publish, Reload, RunStarted, Session
 from verl_tlt.trainer.checkpoints import CHECKPOINT
 

@@ -200,9 +200,6 @@ class HeldOutScores:
 
     Counts are float64 [S, 1+K], `SequenceScore.drafts` and `.accepted`: the drafts expected over the sequence (drafters
     differ in how many they need), then those of them whose first 1, 2, ..., K tokens are all accepted.
-
-    Raises:
-        ValueError: served or initial counts that are not finite, or negative.
     """
 
     positions: np.ndarray

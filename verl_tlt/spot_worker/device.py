@@ -39,15 +39,12 @@ class TrainingDevice:
         return torch.cuda.mem_get_info(self.device)
 
     def resident(self, trainer: DrafterTrainer, rows: int, *, trains: bool = True) -> AbstractContextManager[None]:
-        """The drafter on the device inside the block, and off it afterwards.
+        """The drafter on the device inside the block, and off it afterwards; a `TLTError` where it does not fit.
 
         Args:
             trainer: of the drafter.
             rows: of the largest batch.
             trains: whether it learns there; else nothing has to come back.
-
-        Raises:
-            TLTError: too little memory is free.
         """
         if not self.is_accelerator:
             return nullcontext()

@@ -59,7 +59,6 @@ from verl_tlt.messages.training import (
 from verl_tlt.spot_worker.buffer import Buffer
 from verl_tlt.spot_worker.device import TrainingDevice
 from verl_tlt.spot_worker.merge import added, hand_in, session_facts
-from verl_tlt.spot_worker.resume import INITIAL, checksums
 from verl_tlt.spot_worker.scoring import (
     FEWEST_SEQUENCES,
     HELD_OUT_TOKENS,
@@ -68,7 +67,7 @@ from verl_tlt.spot_worker.scoring import (
     score_versions,
     tokens_to_judge,
 )
-from verl_tlt.spot_worker.versions import DrafterVersions
+from verl_tlt.spot_worker.versions import INITIAL, DrafterVersions, checksums
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -81,11 +80,8 @@ class SpotLearner:
     wait for its turn, because the trainer waits for it.
 
     Args:
-        name: of the spot worker.
-        config: all settings.
         policy_dir: the policy's Hugging Face directory, visible on this node.
         drafter: the first drafter, float32.
-        sampling: the rollout's.
         device: where training runs during a session.
         versions: for one that replaces another: those of a learner that lives on.
         published: for one that replaces another where none lives on: what the engines serve.
@@ -180,11 +176,8 @@ class SpotLearner:
     def train(self, should_stop: Callable[[], bool]) -> SessionResult:
         """One session: score the candidate if it was not yet, then train until told to stop or out of epochs.
 
-        Args:
-            should_stop: asked before each micro-batch, and before each portion of the text that is scored.
-
-        Raises:
-            TLTError: actor and engine left too little of the device's memory.
+        `should_stop` is asked before each micro-batch, and before each portion of the text that is scored. Raises a
+        `TLTError` where actor and engine left too little of the device's memory.
         """
         start = time.perf_counter()
         scores, judged_s = None, 0.0

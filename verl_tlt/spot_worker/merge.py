@@ -61,13 +61,9 @@ def combined(parts: Sequence[MergeFacts]) -> MergeFacts:
 
 
 def hand_in(facts: MergeFacts, now: Parameters, base: Parameters, slices: int) -> list[MergedSlice]:
-    """What a worker learned, in slices.
+    """What a worker learned since the candidate that all agree on, in so many slices; with fewer blocks some are empty.
 
-    Args:
-        facts: of its session (`session_facts`).
-        now: its parameters, float32, in the order in which all workers have them.
-        base: the candidate that all agree on.
-        slices: how many; where there are fewer blocks, some are empty.
+    Parameters are float32, in the order in which all workers have them.
     """
     if not facts.included:
         return [_empty(facts) for _ in range(slices)]
@@ -93,11 +89,8 @@ def average_slice(parts: Sequence[MergedSlice], *, last: bool) -> MergedSlice:
     """The same slice of several workers or groups as their average, weighted by tokens; its bits depend on no order.
 
     Args:
-        parts: one of each.
+        parts: one of each worker or group; a `ValueError` where a worker is in two, or they differ in length.
         last: all workers are in it: the average goes as far as the longest session did.
-
-    Raises:
-        ValueError: a worker is in two of them, or they differ in length.
     """
     ordered = sorted(parts, key=lambda part: min((*part.facts.included, *part.facts.excluded)))
     facts = combined([part.facts for part in ordered])
@@ -128,10 +121,8 @@ def average_slice(parts: Sequence[MergedSlice], *, last: bool) -> MergedSlice:
 def added(base: Parameters, slices: Sequence[MergedSlice], live: Parameters | None = None) -> Parameters:
     """The new candidate, float32 on memory of its own; `base` itself where every worker was left out.
 
-    Args:
-        base: the present one.
-        slices: those of the last `average_slice`, in order.
-        live: parameters that become the new candidate, too, written while it is in the cache.
+    `slices` are those of the last `average_slice`, in order. The parameters `live` become the new candidate, too,
+    written while it is in the cache.
     """
     if not slices[0].facts.included:
         return base

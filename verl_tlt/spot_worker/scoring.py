@@ -55,16 +55,9 @@ def score_versions(
 ) -> dict[str, list[SequenceScore]] | None:
     """Score each version, the same parameters only once; the trainer's own are restored.
 
-    Args:
-        trainer: of the drafter.
-        versions: its parameters, by name.
-        sequences: held out.
-        sampling: the rollout's.
-        max_draft: K.
-        lm_head: the policy's whole head, for a pruned draft vocabulary (`drafter.acceptance`).
-        should_stop: asked before each portion of the sequences.
-        rows: of a micro-batch in training; a portion has no more (but at least one sequence, with its whole context),
-            so that a stop waits no longer for scores than for learning.
+    `lm_head` is the policy's whole head, for a pruned draft vocabulary (`drafter.acceptance`). `should_stop` is asked
+    before each portion of the sequences, which has no more rows than a micro-batch in training (but at least one
+    sequence, with its whole context), so that a stop waits no longer for scores than for learning.
 
     Returns:
         Scores of the sequences by name; None when told to stop: half a comparison is none.

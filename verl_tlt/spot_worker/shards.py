@@ -3,10 +3,6 @@
 With sequence, context or pipeline parallelism no rank of the actor has a whole sequence: each sends what it has, and
 the spot worker puts the shards together. The actor's ranks gather nothing among themselves, so nothing there can wait
 for a rank that failed: a sequence with a missing shard is left out.
-
-A hidden state takes four forms from the policy to a gradient: the tensor that a layer is called with, the tap's copy of
-it (`HiddenStateShard`, which goes through the object store as it is), the drafter's `TrainingSequence`, which is made
-here once and kept in the buffer, and the rows of a packed `Batch`, made from windows of sequences, which are views.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def test_all_stop_when_the_samples_are_there(planner):
 
 
 def test_one_whose_buffer_is_not_worth_it_does_not_train():
-    planner = TrainerIdlePlanner(["a", "b"], begin=0.0, settle_s=0.0, spot_workers=["b"])
-    assert planner.observe(1.0, BUSY, pending=0) == [StartTraining("b")]
+    planner = TrainerIdlePlanner(["a", "b"], begin=8.0, settle_s=0.25, spot_workers=["b"])
+    assert planner.observe(8.25, BUSY, pending=0) == [StartTraining("b")]
 
 
 def test_a_failed_session_is_not_tried_again_in_this_wait(planner):
@@ -49,8 +49,3 @@ def test_a_failed_session_is_not_tried_again_in_this_wait(planner):
     assert planner.observe(11.0, BUSY, pending=0) == []
     assert planner.account(11.0).failures == 1
     assert planner.account(11.0).used_s["a"] == pytest.approx(0.2)
-
-
-def test_training_may_start_the_moment_the_wait_has_settled():
-    planner = TrainerIdlePlanner(["a"], begin=8.0, settle_s=0.25, spot_workers=["a"])
-    assert planner.observe(8.25, BUSY, pending=0) == [StartTraining("a")]

@@ -8,7 +8,7 @@ from tiny_learner import CONFIG, RolloutSampling, make_learner, same, texts, tra
 from verl_tlt.drafter import load_training_state
 from verl_tlt.messages.training import DrafterProvenance
 from verl_tlt.spot_worker.learner import SpotLearner
-from verl_tlt.spot_worker.resume import checksum, checksums, moments
+from verl_tlt.spot_worker.versions import checksum, checksums, moments
 from verl_tlt.trainer.run_setup import first_drafter
 
 FACTS = DrafterProvenance("policy", "data", None, "hass", 1.0, 1, 3, (0.5, 0.4, 0.3), 1234)

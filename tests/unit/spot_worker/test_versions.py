@@ -23,9 +23,6 @@ def held():
 
 def test_what_is_merged_is_the_candidate_and_waits_to_be_judged(held):
     assert held.merged(NEWER) == DrafterVersions(NEWER, SERVED, FIRST, to_judge=True)
-
-
-def test_what_was_judged_waits_no_more(held):
     assert held.merged(NEWER).judged() == DrafterVersions(NEWER, SERVED, FIRST)
 
 
