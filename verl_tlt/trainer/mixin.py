@@ -47,8 +47,6 @@ class TLTMixin(PPOTrainer):
         RolloutReplicaRegistry.register("vllm", _tlt_replica)
         super().__init__(config)
 
-    # ------------------------------------------------------------------ what a mode changes
-
     def tlt_worker_class(self) -> type:
         """verl's actor worker with a tap."""
         from verl_tlt.actor.worker import TLTActorWorker

@@ -53,9 +53,9 @@ CALL_S = 120.0
 ANSWER_S = 1.0
 """For bringing here what is there, when others have used up the time."""
 KEEP_S = 5.0
-"""For telling spot workers what is served: microseconds of work, for which the weight sync waits."""
+"""For telling spot workers what is served, for which the weight sync waits: microseconds of work."""
 START_S = 300.0
-"""A spot worker's successor on a busy node is up by then; until then it is not waited for, nor taken for silent."""
+"""A spot worker's successor is up by then; until then it is not waited for, nor taken for silent."""
 SLEEP_S = 30.0
 """Sleeping takes milliseconds to seconds; the end of sampling waits at most this for a hung server."""
 CALIBRATION_S = 1200.0
@@ -179,7 +179,6 @@ class RayFleet:
         return [server for r in self.replicas.values() for server in r.servers]
 
     def _on_servers(self, method: str) -> dict:
-        """What every replica's server answers, by replica."""
         calls = {name: getattr(r.server, method).remote() for name, r in self.replicas.items()}
         return dict(zip(calls, answer(list(calls.values()), CALL_S), strict=True))
 
@@ -284,18 +283,15 @@ class RayFleet:
         A new worker starts from the versions that the others hold, or else its changes would be measured from another
         candidate than theirs; without others, from what was published last.
         """
-        others = {
-            who: w for name, r in self.replicas.items() if name not in names for who, w in r.workers.handles.items()
-        }
+        replaced = {worker for name in names for worker in self.replicas[name].workers.handles}
+        others = {name: worker for name, worker in self._handles().items() if name not in replaced}
         one = min(others, key=self._starts, default=None)  # rather one that is up
         for name in names:
             workers = self.replicas[name].workers
             versions = others[one].versions.remote() if one is not None else None
+            gone = workers.handles
             # In its place before it dies: another thread that waits for it must not replace it once more.
-            gone, workers.handles = (
-                workers.handles,
-                self._new_workers(workers, versions, None if others else self._published),
-            )
+            workers.handles = self._new_workers(workers, versions, None if others else self._published)
             for worker in gone.values():
                 ray.kill(worker)
             now = SYSTEM.monotonic()

@@ -72,7 +72,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class RunSetup:
-    """The first drafter, and what controller and fleet are built from."""
+    """What controller and fleet are built from."""
 
     facts: RunFacts
     start: FirstDrafter
@@ -103,12 +103,9 @@ def prepare(config: DictConfig, tlt: TLTConfig, base_mode: str) -> RunSetup:
     context = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     checkpoint, dtype = _resume_dir(config.trainer), dtype_name(rollout.dtype)
     start = first_drafter(tlt, policy_dir, dtype, context + tlt.speculation.longest, checkpoint)
-    accelerator = config.trainer.device == "cuda"
-    tlt = with_sizes(
-        tlt, policy_shape(policy_dir).vocab_size, accelerator, _node_bytes(), config.trainer.n_gpus_per_node
-    )
+    accelerator, workers = config.trainer.device == "cuda", config.trainer.n_gpus_per_node
     spot = SpotPlan(
-        config=tlt,
+        config=with_sizes(tlt, policy_shape(policy_dir).vocab_size, accelerator, _node_bytes(), workers),
         policy_dir=policy_dir,
         drafter=start.trainable,
         sampling=RolloutSampling(rollout.temperature, rollout.top_p, rollout.top_k),

@@ -105,7 +105,7 @@ class StepLog:
         return [Bubble(account.bubble_s.get(n, 0.0), account.used_s.get(n, 0.0), e) for n, e in exhausted.items()]
 
     def speculated(self, step: int, saved_s: float | None, disabled: str) -> None:
-        """What TLT saved in this rollout, and why speculation is disabled after it (`SpeculationControl.disabled`)."""
+        """Seconds that TLT saved in this rollout, and why speculation is disabled after it; empty: it is not."""
         self._observed.saved_s, self._observed.speculation_disabled = saved_s, bool(disabled)
         if disabled != self._disabled:
             self.trace.emit("stopped", step=step, cause=disabled)
