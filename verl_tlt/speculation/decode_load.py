@@ -47,7 +47,7 @@ class DecodeLoad:
     def count(
         self, running: Sequence[Request], known: int, grown: int, draft_length: int, ended: Collection[str] = ()
     ) -> Load:
-        """Load of the step being scheduled.
+        """Decode-phase requests of the step being scheduled; where there are none, those that will be after prefill.
 
         Args:
             running: vLLM's running requests.
@@ -55,9 +55,6 @@ class DecodeLoad:
             grown: tokens emitted since the last call.
             draft_length: K that the step verifies.
             ended: requests that ended since the last call (`Scheduler.finished_req_ids`).
-
-        Returns:
-            decode-phase requests; where there are none yet, those that will be after their prefill.
         """
         self.longest += draft_length + 1
         self._since += 1

@@ -3,8 +3,7 @@
 One verified draft shows the acceptance of every shorter length (`acceptance.py`), and latency hardly changes
 (`costs/latency.py`), so there is little to explore. What remains is bounded:
 
-* an arm is *probed* for a few steps only when its estimate is so uncertain or old that it could beat the one in use,
-  within a small allowance of time (`prober.py`);
+* an arm that could beat the one in use, its estimate being uncertain or old, is *probed* for some steps (`prober.py`);
 * K=0 is an ordinary arm, so a useless drafter costs a few probes and then almost nothing;
 * K changes only once the loss of staying adds up to the price of a change, and not again within a few steps (vLLM issue
   49548: changing it at a threshold in every step costs more than either side of it).

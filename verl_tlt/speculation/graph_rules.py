@@ -1,11 +1,9 @@
 """Which draft lengths have CUDA graphs, and which of vLLM's model runners drafts them, by vLLM release.
 
-A captured graph saves the launch of hundreds of kernels per step, most of a small batch's time, so a draft length
-without one looks dearer than it is. vLLM's V1 model runner captures FULL graphs for batches in which every request has
-exactly 1 + K_max tokens, and PIECEWISE graphs (attention outside) by token count for everything else; counts are
-rounded up to multiples of 1 + K_max, up to a largest one, beyond which a step runs eagerly. `vllm_worker.cuda_graphs`
-has FULL graphs captured for the other draft lengths too, OFF and K=0 among them, as stock vLLM has them. A contract
-test compares both with vLLM's own dispatcher and runner, whose text is the same in 0.24 to 0.31.
+A draft length without a captured graph looks dearer than it is. vLLM's V1 model runner captures FULL graphs for batches
+in which every request has exactly 1 + K_max tokens, and PIECEWISE graphs (attention outside) by token count for
+everything else; counts are rounded up to multiples of 1 + K_max, up to a largest one, beyond which a step runs eagerly.
+`vllm_worker.cuda_graphs` has FULL graphs captured for the other draft lengths too, OFF and K=0 among them.
 """
 
 from __future__ import annotations
@@ -33,12 +31,7 @@ def runner_for(release: tuple[int, int]) -> Literal["V1", "V2"]:
 
 
 def longest_draft(release: tuple[int, int], graphs: bool) -> int:
-    """K_max where the user names none.
-
-    Args:
-        release: of vLLM.
-        graphs: the engines capture CUDA graphs, and may for every arm.
-    """
+    """K_max where the user names none; `graphs`: the engines capture CUDA graphs, and may for every arm."""
     return LONGEST if graphs and runner_for(release) == "V1" else LONGEST_WITHOUT_GRAPHS
 
 

@@ -130,11 +130,9 @@ class _Request(NamedTuple):
 
 
 class NgramIndex:
-    """N-grams of all prompts that an engine has seen, within a bound of memory.
+    """N-grams of an engine's prompts; beyond `max_bytes` the oldest rollouts without a running request are dropped.
 
-    Args:
-        max_bytes: beyond it the oldest rollouts without a running request are dropped; where that does not suffice, new
-            tokens are no longer indexed.
+    Where that does not suffice, new tokens are no longer indexed.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -58,15 +58,12 @@ class TablePolicy(BasePolicy):
 
 
 def make_policy(name: str, arms: tuple[int, ...], fixed: int | None = None) -> BasePolicy:
-    """Build a policy.
+    """Build a policy; ControlError for an unknown name, or a `fixed` that is not among the arms.
 
     Args:
         name: one of `POLICIES`.
         arms: draft lengths it may choose, ascending, starting with 0.
         fixed: the K of policy `fixed`; None: the longest arm.
-
-    Raises:
-        ControlError: an unknown policy, or a `fixed` that is not among the arms.
     """
     if name == "goodput":
         return GoodputPolicy(arms)

@@ -56,8 +56,8 @@ def control_replicas(step: int, replicas: Sequence[str], every: int, shared: boo
     """Replicas that decode a step's rollout without drafts, as the measure of the others; none in most steps.
 
     Args:
-        step: RL step of the rollout.
-        replicas: all of them, in a fixed order.
+        step: RL step.
+        replicas: all, in a fixed order.
         every: steps from one control rollout to the next (`tlt.speculation.control_every`); 0: never.
         shared: they share a machine, and then all are meant; else each in turn.
     """

@@ -111,22 +111,22 @@ class StepControl:
         return replace(sums.stats(self.policy_error), responses=self._responses.rows(reset))
 
     def control(self, **settings: Any) -> dict[str, Any]:
-        """Overrule or inform the policy.
+        """Overrule or inform the policy; ValueError for an unknown setting or a value that cannot be.
 
         Args:
             **settings: any of `force_k` (this K in every step, until set to None), `drafting` (False while the worker's
                 drafter is switched off, `TLTWorkerExtension.tlt_set_drafting`), `acceptance` (conditional, per draft
                 position, expected of a drafter just published; empty: nothing known), `points` (step costs that were
                 measured, or learned by an earlier run: rows of `LatencyTable.to_list`).
-
-        Raises:
-            ValueError: an unknown setting or a value that cannot be.
         """
         unknown = set(settings) - {"force_k", "drafting", "acceptance", "points"}
         if unknown:
             raise ValueError(f"control does not know {', '.join(sorted(unknown))}.")
         if "force_k" in settings:
-            self.force_k = self._checked_k(settings["force_k"])
+            k, longest = settings["force_k"], self.limits.arms[-1]
+            if k is not None and (not isinstance(k, int) or not 0 <= k <= longest):
+                raise ValueError(f"force_k must be 0..{longest} or null, not {k!r}.")
+            self.force_k = k
         if "drafting" in settings:
             self.drafting = bool(settings["drafting"])
         if settings.get("points"):
@@ -141,11 +141,6 @@ class StepControl:
         """What engine steps were found to cost, for the next run: `points` as `control` takes them."""
         table = self._calibration if self.costs is None else self.costs.to_table(self._calibration)
         return {"points": table.to_list()}
-
-    def _checked_k(self, k: int | None) -> int | None:
-        if k is not None and (not isinstance(k, int) or not 0 <= k <= self.limits.arms[-1]):
-            raise ValueError(f"force_k must be 0..{self.limits.arms[-1]} or null, not {k!r}.")
-        return k
 
     def _tell_policy(self, method: str, value: Any) -> None:
         """Call an optional method of the policy; a fixed policy has no use for estimates."""

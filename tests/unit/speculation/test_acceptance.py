@@ -38,14 +38,6 @@ def test_a_long_draft_informs_every_shorter_one():
     assert estimate.accept_lengths[:3] == pytest.approx(short.accept_lengths[:3], rel=0.05)
 
 
-def test_a_prior_is_believed_until_evidence_speaks():
-    estimate = AcceptanceEstimate(4)
-    estimate.set_prior([0.9, 0.8], weight=24)
-    assert estimate.conditional == pytest.approx([0.9, 0.8, 0.76, 0.722])
-    feed(estimate, [0.1, 0.1, 0.1, 0.1], 4, 64, 50, np.random.default_rng(5))
-    assert estimate.conditional[0] == pytest.approx(0.1, abs=0.05)
-
-
 def test_a_new_prior_drops_the_old_drafter():
     estimate = AcceptanceEstimate(2)
     feed(estimate, [0.1, 0.1], 2, 64, 50, np.random.default_rng(6))

@@ -18,8 +18,6 @@ from verl_tlt.speculation.decision import (
 from verl_tlt.speculation.policies import FixedPolicy, make_policy
 from verl_tlt.speculation.types import OFF, Load
 
-# ---------------------------------------------------------------------- before every engine step
-
 GRAPHS = Limits((0, 1, 3), token_limit=512)
 
 
@@ -47,8 +45,6 @@ def test_while_the_drafter_does_not_run_no_policy_is_asked():
     assert draft_length(policy, Load(4, 100), GRAPHS, drafting=False, forced=2, longest=10**9) == OFF
     assert draft_length(policy, Load(4, 100), GRAPHS, forced=2) == 2
 
-
-# ---------------------------------------------------------------------- before every rollout
 
 MEASURED = LatencyTable.calibrated({
     OFF: [(1, 0.010), (8, 0.012), (32, 0.020)],
@@ -151,8 +147,6 @@ def test_what_was_ordered_and_what_needs_no_drafter_is_never_off(policy, source)
     assert made.drafts([0.01])
     assert not decision(policy="off", source=source).drafts([0.9])
 
-
-# ---------------------------------------------------------------------- after every rollout
 
 REPLICAS = ["a", "b"]
 ACCEPTANCE = (0.9, 0.9)

@@ -189,13 +189,6 @@ def test_a_match_is_compared_up_to_the_longest_and_trusted_by_its_length(index):
     assert index.trust.of(LONGEST) == 0.5 and index.propose("b", 1, least=0.6) is None
 
 
-def test_as_few_tokens_as_an_n_gram_has_can_match(index):
-    prompt = PROMPT[:SHORTEST]
-    respond(index, "a", [1, 2], prompt)
-    index.begin("b", prompt)
-    assert index.propose("b", 2).tokens == [1, 2]
-
-
 def test_of_two_rollouts_the_latest_is_quoted_where_both_match_alike(index):
     respond(index, "a", [1, 2, 3, 10])
     index.new_policy()
@@ -203,15 +196,3 @@ def test_of_two_rollouts_the_latest_is_quoted_where_both_match_alike(index):
     index.begin("c", PROMPT)
     index.extend("c", [1, 2, 3])
     assert proposed(index, "c", 1) == [20]
-
-
-def test_no_more_is_forgotten_than_makes_room():
-    index, of_one, fewest = NgramIndex(max_bytes=20_000), 0, []
-    for first in range(100, 160):
-        before = index.bytes
-        respond(index, f"{first}", range(1000 * first, 1000 * first + 20), [first, 51, 52, 53])
-        of_one = of_one or index.bytes
-        assert index.bytes <= index.max_bytes
-        if index.bytes < before:
-            fewest.append(index.bytes)
-    assert len(fewest) > 10 and min(fewest) >= 0.9 * index.max_bytes - of_one, "down to nine tenths"

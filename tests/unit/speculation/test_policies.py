@@ -22,6 +22,7 @@ def test_every_policy_takes_every_call(name):
     policy = make_policy(name, (0, 1, 3))
     policy.set_acceptance([0.8, 0.7])
     policy.set_latency(TABLE)
+    assert policy.choose(Load(0, 0)) == 0
     before = 0
     for _ in range(50):
         k = policy.choose(Load(4, 2000))
@@ -51,11 +52,6 @@ def test_a_step_of_prompts_alone_is_no_riddle(name):
         policy.observe(StepRecord(0, 0, drafted, verified, 0, (0,) * verified, 0, 0.5, clean=False))
         policy.observe(step(0))
         assert policy.choose(Load(4, 2000)) in (0, 1, 3)
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_an_empty_batch_drafts_nothing(name):
-    assert make_policy(name, (0, 1, 3)).choose(Load(0, 0)) == 0
 
 
 def test_fixed_and_off():

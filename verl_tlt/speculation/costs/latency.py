@@ -151,9 +151,8 @@ class LatencyModel:
     def to_table(self, calibration: LatencyTable | None = None) -> LatencyTable:
         """Every measured cell as one point, for the store.
 
-        Args:
-            calibration: kept as it is, and completed by cells that it does not reach: figures that a run measured while
-                the machine was busy cannot be compared with it.
+        A calibration is kept as it is, and completed by cells that it does not reach: figures that a run measured while
+        the machine was busy cannot be compared with it.
         """
         points = list(calibration.points) if calibration else []
         # The pace is the machine's at the moment; a calibration is what it was compared with.

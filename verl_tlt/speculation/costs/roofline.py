@@ -70,11 +70,11 @@ class Roofline:
 
     def by_length(self, batch: float, kv_tokens: float, lengths: Sequence[int]) -> list[float]:
         """`seconds` for several draft lengths at one load, which share what does not depend on K."""
-        p, token = self._p, self._token * batch
+        p, root, token = self._p, 1.0 / self._p, self._token * batch
         memory = (self._weights + self._kv * kv_tokens) ** p
         found = []
         for k in lengths:
-            seconds = self._overhead + (memory + (token * (max(k, 0) + 1)) ** p) ** (1.0 / p)
+            seconds = self._overhead + (memory + (token * (max(k, 0) + 1)) ** p) ** root
             drafter = self._sync if k >= 0 else 0.0
             if k > 0:
                 drafter += self._first + self._pass * (k - 1) + self._request * batch * k
