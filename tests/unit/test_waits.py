@@ -19,7 +19,7 @@ WITHOUT_A_BOUND = {
 }
 HIT_IN = {
     "actor/verifier_capture.py:PUT_S": "unit/actor/test_verifier_capture.py",
-    "server/scheduler_client.py:ANSWER_S": "unit/server/test_server_stats.py",
+    "server/scheduler_client.py:ANSWER_S": "unit/server/test_server_bounds.py",
     "server/server.py:ADMISSION_TIMEOUT_S": "unit/server/test_server_bounds.py",
     "server/server.py:STORE_S": "unit/server/test_server_bounds.py",
     "trainer/controller.py:BUFFER_S": "unit/trainer/test_bounds.py",

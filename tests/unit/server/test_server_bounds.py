@@ -1,26 +1,69 @@
-"""Each bound of a server's waits, hit once; no engine is behind it."""
+"""What a server reports of its engine, and each bound of its waits; in vLLM's and Ray's place are answers made here."""
 
 import asyncio
+import logging
 import time
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 
 from verl_tlt.config import TLTConfig
+from verl_tlt.messages.rollout import DrafterStatus, EngineStats, Work
+from verl_tlt.server import scheduler_client
 from verl_tlt.server import server as module
+from verl_tlt.server.scheduler_client import SchedulerCallError, SchedulerClient
 from verl_tlt.server.server import TLTvLLMHttpServer
 
 BOUND_S, LATE_S = 0.2, 8.0
 
 
+class Engine:
+    """vLLM's client without requests: it raises `Exception` with what the engine said to the scheduler's caller."""
+
+    def __init__(self, **operations):
+        self.operations, self.engine_core = operations, self
+        self.output_processor = SimpleNamespace(request_states={})
+
+    async def call_utility_async(self, method, operation, arguments):
+        assert method == "tlt_call"
+        if operation not in self.operations:
+            raise Exception(f"Call to tlt_call method failed: {operation!r}")
+        answer = self.operations[operation](**arguments)
+        return await answer if asyncio.iscoroutine(answer) else answer
+
+
 @pytest.fixture
 def server():
-    """What is asked of one that leaves; verl's own part would need Ray and a whole config."""
+    """verl's own part would need Ray and a whole config."""
     server = object.__new__(TLTvLLMHttpServer)
-    server.node_rank, server.replica_rank, server.tlt = 0, 0, TLTConfig.from_dict({})
+    server.tlt = TLTConfig.from_dict({"speculation": {"source": "both", "costs_dir": None}})
+    server.node_rank, server.replica_rank, server.engine = 0, 0, Engine()
     server._resume_event = asyncio.Event()
-    server.engine = SimpleNamespace(output_processor=SimpleNamespace(request_states={}))
+    server._tlt_key, server._tlt_served = None, DrafterStatus()
     return server
+
+
+async def test_the_schedulers_sums_arrive_as_they_were_and_are_reset(server):
+    sums = EngineStats(num_steps=7, steps_by_draft_length={-1: 2, 3: 5}, work=(Work(4, 0.5, 9.0),), num_ngram_drafts=3)
+    asked = []
+    server.engine = Engine(stats=lambda reset: asked.append(reset) or asdict(sums))
+    assert await server.tlt_stats() == sums
+    assert asked == [True]
+
+
+async def test_an_engine_that_refuses_is_reported_and_raises_nothing(server, caplog):
+    with caplog.at_level(logging.WARNING):
+        found = await server.tlt_stats()
+    assert found.num_steps == 0 and "The engine refused 'stats'" in found.failure
+    assert "no engine statistics this step" in caplog.text
+
+
+async def test_an_engine_that_does_not_answer_is_waited_for_so_long(monkeypatch):
+    monkeypatch.setattr(scheduler_client, "ANSWER_S", 0.05)
+    engine = Engine(stats=lambda: asyncio.sleep(60))
+    with pytest.raises(SchedulerCallError, match=r"did not answer 'stats' within 0\.05 s"):
+        await SchedulerClient(engine).call("stats")
 
 
 async def test_a_request_whose_admission_hangs_keeps_its_server(server, monkeypatch):
