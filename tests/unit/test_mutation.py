@@ -8,33 +8,40 @@ import sys
 
 import pytest
 
-from benchmarks.mutation import PACKAGES, ROOT, interval, mirrored, mutants, source_of
+from benchmarks import mutation
+from benchmarks.mutation import ROOT, interval, mirrored, mutants, source_of
 
-FILE = ROOT / "verl_tlt" / "idle" / "failure_budget.py"
-EVERY = [mutant for folder in PACKAGES.values() for path in (ROOT / folder).rglob("*.py") for mutant in mutants(path)]
-
-
-def test_every_kind_of_place_is_changed():
-    whats = [mutant.what for mutant in EVERY]
-    assert "count >= MAX_FAILURES -> count > MAX_FAILURES" in whats
-    assert "step + 2 ** (count - 1) -> step - 2 ** (count - 1)" in whats
-    assert len(whats) > 1000
-    assert any(what.endswith("-> return None") for what in whats)
-    assert any(" and " in what.partition(" -> ")[0] and " or " in what.partition(" -> ")[2] for what in whats)
-    assert any(what.startswith("max(") and "-> min(" in what for what in whats)
+RULE = """
+def spare(seconds, margin):
+    if seconds < 0 or not margin:
+        raise ValueError(f"{seconds + 1} s are none")
+    return max(seconds - margin, 0.0)
+"""
 
 
-@pytest.mark.parametrize("mutant", list(mutants(FILE)), ids=lambda m: m.what)
-def test_a_mutant_is_the_file_with_one_line_changed(mutant):
-    before = ast.unparse(ast.parse(FILE.read_text())).splitlines()
-    after = source_of(mutant).splitlines()
-    changed = [line for line in difflib.unified_diff(before, after, lineterm="", n=0) if line[0] in "+-"][2:]
-    assert len(changed) == 2 and changed[0][0] == "-" and changed[1][0] == "+"
+@pytest.fixture
+def rule(tmp_path, monkeypatch):
+    """The mutants of a small module."""
+    monkeypatch.setattr(mutation, "ROOT", tmp_path)
+    (tmp_path / "rule.py").write_text(RULE)
+    return list(mutants(tmp_path / "rule.py"))
 
 
-def test_what_is_only_said_is_left_alone():
-    for mutant in mutants(ROOT / "verl_tlt" / "idle" / "replica_idle.py"):
-        assert not mutant.what.startswith(("raise", "f'"))
+def test_every_decision_is_changed_and_what_is_only_said_is_not(rule):
+    whats = [mutant.what for mutant in rule]
+    for change in ("seconds < 0 -> seconds <= 0", "not margin -> margin", "seconds - margin -> seconds + margin",
+                   "max(seconds - margin, 0.0) -> min(seconds - margin, 0.0)",
+                   "seconds < 0 or not margin -> seconds < 0 and (not margin)"):  # fmt: skip
+        assert change in whats
+    assert any(what.endswith("-> return None") for what in whats) and not any("+ 1" in what for what in whats)
+
+
+def test_a_mutant_is_the_file_with_one_line_changed(rule):
+    before = ast.unparse(ast.parse(RULE)).splitlines()
+    for mutant in rule:
+        after = source_of(mutant).splitlines()
+        changed = [line for line in difflib.unified_diff(before, after, lineterm="", n=0) if line[0] in "+-"][2:]
+        assert [line[0] for line in changed] == ["-", "+"], mutant.what
 
 
 def test_the_mirrored_tests_come_first():

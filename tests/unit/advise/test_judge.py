@@ -7,20 +7,10 @@ import pytest
 from verl_tlt.advise.judge import Numbers, judge
 
 GOOD = Numbers(
-    gen_s=100.0,
-    rest_s=25.0,
-    overhead_s=0.5,
-    rollout={"low": 1.4, "likely": 1.8, "high": 2.2},
-    tail_share=0.8,
-    bubble_s=20.0,
-    bubble_needed_s=2.5,
-    replicas=8,
-    has_drafter=False,
-    trains=True,
-    response_mean=3000.0,
-    tail_break_even=1.4,
-    accept={"low": 1.9, "likely": 2.4, "high": 3.1},
-)
+    gen_s=100.0, rest_s=25.0, overhead_s=0.5, rollout={"low": 1.4, "likely": 1.8, "high": 2.2}, tail_share=0.8,
+    bubble_s=20.0, bubble_needed_s=2.5, replicas=8, has_drafter=False, trains=True, response_mean=3000.0,
+    tail_break_even=1.4, accept={"low": 1.9, "likely": 2.4, "high": 3.1},
+)  # fmt: skip
 
 
 def test_amdahl():

@@ -1,6 +1,7 @@
 """What a run showed, from verl's file logger, from its console, and from TLT's trace."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -43,25 +44,14 @@ def test_verls_console_says_the_same(jsonl, tmp_path):
         log.append(f"(TaskRunner pid=1) step:{record['step']} - {printed(record['data'])} - training/odd:nan")
     path = tmp_path / "run.log"
     path.write_text("\n".join(log))
-    ours, theirs = read_metrics(path), read_metrics(jsonl)
-    assert {k: v for k, v in ours.__dict__.items() if k != "source"} == {
-        k: v for k, v in theirs.__dict__.items() if k != "source"
-    }
-
-
-def test_waiting_for_tools(tmp_path):
-    tools = {"timing_s/agent_loop/tool_calls/mean": 30.0, "timing_s/agent_loop/generate_sequences/mean": 10.0}
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(json.dumps({"step": 1, "data": {**STEP, **tools}}))
-    assert read_metrics(path).tool_share == 0.75
+    assert replace(read_metrics(path), source="") == replace(read_metrics(jsonl), source="")
 
 
 def test_a_traced_run(made_run):
     found = read_run(made_run.directory)
     last = list(made_run.rollout_s)[1:]
-    assert found.steps == len(last) and found.gen_s == pytest.approx(
-        np.mean([made_run.rollout_s[s] for s in last]) + 0.06
-    )
+    rollout_s = np.mean([made_run.rollout_s[s] for s in last])
+    assert found.steps == len(last) and found.gen_s == pytest.approx(rollout_s + 0.06)
     assert found.bubble_s == pytest.approx(np.mean([made_run.bubble_s[s] for s in last]))
     assert found.stock_gen_s > found.gen_s and found.busy_share == pytest.approx(1.0, abs=0.05)
     lines = [line for file in made_run.directory.glob("engine-*") for line in file.read_text().splitlines()]
@@ -83,10 +73,3 @@ def test_a_file_without_a_finished_step_is_one_sentence(text, tmp_path):
     path.write_text(text)
     with pytest.raises(TLTError, match="holds no finished training step with timing_s/gen"):
         read_metrics(path)
-
-
-def test_what_is_not_there_is_one_sentence(tmp_path):
-    with pytest.raises(TLTError, match="cannot be read: No such file"):
-        read_metrics(tmp_path / "none.jsonl")
-    with pytest.raises(TLTError, match="is not a directory"):
-        read_run(tmp_path / "none")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from benchmarks.endurance import MARGIN_S, TOLERANCE, growth, overhead, stops
+from benchmarks.endurance import growth, overhead, stops
 from benchmarks.process_sizes import SHM, SharedMemory, sizes, slope
 from verl_tlt.trace.events import Session
 
@@ -34,8 +34,7 @@ def test_a_slow_leak_is_seen_through_noise_that_is_far_larger():
 
 
 def test_one_jump_is_no_leak():
-    assert slope([100.0] * 60 + [180.0] * 90) == 0.0
-    assert slope([5.0]) == 0.0 and slope([0.0, 1.0, 2.0]) == 1.0
+    assert slope([100.0] * 60 + [180.0] * 90) == 0.0 == slope([5.0])
     assert growth(list(looks(lambda i: 900 + 50.0 * (i > 100))), 150)["series"]["memory of worker 1"]["flat"]
 
 
@@ -50,7 +49,6 @@ def test_a_stop_is_judged_by_its_own_sessions_longest_micro_batch():
     found = stops([session(0.30, 0.25), session(0.30, 0.10), session(None, 0.2), session(0.1, 0.0, steps=0)])
     assert (found["sessions"], found["stopped"], found["within_bound"]) == (4, 2, 1)
     assert found["beyond_the_longest_micro_batch_s"]["max"] == pytest.approx(0.2)
-    assert 0.05 < MARGIN_S < 0.2
 
 
 def test_overhead_is_a_share_of_the_step_and_leaves_the_first_out():
@@ -67,7 +65,6 @@ def test_a_process_is_looked_at_from_outside():
     file = os.open(os.devnull, os.O_RDONLY)
     after = sizes(os.getpid())
     assert 60 < after["memory"] - before["memory"] < 90 and after["files"] == before["files"] + 1
-    assert after["threads"] >= 1
     os.close(file)
     kept.close()
     with pytest.raises(OSError):
@@ -88,4 +85,3 @@ def test_entries_of_shared_memory_are_told_from_other_peoples():
     finally:
         path.unlink(missing_ok=True)
         path.with_suffix(".other").unlink(missing_ok=True)
-    assert set(TOLERANCE) >= set(sizes(os.getpid()))

@@ -5,12 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from benchmarks.simulate.hardware import (
-    QWEN3_8B_H100,
-    QWEN_32B_TP4,
-    SwitchCost,
-    TableCost,
-)
+from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, SwitchCost, TableCost
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
 from verl_tlt.speculation.types import OFF, ControlError
 
@@ -27,13 +22,7 @@ ACCEPT_LENGTH = {16: 6.80, 32: 7.63, 48: 7.97, 64: 8.21}
 
 
 def modelled_speedup(batch, verify, context=13_700):
-    """The calibrated model's answer for one cell of Table 4: a tree of depth 10 whose passes carry 8 tokens each.
-
-    Args:
-        batch: requests.
-        verify: tree tokens verified per request.
-        context: tokens of context per request (the paper does not say; fitted).
-    """
+    """One cell of Table 4: a tree of depth 10, passes of 8 tokens, `verify` tokens verified; the context is fitted."""
     model = QWEN_32B_TP4
     stock = model.verify_s(batch, batch * context, 1)
     drafting = 10 * (model.pass_s + 8 * model.request_pass_s * batch)
@@ -49,12 +38,6 @@ def test_the_32b_model_reproduces_table_4():
     ]
     assert np.max(np.abs(errors)) < 0.07
     assert np.sqrt(np.mean(np.square(errors))) < 0.03
-
-
-def test_large_verify_wins_at_small_batches_and_small_verify_at_large_ones():
-    best = {batch: max(SPEEDUP, key=lambda v: modelled_speedup(batch, v)) for batch in BATCHES}
-    assert best[1] == 64 and best[32] == 16
-    assert [best[b] for b in BATCHES] == sorted(best.values(), reverse=True)
 
 
 @pytest.mark.parametrize("model", [QWEN3_8B_H100, QWEN_32B_TP4])
@@ -91,10 +74,5 @@ def test_a_table_is_linear_between_its_points_and_beyond():
     assert cost.seconds(1, 10_032, 0, OFF) == pytest.approx(0.02)
     with pytest.raises(ControlError, match="a step without drafts"):
         TableCost(LatencyTable((LatencyPoint(1, 32, 3, 0.01),)))
-
-
-def test_a_recording_without_stock_takes_its_own_zero_for_it():
-    table = LatencyTable(tuple(LatencyPoint(b, 100 * b, k, 0.01 * (1 + k) * b) for b in (1, 8) for k in (0, 3)))
-    cost = TableCost(table)
-    assert cost.seconds(4, 400, 0, OFF) == cost.seconds(4, 400, 0, 0)
-    assert cost.seconds(4, 400, 3, 3) > cost.seconds(4, 400, 0, 0)
+    own_zero = TableCost(LatencyTable(tuple(p for p in points if p.draft_length >= 0)))  # no step of stock's
+    assert own_zero.seconds(4, 128, 0, OFF) == own_zero.seconds(4, 128, 0, 0)

@@ -35,14 +35,11 @@ def test_latency_acceptance_and_jitter_come_back():
     assert cost.seconds(16, 0, 3, 3) == pytest.approx(QWEN3_8B_H100.seconds(16, 1600, 3, 3), rel=0.03)
 
 
-def test_only_clean_steady_steps_tell_latency():
+def test_only_enough_clean_steady_steps_tell_latency():
     lines = [line(8, 1, 0.01)] * 5 + [line(8, 1, 9.0, clean=False)] * 50 + [line(8, 3, 9.0, verified=1)] * 50
+    lines += [line(8, 0, 0.01)] * 2  # too few
     found = recording(step_records(lines))
     assert [(p.batch, p.draft_length, p.seconds) for p in found.table.points] == [(8, 1, 0.01)]
-
-
-def test_a_kind_seen_too_rarely_is_left_out():
-    assert recording(step_records([line(8, 0, 0.01)] * 2)).table.points == ()
 
 
 def test_a_line_cut_short_is_skipped_and_a_foreign_one_is_not():
@@ -63,12 +60,6 @@ def test_worth_is_the_speed_of_the_chosen_over_the_best():
     assert worth(step_records([line(1, 3, 0.1)] * 3), linear, accepted) == pytest.approx(100 * (2.8 / 13) / best)
     both = worth(step_records([line(1, 2, 0.1), line(1, 0, 0.1)]), linear, accepted)
     assert both == pytest.approx(100 * (2.7 + 1.0) / best / (12.0 + 10.0))
-
-
-def test_at_a_batch_where_drafts_do_not_pay_none_is_best():
-    assert worth(step_records([line(100, 0, 0.1)]), linear, [0.9, 0.8, 0.1]) == pytest.approx(100.0)
-    assert worth(step_records([line(100, 2, 0.1)]), linear, [0.9, 0.8, 0.1]) == pytest.approx(100 * 27 / 210)
-
-
-def test_steps_without_the_drafter_have_no_worth():
+    large = worth(step_records([line(100, 2, 0.1)]), linear, accepted)
+    assert large == pytest.approx(100 * 27 / 210), "at this batch drafts do not pay"
     assert worth(step_records([line(4, -1, 0.1, accepted=[], verified=0)]), linear, [0.9]) == 0.0

@@ -40,16 +40,11 @@ def test_nineteen_of_twenty_intervals_hold_the_truth():
 
 
 def test_an_arm_that_had_twice_as_much_to_write_is_as_fast_per_token():
-    stock = [step(0, n, 10.0) for n in range(3)]
-    arm = [step(0, n, 20.0, tokens=2000.0) for n in range(3)]
+    stock = [step(0, n, 10.0) for n in range(4)]
+    arm = [step(0, n, 20.0, tokens=2000.0) for n in (1, 2, 3, 4)]
     found = ratios(stock, arm)
     assert found["rollout"]["pooled"] == 0.5 and found["rollout_per_token"]["pooled"] == 1.0
-
-
-def test_only_steps_that_both_have_are_compared():
-    stock = [step(0, 1, 10.0), step(1, 1, 40.0)]
-    arm = [step(1, 1, 20.0), step(2, 1, 1.0)]
-    assert ratios(stock, arm)["rollout"]["each"] == [2.0]
+    assert found["rollout"]["each"] == [0.5] * 3, "of the steps that both have"
 
 
 def test_what_was_claimed_to_be_saved_is_compared_where_something_was_claimed():
@@ -86,7 +81,6 @@ def test_what_vllm_logs_of_accept_lengths_is_weighed_by_drafts():
 
 
 def test_what_was_calibrated_stays_whatever_the_arms_learn(tmp_path):
-    """Each saves what it has learned of its drafter's costs; the benchmark goes on with the table it began with."""
     calibrated = tmp_path / "calibrated"
     calibrated.mkdir()
     (calibrated / "warm.json").write_text("measured")
@@ -95,10 +89,7 @@ def test_what_was_calibrated_stays_whatever_the_arms_learn(tmp_path):
         (costs / "warm.json").write_text("learned")
         (costs / "fresh.json").write_text("learned")
     assert [path.read_text() for path in found.iterdir()] == ["measured"]
-    assert {path.name: path.read_text() for path in costs.iterdir()} == {
-        "warm.json": "learned",
-        "fresh.json": "learned",
-    }
+    assert sorted(path.read_text() for path in costs.iterdir()) == ["learned", "learned"]
 
 
 def test_every_arm_is_stock_or_says_what_it_changes(tmp_path):

@@ -33,11 +33,7 @@ def test_a_step_is_announced_once_whichever_source_has_it_first():
 
 
 def test_the_cause_is_the_last_error_without_rays_prefix():
-    lines = [
-        "ValueError: first",
-        "\x1b[36m(TaskRunnerV1 pid=9)\x1b[0m torch.OutOfMemoryError: no memory left",
-        "  File somewhere",
-        "Error executing job with overrides: []",
-    ]
+    last = "\x1b[36m(TaskRunnerV1 pid=9)\x1b[0m torch.OutOfMemoryError: no memory left"
+    lines = ["ValueError: first", last, "  File somewhere", "Error executing job with overrides: []"]
     assert cause(lines) == "torch.OutOfMemoryError: no memory left"
     assert cause(["all is well"]) is None

@@ -42,23 +42,15 @@ def test_the_doctor_takes_a_script_and_says_first_whether_tlt_is_on(script, reci
 
 def test_calibrate_asks_the_doctor_first_and_needs_no_data(recipe):
     policy = f"actor_rollout_ref.model.path={recipe.actor_rollout_ref.model.path}"
-    said = CliRunner().invoke(
-        app,
-        ["calibrate", "--cpu", policy, "actor_rollout_ref.rollout.name=sglang", "+tlt=default", "tlt.spot.poll_s=0"],
-    )
-    assert said.exit_code == 1 and "tlt.spot.poll_s must be" in said.output
     said = CliRunner().invoke(app, ["calibrate", "--cpu", policy, "+tlt=default"])
     assert said.exit_code == 1 and said.output.strip() == (
         "actor_rollout_ref.rollout.name is not set; verl-tlt works with vllm only."
     )
 
 
-def test_the_command_prints_a_table_and_its_exit_code_says_whether_it_can_run():
+def test_without_a_recipe_packages_alone_are_judged():
     good = CliRunner().invoke(app, ["doctor"])
-    assert good.exit_code == 0 and "speculators" in good.output
-    wide = {"COLUMNS": "200"}
-    bad = CliRunner().invoke(app, ["doctor", *FLAG, "trainer.v1.trainer_mode=one_step_off"], env=wide)
-    assert bad.exit_code == 1 and "separate_async" in bad.output
+    assert good.exit_code == 0 and all(name in good.output for name in ("verl", "vllm", "speculators"))
 
 
 def test_asking_for_help_imports_no_framework():

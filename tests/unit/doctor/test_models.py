@@ -54,35 +54,20 @@ def test_a_name_that_cannot_be_resolved_is_no_refusal_but_is_said(cached):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("family", "architecture", "said"),
     [
-        (
-            {"model_type": "afmoe", "architectures": ["AfmoeForCausalLM"]},
-            "would serve a head beside AfmoeForCausalLM, but none was made and tested yet",
-        ),
-        (
-            {"model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"]},
-            "serves no EAGLE-3 head beside SeedOssForC",
-        ),
-        (
-            {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]},
-            "qwen3_vl: latent attention (MLA) does not start on vLLM's CPU backend",
-        ),
-        (
-            {
-                "model_type": "llava",
-                "architectures": ["LlavaForConditionalGeneration"],
-                "text_config": {"model_type": "llama"},
-            },
-            "would serve a head beside LlavaForConditionalGeneration",
-        ),
-        ({"model_type": "qwen2", "architectures": ["SeedOssForCausalLM"]}, "is a qwen2 model, and vLLM "),
-        ({"model_type": "martian", "architectures": ["MartianForCausalLM"]}, "drafters exist for llama, qwen2"),
-        ({"model_type": "martian", "architectures": None}, "drafters exist for llama, qwen2"),
+        ("afmoe", "AfmoeForCausalLM", "would serve a head beside AfmoeForCausalLM, but none was made and tested yet"),
+        ("seed_oss", "SeedOssForCausalLM", "serves no EAGLE-3 head beside SeedOssForC"),
+        ("deepseek_v3", "DeepseekV3ForCausalLM", "latent attention (MLA) does not start on vLLM's CPU backend"),
+        ("llava", "LlavaForConditionalGeneration", "would serve a head beside LlavaForConditionalGeneration"),
+        ("qwen2", "SeedOssForCausalLM", "is a qwen2 model, and vLLM "),
+        ("martian", "MartianForCausalLM", "drafters exist for llama, qwen2"),
+        ("martian", None, "drafters exist for llama, qwen2"),
     ],
 )
-def test_another_family_is_refused_with_the_reason(cached, changes, said):
+def test_another_family_is_refused_with_the_reason(cached, family, architecture, said):
     pytest.importorskip("vllm")
+    changes = {"model_type": family, "architectures": architecture and [architecture]}
     found = check_policy(cached("Org/policy", **changes))
     sentence = found.sentence
     assert found.level == "refuse" and said in sentence and sentence.endswith(".") and "\n" not in sentence

@@ -15,12 +15,9 @@ def test_a_recipe_is_composed_from_verls_own_files():
     config = compose([*FLAG, "tlt.spot.enable=false"], "ppo_trainer")
     assert config.trainer.plugin == "tlt" and config.tlt.spot.enable is False
     assert config.trainer.v1.trainer_mode == "sync"
-
-
-def test_a_recipe_that_does_not_compose_is_one_sentence():
-    with pytest.raises(TLTConfigError) as error:
+    with pytest.raises(TLTConfigError, match=r"no\.such\.key") as error:
         compose(["no.such.key=1"], "ppo_trainer")
-    assert "no.such.key" in str(error.value) and "\n" not in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_script_is_read_by_running_it_with_a_stand_in_for_python(script):
@@ -39,10 +36,9 @@ def test_a_script_is_read_by_running_it_with_a_stand_in_for_python(script):
         ("echo hello", "does not start `python -m verl.trainer.main_ppo` here: exit status 0."),
         ("set -u\npython -m verl.trainer.main_ppo $NOWHERE", "NOWHERE: unbound variable"),
         (
-            "python prepare.py\npython -m verl.trainer.sft_trainer x=1",
-            "it starts `python -m verl.trainer.sft_trainer`.",
+            "python prepare.py\ntorchrun -m verl.trainer.sft_trainer x=1",
+            "starts `torchrun -m verl.trainer.sft_trainer`.",
         ),
-        ("torchrun --standalone -m verl.trainer.fsdp_sft_trainer", "it starts `torchrun --standalone -m`."),
         ("sleep 5; python -m verl.trainer.main_ppo", "did not come to verl.trainer.main_ppo within 0 s."),
     ],
 )

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf, open_dict
 
 from verl_tlt.compat.versions import SUPPORTED, installed, release
 from verl_tlt.config import DrafterConfig, SpeculationConfig, SpotConfig, TLTConfig, TLTConfigError
-from verl_tlt.doctor.rules import UNTAPPED_LAYOUTS, examine, examine_packages, judge_version
+from verl_tlt.doctor.rules import UNTAPPED_LAYOUTS, examine, judge_version
 from verl_tlt.idle.modes import MODE_RULES
 
 DEFAULTS = TLTConfig()
@@ -33,25 +33,6 @@ def levels(found):
     for finding in found.values():
         assert finding.sentence.endswith(".") and "\n" not in finding.sentence
     return {what: finding.level for what, finding in found.items()}
-
-
-def test_a_good_recipe_has_nothing_to_say(findings):
-    assert levels(findings()) == {}
-
-
-@pytest.mark.parametrize(
-    ("changes", "level", "begins"),
-    [
-        ({}, "ok", "TLT is on"),
-        ({"trainer.plugin": None}, "warn", "TLT is off: this recipe trains with stock verl until +trainer.plugin=tlt"),
-        ({"trainer.plugin": "tlr"}, "refuse", "TLT is off: trainer.plugin=tlr"),
-    ],
-)
-def test_the_first_line_says_whether_tlt_is_on(recipe, changes, level, begins):
-    for key, value in changes.items():
-        OmegaConf.update(recipe, key, value)
-    first = examine(recipe, DEFAULTS)[0]
-    assert (first.level, first.what) == (level, "trainer.plugin") and first.sentence.startswith(begins)
 
 
 @pytest.mark.parametrize(
@@ -83,15 +64,10 @@ def test_each_impossible_recipe_is_refused_for_that_one_reason(findings, changes
 
 @pytest.mark.parametrize(
     "changes",
-    [{f"{ROLLOUT}.min_p": 0.0}, *({f"{ACTOR}.megatron.{name}": True} for name in UNTAPPED_LAYOUTS)],
+    [{}, {f"{ROLLOUT}.min_p": 0.0}, *({f"{ACTOR}.megatron.{name}": True} for name in UNTAPPED_LAYOUTS)],
 )
 def test_what_is_set_but_has_no_effect_is_no_reason(findings, changes):
     assert levels(findings(changes)) == {}
-
-
-def test_an_unsupported_mode_says_which_are_supported(findings):
-    sentence = findings({"trainer.v1.trainer_mode": "fully_async"})["trainer.v1.trainer_mode"].sentence
-    assert all(mode in sentence for mode in MODE_RULES)
 
 
 @pytest.mark.parametrize("mode", [*MODE_RULES, *(f"tlt_{mode}" for mode in MODE_RULES)])
@@ -99,26 +75,20 @@ def test_every_mode_of_the_v1_trainer_is_welcome_before_and_after_activation(fin
     assert levels(findings({"trainer.v1.trainer_mode": mode})) == {}
 
 
-@pytest.mark.parametrize("strategy", ["veomni", "torchtitan", "automodel", "mindspeed"])
-def test_an_engine_without_a_tap_speculates_only(findings, strategy):
-    key = f"{ACTOR}.strategy"
-    found = findings({key: strategy})
-    assert levels(found) == {key: "warn"} and "random" in found[key].sentence
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [(f"{ACTOR}.strategy", "veomni", "random"), ("algorithm.rollout_correction.bypass_mode", True, "is not trained")],
+)
+def test_an_actor_that_feeds_no_drafter_speculates_only(findings, key, value, said):
+    found = findings({key: value})
+    assert levels(found) == {key: "warn"} and said in found[key].sentence
     assert levels(findings({}, UNTRAINED)) == {}, "a drafter that is not to learn needs no tap"
 
 
 def test_megatron_feeds_the_drafter_but_for_layouts_without_a_tap(findings):
     assert levels(findings({f"{ACTOR}.strategy": "megatron"})) == {}
-    for name in UNTAPPED_LAYOUTS:
-        key = f"{ACTOR}.megatron.{name}"
-        assert levels(findings({key: True})) == {key: "warn"}
-        findings({key: False})
-
-
-def test_bypass_mode_warns_that_nothing_feeds_the_drafter(findings):
-    key = "algorithm.rollout_correction.bypass_mode"
+    key = f"{ACTOR}.megatron.{next(iter(UNTAPPED_LAYOUTS))}"
     assert levels(findings({key: True})) == {key: "warn"}
-    assert levels(findings({}, UNTRAINED)) == {}
 
 
 @pytest.mark.parametrize("mode", MODE_RULES)
@@ -180,22 +150,11 @@ def test_data_files_may_be_one_several_a_glob_or_remote(findings, tmp_path):
     assert levels(findings({"data.custom_cls.path": "mine.py"})) == {}, "a custom dataset reads what it likes"
 
 
-def test_what_could_not_be_checked_is_a_warning(findings):
-    key = "actor_rollout_ref.model.path"
-    found = findings({key: "hdfs://cluster/policy"})
-    assert levels(found) == {key: "warn"} and "another file system" in found[key].sentence
-
-
 def test_a_ray_client_driver_looks_at_no_file(findings, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     settings = TLTConfig(drafter=DrafterConfig(path="/only/there"))
-    assert levels(findings({"data.train_files": "/only/on/the/cluster.parquet"}, settings)) == {
-        "ray_init.address": "warn"
-    }
-
-
-def test_the_policy_s_family_is_named(recipe):
-    assert any("is a qwen3 model" in f.sentence for f in examine(recipe, DEFAULTS))
+    found = findings({"data.train_files": "/only/on/the/cluster.parquet"}, settings)
+    assert levels(found) == {"ray_init.address": "warn"}
 
 
 @pytest.mark.parametrize(
@@ -214,16 +173,12 @@ def test_a_drafter_that_cannot_be_is_known_before_ray_starts(findings, drafter, 
 @pytest.mark.parametrize(("field", "value"), [("hidden_size", 32), ("vocab_size", 99)])
 def test_a_drafter_of_another_policy_names_file_and_field(findings, tmp_path, field, value):
     policy = json.loads((tmp_path / "policy" / "config.json").read_text())
-    config = {
-        "speculators_model_type": "eagle3",
-        "transformer_layer_config": policy | {"num_hidden_layers": 1, field: value},
-    }
-    (tmp_path / "drafter").mkdir()
-    (tmp_path / "drafter" / "config.json").write_text(json.dumps(config))
-    sentence = findings({}, TLTConfig(drafter=DrafterConfig(path=str(tmp_path / "drafter"))))[
-        "tlt.drafter.path"
-    ].sentence
-    assert sentence.startswith("tlt.drafter.path: ") and str(tmp_path / "drafter" / "config.json") in sentence
+    layer, drafter = policy | {"num_hidden_layers": 1, field: value}, tmp_path / "drafter"
+    drafter.mkdir()
+    config = {"speculators_model_type": "eagle3", "transformer_layer_config": layer}
+    (drafter / "config.json").write_text(json.dumps(config))
+    sentence = findings({}, TLTConfig(drafter=DrafterConfig(path=str(drafter))))["tlt.drafter.path"].sentence
+    assert sentence.startswith("tlt.drafter.path: ") and str(drafter / "config.json") in sentence
     assert f"{field}={value}" in sentence
 
 
@@ -251,10 +206,6 @@ def test_versions(name, version, level):
     assert (finding.level, finding.what) == (level, name)
     assert name in finding.sentence and (version is None or version in finding.sentence or level == "warn")
     assert version is not None or supported.remedy in finding.sentence
-
-
-def test_packages_alone_are_judged():
-    assert [f.what for f in examine_packages()] == ["verl", "vllm", "speculators"]
 
 
 def test_releases_compare_as_numbers():

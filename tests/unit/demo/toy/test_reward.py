@@ -1,3 +1,4 @@
+import random
 import subprocess
 import sys
 
@@ -15,12 +16,9 @@ def score(text):
     return compute_score("toy_addition", text, TRUTH, {"index": 0}, unknown=1)
 
 
-def test_truth():
-    assert " ".join(answer_tokens(PROBLEM)) == TRUTH
-
-
-@pytest.mark.parametrize("end", ["", " <eos>", " <eos> ? 0 1 x0 7", " ? 0 1 x0 7", " = z0 9"])
+@pytest.mark.parametrize("end", ["", " <eos> ? 0 1 x0 7", " ? 0 1 x0 7", " = z0 9"])
 def test_a_complete_right_answer_counts(end):
+    assert " ".join(answer_tokens(PROBLEM)) == TRUTH
     assert score(f"x0 7 y0 5 > z0 2 x1 4 y1 2 : z1 7 = {TRUTH}{end}") == 1.0
 
 
@@ -33,7 +31,6 @@ def test_a_complete_right_answer_counts(end):
         "= z0 2 z1 7",  # cut off by the length limit
         "= z0 2 z1 7 z2 0 z3 0 <eos>",  # too long
         "= z0 9 z1 7 z2 0 <eos> = z0 2 z1 7 z2 0 <eos>",  # only the first answer counts
-        "z0 2 z1 7 z2 0 <eos>",  # no `=`
     ],
 )
 def test_anything_else_does_not(text):
@@ -41,17 +38,12 @@ def test_anything_else_does_not(text):
 
 
 def test_it_reads_what_verl_decodes():
-    import random
-
     tokenizer = build_tokenizer()
     ids = tokenizer.convert_tokens_to_ids(sample_response(PROBLEM, random.Random(0), slip=0.0))
     assert score(tokenizer.decode(ids, skip_special_tokens=True)) == 1.0
 
 
 def test_it_loads_in_a_reward_worker_without_heavy_imports():
-    code = (
-        "import sys, demo.toy.reward;"
-        "print([m for m in ('torch', 'transformers', 'verl', 'vllm', 'ray') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout.strip() == "[]"
+    heavy = {"torch", "transformers", "verl", "vllm", "ray"}
+    code = f"import sys, demo.toy.reward; assert not {heavy} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], timeout=300, check=True)

@@ -37,11 +37,8 @@ def test_texts_stay_in_the_vocabulary_and_the_limits(responses):
     for problem, text in responses:
         assert len(task.prompt_tokens(problem)) <= task.MAX_PROMPT
         assert set(task.prompt_tokens(problem) + text) <= set(task.TOKENS)
-
-
-def test_demonstrations_slip_now_and_then(responses):
     right = statistics.mean(task.is_correct(text, task.answer_tokens(problem)) for problem, text in responses)
-    assert 0.85 < right < 0.97
+    assert 0.85 < right < 0.97, "demonstrations slip now and then"
 
 
 def test_no_distance_repeats(responses):
@@ -50,14 +47,6 @@ def test_no_distance_repeats(responses):
     for lag in range(3, 16):
         pairs = [(k[i], k[i + lag]) for k in kinds for i in range(len(k) - lag) if k[i] == "x"]
         assert statistics.mean(a == b for a, b in pairs) < 0.6, lag
-
-
-def test_a_seed_fixes_the_text():
-    def draw(seed):
-        rng = random.Random(seed)
-        return [task.sample_response(task.sample_problem(rng), rng) for _ in range(20)]
-
-    assert draw(5) == draw(5) != draw(6)
 
 
 def test_a_continued_response_keeps_its_first_answer():

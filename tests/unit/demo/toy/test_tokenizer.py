@@ -24,13 +24,10 @@ def test_texts_survive_the_round_trip(tokenizer):
         assert tokenizer.decode(ids) == text
 
 
-def test_the_template_adds_nothing(tokenizer):
+def test_it_has_what_verl_asks_of_a_qwen3_tokenizer(tokenizer):
     content = " ".join(task.prompt_tokens(task.Problem((1,), (2,))))
     messages = [{"role": "user", "content": content}]
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == content
-
-
-def test_it_has_what_verl_asks_of_a_qwen3_tokenizer(tokenizer):
     assert len(tokenizer) == 64
     assert tokenizer.encode("\n", add_special_tokens=False) == [task.TOKEN_ID[task.NEWLINE]]
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") == task.TOKEN_ID[task.IM_END]

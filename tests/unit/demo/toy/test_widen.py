@@ -1,4 +1,4 @@
-import dataclasses
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -8,8 +8,7 @@ from demo.toy.tokenizer import save_tokenizer
 from demo.toy.widen import widen
 
 
-@dataclasses.dataclass
-class Pair:
+class Pair(NamedTuple):
     small: Qwen3ForCausalLM
     wide: Qwen3ForCausalLM
     aux_layers: tuple
@@ -18,16 +17,8 @@ class Pair:
 @pytest.fixture
 def pair(tmp_path):
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        tie_word_embeddings=False,
-    )
+    config = Qwen3Config(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, head_dim=16,
+                         num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=False)  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "small")
     save_tokenizer(tmp_path / "small")
     made = widen(tmp_path / "small", tmp_path / "wide", mlp_width=160)
@@ -73,17 +64,12 @@ def test_the_tapped_inputs_are_outputs_of_real_layers(pair, tokens):
 
 def test_the_optimizer_leaves_every_added_number_at_zero(pair, tokens):
     before = {name: weight.detach().clone() for name, weight in pair.wide.named_parameters()}
-    train(pair.wide, tokens)
+    optimizer = torch.optim.AdamW(pair.wide.parameters(), lr=1e-3, weight_decay=0.1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        pair.wide(tokens, labels=tokens).loss.backward()
+        torch.nn.utils.clip_grad_norm_(pair.wide.parameters(), 1.0)
+        optimizer.step()
     for name, weight, mask in added(pair):
         assert (weight[mask] == 0).all(), name
         assert mask.all() or not torch.equal(weight[~mask], before[name][~mask]), name
-
-
-def train(model, tokens):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-    for _ in range(5):
-        loss = model(tokens, labels=tokens).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
