@@ -16,8 +16,7 @@ import numpy as np
 
 from benchmarks.simulate.hardware import QWEN_32B_TP4, CostModel, GraphCost, steady
 from benchmarks.simulate.workload import FIG16_ADAPTIVE
-from verl_tlt.advise.response_lengths import LogNormal
-from verl_tlt.advise.simulation import EngineSpec, SimulatedRun, decode, simulate, step_gains
+from verl_tlt.advise.simulation import EngineSpec, LogNormal, SimulatedRun, decode, simulate, step_gains
 from verl_tlt.speculation.types import OFF
 
 TABLE_4 = {1: 3.62, 2: 3.39, 4: 3.13, 8: 2.73, 16: 2.67, 32: 2.48}

@@ -34,8 +34,17 @@ from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, TableCost,
 from benchmarks.simulate.paper import reproduce
 from benchmarks.simulate.workload import FIG16_ADAPTIVE, Workload, geometric
 from demo.toy.assets import prompt_row
-from verl_tlt.advise.response_lengths import Lengths, LogNormal
-from verl_tlt.advise.simulation import EngineSpec, Floats, SimulatedRun, decode, rollout, simulate, step_gains
+from verl_tlt.advise.simulation import (
+    EngineSpec,
+    Floats,
+    Lengths,
+    LogNormal,
+    SimulatedRun,
+    decode,
+    rollout,
+    simulate,
+    step_gains,
+)
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.policies import make_policy
 from verl_tlt.speculation.types import OFF

@@ -22,11 +22,7 @@ DEFAULT_GPU = "H100"
 
 
 def advise(options: AdviseOptions, console: Console) -> Verdict:
-    """Print the advice; returns the answer.
-
-    Raises:
-        TLTError: something cannot be read, or contradicts something else.
-    """
+    """Print the advice, and return the answer; raises `TLTError` as `read_scenario` and `estimate` do."""
     scenario, assumed = read_scenario(options)
     found = estimate(scenario, assumed)
     verdict = judge(found.numbers)

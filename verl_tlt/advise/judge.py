@@ -1,7 +1,5 @@
-"""Yes, no, or what it depends on: rules over the numbers of a run. Pure.
-
-A "no" names the number that decides. The first rule that applies is the answer: no drafter helps a run whose rollout
-is a small part of its steps.
+"""Yes, no, or what it depends on: rules over the numbers of a run. The first that applies is the answer, and names its
+number.
 """
 
 from __future__ import annotations
@@ -49,7 +47,6 @@ class Numbers:
     trains: bool
     """Idle time may train the drafter."""
     mode: str = "sync"
-    """`trainer.v1.trainer_mode`."""
     reward_s: float = 0.0
     """Part of `rest_s`."""
     tool_share: float = 0.0

@@ -15,9 +15,17 @@ import numpy as np
 
 from verl_tlt.advise.hardware import Gpu, Shape, drafter_tokens_s, step_cost, update_token_s
 from verl_tlt.advise.judge import Numbers
-from verl_tlt.advise.response_lengths import LogNormal, from_mean, from_moments
 from verl_tlt.advise.run_metrics import RunMetrics
-from verl_tlt.advise.simulation import EngineSpec, SimulatedRollout, SimulatedRun, simulate, tail_share
+from verl_tlt.advise.simulation import (
+    EngineSpec,
+    LogNormal,
+    SimulatedRollout,
+    SimulatedRun,
+    from_mean,
+    from_moments,
+    simulate,
+    tail_share,
+)
 from verl_tlt.advise.workload import Workload
 from verl_tlt.errors import TLTError
 from verl_tlt.speculation.costs.latency import LatencyModel

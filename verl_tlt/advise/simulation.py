@@ -8,14 +8,16 @@ acceptance. Left out are what the policy's learning costs and the luck of single
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
 
-from verl_tlt.advise.response_lengths import Lengths, LogNormal
+from verl_tlt.errors import TLTError
 from verl_tlt.speculation.types import OFF
 
 SMALL_BATCH = 32
@@ -25,7 +27,10 @@ GRAIN = 1.0 / 32.0
 GROWTH = 0.25
 """Relative growth of the mean context at which a segment ends."""
 
+STANDARD_NORMAL = NormalDist()
+
 Floats = npt.NDArray[np.float64]
+Lengths = npt.NDArray[np.int64]
 StepSeconds = Callable[[int, int, int], float]
 """Seconds of a step by batch, tokens of context in all requests, and draft length (OFF: no drafter)."""
 
@@ -170,3 +175,63 @@ def tail_share(engines: Sequence[Mapping[int, float]]) -> float:
     """Share of decoding time at batches below `SMALL_BATCH`, of engines whose seconds by batch are given."""
     seconds = [item for engine in engines for item in engine.items()]
     return sum(s for batch, s in seconds if batch < SMALL_BATCH) / sum(s for _, s in seconds)
+
+
+# ---------------------------------------------------------------------- response lengths
+
+
+@dataclass(frozen=True)
+class LogNormal:
+    """Log-normal response lengths in tokens, cut at `longest`."""
+
+    median: float
+    sigma: float
+    """Standard deviation of the logarithm."""
+    longest: int
+
+    def draw(self, rng: np.random.Generator, requests: int) -> Lengths:
+        """Lengths in tokens, [requests]."""
+        drawn = rng.lognormal(math.log(self.median), self.sigma, requests)
+        return np.clip(drawn, 1, self.longest).astype(np.int64)
+
+    def mean(self) -> float:
+        """Mean length in tokens, cut responses included."""
+        mu = math.log(self.median)
+        z = (math.log(self.longest) - mu) / self.sigma
+        below = math.exp(mu + 0.5 * self.sigma**2) * STANDARD_NORMAL.cdf(z - self.sigma)
+        return below + self.longest * (1.0 - STANDARD_NORMAL.cdf(z))
+
+
+def from_mean(mean: float, sigma: float, limit: int) -> LogNormal:
+    """The distribution of this spread, cut at `limit`, that has this mean."""
+    median = _bisect(lambda median: LogNormal(median, sigma, limit).mean() < mean, 1e-3, 4.0 * limit)
+    return LogNormal(median, sigma, limit)
+
+
+def from_moments(mean: float, longest: float, clipped: float, requests: int, limit: int) -> LogNormal:
+    """The distribution with the mean and the longest response of steps of so many `requests`, as a run logged them.
+
+    Where a share of all responses is `clipped` at the `limit`, that share decides in place of the longest one.
+
+    Raises:
+        TLTError: the mean is not between 1 and the limit.
+    """
+    if not 1 <= mean <= limit:
+        raise TLTError(f"A mean response length of {mean:g} does not fit a limit of {limit} tokens.")
+    share, edge = (clipped, limit) if clipped > 0 else (1.0 / max(requests, 2), min(longest, limit))
+    z = STANDARD_NORMAL.inv_cdf(1.0 - min(max(share, 1e-7), 0.5))
+
+    def with_spread(sigma: float) -> LogNormal:
+        """`share` of all responses are longer than `edge`."""
+        return LogNormal(edge * math.exp(-z * sigma), sigma, limit)
+
+    # a larger sigma with the same upper quantile has a lower mean
+    return with_spread(_bisect(lambda sigma: with_spread(sigma).mean() > mean, 0.0, 4.0))
+
+
+def _bisect(below: Callable[[float], bool], low: float, high: float) -> float:
+    """Where `below`, which is true up to some value, turns false."""
+    for _ in range(60):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if below(middle) else (low, middle)
+    return high

@@ -19,7 +19,6 @@ class Workload:
     policy: str
     """`actor_rollout_ref.model.path`, as it is written."""
     mode: str
-    """`trainer.v1.trainer_mode`."""
     gpus: int
     """Of the trainer."""
     replicas: int
@@ -36,7 +35,6 @@ class Workload:
     eager: bool
     """Engines without CUDA graphs."""
     critic: bool
-    """A value model is trained too."""
     reference: bool
     """A reference policy's log-probs are computed too."""
     multi_turn: bool
@@ -46,11 +44,7 @@ class Workload:
 
 
 def read_workload(config: DictConfig) -> Workload:
-    """Look up what decides how long a step takes.
-
-    Raises:
-        TLTConfigError: a key cannot be read, or is no whole number.
-    """
+    """Look up what decides how long a step takes; raises `TLTConfigError` where a key cannot be read."""
     mode, gpus, per_replica = trainer_mode(config), devices(config, "trainer"), devices_per_replica(config)
     rollout_gpus = devices(config, ROLLOUT) if mode == "separate_async" else gpus
     if rollout_gpus < per_replica:

@@ -18,7 +18,6 @@ from verl_tlt.config import TLTConfigError
 from verl_tlt.doctor import rules
 from verl_tlt.doctor.models import Finding
 from verl_tlt.doctor.recipe import Recipe, compose, read_settings
-from verl_tlt.doctor.rules import judge_symbols
 from verl_tlt.errors import TLTError
 
 if TYPE_CHECKING:
@@ -27,8 +26,15 @@ if TYPE_CHECKING:
 
 def diagnose(recipe: Recipe) -> list[Finding]:
     """Findings for this environment, and for a recipe if its overrides are given."""
-    symbols = [f for package, checked in installed_symbols().items() for f in judge_symbols(package, checked)]
-    return [*examine_recipe(recipe), *symbols]
+    findings = examine_recipe(recipe)
+    for package, checked in installed_symbols().items():
+        what, wrong = f"{package} symbols", [(symbol, problem) for symbol, problem in checked if problem]
+        for symbol, problem in wrong:
+            sentence = f"{symbol.name}, which verl_tlt/{symbol.used_by} relies on: {problem}."
+            findings.append(Finding("refuse", what, sentence))
+        if not wrong:
+            findings.append(Finding("ok", what, f"all {len(checked)} that verl-tlt relies on are as expected"))
+    return findings
 
 
 def installed_symbols() -> dict[str, list[tuple[Symbol, str | None]]]:

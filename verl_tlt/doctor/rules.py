@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from verl_tlt import flag
-from verl_tlt.compat.upstream_api import Symbol
 from verl_tlt.compat.versions import SUPPORTED, Release, Supported, installed, release
 from verl_tlt.config import TLTConfig, TLTConfigError
 from verl_tlt.doctor.models import POLICY, Finding, check_policy, check_recipe_drafter
@@ -99,16 +98,6 @@ def judge_version(supported: Supported, version: str | None) -> Finding:
 
 def _text(wanted: Release) -> str:
     return ".".join(map(str, wanted)).removesuffix(".0")
-
-
-def judge_symbols(package: str, checked: Sequence[tuple[Symbol, str | None]]) -> Iterator[Finding]:
-    """What the installed sources of a package lack of what verl-tlt relies on."""
-    what = f"{package} symbols"
-    wrong = [(symbol, problem) for symbol, problem in checked if problem]
-    for symbol, problem in wrong:
-        yield Finding("refuse", what, f"{symbol.name}, which verl_tlt/{symbol.used_by} relies on: {problem}.")
-    if not wrong:
-        yield Finding("ok", what, f"all {len(checked)} that verl-tlt relies on are as expected")
 
 
 # ---------------------------------------------------------------------- the recipe

@@ -9,8 +9,17 @@ import pytest
 from benchmarks.simulate.engine import Noise, SimulatedEngine
 from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, calibration_of, steady
 from benchmarks.simulate.workload import Workload, geometric
-from verl_tlt.advise.response_lengths import LogNormal, from_mean, from_moments
-from verl_tlt.advise.simulation import EngineSpec, SimulatedRun, decode, rollout, simulate, step_gains
+from verl_tlt.advise.simulation import (
+    EngineSpec,
+    LogNormal,
+    SimulatedRun,
+    decode,
+    from_mean,
+    from_moments,
+    rollout,
+    simulate,
+    step_gains,
+)
 from verl_tlt.errors import TLTError
 from verl_tlt.speculation.policies import make_policy
 from verl_tlt.speculation.types import OFF
