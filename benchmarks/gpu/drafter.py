@@ -14,13 +14,22 @@ Without a GPU: `--tiny`, which says of no figure that it is one of a GPU.
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from benchmarks.gpu.learner import scoring, stop
 from benchmarks.gpu.parts import NEEDS_CUDA, Bench, Part, clock, main, peak_gib, seconds
 from benchmarks.gpu.shapes import Shape, drafter, rows_of, shape_of, texts
-from verl_tlt.drafter import Batch, DeviceResidency, DrafterTrainer, default_attention, fingerprint, pack
+from verl_tlt.drafter import (
+    Batch,
+    DeviceResidency,
+    DrafterTrainer,
+    default_attention,
+    device_residency,
+    fingerprint,
+    pack,
+)
 from verl_tlt.spot_worker.device import TrainingDevice
 
 PASSES = 3
@@ -113,7 +122,7 @@ def residency(bench: Bench, name: str) -> dict[str, Any]:
     turns = []
     for _ in range(3):
         start = clock(bench.device)
-        with DeviceResidency(trainer, device, copy=copy):
+        with patch.object(device_residency, "_copy", copy), DeviceResidency(trainer, device):
             there, arrived = sum(crossed), clock(bench.device)
         back, home = sum(crossed) - there, clock(bench.device)
         crossed.clear()

@@ -1,8 +1,7 @@
 """Attention over a packed row, one document at a time, for training on a CPU.
 
-A packed row of S positions holds several documents, and each pass of a training-time test adds S keys, of which a
-position attends to one. A dense mask computes all of S x (passes x S) scores, with which a small model's step takes 1.5
-times as long on a CPU; this computes each document's own and that one of each later pass.
+Each pass of a training-time test adds S keys to a row of S positions, of which a position attends to one. A dense mask
+computes all S x (passes x S) scores, and a small model's step takes 1.5 times as long on a CPU.
 """
 
 from __future__ import annotations
@@ -38,9 +37,6 @@ def attend_by_document(
     `query` is [1, heads, S, head_dim], `key` and `value` [1, kv_heads, P * S, head_dim] in pass P of a training-time
     test. `attention_mask`, bool [1, 1, S, P * S], is causal within documents in the first S columns, and the diagonal
     of each further S; padding attends to itself alone. Returns [1, S, heads, head_dim], and no weights.
-
-    Raises:
-        ValueError: the mask is another one, as a sliding window has.
     """
     heads, rows, width = query.shape[1:]
     passes, groups = key.shape[2] // rows, heads // key.shape[1]
@@ -69,10 +65,7 @@ def attend_by_document(
 def _documents(mask: torch.Tensor) -> list[tuple[int, int, int]]:
     """(begin, end, length of each) of the documents in a bool [S, S] mask that is causal within each.
 
-    Those of one token that follow each other are one entry.
-
-    Raises:
-        ValueError: it is another mask.
+    Those of one token that follow each other are one entry. Another mask, as of a sliding window, is a `ValueError`.
     """
     index = torch.arange(len(mask), device=mask.device)
     starts = mask.int().argmax(dim=1)  # [S] the first position that each one attends to

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
     from transformers import LlamaConfig
 
-DEFAULT_DRAFT_LENGTH = 3
-"""Written into the config for `vllm serve DRAFTER`; `--speculative-config` overrides it."""
-
 
 def default_attention(device: torch.device | str) -> str:
     """One kernel over the dense mask on CUDA, where the keys it masks cost little; document by document elsewhere."""
@@ -78,7 +75,8 @@ def drafter_config(
         speculators_config=SpeculatorsConfig(
             algorithm="eagle3",
             default_proposal_method="greedy",
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=DEFAULT_DRAFT_LENGTH)],
+            # For `vllm serve DRAFTER`; `--speculative-config` overrides it.
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],
             # Without a path the library reads no policy weights of its own: `refresh_verifier_weights` supplies them.
             verifier=VerifierConfig(name_or_path=None, architectures=list(shape.architectures)),
         ),
@@ -118,20 +116,11 @@ def build_drafter(
 ) -> Eagle3DraftModel:
     """A drafter with random trainable weights, float32, the same for the same seed on every machine.
 
-    Its embedding and head are NaN until `refresh_verifier_weights` has copied the policy's.
+    Its embedding and head are NaN until `refresh_verifier_weights` has copied the policy's. It is made on the CPU and
+    leaves the process's random state as it was. The shape, and what is refused, is `drafter_config`'s.
 
-    Args:
-        policy: see `drafter_config`.
-        aux_layers: see `drafter_config`.
-        intermediate_size: see `drafter_config`.
-        max_position_embeddings: see `drafter_config`.
-        seed: seeds the weights; the process's random state is left as it was.
-        attention: `BY_DOCUMENT`, "sdpa" or "eager"; None: `default_attention(device)`.
-        device: where it goes after it was made on the CPU.
-        draft_ids: int64 [DV], ascending target ids the drafter may propose; None: all of them.
-
-    Raises:
-        DrafterError: see `drafter_config`; or draft ids out of order or outside the vocabulary.
+    `attention`: "tlt_by_document", "sdpa" or "eager"; None: `default_attention(device)`. `draft_ids`: int64 [DV],
+    ascending target ids the drafter may propose; None: all of them.
     """
     config = drafter_config(
         policy,
@@ -187,11 +176,7 @@ def most_frequent(counts: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def vocabulary_maps(draft_ids: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(t2d, d2t)` as speculators and vLLM store them: bool [V] "is kept", int64 [DV] target id minus draft id.
-
-    Raises:
-        DrafterError: ids that are not ascending, distinct and within the vocabulary.
-    """
+    """`(t2d, d2t)` as speculators and vLLM store them: bool [V] "is kept", int64 [DV] target id minus draft id."""
     ids = draft_ids.to(torch.int64).cpu()
     if ids.ndim != 1 or len(ids) == 0 or bool((ids.diff() <= 0).any()) or bool(ids[0] < 0 or ids[-1] >= vocab_size):
         raise DrafterError(f"draft_ids must be ascending distinct token ids within 0..{vocab_size - 1}.")

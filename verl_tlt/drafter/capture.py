@@ -1,8 +1,7 @@
 """The policy's hidden states for recorded texts, from a plain transformers forward: training data without RL.
 
-RL copies these out of a forward that runs anyway (`verl_tlt.actor.tap`). Warming a drafter up and evaluating one need
-them for given texts: aux layers' inputs, and the last state before the final norm, at every position. They are heavy
-(28-64 KB a token for 7B-70B policies), so a `Library` keeps as many as its memory allows and computes the others again.
+RL copies these out of a forward that runs anyway (`verl_tlt.actor.tap`). They are heavy (28-64 KB a token for 7B-70B
+policies), so a `Library` keeps as many as its memory allows and computes the others again.
 """
 
 from __future__ import annotations
@@ -50,10 +49,7 @@ def find_decoder(policy: torch.nn.Module, where: str) -> Decoder:
     """The decoder of `policy`'s language model: the module with one norm and a list of all the layers it should have.
 
     transformers lays out every decoder so, however deep it is inside a larger model, FSDP or LoRA; a vision tower has
-    another number of layers, or norms elsewhere.
-
-    Raises:
-        DrafterError: no module looks like a decoder, or more than one does; the message begins with `where`.
+    another number of layers, or norms elsewhere. None or more than one is a `DrafterError` that begins with `where`.
     """
     config = getattr(policy, "config", None)
     count = None if config is None else config.get_text_config(decoder=True).num_hidden_layers
@@ -73,11 +69,7 @@ def find_decoder(policy: torch.nn.Module, where: str) -> Decoder:
 
 
 def load_policy(policy: Model, device: torch.device | str) -> PreTrainedModel:
-    """The policy as a frozen transformers model on `device`; over all GPUs where there are several.
-
-    Raises:
-        DrafterError: its config is unreadable or lacks a field.
-    """
+    """The policy as a frozen transformers model on `device`; over all GPUs where there are several."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind = AutoModelForImageTextToText if policy_shape(policy).nested else AutoModelForCausalLM
@@ -89,11 +81,7 @@ def load_policy(policy: Model, device: torch.device | str) -> PreTrainedModel:
 
 
 class PolicyStates:
-    """Runs a policy over texts and returns what a drafter learns from.
-
-    Args:
-        policy: a transformers model with a decoder (`find_decoder`).
-        aux_layers: layers whose inputs are kept, ascending.
+    """Runs a policy over texts and returns what a drafter learns from: the inputs of its `aux_layers` and last states.
 
     Raises:
         DrafterError: aux layers the policy does not have, or no decoder.
@@ -118,10 +106,9 @@ class PolicyStates:
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[Text]) -> list[data.TrainingSequence]:
-        """One forward over all `texts`, right-padded: causal attention never looks at what follows.
+        """A sequence for each text, in order, on the host, in the policy's dtype; from one forward.
 
-        Returns:
-            A sequence for each text, in order, on the host; states in 16 bits where the policy computes in 16 bits.
+        Texts are right-padded: causal attention never looks at what follows.
         """
         longest = max(len(text.tokens) for text in texts)
         ids = torch.zeros(len(texts), longest, dtype=torch.int64)  # [B, L]
@@ -139,13 +126,7 @@ class PolicyStates:
 
 
 class Library:
-    """Texts with their states: computed when first asked for, kept while memory allows.
-
-    Args:
-        states: what computes them.
-        texts: all texts, by number.
-        max_bytes: memory for states; those beyond it are computed again each time.
-    """
+    """Texts with their states, computed when first asked for; those beyond `max_bytes` are computed again each time."""
 
     def __init__(self, states: PolicyStates, texts: Sequence[Text], max_bytes: int) -> None:
         self.states, self.texts, self.max_bytes = states, texts, max_bytes
@@ -159,10 +140,9 @@ class Library:
         for group in data.grouped(missing, lambda n: len(self.texts[n].tokens), FORWARD_TOKENS, padded=True):
             for number, sequence in zip(group, self.states([self.texts[n] for n in group]), strict=True):
                 fresh[number] = sequence
-                size = sequence.aux.nbytes + sequence.last.nbytes
-                if self.nbytes + size <= self.max_bytes:
+                if self.nbytes + sequence.nbytes <= self.max_bytes:
                     self._held[number] = sequence
-                    self.nbytes += size
+                    self.nbytes += sequence.nbytes
         return [self._held[n] if n in self._held else fresh[n] for n in numbers]
 
 
@@ -178,8 +158,8 @@ class Span:
 def plan_epoch(lengths: Sequence[int], budget: int, seed: Sequence[int]) -> list[list[Span]]:
     """One pass over all texts in random order, as packed batches of at most `budget` rows.
 
-    Made from the texts' lengths alone, so that a resumed run finds its place without computing states again. The seed
-    decides the order; a text of more rows than the budget is cut.
+    Made from the texts' lengths and the seed alone, so that a resumed run finds its place without computing states
+    again. A text of more rows than the budget is cut.
     """
     order = np.random.default_rng(list(seed)).permutation(len(lengths)).tolist()
     spans = (Span(n, begin, end) for n in order for begin, end in data.window_bounds(lengths[n], budget))

@@ -1,8 +1,7 @@
 """Whether a directory holds a drafter for a policy: read from the files' headers, in milliseconds, without torch.
 
-The doctor asks on the driver before any worker starts; `load_drafter` asks again in the worker. Every mismatch is one
-sentence that names file and field, because vLLM's own answer to most of them is a shape error deep in a worker, or
-silence and an accept length of 1.
+Every mismatch is one sentence that names file and field, because vLLM's own answer to most of them is a shape error
+deep in a worker, or silence and an accept length of 1.
 """
 
 from __future__ import annotations
@@ -34,18 +33,15 @@ WEIGHTS = "model.safetensors"
 PROVENANCE = "provenance.json"
 TOKENIZER = "tokenizer_sha256"
 """Key in `provenance.json`: the vocabulary the drafter was trained for."""
-VOCABULARY = "tokenizer.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 
 
 def check_drafter(directory: Model, policy: PolicyLike, min_context: int = 0) -> None:
     """Return when `directory` is a complete EAGLE-3 drafter that fits `policy`.
 
-    It may be in the layout of speculators, SpecForge or SafeAILab; its tensors are safetensors.
-
     Args:
-        directory: the drafter's, or its name on the hub.
-        policy: see `PolicyLike`.
+        directory: a folder or a name on the hub, in the layout of speculators, SpecForge or SafeAILab.
+        policy: its directory, name on the hub, `transformers` config, a mapping of its fields, or a `PolicyShape`.
         min_context: longest prompt plus response plus draft it must serve, in tokens. A shorter
             `max_position_embeddings` is no obstacle where the RoPE is computed: `load_drafter` makes it longer.
 
@@ -66,11 +62,7 @@ def check_drafter(directory: Model, policy: PolicyLike, min_context: int = 0) ->
 
 
 def check_owner(drafter: Model) -> None:
-    """Return where nobody but this user and root can have put the drafter's files where they are.
-
-    Raises:
-        DrafterError: somebody else can, or it is not there.
-    """
+    """Raise a `DrafterError` where another user than this one and root can have put the drafter's files."""
     path = drafter_folder(drafter)
     for name in (CONFIG, WEIGHTS, PROVENANCE):
         if reason := other_owner(path / name):
@@ -78,11 +70,7 @@ def check_owner(drafter: Model) -> None:
 
 
 def drafter_folder(drafter: Model) -> Path:
-    """The folder on this disk of a drafter, whose files are fetched where it is a name on the hub.
-
-    Raises:
-        DrafterError: there is no such folder, or the hub's files cannot be had.
-    """
+    """The folder on this disk of a drafter, whose files are fetched where it is a name on the hub."""
     path = folder(drafter, (WEIGHTS,), besides=(CONFIG, PROVENANCE))
     if not path.is_dir():
         raise DrafterError(f"{path} is not a directory: a drafter is a directory with {CONFIG} and {WEIGHTS}.")
@@ -90,11 +78,7 @@ def drafter_folder(drafter: Model) -> Path:
 
 
 def read_config(path: Path, policy: PolicyShape, min_context: int = 0) -> Fields:
-    """The drafter's config in speculators' form, its fields compared with the policy's.
-
-    Raises:
-        DrafterError: the first thing that does not fit.
-    """
+    """The drafter's config in speculators' form, its fields compared with the policy's (`DrafterError`)."""
     file = path / CONFIG
     config, prefix = read_json(file), f"{file}: transformer_layer_config."
     if is_other_layout(config):
@@ -121,21 +105,18 @@ def read_config(path: Path, policy: PolicyShape, min_context: int = 0) -> Fields
     return config
 
 
-_POSITIVE = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
-
-
 def _check_layer(layer: Fields, policy: PolicyShape, prefix: str) -> None:
     for field, wanted in (("hidden_size", policy.hidden_size), ("vocab_size", policy.vocab_size)):
         if layer.get(field) != wanted:
             raise DrafterError(f"{prefix}{field}={layer.get(field)!r}, but the policy's is {wanted} ({policy.source}).")
     if layer.get("num_hidden_layers") != 1:
         raise DrafterError(f"{prefix}num_hidden_layers must be 1, not {layer.get('num_hidden_layers')!r}.")
-    for field in _POSITIVE:
+    heads, kv_heads = "num_attention_heads", "num_key_value_heads"
+    for field in ("intermediate_size", heads, kv_heads, "head_dim", "max_position_embeddings"):
         if not isinstance(layer.get(field), int) or layer[field] < 1:
             raise DrafterError(f"{prefix}{field} must be a positive integer, not {layer.get(field)!r}.")
-    heads, kv_heads = layer["num_attention_heads"], layer["num_key_value_heads"]
-    if heads % kv_heads:
-        raise DrafterError(f"{prefix}num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}.")
+    if layer[heads] % layer[kv_heads]:
+        raise DrafterError(f"{prefix}{heads}={layer[heads]} must be a multiple of {kv_heads}={layer[kv_heads]}.")
 
 
 def _check_tokenizer(path: Path, policy: PolicyLike) -> None:
@@ -210,7 +191,7 @@ def tokenizer_hash(policy: Model) -> str | None:
     Of what the file says, not of its bytes: saving a tokenizer again with another release changes its layout.
     """
     try:
-        file = folder(policy, (VOCABULARY,)) / VOCABULARY
+        file = folder(policy, ("tokenizer.json",)) / "tokenizer.json"
     except NotHereError:
         return None
     if not file.is_file():

@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,7 +38,6 @@ from verl_tlt.drafter.digest import fingerprint
 from verl_tlt.drafter.hub import Model
 from verl_tlt.drafter.other_layouts import is_other_layout, to_speculators_tensors
 from verl_tlt.drafter.policy import CONFIG, DrafterError, Fields, PolicyLike, policy_shape, read_json
-from verl_tlt.drafter.state_file import read_state, write_state
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -47,6 +46,9 @@ logger = logging.getLogger(__name__)
 
 STATE = "training/training_state.safetensors"
 """In a folder of its own: the folder of `config.json` holds only what is served."""
+_HEADER = "state"
+_TENSOR = "tensor"
+"""A tensor's place in a state's JSON says its name: `{"tensor": "parameters/fc.weight"}`."""
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _VERIFIER = ("verifier_lm_head.", "verifier_norm.")
@@ -60,10 +62,7 @@ def serving_tensors(
 ) -> dict[str, torch.Tensor]:
     """What vLLM loads, by speculators' names, on the host.
 
-    Args:
-        model: the drafter.
-        dtype: what floats are cast to; None: as held (float32).
-        without: names to leave out, whose values the caller has.
+    Floats are cast to `dtype`, else float32 as held; `without`: names to leave out, whose values the caller has.
     """
     brings_head = model.use_draft_vocab or has_own_head(model)
     policy_owned = ("embed_tokens.",) + (() if brings_head else ("lm_head.",))
@@ -78,14 +77,9 @@ def serving_tensors(
 
 
 def to_drafter_file(model: Eagle3DraftModel, dtype: str) -> tuple[str, bytes, str]:
-    """A drafter's files as one value, which needs no shared disk.
+    """A drafter's files without a disk: (`config.json`, bytes of `model.safetensors`, `fingerprint` of the weights).
 
-    Args:
-        model: the drafter.
-        dtype: of the weights, such as "bfloat16": what the engine serves in.
-
-    Returns:
-        (text of `config.json`, bytes of `model.safetensors` as `serving_tensors` has it, `fingerprint` of the weights).
+    The weights are `serving_tensors` in `dtype`, such as "bfloat16": what the engine serves in.
 
     Raises:
         DrafterError: a weight is not finite in that dtype; no engine would take it.
@@ -116,17 +110,17 @@ def save_drafter(
 
     Args:
         model: the drafter.
-        directory: where; an existing one is replaced whole.
-        provenance: facts for `provenance.json` and the model card, as JSON has them; releases are added.
-        policy: directory of the policy; its tokenizer is noted, so that a policy with another one is refused.
+        directory: an existing one is replaced whole.
+        provenance: facts for `provenance.json` and the model card; releases are added. A `TypeError` if it is no JSON.
+        policy: its tokenizer is noted, so that a policy with another one is refused.
         training_state: `DrafterTrainer.state()`, to resume from.
-        tensors: what to write, taken earlier by `serving_tensors` so that training can go on meanwhile; None: the
-            model's present weights.
+        tensors: of an earlier `serving_tensors`, so that training can go on meanwhile; None: the present weights.
 
     Raises:
         DrafterError: the weights to be written hold NaN or infinity.
-        TypeError: provenance that is not JSON; nothing is left under the name.
     """
+    from safetensors.torch import save_file
+
     target = Path(directory)
     tensors = serving_tensors(model) if tensors is None else tensors
     if (broken := _not_finite(tensors)) is not None:
@@ -138,27 +132,18 @@ def save_drafter(
     if policy is not None and (vocabulary := tokenizer_hash(policy)):
         facts[TOKENIZER] = vocabulary
     with replaced(target) as draft:
-        _write(model, draft, tensors, training_state)
+        (draft / CONFIG).write_text(model.config.to_json_string())
+        save_file(dict(tensors), draft / WEIGHTS, metadata={"format": "pt"})
+        written = [draft / WEIGHTS]
+        if training_state is not None:
+            (draft / STATE).parent.mkdir()
+            write_state(training_state, draft / STATE)
+            written.append(draft / STATE)
+        for file in written:  # safetensors writes for its owner alone
+            shutil.copymode(draft / CONFIG, file)
         (draft / PROVENANCE).write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
         (draft / "README.md").write_text(_card(model, target.name, facts))
     return target
-
-
-def _write(
-    model: Eagle3DraftModel,
-    directory: Path,
-    tensors: Mapping[str, torch.Tensor],
-    training_state: Mapping[str, object] | None,
-) -> None:
-    from safetensors.torch import save_file
-
-    (directory / CONFIG).write_text(model.config.to_json_string())
-    save_file(dict(tensors), directory / WEIGHTS, metadata={"format": "pt"})
-    shutil.copymode(directory / CONFIG, directory / WEIGHTS)  # safetensors writes for its owner alone
-    if training_state is not None:
-        (directory / STATE).parent.mkdir()
-        write_state(training_state, directory / STATE)
-        shutil.copymode(directory / CONFIG, directory / STATE)
 
 
 def load_drafter(
@@ -172,17 +157,8 @@ def load_drafter(
     """A drafter that fits `policy`, in float32; `refresh_verifier_weights` fills its embedding and head.
 
     Those that a stand-alone file brings are loaded. SpecForge's and SafeAILab's layouts are translated; `save_drafter`
-    then writes the drafter in the layout that vLLM serves.
-
-    Args:
-        directory: the drafter's, or its name on the hub.
-        policy: see `PolicyLike`.
-        min_context: see `check_drafter`.
-        attention: see `build_drafter`.
-        device: where it goes.
-
-    Raises:
-        DrafterError: see `check_drafter`.
+    then writes the drafter in the layout that vLLM serves. `directory`, `policy`, `min_context` and what is refused are
+    `check_drafter`'s, `attention` is `build_drafter`'s.
     """
     from safetensors.torch import load_file
     from speculators.models.eagle3 import Eagle3SpeculatorConfig
@@ -204,11 +180,7 @@ def load_drafter(
 
 
 def load_training_state(directory: str | os.PathLike[str]) -> Fields | None:
-    """The `DrafterTrainer.state()` saved with a drafter; None where there is none, or only a pickled one.
-
-    Raises:
-        DrafterError: the file is damaged, or holds something else.
-    """
+    """The `DrafterTrainer.state()` saved with a drafter; None where there is none, or only a pickled one."""
     if (file := Path(directory) / STATE).is_file():
         return read_state(file)
     if earlier := sorted(Path(directory).glob("**/training_state.pt")):
@@ -216,12 +188,54 @@ def load_training_state(directory: str | os.PathLike[str]) -> Fields | None:
     return None
 
 
-def provenance(directory: Model) -> Fields:
-    """The facts saved with a drafter; empty for a drafter from elsewhere.
+def write_state(state: Mapping[str, object], file: Path) -> None:
+    """Write nested mappings and lists of tensors and JSON values (a `TypeError` for others) as safetensors.
 
-    Raises:
-        DrafterError: the file is damaged.
+    Tensors are named by their place in the state; the rest is JSON in the header, where tuples become lists and keys
+    text. `torch.save` would pickle it, and a pickle can run code when it is read.
     """
+    from safetensors.torch import save_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    others = _without_tensors(state, (), tensors)
+    save_file(tensors, file, metadata={_HEADER: json.dumps(others)})
+
+
+def read_state(file: Path) -> Fields:
+    """What `write_state` wrote, on the host; a `DrafterError` where the file is damaged or holds something else."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as reader:
+            return _with_tensors(json.loads((reader.metadata() or {})[_HEADER]), reader)
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise DrafterError(f"{file} is damaged, or no training state: {error}.") from error
+
+
+def _without_tensors(value: object, place: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> object:
+    if isinstance(value, torch.Tensor):
+        name = "/".join(place)
+        tensors[name] = value.contiguous()
+        return {_TENSOR: name}
+    if isinstance(value, Mapping):
+        return {str(key): _without_tensors(item, (*place, str(key)), tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_tensors(item, (*place, str(i)), tensors) for i, item in enumerate(value)]
+    return value
+
+
+def _with_tensors(value: Any, reader: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_TENSOR} and isinstance(value[_TENSOR], str):
+            return reader.get_tensor(value[_TENSOR])
+        return {key: _with_tensors(item, reader) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_tensors(item, reader) for item in value]
+    return value
+
+
+def provenance(directory: Model) -> Fields:
+    """The facts saved with a drafter; empty for a drafter from elsewhere."""
     file = drafter_folder(directory) / PROVENANCE
     return read_json(file) if file.is_file() else {}
 
@@ -237,7 +251,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-CARD = """---
+_CARD = """---
 library_name: speculators
 tags: [speculative-decoding, eagle3, vllm]
 ---
@@ -258,13 +272,12 @@ this one, fewer drafted tokens are accepted.
 |---|---|
 {table}
 """
-"""The model card: what it is, how to serve it, where it comes from."""
 
 
 def _card(model: Eagle3DraftModel, name: str, facts: Fields) -> str:
     rows = {**facts, "versions": ", ".join(f"{k} {v}" for k, v in facts["versions"].items())}
     serve = {"method": "eagle3", "model": name, "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
-    return CARD.format(
+    return _CARD.format(
         layers=", ".join(map(str, model.target_layer_ids)),
         hidden=model.hidden_size,
         draft_vocab=model.draft_vocab_size,

@@ -25,8 +25,7 @@ T = TypeVar("T")
 def to_numpy16(tensor: torch.Tensor) -> np.ndarray:
     """`tensor` on the host in 16 bits: float16 as it is, anything else as bfloat16 bits in uint16; same shape.
 
-    Hidden states pass between processes as numpy arrays, which Ray hands to every process of a node without a copy;
-    numpy has no bfloat16.
+    Ray hands numpy arrays to every process of a node without a copy; numpy has no bfloat16.
     """
     if tensor.dtype == torch.float16:
         return tensor.detach().cpu().contiguous().numpy()
@@ -82,10 +81,8 @@ class TrainingSequence:
         return self.tokens.nbytes + self.aux.nbytes + self.last.nbytes
 
     def loss_rows(self, draft: int = 1) -> range:
-        """Rows with a loss: the input is a response token, as in every draft of vLLM, and what it drafts is recorded.
-
-        Args:
-            draft: tokens of the draft that starts in a row; all of them are recorded.
+        """Rows with a loss: the input is a response token, as in every draft of vLLM, and `draft` further tokens are
+        recorded.
         """
         first = max(self.prompt_len - 1, 0)
         return range(first, max(first, self.rows - draft))
@@ -166,11 +163,7 @@ class Batch:
 
 
 def align(sequence: TrainingSequence) -> Batch:
-    """The rows of one sequence, as a batch of its own (S = L - 1).
-
-    Raises:
-        ValueError: fewer than two tokens.
-    """
+    """The rows of one sequence of at least two tokens, as a batch of its own (S = L - 1)."""
     rows = sequence.rows
     if rows < 1:
         raise ValueError(f"A sequence of {len(sequence)} tokens has nothing to draft; at least 2 are needed.")
@@ -189,11 +182,7 @@ def align(sequence: TrainingSequence) -> Batch:
 
 
 def pack(sequences: Iterable[TrainingSequence]) -> Batch:
-    """One batch of whole sequences: document ids count up, positions restart with each.
-
-    Raises:
-        ValueError: no sequence.
-    """
+    """One batch of whole sequences, at least one: document ids count up, positions restart with each."""
     parts = [align(sequence) for sequence in sequences]
     if not parts:
         raise ValueError("There is no sequence to pack.")
@@ -211,10 +200,7 @@ def batches(sequences: Iterable[TrainingSequence], budget: int) -> Iterator[Batc
 
 
 def windows(sequence: TrainingSequence, budget: int) -> list[TrainingSequence]:
-    """The sequence in the fewest windows of at most `budget` rows, of about equal length; every row is in one of them.
-
-    Windows without a response token are among them; their `loss_rows` are empty.
-    """
+    """The sequence in the fewest windows of at most `budget` rows, of about equal length; each row is in one."""
     return [sequence.window(begin, end) for begin, end in window_bounds(len(sequence), budget)]
 
 
@@ -237,18 +223,14 @@ def grouped(
 ) -> Iterator[list[T]]:
     """Fill groups of at most `budget` with items: each goes into the first open group that has room (first fit).
 
-    Every packing of texts into batches, for training, scoring and forward passes, is this function.
+    Groups come in the order in which they were begun; `items` may be endless.
 
     Args:
-        items: in the order in which they are placed; may be endless.
+        items: in the order in which they are placed.
         size: of one item; one above the budget gets a group of its own.
         budget: a group's sizes add up to at most this.
-        open_groups: the last so many groups begun stay open. 1 keeps the order of the items; 32 fills nearly every
-            group nearly whole.
+        open_groups: the last so many groups begun stay open: 1 keeps the items' order, 32 fills nearly every group.
         padded: a group costs its longest item times their number, as where all are padded to one length.
-
-    Yields:
-        Groups in the order in which they were begun; an endless stream's as they are closed.
     """
     begun: deque[_Group[T]] = deque()
     for item in items:

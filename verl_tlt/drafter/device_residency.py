@@ -1,13 +1,13 @@
 """Where a drafter is while it trains: on the training device for a session, on the host between two of them.
 
-Between sessions the device belongs to the engine or the actor. RL waits for the end of a session, so only what training
-has changed is copied back: the trained weights and AdamW's two moments, into pinned memory where CUDA copies. The
-policy's embedding, head and norm are copied there in 16 bits and dropped there, since the host still has them.
+RL waits for the end of a session, so only what training has changed is copied back: the trained weights and AdamW's two
+moments, into pinned memory where CUDA copies. The policy's embedding, head and norm go there in 16 bits and are
+dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,10 +26,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def session_bytes(model: Eagle3DraftModel, rows: int, passes: int) -> int:
     """Device memory of a session at its peak, in bytes, by rule of thumb: 10 GB for a 7B policy at 1024 rows.
 
-    Args:
-        model: the drafter.
-        rows: of the largest batch that is trained or scored.
-        passes: of the training-time test.
+    `rows`: of the largest batch that is trained or scored; `passes`: of the training-time test.
     """
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() * FROZEN.itemsize for p in model.parameters() if not p.requires_grad)
@@ -48,28 +45,21 @@ class DeviceResidency:
 
     Afterwards they are on the host again, whatever failed, and the device is as empty as before.
 
-    Args:
-        trainer: on the host.
-        device: where to.
-        trains: whether weights and moments may change there; they are not copied back otherwise.
-        copy: copies its second argument into its first; a test counts with it.
+    `trains`: whether weights and moments may change there; they are not copied back otherwise.
     """
 
-    def __init__(
-        self,
-        trainer: DrafterTrainer,
-        device: torch.device,
-        *,
-        trains: bool = True,
-        copy: Callable[[torch.Tensor, torch.Tensor], None] = _copy,
-    ) -> None:
-        self._device, self._trains, self._copy = device, trains, copy
+    def __init__(self, trainer: DrafterTrainer, device: torch.device, *, trains: bool = True) -> None:
+        self._device, self._trains = device, trains
         self._state: Mapping[torch.Tensor, dict[str, torch.Tensor]] = trainer.optimizer.state
         everything = [*trainer.model.parameters(), *trainer.model.buffers()]
         self._trained = [(p, _pinned(p.data)) for p in trainer.parameters.values()]
         self._frozen = [(t, t.data) for t in everything if not t.requires_grad]
         # Host memory of moments is made now, also for those that do not exist yet: later a stop would wait for it.
-        self._moments = [(p, key, self._moment(p, key)) for p, _ in self._trained for key in MOMENTS] if trains else []
+        self._moments = [
+            (p, key, _pinned(self._state[p][key] if p in self._state else torch.zeros_like(p)))
+            for p, _ in (self._trained if trains else [])
+            for key in MOMENTS
+        ]
 
     def __enter__(self) -> None:
         """Copy all that a session needs to the device."""
@@ -89,10 +79,10 @@ class DeviceResidency:
         try:
             if self._trains:
                 for parameter, host in self._trained:
-                    self._copy(host, parameter.data)
+                    _copy(host, parameter.data)
                 for parameter, key, host in self._moments:
                     if parameter in self._state:
-                        self._copy(host, self._state[parameter][key])
+                        _copy(host, self._state[parameter][key])
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
         finally:
@@ -100,7 +90,7 @@ class DeviceResidency:
 
     def _on_device(self, host: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         target = torch.empty_like(host, dtype=dtype, device=self._device)
-        self._copy(target, host)
+        _copy(target, host)
         return target
 
     def _leave(self) -> None:
@@ -112,10 +102,6 @@ class DeviceResidency:
                 self._state[parameter][key] = host
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the engine maps fixed sizes when it wakes: it needs all of the memory
-
-    def _moment(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
-        """One of a parameter's moments on the host, or a place for it."""
-        return _pinned(self._state[parameter][key] if parameter in self._state else torch.zeros_like(parameter))
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from verl_tlt.drafter.names import stacked
+from verl_tlt.drafter.other_layouts import stacked
 
 _LEFT_OUT = ("embed_tokens", "lm_head", "verifier_norm", "draft_id_to_target_id", "d2t", "t2d")
 """The policy's tensors, and index tables that one side keeps as parameters and the other as offsets."""
@@ -29,10 +29,7 @@ def fingerprint(
 ) -> str:
     """Sixteen hex digits over a drafter's own weights; the same from a file and from vLLM's `named_parameters()`.
 
-    Args:
-        tensors: name and tensor, in speculators' names or vLLM's. The policy's embedding and head are left out, since
-            vLLM shares them.
-        dtype: what to cast to first, i.e. the serving dtype; None: as they are.
+    Embedding and head are left out, since vLLM shares the policy's. `dtype`: the serving dtype to cast to first.
     """
     named = tensors.items() if isinstance(tensors, Mapping) else tensors
     return combined([partial_sums(((name, tensor, 0) for name, tensor in named), dtype)])

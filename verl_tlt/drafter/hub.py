@@ -1,7 +1,6 @@
 """Where a model's files are on this disk, whether it is given as a folder or as a name on the Hugging Face hub.
 
-A name is looked up in the local cache, then on the hub, as transformers does it (`HF_HUB_OFFLINE`, `HF_HUB_CACHE` and a
-token count); only the files asked for are fetched.
+A name is looked up in the local cache, then on the hub, as transformers does it; only the files asked for are fetched.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ def is_name(model: Model) -> bool:
 def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fetch: bool = True) -> Path:
     """The folder with one or more files of `any_of`; a model that is no name on the hub is returned as it is.
 
-    What is not in the cache is asked of the hub if `fetch`, `besides` too where the hub has them.
-
-    Raises:
-        NotHereError: the hub's name could not be resolved, or has none of the files.
+    What is not in the cache is asked of the hub if `fetch`, `besides` too where the hub has them (`NotHereError`).
     """
     if not is_name(model):
         return Path(os.path.expanduser(model))

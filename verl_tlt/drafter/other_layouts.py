@@ -1,13 +1,12 @@
-"""EAGLE-3 drafters in the layouts of SpecForge and SafeAILab/EAGLE, translated into that of speculators.
+"""Names of a drafter's tensors in each layout, and drafters of SpecForge and SafeAILab/EAGLE in that of speculators.
 
-    config.json         a flat Llama config with `draft_vocab_size`; architectures ["LlamaForCausalLMEagle3"]
-    model.safetensors   midlayer.*, fc, norm, lm_head, d2t, t2d
+speculators, and our files    layers.0.self_attn.q_proj.weight
+SafeAILab/EAGLE, SpecForge    midlayer.self_attn.q_proj.weight
+vLLM, live                    model.layers.0.self_attn.qkv_proj.weight: q, k and v stacked, as are gate and up
 
-It is the same network. Three things differ from a drafter made here. Its head is trained, so it is kept and never
-replaced by the policy's (`own_head` in the config). The residual is taken before `hidden_norm`
-(`norm_before_residual=False`). And where SpecForge names aux layers, in `eagle_config`, it counts layer *outputs*: one
-less than the inputs that vLLM and we count. `speculators.convert` translates names alone: it drops the aux layers and
-does not say that the head is the drafter's own, so that is done here.
+The network is the same in all. A drafter from elsewhere differs in three things: its head is trained and stays
+(`own_head` in the config); the residual is taken before `hidden_norm`; and `eagle_config` of SpecForge counts the
+*outputs* of aux layers, one less than the inputs that vLLM and we count. `speculators.convert` translates names alone.
 
 Sources: SafeAILab/EAGLE `eagle/model/cnets.py`; SpecForge `specforge/modeling/draft/llama3_eagle.py` and `configs/`;
 SGLang `set_eagle3_layers_to_capture`, which adds the one.
@@ -15,11 +14,11 @@ SGLang `set_eagle3_layers_to_capture`, which adds the one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_tlt.drafter.names import plain
 from verl_tlt.drafter.policy import DrafterError, Fields, PolicyShape, aux_layers_for, rope_of
 
 if TYPE_CHECKING:
@@ -28,6 +27,29 @@ if TYPE_CHECKING:
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 _NOT_NEEDED = ("embed_tokens.", "rotary_emb.")
 """A frozen copy of the policy's embedding, and tables that are computed."""
+_STACKED = (
+    (re.compile(r"\.(q|k|v)_proj\."), ".qkv_proj."),
+    (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
+)
+
+
+def plain(name: str) -> str:
+    """A tensor's name in any layout as speculators has it, but for what vLLM stacked."""
+    return name.removeprefix("model.").replace("midlayer.", "layers.0.")
+
+
+def stacked(name: str) -> str:
+    """The plain name of the tensor in which vLLM keeps this one; the same for all that it stacks there."""
+    name = plain(name)
+    for pattern, stack in _STACKED:
+        name = pattern.sub(stack, name)
+    return name
+
+
+def live_name(name: str) -> str:
+    """The name of vLLM's parameter that holds this tensor."""
+    name = stacked(name)
+    return name if name.startswith("lm_head.") else f"model.{name}"
 
 
 def is_other_layout(config: Fields) -> bool:

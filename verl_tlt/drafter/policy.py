@@ -87,11 +87,7 @@ class PolicyShape:
 
 
 def policy_shape(policy: PolicyLike) -> PolicyShape:
-    """The shape of `policy`, whichever way it is given.
-
-    Raises:
-        DrafterError: the directory has no readable `config.json`, or a field is missing.
-    """
+    """The shape of `policy`, whichever way it is given; a `DrafterError` where its config lacks a field."""
     if isinstance(policy, PolicyShape):
         return policy
     if isinstance(policy, str | os.PathLike):
@@ -102,16 +98,7 @@ def policy_shape(policy: PolicyLike) -> PolicyShape:
 
 
 def read_model_config(model: Model, *, fetch: bool = True) -> Fields:
-    """The fields of a model's `config.json`, as they are.
-
-    Args:
-        model: its directory, or its name on the hub.
-        fetch: ask the hub for a config that is not in the local cache.
-
-    Raises:
-        NotHereError: a name on the hub whose config is not on this disk and could not be fetched.
-        DrafterError: `config.json` is missing or unreadable.
-    """
+    """The fields of a model's `config.json`, as they are; from the hub, if `fetch`, where the local cache has none."""
     return read_json(folder(model, (CONFIG,), fetch=fetch) / CONFIG)
 
 
@@ -124,11 +111,7 @@ def unsupported(model_type: str) -> str | None:
 
 
 def read_json(path: Path) -> Fields:
-    """The JSON object in `path`.
-
-    Raises:
-        DrafterError: the file is missing, unreadable or holds something else.
-    """
+    """The JSON object in `path`; a `DrafterError` where there is none."""
     if not path.is_file():
         raise DrafterError(f"{path} does not exist.")
     try:
@@ -198,21 +181,18 @@ def rope_of(fields: Fields) -> Fields:
 def drafter_rope(rope: Fields) -> Fields:
     """RoPE for a drafter of a policy with `rope`: all of each head is rotated, by one position.
 
-    A policy may rotate a part of each head, or rotate by the three positions of an image's patch, which are one and
-    the same for text. The drafter has a KV cache of its own and learns with its own RoPE.
+    A policy may rotate a part of each head, or by the three positions of an image's patch, which are equal for text.
+    The drafter has a KV cache of its own and learns with its own RoPE.
     """
     own = {key: value for key, value in rope.items() if key != "partial_rotary_factor" and "mrope" not in key}
     return {**own, "rope_type": "default"} if rope["rope_type"] == "mrope" else own
 
 
 def aux_layers_for(num_layers: int) -> tuple[int, int, int]:
-    """The default aux layers of a policy with `num_layers` layers.
+    """The default aux layers of a policy with `num_layers` layers, at least three.
 
     vLLM's own default where its three ids are distinct; shallower policies get them spread out, because vLLM keeps ids
     in a set and equal ones would collapse.
-
-    Raises:
-        DrafterError: fewer than three layers.
     """
     if num_layers < NUM_AUX:
         raise DrafterError(f"The policy has {num_layers} layers; a drafter needs at least {NUM_AUX} to read from.")
@@ -222,12 +202,7 @@ def aux_layers_for(num_layers: int) -> tuple[int, int, int]:
 
 
 def check_aux_layers(layers: Sequence[int], num_layers: int, where: str) -> None:
-    """Return when vLLM would give the drafter these layers, in this order.
-
-    Raises:
-        DrafterError: another number than three, an order that is not ascending, or layers the policy does not have;
-            the message begins with `where`.
-    """
+    """Raise a `DrafterError`, which begins with `where`, unless these are three ascending layers of the policy."""
     if len(layers) != NUM_AUX or list(layers) != sorted(set(layers)):
         raise DrafterError(f"{where} must be {NUM_AUX} ascending distinct layers, not {list(layers)}.")
     if layers[0] < 0 or layers[-1] >= num_layers:

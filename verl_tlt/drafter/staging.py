@@ -1,7 +1,6 @@
 """The drafter's files on a rollout server's node, from which its engine processes load them.
 
-A replica may span nodes. Each node has a server, which stages in a private directory, and engine processes, which are
-its children and find that directory through the environment. Standard library only, as servers need no torch for it.
+The server of each node stages in a private directory; its engine processes find that through the environment.
 """
 
 from __future__ import annotations
@@ -18,12 +17,7 @@ WEIGHTS = "model.safetensors"
 
 
 def staged_weights() -> Path:
-    """The weights that the server of this node staged, for a process below it.
-
-    Raises:
-        KeyError: no server stages here.
-        TLTError: others may have written what is there.
-    """
+    """The weights that the server of this node staged; a `TLTError` where others may have written them."""
     directory = Path(os.environ[DIRECTORY])
     check_private(directory)
     return directory / WEIGHTS
@@ -33,7 +27,7 @@ def stage(config: str, weights: bytes, directory: Path) -> None:
     """Write a drafter so that a reader finds the old or the new one, never half of either; files are private (0600).
 
     Raises:
-        TLTError: the directory is there already, and another user's or open to others.
+        TLTError: the directory is another user's or open to others.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_private(directory)

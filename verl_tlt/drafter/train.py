@@ -80,7 +80,7 @@ class DrafterTrainer:
     Args:
         model: from `build_drafter` or `load_drafter`, its verifier weights filled.
         learning_rate: after the linear warm-up.
-        warmup_steps: optimizer steps of warm-up, counted over all sessions.
+        warmup_steps: optimizer steps, over all sessions.
         ttt_steps: passes per step.
         loss: a name of `speculators.losses`, or a JSON object of names and weights.
     """
@@ -111,11 +111,7 @@ class DrafterTrainer:
         return next(iter(self.parameters.values())).device
 
     def step(self, batch: Batch) -> StepResult:
-        """Learn from one packed batch.
-
-        Raises:
-            ValueError: the batch has no row with a loss.
-        """
+        """Learn from one packed batch; a `ValueError` where no row has a loss."""
         batch = self._prepare(batch)
         tokens = batch.tokens
         if tokens == 0:
@@ -146,11 +142,7 @@ class DrafterTrainer:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state()`.
-
-        Raises:
-            DrafterError: the state is of a drafter with other parameters.
-        """
+        """Continue from `state()`; a `DrafterError` where it is of a drafter with other parameters."""
         self._copy_in(state["parameters"])
         saved = state["optimizer"]  # from a file, parameters are counted in text, and pairs are lists
         moments = {int(number): values for number, values in saved["state"].items()}
@@ -163,11 +155,7 @@ class DrafterTrainer:
         return {name: p.detach().float().cpu().numpy().copy() for name, p in self.parameters.items()}
 
     def load_parameters(self, parameters: Mapping[str, np.ndarray]) -> None:
-        """Take over weights (a merge, a revert); the optimizer's moments stay, as local SGD keeps them.
-
-        Raises:
-            DrafterError: a parameter is missing, unknown or of another shape.
-        """
+        """Take over weights (a merge, a revert); the optimizer's moments stay, as local SGD keeps them."""
         self._copy_in({name: torch.from_numpy(np.array(value)) for name, value in parameters.items()})
 
     @contextmanager
@@ -181,11 +169,7 @@ class DrafterTrainer:
             self._copy_in(own)
 
     def rehearse(self) -> None:
-        """A forward and a backward pass over nothing, so that kernels are chosen and compiled; nothing is learned.
-
-        The loss's Triton kernels are tuned for the vocabulary when they are first called, which takes longer than a
-        stop may.
-        """
+        """A forward and a backward pass over nothing, to compile kernels now: later a stop would wait for that."""
         hidden = self.model.hidden_size
         states = torch.zeros(ROW_BLOCK + 1, (len(self.model.target_layer_ids) + 1) * hidden)  # [L, 4H]
         tokens = torch.zeros(ROW_BLOCK + 1, dtype=torch.int64)
@@ -242,10 +226,8 @@ def train_until(
 ) -> TrainSummary:
     """Step through `batches` until told to stop, out of data, or `max_tokens` rows have been learned from.
 
-    The flag is read before each micro-batch, so a stop waits for one at most.
-
-    Raises:
-        ValueError: batch after batch has nothing to learn from (an endless stream would never end otherwise).
+    The flag is read before each micro-batch, so a stop waits for one at most. A hundred batches in a row without a loss
+    are a `ValueError`: an endless stream of them would never end.
     """
     first, skipped = trainer.steps, trainer.skipped
     tokens, empty, stopped, slowest = 0, 0, False, 0.0  # empty: batches in a row without a loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from verl_tlt.drafter.hub import Model, folder
-from verl_tlt.drafter.names import policy_part
 from verl_tlt.drafter.policy import DrafterError, policy_shape, read_json
 
 if TYPE_CHECKING:
@@ -18,6 +18,18 @@ if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
 _USUAL = {"embed": "model.embed_tokens.weight", "lm_head": "lm_head.weight", "norm": "model.norm.weight"}
+_PATTERNS = {
+    part: re.compile(rf"(?:(?:base_model|model|language_model)\.)*{ending}\.weight")
+    for part, ending in (("embed", "embed_tokens"), ("lm_head", "lm_head"), ("norm", r"(?:model|language_model)\.norm"))
+}
+
+
+def policy_part(name: str) -> str | None:
+    """Which part of a policy its tensor is: "embed", "lm_head", "norm" (the final one); None: one of all the others.
+
+    `name` is that of transformers and of verl's weight sync; a vision-language model's decoder is its `language_model`.
+    """
+    return next((part for part, pattern in _PATTERNS.items() if pattern.fullmatch(name)), None)
 
 
 @dataclass(frozen=True)
@@ -33,11 +45,7 @@ class VerifierWeights:
 
     @classmethod
     def from_policy_dir(cls, path: Model) -> VerifierWeights:
-        """Read the three tensors, and no other, from the safetensors of a policy in a folder or on the hub.
-
-        Raises:
-            DrafterError: a file or a tensor is missing or unreadable.
-        """
+        """Read the three tensors, and no other, from the safetensors of a policy in a folder or on the hub."""
         tied = policy_shape(path).tied
         tensors = _read(path, [part for part in _USUAL if not (tied and part == "lm_head")])
         return cls(tensors["embed"], tensors.get("lm_head", tensors["embed"]), tensors["norm"])
@@ -48,9 +56,6 @@ def refresh_verifier_weights(model: Eagle3DraftModel, parts: VerifierWeights) ->
 
     A pruned draft vocabulary takes the rows of the head that it keeps. A drafter with a head of its own keeps that, and
     takes the policy's for its teacher only.
-
-    Raises:
-        DrafterError: a tensor of another shape than the drafter's.
     """
     head = parts.lm_head
     if model.use_draft_vocab and head.shape[0] == model.verifier_vocab_size:

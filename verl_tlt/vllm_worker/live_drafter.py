@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from verl_tlt.drafter import names
 from verl_tlt.drafter.digest import Sums, fingerprint, own_shards, partial_sums
+from verl_tlt.drafter.other_layouts import live_name
 from verl_tlt.errors import TLTError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class LiveDrafter:
         for name, tensor in tensors.items():
             if name == "d2t":
                 continue
-            name = names.live(name)
+            name = live_name(name)
             if not torch.isfinite(tensor).all():  # its drafts would be token 0
                 raise DrafterRefused(f"{file}: {name} holds numbers that are not finite.")
             rows[name] = rows.get(name, 0) + tensor.shape[0]

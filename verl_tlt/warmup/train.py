@@ -33,8 +33,8 @@ from verl_tlt.drafter import (
     refresh_verifier_weights,
 )
 from verl_tlt.drafter.capture import Span
+from verl_tlt.drafter.checkpoint import read_state, write_state
 from verl_tlt.drafter.data import grouped
-from verl_tlt.drafter.state_file import read_state, write_state
 from verl_tlt.warmup.options import EngineOptions, TrainingOptions
 
 if TYPE_CHECKING:

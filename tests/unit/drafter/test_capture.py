@@ -35,7 +35,7 @@ def test_a_library_keeps_what_its_memory_allows(texts):
             return super().__call__(texts)
 
     states = Counting(make_policy(), (1, 2, 3))
-    per_token = 4 * 32 * 4  # four states of 32 floats
+    per_token = 4 * 32 * 4 + 8  # four states of 32 floats, and the token
     library = Library(states, texts, max_bytes=20 * per_token)
     first = library.get([1, 0, 2, 1])
     assert [len(s) for s in first] == [30, 9, 4, 30]

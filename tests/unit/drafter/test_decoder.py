@@ -9,8 +9,8 @@ from tiny_policy import SHAPE, make_policy
 
 from verl_tlt.drafter import DrafterError, PolicyStates, Text, VerifierWeights, drafter_config, policy_shape
 from verl_tlt.drafter.capture import find_decoder, load_policy
-from verl_tlt.drafter.names import policy_part
 from verl_tlt.drafter.policy import SUPPORTED, UNTESTABLE, rope_of
+from verl_tlt.drafter.verifier import policy_part
 
 VISION = {"depth": 4, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
 

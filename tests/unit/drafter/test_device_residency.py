@@ -32,21 +32,6 @@ QWEN_7B = Qwen2Config(
 )  # fmt: skip
 
 
-class Counted:
-    """Copies, and counts the bytes of what arrives."""
-
-    def __init__(self):
-        self.bytes = 0
-
-    def __call__(self, target, source):
-        target.copy_(source)
-        self.bytes += target.nbytes
-
-    def since(self):
-        found, self.bytes = self.bytes, 0
-        return found
-
-
 @pytest.fixture
 def in_16_bits(monkeypatch):
     """Matrix products as on CUDA."""
@@ -63,27 +48,38 @@ def homes(trainer):
     return [t.data_ptr() for t in (*trainer.model.parameters(), *trainer.model.buffers())]
 
 
-def test_a_stop_moves_what_training_changed_and_nothing_else(in_16_bits, trainer, sequences):
+def test_a_stop_moves_what_training_changed_and_nothing_else(in_16_bits, monkeypatch, trainer, sequences):
+    arrived = []
+
+    def copy(target, source):
+        target.copy_(source)
+        arrived.append(target.nbytes)
+
+    def copied():
+        total = sum(arrived)
+        arrived.clear()
+        return total
+
+    monkeypatch.setattr(device_residency, "_copy", copy)
     trained = sum(p.nbytes for p in trainer.parameters.values())
     frozen = sum(p.numel() for p in trainer.model.parameters() if not p.requires_grad)
     buffers = sum(b.nbytes for b in trainer.model.buffers())
     at_home = homes(trainer)
-    copy = Counted()
     for session in range(3):
-        with DeviceResidency(trainer, AWAY, copy=copy):
-            there = copy.since()
+        with DeviceResidency(trainer, AWAY):
+            there = copied()
             assert not set(homes(trainer)) & set(at_home), "something stayed behind"
             embedding = trainer.model.embed_tokens.weight
             assert embedding.dtype == torch.bfloat16 and next(iter(trainer.parameters.values())).dtype == torch.float32
             trainer.step(pack(sequences))
-        assert copy.since() == 3 * trained
+        assert copied() == 3 * trained
         moments = 2 * trained if session else 0  # there are none before the first step
         assert there == trained + moments + 2 * frozen + buffers
         assert homes(trainer) == at_home
-    with DeviceResidency(trainer, AWAY, trains=False, copy=copy):
-        assert copy.since() == trained + 2 * frozen + buffers
+    with DeviceResidency(trainer, AWAY, trains=False):
+        assert copied() == trained + 2 * frozen + buffers
         acceptance(trainer.model, sequences, max_draft=2)
-    assert copy.since() == 0
+    assert copied() == 0
 
 
 def test_sessions_away_are_sessions_at_home_to_the_bit(monkeypatch, policy, sequences):
@@ -116,7 +112,7 @@ def test_sixteen_bit_verifier_weights_teach_the_same(in_16_bits, trainer, sequen
 
 
 @pytest.mark.parametrize("where", ["inside", "on the way back"])
-def test_a_session_that_fails_leaves_nothing_on_the_device(in_16_bits, trainer, sequences, where):
+def test_a_session_that_fails_leaves_nothing_on_the_device(in_16_bits, monkeypatch, trainer, sequences, where):
     at_home, before = homes(trainer), trainer.state()["parameters"]
 
     def copy(target, source):
@@ -124,7 +120,8 @@ def test_a_session_that_fails_leaves_nothing_on_the_device(in_16_bits, trainer, 
             raise RuntimeError("the device is lost")
         target.copy_(source)
 
-    with pytest.raises(RuntimeError), DeviceResidency(trainer, AWAY, copy=copy):
+    monkeypatch.setattr(device_residency, "_copy", copy)
+    with pytest.raises(RuntimeError), DeviceResidency(trainer, AWAY):
         trainer.step(pack(sequences))
         trainer._forward(trainer._prepare(pack(sequences)))[0].backward()
         raise RuntimeError("out of memory")

@@ -5,7 +5,7 @@ import torch
 
 from verl_tlt.drafter import fingerprint, serving_tensors
 from verl_tlt.drafter.digest import combined, own_shards, partial_sums
-from verl_tlt.drafter.names import live, plain, stacked
+from verl_tlt.drafter.other_layouts import live_name, plain, stacked
 
 
 def as_vllm_holds_them(tensors, dtype):
@@ -116,11 +116,11 @@ def test_ranks_answer_together_for_the_whole(drafter, size):
 def test_all_names_of_a_layers_tensor_meet(theirs, part, fused):
     assert plain(theirs + part) == "layers.0." + part
     assert stacked(theirs + part) == "layers.0." + fused
-    assert live(theirs + part) == f"model.layers.0.{fused}" == live(stacked(theirs + part))
+    assert live_name(theirs + part) == f"model.layers.0.{fused}" == live_name(stacked(theirs + part))
 
 
 @pytest.mark.parametrize(
     ("name", "lives"), [("fc.weight", "model.fc.weight"), ("norm.weight", "model.norm.weight"), ("lm_head.weight",) * 2]
 )
 def test_outside_the_layer_only_the_head_stands_beside_the_model(name, lives):
-    assert live(name) == live(lives) == lives and plain(lives) == name
+    assert live_name(name) == live_name(lives) == lives and plain(lives) == name

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from verl_tlt.drafter import DrafterError
-from verl_tlt.drafter.state_file import read_state, write_state
+from verl_tlt.drafter.checkpoint import read_state, write_state
 
 
 def test_it_comes_back_to_the_bit(tmp_path):
