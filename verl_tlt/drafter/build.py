@@ -133,7 +133,12 @@ def build_drafter(
         torch.manual_seed(seed)
         model = instantiate(config, attention or default_attention(device))
     if draft_ids is not None:
-        model.load_vocab_mappings(*vocabulary_maps(draft_ids, model.verifier_vocab_size))
+        ids, vocab = draft_ids.to(torch.int64).cpu(), model.verifier_vocab_size
+        if ids.ndim != 1 or not len(ids) or bool((ids.diff() <= 0).any()) or bool(ids[0] < 0 or ids[-1] >= vocab):
+            raise DrafterError(f"draft_ids must be ascending distinct token ids within 0..{vocab - 1}.")
+        t2d = torch.zeros(vocab, dtype=torch.bool)  # [V] whether a token is kept
+        t2d[ids] = True
+        model.load_vocab_mappings(t2d, ids - torch.arange(len(ids)))  # [DV] target id minus draft id
     return model.to(device)
 
 
@@ -173,13 +178,3 @@ def most_frequent(counts: torch.Tensor, size: int) -> torch.Tensor:
     """int64 [size]: the token ids of the largest of `counts` (int64 [V]), ascending; ties go to the lower id."""
     order = torch.sort(counts, descending=True, stable=True).indices  # [V]
     return order[:size].sort().values
-
-
-def vocabulary_maps(draft_ids: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(t2d, d2t)` as speculators and vLLM store them: bool [V] "is kept", int64 [DV] target id minus draft id."""
-    ids = draft_ids.to(torch.int64).cpu()
-    if ids.ndim != 1 or len(ids) == 0 or bool((ids.diff() <= 0).any()) or bool(ids[0] < 0 or ids[-1] >= vocab_size):
-        raise DrafterError(f"draft_ids must be ascending distinct token ids within 0..{vocab_size - 1}.")
-    t2d = torch.zeros(vocab_size, dtype=torch.bool)  # [V]
-    t2d[ids] = True
-    return t2d, ids - torch.arange(len(ids))

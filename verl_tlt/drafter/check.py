@@ -23,6 +23,7 @@ from verl_tlt.drafter.policy import (
     PolicyLike,
     PolicyShape,
     check_aux_layers,
+    open_tensors,
     policy_shape,
     read_json,
     rope_of,
@@ -134,22 +135,15 @@ def _check_tokenizer(path: Path, policy: PolicyLike) -> None:
 
 def _shapes(path: Path) -> dict[str, list[int]]:
     """Tensor shapes by name, from the safetensors header."""
-    from safetensors import SafetensorError, safe_open
-
     file = path / WEIGHTS
-    if not file.is_file():
-        pickles = sorted(found.name for pattern in _PICKLES for found in path.glob(pattern))
-        if pickles:
-            raise DrafterError(
-                f"{path / pickles[0]} is pickled, which can run code when it is read; if you trust it, write {WEIGHTS} "
-                "beside it: safetensors.torch.save_file(torch.load(THAT_FILE, weights_only=True), NEW_FILE)."
-            )
-        raise DrafterError(f"{file} does not exist.")
-    try:
-        with safe_open(file, framework="np") as reader:  # shapes only: nothing is read into any framework
-            return {name: list(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise DrafterError(f"{file} is truncated or not a safetensors file: {error}.") from error
+    pickles = sorted(found.name for pattern in _PICKLES for found in path.glob(pattern))
+    if pickles and not file.is_file():
+        raise DrafterError(
+            f"{path / pickles[0]} is pickled, which can run code when it is read; if you trust it, write {WEIGHTS} "
+            "beside it: safetensors.torch.save_file(torch.load(THAT_FILE, weights_only=True), NEW_FILE)."
+        )
+    with open_tensors(file, "np") as reader:
+        return {name: list(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
 
 
 def _wanted(config: Fields) -> dict[str, list[int]]:

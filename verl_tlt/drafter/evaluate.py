@@ -15,7 +15,7 @@ that training runs:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -98,9 +98,6 @@ def acceptance(
         budget: rows scored at once. Memory is about `20 * budget * vocabulary` bytes.
         lm_head: [V, H], the policy's whole head; needed where the draft vocabulary is pruned, since the policy's mass
             outside it can never be accepted.
-
-    Raises:
-        DrafterError: a pruned draft vocabulary without `lm_head`.
     """
     if model.use_draft_vocab and lm_head is None:
         raise DrafterError("acceptance(): a drafter with a pruned vocabulary needs the policy's whole head, lm_head.")
@@ -110,8 +107,9 @@ def acceptance(
     model.eval()
     try:
         for group in grouped(pieces, lambda piece: piece[1].rows, budget):
-            batch = pack(window for _, window in group)
-            loss = _AcceptanceLoss(model, batch.to(model.fc.weight.device), temperature, top_p, top_k, lm_head)
+            batch = pack(window for _, window in group).to(model.fc.weight.device)
+            batch = batch.padded(ROW_BLOCK) if batch.input_ids.is_cuda else batch
+            loss = _AcceptanceLoss(model, batch, temperature, top_p, top_k, lm_head)
             overlap, recorded = loss.run(max_draft)  # [K, S] each
             begin = 0
             for owner, window in group:
@@ -123,29 +121,23 @@ def acceptance(
     return [combined_score(found, max_draft) for found in scores]
 
 
+@dataclass(eq=False)
 class _AcceptanceLoss:
     """Takes the place of the training loss, which gets each pass's logits with the policy's, and records acceptance.
 
     So training and scoring share one recurrence, that of `speculators`.
     """
 
-    def __init__(
-        self,
-        model: Eagle3DraftModel,
-        batch: Batch,
-        temperature: float,
-        top_p: float,
-        top_k: int,
-        lm_head: torch.Tensor | None,
-    ) -> None:
-        self.model, self.rows = model, batch.rows
-        self.batch = batch.padded(ROW_BLOCK) if batch.input_ids.is_cuda else batch
-        self.temperature, self.top_p, self.top_k = temperature, top_p, top_k
-        self.lm_head = lm_head
-        self.policy: torch.Tensor | None = None  # [S, DV] the policy's probabilities on the draft vocabulary
-        self.chosen: torch.Tensor | None = None  # [S] the policy's probability of the token that came
-        self.overlap: list[torch.Tensor] = []
-        self.recorded: list[torch.Tensor] = []
+    model: Eagle3DraftModel
+    batch: Batch
+    temperature: float
+    top_p: float
+    top_k: int
+    lm_head: torch.Tensor | None
+    policy: torch.Tensor | None = None  # [S, DV] the policy's probabilities on the draft vocabulary
+    chosen: torch.Tensor | None = None  # [S] the policy's probability of the token that came
+    overlap: list[torch.Tensor] = field(default_factory=list)
+    recorded: list[torch.Tensor] = field(default_factory=list)
 
     def run(self, max_draft: int) -> tuple[np.ndarray, np.ndarray]:
         """`(overlap, recorded)`, float64 [K, S]: at [k, r] for position k of the draft that starts at row r.
@@ -200,10 +192,9 @@ class _AcceptanceLoss:
         return probabilities.gather(1, draft_id[:, None])[:, 0] * kept[tokens]
 
     def _stack(self, columns: list[torch.Tensor]) -> np.ndarray:
-        out = np.zeros((len(columns), self.rows))
-        for k, column in enumerate(columns):
-            size = max(self.rows - k, 0)
-            out[k, :size] = column[:size].double().cpu().numpy()
+        out = np.zeros((len(columns), self.batch.rows))
+        for row, column in zip(out, columns, strict=True):
+            row[: len(column)] = column.double().cpu().numpy()
         return out
 
 

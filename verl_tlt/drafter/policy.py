@@ -13,12 +13,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from verl_tlt.drafter.hub import Model, folder
 from verl_tlt.errors import DrafterError as DrafterError
 
 if TYPE_CHECKING:
+    from safetensors import safe_open
     from transformers import PretrainedConfig
 
 CONFIG = "config.json"
@@ -121,6 +122,18 @@ def read_json(path: Path) -> Fields:
     if not isinstance(value, dict):
         raise DrafterError(f"{path} must hold a JSON object, not a {type(value).__name__}.")
     return value
+
+
+def open_tensors(file: Path, framework: Literal["pt", "np"]) -> safe_open:
+    """A safetensors file, to be closed; a `DrafterError` where it is none. "np" loads no torch."""
+    from safetensors import SafetensorError, safe_open
+
+    if not file.is_file():
+        raise DrafterError(f"{file} does not exist.")
+    try:
+        return safe_open(file, framework=framework)
+    except (SafetensorError, OSError) as error:
+        raise DrafterError(f"{file} is truncated or not a safetensors file: {error}.") from error
 
 
 def _from_fields(whole: Fields, source: str) -> PolicyShape:

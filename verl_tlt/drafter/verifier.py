@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from verl_tlt.drafter.hub import Model, folder
-from verl_tlt.drafter.policy import DrafterError, policy_shape, read_json
+from verl_tlt.drafter.policy import DrafterError, open_tensors, policy_shape, read_json
 
 if TYPE_CHECKING:
-    from safetensors import safe_open
     from speculators.models.eagle3 import Eagle3DraftModel
 
 _USUAL = {"embed": "model.embed_tokens.weight", "lm_head": "lm_head.weight", "norm": "model.norm.weight"}
@@ -81,7 +80,7 @@ def _read(policy: Model, parts: Iterable[str]) -> dict[str, torch.Tensor]:
     directory = folder(policy, (single, listing))
     if (directory / single).is_file() or not (directory / listing).is_file():
         source = directory / single
-        with _open(source) as reader:
+        with open_tensors(source, "pt") as reader:
             owners = dict.fromkeys(reader.keys(), single)
     else:
         source = directory / listing
@@ -95,20 +94,8 @@ def _read(policy: Model, parts: Iterable[str]) -> dict[str, torch.Tensor]:
             )
         if Path(owners[name]).name != owners[name]:
             raise DrafterError(f"{source}: {name} is said to be in {owners[name]!r}, which is no file beside it.")
-        with _open(folder(policy, (owners[name],)) / owners[name]) as reader:
+        with open_tensors(folder(policy, (owners[name],)) / owners[name], "pt") as reader:
             if name not in reader.keys():  # noqa: SIM118 (a safetensors reader is no mapping)
                 raise DrafterError(f"{owners[name]} has no tensor {name!r}, which {source} says it has.")
             tensors[part] = reader.get_tensor(name)
     return tensors
-
-
-def _open(file: Path) -> safe_open:
-    """A safetensors file of the policy's, to be closed."""
-    from safetensors import SafetensorError, safe_open
-
-    if not file.is_file():
-        raise DrafterError(f"{file} does not exist: the policy's safetensors hold the drafter's embedding and head.")
-    try:
-        return safe_open(file, framework="pt")
-    except SafetensorError as error:
-        raise DrafterError(f"{file} is not a complete safetensors file: {error}.") from error

@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from tiny_policy import VOCAB, make_policy, observe, verifier_weights
-
-from verl_tlt.drafter import build_drafter, refresh_verifier_weights
+from tiny_policy import VOCAB, drafter_of, make_policy, observe
 
 
 @pytest.fixture(scope="session")
@@ -28,8 +26,7 @@ def sequences(policy):
 
 @pytest.fixture
 def drafter(policy):
-    model = build_drafter(policy.config, seed=3)
-    refresh_verifier_weights(model, verifier_weights(policy))
+    model = drafter_of(policy, seed=3)
     with torch.no_grad():  # large enough for every part of the layer to matter to the result
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.ndim == 2:

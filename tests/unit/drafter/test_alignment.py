@@ -1,11 +1,14 @@
-"""What the drafter is fed and scored on, against the naive reference and against the policy itself."""
+"""What the drafter is fed and scored on, against the naive reference and the policy itself; texts in batches."""
+
+import itertools
 
 import pytest
 import torch
-from tiny_policy import FAMILIES, VOCAB, make_policy, observe, verifier_weights
+from tiny_policy import FAMILIES, VOCAB, drafter_of, make_policy, observe
 from vllm_by_hand import Reference, passes
 
-from verl_tlt.drafter import DrafterTrainer, align, build_drafter, pack, refresh_verifier_weights
+from verl_tlt.drafter import DrafterTrainer, TrainingSequence, align, batches, pack, windows
+from verl_tlt.drafter.data import grouped
 
 PASSES = 3
 
@@ -31,9 +34,7 @@ def test_aux_layers_are_layer_inputs_and_last_is_before_the_norm(family):
     # transformers: hidden_states[i] is the input of layer i; the last entry is *after* the final norm.
     torch.testing.assert_close(sequence.aux, torch.cat([out.hidden_states[i][0] for i in (1, 2, 3)], -1))
     assert not torch.allclose(sequence.last, out.hidden_states[-1][0], atol=1e-3)
-    model = build_drafter(policy.config, aux_layers=(1, 2, 3))
-    refresh_verifier_weights(model, verifier_weights(policy))
-    _, targets = passes(model, align(sequence), 1)[0]
+    _, targets = passes(drafter_of(policy, aux_layers=(1, 2, 3)), align(sequence), 1)[0]
     torch.testing.assert_close(targets, out.logits[0, 1:], rtol=1e-4, atol=1e-4)
 
 
@@ -88,3 +89,50 @@ def test_padding_rows_change_nothing(drafter, sequences):
     loss, _ = trainer._forward(trainer._prepare(bare))
     filled, _ = trainer._forward(trainer._prepare(bare.padded(64)))
     torch.testing.assert_close(filled, loss)
+
+
+def sizes(groups):
+    return [list(group) for group in groups]
+
+
+def test_items_go_into_the_first_open_group_that_has_room():
+    items = [5, 6, 3, 2, 4]
+    assert sizes(grouped(items, int, 8)) == [[5], [6], [3, 2], [4]]
+    assert sizes(grouped(items, int, 8, open_groups=2)) == [[5, 3], [6, 2], [4]]
+    assert sizes(grouped([9, 1, 9], int, 8)) == [[9], [1], [9]], "one above the budget is alone"
+    assert sizes(grouped([1, 3, 4, 4], int, 8, padded=True)) == [[1, 3], [4, 4]], "1, 3 and 4 padded to 4 make 12"
+    assert sizes(grouped([], int, 8)) == []
+
+
+def test_an_endless_stream_is_grouped_as_it_comes():
+    groups = grouped(itertools.cycle([3, 4]), int, 8, open_groups=3)
+    assert [next(groups) for _ in range(2)] == [[3, 4], [3, 4]]
+
+
+def test_long_sequences_are_cut_and_no_row_is_lost(sequences):
+    longest = sequences[3]  # 30 tokens
+    pieces = windows(longest, 8)
+    assert [p.rows for p in pieces] == [7, 7, 7, 8]
+    rows = [(t, int(x)) for p in pieces for t, x in enumerate(p.tokens[1:], p.start + 1)]
+    assert rows == list(enumerate(longest.tokens[1:].tolist(), 1))
+    assert windows(longest.window(0, 1), 8) == []
+    packed = list(batches(sequences, 8))
+    assert all(b.rows <= 8 for b in packed) and sum(b.rows for b in packed) == sum(s.rows for s in sequences)
+
+
+def test_the_loss_falls_on_responses_whose_next_tokens_are_recorded(sequences):
+    longest = sequences[3]  # 30 tokens, 3 of them prompt
+    assert longest.loss_rows() == range(2, 28)
+    assert longest.loss_rows(draft=3) == range(2, 26)
+    assert not longest.window(0, 4).loss_rows() and not longest.window(0, 3).loss_rows()
+    assert longest.window(10, 13).loss_rows() == range(0, 1)
+
+
+def test_what_cannot_be_packed_is_refused(sequences):
+    whole = sequences[3]
+    with pytest.raises(ValueError, match="no sequence"):
+        pack([])
+    with pytest.raises(ValueError, match="at least 2"):
+        pack([whole.window(0, 1)])
+    with pytest.raises(ValueError, match="4 aux"):
+        TrainingSequence(whole.tokens, 3, whole.aux[:4], whole.last)

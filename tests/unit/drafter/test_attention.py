@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tiny_policy import verifier_weights
+from tiny_policy import drafter_of
 from torch.nn.functional import scaled_dot_product_attention
 
-from verl_tlt.drafter import DrafterTrainer, build_drafter, pack, refresh_verifier_weights
+from verl_tlt.drafter import DrafterTrainer, pack
 from verl_tlt.drafter.attention import BY_DOCUMENT, attend_by_document
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
@@ -59,8 +59,7 @@ def test_a_mask_that_is_not_causal_within_documents_is_refused():
 def test_a_training_step_is_that_of_the_dense_mask(policy, sequences):
     steps = []
     for attention in (None, "sdpa"):
-        model = build_drafter(policy.config, seed=3, attention=attention)
-        refresh_verifier_weights(model, verifier_weights(policy))
+        model = drafter_of(policy, seed=3, attention=attention)
         assert model._attn_impl == (attention or BY_DOCUMENT)
         trainer = DrafterTrainer(model, ttt_steps=3)
         steps.append((trainer.step(pack(sequences)), trainer.parameters_numpy()))

@@ -113,6 +113,8 @@ def test_a_drafters_rope_rotates_whole_heads_by_one_position():
     plain = {"rope_type": "default", "rope_theta": 10000.0}
     assert rope(rope_parameters={**plain, "partial_rotary_factor": 0.5}) == plain
     assert rope(rope_theta=10000.0, rope_scaling={"type": "mrope", "mrope_section": [1, 1, 2]}) == plain
+    linear = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
+    assert rope(rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0}) == linear, "older configs"
     by_kind = {"full_attention": {**plain, "rope_theta": 5.0}, "sliding_attention": plain}
     assert rope_of({"rope_parameters": by_kind}) == {"rope_type": "default", "rope_theta": 5.0}
 

@@ -4,22 +4,21 @@ The "device" is other memory of the host, which shows all but speed.
 """
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
-from tiny_policy import verifier_weights
+from tiny_policy import drafter_of, same_state
 from transformers import Qwen2Config
 
 from verl_tlt.drafter import (
     DeviceResidency,
     DrafterTrainer,
     acceptance,
-    build_drafter,
     device_residency,
     drafter_config,
     evaluate,
     pack,
-    refresh_verifier_weights,
     session_bytes,
     train,
 )
@@ -86,21 +85,13 @@ def test_sessions_away_are_sessions_at_home_to_the_bit(monkeypatch, policy, sequ
     monkeypatch.setattr(device_residency, "FROZEN", torch.float32)
 
     def trained(away):
-        model = build_drafter(policy.config, seed=3)
-        refresh_verifier_weights(model, verifier_weights(policy))
-        trainer = DrafterTrainer(model, ttt_steps=2)
+        trainer = DrafterTrainer(drafter_of(policy, seed=3), ttt_steps=2)
         for some in (sequences[:2], sequences[2:], sequences):
-            if away:
-                with DeviceResidency(trainer, AWAY):
-                    trainer.step(pack(some))
-            else:
+            with DeviceResidency(trainer, AWAY) if away else nullcontext():
                 trainer.step(pack(some))
         return trainer.state()
 
-    one, two = trained(True), trained(False)
-    assert all(torch.equal(one["parameters"][name], value) for name, value in two["parameters"].items())
-    for i, moments in two["optimizer"]["state"].items():
-        assert all(torch.equal(one["optimizer"]["state"][i][key], value) for key, value in moments.items())
+    assert same_state(trained(True), trained(False))
 
 
 def test_sixteen_bit_verifier_weights_teach_the_same(in_16_bits, trainer, sequences):
@@ -134,10 +125,8 @@ def test_a_session_that_fails_leaves_nothing_on_the_device(in_16_bits, monkeypat
 def test_a_rehearsal_teaches_nothing(trainer):
     before = trainer.state()
     trainer.rehearse()
-    after = trainer.state()
-    assert all(torch.equal(after["parameters"][name], value) for name, value in before["parameters"].items())
-    assert (after["steps"], after["skipped"]) == (0, 0)
-    assert after["optimizer"]["state"] == {} and all(p.grad is None for p in trainer.parameters.values())
+    assert same_state(before, trainer.state()) and (trainer.steps, trainer.skipped) == (0, 0)
+    assert all(p.grad is None for p in trainer.parameters.values())
 
 
 def test_what_a_7b_policys_drafter_needs():

@@ -6,19 +6,10 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from tiny_policy import make_policy, observe, verifier_weights
+from tiny_policy import drafter_of, make_policy, observe
 from vllm_by_hand import passes
 
-from verl_tlt.drafter import (
-    DrafterError,
-    accept_length,
-    acceptance,
-    align,
-    build_drafter,
-    most_frequent,
-    refresh_verifier_weights,
-    windows,
-)
+from verl_tlt.drafter import DrafterError, accept_length, acceptance, align, most_frequent, windows
 
 V, PROMPT, RESPONSE, K = 3, (0, 2, 1), 4, 2
 SEED = 2  # greedy drafts of this head are right sometimes
@@ -31,8 +22,7 @@ def small():
     policy = make_policy(vocab_size=V)
     with torch.no_grad():
         policy.lm_head.weight.mul_(0.3)
-    drafter = build_drafter(policy.config, seed=SEED)
-    refresh_verifier_weights(drafter, verifier_weights(policy))
+    drafter = drafter_of(policy, seed=SEED)
     with torch.no_grad():
         for parameter in drafter.parameters():
             if parameter.requires_grad and parameter.ndim == 2:
@@ -158,8 +148,7 @@ def test_a_pruned_vocabulary_counts_the_mass_it_cannot_propose(policy, sequences
     for sequence in sequences:
         counts += torch.bincount(sequence.tokens, minlength=len(counts))
     kept = most_frequent(counts, 20)
-    drafter = build_drafter(policy.config, draft_ids=kept)
-    refresh_verifier_weights(drafter, verifier_weights(policy))
+    drafter = drafter_of(policy, draft_ids=kept)
     with pytest.raises(DrafterError, match="lm_head"):
         acceptance(drafter, sequences)
     pruned = acceptance(drafter, sequences, lm_head=policy.lm_head.weight, max_draft=1)

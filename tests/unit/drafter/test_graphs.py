@@ -2,17 +2,10 @@
 
 import pytest
 import torch
-from tiny_policy import verifier_weights
+from tiny_policy import drafter_of
 from torch._dynamo.utils import counters
 
-from verl_tlt.drafter import (
-    DrafterTrainer,
-    acceptance,
-    build_drafter,
-    default_attention,
-    pack,
-    refresh_verifier_weights,
-)
+from verl_tlt.drafter import DrafterTrainer, acceptance, default_attention, pack
 
 
 @pytest.fixture
@@ -33,8 +26,7 @@ def graphs():
 
 
 def test_no_row_count_and_no_scoring_traces_a_graph_after_the_first_step(compiled, policy, sequences):
-    model = build_drafter(policy.config, seed=3, attention=default_attention("cuda"))
-    refresh_verifier_weights(model, verifier_weights(policy))
+    model = drafter_of(policy, seed=3, attention=default_attention("cuda"))
     trainer = DrafterTrainer(model, ttt_steps=3)
     trainer.rehearse()
     trainer.step(pack(sequences))

@@ -3,7 +3,13 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from verl_tlt.drafter import TrainingSequence, VerifierWeights, aux_layers_for
+from verl_tlt.drafter import (
+    TrainingSequence,
+    VerifierWeights,
+    aux_layers_for,
+    build_drafter,
+    refresh_verifier_weights,
+)
 
 VOCAB = 48
 SHAPE = dict(
@@ -54,3 +60,22 @@ def observe(policy, tokens, prompt_len, layers=None):
 
 def verifier_weights(policy):
     return VerifierWeights(policy.model.embed_tokens.weight, policy.lm_head.weight, policy.model.norm.weight)
+
+
+def drafter_of(policy, **arguments):
+    """A new drafter with the policy's embedding, head and norm."""
+    model = build_drafter(policy.config, **arguments)
+    refresh_verifier_weights(model, verifier_weights(policy))
+    return model
+
+
+def same_state(one, two):
+    """Whether two `DrafterTrainer.state()` are equal to the bit."""
+    groups = [state["optimizer"]["param_groups"] for state in (one, two)]  # the schedule's rate is among them
+    moments = [state["optimizer"]["state"] for state in (one, two)]
+    return (
+        groups[0] == groups[1]
+        and all(torch.equal(value, two["parameters"][name]) for name, value in one["parameters"].items())
+        and moments[0].keys() == moments[1].keys()
+        and all(torch.equal(value, moments[1][i][key]) for i in moments[0] for key, value in moments[0][i].items())
+    )
