@@ -53,7 +53,7 @@ def ray_cluster(monkeypatch: Any) -> Iterator[None]:
     """A Ray with pretended GPUs, enough for all files that import this: they run in turn, in one cluster (conftest)."""
     for key, value in ENVIRONMENT.items():
         monkeypatch.setenv(key, value)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", "local")  # whatever cluster somebody left on this machine
     import ray
 
     if not ray.is_initialized():
