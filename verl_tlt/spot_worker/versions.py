@@ -25,7 +25,19 @@ are the served ones."""
 
 @dataclass(frozen=True)
 class DrafterVersions:
-    """The versions that all spot workers agree on."""
+    """The versions that all spot workers agree on: a pure state machine. A cell that is empty stays as it is.
+
+    | Event | `candidate` | `served` | `exported` | `to_judge` |
+    |---|---|---|---|---|
+    | `merged(new)` | new | | | yes |
+    | `judged()` | | | | no |
+    | `export()` | | | the candidate | |
+    | `published()` | | the exported one, or else the candidate | none | no, unless the candidate is newer |
+    | `reverted(which)` | the served or the initial one | | none | no |
+
+    `initial` never changes. A run begins with one version in all three roles; a resumed run takes over `candidate` and
+    `initial` from its checkpoint.
+    """
 
     candidate: Parameters
     """The newest one: the served one, or one that was merged since."""
