@@ -14,12 +14,14 @@ from verl_tlt.compat.sources import serves_eagle3
 from verl_tlt.compat.versions import installed
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.check import WEIGHTS, check_drafter, check_owner, read_config
-from verl_tlt.drafter.hub import NotHereError, folder, is_name
 from verl_tlt.drafter.policy import (
     CONFIG,
     UNTESTABLE,
+    NotHereError,
     aux_layers_for,
     check_aux_layers,
+    folder,
+    is_name,
     policy_shape,
     read_model_config,
     unsupported,

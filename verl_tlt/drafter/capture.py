@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from verl_tlt.drafter import data
-from verl_tlt.drafter.hub import Model
-from verl_tlt.drafter.policy import check_aux_layers, policy_shape
+from verl_tlt.drafter.policy import Model, check_aux_layers, policy_shape
 from verl_tlt.errors import DrafterError
 
 if TYPE_CHECKING:

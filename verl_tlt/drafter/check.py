@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from verl_tlt.drafter.hub import Model, NotHereError, folder
 from verl_tlt.drafter.other_layouts import is_other_layout, speculators_name, to_speculators_config
 from verl_tlt.drafter.policy import (
     COMPUTED_ROPE,
@@ -20,9 +19,12 @@ from verl_tlt.drafter.policy import (
     NUM_AUX,
     DrafterError,
     Fields,
+    Model,
+    NotHereError,
     PolicyLike,
     PolicyShape,
     check_aux_layers,
+    folder,
     open_tensors,
     policy_shape,
     read_json,

@@ -35,9 +35,8 @@ from verl_tlt.drafter.check import (
     tokenizer_hash,
 )
 from verl_tlt.drafter.digest import fingerprint
-from verl_tlt.drafter.hub import Model
 from verl_tlt.drafter.other_layouts import is_other_layout, to_speculators_tensors
-from verl_tlt.drafter.policy import CONFIG, DrafterError, Fields, PolicyLike, policy_shape, read_json
+from verl_tlt.drafter.policy import CONFIG, DrafterError, Fields, Model, PolicyLike, policy_shape, read_json
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel

@@ -1,6 +1,7 @@
-"""What a drafter needs to know of its policy, read from the policy's Hugging Face config: its shape, its layers.
+"""Where a model's files are, and what a drafter needs to know of its policy, read from its Hugging Face config.
 
 The package's one parser of such configs. It needs neither torch nor transformers, so that a driver can check a recipe.
+A name on the hub is looked up in the local cache, then on the hub; only the files asked for are fetched.
 
 An aux layer id i means the residual stream *before* layer i, the layer's input: 0 is the embeddings. vLLM collects it
 there (`EagleModelMixin._maybe_add_hidden_state`), ascending; `hidden_states[i]` of transformers is the same tensor.
@@ -10,17 +11,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from verl_tlt.drafter.hub import Model, folder
 from verl_tlt.errors import DrafterError as DrafterError
 
 if TYPE_CHECKING:
     from safetensors import safe_open
     from transformers import PretrainedConfig
+
+Model = str | os.PathLike[str]
+"""A folder, or a name on the hub such as "Qwen/Qwen3-8B"."""
+_NAME = re.compile(r"\w(?:[\w-]|\.(?!\.))*/\w(?:[\w-]|\.(?!\.))*")
+"""Owner and model; neither begins with a dot or holds two in a row, so that no name leads out of the cache."""
 
 CONFIG = "config.json"
 
@@ -85,6 +91,50 @@ class PolicyShape:
     """Whether the policy's head is its embedding."""
     nested: bool
     """Whether the language model is a part of a larger one, with a config inside its config."""
+
+
+class NotHereError(DrafterError):
+    """A model on the hub has not the files asked for on this disk, and they could not be fetched; it says why."""
+
+
+def is_name(model: Model) -> bool:
+    """Whether `model` can only be a name on the hub: it reads like one, and there is no such folder here."""
+    text = os.fspath(model)
+    return _NAME.fullmatch(text) is not None and not os.path.isdir(text)
+
+
+def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fetch: bool = True) -> Path:
+    """The folder with one or more files of `any_of`; a model that is no name on the hub is returned as it is.
+
+    What is not in the cache is asked of the hub if `fetch`, `besides` too where the hub has them (`NotHereError`).
+    """
+    if not is_name(model):
+        return Path(os.path.expanduser(model))
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
+
+    name = os.fspath(model)
+    try:
+        for file in any_of:
+            if isinstance(cached := try_to_load_from_cache(name, file), str):
+                return Path(cached).parent
+        found = Path(snapshot_download(name, allow_patterns=[*any_of, *besides])) if fetch else None
+    except (OSError, ValueError) as error:
+        raise NotHereError(f"{name} is no folder here and could not be fetched: {_reason(error)}.") from error
+    if found is None:
+        raise NotHereError(f"{name}: {' or '.join(any_of)} is not in the local cache.")
+    if not any((found / file).is_file() for file in any_of):
+        raise NotHereError(f"{name} has no {' or '.join(any_of)} on the hub.")
+    return found
+
+
+def _reason(error: Exception) -> str:
+    """Why the hub gave nothing, for the end of a sentence."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "it is not in the local cache, and HF_HUB_OFFLINE is set"
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}, {lines[0].rstrip('.')}"
 
 
 def policy_shape(policy: PolicyLike) -> PolicyShape:

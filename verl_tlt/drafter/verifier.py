@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from verl_tlt.drafter.hub import Model, folder
-from verl_tlt.drafter.policy import DrafterError, open_tensors, policy_shape, read_json
+from verl_tlt.drafter.policy import DrafterError, Model, folder, open_tensors, policy_shape, read_json
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from verl_tlt.compat.versions import installed
-from verl_tlt.drafter.hub import folder
+from verl_tlt.drafter.policy import folder
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.server.scheduler_client import SchedulerClient

@@ -76,16 +76,13 @@ def test_a_larger_models_states_are_captured_from_text(seeing):
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("model.embed_tokens.weight", "embed"),
         ("model.language_model.embed_tokens.weight", "embed"),
         ("language_model.model.norm.weight", "norm"),
         ("model.language_model.norm.weight", "norm"),
         ("base_model.model.model.norm.weight", "norm"),
-        ("language_model.lm_head.weight", "lm_head"),
+        ("lm_head.weight", "lm_head"),
         ("model.visual.merger.norm.weight", None),
         ("model.layers.61.embed_tokens.weight", None),
-        ("model.layers.0.norm.weight", None),
-        ("mtp.norm.weight", None),
         ("model.norm.weight_scale", None),
     ],
 )

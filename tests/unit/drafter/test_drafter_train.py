@@ -90,13 +90,6 @@ def test_a_step_that_is_not_finite_is_skipped_and_changes_nothing(drafter, seque
     assert not trainer.step(pack(sequences)).skipped
 
 
-def test_the_stop_flag_is_read_between_micro_batches(drafter, sequences):
-    trainer = DrafterTrainer(drafter, ttt_steps=1)
-    asked = itertools.count()
-    summary = train_until(trainer, stream(sequences), lambda: next(asked) >= 3)
-    assert (summary.steps, summary.stopped) == (3, True)
-
-
 def test_token_budget_and_end_of_data_end_a_session(drafter, sequences):
     trainer = DrafterTrainer(drafter, ttt_steps=1)
     each = pack(sequences).tokens

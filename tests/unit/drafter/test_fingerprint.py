@@ -8,18 +8,37 @@ from verl_tlt.drafter.digest import combined, own_shards, partial_sums
 from verl_tlt.drafter.other_layouts import live_name, plain, stacked
 
 
-def as_vllm_holds_them(tensors, dtype):
-    """Fused and renamed as `Eagle3LlamaForCausalLM.named_parameters()` has them."""
+def rank_of(tensors, rank, size, head=8):
+    """One tensor-parallel rank's parameters as vLLM lays them out; KV heads are repeated where there are too few."""
     attention, mlp = "layers.0.self_attn.", "layers.0.mlp."
-    own = {name: t.to(dtype) for name, t in tensors.items()}
-    fused = {
-        f"model.{attention}qkv_proj.weight": torch.cat([own.pop(f"{attention}{x}_proj.weight") for x in "qkv"]),
-        f"model.{mlp}gate_up_proj.weight": torch.cat([own.pop(f"{mlp}{x}_proj.weight") for x in ("gate", "up")]),
+    own = dict(tensors)
+
+    def rows(tensor, height):
+        height = max(height, tensor.shape[0] // size)
+        copies = size * height // tensor.shape[0]
+        return tensor[rank // copies * height :][:height]
+
+    query, key, value = (own.pop(f"{attention}{x}_proj.weight") for x in "qkv")
+    gate, up = (own.pop(f"{mlp}{x}_proj.weight") for x in ("gate", "up"))
+    live = {
+        f"{attention}qkv_proj.weight": torch.cat([rows(query, 0), rows(key, head), rows(value, head)]),
+        f"{mlp}gate_up_proj.weight": torch.cat([rows(gate, 0), rows(up, 0)]),
+        f"{attention}o_proj.weight": own.pop(f"{attention}o_proj.weight").chunk(size, dim=1)[rank],
+        f"{mlp}down_proj.weight": own.pop(f"{mlp}down_proj.weight").chunk(size, dim=1)[rank],
+        "fc.weight": own.pop("fc.weight").chunk(size)[rank],
+    }
+    return {f"model.{name}": tensor for name, tensor in {**own, **live}.items()}
+
+
+def as_vllm_holds_them(tensors, dtype):
+    """All that `Eagle3LlamaForCausalLM.named_parameters()` has on one rank, the policy's tensors and map among it."""
+    others = {
         "draft_id_to_target_id": torch.zeros(48, dtype=torch.int64),
         "model.embed_tokens.weight": torch.rand(48, 32),
         "lm_head.weight": torch.rand(48, 32),
     }
-    return list({**{f"model.{name}": t for name, t in own.items()}, **fused}.items())[::-1]
+    own = rank_of({name: t.to(dtype) for name, t in tensors.items()}, 0, 1)
+    return list({**own, **others}.items())[::-1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -59,28 +78,6 @@ def test_large_tensors_are_summed_in_parts(monkeypatch):
 def test_other_widths_are_refused():
     with pytest.raises(ValueError, match="float64"):
         fingerprint({"fc.weight": torch.zeros(2, dtype=torch.float64)})
-
-
-def rank_of(tensors, rank, size, head=8):
-    """One tensor-parallel rank's parameters as vLLM lays them out; KV heads are repeated where there are too few."""
-    attention, mlp = "layers.0.self_attn.", "layers.0.mlp."
-    own = dict(tensors)
-
-    def rows(tensor, height):
-        height = max(height, tensor.shape[0] // size)
-        copies = size * height // tensor.shape[0]
-        return tensor[rank // copies * height :][:height]
-
-    query, key, value = (own.pop(f"{attention}{x}_proj.weight") for x in "qkv")
-    gate, up = (own.pop(f"{mlp}{x}_proj.weight") for x in ("gate", "up"))
-    live = {
-        f"{attention}qkv_proj.weight": torch.cat([rows(query, 0), rows(key, head), rows(value, head)]),
-        f"{mlp}gate_up_proj.weight": torch.cat([rows(gate, 0), rows(up, 0)]),
-        f"{attention}o_proj.weight": own.pop(f"{attention}o_proj.weight").chunk(size, dim=1)[rank],
-        f"{mlp}down_proj.weight": own.pop(f"{mlp}down_proj.weight").chunk(size, dim=1)[rank],
-        "fc.weight": own.pop("fc.weight").chunk(size)[rank],
-    }
-    return {f"model.{name}": tensor for name, tensor in {**own, **live}.items()}
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -19,7 +19,7 @@ from verl_tlt.drafter import (
     refresh_verifier_weights,
     save_drafter,
 )
-from verl_tlt.drafter.hub import NotHereError, folder, is_name
+from verl_tlt.drafter.policy import NotHereError, folder, is_name
 from verl_tlt.trainer.run_setup import first_drafter
 
 

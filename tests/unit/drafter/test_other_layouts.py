@@ -63,17 +63,17 @@ def tensors_of(draft_vocab=DV):
     return tensors
 
 
-@pytest.fixture
-def theirs(tmp_path):
-    path = tmp_path / "theirs"
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(FLAT))
-    save_file(tensors_of(), path / "model.safetensors")
+def written(path, tensors=None, **changes):
+    """Their drafter's files in `path`, with other fields in its config or other tensors."""
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({**FLAT, **changes}))
+    save_file(tensors or tensors_of(), path / "model.safetensors")
     return path
 
 
-def edit(path, **changes):
-    (path / "config.json").write_text(json.dumps({**FLAT, **changes}))
+@pytest.fixture
+def theirs(tmp_path):
+    return written(tmp_path / "theirs")
 
 
 def test_it_computes_what_its_own_project_computes(theirs, policy, sequences):
@@ -107,11 +107,9 @@ def test_converted_it_is_a_drafter_like_any_other(theirs, policy, policy_dir, se
 
 
 def test_a_whole_vocabulary_keeps_its_head_too(policy, policy_dir, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({**FLAT, "draft_vocab_size": VOCAB}))
     tensors = tensors_of(VOCAB)
     tensors["d2t"].zero_()
-    save_file(tensors, tmp_path / "model.safetensors")
-    model = load_drafter(tmp_path, policy_dir)
+    model = load_drafter(written(tmp_path, tensors, draft_vocab_size=VOCAB), policy_dir)
     refresh_verifier_weights(model, verifier_weights(policy))
     assert not model.use_draft_vocab
     assert torch.equal(serving_tensors(model)["lm_head.weight"], tensors["lm_head.weight"])
@@ -127,19 +125,15 @@ def test_a_whole_vocabulary_keeps_its_head_too(policy, policy_dir, tmp_path):
     ],
 )
 def test_aux_layers_are_counted_as_inputs(policy, tmp_path, field, expected):
-    (tmp_path / "config.json").write_text(json.dumps({**FLAT, **field}))
-    save_file(tensors_of(), tmp_path / "model.safetensors")
-    assert load_drafter(tmp_path, policy.config).target_layer_ids == expected
+    assert load_drafter(written(tmp_path, **field), policy.config).target_layer_ids == expected
 
 
 def test_newer_norms_are_carried_over(policy, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({**FLAT, "fc_norm": True, "norm_output": True}))
-    save_file(tensors_of(), tmp_path / "model.safetensors")
+    written(tmp_path, fc_norm=True, norm_output=True)
     with pytest.raises(DrafterError, match=r"no tensor 'fc_norm\.0\.weight'"):
         load_drafter(tmp_path, policy.config)
     norms = {f"fc_norm.{i}.weight": torch.full((H,), 1.0 + i) for i in range(3)}
-    save_file({**tensors_of(), **norms}, tmp_path / "model.safetensors")
-    model = load_drafter(tmp_path, policy.config)
+    model = load_drafter(written(tmp_path, tensors_of() | norms, fc_norm=True, norm_output=True), policy.config)
     assert model.config.norm_output and torch.equal(model.fc_norm[2].weight, norms["fc_norm.2.weight"])
 
 
@@ -157,7 +151,7 @@ def test_newer_norms_are_carried_over(policy, tmp_path):
     ],
 )
 def test_what_does_not_fit_is_named(theirs, policy, change, sentence):
-    edit(theirs, **change)
+    written(theirs, **change)
     with pytest.raises(DrafterError) as caught:
         load_drafter(theirs, policy.config)
     assert sentence in str(caught.value) and str(theirs) in str(caught.value)
@@ -189,7 +183,7 @@ def test_convert_writes_it_or_says_what_is_wrong(theirs, policy_dir, tmp_path):
     check_drafter(tmp_path / "ours", policy_dir)
     assert provenance(tmp_path / "ours")["converted from"] == str(theirs)
     assert "exists" in convert(tmp_path / "ours").output
-    edit(theirs, hidden_size=64)
+    written(theirs, hidden_size=64)
     refused = convert(tmp_path / "none")
     assert refused.exit_code == 1 and "hidden_size=64" in refused.output
     assert not (tmp_path / "none").exists()
