@@ -133,12 +133,10 @@ def save_drafter(
     with replaced(target) as draft:
         (draft / CONFIG).write_text(model.config.to_json_string())
         save_file(dict(tensors), draft / WEIGHTS, metadata={"format": "pt"})
-        written = [draft / WEIGHTS]
         if training_state is not None:
             (draft / STATE).parent.mkdir()
             write_state(training_state, draft / STATE)
-            written.append(draft / STATE)
-        for file in written:  # safetensors writes for its owner alone
+        for file in draft.rglob("*.safetensors"):  # safetensors writes for its owner alone
             shutil.copymode(draft / CONFIG, file)
         (draft / PROVENANCE).write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
         (draft / "README.md").write_text(_card(model, target.name, facts))

@@ -5,12 +5,13 @@ The device is other memory of the host, and counts what is on it.
 
 import threading
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 import torch
 from tiny_learner import make_learner, same, texts, train_and_merge, verifier_arrays
 
-from verl_tlt.drafter import DeviceResidency, evaluate, session_bytes, train
+from verl_tlt.drafter import device_residency, evaluate, session_bytes, train
 from verl_tlt.errors import TLTError
 from verl_tlt.spot_worker import scoring
 from verl_tlt.spot_worker.device import TrainingDevice, check_room
@@ -43,7 +44,7 @@ class CountedDevice(TrainingDevice):
                 self.back += target.nbytes
 
         try:
-            with DeviceResidency(trainer, self.device, trains=trains, copy=copy):
+            with patch.object(device_residency, "_copy", copy), super()._resident(trainer, trains):
                 arriving = False
                 yield
         finally:
