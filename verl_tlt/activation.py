@@ -25,8 +25,7 @@ from verl_tlt.doctor.recipe import read_mapping, read_run_dir, read_settings
 def check(config: DictConfig) -> TLTConfig:
     """Run the doctor on a composed verl config and return the validated settings; warnings go to stderr.
 
-    Raises:
-        SystemExit: TLT cannot run; the message is one sentence per reason, naming the key or file.
+    Where TLT cannot run, `SystemExit` says why: one sentence per reason, naming the key or file.
     """
     try:
         settings = read_settings(config)

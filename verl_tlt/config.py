@@ -219,11 +219,7 @@ class TLTConfig:
 
     @classmethod
     def from_dict(cls, node: Mapping[str, object] | None) -> TLTConfig:
-        """Build from nested mappings (YAML, Hydra, JSON).
-
-        Raises:
-            TLTConfigError: an unknown key, a value of the wrong type, or values that contradict each other.
-        """
+        """Build from nested mappings; `TLTConfigError` for an unknown key, a wrong type, or a contradiction."""
         config = _build(cls, node or {}, "tlt")
         _check(config)
         return config

@@ -4,17 +4,27 @@ Where all users may write (`/tmp`, a scratch disk, a share opened to everybody),
 is there. What lies below such a directory is trusted only if this user or root owns each entry on the path to it; a
 file that all may write to is not trusted. Directories that only their owner's group may write to are trusted. Standard
 library only.
+
+Two runs on one machine may have the same Ray job id and replica ranks, and a run that is killed cannot clean up. So a
+process's own directory has a temporary name and a file lock, which ends with the process (`make_private_dir`).
 """
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
+import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from verl_tlt.errors import TLTError
 
+logger = logging.getLogger(__name__)
+
+OWNER = "owner.lock"
 _ROOT = 0
 
 
@@ -71,3 +81,35 @@ def open_to_append(path: str | os.PathLike[str]) -> int:
         os.close(descriptor)
         raise OSError(f"{os.fspath(path)} is no ordinary file")
     return descriptor
+
+
+def make_private_dir(prefix: str) -> Path:
+    """Make a temporary directory (0700) for this process, and remove those of this user's dead processes."""
+    for owner in Path(tempfile.gettempdir()).glob(f"{prefix}*/{OWNER}"):
+        _remove_if_unowned(owner)
+    path = Path(tempfile.mkdtemp(prefix=prefix))
+    lock = os.open(path / f".{OWNER}", os.O_CREAT | os.O_RDWR, 0o600)  # closed by nothing but the process's end
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.rename(path / f".{OWNER}", path / OWNER)  # nobody ever finds it unlocked
+    return path
+
+
+def _remove_if_unowned(owner: Path) -> None:
+    """Remove the directory of this lock file if this user made it and no process holds the lock."""
+    try:
+        # Others may give theirs a name like ours, or a link to something of ours.
+        found = os.lstat(owner.parent)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            return
+        lock = os.open(owner, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:  # gone meanwhile, or no lock of ours
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(owner.parent)
+    except BlockingIOError:
+        pass  # it is in use
+    except OSError as error:
+        logger.warning("%s, left by a process that is gone, could not be removed: %s", owner.parent, error)
+    finally:
+        os.close(lock)

@@ -15,7 +15,7 @@ import torch
 from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from verl_tlt.drafter import TrainingSequence
 from verl_tlt.messages.training import HiddenStateShard
-from verl_tlt.spot_worker import shards as spot_worker_shards
+from verl_tlt.spot_worker import worker as spot_worker
 
 LAYERS = AUX_LAYERS["small"]
 VOCAB = 64
@@ -100,7 +100,7 @@ def wanted(request: pytest.FixtureRequest, cases: Mapping[str, Any]) -> list[str
 
 def whole_sequences(ranks: Iterable[Iterable[HiddenStateShard]]) -> list[TrainingSequence]:
     """What a spot worker makes of the shards that the ranks of one group sent; every sequence must be complete."""
-    found, missing = spot_worker_shards.whole_sequences(shard for shards in ranks for shard in shards)
+    found, missing = spot_worker.whole_sequences(shard for shards in ranks for shard in shards)
     assert not missing, f"{missing} sequences are incomplete"
     return found
 

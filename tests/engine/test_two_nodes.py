@@ -9,7 +9,7 @@ from recorded import ENVIRONMENT, end_ray
 
 from verl_tlt.drafter.staging import stage
 from verl_tlt.messages.rollout import DrafterFile
-from verl_tlt.server.private_dir import make_private_dir
+from verl_tlt.ownership import make_private_dir
 
 pytestmark = [pytest.mark.engine, pytest.mark.heavy]
 

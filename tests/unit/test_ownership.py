@@ -8,8 +8,7 @@ import pytest
 from verl_tlt.drafter.staging import DIRECTORY, stage, staged_weights
 from verl_tlt.engine_core.steps import StepTrace
 from verl_tlt.errors import TLTError
-from verl_tlt.ownership import check_private, open_to_append, other_owner
-from verl_tlt.server.private_dir import OWNER, make_private_dir
+from verl_tlt.ownership import OWNER, check_private, make_private_dir, open_to_append, other_owner
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable, TableKey, load_table, save_table, table_path
 from verl_tlt.speculation.types import StepRecord
 from verl_tlt.trace.events import TraceWriter

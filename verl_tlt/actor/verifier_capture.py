@@ -83,8 +83,7 @@ class VerifierCapture:
     def finish(self, base: Callable[[], Mapping[str, torch.Tensor]] | None) -> None:
         """The sync is over: what arrived goes to the object store, in the background.
 
-        Args:
-            base: for a sync that sends LoRA adapters alone: reads the parts from the policy's files.
+        For a sync that sends LoRA adapters alone, `base` reads the parts from the policy's files.
         """
         with self._contained():
             if self.armed and base is not None and not self._captured_before and not self._arrived:

@@ -18,9 +18,15 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_tlt.actor.adapters import Untapped, adapt
-from verl_tlt.actor.tap import ROW, HiddenStateTap, response_lengths
+from verl_tlt.actor.tap import (
+    ROW,
+    HiddenStateTap,
+    choose_window,
+    response_lengths,
+    select_for_tap,
+    shards_by_worker,
+)
 from verl_tlt.actor.verifier_capture import VERIFIER_PARTS, VerifierCapture
-from verl_tlt.actor.windows import choose_window, select_for_tap, shards_by_worker
 from verl_tlt.config import TLTConfig, dtype_name
 from verl_tlt.drafter import VerifierWeights, policy_shape
 from verl_tlt.messages.training import TappedStates, TapReady
@@ -63,10 +69,7 @@ class TLTActorWorker(ActorRolloutRefWorker):
     def tlt_setup(self, config: TLTConfig, aux_layers: list[int], capture_ranks: Collection[int]) -> TapReady:
         """Install the tap on this rank's engine, for these layers' inputs.
 
-        Args:
-            config: all settings.
-            aux_layers: layers whose inputs the drafter wants.
-            capture_ranks: those that copy the verifier weights out of the coming weight sync.
+        `capture_ranks` copy the verifier weights out of the coming weight sync.
         """
         dtype = torch.float16 if dtype_name(self.config.rollout.dtype) == "float16" else torch.bfloat16
         try:
@@ -85,10 +88,8 @@ class TLTActorWorker(ActorRolloutRefWorker):
     def tlt_take(self, shares: Sequence[int], capture_ranks: Collection[int], tokens: int) -> TappedStates:
         """Hand over the hidden states of the last old-log-prob forward, and the verifier weights of a sync before it.
 
-        Args:
-            shares: for each rank, among how many spot workers its sequences are to be shared.
-            capture_ranks: those that copy the verifier weights out of the next weight sync.
-            tokens: to capture in the next forward.
+        `shares` says for each rank among how many spot workers its sequences are to be shared; `capture_ranks` are of
+        the next weight sync, `tokens` of the next forward.
         """
         self.actor.tap_budget = tokens
         tap, capture = self.actor.tap, self._tlt_capture

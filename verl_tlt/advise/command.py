@@ -31,11 +31,7 @@ def advise(options: AdviseOptions, console: Console) -> Verdict:
 
 
 def read_scenario(given: AdviseOptions) -> tuple[Scenario, dict[str, str]]:
-    """The recipe, the run and what the user says; and what had to be assumed, value and why.
-
-    Raises:
-        TLTError: something cannot be read, or contradicts something else.
-    """
+    """The recipe, the run and what the user says; and what had to be assumed, value and why."""
     if given.trace is not None and given.metrics is not None:
         raise TLTError("--trace and --metrics are two ways to show the same run: give one of them.")
     recipe = read_arguments(given.recipe, given.config_name)

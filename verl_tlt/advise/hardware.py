@@ -69,11 +69,7 @@ KNOWN = (
 
 
 def find_shape(policy: str) -> tuple[Shape, str]:
-    """(shape, where it is from): the policy's config on this disk, else the size in its name.
-
-    Raises:
-        TLTError: neither tells.
-    """
+    """(shape, where it is from): the policy's config on this disk, else the size in its name; else a `TLTError`."""
     try:
         return shape_of(policy_shape(read_model_config(policy, fetch=False))), "its config.json"
     except DrafterError:

@@ -32,11 +32,7 @@ class AdviseOptions:
     seed: Annotated[int, Option(min=0, help="Seeds the simulation.")] = 0
 
     def acceptance_by_position(self) -> tuple[float, ...]:
-        """`--acceptance` as numbers; empty where it is not given.
-
-        Raises:
-            TLTError: one is no number in 0..1.
-        """
+        """`--acceptance` as numbers, empty where it is not given; a `TLTError` where one is no number in 0..1."""
         parts = [part.strip() for part in (self.acceptance or "").split(",") if part.strip()]
         if not all(re.fullmatch(r"0?\.\d+|[01](\.0*)?", part) for part in parts):
             wanted = "numbers in 0..1 with commas between, one for each position"

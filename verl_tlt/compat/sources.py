@@ -17,11 +17,7 @@ VLLM_MODELS = "vllm.model_executor.models"
 
 
 class SourceTree:
-    """The sources of one release, read without importing them.
-
-    Args:
-        root: the directory that holds `verl/` or `vllm/`, such as site-packages or an unpacked wheel.
-    """
+    """The sources of one release below `root` (site-packages or an unpacked wheel), read without importing them."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -91,16 +91,10 @@ def measure_engine(recipe: Recipe, cpu: bool) -> list[Finding]:
 
 
 def calibrate(recipe: Recipe, out: Path | None, seconds: float, cpu: bool) -> tuple[Path, LatencyTable]:
-    """Measure the costs of a recipe's engine and keep them; returns the file written, and what is in it.
+    """Measure the costs of a recipe's engine for so many seconds and keep them; returns the file and its table.
 
-    Args:
-        recipe: names policy, drafter and engine.
-        out: directory of the table; None: where runs look for it.
-        seconds: how long to measure.
-        cpu: on the CPU, even where there is a GPU.
-
-    Raises:
-        TLTError: the doctor refuses the recipe, or the engine could not be started or measured.
+    `out` is the directory of the table; None: where runs look for it. A `TLTError` says that the doctor refuses the
+    recipe, or that the engine could not be started or measured.
     """
     from verl_tlt.doctor.engine_check import EngineJob, keep_costs, run_job
 

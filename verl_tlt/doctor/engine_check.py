@@ -164,11 +164,7 @@ def run_job(job: EngineJob, timeout_s: float = 1800.0) -> Measured:
 
 
 def keep_costs(found: Measured, out: Path | None) -> tuple[Path, LatencyTable]:
-    """Store the measured costs under their key; returns the file and the table.
-
-    Raises:
-        TLTConfigError: too little was measured, or the directory cannot be written.
-    """
+    """Store the measured costs under their key; returns file and table. `TLTConfigError`: too few, or not writable."""
     arms = found.costs.arms()
     if found.key is None or OFF not in arms or not any(arm > 0 for arm in arms):
         raise TLTConfigError("Steps with and without a drafter are needed, and not all were measured; raise --seconds.")

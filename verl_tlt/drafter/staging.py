@@ -26,8 +26,7 @@ def staged_weights() -> Path:
 def stage(config: str, weights: bytes, directory: Path) -> None:
     """Write a drafter so that a reader finds the old or the new one, never half of either; files are private (0600).
 
-    Raises:
-        TLTError: the directory is another user's or open to others.
+    A `TLTError` where the directory is another user's or open to others.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_private(directory)

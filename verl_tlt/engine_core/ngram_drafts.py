@@ -28,8 +28,7 @@ _FADE = 0.99  # weight of the past in the drafter's own acceptance, per step
 class NgramDrafts:
     """Keeps the index of the run's prompts and responses, and drafts from it.
 
-    Args:
-        without_drafter: n-grams are the only source; else one must be accepted as often as the drafter's own token.
+    If not `without_drafter`, an n-gram must be accepted as often as the drafter's own token.
     """
 
     def __init__(self, index: NgramIndex, without_drafter: bool) -> None:
@@ -57,13 +56,7 @@ class NgramDrafts:
         self._proposed = {}
 
     def verified(self, output: SchedulerOutput, sampled: Sequence[Sequence[int]], row_of: Mapping[str, int]) -> None:
-        """A step's drafts were verified: learn how often which are accepted.
-
-        Args:
-            output: that step, as scheduled.
-            sampled: tokens by row, before the scheduler cuts them at a request's end.
-            row_of: row by request.
-        """
+        """Learn from a verified step: the tokens sampled, by row, before the scheduler cuts them at a request's end."""
         ngrams: Mapping[str, NgramDraft] = getattr(output, NGRAM_MARK, {})
         own = own_accepted = 0
         for request in output.scheduled_spec_decode_tokens:
@@ -86,12 +79,9 @@ class NgramDrafts:
                 self.index.extend(output.request_id, output.new_token_ids)
 
     def propose(self, requests: Mapping[str, Request], names: Iterable[str], draft_length: int) -> None:
-        """Replace drafts by n-grams where these match.
+        """Replace drafts (`spec_token_ids`) by n-grams where these match, after a step of the requests `names`.
 
-        Args:
-            requests: the scheduler's requests by id; their `spec_token_ids` hold the drafter's drafts.
-            names: requests of the step that has just finished.
-            draft_length: K of that step: no draft may be longer.
+        No draft may be longer than `draft_length`, that step's K.
         """
         least = LEAST_TRUST if self.without_drafter else max(LEAST_TRUST, self._drafter_acceptance)
         for name in names:

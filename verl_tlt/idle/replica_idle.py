@@ -83,11 +83,8 @@ class _Replica:
 class ReplicaIdlePlanner:
     """Decides for one sampling phase which replicas leave, sleep, train and come back.
 
-    Args:
-        replicas: names of all replicas that serve in this phase.
-        expected_requests: requests expected in flight at once, over all replicas.
-        settle_s: seconds a replica must have been empty before it is asked to leave.
-        spot_workers: the replicas whose spot workers may train now and have enough to train on; None: all.
+    `expected_requests` are in flight at once, over all replicas; a replica must have been empty for `settle_s` before
+    it is asked to leave; `spot_workers` may train now and have enough to train on (None: all).
     """
 
     def __init__(

@@ -31,13 +31,7 @@ class Bubble:
 
 
 class TapBudget:
-    """Tokens that each worker's buffer is to get from one step.
-
-    Args:
-        first: where they begin.
-        follows: whether they follow the bubbles; else they stay.
-        max_bytes: of a worker's buffer.
-    """
+    """Tokens for each worker's buffer, of `max_bytes`, from one step: `first`, then as bubbles tell if it `follows`."""
 
     def __init__(self, first: int, follows: bool, max_bytes: int) -> None:
         self.tokens = self._least = first

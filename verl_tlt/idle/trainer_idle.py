@@ -15,11 +15,7 @@ from verl_tlt.idle.replica_idle import ReplicaIdlePlanner, State
 class TrainerIdlePlanner(ReplicaIdlePlanner):
     """Decides during one wait of the trainer which spot workers train: all that may, once it has lasted `settle_s`.
 
-    Args:
-        replicas: names of those on the trainer's devices, which have spot workers.
-        begin: when the wait began.
-        settle_s: seconds it must have lasted before training starts: samples that are there already cost nothing.
-        spot_workers: those whose worker may train now and has enough to train on.
+    Samples that are there already cost nothing, hence `settle_s`. `spot_workers` have enough to train on.
     """
 
     def __init__(

@@ -13,11 +13,7 @@ T = TypeVar("T")
 
 
 def from_plain(kind: type[T], plain: Mapping[str, object]) -> T:
-    """The record again, also after JSON, which makes strings of integer keys and lists of tuples.
-
-    Raises:
-        pydantic.ValidationError: a field is missing or of another type.
-    """
+    """The record again, also after JSON, which makes strings of integer keys; else `pydantic.ValidationError`."""
     from pydantic import TypeAdapter  # here: most readers of these records need no pydantic
 
     return TypeAdapter(kind).validate_python(plain)

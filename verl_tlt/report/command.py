@@ -17,9 +17,6 @@ def report(trace_dir: Path, out: Path | None, perfetto: Path | None = None) -> N
     """Print the steps as a table, and write `report.html` and `picture.png` to `out`, the trace's parent if None.
 
     `perfetto` is the file of a Chrome trace; None: none is written.
-
-    Raises:
-        TLTError: the trace cannot be read, a package is missing, or a file cannot be written.
     """
     console = make_console()
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)

@@ -44,10 +44,8 @@ COSTS_DIR = Path("~/.cache/verl-tlt/costs")
 def cost_key(policy: str, rollout: Any, drafter: Path | None = None) -> TableKey:
     """What a table of step costs holds for: hardware, policy, drafter, precision, graphs or none, vLLM's release.
 
-    Args:
-        policy: its local directory or its name on the hub; the configuration counts, not the path.
-        drafter: its directory, of which the sizes count; None: nothing but n-grams is drafted.
-        rollout: verl's `actor_rollout_ref.rollout`.
+    `policy` is a local directory or a name on the hub, of which the configuration counts; `drafter` a directory, of
+    which the sizes count (None: n-grams alone); `rollout` verl's `actor_rollout_ref.rollout`.
     """
     from vllm.platforms import current_platform
 

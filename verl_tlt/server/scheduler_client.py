@@ -29,11 +29,7 @@ class SchedulerClient:
         self._engine = engine
 
     async def call(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """The answer to one operation; arguments are plain values.
-
-        Raises:
-            SchedulerCallError: no answer in time, or the operation failed in the engine.
-        """
+        """The answer to one operation; arguments are plain values. `SchedulerCallError`: none in time, or it failed."""
         asked = self._engine.engine_core.call_utility_async("tlt_call", operation, arguments)
         try:
             return dict(await asyncio.wait_for(asked, ANSWER_S))

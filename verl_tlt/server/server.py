@@ -27,9 +27,9 @@ from verl_tlt.drafter.digest import combined
 from verl_tlt.drafter.staging import DIRECTORY, stage
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadReply, store_name
+from verl_tlt.ownership import make_private_dir
 from verl_tlt.server.calibration import calibrate, cost_key, plan_batches
 from verl_tlt.server.engine_arguments import engine_arms, engine_environment, engine_kwargs
-from verl_tlt.server.private_dir import make_private_dir
 from verl_tlt.server.scheduler_client import SchedulerCallError, SchedulerClient
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, save_table
 
@@ -260,11 +260,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
     async def tlt_calibrate(self, known: LatencyTable | None = None) -> LatencyTable:
         """Measure step costs by batch and draft length, OFF included, and give them to the scheduler.
 
-        Args:
-            known: what another replica of the run measured, used as it is.
-
-        Returns:
-            The calibration; empty where nothing could be measured.
+        `known` is what another replica of the run measured, used as it is. Empty where nothing could be measured.
         """
         scheduler = self._tlt_scheduler
         if scheduler is None:

@@ -34,11 +34,7 @@ def expected_accept_lengths(conditional: Sequence[float], longest: int) -> Seque
 
 
 class AcceptanceEstimate:
-    """Conditional acceptance per draft position and the accept length τ(K) that follows from it.
-
-    Args:
-        positions: longest draft, in tokens.
-    """
+    """Conditional acceptance at each of so many draft positions, and the accept length τ(K) that follows from it."""
 
     def __init__(self, positions: int) -> None:
         self.positions = positions
@@ -70,12 +66,7 @@ class AcceptanceEstimate:
         self._refresh()
 
     def observe(self, drafts: int, accepted: Sequence[int]) -> None:
-        """Learn from one verification.
-
-        Args:
-            drafts: requests whose draft was verified.
-            accepted: accepted[i] = how many had their first i+1 tokens accepted; its length is the K verified.
-        """
+        """Learn from so many drafts; accepted[i] of them had their first i+1 tokens accepted, of K = len(accepted)."""
         if drafts <= 0 or not accepted:
             return
         keep = math.exp(-min(drafts / WINDOW_DRAFTS, 1.0 / WINDOW_STEPS))

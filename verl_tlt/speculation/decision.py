@@ -111,9 +111,7 @@ def expected_saving(acceptance: Sequence[float], costs: LatencyModel, work: Mapp
 class RolloutDecision:
     """Judges a drafter by held-out acceptance, step costs, the last rollout's batches, and what the last try lost.
 
-    Args:
-        policy: `tlt.speculation.policy`; "fixed" is an order.
-        source: `tlt.speculation.source`; n-grams draft whatever a drafter is worth.
+    `tlt.speculation.policy` "fixed" is an order; n-grams (`source`) draft whatever a drafter is worth.
     """
 
     def __init__(self, policy: str, source: str = "eagle") -> None:
@@ -203,9 +201,7 @@ class RunDecision:
     def learn(self, stats: Mapping[str, EngineStats], gain: float | None) -> str | None:
         """Take note of a rollout; returns what the user is to be told, None: nothing new.
 
-        Args:
-            stats: the engines' sums by replica.
-            gain: as `RolloutDecision.learn` has it.
+        `stats` are the sums by replica, `gain` as `RolloutDecision.learn` has it.
         """
         self.rollout.learn(stats.values(), gain)
         drafting = [s for s in stats.values() if s.num_drafts and _drafted(s) > 0.5]

@@ -134,9 +134,7 @@ class StopBoundary:
     def room(self, admitted: Iterable[Request], draft_length: int) -> int:
         """Longest draft that every running request allows; `sys.maxsize`: any.
 
-        Args:
-            admitted: those that began, or went on after a preemption, in this step.
-            draft_length: K that the step verifies.
+        `admitted` began, or went on after a preemption, in this step, which verifies `draft_length`.
         """
         self._before += [r for r in admitted if _may_not_stop_yet(r) and r not in self._before]
         if not self._before:

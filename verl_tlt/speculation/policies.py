@@ -58,12 +58,9 @@ class TablePolicy(BasePolicy):
 
 
 def make_policy(name: str, arms: tuple[int, ...], fixed: int | None = None) -> BasePolicy:
-    """Build a policy; ControlError for an unknown name, or a `fixed` that is not among the arms.
+    """Build one of `POLICIES`; ControlError for an unknown name, or a `fixed` that is not among the arms.
 
-    Args:
-        name: one of `POLICIES`.
-        arms: draft lengths it may choose, ascending, starting with 0.
-        fixed: the K of policy `fixed`; None: the longest arm.
+    `arms` are ascending from 0; `fixed` is the K of policy "fixed", None: the longest arm.
     """
     if name == "goodput":
         return GoodputPolicy(arms)

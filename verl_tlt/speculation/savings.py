@@ -55,11 +55,8 @@ class Savings(NamedTuple):
 def control_replicas(step: int, replicas: Sequence[str], every: int, shared: bool) -> list[str]:
     """Replicas that decode a step's rollout without drafts, as the measure of the others; none in most steps.
 
-    Args:
-        step: RL step.
-        replicas: all, in a fixed order.
-        every: steps from one control rollout to the next (`tlt.speculation.control_every`); 0: never.
-        shared: they share a machine, and then all are meant; else each in turn.
+    `every` is `tlt.speculation.control_every`, 0: never. Where the replicas share a machine (`shared`) all are meant,
+    else each in turn.
     """
     if every <= 0 or step % every:
         return []
@@ -118,10 +115,7 @@ class SavingsAccount:
     def off_seconds(self, batch: float, context: float = CONTEXT_TOKENS, busy: int = 1) -> float | None:
         """Seconds of a step without drafts; None: nothing like it was measured.
 
-        Args:
-            batch: decode-phase requests.
-            context: tokens per request.
-            busy: replicas that decode on the same processors, its own included.
+        `context` is in tokens per request; `busy` replicas decode on the same processors, its own included.
         """
         own = _octave(context)
         found = (self._off_seconds_in(batch, octave, busy) for octave in (own, own - 1, own + 1))

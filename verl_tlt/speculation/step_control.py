@@ -31,13 +31,7 @@ class StepSink(Protocol):
 
 
 class StepControl:
-    """Has the draft length of each step decided (`draft_length`) and remembers what came of it.
-
-    Args:
-        policy: who chooses; asked once per step with decode-phase requests, unless overruled by `control`.
-        limits: what bounds the draft length in this engine.
-        trace: where each step is written; None: nowhere.
-    """
+    """Has the draft length of each step decided (`draft_length`) and remembers what came of it, in `trace` if given."""
 
     def __init__(self, policy: Policy, limits: Limits, trace: StepSink | None = None) -> None:
         self.policy = policy

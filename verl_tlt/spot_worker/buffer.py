@@ -2,7 +2,7 @@
 
 The drafter trains while this step's long responses are still being decoded, so it learns from those of the steps before
 (TLT section 5.2: one-step-off). Hidden states take 28-64 KB a token for 7B-70B policies, hence bytes are capped and the
-oldest sequence goes first. A sequence is drawn in proportion to its tokens, as it was when captured (`actor.windows`).
+oldest sequence goes first. A sequence is drawn in proportion to its tokens, as it was when captured (`actor.tap`).
 """
 
 from __future__ import annotations
@@ -55,15 +55,10 @@ class Buffer:
         self._max_epochs = math.inf
 
     def add(self, step: int, index: int, sequence: TrainingSequence) -> bool:
-        """Add one captured sequence, or a window of it; then drop the oldest until the caps hold.
+        """Add a captured sequence, or a window of it, of an RL step; then drop the oldest until the caps hold.
 
-        Args:
-            step: RL step that generated it.
-            index: its number in that step, which decides whether it is held out.
-            sequence: its tensors are kept, not copied.
-
-        Returns:
-            False: it alone exceeds the cap, or is older than what the buffer keeps, and is not added.
+        `index`, its number in that step, decides whether it is held out. Returns False where it alone exceeds the cap,
+        or is older than what the buffer keeps: it is not added.
         """
         nbytes = sequence.nbytes
         if nbytes > self._max_bytes or (self._items and step <= self._items[-1].step - self._keep_steps):

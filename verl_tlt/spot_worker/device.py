@@ -41,10 +41,7 @@ class TrainingDevice:
     def resident(self, trainer: DrafterTrainer, rows: int, *, trains: bool = True) -> AbstractContextManager[None]:
         """The drafter on the device inside the block, and off it afterwards; a `TLTError` where it does not fit.
 
-        Args:
-            trainer: of the drafter.
-            rows: of the largest batch.
-            trains: whether it learns there; else nothing has to come back.
+        `rows` are those of the largest batch; unless it `trains` there, nothing has to come back.
         """
         if not self.is_accelerator:
             return nullcontext()

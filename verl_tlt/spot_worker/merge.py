@@ -88,9 +88,8 @@ def hand_in(facts: MergeFacts, now: Parameters, base: Parameters, slices: int) -
 def average_slice(parts: Sequence[MergedSlice], *, last: bool) -> MergedSlice:
     """The same slice of several workers or groups as their average, weighted by tokens; its bits depend on no order.
 
-    Args:
-        parts: one of each worker or group; a `ValueError` where a worker is in two, or they differ in length.
-        last: all workers are in it: the average goes as far as the longest session did.
+    With `last` all workers are in it, and the average goes as far as the longest session did. A `ValueError` where a
+    worker is in two, or they differ in length.
     """
     ordered = sorted(parts, key=lambda part: min((*part.facts.included, *part.facts.excluded)))
     facts = combined([part.facts for part in ordered])

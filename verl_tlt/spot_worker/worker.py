@@ -1,7 +1,8 @@
 """The spot worker: a Ray actor around a `SpotLearner`, on one device of one replica.
 
 Long work runs in a thread, so that `stop` is answered at once. Methods raise what fails; the trainer decides what a
-failure means.
+failure means. With sequence, context or pipeline parallelism no rank of the actor has a whole sequence: each sends what
+it has, and the spot worker puts these shards together, so that no rank waits for one that failed.
 """
 
 from __future__ import annotations
@@ -12,15 +13,20 @@ import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+import torch
+
+from verl_tlt.drafter import TrainingSequence, from_numpy16
 from verl_tlt.errors import DrafterError
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import (
     BufferStats,
     DrafterProvenance,
+    HiddenStateShard,
     MergedSlice,
     MergeFacts,
     Resumed,
@@ -28,7 +34,6 @@ from verl_tlt.messages.training import (
     VerifierArrays,
 )
 from verl_tlt.spot_worker.merge import average_slice
-from verl_tlt.spot_worker.shards import whole_sequences
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -55,8 +60,6 @@ class SpotWorker:
     """Methods and arguments are those of `SpotLearner`; what differs is said here."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        import torch
-
         from verl_tlt.spot_worker.learner import SpotLearner
 
         torch.set_num_threads(1)  # several processes share this machine's cores; spinning threads cost all of them
@@ -69,13 +72,10 @@ class SpotWorker:
     async def add(
         self, step: int, shards: Sequence[Sequence[ObjectRef]], verifier_weights: VerifierArrays | None
     ) -> BufferStats:
-        """Take over what the tap captured in one step.
+        """Take over what the tap captured in one RL step, and the policy's verifier weights, None: as they were.
 
-        Args:
-            step: the RL step.
-            shards: for each group of actor ranks that computed the same sequences, an ObjectRef from each of its ranks,
-                of a list of `HiddenStateShard`.
-            verifier_weights: the policy's; None: as they were.
+        `shards` are, for each group of actor ranks that computed the same sequences, an ObjectRef from each of its
+        ranks, of a list of `HiddenStateShard`.
         """
         found = []
         for ranks in shards:
@@ -150,3 +150,39 @@ class SpotWorker:
     async def resume(self, directory: str) -> Resumed | None:
         """Continue from a checkpoint; None where it holds none."""
         return await asyncio.to_thread(self.learner.resume, directory)
+
+
+def whole_sequences(shards: Iterable[HiddenStateShard]) -> tuple[list[TrainingSequence], int]:
+    """Whole sequences, in row order, out of what all ranks of one group sent; and how many lack a shard, left out."""
+    rows: dict[int, list[HiddenStateShard]] = {}
+    for shard in shards:
+        rows.setdefault(shard.row, []).append(shard)
+    found = [_whole_sequence(rows[row]) for row in sorted(rows)]
+    whole = [sequence for sequence in found if sequence is not None]
+    return whole, len(found) - len(whole)
+
+
+def _whole_sequence(shards: list[HiddenStateShard]) -> TrainingSequence | None:
+    """One sequence; None where not every state of every token is there."""
+    head = shards[0]
+    length, hidden = len(head.tokens), head.states.shape[-1]
+    states = np.empty((length, len(head.wanted), hidden), head.states.dtype)
+    known = np.zeros((length, len(head.wanted)), bool)
+    for shard in shards:
+        at = 0
+        for begin, end in shard.stretches:
+            for layer, held in zip(shard.layers, shard.states, strict=True):
+                column = head.wanted.index(layer)
+                states[begin:end, column] = held[at : at + end - begin]
+                known[begin:end, column] = True
+            at += end - begin
+    if not known.all():
+        return None
+    wide = from_numpy16(states.reshape(length, -1))  # [L, 4H]
+    return TrainingSequence(
+        tokens=torch.from_numpy(head.tokens.copy()),  # the store's arrays are read-only
+        prompt_len=head.prompt_len,
+        aux=wide[:, :-hidden],
+        last=wide[:, -hidden:],
+        start=head.start,
+    )

@@ -24,10 +24,9 @@ POLICY = "actor"
 
 
 def saved_drafter(resume_from: Path | None) -> Path | None:
-    """The drafter's directory in a checkpoint; the newest earlier one where the run was killed while writing it.
+    """The drafter's directory in a `global_step_N` directory, which need not exist; None: nothing is resumed.
 
-    Args:
-        resume_from: a `global_step_N` directory, which need not exist; None: nothing is resumed.
+    Where the run was killed while writing it, it is the newest earlier one.
     """
     if resume_from is None:
         return None

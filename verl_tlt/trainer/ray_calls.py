@@ -61,11 +61,7 @@ class CombinedCall(Generic[T]):
 
 
 def answer(reference: ObjectRef | Sequence[ObjectRef], timeout_s: float) -> Any:
-    """`ray.get` within `timeout_s` seconds for all of them together.
-
-    Raises:
-        CallFailed: something raised, died or took too long; in one line.
-    """
+    """`ray.get` within `timeout_s` seconds for all together; `CallFailed`, in one line, where one raised or is late."""
     try:
         return ray.get(reference, timeout=timeout_s)
     except ray.exceptions.GetTimeoutError as error:

@@ -89,11 +89,7 @@ def claim(config: DictConfig, base_mode: str) -> TLTConfig:
 
 
 def prepare(config: DictConfig, tlt: TLTConfig, base_mode: str) -> RunSetup:
-    """Build or load the first drafter, and gather what the run's parts have to know.
-
-    Raises:
-        DrafterError: see `first_drafter`.
-    """
+    """Build or load the first drafter (`first_drafter`), and gather what the run's parts have to know."""
     from verl.utils.fs import copy_to_local
 
     from verl_tlt.drafter import policy_shape
@@ -190,12 +186,8 @@ def _random_head(config: TLTConfig, policy_dir: str, context: int) -> Eagle3Draf
 def with_sizes(tlt: TLTConfig, vocabulary: int, accelerator: bool, node_bytes: float, workers: int) -> TLTConfig:
     """The settings with `tlt.drafter.batch_tokens` and `tlt.buffer.max_mb` filled in where the user left them open.
 
-    Args:
-        tlt: all settings.
-        vocabulary: tokens of the policy's vocabulary.
-        accelerator: whether drafters train on one; else on the host's processor.
-        node_bytes: memory of the smallest node; 0: unknown.
-        workers: spot workers on a node.
+    `node_bytes` is the memory of the smallest node (0: unknown), `workers` the spot workers on a node; `accelerator`:
+    drafters train on one, not on the host's processor.
     """
     rows, mb = BATCH_TOKENS, BUFFER_MB
     if accelerator:

@@ -60,11 +60,7 @@ def read_switch(directory: str | Path) -> RuntimeSwitch:
 
 
 def write_switch(directory: str | Path, **changes: bool | None) -> RuntimeSwitch:
-    """Change some switches of a run, atomically; None leaves one as it is.
-
-    Raises:
-        SwitchError: see `find_run` and `read_switch`.
-    """
+    """Change some switches of a run, atomically; None leaves one as it is. Errors: see `find_run` and `read_switch`."""
     directory = find_run(directory)
     switch = replace(read_switch(directory), **{k: v for k, v in changes.items() if v is not None})
     temporary = directory / f".{SWITCH_FILE}.{secrets.token_hex(4)}"

@@ -24,11 +24,7 @@ logger = logging.getLogger(__name__)
 class SpeculationControl:
     """Asked before every rollout, told after it.
 
-    Args:
-        directory: of the switch (`tlt.trace.dir`).
-        replicas: all replicas, in a fixed order.
-        config: `tlt.speculation`.
-        shared: the replicas share a machine's processors.
+    `directory` is the switch's (`tlt.trace.dir`), `replicas` are in a fixed order; `shared`: on one machine.
     """
 
     def __init__(

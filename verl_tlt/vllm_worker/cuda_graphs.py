@@ -48,8 +48,7 @@ SAYS = {
 def full_graph_arms(runner: GPUModelRunner, vllm_config: VllmConfig, arms: Sequence[int]) -> tuple[int, ...] | None:
     """Have graphs captured for every draft length in `arms`, where possible; call it between model load and capture.
 
-    Returns:
-        the draft lengths that will have FULL graphs; None where nothing is captured at all.
+    Returns those that will have FULL graphs; None where nothing is captured at all.
     """
     arms = tuple(arms)
     if not token_limit(vllm_config):

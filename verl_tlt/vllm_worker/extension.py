@@ -62,11 +62,7 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
             self.tlt_full_graphs = full_graph_arms(runner, vllm_config, tlt["arms"])
 
     def tlt_load_drafter(self, path: str | None = None) -> dict[str, Any]:
-        """Load a safetensors file into the live drafter (`LiveDrafter.load`); None: what this node's server staged.
-
-        Returns:
-            a `LoadReply` as a dict.
-        """
+        """Load a file into the live drafter; None: what this server staged. Returns a `LoadReply` as a dict."""
         start = time.perf_counter()
         if self.tlt_drafter is None:  # a pipeline stage without the drafter
             return asdict(LoadReply(ok=True))

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from verl_tlt.actor.windows import choose_window, select_for_tap
+from verl_tlt.actor.tap import choose_window, select_for_tap
 
 
 def long_tailed(count, rng, median=300, sigma=1.0):

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from verl_tlt.server.private_dir import make_private_dir
+from verl_tlt.ownership import make_private_dir
 
 OWNER = """
 import sys, tempfile
-from verl_tlt.server.private_dir import make_private_dir
+from verl_tlt.ownership import make_private_dir
 tempfile.tempdir = sys.argv[1]
 print(make_private_dir("tlt-"), flush=True)
 sys.stdin.read()

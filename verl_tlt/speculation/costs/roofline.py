@@ -88,13 +88,9 @@ class Roofline:
         votes: Sequence[float],
         iterations: int = 3,
     ) -> None:
-        """Refit from the last coefficients.
+        """Refit from the last coefficients, in so many Gauss-Newton steps: few suffice.
 
-        Args:
-            rows: (batch, KV tokens, K) per measurement.
-            seconds: latency of each.
-            votes: how many measurements each stands for.
-            iterations: Gauss-Newton steps; few suffice because the last fit is the start.
+        `rows` are (batch, KV tokens, K), `seconds` their latencies, `votes` how many measurements each stands for.
         """
         table = np.asarray(rows, dtype=np.float64)  # [n, 3]
         target = np.log(np.asarray(seconds))  # [n]

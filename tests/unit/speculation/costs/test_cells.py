@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from verl_tlt.speculation.costs.cells import Cell
+from verl_tlt.speculation.costs.latency import Cell
 
 SAMPLES = (0.30, 0.34, 0.31, 0.33, 0.29, 0.32)
 
