@@ -48,8 +48,7 @@ UNTAPPED_LAYOUTS = {
 def examine(config: DictConfig, settings: TLTConfig) -> list[Finding]:
     """All findings about a recipe: whether TLT is on, the installed packages, and every rule.
 
-    Raises:
-        TLTConfigError: a key of the config cannot be resolved.
+    A `TLTConfigError` where a key of the config cannot be resolved.
     """
     found = [switched_on(config), *examine_packages()]
     for rule in (trainer, actor, rollout, files, bubble):

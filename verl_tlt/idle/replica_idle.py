@@ -108,14 +108,11 @@ class ReplicaIdlePlanner:
     def observe(
         self, now: float, inflight: Mapping[str, int], pending: int, open_loops: int = 0, refill_possible: bool = False
     ) -> list[Command]:
-        """Take one look at the fleet.
+        """Take one look at the fleet, at `now`.
 
-        Args:
-            now: when the look was taken.
-            inflight: requests on each replica; one that is missing has left the balancer, or is put back into it.
-            pending: requests of the phase that no replica has yet.
-            open_loops: agent loops that may still send another turn.
-            refill_possible: whether the trainer may still ask for more groups (DAPO filtering, failed groups).
+        A replica that is missing in `inflight`, requests by replica, has left the balancer or is put back into it.
+        `pending` requests are on no replica yet, `open_loops` agent loops may send another turn, and with
+        `refill_possible` the trainer may ask for more groups (DAPO filtering, failed groups).
         """
         if self._ended is not None:
             return []

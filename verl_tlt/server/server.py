@@ -131,8 +131,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
     async def tlt_recall(self) -> None:
         """Serve again before the weight sync, with the weights the engine slept with; nothing where it has not left.
 
-        Raises:
-            RuntimeError: the weights were not kept; it goes on sleeping until the sync.
+        A `RuntimeError` where the weights were not kept: it goes on sleeping until the sync.
         """
         if not self._tlt_left:
             return

@@ -137,9 +137,7 @@ class RolloutDecision:
     def drafts(self, acceptance: Sequence[float]) -> bool:
         """Whether the drafter runs in the coming rollout; one of which nothing is known is tried.
 
-        Args:
-            acceptance: conditional acceptance per draft position, from held-out data, within 0..1 (else ControlError);
-                empty: unknown.
+        `acceptance` is conditional, by draft position, from held-out data, in 0..1 (else ControlError); empty: unknown.
         """
         self._acceptance = acceptance
         if self._never or self._always:

@@ -149,15 +149,9 @@ def find_probe(
 def at_best(
     here: LoadEstimates, arm: int, tau: float, spread: float, sigma: float, optimism: float = OPTIMISM
 ) -> float:
-    """Goodput that an arm could have at best.
+    """Goodput that an arm could have at best, with its accept length and latency better by `optimism` deviations.
 
-    Args:
-        here: estimates at the load.
-        arm: which one.
-        tau: its accept length.
-        spread: standard deviation of that.
-        sigma: relative standard deviation of its latency.
-        optimism: standard deviations by which both are raised.
+    `spread` is the standard deviation of `tau`, `sigma` the relative one of the latency.
     """
     longer = arm > here.current
     # The acceptance of a shorter draft is known: it is part of what the longer one shows.

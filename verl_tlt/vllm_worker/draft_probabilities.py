@@ -27,8 +27,7 @@ logger = logging.getLogger(__name__)
 def verify_as_certain(runner: GPUModelRunner) -> None:
     """Give n-gram drafts (`engine_core.ngram_drafts` marks them) probability one, beside a drafter's own tokens.
 
-    Raises:
-        RuntimeError: this vLLM has no such method.
+    A `RuntimeError` where this vLLM has no such method.
     """
     if not hasattr(runner, "_get_spec_decode_draft_probs"):
         raise RuntimeError("This vLLM keeps no draft probabilities where verl-tlt expects them; use source=eagle.")
