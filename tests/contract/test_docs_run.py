@@ -13,16 +13,12 @@ sys.path.insert(0, str(ROOT / "tests" / "unit"))
 
 from doc_commands import PLACEHOLDER, arguments_of, commands, file_of, script_commands  # noqa: E402
 from made_run import make_run  # noqa: E402
+from policy_config import POLICY  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from verl_tlt.cli import app  # noqa: E402
 from verl_tlt.doctor import command as doctor_command  # noqa: E402
 
-POLICY = {
-    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "vocab_size": 64,
-    "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "intermediate_size": 128, "max_position_embeddings": 2048,
-}  # fmt: skip
 STOCK = {
     "timing_s/gen": 80.0, "timing_s/step": 100.0, "response_length/mean": 300.0, "response_length/max": 1500.0,
 }  # fmt: skip
@@ -127,7 +123,7 @@ def placeholders(tmp_path_factory):
     root = tmp_path_factory.mktemp("reader")
     make_run(root / "run" / "tlt_trace")
     (root / "policy").mkdir()
-    (root / "policy" / "config.json").write_text(json.dumps(POLICY))
+    (root / "policy" / "config.json").write_text(json.dumps(POLICY | {"max_position_embeddings": 2048}))
     (root / "train.parquet").touch()
     recipe = [
         "actor_rollout_ref.rollout.name=vllm",

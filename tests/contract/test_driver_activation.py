@@ -13,11 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-POLICY = {
-    "model_type": "qwen3", "hidden_size": 64, "vocab_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "max_position_embeddings": 512,
-}  # fmt: skip
+from policy_config import POLICY
 
 BROKEN_PLUGIN = """
 import sys

@@ -70,18 +70,3 @@ def test_every_reason_is_one_line_and_nothing_is_rewritten(recipe):
     assert len(lines) == 2 and all(line.startswith("verl-tlt: ") and line.endswith(".") for line in lines)
     assert "actor_rollout_ref.rollout.name=sglang" in lines[0] and "/nowhere/train.parquet" in lines[1]
     assert recipe.trainer.v1.trainer_mode == "sync"
-
-
-@pytest.mark.parametrize(
-    ("tlt", "sentence"),
-    [
-        ({"spot": {"polls": 1}}, "tlt.spot.polls is not a setting"),
-        ({"drafter": {"path": "${nowhere.at.all}"}}, "cannot be read"),
-    ],
-)
-def test_a_wrong_setting_is_one_sentence(recipe, tlt, sentence):
-    with open_dict(recipe):
-        recipe.tlt = tlt
-    with pytest.raises(SystemExit, match=sentence) as stop:
-        activate(recipe)
-    assert len(str(stop.value).splitlines()) == 1

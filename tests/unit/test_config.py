@@ -78,9 +78,7 @@ def test_a_setting_of_an_earlier_release_is_refused_with_what_holds_now(name):
             {"drafter": {"aux_layers": [-1, 2, 3]}},
             "tlt.drafter.aux_layers.0 must be greater than or equal to 0, not -1.",
         ),
-        ({"spot": {"min_merge_steps": 0}}, "tlt.spot.min_merge_steps must be greater than or equal to 1, not 0."),
         ({"speculation": {"policy": "godput"}}, "tlt.speculation.policy must be 'goodput', 'table', 'fixed'"),
-        ({"speculation": {"policy": True}}, "tlt.speculation.policy must be 'goodput', 'table', 'fixed'"),
         ({"speculation": {"policy": "bandit"}}, "(bandit and ema are in benchmarks/control/policies, for comparisons)"),
     ],
 )

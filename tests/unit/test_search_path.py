@@ -56,15 +56,6 @@ def test_a_users_own_script_may_use_the_flag_and_other_hydra_applications_are_le
     assert search.refusal(FLAG, {"__main__": main("some.app")}, {}) is None
 
 
-def test_a_plugin_that_did_not_arm_is_refused():
-    assert "could not load the plugin" in search.refusal(FLAG, STOCK | {"verl_tlt.plugin": plugin(False)}, {})
-
-
-@pytest.mark.parametrize("value", ["none", "verl_cpu,other"])
-def test_verls_own_switch_is_named(value):
-    assert f"VERL_USE_EXTERNAL_PLUGINS={value}" in search.refusal(FLAG, STOCK, {"VERL_USE_EXTERNAL_PLUGINS": value})
-
-
 @pytest.mark.parametrize("name", search.OTHERS)
 def test_verls_other_trainers_are_refused(name):
     sentence = f"trainer.plugin=tlt works with verl.trainer.main_ppo, and this is {name}."

@@ -1,4 +1,4 @@
-"""The built site: every page is there, and nothing it loads comes from another host.
+"""The built site: nothing it loads comes from another host.
 
 Runs where mkdocs-material is installed (`pip install 'verl-tlt[docs]'`). It needs nothing else of this project's
 environment: `pytest --noconftest tests/unit/test_site.py`.
@@ -46,11 +46,6 @@ class Loads(HTMLParser):
             self.found.append(given["href"])
         elif tag in ("script", "img", "iframe", "source", "video") and given.get("src"):
             self.found.append(given["src"])
-
-
-def test_every_page_is_built(site):
-    built = {page.parent.name for page in sorted(site.rglob("*.html")) if page.name == "index.html"}
-    assert built >= {page.stem for page in (ROOT / "docs").glob("*.md")} - {"index"}
 
 
 def test_nothing_is_loaded_from_another_host(site):

@@ -4,18 +4,9 @@ import random
 
 import numpy as np
 import pytest
+from long_tail import long_tailed, share_by_decile
 
 from verl_tlt.actor.tap import choose_window, select_for_tap
-
-
-def long_tailed(count, rng, median=300, sigma=1.0):
-    return [max(8, int(rng.lognormvariate(np.log(median), sigma))) for _ in range(count)]
-
-
-def share_by_decile(lengths, tokens):
-    """Share of `tokens` [N] that falls on each tenth of the sequences, from the shortest to the longest."""
-    tokens = np.asarray(tokens, dtype=float)[np.argsort(lengths, kind="stable")]
-    return np.array([part.sum() for part in np.array_split(tokens, 10)]) / tokens.sum()
 
 
 @pytest.mark.parametrize("budget", [1, 500, 8192, 10**9])

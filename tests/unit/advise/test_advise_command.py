@@ -64,18 +64,16 @@ def test_a_stock_run_replaces_assumptions(metrics):
 @pytest.mark.parametrize(
     ("recipe", "run", "decides"),
     [
-        ([], {"timing_s/gen": 10.0}, "rollout is 10% of a step"),
         ([], {"timing_s/gen": 10.0, "timing_s/reward": 60.0}, "reward-bound: reward takes 60.0 s"),
         ([], {"timing_s/agent_loop/tool_calls/mean": 9.0, "timing_s/agent_loop/generate_sequences/mean": 1.0},
          "tool-bound: responses wait for tools 90%"),
-        ([f"{ROLLOUT}.tensor_model_parallel_size=8"], {}, "with one replica nobody waits"),
         (["data.max_response_length=64"], {"timing_s/gen": 1.2, "timing_s/step": 2.0, "response_length/mean": 30.0,
                                           "response_length/max": 64.0}, "its responses are short: "),
         (["data.train_batch_size=8192", f"{ROLLOUT}.max_num_seqs=1024", "data.max_response_length=512"],
          {"response_length/mean": 500.0, "response_length/max": 512.0, "response_length/clip_ratio": 0.9},
          "its replicas never drain: "),
     ],
-    ids=["small share", "reward", "tools", "one replica", "short", "full"],
+    ids=["reward", "tools", "short", "full"],
 )  # fmt: skip
 def test_no_where_it_is_no(recipe, run, decides, metrics):
     code, said = advise(*RECIPE, *recipe, "--gpu", "H20", "--metrics", metrics(**run))
@@ -94,14 +92,6 @@ def test_a_run_with_tlt_brings_its_own_costs_and_acceptance(made_run):
     assert n.has_drafter and n.replicas == 2 and n.bubble_s > 0
     code, said = advise(*recipe, "--trace", str(made_run.directory))
     assert code == 0 and "│ run" in said, said
-
-
-def test_a_better_drafter_promises_more():
-    results = []
-    for acceptance in ("0.4,0.3,0.2", "0.9,0.9,0.9"):
-        options = AdviseOptions(recipe=RECIPE, acceptance=acceptance)
-        results.append(estimate(*read_scenario(options)).numbers.rollout["likely"])
-    assert results[1] > 1.3 * results[0] > 1.2
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import pytest
 
-from benchmarks.control.policies import ema
 from benchmarks.control.policies.bandit import BanditPolicy, BanditSettings
 from benchmarks.control.policies.ema import EmaPolicy, EmaSettings
 from verl_tlt.engine_core.scheduler import load_policy
@@ -50,35 +49,6 @@ def test_the_bandit_tries_every_arm_of_a_bucket_then_the_best_median_wins():
     reward(policy, 4, tried[4], 9000.0, 2)  # outliers do not move its median
     assert {policy.choose(Load(4, 400)) for _ in range(20)} == {tried[1]}
     assert policy.choose(Load(8, 800)) != tried[1], "another bucket has rewards of its own"
-
-
-def test_the_bandit_explores_its_share_and_the_seed_repeats_it():
-    def choices(seed):
-        policy = BanditPolicy(ARMS, BanditSettings(epsilon=0.1, hold=1), seed=seed)
-        for k in ARMS:
-            reward(policy, 4, k, 1000.0 if k == 3 else 10.0)
-        return [policy.choose(Load(4, 400)) for _ in range(3000)]
-
-    assert choices(7) == choices(7) != choices(8)
-    assert 0.05 < sum(k != 3 for k in choices(7)) / 3000 < 0.11
-
-
-def drive(policy, batch, share, steps=60):
-    """`share` of every position accepted."""
-    k = policy.choose(Load(batch, batch))
-    for _ in range(steps):
-        accepted = tuple(round(batch * share ** (i + 1)) for i in range(k))
-        policy.observe(StepRecord(batch, batch, k, k, batch, accepted, batch + sum(accepted), 0.01, True))
-        k = policy.choose(Load(batch, batch))
-    return k
-
-
-def test_tiers_follow_acceptance_apart_by_range_of_batch_sizes():
-    policy = ema({}, (0, 1, 2, 3, 5, 7), 0)
-    assert drive(policy, 32, 1.0) == 7
-    assert policy.choose(Load(100, 100)) == 2
-    assert drive(EmaPolicy((0, 1, 3, 7)), 32, 0.05) == 1, "they never stop drafting"
-    assert EmaPolicy((0, 2)).choose(Load(1, 1)) == 2, "missing draft lengths are replaced by the nearest"
 
 
 @pytest.mark.parametrize(("accepted", "k"), [(0.9, 3), (0.7, 1), (2.4, 3), (2.6, 7)])

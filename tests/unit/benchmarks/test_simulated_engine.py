@@ -58,11 +58,6 @@ def test_true_acceptance_is_what_the_records_show():
     assert shares == pytest.approx(FIG16_ADAPTIVE[:5], abs=0.01)
 
 
-def test_all_policies_meet_the_same_luck():
-    engine = SimulatedEngine(SMALL, QWEN3_8B_H100)
-    assert engine.run(FixedPolicy(3)) == engine.run(FixedPolicy(3))
-
-
 def test_noise_moves_what_is_seen_not_what_is_charged():
     quiet, loud = (scripted(1), scripted(1))
     calm = SimulatedEngine(SMALL, QWEN3_8B_H100, Noise(0.0)).run(quiet)

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from demo.comparison import ratio, rows_of_metrics_file, summary
-from verl_tlt.report.reader import TraceError, read_trace
-from verl_tlt.report.rows import rows_of_trace, step_row
+from verl_tlt.report.reader import TraceError
+from verl_tlt.report.rows import step_row
 
 VERL = {
     "critic/score/mean": 0.25, "timing_s/step": 37.0, "timing_s/gen": 26.0,
@@ -29,17 +29,6 @@ def test_rows_of_verls_metrics_file(tmp_path):
     path = metrics_file(tmp_path / "m.jsonl", (0, {"val/acc": 1.0}), (1, VERL), (2, VERL | {"critic/score/mean": 0.5}))
     assert [(step, r["reward"], r["tokens"]) for step, r in rows_of_metrics_file(path).items()] == [
         (1, 0.25, 969), (2, 0.5, 969)]  # fmt: skip
-
-
-def test_summary_has_the_promised_keys(made_run, tmp_path):
-    rows = rows_of_trace(read_trace(made_run.directory))
-    alone = summary(12.5, rows)
-    assert set(alone) == {"seconds", "steps"} and alone["seconds"] == 12.5
-    stock = rows_of_metrics_file(metrics_file(tmp_path / "m.jsonl", *((s, VERL) for s in range(1, 7))))
-    compared = summary(12.5, rows, stock, warm=rows)
-    assert set(compared) == {"seconds", "steps", "stock", "rollout_ratio", "e2e_ratio", "warm_rollout_ratio"}
-    assert compared["rollout_ratio"] == compared["warm_rollout_ratio"] > 0
-    assert json.loads(json.dumps(compared)) == compared
 
 
 def test_ratio_is_per_token_and_discards_the_first_step():

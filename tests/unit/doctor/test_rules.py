@@ -1,11 +1,9 @@
 """The doctor's rules on a recipe: what is refused, what is only said, and that each sentence names its key."""
 
-import json
-
 import pytest
 from omegaconf import OmegaConf, open_dict
 
-from verl_tlt.compat.versions import SUPPORTED, installed, release
+from verl_tlt.compat.versions import SUPPORTED, installed
 from verl_tlt.config import DrafterConfig, SpeculationConfig, SpotConfig, TLTConfig, TLTConfigError
 from verl_tlt.doctor.rules import UNTAPPED_LAYOUTS, examine, judge_version
 from verl_tlt.idle.modes import MODE_RULES
@@ -106,27 +104,11 @@ def test_one_replica_alone_warns_that_nothing_will_ever_be_idle(findings, mode, 
 # ---------------------------------------------------------------------- engine arguments
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "sentence"),
-    [
-        ("speculative_config", {"method": "ngram"}, "vllm.speculative_config is set by verl-tlt itself"),
-        ("data_parallel_size", 4, "vllm.data_parallel_size must be 1"),
-        ("logits_processors", ["a:B"], "vllm.logits_processors cannot be used with a drafter"),
-        ("kv_transfer_config", {"kv_role": "kv_both"}, "vllm.kv_transfer_config"),
-    ],
-)
-def test_what_the_engines_would_refuse_is_known_before_ray_starts(findings, key, value, sentence):
+def test_what_the_engines_would_refuse_is_known_before_ray_starts(findings):
     pytest.importorskip("vllm")
-    assert sentence in findings({f"{ROLLOUT}.engine_kwargs.vllm.{key}": value})[f"{ROLLOUT}.engine_kwargs"].sentence
+    found = findings({f"{ROLLOUT}.engine_kwargs.vllm.data_parallel_size": 4})[f"{ROLLOUT}.engine_kwargs"]
+    assert "vllm.data_parallel_size must be 1" in found.sentence
     assert levels(findings({}, TLTConfig(speculation=SpeculationConfig(enable=False)))) == {}
-
-
-def test_a_fixed_length_without_graphs_is_known_before_ray_starts(findings):
-    pytest.importorskip("vllm")
-    settings = TLTConfig(speculation=SpeculationConfig(policy="fixed", fixed=2))
-    sentence = findings({}, settings)[f"{ROLLOUT}.engine_kwargs"].sentence
-    assert "fixed=2 is none of the engine's draft lengths [0, 1, 3]" in sentence
-    assert levels(findings({f"{ROLLOUT}.enforce_eager": True}, settings)) == {}
 
 
 def test_an_installed_logits_processor_that_vllm_would_leave_out_is_named(findings, tmp_path, monkeypatch):
@@ -170,18 +152,6 @@ def test_a_drafter_that_cannot_be_is_known_before_ray_starts(findings, drafter, 
     assert levels(found) == {"tlt.drafter.path": "refuse"} and found["tlt.drafter.path"].sentence.startswith(said)
 
 
-@pytest.mark.parametrize(("field", "value"), [("hidden_size", 32), ("vocab_size", 99)])
-def test_a_drafter_of_another_policy_names_file_and_field(findings, tmp_path, field, value):
-    policy = json.loads((tmp_path / "policy" / "config.json").read_text())
-    layer, drafter = policy | {"num_hidden_layers": 1, field: value}, tmp_path / "drafter"
-    drafter.mkdir()
-    config = {"speculators_model_type": "eagle3", "transformer_layer_config": layer}
-    (drafter / "config.json").write_text(json.dumps(config))
-    sentence = findings({}, TLTConfig(drafter=DrafterConfig(path=str(drafter))))["tlt.drafter.path"].sentence
-    assert sentence.startswith("tlt.drafter.path: ") and str(drafter / "config.json") in sentence
-    assert f"{field}={value}" in sentence
-
-
 @pytest.mark.parametrize("key", [f"{ROLLOUT}.name", "trainer.default_local_dir"])
 def test_an_unresolvable_key_is_named(findings, key):
     with pytest.raises(TLTConfigError, match=f"{key} cannot be read"):
@@ -206,12 +176,6 @@ def test_versions(name, version, level):
     assert (finding.level, finding.what) == (level, name)
     assert name in finding.sentence and (version is None or version in finding.sentence or level == "warn")
     assert version is not None or supported.remedy in finding.sentence
-
-
-def test_releases_compare_as_numbers():
-    assert release("0.10.1rc2") == (0, 10, 1) > release("0.9.1") == (0, 9, 1)
-    assert release("0.24+cpu") == (0, 24, 0)
-    assert release("main") is None
 
 
 def test_a_distribution_without_its_module_is_not_installed(tmp_path, monkeypatch):

@@ -308,12 +308,6 @@ def test_a_training_state_comes_back_to_the_bit(tmp_path):
     assert load_file(tmp_path / "s").keys() == names
 
 
-def test_what_is_no_number_or_text_is_not_written_to_a_state(tmp_path):
-    with pytest.raises(TypeError):
-        write_state({"call": print}, tmp_path / "s")
-    assert not (tmp_path / "s").exists()
-
-
 def test_what_is_no_training_state_is_named(tmp_path):
     file = tmp_path / "s"
     write_state({"a": torch.zeros(100)}, file)

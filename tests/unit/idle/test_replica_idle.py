@@ -234,11 +234,6 @@ def test_a_pause_before_more_requests_is_not_the_end():
     assert p.account(9.5).bubble_s["a"] == pytest.approx(8.0)
 
 
-def test_a_report_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="busy, but was reported as if draining"):
-        planner().slept("a")
-
-
 @pytest.mark.parametrize("seed", range(60))
 def test_random_fleets_are_never_starved(seed):
     """A simulated fleet with stale counts, late arrivals, refills, refusals and failures.

@@ -19,10 +19,6 @@ def feed(estimate, conditional, k, batch, steps, rng):
         estimate.observe(batch, accepted)
 
 
-def true_tau(conditional):
-    return [1.0, *(1.0 + np.cumsum(np.cumprod(conditional)))]
-
-
 def test_what_is_expected_chains_the_acceptance_and_guesses_on_where_it_ends():
     assert expected_accept_lengths([0.8, 0.5], 3) == pytest.approx([1.0, 1.8, 2.2, 2.2 + 0.4 * 0.5 * DECAY_GUESS])
     assert expected_accept_lengths([0.8, 0.5], 1) == pytest.approx([1.0, 1.8])

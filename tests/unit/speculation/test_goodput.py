@@ -204,12 +204,6 @@ def test_it_is_near_the_oracle_on_a_draining_batch(acceptance, b0):
     assert oracle.seconds / mine.seconds > 0.97
 
 
-def test_a_first_step_that_compiles_does_not_spoil_the_rest():
-    policy = GoodputPolicy(ARMS)
-    policy.observe(StepRecord(16, 4800, 0, 0, 0, (), 16, 30.0, clean=True))
-    assert SteadyEngine(policy, 0.7, 16).run(300).usual(last=100) > 0
-
-
 def test_prefills_that_join_at_every_change_do_not_freeze_k():
     """A change of K looks dear when a prefill sits in its step; K still follows the load."""
     policy = GoodputPolicy(ARMS)

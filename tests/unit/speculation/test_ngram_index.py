@@ -137,17 +137,6 @@ def test_matches_that_fail_lose_trust_and_a_new_policy_restores_it(index):
     assert proposed(index, "b", 1, least=0.5) == [4]
 
 
-def test_trust_follows_a_change():
-    trust = Trust()
-    for _ in range(2000):
-        trust.learn(5, True)
-    assert trust.of(5) > 0.99
-    for _ in range(1000):
-        trust.learn(5, False)
-    assert trust.of(5) < 0.25
-    assert trust.of(6) == 1.0
-
-
 def test_a_context_shorter_than_an_ngram_matches_nothing(index):
     index.begin("a", [50, 51])
     assert proposed(index, "a") is None

@@ -54,12 +54,6 @@ def test_a_step_of_prompts_alone_is_no_riddle(name):
         assert policy.choose(Load(4, 2000)) in (0, 1, 3)
 
 
-def test_fixed_and_off():
-    assert make_policy("fixed", (0, 1, 3)).choose(Load(9, 9)) == 3
-    assert make_policy("fixed", (0, 1, 3), 1).choose(Load(9, 9)) == 1
-    assert make_policy("off", (0, 1, 3)).choose(Load(9, 9)) == 0
-
-
 def test_table_is_the_argmax_of_what_it_was_given():
     policy = make_policy("table", (0, 1, 3))
     policy.set_acceptance([0.9, 0.9, 0.9])
@@ -72,13 +66,6 @@ def test_table_is_the_argmax_of_what_it_was_given():
     assert policy.choose(Load(64, 32000)) == 0
     policy.set_acceptance([0.0])
     assert policy.choose(Load(1, 500)) == 0
-
-
-def test_table_uses_only_measured_draft_lengths():
-    policy = make_policy("table", (0, 1, 2, 3))
-    policy.set_acceptance([0.99] * 3)
-    policy.set_latency(LatencyTable(tuple(p for p in TABLE.points if p.draft_length != 3)))
-    assert policy.choose(Load(1, 500)) == 1
 
 
 @pytest.mark.parametrize(

@@ -5,21 +5,11 @@ import random
 import numpy as np
 import pytest
 import torch
+from long_tail import long_tailed, share_by_decile
 
 from verl_tlt.drafter import TrainingSequence
 from verl_tlt.spot_worker.buffer import Buffer
 from verl_tlt.trace.metrics import buffer_metrics
-
-
-def long_tailed(count, rng, median=300, sigma=1.0):
-    return [max(8, int(rng.lognormvariate(np.log(median), sigma))) for _ in range(count)]
-
-
-def share_by_decile(lengths, tokens):
-    """Share of `tokens` [N] that falls on each tenth of the sequences, from the shortest to the longest."""
-    tokens = np.asarray(tokens, dtype=float)[np.argsort(lengths, kind="stable")]
-    return np.array([part.sum() for part in np.array_split(tokens, 10)]) / tokens.sum()
-
 
 BYTES = 8 + 2 * 4
 """Of a token: its id, and four states of one number each."""

@@ -93,14 +93,6 @@ def test_it_is_the_average_by_tokens_and_goes_as_far_as_the_longest_session(coun
         np.testing.assert_allclose(found[name], value, rtol=1e-6, atol=3 * 2 * top / 65534 + 1e-6)
 
 
-def test_sessions_that_agree_on_the_progress_per_token_give_it_for_the_longest():
-    zero, direction = {"fc": np.zeros(2, np.float32)}, np.float32([2.0, -1.0])
-    facts = [session_facts(f"w{t}", t, 10, min_steps=1) for t in (30, 400, 100)]
-    parts = [hand_in(f, {"fc": direction * f.tokens}, zero, 1)[0] for f in facts]
-    new = added(zero, [average_slice(parts, last=True)])
-    np.testing.assert_allclose(new["fc"], direction * 400, rtol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("tokens", "steps", "reason"), [(100, 7, "7 optimizer steps, fewer than 8"), (0, 8, "no tokens"), (100, 8, None)]
 )

@@ -10,25 +10,9 @@ from verl_tlt.messages.rollout import DrafterStatus
 from verl_tlt.messages.training import SessionResult
 from verl_tlt.report import reader
 from verl_tlt.report.reader import TraceError, parse_event, read_trace
-from verl_tlt.report.steps import rl_steps
 from verl_tlt.trace.events import Reload, Session, TraceWriter
 
 PHASE = {"step": 1, "name": "rollout", "start": 1.0, "end": 2.0}
-
-
-def test_round_trip_of_a_whole_run(made_run):
-    trace = read_trace(made_run.directory)
-    assert trace.skipped == 0
-    assert list(trace.steps) == list(range(1, made_run.steps + 1))
-    rollouts = rl_steps(trace)
-    for step, seconds in made_run.rollout_s.items():
-        assert rollouts[step].end - rollouts[step].start == pytest.approx(seconds + 0.06)
-        assert trace.steps[step]["tlt/accept_length"] == pytest.approx(made_run.accept_length[step])
-    assert {s.step for s in trace.sessions} == set(range(2, made_run.steps + 1))
-    engines = [steps.between(rollouts[5].start, rollouts[5].end) for steps in trace.engines.values()]
-    assert engines[0].accepted.shape == (len(engines[0].t), 5)
-    accepted, drafts = (sum(getattr(e, name).sum() for e in engines) for name in ("accepted", "drafts"))
-    assert 1 + accepted / drafts == pytest.approx(made_run.accept_length[5])
 
 
 def test_a_record_is_written_and_read_as_it_is(tmp_path):

@@ -4,16 +4,13 @@ import json
 import logging
 
 import pytest
+from policy_config import POLICY
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import DrafterError, build_drafter, check_drafter, load_drafter, save_drafter
 from verl_tlt.trainer.checkpoints import CHECKPOINT, saved_drafter
 from verl_tlt.trainer.run_setup import first_drafter
 
-POLICY = {
-    "model_type": "llama", "hidden_size": 32, "vocab_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "max_position_embeddings": 2000,
-}  # fmt: skip
 SHORT, LONG = 300, 1500
 """Longest prompt, response and draft of a first run, and of one that goes on from it."""
 
@@ -21,7 +18,8 @@ SHORT, LONG = 300, 1500
 def policy_with(tmp_path, **rope):
     path = tmp_path / "policy"
     path.mkdir()
-    (path / "config.json").write_text(json.dumps({**POLICY, "rope_parameters": {"rope_theta": 1e4, **rope}}))
+    fields = POLICY | {"max_position_embeddings": 2000, "rope_parameters": {"rope_theta": 1e4, **rope}}
+    (path / "config.json").write_text(json.dumps(fields))
     return path
 
 

@@ -17,16 +17,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_fleet import FakeCall
+from policy_config import POLICY as SHAPE
 from safetensors.torch import load_file
 
 from verl_tlt.drafter import build_drafter, load_training_state, save_drafter, trainable_parameters
 from verl_tlt.trainer.checkpoints import CHECKPOINT, POLICY, followed, saved_drafter
 
 KILLS = 20
-SHAPE = {
-    "model_type": "llama", "hidden_size": 32, "vocab_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "max_position_embeddings": 64,
-}  # fmt: skip
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import pytest
 from typer.testing import CliRunner
 
-from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.runtime_switch import (
     SWITCH_FILE,
     TRACE_FILE,
@@ -25,10 +24,6 @@ def test_switches_are_written_one_by_one_and_read_back(run_dir):
     assert sorted(p.name for p in run_dir.iterdir()) == [SWITCH_FILE, TRACE_FILE]
     modes = {(run_dir / name).stat().st_mode for name in (SWITCH_FILE, TRACE_FILE)}
     assert len(modes) == 1, "the switch is as readable as anything else in the trace"
-
-
-def test_the_trainer_s_trace_is_what_a_run_is_known_by(tmp_path):
-    assert TraceWriter(str(tmp_path), "trainer").path.name == TRACE_FILE
 
 
 def test_a_folder_that_is_no_run_is_refused(run_dir, tmp_path):

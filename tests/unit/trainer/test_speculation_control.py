@@ -34,24 +34,9 @@ def test_the_switch_disables_speculation_and_an_unreadable_one_changes_nothing(r
     assert not live.may_train
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_in_a_control_rollout_some_replicas_do_not_draft_and_none_trains_on_their_processors(tmp_path, shared):
-    live = control(tmp_path, control_every=2, shared=shared)
-    asked = [(live.undrafted(step, UNKNOWN), live.may_train) for step in (1, 2, 3, 4)]
-    assert asked[::2] == [([], True)] * 2
-    assert asked[1::2] == ([(REPLICAS, False)] * 2 if shared else [(["b"], True), (["a"], True)])
-
-
 def test_where_nobody_drafts_there_is_nothing_to_measure(tmp_path):
     live = control(tmp_path, control_every=1, shared=True)
     assert live.undrafted(1, RANDOM) == REPLICAS and live.may_train
-
-
-@pytest.mark.parametrize(("policy", "source", "drafts"), [("fixed", "eagle", True), ("goodput", "ngram", True),
-                                                          ("off", "ngram", False)])  # fmt: skip
-def test_policy_and_source_are_followed(tmp_path, policy, source, drafts):
-    live = control(tmp_path, policy=policy, source=source)
-    assert live.undrafted(1, RANDOM) == ([] if drafts else REPLICAS)
 
 
 def rollout(begin, seconds, drafting):
