@@ -24,8 +24,9 @@ from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, VLLM_CAPTU
 from benchmarks.simulate.oracles import TrueGoodput, best_per_bucket, static_runs
 from benchmarks.simulate.workload import FIG16_ADAPTIVE, FIG16_VANILLA, Workload, geometric
 from verl_tlt.server.calibration import BATCHES, STEPS, plan_arms
+from verl_tlt.speculation.base_policy import BasePolicy
 from verl_tlt.speculation.costs.tables import CONTEXT_TOKENS, LatencyPoint, LatencyTable
-from verl_tlt.speculation.types import OFF, BasePolicy
+from verl_tlt.speculation.types import OFF
 
 EAGER_ARMS = (0, 1, 2, 3, 5, 7)
 RECORDED = Path(__file__).parent / "recorded_cpu.json"

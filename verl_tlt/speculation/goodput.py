@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verl_tlt.speculation.acceptance import AcceptanceEstimate
+from verl_tlt.speculation.base_policy import BasePolicy
 from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.prober import LoadEstimates, Probe, ProbeBudget, find_probe
-from verl_tlt.speculation.types import OFF, BasePolicy, Load, StepRecord
+from verl_tlt.speculation.types import OFF, Load, StepRecord
 
 SWITCH_PRICE = 0.2
 """What a change of K costs, in steps: K changes once staying has lost as much by the estimates."""

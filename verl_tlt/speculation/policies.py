@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verl_tlt.speculation.acceptance import expected_accept_lengths
+from verl_tlt.speculation.base_policy import BasePolicy
 from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.goodput import GoodputPolicy
-from verl_tlt.speculation.types import BasePolicy, ControlError, Load
+from verl_tlt.speculation.types import ControlError, Load
 
 POLICIES = ("goodput", "table", "fixed", "off")
 """Names `make_policy` knows."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.control.policies.bandit import BanditPolicy
 from benchmarks.control.policies.ema import EmaPolicy
+from verl_tlt.speculation.base_policy import BasePolicy
 from verl_tlt.speculation.policies import make_policy
-from verl_tlt.speculation.types import BasePolicy
 
 RIVALS = ("ema", "bandit")
 

@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verl_tlt.speculation.types import BasePolicy, Load, StepRecord
+from verl_tlt.speculation.base_policy import BasePolicy
+from verl_tlt.speculation.types import Load, StepRecord
 
 
 @dataclass(frozen=True)
