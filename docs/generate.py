@@ -166,7 +166,9 @@ def render_api() -> str:
 def render_patches() -> str:
     """patches/README.md, from the two lists of upstream changes."""
     parts = [PATCHES_INTRO, "## On every machine\n", *map(_change, upstream_changes.CHANGES)]
-    return "\n".join([*parts, "## Where `VERL_PLATFORM=cpu`\n", *map(_change, cpu_changes.CHANGES)])
+    parts += ["## Where `VERL_PLATFORM=cpu`\n", *map(_change, cpu_changes.CHANGES)]
+    offered = [f"* [{patch}]({patch}): {what}" for patch, what in upstream_changes.OFFERED.items()]
+    return "\n".join([*parts, "## Diffs of what verl-tlt does without\n", *offered, ""])
 
 
 def _change(change: UpstreamChange) -> str:

@@ -36,6 +36,14 @@ class UpstreamChange:
     """Upstream form of the change: a diff below patches/."""
 
 
+OFFERED = {
+    "verl/0007-weights-reach-the-v2-drafter.patch": "verl syncs the policy's weights into a drafter of vLLM's V1 model "
+    "runner alone (`verl/workers/rollout/vllm_rollout/utils.py`, `_get_drafter_model`). V2, the default for every "
+    "model from vLLM 0.29 on, calls it `speculator`: an MTP head then stays as it was loaded, and nothing says so. "
+    "verl-tlt loads its drafters itself.",
+}
+"""Diffs of defects that verl-tlt met upstream and does without: the file below patches/, and what it is for."""
+
 CHANGES = (
     UpstreamChange(
         name="a run with trainer.plugin=tlt is a TLT run or does not start",

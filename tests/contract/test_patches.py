@@ -61,8 +61,9 @@ def load(file, name):
     return module
 
 
-def test_every_diff_is_the_upstream_form_of_a_change():
-    assert sorted(c.patch for c in CHANGES if c.patch) == [str(p.relative_to(ROOT / "patches")) for p in PATCHES]
+def test_every_diff_is_the_upstream_form_of_a_change_or_offered_without_one():
+    listed = [*(c.patch for c in CHANGES if c.patch), *upstream_changes.OFFERED]
+    assert sorted(listed) == [str(p.relative_to(ROOT / "patches")) for p in PATCHES]
 
 
 def test_every_change_of_the_cpu_platform_is_listed():
@@ -129,6 +130,23 @@ def test_the_plugin_patch_refuses_what_is_not_installed(tmp_path, monkeypatch):
     (info / "entry_points.txt").write_text("[verl.trainer_plugins]\nmine = json\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert module.load_trainer_plugin("mine").__name__ == "json"
+
+
+@pytest.mark.parametrize("runner", ["drafter", "speculator"])
+def test_the_drafter_patch_finds_the_drafter_of_either_model_runner(tmp_path, runner):
+    module = load(patched("v2-drafter", tmp_path), "verl.workers.rollout.vllm_rollout.utils")
+    found = module.vLLMColocateWorkerExtension._get_drafter_model
+    proposer = types.SimpleNamespace(model="mtp")
+    assert found(types.SimpleNamespace(model_runner=types.SimpleNamespace(**{runner: proposer}))) == "mtp"
+    without = types.SimpleNamespace(**{"drafter": None, runner: None})
+    assert found(types.SimpleNamespace(model_runner=without)) is None
+
+
+def test_stock_verl_finds_no_drafter_of_the_v2_runner():
+    from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension as stock
+
+    runner = types.SimpleNamespace(speculator=types.SimpleNamespace(model="mtp"))
+    assert stock._get_drafter_model(types.SimpleNamespace(model_runner=runner)) is None, "the diff is in: remove it"
 
 
 # ---------------------------------------------------------------------- with a patch applied, its shim steps aside

@@ -253,7 +253,7 @@ def test_widths_that_do_not_divide_each_other_share_no_small_size(runner_of):
 
 def test_the_shim_knows_the_runner_of_each_release(release_of):
     text = texts(release_of)
-    assert {name: digest(text[name]) for name in KNOWN} == KNOWN
+    assert {name: digest(text[name]) for name, known in KNOWN.items() if digest(text[name]) not in known} == {}
     for name, said in SAYS.items():
         assert all(words in text[name] for words in said), name
     # By keyword, as the shim reads them.
@@ -303,7 +303,7 @@ def test_where_nothing_is_captured_nothing_is_done(installed_runner):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ("another", "vLLM's _determine_batch_execution_and_padding is not the one of 0.24 to 0.31"),
+        ("another", "vLLM's _determine_batch_execution_and_padding is not the one of 0.24 to 0.33"),
         ("hybrid", "the policy is not made of plain attention alone"),
         ("V2", "vLLM's model runner is another one"),
     ],

@@ -20,9 +20,8 @@ from verl_tlt.vllm_worker import drafter_pass
 from verl_tlt.vllm_worker.drafter_pass import set_drafting
 
 V2 = "vllm/v1/worker/gpu"
-LAST = "0.32.0"  # cannot be installed beside verl 0.9.1, and is the first that leaves the choice to vLLM
 DRAFTS_WHAT_IS_ASKED = (0, 32)
-CACHED = [v for package, v in RELEASES if package == "vllm"] + [LAST] if os.environ.get("TLT_CONTRACT_CACHE") else []
+CACHED = [v for package, v in RELEASES if package == "vllm"] if os.environ.get("TLT_CONTRACT_CACHE") else []
 STEPS, REQUESTS, SLOTS = 3, 2, 5
 
 
@@ -273,7 +272,7 @@ class Another(EagleSpeculator):
 def test_an_unknown_runner_is_left_alone_with_one_sentence(installed):
     installed.speculator.__class__ = Another
     assert set_drafting(installed, False) == (
-        "Another.propose of vLLM's V2 model runner is not the one of 0.24 to 0.32, so the drafter's pass is not "
+        "Another.propose of vLLM's V2 model runner is not the one of 0.24 to 0.33, so the drafter's pass is not "
         "skipped; set VLLM_USE_V2_MODEL_RUNNER=0."
     )
     assert not vars(installed.speculator).get("propose") and not vars(installed).get("execute_model")

@@ -9,6 +9,7 @@ import ast
 import functools
 import importlib.util
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from verl_tlt.compat.upstream_api import SYMBOLS, Symbol
@@ -25,6 +26,8 @@ class SourceTree:
 
     def problem(self, symbol: Symbol) -> str | None:
         """How the release differs from what `symbol` says, in a few words; None: it does not."""
+        if symbol.moved_to and self._module(symbol.moved_to) is not None:
+            symbol = replace(symbol, name=f"{symbol.moved_to}:{symbol.name.partition(':')[2]}", moved_to="")
         module, _, qualified = symbol.name.partition(":")
         if (found := self._module(module)) is None:
             return f"there is no module {module}"

@@ -22,6 +22,8 @@ class Symbol:
     """Names that the class or module must define; its bases within the package count."""
     says: tuple[str, ...] = ()
     """Fragments that its source must contain, where we rely on how it is written."""
+    moved_to: str = ""
+    """Where a later release defines it, if it is not handed on to the module in `name`."""
     used_by: str = ""
     """Our file, below the package that lists it (`by_file`)."""
 
@@ -38,6 +40,8 @@ def by_file(users: Mapping[str, Sequence[Symbol]]) -> tuple[Symbol, ...]:
 
 _TRAINER = "verl.trainer.ppo.v1.trainer_base:PPOTrainer"
 _SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer"
+_BALANCER = "verl.workers.rollout.router:GlobalRequestLoadBalancer"
+_BALANCER_NEXT = "verl.workers.rollout.router.global_balancer"  # where the router is a package: verl's next release
 
 VERL = {
     "plugin.py": (
@@ -109,9 +113,9 @@ VERL = {
             has="servers _server_address _server_handle is_reward_model is_teacher_model",
         ),
         Symbol("verl.workers.rollout.llm_server:LLMServerManager", has="get_client get_replicas global_load_balancer"),
-        Symbol("verl.workers.rollout.router:GlobalRequestLoadBalancer", has="add_servers remove_servers get_status"),
-        Symbol("verl.workers.rollout.router:GlobalRequestLoadBalancer.remove_servers", "server_ids"),
-        Symbol("verl.workers.rollout.router:GlobalRequestLoadBalancer.add_servers", "servers"),
+        Symbol(_BALANCER, has="get_status", moved_to=_BALANCER_NEXT),
+        Symbol(f"{_BALANCER}.remove_servers", "server_ids", moved_to=_BALANCER_NEXT),
+        Symbol(f"{_BALANCER}.add_servers", "servers", moved_to=_BALANCER_NEXT),
     ),
     "server/client.py": (
         Symbol("verl.workers.rollout.llm_server:LLMServerClient.generate", "request_id"),

@@ -125,5 +125,5 @@ def unknown_v2(runner: type, speculator: type) -> str | None:
         except (AttributeError, OSError, TypeError) as error:
             return f"vLLM's V2 model runner is another one ({error})"
         if any(words not in text for words in said):
-            return f"{owner.__name__}.{name} of vLLM's V2 model runner is not the one of 0.24 to 0.32"
+            return f"{owner.__name__}.{name} of vLLM's V2 model runner is not the one of 0.24 to 0.33"
     return None
