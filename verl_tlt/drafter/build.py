@@ -8,6 +8,7 @@ file format are those of `speculators.models.eagle3`.
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from types import MethodType
 from typing import TYPE_CHECKING
 
@@ -143,19 +144,47 @@ def build_drafter(
 
 
 def instantiate(config: Eagle3SpeculatorConfig, attention: str) -> Eagle3DraftModel:
-    """The model of `config` in float32 on the current device; `config.own_head`: its head is not the policy's."""
-    from speculators.models.eagle3 import Eagle3DraftModel
+    """The model of `config` in float32 on the current device; `config.own_head`: its head is not the policy's.
 
+    Embedding and heads are NaN and take no memory: one number, which `make_room` replaces before it is written to. They
+    are frozen copies of the policy's, gigabytes for a large vocabulary, and who only builds or exports needs none.
+    """
     register()
     config.transformer_layer_config._attn_implementation = attention
-    model = Eagle3DraftModel(config).float()
+    model = _model_class()(config).float()
     # Where CUDA is, `speculators` compiles the forward: anew for other row counts and for scoring, for as long as that
     # takes, while a stop waits. Its time is in a few large matrix products, for which there is nothing to compile.
     model.forward = MethodType(inspect.unwrap(type(model).forward), model)
+    for module in (model.embed_tokens, model.lm_head, model.verifier_lm_head):
+        module.weight = torch.nn.Parameter(torch.full((1, 1), torch.nan).expand(module.weight.shape), False)
     if not has_own_head(model):
-        # Both are frozen copies of the policy's head; one tensor saves V x H floats and one copy per refresh.
-        model.verifier_lm_head.weight = model.lm_head.weight
+        model.verifier_lm_head.weight = model.lm_head.weight  # one copy of the policy's head serves as both
     return model
+
+
+@cache
+def _model_class() -> type[Eagle3DraftModel]:
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+    class Drafter(Eagle3DraftModel):
+        """That of `speculators`, which fills embedding and two heads with random numbers, and then with NaN."""
+
+        def _init_vocab(self, config: Eagle3SpeculatorConfig) -> None:
+            with torch.device("meta"):
+                super()._init_vocab(config)
+            if self.use_draft_vocab:
+                self.t2d = torch.zeros(self.verifier_vocab_size, dtype=torch.bool)
+                self.d2t = torch.zeros(self.draft_vocab_size, dtype=torch.int64)
+
+    return Drafter
+
+
+def make_room(module: torch.nn.Module) -> torch.Tensor:
+    """The weight of a drafter's embedding or head, on memory of its own."""
+    weight = module.get_parameter("weight")
+    if 0 in weight.stride():
+        weight.data = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    return weight
 
 
 def has_own_head(model: Eagle3DraftModel) -> bool:
@@ -171,7 +200,9 @@ def halve_frozen(model: Eagle3DraftModel) -> None:
     own = model.lm_head.weight if has_own_head(model) else None
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter is not own:
-            parameter.data = parameter.data.bfloat16()
+            held = parameter.data
+            roomless = 0 in held.stride()
+            parameter.data = held[:1, :1].bfloat16().expand(held.shape) if roomless else held.bfloat16()
 
 
 def most_frequent(counts: torch.Tensor, size: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl_tlt.drafter.build import default_attention, has_own_head, instantiate
+from verl_tlt.drafter.build import default_attention, has_own_head, instantiate, make_room
 from verl_tlt.drafter.check import (
     PROVENANCE,
     TOKENIZER,
@@ -172,6 +172,9 @@ def load_drafter(
     layer.max_position_embeddings = max(layer.max_position_embeddings, min_context)
     with torch.device("cpu"):
         model = instantiate(config, attention or default_attention(device))
+    for name in ("embed_tokens", "lm_head"):
+        if f"{name}.weight" in tensors:
+            make_room(model.get_submodule(name))
     model.load_state_dict(tensors, strict=False)  # names and shapes were checked
     return model.to(device)
 

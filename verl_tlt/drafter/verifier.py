@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from verl_tlt.drafter.build import make_room
 from verl_tlt.drafter.policy import DrafterError, Model, folder, open_tensors, policy_shape, read_json
 
 if TYPE_CHECKING:
@@ -59,18 +60,16 @@ def refresh_verifier_weights(model: Eagle3DraftModel, parts: VerifierWeights) ->
     if model.use_draft_vocab and head.shape[0] == model.verifier_vocab_size:
         head = head[model.t2d.to(head.device)]  # [DV, H]
     pairs = {
-        "embed": (model.embed_tokens.weight, parts.embed),
-        "lm_head": (model.verifier_lm_head.weight, head),  # one tensor with `lm_head` unless that is its own
-        "norm": (model.verifier_norm.weight, parts.norm),
+        "embed": (model.embed_tokens, parts.embed),
+        "lm_head": (model.verifier_lm_head, head),  # one tensor with `lm_head` unless that is its own
+        "norm": (model.verifier_norm, parts.norm),
     }
-    for part, (held, given) in pairs.items():
-        if held.shape != given.shape:
-            raise DrafterError(
-                f"VerifierWeights.{part} is {list(given.shape)}, but the drafter's is {list(held.shape)}."
-            )
+    for part, (module, given) in pairs.items():
+        if (held := module.weight.shape) != given.shape:
+            raise DrafterError(f"VerifierWeights.{part} is {list(given.shape)}, but the drafter's is {list(held)}.")
     with torch.no_grad():
-        for held, given in pairs.values():
-            held.copy_(given)
+        for module, given in pairs.values():
+            make_room(module).copy_(given)
 
 
 def _read(policy: Model, parts: Iterable[str]) -> dict[str, torch.Tensor]:

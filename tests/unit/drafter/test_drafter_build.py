@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_policy import FAMILIES, drafter_of, make_policy, verifier_weights
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_tlt.drafter import (
     DrafterError,
@@ -15,9 +16,11 @@ from verl_tlt.drafter import (
     aux_layers_for,
     build_drafter,
     drafter_config,
+    halve_frozen,
     most_frequent,
     refresh_verifier_weights,
     serving_tensors,
+    to_drafter_file,
     trainable_parameters,
 )
 
@@ -134,3 +137,34 @@ def test_importing_the_package_loads_neither_speculators_nor_torch():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
     with pytest.raises(AttributeError, match="no_such_name"):
         __import__("verl_tlt.drafter").drafter.no_such_name  # noqa: B018
+
+
+class LargestHostTensor(TorchDispatchMode):
+    """Keeps the most bytes that one operation's result has on the host."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
+        return result
+
+
+def test_embedding_and_head_take_no_memory_before_the_policys_arrive():
+    """Every process of a run builds a drafter: at 152k tokens x 3584 three tables in float32 are 6.5 GB in each."""
+    policy = {**make_policy().config.to_dict(), "vocab_size": 50_000}
+    table = 50_000 * policy["hidden_size"]
+    with LargestHostTensor() as largest:
+        model = build_drafter(policy)
+        halve_frozen(model)
+        to_drafter_file(model, "float32")
+    assert 0 < largest.nbytes < table
+    assert model.embed_tokens.weight.isnan().all() and model.lm_head.weight.isnan().all()
+    embed, head = torch.rand(2, 50_000, policy["hidden_size"]).bfloat16()
+    refresh_verifier_weights(model, VerifierWeights(embed, head, torch.ones(policy["hidden_size"])))
+    assert torch.equal(model.embed_tokens.weight, embed)
+    assert model.lm_head.weight is model.verifier_lm_head.weight and torch.equal(model.lm_head.weight, head)
+    held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    assert sum(size for size in held.values() if size >= table) == 2 * 2 * table  # both in 16 bits, each once
