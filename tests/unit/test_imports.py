@@ -19,20 +19,21 @@ from verl_tlt.compat.upstream_api import Symbol
 ROOT = Path(verl_tlt.__file__).parent
 FRAMEWORKS = {"verl", "vllm", "ray", "torch", "megatron", "transformers", "speculators"}
 
-SHARED = {"config", "errors", "messages", "ownership"}
+SHARED = {"config", "errors", "json_files", "messages", "ownership"}
 MAY_IMPORT = {
     # PURE: decisions over numbers
     "errors": set(),
     "messages": set(),
     "ownership": {"errors"},
-    "speculation": {"errors", "messages", "ownership"},
+    "json_files": {"errors"},
+    "speculation": {"errors", "json_files", "messages", "ownership"},
     "idle": set(),
     # what every process may carry
     "flag": set(),
     "config": {"errors", "speculation"},
     "compat": {"errors"},
     "child_engine": {"errors"},
-    "drafter": {"errors", "ownership"},
+    "drafter": {"errors", "json_files", "ownership"},
     "trace": {"messages", "ownership"},
     # one process each
     "engine_core": SHARED | {"compat", "speculation"},
@@ -43,7 +44,7 @@ MAY_IMPORT = {
     "trainer": SHARED | {"actor", "compat", "drafter", "idle", "server", "speculation", "spot_worker", "trace"},
     # commands
     "console": set(),
-    "report": {"console", "errors", "trace"},
+    "report": {"console", "errors", "json_files", "ownership", "trace"},
     "warmup": SHARED | {"child_engine", "drafter"},
     "doctor": SHARED | {"child_engine", "compat", "drafter", "flag", "idle", "server", "speculation", "trainer"},
     "advise": {"config", "console", "doctor", "drafter", "errors", "report", "server", "speculation"},
@@ -54,7 +55,7 @@ MAY_IMPORT = {
     "conf": set(),
 }
 FRAMEWORKS_OF = {
-    **{room: set() for room in ("errors", "ownership", "speculation", "idle", "messages", "config")},
+    **{room: set() for room in ("errors", "ownership", "json_files", "speculation", "idle", "messages", "config")},
     "trace": set(),
     **{
         room: set()

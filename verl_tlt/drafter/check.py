@@ -1,4 +1,4 @@
-"""Whether a directory holds a drafter for a policy: read from the files' headers, in milliseconds, without torch.
+"""Whether a directory holds a drafter for a policy: read from config, headers and index tables, without torch.
 
 Every mismatch is one sentence that names file and field, because vLLM's own answer to most of them is a shape error
 deep in a worker, or silence and an accept length of 1.
@@ -12,11 +12,11 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from verl_tlt.drafter.other_layouts import is_other_layout, speculators_name, to_speculators_config
+from verl_tlt.drafter.other_layouts import is_other_layout, to_speculators_config
 from verl_tlt.drafter.policy import (
     COMPUTED_ROPE,
     CONFIG,
-    NUM_AUX,
+    LONGEST_DRAFT,
     DrafterError,
     Fields,
     Model,
@@ -25,11 +25,11 @@ from verl_tlt.drafter.policy import (
     PolicyShape,
     check_aux_layers,
     folder,
-    open_tensors,
     policy_shape,
     read_json,
-    rope_of,
 )
+from verl_tlt.drafter.schema import Layer, as_served, check_rows, checked
+from verl_tlt.drafter.tensors import check_tensors
 from verl_tlt.ownership import other_owner
 
 WEIGHTS = "model.safetensors"
@@ -54,14 +54,13 @@ def check_drafter(directory: Model, policy: PolicyLike, min_context: int = 0) ->
     path = drafter_folder(directory)
     config = read_config(path, policy_shape(policy), min_context)
     _check_tokenizer(path, policy)
-    shapes = _shapes(path)
-    if is_other_layout(read_json(path / CONFIG)):
-        shapes = {speculators_name(name) or name: shape for name, shape in shapes.items()}
-    for name, wanted in _wanted(config).items():
-        if name not in shapes:
-            raise DrafterError(f"{path / WEIGHTS} has no tensor {name!r}.")
-        if shapes[name] != wanted:
-            raise DrafterError(f"{path / WEIGHTS}: {name} is {shapes[name]}, but {CONFIG} asks for {wanted}.")
+    pickles = sorted(found.name for pattern in _PICKLES for found in path.glob(pattern))
+    if pickles and not (path / WEIGHTS).is_file():
+        raise DrafterError(
+            f"{path / pickles[0]} is pickled, which can run code when it is read; if you trust it, write {WEIGHTS} "
+            "beside it: safetensors.torch.save_file(torch.load(THAT_FILE, weights_only=True), NEW_FILE)."
+        )
+    check_tensors(path / WEIGHTS, config, others=is_other_layout(read_json(path / CONFIG)))
 
 
 def check_owner(drafter: Model) -> None:
@@ -81,45 +80,49 @@ def drafter_folder(drafter: Model) -> Path:
 
 
 def read_config(path: Path, policy: PolicyShape, min_context: int = 0) -> Fields:
-    """The drafter's config in speculators' form, its fields compared with the policy's (`DrafterError`)."""
+    """The drafter's config as it is staged, in speculators' form: checked, and of known fields alone (`DrafterError`).
+
+    `max_position_embeddings` is at most what an engine of this policy needs: vLLM computes a table of so many rows.
+    """
     file = path / CONFIG
-    config, prefix = read_json(file), f"{file}: transformer_layer_config."
+    config, layer_at = read_json(file), "transformer_layer_config."
     if is_other_layout(config):
-        config, prefix = to_speculators_config(config, policy, file), f"{file}: "
-    kind, layer = config.get("speculators_model_type"), config.get("transformer_layer_config")
-    if kind != "eagle3":
-        raise DrafterError(f"{file}: speculators_model_type must be 'eagle3', not {kind!r}.")
-    if not isinstance(layer, dict):
-        raise DrafterError(f"{file}: transformer_layer_config must be an object, not {layer!r}.")
-    _check_layer(layer, policy, prefix)
-    ids, where = config.get("eagle_aux_hidden_state_layer_ids"), f"{file}: eagle_aux_hidden_state_layer_ids"
-    if not isinstance(ids, list):
-        raise DrafterError(f"{where} must be a list of {NUM_AUX} layers, not {ids!r}.")
-    check_aux_layers(ids, policy.num_layers, where)
-    context, rope = layer["max_position_embeddings"], rope_of(layer)["rope_type"]
-    if context < min_context and rope not in COMPUTED_ROPE:
+        config, layer_at = to_speculators_config(config, policy, file), ""
+    drafter, prefix = checked(config, policy, str(file), layer_at), f"{file}: {layer_at}"
+    layer, hidden = drafter.transformer_layer_config, drafter.target_hidden_size
+    for field, found, wanted in (
+        ("hidden_size", layer.hidden_size, policy.hidden_size),
+        ("vocab_size", layer.vocab_size, policy.vocab_size),
+        ("target_hidden_size", hidden or policy.hidden_size, policy.hidden_size),
+    ):
+        if found != wanted:
+            raise DrafterError(f"{prefix}{field}={found}, but the policy's is {wanted} ({policy.source}).")
+    heads, kv_heads = layer.num_attention_heads, layer.num_key_value_heads
+    if heads % kv_heads:
+        raise DrafterError(f"{prefix}num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}.")
+    where = f"{file}: eagle_aux_hidden_state_layer_ids"
+    check_aux_layers(drafter.eagle_aux_hidden_state_layer_ids, policy.num_layers, where)
+    if drafter.draft_vocab_size > policy.vocab_size:
+        raise DrafterError(f"{file}: draft_vocab_size must be 1..{policy.vocab_size}, not {drafter.draft_vocab_size}.")
+    context = _positions(layer, policy, min_context, prefix)
+    served = as_served(drafter, policy)
+    served["transformer_layer_config"]["max_position_embeddings"] = context
+    return served
+
+
+def _positions(layer: Layer, policy: PolicyShape, min_context: int, prefix: str) -> int:
+    """`max_position_embeddings` of the drafter that is served."""
+    context, rope = layer.max_position_embeddings, layer.rope_parameters.rope_type
+    needed = max(min_context, policy.max_position_embeddings + LONGEST_DRAFT)
+    if rope in COMPUTED_ROPE:
+        layer = layer.model_copy(update={"max_position_embeddings": (context := min(context, needed))})
+    elif context < min_context:
         raise DrafterError(
             f"{prefix}max_position_embeddings={context} is below {min_context}, the longest prompt, response and draft "
             f"together, and positions of RoPE type {rope!r} cannot be continued."
         )
-    draft_vocab = config.get("draft_vocab_size")
-    if not isinstance(draft_vocab, int) or not 0 < draft_vocab <= policy.vocab_size:
-        raise DrafterError(f"{file}: draft_vocab_size must be 1..{policy.vocab_size}, not {draft_vocab!r}.")
-    return config
-
-
-def _check_layer(layer: Fields, policy: PolicyShape, prefix: str) -> None:
-    for field, wanted in (("hidden_size", policy.hidden_size), ("vocab_size", policy.vocab_size)):
-        if layer.get(field) != wanted:
-            raise DrafterError(f"{prefix}{field}={layer.get(field)!r}, but the policy's is {wanted} ({policy.source}).")
-    if layer.get("num_hidden_layers") != 1:
-        raise DrafterError(f"{prefix}num_hidden_layers must be 1, not {layer.get('num_hidden_layers')!r}.")
-    heads, kv_heads = "num_attention_heads", "num_key_value_heads"
-    for field in ("intermediate_size", heads, kv_heads, "head_dim", "max_position_embeddings"):
-        if not isinstance(layer.get(field), int) or layer[field] < 1:
-            raise DrafterError(f"{prefix}{field} must be a positive integer, not {layer.get(field)!r}.")
-    if layer[heads] % layer[kv_heads]:
-        raise DrafterError(f"{prefix}{heads}={layer[heads]} must be a multiple of {kv_heads}={layer[kv_heads]}.")
+    check_rows(layer, policy, needed, prefix)
+    return context
 
 
 def _check_tokenizer(path: Path, policy: PolicyLike) -> None:
@@ -133,52 +136,6 @@ def _check_tokenizer(path: Path, policy: PolicyLike) -> None:
             f"{file}: {TOKENIZER}={trained_for}, but the vocabulary of {Path(policy) / 'tokenizer.json'} is {present}: "
             "this drafter was trained for another tokenizer."
         )
-
-
-def _shapes(path: Path) -> dict[str, list[int]]:
-    """Tensor shapes by name, from the safetensors header."""
-    file = path / WEIGHTS
-    pickles = sorted(found.name for pattern in _PICKLES for found in path.glob(pattern))
-    if pickles and not file.is_file():
-        raise DrafterError(
-            f"{path / pickles[0]} is pickled, which can run code when it is read; if you trust it, write {WEIGHTS} "
-            "beside it: safetensors.torch.save_file(torch.load(THAT_FILE, weights_only=True), NEW_FILE)."
-        )
-    with open_tensors(file, "np") as reader:
-        return {name: list(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
-
-
-def _wanted(config: Fields) -> dict[str, list[int]]:
-    """Every tensor an EAGLE-3 head of this config has, except those that vLLM may share with the policy."""
-    layer = config["transformer_layer_config"]
-    hidden, inner = layer["hidden_size"], layer["intermediate_size"]
-    queries = layer["num_attention_heads"] * layer["head_dim"]
-    keys = layer["num_key_value_heads"] * layer["head_dim"]
-    block, attention, mlp = "layers.0.", "layers.0.self_attn.", "layers.0.mlp."
-    wanted = {
-        "fc.weight": [hidden, NUM_AUX * hidden],
-        "norm.weight": [hidden],
-        f"{block}input_layernorm.weight": [hidden],
-        f"{block}hidden_norm.weight": [hidden],
-        f"{block}post_attention_layernorm.weight": [hidden],
-        f"{attention}q_proj.weight": [queries, 2 * hidden],
-        f"{attention}k_proj.weight": [keys, 2 * hidden],
-        f"{attention}v_proj.weight": [keys, 2 * hidden],
-        f"{attention}o_proj.weight": [hidden, queries],
-        f"{mlp}gate_proj.weight": [inner, hidden],
-        f"{mlp}up_proj.weight": [inner, hidden],
-        f"{mlp}down_proj.weight": [hidden, inner],
-    }
-    if config.get("fc_norm"):
-        wanted |= {f"fc_norm.{i}.weight": [hidden] for i in range(NUM_AUX)}
-    if config.get("norm_before_fc"):
-        wanted["input_norm.weight"] = [NUM_AUX * hidden]
-    draft_vocab, vocab = config["draft_vocab_size"], layer["vocab_size"]
-    if draft_vocab != vocab or config.get("own_head"):
-        wanted["lm_head.weight"] = [draft_vocab, hidden]
-    if draft_vocab != vocab:
-        wanted |= {"d2t": [draft_vocab], "t2d": [vocab]}
-    return wanted
 
 
 def tokenizer_hash(policy: Model) -> str | None:

@@ -164,10 +164,8 @@ def load_drafter(
     check_drafter(path, policy, min_context)
     tensors = load_file(path / WEIGHTS)
     if is_other_layout(read_json(path / CONFIG)):
-        config = Eagle3SpeculatorConfig.from_dict(read_config(path, policy_shape(policy), min_context))
         tensors = to_speculators_tensors(tensors)
-    else:
-        config = Eagle3SpeculatorConfig.from_pretrained(path)
+    config = Eagle3SpeculatorConfig.from_dict(read_config(path, policy_shape(policy), min_context))
     layer = config.transformer_layer_config  # of a shorter run: vLLM and transformers compute a table of any size
     layer.max_position_embeddings = max(layer.max_position_embeddings, min_context)
     with torch.device("cpu"):

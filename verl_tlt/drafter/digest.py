@@ -15,8 +15,10 @@ import torch
 
 from verl_tlt.drafter.other_layouts import stacked
 
-_LEFT_OUT = ("embed_tokens", "lm_head", "verifier_norm", "draft_id_to_target_id", "d2t", "t2d")
-"""The policy's tensors, and index tables that one side keeps as parameters and the other as offsets."""
+_LEFT_OUT = ("embed_tokens", "lm_head", "verifier_norm", "t2d")
+"""The policy's tensors, and the map that vLLM does not read; `d2t` names the same tokens (`drafter.tensors`)."""
+_OFFSETS = "d2t"
+"""All zeros in vLLM, and in no file, where the draft vocabulary is whole."""
 _CHUNK = 1 << 22
 """Elements summed at a time: bounds the int64 copies."""
 
@@ -45,8 +47,12 @@ def partial_sums(shards: Iterable[tuple[str, torch.Tensor, int]], dtype: torch.d
     for name, tensor, columns_before in shards:
         if any(part in name for part in _LEFT_OUT):
             continue
-        sums = _sums(tensor.detach() if dtype is None else tensor.detach().to(dtype), columns_before)
-        _add(found, stacked(name), str(dtype or tensor.dtype), sums)
+        group, tensor = stacked(name), tensor.detach()
+        if tensor.is_floating_point():
+            tensor = tensor.to(dtype or tensor.dtype)
+        elif group == _OFFSETS and not tensor.any():
+            continue
+        _add(found, group, str(tensor.dtype), _sums(tensor, columns_before))
     return found
 
 
@@ -96,11 +102,12 @@ def _add(into: Sums, group: str, kind: str, sums: list[int]) -> None:
 
 def _sums(tensor: torch.Tensor, columns_before: int) -> list[int]:
     """Count, sum, sum of squares and sum times column of the bit patterns, wrapping at 64 bits."""
-    view = {2: torch.int16, 4: torch.int32}.get(tensor.element_size())
+    view = {2: torch.int16, 4: torch.int32, 8: torch.int32}.get(tensor.element_size())
     if view is None:
-        raise ValueError(f"A fingerprint takes 16- and 32-bit tensors, not {tensor.dtype}.")
-    columns = tensor.shape[-1] if tensor.ndim else 1
-    rows = tensor.contiguous().view(view).reshape(-1, max(1, columns))  # [R, C]
+        raise ValueError(f"A fingerprint takes tensors of 16, 32 and 64 bits, not {tensor.dtype}.")
+    bits = tensor.contiguous().view(view)
+    columns = bits.shape[-1] if bits.ndim else 1
+    rows = bits.reshape(-1, max(1, columns))  # [R, C]
     weights = torch.arange(1, rows.shape[1] + 1, device=tensor.device) + columns_before  # [C]
     total = [tensor.numel(), 0, 0, 0]
     for part in torch.split(rows, max(1, _CHUNK // max(1, columns))):

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_tlt.drafter.policy import DrafterError, Fields, PolicyShape, aux_layers_for, rope_of
+from verl_tlt.drafter.policy import DrafterError, Fields, PolicyShape, aux_layers_for
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 _NOT_NEEDED = ("embed_tokens.", "rotary_emb.")
 """A frozen copy of the policy's embedding, and tables that are computed."""
+MAPS = ("d2t", "t2d")
+"""Tensors of a pruned draft vocabulary: int64 [DV] target id less draft id, and bool [V] whether a token is kept."""
 _STACKED = (
     (re.compile(r"\.(q|k|v)_proj\."), ".qkv_proj."),
     (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
@@ -40,7 +42,7 @@ def plain(name: str) -> str:
 
 def stacked(name: str) -> str:
     """The plain name of the tensor in which vLLM keeps this one; the same for all that it stacks there."""
-    name = plain(name)
+    name = plain(name).replace("draft_id_to_target_id", "d2t")
     for pattern, stack in _STACKED:
         name = pattern.sub(stack, name)
     return name
@@ -63,26 +65,23 @@ def to_speculators_config(config: Fields, policy: PolicyShape, file: Path) -> Fi
     What these layouts leave out comes from the policy: aux layers, and a context, which their training length is not.
 
     Raises:
-        DrafterError: no EAGLE-3 head of one Llama layer, or a field is missing.
+        DrafterError: no EAGLE-3 head of one Llama layer, or a field has another type.
     """
-    _check_kind(config, file)
-    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    ids = config.get("eagle_aux_hidden_state_layer_ids") or (nested and [i + 1 for i in nested])
+    try:
+        _check_kind(config, file)
+        nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+        ids = config.get("eagle_aux_hidden_state_layer_ids") or (nested and [i + 1 for i in nested])
+        layer = _layer(config, policy)
+    except (TypeError, AttributeError) as error:
+        raise DrafterError(f"{file} has a field of another type than a drafter's: {error}.") from error
     return {
         "speculators_model_type": "eagle3",
-        "architectures": ["Eagle3Speculator"],
-        "transformer_layer_config": _layer(config, policy),
-        "draft_vocab_size": config.get("draft_vocab_size") or config["vocab_size"],
-        "norm_before_residual": False,
+        "transformer_layer_config": layer,
+        "draft_vocab_size": config.get("draft_vocab_size") or config.get("vocab_size"),
         **{norm: bool(config.get(norm, False)) for norm in ("norm_before_fc", "fc_norm", "norm_output")},
         "eagle_aux_hidden_state_layer_ids": ids or list(aux_layers_for(policy.num_layers)),
         "own_head": True,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-            "verifier": {"name_or_path": None, "architectures": list(policy.architectures)},
-        },
+        "quantization_config": config.get("quantization_config"),
     }
 
 
@@ -102,16 +101,16 @@ def _check_kind(config: Fields, file: Path) -> None:
             "only drafters as wide as their policy can share its embedding."
         )
     for field in ("num_attention_heads", "intermediate_size", "vocab_size"):
-        if not isinstance(config.get(field), int):
-            raise DrafterError(f"{file}: {field} must be an integer, not {config.get(field)!r}.")
+        if not isinstance(config.get(field), int) or config[field] < 1:
+            raise DrafterError(f"{file}: {field} must be a positive integer, not {config.get(field)!r}.")
 
 
 def _layer(config: Fields, policy: PolicyShape) -> Fields:
     """The Llama config of its one layer."""
     heads = config["num_attention_heads"]
+    as_is = ("vocab_size", "hidden_size", "intermediate_size", "layer_types", "mlp_bias", "rope_parameters")
     return {
-        "model_type": "llama",
-        **{field: config[field] for field in ("vocab_size", "hidden_size", "intermediate_size")},
+        **{field: config[field] for field in as_is if field in config},
         "num_hidden_layers": config.get("num_hidden_layers", 1),
         "num_attention_heads": heads,
         "num_key_value_heads": config.get("num_key_value_heads") or heads,
@@ -120,9 +119,9 @@ def _layer(config: Fields, policy: PolicyShape) -> Fields:
         "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
         # Often 2048, the length of their training texts; rotary positions are relative, so longer contexts work.
         "max_position_embeddings": max(config.get("max_position_embeddings", 0), policy.max_position_embeddings),
-        "rope_parameters": rope_of(config),
+        "rope_scaling": config.get("rope_scaling"),
+        "rope_theta": config.get("rope_theta", 10000.0),
         "attention_bias": bool(config.get("attention_bias", False)),
-        "tie_word_embeddings": False,
     }
 
 
@@ -135,8 +134,6 @@ def speculators_name(name: str) -> str | None:
 def to_speculators_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """All tensors needed, renamed; the maps of a draft vocabulary that is whole are left out."""
     named = {new: tensor for name, tensor in tensors.items() if (new := speculators_name(name)) is not None}
-    if "t2d" in named and len(named["d2t"]) == len(named["t2d"]):
-        del named["d2t"], named["t2d"]
-    elif "t2d" in named:
-        named["t2d"] = named["t2d"].bool()
-    return named
+    if "d2t" in named and "t2d" in named and len(named["d2t"]) < len(named["t2d"]):
+        return named | {"t2d": named["t2d"].bool()}
+    return {name: tensor for name, tensor in named.items() if name not in MAPS}

@@ -9,7 +9,6 @@ there (`EagleModelMixin._maybe_add_hidden_state`), ascending; `hidden_states[i]`
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from verl_tlt.errors import DrafterError as DrafterError
+from verl_tlt.json_files import JSONFileError, read_object
 
 if TYPE_CHECKING:
     from safetensors import safe_open
@@ -163,15 +163,10 @@ def unsupported(model_type: str) -> str | None:
 
 def read_json(path: Path) -> Fields:
     """The JSON object in `path`; a `DrafterError` where there is none."""
-    if not path.is_file():
-        raise DrafterError(f"{path} does not exist.")
     try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise DrafterError(f"{path} is not readable JSON: {error}.") from error
-    if not isinstance(value, dict):
-        raise DrafterError(f"{path} must hold a JSON object, not a {type(value).__name__}.")
-    return value
+        return read_object(path)
+    except JSONFileError as error:
+        raise DrafterError(str(error)) from error
 
 
 def open_tensors(file: Path, framework: Literal["pt", "np"]) -> safe_open:
@@ -210,6 +205,8 @@ def _from_fields(whole: Fields, source: str) -> PolicyShape:
         )
     except KeyError as error:
         raise DrafterError(f"{source} has no field {error.args[0]!r}, which a drafter's shape depends on.") from error
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise DrafterError(f"{source} has a field of a kind that no model's has: {error}.") from error
 
 
 def _mlp(fields: Fields) -> dict[str, int]:

@@ -85,17 +85,17 @@ class LiveDrafter:
         return f"{weights} without {damaged[0]}" if damaged else weights
 
     def _own_parameters(self) -> dict[str, torch.Tensor]:
-        shared = (*self.shared_modules(), OFFSETS)
+        shared = self.shared_modules()
         return {n: p for n, p in self.model.named_parameters() if not any(part in n for part in shared)}
 
     def _check(self, tensors: Mapping[str, torch.Tensor], file: Path) -> None:
         """Compare names, and without tensor parallelism shapes, before anything is overwritten.
 
         Raises:
-            DrafterRefused: a tensor is missing, unknown, of another shape, or not finite; or the live weights cannot be
-                written at all.
+            DrafterRefused: a tensor is missing, unknown, of another shape, or not finite; the map leaves the
+                vocabulary; or the live weights cannot be written at all.
         """
-        live = self._own_parameters()
+        live = {name: parameter for name, parameter in self._own_parameters().items() if name != OFFSETS}
         if repacked := next((n for n, p in live.items() if p.numel() == 0), None):
             raise DrafterRefused(
                 f"The live drafter's {repacked} was repacked by vLLM's CPU backend; start it with VERL_PLATFORM=cpu."
@@ -104,6 +104,9 @@ class LiveDrafter:
         columns: dict[str, tuple[int, ...]] = {}
         for name, tensor in tensors.items():
             if name == "d2t":
+                tokens = torch.arange(len(tensor)) + tensor  # [DV]
+                if tokens.min() < 0 or tokens.max() >= self.model.config.vocab_size:
+                    raise DrafterRefused(f"{file}: d2t names a token outside the policy's vocabulary.")
                 continue
             name = live_name(name)
             if not torch.isfinite(tensor).all():  # its drafts would be token 0

@@ -85,7 +85,8 @@ def test_vllms_sources_say_the_same_as_its_classes():
 
 def drafter_at(path, policy, **changes):
     """A config that fits; no weights."""
-    layer = json.loads(Path(policy, "config.json").read_text()) | {"num_hidden_layers": 1} | changes
+    layer = json.loads(Path(policy, "config.json").read_text())
+    layer |= {"num_hidden_layers": 1, "model_type": "llama"} | changes
     config = {
         "speculators_model_type": "eagle3", "transformer_layer_config": layer, "draft_vocab_size": 64,
         "eagle_aux_hidden_state_layer_ids": [1, 2, 3],

@@ -194,13 +194,13 @@ def test_a_drafter_for_another_policy(saved):
     ("change", "field"),
     [
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "eagle_aux_hidden_state_layer_ids must be 3"),
-        ({"eagle_aux_hidden_state_layer_ids": None}, "eagle_aux_hidden_state_layer_ids must be a list"),
+        ({"eagle_aux_hidden_state_layer_ids": None}, "eagle_aux_hidden_state_layer_ids must be a valid list"),
         ({"speculators_model_type": "dflash"}, "speculators_model_type must be 'eagle3'"),
         ({"num_hidden_layers": 2}, "num_hidden_layers must be 1"),
         ({"draft_vocab_size": 99}, "draft_vocab_size must be 1..48"),
         ({"draft_vocab_size": 20}, "no tensor 'lm_head.weight'"),
         ({"num_key_value_heads": 1}, "k_proj.weight is [32, 64], but config.json asks for [16, 64]"),
-        ({"num_attention_heads": None}, "num_attention_heads must be a positive integer"),
+        ({"num_attention_heads": None}, "num_attention_heads must be a valid integer"),
         ({"transformer_layer_config": None}, "transformer_layer_config must be an object"),
     ],
 )
@@ -218,7 +218,7 @@ def test_a_longer_context_than_the_file_says(saved, policy):
     edit(saved, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     assert "max_position_embeddings=256 is below 257" in refusal(saved, policy.config, min_context=257)
     edit(saved, max_position_embeddings=None)
-    assert "max_position_embeddings must be a positive integer, not None" in refusal(saved, policy.config)
+    assert "max_position_embeddings must be a valid integer, not None" in refusal(saved, policy.config)
 
 
 @pytest.mark.parametrize("name", ["training_state.pt", "training/training_state.pt"])

@@ -49,8 +49,9 @@ def sequence_of(expected):
 
 def test_the_recorded_drafter_has_its_weights_and_logits(loaded, expected):
     tensors, facts = expected
-    assert fingerprint(serving_tensors(loaded)) == facts["fingerprint"]
-    assert fingerprint(serving_tensors(loaded, torch.bfloat16)) == facts["fingerprint_bfloat16"]
+    maps = ("d2t",)  # which 0.1.0 left out of the fingerprint
+    assert fingerprint(serving_tensors(loaded, without=maps)) == facts["fingerprint"]
+    assert fingerprint(serving_tensors(loaded, torch.bfloat16, without=maps)) == facts["fingerprint_bfloat16"]
     for k, (logits, _) in enumerate(passes(loaded, align(sequence_of(expected)))):
         torch.testing.assert_close(logits, tensors[f"logits.{k}"], rtol=1e-4, atol=1e-5)
 

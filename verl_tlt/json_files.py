@@ -1,0 +1,75 @@
+"""JSON that others may have written, read within limits: from an ordinary file, of so many bytes, so many levels deep.
+
+What comes from elsewhere may be a pipe that never ends, a device, larger than the memory, or nested until the stack of
+whoever walks through it overflows. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from verl_tlt.errors import TLTError
+
+MOST_BYTES = 256 << 20
+"""Of one file; the largest that are read are tokenizers, of some 30 MB."""
+MOST_LEVELS = 32
+"""Lists and objects inside each other."""
+
+
+class JSONFileError(TLTError, ValueError):
+    """A file that does not hold what is looked for; the message is a sentence that names it."""
+
+
+def open_ordinary(path: str | os.PathLike[str]) -> BinaryIO:
+    """A file to read; an OSError where it is none, a pipe or a device, which is not waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{os.fspath(path)} is no ordinary file")
+    return os.fdopen(descriptor, "rb")
+
+
+def parse(text: str | bytes) -> Any:
+    """The value of a JSON text; a ValueError where there is none, or it is deeper than `MOST_LEVELS`."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {MOST_LEVELS} levels") from None
+    opened = text.count(b"[") + text.count(b"{") if isinstance(text, bytes) else text.count("[") + text.count("{")
+    if opened > MOST_LEVELS and _deeper(value):
+        raise ValueError(f"it is nested deeper than {MOST_LEVELS} levels")
+    return value
+
+
+def _deeper(value: object) -> bool:
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        level = [item for part in level for item in _items(part)]
+    return any(isinstance(part, dict | list) for part in level)
+
+
+def _items(value: object) -> list[object]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; a `JSONFileError` where there is none."""
+    try:
+        with open_ordinary(path) as file:
+            text = file.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES >> 20} MB")
+        value = parse(text)
+    except FileNotFoundError:
+        raise JSONFileError(f"{path} does not exist.") from None
+    except (OSError, ValueError) as error:
+        raise JSONFileError(f"{path} is not readable JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise JSONFileError(f"{path} must hold a JSON object, not a {type(value).__name__}.")
+    return value
