@@ -108,7 +108,7 @@ CHANGES = (
         cause="`vllm/v1/worker/gpu_worker.py:450` `def load_model` is followed by profiling and capture; an "
         "extension has no method that is called in between.",
         applied_by="verl_tlt.vllm_worker.extension:TLTWorkerExtension.__new__",
-        releases="vllm 0.24 to 0.31",
+        releases="vllm 0.24 to 0.33",
         removed_by="A hook of worker extensions after model load.",
     ),
     UpstreamChange(
@@ -123,7 +123,7 @@ CHANGES = (
         cause="`vllm/v1/cudagraph_dispatcher.py:221` `if x <= max_num_tokens and x >= uniform_decode_query_len` "
         "captures for 1 + num_speculative_tokens tokens a request alone.",
         applied_by="verl_tlt.vllm_worker.cuda_graphs:capture_every_arm",
-        releases="vllm 0.24 to 0.31 with the V1 model runner, where its source is a known one; not with "
+        releases="vllm 0.24 to 0.33 with the V1 model runner, where its source is a known one; not with "
         "TLT_FULL_GRAPHS=0",
         removed_by="A vLLM that captures several query lengths (`cudagraph_decode_query_lens` in the patch).",
         upstream="https://github.com/vllm-project/vllm/issues/48494 is about the V2 runner; none about V1",
@@ -139,7 +139,7 @@ CHANGES = (
         cause="`vllm/v1/spec_decode/llm_base_proposer.py:618` `if self.num_speculative_tokens == 0` comes after "
         "the drafter's own pass over the step's tokens, which keeps its KV cache complete.",
         applied_by="verl_tlt.vllm_worker.drafter_pass:set_drafting",
-        releases="vllm 0.24 to 0.32; of the V2 model runner `execute_model` and its speculator's `propose`",
+        releases="vllm 0.24 to 0.33; of the V2 model runner `execute_model` and its speculator's `propose`",
         removed_by="A switch of vLLM's that leaves the pass out until the prefix cache is reset.",
     ),
     UpstreamChange(
@@ -163,7 +163,7 @@ CHANGES = (
         cause="`vllm/v1/engine/core.py:1525` `(method := getattr(self, method_name))` calls the engine core by method "
         "name, and it has none that leads to a scheduler's own; `collective_rpc` reaches workers only.",
         applied_by="verl_tlt.engine_core.scheduler:TLTScheduler.__init__",
-        releases="vllm 0.24 to 0.31",
+        releases="vllm 0.24 to 0.33",
         removed_by="A call of vLLM's into a scheduler given by `scheduler_cls`.",
     ),
     UpstreamChange(
@@ -177,7 +177,7 @@ CHANGES = (
         cause="`vllm/v1/worker/gpu_model_runner.py:5115` `draft_probs_rows.append(self._draft_probs[row_idx, "
         ":num_draft])` gives every draft the drafter's probabilities, whoever drafted it.",
         applied_by="verl_tlt.vllm_worker.draft_probabilities:verify_as_certain",
-        releases="vllm 0.24 to 0.31, with source=both",
+        releases="vllm 0.24 to 0.33, with source=both",
         removed_by="Drafts that carry their own probabilities through vLLM's scheduler.",
     ),
     UpstreamChange(
@@ -190,7 +190,7 @@ CHANGES = (
         cause="`vllm/v1/sample/rejection_sampler.py:829` `accepted = draft_prob > 0 and target_prob / "
         "draft_prob` rejects at NaN, and what is drawn in its place is compared with NaN too.",
         applied_by="verl_tlt.vllm_worker.draft_probabilities:BrokenDrafts.__init__",
-        releases="vllm 0.24 to 0.31 with the V1 model runner",
+        releases="vllm 0.24 to 0.33 with the V1 model runner",
         removed_by="A rejection sampler that treats a draft without numbers as one without a chance.",
     ),
     UpstreamChange(
@@ -200,7 +200,7 @@ CHANGES = (
         cause="`vllm/lora/layers/vocal_parallel_embedding.py:103` `indices_1 = "
         "self.punica_wrapper._embeddings_indices` belongs to the policy's batch, and a draft step has another.",
         applied_by="verl_tlt.vllm_worker.live_drafter:LiveDrafter.load",
-        releases="vllm 0.24 to 0.31 with LoRA on the policy",
+        releases="vllm 0.24 to 0.33 with LoRA on the policy",
         removed_by="A vLLM that shares the embedding below its LoRA wrapper with a drafter.",
     ),
 )

@@ -22,7 +22,7 @@ from vllm.v1.worker import gpu_model_runner
 
 from verl_tlt.compat.sources import source_root
 from verl_tlt.speculation.graph_rules import FULL_GRAPHS, GRAPH_ARMS
-from verl_tlt.vllm_worker.cuda_graphs import KNOWN, SAYS, capture_every_arm, digest, full_graph_arms
+from verl_tlt.vllm_worker.cuda_graphs import KNOWN, SAYS, capture_every_arm, captured_arms, digest, prepare_capture
 
 SEQUENCES = 64
 CACHED = [version for package, version in RELEASES if package == "vllm"] if os.environ.get("TLT_CONTRACT_CACHE") else []
@@ -133,11 +133,9 @@ class Made:
     def _pad_for_sequence_parallelism(self, tokens):
         return tokens
 
-    def start(self):
-        """Keys, then graphs, in vLLM's order."""
-        self.cudagraph_dispatcher.initialize_cudagraph_keys(
-            CUDAGraphMode.FULL_AND_PIECEWISE, self.uniform_decode_query_len
-        )
+    def start(self, resolved):
+        """Keys, then graphs, in vLLM's order; `resolved`: the mode that its attention backend can capture."""
+        self.cudagraph_dispatcher.initialize_cudagraph_keys(resolved, self.uniform_decode_query_len)
         for mode, descs in self.cudagraph_dispatcher.get_capture_descs():
             for desc in descs:
                 self.captured.clear()
@@ -166,11 +164,11 @@ def release_of(request):
 def runner_of(release_of):
     cls = runner_class(release_of)
 
-    def make(longest, arms=()):
+    def make(longest, arms=(), mode=CUDAGraphMode.FULL_AND_PIECEWISE):
         runner = cls(longest)
         if arms:
-            assert capture_every_arm(runner, arms) == tuple(arms)
-        runner.start()
+            capture_every_arm(runner, arms)
+        runner.start(mode)
         runner.sizes = runner.compilation_config.cudagraph_capture_sizes
         return runner
 
@@ -222,6 +220,21 @@ def test_a_step_without_a_draft_runs_on_the_graph_that_stock_would_take(runner_o
     for batch in range(1, SEQUENCES + 1):
         assert ours.step(batch, 0) == stock.step(batch, 0) and ours.step(batch, 0)[0] == "FULL", batch
     assert runner_of(longest).step(1, 0) == ("PIECEWISE", 1 + longest), "what the shim is for"
+
+
+@pytest.mark.parametrize(
+    ("mode", "given", "captured"),
+    [
+        ("FULL_AND_PIECEWISE", (0, 1, 3), (0, 1, 3)),
+        ("FULL_AND_PIECEWISE", (), (3,)),
+        ("FULL_DECODE_ONLY", (0, 1, 3), (0, 1, 3)),
+        ("FULL", (0, 1, 3), (0, 1, 3)),  # one set for any mix of lengths
+        ("PIECEWISE", (0, 1, 3), ()),  # such as FlashInfer's without TensorRT-LLM, whatever was asked for
+        ("NONE", (0, 1, 3), None),
+    ],
+)
+def test_arms_are_reported_by_what_was_captured(runner_of, mode, given, captured):
+    assert captured_arms(runner_of(3, given, CUDAGraphMode[mode]), (0, 1, 3)) == captured
 
 
 def test_a_mixed_batch_is_not_taken_for_a_decode_step(runner_of):
@@ -283,21 +296,21 @@ def installed_runner():
 ARMS = [0, 1, 3]
 
 
-def test_every_arm_has_graphs_unless_somebody_says_no(installed_runner, monkeypatch):
+def test_every_arm_is_captured_unless_somebody_says_no(installed_runner, monkeypatch):
     runner, config = installed_runner
     monkeypatch.setenv(FULL_GRAPHS, "0")
-    assert full_graph_arms(runner, config, ARMS) == (3,)
+    prepare_capture(runner, config, ARMS)
     assert runner._warmup_and_capture.__name__ == "_warmup_and_capture", "nothing is wrapped"
     monkeypatch.delenv(FULL_GRAPHS)
-    assert full_graph_arms(runner, config, ARMS) == (0, 1, 3)
+    prepare_capture(runner, config, ARMS)
     assert runner._warmup_and_capture.__name__ == "warmup_and_capture"
 
 
 def test_where_nothing_is_captured_nothing_is_done(installed_runner):
     runner, config = installed_runner
     config.model_config.enforce_eager = True
-    assert full_graph_arms(runner, config, ARMS) is None
-    assert full_graph_arms(None, config, ARMS) is None
+    prepare_capture(runner, config, ARMS)
+    assert "_warmup_and_capture" not in vars(runner) and captured_arms(runner, ARMS) is None
 
 
 @pytest.mark.parametrize(
@@ -305,7 +318,7 @@ def test_where_nothing_is_captured_nothing_is_done(installed_runner):
     [
         ("another", "vLLM's _determine_batch_execution_and_padding is not the one of 0.24 to 0.33"),
         ("hybrid", "the policy is not made of plain attention alone"),
-        ("V2", "vLLM's model runner is another one"),
+        ("no dispatcher", "vLLM's model runner is another one"),
     ],
 )
 def test_an_unknown_runner_is_left_alone_with_one_line_in_the_log(installed_runner, caplog, monkeypatch, change, why):
@@ -320,7 +333,7 @@ def test_an_unknown_runner_is_left_alone_with_one_line_in_the_log(installed_runn
         config.model_config.is_hybrid = True
     else:
         runner = SimpleNamespace()
-    assert full_graph_arms(runner, config, ARMS) == (3,)
+    prepare_capture(runner, config, ARMS)
     (line,) = caplog.messages
     assert line.startswith("Only drafts of 3 tokens have FULL CUDA graphs") and why in line
     assert "_warmup_and_capture" not in vars(runner)

@@ -24,7 +24,7 @@ class Live:
 
     def __init__(self, engine):
         self.inside, self.waiting, self.sizes = engine, [], []
-        self.engine_core = self
+        self.engine_core, self.vllm_config = self, engine.scheduler.vllm_config
 
     async def call_utility_async(self, method, *args):
         return json.loads(json.dumps(getattr(self.inside.core, method)(*args)))

@@ -14,9 +14,9 @@ from verl_tlt.advise.run_metrics import read_metrics, read_run
 from verl_tlt.advise.scenario import SETTINGS, Estimate, Scenario, estimate
 from verl_tlt.advise.simulation import SMALL_BATCH
 from verl_tlt.advise.workload import read_workload
-from verl_tlt.doctor.recipe import compose, read_arguments, read_settings
+from verl_tlt.doctor.recipe import ROLLOUT, compose, read_arguments, read_mapping, read_settings
 from verl_tlt.errors import TLTError
-from verl_tlt.server.engine_arguments import engine_arms
+from verl_tlt.server.engine_arguments import engine_arms, graph_mode
 
 DEFAULT_GPU = "H100"
 
@@ -49,7 +49,7 @@ def read_scenario(given: AdviseOptions) -> tuple[Scenario, dict[str, str]]:
         shape = shape_of_size(given.parameters * 1e9)
     else:
         raise TLTError(f"--parameters must be above 0 (billions), not {given.parameters:g}.")
-    arms = engine_arms(settings, work.eager)
+    arms = engine_arms(settings, graph_mode(read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm"), work.eager))
     if len(arms) < 2:
         raise TLTError(f"tlt.speculation.arms={list(arms)} never drafts, so there is nothing to advise on.")
     metrics = read_run(given.trace) if given.trace else read_metrics(given.metrics) if given.metrics else None

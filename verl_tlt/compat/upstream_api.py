@@ -230,8 +230,16 @@ VLLM = {
             has="method model num_speculative_tokens draft_sample_method draft_load_config draft_model_config",
         ),
         Symbol("vllm.config.scheduler:SchedulerConfig", has="scheduler_cls async_scheduling"),
+        Symbol("vllm.config.speculative:SpeculativeConfig", has="num_speculative_tokens_per_batch_size"),
+        Symbol("vllm.v1.engine.async_llm:AsyncLLM", has="vllm_config"),
         Symbol("vllm.envs:", says=("VLLM_USE_V2_MODEL_RUNNER",)),
         Symbol("vllm.platforms.interface:Platform.is_cpu"),
+    ),
+    "vllm_worker/cuda_graphs.py": (
+        Symbol("vllm.v1.cudagraph_dispatcher:CudagraphDispatcher", has="cudagraph_keys"),
+        Symbol("vllm.v1.worker.gpu.model_runner:GPUModelRunner", has="cudagraph_manager speculator"),
+        Symbol("vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager", has="graphs"),
+        Symbol("vllm.v1.worker.gpu.cudagraph_utils:BatchExecutionDescriptor", has="cg_mode uniform_token_count"),
     ),
     "vllm_worker/drafter_pass.py": (
         Symbol("vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.propose", "num_speculative_tokens"),

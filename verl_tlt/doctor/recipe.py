@@ -21,7 +21,11 @@ from typing import TYPE_CHECKING
 from verl_tlt import MODE_PREFIX
 from verl_tlt.compat.versions import installed, release
 from verl_tlt.config import TLTConfig, TLTConfigError
-from verl_tlt.speculation.graph_rules import FULL_GRAPHS, longest_draft
+from verl_tlt.doctor.models import POLICY
+from verl_tlt.drafter.policy import read_model_config
+from verl_tlt.errors import DrafterError
+from verl_tlt.server.engine_arguments import graph_mode
+from verl_tlt.speculation.graph_rules import FULL_GRAPHS, longest_draft, plain_attention, runner_for
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -190,11 +194,22 @@ def read_settings(config: DictConfig) -> TLTConfig:
     found = release(installed("vllm") or "")
     if found and isinstance(speculation, dict) and speculation.get("max_draft_length") is None:
         on_gpu = select(config, "trainer.device", "cuda") == "cuda"
+        user = read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm")
         from_ray = f"ray_kwargs.ray_init.runtime_env.env_vars.{FULL_GRAPHS}"  # what Ray hands to engines wins
         may_capture = str(select(config, from_ray, os.environ.get(FULL_GRAPHS))) != "0"
-        longest = longest_draft(found[:2], on_gpu and may_capture and not enforce_eager(config))
+        runner = runner_for(found[:2], str(speculation.get("source") or "eagle"))
+        mode = graph_mode(user, not on_gpu or enforce_eager(config))
+        longest = longest_draft(runner, mode, _plain_policy(config), may_capture)
         node["speculation"] = {**speculation, "max_draft_length": longest}
     return TLTConfig.from_dict(node)
+
+
+def _plain_policy(config: DictConfig) -> bool:
+    """`plain_attention` of the recipe's policy; True where its config cannot be read, which another rule says."""
+    try:
+        return plain_attention(read_model_config(os.path.expanduser(str(select(config, POLICY, "")))))
+    except DrafterError:
+        return True
 
 
 def enforce_eager(config: DictConfig) -> bool:

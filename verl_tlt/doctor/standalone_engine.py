@@ -90,11 +90,8 @@ class StandaloneEngine:
 
     async def measure_costs(self, budget_s: float) -> LatencyTable:
         """Seconds per engine step by draft length (OFF included) and batch, as the trainer measures them at start."""
-        rollout = self.setup.rollout
-        arms = engine_arguments.engine_arms(self.setup.tlt, bool(rollout.enforce_eager))
-        return await calibration.calibrate(
-            self.llm, arms, int(rollout.max_num_seqs), self.vocab_size, budget_s=budget_s
-        )
+        arms, most = engine_arguments.started_arms(self.llm), int(self.setup.rollout.max_num_seqs)
+        return await calibration.calibrate(self.llm, arms, most, self.vocab_size, budget_s=budget_s)
 
 
 @asynccontextmanager

@@ -66,13 +66,17 @@ class EngineStep:
         emitted, produced = self._tokens()
         paused = self.paused_s > max(PAUSE_FLOOR_S, PAUSE_SHARE * (self.finished_s - self.started_s))
         decode_only = not self.prefilling and not paused
+        # From 0.33 on vLLM's V2 runner drafts nothing where every request ends with the step or has prompt left.
+        skipped = bool(getattr(self.output, "skip_drafts", False)) and self.arm > 0
         verified = self.verified
         # Where requests may lack a draft, a missing one counts as one of which nothing was accepted: what K costs and
         # brings is then that of the whole batch, as with a drafter.
         drafts = self.batch if self.may_lack_drafts and self.previous_arm > 0 else verified.num_drafts
         length = self.previous_arm if drafts else 0
         whole = self.may_lack_drafts or (drafts == self.batch and verified.num_draft_tokens == length * self.batch)
-        clean = decode_only and not self.blocked and self.arm == self.previous_arm and (self.arm <= 0 or whole)
+        clean = (
+            decode_only and not (self.blocked or skipped) and self.arm == self.previous_arm and (self.arm <= 0 or whole)
+        )
         step = StepRecord(
             batch=self.batch,
             kv_tokens=self.kv_tokens if self.batch else 0,

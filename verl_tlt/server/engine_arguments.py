@@ -2,28 +2,71 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from verl_tlt.compat.versions import installed, release
 from verl_tlt.config import TLTConfig, TLTConfigError
-from verl_tlt.speculation.graph_rules import GRAPH_ARMS, OLDEST, runner_for
+from verl_tlt.speculation.graph_rules import (
+    FULL_GRAPHS,
+    GRAPH_ARMS,
+    OLDEST,
+    draft_length_table,
+    has_full_graphs,
+    runner_for,
+)
 
 if TYPE_CHECKING:
     from verl.workers.config import RolloutConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 WHERE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 OWN_ARGUMENTS = ("speculative_config", "scheduler_cls", "worker_extension_cls")
 
 
-def engine_arms(tlt: TLTConfig, enforce_eager: bool) -> tuple[int, ...]:
-    """The draft lengths the policy may choose from, ascending from 0: with CUDA graphs only lengths that have them."""
+def graph_mode(user: Mapping[str, Any], enforce_eager: bool) -> str:
+    """The `cudagraph_mode` of an engine that verifies drafts, as verl asks for it and vLLM can follow; "NONE": eager.
+
+    Instead of FULL graphs there are PIECEWISE ones with decode context parallelism (verl's `vllm_async_server.py:320`)
+    and where FlashInfer is asked for by name without TensorRT-LLM's kernels, which alone verify drafts in a FULL graph
+    (vLLM's `FlashInferMetadataBuilder.get_cudagraph_support`). What else it resolves an engine says once started.
+    """
+    if enforce_eager:
+        return "NONE"
+    asked, attention = (_mapping(user, key) for key in ("compilation_config", "attention_config"))
+    mode = str(asked.get("cudagraph_mode") or "FULL_AND_PIECEWISE").upper()
+    backend = str(user.get("attention_backend") or attention.get("backend") or "").upper()
+    split = int(user.get("decode_context_parallel_size") or 1) > 1 and mode == "FULL_AND_PIECEWISE"
+    without_kernels = "FLASHINFER" in backend and "MLA" not in backend and not attention.get("use_trtllm_attention")
+    return "PIECEWISE" if has_full_graphs(mode) and (split or without_kernels) else mode
+
+
+def _mapping(user: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An engine argument that is a mapping or its JSON; empty where it is absent."""
+    value = user.get(key) or {}
+    with suppress(ValueError):
+        value = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(value, Mapping):
+        raise TLTConfigError(f"{WHERE}.{key} must be a mapping or its JSON, not {value!r}.")
+    return value
+
+
+def engine_arms(tlt: TLTConfig, mode: str) -> tuple[int, ...]:
+    """The draft lengths the policy may choose from, ascending from 0: with FULL graphs only lengths that have them."""
     s = tlt.speculation
     if s.arms is not None:
         return s.arms
-    offered = range(s.longest + 1) if enforce_eager else GRAPH_ARMS
+    offered = GRAPH_ARMS if has_full_graphs(mode) else range(s.longest + 1)
     return tuple(k for k in offered if k <= s.longest)
+
+
+def started_arms(engine: AsyncLLM) -> tuple[int, ...]:
+    """The draft lengths that a running engine was started with."""
+    return tuple(engine.vllm_config.additional_config["tlt"]["arms"])
 
 
 def speculative_config(drafter_dir: str, draft_length: int, source: str = "eagle") -> dict[str, Any]:
@@ -65,14 +108,19 @@ def engine_kwargs(
         from vllm.platforms import current_platform
 
         on_cpu = bool(current_platform.is_cpu())
-    arms, source = engine_arms(tlt, enforce_eager), tlt.speculation.source
+    mode, source = graph_mode(user, enforce_eager), tlt.speculation.source
+    arms = engine_arms(tlt, mode)
     # As vLLM has it: nowhere on the CPU, else as the user says, else with these executors ("mp" is verl's choice).
     able = user.get("distributed_executor_backend", "mp") in ("mp", "uni")
     asked = user.get("async_scheduling")
     is_async = source == "eagle" and not on_cpu and (able if asked is None else bool(asked))
+    # Longer drafts than the longest arm would only reserve memory and, with CUDA graphs, capture unused widths.
+    speculative = speculative_config(drafter_dir, max(1, arms[-1]), source)
+    if runner_for(_release(), source) == "V2" and has_full_graphs(mode) and os.environ.get(FULL_GRAPHS) != "0":
+        largest = int(user.get("max_num_seqs") or rollout.max_num_seqs)
+        speculative["num_speculative_tokens_per_batch_size"] = draft_length_table(arms, largest)
     return {
-        # Longer drafts than the longest arm would only reserve memory and, with CUDA graphs, capture unused widths.
-        "speculative_config": speculative_config(drafter_dir, max(1, arms[-1]), source),
+        "speculative_config": speculative,
         "scheduler_cls": f"verl_tlt.engine_core.scheduler.{'TLTAsyncScheduler' if is_async else 'TLTScheduler'}",
         "async_scheduling": is_async,
         # Part of vLLM's compile-cache key: static values only, the same on every replica.
@@ -85,8 +133,7 @@ def engine_kwargs(
 
 def engine_environment(source: str = "eagle") -> dict[str, str]:
     """Environment variables that choose the model runner which drafts the length it is asked for; V1 for n-grams."""
-    v1 = source != "eagle" or runner_for(_release()) == "V1"
-    return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if v1 else {}
+    return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if runner_for(_release(), source) == "V1" else {}
 
 
 def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool) -> Iterator[str]:
@@ -122,7 +169,7 @@ def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool) -> It
             f"{WHERE}.async_scheduling=True is not possible with tlt.speculation.source={tlt.speculation.source}: "
             "n-grams are proposed by the scheduler, and with it no draft passes the scheduler."
         )
-    arms = engine_arms(tlt, enforce_eager)
+    arms = engine_arms(tlt, graph_mode(user, enforce_eager))
     fixed = tlt.speculation.fixed
     if tlt.speculation.policy == "fixed" and fixed is not None and fixed not in arms:
         yield f"tlt.speculation.fixed={fixed} is none of the engine's draft lengths {list(arms)}."

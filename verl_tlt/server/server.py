@@ -29,7 +29,7 @@ from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadReply, store_name
 from verl_tlt.ownership import make_private_dir
 from verl_tlt.server.calibration import calibrate, cost_key, plan_batches
-from verl_tlt.server.engine_arguments import engine_arms, engine_environment, engine_kwargs
+from verl_tlt.server.engine_arguments import engine_environment, engine_kwargs, started_arms
 from verl_tlt.server.scheduler_client import SchedulerCallError, SchedulerClient
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, save_table
 
@@ -265,7 +265,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         if scheduler is None:
             return LatencyTable()
         stored = await self._tlt_stored()
-        arms = engine_arms(self.tlt, self.config.enforce_eager)
+        arms = started_arms(self.engine)
         found = stored.calibration().for_arms(arms)
         covered = found.covers(arms, max(plan_batches(self.config.max_num_seqs)))
         if known is not None and known.points:

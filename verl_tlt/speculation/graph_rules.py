@@ -3,12 +3,14 @@
 A draft length without a captured graph looks dearer than it is. vLLM's V1 model runner captures FULL graphs for batches
 in which every request has exactly 1 + K_max tokens, and PIECEWISE graphs (attention outside) by token count for
 everything else; counts are rounded up to multiples of 1 + K_max, up to a largest one, beyond which a step runs eagerly.
-`vllm_worker.cuda_graphs` has FULL graphs captured for the other draft lengths too, OFF and K=0 among them.
+`vllm_worker.cuda_graphs` has FULL graphs captured for the other draft lengths too, OFF and K=0 among them. V2 captures
+them for the draft lengths in a table that it is started with (`draft_length_table`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,16 +25,55 @@ OLDEST = (0, 24)
 """The first vLLM release, (major, minor), that can change the draft length from step to step."""
 V2_DRAFTS_FROM = (0, 32)
 """The first release whose V2 runner drafts the length that it is asked for; older ones draft K_max."""
+_RECURRENT = ("linear_num_", "mamba_", "ssm_")
+"""How fields of a config begin that describe layers with a state instead of a KV cache."""
 
 
-def runner_for(release: tuple[int, int]) -> Literal["V1", "V2"]:
-    """The model runner for EAGLE drafts; n-gram drafts need V1 in every release."""
-    return "V2" if release >= V2_DRAFTS_FROM else "V1"
+def runner_for(release: tuple[int, int], source: str = "eagle") -> Literal["V1", "V2"]:
+    """The model runner of an engine that drafts from `tlt.speculation.source`; n-grams need V1 in every release."""
+    return "V2" if source == "eagle" and release >= V2_DRAFTS_FROM else "V1"
 
 
-def longest_draft(release: tuple[int, int], graphs: bool) -> int:
-    """K_max where the user names none; `graphs`: the engines capture CUDA graphs, and may for every arm."""
-    return LONGEST if graphs and runner_for(release) == "V1" else LONGEST_WITHOUT_GRAPHS
+def has_full_graphs(mode: str) -> bool:
+    """Whether decode steps have graphs of their whole forward pass under a `cudagraph_mode` of vLLM."""
+    return mode.startswith("FULL")
+
+
+def longest_draft(runner: Literal["V1", "V2"], mode: str, plain: bool, every_arm: bool = True) -> int:
+    """K_max where the user names none.
+
+    Args:
+        runner: vLLM's model runner.
+        mode: the `cudagraph_mode` it will have (`server.engine_arguments.graph_mode`).
+        plain: `plain_attention` of the policy; of others V1 has a FULL graph for the longest draft alone.
+        every_arm: graphs may be captured for every arm (`FULL_GRAPHS`).
+    """
+    return LONGEST if has_full_graphs(mode) and every_arm and (plain or runner == "V2") else LONGEST_WITHOUT_GRAPHS
+
+
+def plain_attention(config: Mapping[str, Any]) -> bool:
+    """Whether every layer of a policy is plain attention, by its Hugging Face config: no MLA, Mamba, linear attention.
+
+    For others vLLM's attention backends make more of a batch's shape than its tokens (`use_mla`, `is_hybrid` and
+    `has_inner_state` of vLLM's `ModelConfig`).
+    """
+    fields = config.get("text_config") or config
+    kinds = fields.get("layer_types") or ()
+    if fields.get("kv_lora_rank") is not None or any("attention" not in kind or "linear" in kind for kind in kinds):
+        return False
+    return not any(name.startswith(_RECURRENT) for name, value in fields.items() if value is not None)
+
+
+def draft_length_table(arms: Sequence[int], max_num_seqs: int) -> list[list[int]]:
+    """VLLM's `num_speculative_tokens_per_batch_size` with every arm in it, rows of (from batch, to batch, K).
+
+    Its V2 runner captures graphs for the draft lengths of this table; which one a step has is not looked up there. The
+    longest comes last and goes on from there, because sizes are captured up to the largest batch of each row.
+    """
+    *shorter, longest = arms
+    shorter = shorter[: max_num_seqs - 1]
+    rows = [[batch, batch, k] for batch, k in enumerate(shorter, 1)]
+    return [*rows, [len(rows) + 1, max_num_seqs, longest]]
 
 
 def token_limit(vllm_config: VllmConfig) -> int:

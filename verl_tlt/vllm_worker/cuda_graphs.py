@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
     from vllm.forward_context import BatchDescriptor
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2ModelRunner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 logger = logging.getLogger(__name__)
@@ -45,20 +46,34 @@ SAYS = {
 """What the rest of the runner must say: it changes from release to release, elsewhere."""
 
 
-def full_graph_arms(runner: GPUModelRunner, vllm_config: VllmConfig, arms: Sequence[int]) -> tuple[int, ...] | None:
+def prepare_capture(runner: GPUModelRunner | V2ModelRunner, vllm_config: VllmConfig, arms: Sequence[int]) -> None:
     """Have graphs captured for every draft length in `arms`, where possible; call it between model load and capture.
 
-    Returns those that will have FULL graphs; None where nothing is captured at all.
+    V2 does so by itself (`graph_rules.draft_length_table`).
     """
-    arms = tuple(arms)
-    if not token_limit(vllm_config):
-        return None
-    if os.environ.get(FULL_GRAPHS) == "0":
-        return arms[-1:]
+    if hasattr(runner, "speculator") or not token_limit(vllm_config) or os.environ.get(FULL_GRAPHS) == "0":
+        return
     if (reason := unknown(type(runner), type(getattr(runner, "cudagraph_dispatcher", None)), vllm_config)) is None:
-        return capture_every_arm(runner, arms)
-    logger.warning("Only drafts of %d tokens have FULL CUDA graphs: %s.", arms[-1], reason)
-    return arms[-1:]
+        capture_every_arm(runner, arms)
+    else:
+        logger.warning("Only drafts of %d tokens have FULL CUDA graphs: %s.", arms[-1], reason)
+
+
+def captured_arms(runner: GPUModelRunner | V2ModelRunner, arms: Sequence[int]) -> tuple[int, ...] | None:
+    """Those of `arms` whose decode steps have FULL graphs in a runner that has captured; None: it captured nothing.
+
+    An attention backend that cannot verify drafts in a FULL graph leaves PIECEWISE ones, whatever was asked for.
+    """
+    if hasattr(runner, "speculator"):
+        graphs = list(getattr(runner.cudagraph_manager, "graphs", ()))
+        widths = {graph.uniform_token_count for graph in graphs if graph.cg_mode.name == "FULL"}
+    else:
+        keys = getattr(getattr(runner, "cudagraph_dispatcher", None), "cudagraph_keys", {})
+        graphs = [key for of_mode in keys.values() for key in of_mode]
+        full = [key for mode, of_mode in keys.items() if mode.name == "FULL" for key in of_mode]
+        widths = {key.num_tokens // key.num_reqs if key.uniform else None for key in full}
+    # A graph without a width is for requests of any.
+    return tuple(arm for arm in arms if widths & {1 + arm, None}) if graphs else None
 
 
 def unknown(runner: type, dispatcher: type, vllm_config: VllmConfig) -> str | None:
@@ -87,8 +102,8 @@ def digest(source: str) -> str:
     return hashlib.sha256("\n".join(line for line in lines if line).encode()).hexdigest()[:8]
 
 
-def capture_every_arm(runner: GPUModelRunner, arms: Sequence[int]) -> tuple[int, ...]:
-    """Give each arm whose width (1 + draft length) divides 1 + K_max its own FULL graphs; returns those arms.
+def capture_every_arm(runner: GPUModelRunner, arms: Sequence[int]) -> None:
+    """Give each arm whose width (1 + draft length) divides 1 + K_max its own FULL graphs.
 
     The dispatcher tells graphs apart by tokens and requests, so it can hold several widths; what has to change with the
     batch is the one width that runner and dispatcher hold. A batch of one request gets a graph of exactly its tokens.
@@ -133,7 +148,6 @@ def capture_every_arm(runner: GPUModelRunner, arms: Sequence[int]) -> tuple[int,
     runner._warmup_and_capture = warmup_and_capture
     runner._determine_batch_execution_and_padding = determine_batch
     logger.info("FULL CUDA graphs are captured for %s tokens a request, besides %d.", widths, longest)
-    return tuple(width - 1 for width in (*widths, longest))
 
 
 def _add_sizes_below(dispatcher: CudagraphDispatcher, widths: Sequence[int]) -> None:

@@ -20,7 +20,7 @@ from verl_tlt.drafter.digest import combined
 from verl_tlt.drafter.staging import staged_weights
 from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.vllm_worker import drafter_pass
-from verl_tlt.vllm_worker.cuda_graphs import full_graph_arms
+from verl_tlt.vllm_worker.cuda_graphs import captured_arms, prepare_capture
 from verl_tlt.vllm_worker.draft_probabilities import BrokenDrafts, verify_as_certain
 from verl_tlt.vllm_worker.live_drafter import DrafterRefused, LiveDrafter, find_drafter
 
@@ -35,7 +35,7 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
 
     tlt_drafter: LiveDrafter | None = None
     tlt_broken: BrokenDrafts | None = None
-    tlt_full_graphs: tuple[int, ...] | None = None
+    tlt_arms: tuple[int, ...] = ()
 
     def __new__(cls, **kwargs: object) -> Self:
         """As verl's; the model runner is prepared as soon as the models are loaded."""
@@ -59,7 +59,8 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
             if hasattr(runner, "_get_spec_decode_draft_probs"):
                 self.tlt_broken = BrokenDrafts(runner, partial(self.tlt_set_drafting, False))
         if "arms" in tlt:
-            self.tlt_full_graphs = full_graph_arms(runner, vllm_config, tlt["arms"])
+            self.tlt_arms = tuple(tlt["arms"])
+            prepare_capture(runner, vllm_config, self.tlt_arms)
 
     def tlt_load_drafter(self, path: str | None = None) -> dict[str, Any]:
         """Load a file into the live drafter; None: what this server staged. Returns a `LoadReply` as a dict."""
@@ -75,7 +76,7 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
             text = str(error) if isinstance(error, DrafterRefused) else f"{type(error).__name__}: {error}"
             return asdict(LoadReply(ok=False, error=text))
         seconds = time.perf_counter() - start
-        graphs = self.tlt_full_graphs
+        graphs = captured_arms(self.model_runner, self.tlt_arms)
         reply = LoadReply(ok=True, fingerprint=combined([sums]), sums=sums, seconds=seconds, full_graphs=graphs)
         return asdict(reply)
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import transformers
 from omegaconf import open_dict
 
 from verl_tlt.config import TLTConfig, TLTConfigError
@@ -57,6 +58,7 @@ def test_a_script_that_does_not_come_to_it_is_one_sentence(tmp_path, text, said)
         ({}, {}, 7),
         ({"enforce_eager": True}, {}, 3),
         ({"engine_kwargs": {"vllm": {"enforce_eager": True}}}, {}, 3),
+        ({"engine_kwargs": {"vllm": {"decode_context_parallel_size": 2}}}, {}, 3),
         ({"enforce_eager": True}, {"max_draft_length": 5}, 5),
         ({}, {"max_draft_length": None, "arms": [0, 7]}, 7),
     ],
@@ -78,6 +80,13 @@ def test_without_graphs_for_every_arm_the_longest_draft_is_shorter(recipe, monke
     with open_dict(recipe):
         recipe.ray_kwargs = {"ray_init": {"runtime_env": {"env_vars": {"TLT_FULL_GRAPHS": "1"}}}}
     assert read_settings(recipe).speculation.longest == 7
+
+
+@pytest.mark.parametrize("name", ["DeepseekV3", "Qwen3Next"])
+def test_a_policy_with_other_layers_than_attention_has_a_shorter_longest_draft(recipe, tmp_path, name):
+    getattr(transformers, f"{name}Config")().save_pretrained(tmp_path)
+    recipe.actor_rollout_ref.model.path = str(tmp_path)
+    assert read_settings(recipe).speculation.longest == 3
 
 
 def test_settings_default_without_a_tlt_node(recipe):

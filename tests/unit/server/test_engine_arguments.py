@@ -4,9 +4,9 @@ import pytest
 
 from verl_tlt.config import TLTConfig, TLTConfigError
 from verl_tlt.server import engine_arguments
-from verl_tlt.server.engine_arguments import engine_arms, engine_environment, engine_kwargs
+from verl_tlt.server.engine_arguments import engine_arms, engine_environment, engine_kwargs, graph_mode
 
-EAGER, GRAPHS = SimpleNamespace(enforce_eager=True), SimpleNamespace(enforce_eager=False)
+EAGER, GRAPHS = (SimpleNamespace(enforce_eager=eager, max_num_seqs=64) for eager in (True, False))
 
 
 def tlt(**speculation):
@@ -24,18 +24,55 @@ def vllm_is(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("speculation", "eager", "arms"),
+    ("speculation", "mode", "arms"),
     [
-        ({}, True, (0, 1, 2, 3)),
-        ({"max_draft_length": 5}, True, (0, 1, 2, 3, 4, 5)),
-        ({}, False, (0, 1, 3)),
-        ({"max_draft_length": 7}, False, (0, 1, 3, 7)),
-        ({"max_draft_length": 5}, False, (0, 1, 3)),
-        ({"arms": [0, 2]}, False, (0, 2)),
+        ({}, "NONE", (0, 1, 2, 3)),
+        ({"max_draft_length": 5}, "PIECEWISE", (0, 1, 2, 3, 4, 5)),  # each by its count of tokens
+        ({}, "FULL_AND_PIECEWISE", (0, 1, 3)),
+        ({"max_draft_length": 7}, "FULL_DECODE_ONLY", (0, 1, 3, 7)),
+        ({"max_draft_length": 5}, "FULL", (0, 1, 3)),
+        ({"arms": [0, 2]}, "FULL_AND_PIECEWISE", (0, 2)),
     ],
 )
-def test_arms_are_those_that_have_graphs(speculation, eager, arms):
-    assert engine_arms(tlt(**speculation), eager) == arms
+def test_arms_are_those_that_have_graphs(speculation, mode, arms):
+    assert engine_arms(tlt(**speculation), mode) == arms
+
+
+@pytest.mark.parametrize(
+    ("user", "mode"),
+    [
+        ({}, "FULL_AND_PIECEWISE"),
+        ({"compilation_config": {"cudagraph_mode": "full_decode_only"}}, "FULL_DECODE_ONLY"),
+        ({"compilation_config": '{"cudagraph_mode": "NONE"}'}, "NONE"),
+        ({"compilation_config": {"cudagraph_capture_sizes": [8]}}, "FULL_AND_PIECEWISE"),
+        ({"decode_context_parallel_size": 2}, "PIECEWISE"),
+        ({"attention_backend": "FLASHINFER"}, "PIECEWISE"),
+        ({"attention_config": {"backend": "FLASHINFER", "use_trtllm_attention": True}}, "FULL_AND_PIECEWISE"),
+        ({"attention_backend": "FLASH_ATTN"}, "FULL_AND_PIECEWISE"),
+    ],
+)
+def test_graphs_are_those_that_verl_asks_for_and_vllm_can_capture(user, mode):
+    assert graph_mode(user, enforce_eager=False) == mode
+    assert graph_mode(user, enforce_eager=True) == "NONE"
+
+
+@pytest.mark.parametrize("value", ["{not json", "[1]", 3])
+def test_an_argument_that_is_no_mapping_is_named(value):
+    with pytest.raises(TLTConfigError, match=r"vllm\.compilation_config must be a mapping or its JSON"):
+        graph_mode({"compilation_config": value}, enforce_eager=False)
+
+
+def test_the_v2_runner_is_told_every_arm_and_no_other_runner_is(vllm_is, monkeypatch):
+    def table(version, rollout=GRAPHS, **speculation):
+        vllm_is(version)
+        config = tlt(max_draft_length=7, **speculation)
+        return kwargs(config, rollout, on_cpu=False)["speculative_config"].get("num_speculative_tokens_per_batch_size")
+
+    assert table("0.32.0") == table("0.33.0") == [[1, 1, 0], [2, 2, 1], [3, 3, 3], [4, 64, 7]]
+    assert table("0.31.0") is None and table("0.33.0", source="both") is None, "V1 would capture no FULL graphs at all"
+    assert table("0.33.0", EAGER) is None
+    monkeypatch.setenv("TLT_FULL_GRAPHS", "0")
+    assert table("0.33.0") is None
 
 
 def test_the_engine_drafts_sampled_tokens_no_longer_than_its_longest_arm():

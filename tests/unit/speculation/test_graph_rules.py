@@ -3,21 +3,64 @@
 from types import SimpleNamespace
 
 import pytest
+import transformers
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from verl_tlt.speculation.graph_rules import GRAPH_ARMS, longest_draft, runner_for, token_limit
+from verl_tlt.speculation.graph_rules import (
+    GRAPH_ARMS,
+    draft_length_table,
+    longest_draft,
+    plain_attention,
+    runner_for,
+    token_limit,
+)
 
 
-@pytest.mark.parametrize("release", [(0, 24), (0, 28), (0, 31)])
-def test_the_longest_draft_is_longer_where_every_arm_has_its_graph(release):
-    assert runner_for(release) == "V1"
-    assert longest_draft(release, graphs=True) == GRAPH_ARMS[-1]
-    assert longest_draft(release, graphs=False) == 3
+@pytest.mark.parametrize(("release", "runner"), [((0, 24), "V1"), ((0, 31), "V1"), ((0, 32), "V2"), ((1, 0), "V2")])
+def test_the_runner_is_one_that_drafts_what_it_is_asked_for(release, runner):
+    assert runner_for(release) == runner
+    assert runner_for(release, "ngram") == runner_for(release, "both") == "V1"
 
 
-@pytest.mark.parametrize("release", [(0, 32), (0, 40), (1, 0)])
-def test_the_v2_runner_has_the_graph_of_the_longest_arm_alone(release):
-    assert runner_for(release) == "V2"
-    assert longest_draft(release, graphs=True) == 3
+@pytest.mark.parametrize(
+    ("runner", "mode", "plain", "every_arm", "longest"),
+    [
+        ("V1", "FULL_AND_PIECEWISE", True, True, 7),
+        ("V2", "FULL_DECODE_ONLY", True, True, 7),
+        ("V1", "FULL_AND_PIECEWISE", False, True, 3),  # vLLM has no further graphs captured for MLA and hybrids
+        ("V2", "FULL_AND_PIECEWISE", False, True, 7),  # which V2 does by itself
+        ("V1", "FULL_AND_PIECEWISE", True, False, 3),
+        ("V1", "PIECEWISE", True, True, 3),
+        ("V2", "NONE", True, True, 3),
+    ],
+)
+def test_the_longest_draft_is_longer_where_every_arm_has_its_graph(runner, mode, plain, every_arm, longest):
+    assert longest_draft(runner, mode, plain, every_arm) == longest
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("Qwen3", True), ("Llama", True), ("Phi3", True), ("Ernie4_5", True), ("Qwen2_5_VL", True), ("Gemma3", True),
+        ("DeepseekV2", False), ("DeepseekV3", False), ("Qwen3Next", False), ("Jamba", False),
+    ],
+)  # fmt: skip
+def test_a_policy_is_plain_attention_or_not_by_its_config(name, plain):
+    assert plain_attention(getattr(transformers, f"{name}Config")().to_dict()) == plain
+
+
+def test_a_policy_is_hybrid_by_the_fields_that_it_was_published_with():
+    published = {"model_type": "qwen3_next", "full_attention_interval": 4, "linear_num_key_heads": 16}
+    assert not plain_attention(published) and not plain_attention({"text_config": published})
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 64])
+def test_the_table_holds_every_arm_that_there_are_batches_for(most):
+    table = draft_length_table(GRAPH_ARMS, most)
+    by_batch = build_dynamic_sd_schedule_lookup(table, most, GRAPH_ARMS[-1])[1:]
+    assert by_batch[-1] == GRAPH_ARMS[-1]
+    assert len(set(by_batch)) == min(most, len(GRAPH_ARMS))
+    assert draft_length_table((2,), most) == [[1, most, 2]]
 
 
 def test_the_limit_is_that_of_the_resolved_config():
