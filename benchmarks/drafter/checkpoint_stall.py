@@ -47,7 +47,7 @@ def learner(hidden: int, vocabulary: int, directory: Path) -> SpotLearner:
     with torch.no_grad():
         for parameter in made.model.parameters():
             if parameter.isnan().any():
-                parameter.normal_(0.0, 0.02)
+                parameter.data = torch.empty(parameter.shape).normal_(0.0, 0.02)
     made.trainer.step(pack(sequences_of([32, 32], hidden, vocabulary)))
     return made
 

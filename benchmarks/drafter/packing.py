@@ -49,7 +49,7 @@ def trainer(hidden: int, vocabulary: int) -> DrafterTrainer:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.isnan().any():
-                parameter.normal_(0.0, 0.02)
+                parameter.data = torch.empty(parameter.shape).normal_(0.0, 0.02)
     return DrafterTrainer(model, learning_rate=1e-4)
 
 

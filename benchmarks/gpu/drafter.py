@@ -24,6 +24,7 @@ from benchmarks.gpu.shapes import Shape, drafter, rows_of, shape_of, texts
 from verl_tlt.drafter import (
     Batch,
     DeviceResidency,
+    DrafterMemory,
     DrafterTrainer,
     default_attention,
     device_residency,
@@ -108,11 +109,12 @@ def speed(bench: Bench) -> dict[str, Any]:
 
 
 def residency(bench: Bench, name: str) -> dict[str, Any]:
-    """Three stays with moments on the device, of which the first pins the host's memory; bytes counted and planned."""
+    """Three stays on the device; the memory on the host that they copy from and to was locked before."""
     shape, device = shape_of(bench, name), torch.device(bench.device)
     trainer = DrafterTrainer(drafter(shape, bench.device), ttt_steps=1)
-    with TrainingDevice(bench.device).resident(trainer, 128):
-        trainer.step(pack(texts(shape, (65,))))
+    start = clock(bench.device)
+    memory = DrafterMemory(trainer)
+    locked_s = clock(bench.device) - start
     crossed: list[int] = []
 
     def copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -122,18 +124,15 @@ def residency(bench: Bench, name: str) -> dict[str, Any]:
     turns = []
     for _ in range(3):
         start = clock(bench.device)
-        with patch.object(device_residency, "_copy", copy), DeviceResidency(trainer, device):
+        with patch.object(device_residency, "_copy", copy), DeviceResidency(memory, device):
             there, arrived = sum(crossed), clock(bench.device)
         back, home = sum(crossed) - there, clock(bench.device)
         crossed.clear()
         times = {"there_s": arrived - start, "back_s": home - arrived} if bench.cuda else {"times": NEEDS_CUDA}
         turns.append({"there_bytes": there, "back_bytes": back, **times})
-    model = trainer.model
-    trained = sum(p.nbytes for p in trainer.parameters.values())
-    frozen = sum(2 * p.numel() for p in model.parameters() if not p.requires_grad) + sum(
-        b.nbytes for b in model.buffers()
-    )
-    return {"planned": {"there": 3 * trained + frozen, "back": 3 * trained}, "turns": turns}
+    there, back = memory.block.nbytes, memory.block.nbytes - memory.changing
+    locked = {"seconds": locked_s} if bench.cuda else {"seconds": NEEDS_CUDA}
+    return {"planned": {"there": there, "back": back}, "locked": locked, "turns": turns}
 
 
 PARTS = {

@@ -126,8 +126,7 @@ def begin_learner_anew(learner: SpotLearner) -> None:
     """Parameters, optimizer and random numbers as after the start, these the same for everybody."""
     learner.revert("initial")
     learner.mark_published()
-    learner.trainer.optimizer.state.clear()
-    learner.trainer.steps = 0
+    learner.trainer.start_over()
     learner.rng = random.Random(0)
 
 

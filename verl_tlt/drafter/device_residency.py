@@ -1,26 +1,34 @@
 """Where a drafter is while it trains: on the training device for a session, on the host between two of them.
 
-RL waits for the end of a session, so only what training has changed is copied back: the trained weights and AdamW's two
-moments, into pinned memory where CUDA copies. The policy's embedding, head and norm go there in 16 bits and are
-dropped.
+RL waits for the end of a session, so only what training has changed is copied back: the trained weights and AdamW's
+state. On the host all of it lies in one page-locked block, made before the first session: locking takes longer than
+copying, and a stop would wait for it. The block holds first what stays as it is, then what is trained, then the
+optimizer's state, so that one copy takes everything there, and one brings back what has changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
+
+from verl_tlt.drafter.host_memory import layout, page_locked, views
+from verl_tlt.drafter.train import MOMENTS
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
     from verl_tlt.drafter.train import DrafterTrainer
 
-FROZEN = torch.bfloat16
-"""What frozen weights become on the device: the dtype that matrix products there have anyway (`mixed_precision`)."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's; it keeps its step count on the host."""
+VERSIONS_HELD = 3
+"""Copies of the trained parameters beside the model's own: candidate, served and initial drafter."""
+
+
+def _bytes(model: Eagle3DraftModel) -> tuple[int, int]:
+    """(bytes that are trained, bytes that are not: the policy's weights in 16 bits, and buffers)."""
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    frozen = sum(2 * p.numel() for p in model.parameters() if not p.requires_grad)
+    return trained, frozen + sum(b.nbytes for b in model.buffers())
 
 
 def session_bytes(model: Eagle3DraftModel, rows: int, passes: int) -> int:
@@ -28,16 +36,47 @@ def session_bytes(model: Eagle3DraftModel, rows: int, passes: int) -> int:
 
     `rows`: of the largest batch that is trained or scored; `passes`: of the training-time test.
     """
-    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    frozen = sum(p.numel() * FROZEN.itemsize for p in model.parameters() if not p.requires_grad)
-    buffers = sum(b.nbytes for b in model.buffers())
-    weights = (1 + len(MOMENTS) + 1) * trained + frozen + buffers  # and gradients; a second set of weights in scoring
+    trained, frozen = _bytes(model)
+    weights = (1 + len(MOMENTS) + 1) * trained + frozen  # and gradients; a second set of weights in scoring
+    waiting = rows * (model.fc.weight.shape[1] + model.hidden_size) * 4  # float32, of the batch that comes next
     # Logits and their gradients in 16 bits for each pass; or five float32 values for each logit (`acceptance`).
-    return weights + rows * model.draft_vocab_size * max(20, 8 + 4 * passes)
+    return weights + waiting + rows * model.draft_vocab_size * max(20, 8 + 4 * passes)
+
+
+def host_bytes(model: Eagle3DraftModel) -> int:
+    """Host memory of a spot worker beside its buffer, in bytes, where it trains on an accelerator: 9 GB for 7B."""
+    trained, frozen = _bytes(model)
+    return (1 + len(MOMENTS) + VERSIONS_HELD) * trained + frozen
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
+
+
+class DrafterMemory:
+    """The block of host memory that a drafter and its optimizer live in from now on, where they are not on a device."""
+
+    def __init__(self, trainer: DrafterTrainer) -> None:
+        everything = [*trainer.model.parameters(), *trainer.model.buffers()]
+        frozen, trained = [t for t in everything if not t.requires_grad], list(trainer.parameters.values())
+        state = [value for values in trainer.optimizer.state.values() for value in values.values()]
+        self.tensors = [*frozen, *trained, *state]
+        sizes = [t.nbytes for t in self.tensors]
+        self.changing = layout(sizes[: len(frozen)])[1]
+        """Where the part begins that training changes."""
+        self.optimizer = layout(sizes[: len(frozen) + len(trained)])[1]
+        """Where the optimizer's state begins."""
+        self.block = page_locked(layout(sizes)[1])
+        self._here = views(self.block, self.tensors)
+        for tensor, here in zip(self.tensors, self._here, strict=True):
+            here.copy_(tensor.data)
+        self.come_home()
+
+    def come_home(self) -> None:
+        """Have every tensor be the block's, whatever it was."""
+        for tensor, here in zip(self.tensors, self._here, strict=True):
+            tensor.grad = None
+            tensor.data = here
 
 
 class DeviceResidency:
@@ -45,65 +84,40 @@ class DeviceResidency:
 
     Afterwards they are on the host again, whatever failed, and the device is as empty as before.
 
-    `trains`: whether weights and moments may change there; they are not copied back otherwise.
+    `trains`: whether weights and moments may change there; moments stay on the host otherwise.
     """
 
-    def __init__(self, trainer: DrafterTrainer, device: torch.device, *, trains: bool = True) -> None:
-        self._device, self._trains = device, trains
-        self._state: Mapping[torch.Tensor, dict[str, torch.Tensor]] = trainer.optimizer.state
-        everything = [*trainer.model.parameters(), *trainer.model.buffers()]
-        self._trained = [(p, _pinned(p.data)) for p in trainer.parameters.values()]
-        self._frozen = [(t, t.data) for t in everything if not t.requires_grad]
-        # Host memory of moments is made now, also for those that do not exist yet: later a stop would wait for it.
-        self._moments = [
-            (p, key, _pinned(self._state[p][key] if p in self._state else torch.zeros_like(p)))
-            for p, _ in (self._trained if trains else [])
-            for key in MOMENTS
-        ]
+    def __init__(self, memory: DrafterMemory, device: torch.device, *, trains: bool = True) -> None:
+        self._memory, self._device, self._trains = memory, device, trains
+        self._there = torch.empty(0)
 
     def __enter__(self) -> None:
         """Copy all that a session needs to the device."""
+        memory = self._memory
         try:
-            for tensor, host in self._trained + self._frozen:
-                halved = not tensor.requires_grad and isinstance(tensor, torch.nn.Parameter)
-                tensor.data = self._on_device(host, FROZEN if halved else host.dtype)
-            for parameter, key, host in self._moments:
-                if parameter in self._state:
-                    self._state[parameter][key] = self._on_device(host, host.dtype)
+            source = memory.block if self._trains else memory.block[: memory.optimizer]
+            self._there = torch.empty_like(source, device=self._device)
+            _copy(self._there, source)
+            there = views(self._there, memory.tensors)
+            for tensor, moved in zip(memory.tensors, there, strict=False):  # fewer where the moments stay
+                tensor.data = moved
         except BaseException:
             self._leave()
             raise
 
     def __exit__(self, *_: object) -> None:
         """Copy back what training has changed, and give up the device's memory."""
+        memory = self._memory
         try:
             if self._trains:
-                for parameter, host in self._trained:
-                    _copy(host, parameter.data)
-                for parameter, key, host in self._moments:
-                    if parameter in self._state:
-                        _copy(host, self._state[parameter][key])
+                _copy(memory.block[memory.changing :], self._there[memory.changing :])
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
         finally:
             self._leave()
 
-    def _on_device(self, host: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        target = torch.empty_like(host, dtype=dtype, device=self._device)
-        _copy(target, host)
-        return target
-
     def _leave(self) -> None:
-        for tensor, host in self._trained + self._frozen:
-            tensor.grad = None
-            tensor.data = host
-        for parameter, key, host in self._moments:
-            if parameter in self._state:
-                self._state[parameter][key] = host
+        self._memory.come_home()
+        self._there = torch.empty(0)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the engine maps fixed sizes when it wakes: it needs all of the memory
-
-
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """In memory that CUDA copies from and to at full speed, where there is CUDA."""
-    return tensor.pin_memory() if torch.cuda.is_available() and not tensor.is_pinned() else tensor

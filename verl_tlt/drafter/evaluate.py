@@ -22,8 +22,9 @@ import numpy as np
 import torch
 
 from verl_tlt.drafter.data import Batch, TrainingSequence, grouped, pack, windows
+from verl_tlt.drafter.feed import ROW_BLOCK
 from verl_tlt.drafter.policy import DrafterError
-from verl_tlt.drafter.train import ROW_BLOCK, mixed_precision
+from verl_tlt.drafter.train import mixed_precision
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel

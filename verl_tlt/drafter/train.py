@@ -3,6 +3,10 @@
 AdamW on the drafter's own parameters only, with the loss of `speculators` over `ttt_steps` training-time-test passes
 (1 trains as EAGLE does; more feed the drafter its own hidden state, as HASS and EAGLE-3 do). Sessions are short and
 restart often, so beta2 is 0.95 and the state resumes to the bit.
+
+A device is kept busy: the next micro-batch is packed and copied while one is trained on (`drafter.feed`), and the host
+waits once a step, for the loss, while the device still updates the weights. It runs no further ahead, for a stop would
+wait for all that is queued.
 """
 
 from __future__ import annotations
@@ -16,16 +20,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from verl_tlt.drafter.data import Batch, TrainingSequence, align
+from verl_tlt.drafter.feed import ROW_BLOCK, FedBatch, Feed, ahead
 from verl_tlt.drafter.policy import DrafterError, Fields
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
-ROW_BLOCK = 128
-"""Rows of a CUDA batch are padded to a multiple of this: aligned for its kernels, which are then of few kinds."""
 BETAS = (0.9, 0.95)
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's, by parameter; beside them it counts steps."""
 CLIP = 1.0
 """Largest gradient norm."""
 _MAX_EMPTY = 100
@@ -53,6 +59,8 @@ class TrainSummary:
 
     steps: int
     """Optimizer steps taken."""
+    batches: int
+    """Micro-batches it used; one more may have been drawn."""
     tokens: int
     """Rows learned from."""
     weighted_tokens: float
@@ -97,7 +105,13 @@ class DrafterTrainer:
         self.model = model
         self.learning_rate, self.warmup_steps, self.ttt_steps = learning_rate, warmup_steps, ttt_steps
         self.parameters = trainable_parameters(model)
-        self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=learning_rate, betas=BETAS, weight_decay=0.0)
+        # Fused: it leaves weights and moments alone where `found_inf` says so, and the host need not know.
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(), lr=learning_rate, betas=BETAS, weight_decay=0.0, fused=True
+        )
+        for p in self.parameters.values():  # before the first step: their memory is part of every session's
+            moments = {key: torch.zeros_like(p) for key in MOMENTS}
+            self.optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
         self.steps = 0
         """Optimizer steps taken, over all sessions."""
         self.skipped = 0
@@ -112,25 +126,44 @@ class DrafterTrainer:
 
     def step(self, batch: Batch) -> StepResult:
         """Learn from one packed batch; a `ValueError` where no row has a loss."""
-        batch = self._prepare(batch)
-        tokens = batch.tokens
-        if tokens == 0:
+        fed = self.feed()(batch)
+        if fed.tokens == 0:
             raise ValueError("No row of this batch has a loss: its sequences lie in prompts or are too short.")
-        loss, metrics = self._forward(batch)
-        value = float(loss.detach())
-        finite = math.isfinite(value) and self._backward(loss)
-        counts = [(metrics[f"cond_acc_{k}_sum"], metrics[f"cond_acc_{k}_total"]) for k in range(self.ttt_steps)]
-        accuracy = tuple(float(right) / max(1.0, float(total)) for right, total in counts)
-        rate = min(1.0, (self.steps + 1) / max(1, self.warmup_steps)) if finite else 0.0
-        if finite:
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.learning_rate * rate
-            self.optimizer.step()
-            self.steps += 1
-        else:
-            self.skipped += 1
+        return self.step_on(fed)
+
+    def feed(self) -> Feed:
+        """What brings batches to where the drafter is now."""
+        return Feed(self.device, self.ttt_steps)
+
+    def step_on(self, fed: FedBatch) -> StepResult:
+        """Learn from a batch that is on the device, or on its way there; some of its rows have a loss."""
+        loss, metrics = self._forward(fed.arrived())
+        torch.autograd.backward(loss)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), CLIP)
+        broken = ~(torch.isfinite(loss.detach()) & torch.isfinite(norm))
+        counts = [metrics[f"cond_acc_{k}_{part}"] for k in range(self.ttt_steps) for part in ("sum", "total")]
+        figures = _Figures([broken, loss.detach(), *counts])
+        rate = min(1.0, (self.steps + 1) / max(1, self.warmup_steps))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate * rate
+        self.optimizer.found_inf = broken.float()  # type: ignore[attr-defined]  # as `torch.amp.GradScaler` tells it
+        self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(value, tokens, accuracy, skipped=not finite, rate=rate)
+        skipped, value, *counted = figures.read()
+        if skipped:
+            self.skipped += 1
+        else:
+            self.steps += 1
+        accuracy = tuple(right / max(1.0, total) for right, total in zip(counted[::2], counted[1::2], strict=True))
+        return StepResult(value, fed.tokens, accuracy, skipped=bool(skipped), rate=0.0 if skipped else rate)
+
+    def start_over(self) -> None:
+        """Forget moments and steps; the weights stay."""
+        with torch.no_grad():
+            for state in self.optimizer.state.values():
+                for value in state.values():
+                    value.zero_()
+        self.steps = 0  # warm up again
 
     def state(self) -> Fields:
         """Everything a bit-exact resume needs, on the host: weights, optimizer, counters."""
@@ -144,10 +177,12 @@ class DrafterTrainer:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from `state()`; a `DrafterError` where it is of a drafter with other parameters."""
         self._copy_in(state["parameters"])
-        saved = state["optimizer"]  # from a file, parameters are counted in text, and pairs are lists
-        moments = {int(number): values for number, values in saved["state"].items()}
-        groups = [{**group, "betas": tuple(group["betas"])} for group in saved["param_groups"]]
-        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
+        self.start_over()
+        with torch.no_grad():
+            for number, own in enumerate(self.optimizer.state.values()):
+                saved = state["optimizer"]["state"]  # from a file, parameters are counted in text; none before a step
+                for key, value in saved.get(number, saved.get(str(number), {})).items():
+                    own[key].copy_(value)
         self.steps, self.skipped = state["steps"], state["skipped"]
 
     def parameters_numpy(self) -> dict[str, np.ndarray]:
@@ -174,20 +209,15 @@ class DrafterTrainer:
         states = torch.zeros(ROW_BLOCK + 1, (len(self.model.target_layer_ids) + 1) * hidden)  # [L, 4H]
         tokens = torch.zeros(ROW_BLOCK + 1, dtype=torch.int64)
         nothing = TrainingSequence(tokens, 1, states[:, hidden:], states[:, :hidden])
-        loss, _ = self._forward(self._prepare(align(nothing)))
+        loss, _ = self._forward(self.feed()(align(nothing)).arrived())
         torch.autograd.backward(loss)
         self.optimizer.zero_grad(set_to_none=True)
-
-    def _prepare(self, batch: Batch) -> Batch:
-        batch = batch.to(self.device, torch.float32)
-        batch = batch.padded(ROW_BLOCK) if self.device.type == "cuda" else batch
-        return batch.for_passes(self.ttt_steps)
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         from speculators.losses import resolve_loss_config
 
         kind = "fused" if self.device.type == "cuda" else "eager"  # the fused losses are Triton kernels
-        with mixed_precision(self.device):
+        with mixed_precision(self.device), _NoWaiting():
             _, loss, metrics = self.model(
                 hidden_states=batch.hidden_states,
                 input_ids=batch.input_ids,
@@ -199,12 +229,6 @@ class DrafterTrainer:
                 loss_config=resolve_loss_config(self._loss, kind),
             )
         return loss, metrics
-
-    def _backward(self, loss: torch.Tensor) -> bool:
-        """Clipped gradients in place; False when their norm is not finite."""
-        torch.autograd.backward(loss)
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), CLIP)
-        return math.isfinite(float(norm))
 
     def _copy_in(self, values: Mapping[str, torch.Tensor]) -> None:
         different = sorted(set(values) ^ set(self.parameters))
@@ -230,25 +254,27 @@ def train_until(
     are a `ValueError`: an endless stream of them would never end.
     """
     first, skipped = trainer.steps, trainer.skipped
-    tokens, empty, stopped, slowest = 0, 0, False, 0.0  # empty: batches in a row without a loss
+    tokens, drawn, empty, stopped, slowest = 0, 0, 0, False, 0.0  # empty: batches in a row without a loss
     taken: list[StepResult] = []
-    source = iter(batches)
-    while tokens < max_tokens and not (stopped := should_stop()):
-        if (batch := next(source, None)) is None:
-            break
-        empty = 0 if batch.for_passes(trainer.ttt_steps).tokens else empty + 1
-        if empty == _MAX_EMPTY:
-            raise ValueError(f"{empty} batches in a row had no row with a loss: the sequences hold no response.")
-        if empty:
-            continue
-        begun = time.perf_counter()
-        result = trainer.step(batch)
-        slowest = max(slowest, time.perf_counter() - begun)
-        if not result.skipped:
-            taken.append(result)
-            tokens += result.tokens
+    with ahead(batches, trainer.feed()) as source:
+        while tokens < max_tokens and not (stopped := should_stop()):
+            if (fed := next(source, None)) is None:
+                break
+            drawn += 1
+            empty = 0 if fed.tokens else empty + 1
+            if empty == _MAX_EMPTY:
+                raise ValueError(f"{empty} batches in a row had no row with a loss: the sequences hold no response.")
+            if empty:
+                continue
+            begun = time.perf_counter()
+            result = trainer.step_on(fed)
+            slowest = max(slowest, time.perf_counter() - begun)
+            if not result.skipped:
+                taken.append(result)
+                tokens += result.tokens
     return TrainSummary(
         steps=trainer.steps - first,
+        batches=drawn,
         tokens=tokens,
         weighted_tokens=sum(step.rate * step.tokens for step in taken),
         skipped=trainer.skipped - skipped,
@@ -262,6 +288,42 @@ def train_until(
 def mixed_precision(device: torch.device) -> AbstractContextManager[Any]:
     """bfloat16 matrix products on CUDA over float32 master weights; plain float32 elsewhere."""
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
+
+
+class _Figures:
+    """Numbers on their way from the device: what is queued behind them is not waited for."""
+
+    def __init__(self, numbers: list[torch.Tensor]) -> None:
+        on_device = torch.stack([number.float() for number in numbers])
+        self._host = torch.empty(len(numbers), pin_memory=on_device.is_cuda)
+        self._host.copy_(on_device, non_blocking=True)
+        self._copied = None
+        if on_device.is_cuda:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def read(self) -> list[float]:
+        """The numbers, once they are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host.tolist()
+
+
+class _NoWaiting(TorchFunctionMode):
+    """Has the forward of `speculators` queue its work without a wait for the device in between.
+
+    Its constants are filled in on the device, not copied there. Its accuracy counts select masked rows, whose number
+    the host would have to know: they become False where they are masked, which counts the same (`cond_acc_*`).
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.tensor and isinstance(args[0], int | float):
+            return torch.full((), args[0], **{"dtype": None, **(kwargs or {})})
+        if func is torch.masked_select and args[0].dtype == torch.bool:
+            return args[0] & args[1]
+        return func(*args, **(kwargs or {}))
 
 
 def _to_host(value: Any) -> Any:

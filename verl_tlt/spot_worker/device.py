@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from verl_tlt.drafter import DeviceResidency, DrafterTrainer, session_bytes
+from verl_tlt.drafter import DeviceResidency, DrafterMemory, DrafterTrainer, session_bytes
 from verl_tlt.errors import TLTError
 
 MARGIN = 0.03
@@ -33,10 +33,16 @@ class TrainingDevice:
     def __init__(self, name: str) -> None:
         self.device = torch.device(name)
         self.is_accelerator = self.device.type != "cpu"
+        self._memory: DrafterMemory | None = None
 
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes of an accelerator."""
         return torch.cuda.mem_get_info(self.device)
+
+    def receive(self, trainer: DrafterTrainer) -> None:
+        """Make the host memory that sessions copy from and to: seconds for a large drafter, and none may wait."""
+        if self.is_accelerator:
+            self._memory = DrafterMemory(trainer)
 
     def resident(self, trainer: DrafterTrainer, rows: int, *, trains: bool = True) -> AbstractContextManager[None]:
         """The drafter on the device inside the block, and off it afterwards; a `TLTError` where it does not fit.
@@ -46,7 +52,10 @@ class TrainingDevice:
         if not self.is_accelerator:
             return nullcontext()
         check_room(session_bytes(trainer.model, rows, trainer.ttt_steps), *self.memory())
-        return self._resident(trainer, trains)
+        if self._memory is None:
+            self.receive(trainer)
+        assert self._memory is not None
+        return self._resident(self._memory, trains)
 
-    def _resident(self, trainer: DrafterTrainer, trains: bool) -> AbstractContextManager[None]:
-        return DeviceResidency(trainer, self.device, trains=trains)
+    def _resident(self, memory: DrafterMemory, trains: bool) -> AbstractContextManager[None]:
+        return DeviceResidency(memory, self.device, trains=trains)

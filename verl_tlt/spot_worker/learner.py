@@ -121,6 +121,7 @@ class SpotLearner:
         self._verifier_known = False
         self.whole_head: torch.Tensor | None = None
         """The policy's whole head, on which a pruned draft vocabulary is judged; None: the drafter has all of it."""
+        self.training_device.receive(self.trainer)
 
     def _load(self, drafter: DrafterFile) -> Eagle3DraftModel:
         """The model on the host, as it is trained on the device."""
@@ -192,7 +193,9 @@ class SpotLearner:
                 if sequences is not None:
                     scores = self._score_held_out(sequences, self.config.speculation.longest, should_stop)
                     judged_s = time.perf_counter() - start
-                done = train_until(self.trainer, self._batches(), should_stop)
+                epochs = [0.0]
+                batches = self._batches(random.Random(self.rng.getrandbits(64)), epochs)
+                done = train_until(self.trainer, batches, should_stop)
             self.unmerged_steps += done.steps
             self.unmerged_tokens += math.ceil(done.weighted_tokens)
             if scores is not None:
@@ -202,14 +205,14 @@ class SpotLearner:
             share = None if scores is None else judged_s / seconds
             looked_at = sum(map(len, sequences))
             self._to_judge = tokens_to_judge(self._to_judge, looked_at, share, ran_out=not done.stopped)
-        return replace(self._figures(done), seconds=seconds, judged_s=judged_s, scores=scores)
+        return replace(self._figures(done, epochs[done.batches]), seconds=seconds, judged_s=judged_s, scores=scores)
 
-    def _figures(self, done: TrainSummary) -> SessionResult:
+    def _figures(self, done: TrainSummary, epochs: float) -> SessionResult:
         return SessionResult(
             "stopped" if done.stopped else "exhausted",
             steps=done.steps,
             tokens=done.tokens,
-            epochs=self.buffer.epochs,
+            epochs=epochs,
             skipped=done.skipped,
             loss=done.loss,
             acc=done.acc_by_position,
@@ -220,11 +223,16 @@ class SpotLearner:
         """The drafter on the training device; only during a turn."""
         return self.training_device.resident(self.trainer, max(self.config.drafter.rows, PORTION), trains=trains)
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self, rng: random.Random, epochs: list[float]) -> Iterator[Batch]:
+        """A session's micro-batches, which are drawn ahead of the step; `epochs` gets what each completes.
+
+        `rng` is the session's own: a micro-batch that was drawn and not used changes nothing for the next.
+        """
         while True:
             with self._buffer_lock:
                 over = self.buffer.exhausted()
-                drawn = [] if over else self.buffer.sample_batch(self.rng, self.config.drafter.rows)
+                drawn = [] if over else self.buffer.sample_batch(rng, self.config.drafter.rows)
+                epochs.append(self.buffer.epochs)
             if not drawn:
                 return
             yield pack(drawn)
@@ -261,8 +269,7 @@ class SpotLearner:
                 self.trainer.load_parameters({name: candidate[name] + change for name, change in own.items()})
             else:
                 self._start_from_candidate()
-                self.trainer.optimizer.state.clear()  # which may be what broke it
-                self.trainer.steps = 0  # warm up again
+                self.trainer.start_over()  # its moments may be what broke it
 
     def _trained(self) -> Parameters:
         """The parameters that are trained, themselves; only during a turn: between sessions they are on the host."""

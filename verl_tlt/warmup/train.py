@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 
 from verl_tlt.drafter import (
+    Batch,
     DrafterTrainer,
     Library,
     PolicyStates,
@@ -35,6 +37,7 @@ from verl_tlt.drafter import (
 from verl_tlt.drafter.capture import Span
 from verl_tlt.drafter.checkpoint import read_state, write_state
 from verl_tlt.drafter.data import grouped
+from verl_tlt.drafter.feed import FedBatch, ahead
 from verl_tlt.warmup.options import EngineOptions, TrainingOptions
 
 if TYPE_CHECKING:
@@ -105,6 +108,7 @@ class TrainingRun:
         self.progress = TrainingProgress()
         self.best: dict[str, np.ndarray] = {}
         self._peak_lr = trainer.learning_rate
+        self._turn = threading.Lock()  # of policy and drafter: both at once would need more of the device's memory
         self._lengths = [len(library.texts[n].tokens) for n in self.train]
         self._plan = self._plan_of(0)
 
@@ -137,16 +141,19 @@ class TrainingRun:
         saved = time.perf_counter()
         if not self.progress.checks:
             self.check()
-        while self.spent < 1.0:
-            started = time.perf_counter()
-            self._step()
-            self.progress.seconds += time.perf_counter() - started
-            if self.spent >= len(self.progress.checks) / CHECKS:
-                self.check()
-            tell(self)
-            if time.perf_counter() - saved > SAVE_EVERY_S:
-                self.save()
-                saved = time.perf_counter()
+        with ahead(self._batches(), self.trainer.feed()) as source:
+            while self.spent < 1.0:
+                started = time.perf_counter()
+                fed = next(source)
+                with self._turn:
+                    self._step(fed)
+                    self.progress.seconds += time.perf_counter() - started
+                    if self.spent >= len(self.progress.checks) / CHECKS:
+                        self.check()
+                tell(self)
+                if time.perf_counter() - saved > SAVE_EVERY_S:
+                    self.save()
+                    saved = time.perf_counter()
         self.trainer.load_parameters(self.best)
         self.save()
 
@@ -182,14 +189,22 @@ class TrainingRun:
         write_state(state, draft)
         os.replace(draft, self.state_file)
 
-    def _step(self) -> None:
+    def _batches(self) -> Iterator[Batch]:
+        """All that is left to train on, epoch after epoch; drawn in a thread of its own, one ahead of the step."""
+        epoch, left = self.progress.epoch, self._plan[self.progress.batch :]
+        while left:
+            for spans in left:
+                with self._turn:
+                    texts = self.library.get([self.train[span.number] for span in spans])
+                yield pack([text.window(span.begin, span.end) for text, span in zip(texts, spans, strict=True)])
+            epoch += 1
+            left = self._plan_of(epoch)
+
+    def _step(self, fed: FedBatch) -> None:
         p = self.progress
-        spans = self._plan[p.batch]
-        texts = self.library.get([self.train[span.number] for span in spans])
-        batch = pack([text.window(span.begin, span.end) for text, span in zip(texts, spans, strict=True)])
-        if batch.for_passes(self.trainer.ttt_steps).tokens:
+        if fed.tokens:
             self.trainer.learning_rate = self._peak_lr * (1 - (1 - LAST_LR) * self.spent)
-            result = self.trainer.step(batch)
+            result = self.trainer.step_on(fed)
             p.tokens += 0 if result.skipped else result.tokens
             p.loss = result.loss if math.isnan(p.loss) else 0.95 * p.loss + 0.05 * result.loss
         p.batch += 1

@@ -69,10 +69,10 @@ def test_packed_equals_one_by_one_in_loss_and_gradient(policy, drafter, sequence
     sequences = [*sequences, sequences[1].window(12, 24), sequences[3].window(2, 20)]
 
     def loss_and_gradients(batch):
-        prepared = trainer._prepare(batch)
-        loss, _ = trainer._forward(prepared)
+        fed = trainer.feed()(batch)
+        loss, _ = trainer._forward(fed.arrived())
         gradients = torch.autograd.grad(loss, list(trainer.parameters.values()))
-        return prepared.tokens, loss.detach(), gradients
+        return fed.tokens, loss.detach(), gradients
 
     alone = [loss_and_gradients(align(s)) for s in sequences]
     rows, loss, gradients = loss_and_gradients(pack(sequences))
@@ -86,8 +86,8 @@ def test_packed_equals_one_by_one_in_loss_and_gradient(policy, drafter, sequence
 def test_padding_rows_change_nothing(drafter, sequences):
     trainer = DrafterTrainer(drafter, ttt_steps=2)
     bare = pack(sequences[:2])
-    loss, _ = trainer._forward(trainer._prepare(bare))
-    filled, _ = trainer._forward(trainer._prepare(bare.padded(64)))
+    loss, _ = trainer._forward(trainer.feed()(bare).arrived())
+    filled, _ = trainer._forward(trainer.feed()(bare.padded(64)).arrived())
     torch.testing.assert_close(filled, loss)
 
 

@@ -37,7 +37,7 @@ def test_no_row_count_and_no_scoring_traces_a_graph_after_the_first_step(compile
     for some in (sequences[:2], sequences[2:]):
         acceptance(model, some, max_draft=3)
     assert graphs() == first == 0
-    batch = trainer._prepare(pack(sequences))
+    batch = trainer.feed()(pack(sequences)).arrived()
     with torch.no_grad():
         compiled(model, batch.hidden_states, batch.input_ids, batch.document_ids, ttt_steps=1)
     assert graphs() > 0, "the library's own forward would have been compiled"

@@ -13,6 +13,7 @@ from tiny_learner import make_learner, same, texts, train_and_merge, verifier_ar
 
 from verl_tlt.drafter import device_residency, evaluate, session_bytes, train
 from verl_tlt.errors import TLTError
+from verl_tlt.spot_worker import learner as spot_learner
 from verl_tlt.spot_worker import scoring
 from verl_tlt.spot_worker.device import TrainingDevice, check_room
 
@@ -31,7 +32,7 @@ class CountedDevice(TrainingDevice):
         return self.total - self.used, self.total
 
     @contextmanager
-    def _resident(self, trainer, trains):
+    def _resident(self, memory, trains):
         self.visits += 1
         arriving = True
 
@@ -44,7 +45,7 @@ class CountedDevice(TrainingDevice):
                 self.back += target.nbytes
 
         try:
-            with patch.object(device_residency, "_copy", copy), super()._resident(trainer, trains):
+            with patch.object(device_residency, "_copy", copy), super()._resident(memory, trains):
                 arriving = False
                 yield
         finally:
@@ -132,6 +133,23 @@ def test_a_warm_up_visits_the_device_and_brings_nothing_back(learner):
     learner.warm_up()
     assert learner.training_device.visits == 1 and learner.training_device.back == learner.training_device.used == 0
     assert same(weights(learner), before) and learner.trainer.steps == 0
+
+
+def test_no_session_waits_for_memory_to_be_locked(learner, tmp_path, monkeypatch):
+    locked, room = [], learner.training_device.total
+
+    def lock(nbytes):
+        locked.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(device_residency, "page_locked", lock)
+    monkeypatch.setattr(spot_learner, "TrainingDevice", lambda name: CountedDevice(room))
+    fresh = make_learner(tmp_path / "policy")
+    assert len(locked) == 1, "it is one block, made as the learner is"
+    fresh.add(1, texts(40), verifier_arrays())
+    fresh.warm_up()
+    assert fresh.train(lambda: False).steps > 0 and fresh.train(lambda: False).steps > 0
+    assert len(locked) == 1
 
 
 def test_on_an_accelerator_the_policys_weights_are_kept_in_16_bits(tmp_path):
