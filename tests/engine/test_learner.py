@@ -1,6 +1,7 @@
 """Learners without Ray: merging makes a better drafter, and one that is not finite is neither scored nor exported."""
 
 import dataclasses
+import tempfile
 
 import numpy as np
 import pytest
@@ -35,6 +36,12 @@ def made(texts):
         learner.buffer = Buffer(max_bytes=1 << 30, keep_steps=CONFIG.buffer.keep_steps, held_out=0.0)
         learner.add(1, sequences, texts[3])
     return learners
+
+
+def test_one_that_is_killed_while_it_starts_leaves_nothing_on_the_disk(monkeypatch, tmp_path):
+    """No temporary directory could be made in it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "not there"))
+    assert SpotLearner("a", **worker_arguments()).versions.candidate
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ _PUBLIC = {
     "check": ("check_drafter", "check_owner", "files_digest"),
     "digest": ("fingerprint",),
     "checkpoint": (
-        "load_drafter", "provenance", "save_drafter", "serving_tensors", "to_drafter_file", "load_training_state",
+        "from_drafter_file", "load_drafter", "load_training_state", "provenance", "save_drafter", "serving_tensors",
+        "to_drafter_file",
     ),
 }  # fmt: skip
 """By module, in the order of docs/api.md."""

@@ -39,7 +39,7 @@ from verl_tlt.drafter.other_layouts import is_other_layout, to_speculators_tenso
 from verl_tlt.drafter.policy import CONFIG, DrafterError, Fields, Model, PolicyLike, policy_shape, read_json
 
 if TYPE_CHECKING:
-    from speculators.models.eagle3 import Eagle3DraftModel
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,16 @@ def to_drafter_file(model: Eagle3DraftModel, dtype: str) -> tuple[str, bytes, st
     if (broken := _not_finite(tensors)) is not None:
         raise DrafterError(f"The drafter's {broken} holds numbers that are not finite as {dtype}.")
     return model.config.to_json_string(), save(tensors, metadata={"format": "pt"}), fingerprint(tensors)
+
+
+def from_drafter_file(config: str, weights: bytes, attention: str) -> Eagle3DraftModel:
+    """The drafter of `to_drafter_file`, in float32 on the host: files of our own, which need no check, nor a disk on
+    which a process that is killed would leave them. `attention` is `build_drafter`'s.
+    """
+    from safetensors.torch import load
+    from speculators.models.eagle3 import Eagle3SpeculatorConfig
+
+    return _filled(Eagle3SpeculatorConfig.from_dict(json.loads(config)), load(weights), attention)
 
 
 def _not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
@@ -168,13 +178,18 @@ def load_drafter(
     config = Eagle3SpeculatorConfig.from_dict(read_config(path, policy_shape(policy), min_context))
     layer = config.transformer_layer_config  # of a shorter run: vLLM and transformers compute a table of any size
     layer.max_position_embeddings = max(layer.max_position_embeddings, min_context)
+    return _filled(config, tensors, attention or default_attention(device)).to(device)
+
+
+def _filled(config: Eagle3SpeculatorConfig, tensors: Mapping[str, torch.Tensor], attention: str) -> Eagle3DraftModel:
+    """The model on the host, with these tensors, whose names and shapes fit."""
     with torch.device("cpu"):
-        model = instantiate(config, attention or default_attention(device))
+        model = instantiate(config, attention)
     for name in ("embed_tokens", "lm_head"):
         if f"{name}.weight" in tensors:
             make_room(model.get_submodule(name))
-    model.load_state_dict(tensors, strict=False)  # names and shapes were checked
-    return model.to(device)
+    model.load_state_dict(tensors, strict=False)
+    return model
 
 
 def load_training_state(directory: str | os.PathLike[str]) -> Fields | None:

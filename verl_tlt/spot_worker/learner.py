@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import math
 import random
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -31,9 +29,9 @@ from verl_tlt.drafter import (
     TrainSummary,
     VerifierWeights,
     default_attention,
+    from_drafter_file,
     from_numpy16,
     halve_frozen,
-    load_drafter,
     load_training_state,
     pack,
     refresh_verifier_weights,
@@ -42,7 +40,6 @@ from verl_tlt.drafter import (
     to_drafter_file,
     train_until,
 )
-from verl_tlt.drafter.staging import stage
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import (
     VERSIONS,
@@ -126,9 +123,7 @@ class SpotLearner:
     def _load(self, drafter: DrafterFile) -> Eagle3DraftModel:
         """The model on the host, as it is trained on the device."""
         attention = default_attention(self.training_device.device.type)
-        with tempfile.TemporaryDirectory(prefix="verl-tlt-spot-") as directory:
-            stage(drafter.config, drafter.weights, Path(directory))
-            model = load_drafter(directory, self._policy_dir, attention=attention)
+        model = from_drafter_file(drafter.config, drafter.weights, attention)
         if self.training_device.is_accelerator:
             halve_frozen(model)
         return model

@@ -22,6 +22,7 @@ from verl_tlt.drafter import (
     check_drafter,
     check_owner,
     fingerprint,
+    from_drafter_file,
     load_drafter,
     load_training_state,
     provenance,
@@ -91,9 +92,9 @@ def test_as_one_value_for_the_object_store(drafter, policy, tmp_path):
     assert fingerprint(tensors) == digest
     (tmp_path / "config.json").write_text(config)
     (tmp_path / "model.safetensors").write_bytes(weights)
-    loaded = load_drafter(tmp_path, policy.config)
-    assert loaded.fc.weight.dtype == torch.float32
-    assert fingerprint(serving_tensors(loaded, torch.bfloat16)) == digest
+    for loaded in (load_drafter(tmp_path, policy.config), from_drafter_file(config, weights, "eager")):
+        assert loaded.fc.weight.dtype == torch.float32
+        assert fingerprint(serving_tensors(loaded, torch.bfloat16)) == digest
 
 
 def test_a_failure_in_the_middle_leaves_the_old_one(drafter, saved, policy):
