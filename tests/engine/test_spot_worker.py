@@ -5,6 +5,7 @@ import os
 import time
 
 import numpy as np
+import psutil
 import pytest
 from recorded import (
     as_shards,
@@ -21,7 +22,8 @@ from recorded import (
 
 from verl_tlt.drafter import fingerprint, load_training_state
 from verl_tlt.messages.training import DrafterProvenance
-from verl_tlt.spot_worker.worker import SpotWorker
+from verl_tlt.spot_worker.worker import NOSET, SpotWorker
+from verl_tlt.trainer.fleet import DrafterStore
 from verl_tlt.trainer.replica_workers import start_merge
 
 pytestmark = pytest.mark.engine
@@ -50,6 +52,35 @@ def actors(arguments):
             assert (stats.sequences, stats.incomplete) == (len(share), 0), "a rank's capture was left out"
             assert stats.tokens - stats.train_tokens > 300
         yield actors
+
+
+def test_it_has_a_device_of_its_own_where_ray_shows_every_process_all_of_them(actors, arguments):
+    lent = {"num_gpus": 1, "runtime_env": {"env_vars": {NOSET: "1", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}}}
+
+    def device(worker=None):
+        return os.environ["CUDA_VISIBLE_DEVICES"], *ray.get_runtime_context().get_accelerator_ids()["GPU"]
+
+    taken = ray.remote(Holder).options(**lent).remote()
+    spot = ray.remote(SpotWorker).options(num_cpus=0, **lent).remote("c", **arguments)
+    (shown, lent_to_it), other = get(spot.__ray_call__.remote(device), taken.__ray_call__.remote(device))
+    assert shown == lent_to_it != other[1]
+    for actor in (spot, taken):
+        ray.kill(actor)
+
+
+class Holder:
+    """Has a device, and nothing else to do."""
+
+
+def test_it_listens_at_the_one_port_that_ray_opens_for_every_actor(actors):
+    """On all interfaces. Nothing of ours listens, nor does anything that we import."""
+    plain = ray.remote(Holder).options(num_cpus=0).remote()
+    store = ray.remote(DrafterStore).options(num_cpus=0).remote(None)
+    pids = get(*[a.__ray_call__.remote(lambda _: os.getpid()) for a in (plain, store, *actors)])
+    ports = [[c.laddr.ip for c in psutil.Process(pid).net_connections("tcp") if c.status == "LISTEN"] for pid in pids]
+    assert len(ports[0]) == 1 and ports == [ports[0]] * len(pids), "as for a plain actor"
+    for actor in (plain, store):
+        ray.kill(actor)
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ FRAMEWORKS_OF = {
     "vllm_worker": {"torch", "verl", "vllm"},
     "server": {"ray", "torch", "verl", "vllm"},
     "actor": {"megatron", "ray", "torch", "verl"},
-    "spot_worker": {"torch"},
+    "spot_worker": {"ray", "torch"},
     "trainer": {"ray", "verl"},
     "warmup": {"torch", "transformers", "vllm"},
     "doctor": {"torch", "transformers", "verl", "vllm"},

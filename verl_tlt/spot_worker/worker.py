@@ -42,10 +42,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+"""Environment variable: Ray leaves every device visible to every process."""
+
 
 def _yield_to_engines() -> None:
     """Give this thread only the CPU time that no other wants."""
     os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+
+
+def see_own_device() -> None:
+    """Leave this process the device that Ray lent it; before CUDA is used.
+
+    Ray does it itself, unless it is told not to: verl's actor then takes its device by number
+    (`single_controller/base/worker.py`), and a spot worker would train on the first one of its node.
+    """
+    if os.environ.get(NOSET):
+        import ray
+
+        if mine := ray.get_runtime_context().get_accelerator_ids().get("GPU"):
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
 
 
 def release_freed() -> None:
@@ -60,6 +76,7 @@ class SpotWorker:
     """Methods and arguments are those of `SpotLearner`; what differs is said here."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
+        see_own_device()
         from verl_tlt.spot_worker.learner import SpotLearner
 
         torch.set_num_threads(1)  # several processes share this machine's cores; spinning threads cost all of them
@@ -142,6 +159,10 @@ class SpotWorker:
         except DrafterError as error:
             logger.error("%s", error)
             return None
+
+    async def steps(self) -> int:
+        """Optimizer steps that its moments and its learning rate come from."""
+        return self.learner.trainer.steps
 
     async def save(self, directory: str, provenance: DrafterProvenance) -> None:
         """Write the served drafter and the training state atomically under `directory`."""
