@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-STEPS = 48
+STEPS = 50
 """Of the long run; the last fault costs more than half a dozen of them."""
 SAVE_EVERY = 10
 BOUNDS = {
     "verl_tlt.trainer.ray_fleet:CALL_S": 30.0,
-    "verl_tlt.trainer.controller:BUFFER_S": 10.0,
 }
 """Bounds of the trainer that are minutes for real machines; here steps take seconds."""
 
@@ -49,6 +48,8 @@ class Fault:
     """In every process; else in the first one that calls it."""
     fallback: str = ""
     """Metric that is above 0 in the next rollout: engines draft nothing there."""
+    waits: tuple[float, float] | None = None
+    """Seconds that the step, or the next, waits at least and at most; `tlt/overhead_s` has them."""
 
     def note(self, target: str) -> str:
         """Name of the file that says whom the fault struck in this function."""
@@ -106,6 +107,8 @@ FAULTS = (
           "tlt/publish_skipped", "numbers that are not finite", "publishes"),
     Fault("spot worker stopped (SIGSTOP) while it scores", 28, (f"{LEARNER}:SpotLearner._score_held_out",), "stop",
           "tlt/spot_failures", "did not stop within", "trains"),
+    Fault("an idle spot worker is stopped (SIGSTOP)", 31, (f"{LEARNER}:SpotLearner.add",), "stop",
+          "tlt/spot_failures", "the spot worker of", "trains", waits=(1.5, 4.0)),
 )  # fmt: skip
 """Of the long run, by step."""
 

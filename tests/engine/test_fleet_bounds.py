@@ -6,7 +6,10 @@ from types import SimpleNamespace
 import pytest
 from recorded import ray_cluster, worker_arguments
 
+from verl_tlt.messages.training import DrafterProvenance
 from verl_tlt.trainer.fleet import CallFailed
+from verl_tlt.trainer.ray_calls import ASK_S, RayCall
+from verl_tlt.trainer.waits import BEAR_S, Waits
 
 pytestmark = pytest.mark.engine
 
@@ -24,8 +27,12 @@ class Deaf:
 
         await asyncio.sleep(3600)
 
-    async def ready(self):
-        """It is up."""
+    async def late(self, seconds):
+        """After so many."""
+        import asyncio
+
+        await asyncio.sleep(seconds)
+        return "late"
 
     def __getattr__(self, name):
         return self.nothing
@@ -35,6 +42,7 @@ class Forever:
     """A handle whose every method is the deaf actor's."""
 
     def __init__(self, actor):
+        self.actor = actor
         self.remote = lambda *args: actor.nothing.remote()
         self.options = lambda **options: self
 
@@ -47,7 +55,7 @@ def deaf():
     """A handle that can be called anything."""
     with pytest.MonkeyPatch.context() as patch, ray_cluster(patch):
         actor = ray.remote(Deaf).options(num_cpus=0).remote()
-        ray.get(actor.ready.remote(), timeout=300)
+        ray.get(actor.__ray_ready__.remote(), timeout=300)
         yield Forever(actor)
         ray.kill(actor)
 
@@ -57,15 +65,14 @@ def fleet(deaf, monkeypatch):
     """One replica, of which nobody answers; every bound is short."""
     from verl_tlt.trainer import ray_fleet as module
 
-    for name in ("CALL_S", "SLEEP_S", "KEEP_S", "CALIBRATION_S"):
+    for name in ("CALL_S", "SLEEP_S", "CALIBRATION_S"):
         monkeypatch.setattr(module, name, BOUND_S)
-    monkeypatch.setattr(module, "ANSWER_S", 0.1)
     replica = SimpleNamespace(_server_address="a", _server_handle=deaf, servers=[deaf])
     manager = SimpleNamespace(get_replicas=lambda: [replica], global_load_balancer=deaf)
     actor = SimpleNamespace(world_size=1, tlt_take=lambda *_: deaf.remote())
     fleet = module.RayFleet(manager, actor, deaf, None, module.SpotPlan(**worker_arguments()))
     fleet.replaced = []
-    monkeypatch.setattr(fleet, "restart", lambda names: fleet.replaced.extend(names))
+    fleet.waits = Waits(fleet.replaced.extend)
     return fleet
 
 
@@ -103,23 +110,44 @@ def test_spot_workers_that_answer_nobody_are_replaced(fleet, deaf):
     assert fleet.replaced == ["a"]
 
 
-def test_the_weight_sync_does_not_wait_for_those_who_are_told_what_is_served(fleet, deaf, monkeypatch):
+@pytest.mark.parametrize("call", ["keep_as_served", "save"])
+def test_what_a_step_waits_for_is_bounded_by_what_it_can_bear(fleet, deaf, tmp_path, monkeypatch, call):
     from verl_tlt.trainer import ray_fleet as module
 
     monkeypatch.setattr(module, "CALL_S", 600.0)
     fleet.replicas["a"].workers.handles = {"a": deaf}
     begin = time.monotonic()
-    fleet.keep_as_served()
-    assert 0.9 * BOUND_S <= time.monotonic() - begin < BOUND_S + LATE_S
-    assert fleet.replaced == [], "who hangs is found out when it is given hidden states"
+    if call == "save":
+        with pytest.raises(CallFailed, match="no spot worker"):
+            fleet.save(tmp_path / "drafter", DrafterProvenance("policy", "data", None, "hass", 1.0))
+    else:
+        fleet.keep_as_served()
+    assert 0.9 * BEAR_S <= time.monotonic() - begin < BEAR_S + LATE_S
+    assert fleet.replaced == ["a"] and [f.replica for f in fleet.waits.failures()] == ["a"]
+
+
+def test_one_that_gives_no_sign_of_life_is_not_waited_for_any_longer(deaf):
+    begin = time.monotonic()
+    with pytest.raises(CallFailed, match="no sign of life") as failure:
+        RayCall(deaf.remote(), [deaf]).result(600.0)
+    assert 0.9 * BEAR_S <= time.monotonic() - begin < BEAR_S + LATE_S and failure.value.silent
+
+
+def test_long_work_of_one_that_lives_is_waited_for(deaf):
+    lives = deaf.actor
+    with pytest.raises(CallFailed, match=f"no answer within {2 * BEAR_S:.0f} s"):
+        RayCall(lives.nothing.remote(), [lives]).result(2 * BEAR_S)
+    assert RayCall(lives.late.remote(3 * ASK_S), [lives]).result(600.0) == "late"
 
 
 def test_one_that_is_still_starting_is_left_alone_for_its_bound(fleet, deaf, monkeypatch):
-    from verl_tlt.trainer import ray_fleet as module
+    from verl_tlt.trainer import replica_workers as module
 
-    fleet.replicas["a"].workers.handles = {"a": deaf}
-    fleet._starting["a"] = (deaf.remote(), time.monotonic())
+    fleet.replicas["a"].workers.begin({"a": deaf})
     fleet.revert("served")
+    begin = time.monotonic()
+    fleet.keep_as_served()
+    assert time.monotonic() - begin < BEAR_S, "the weight sync does not wait for it at all"
     assert fleet.replaced == []
     assert fleet.hand_over(1, []) == {}
     monkeypatch.setattr(module, "START_S", 0.0)
@@ -127,11 +155,12 @@ def test_one_that_is_still_starting_is_left_alone_for_its_bound(fleet, deaf, mon
     assert fleet.replaced == ["a"]
 
 
-def test_workers_whose_merge_hangs_are_replaced(fleet, monkeypatch, deaf):
+@pytest.mark.parametrize("lives", [True, False], ids=["one of them", "its process"])
+def test_workers_whose_merge_hangs_are_replaced(fleet, monkeypatch, deaf, lives):
     from verl_tlt.trainer import ray_fleet as module
 
     monkeypatch.setattr(module, "start_merge", lambda workers: ([deaf.remote()], []))
-    fleet.replicas["a"].workers.handles = {"a": deaf}
+    fleet.replicas["a"].workers.handles = {"a": deaf.actor if lives else deaf}
     with pytest.raises(CallFailed, match="no answer"):
         fleet.merge(["a"])
     assert fleet.replaced == ["a"]

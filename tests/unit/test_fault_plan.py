@@ -106,6 +106,16 @@ def test_what_is_not_as_it_should_be_is_said(changes, complaint):
     assert complaint in judge.wrong(FAULT, judge.row(FAULT, evidence), evidence)
 
 
+@pytest.mark.parametrize(("seconds", "right"), [(0.1, False), (2.0, True), (30.0, False)])
+def test_what_a_step_waited_for_is_charged_and_bounded(seconds, right):
+    fault = dataclasses.replace(FAULT, waits=(1.5, 4.0))
+    steps = {
+        step: {**metrics, "tlt/overhead_s": seconds if step == 3 else 0.1} for step, metrics in seen().steps.items()
+    }
+    evidence = seen(steps=steps)
+    assert ("tlt/overhead_s" in " ".join(judge.wrong(fault, judge.row(fault, evidence), evidence))) is not right
+
+
 INJECTED = """
 import os
 from verl_tlt.trainer.controller import Guard

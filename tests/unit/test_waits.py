@@ -17,20 +17,29 @@ WAITS = ("acquire", "get", "join", "recv", "result", "wait")
 WITHOUT_A_BOUND = {
     "trainer/controller.py": {"merging.result()"},  # asked for when it is done
 }
+ANSWERS = {
+    "trainer/controller.py": {"merging.result()"},
+    "trainer/ray_calls.py": {"call.result(deadline.left())"},  # each worker's of a replica
+    "trainer/ray_fleet.py": {
+        "RayCall[MergeFacts](facts[0], [w for r in taking_part.values() for w in r.up()]).result(CALL_S)"
+    },
+    "trainer/waits.py": {"call.result(deadline.left())"},
+    "trainer/watch.py": {"call.result(ANSWER_S)"},  # a session that has ended
+}
+"""Where answers of other processes are taken: `Waits` counts and replaces who fails, but for a session and a merge."""
 HIT_IN = {
     "actor/verifier_capture.py:PUT_S": "unit/actor/test_verifier_capture.py",
     "server/scheduler_client.py:ANSWER_S": "unit/server/test_server_bounds.py",
     "server/server.py:ADMISSION_TIMEOUT_S": "unit/server/test_server_bounds.py",
     "server/server.py:STORE_S": "unit/server/test_server_bounds.py",
-    "trainer/controller.py:BUFFER_S": "unit/trainer/test_bounds.py",
     "trainer/controller.py:SAVE_S": "unit/trainer/test_bounds.py",
     "trainer/controller.py:WARM_UP_S": "unit/trainer/test_controller.py",
-    "trainer/ray_fleet.py:ANSWER_S": "engine/test_fleet_bounds.py",
+    "trainer/ray_calls.py:ASK_S": "engine/test_fleet_bounds.py",
     "trainer/ray_fleet.py:CALIBRATION_S": "engine/test_fleet_bounds.py",
     "trainer/ray_fleet.py:CALL_S": "engine/test_fleet_bounds.py",
-    "trainer/ray_fleet.py:KEEP_S": "engine/test_fleet_bounds.py",
-    "trainer/ray_fleet.py:START_S": "engine/test_fleet_bounds.py",
     "trainer/ray_fleet.py:SLEEP_S": "engine/test_fleet_bounds.py",
+    "trainer/replica_workers.py:START_S": "engine/test_fleet_bounds.py",
+    "trainer/waits.py:BEAR_S": "unit/trainer/test_bounds.py",
     "trainer/watch.py:ANSWER_S": "unit/trainer/test_bounds.py",
     "trainer/watch.py:LOOK_S": "unit/trainer/test_bounds.py",
 }
@@ -56,6 +65,15 @@ def unbounded(source):
 )
 def test_every_wait_has_a_bound(path):
     assert set(unbounded(path.read_text())) == WITHOUT_A_BOUND.get(str(path.relative_to(ROOT)), set())
+
+
+def test_the_answers_of_spot_workers_are_awaited_in_one_place():
+    found = {}
+    for path in sorted((ROOT / "trainer").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "result":
+                found.setdefault(str(path.relative_to(ROOT)), set()).add(ast.unparse(node))
+    assert found == ANSWERS
 
 
 def bounds():

@@ -39,7 +39,7 @@ class StepObservations:
     publish: Publish | None = None
     reloads: Sequence[Reload] = ()
     overhead: dict[str, float] = field(default_factory=dict)
-    """Seconds of TLT's own work on the critical path, by part: stop, tap, publish, reload, ..."""
+    """Seconds of TLT's own work and waits on the critical path, by part: stop, tap, publish, reload, ..."""
     published_version: int | None = None
     """Drafter version that the engines were asked to serve."""
     served_version: int | None = None
@@ -48,7 +48,7 @@ class StepObservations:
     """RL step that published `served_version`."""
     step: int | None = None
     spot_failures: int | None = None
-    """Sessions that raised or were killed."""
+    """Sessions that raised or were killed, and spot workers that died or were silent outside one."""
     saved_s: float | None = None
     """Seconds by which the rollout ended earlier than without drafts (`speculation.savings`); None: unknown."""
     speculation_disabled: bool | None = None
@@ -69,7 +69,7 @@ def step_metrics(observations: StepObservations) -> dict[str, float]:
     }
     if (errors := observations.errors) is not None:
         metrics["tlt/errors"] = sum(errors.values())
-        metrics |= {f"tlt/errors_{re.sub('[ -]', '_', what)}": count for what, count in errors.items()}
+        metrics |= {f"tlt/errors_{_key(what)}": count for what, count in errors.items()}
     return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}
 
 
@@ -147,8 +147,13 @@ def _bubble_metrics(observations: StepObservations) -> dict[str, float | None]:
         overhead["control"] = control_s
     if overhead:
         metrics["tlt/overhead_s"] = sum(overhead.values())
-        metrics |= {f"tlt/overhead_{name}_s": seconds for name, seconds in overhead.items()}
+        metrics |= {f"tlt/overhead_{_key(part)}_s": seconds for part, seconds in overhead.items()}
     return metrics
+
+
+def _key(words: str) -> str:
+    """A part of a metric's name."""
+    return re.sub("[ -]", "_", words)
 
 
 def _devices_trained(sessions: Iterable[Session], replica: str) -> float:

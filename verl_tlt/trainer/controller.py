@@ -31,12 +31,13 @@ from verl_tlt.messages.training import BufferStats
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trace.metrics import buffer_metrics
 from verl_tlt.trainer.checkpoints import CHECKPOINT, tidy
-from verl_tlt.trainer.clock import SYSTEM, Clock, Deadline
+from verl_tlt.trainer.clock import SYSTEM, Clock
 from verl_tlt.trainer.drafter_update import DrafterUpdate, update_drafter
-from verl_tlt.trainer.fleet import Call, CallFailed
+from verl_tlt.trainer.fleet import Call
 from verl_tlt.trainer.run_setup import FirstDrafter, RunFacts
 from verl_tlt.trainer.speculation_control import SpeculationControl
 from verl_tlt.trainer.step_log import StepLog
+from verl_tlt.trainer.waits import BEAR_S
 from verl_tlt.trainer.watch import EndedSession, PendingWork, PhaseReport, SamplingWatch
 
 if TYPE_CHECKING:
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BUFFER_S = 30.0
-"""Hidden states were copied during the actor update and have arrived long ago; the next rollout waits at most this."""
 SAVE_S = 600.0
 """The policy's checkpoint takes longer than the drafter's; a disk that hangs is given this."""
 WARM_UP_S = 300.0
@@ -114,10 +113,29 @@ class Controller:
         self._tokens = start.tokens_trained
 
     @contextmanager
-    def _charged(self, what: str) -> Iterator[None]:
-        """TLT's own work on the critical path: failures are contained, and its time is counted as overhead."""
-        with self.guard(what), self.log.overhead(what):
+    def _charged(self, what: str, part: str | None = None) -> Iterator[None]:
+        """TLT's own work on the critical path: failures are contained, and its time is counted as overhead.
+
+        `part` is the name of the overhead where it is not `what` fails.
+        """
+        with self.guard(what), self.log.overhead(part or what):
             yield
+
+    def _count_failures(self, step: int) -> None:
+        """Count what spot workers failed at outside their sessions."""
+        for failure in self.fleet.waits.failures():
+            self.guard.count(failure.during, 1)
+            if failure.replaced:
+                self.log.worker_failed()
+                self._failed(failure.replica, step, failure.during)
+
+    def _failed(self, replica: str, step: int, error: str) -> None:
+        """`MAX_FAILURES` in a row on one replica turn its spot training off."""
+        if self._budget.failed(replica, step):
+            logger.error(
+                "spot training on %s is off for the rest of the run after %d failures in a row; the last one: %s",
+                replica, MAX_FAILURES, error,
+            )  # fmt: skip
 
     # ------------------------------------------------------------------ the run's start
 
@@ -136,18 +154,12 @@ class Controller:
                     logger.warning("the drafter is not trained in this run, and used as it is: %s", untapped)
                 else:
                     self._warm_up()
+        self._count_failures(step)
 
     def _warm_up(self) -> None:
         """Rehearse on the training devices before the engines use them; in a session it would delay a stop."""
-        deadline = Deadline(WARM_UP_S, self.clock)
-        for name, call in self.fleet.warm_up().items():
-            try:
-                call.result(deadline.left())
-            except CallFailed as error:
-                logger.warning("the spot worker of %s did not warm up: %s", name, error)
-                self.guard.count("warm-up", 1)
-                if error.died or not call.done():  # it must have left the device when the engines wake
-                    self.fleet.restart([name])
+        # One that is late must have left the device when the engines wake: it is replaced.
+        self.fleet.waits.answers("warm-up", self.fleet.warm_up(), WARM_UP_S, keep=True)
 
     def after_first_sync(self, step: int) -> None:
         """Engines hold weights: measure what their steps cost."""
@@ -160,7 +172,7 @@ class Controller:
 
     def _choose_who_drafts(self, step: int, at_once: bool = False) -> None:
         """Tell the engines who decodes the rollout of `step` without drafts, from the weight sync on or at once."""
-        with self.guard("speculation control"):
+        with self._charged("speculation control"):
             undrafted = self.speculation.undrafted(step, self.served.acceptance)
             if self.tlt.speculation.enable:
                 self.fleet.disable_drafting(undrafted, at_once)
@@ -169,27 +181,17 @@ class Controller:
 
     def sample_begin(self, step: int) -> None:
         """A sampling phase begins: watch for idle devices."""
+        with self._charged("hand-over"):
+            if self._arriving:  # one whose workers got nothing has new ones, which hold nothing
+                arriving, self._arriving = self._arriving, {}
+                self._buffers = self.fleet.waits.answers("hand-over", arriving, BEAR_S)
+                self.guard.count("incomplete sequences", sum(held.incomplete for held in self._buffers.values()))
+        self._count_failures(step)
         with self.guard("watch"):
-            self._settle_buffers()
             self._watch = SamplingWatch(
                 self.fleet, self._planner(step), self._pending_work, self.tlt.spot.poll_s, self._trace, step,
                 self.facts.rule.recall, self.clock,
             )  # fmt: skip
-
-    def _settle_buffers(self) -> None:
-        """Ask how full the buffers are."""
-        arriving, self._arriving = self._arriving, {}
-        if arriving:  # a replica whose workers got nothing has new ones, which hold nothing
-            self._buffers = {name: held for name, held in self._buffers.items() if name in arriving}
-        for name, call in arriving.items():
-            self._buffers.pop(name, None)
-            try:
-                self._buffers[name] = found = call.result(BUFFER_S)
-                self.guard.count("incomplete sequences", found.incomplete)
-            except CallFailed as error:
-                logger.warning("the spot worker of %s did not take over hidden states: %s", name, error)
-                self.guard.count("hand-over", 1)
-                self.fleet.restart([name])
 
     def _planner(self, step: int) -> ReplicaIdlePlanner:
         """The planner of the phase that begins now."""
@@ -213,15 +215,16 @@ class Controller:
     def more_prompts(self) -> None:
         """The sampler is about to send more groups: replicas that have left are called back to serve them, too."""
         if self._watch is not None:
-            with self.guard("recall"):
+            with self._charged("recall"):
                 self._watch.recall(self.tlt.spot.stop_timeout_s)
 
     def sample_end(self, step: int, last: bool) -> None:
         """A sampling phase is over; asynchronous trainers may take several in a step, of which one is the `last`."""
-        with self.guard("end of sampling"):
+        with self._charged("end of sampling", "stop"):
             watch, self._watch = self._watch, None
             if watch is not None:
                 self._account(step, watch.finish(self.tlt.spot.stop_timeout_s))
+        with self._charged("end of sampling", "statistics"):
             if self.tlt.speculation.enable and last:
                 stats = self.fleet.engine_stats()
                 self.guard.count("statistics", self.log.engine_stats(stats))
@@ -238,7 +241,7 @@ class Controller:
                 self.fleet.rejoin(list(self.fleet.replicas))
 
     def _account(self, step: int, report: PhaseReport) -> None:
-        """Count failures; `MAX_FAILURES` in a row on one replica turn its spot training off."""
+        """Count failures, and what was trained."""
         self.log.sampled(step, report)
         self.guard.count("watch", int(report.error is not None))
         self.guard.count("lost replica", report.account.lost)
@@ -250,11 +253,8 @@ class Controller:
                 logger.warning("%d micro-batches on %s were left out: not finite", skipped, session.replica)
             if session.error is None:
                 self._budget.succeeded(session.replica)
-            elif self._budget.failed(session.replica, step):
-                logger.error(
-                    "spot training on %s is off for the rest of the run after %d failures in a row; the last one: %s",
-                    session.replica, MAX_FAILURES, session.error,
-                )  # fmt: skip
+            else:
+                self._failed(session.replica, step, session.error)
 
     # ------------------------------------------------------------------ inference, and the end of a step
 
@@ -321,7 +321,7 @@ class Controller:
 
     def validated(self, step: int, colocated_asleep: bool) -> None:
         """A validation is over: its engine steps are not the next rollout's."""
-        with self.guard("validation"):
+        with self._charged("validation"):
             if self.tlt.speculation.enable:
                 self.fleet.engine_stats()
                 if self.log.reloads and not self.log.reloads.keys() >= self._serving(colocated_asleep):
@@ -330,6 +330,7 @@ class Controller:
     def metrics(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """The step's `tlt/*` metrics, given verl's."""
         found: dict[str, float] = {}
+        self._count_failures(step)
         with self.guard("metrics"):
             found |= self.log.finish(step, dict(metrics), self.guard.counts)
             found |= buffer_metrics(self._buffers.values(), self._tap.tokens)
@@ -344,22 +345,18 @@ class Controller:
         Yields what waits for it, to be called before verl names the step as one to resume from.
         """
         directory = self.facts.checkpoints / f"global_step_{step}"
-        calls: list[Call[None]] = []
+        calls: dict[str, Call[None]] = {}
         with self._charged("save"):
-            calls += [self._save(directory / CHECKPOINT, step)] if self.spot else []
+            calls |= self._save(directory / CHECKPOINT, step) if self.spot else {}
 
         def written() -> None:
             with self._charged("save"):
-                try:
-                    while calls:
-                        calls.pop().result(SAVE_S)
-                except CallFailed as error:
-                    if error.silent:  # or else the next checkpoint waits as long
-                        self.fleet.restart(self.fleet.workers()[:1])
-                    raise
+                self.fleet.waits.answers("save", calls, SAVE_S, keep=True)
+            calls.clear()
 
         yield written
         written()
+        self._count_failures(step)
         with self._charged("save"):
             tidy(directory, self.facts.prunes)
 
@@ -367,11 +364,13 @@ class Controller:
         """The run is over: keep the drafter as a directory that vLLM serves, and clear away the rest."""
         with self.guard("final drafter"):
             if self.spot:
-                self._save(Path(str(self.tlt.drafter.save_dir)), step).result(SAVE_S)
+                calls = self._save(Path(str(self.tlt.drafter.save_dir)), step)
+                self.fleet.waits.answers("final drafter", calls, SAVE_S, keep=True)
+        self._count_failures(step)
         with self.guard("end of the run"):
             self.fleet.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _save(self, directory: Path, step: int) -> Call[None]:
+    def _save(self, directory: Path, step: int) -> dict[str, Call[None]]:
         """Write the served drafter, its training state and provenance, atomically."""
         return self.fleet.save(directory, replace(self.served, policy_step=step, tokens_trained=self._tokens))

@@ -31,6 +31,9 @@ class Call(Protocol[T]):
     def result(self, timeout_s: float) -> T:
         """The answer, or `CallFailed` where it raised or there is none after `timeout_s` seconds."""
 
+    def excused(self) -> bool:
+        """Whether a failure says nothing about who serves now: it was replaced since, or is still starting."""
+
 
 @dataclass(frozen=True)
 class ReplicaInfo:

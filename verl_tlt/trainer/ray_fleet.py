@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -22,7 +22,7 @@ from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats
 from verl_tlt.messages.training import BufferStats, DrafterProvenance, MergeFacts, SessionResult, TappedStates
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.spot_worker.worker import SpotWorker
-from verl_tlt.trainer.clock import SYSTEM, Deadline
+from verl_tlt.trainer.clock import Deadline
 from verl_tlt.trainer.fleet import Call, CallFailed, ReplicaInfo, SpotPlan
 from verl_tlt.trainer.ray_calls import CombinedCall, RayCall, answer
 from verl_tlt.trainer.replica_workers import (
@@ -34,6 +34,7 @@ from verl_tlt.trainer.replica_workers import (
     route,
     start_merge,
 )
+from verl_tlt.trainer.waits import BEAR_S, Waits
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -44,18 +45,10 @@ if TYPE_CHECKING:
     from verl.workers.rollout.llm_server import LLMServerManager
     from verl.workers.rollout.replica import RolloutReplica
 
-T = TypeVar("T")
-
 logger = logging.getLogger(__name__)
 
 CALL_S = 120.0
 """For calls that take seconds at most: a longer one means the actor is gone."""
-ANSWER_S = 1.0
-"""For bringing here what is there, when others have used up the time."""
-KEEP_S = 5.0
-"""For telling spot workers what is served, for which the weight sync waits: microseconds of work."""
-START_S = 300.0
-"""A spot worker's successor is up by then; until then it is not waited for, nor taken for silent."""
 SLEEP_S = 30.0
 """Sleeping takes milliseconds to seconds; the end of sampling waits at most this for a hung server."""
 CALIBRATION_S = 1200.0
@@ -99,7 +92,7 @@ class RayFleet:
             self._add(replica, ())
         self._routes = ShardRoutes((), {})
         self._capture_ranks: dict[str, int] = {}  # by spot worker: the rank that copies the verifier weights for it
-        self._starting: dict[str, tuple[ObjectRef, float]] = {}  # by spot worker: ready when it is up, and since when
+        self.waits = Waits(self.restart)
         self._published: ObjectRef | None = None  # the latest published drafter; the driver owns the copy
 
     def _add(self, replica: RolloutReplica, ranks: Sequence[int]) -> None:
@@ -164,7 +157,8 @@ class RayFleet:
     def calibrate(self) -> LatencyTable:
         """Measure on one replica what engine steps cost, and tell all of them: replicas of a run are alike."""
         # What spot workers import and load while they start would be measured, too.
-        answer([worker.__ray_ready__.remote() for worker in self._handles().values()], CALIBRATION_S)
+        handles = [worker for r in self.replicas.values() for worker in r.workers.handles.values()]
+        answer([worker.__ray_ready__.remote() for worker in handles], CALIBRATION_S)
         first, *others = self.replicas.values()
         found: LatencyTable = answer(first.server.tlt_calibrate.remote(), CALIBRATION_S)
         answer([r.server.tlt_calibrate.remote(found) for r in others], CALL_S)
@@ -173,6 +167,7 @@ class RayFleet:
 
     def close(self) -> None:
         """The run is over: every server, on every node, ends its engine and clears away what it put there."""
+        self.waits.close()
         answer([server.tlt_close.remote() for server in self._servers()], SLEEP_S)
 
     def _servers(self) -> list[ActorHandle]:
@@ -196,10 +191,12 @@ class RayFleet:
             return str(untapped)
         self._routes = route([r.group for r in ready], ranks)
         for replica in replicas:
-            replica.handles = self._new_workers(replica)
+            replica.begin(self._new_workers(replica))
         if resume_from is not None:
-            for name, found in self._on_workers("resume", str(resume_from)).items():
-                logger.info("spot worker %s goes on from %s: %s", name, resume_from, found or "it holds no training")
+            for replica_name, held in self._on_workers("resume", "resume", str(resume_from)).items():
+                for name, found in zip(self.replicas[replica_name].workers.names(), held, strict=True):
+                    said = found or "it holds no training"
+                    logger.info("spot worker %s goes on from %s: %s", name, resume_from, said)
         return None
 
     def take(self, train_next: bool, tokens: int) -> list[TappedStates]:
@@ -216,17 +213,17 @@ class RayFleet:
         """Send what was taken to the spot workers; does not wait for the copies."""
         under_way: dict[str, Call[BufferStats]] = {}
         for replica in self.workers():
-            calls: list[RayCall[BufferStats]] = []
-            handles = self.replicas[replica].workers.handles
-            if any(self._starts(name) for name in handles):
+            workers = self.replicas[replica].workers
+            if workers.starting():
                 logger.info("the spot workers of %s are still starting; they get the next step's states", replica)
                 continue
-            for name, worker in handles.items():
+            calls = {}
+            for name, worker in workers.handles.items():
                 ranks, share = self._routes.sources[name]
                 shards = [taken[rank].shards[share] for rank in ranks]
                 weights = taken[self._capture_ranks[name]].verifier_weights
-                calls.append(RayCall(worker.add.remote(step, [shards], weights)))
-            under_way[replica] = CombinedCall(calls, combined_buffers)
+                calls[name] = worker.add.remote(step, [shards], weights)
+            under_way[replica] = workers.sent(calls, combined_buffers)
         return under_way
 
     # ------------------------------------------------------------------ spot workers
@@ -234,10 +231,6 @@ class RayFleet:
     def workers(self) -> list[str]:
         """Replicas that have spot workers. The other methods address all of a replica's workers by its name."""
         return [name for name, r in self.replicas.items() if r.workers.handles]
-
-    def _handles(self) -> dict[str, ActorHandle]:
-        """All spot workers by name."""
-        return {name: worker for r in self.replicas.values() for name, worker in r.workers.handles.items()}
 
     @cached_property
     def _bundles(self) -> list[tuple[PlacementGroup, int]]:
@@ -283,27 +276,18 @@ class RayFleet:
         A new worker starts from the versions that the others hold, or else its changes would be measured from another
         candidate than theirs; without others, from what was published last.
         """
-        replaced = {worker for name in names for worker in self.replicas[name].workers.handles}
-        others = {name: worker for name, worker in self._handles().items() if name not in replaced}
-        one = min(others, key=self._starts, default=None)  # rather one that is up
+        others = [r.workers for n, r in self.replicas.items() if n not in names and r.workers.handles]
+        one = min(others, key=ReplicaWorkers.starting, default=None)  # rather one that is up
         for name in names:
             workers = self.replicas[name].workers
-            versions = others[one].versions.remote() if one is not None else None
+            versions = one.first().versions.remote() if one is not None else None
             gone = workers.handles
             # In its place before it dies: another thread that waits for it must not replace it once more.
-            workers.handles = self._new_workers(workers, versions, None if others else self._published)
+            workers.begin(self._new_workers(workers, versions, None if others else self._published))
             for worker in gone.values():
                 ray.kill(worker)
-            now = SYSTEM.monotonic()
-            self._starting |= {who: (worker.__ray_ready__.remote(), now) for who, worker in workers.handles.items()}
             workers.restarts += 1
-            logger.warning("the spot workers of %s were killed and restarted (%d times so far)", name, workers.restarts)
-
-    def _starts(self, worker: str) -> bool:
-        if worker not in self._starting:
-            return False
-        ready, since = self._starting[worker]
-        return SYSTEM.monotonic() - since < START_S and not RayCall(ready).done()
+            logger.warning("the spot workers of %s were replaced (%d times so far)", name, workers.restarts)
 
     def first_done(self, calls: Mapping[str, Call[SessionResult]], timeout_s: float) -> list[str]:
         """Wait until at least one of these calls is done; those that are, or none after `timeout_s` seconds."""
@@ -320,57 +304,66 @@ class RayFleet:
 
     def merge(self, names: Sequence[str]) -> MergeFacts:
         """Average what these workers learned, and have all workers adopt the result as the new candidate."""
-        facts, slices = start_merge([w for name in names for w in self.replicas[name].workers.handles.values()])
+        taking_part = {name: self.replicas[name].workers for name in names}
+        facts, slices = start_merge([worker for r in taking_part.values() for worker in r.handles.values()])
         try:
-            merged: MergeFacts = answer(facts, CALL_S)[0]
+            merged = RayCall[MergeFacts](facts[0], [w for r in taking_part.values() for w in r.up()]).result(CALL_S)
         except CallFailed as error:
-            if error.silent:  # one of them hangs, and holds what it would train
-                self.restart(names)
+            signs = {name: call for name, call in self._call_workers("__ray_ready__").items() if name in names}
+            alive = self.waits.answers("merge", signs, BEAR_S)
+            if error.silent and alive.keys() == signs.keys():  # one of them hangs, and holds what it would train
+                self.waits.failed("merge", signs, dict.fromkeys(signs, error))
             raise
-        self._on_workers("adopt", *slices)
+        self._on_workers("merge", "adopt", *slices)
         return merged
 
     def keep_as_served(self) -> None:
-        """What was exported is published: every worker marks it as the served version."""
-        self._on_workers("mark_published", within_s=KEEP_S)
+        """What was exported is published: every worker marks it as the served version.
+
+        The weight sync waits, so those that are starting do so when they can.
+        """
+        calls = self._call_workers("mark_published")
+        self.waits.answers("publish", {name: call for name, call in calls.items() if not call.excused()}, BEAR_S)
 
     def revert(self, which: Literal["served", "initial"]) -> None:
         """Every worker goes back to the served or the initial drafter."""
-        self._on_workers("revert", which)
+        self._on_workers("revert", "revert", which)
 
     def export(self, version: int, dtype: str, acceptance: Sequence[float]) -> DrafterFile | None:
-        """The candidate as engines load it; None: its numbers are not finite in that dtype."""
-        self._on_workers("mark_exported")
-        worker = self.replicas[self.workers()[0]].workers.first()
-        exported: DrafterFile | None = answer(worker.export.remote(version, dtype, list(acceptance)), CALL_S)
-        return exported
+        """The candidate as engines load it; None: its numbers are not finite in that dtype.
 
-    def save(self, directory: Path, provenance: DrafterProvenance) -> Call[None]:
-        """Write the served drafter and its training state, atomically."""
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        worker = self.replicas[self.workers()[0]].workers.first()
-        return RayCall(worker.save.remote(str(directory.absolute()), provenance))
-
-    def _on_workers(self, method: str, *args: object, within_s: float | None = None) -> dict[str, object]:
-        """Call every spot worker and wait; the result by worker. A replica of which one died or hangs is restarted.
-
-        Raises:
-            CallFailed: one of them raised; its state may no longer be the others'.
+        One worker writes it, for all hold the same; where it fails another one does.
         """
-        called = {name: r.workers.handles for name, r in self.replicas.items()}
-        calls = {name: getattr(worker, method).remote(*args) for name, worker in self._handles().items()}
-        done, gone = {}, set()
-        deadline = Deadline(CALL_S if within_s is None else within_s)
-        for name, reference in calls.items():
-            try:
-                done[name] = answer(reference, max(ANSWER_S, deadline.left()))
-            except CallFailed as error:
-                if error.silent and (within_s is not None or self._starts(name)):
-                    continue  # it does so when it can; one that hangs is noticed when hidden states are handed over
-                if not (error.died or error.silent):
-                    raise
-                logger.warning("spot worker of %s died: %s", name, error)
-                gone.add(next(replica for replica, handles in called.items() if name in handles))
-        # The trainer's thread may have replaced one meanwhile.
-        self.restart(sorted(name for name in gone if self.replicas[name].workers.handles is called[name]))
-        return done
+        self._on_workers("export", "mark_exported")
+        for name in sorted(self.workers(), key=lambda name: self.replicas[name].workers.starting()):
+            workers = self.replicas[name].workers
+            call = workers.first().export.remote(version, dtype, list(acceptance))
+            sent: CombinedCall[DrafterFile | None] = workers.sent({name: call}, lambda answers: answers[0])
+            if found := self.waits.answers("export", {name: sent}, CALL_S, keep=True):
+                return found[name]
+        raise CallFailed("no spot worker exported the drafter")
+
+    def save(self, directory: Path, provenance: DrafterProvenance) -> dict[str, Call[None]]:
+        """Write the served drafter and its training state, atomically: that of the worker that trained the longest.
+
+        Returns its replica, and the call.
+        """
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        calls: dict[str, Call[list[int]]] = {n: c for n, c in self._call_workers("steps").items() if not c.excused()}
+        steps = self.waits.answers("save", calls, BEAR_S)
+        every = [(count, replica, i) for replica, counts in steps.items() for i, count in enumerate(counts)]
+        if not every:
+            raise CallFailed("no spot worker is there to write the drafter")
+        _, replica, i = max(every, key=lambda one: one[0])
+        workers = self.replicas[replica].workers
+        name = list(workers.handles)[i]
+        call = workers.handles[name].save.remote(str(directory.absolute()), provenance)
+        return {replica: workers.sent({name: call}, lambda _: None)}
+
+    def _call_workers(self, method: str, *args: object) -> dict[str, CombinedCall[list[Any]]]:
+        """Call every spot worker; by replica."""
+        return {name: self.replicas[name].workers.call(method, list, *args) for name in self.workers()}
+
+    def _on_workers(self, during: str, method: str, *args: object) -> dict[str, list[Any]]:
+        """Call every spot worker and wait, in the background; the results by replica."""
+        return self.waits.answers(during, self._call_workers(method, *args), CALL_S)

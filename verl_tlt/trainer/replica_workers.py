@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from verl_tlt.messages.training import BufferStats, HeldOutScores, SessionResult
+from verl_tlt.trainer.clock import SYSTEM
 from verl_tlt.trainer.ray_calls import CombinedCall, RayCall
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+START_S = 300.0
+"""Spot workers are up by then; until then they are not waited for, nor taken for silent."""
 FAN_IN = 8
 """Workers of a group that merges, and slices: on each level a worker reads no more than one drafter's change."""
 
@@ -35,6 +38,8 @@ class ReplicaWorkers:
     handles: dict[str, ActorHandle] = field(default_factory=dict)
     """By spot worker, in the order of the ranks; empty until they are started."""
     restarts: int = 0
+    _starting: dict[str, ObjectRef] = field(default_factory=dict)  # by worker: ready when it is up
+    _since: float = 0.0
 
     def names(self) -> list[str]:
         """The spot workers' names; the first one's is the replica's."""
@@ -44,10 +49,34 @@ class ReplicaWorkers:
         """One of them, where one is enough; all hold the same versions."""
         return next(iter(self.handles.values()))
 
-    def call(self, method: str, combine: Callable[[Sequence[T]], T]) -> CombinedCall[T]:
+    def begin(self, handles: Mapping[str, ActorHandle]) -> None:
+        """These workers, which are only starting, take the place of those there were."""
+        self.handles, self._since = dict(handles), SYSTEM.monotonic()
+        self._starting = {name: worker.__ray_ready__.remote() for name, worker in handles.items()}
+
+    def starts(self, name: str) -> bool:
+        """Whether a worker is still starting, and cannot answer yet."""
+        if name in self._starting and RayCall(self._starting[name]).done():
+            del self._starting[name]
+        return name in self._starting and SYSTEM.monotonic() - self._since < START_S
+
+    def starting(self) -> bool:
+        """Whether one of them is still starting."""
+        return any(self.starts(name) for name in self.handles)
+
+    def up(self) -> list[ActorHandle]:
+        """Those that are not."""
+        return [worker for name, worker in self.handles.items() if not self.starts(name)]
+
+    def call(self, method: str, combine: Callable[[Sequence[T]], T], *arguments: object) -> CombinedCall[T]:
         """Call a method of all of them."""
-        calls = [RayCall[T](getattr(worker, method).remote()) for worker in self.handles.values()]
-        return CombinedCall(calls, combine)
+        return self.sent({name: getattr(w, method).remote(*arguments) for name, w in self.handles.items()}, combine)
+
+    def sent(self, calls: Mapping[str, ObjectRef], combine: Callable[[Sequence[T]], T]) -> CombinedCall[T]:
+        """Calls that were made to some of them, as one."""
+        asked = self.handles
+        each = [RayCall[T](call, [] if self.starts(name) else [asked[name]]) for name, call in calls.items()]
+        return CombinedCall(each, combine, excused=lambda: self.handles is not asked or self.starting())
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ class StepLog:
 
     def _begin(self) -> None:
         self._observed = StepObservations()
+        self._failed_workers = 0
         self._account: PhaseAccount | None = None
         self.reloads: dict[str, Reload] = {}  # by replica
 
@@ -45,7 +46,8 @@ class StepLog:
         overhead[part] = overhead.get(part, 0.0) + seconds
 
     def run_started(self, step0: int, config: TLTConfig, replicas: Mapping[str, ReplicaInfo], facts: RunFacts) -> None:
-        """Write the trace's first event; `step0` is the first RL step."""
+        """Write the trace's first event; `step0` is the first RL step, which is not charged with the start."""
+        self._observed.overhead.clear()
         self.devices = {name: info.devices for name, info in replicas.items()}
         standalone = [name for name, info in replicas.items() if not info.colocated]
         versions = dict.fromkeys(DISTRIBUTIONS, "not installed")
@@ -79,7 +81,6 @@ class StepLog:
         """A sampling phase is over; an asynchronous step may have several."""
         end = report.account.end
         self._account = combined(self._account, report.account)
-        self._charge("stop", report.stop_s)
         start = report.first_dispatch or end
         self.trace.emit("phase", step=step, name="rollout", start=start, end=end)
         for replica, seconds in report.account.bubble_s.items():
@@ -91,6 +92,10 @@ class StepLog:
             session = Session(**facts, t=self._clock.time(), step=step)
             self._observed.sessions.append(session)
             self.trace.add(session)
+
+    def worker_failed(self) -> None:
+        """A replica's spot workers failed outside a session."""
+        self._failed_workers += 1
 
     def engine_stats(self, stats: dict[str, EngineStats]) -> int:
         """The engines' sums of this rollout by replica; returns how many have none, or gave up policy or drafter."""
@@ -148,7 +153,9 @@ class StepLog:
         observed.devices = self.devices
         if account:
             observed.bubble_s, observed.bubble_trained_s = account.bubble_s, account.used_s
-            observed.stop_latency_s, observed.spot_failures = account.stop_s, account.failures
+            observed.stop_latency_s = account.stop_s
+        if account or self._failed_workers:
+            observed.spot_failures = (account.failures if account else 0) + self._failed_workers
         tlt = step_metrics(observed)
         everything = {k: v for k, v in {**metrics, **tlt}.items() if isinstance(v, int | float) or hasattr(v, "item")}
         self.trace.emit("step", step=step, metrics=everything)

@@ -114,8 +114,6 @@ class PhaseReport:
 
     account: PhaseAccount
     sessions: list[EndedSession] = field(default_factory=list)
-    stop_s: float = 0.0
-    """Seconds the trainer waited for workers to stop."""
     first_dispatch: float | None = None
     error: str | None = None
 
@@ -244,7 +242,6 @@ class SamplingWatch:
 
     def recall(self, stop_timeout_s: float) -> None:
         """More requests are about to be sent: replicas that have left are called back and serve again."""
-        start = self._clock.time()
         if not self._turn.acquire(timeout=LOOK_S):
             raise CallFailed(f"a look at the fleet took longer than {LOOK_S:.0f} s")
         try:
@@ -253,7 +250,6 @@ class SamplingWatch:
             self._do([c for c in commands if not isinstance(c, StopTraining)])
         finally:
             self._turn.release()
-        self.report.stop_s += self._clock.time() - start
 
     def finish(self, stop_timeout_s: float) -> PhaseReport:
         """End of sampling: stop what trains, wait at most `stop_timeout_s`, kill what does not answer."""
@@ -267,7 +263,6 @@ class SamplingWatch:
             logger.error("the end of sampling goes on without its watch: %s", self.report.error)
         self._stop([c.replica for c in self.planner.end(self._clock.time())], stop_timeout_s)
         self._kill(list(self.running), stop_timeout_s)
-        self.report.stop_s += self._clock.time() - start
         self.report.account = self.planner.account(self._clock.time())
         return self.report
 

@@ -1,8 +1,8 @@
 """A fleet of plain objects, for driving the controller through whole RL steps: no Ray, no engines, no arrays.
 
 It keeps the promises of `trainer.ray_fleet.RayFleet` and notes every call. What goes wrong is set by the test: `broken`
-makes a method raise, `deaf` and `stop_s` change how sessions end, `merge_gate` holds merges back. A candidate waits for
-the first session to score it, as after a merge, unless `to_judge` is unset.
+makes a method raise, `slow` makes it take seconds, `deaf` and `stop_s` change how sessions end, `merge_gate` holds
+merges back. A candidate waits for the first session to score it, as after a merge, unless `to_judge` is unset.
 """
 
 import threading
@@ -17,6 +17,7 @@ from verl_tlt.messages.training import BufferStats, HeldOutScores, MergeFacts, S
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.trainer.clock import SYSTEM, Deadline
 from verl_tlt.trainer.fleet import CallFailed, ReplicaInfo
+from verl_tlt.trainer.waits import Waits
 
 K = 3
 
@@ -33,6 +34,9 @@ class FakeCall:
 
     def done(self) -> bool:
         return self._event.is_set()
+
+    def excused(self) -> bool:
+        return False
 
     def result(self, timeout_s: float) -> Any:
         if not self._event.wait(timeout_s):
@@ -54,12 +58,14 @@ class FakeFleet:
     def __init__(self, *names: str, standalone: Collection[str] = (), clock: Any = SYSTEM) -> None:
         self.clock = clock
         self.replicas = {name: ReplicaInfo(name, name not in standalone) for name in names}
+        self.waits = Waits(self.restart, clock)
         self.calls: list[tuple] = []
         self.stats: dict[str, Any] = {}
         self.load = dict.fromkeys(names, 0)
         self.balancer = set(names)
         self.asleep: dict[str, bool] = {}
         self.broken: dict[str, Exception] = {}
+        self.slow: dict[str, float] = {}
         self.deaf: set[str] = set()
         self.merge_gate = threading.Event()
         self.merge_gate.set()
@@ -81,6 +87,8 @@ class FakeFleet:
 
     def _call(self, method: str, *args: Any) -> None:
         self.calls.append((method, *args))
+        if method in self.slow:
+            self.clock.sleep(self.slow[method])
         if error := self.broken.get(method):
             raise error
 
@@ -138,6 +146,7 @@ class FakeFleet:
         return LatencyTable()
 
     def close(self) -> None:
+        self.waits.close()
         self._call("close")
 
     # actor and spot workers
@@ -226,7 +235,7 @@ class FakeFleet:
             return None
         return DrafterFile(version, "{}", b"", "f", tuple(acceptance))
 
-    def save(self, directory: Path, provenance: Any) -> FakeCall:
+    def save(self, directory: Path, provenance: Any) -> dict[str, FakeCall]:
         self._call("save", directory)
         self.saved.append((directory, provenance))
-        return ended(self.broken.get("writing"))
+        return {self.workers()[0]: ended(self.broken.get("writing"))}

@@ -1,12 +1,14 @@
 """Each bound of the trainer's waits, hit once: no answer comes, the step goes on, and who is silent is replaced."""
 
 import contextlib
+import functools
 
 import pytest
-from fake_fleet import FakeCall
-from rl_steps import fill_buffers, rest_of_step, sampling
+from fake_fleet import FakeCall, ended
+from rl_steps import LOOKS_S, called, fill_buffers, merged, rest_of_step, sampling
 
-from verl_tlt.trainer import controller, watch
+from verl_tlt.trainer import controller, waits, watch
+from verl_tlt.trainer.fleet import CallFailed
 
 
 @pytest.fixture
@@ -25,15 +27,18 @@ def test_hidden_states_that_never_arrive_hold_up_one_rollout_for_their_bound(run
     run_, fleet = run()
     fleet.hand_over = lambda step, taken: {"a": FakeCall(clock)}
     fill_buffers(run_, fleet)
-    assert took(run_.sample_begin, 2) == pytest.approx(controller.BUFFER_S)
+    assert took(run_.sample_begin, 2) == pytest.approx(waits.BEAR_S)
     run_.sample_end(2, last=True)
     assert fleet.restarts == ["a"] and run_.guard.counts == {"hand-over": 1}
+    metrics = rest_of_step(run_, fleet, 2)
+    assert metrics["tlt/overhead_hand_over_s"] == pytest.approx(waits.BEAR_S)
+    assert metrics["tlt/spot_failures"] == 1
 
 
 def test_a_checkpoint_that_is_never_written_replaces_its_worker(run, clock, took):
     run_, fleet = run()
     fill_buffers(run_, fleet)
-    fleet.save = lambda directory, provenance: FakeCall(clock)
+    fleet.save = lambda directory, provenance: {"a": FakeCall(clock)}
     saving = contextlib.ExitStack()
     saving.enter_context(run_.saving(1))
     assert took(saving.close) == pytest.approx(controller.SAVE_S)
@@ -42,7 +47,7 @@ def test_a_checkpoint_that_is_never_written_replaces_its_worker(run, clock, took
 
 def test_the_end_of_the_run_waits_as_long_for_its_drafter(run, clock, took):
     run_, fleet = run()
-    fleet.save = lambda directory, provenance: FakeCall(clock)
+    fleet.save = lambda directory, provenance: {"a": FakeCall(clock)}
     assert took(run_.finish, 1) == pytest.approx(controller.SAVE_S)
     assert run_.guard.counts == {"final drafter": 1}
 
@@ -86,3 +91,109 @@ def test_a_session_whose_result_does_not_come_is_over_after_its_bound(run, clock
         clock.sleep(watch.ANSWER_S)
         assert [s.error for s in run_._watch.report.sessions] == ["no answer within 1.0 s"]
     assert rest_of_step(run_, fleet, 2)["tlt/spot_failures"] == 1
+
+
+HOOKS = ("sample_begin", "more_prompts", "sample_end", "log_probs_done", "before_sync", "after_sync", "validated")
+WAITED_FOR = {
+    "rejoin": "rejoin", "engine_stats": "statistics", "take": "tap", "hand_over": "tap", "stage": "publish",
+    "keep_as_served": "publish", "disable_drafting": "speculation_control", "drafter_statuses": "rejoin",
+    "wake_up": "recall", "save": "save",
+}  # fmt: skip
+"""The fleet's methods that a step waits for, and the part of the overhead that has their seconds."""
+SLOW_S = 0.25
+
+
+@pytest.mark.parametrize(("method", "part"), WAITED_FOR.items(), ids=WAITED_FOR)
+def test_every_second_that_a_step_waits_is_charged_by_name(run, clock, monkeypatch, method, part):
+    run_, fleet = run(mode="colocate_async" if part == "recall" else "sync")
+    fill_buffers(run_, fleet)
+    run_.metrics(1, {})
+    fleet.slow, waited = {method: SLOW_S}, []
+
+    def timed(hook, *args, **named):
+        begin = clock.now
+        hook(*args, **named)
+        waited.append(clock.now - begin)
+
+    for name in HOOKS:
+        monkeypatch.setattr(run_, name, functools.partial(timed, getattr(run_, name)))
+    asked = len(called(fleet, method))
+    with sampling(run_, fleet, 2):
+        clock.until(lambda: called(fleet, "train"))
+        run_.more_prompts()
+    begin = clock.now
+    with run_.saving(2):
+        pass
+    waited.append(clock.now - begin)
+    run_.log_probs_done(2)
+    merged(run_)
+    run_.before_sync(2)
+    fleet.sync()
+    run_.after_sync(2, colocated_asleep=False)
+    run_.validated(2, colocated_asleep=False)
+    metrics = run_.metrics(2, {})
+    assert len(called(fleet, method)) > asked, "it was not asked"
+    assert metrics[f"tlt/overhead_{part}_s"] >= SLOW_S
+    assert metrics["tlt/overhead_s"] == pytest.approx(sum(waited))
+
+
+@pytest.mark.parametrize("phase", ["hand-over", "publish", "save", "merge", "export", "session"])
+def test_a_worker_that_is_killed_counts_once_in_whatever_phase(run, clock, phase):
+    run_, fleet = run()
+    fill_buffers(run_, fleet)
+    dead = CallFailed("RayActorError: gone", died=True)
+
+    def found_dead(*args):
+        fleet.waits.answers(phase, {"b": ended(dead)}, waits.BEAR_S)
+
+    match phase:
+        case "hand-over":
+            run_._arriving = {"b": ended(dead)}
+        case "publish":
+            fleet.keep_as_served = found_dead
+        case "save":
+            fleet.save = lambda directory, provenance: {"b": ended(dead)}
+        case "merge" | "export":
+            fleet.merge = found_dead
+        case "session":
+            fleet.broken["session of b"] = dead
+    with sampling(run_, fleet, 2):
+        clock.sleep(LOOKS_S)
+    with run_.saving(2):
+        pass
+    counted = [rest_of_step(run_, fleet, step).get("tlt/spot_failures", 0) for step in (2, 3)]
+    assert sum(counted) == 1 and fleet.restarts == ["b"]
+
+
+def test_who_fails_again_and_again_is_left_alone(run, clock):
+    run_, fleet = run()
+    fill_buffers(run_, fleet)
+    for step in range(2, 5):
+        run_._arriving = {"b": FakeCall(clock)}
+        run_.sample_begin(step)
+        run_.sample_end(step, last=True)
+    assert "b" in run_._budget.off
+
+
+def test_who_ends_with_the_run_or_was_replaced_meanwhile_has_not_failed(run, clock, caplog):
+    run_, fleet = run()
+
+    class Replaced(FakeCall):
+        def excused(self):
+            return True
+
+    assert fleet.waits.answers("merge", {"a": Replaced(clock)}, 1.0) == {}
+    run_.finish(1)
+    assert fleet.waits.answers("merge", {"a": FakeCall(clock)}, 1.0) == {}
+    assert fleet.restarts == [] and not list(fleet.waits.failures()) and "failed" not in caplog.text
+
+
+def test_those_who_fail_together_are_replaced_together(run, clock):
+    """A successor takes over what somebody holds who stays."""
+    _, fleet = run(names=("a", "b", "c"))
+    begin, together = clock.now, []
+    fleet.waits = waits.Waits(lambda names: together.append(list(names)), clock)
+    assert fleet.waits.answers("publish", {"a": FakeCall(clock), "b": ended(1), "c": FakeCall(clock)}, 2.0) == {"b": 1}
+    assert together == [["a", "c"]] and clock.now - begin == pytest.approx(2.0), "they share the bound"
+    kept = fleet.waits.answers("save", {"a": ended(CallFailed("No space left on device"))}, 2.0, keep=True)
+    assert kept == {} and len(together) == 1 and [f.replaced for f in fleet.waits.failures()] == [True, True, False]

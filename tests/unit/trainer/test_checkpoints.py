@@ -56,7 +56,7 @@ def test_a_run_prunes_when_its_checkpoint_is_complete(run, checkpoints, tmp_path
 def test_verl_names_the_step_only_after_the_drafter_is_written(run):
     controller, fleet = run()
     writing, order = FakeCall(), []
-    fleet.save = lambda directory, provenance: writing
+    fleet.save = lambda directory, provenance: {"a": writing}
     policy = SimpleNamespace(save_checkpoint=lambda path: order.append(f"policy in {path}"))
 
     def verl():
