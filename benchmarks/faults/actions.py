@@ -57,9 +57,10 @@ def exhaust_memory(original: Original, *args: Any, **kwargs: Any) -> Any:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def nan_gradient(original: Original, trainer: Any, loss: Any) -> Any:
+def nan_gradient(original: Original, trainer: Any, batch: Any) -> Any:
     """A loss whose gradients are NaN."""
-    return original(trainer, loss * float("nan"))
+    loss, metrics = original(trainer, batch)
+    return loss * float("nan"), metrics
 
 
 def nan_parameter(original: Original, learner: Any, *args: Any, **kwargs: Any) -> Any:

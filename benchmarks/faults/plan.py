@@ -18,7 +18,7 @@ BOUNDS = {
 
 LEARNER = "verl_tlt.spot_worker.learner"
 SERVER = "verl_tlt.server.server:TLTvLLMHttpServer"
-MICRO_BATCH = "verl_tlt.drafter.train:DrafterTrainer.step"
+MICRO_BATCH = "verl_tlt.drafter.train:DrafterTrainer.step_on"
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ FAULTS = (
           "tlt/spot_failures", "spot training on", "trains", first=3),
     Fault("drafter file truncated between staging and load", 4, (f"{SERVER}._tlt_load",), "truncate",
           "tlt/reload_failures", "is no complete safetensors file", "serves", fallback="tlt/drafter_off_frac"),
-    Fault("NaN in the gradient", 5, ("verl_tlt.drafter.train:DrafterTrainer._backward",), "nan_gradient",
+    Fault("NaN in the gradient", 5, ("verl_tlt.drafter.train:DrafterTrainer._forward",), "nan_gradient",
           "tlt/spot_skipped_steps", "were left out: not finite", "trains", times=2),
     Fault("spot worker raising", 6, (MICRO_BATCH,), "fail",
           "tlt/spot_failures", "a fault was injected", "trains", first=3),
