@@ -13,7 +13,8 @@ import verl_tlt
 from verl_tlt.advise.options import AdviseOptions
 from verl_tlt.console import make_console
 from verl_tlt.errors import TLTError
-from verl_tlt.warmup.options import EvaluateOptions, WarmupOptions, takes_options
+from verl_tlt.ownership import check_writable
+from verl_tlt.warmup.options import EvaluateOptions, WarmupOptions, finite, takes_options
 
 
 class Commands(TyperGroup):
@@ -23,7 +24,7 @@ class Commands(TyperGroup):
         """Run the command that was asked for; `ctx` is click's, which newer releases of typer contain."""
         try:
             return super().invoke(ctx)
-        except TLTError as error:
+        except (TLTError, OSError) as error:
             typer.secho(str(error), fg="red", err=True)
             raise typer.Exit(1) from None
 
@@ -87,7 +88,9 @@ def calibrate(
     out: Annotated[
         Path | None, typer.Option(help="Where the table is kept; not given: where runs look for it.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=1, help="How long to measure, the engine's start apart.")] = 60.0,
+    seconds: Annotated[
+        float, typer.Option(min=1, callback=finite, help="How long to measure, the engine's start apart.")
+    ] = 60.0,
     cpu: Annotated[bool, typer.Option("--cpu", help="On this machine's CPU, even where there is a GPU.")] = False,
 ) -> None:
     """Measure what an engine step costs here by batch and draft length, and keep the table for later runs."""
@@ -181,6 +184,7 @@ def convert(
 
     if out.exists():
         raise DrafterError(f"--out {out} exists; give another name, or remove it.")
+    check_writable(out.parent, "the directory of --out")
     facts = provenance(drafter) or {"policy": str(model), "converted from": str(drafter)}
     save_drafter(load_drafter(drafter, model), out, facts, policy=model)
     typer.echo(f"Wrote {out}.")

@@ -7,8 +7,16 @@ starts.
 from __future__ import annotations
 
 
+def printable(text: str) -> str:
+    """The text for a terminal, a log or a page: characters that are not printed, as a terminal's codes, are escaped."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 class TLTError(Exception):
-    """Something the user can mend; the message says what and where."""
+    """Something the user can mend; the message says what and where, and quotes whatever it names."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class DrafterError(TLTError, ValueError):

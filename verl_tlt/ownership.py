@@ -14,11 +14,14 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import secrets
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from verl_tlt.errors import TLTError
 
@@ -37,14 +40,18 @@ def other_owner(path: str | os.PathLike[str], also: int | None = None) -> str | 
     for entry in _entries(Path(path)):
         try:
             found, above = os.lstat(entry), os.stat(entry.parent)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:  # links that lead in a circle, a directory of somebody else's
+            return f"{entry} cannot be looked up ({error.strerror})"
         if above.st_mode & stat.S_IWOTH and found.st_uid not in owners:
             return f"{entry} belongs to user {found.st_uid}, and everybody may write to {entry.parent}"
     try:
         mode = os.stat(path).st_mode
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        return f"{path} cannot be looked up ({error.strerror})"
     if stat.S_ISDIR(mode):
         return None
     if not stat.S_ISREG(mode):
@@ -81,6 +88,47 @@ def open_to_append(path: str | os.PathLike[str]) -> int:
         os.close(descriptor)
         raise OSError(f"{os.fspath(path)} is no ordinary file")
     return descriptor
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file that is given the name `path` when the block ends, and is removed when it raises; OSError.
+
+    What had the name is replaced, be it a link: nothing is written through it.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    # 0664, whatever the umask: what everybody may write to is not read again.
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o664)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def check_writable(directory: str | os.PathLike[str], key: str) -> None:
+    """Raise a TLTError, which names `key`, where no file can be made in a directory that may still have to be made.
+
+    Tried rather than looked up: permissions say nothing of root, of a file system that is read-only or full. What is
+    made for that is removed.
+    """
+    path, made = Path(os.path.abspath(os.path.expanduser(directory))), []
+    try:
+        for part in (*reversed(path.parents), path):
+            if not part.exists():
+                part.mkdir()
+                made.append(part)
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(b"\0")
+            file.flush()
+    except OSError as error:
+        raise TLTError(f"{key}={directory} cannot be written to: {error.strerror or error}.") from error
+    finally:
+        for part in reversed(made):
+            with suppress(OSError):  # somebody else put something there
+                part.rmdir()
 
 
 def make_private_dir(prefix: str) -> Path:

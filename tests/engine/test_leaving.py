@@ -10,15 +10,10 @@ import random
 
 import pytest
 from recorded import ray_cluster
+from rollout_servers import ServedPolicy
 
 pytestmark = pytest.mark.engine
 
-ENVIRONMENT = {
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # without it a CPU's engine has its worker in one more process
-    "TOKENIZERS_PARALLELISM": "false",
-}
-"""Of the servers."""
 REQUESTS, TOKENS = 80, 24
 
 
@@ -27,60 +22,17 @@ def fleet(tmp_path_factory):
     """(servers by name, balancer, config)."""
     with pytest.MonkeyPatch.context() as patch, ray_cluster(patch):
         import ray
-        from hydra import compose, initialize_config_module
-        from omegaconf import open_dict
-        from verl.utils.config import omega_conf_to_dataclass
-        from verl.workers.rollout.replica import RolloutMode
         from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
         from demo.toy.assets import build_assets
-        from verl_tlt.config import TLTConfig
-        from verl_tlt.messages.rollout import store_name
-        from verl_tlt.server.server import TLTvLLMHttpServer
-        from verl_tlt.trainer.fleet import DrafterStore
-        from verl_tlt.trainer.run_setup import first_drafter
 
         assets = build_assets(tmp_path_factory.mktemp("assets"), width="small", train_rows=4, val_rows=4)
-        tlt = TLTConfig.from_dict(
-            {"drafter": {"aux_layers": assets.aux_layers}, "speculation": {"policy": "fixed", "max_draft_length": 2}}
-        )
-        with initialize_config_module("verl.trainer.config", version_base=None):
-            config = compose(
-                "ppo_trainer",
-                overrides=[
-                    f"actor_rollout_ref.model.path={assets.policy}",
-                    "actor_rollout_ref.rollout.name=vllm",
-                    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
-                    "actor_rollout_ref.rollout.dtype=float32",
-                    "actor_rollout_ref.rollout.load_format=auto",
-                    "actor_rollout_ref.rollout.enforce_eager=True",
-                    "+actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend=uni",
-                    "+actor_rollout_ref.rollout.enable_sleep_mode=False",
-                    "actor_rollout_ref.rollout.max_model_len=256",
-                    "actor_rollout_ref.rollout.max_num_seqs=16",
-                    "actor_rollout_ref.rollout.max_num_batched_tokens=512",
-                    "data.max_prompt_length=64",
-                    "data.max_response_length=128",
-                ],
-            )
-        with open_dict(config):
-            config.actor_rollout_ref.rollout.custom = {"tlt": tlt.to_dict()}
-        rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-        model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
-        start = first_drafter(tlt, str(assets.policy), "float32", 260, None)
-        name = store_name(ray.get_runtime_context().get_job_id())
-        # Everything is placed without resources, as verl places its servers.
-        store = ray.remote(DrafterStore).options(name=name, num_cpus=0).remote(start.served)
-        servers = {}
-        for rank in range(2):
-            placed = dict(max_concurrency=100, num_cpus=0, runtime_env={"env_vars": ENVIRONMENT})
-            servers[f"server-{rank}"] = ray.remote(TLTvLLMHttpServer).options(**placed).remote(
-                config=rollout, model_config=model, rollout_mode=RolloutMode.HYBRID, workers=[], replica_rank=rank,
-                node_rank=0, gpus_per_node=1, nnodes=1, cuda_visible_devices=str(rank),
-            )  # fmt: skip
+        served = ServedPolicy(assets, {"aux_layers": assets.aux_layers})
+        store = served.store(served.drafter)
+        servers = {f"server-{rank}": served.server(rank) for rank in range(2)}
         ray.get([s.launch_server.remote() for s in servers.values()], timeout=300)
         balancer = ray.remote(GlobalRequestLoadBalancer).options(num_cpus=0).remote(servers=dict(servers))
-        yield servers, balancer, config
+        yield servers, balancer, served.config
         for actor in (*servers.values(), balancer, store):
             ray.kill(actor)
 

@@ -8,7 +8,7 @@ import pytest
 from verl_tlt.drafter.staging import DIRECTORY, stage, staged_weights
 from verl_tlt.engine_core.steps import StepTrace
 from verl_tlt.errors import TLTError
-from verl_tlt.ownership import OWNER, check_private, make_private_dir, open_to_append, other_owner
+from verl_tlt.ownership import OWNER, check_private, make_private_dir, open_to_append, other_owner, replacing
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable, TableKey, load_table, save_table, table_path
 from verl_tlt.speculation.types import StepRecord
 from verl_tlt.trace.events import TraceWriter
@@ -29,6 +29,26 @@ def test_ones_own_is_ones_own(everybodys):
     (everybodys / "run" / "file").touch(mode=0o644)
     assert other_owner(everybodys / "run" / "file") is None
     assert other_owner(everybodys / "run" / "absent") is None and other_owner(everybodys / "no" / "way") is None
+
+
+def test_a_circle_of_links_and_a_way_through_a_file_end_in_an_answer(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert "cannot be looked up (Too many levels of symbolic links)" in other_owner(tmp_path / "loop")
+    assert "cannot be looked up" in other_owner(tmp_path / "loop" / "below")
+    (tmp_path / "file").touch()
+    assert other_owner(tmp_path / "file" / "below") is None
+
+
+def test_a_file_is_replaced_and_never_written_through_a_link(tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "name").symlink_to(tmp_path / "precious")
+    with replacing(tmp_path / "name") as file:
+        file.write(b"new")
+    assert (tmp_path / "precious").read_text() == "precious" and (tmp_path / "name").read_text() == "new"
+    with pytest.raises(KeyError), replacing(tmp_path / "name") as file:
+        file.write(b"half")
+        raise KeyError
+    assert (tmp_path / "name").read_text() == "new" and len(list(tmp_path.iterdir())) == 2
 
 
 def test_another_users_counts_where_only_that_user_could_put_it(tmp_path, everybodys, give_away):

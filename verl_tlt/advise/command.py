@@ -45,10 +45,8 @@ def read_scenario(given: AdviseOptions) -> tuple[Scenario, dict[str, str]]:
     if given.parameters is None:
         shape, source = find_shape(work.policy)
         assumed["policy's shape"] = f"{shape.parameters / 1e9:.1f}B parameters, from {source}"
-    elif given.parameters > 0:
-        shape = shape_of_size(given.parameters * 1e9)
     else:
-        raise TLTError(f"--parameters must be above 0 (billions), not {given.parameters:g}.")
+        shape = shape_of_size(given.parameters * 1e9)
     arms = engine_arms(settings, graph_mode(read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm"), work.eager))
     if len(arms) < 2:
         raise TLTError(f"tlt.speculation.arms={list(arms)} never drafts, so there is nothing to advise on.")

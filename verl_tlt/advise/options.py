@@ -22,8 +22,8 @@ class AdviseOptions:
         Path | None, Option(help="Metrics of a run of it, stock or not: verl's `file` logger or console log.")
     ] = None
     gpu: Annotated[str | None, Option(help="A100, B200, H100, H20, H200 or L40S; H100 if not given.")] = None
-    parameters: Annotated[float | None, Option(help="The policy's size, in billions.")] = None
-    response_length: Annotated[float | None, Option(help="Mean response, in tokens.")] = None
+    parameters: Annotated[float | None, Option(min=1e-3, help="The policy's size, in billions.")] = None
+    response_length: Annotated[float | None, Option(min=1, help="Mean response, in tokens.")] = None
     reward_seconds: Annotated[float, Option(min=0, help="What reward adds to a step.")] = 0.0
     acceptance: Annotated[
         str | None, Option(help="Of your drafter, by position: 0.8,0.75,0.7 as verl-tlt evaluate says it.")

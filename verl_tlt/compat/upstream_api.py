@@ -129,8 +129,10 @@ VERL = {
         Symbol(
             _SERVER,
             has="_preprocess_engine_kwargs _get_worker_extension_cls clear_kv_cache sleep open_submission_gate config "
-            "model_config engine node_rank replica_rank _submission_paused _rejecting _resume_event _admitting",
+            "model_config engine node_rank nnodes replica_rank _submission_paused _rejecting _resume_event _admitting "
+            "_server_task",
         ),
+        Symbol(f"{_SERVER}.launch_server", "master_address master_port dp_rpc_port"),
         Symbol(f"{_SERVER}._post_init", "cuda_visible_devices"),
         Symbol(f"{_SERVER}._preprocess_engine_kwargs", "engine_kwargs"),
         Symbol(f"{_SERVER}.wake_up", "tags"),
@@ -319,7 +321,7 @@ VLLM = {
     ),
     "server/server.py": (
         Symbol("vllm.v1.engine.async_llm:AsyncLLM.collective_rpc", "method timeout args"),
-        Symbol("vllm.v1.engine.async_llm:AsyncLLM", has="reset_prefix_cache output_processor"),
+        Symbol("vllm.v1.engine.async_llm:AsyncLLM", has="reset_prefix_cache output_processor errored shutdown"),
         Symbol("vllm.v1.engine.async_llm:AsyncLLM.sleep", "level"),
         Symbol("vllm.v1.engine.output_processor:OutputProcessor", has="request_states"),
     ),

@@ -19,6 +19,7 @@ from verl_tlt.doctor import rules
 from verl_tlt.doctor.models import Finding
 from verl_tlt.doctor.recipe import Recipe, compose, read_settings
 from verl_tlt.errors import TLTError
+from verl_tlt.ownership import check_writable
 
 if TYPE_CHECKING:
     from verl_tlt.speculation.costs.tables import LatencyTable
@@ -97,11 +98,13 @@ def calibrate(recipe: Recipe, out: Path | None, seconds: float, cpu: bool) -> tu
     recipe, or that the engine could not be started or measured.
     """
     from verl_tlt.doctor.engine_check import EngineJob, keep_costs, run_job
+    from verl_tlt.server.calibration import COSTS_DIR
 
     # Data need not be there: nothing is trained.
     refusals = [f.sentence for f in examine_recipe(recipe) if f.level == "refuse" and not f.what.startswith("data.")]
     if refusals:
         raise TLTConfigError("\n".join(refusals))
+    check_writable(out or COSTS_DIR, "--out")
     return keep_costs(run_job(EngineJob(recipe, cpu, budget_s=seconds, costs_only=True)), out)
 
 

@@ -27,7 +27,9 @@ from verl_tlt.doctor.recipe import (
     select,
     trainer_mode,
 )
+from verl_tlt.errors import TLTError
 from verl_tlt.idle.modes import MODE_RULES
+from verl_tlt.ownership import check_writable
 from verl_tlt.server.engine_arguments import problems
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ def examine(config: DictConfig, settings: TLTConfig) -> list[Finding]:
     A `TLTConfigError` where a key of the config cannot be resolved.
     """
     found = [switched_on(config), *examine_packages()]
-    for rule in (trainer, actor, rollout, files, bubble):
+    for rule in (trainer, actor, rollout, files, places, bubble):
         found += rule(config, settings)
     return found
 
@@ -208,6 +210,20 @@ def files(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     policy = str(select(config, POLICY, ""))
     yield check_policy(policy)
     yield check_recipe_drafter(settings, policy, context_tokens(config))
+
+
+def places(_config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
+    """What the recipe says where to write must be a place that can be written to."""
+    for key, directory in (
+        ("tlt.trace.dir", settings.trace.dir),
+        ("tlt.speculation.costs_dir", settings.speculation.costs_dir),
+        ("tlt.drafter.save_dir", settings.drafter.save_dir),
+    ):
+        try:
+            if directory is not None:
+                check_writable(directory, key)
+        except TLTError as error:
+            yield Finding("refuse", key, str(error))
 
 
 def _missing_data(config: DictConfig) -> Iterator[tuple[str, str]]:

@@ -63,6 +63,10 @@ class DrafterStatus:
     """`DrafterFile.acceptance` of the drafter that is served."""
     full_graphs: tuple[int, ...] | None = None
     """`LoadReply.full_graphs`."""
+    gave_up: bool = False
+    """The engine did not start with its drafter, or died of it, and was started again without one, for good."""
+    weightless: bool = False
+    """It was started again since the last weight sync, and does not hold the policy."""
 
 
 class Work(NamedTuple):

@@ -127,6 +127,18 @@ async def calibrate(
     return _table(measured, arms)
 
 
+async def draft_once(engine: AsyncLLM, arm: int, vocab_size: int) -> None:
+    """Have a live engine verify a few drafts of the longest kind: a drafter that it dies of shows itself here.
+
+    `engine` and `vocab_size` are `calibrate`'s, and so is how the engine is left. An exception where it died.
+    """
+    probe = _Prober(engine, vocab_size)
+    try:
+        await probe.warm(arm, [1])
+    finally:
+        await probe.release()
+
+
 def _table(measured: Mapping[tuple[int, int], float], arms: Sequence[int]) -> LatencyTable:
     """Seconds by (arm, batch) as a table."""
     rows: dict[int, list[tuple[int, float]]] = {}

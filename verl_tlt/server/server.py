@@ -5,7 +5,8 @@ weight sync the drafter is loaded again from this node's staged file and compare
 level 2 (verl's default) discards drafter weights and verl sends only the policy's. And the server itself decides
 whether it may leave early, behind its own submission gate, since only it knows which requests are on their way.
 
-Nothing in here may fail a run: an engine whose drafter cannot be trusted decodes with K=0 and says so.
+Nothing in here may fail a run: an engine whose drafter cannot be trusted decodes with K=0 and says so. One that does
+not start with its drafter, or dies of it when it is calibrated, is started once more as stock verl starts it.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.digest import combined
 from verl_tlt.drafter.staging import DIRECTORY, stage
+from verl_tlt.errors import TLTError
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadReply, store_name
 from verl_tlt.ownership import make_private_dir
-from verl_tlt.server.calibration import calibrate, cost_key, plan_batches
+from verl_tlt.server.calibration import calibrate, cost_key, draft_once, plan_batches
 from verl_tlt.server.engine_arguments import engine_environment, engine_kwargs, started_arms
 from verl_tlt.server.scheduler_client import SchedulerCallError, SchedulerClient
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, save_table
@@ -54,11 +56,43 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self._tlt_left = self._tlt_keeps_weights = False
         self._tlt_drafting_disabled = False
 
+    @property
+    def _tlt_speculates(self) -> bool:
+        """Whether the engine is one of ours; after a start without a drafter it is stock verl's."""
+        return self.tlt.speculation.enable and not self._tlt_served.gave_up
+
     # ------------------------------------------------------------------ verl's hooks
+
+    async def launch_server(self, *args: Any, **kwargs: Any) -> None:
+        """As verl's; an engine that does not start with a drafter is started once more without one."""
+        try:
+            await super().launch_server(*args, **kwargs)
+        except TLTError:  # the recipe's fault, and one sentence
+            raise
+        except Exception as error:
+            if not self._tlt_speculates or self.nnodes > 1:  # verl's other nodes end themselves
+                raise
+            self._tlt_give_up(error, "does not start with its drafter")
+            await super().launch_server(*args, **kwargs)
+
+    def _tlt_give_up(self, error: Exception, what: str) -> None:
+        said = f"the engine {what} ({type(error).__name__}: {error})"
+        logger.error(
+            "replica %d: %s; it is started again without one, and drafts nothing for the rest of the run",
+            self.replica_rank, said, exc_info=error,
+        )  # fmt: skip
+        self._tlt_served = replace(self._tlt_served, ok=False, drafting=False, error=said, gave_up=True)
+
+    async def _tlt_start_again(self) -> None:
+        """Start an engine in place of the dead one. It has no weights of the policy's before the next weight sync."""
+        self._server_task.cancel()  # verl's HTTP server, which asks the dead one
+        await asyncio.to_thread(self.engine.shutdown)
+        await super().launch_server()
+        self._tlt_served = replace(self._tlt_served, weightless=True)
 
     def _preprocess_engine_kwargs(self, kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(kwargs)
-        if not self.tlt.speculation.enable:
+        if not self._tlt_speculates:
             return
         store = ray.get_actor(store_name(ray.get_runtime_context().get_job_id()))
         self.tlt_stage(ray.get(store.latest.remote(), timeout=STORE_S))
@@ -72,13 +106,14 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             os.environ["TLT_TRACE_DIR"] = self.tlt.trace.dir
 
     def _get_worker_extension_cls(self) -> str:
-        if not self.tlt.speculation.enable:
+        if not self._tlt_speculates:
             return super()._get_worker_extension_cls()
         return "verl_tlt.vllm_worker.extension.TLTWorkerExtension"
 
     async def clear_kv_cache(self) -> None:
         """As verl's, which is the last call of every weight sync in every trainer mode; then reload the drafter."""
         await super().clear_kv_cache()
+        self._tlt_served = replace(self._tlt_served, weightless=False)
         await self._tlt_reload()
         if self._tlt_left and not self.config.free_cache_engine:  # then verl calls no `wake_up`
             await self._tlt_return()
@@ -157,7 +192,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
     @property
     def _tlt_scheduler(self) -> SchedulerClient | None:
         """The scheduler of this server's engine; None: it is stock vLLM's, or the engine is another node's."""
-        return SchedulerClient(self.engine) if self.tlt.speculation.enable and self.node_rank == 0 else None
+        return SchedulerClient(self.engine) if self._tlt_speculates and self.node_rank == 0 else None
 
     def tlt_stage(self, drafter: DrafterFile) -> None:
         """Write a published drafter to this node's private directory; it is loaded at the next reload."""
@@ -259,19 +294,30 @@ class TLTvLLMHttpServer(vLLMHttpServer):
     async def tlt_calibrate(self, known: LatencyTable | None = None) -> LatencyTable:
         """Measure step costs by batch and draft length, OFF included, and give them to the scheduler.
 
-        `known` is what another replica of the run measured, used as it is. Empty where nothing could be measured.
+        `known` is what another replica of the run measured, used as it is. Empty where nothing could be measured, as by
+        an engine that dies of its drafter's first drafts: it is started again without one.
         """
         scheduler = self._tlt_scheduler
         if scheduler is None:
             return LatencyTable()
+        try:
+            return await self._tlt_measure(scheduler, known)
+        except Exception as error:
+            if not self.engine.errored or self.nnodes > 1:
+                raise
+            self._tlt_give_up(error, "died of its drafter's first drafts")
+        await self._tlt_start_again()
+        return LatencyTable()
+
+    async def _tlt_measure(self, scheduler: SchedulerClient, known: LatencyTable | None) -> LatencyTable:
         stored = await self._tlt_stored()
-        arms = started_arms(self.engine)
+        arms, vocab_size = started_arms(self.engine), len(self.model_config.tokenizer)
+        await draft_once(self.engine, arms[-1], vocab_size)
         found = stored.calibration().for_arms(arms)
         covered = found.covers(arms, max(plan_batches(self.config.max_num_seqs)))
         if known is not None and known.points:
             found = known
         elif not covered:
-            vocab_size = len(self.model_config.tokenizer)
             found = await calibrate(self.engine, arms, self.config.max_num_seqs, vocab_size)
         await scheduler.call("control", points=(stored if covered else found).to_list())
         await scheduler.call("stats", reset=True)

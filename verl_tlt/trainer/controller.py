@@ -161,14 +161,24 @@ class Controller:
         # One that is late must have left the device when the engines wake: it is replaced.
         self.fleet.waits.answers("warm-up", self.fleet.warm_up(), WARM_UP_S, keep=True)
 
-    def after_first_sync(self, step: int) -> None:
-        """Engines hold weights: measure what their steps cost."""
+    def after_first_sync(self, step: int) -> bool:
+        """Engines hold weights: measure what their steps cost. Returns whether some need another weight sync.
+
+        An engine that died of its drafter meanwhile was started again without one, and does not hold the policy.
+        """
+        again = False
         if self.tlt.speculation.enable and self.tlt.speculation.calibrate:
             with self.guard("calibration"):
                 self.speculation.calibrated(self.fleet.calibrate())
             self._choose_who_drafts(step + 1, at_once=True)
+        if self.tlt.speculation.enable:
+            with self.guard("first drafter"):
+                statuses = self.fleet.drafter_statuses().values()
+                self.guard.count("engines without a drafter", sum(status.gave_up for status in statuses))
+                again = any(status.weightless for status in statuses)
         self._published_at = step
         self.log.run_started(step + 1, self.tlt, self.fleet.replicas, self.facts)
+        return again
 
     def _choose_who_drafts(self, step: int, at_once: bool = False) -> None:
         """Tell the engines who decodes the rollout of `step` without drafts, from the weight sync on or at once."""

@@ -91,7 +91,8 @@ class TLTMixin(PPOTrainer):
         self.tlt = Controller(run.spot.config, run.facts, run.start, fleet, trace, pending_work)
         self.tlt.before_first_sync(self.global_steps, run.resume_from)
         super().on_init_end()
-        self.tlt.after_first_sync(self.global_steps)
+        if self.tlt.after_first_sync(self.global_steps):
+            super().on_init_end()  # in every mode a weight sync, and nothing else
 
     # ------------------------------------------------------------------ a step
 

@@ -161,7 +161,8 @@ class RayFleet:
         answer([worker.__ray_ready__.remote() for worker in handles], CALIBRATION_S)
         first, *others = self.replicas.values()
         found: LatencyTable = answer(first.server.tlt_calibrate.remote(), CALIBRATION_S)
-        answer([r.server.tlt_calibrate.remote(found) for r in others], CALL_S)
+        # Where the first could not, its engine died of the drafter, and the others' do as well.
+        answer([r.server.tlt_calibrate.remote(found) for r in others], CALL_S if found.points else CALIBRATION_S)
         logger.info("engine step costs: %s", found)
         return found
 

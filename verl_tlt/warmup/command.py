@@ -31,7 +31,7 @@ from verl_tlt.drafter import (
 )
 from verl_tlt.drafter.evaluate import combined_score
 from verl_tlt.drafter.policy import DrafterError, check_aux_layers, unsupported
-from verl_tlt.ownership import other_owner
+from verl_tlt.ownership import check_writable, other_owner
 from verl_tlt.warmup.engine import GenerationJob, Response, as_texts, find_device, generate
 from verl_tlt.warmup.options import WarmupOptions
 from verl_tlt.warmup.prompts import Prompts, load_tokenizer, read_prompts
@@ -78,6 +78,7 @@ def _check(options: WarmupOptions) -> None:
         raise DrafterError(f"--model {options.model} is a {shape.model_type} model; {why}.")
     if options.out.exists():
         raise DrafterError(f"--out {options.out} exists; give another name, or remove it.")
+    check_writable(options.out.parent, "the directory of --out")
     if options.objective not in OBJECTIVES:
         raise DrafterError(f"--objective must be {', '.join(OBJECTIVES)}, not {options.objective!r}.")
     find_device(options.device)
@@ -212,6 +213,8 @@ def _train(run: TrainingRun, bars: Progress) -> None:
 
 
 def _save(options: WarmupOptions, prompts: Prompts, responses: list[Response], run: TrainingRun) -> Path:
+    if not run.progress.tokens:
+        raise DrafterError(f"{options.out} was not written: the drafter did not learn from a single token.")
     best, score = max(run.taus), combined_score(run.score())
     facts: dict[str, Any] = {
         "policy": str(options.model),

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from typer import Argument, Option
+from typer import Argument, BadParameter, Option
 
 LEAST = 1e-9
 """Of a number above 0, which typer can only say as a minimum."""
 UNLIMITED = float("inf")
+MOST_SEED = (1 << 32) - 1
 T = TypeVar("T")
 
 
@@ -26,7 +28,9 @@ class SamplingOptions:
     temperature: Annotated[float, Option(min=0, help="Of the rollout this drafter is for.")] = 1.0
     top_p: Annotated[float, Option(min=1e-6, max=1, help="Of the rollout.")] = 1.0
     top_k: Annotated[int, Option(min=0, help="Of the rollout; 0: off.")] = 0
-    seed: Annotated[int, Option(min=0, help="Seeds sampling, and a new drafter's weights and training order.")] = 0
+    seed: Annotated[
+        int, Option(min=0, max=MOST_SEED, help="Seeds sampling, and a new drafter's weights and training order.")
+    ] = 0
 
     def sampling(self) -> SamplingOptions:
         """These fields alone."""
@@ -92,9 +96,27 @@ class EvaluateOptions(EngineOptions):
     limit: Annotated[int, Option(min=1, help="Most prompts.")] = 64
 
 
+def number(value: float | None) -> float | None:
+    """Callback of an option: typer's limits let NaN pass."""
+    if value is not None and math.isnan(value):
+        raise BadParameter(f"{value} is no number.")
+    return value
+
+
+def finite(value: float | None) -> float | None:
+    """Callback of an option that cannot be unlimited."""
+    if value is not None and math.isinf(value):
+        raise BadParameter(f"{value} is not a finite number.")
+    return number(value)
+
+
 def takes_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
     """Make a command for typer out of a function of one `options`: every field is an option, or an argument."""
     hints = typing.get_type_hints(options, include_extras=True)
+    for f in dataclasses.fields(options):  # type: ignore[arg-type]
+        kind, info = typing.get_args(hints[f.name])[:2]
+        if float in (kind, *typing.get_args(kind)):
+            info.callback = number if f.default == UNLIMITED else finite
     parameters = [
         inspect.Parameter(
             f.name,

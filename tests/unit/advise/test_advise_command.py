@@ -100,7 +100,6 @@ def test_a_run_with_tlt_brings_its_own_costs_and_acceptance(made_run):
         (["--gpu", "TPU"], "--gpu TPU is not one of A100"),
         (["--acceptance", "0.8,2"], "--acceptance takes numbers in 0..1"),
         (["--acceptance", "much"], "--acceptance takes numbers in 0..1"),
-        (["--parameters", "-3"], "--parameters must be above 0"),
         (["--response-length", "9000"], "--response-length must be between 1 and data.max_response_length=8192"),
         (["--metrics", "nowhere.jsonl"], "--metrics nowhere.jsonl cannot be read: No such file"),
         (["--metrics", "a", "--trace", "b"], "give one of them"),

@@ -33,6 +33,19 @@ def levels(found):
     return {what: finding.level for what, finding in found.items()}
 
 
+@pytest.mark.parametrize("key", ["trace.dir", "speculation.costs_dir", "drafter.save_dir"])
+def test_a_place_that_cannot_be_written_to_is_refused_and_one_that_can_is_left_as_it_was(findings, tmp_path, key):
+    section, name = key.split(".")
+    for place in (tmp_path / "train.parquet" / "below" / "a file", "/proc/tlt", tmp_path / "loop"):
+        if place == tmp_path / "loop":
+            place.symlink_to(place)
+        found = findings(settings=TLTConfig.from_dict({section: {name: str(place)}}))
+        assert levels(found) == {f"tlt.{key}": "refuse"}
+        assert f"tlt.{key}={place} cannot be written to: " in found[f"tlt.{key}"].sentence
+    assert not findings(settings=TLTConfig.from_dict({section: {name: str(tmp_path / "to be" / "made")}}))
+    assert not (tmp_path / "to be").exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "what", "said"),
     [

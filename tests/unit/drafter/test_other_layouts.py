@@ -1,6 +1,7 @@
 """Drafters in the layouts of SafeAILab/EAGLE and SpecForge: the same network under other names, or one sentence."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -182,6 +183,9 @@ def test_convert_writes_it_or_says_what_is_wrong(theirs, policy_dir, tmp_path):
     check_drafter(tmp_path / "ours", policy_dir)
     assert provenance(tmp_path / "ours")["converted from"] == str(theirs)
     assert "exists" in convert(tmp_path / "ours").output
+    for place in (Path("/proc/tlt/drafter"), theirs / "config.json" / "drafter"):
+        refused = convert(place)
+        assert refused.exit_code == 1 and "cannot be written to" in refused.output and "--out" in refused.output
     written(theirs, hidden_size=64)
     refused = convert(tmp_path / "none")
     assert refused.exit_code == 1 and "hidden_size=64" in refused.output

@@ -9,7 +9,7 @@ from rl_steps import LOOKS_S, STOP_S, called, fill_buffers, merged, rest_of_step
 
 from verl_tlt.config import TOKENS_PER_STEP
 from verl_tlt.idle.failure_budget import MAX_FAILURES
-from verl_tlt.messages.rollout import EngineStats, LoadInterval
+from verl_tlt.messages.rollout import DrafterStatus, EngineStats, LoadInterval
 from verl_tlt.messages.training import SessionResult
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.types import OFF
@@ -33,6 +33,15 @@ def test_an_idle_replica_trains_and_what_it_learned_is_served_after_the_sync(run
     assert metrics["tlt/bubble_s"] > 0 and metrics["tlt/errors"] == 0
     assert fleet.balancer == {"a", "b"}
     assert fleet.staged[0].acceptance == pytest.approx((0.6,) * 3, abs=0.01)
+
+
+def test_an_engine_that_lost_the_policy_with_its_drafter_gets_it_again_and_is_counted(run):
+    controller, fleet = run()
+    assert not controller.after_first_sync(0), "one weight sync is enough"
+    first, second = DrafterStatus(gave_up=True), DrafterStatus(gave_up=True, weightless=True)
+    fleet.drafter_statuses = lambda: {"a": first, "b": second}
+    assert controller.after_first_sync(0)
+    assert fill_buffers(controller, fleet)["tlt/errors_engines_without_a_drafter"] == 2
 
 
 def test_a_session_that_ran_out_of_data_in_a_long_bubble_gets_more_of_the_next_step(run):

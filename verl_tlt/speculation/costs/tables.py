@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,8 +18,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
+from verl_tlt.json_files import read_object
 from verl_tlt.messages import from_plain
-from verl_tlt.ownership import other_owner
+from verl_tlt.ownership import other_owner, replacing
 from verl_tlt.speculation.types import OFF, ControlError
 
 SCHEMA = 2
@@ -29,6 +30,9 @@ CONTEXT_TOKENS = 32
 CALIBRATED_SAMPLES = 4
 """Steps of a run that a calibrated figure counts as: it is the lower of medians over about as many."""
 
+_MOST, _MOST_POINTS = 1 << 48, 10_000
+"""Bounds of a table's numbers and of how many it has; a run's has some hundred."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -36,12 +40,12 @@ logger = logging.getLogger(__name__)
 class LatencyPoint:
     """One measured engine step: the batch verified a draft of `draft_length` and drafted as many again."""
 
-    batch: Annotated[int, Field(ge=1)]
-    kv_tokens: Annotated[int, Field(ge=0)]
-    draft_length: Annotated[int, Field(ge=OFF)]
+    batch: Annotated[int, Field(ge=1, le=_MOST)]
+    kv_tokens: Annotated[int, Field(ge=0, le=_MOST)]
+    draft_length: Annotated[int, Field(ge=OFF, le=64)]
     """K, or OFF (-1) for a step without any drafter."""
-    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    samples: Annotated[int, Field(ge=0)] = 1
+    seconds: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+    samples: Annotated[int, Field(ge=0, le=_MOST)] = 1
     """Steps behind this figure; 0: it is interpolated between measured draft lengths."""
     calibrated: bool = False
     """Measured in turn with the other draft lengths, on an engine that did nothing else: they can be compared."""
@@ -113,7 +117,7 @@ class LatencyTable:
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
-            raise ControlError(f"Latency {where}: {first['msg']}, not {first['input']!r}.") from error
+            raise ControlError(f"Latency {where}: {first['msg']}, not {repr(first['input'])[:80]}.") from error
 
 
 def interpolate(points: Sequence[tuple[float, float]], batch: float) -> float:
@@ -155,15 +159,8 @@ def save_table(directory: str | Path, key: TableKey, table: LatencyTable) -> Pat
     path = table_path(directory, key)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"schema": SCHEMA, "key": asdict(key), "points": table.to_list()}
-    temporary = path.with_suffix(f".{secrets.token_hex(4)}.tmp")
-    try:
-        temporary.touch(mode=0o664, exist_ok=False)  # whatever the umask: what everybody may write to is not read
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        file.write(json.dumps(content, indent=1).encode())
     return path
 
 
@@ -174,15 +171,18 @@ def load_table(directory: str | Path, key: TableKey) -> LatencyTable | None:
         logger.warning("The latency table %s is not read, since %s; latencies are learned anew.", path, reason)
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict) or content.get("schema") not in (1, SCHEMA):
+        if not os.path.lexists(path):
+            return None
+        content = read_object(path)
+        if content.get("schema") not in (1, SCHEMA):
             raise ControlError(f"it is not a latency table of schema 1 or {SCHEMA}")
         if content.get("key") != asdict(key):
-            raise ControlError(f"it was measured for {content.get('key')}")
-        return LatencyTable.from_list(content.get("points", []))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
+            raise ControlError(f"it was measured for {str(content.get('key'))[:500]}")
+        points = content.get("points", [])
+        if isinstance(points, list) and len(points) > _MOST_POINTS:
+            raise ControlError(f"it has {len(points)} points")
+        return LatencyTable.from_list(points)
+    except ValueError as error:
         _set_aside(path, str(error))
         return None
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -76,6 +77,12 @@ GOOD = {"schema": 1, "key": {"hardware": KEY.hardware, "model": KEY.model, "vllm
         json.dumps(GOOD | {"key": {"hardware": "TPU"}}),
         json.dumps(GOOD | {"points": "none"}),
         json.dumps(GOOD | {"points": [GOOD["points"][0] | {"seconds": 0}]}),
+        json.dumps(GOOD | {"points": [GOOD["points"][0] | {"seconds": 1e300}]}),
+        json.dumps(GOOD | {"points": [GOOD["points"][0] | {"batch": 10**400}]}),
+        json.dumps(GOOD | {"points": [GOOD["points"][0] | {"kv_tokens": 10**400}]}),
+        json.dumps(GOOD | {"points": GOOD["points"][:1] * 20_000}),
+        '{"schema": 1, "key": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        '{"schema": 1, "points": ' + "9" * 5000 + "}",
     ],
 )
 def test_a_corrupt_or_foreign_table_is_set_aside_with_a_warning(tmp_path, content, caplog):
@@ -89,13 +96,24 @@ def test_a_corrupt_or_foreign_table_is_set_aside_with_a_warning(tmp_path, conten
     assert load_table(tmp_path, KEY) == TABLE
 
 
+def test_what_is_no_file_is_set_aside_and_not_waited_for(tmp_path):
+    path = table_path(tmp_path, KEY)
+    path.symlink_to(path)
+    assert load_table(tmp_path, KEY) is None
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    assert load_table(tmp_path, KEY) is None
+    save_table(tmp_path, KEY, TABLE)
+    assert load_table(tmp_path, KEY) == TABLE
+
+
 def test_a_failed_write_keeps_the_old_table(tmp_path, monkeypatch):
     save_table(tmp_path, KEY, TABLE)
 
     def broken(*args, **kwargs):
         raise OSError("disk full")
 
-    monkeypatch.setattr(json, "dump", broken)
+    monkeypatch.setattr(os, "replace", broken)
     with pytest.raises(OSError, match="disk full"):
         save_table(tmp_path, KEY, LatencyTable(()))
     assert load_table(tmp_path, KEY) == TABLE

@@ -1,0 +1,50 @@
+"""Numbers given to commands: what is none, or out of bounds, is refused by the command line, naming the option."""
+
+import pytest
+from typer.main import get_command
+
+from verl_tlt.cli import app
+
+COMMANDS = get_command(app).commands
+MAY_BE_ZERO = {"temperature", "top_k", "seed", "cache_gb", "reward_seconds"}
+MAY_BE_INFINITE = {"max_steps", "max_tokens", "max_minutes"}
+
+
+def parsed(name, option, value):
+    """What a command makes of one option; raises where it is refused."""
+    words = [option.opts[0], value]
+    for other in COMMANDS[name].params:
+        if other.required and other is not option:
+            words += ["x"] if other.param_type_name == "argument" else [other.opts[0], "x"]
+    return COMMANDS[name].make_context(name, words).params[option.name]
+
+
+def is_number(name, option):
+    try:
+        return isinstance(parsed(name, option, "1"), int | float)
+    except Exception:  # typer's own, whose module is private
+        return isinstance(parsed(name, option, "2"), int | float)
+
+
+NUMBERS = [
+    (name, option)
+    for name, command in COMMANDS.items()
+    for option in command.params
+    if option.param_type_name == "option" and not option.is_flag and is_number(name, option)
+]
+
+
+def test_there_are_numbers_to_look_at():
+    assert {name for name, _ in NUMBERS} >= {"warmup", "evaluate", "calibrate", "advise"} and len(NUMBERS) > 25
+
+
+@pytest.mark.parametrize(("name", "option"), NUMBERS, ids=lambda x: x if isinstance(x, str) else x.name)
+def test_a_number_is_a_number_within_bounds(name, option):
+    refused = ["nan", "-inf", "-1", "word"]
+    refused += [] if option.name in MAY_BE_ZERO else ["0"]
+    refused += [] if option.name in MAY_BE_INFINITE else ["inf"]
+    for value in refused:
+        with pytest.raises(Exception) as caught:
+            parsed(name, option, value)
+        assert type(caught.value).__name__ == "BadParameter", (value, caught.value)
+        assert option.opts[0] in caught.value.format_message()

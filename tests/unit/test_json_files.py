@@ -1,0 +1,66 @@
+"""JSON from elsewhere: whatever lies under its name, reading ends soon, in a value or in a sentence."""
+
+import os
+import sys
+
+import pytest
+
+from verl_tlt.json_files import MOST_BYTES, MOST_LEVELS, JSONFileError, parse, read_object
+
+
+def refusal(path):
+    with pytest.raises(JSONFileError) as caught:
+        read_object(path)
+    sentence = str(caught.value)
+    assert sentence.startswith(str(path)) and sentence.endswith(".") and "\n" not in sentence and len(sentence) < 400
+    return sentence
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "file.json"
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":', '[{"b":'])
+@pytest.mark.parametrize("levels", [MOST_LEVELS, 500, 100_000])
+def test_depth(file, opening, levels):
+    closing = "".join({"[": "]", "{": "}"}[c] for c in reversed(opening) if c in "[{")
+    depth = levels // len(closing) - 1
+    file.write_text('{"top": ' + opening * depth + "0" + closing * depth + "}")
+    if levels == MOST_LEVELS:
+        assert read_object(file)["top"]
+    else:
+        assert "nested deeper than" in refusal(file)
+
+
+def test_width_is_no_depth(file):
+    assert len(parse("[" + ",".join(["[[]]"] * 1000) + "]")) == 1000
+
+
+def test_what_is_no_ordinary_file(tmp_path, file):
+    assert "does not exist" in refusal(file)
+    os.mkfifo(file)
+    assert "no ordinary file" in refusal(file)  # nobody writes to it, and it is not waited for
+    for name in ("/dev/zero", tmp_path):
+        os.unlink(file)
+        file.symlink_to(name)
+        assert "no ordinary file" in refusal(file)
+    os.unlink(file)
+    file.symlink_to(file)
+    assert "symbolic links" in refusal(file)
+
+
+def test_what_is_too_large_or_no_object(file):
+    with file.open("wb") as sparse:
+        sparse.truncate(MOST_BYTES + 1)
+    assert "more than" in refusal(file)
+    for text in (
+        "[1]",
+        "3",
+        "",
+        "{",
+        '{"a": ' + "9" * (sys.get_int_max_str_digits() + 1) + "}",
+        "\ud800".encode("utf-8", "surrogatepass"),
+    ):
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        refusal(file)
