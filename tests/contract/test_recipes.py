@@ -30,6 +30,17 @@ def test_every_shell_file_is_checked_and_is_run_or_differs_in_sizes_only_from_on
         assert any(check.same_run(recipe, check.RECIPES[name]) for name in sorted(runs)), recipe.name
 
 
+@pytest.mark.parametrize(
+    ("expression", "said"),
+    [("12 * (3 + 4)", "84"), ("-1 / 4", "-0.25"), ("1 / 0", "error"), ("__import__('os').getpid()", "error"),
+     ("9 ** 9 ** 9", "error"), ("'a' * 10 ** 9", "error"), ("(" * 201, "error"), ("x", "error")],
+)  # fmt: skip
+def test_the_calculator_works_out_plain_arithmetic_and_nothing_else(expression, said):
+    from recipes.calculator_tool import calculate
+
+    assert getattr(calculate, "__wrapped__", calculate)(expression).startswith(said)
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_recipe_composes_and_can_run(data, path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -150,6 +150,21 @@ def test_a_drafter_is_staged_and_loaded_in_private(tmp_path, monkeypatch):
             call()
 
 
+def test_what_is_staged_is_the_old_drafter_or_the_new_one(tmp_path, monkeypatch):
+    directory, replace = tmp_path / "drafter", os.replace
+    stage("{}", b"old", directory)
+    seen = []
+
+    def look(source, target):
+        seen.append((directory / "model.safetensors").read_bytes())
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", look)
+    stage("{}", b"new" * 1000, directory)
+    assert seen == [b"old", b"old"] and (directory / "model.safetensors").read_bytes() == b"new" * 1000
+    assert len(list(directory.iterdir())) == 2
+
+
 def test_a_directory_that_another_user_made_is_not_private(tmp_path, give_away):
     (tmp_path / "ours").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "ours")

@@ -54,6 +54,15 @@ def test_no_module_runs_what_it_reads_or_listens():
     assert {path: what for path, what in found.items() if what} == ALLOWED
 
 
+def test_hidden_states_are_not_written_to_a_disk():
+    """Where they pass, nothing is opened; drafters are saved in `drafter`."""
+    paths = [path for room in ("actor", "spot_worker") for path in sorted((ROOT / "verl_tlt" / room).rglob("*.py"))]
+    calls = [n for path in paths for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+    names = {ast.unparse(call.func).rpartition(".")[2] for call in calls}
+    writes = {"open", "fdopen", "write", "write_text", "write_bytes", "save_file", "tofile"}
+    assert len(names) > 100 and not names & writes and not any("temp" in name.lower() for name in names)
+
+
 OFFENCES = (
     "import pickle", "from http.server import HTTPServer", "torch.load(file)", "np.load(file)", "eval(text)",
     "subprocess.run(words, shell=True)", "yaml.load(text, Loader=yaml.Loader)", "server.bind('tcp://*:5555')",

@@ -17,6 +17,16 @@ def policy(recipe):
     return str(recipe.actor_rollout_ref.model.path)
 
 
+def test_another_users_drafter_is_refused_before_the_run(policy, everybodys, give_away):
+    (everybodys / "drafter").mkdir()
+    (everybodys / "drafter" / "config.json").write_text("{}")
+    (everybodys / "drafter" / "model.safetensors").touch()
+    give_away(everybodys / "drafter")
+    settings = TLTConfig.from_dict({"drafter": {"path": str(everybodys / "drafter")}})
+    found = check_recipe_drafter(settings, policy, 64)
+    assert found.level == "refuse" and "may be another user's drafter" in found.sentence
+
+
 @pytest.fixture
 def cached(policy, tmp_path, monkeypatch):
     """Puts the policy's config, changed, into the Hugging Face cache under a name."""

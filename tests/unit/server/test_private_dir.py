@@ -1,10 +1,11 @@
-"""Directories of servers: never shared, and swept once their process is gone."""
+"""What jobs and servers have of their own: directories, swept once their process is gone, and the store of drafters."""
 
 import subprocess
 import sys
 
 import pytest
 
+from verl_tlt.messages.rollout import store_name
 from verl_tlt.ownership import make_private_dir
 
 OWNER = """
@@ -38,6 +39,10 @@ def test_two_processes_have_two_directories(tmp, other):
     ours = make_private_dir("tlt-")
     assert ours != theirs and ours.is_dir() and theirs.is_dir()
     assert ours.stat().st_mode & 0o777 == 0o700
+
+
+def test_two_jobs_have_two_stores():
+    assert store_name("01000000") != store_name("02000000")
 
 
 def test_one_whose_process_was_killed_goes_and_what_is_not_ours_stays(tmp, other):

@@ -87,6 +87,14 @@ def test_other_settings_do_not_go_on_from_it(settings, answered):
     warmup(settings(epochs=1), QUIET)  # a longer or shorter budget is no other run
 
 
+def test_another_users_work_is_not_gone_on_with(settings, everybodys, give_away):
+    wanted = settings(out=everybodys / "drafter")
+    command.begin(wanted, command.read(wanted))
+    give_away(wanted.work)
+    with pytest.raises(command.DrafterError, match=r"may be another user's work: .* belongs to user"):
+        command.begin(wanted, command.read(wanted))
+
+
 @pytest.mark.parametrize(
     "budget", [{"epochs": 0.4}, {"max_steps": 4}, {"max_tokens": 300}, {"max_minutes": 1e-9}], ids=str
 )
