@@ -26,6 +26,7 @@ from verl_tlt.trainer.clock import Deadline
 from verl_tlt.trainer.fleet import Call, CallFailed, ReplicaInfo, SpotPlan
 from verl_tlt.trainer.ray_calls import CombinedCall, RayCall, answer
 from verl_tlt.trainer.replica_workers import (
+    START_S,
     ReplicaWorkers,
     ShardRoutes,
     capture_ranks,
@@ -158,7 +159,9 @@ class RayFleet:
         """Measure on one replica what engine steps cost, and tell all of them: replicas of a run are alike."""
         # What spot workers import and load while they start would be measured, too.
         handles = [worker for r in self.replicas.values() for worker in r.workers.handles.values()]
-        answer([worker.__ray_ready__.remote() for worker in handles], CALIBRATION_S)
+        ready = [worker.__ray_ready__.remote() for worker in handles]
+        if ready:
+            ray.wait(ready, num_returns=len(ready), timeout=START_S)
         first, *others = self.replicas.values()
         found: LatencyTable = answer(first.server.tlt_calibrate.remote(), CALIBRATION_S)
         # Where the first could not, its engine died of the drafter, and the others' do as well.

@@ -120,6 +120,7 @@ def test_a_worker_that_never_stops_is_killed_after_the_bound(run, monkeypatch, c
     metrics = rest_of_step(controller, fleet, 2)
     assert called(fleet, "merge") == [(("c",),)], "what c learned is merged without b"
     assert metrics["tlt/spot_failures"] == 1 and metrics["tlt/drafter_version"] == 1
+    assert metrics["tlt/overhead_stop_s"] == pytest.approx(STOP_S, abs=0.01)
 
 
 def test_a_replica_whose_sessions_keep_failing_is_left_alone(run):
