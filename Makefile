@@ -8,7 +8,7 @@ STAMP := $(VENV)/.setup-done
 # One thread per process: engines, trainers and workers that spin against each other cost 10-60x.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup wheel test test-all test-fast lint contract recipes-check test-faults demo demo-compare bench bench-control clean distclean
+.PHONY: help setup wheel test test-all test-fast lint contract recipes-check test-releases test-faults demo demo-compare bench bench-control clean distclean
 
 help:
 	@echo "make demo           GRPO on the toy task with TLT, a line per step, pictures in demo-out/"
@@ -16,7 +16,8 @@ help:
 	@echo "make test           lint, types and the tests that continuous integration runs"
 	@echo "make test-all       the same with the heavy tests: more recipes, modes and combinations"
 	@echo "make test-fast      lint, types and the unit tests"
-	@echo "make contract       what verl-tlt relies on, in every verl and vLLM release it supports (downloads 300 MB)"
+	@echo "make contract       what verl-tlt relies on, in every verl and vLLM release it supports (downloads 1.2 GB)"
+	@echo "make test-releases  tests near sampling and a run on vLLM 0.24, 0.29, 0.31 and 0.32 (half an hour; RELEASES=\"0.29.0\")"
 	@echo "make recipes-check  every recipe composed, judged, and run scaled down (about a quarter of an hour)"
 	@echo "make test-faults    real runs in which parts of TLT fail, and what that cost them (half an hour)"
 	@echo "make bench          stock verl, vLLM's speculation and TLT, nine arms in turns (two hours)"
@@ -57,6 +58,9 @@ test-fast: lint
 
 contract: $(STAMP)
 	TLT_CONTRACT_CACHE=$(CURDIR)/.cache/contract $(BIN)/pytest tests/contract
+
+test-releases: $(STAMP)
+	VENV=$(VENV) requirements/releases.sh $(RELEASES)
 
 recipes-check: $(STAMP)
 	$(BIN)/python -m recipes.check --run
