@@ -157,6 +157,20 @@ CHANGES = (
         patch="vllm/0005-no-call-for-empty-drafts.patch",
     ),
     UpstreamChange(
+        name="a response ends at the token that completes a stop string",
+        changes=("vllm.v1.engine.output_processor:OutputProcessor.process_outputs",),
+        symptom="With `stop` and speculation, what a step brought behind the stop string stays in `token_ids` and "
+        "log-probabilities, and RL trains on it; the text is right.",
+        cause="`vllm/v1/engine/detokenizer.py:118` `for new_token_id in new_token_ids:` takes in the whole step before "
+        "stop strings are looked for, and `output_processor.py:405` hands on all token ids beside the shortened text.",
+        applied_by="verl_tlt.server.stop_strings:end_at_stop_strings",
+        releases="vllm 0.24 to 0.31, in rollout servers with speculation",
+        removed_by="vLLM 0.32, which cuts tokens itself in `OutputProcessor._trim_surplus_tokens`: nothing is changed "
+        "there.",
+        upstream="https://github.com/vllm-project/vllm/pull/47616 is about the same",
+        patch="vllm/0007-stop-strings-end-token-ids.patch",
+    ),
+    UpstreamChange(
         name="a rollout server can ask the scheduler",
         changes=("vllm.v1.engine.core:EngineCore",),
         symptom="Statistics, calibration and the choice of OFF need the scheduler, which runs in a child process.",

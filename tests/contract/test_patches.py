@@ -210,6 +210,35 @@ def test_a_shim_leaves_what_has_its_patch_and_changes_what_has_not(tmp_path, wor
     assert (operator.attrgetter(attribute)(module) is before) == fixed
 
 
+@pytest.mark.parametrize("fixed", [True, False])
+def test_the_stop_string_shim_leaves_a_processor_that_cuts_tokens_itself(tmp_path, fixed):
+    from vllm.v1.engine import output_processor as stock
+
+    from verl_tlt.server.stop_strings import end_at_stop_strings
+
+    file = patched("stop-strings", tmp_path, "output_processor.py") if fixed else Path(stock.__file__)
+    found = load(file, stock.__name__).OutputProcessor
+    assert end_at_stop_strings(found) != fixed, "vLLM cuts them itself: the change is not needed any more"
+    after = found.process_outputs
+    assert not end_at_stop_strings(found) and found.process_outputs is after, "applied twice"
+
+
+def test_the_stop_string_patch_does_what_the_shim_does(tmp_path):
+    """Three tokens in one step, of which the second completes the string: see also test_lossless_stops.py."""
+    from vllm.v1.engine import detokenizer as stock
+
+    class Spelled(load(patched("stop-strings", tmp_path, "detokenizer.py"), stock.__name__).BaseIncrementalDetokenizer):
+        def decode_next(self, token):
+            return "abcdef"[2 * token : 2 * token + 2]
+
+    for include, text in ((False, "a"), (True, "abc")):
+        params = types.SimpleNamespace(stop=["bc"], min_tokens=0, include_stop_str_in_output=include)
+        detokenizer = Spelled(types.SimpleNamespace(sampling_params=params))
+        assert detokenizer.update([0, 1, 2], False) == "bc"
+        assert detokenizer.token_ids == [0, 1] and detokenizer.num_surplus_tokens == 1
+        assert detokenizer.output_text == text
+
+
 LINEAR = """
     import importlib.util, os, sys
     spec = importlib.util.spec_from_file_location("vllm.model_executor.layers.utils", sys.argv[1])

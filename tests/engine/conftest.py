@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # policies.py, named in addition
 
 from recorded import end_ray
 from shared_engines import SharedEngines, part_of
-from tiny_engine import SMALL, V, build_drafter_dir, build_target
+
+from benchmarks.lossless.tiny_policy import SMALL, V, build_drafter_dir, build_target
 
 LOST = "Missing cached draft probabilities"
 

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import numpy as np
-from exact import AFTER_THE_END, Exact, Sampling
 from tiny_engine import Engine, sampled
+
+from benchmarks.lossless.exact import AFTER_THE_END, Exact, Sampling
+from benchmarks.lossless.tiny_policy import SMALL, spell
 
 PROMPTS = ([3, 14, 1, 5, 9], [2, 7, 1, 8, 2, 8, 1, 8])
 DRAWS, TOKENS, ENUMERATED = 1200, 10, 4  # per prompt; the first token is the prefill's, three are drafted
@@ -23,7 +25,9 @@ CASES = {  # what requests may ask for: (sampling, more of `draw`)
     "bad-words": (Sampling(bad_words=((7,), (3, 14), (1, 5, 9))), {}),
     "seeds": (HOT, {"seeded": True}),
     "several-outputs": (HOT, {"n": 4}),
+    "stop-strings": (Sampling(stop=((5,), (3, 14), (9, 9))), {}),
 }
+STRUCTURED = Sampling(turns=((3, 7, 9, 11, 15), (7, 8, 9, 10, 15)))
 
 
 def exact_models(models) -> dict[str, Exact]:
@@ -31,12 +35,24 @@ def exact_models(models) -> dict[str, Exact]:
     return {family: Exact(models[f"{family}-small-target"]) for family in ("qwen3", "llama")}
 
 
+def spelled(tokens: Sequence[int]) -> str:
+    """Tokens of the small vocabulary as text."""
+    return "".join(spell(token, SMALL) for token in tokens)
+
+
 def draw(engine: Engine, sampling: Sampling, draws: int = DRAWS, n: int = 1, seeded: bool = False) -> list[np.ndarray]:
     """`draws` outputs [draws, TOKENS] of each prompt, `n` of each request, all of them in flight together; what ends
     early is filled up. `seeded`: every request has a seed of its own.
     """
     requests = [{"prompt_token_ids": list(p)} for p in PROMPTS] * (draws // n)
+    from vllm.sampling_params import StructuredOutputsParams
+
     asked = asdict(sampling)
+    if words := asked.pop("stop"):
+        asked |= {"stop": [spelled(word) for word in words], "detokenize": True}
+    if turns := asked.pop("turns"):
+        grammar = "".join(f"[{spelled(turns[i % len(turns)])}]" for i in range(TOKENS))
+        asked["structured_outputs"] = StructuredOutputsParams(regex=grammar)
     forbidden = [list(word) for word in asked.pop("bad_words")]
     params = [sampled(TOKENS, n=n, seed=i if seeded else None, **asked) for i in range(len(requests))]
     for one in params:

@@ -50,8 +50,9 @@ class SharedEngines:
         **kwargs: Any,
     ) -> Iterator[Engine]:
         """An engine; `kwargs` go to vLLM."""
+        target = self._models[part_of(family, "target")]
         arguments: dict[str, Any] = dict(
-            model=str(self._models[part_of(family, "target")]), skip_tokenizer_init=True, dtype="float32", seed=0,
+            model=str(target), skip_tokenizer_init=not (target / "tokenizer.json").exists(), dtype="float32", seed=0,
             enforce_eager=True, max_model_len=512, max_num_seqs=32, enable_prefix_caching=False,
             distributed_executor_backend="uni", disable_log_stats=False,
         )  # fmt: skip

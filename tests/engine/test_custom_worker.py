@@ -9,8 +9,8 @@ import pytest
 import torch
 from ray import cloudpickle
 from recorded import ray_cluster
-from tiny_engine import build_target
 
+from benchmarks.lossless.tiny_policy import build_target
 from demo.toy.assets import SHIPPED_POLICY
 from verl_tlt.drafter import check_drafter
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_engine import H, build_drafter_dir, prompts, sampled
+from tiny_engine import prompts, sampled
 
+from benchmarks.lossless.tiny_policy import H, build_drafter_dir
 from verl_tlt.drafter import fingerprint
 from verl_tlt.drafter.digest import combined
 from verl_tlt.vllm_worker.live_drafter import own_buffers

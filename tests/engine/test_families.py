@@ -8,8 +8,9 @@ import pytest
 import torch
 from actor import LAYERS, build_actor, free_port, make_batch, make_rows, whole_sequences
 from shared_engines import part_of
-from tiny_engine import build_drafter_dir, prompts, sampled
+from tiny_engine import prompts, sampled
 
+from benchmarks.lossless.tiny_policy import build_drafter_dir
 from demo.toy.assets import SHIPPED_POLICY
 from verl_tlt.drafter import (
     DrafterTrainer,

@@ -7,8 +7,9 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from tiny_engine import V, sampled
+from tiny_engine import sampled
 
+from benchmarks.lossless.tiny_policy import V
 from verl_tlt.config import TLTConfig
 from verl_tlt.server.calibration import calibrate
 from verl_tlt.server.scheduler_client import SchedulerClient

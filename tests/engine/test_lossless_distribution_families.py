@@ -7,9 +7,10 @@ import dataclasses
 
 import pytest
 from draws import CASES, FAILS, HOT, draw, p_values, swaps_and_pauses
-from exact import Exact
 from shared_engines import part_of
-from tiny_engine import SMALL, build_drafter_dir, build_target
+
+from benchmarks.lossless.exact import Exact
+from benchmarks.lossless.tiny_policy import SMALL, build_drafter_dir, build_target
 
 pytestmark = [pytest.mark.engine, pytest.mark.heavy]
 

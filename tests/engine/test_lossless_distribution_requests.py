@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 import torch
-from draws import CASES, CAUGHT, FAILS, HOT, PROMPTS, TOKENS, draw, exact_models, p_values, swaps_and_pauses
-from exact import Sampling
+from draws import CASES, CAUGHT, FAILS, HOT, PROMPTS, STRUCTURED, TOKENS, draw, exact_models, p_values, swaps_and_pauses
 from safetensors.torch import load_file, save_file
 from tiny_engine import sampled
+
+from benchmarks.lossless.exact import Sampling
 
 pytestmark = pytest.mark.engine
 
@@ -25,6 +26,7 @@ def exact(models):
 def test_what_requests_ask_for(engine_of, exact, case):
     sampling, asked = CASES[case]
     with engine_of("good", policy="policies:rand", **SMALL) as engine:
+        engine.end_at_stop_strings()
         chi, martingale = p_values(exact, draw(engine, sampling, DRAWS, **asked), sampling)
         assert engine.scheduler.tlt.stats().num_accepted_tokens_per_pos[0] > DRAWS
     assert chi > FAILS and martingale > FAILS
@@ -46,6 +48,19 @@ def test_least_length_and_stop_tokens(engine_of, exact, across):
     else:
         chi, martingale = p_values(exact, draws, sampling)
         assert ends > FAILS and chi > FAILS and martingale > FAILS
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut by the grammar"])
+def test_structured_output(engine_of, exact, cut):
+    """Many a draft holds what the grammar forbids."""
+    with engine_of("good", policy="policies:longest", **SMALL) as engine:
+        if cut:
+            engine.patch.setattr(engine.scheduler._tlt_grammar, "keep_whole", lambda *_: None)
+        chi, martingale = p_values(exact, draw(engine, STRUCTURED, 1600), STRUCTURED)
+    if cut:
+        assert chi < CAUGHT, "vLLM no longer cuts drafts by what was drawn: GrammarDrafts is not needed any more"
+    else:
+        assert chi > FAILS and martingale > FAILS
 
 
 @pytest.fixture(scope="module")

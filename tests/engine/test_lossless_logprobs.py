@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import pytest
-from exact import Exact, Sampling
 from tiny_engine import prompts, sampled
+
+from benchmarks.lossless.exact import Exact, Sampling
 
 pytestmark = pytest.mark.engine
 

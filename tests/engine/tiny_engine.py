@@ -1,9 +1,4 @@
-"""Tiny real models and in-process vLLM engines on the CPU.
-
-The target is a random Qwen3 or Llama whose next token depends mostly on the present one; the good drafter is built by
-hand to know just that, so that drafts are accepted often but not always. The bad one is a random head. The `small`
-vocabulary is for tests that enumerate every output.
-"""
+"""In-process vLLM engines on the CPU, with the tiny models of `benchmarks.lossless.tiny_policy`."""
 
 from __future__ import annotations
 
@@ -16,68 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-V, H, LAYERS, HEADS, HEAD_DIM, MLP = 512, 128, 4, 4, 32, 256
-SMALL = 16  # tokens in the small vocabulary
-SCALED_ROPE = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8,
-}  # fmt: skip
-"""As Llama 3.1's; so short that a test's positions lie beyond it."""
-
-
-def build_target(path: Path, family: str = "qwen3", vocab: int = V) -> None:
-    """A model of the family with random weights, saved to `path`; `llamatied` has the embedding for a head, and a
-    scaled RoPE.
-    """
-    import transformers
-
-    name = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "llamatied": "Llama"}[family]
-    tied = family == "llamatied"
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=vocab, hidden_size=H, intermediate_size=MLP, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=HEADS, head_dim=HEAD_DIM, max_position_embeddings=1024, tie_word_embeddings=tied,
-        bos_token_id=0, eos_token_id=2, pad_token_id=0, dtype="float32",
-        **({"rope_parameters": SCALED_ROPE} if tied else {}),
-    )  # fmt: skip
-    model = getattr(transformers, f"{name}ForCausalLM")(config).float()
-    with torch.no_grad():
-        model.model.embed_tokens.weight.copy_(torch.randn(vocab, H))
-        if tied:  # each token's own logit is the largest by far
-            model.model.norm.weight.mul_(0.022)
-        else:
-            model.lm_head.weight.mul_(10.0)
-        for layer in model.model.layers:  # how much the context counts beside the present token
-            layer.self_attn.o_proj.weight.mul_(2.0)
-            layer.mlp.down_proj.weight.mul_(2.0)
-    model.save_pretrained(path)
-
-
-def build_drafter_dir(path: Path, target: Path, informed: bool, **settings: Any) -> None:
-    """A drafter of it: one that knows the present token, or a random head."""
-    from verl_tlt.drafter import VerifierWeights, build_drafter, refresh_verifier_weights, save_drafter
-
-    model = build_drafter(target, seed=1, **settings)
-    refresh_verifier_weights(model, VerifierWeights.from_policy_dir(target))
-    if informed:
-        with torch.no_grad():
-            _pass_the_token_through(model)
-    save_drafter(model, path, {"made for": "tests"})
-
-
-def _pass_the_token_through(model: torch.nn.Module) -> None:
-    """Make the drafter's output the embedding of the present token: attention to itself, nothing else."""
-    weights = dict(model.named_parameters())
-    attention = "layers.0.self_attn."
-    for name, scale in (("q", 4.0), ("k", 4.0), ("v", 1.0)):
-        weight = weights[f"{attention}{name}_proj.weight"]  # [H, 2H]: embedding, then hidden state
-        weight.zero_()
-        weight[:, :H] = scale * torch.eye(H)
-    weights[f"{attention}o_proj.weight"].copy_(8.0 * torch.eye(H))
-    weights["layers.0.mlp.down_proj.weight"].zero_()
-    weights["fc.weight"].mul_(0.1)
+from benchmarks.lossless.tiny_policy import V
 
 
 def run_script(name: str, *arguments: Path) -> Any:
@@ -93,7 +28,7 @@ def sampled(tokens: int, **kwargs: Any) -> Any:
     """Sampling parameters that run to the full length."""
     from vllm import SamplingParams
 
-    return SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, **{"temperature": 0.0, **kwargs})
+    return SamplingParams(max_tokens=tokens, ignore_eos=True, **{"temperature": 0.0, "detokenize": False, **kwargs})
 
 
 def prompts(count: int) -> list[dict[str, list[int]]]:
@@ -117,6 +52,15 @@ class Engine:
     def rpc(self, method: str, *args: Any) -> Any:
         """One worker's answer to `collective_rpc`."""
         return self.llm.collective_rpc(method, args=args)[0]
+
+    def end_at_stop_strings(self) -> None:
+        """As verl's server does with TLT, until the engine is given back."""
+        from vllm.v1.engine.output_processor import OutputProcessor
+
+        from verl_tlt.server.stop_strings import end_at_stop_strings
+
+        self.patch.setattr(OutputProcessor, "process_outputs", OutputProcessor.process_outputs)
+        assert end_at_stop_strings(OutputProcessor)
 
     def counters(self) -> list[int]:
         """VLLM's own: drafts verified, their tokens, those accepted, then by position; empty where nobody drafts."""

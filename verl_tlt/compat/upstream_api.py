@@ -282,6 +282,16 @@ VLLM = {
         Symbol("vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer", has="_draft_attn_layer_names"),
         Symbol("vllm.config.compilation:CompilationConfig", has="static_forward_context"),
     ),
+    "engine_core/grammar_drafts.py": (
+        Symbol(f"{_SCHEDULER}.update_draft_token_ids", says=("validate_tokens(",)),  # what cuts drafts
+        Symbol(
+            "vllm.v1.structured_output:StructuredOutputManager.grammar_bitmask",
+            "requests structured_output_request_ids scheduled_spec_decode_tokens",
+            says=("if token == -1:",),
+        ),
+        Symbol(f"{_SCHEDULER}.get_grammar_bitmask", says=("scheduler_output.scheduled_spec_decode_tokens",)),
+        Symbol("vllm.v1.request:Request", has="structured_output_request spec_token_ids is_prefill_chunk"),
+    ),
     "engine_core/ngram_drafts.py": (
         Symbol(
             "vllm.v1.core.sched.output:SchedulerOutput",
@@ -318,6 +328,16 @@ VLLM = {
     "server/calibration.py": (
         Symbol("vllm.v1.engine.async_llm:AsyncLLM.generate", "prompt sampling_params request_id"),
         Symbol("vllm.sampling_params:SamplingParams", has="temperature max_tokens ignore_eos detokenize"),
+    ),
+    "server/stop_strings.py": (
+        Symbol(
+            "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
+            "engine_core_outputs engine_core_timestamp iteration_stats",
+            says=("self.request_states.get(req_id)", "if req_state is None:"),  # what comes behind the end is dropped
+        ),
+        Symbol("vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer.update", "new_token_ids stop_terminated"),
+        Symbol("vllm.v1.engine:EngineCoreOutput", has="request_id new_token_ids new_logprobs finish_reason"),
+        Symbol("vllm.v1.outputs:LogprobsLists.slice_request", "req_idx num_positions"),
     ),
     "server/server.py": (
         Symbol("vllm.v1.engine.async_llm:AsyncLLM.collective_rpc", "method timeout args"),

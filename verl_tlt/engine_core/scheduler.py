@@ -28,6 +28,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from verl_tlt.engine_core.grammar_drafts import GrammarDrafts
 from verl_tlt.engine_core.ngram_drafts import NgramDrafts
 from verl_tlt.engine_core.steps import EngineStep, StepTrace
 from verl_tlt.messages.rollout import BROKEN_MARK, EngineStats
@@ -134,6 +135,7 @@ class TLTScheduler(Scheduler):
         limits = Limits(tuple(settings["arms"]), token_limit(config), longest - self.num_spec_tokens)
         self.tlt = StepControl(load_policy(settings), limits, trace)
         self.tlt_ngram = ngram_drafts(settings["speculation"])
+        self._tlt_grammar = GrammarDrafts()
         self.dynamic_sd_lookup = _DraftLengthLookup(self._tlt_choose)
         self.drafts_expected = True
         skip_empty_fetch(EngineCore)
@@ -232,7 +234,7 @@ class TLTScheduler(Scheduler):
                 request.spec_token_ids = []
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """As vLLM's, cut to the K that was asked for.
+        """As vLLM's, cut to the K that was asked for, and not by a grammar.
 
         A V2 model runner before 0.32 always drafts K_max, and any runner returns K_max zeros where it could not draft.
         """
@@ -241,6 +243,7 @@ class TLTScheduler(Scheduler):
         if rows and len(rows[0]) > k:
             draft_token_ids.draft_token_ids = [row[:k] for row in rows]
         super().update_draft_token_ids(draft_token_ids)
+        self._tlt_grammar.keep_whole(self.requests, draft_token_ids)
         if self.tlt_ngram:
             waiting = time.perf_counter()
             self.tlt_ngram.propose(self.requests, draft_token_ids.req_ids, k)
@@ -250,7 +253,7 @@ class TLTScheduler(Scheduler):
         """As vLLM's, which asks for it once the step was handed to the workers: the time to learn from the last one."""
         self._tlt_learn()
         self._tlt_load.refresh(self.running, scheduler_output.num_scheduled_tokens)
-        return super().get_grammar_bitmask(scheduler_output)
+        return super().get_grammar_bitmask(self._tlt_grammar.marked(scheduler_output))
 
     # ------------------------------------------------------------------ after the step
 

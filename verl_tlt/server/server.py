@@ -22,6 +22,7 @@ from typing import Any
 
 import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+from vllm.v1.engine.output_processor import OutputProcessor
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.digest import combined
@@ -33,6 +34,7 @@ from verl_tlt.ownership import make_private_dir
 from verl_tlt.server.calibration import calibrate, cost_key, draft_once, plan_batches
 from verl_tlt.server.engine_arguments import engine_environment, engine_kwargs, started_arms
 from verl_tlt.server.scheduler_client import SchedulerCallError, SchedulerClient
+from verl_tlt.server.stop_strings import end_at_stop_strings
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, save_table
 
 logger = logging.getLogger(__name__)
@@ -98,6 +100,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self.tlt_stage(ray.get(store.latest.remote(), timeout=STORE_S))
         drafter = str(self._tlt_dir / "drafter")
         kwargs.update(engine_kwargs(self.tlt, drafter, self.config, kwargs))
+        end_at_stop_strings(OutputProcessor)
         # The engine core and its workers are children of this process and inherit these; they differ per replica and
         # node, so they cannot travel in vLLM's config, which is part of its compile-cache key.
         mine = {"TLT_REPLICA": str(self.replica_rank), DIRECTORY: drafter}

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -92,3 +93,26 @@ def test_a_first_drafter_that_does_not_come_ends_the_start(server, monkeypatch):
     with pytest.raises(ray.exceptions.GetTimeoutError):
         server._preprocess_engine_kwargs({})
     assert asked == {"timeout": BOUND_S}
+
+
+@pytest.mark.parametrize("speculates", [True, False])
+def test_responses_end_at_stop_strings_where_tlt_speculates_and_stock_stays_stock(server, monkeypatch, speculates):
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    stock = OutputProcessor.process_outputs
+    monkeypatch.setattr(OutputProcessor, "process_outputs", stock)
+    for name in ("TLT_REPLICA", module.DIRECTORY, "VLLM_USE_V2_MODEL_RUNNER"):
+        monkeypatch.setenv(name, "")
+    store = SimpleNamespace(latest=SimpleNamespace(remote=lambda: None))
+    context = SimpleNamespace(get_job_id=lambda: "01000000")
+    monkeypatch.setattr(
+        module,
+        "ray",
+        SimpleNamespace(get_actor=lambda name: store, get=lambda *_, **__: None, get_runtime_context=lambda: context),
+    )
+    monkeypatch.setattr(module, "engine_kwargs", lambda *_: {})
+    monkeypatch.setattr(TLTvLLMHttpServer, "tlt_stage", lambda *_: None)
+    server.tlt = TLTConfig.from_dict({"speculation": {"enable": speculates}})
+    server.config, server._tlt_dir = SimpleNamespace(checkpoint_engine=None), Path("nowhere")
+    server._preprocess_engine_kwargs({})
+    assert (OutputProcessor.process_outputs is stock) != speculates

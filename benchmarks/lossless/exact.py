@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,10 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     """As tokens."""
+    stop: tuple[tuple[int, ...], ...] = ()
+    """Stop strings, as the tokens that spell them in the one way there is."""
+    turns: tuple[tuple[int, ...], ...] = ()
+    """Structured output: the tokens allowed at each position, over and over."""
 
     def penalised(self, logits: torch.Tensor, prompt: list[int], outputs: torch.Tensor) -> torch.Tensor:
         """Logits [n, length, vocab] after what depends on the tokens so far (`outputs` [n, length]): penalties, bad
@@ -56,14 +61,20 @@ class Sampling:
         logits[:, : self.min_tokens, list(self.stop_token_ids)] = -torch.inf
         for *begun, last in self.bad_words:
             for i in range(len(begun), logits.shape[1]):
-                said = (outputs[:, i - len(begun) : i] == torch.tensor(begun, dtype=torch.long)).all(-1)  # [n]
-                logits[said, i, last] = -torch.inf
+                logits[_said(outputs, begun, i), i, last] = -torch.inf
+        for i in range(logits.shape[1] if self.turns else 0):
+            forbidden = torch.ones(logits.shape[-1], dtype=torch.bool)
+            forbidden[list(self.turns[i % len(self.turns)])] = False
+            logits[:, i, forbidden] = -torch.inf
         return logits
 
     def ended(self, outputs: torch.Tensor) -> torch.Tensor:
-        """[n, length]: whether there is a stop token before each position."""
-        stops = torch.isin(outputs, torch.tensor(self.stop_token_ids, dtype=outputs.dtype)).long()
-        return stops.cumsum(1) > stops
+        """[n, length]: whether there is a stop token, or all of a stop string, before each position."""
+        stops = torch.isin(outputs, torch.tensor(self.stop_token_ids, dtype=outputs.dtype))
+        for word in self.stop:
+            for i in range(len(word), outputs.shape[1] + 1):
+                stops[:, i - 1] |= _said(outputs, word, i)
+        return stops.cumsum(1) > stops.long()
 
     def log_probs(self, logits: torch.Tensor) -> torch.Tensor:
         """Log-probabilities [..., vocab] of the tokens kept, -inf for others: top-k, then top-p over what is left."""
@@ -77,6 +88,11 @@ class Sampling:
             before = probs.cumsum(-1) - probs  # probability of everything ranked higher
             ranked[before >= self.top_p] = -torch.inf
         return torch.full_like(logits, -torch.inf).scatter(-1, order, ranked).log_softmax(-1)
+
+
+def _said(outputs: torch.Tensor, word: Sequence[int], end: int) -> torch.Tensor:
+    """[n]: whether the tokens of `outputs` [n, length] before position `end` are those of `word`."""
+    return (outputs[:, end - len(word) : end] == torch.tensor(word, dtype=torch.long)).all(-1)
 
 
 class Exact:

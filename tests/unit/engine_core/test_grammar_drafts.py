@@ -1,0 +1,47 @@
+"""Drafts of structured output between scheduler and grammar, on records shaped like vLLM's."""
+
+from types import SimpleNamespace
+
+from verl_tlt.engine_core.grammar_drafts import GrammarDrafts
+
+
+def request(left, grammar=True, prefilling=False):
+    """A request whose draft vLLM has cut to `left`."""
+    structured = object() if grammar else None
+    return SimpleNamespace(spec_token_ids=list(left), structured_output_request=structured, is_prefill_chunk=prefilling)
+
+
+def drafts(**rows):
+    return SimpleNamespace(req_ids=list(rows), draft_token_ids=list(rows.values()))
+
+
+def step(**rows):
+    return SimpleNamespace(scheduled_spec_decode_tokens=rows, num_scheduled_tokens={})
+
+
+def test_a_cut_draft_is_verified_whole_and_the_grammar_is_told_where_it_ends():
+    kept = GrammarDrafts()
+    requests = {"cut": request([5]), "allowed": request([5, 6]), "free": request([7, 8], grammar=False)}
+    kept.keep_whole(requests, drafts(cut=[5, 6, 7], allowed=[5, 6], free=[7, 8], gone=[1]))
+    assert [requests[name].spec_token_ids for name in ("cut", "allowed", "free")] == [[5, 6, 7], [5, 6], [7, 8]]
+    output = step(cut=[5, 6, 7], free=[7, 8])
+    assert kept.marked(output).scheduled_spec_decode_tokens == {"cut": [5, -1, -1], "free": [7, 8]}
+    assert output.scheduled_spec_decode_tokens["cut"] == [5, 6, 7], "the workers verify what was drawn"
+
+
+def test_only_the_latest_draft_of_a_request_counts():
+    kept = GrammarDrafts()
+    requests = {"a": request([]), "b": request([])}
+    kept.keep_whole(requests, drafts(a=[1, 2], b=[1, 2]))
+    requests["a"].spec_token_ids = [3, 4]
+    del requests["b"]
+    kept.keep_whole(requests, drafts(a=[3, 4]))
+    output = step(a=[3, 4], b=[9])
+    assert kept.marked(output) is output
+
+
+def test_a_request_that_computes_its_prompt_has_no_draft():
+    kept = GrammarDrafts()
+    requests = {"a": request([], prefilling=True)}
+    kept.keep_whole(requests, drafts(a=[1, 2]))
+    assert requests["a"].spec_token_ids == []

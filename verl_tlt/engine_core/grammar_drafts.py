@@ -1,0 +1,53 @@
+"""Drafts of requests with structured output: verified whole, so that sampling stays exact.
+
+vLLM cuts a draft before the first token that the grammar forbids (`Scheduler.update_draft_token_ids`), and draws the
+token in that place as if none had been drafted there. That happens only where a forbidden one was drawn, so tokens that
+the drafter holds likely come too often. Here a forbidden token is verified like any other: under the grammar its
+probability is 0, so it is rejected and replaced as every rejected draft is. vLLM's own asynchronous scheduling does the
+same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import DraftTokenIds
+    from vllm.v1.request import Request
+
+NOT_TO_ADVANCE = -1
+"""A draft behind which `grammar_bitmask` follows the grammar no further."""
+
+
+class GrammarDrafts:
+    """Remembers how far the grammar allows each draft that is about to be verified."""
+
+    def __init__(self) -> None:
+        self._allowed: dict[str, int] = {}
+
+    def keep_whole(self, requests: Mapping[str, Request], drafts: DraftTokenIds) -> None:
+        """Give requests the whole drafts again that vLLM has just cut."""
+        for name, row in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
+            self._allowed.pop(name, None)
+            request = requests.get(name)
+            if request is None or request.structured_output_request is None or request.is_prefill_chunk:
+                continue
+            if len(request.spec_token_ids) < len(row):
+                self._allowed[name] = len(request.spec_token_ids)
+                request.spec_token_ids = list(row)
+        for name in self._allowed.keys() - requests.keys():
+            del self._allowed[name]
+
+    def marked(self, output: SchedulerOutput) -> SchedulerOutput:
+        """A scheduled step as vLLM's `get_grammar_bitmask` has to see it: forbidden drafts are `NOT_TO_ADVANCE`."""
+        if not self._allowed:
+            return output
+        marked = copy.copy(output)
+        marked.scheduled_spec_decode_tokens = {
+            name: [token if i < self._allowed.get(name, len(row)) else NOT_TO_ADVANCE for i, token in enumerate(row)]
+            for name, row in output.scheduled_spec_decode_tokens.items()
+        }
+        return marked
