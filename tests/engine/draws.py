@@ -27,7 +27,7 @@ CASES = {  # what requests may ask for: (sampling, more of `draw`)
     "several-outputs": (HOT, {"n": 4}),
     "stop-strings": (Sampling(stop=((5,), (3, 14), (9, 9))), {}),
 }
-STRUCTURED = Sampling(turns=((3, 7, 9, 11, 15), (7, 8, 9, 10, 15)))
+STRUCTURED = Sampling(turns=(tuple(range(3, 8)), tuple(range(8, 16))))
 
 
 def exact_models(models) -> dict[str, Exact]:

@@ -56,7 +56,7 @@ def test_structured_output(engine_of, exact, cut):
     with engine_of("good", policy="policies:longest", **SMALL) as engine:
         if cut:
             engine.patch.setattr(engine.scheduler._tlt_grammar, "keep_whole", lambda *_: None)
-        chi, martingale = p_values(exact, draw(engine, STRUCTURED, 1600), STRUCTURED)
+        chi, martingale = p_values(exact, draw(engine, STRUCTURED, 2400), STRUCTURED)
     if cut:
         assert chi < CAUGHT, "vLLM no longer cuts drafts by what was drawn: GrammarDrafts is not needed any more"
     else:
