@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +35,7 @@ from verl_tlt.drafter import fingerprint, load_training_state
 from verl_tlt.messages.training import Resumed
 from verl_tlt.report.reader import RunTrace, read_trace
 from verl_tlt.spot_worker.versions import INITIAL, checksum, moments
-from verl_tlt.trace.events import Event, LoadSample, Phase, Publish, Reload, RunStarted, Session
+from verl_tlt.trace.events import Event, LoadSample, Phase, Publish, Reload, RunStarted
 from verl_tlt.trainer.checkpoints import CHECKPOINT
 
 OVERRIDES = (
@@ -149,13 +151,18 @@ def history(trace: RunTrace, step: int) -> dict[str, Any]:
         """A step is saved before its drafter is published, so who resumes it knows of none but earlier publications."""
         return event.step < min([step] + [run.step0 - 1 for run in trace.runs if run.t > event.t])
 
-    def saver(session: Session) -> str:
-        """The first replica's worker writes the checkpoint, and all go on with its optimizer."""
-        return [run.replicas[0] for run in trace.runs if run.t <= session.start][-1]
+    def trained(job: RunStarted) -> int:
+        """Steps of the worker that trained the longest in a job: it writes the checkpoint, and all go on from there."""
+        until = min((run.t for run in trace.runs if run.t > job.t), default=math.inf)
+        steps = Counter[str]()
+        for session in trace.sessions:
+            if session.step <= step and job.t <= session.start < until:
+                steps[session.replica] += session.steps
+        return max(steps.values(), default=0)
 
     version = next((p.version for p in reversed(trace.publishes) if lasted(p)), 0)
     loaded = {r.version: r.fingerprint for r in trace.reloads if r.ok and lasted(r)}
-    steps = sum(s.steps for s in trace.sessions if s.step <= step and s.replica == saver(s))
+    steps = sum(trained(job) for job in trace.runs)
     return {"version": version, "served": loaded.get(version), "initial": loaded.get(0), "steps": steps}
 
 

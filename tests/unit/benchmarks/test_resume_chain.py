@@ -114,3 +114,15 @@ def test_what_a_killed_job_published_after_the_save_is_not_what_was_saved(tmp_pa
     step(3, 2, "two", trained=4)
     step(4, 3, "three", trained=1)
     assert history(read_trace(tmp_path), 4) == {"version": 2, "served": "two", "initial": None, "steps": 17}
+
+
+def test_all_go_on_with_the_optimizer_of_the_worker_that_trained_the_longest_in_each_job(tmp_path):
+    clock = iter(range(1000))
+    trace = TraceWriter(tmp_path, "trainer", clock=lambda: float(next(clock)))
+    for first, trained in ((1, {"a": (5, 1), "b": (3, 4)}), (3, {"a": (2, 0), "b": (1, 0)})):
+        trace.emit("run", step0=first, replicas=["a", "b"])
+        for replica, steps in trained.items():
+            for later, count in enumerate(steps):
+                session = {"step": first + later, "start": float(next(clock)), "end": 0.0, "steps": count, "tokens": 9}
+                trace.emit("session", replica=replica, outcome="stopped", **session)
+    assert history(read_trace(tmp_path), 4)["steps"] == (3 + 4) + 2
