@@ -56,9 +56,10 @@ class ReplicaWorkers:
 
     def starts(self, name: str) -> bool:
         """Whether a worker is still starting, and cannot answer yet."""
-        if name in self._starting and RayCall(self._starting[name]).done():
-            del self._starting[name]
-        return name in self._starting and SYSTEM.monotonic() - self._since < START_S
+        waiting, since = self._starting, self._since  # another thread may begin with others meanwhile
+        if (ready := waiting.get(name)) is not None and RayCall(ready).done():
+            waiting.pop(name, None)
+        return name in waiting and SYSTEM.monotonic() - since < START_S
 
     def starting(self) -> bool:
         """Whether one of them is still starting."""
