@@ -156,7 +156,7 @@ class BufferConfig:
 
     max_mb: Count | None = None
     """Bytes of hidden states per spot worker, in MiB; the oldest step is evicted first. Null: 2048, or on
-    accelerators a tenth of a node's memory among its workers where that is more."""
+    accelerators what is left to it of 15 % of a node's memory among its workers, where that is more."""
     keep_steps: Count = 8
     """RL steps a sequence stays."""
     min_tokens: Index = 2000
@@ -164,7 +164,7 @@ class BufferConfig:
     tokens_per_step: Count | None = None
     """Tokens captured per worker and RL step; each length gets its share of the tokens. Null: 8192, doubled after every
     step in which most sessions used up their epochs with a fifth of the bubble left, until two steps fill the buffer or
-    capturing takes 0.5 % of a step."""
+    capturing twice as many would take 0.5 % of a step; halved where it does."""
     window: Count = 4096
     """Longest stretch kept of one sequence, at its true positions."""
     held_out: Annotated[float, Field(gt=0, lt=0.9)] = 0.1

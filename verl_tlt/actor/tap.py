@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Copies = tuple[torch.cuda.Event, torch.cuda.Event]
+"""What is queued for CUDA before and behind the copies of a micro-batch."""
+
 ROW = "tlt_row"
 """Key of each sequence's row number in a batch: verl's micro-batching, which reorders rows, carries it along."""
 
@@ -45,6 +48,7 @@ class HiddenStateTap:
         self.wanted = (*sorted(aux_layers), adapter.layers)
         self.chosen: dict[int, tuple[int, int]] = {}
         self.taken: list[HiddenStateShard] = []
+        self._copies: list[Copies] = []
         self.seconds = 0.0
         self.errors = 0
         self._open: _MicroBatch | None = None  # the one that is being computed, if it is recorded
@@ -55,12 +59,17 @@ class HiddenStateTap:
 
     def arm(self, windows: Mapping[int, tuple[int, int]]) -> None:
         """Record the window (start, stop) of rows of the coming batch; the same on all ranks that compute it."""
-        self.chosen, self.taken, self.seconds = dict(windows), [], 0.0
+        self.chosen, self.taken, self._copies, self.seconds = dict(windows), [], [], 0.0
 
     def take(self) -> list[HiddenStateShard]:
-        """What was recorded of the chosen rows on this rank, in row order; disarms."""
-        taken = sorted(self.taken, key=lambda shard: shard.row)
-        self.chosen, self.taken = {}, []
+        """What was recorded of the chosen rows on this rank, in row order, once all of it is on the host; disarms."""
+        taken: list[HiddenStateShard] = []
+        with self._contained():
+            for begun, ended in self._copies:
+                ended.synchronize()
+                self.seconds += begun.elapsed_time(ended) / 1e3  # the forward's kernels waited for the copies
+            taken = sorted(self.taken, key=lambda shard: shard.row)
+        self.chosen, self.taken, self._copies = {}, [], []
         return taken
 
     def _hook(self, index: int) -> Callable[..., None]:
@@ -82,9 +91,10 @@ class HiddenStateTap:
         finally:
             recorded, self._open = self._open, None
         if recorded is not None:
-            recorded.wait_for_device()
             with self._contained():
-                self.taken += recorded.shards(self.wanted)
+                shards, copies = recorded.shards(self.wanted)
+                self.taken += shards
+                self._copies += [copies] if copies else []
         return output
 
     @contextmanager
@@ -131,14 +141,13 @@ class _MicroBatch:
                 self._spans[i] = spans  # the same under every layer
                 held[i] = torch.cat([axis[s.at : s.at + s.stop - s.start].to(self._dtype) for s in spans])
 
-    def wait_for_device(self) -> None:
-        """Let the forward on the device end, which is not the tap's time."""
-        tensors = [tensor for held in self._slices.values() for tensor in held.values()]
-        if tensors and tensors[0].is_cuda:
-            torch.cuda.current_stream(tensors[0].device).synchronize()
+    def shards(self, wanted: tuple[int, ...]) -> tuple[list[HiddenStateShard], Copies | None]:
+        """What this rank holds of each chosen sequence, on the host.
 
-    def shards(self, wanted: tuple[int, ...]) -> list[HiddenStateShard]:
-        """What this rank holds of each chosen sequence, on the host."""
+        From CUDA it comes while the forward goes on: into page-locked memory, which torch keeps for the next step.
+        """
+        cuda = next((state.is_cuda for held in self._slices.values() for state in held.values()), False)
+        begun = _mark() if cuda else None
         ids, responses = self._batch["input_ids"].values(), response_lengths(self._batch)
         layers = tuple(sorted(self._slices))
         found = []
@@ -146,9 +155,9 @@ class _MicroBatch:
             row, start, stop = self._windows[i]
             begin = self._offsets[i]  # of this sequence in the jagged values
             states = [self._slices[layer].pop(i) for layer in layers]
-            kept = torch.empty(len(layers), *states[0].shape, dtype=self._dtype)
+            kept = torch.empty(len(layers), *states[0].shape, dtype=self._dtype, pin_memory=cuda)
             for layer, state in zip(kept, states, strict=True):
-                layer.copy_(state)
+                layer.copy_(state, non_blocking=True)
             found.append(
                 HiddenStateShard(
                     row=row,
@@ -161,7 +170,14 @@ class _MicroBatch:
                     states=to_numpy16(kept),
                 )
             )
-        return found
+        return found, (begun, _mark()) if begun else None
+
+
+def _mark() -> torch.cuda.Event:
+    """A place in what is queued for CUDA, with the time at which it is reached."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 def response_lengths(micro_batch: TensorDict) -> list[int]:

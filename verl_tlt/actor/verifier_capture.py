@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from verl_tlt.drafter import to_numpy16
+from verl_tlt.drafter.host_memory import page_locked, views
 from verl_tlt.drafter.verifier import policy_part
 from verl_tlt.messages.training import VerifierArrays
 
@@ -64,7 +65,8 @@ class VerifierCapture:
         """The coming weight sync is copied from."""
         self._dtype, self._put = dtype, put
         self._wanted = [part for part in VERIFIER_PARTS if not (tied and part == "lm_head")]
-        self._host: dict[str, torch.Tensor] = {}  # kept for the run: locking pages takes longer than the copy
+        self._locked: dict[str, torch.Tensor] = {}  # kept for the run: locking pages takes longer than the copy
+        self._host: dict[str, torch.Tensor] = {}  # the same, as tensors of the policy's shapes
         self._arrived: set[str] = set()
         self._captured_before = False
         self._putting: Future[ObjectRef] | None = None
@@ -111,7 +113,8 @@ class VerifierCapture:
         short = tensor.detach().to(self._dtype)
         held = self._host.get(part)
         if held is None or held.shape != short.shape:
-            held = self._host[part] = torch.empty(short.shape, dtype=self._dtype, pin_memory=short.is_cuda)
+            self._locked[part] = page_locked(short.nbytes)
+            held = self._host[part] = views(self._locked[part], [short])[0]
         held.copy_(short)
         self._arrived.add(part)
         self._nbytes += held.nbytes

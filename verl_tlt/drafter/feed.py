@@ -7,7 +7,7 @@ micro-batch, through page-locked memory and on a stream of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -55,8 +55,9 @@ class Feed:
         """What is counted is counted on the host, before the batch leaves it."""
         batch = batch.for_passes(self._ttt_steps)
         tokens = batch.tokens
-        if self._stream is None:
-            return FedBatch(batch.to(self._device, torch.float32), tokens, None)
+        if self._stream is None or any(getattr(batch, f.name).is_cuda for f in fields(batch)):
+            there = batch.to(self._device, torch.float32)
+            return FedBatch(there.padded(ROW_BLOCK) if self._stream else there, tokens, None)
         with torch.cuda.stream(self._stream):
             # Kept by torch for the next batch, and not given to it before this copy is done.
             locked = Batch(**{f.name: getattr(batch, f.name).pin_memory() for f in fields(batch)})
@@ -80,10 +81,14 @@ def ahead(items: Iterable[S], prepare: Callable[[S], T]) -> Iterator[Iterator[T]
 
     with ThreadPoolExecutor(1, "tlt-feed") as thread:  # it has the scheduling class of the thread that begins it
 
-        def handed_out() -> Iterator[T]:
+        def handed_out() -> Generator[T, None, None]:
             coming = thread.submit(following)
             while (ready := coming.result()) is not None:
                 coming = thread.submit(following)
                 yield ready[0]
 
-        yield handed_out()
+        stream = handed_out()
+        try:
+            yield stream
+        finally:
+            stream.close()  # what was prepared and is not used lets go of its memory

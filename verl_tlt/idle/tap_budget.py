@@ -8,8 +8,10 @@ actor's forward takes noticeable time.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import median
 
 LEFT = 0.2
 """Part of a bubble that a session may leave without being called short of data."""
@@ -17,6 +19,8 @@ SHORTEST_S = 1.0
 """Bubbles below it are over before data could matter."""
 TAP_SHARE = 0.005
 """Of a step's time that the tap may take, half of what all of TLT's work may."""
+REMEMBERED = 3
+"""Steps whose costs count."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,14 @@ class TapBudget:
 
     def __init__(self, first: int, follows: bool, max_bytes: int) -> None:
         self.tokens = self._least = first
-        self._max_bytes = max_bytes
-        self._may_shrink = self._may_grow = follows
+        self._max_bytes, self._follows = max_bytes, follows
+        self._costs: deque[float] = deque(maxlen=REMEMBERED)  # of a captured token, as a share of its step
+        self._asked = first  # tokens of the forward that comes next
         self._before: float | None = None  # when the step before this one was captured
+
+    def _share(self, tokens: int) -> float:
+        """Of a step's time that so many tokens take; 0: nothing is known yet."""
+        return tokens * median(self._costs) if self._costs else 0.0
 
     def sampled(self, bubbles: Iterable[Bubble], token_bytes: float) -> None:
         """A step's sampling is over: the bubbles of the replicas that trained, and bytes of one token's hidden states
@@ -45,12 +54,18 @@ class TapBudget:
         """
         long = [b for b in bubbles if b.seconds >= SHORTEST_S]
         short_of_data = sum(b.exhausted and b.trained_s < (1 - LEFT) * b.seconds for b in long)
-        if self._may_grow and token_bytes and 2 * short_of_data > len(long):
+        wanted = self._follows and bool(token_bytes) and 2 * short_of_data > len(long)
+        if wanted and self._share(2 * self.tokens) <= TAP_SHARE:
             self.tokens = max(self.tokens, min(2 * self.tokens, int(self._max_bytes / token_bytes / 2)))
 
     def tapped(self, tap_s: float, now: float) -> None:
-        """The step's hidden states were captured at `now`, in `tap_s` seconds on the slowest rank of the actor."""
+        """A step's hidden states were captured and handed over at `now`, and the next forward was told of `tokens`.
+
+        `tap_s`: seconds that this kept the step, in the forward of the actor's slowest rank and in handing over.
+        """
         before, self._before = self._before, now
-        if before is not None and self._may_shrink and tap_s > TAP_SHARE * (now - before):
-            self._may_grow = False
-            self.tokens = max(self._least, self.tokens // 2)
+        captured, self._asked = self._asked, self.tokens
+        if before is not None and now > before:
+            self._costs.append(tap_s / (now - before) / captured)
+            if self._follows and self._share(self.tokens) > TAP_SHARE:
+                self.tokens = max(self._least, self.tokens // 2)

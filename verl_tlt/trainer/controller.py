@@ -275,8 +275,10 @@ class Controller:
         with self._charged("tap"):
             held = [s for s in self._buffers.values() if s.tokens]
             self._tap.sampled(self.log.bubbles(), max((s.bytes / s.tokens for s in held), default=0.0))
-            taken = self.fleet.take(self._trains_next(step), self._tap.tokens)
-            self._tap.tapped(max((t.seconds for t in taken), default=0.0), self.clock.time())
+            start = self.clock.monotonic()
+            taken = self.fleet.take(self._trains_next(step), self._tap.tokens)  # every rank puts what it has in a store
+            handed_s = self.clock.monotonic() - start
+            self._tap.tapped(max((t.seconds for t in taken), default=0.0) + handed_s, self.clock.time())
             self.guard.count("tap", sum(t.errors for t in taken))
             self._arriving = self.fleet.hand_over(step, taken)
             self.log.tapped(taken)

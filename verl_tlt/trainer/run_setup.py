@@ -30,8 +30,8 @@ MOST_BATCH_TOKENS = 4096
 """Longer micro-batches would lengthen stops for nothing."""
 LOGIT_BYTES, MOST_LOGIT_BYTES = 20, 6 << 30
 """Device bytes of one logit while a session trains or scores (`drafter.session_bytes`), and of all of them."""
-MEMORY_SHARE = 0.1
-"""Part of a node's memory that its buffers take together."""
+MEMORY_SHARE = 0.15
+"""Part of a node's memory that its spot workers take together: buffers, drafters and optimizers."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class FirstDrafter:
     """One phrase for the log: where it came from."""
     tokens_trained: int = 0
     """By spot workers of this run before it was resumed."""
+    worker_bytes: int = 0
+    """Host memory of a spot worker on an accelerator, beside its buffer."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,9 @@ def prepare(config: DictConfig, tlt: TLTConfig, base_mode: str) -> RunSetup:
     start = first_drafter(tlt, policy_dir, dtype, context + tlt.speculation.longest, checkpoint)
     accelerator, workers = config.trainer.device == "cuda", config.trainer.n_gpus_per_node
     spot = SpotPlan(
-        config=with_sizes(tlt, policy_shape(policy_dir).vocab_size, accelerator, _node_bytes(), workers),
+        config=with_sizes(
+            tlt, policy_shape(policy_dir).vocab_size, accelerator, _node_bytes(), workers, start.worker_bytes
+        ),
         policy_dir=policy_dir,
         drafter=start.trainable,
         sampling=RolloutSampling(rollout.temperature, rollout.top_p, rollout.top_k),
@@ -146,7 +150,7 @@ def first_drafter(
     Raises:
         DrafterError: the given drafter does not fit, or may be another user's.
     """
-    from verl_tlt.drafter import check_owner, load_drafter, provenance, to_drafter_file
+    from verl_tlt.drafter import check_owner, host_bytes, load_drafter, provenance, to_drafter_file
 
     checkpoint = saved_drafter(resume_from)
     if source := checkpoint or config.drafter.path:
@@ -166,7 +170,8 @@ def first_drafter(
         return DrafterFile(version, text, weights, fingerprint, acceptance)
 
     aux_layers = tuple(model.config.eagle_aux_hidden_state_layer_ids)
-    return FirstDrafter(file("float32"), file(dtype), aux_layers, origin, int(resumed.get("tokens_trained", 0)))
+    trained = int(resumed.get("tokens_trained", 0))
+    return FirstDrafter(file("float32"), file(dtype), aux_layers, origin, trained, host_bytes(model))
 
 
 def _random_head(config: TLTConfig, policy_dir: str, context: int) -> Eagle3DraftModel:
@@ -183,17 +188,19 @@ def _random_head(config: TLTConfig, policy_dir: str, context: int) -> Eagle3Draf
     )
 
 
-def with_sizes(tlt: TLTConfig, vocabulary: int, accelerator: bool, node_bytes: float, workers: int) -> TLTConfig:
+def with_sizes(
+    tlt: TLTConfig, vocabulary: int, accelerator: bool, node_bytes: float, workers: int, worker_bytes: int
+) -> TLTConfig:
     """The settings with `tlt.drafter.batch_tokens` and `tlt.buffer.max_mb` filled in where the user left them open.
 
-    `node_bytes` is the memory of the smallest node (0: unknown), `workers` the spot workers on a node; `accelerator`:
-    drafters train on one, not on the host's processor.
+    `node_bytes` is the memory of the smallest node (0: unknown), `workers` the spot workers on a node, each of which
+    takes `worker_bytes` beside its buffer; `accelerator`: drafters train on one, not on the host's processor.
     """
     rows, mb = BATCH_TOKENS, BUFFER_MB
     if accelerator:
         while rows < MOST_BATCH_TOKENS and 2 * rows * vocabulary * LOGIT_BYTES <= MOST_LOGIT_BYTES:
             rows *= 2
-        mb = max(mb, int(MEMORY_SHARE * node_bytes / max(1, workers)) >> 20)
+        mb = max(mb, int(MEMORY_SHARE * node_bytes / max(1, workers) - worker_bytes) >> 20)
     return replace(
         tlt,
         drafter=replace(tlt.drafter, batch_tokens=tlt.drafter.batch_tokens or rows),

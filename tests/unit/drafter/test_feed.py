@@ -3,6 +3,7 @@
 import collections
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -37,6 +38,23 @@ def test_a_user_that_stops_early_leaves_no_thread():
     with ahead(iter(int, 1), str) as source:
         assert [next(source), next(source)] == ["0", "0"] and feeders()
     assert not feeders()
+
+
+def test_what_was_prepared_and_is_not_used_is_let_go(sequences):
+    made, prepared = [], threading.Event()
+
+    def prepare(batch):
+        moved = batch.to("cpu", torch.float64)
+        made.append(weakref.ref(moved.hidden_states))
+        if len(made) == 2:
+            prepared.set()
+        return moved
+
+    with pytest.raises(RuntimeError), ahead([pack(sequences)] * 9, prepare) as source:
+        next(source)
+        assert prepared.wait(PATIENCE_S)
+        raise RuntimeError("out of memory")
+    assert len(made) == 2 and not any(ref() is not None for ref in made)
 
 
 @pytest.mark.parametrize("where", ["drawing", "preparing"])

@@ -44,20 +44,43 @@ def test_two_steps_fit_into_the_buffer():
     assert budget.tokens == 25_000, "it never shrinks for that"
 
 
-def test_copying_that_takes_noticeable_time_halves_it_for_good():
+def steps(budget, shares, bubbles=()):
+    """Steps of 100 s in which the tap takes these shares of the time; the tokens after each."""
+    found = []
+    for share in shares:
+        budget.sampled(bubbles, TOKEN)
+        budget.tapped(share * 100.0, steps.now)
+        steps.now += 100.0
+        found.append(budget.tokens // TOKENS_PER_STEP)
+    return found
+
+
+steps.now = 0.0
+
+
+def test_the_tap_may_take_so_much_of_a_step_and_no_more():
     budget = TapBudget(TOKENS_PER_STEP, True, ROOM)
     for _ in range(3):
         budget.sampled([RAN_OUT], TOKEN)
-    budget.tapped(9.0, 100.0)
-    assert budget.tokens == 8 * TOKENS_PER_STEP, "how long a step takes is not known yet"
-    budget.tapped(0.49, 200.0)
-    assert budget.tokens == 8 * TOKENS_PER_STEP
-    budget.tapped(0.51, 300.0)
+    assert steps(budget, [0.9]) == [8], "how long a step takes is not known yet"
+    assert steps(budget, [0.0004, 0.0049]) == [8, 8]
+    assert steps(budget, [0.0051] * 3)[-1] == 4, "more than a share of most steps"
+    assert steps(budget, [0.1] * 9)[-1] == 1, "and never below what it began with"
+
+
+def test_one_slow_step_decides_nothing_and_growth_goes_on_after_it():
+    budget = TapBudget(TOKENS_PER_STEP, True, ROOM)
+    assert steps(budget, [0.0, 0.0001, 0.0001]) == [1, 1, 1]
+    assert steps(budget, [0.3, 0.0001, 0.0001]) == [1, 1, 1], "a machine that paused"
+    assert steps(budget, [0.0002, 0.0004, 0.0008], [RAN_OUT]) == [2, 4, 8]
+
+
+def test_it_grows_again_once_copies_take_less_and_not_beyond_the_limit():
+    budget = TapBudget(TOKENS_PER_STEP, True, ROOM)
     budget.sampled([RAN_OUT], TOKEN)
-    assert budget.tokens == 4 * TOKENS_PER_STEP
-    for step in range(5):
-        budget.tapped(1.0, 400.0 + 100.0 * step)
-    assert budget.tokens == TOKENS_PER_STEP
+    assert steps(budget, [0.0, *[0.02] * 4])[-1] == 1
+    assert steps(budget, [0.003] * 4, [RAN_OUT])[-1] == 1, "twice the tokens would take 0.6 %"
+    assert steps(budget, [0.002] * 3, [RAN_OUT])[-1] == 2
 
 
 def test_a_size_that_was_set_is_not_touched():

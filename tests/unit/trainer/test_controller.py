@@ -61,6 +61,19 @@ def test_a_session_that_ran_out_of_data_in_a_long_bubble_gets_more_of_the_next_s
     assert fleet.tap_tokens[-1] == 2 * TOKENS_PER_STEP, "this one lasted as long as its bubble"
 
 
+def test_what_the_object_store_takes_for_the_tap_is_part_of_its_limit(run):
+    controller, fleet = run()
+    fill_buffers(controller, fleet)
+    fleet.slow["take"] = 1.0  # of steps of some seconds
+    for step in (2, 3):
+        with sampling(controller, fleet, step):
+            fleet.clock.until(lambda begun=step - 1: len(called(fleet, "train")) == begun)
+            fleet.sessions["b"].end(SessionResult("exhausted", steps=20, tokens=5000, epochs=3.0))
+            fleet.clock.sleep(1.5)
+        rest_of_step(controller, fleet, step)
+    assert fleet.tap_tokens == [TOKENS_PER_STEP, 2 * TOKENS_PER_STEP, TOKENS_PER_STEP]
+
+
 def test_a_late_merge_keeps_the_served_drafter_and_is_published_a_step_later(run):
     controller, fleet = run()
     fill_buffers(controller, fleet)

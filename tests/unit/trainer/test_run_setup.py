@@ -44,9 +44,10 @@ def test_controller_and_spot_workers_get_sizes_that_fit(recipe, device, given, s
     ("vocabulary", "rows"), [(32_000, 4096), (128_256, 2048), (151_936, 2048), (256_000, 1024), (64, 4096)]
 )
 def test_micro_batches_on_an_accelerator_are_as_large_as_their_logits_allow(vocabulary, rows):
-    assert with_sizes(TLTConfig(), vocabulary, True, 0, 8).drafter.batch_tokens == rows
+    assert with_sizes(TLTConfig(), vocabulary, True, 0, 8, 0).drafter.batch_tokens == rows
 
 
-def test_buffers_share_a_tenth_of_the_nodes_memory():
-    for node_gib, mb in ((1024, 13_107), (64, BUFFER_MB), (0, BUFFER_MB)):
-        assert with_sizes(TLTConfig(), 151_936, True, node_gib * GIB, 8).buffer.max_mb == mb
+def test_buffers_get_what_is_left_of_the_workers_share_of_a_node():
+    for node_gib, worker_gib, mb in ((1024, 0, 19_660), (1024, 9, 10_444), (64, 9, BUFFER_MB), (0, 9, BUFFER_MB)):
+        sizes = with_sizes(TLTConfig(), 151_936, True, node_gib * GIB, 8, worker_gib * GIB)
+        assert sizes.buffer.max_mb == mb
