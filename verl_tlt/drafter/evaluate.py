@@ -24,7 +24,7 @@ import torch
 from verl_tlt.drafter.data import Batch, TrainingSequence, grouped, pack, windows
 from verl_tlt.drafter.feed import ROW_BLOCK
 from verl_tlt.drafter.policy import DrafterError
-from verl_tlt.drafter.train import mixed_precision
+from verl_tlt.drafter.train import NoWaiting, mixed_precision
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -146,7 +146,7 @@ class _AcceptanceLoss:
         `overlap` is sum_v min(p, q), `recorded` min(1, q/p) of the recorded token; both are 0 past the end.
         """
         batch = self.batch
-        with torch.no_grad(), mixed_precision(batch.input_ids.device):
+        with torch.no_grad(), mixed_precision(batch.input_ids.device), NoWaiting():
             self.model(
                 hidden_states=batch.hidden_states.float(),
                 input_ids=batch.input_ids,
@@ -157,7 +157,12 @@ class _AcceptanceLoss:
                 ttt_steps=max_draft,
                 loss_config={"acceptance": (self, 1.0)},
             )
-        return self._stack(self.overlap), self._stack(self.recorded)
+        both = torch.zeros(2, max_draft, batch.rows, dtype=torch.float64, device=batch.input_ids.device)
+        for columns, rows in zip((self.overlap, self.recorded), both, strict=True):
+            for column, row in zip(columns, rows, strict=True):
+                row[: len(column)] = column
+        overlap, recorded = both.cpu().numpy()  # the one wait for the device
+        return overlap, recorded
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Called once for each pass k with the drafter's and the policy's logits [1, S - k, DV] for the same tokens."""
@@ -191,12 +196,6 @@ class _AcceptanceLoss:
         kept = self.model.t2d
         draft_id = (kept.long().cumsum(0) - 1).clamp_min(0)[tokens]  # [S]
         return probabilities.gather(1, draft_id[:, None])[:, 0] * kept[tokens]
-
-    def _stack(self, columns: list[torch.Tensor]) -> np.ndarray:
-        out = np.zeros((len(columns), self.batch.rows))
-        for row, column in zip(out, columns, strict=True):
-            row[: len(column)] = column.double().cpu().numpy()
-        return out
 
 
 def _probabilities(logits: torch.Tensor, temperature: float, top_p: float = 1.0, top_k: int = 0) -> torch.Tensor:

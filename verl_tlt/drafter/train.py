@@ -217,7 +217,7 @@ class DrafterTrainer:
         from speculators.losses import resolve_loss_config
 
         kind = "fused" if self.device.type == "cuda" else "eager"  # the fused losses are Triton kernels
-        with mixed_precision(self.device), _NoWaiting():
+        with mixed_precision(self.device), NoWaiting():
             _, loss, metrics = self.model(
                 hidden_states=batch.hidden_states,
                 input_ids=batch.input_ids,
@@ -309,7 +309,7 @@ class _Figures:
         return self._host.tolist()
 
 
-class _NoWaiting(TorchFunctionMode):
+class NoWaiting(TorchFunctionMode):
     """Has the forward of `speculators` queue its work without a wait for the device in between.
 
     Its constants are filled in on the device, not copied there. Its accuracy counts select masked rows, whose number

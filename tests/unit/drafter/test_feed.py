@@ -10,7 +10,7 @@ import torch
 from tiny_policy import drafter_of, same_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl_tlt.drafter import DrafterTrainer, TrainingSequence, batches, pack, train_until
+from verl_tlt.drafter import DrafterTrainer, TrainingSequence, acceptance, batches, pack, train_until
 from verl_tlt.drafter.feed import ahead
 
 PATIENCE_S = 30.0
@@ -109,6 +109,15 @@ def test_a_step_reads_its_figures_once_and_waits_for_nothing_else(policy, sequen
         result = trainer.step_on(fed)
     assert not waits.found
     assert not result.skipped and len(result.acc_by_position) == passes
+
+
+def test_scores_wait_once_for_all_they_read(policy, sequences):
+    drafter = drafter_of(policy, attention="sdpa")
+    acceptance(drafter, sequences)
+    with Waits() as waits:
+        scores = acceptance(drafter, sequences, temperature=1.0, top_p=0.9, max_draft=3)
+    assert waits.found.keys() <= {"lift_fresh"}, "constants of packing, which are the host's"
+    assert sum(score.drafts for score in scores) > 0
 
 
 def test_the_thread_that_trains_neither_packs_nor_copies(policy, monkeypatch):
