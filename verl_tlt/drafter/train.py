@@ -176,12 +176,16 @@ class DrafterTrainer:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from `state()`; a `DrafterError` where it is of a drafter with other parameters."""
+        saved = state["optimizer"]["state"]  # from a file, parameters are counted in text; there are none before a step
+        held = [(own, saved.get(i, saved.get(str(i), {}))) for i, own in enumerate(self.optimizer.state.values())]
+        for own, values in held:
+            if values and {k: v.shape for k, v in values.items()} != {k: v.shape for k, v in own.items()}:
+                raise DrafterError("The optimizer's moments are not those of the drafter.")
         self._copy_in(state["parameters"])
         self.start_over()
         with torch.no_grad():
-            for number, own in enumerate(self.optimizer.state.values()):
-                saved = state["optimizer"]["state"]  # from a file, parameters are counted in text; none before a step
-                for key, value in saved.get(number, saved.get(str(number), {})).items():
+            for own, values in held:
+                for key, value in values.items():
                     own[key].copy_(value)
         self.steps, self.skipped = state["steps"], state["skipped"]
 

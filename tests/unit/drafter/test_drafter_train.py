@@ -71,6 +71,18 @@ def test_resume_is_bit_exact(policy, sequences, tmp_path):
     assert same_state(straight.state(), resumed.state())
 
 
+def test_moments_of_other_parameters_are_refused(policy, drafter, sequences):
+    trainer = DrafterTrainer(drafter)
+    trainer.step(pack(sequences))
+    state = trainer.state()
+    state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(1)
+    with pytest.raises(DrafterError, match="moments"):
+        trainer.load_state(state)
+    state["optimizer"]["state"] = {}
+    trainer.load_state(state)
+    assert not trainer.state()["optimizer"]["state"][0]["exp_avg"].any(), "as after a checkpoint without a step"
+
+
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
 def test_a_step_that_is_not_finite_is_skipped_and_changes_nothing(drafter, sequences, poison):
     trainer = DrafterTrainer(drafter)
