@@ -20,6 +20,7 @@ from verl_tlt.config import TLTConfig, TLTConfigError
 from verl_tlt.doctor import rules
 from verl_tlt.doctor.models import absolute, located
 from verl_tlt.doctor.recipe import read_mapping, read_run_dir, read_settings
+from verl_tlt.errors import printable
 
 
 def check(config: DictConfig) -> TLTConfig:
@@ -34,10 +35,10 @@ def check(config: DictConfig) -> TLTConfig:
         raise SystemExit(f"verl-tlt: {error}") from None
     for finding in findings:
         if finding.level == "warn":
-            print(f"verl-tlt: {finding.sentence}", file=sys.stderr, flush=True)
+            print(printable(f"verl-tlt: {finding.sentence}"), file=sys.stderr, flush=True)
     refusals = [f"verl-tlt: {finding.sentence}" for finding in findings if finding.level == "refuse"]
     if refusals:
-        raise SystemExit("\n".join(refusals))
+        raise SystemExit(printable("\n".join(refusals)))
     return settings
 
 

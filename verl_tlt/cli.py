@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 import verl_tlt
 from verl_tlt.advise.options import AdviseOptions
 from verl_tlt.console import make_console
-from verl_tlt.errors import TLTError
+from verl_tlt.errors import TLTError, printable
 from verl_tlt.ownership import check_writable
 from verl_tlt.warmup.options import EvaluateOptions, WarmupOptions, finite, takes_options
 
@@ -25,7 +25,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except (TLTError, OSError) as error:
-            typer.secho(str(error), fg="red", err=True)
+            typer.secho(printable(str(error)), fg="red", err=True)
             raise typer.Exit(1) from None
 
 
@@ -100,7 +100,7 @@ def calibrate(
 
     path, costs = run(read_arguments(overrides, config_name), out, seconds, cpu)
     make_console().print(cost_table(costs))
-    typer.echo(f"Kept in {path}")
+    typer.echo(printable(f"Kept in {path}"))
 
 
 @app.command()
@@ -187,7 +187,7 @@ def convert(
     check_writable(out.parent, "the directory of --out")
     facts = provenance(drafter) or {"policy": str(model), "converted from": str(drafter)}
     save_drafter(load_drafter(drafter, model), out, facts, policy=model)
-    typer.echo(f"Wrote {out}.")
+    typer.echo(printable(f"Wrote {out}."))
 
 
 def _need(command: str, *packages: str) -> None:

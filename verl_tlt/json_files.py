@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +19,9 @@ MOST_BYTES = 256 << 20
 """Of one file; the largest that are read are tokenizers, of some 30 MB."""
 MOST_LEVELS = 32
 """Lists and objects inside each other."""
+
+
+_LONG = re.compile("[0-9]{19}")
 
 
 class JSONFileError(TLTError, ValueError):
@@ -34,15 +38,23 @@ def open_ordinary(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def parse(text: str | bytes) -> Any:
-    """The value of a JSON text; a ValueError where there is none, or it is deeper than `MOST_LEVELS`."""
+    """The value of a JSON text; a ValueError where there is none, or it is deeper than `MOST_LEVELS`.
+
+    A whole number of more than 18 digits is a float, which may be infinite: nobody counts so far.
+    """
+    if isinstance(text, bytes):
+        text = text.decode()
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_int=_whole if _LONG.search(text) else None)
     except RecursionError:
         raise ValueError(f"it is nested deeper than {MOST_LEVELS} levels") from None
-    opened = text.count(b"[") + text.count(b"{") if isinstance(text, bytes) else text.count("[") + text.count("{")
-    if opened > MOST_LEVELS and _deeper(value):
+    if text.count("[") + text.count("{") > MOST_LEVELS and _deeper(value):
         raise ValueError(f"it is nested deeper than {MOST_LEVELS} levels")
     return value
+
+
+def _whole(digits: str) -> float:
+    return int(digits) if len(digits) <= 18 else float(digits)
 
 
 def _deeper(value: object) -> bool:

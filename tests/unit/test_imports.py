@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "report": {"console", "errors", "json_files", "ownership", "trace"},
     "warmup": SHARED | {"child_engine", "drafter"},
     "doctor": SHARED | {"child_engine", "compat", "drafter", "flag", "idle", "server", "speculation", "trainer"},
-    "advise": {"config", "console", "doctor", "drafter", "errors", "report", "server", "speculation"},
+    "advise": {"config", "console", "doctor", "drafter", "errors", "json_files", "report", "server", "speculation"},
     # what a run and a shell begin with
     "activation": SHARED | {"compat", "doctor", "trainer"},
     "plugin": {"activation", "compat", "flag", "trainer"},

@@ -1,7 +1,6 @@
 """JSON from elsewhere: whatever lies under its name, reading ends soon, in a value or in a sentence."""
 
 import os
-import sys
 
 import pytest
 
@@ -54,13 +53,8 @@ def test_what_is_too_large_or_no_object(file):
     with file.open("wb") as sparse:
         sparse.truncate(MOST_BYTES + 1)
     assert "more than" in refusal(file)
-    for text in (
-        "[1]",
-        "3",
-        "",
-        "{",
-        '{"a": ' + "9" * (sys.get_int_max_str_digits() + 1) + "}",
-        "\ud800".encode("utf-8", "surrogatepass"),
-    ):
-        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    for text in (b"[1]", b"3", b"", b"{", b"\xff\xfe{", b"{} {}"):
+        file.write_bytes(text)
         refusal(file)
+    file.write_text('{"few": 123, "many": ' + "9" * 10_000 + "}")
+    assert read_object(file) == {"few": 123, "many": float("inf")}

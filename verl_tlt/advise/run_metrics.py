@@ -7,7 +7,7 @@ checkpoint are left out where there are others: they take longer than those that
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import statistics
 from collections import defaultdict
@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from verl_tlt.errors import TLTError
-from verl_tlt.report.reader import EngineSteps, RunTrace, read_trace
+from verl_tlt.json_files import open_ordinary, parse
+from verl_tlt.report.reader import LONGEST_LINE, EngineSteps, RunTrace, read_trace
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
 from verl_tlt.speculation.types import OFF
 
@@ -26,6 +27,7 @@ Metrics = Mapping[str, float]
 
 NEEDED = ("timing_s/gen", "timing_s/step", "response_length/mean", "response_length/max")
 """Metrics without which a step is not finished."""
+MOST_LOG_BYTES = 1 << 30
 _CONSOLE = re.compile(r"step:(\d+) - (\S.*)")
 _ENTRY = re.compile(r"(\S+):(?:np\.float\d+\()?([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\)?$")
 _FEWEST_STEPS, _FEWEST_DRAFTS = 8, 200
@@ -77,31 +79,32 @@ class RunMetrics:
 
 def read_metrics(path: Path) -> RunMetrics:
     """A run from verl's metrics file or console log; raises `TLTError` where neither shows a finished step."""
-    try:
-        text = path.read_text(errors="replace")
-    except OSError as error:
-        raise TLTError(f"--metrics {path} cannot be read: {error.strerror}.") from error
     steps: dict[int, dict[str, float]] = {}
-    for line in text.splitlines():
-        found = _of_line(line)
-        if found is not None:
-            steps.setdefault(found[0], {}).update(found[1])
+    try:
+        with open_ordinary(path) as file:
+            if (size := os.fstat(file.fileno()).st_size) > MOST_LOG_BYTES:
+                raise TLTError(f"--metrics {path} has {size >> 20} MiB, more than any run's metrics.")
+            while line := file.readline(LONGEST_LINE):
+                if (found := _of_line(line.decode(errors="replace"))) is not None:
+                    steps.setdefault(found[0], {}).update(found[1])
+    except OSError as error:
+        raise TLTError(f"--metrics {path} cannot be read: {error.strerror or error}.") from error
     return _summary(steps, f"--metrics {path}")
 
 
 def _of_line(line: str) -> tuple[int, dict[str, float]] | None:
     if line.lstrip().startswith("{"):
         try:
-            record = json.loads(line)
-            data = {k: float(v) for k, v in record["data"].items() if isinstance(v, int | float)}
+            record = parse(line)
+            data = {k: float(v) for k, v in record["data"].items() if isinstance(v, int | float) and abs(v) < 1e100}
             return int(record["step"]), data
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return None
     match = _CONSOLE.search(line)
     if match is None:
         return None
     entries = (_ENTRY.match(entry) for entry in match[2].split(" - "))
-    return int(match[1]), {e[1]: float(e[2]) for e in entries if e is not None}
+    return int(match[1][:18]), {e[1]: v for e in entries if e is not None and abs(v := float(e[2])) < 1e100}
 
 
 def read_run(directory: Path) -> RunMetrics:

@@ -18,7 +18,7 @@ from verl_tlt.config import TLTConfigError
 from verl_tlt.doctor import rules
 from verl_tlt.doctor.models import Finding
 from verl_tlt.doctor.recipe import Recipe, compose, read_settings
-from verl_tlt.errors import TLTError
+from verl_tlt.errors import TLTError, printable
 from verl_tlt.ownership import check_writable
 
 if TYPE_CHECKING:
@@ -62,7 +62,9 @@ def findings_table(findings: list[Finding]) -> Table:
     rows = Table("", Column("what", overflow="fold"), Column("finding", overflow="fold"), title="verl-tlt doctor")
     style = {"ok": "green", "warn": "yellow", "refuse": "bold red"}
     for finding in findings:
-        rows.add_row(Text(finding.level, style=style[finding.level]), Text(finding.what), Text(finding.sentence))
+        rows.add_row(
+            Text(finding.level, style=style[finding.level]), Text(finding.what), Text(printable(finding.sentence))
+        )
     return rows
 
 

@@ -36,7 +36,16 @@ from verl_tlt.drafter.check import (
 )
 from verl_tlt.drafter.digest import fingerprint
 from verl_tlt.drafter.other_layouts import is_other_layout, to_speculators_tensors
-from verl_tlt.drafter.policy import CONFIG, DrafterError, Fields, Model, PolicyLike, policy_shape, read_json
+from verl_tlt.drafter.policy import (
+    CONFIG,
+    LONGEST_DRAFT,
+    DrafterError,
+    Fields,
+    Model,
+    PolicyLike,
+    policy_shape,
+    read_json,
+)
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
@@ -221,7 +230,7 @@ def read_state(file: Path) -> Fields:
     try:
         with safe_open(file, framework="pt") as reader:
             return _with_tensors(json.loads((reader.metadata() or {})[_HEADER]), reader)
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+    except (SafetensorError, OSError, KeyError, ValueError, RecursionError) as error:
         raise DrafterError(f"{file} is damaged, or no training state: {error}.") from error
 
 
@@ -248,9 +257,17 @@ def _with_tensors(value: Any, reader: Any) -> Any:
 
 
 def provenance(directory: Model) -> Fields:
-    """The facts saved with a drafter; empty for a drafter from elsewhere."""
+    """The facts saved with a drafter; empty for a drafter from elsewhere. What is no acceptance is left out."""
     file = drafter_folder(directory) / PROVENANCE
-    return read_json(file) if file.is_file() else {}
+    facts = read_json(file) if file.is_file() else {}
+    rates = facts.get("acceptance")
+    if not (isinstance(rates, list) and len(rates) <= LONGEST_DRAFT and all(_is_share(rate) for rate in rates)):
+        facts.pop("acceptance", None)
+    return facts
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value <= 1  # NaN is not
 
 
 def _versions() -> dict[str, str]:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from verl_tlt.ownership import replacing
 from verl_tlt.report.reader import EngineSteps, RunTrace
 from verl_tlt.report.steps import RLStep, rl_steps
+from verl_tlt.trace.events import Session
 
 TRAINER, FIRST_REPLICA = 1, 100  # ids of processes
 DRIVER, BACKGROUND = 1, 10  # tracks of the trainer: its steps, and the first for work that runs at the same time
@@ -29,11 +32,12 @@ ChromeEvent = dict[str, Any]
 
 def write_chrome_trace(path: Path, trace: RunTrace) -> None:
     """Write the timeline; a `TraceError` says that the trace holds no finished rollout."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write("[\n")
+    with replacing(path) as file:
+        file.write(b"[\n")
         for i, event in enumerate(chrome_events(trace)):
-            file.write((",\n" if i else "") + json.dumps(event, separators=(",", ":"), allow_nan=False))
-        file.write("\n]\n")
+            line = json.dumps(event, separators=(",", ":"), allow_nan=False)
+            file.write(((",\n" if i else "") + line).encode())
+        file.write(b"\n]\n")
 
 
 def chrome_events(trace: RunTrace) -> Iterator[ChromeEvent]:
@@ -52,11 +56,14 @@ def _events(trace: RunTrace, steps: Sequence[RLStep]) -> Iterator[ChromeEvent]:
     yield from _names(TRAINER, "trainer", 0, {DRIVER: "RL step"})
     yield from _trainer(trace, steps)
     standalone = set(trace.run.standalone if trace.run else ())
+    sessions = defaultdict(list)
+    for session in (s for step in steps for s in step.sessions):
+        sessions[session.replica].append(session)
     for i, replica in enumerate(trace.replicas):
         pid = FIRST_REPLICA + i
         yield from _names(pid, trace.label(replica), i + 1, {ENGINE: "engine", SPOT: "sessions"})
         yield from _engine_track(pid, replica, steps, replica in standalone)
-        yield from _sessions(pid, replica, steps)
+        yield from _sessions(pid, sessions[replica])
         if (engine := trace.engine(replica)) is not None:
             yield from _counters(pid, engine, steps)
 
@@ -71,10 +78,13 @@ def _names(pid: int, name: str, order: int, tracks: Mapping[int, str]) -> Iterat
 def _trainer(trace: RunTrace, steps: Sequence[RLStep]) -> Iterator[ChromeEvent]:
     """Each step with its phases inside; phases that run at the same time have tracks of their own."""
     background: dict[str, int] = {}
+    phases = defaultdict(list)
+    for phase in trace.phases:
+        phases[phase.step].append(phase)
     for step in steps:
         shown = {name: value for name, value in trace.steps.get(step.step, {}).items() if name.startswith("tlt/")}
         yield _slice(TRAINER, DRIVER, f"step {step.step}", step.start, step.finish, shown)
-        for phase in (p for p in trace.phases if p.step == step.step):
+        for phase in phases[step.step]:
             if phase.name in IN_STEP:
                 tid, start, end = DRIVER, max(phase.start, step.start), min(phase.end, step.finish)
             else:
@@ -103,9 +113,9 @@ def _engine_track(pid: int, replica: str, steps: Sequence[RLStep], standalone: b
             yield _slice(pid, ENGINE, phase.name, max(phase.start, step.end), min(phase.end, until), {})
 
 
-def _sessions(pid: int, replica: str, steps: Sequence[RLStep]) -> Iterator[ChromeEvent]:
+def _sessions(pid: int, sessions: Sequence[Session]) -> Iterator[ChromeEvent]:
     shown = ("step", "steps", "tokens", "epochs", "loss", "outcome", "error")
-    for session in (s for step in steps for s in step.sessions if s.replica == replica):
+    for session in sessions:
         args = {name: getattr(session, name) for name in shown}
         if math.isnan(session.loss):
             del args["loss"]

@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from verl_tlt.ownership import replacing
 from verl_tlt.report.reader import RunTrace
 from verl_tlt.report.rows import initial_lengths, own_work_s, rows_of_trace
 from verl_tlt.report.steps import NO_STEP, RLStep, most_trained, rl_steps, sampled
@@ -49,6 +50,8 @@ STYLE = {
 }
 COLUMNS = 600
 """Times at which a replica's lane is sampled."""
+MOST_LANES = 64
+"""Replicas in a chart; of more the first."""
 LANE, STRIP = 0.84, 0.26
 """Height of a lane and of the draft lengths at its bottom, as a share of the distance between lanes."""
 
@@ -99,6 +102,8 @@ def run_charts(trace: RunTrace) -> Iterator[Chart]:
 def step_charts(trace: RunTrace, steps: Mapping[int, RLStep]) -> Iterator[Chart]:
     """The replicas over time in the first and the last step and the one with the most training."""
     note = "Upper part of a lane: batch, or requests in flight where engine steps were not traced; lower part: K."
+    if len(trace.replicas) > MOST_LANES:
+        note += f" The first {MOST_LANES} of {len(trace.replicas)} replicas."
     for number in sorted({min(steps), most_trained(steps), max(steps)}):
         draw = partial(draw_replicas, trace=trace, step=steps[number])
         yield _chart(f"RL step {number}: the replicas over time", note, draw, 1.8 + _lanes_height(trace))
@@ -119,13 +124,14 @@ def save_picture(path: Path, trace: RunTrace) -> Path:
         draw_replicas(upper.add_subplot(), trace, steps[number])
         draw_lines(left.add_subplot(), "tokens per verified draft", accept_lengths(trace))
         draw_bars(right.add_subplot(), "share of engine steps", list(trace.steps), draft_lengths(trace))
-        figure.savefig(path, dpi=160, facecolor="white")
+        with replacing(path) as file:
+            figure.savefig(file, format="png", dpi=160, facecolor="white")
     return path
 
 
 def draw_replicas(ax: Axes, trace: RunTrace, step: RLStep) -> None:
     """A lane for each replica over one RL step: its batch and K, its sessions, and the policy's phases after it."""
-    names = trace.replicas
+    names = trace.replicas[:MOST_LANES]
     edges = np.linspace(step.start, step.finish, COLUMNS + 1)
     lanes = [sampled(trace, step, name, (edges[:-1] + edges[1:]) / 2) for name in names]
     most = max([1, *(int(batch.max()) for batch, _ in lanes)])
@@ -264,5 +270,5 @@ def _lane_name(trace: RunTrace, step: RLStep, replica: str) -> str:
 
 def _lanes_height(trace: RunTrace) -> float:
     """Inches."""
-    count = max(1, len(trace.replicas))
+    count = max(1, min(MOST_LANES, len(trace.replicas)))
     return count * min(1.0, max(0.3, 5 / count))

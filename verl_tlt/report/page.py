@@ -13,6 +13,8 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
+from verl_tlt.errors import printable
+from verl_tlt.ownership import replacing
 from verl_tlt.report.figures import run_charts, step_charts
 from verl_tlt.report.reader import RunTrace
 from verl_tlt.report.rows import own_work_s, rows_of_trace, table
@@ -37,7 +39,8 @@ def write_page(path: Path, trace: RunTrace) -> Path:
         tables=list(_tables(trace)),
         command=serve_command(trace),
     )
-    path.write_text(page, encoding="utf-8")
+    with replacing(path) as file:
+        file.write(page.encode("utf-8", "backslashreplace"))
     return path
 
 
@@ -62,8 +65,7 @@ def serve_command(trace: RunTrace) -> str:
 
 def plain(text: str) -> str:
     """The text without control characters, shortened where it is very long."""
-    kept = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[:LONGEST_TEXT])
-    return kept + "…" * (len(text) > LONGEST_TEXT)
+    return printable(text[:LONGEST_TEXT]) + "…" * (len(text) > LONGEST_TEXT)
 
 
 def _facts(trace: RunTrace) -> Iterator[tuple[str, str]]:

@@ -1,14 +1,15 @@
 """Reads a trace directory back into typed records; the run that writes it may still be going.
 
-Lines that cannot be read are counted and skipped. A resumed run repeats the steps after its checkpoint; of a step that
-was written twice, the records of the later run count.
+Lines that cannot be read are counted and skipped. Files may be anybody's: what is no trace, or larger than a run's can
+be, ends in a sentence before it fills time or memory. A resumed run repeats the steps after its checkpoint; of a step
+that was written twice, the records of the later run count.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
+import heapq
+import sys
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
 from verl_tlt.errors import TLTError
+from verl_tlt.json_files import open_ordinary, parse
 from verl_tlt.trace.events import (
     ENGINE_PREFIX,
     EVENT_TYPES,
@@ -39,6 +41,15 @@ from verl_tlt.trace.events import (
 
 LONGEST_LINE = 1 << 20
 """Bytes; a longer line is read in pieces, so that it cannot fill the memory."""
+MOST_BYTES, MOST_EVENT_BYTES = 8 << 30, 1 << 30
+"""Of all files, and of those that hold other lines than engine steps, which take some times their size of memory."""
+MOST_REPLICAS, MOST_STEPS, MOST_STARTS = 4096, 50_000, 1000
+MOST_UNREADABLE, MOST_UNREADABLE_BYTES = 1000, 16 << 20
+"""Of a file: if so much cannot be read, and less could, it is no trace."""
+_MOST_POSITIONS = 64
+"""Of a draft."""
+_LARGEST, _LATEST = 1e100, 1e11
+"""Of a metric, and of a time in unix seconds; what is computed from them stays finite."""
 
 E = TypeVar("E", bound=Event)
 _ADAPTERS: dict[str, TypeAdapter[Event]] = {kind: TypeAdapter(cls) for kind, cls in EVENT_TYPES.items()}
@@ -126,19 +137,26 @@ def read_trace(directory: str | Path) -> RunTrace:
     found: list[Event] = []
     engines: defaultdict[str, _Columns] = defaultdict(_Columns)
     skipped = 0
-    for file in sorted(file for file in path.glob("*.jsonl") if file.is_file()):
-        for record in _records(file):
+    for file in _files(path):
+        good = bad = bad_bytes = 0
+        for size, record in _records(file):
+            known = good
             if (event := parse_event(record)) is not None:
                 found.append(event)
+                good += 1
             elif record and file.name.startswith(ENGINE_PREFIX):
-                skipped += not engines[file.stem.removeprefix(ENGINE_PREFIX)].add(record)
-            else:
-                skipped += 1
+                good += engines[file.stem.removeprefix(ENGINE_PREFIX)].add(record)
+            if good > known:
+                continue
+            bad, bad_bytes = bad + 1, bad_bytes + size
+            if bad > good and (bad > MOST_UNREADABLE or bad_bytes > MOST_UNREADABLE_BYTES):
+                raise TraceError(f"{file} is no trace: of its first {good + bad} lines {bad} cannot be read.")
+        skipped += bad
     if not found and not engines:
         raise TraceError(f"{path} holds no trace: no *.jsonl file in it has a readable event.")
     events, repeated = _without_repeated(sorted(found, key=lambda e: e.t))
     steps = {e.step: e.metrics for e in _of(events, Step)}
-    return RunTrace(
+    trace = RunTrace(
         path,
         runs=_of(events, RunStarted),
         steps={step: steps[step] for step in sorted(steps)},
@@ -152,6 +170,30 @@ def read_trace(directory: str | Path) -> RunTrace:
         engines={name: columns.engine_steps(repeated) for name, columns in engines.items()},
         skipped=skipped,
     )
+    for count, most, what in (
+        (len(trace.replicas), MOST_REPLICAS, "replicas"),
+        (len({getattr(event, "step", 0) for event in events}), MOST_STEPS, "RL steps"),
+    ):
+        if count > most:
+            raise TraceError(f"{path} names {count} {what}, and verl-tlt reads traces of up to {most}.")
+    return trace
+
+
+def _files(path: Path) -> list[Path]:
+    """The files of a trace; a `TraceError` where they are more or larger than a run's."""
+    files = sorted(file for file in path.glob("*.jsonl") if file.is_file())
+    if len(files) > 2 * MOST_REPLICAS:
+        raise TraceError(f"{path} holds {len(files)} files, and verl-tlt reads traces of up to {2 * MOST_REPLICAS}.")
+    sizes = {file: file.stat().st_size for file in files}
+    others = sum(size for file, size in sizes.items() if not file.name.startswith(ENGINE_PREFIX))
+    for size, most, what in (
+        (sum(sizes.values()), MOST_BYTES, "files"),
+        (others, MOST_EVENT_BYTES, f"files other than {ENGINE_PREFIX}*.jsonl"),
+    ):
+        if size > most:
+            held = f"{size / 2**30:.1f} GiB of {what}"
+            raise TraceError(f"{path} holds {held}, and verl-tlt reads traces of up to {most >> 30} GiB of them.")
+    return files
 
 
 def parse_event(record: Mapping[str, Any]) -> Event | None:
@@ -162,26 +204,28 @@ def parse_event(record: Mapping[str, Any]) -> Event | None:
     known = {_RENAMED.get(key, key): value for key, value in record.items() if value is not None}
     for key in ("metrics", "tau"):
         if isinstance(numbers := known.get(key), dict):
-            known[key] = {n: v for n, v in numbers.items() if isinstance(v, int | float) and abs(v) < 1e300}
+            known[key] = {n: v for n, v in numbers.items() if isinstance(v, int | float) and abs(v) < _LARGEST}
+    if isinstance(counts := known.get("inflight"), dict):  # every line repeats the names
+        known["inflight"] = {sys.intern(name): count for name, count in counts.items()}
     try:
         event = adapter.validate_python(known)
     except ValidationError:
         return None
     times = (getattr(event, name, 0.0) for name in ("t", "start", "end"))
-    return event if all(map(math.isfinite, times)) else None
+    return event if all(abs(time) < _LATEST for time in times) else None  # NaN is not
 
 
-def _records(file: Path) -> Iterator[dict[str, Any]]:
-    """Each line as a dict; empty for a line that is not a JSON object."""
-    with file.open("rb") as lines:
+def _records(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Size and content of each line; the latter is empty where it is not a JSON object."""
+    with open_ordinary(file) as lines:
         while line := lines.readline(LONGEST_LINE):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
+                record = parse(line)
+            except ValueError:
                 record = None
-            yield record if isinstance(record, dict) else {}
+            yield len(line), record if isinstance(record, dict) else {}
 
 
 def _of(events: Sequence[Event], cls: type[E]) -> list[E]:
@@ -190,17 +234,22 @@ def _of(events: Sequence[Event], cls: type[E]) -> list[E]:
 
 def _without_repeated(events: list[Event]) -> tuple[list[Event], list[tuple[float, float]]]:
     """The events without those of steps that a later run repeated, and the times in which these steps ran."""
+    if len(starts := _of(events, RunStarted)) > MOST_STARTS:
+        raise TraceError(f"The trace has {len(starts)} starts of a run, and up to {MOST_STARTS} can be told apart.")
     repeated: list[tuple[float, float]] = []
-    kept: list[Event] = []
-    for event in events:
-        if isinstance(event, RunStarted):
-            first = event.step0
-            again = [e for e in kept if not isinstance(e, RunStarted) and e.step >= first]
-            if again:
-                repeated.append((min(getattr(e, "start", e.t) for e in again), event.t))
-            kept = [e for e in kept if isinstance(e, RunStarted) or e.step < first]
-        kept.append(event)
-    return kept, repeated
+    kept: list[tuple[int, int]] = []  # a heap: the latest step first, and the event's place
+    dropped: set[int] = set()
+    for i, event in enumerate(events):
+        if not isinstance(event, RunStarted):
+            heapq.heappush(kept, (-event.step, i))
+            continue
+        again = []
+        while kept and -kept[0][0] >= event.step0:
+            again.append(heapq.heappop(kept)[1])
+        if again:
+            repeated.append((min(getattr(events[j], "start", events[j].t) for j in again), event.t))
+        dropped |= set(again)
+    return [event for i, event in enumerate(events) if i not in dropped], repeated
 
 
 class _Columns:
@@ -221,6 +270,8 @@ class _Columns:
             accepted = [float(count) for count in record.get("accepted") or ()]
         except (KeyError, TypeError, ValueError, OverflowError):
             return False
+        if len(accepted) > _MOST_POSITIONS:
+            return False
         if not all(abs(number) < 2**53 for number in (*required, *numbers, *accepted)):  # NaN is not
             return False
         self._numbers.extend(numbers)
@@ -235,7 +286,10 @@ class _Columns:
         accepted = np.zeros((len(lengths), lengths.max(initial=0)), dtype=np.int64)  # [n, kmax]
         accepted[np.arange(accepted.shape[1]) < lengths[:, None]] = self._accepted
         t = numbers[:, 0]
-        keep = np.flatnonzero(~np.any([np.zeros_like(t, bool), *((a <= t) & (t < b) for a, b in repeated)], axis=0))
+        again = np.zeros_like(t, bool)
+        for start, end in repeated:
+            again |= (start <= t) & (t < end)
+        keep = np.flatnonzero(~again)
         keep = keep[np.argsort(t[keep], kind="stable")]
         seconds = ("t", "latency_s")
         columns = {name: column if name in seconds else column.astype(np.int64)

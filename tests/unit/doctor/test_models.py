@@ -1,13 +1,16 @@
 """What the doctor finds out about a policy and a drafter, by folder and by name."""
 
+import io
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from verl_tlt.compat.sources import serves_eagle3
 from verl_tlt.config import TLTConfig
+from verl_tlt.doctor.command import findings_table
 from verl_tlt.doctor.models import check_policy, check_recipe_drafter
 
 
@@ -126,3 +129,38 @@ def test_a_drafter_on_the_hub_is_judged_by_its_config_until_its_weights_are_here
     level, sentence = look("Org/drafter")
     assert level == "warn" and sentence.endswith("so whether tlt.drafter.path fits was not checked.")
     assert "HF_HUB_OFFLINE" in sentence
+
+
+def test_links_in_a_circle_and_deep_files_are_findings(policy, tmp_path):
+    weights = tmp_path / "drafter" / "model.safetensors"
+    config = drafter_at(tmp_path / "drafter", policy) / "config.json"
+    settings = TLTConfig.from_dict({"drafter": {"path": str(config.parent)}})
+    whole = config.read_text()
+
+    def said():
+        found = check_recipe_drafter(settings, policy, 192)
+        assert found.level == "refuse" and "\n" not in found.sentence
+        return found.sentence
+
+    for file in (config, weights, config.with_name("provenance.json")):
+        for other in (config, weights):
+            other.unlink(missing_ok=True)
+        config.write_text(whole)
+        weights.touch()
+        file.unlink(missing_ok=True)
+        file.symlink_to(file)
+        assert "Too many levels of symbolic links" in said()
+    config.with_name("provenance.json").unlink()
+    for file in (config, Path(policy, "config.json")):
+        file.write_text('{"model_type": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    assert check_policy(policy).sentence.endswith("is nested deeper than 32 levels.")
+    assert "truncated" not in check_policy(policy).sentence
+
+
+def test_a_name_with_codes_of_a_terminal_is_quoted(policy):
+    name = "models/\x1b[31mred\x07"
+    console = Console(file=io.StringIO(), width=200, force_terminal=False)
+    settings = TLTConfig.from_dict({"drafter": {"path": name}})
+    console.print(findings_table([check_policy(name), check_recipe_drafter(settings, policy, 192)]))
+    shown = console.file.getvalue()
+    assert "\x1b" not in shown and "\x07" not in shown and shown.count(r"\x1b[31mred\x07") == 2

@@ -316,7 +316,12 @@ def test_what_is_no_training_state_is_named(tmp_path):
         file.write_bytes(content)
         with pytest.raises(DrafterError, match=f"^{file} is damaged, or no training state"):
             read_state(file)
-    for header in (None, {"state": "{"}, {"state": json.dumps({"a": {"tensor": "elsewhere"}})}):
+    for header in (
+        None,
+        {"state": "{"},
+        {"state": "[" * 10**5 + "]" * 10**5},
+        {"state": json.dumps({"a": {"tensor": "elsewhere"}})},
+    ):
         save_file({"a": torch.zeros(1)}, file, metadata=header)
         with pytest.raises(DrafterError, match="is damaged, or no training state"):
             read_state(file)

@@ -9,7 +9,16 @@ from tiny_policy import VOCAB, drafter_of
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.doctor.models import check_recipe_drafter
-from verl_tlt.drafter import DrafterError, check_drafter, fingerprint, load_drafter, save_drafter, to_drafter_file
+from verl_tlt.drafter import (
+    DrafterError,
+    check_drafter,
+    fingerprint,
+    load_drafter,
+    provenance,
+    save_drafter,
+    to_drafter_file,
+)
+from verl_tlt.trainer.run_setup import first_drafter
 
 KEPT = torch.tensor([1, 4, 30, 47])
 """Tokens of the pruned draft vocabulary."""
@@ -181,3 +190,11 @@ def test_the_maps_are_in_the_fingerprint(pruned):
     none = {"fc.weight": tensors["fc.weight"]}
     zeros = torch.zeros(VOCAB, dtype=torch.int64)
     assert fingerprint(none) == fingerprint(none | {"draft_id_to_target_id": zeros}) != fingerprint(live)
+
+
+@pytest.mark.parametrize("rates", [[0.5, "0.4"], [0.5, float("nan")], [1.5], "0.5", {"0": 0.5}, [0.1] * 17, 0.5])
+def test_an_acceptance_that_is_none_is_left_out(whole, policy_dir, rates):
+    (whole / "provenance.json").write_text(json.dumps({"acceptance": rates, "policy": "a"}))
+    assert provenance(whole) == {"policy": "a"}
+    settings = TLTConfig.from_dict({"drafter": {"path": str(whole)}})
+    assert first_drafter(settings, str(policy_dir), "float32", 64, None).served.acceptance == ()
