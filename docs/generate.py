@@ -99,7 +99,7 @@ from verl_tlt.drafter import DrafterTrainer, build_drafter, refresh_verifier_wei
 
 NOTES = {
     "drafter": [
-        "`aux_layers` counts for a random head only; a drafter from `path` brings its own layers.",
+        "`aux_layers`, `intermediate_size` and `vocab` are a random head's; a drafter from `path` brings its own.",
         "In a resumed run the drafter in the checkpoint wins over `path`.",
         "`save_dir` is written only where spot training runs.",
     ],
@@ -267,9 +267,11 @@ def _fields(class_name: str) -> list[tuple[str, str, str]]:
 def _kind(schema: Mapping[str, Any]) -> str:
     """A JSON schema in words."""
     if "anyOf" in schema:
-        given, nothing = schema["anyOf"]
+        *given, nothing = schema["anyOf"]
         assert nothing == {"type": "null"}
-        return f"{_kind(given)}, or null"
+        return f"{', or '.join(map(_kind, given))}, or null"
+    if "const" in schema:
+        return f"`{schema['const']}`"
     if "enum" in schema:
         return ", ".join(f"`{choice}`" for choice in schema["enum"])
     if schema["type"] == "array":

@@ -72,6 +72,9 @@ class DrafterConfig:
     """Layer *inputs* of the policy fed to the drafter; null: (2, L/2, L-3), spread out for shallow models."""
     intermediate_size: Count | None = None
     """Width of a new drafter's MLP; null: the policy's. A narrower one drafts and trains faster and learns less."""
+    vocab: Annotated[int, Field(ge=2)] | Literal["full"] | None = None
+    """Tokens a new drafter can draft: the most frequent of the first rollout, or `full`, all of the policy's. Null: all
+    of up to 65,536, and 32,768 of a larger vocabulary, whose head would take most of a draft's time."""
     objective: Literal["eagle", "hass", "eagle3"] = "hass"
     """How many draft positions a training step unrolls: `eagle` 1, `hass` 3, `eagle3` 7."""
     loss: Literal["kl_div", "ce", "tv", "nla", "lk_hybrid"] = "kl_div"
@@ -82,7 +85,7 @@ class DrafterConfig:
     """Optimizer steps over which the learning rate rises linearly."""
     batch_tokens: Count | None = None
     """Tokens in one packed micro-batch: also the longest a stop request waits. Null: 1024 on a processor; on an
-    accelerator up to 4096, as far as the logits of the policy's vocabulary fit into 6 GiB."""
+    accelerator up to 4096, as far as the logits of the draft vocabulary fit into 6 GiB."""
     seed: Index = 0
     """Seeds the random head and the order of training sequences."""
 

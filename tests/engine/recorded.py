@@ -105,12 +105,12 @@ def as_shards(sequences: list[TrainingSequence]) -> list[HiddenStateShard]:
     ]  # fmt: skip
 
 
-def worker_arguments(resume_from: Path | None = None) -> dict[str, Any]:
+def worker_arguments(resume_from: Path | None = None, config: TLTConfig = CONFIG) -> dict[str, Any]:
     """What the trainer gives every spot worker."""
     return {
-        "config": CONFIG,
+        "config": config,
         "policy_dir": str(SHIPPED_POLICY),
-        "drafter": first_drafter(CONFIG, str(SHIPPED_POLICY), "bfloat16", 1024, resume_from).trainable,
+        "drafter": first_drafter(config, str(SHIPPED_POLICY), "bfloat16", 1024, resume_from).trainable,
         "sampling": RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1),
         "device": "cpu",
     }
@@ -139,6 +139,11 @@ def set_epochs(worker: SpotWorker, epochs: float) -> None:
 def score(worker: SpotWorker) -> HeldOutScores:
     """What the gate would be told of the candidate."""
     return score_for_gate(worker.learner, worker.learner.buffer.held_out(), 3)
+
+
+def drafted(worker: SpotWorker) -> list[int]:
+    """The tokens that its drafter drafts."""
+    return worker.learner.model.t2d.nonzero()[:, 0].tolist()
 
 
 def score_alone(worker: SpotWorker) -> None:

@@ -7,15 +7,18 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from recorded import (
     CONFIG,
     Odd,
     as_shards,
     begin_anew,
+    drafted,
     optimizer_steps,
     ray_cluster,
     record,
@@ -27,6 +30,7 @@ from recorded import (
 )
 from stand_in_server import Server
 
+from verl_tlt.drafter import most_frequent
 from verl_tlt.idle.replica_idle import ReplicaIdlePlanner, State
 from verl_tlt.messages.training import DrafterProvenance, TappedStates, TapReady
 from verl_tlt.trace.events import TraceWriter
@@ -47,7 +51,7 @@ def recorded():
     return record(36, seed=0)
 
 
-def started(names, devices, balancer=None, store=None):
+def started(names, devices, balancer=None, store=None, config=CONFIG):
     """The trainer's fleet over stand-in servers, each of so many devices, in verl's own placement groups."""
     from verl.single_controller.ray import RayResourcePool
 
@@ -64,7 +68,7 @@ def started(names, devices, balancer=None, store=None):
         global_load_balancer=balancer and ray.remote(balancer).options(num_cpus=0).remote(dict(servers)),
     )
     actor = SimpleNamespace(world_size=world, tlt_setup=lambda *_: [TapReady(group=rank) for rank in range(world)])
-    spot = SpotPlan(**worker_arguments())
+    spot = SpotPlan(**worker_arguments(config=config))
     store = store and ray.remote(store).options(num_cpus=0).remote(spot.drafter)
     fleet = RayFleet(manager, actor, store, RayResourcePool([world], max_colocate_count=2), spot)
     assert fleet.start_spot((3, 5, 7), None) is None
@@ -87,9 +91,9 @@ def fleet(recorded):
 
 @pytest.fixture(scope="module")
 def wide():
-    """A replica on two devices, alone."""
+    """A replica on two devices, alone; its drafter can draft a part of the policy's tokens."""
     with pytest.MonkeyPatch.context() as patch, ray_cluster(patch):
-        fleet = started(["wide"], 2)
+        fleet = started(["wide"], 2, config=replace(CONFIG, drafter=replace(CONFIG.drafter, vocab=24)))
         ray.get([w.__ray_ready__.remote() for w in fleet.replicas["wide"].workers.handles.values()], timeout=300)
         yield fleet
         for worker in fleet.replicas["wide"].workers.handles.values():
@@ -412,9 +416,14 @@ def test_every_device_of_a_replica_trains_on_its_share(wide, recorded):
         TappedStates((ray.put(as_shards(sequences[rank::2])),), arrays if rank == 0 else None, seconds=0.0, errors=0)
         for rank in range(2)
     ]
+    said = torch.cat([s.tokens[s.prompt_len :] for s in sequences])
+    ids = most_frequent(torch.bincount(said, minlength=64), 24).numpy()
+    wide.choose_tokens(ids)
     stats = wide.hand_over(1, taken)["wide"].result(300)
     assert (stats.sequences, stats.incomplete) == (len(sequences), 0)
+    assert (stats.responses, stats.draftable) == (len(said), int(np.isin(said, ids).sum()))
     workers = list(wide.replicas["wide"].workers.handles.values())
+    assert ray.get([w.__ray_call__.remote(drafted) for w in workers]) == [ids.tolist()] * 2
     ray.get([w.__ray_call__.remote(set_epochs, 1e9) for w in workers], timeout=300)
     session = wide.train("wide")
     wait_for(lambda: min(ray.get([w.__ray_call__.remote(steps_taken) for w in workers], timeout=300)) >= 3)
@@ -431,3 +440,6 @@ def test_every_device_of_a_replica_trains_on_its_share(wide, recorded):
     ray.get([w.__ray_call__.remote(score_alone) for w in workers])
     each = ray.get([w.__ray_call__.remote(score) for w in workers])
     assert len(wide.train("wide").result(300).scores.positions) == sum(len(own.positions) for own in each) > 0
+    wide.restart(["wide"])
+    successors = wide.replicas["wide"].workers.handles.values()
+    assert ray.get([w.__ray_call__.remote(drafted) for w in successors]) == [ids.tolist()] * 2

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from actor import LAYERS, build_actor, free_port, make_batch, make_rows
@@ -45,13 +46,15 @@ def group():
 def test_what_the_tap_takes_fills_a_spot_workers_buffer(group):
     from verl_tlt.spot_worker.worker import SpotWorker
 
-    (ready,) = group.tlt_setup(CONFIG, list(LAYERS), {0})
+    (ready,) = group.tlt_setup(CONFIG, list(LAYERS), {0}, True)
     assert (ready.group, ready.untapped) == (0, None)
     group.execute_all_sync("compute")
     (taken,) = ray.get(group.tlt_take((2,), set(), 8192))
     assert taken.errors == 0 and taken.seconds > 0 and taken.sync_seconds > 0
     wanted = VerifierWeights.from_policy_dir(worker_arguments()["policy_dir"])
     assert taken.sync_bytes == 2 * (wanted.embed.numel() + wanted.lm_head.numel() + wanted.norm.numel()), "16 bits"
+    said = torch.cat([ids[p:] for ids, (p, _) in zip(make_rows(LENGTHS), LENGTHS, strict=True)])
+    assert np.array_equal(taken.token_counts, torch.bincount(said, minlength=len(wanted.embed)).numpy())
     rows = [[shard.row for shard in ray.get(share)] for share in taken.shards]
     assert rows == [[0, 2, 4], [1, 3, 5]]
     worker = ray.remote(SpotWorker).options(num_cpus=0).remote("a", **worker_arguments())
@@ -61,3 +64,4 @@ def test_what_the_tap_takes_fills_a_spot_workers_buffer(group):
     torch.testing.assert_close(head, wanted.lm_head.bfloat16().to(head.dtype), rtol=0, atol=0)
     (again,) = ray.get(group.tlt_take((1,), set(), 8192))
     assert (ray.get(again.shards[0]), again.verifier_weights) == ([], None), "nothing is handed over twice"
+    assert again.token_counts is None

@@ -51,6 +51,9 @@ class HiddenStateTap:
         self._copies: list[Copies] = []
         self.seconds = 0.0
         self.errors = 0
+        self.counts_tokens = False
+        """The responses of the next batch are counted by token."""
+        self.token_counts: np.ndarray | None = None
         self._open: _MicroBatch | None = None  # the one that is being computed, if it is recorded
         for index, module in adapter.points():
             if index in self.wanted:
@@ -60,6 +63,16 @@ class HiddenStateTap:
     def arm(self, windows: Mapping[int, tuple[int, int]]) -> None:
         """Record the window (start, stop) of rows of the coming batch; the same on all ranks that compute it."""
         self.chosen, self.taken, self._copies, self.seconds = dict(windows), [], [], 0.0
+
+    def count(self, batch: TensorDict, vocabulary: int) -> None:
+        """Count the tokens of a batch's responses, once where that was asked for (`TappedStates.token_counts`)."""
+        if not self.counts_tokens:
+            return
+        with self._contained():
+            ids, last = batch["input_ids"].values(), batch["input_ids"].offsets()[1:].tolist()
+            said = torch.cat([ids[end - n : end] for end, n in zip(last, response_lengths(batch), strict=True)])
+            self.token_counts = torch.bincount(said.long(), minlength=vocabulary).cpu().numpy()
+            self.counts_tokens = False
 
     def take(self) -> list[HiddenStateShard]:
         """What was recorded of the chosen rows on this rank, in row order, once all of it is on the host; disarms."""

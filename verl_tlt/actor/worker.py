@@ -42,6 +42,7 @@ class TLTTrainingWorker(TrainingWorker):
     tap_budget = 0
     tap_window = 0
     batches_tapped = 0
+    vocabulary = 0
 
     def infer_batch(self, data: TensorDict) -> TensorDict:
         """As verl's; `input_ids` in `data` are jagged [B, L_b]."""
@@ -55,6 +56,7 @@ class TLTTrainingWorker(TrainingWorker):
         # The response is what ends a row; verl pads nothing into jagged ids.
         prompts = [n - r for n, r in zip(lengths, response_lengths(data), strict=True)]
         self.tap.arm({row: choose_window(lengths[row], prompts[row], self.tap_window, rng) for row in rows})
+        self.tap.count(data, self.vocabulary)
         data[ROW] = torch.arange(len(lengths))
         return super().infer_batch(data)
 
@@ -66,10 +68,13 @@ class TLTActorWorker(ActorRolloutRefWorker):
     _tlt_capture: VerifierCapture | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def tlt_setup(self, config: TLTConfig, aux_layers: list[int], capture_ranks: Collection[int]) -> TapReady:
+    def tlt_setup(
+        self, config: TLTConfig, aux_layers: list[int], capture_ranks: Collection[int], counts_tokens: bool = False
+    ) -> TapReady:
         """Install the tap on this rank's engine, for these layers' inputs.
 
-        `capture_ranks` copy the verifier weights out of the coming weight sync.
+        `capture_ranks` copy the verifier weights out of the coming weight sync; `counts_tokens`: the first rollout's
+        tokens are counted.
         """
         dtype = torch.float16 if dtype_name(self.config.rollout.dtype) == "float16" else torch.bfloat16
         try:
@@ -79,8 +84,10 @@ class TLTActorWorker(ActorRolloutRefWorker):
         self.actor.tap = HiddenStateTap(adapter, aux_layers, dtype)
         self.actor.tap_budget = config.buffer.first_tokens
         self.actor.tap_window = config.buffer.window
-        tied = policy_shape(self.actor.engine.model_config.local_path).tied
-        self._tlt_capture = VerifierCapture(dtype, ray.put, tied)
+        self.actor.tap.counts_tokens = counts_tokens
+        policy = policy_shape(self.actor.engine.model_config.local_path)
+        self.actor.vocabulary = policy.vocab_size
+        self._tlt_capture = VerifierCapture(dtype, ray.put, policy.tied)
         self._tlt_capture.armed = self.rank in capture_ranks
         return TapReady(self.actor.engine.get_data_parallel_rank())
 
@@ -96,6 +103,7 @@ class TLTActorWorker(ActorRolloutRefWorker):
         assert tap is not None and capture is not None
         taken = tap.take()
         errors, tap.errors = tap.errors, 0
+        counts, tap.token_counts = tap.token_counts, None
         captured = capture.take()
         capture.armed |= self.rank in capture_ranks
         return TappedStates(
@@ -105,6 +113,7 @@ class TLTActorWorker(ActorRolloutRefWorker):
             errors=errors + captured.errors,
             sync_seconds=captured.seconds,
             sync_bytes=captured.nbytes,
+            token_counts=counts,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

@@ -20,6 +20,7 @@ from verl_tlt.drafter.policy import (
     NotHereError,
     aux_layers_for,
     check_aux_layers,
+    draft_vocab_size,
     folder,
     is_name,
     policy_shape,
@@ -88,6 +89,8 @@ def check_recipe_drafter(settings: TLTConfig, policy: str, context: int) -> Find
     except DrafterError:
         return fine  # `check_policy` says so; the trainer checks again once the policy is there
     try:
+        if path is None:
+            draft_vocab_size(settings.drafter.vocab, shape.vocab_size, "tlt.drafter.vocab")
         if path is None and settings.drafter.aux_layers is not None:
             check_aux_layers(settings.drafter.aux_layers, shape.num_layers, "tlt.drafter.aux_layers")
         elif path is None:

@@ -12,7 +12,9 @@ from typing import Any
 
 _PUBLIC = {
     "policy": ("DrafterError", "PolicyShape", "policy_shape", "aux_layers_for"),
-    "build": ("build_drafter", "default_attention", "drafter_config", "halve_frozen", "most_frequent"),
+    "build": (
+        "build_drafter", "default_attention", "drafter_config", "choose_tokens", "halve_frozen", "most_frequent",
+    ),
     "verifier": ("VerifierWeights", "refresh_verifier_weights"),
     "data": ("TrainingSequence", "from_numpy16", "to_numpy16", "Batch", "align", "batches", "pack", "windows"),
     "capture": ("Library", "PolicyStates", "Text", "load_policy", "plan_epoch"),

@@ -28,6 +28,7 @@ from verl_tlt.drafter.policy import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
     from transformers import LlamaConfig
 
@@ -113,7 +114,7 @@ def build_drafter(
     attention: str | None = None,
     device: torch.device | str = "cpu",
     max_position_embeddings: int | None = None,
-    draft_ids: torch.Tensor | None = None,
+    draft_ids: torch.Tensor | int | None = None,
 ) -> Eagle3DraftModel:
     """A drafter with random trainable weights, float32, the same for the same seed on every machine.
 
@@ -121,26 +122,52 @@ def build_drafter(
     leaves the process's random state as it was. The shape, and what is refused, is `drafter_config`'s.
 
     `attention`: "tlt_by_document", "sdpa" or "eager"; None: `default_attention(device)`. `draft_ids`: int64 [DV],
-    ascending target ids the drafter may propose; None: all of them.
+    ascending target ids the drafter may propose; None: all of them; a number: so many, to be chosen later
+    (`choose_tokens`): the first ones stand for them, and the head's rows are zeros.
     """
+    ids = torch.arange(draft_ids) if isinstance(draft_ids, int) else draft_ids
     config = drafter_config(
         policy,
         aux_layers=aux_layers,
         intermediate_size=intermediate_size,
         max_position_embeddings=max_position_embeddings,
-        draft_vocab_size=None if draft_ids is None else len(draft_ids),
+        draft_vocab_size=None if ids is None else len(ids),
     )
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
         model = instantiate(config, attention or default_attention(device))
-    if draft_ids is not None:
-        ids, vocab = draft_ids.to(torch.int64).cpu(), model.verifier_vocab_size
-        if ids.ndim != 1 or not len(ids) or bool((ids.diff() <= 0).any()) or bool(ids[0] < 0 or ids[-1] >= vocab):
-            raise DrafterError(f"draft_ids must be ascending distinct token ids within 0..{vocab - 1}.")
-        t2d = torch.zeros(vocab, dtype=torch.bool)  # [V] whether a token is kept
-        t2d[ids] = True
-        model.load_vocab_mappings(t2d, ids - torch.arange(len(ids)))  # [DV] target id minus draft id
+    if ids is not None:
+        choose_tokens(model, ids)
+    if isinstance(draft_ids, int):  # a file of it has rows of a head, as vLLM asks for
+        with torch.no_grad():
+            make_room(model.lm_head).zero_()
     return model.to(device)
+
+
+def choose_tokens(model: Eagle3DraftModel, draft_ids: torch.Tensor) -> bool:
+    """Have a drafter draft these tokens: int64 [DV], ascending target ids. Returns whether it drafted others before.
+
+    The rows of its head are the old tokens' until the next `refresh_verifier_weights`. What is trained knows nothing of
+    the draft vocabulary, and stays as it is.
+    """
+    ids, vocab, size = draft_ids.to(torch.int64).cpu(), model.verifier_vocab_size, model.draft_vocab_size
+    if ids.shape != (size,) or bool((ids.diff() <= 0).any()) or bool(ids[0] < 0 or ids[-1] >= vocab):
+        raise DrafterError(f"draft_ids must be {size} ascending distinct token ids within 0..{vocab - 1}.")
+    if not model.use_draft_vocab:
+        return False
+    t2d = torch.zeros(vocab, dtype=torch.bool)  # [V] whether a token is kept
+    t2d[ids] = True
+    changed = not torch.equal(t2d, model.t2d.cpu())
+    model.load_vocab_mappings(t2d, ids - torch.arange(size))  # [DV] target id minus draft id
+    return changed
+
+
+def has_chosen_tokens(model: Eagle3DraftModel) -> bool:
+    """Whether the tokens it drafts are final: its own, all, or chosen; the first ones of the policy stand for none yet.
+
+    Low ids are those that the tokenizer merged first, so they are frequent ones as long as nothing was counted.
+    """
+    return has_own_head(model) or not model.use_draft_vocab or bool(model.d2t.any())
 
 
 def instantiate(config: Eagle3SpeculatorConfig, attention: str) -> Eagle3DraftModel:
@@ -205,7 +232,7 @@ def halve_frozen(model: Eagle3DraftModel) -> None:
             parameter.data = held[:1, :1].bfloat16().expand(held.shape) if roomless else held.bfloat16()
 
 
-def most_frequent(counts: torch.Tensor, size: int) -> torch.Tensor:
+def most_frequent(counts: torch.Tensor | np.ndarray, size: int) -> torch.Tensor:
     """int64 [size]: the token ids of the largest of `counts` (int64 [V]), ascending; ties go to the lower id."""
-    order = torch.sort(counts, descending=True, stable=True).indices  # [V]
+    order = torch.sort(torch.as_tensor(counts), descending=True, stable=True).indices  # [V]
     return order[:size].sort().values

@@ -31,16 +31,20 @@ def _bytes(model: Eagle3DraftModel) -> tuple[int, int]:
     return trained, frozen + sum(b.nbytes for b in model.buffers())
 
 
-def session_bytes(model: Eagle3DraftModel, rows: int, passes: int) -> int:
+def session_bytes(model: Eagle3DraftModel, rows: int, passes: int, scored: int | None = None) -> int:
     """Device memory of a session at its peak, in bytes, by rule of thumb: 10 GB for a 7B policy at 1024 rows.
 
-    `rows`: of the largest batch that is trained or scored; `passes`: of the training-time test.
+    `rows`: of the largest batch that is trained or scored; `scored`: of the largest that is scored; None: the same;
+    `passes`: of the training-time test.
     """
     trained, frozen = _bytes(model)
     weights = (1 + len(MOMENTS) + 1) * trained + frozen  # and gradients; a second set of weights in scoring
     waiting = rows * (model.fc.weight.shape[1] + model.hidden_size) * 4  # float32, of the batch that comes next
     # Logits and their gradients in 16 bits for each pass; or five float32 values for each logit (`acceptance`).
-    return weights + waiting + rows * model.draft_vocab_size * max(20, 8 + 4 * passes)
+    logits = rows * model.draft_vocab_size * max(20, 8 + 4 * passes)
+    if model.use_draft_vocab:  # then scores take the policy's whole head, and its logits
+        logits = max(logits, model.verifier_vocab_size * (2 * model.hidden_size + 20 * (scored or rows)))
+    return weights + waiting + logits
 
 
 def host_bytes(model: Eagle3DraftModel) -> int:

@@ -184,7 +184,10 @@ class _AcceptanceLoss:
             policy = _probabilities(targets, self.temperature, self.top_p, self.top_k)
             return policy, self._at(policy, tokens)
         hidden = self.model.verifier_norm(self.batch.last_hidden[0].float())  # [S, H]
-        whole = hidden @ self.lm_head.to(hidden.device, hidden.dtype).T  # [S, V]
+        head = self.lm_head.to(hidden.device)
+        if hidden.device.type != "cuda":  # there the product is made in 16 bits anyway (`mixed_precision`)
+            head = head.to(hidden.dtype)
+        whole = (hidden @ head.T).float()  # [S, V]
         policy = _probabilities(whole, self.temperature, self.top_p, self.top_k)
         chosen = policy.gather(1, tokens[:, None])[:, 0]
         return (policy[:, self.model.t2d] if self.model.use_draft_vocab else policy), chosen

@@ -261,6 +261,25 @@ def aux_layers_for(num_layers: int) -> tuple[int, int, int]:
     return (0, 1, 2) if num_layers == 3 else (1, num_layers // 2, num_layers - 1)
 
 
+WHOLE_UP_TO, OF_A_LARGER_ONE = 65_536, 32_768
+"""The draft vocabulary of a new drafter: the policy's whole one up to so many tokens, and so many of a larger one. Each
+drafted token reads layer and head: half of 64k rows is less than the layer has, three quarters of 128k are more."""
+
+
+def draft_vocab_size(asked: int | str | None, vocabulary: int, where: str) -> int:
+    """Tokens that a new drafter can draft, of a policy's `vocabulary`; `asked`: a number, "full", or None: the default.
+
+    A `DrafterError`, which begins with `where`, for a number that the policy has not.
+    """
+    if asked is None:
+        return vocabulary if vocabulary <= WHOLE_UP_TO else OF_A_LARGER_ONE
+    if asked == "full":
+        return vocabulary
+    if not 2 <= int(asked) <= vocabulary:
+        raise DrafterError(f"{where} must be 2..{vocabulary}, the policy's vocabulary, not {asked}.")
+    return int(asked)
+
+
 def check_aux_layers(layers: Sequence[int], num_layers: int, where: str) -> None:
     """Raise a `DrafterError`, which begins with `where`, unless these are three ascending layers of the policy."""
     if len(layers) != NUM_AUX or list(layers) != sorted(set(layers)):

@@ -82,6 +82,8 @@ class TappedStates:
     """What copying the verifier weights cost the last weight sync."""
     sync_bytes: int = 0
     """Bytes of them that left this rank's device."""
+    token_counts: np.ndarray | None = None
+    """int64 [V]: how often each token is in the responses of a batch, once in a run where it was asked for."""
 
 
 # ---------------------------------------------------------------------- spot worker -> trainer
@@ -107,6 +109,10 @@ class BufferStats:
     bytes: int
     incomplete: int = 0
     """Sequences of this step that were left out: a rank's shard is missing."""
+    responses: int = 0
+    """Response tokens of this step's sequences; 0 where the drafter has the policy's whole vocabulary."""
+    draftable: int = 0
+    """Those of them that are in the draft vocabulary."""
 
 
 @dataclass(frozen=True)

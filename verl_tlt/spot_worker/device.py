@@ -12,6 +12,7 @@ import torch
 
 from verl_tlt.drafter import DeviceResidency, DrafterMemory, DrafterTrainer, session_bytes
 from verl_tlt.errors import TLTError
+from verl_tlt.spot_worker.scoring import PORTION
 
 MARGIN = 0.03
 """Share of the device's memory that a session leaves free: contexts and pools of actor and engine grow a little."""
@@ -51,7 +52,7 @@ class TrainingDevice:
         """
         if not self.is_accelerator:
             return nullcontext()
-        check_room(session_bytes(trainer.model, rows, trainer.ttt_steps), *self.memory())
+        check_room(session_bytes(trainer.model, rows, trainer.ttt_steps, PORTION), *self.memory())
         if self._memory is None:
             self.receive(trainer)
         assert self._memory is not None

@@ -28,6 +28,7 @@ from verl_tlt.drafter import (
     TrainingSequence,
     TrainSummary,
     VerifierWeights,
+    choose_tokens,
     default_attention,
     from_drafter_file,
     from_numpy16,
@@ -82,6 +83,7 @@ class SpotLearner:
         device: where training runs during a session.
         versions: for one that replaces another: those of a learner that lives on.
         published: for one that replaces another where none lives on: what the engines serve.
+        draft_ids: for one that replaces another: the tokens that the run has chosen to draft (`choose_tokens`).
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class SpotLearner:
         device: str,
         versions: DrafterVersions | None = None,
         published: DrafterFile | None = None,
+        draft_ids: np.ndarray | None = None,
     ) -> None:
         self.name, self.config, self.sampling, self.training_device = name, config, sampling, TrainingDevice(device)
         self._policy_dir = policy_dir
@@ -115,10 +118,17 @@ class SpotLearner:
         self._buffer_lock = threading.Lock()  # held for moments only
         self._versions_lock = threading.Lock()  # held for moments only
         self._arrived: VerifierArrays | None = None
+        self._chosen = draft_ids  # has arrived; None: nothing to take over
         self._verifier_known = False
-        self.whole_head: torch.Tensor | None = None
-        """The policy's whole head, on which a pruned draft vocabulary is judged; None: the drafter has all of it."""
+        self._policy: VerifierWeights | None = None
+        """For a pruned draft vocabulary: its rows are cut from the policy's head."""
+        self._load_arrived()
         self.training_device.receive(self.trainer)
+
+    @property
+    def whole_head(self) -> torch.Tensor | None:
+        """The policy's whole head, on which a pruned draft vocabulary is judged; None: the drafter has all of it."""
+        return None if self._policy is None else self._policy.lm_head
 
     def _load(self, drafter: DrafterFile) -> Eagle3DraftModel:
         """The model on the host, as it is trained on the device."""
@@ -142,30 +152,49 @@ class SpotLearner:
 
     # ------------------------------------------------------------------ buffer
 
-    def add(self, step: int, sequences: list[TrainingSequence], verifier_weights: VerifierArrays | None) -> BufferStats:
-        """Keep what was captured in one RL step, and take over the verifier weights (None: as they were)."""
+    def add(
+        self,
+        step: int,
+        sequences: list[TrainingSequence],
+        verifier_weights: VerifierArrays | None,
+        draft_ids: np.ndarray | None = None,
+    ) -> BufferStats:
+        """Keep what was captured in one RL step; take over verifier weights and draft vocabulary, None: as before."""
         with self._buffer_lock:
             for index, sequence in enumerate(sequences):
                 self.buffer.add(step, index, sequence)
             stats = self.buffer.stats()
         if verifier_weights is not None:
             self._arrived = verifier_weights
-            if self._model_lock.acquire(blocking=False):  # else the next turn loads them
-                try:
-                    self._load_arrived()
-                finally:
-                    self._model_lock.release()
-        return stats
+        if draft_ids is not None:
+            self._chosen = draft_ids
+        if self._model_lock.acquire(blocking=False):  # else the next turn loads them
+            try:
+                self._load_arrived()
+            finally:
+                self._model_lock.release()
+        return replace(stats, **self._coverage(sequences))
 
     def _load_arrived(self) -> None:
-        """Copy verifier weights that have arrived into the model; only during a turn."""
+        """Take over a draft vocabulary and verifier weights that have arrived; only during a turn."""
         arrays, self._arrived = self._arrived, None
-        if arrays is None:
-            return
-        weights = VerifierWeights(**{part: from_numpy16(array) for part, array in vars(arrays).items()})
-        refresh_verifier_weights(self.model, weights)
-        self.whole_head = weights.lm_head if self.model.use_draft_vocab else None
-        self._verifier_known = True
+        ids, self._chosen = self._chosen, None
+        cut = ids is not None and choose_tokens(self.model, torch.tensor(ids))
+        pruned = self.model.use_draft_vocab
+        self._draftable = self.model.t2d.cpu().clone() if pruned else None  # [V]; a session moves the model's own
+        weights = self._policy if cut else None
+        if arrays is not None:
+            weights = VerifierWeights(**{part: from_numpy16(array) for part, array in vars(arrays).items()})
+        if weights is not None:
+            refresh_verifier_weights(self.model, weights)
+            self._policy, self._verifier_known = weights if pruned else None, True
+
+    def _coverage(self, sequences: list[TrainingSequence]) -> dict[str, int]:
+        """How many response tokens these have, and how many of them can be drafted (`BufferStats`)."""
+        if self._draftable is None or not sequences:
+            return {}
+        said = torch.cat([sequence.tokens[sequence.prompt_len :] for sequence in sequences])
+        return {"responses": len(said), "draftable": int(self._draftable[said].sum())}
 
     # ------------------------------------------------------------------ sessions
 
@@ -328,6 +357,8 @@ class SpotLearner:
     def snapshot(self) -> tuple[dict[str, torch.Tensor], dict]:
         """(the served drafter's tensors, what `resume` needs), on the host; training does not change them."""
         with self._turn():
+            if self.model.use_draft_vocab and not self._verifier_known:  # it has just replaced another
+                refresh_verifier_weights(self.model, VerifierWeights.from_policy_dir(self._policy_dir))
             served = self.versions.served  # replaced, never written to: no copy is needed
             tensors = serving_tensors(self.model, without=served.keys())
             state = self.trainer.state()  # of the candidate, which may be ahead of what is served

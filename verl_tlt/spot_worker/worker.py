@@ -87,9 +87,15 @@ class SpotWorker:
         self._session = ThreadPoolExecutor(1, "tlt-session", initializer=_yield_to_engines if shared else None)
 
     async def add(
-        self, step: int, shards: Sequence[Sequence[ObjectRef]], verifier_weights: VerifierArrays | None
+        self,
+        step: int,
+        shards: Sequence[Sequence[ObjectRef]],
+        verifier_weights: VerifierArrays | None,
+        draft_ids: np.ndarray | None = None,
     ) -> BufferStats:
         """Take over what the tap captured in one RL step, and the policy's verifier weights, None: as they were.
+
+        `draft_ids`: the tokens that the drafter drafts from now on, None: as they were.
 
         `shards` are, for each group of actor ranks that computed the same sequences, an ObjectRef from each of its
         ranks, of a list of `HiddenStateShard`.
@@ -103,7 +109,7 @@ class SpotWorker:
         if missing:
             total = missing + len(sequences)
             logger.warning("%d of %d sequences were left out: a rank's shard is missing", missing, total)
-        stats = await asyncio.to_thread(self.learner.add, step, sequences, verifier_weights)
+        stats = await asyncio.to_thread(self.learner.add, step, sequences, verifier_weights, draft_ids)
         return dataclasses.replace(stats, incomplete=missing)
 
     async def warm_up(self) -> None:

@@ -217,7 +217,9 @@ def buffer_metrics(stats: Iterable[BufferStats], tap_tokens: int) -> dict[str, f
     if not held:
         return {}
     sequences, nbytes = sum(s.sequences for s in held), sum(s.bytes for s in held)
-    return {
+    responses = sum(s.responses for s in held)
+    coverage = {"tlt/draft_vocab_coverage": sum(s.draftable for s in held) / responses} if responses else {}
+    return coverage | {
         "tlt/buffer_tokens": sum(s.tokens for s in held),
         "tlt/tap_tokens": tap_tokens,
         "tlt/buffer_sequences_per_gb": sequences * 1e9 / nbytes,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_tlt.config import TLTConfig
+from verl_tlt.drafter import most_frequent
 from verl_tlt.idle.failure_budget import MAX_FAILURES, FailureBudget
 from verl_tlt.idle.replica_idle import ReplicaIdlePlanner
 from verl_tlt.idle.tap_budget import TapBudget
 from verl_tlt.idle.trainer_idle import TrainerIdlePlanner
-from verl_tlt.messages.training import BufferStats
+from verl_tlt.messages.training import BufferStats, TappedStates
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trace.metrics import buffer_metrics
 from verl_tlt.trainer.checkpoints import CHECKPOINT, tidy
@@ -110,7 +111,7 @@ class Controller:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tlt-merge")
         self._buffers: dict[str, BufferStats] = {}
         self._arriving: dict[str, Call[BufferStats]] = {}
-        self._tokens = start.tokens_trained
+        self._tokens, self._tokens_to_choose = start.tokens_trained, 0 if start.chosen else start.draft_vocab
 
     @contextmanager
     def _charged(self, what: str, part: str | None = None) -> Iterator[None]:
@@ -148,7 +149,7 @@ class Controller:
         self._choose_who_drafts(step + 1)
         with self.guard("start of spot training"):
             if self.tlt.spot.enable:
-                untapped = self.fleet.start_spot(self._start.aux_layers, resume_from)
+                untapped = self.fleet.start_spot(self._start.aux_layers, resume_from, self._tokens_to_choose > 0)
                 self.spot = untapped is None
                 if untapped:
                     logger.warning("the drafter is not trained in this run, and used as it is: %s", untapped)
@@ -280,8 +281,16 @@ class Controller:
             handed_s = self.clock.monotonic() - start
             self._tap.tapped(max((t.seconds for t in taken), default=0.0) + handed_s, self.clock.time())
             self.guard.count("tap", sum(t.errors for t in taken))
+            self._choose_tokens(taken)
             self._arriving = self.fleet.hand_over(step, taken)
             self.log.tapped(taken)
+
+    def _choose_tokens(self, taken: Sequence[TappedStates]) -> None:
+        """The first rollout chooses what the drafter can draft, for the whole run: its most frequent tokens."""
+        counts = [t.token_counts for t in taken if t.token_counts is not None]
+        if self._tokens_to_choose and counts:
+            self.fleet.choose_tokens(most_frequent(sum(counts), self._tokens_to_choose).numpy())
+            self._tokens_to_choose = 0
 
     def _trains_next(self, step: int) -> bool:
         """Whether the next weight sync is to bring the verifier weights; otherwise those of an earlier sync are used.

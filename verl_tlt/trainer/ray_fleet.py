@@ -38,6 +38,7 @@ from verl_tlt.trainer.replica_workers import (
 from verl_tlt.trainer.waits import BEAR_S, Waits
 
 if TYPE_CHECKING:
+    import numpy as np
     from ray import ObjectRef
     from ray.actor import ActorHandle
     from ray.util.placement_group import PlacementGroup
@@ -95,6 +96,7 @@ class RayFleet:
         self._capture_ranks: dict[str, int] = {}  # by spot worker: the rank that copies the verifier weights for it
         self.waits = Waits(self.restart)
         self._published: ObjectRef | None = None  # the latest published drafter; the driver owns the copy
+        self._draft_ids: ObjectRef | None = None  # the tokens that drafters draft, where the run has chosen them
 
     def _add(self, replica: RolloutReplica, ranks: Sequence[int]) -> None:
         name = replica._server_address
@@ -183,14 +185,20 @@ class RayFleet:
 
     # ------------------------------------------------------------------ actor
 
-    def start_spot(self, aux_layers: Sequence[int], resume_from: Path | None) -> str | None:
-        """Install the tap and start spot workers; returns None, or one sentence why there is no tap."""
+    def start_spot(
+        self, aux_layers: Sequence[int], resume_from: Path | None, counts_tokens: bool = False
+    ) -> str | None:
+        """Install the tap and start spot workers; returns None, or one sentence why there is no tap.
+
+        `counts_tokens`: the first rollout's tokens are counted, for `choose_tokens`.
+        """
         tables = {group.id: ray.util.placement_group_table(group) for group, _ in self._bundles}
         nodes = [str(tables[group.id]["bundles_to_node_id"][i]) for group, i in self._bundles]  # of each rank
         replicas = [r.workers for r in self.replicas.values()]
         ranks = {name: rank for r in replicas for name, rank in zip(r.names(), r.ranks, strict=True)}
         self._capture_ranks = capture_ranks(ranks, nodes)
-        ready = self.actor.tlt_setup(self.spot.config, list(aux_layers), set(self._capture_ranks.values()))
+        capture = set(self._capture_ranks.values())
+        ready = self.actor.tlt_setup(self.spot.config, list(aux_layers), capture, counts_tokens)
         if untapped := next((r.untapped for r in ready if r.untapped), None):
             return str(untapped)
         self._routes = route([r.group for r in ready], ranks)
@@ -213,6 +221,10 @@ class RayFleet:
         taken: list[TappedStates] = answer(self.actor.tlt_take(self._routes.shares, ranks, tokens), CALL_S)
         return taken
 
+    def choose_tokens(self, draft_ids: np.ndarray) -> None:
+        """From the next hand-over on drafters draft these tokens, int64 [DV]; so do workers that start later."""
+        self._draft_ids = ray.put(draft_ids)
+
     def hand_over(self, step: int, taken: Sequence[TappedStates]) -> dict[str, Call[BufferStats]]:
         """Send what was taken to the spot workers; does not wait for the copies."""
         under_way: dict[str, Call[BufferStats]] = {}
@@ -226,7 +238,7 @@ class RayFleet:
                 ranks, share = self._routes.sources[name]
                 shards = [taken[rank].shards[share] for rank in ranks]
                 weights = taken[self._capture_ranks[name]].verifier_weights
-                calls[name] = worker.add.remote(step, [shards], weights)
+                calls[name] = worker.add.remote(step, [shards], weights, self._draft_ids)
             under_way[replica] = workers.sent(calls, combined_buffers)
         return under_way
 
@@ -245,6 +257,7 @@ class RayFleet:
     ) -> dict[str, ActorHandle]:
         """Start a replica's spot workers; `versions` or `published` for such that replace others (`SpotLearner`)."""
         plan = {**vars(self.spot), "drafter": self._first_drafter, "versions": versions, "published": published}
+        plan["draft_ids"] = self._draft_ids
         share = get_platform().ray_resource_options(1.0 / self.pool.max_colocate_count)
         made = {}
         for name, rank in zip(replica.names(), replica.ranks, strict=True):

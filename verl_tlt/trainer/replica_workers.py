@@ -146,6 +146,8 @@ def combined_buffers(stats: Sequence[BufferStats]) -> BufferStats:
         train_tokens=max(s.train_tokens for s in stats),
         bytes=sum(s.bytes for s in stats),
         incomplete=sum(s.incomplete for s in stats),
+        responses=sum(s.responses for s in stats),
+        draftable=sum(s.draftable for s in stats),
     )
 
 

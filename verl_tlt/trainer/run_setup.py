@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from omegaconf import OmegaConf, open_dict
 
 from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, TLTConfig, dtype_name
-from verl_tlt.drafter.policy import LONGEST_DRAFT
+from verl_tlt.drafter.policy import LONGEST_DRAFT, draft_vocab_size
 from verl_tlt.idle.modes import MODE_RULES, ModeRule
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import DrafterProvenance, RolloutSampling
@@ -49,6 +49,10 @@ class FirstDrafter:
     """By spot workers of this run before it was resumed."""
     worker_bytes: int = 0
     """Host memory of a spot worker on an accelerator, beside its buffer."""
+    draft_vocab: int = 0
+    """How many tokens it can draft."""
+    chosen: bool = True
+    """Which ones is settled; False: the first rollout is to choose them."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +98,6 @@ def prepare(config: DictConfig, tlt: TLTConfig, base_mode: str) -> RunSetup:
     """Build or load the first drafter (`first_drafter`), and gather what the run's parts have to know."""
     from verl.utils.fs import copy_to_local
 
-    from verl_tlt.drafter import policy_shape
-
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     policy_dir = copy_to_local(model.path, use_shm=model.get("use_shm", False))
     context = rollout.max_model_len or rollout.prompt_length + rollout.response_length
@@ -103,9 +105,7 @@ def prepare(config: DictConfig, tlt: TLTConfig, base_mode: str) -> RunSetup:
     start = first_drafter(tlt, policy_dir, dtype, context + tlt.speculation.longest, checkpoint)
     accelerator, workers = config.trainer.device == "cuda", config.trainer.n_gpus_per_node
     spot = SpotPlan(
-        config=with_sizes(
-            tlt, policy_shape(policy_dir).vocab_size, accelerator, _node_bytes(), workers, start.worker_bytes
-        ),
+        config=with_sizes(tlt, start.draft_vocab, accelerator, _node_bytes(), workers, start.worker_bytes),
         policy_dir=policy_dir,
         drafter=start.trainable,
         sampling=RolloutSampling(rollout.temperature, rollout.top_p, rollout.top_k),
@@ -151,6 +151,7 @@ def first_drafter(
         DrafterError: the given drafter does not fit, or may be another user's.
     """
     from verl_tlt.drafter import check_owner, host_bytes, load_drafter, provenance, to_drafter_file
+    from verl_tlt.drafter.build import has_chosen_tokens
 
     checkpoint = saved_drafter(resume_from)
     if source := checkpoint or config.drafter.path:
@@ -169,15 +170,23 @@ def first_drafter(
         text, weights, fingerprint = to_drafter_file(model, as_dtype)
         return DrafterFile(version, text, weights, fingerprint, acceptance)
 
-    aux_layers = tuple(model.config.eagle_aux_hidden_state_layer_ids)
-    trained = int(resumed.get("tokens_trained", 0))
-    return FirstDrafter(file("float32"), file(dtype), aux_layers, origin, trained, host_bytes(model))
+    return FirstDrafter(
+        trainable=file("float32"),
+        served=file(dtype),
+        aux_layers=tuple(model.config.eagle_aux_hidden_state_layer_ids),
+        origin=origin,
+        tokens_trained=int(resumed.get("tokens_trained", 0)),
+        worker_bytes=host_bytes(model),
+        draft_vocab=model.draft_vocab_size,
+        chosen=has_chosen_tokens(model),
+    )
 
 
 def _random_head(config: TLTConfig, policy_dir: str, context: int) -> Eagle3DraftModel:
     from verl_tlt.drafter import build_drafter, policy_shape
 
     shape = policy_shape(policy_dir)
+    size = draft_vocab_size(config.drafter.vocab, shape.vocab_size, "tlt.drafter.vocab")
     return build_drafter(
         shape,
         aux_layers=config.drafter.aux_layers,
@@ -185,11 +194,12 @@ def _random_head(config: TLTConfig, policy_dir: str, context: int) -> Eagle3Draf
         # The policy's own range, not this run's: a resumed run may be longer.
         max_position_embeddings=max(context, shape.max_position_embeddings + LONGEST_DRAFT),
         seed=config.drafter.seed,
+        draft_ids=None if size == shape.vocab_size else size,  # the first rollout chooses which
     )
 
 
 def with_sizes(
-    tlt: TLTConfig, vocabulary: int, accelerator: bool, node_bytes: float, workers: int, worker_bytes: int
+    tlt: TLTConfig, draft_vocab: int, accelerator: bool, node_bytes: float, workers: int, worker_bytes: int
 ) -> TLTConfig:
     """The settings with `tlt.drafter.batch_tokens` and `tlt.buffer.max_mb` filled in where the user left them open.
 
@@ -198,7 +208,7 @@ def with_sizes(
     """
     rows, mb = BATCH_TOKENS, BUFFER_MB
     if accelerator:
-        while rows < MOST_BATCH_TOKENS and 2 * rows * vocabulary * LOGIT_BYTES <= MOST_LOGIT_BYTES:
+        while rows < MOST_BATCH_TOKENS and 2 * rows * draft_vocab * LOGIT_BYTES <= MOST_LOGIT_BYTES:
             rows *= 2
         mb = max(mb, int(MEMORY_SHARE * node_bytes / max(1, workers) - worker_bytes) >> 20)
     return replace(

@@ -30,7 +30,7 @@ from verl_tlt.drafter import (
     save_drafter,
 )
 from verl_tlt.drafter.evaluate import combined_score
-from verl_tlt.drafter.policy import DrafterError, check_aux_layers, unsupported
+from verl_tlt.drafter.policy import DrafterError, check_aux_layers, draft_vocab_size, unsupported
 from verl_tlt.ownership import check_writable, other_owner
 from verl_tlt.warmup.engine import GenerationJob, Response, as_texts, find_device, generate
 from verl_tlt.warmup.options import WarmupOptions
@@ -84,10 +84,7 @@ def _check(options: WarmupOptions) -> None:
     find_device(options.device)
     if (layers := _parse_layers(options.aux_layers)) is not None:
         check_aux_layers(layers, shape.num_layers, "--aux-layers")
-    if options.draft_vocab is not None and options.draft_vocab > shape.vocab_size:
-        raise DrafterError(
-            f"--draft-vocab must be 2..{shape.vocab_size}, the policy's vocabulary, not {options.draft_vocab}."
-        )
+    draft_vocab_size(options.draft_vocab, shape.vocab_size, "--draft-vocab")
     if options.drafter is not None:
         if (options.aux_layers, options.draft_vocab, options.intermediate_size) != (None, None, None):
             raise DrafterError(
@@ -182,10 +179,10 @@ def _prepare(options: WarmupOptions, prompts: Prompts, responses: list[Response]
 def _drafter(options: WarmupOptions, responses: list[Response], device: str) -> Eagle3DraftModel:
     if options.drafter is not None:
         return load_drafter(options.drafter, options.model, device=device)
-    draft_ids, size = None, policy_shape(options.model).vocab_size
-    if options.draft_vocab is not None and options.draft_vocab < size:
+    draft_ids, whole = None, policy_shape(options.model).vocab_size
+    if (size := draft_vocab_size(options.draft_vocab, whole, "--draft-vocab")) < whole:
         said = torch.tensor([t for r in responses for t in r.tokens])
-        draft_ids = most_frequent(torch.bincount(said, minlength=size), options.draft_vocab)
+        draft_ids = most_frequent(torch.bincount(said, minlength=whole), size)
     return build_drafter(
         options.model,
         aux_layers=_parse_layers(options.aux_layers),

@@ -74,7 +74,9 @@ class WarmupOptions(TrainingOptions):
     intermediate_size: Annotated[
         int | None, Option(min=1, help="Width of the drafter's MLP; the policy's if not given.")
     ] = None
-    draft_vocab: Annotated[int | None, Option(min=2, help="Only so many most frequent tokens can be drafted.")] = None
+    draft_vocab: Annotated[
+        int | None, Option(min=2, help="Draft so many most frequent tokens; by default all of up to 65536, else 32768.")
+    ] = None
     samples: Annotated[int, Option(min=1, help="Responses per prompt.")] = 1
     limit: Annotated[int | None, Option(min=1, help="Use the first so many prompts.")] = None
     cache_gb: Annotated[float, Option(min=0, help="Host memory for hidden states; the rest is computed again.")] = 8.0

@@ -156,6 +156,7 @@ def test_a_ray_client_driver_looks_at_no_file(findings, monkeypatch):
     ("drafter", "said"),
     [
         ({"aux_layers": (1, 2)}, "tlt.drafter.aux_layers must be 3 ascending distinct layers"),
+        ({"vocab": 10**6}, "tlt.drafter.vocab must be 2.."),
         ({"aux_layers": (1, 3, 6)}, "tlt.drafter.aux_layers=[1, 3, 6] is outside 0..5"),
         ({"path": "/nowhere/drafter"}, "tlt.drafter.path=/nowhere/drafter is not a directory on this machine."),
     ],

@@ -177,5 +177,10 @@ def test_a_rehearsal_teaches_nothing(in_16_bits, trainer):
 def test_what_a_7b_policys_drafter_needs():
     with torch.device("meta"):
         model = instantiate(drafter_config(QWEN_7B), "sdpa")
-    assert session_bytes(model, rows=1024, passes=3) == pytest.approx(10e9, rel=0.05)
+    whole = session_bytes(model, rows=1024, passes=3)
+    assert whole == pytest.approx(10e9, rel=0.05)
+    with torch.device("meta"):
+        pruned = instantiate(drafter_config(QWEN_7B, draft_vocab_size=32_768), "sdpa")
+    # Frozen and logits shrink; scores take the policy's whole head, and its logits for a portion of the rows.
+    assert session_bytes(pruned, rows=4096, passes=3, scored=1024) == pytest.approx(10e9, rel=0.05)
     assert host_bytes(model) == pytest.approx(9.1e9, rel=0.05)

@@ -23,6 +23,7 @@ from verl_tlt.drafter import (
     to_drafter_file,
     trainable_parameters,
 )
+from verl_tlt.drafter.policy import draft_vocab_size
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,20 @@ def test_aux_layers_are_distinct_and_exist(layers, expected):
     assert aux_layers_for(layers) == expected
     with pytest.raises(DrafterError, match="2 layers"):
         aux_layers_for(2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "vocabulary", "size"),
+    [(None, 65_536, 65_536), (None, 65_537, 32_768), ("full", 151_936, 151_936), (2, 48, 2), (48, 48, 48)],
+)
+def test_a_large_vocabulary_is_pruned_unless_told_otherwise(asked, vocabulary, size):
+    assert draft_vocab_size(asked, vocabulary, "tlt.drafter.vocab") == size
+
+
+@pytest.mark.parametrize("asked", [1, 49])
+def test_a_draft_vocabulary_that_the_policy_has_not_is_named(asked):
+    with pytest.raises(DrafterError, match=rf"tlt\.drafter\.vocab must be 2\.\.48, .*, not {asked}"):
+        draft_vocab_size(asked, 48, "tlt.drafter.vocab")
 
 
 @pytest.mark.parametrize("layers", [(1, 1, 2), (2, 1, 3), (1, 2), (1, 2, 4), (-1, 1, 2)])

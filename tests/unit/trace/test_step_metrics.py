@@ -184,7 +184,7 @@ def test_every_metric_is_documented():
     )  # fmt: skip
     names = {
         re.sub(r"(pos|frac)_\d+$", lambda m: f"{m[1]}_<{'i' if m[1] == 'pos' else 'k'}>", n)
-        for n in step_metrics(observations) | buffer_metrics([BufferStats(1, 1, 1, 1)], 1)
+        for n in step_metrics(observations) | buffer_metrics([BufferStats(1, 1, 1, 1, responses=2, draftable=1)], 1)
     }
     names = {re.sub(r"overhead_\w+_s$", "overhead_<part>_s", name) for name in names}
     names = {re.sub(r"errors_\w+$", "errors_<what>", name) for name in names}

@@ -42,6 +42,7 @@ def run(tmp_path, clock):
         fleet=None,
         prunes=False,
         shared=False,
+        draft_vocab=0,
         **speculation,
     ):
         tlt = TLTConfig.from_dict(
@@ -58,7 +59,7 @@ def run(tmp_path, clock):
             rule=MODE_RULES[mode], requests=8, dtype="bfloat16", checkpoints=tmp_path / "ckpt", prunes=prunes,
             provenance=DrafterProvenance("policy", "data", None, "hass", 1.0), gpus=2, shared=shared,
         )  # fmt: skip
-        start = FirstDrafter(FIRST, FIRST, (2, 4, 6), "a test")
+        start = FirstDrafter(FIRST, FIRST, (2, 4, 6), "a test", draft_vocab=draft_vocab, chosen=draft_vocab == 0)
         trace = TraceWriter(str(tmp_path / "trace"), "trainer", clock.time)
         controller = Controller(tlt, facts, start, fleet, trace, PendingWork, clock)
         controller.before_first_sync(0, resume_from)

@@ -75,6 +75,7 @@ class FakeFleet:
         self.saved: list[tuple[Path, Any]] = []
         self.restarts: list[str] = []
         self.tap_tokens: list[int] = []
+        self.token_counts: list[np.ndarray] = []
         self.sessions: dict[str, FakeCall] = {}
         self.stop_s = 0.0
         self.to_judge = True
@@ -151,8 +152,10 @@ class FakeFleet:
 
     # actor and spot workers
 
-    def start_spot(self, aux_layers: Sequence[int], resume_from: Path | None) -> str | None:
-        self._call("start_spot", tuple(aux_layers), resume_from)
+    def start_spot(
+        self, aux_layers: Sequence[int], resume_from: Path | None, counts_tokens: bool = False
+    ) -> str | None:
+        self._call("start_spot", tuple(aux_layers), resume_from, counts_tokens)
         self._spot = self.untapped is None
         return self.untapped
 
@@ -162,7 +165,11 @@ class FakeFleet:
     def take(self, train_next: bool, tokens: int) -> list[TappedStates]:
         self._call("take", train_next)
         self.tap_tokens.append(tokens)
-        return [TappedStates((), None, seconds=0.0, errors=0)]
+        counts = self.token_counts or [None]
+        return [TappedStates((), None, seconds=0.0, errors=0, token_counts=found) for found in counts]
+
+    def choose_tokens(self, draft_ids: np.ndarray) -> None:
+        self._call("choose_tokens", draft_ids)
 
     def hand_over(self, step: int, taken: Sequence[TappedStates]) -> dict[str, FakeCall]:
         self._call("hand_over", step)

@@ -3,6 +3,7 @@
 import logging
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fake_fleet import FakeCall, FakeFleet, ended
 from rl_steps import LOOKS_S, STOP_S, called, fill_buffers, merged, rest_of_step, sampling, train
@@ -286,7 +287,22 @@ def test_a_checkpoint_that_fails_does_not_fail_the_policys(run, method):
 
 def test_a_resumed_run_continues_the_workers(run):
     _, fleet = run(resume_from=Path("somewhere"))
-    assert called(fleet, "start_spot") == [((2, 4, 6), Path("somewhere"))]
+    assert called(fleet, "start_spot") == [((2, 4, 6), Path("somewhere"), False)]
+
+
+def test_the_first_rollout_chooses_the_tokens_that_are_drafted(run):
+    """Of all ranks' counts together, once; the tie of tokens that nobody said goes to the lowest ids."""
+    controller, fleet = run(draft_vocab=3)
+    assert called(fleet, "start_spot") == [((2, 4, 6), None, True)]
+    fill_buffers(controller, fleet)
+    assert called(fleet, "choose_tokens") == [], "nothing was counted"
+    fleet.token_counts = [np.array([0, 0, 1, 0, 4]), np.array([0, 0, 3, 0, 1])]
+    for step in (2, 3):
+        with sampling(controller, fleet, step):
+            pass
+        rest_of_step(controller, fleet, step)
+    ((ids,),) = called(fleet, "choose_tokens")
+    assert ids.tolist() == [0, 2, 4] and controller.guard.counts == {}
 
 
 def test_a_run_that_is_switched_off_from_outside_decodes_as_stock_and_trains_nothing(run, tmp_path):

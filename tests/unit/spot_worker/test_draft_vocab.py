@@ -1,0 +1,144 @@
+"""A run with a pruned draft vocabulary: what drafts before the first rollout chose its tokens, and from then on."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load, load_file, save_file
+from tiny_learner import CONFIG, HIDDEN, POLICY, VOCABULARY, RolloutSampling, texts, train_and_merge, verifier_arrays
+from tiny_learner import merge_learners as merged
+
+from verl_tlt.drafter import build_drafter, check_drafter, load_drafter, save_drafter
+from verl_tlt.messages.training import DrafterProvenance
+from verl_tlt.spot_worker.learner import SpotLearner
+from verl_tlt.trainer.run_setup import first_drafter
+
+SIZE = 8
+CHOSEN = np.array([1, 2, 5, 7, 11, 13, 20, 23])
+PRUNED = replace(CONFIG, drafter=replace(CONFIG.drafter, vocab=SIZE))
+FACTS = DrafterProvenance("policy", "data", None, "hass", 1.0)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """The first drafter of a run, or of one that is resumed from a directory."""
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    (policy / "config.json").write_text(json.dumps(POLICY))
+    embed = torch.full((VOCABULARY, HIDDEN), 0.5)
+    parts = {"model.embed_tokens.weight": embed, "lm_head.weight": embed * 2, "model.norm.weight": torch.ones(HIDDEN)}
+    save_file(parts, policy / "model.safetensors")
+    return lambda resume_from=None, config=PRUNED: first_drafter(config, str(policy), "bfloat16", 64, resume_from)
+
+
+@pytest.fixture
+def learner_of(tmp_path):
+    def build(drafter, name="a", **more):
+        sampling = RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
+        return SpotLearner(name, PRUNED, str(tmp_path / "policy"), drafter, sampling, "cpu", **more)
+
+    return build
+
+
+def drafted(learner):
+    """The tokens that its drafter drafts."""
+    return learner.model.t2d.nonzero()[:, 0].tolist()
+
+
+def assert_cut(learner, arrays):
+    """Teacher and drafter have the rows of the policy's head that belong to the chosen tokens, to the bit."""
+    rows = torch.from_numpy(arrays.lm_head[CHOSEN]).float()
+    assert torch.equal(learner.model.lm_head.weight, rows)
+    assert torch.equal(learner.model.verifier_lm_head.weight, rows)
+
+
+def test_before_the_first_rollout_low_ids_stand_for_the_tokens_it_will_choose(start):
+    first = start()
+    assert (first.draft_vocab, first.chosen) == (SIZE, False)
+    tensors = load(first.served.weights)
+    assert not tensors["d2t"].any() and tensors["t2d"].nonzero()[:, 0].tolist() == list(range(SIZE))
+    assert tensors["lm_head.weight"].shape == (SIZE, HIDDEN) and tensors["lm_head.weight"].isfinite().all()
+    whole = start(config=CONFIG)
+    assert (whole.draft_vocab, whole.chosen) == (VOCABULARY, True) and "d2t" not in load(whole.served.weights)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_the_chosen_tokens_head_is_cut_from_every_newer_policy(start, learner_of, together):
+    """The trained parameters know nothing of the vocabulary, so they stay; `together`: ids come with the weights."""
+    learner, weights = learner_of(start().trainable), verifier_arrays()
+    before = {name: value.copy() for name, value in learner.versions.candidate.items()}
+    if not together:
+        learner.add(1, texts(3), weights)
+    learner.add(1, texts(3), weights if together else None, CHOSEN)
+    assert drafted(learner) == CHOSEN.tolist()
+    assert_cut(learner, weights)
+    newer = verifier_arrays(seed=1)
+    learner.add(2, texts(3), newer, CHOSEN)
+    assert_cut(learner, newer)
+    assert all(np.array_equal(before[name], value) for name, value in learner.trainer.parameters_numpy().items())
+
+
+def test_coverage_is_the_share_of_response_tokens_that_can_be_drafted(start, learner_of):
+    learner, sequences = learner_of(start().trainable), texts(9)
+    stats = learner.add(1, sequences, verifier_arrays(), CHOSEN)
+    said = torch.cat([s.tokens[s.prompt_len :] for s in sequences])
+    assert (stats.responses, stats.draftable) == (len(said), int(np.isin(said, CHOSEN).sum()))
+    assert 0 < stats.draftable < stats.responses
+
+
+def test_what_is_trained_is_exported_with_its_tokens_and_resumed(start, learner_of, tmp_path):
+    learner, weights = learner_of(start().trainable), verifier_arrays()
+    learner.add(1, texts(60), weights, CHOSEN)
+    train_and_merge(learner)
+    result = learner.train(lambda: False)
+    assert result.scores is not None and np.isfinite(result.scores.candidate).all()
+    exported = load(learner.export(1, "bfloat16", []).weights)
+    assert (exported["d2t"] + torch.arange(SIZE)).tolist() == CHOSEN.tolist()
+    assert torch.equal(exported["lm_head.weight"], torch.from_numpy(weights.lm_head[CHOSEN]).bfloat16())
+    learner.mark_published()
+    directory = tmp_path / "global_step_3" / "tlt_drafter"
+    learner.save(str(directory), FACTS)
+    check_drafter(directory, tmp_path / "policy")
+    again = start(resume_from=directory.parent)
+    assert (again.draft_vocab, again.chosen) == (SIZE, True), "nothing is counted anew"
+    other = learner_of(again.trainable)
+    assert other.resume(str(directory)) is not None and drafted(other) == CHOSEN.tolist()
+
+
+def test_a_run_that_ended_before_it_chose_chooses_when_it_is_resumed(start, learner_of, tmp_path):
+    directory = tmp_path / "global_step_1" / "tlt_drafter"
+    learner = learner_of(start().trainable)
+    learner.add(1, texts(3), verifier_arrays())
+    learner.save(str(directory), FACTS)
+    assert not start(resume_from=directory.parent).chosen
+
+
+def test_a_worker_that_replaces_another_drafts_the_runs_tokens_at_once(start, learner_of, tmp_path):
+    """It has no head of the policy before the next hand-over: what it saves until then is the run's first policy's."""
+    first, weights = start().trainable, verifier_arrays()
+    old = learner_of(first)
+    old.add(1, texts(60), weights, CHOSEN)
+    new = learner_of(first, "b", versions=old.versions, draft_ids=CHOSEN)
+    assert drafted(new) == drafted(old)
+    assert (load(new.export(1, "float32", []).weights)["d2t"] == old.model.d2t).all()
+    new.save(str(tmp_path / "saved"), FACTS)
+    assert (load_file(tmp_path / "saved" / "model.safetensors")["lm_head.weight"] == 1.0).all()
+    new.add(2, texts(60, seed=1), weights, CHOSEN)
+    assert_cut(new, weights)
+    train_and_merge(old)
+    merged([old, new], [old])
+    new.train(lambda: False)
+    assert new.unmerged_steps > 0
+
+
+def test_a_drafter_from_a_file_keeps_the_tokens_it_has(start, tmp_path):
+    model = build_drafter(tmp_path / "policy", draft_ids=torch.from_numpy(CHOSEN))
+    with torch.no_grad():
+        model.lm_head.weight = torch.nn.Parameter(torch.ones(SIZE, HIDDEN), requires_grad=False)
+    save_drafter(model, tmp_path / "mine", {})
+    mine = replace(PRUNED, drafter=replace(PRUNED.drafter, path=str(tmp_path / "mine"), vocab=5))
+    found = start(config=mine)
+    assert (found.draft_vocab, found.chosen) == (SIZE, True)
+    assert load_drafter(tmp_path / "mine", tmp_path / "policy").t2d.nonzero()[:, 0].tolist() == CHOSEN.tolist()
