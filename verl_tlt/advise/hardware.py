@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_tlt.drafter.policy import PolicyShape, policy_shape, read_model_config
+from verl_tlt.drafter.policy import PolicyShape, draft_vocab_size, policy_shape, read_model_config
 from verl_tlt.errors import DrafterError, TLTError
 from verl_tlt.speculation.types import OFF
 
@@ -51,19 +51,19 @@ class Shape:
     kv_bytes: float
     """Bytes of KV cache per token of context."""
     head: float
-    """Parameters of the output head."""
+    """Parameters of a new drafter's output head, which has a part of a large vocabulary."""
 
 
 KNOWN = (
-    Shape(0.6e9, 0.6e9, 28, 115e3, 0.16e9),
-    Shape(1.7e9, 1.7e9, 28, 115e3, 0.31e9),
-    Shape(4.0e9, 4.0e9, 36, 147e3, 0.39e9),
-    Shape(7.6e9, 7.6e9, 28, 57e3, 0.54e9),
-    Shape(8.2e9, 8.2e9, 36, 147e3, 0.62e9),
-    Shape(14.8e9, 14.8e9, 40, 164e3, 0.78e9),
-    Shape(32.8e9, 32.8e9, 64, 262e3, 0.78e9),
-    Shape(70.6e9, 70.6e9, 80, 328e3, 1.05e9),
-    Shape(235e9, 235e9, 94, 193e3, 0.62e9),
+    Shape(0.6e9, 0.6e9, 28, 115e3, 0.03e9),
+    Shape(1.7e9, 1.7e9, 28, 115e3, 0.07e9),
+    Shape(4.0e9, 4.0e9, 36, 147e3, 0.08e9),
+    Shape(7.6e9, 7.6e9, 28, 57e3, 0.12e9),
+    Shape(8.2e9, 8.2e9, 36, 147e3, 0.13e9),
+    Shape(14.8e9, 14.8e9, 40, 164e3, 0.17e9),
+    Shape(32.8e9, 32.8e9, 64, 262e3, 0.17e9),
+    Shape(70.6e9, 70.6e9, 80, 328e3, 0.27e9),
+    Shape(235e9, 235e9, 94, 193e3, 0.13e9),
 )
 """Qwen and Llama policies; a policy known by its name alone is like the nearest one in size."""
 
@@ -96,8 +96,9 @@ def shape_of(policy: PolicyShape) -> Shape:
     if policy.num_experts:
         expert = 3 * policy.hidden_size * policy.expert_width
         mlp, used = policy.num_experts * expert, policy.experts_per_token * expert
-    head = policy.hidden_size * policy.vocab_size
-    ends = head if policy.tied else 2 * head
+    table = policy.hidden_size * policy.vocab_size
+    head = policy.hidden_size * draft_vocab_size(None, policy.vocab_size, "")
+    ends = table if policy.tied else 2 * table
     kv_bytes = 2 * policy.num_layers * policy.num_kv_heads * policy.head_dim * BYTES
     whole, active = (policy.num_layers * (attention + width) + ends for width in (mlp, used))
     return Shape(whole, active, policy.num_layers, kv_bytes, head)

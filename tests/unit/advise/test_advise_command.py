@@ -139,6 +139,7 @@ def test_a_policys_shape_is_that_of_its_config(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(fields))
     shape, source = find_shape(str(tmp_path))
     assert shape.parameters == pytest.approx(8.2e9, rel=0.02) and shape.kv_bytes == 147456 and "config" in source
+    assert shape.head == 32_768 * 4096, "of a new drafter, not of the policy"
     experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "hidden_size": 2048,
                "num_hidden_layers": 48, "num_key_value_heads": 4}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(fields | experts))
