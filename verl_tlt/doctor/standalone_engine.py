@@ -116,7 +116,7 @@ async def start(setup: Setup, directory: Path, drafting: bool = True) -> AsyncIt
         drafter = write_drafter(setup, directory / "drafter")
         arguments |= engine_arguments.engine_kwargs(setup.tlt, str(drafter), rollout, user)
         arguments["worker_extension_cls"] = "verl_tlt.vllm_worker.extension.TLTWorkerExtension"
-        os.environ.update(TLT_REPLICA="0", **engine_arguments.engine_environment())
+        os.environ.update(TLT_REPLICA="0", **engine_arguments.engine_environment(setup.tlt.speculation.source))
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     try:
         yield StandaloneEngine(llm, drafter, setup)
