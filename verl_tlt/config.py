@@ -116,7 +116,8 @@ class SpeculationConfig:
     fixed: DraftLength | None = None
     """The K of policy=fixed; null: K_max."""
     calibrate: bool = True
-    """Measure step latency by batch and K at start, about 20 seconds; false: learn it from the rollout alone."""
+    """Measure step latency by batch and K at start, about 20 seconds; false: learn it from the rollout alone, and do
+    not find out there whether an engine dies of its drafter."""
     costs_dir: str | None = "~/.cache/verl-tlt/costs"
     """Where step costs are kept, measured by `verl-tlt calibrate` or learned by a run, for the next run on the same
     hardware, policy and vLLM, which then measures nothing at start; null: nowhere."""

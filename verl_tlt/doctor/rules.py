@@ -213,10 +213,11 @@ def files(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
 
 
 def places(_config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
-    """What the recipe says where to write must be a place that can be written to."""
+    """What the recipe says where to write must be a place that can be written to; without a default a run goes on."""
+    asked = settings.speculation.costs_dir != TLTConfig().speculation.costs_dir
     for key, directory in (
         ("tlt.trace.dir", settings.trace.dir),
-        ("tlt.speculation.costs_dir", settings.speculation.costs_dir),
+        ("tlt.speculation.costs_dir", settings.speculation.costs_dir if asked else None),
         ("tlt.drafter.save_dir", settings.drafter.save_dir),
     ):
         try:

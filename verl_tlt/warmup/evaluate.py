@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from verl_tlt.drafter import acceptance, load_drafter, policy_shape, provenance
-from verl_tlt.drafter.check import check_drafter, check_owner, drafter_folder
+from verl_tlt.drafter import acceptance, check_owner, load_drafter, policy_shape, provenance, to_drafter_file
 from verl_tlt.drafter.evaluate import DraftCounts, SequenceScore, combined_score
 from verl_tlt.drafter.policy import DrafterError
+from verl_tlt.drafter.staging import stage
 from verl_tlt.warmup.engine import GenerationJob, Response, as_texts, find_device, generate
 from verl_tlt.warmup.options import EvaluateOptions
 from verl_tlt.warmup.prompts import load_tokenizer, read_prompts
@@ -52,23 +52,26 @@ class Verdict:
 def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
     """Serve, count, and score the same answers."""
     check_owner(options.drafter)
-    check_drafter(options.drafter, options.model)
+    # As a run serves it: what is in the file besides does not reach vLLM. It casts to the policy's dtype.
+    config, weights, _ = to_drafter_file(load_drafter(options.drafter, options.model), "float32")
     prompts = choose_prompts(options)
+    scratch = tempfile.TemporaryDirectory()
+    stage(config, weights, Path(scratch.name) / "drafter")
     job = GenerationJob(
         model=str(options.model),
         prompts=[list(tokens) for tokens in prompts],
         sampling=options.sampling(),
         device=find_device(options.device),
-        drafter=str(drafter_folder(options.drafter)),
+        drafter=str(Path(scratch.name) / "drafter"),
         draft_length=options.draft_length,
         tensor_parallel=options.tensor_parallel,
     )
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar, tempfile.TemporaryDirectory() as scratch:
+    with Progress(*columns, console=console) as bar, scratch:
         task = bar.add_task("starting vLLM", total=None)
         responses, served = generate(
             job,
-            Path(scratch),
+            Path(scratch.name),
             lambda done, total: bar.update(task, description=f"serving: {done} of {total} responses"),
         )
         assert served is not None

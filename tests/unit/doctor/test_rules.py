@@ -46,6 +46,11 @@ def test_a_place_that_cannot_be_written_to_is_refused_and_one_that_can_is_left_a
     assert not (tmp_path / "to be").exists()
 
 
+def test_without_a_home_a_run_measures_its_costs_anew(findings, monkeypatch):
+    monkeypatch.setenv("HOME", "/proc/nowhere")
+    assert not findings()
+
+
 @pytest.mark.parametrize(
     ("changes", "what", "said"),
     [

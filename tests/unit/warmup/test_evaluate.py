@@ -1,16 +1,27 @@
 """`verl-tlt evaluate` without its engine: which prompts it takes, and when two numbers agree."""
 
 import io
+import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from verl_tlt.drafter import DrafterError, build_drafter, save_drafter
+from verl_tlt.drafter import (
+    DrafterError,
+    build_drafter,
+    fingerprint,
+    load_drafter,
+    save_drafter,
+    serving_tensors,
+)
 from verl_tlt.drafter.evaluate import DraftCounts
-from verl_tlt.warmup.evaluate import Verdict, choose_prompts, report
-from verl_tlt.warmup.options import EvaluateOptions
+from verl_tlt.warmup.command import _save
+from verl_tlt.warmup.evaluate import Verdict, choose_prompts, evaluate, report
+from verl_tlt.warmup.options import EvaluateOptions, WarmupOptions
 from verl_tlt.warmup.prompts import load_tokenizer, read_prompts
 
 
@@ -55,3 +66,28 @@ def test_of_its_own_prompts_only_held_out_ones_judge_it(policy_dir, prompts_file
 def test_without_prompts_it_asks_for_them(drafter, policy_dir):
     with pytest.raises(DrafterError, match=r"does not say which prompts it was warmed up with; give --prompts\."):
         choose_prompts(EvaluateOptions(drafter=drafter, model=policy_dir))
+
+
+def test_the_engine_is_given_what_the_checks_let_through(drafter, policy_dir, prompts_file, monkeypatch):
+    config = json.loads((drafter / "config.json").read_text())
+    (drafter / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "elsewhere.Config"}}))
+
+    def engine(job, out, tell):
+        given = load_drafter(job.drafter, policy_dir)
+        assert fingerprint(serving_tensors(given)) == fingerprint(serving_tensors(load_drafter(drafter, policy_dir)))
+        assert "elsewhere" not in Path(job.drafter, "config.json").read_text()
+        raise InterruptedError
+
+    monkeypatch.setattr("verl_tlt.warmup.evaluate.generate", engine)
+    with pytest.raises(InterruptedError):
+        evaluate(
+            EvaluateOptions(drafter=drafter, model=policy_dir, prompts=prompts_file, response_length=24), Console()
+        )
+
+
+def test_a_drafter_that_learned_nothing_is_not_written(policy_dir, prompts_file, tmp_path):
+    options = WarmupOptions(model=policy_dir, prompts=prompts_file, out=tmp_path / "out")
+    untrained = SimpleNamespace(progress=SimpleNamespace(tokens=0))
+    with pytest.raises(DrafterError, match=r"out was not written: .* not learn"):
+        _save(options, None, [], untrained)
+    assert not options.out.exists()
