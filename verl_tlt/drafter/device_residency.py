@@ -50,7 +50,8 @@ def session_bytes(model: Eagle3DraftModel, rows: int, passes: int, scored: int |
 def host_bytes(model: Eagle3DraftModel) -> int:
     """Host memory of a spot worker beside its buffer, in bytes, where it trains on an accelerator: 9 GB for 7B."""
     trained, frozen = _bytes(model)
-    return (1 + len(MOMENTS) + VERSIONS_HELD) * trained + frozen
+    whole_head = 2 * model.verifier_vocab_size * model.hidden_size if model.use_draft_vocab else 0
+    return (1 + len(MOMENTS) + VERSIONS_HELD) * trained + frozen + whole_head
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """Memory of the host that an accelerator copies from and to at full speed, without the processor: page-locked.
 
 It is one block for all that belongs together. `pin_memory` takes the next power of two of each tensor's bytes (torch's
-`CachingHostAllocator`): what a worker keeps for a 7B policy would be 8.6 GB instead of 5.6.
+`CachingHostAllocator`): what a worker keeps for a 7B policy would be 8.6 GB instead of 4.8.
 """
 
 from __future__ import annotations

@@ -187,7 +187,9 @@ class SpotLearner:
             weights = VerifierWeights(**{part: from_numpy16(array) for part, array in vars(arrays).items()})
         if weights is not None:
             refresh_verifier_weights(self.model, weights)
-            self._policy, self._verifier_known = weights if pruned else None, True
+            # Of the policy's own copies only the whole head is kept: the drafter has the others in full.
+            rest = {"embed": self.model.embed_tokens.weight, "norm": self.model.verifier_norm.weight}
+            self._policy, self._verifier_known = replace(weights, **rest) if pruned else None, True
 
     def _coverage(self, sequences: list[TrainingSequence]) -> dict[str, int]:
         """How many response tokens these have, and how many of them can be drafted (`BufferStats`)."""

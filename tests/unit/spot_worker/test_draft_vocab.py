@@ -1,6 +1,8 @@
 """A run with a pruned draft vocabulary: what drafts before the first rollout chose its tokens, and from then on."""
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +13,7 @@ from tiny_learner import CONFIG, HIDDEN, POLICY, VOCABULARY, RolloutSampling, te
 from tiny_learner import merge_learners as merged
 
 from verl_tlt.drafter import build_drafter, check_drafter, load_drafter, save_drafter
-from verl_tlt.messages.training import DrafterProvenance
+from verl_tlt.messages.training import DrafterProvenance, VerifierArrays
 from verl_tlt.spot_worker.learner import SpotLearner
 from verl_tlt.trainer.run_setup import first_drafter
 
@@ -62,6 +64,19 @@ def test_before_the_first_rollout_low_ids_stand_for_the_tokens_it_will_choose(st
     assert tensors["lm_head.weight"].shape == (SIZE, HIDDEN) and tensors["lm_head.weight"].isfinite().all()
     whole = start(config=CONFIG)
     assert (whole.draft_vocab, whole.chosen) == (VOCABULARY, True) and "d2t" not in load(whole.served.weights)
+
+
+def test_of_the_policys_weights_the_head_alone_is_kept_twice(start, learner_of):
+    """Embedding and head of a policy are gigabytes, in each worker of a node."""
+    learner, drawn = learner_of(start().trainable), np.random.default_rng(0)
+    embed, head = (drawn.normal(size=(VOCABULARY, HIDDEN)).astype(np.float16) for _ in range(2))
+    alive = [weakref.ref(embed), weakref.ref(head)]
+    learner.add(1, texts(3), VerifierArrays(embed, head, np.ones(HIDDEN, np.float16)), CHOSEN)
+    del embed, head
+    gc.collect()
+    assert [ref() is not None for ref in alive] == [False, True]
+    learner.add(2, texts(3), None, np.arange(SIZE))
+    assert torch.equal(learner.model.lm_head.weight, torch.from_numpy(alive[1]()[:SIZE]).float())
 
 
 @pytest.mark.parametrize("together", [True, False])
