@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from verl_tlt.drafter import DeviceResidency, DrafterMemory, DrafterTrainer, session_bytes
+from verl_tlt.drafter.host_memory import page_locked, views
 from verl_tlt.errors import TLTError
 from verl_tlt.spot_worker.scoring import PORTION
 
@@ -35,6 +36,7 @@ class TrainingDevice:
         self.device = torch.device(name)
         self.is_accelerator = self.device.type != "cpu"
         self._memory: DrafterMemory | None = None
+        self._held = torch.empty(0, dtype=torch.uint8)
 
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes of an accelerator."""
@@ -44,6 +46,14 @@ class TrainingDevice:
         """Make the host memory that sessions copy from and to: seconds for a large drafter, and none may wait."""
         if self.is_accelerator:
             self._memory = DrafterMemory(trainer)
+
+    def hold(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A host tensor where an accelerator copies it from at full speed; in the place of the one before it."""
+        if not self.is_accelerator:
+            return tensor
+        if len(self._held) != tensor.nbytes:
+            self._held = page_locked(tensor.nbytes)
+        return views(self._held, [tensor])[0].copy_(tensor)
 
     def resident(self, trainer: DrafterTrainer, rows: int, *, trains: bool = True) -> AbstractContextManager[None]:
         """The drafter on the device inside the block, and off it afterwards; a `TLTError` where it does not fit.

@@ -188,8 +188,10 @@ class SpotLearner:
         if weights is not None:
             refresh_verifier_weights(self.model, weights)
             # Of the policy's own copies only the whole head is kept: the drafter has the others in full.
-            rest = {"embed": self.model.embed_tokens.weight, "norm": self.model.verifier_norm.weight}
-            self._policy, self._verifier_known = replace(weights, **rest) if pruned else None, True
+            embed, norm = self.model.embed_tokens.weight, self.model.verifier_norm.weight
+            if pruned:
+                self._policy = VerifierWeights(embed, self.training_device.hold(weights.lm_head), norm)
+            self._verifier_known = True
 
     def _coverage(self, sequences: list[TrainingSequence]) -> dict[str, int]:
         """How many response tokens these have, and how many of them can be drafted (`BufferStats`)."""
@@ -329,7 +331,7 @@ class SpotLearner:
         self, sequences: list[TrainingSequence], max_draft: int, should_stop: Callable[[], bool]
     ) -> HeldOutScores | None:
         """Candidate, served and initial under the same verifier weights, on the device; None when told to stop."""
-        head = None if self.whole_head is None else self.whole_head.to(self.training_device.device)
+        head = None if self.whole_head is None else self.whole_head.to(self.training_device.device, non_blocking=True)
         versions, rows = {which: self.versions.of(which) for which in VERSIONS}, self.config.drafter.rows
         scores = score_versions(self.trainer, versions, sequences, self.sampling, max_draft, head, should_stop, rows)
         if scores is None:

@@ -37,9 +37,9 @@ def start(tmp_path):
 
 @pytest.fixture
 def learner_of(tmp_path):
-    def build(drafter, name="a", **more):
+    def build(drafter, name="a", device="cpu", **more):
         sampling = RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
-        return SpotLearner(name, PRUNED, str(tmp_path / "policy"), drafter, sampling, "cpu", **more)
+        return SpotLearner(name, PRUNED, str(tmp_path / "policy"), drafter, sampling, device, **more)
 
     return build
 
@@ -77,6 +77,19 @@ def test_of_the_policys_weights_the_head_alone_is_kept_twice(start, learner_of):
     assert [ref() is not None for ref in alive] == [False, True]
     learner.add(2, texts(3), None, np.arange(SIZE))
     assert torch.equal(learner.model.lm_head.weight, torch.from_numpy(alive[1]()[:SIZE]).float())
+
+
+def test_on_an_accelerator_every_head_takes_the_place_of_the_one_before(start, learner_of):
+    """Which is page-locked once: locking takes longer than copying."""
+    learner, places = learner_of(start().trainable, device="cuda"), set()
+    for seed in range(3):
+        arrays = verifier_arrays(seed=seed)
+        learner.add(1, texts(3), arrays, CHOSEN)
+        places.add(learner.whole_head.data_ptr())
+        assert torch.equal(learner.whole_head, torch.from_numpy(arrays.lm_head))
+        arrays.lm_head[:] = 0.0  # the store's, which may be gone by then
+        assert learner.whole_head.any()
+    assert len(places) == 1
 
 
 @pytest.mark.parametrize("together", [True, False])
