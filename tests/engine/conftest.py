@@ -68,7 +68,14 @@ def engine_of(models, pytestconfig) -> SharedEngines:
     return pytestconfig.stash[ENGINES]
 
 
-LONG = ("test_leaving", "test_standalone_engine", "test_warmup", "test_tap_fsdp", "test_tap_megatron")
+LONG = (
+    "test_leaving",
+    "test_without_drafter",
+    "test_standalone_engine",
+    "test_warmup",
+    "test_tap_fsdp",
+    "test_tap_megatron",
+)
 """Files of more than half a minute, most of it in one go."""
 
 

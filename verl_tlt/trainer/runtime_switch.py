@@ -47,7 +47,7 @@ def read_switch(directory: str | Path) -> RuntimeSwitch:
         node = yaml.safe_load(path.read_text()) or {}
     except FileNotFoundError:
         return RuntimeSwitch()
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise SwitchError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(node, dict):
         raise SwitchError(f"{path} must hold lines such as `speculation: off`.")

@@ -30,7 +30,7 @@ from verl_tlt.drafter import (
     save_drafter,
 )
 from verl_tlt.drafter.evaluate import combined_score
-from verl_tlt.drafter.policy import DrafterError, check_aux_layers, draft_vocab_size, unsupported
+from verl_tlt.drafter.policy import DrafterError, check_aux_layers, draft_vocab_size, read_json, unsupported
 from verl_tlt.ownership import check_writable, other_owner
 from verl_tlt.warmup.engine import GenerationJob, Response, as_texts, find_device, generate
 from verl_tlt.warmup.options import WarmupOptions
@@ -126,7 +126,7 @@ def begin(options: WarmupOptions, prompts: Prompts) -> None:
         work.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(wanted))
         return
-    begun = json.loads(file.read_text())
+    begun = read_json(file)
     if key := next((key for key in wanted if begun.get(key) != wanted[key]), None):
         raise DrafterError(
             f"{work} belongs to a run with {key}={begun.get(key)!r}, not {wanted[key]!r}; remove it to start again."

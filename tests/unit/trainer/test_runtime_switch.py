@@ -45,6 +45,7 @@ def test_a_folder_that_is_no_run_is_refused(run_dir, tmp_path):
         ("spot: maybe", "spot must be on or off, not 'maybe'"),
         ("- spot", "must hold lines such as"),
         ("a: b: c", "cannot be read"),
+        ("[" * 3000 + "]" * 3000, "cannot be read"),
     ],
 )
 def test_a_file_that_cannot_be_understood_names_itself(tmp_path, text, said):
