@@ -68,7 +68,7 @@ VERL = {
             _TRAINER,
             has="_setup _init_resource_pool_mgr get_llm_client on_init_end on_sample_begin on_sample_end on_step_end "
             "on_validate_end _save_checkpoint config global_steps actor_rollout_wg llm_server_manager replay_buffer "
-            "resource_pool_manager role_worker_mapping local_trigger_step parameter_sync_step",
+            "resource_pool_manager role_worker_mapping local_trigger_step parameter_sync_step checkpoint_manager",
         ),
         Symbol(f"{_TRAINER}._add_prompts_to_generate", "num_prompts"),
         Symbol(f"{_TRAINER}._build_replay_buffer", says=("refill_fn=self._add_prompts",)),

@@ -92,6 +92,7 @@ class TLTMixin(PPOTrainer):
         self.tlt.before_first_sync(self.global_steps, run.resume_from)
         super().on_init_end()
         if self.tlt.after_first_sync(self.global_steps):
+            self.checkpoint_manager.sleep_replicas()  # as before every other sync: the trainer needs the memory
             super().on_init_end()  # in every mode a weight sync, and nothing else
 
     # ------------------------------------------------------------------ a step
