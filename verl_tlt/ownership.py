@@ -19,7 +19,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -111,24 +111,16 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 def check_writable(directory: str | os.PathLike[str], key: str) -> None:
     """Raise a TLTError, which names `key`, where no file can be made in a directory that may still have to be made.
 
-    Tried rather than looked up: permissions say nothing of root, of a file system that is read-only or full. What is
-    made for that is removed.
+    Tried rather than looked up, in the part of the path that is there: permissions say nothing of root, of a file
+    system that is read-only or full. Nothing is left behind.
     """
-    path, made = Path(os.path.abspath(os.path.expanduser(directory))), []
+    path = Path(os.path.abspath(os.path.expanduser(directory)))
+    there = next(part for part in (path, *path.parents) if os.path.lexists(part))
     try:
-        for part in (*reversed(path.parents), path):
-            if not part.exists():
-                part.mkdir()
-                made.append(part)
-        with tempfile.TemporaryFile(dir=path) as file:
-            file.write(b"\0")
-            file.flush()
+        with tempfile.TemporaryDirectory(dir=there, prefix=".verl-tlt-") as made:
+            (Path(made) / "file").write_bytes(b"\0")
     except OSError as error:
         raise TLTError(f"{key}={directory} cannot be written to: {error.strerror or error}.") from error
-    finally:
-        for part in reversed(made):
-            with suppress(OSError):  # somebody else put something there
-                part.rmdir()
 
 
 def make_private_dir(prefix: str) -> Path:
