@@ -68,7 +68,7 @@ exec python -m verl.trainer.main_ppo hydra.run.dir="$OUT/hydra" \
   actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.n_gpus_per_node="$REPLICAS" \
   actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True \
   actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=1536 actor_rollout_ref.rollout.calculate_log_probs=True \
-  actor_rollout_ref.rollout.enforce_eager=True +actor_rollout_ref.rollout.enable_sleep_mode=False \
+  actor_rollout_ref.rollout.enforce_eager=True \
   actor_rollout_ref.rollout.max_model_len=1536 actor_rollout_ref.rollout.max_num_seqs=32 \
   actor_rollout_ref.rollout.max_num_batched_tokens=2048 actor_rollout_ref.rollout.gpu_memory_utilization=0.1 \
   ++actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend="$EXECUTOR" \

@@ -129,6 +129,26 @@ CHANGES = (
         patch="vllm/0006-cpu-keep-expert-weights.patch",
     ),
     UpstreamChange(
+        name="an engine may be started with sleep mode",
+        changes=("vllm.platforms.interface:Platform.is_sleep_mode_available",),
+        symptom='"Sleep mode is not supported on current platform", which verl asks for by default.',
+        cause="`vllm/platforms/interface.py:229` `return self._enum in (PlatformEnum.CUDA, PlatformEnum.ROCM, "
+        "PlatformEnum.XPU)`.",
+        applied_by="verl_cpu.vllm_shims:sleep_is_available",
+        releases=VLLM,
+        removed_by=NO_CUDA,
+    ),
+    UpstreamChange(
+        name="sleep takes weights and KV cache away",
+        changes=("vllm.v1.worker.cpu_worker:CPUWorker.sleep", "vllm.v1.worker.cpu_worker:CPUWorker.wake_up"),
+        symptom="What would end an engine on a GPU, or leave it with garbage, goes unnoticed: memory is touched while "
+        "it is not mapped, or is expected to hold what it held before.",
+        cause='`vllm/v1/worker/cpu_worker.py:193` `logger.warning("sleep mode is not supported on CPU, ignore it.")`.',
+        applied_by="verl_cpu.vllm_shims:sleep_as_on_a_gpu",
+        releases=VLLM,
+        removed_by=NO_CUDA,
+    ),
+    UpstreamChange(
         name="float32 parameters are loaded into the distributed optimizer",
         changes=(
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",

@@ -35,7 +35,7 @@ TOY = (
     "data.train_batch_size=4", "data.max_prompt_length=64", "data.max_response_length=192",
     "data.dataloader_num_workers=0", f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.ppo_max_token_len_per_gpu=2048",
     f"{ROLLOUT}.dtype=float32", f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.n_gpus_per_node=2",
-    f"{ROLLOUT}.enforce_eager=True", f"++{ROLLOUT}.enable_sleep_mode=False", f"{ROLLOUT}.max_model_len=320",
+    f"{ROLLOUT}.enforce_eager=True", f"{ROLLOUT}.max_model_len=320",
     f"{ROLLOUT}.max_num_seqs=16", f"{ROLLOUT}.max_num_batched_tokens=1024", f"{ROLLOUT}.gpu_memory_utilization=0.1",
     f"{ROLLOUT}.log_prob_max_token_len_per_gpu=2048", f"{ROLLOUT}.agent.num_workers=1",
     f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=64",

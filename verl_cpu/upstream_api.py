@@ -20,6 +20,10 @@ CPU = by_file(
         "vllm_shims.py": (
             Symbol("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", "layer remove_weight"),
             Symbol("vllm.utils.cpu_triton_utils:", has="expand_kernel"),
+            Symbol("vllm.device_allocator:", has="get_mem_allocator_instance"),
+            Symbol("vllm.v1.worker.gpu_worker:Worker.sleep", "level", says=("named_buffers()",)),
+            Symbol("vllm.v1.worker.gpu_worker:Worker.wake_up", "tags"),
+            Symbol("vllm.v1.worker.gpu_worker:Worker._maybe_get_memory_pool_context", "tag"),
             Symbol(
                 "vllm.distributed.device_communicators.shm_broadcast:SpinCondition.wait",
                 "timeout_ms",

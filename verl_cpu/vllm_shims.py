@@ -11,7 +11,10 @@ import inspect
 import logging
 import os
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from verl_tlt.compat.import_hooks import when_imported
 
@@ -138,6 +141,47 @@ def sleep_between_looks(module: Any) -> None:
     module.SpinCondition.wait = wait
 
 
+def sleep_is_available(module: Any) -> None:
+    """Let an engine on the CPU be started with sleep mode, as verl starts it by default."""
+    module.CpuPlatform.is_sleep_mode_available = lambda self: True
+
+
+def sleep_as_on_a_gpu(module: Any) -> None:
+    """Let the CPU's worker do what the GPU's does when it sleeps and wakes, in memory that can be taken away.
+
+    What is saved, dropped and restored is decided by the installed release's own code (`Worker.sleep` and `wake_up` in
+    vllm/v1/worker/gpu_worker.py): at level 2 the policy's buffers are kept, and from 0.28 on the drafter's.
+    """
+    import vllm.device_allocator
+    from vllm.v1.worker import gpu_worker
+
+    from verl_cpu.sleep_memory import POOL, WEIGHTS
+
+    def sleep(self: Any, level: int = 1) -> None:
+        import torch
+
+        counted = mock.patch.object(torch.accelerator, "get_memory_info", POOL.memory_info, create=True)
+        with counted, mock.patch.object(torch.cuda, "mem_get_info", POOL.memory_info):  # the latter in 0.24
+            gpu_worker.Worker.sleep(self, level)
+
+    def memory_pool(self: Any, tag: str) -> AbstractContextManager[None]:
+        if not self.vllm_config.model_config.enable_sleep_mode:
+            return nullcontext()
+        layers = self.vllm_config.compilation_config.static_forward_context
+
+        def caches() -> Iterator[torch.Tensor]:
+            for layer in layers.values():
+                found = getattr(layer, "kv_cache", None)
+                yield from found if isinstance(found, list | tuple) else () if found is None else (found,)
+
+        return POOL.use_memory_pool(tag, None if tag == WEIGHTS else caches)
+
+    for place in (vllm.device_allocator, gpu_worker):
+        place.get_mem_allocator_instance = lambda: POOL
+    module.CPUWorker.sleep, module.CPUWorker.wake_up = sleep, gpu_worker.Worker.wake_up
+    module.CPUWorker._maybe_get_memory_pool_context = memory_pool
+
+
 def register() -> None:
     """Arm every shim in this process, on the CPU platform only."""
     if os.environ.get("VERL_PLATFORM", "").strip().lower() != "cpu":
@@ -146,3 +190,5 @@ def register() -> None:
     when_imported("vllm.model_executor.layers.fused_moe.experts.cpu_moe", keep_expert_weights)
     when_imported("vllm.v1.sample.rejection_sampler", fix_expand_batch)
     when_imported("vllm.distributed.device_communicators.shm_broadcast", sleep_between_looks)
+    when_imported("vllm.platforms.cpu", sleep_is_available)
+    when_imported("vllm.v1.worker.cpu_worker", sleep_as_on_a_gpu)

@@ -135,6 +135,33 @@ def queue() -> tuple[list[str], bool]:
     return got, slept[0] > 20
 
 
+def sleep() -> tuple[bool, str, str]:
+    """(whether sleep mode may be asked for, what a worker's weights and its buffers are after level 2)."""
+    from types import SimpleNamespace
+
+    import torch
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    _set_torch_accelerator_to_noop()
+    worker = CPUWorker.__new__(CPUWorker)
+    asked = SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="cumem")
+    worker.vllm_config = SimpleNamespace(
+        model_config=asked, compilation_config=SimpleNamespace(static_forward_context={})
+    )
+    worker._sleep_mode_backend, worker._sleep_saved_buffers, worker._sleep_saved_draft_buffers = None, {}, {}
+    with worker._maybe_get_memory_pool_context("weights"):
+        model = torch.nn.Linear(4, 4)
+        model.register_buffer("table", torch.ones(4))
+    worker.model_runner = SimpleNamespace(model=model, get_draft_model=lambda: None, post_kv_cache_wake_up=lambda: None)
+    worker.sleep(level=2)
+    worker.wake_up(["weights"])
+    worker.wake_up(["kv_cache"])
+    said = ["NaN" if tensor.isnan().all() else "kept" for tensor in (model.weight, model.table)]
+    return CpuPlatform().is_sleep_mode_available(), *said
+
+
 def buckets() -> str:
     """Whether received weights outlive the shared memory they came in. Without the shim the sender waits for ever."""
     import torch
@@ -275,7 +302,7 @@ def main() -> None:
     register()
     loading = megatron_load, megatron_fresh
     megatron = megatron_dtype, megatron_layers, megatron_router, *loading, megatron_random, megatron_engine
-    for check in (entry, expand, linear, experts, backend, critic, queue, *megatron, buckets):
+    for check in (entry, expand, linear, experts, backend, critic, queue, sleep, *megatron, buckets):
         say(check.__name__, check())
 
 

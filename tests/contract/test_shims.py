@@ -55,6 +55,7 @@ def found():
         pytest.param("backend", "started", "ValueError", id="a backend that names the CPU twice starts"),
         pytest.param("critic", "1 value", "no value head", id="a critic loads without flash-attention"),
         pytest.param("queue", [["one", "two"], True], [["one", "two"], False], id="a reader sleeps between looks"),
+        pytest.param("sleep", [True, "NaN", "kept"], [False, "kept", "kept"], id="sleep takes weights away"),
         pytest.param("megatron_dtype", "float32", "16 bits only", id="a Megatron engine computes in float32"),
         pytest.param(
             "megatron_layers",

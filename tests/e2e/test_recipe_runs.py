@@ -28,7 +28,7 @@ RM = "reward.reward_model"
 REWARD_MODEL = (
     "reward.custom_reward_function.path=null", f"{RM}.enable=True", f"{RM}.rollout.name=vllm",
     f"{RM}.rollout.dtype=float32", f"{RM}.rollout.tensor_model_parallel_size=1", f"{RM}.rollout.max_model_len=320",
-    f"++{RM}.rollout.enable_sleep_mode=False", f"{RM}.rollout.max_num_batched_tokens=1024",
+    f"{RM}.rollout.max_num_batched_tokens=1024",
     f"{RM}.rollout.max_num_seqs=16", f"{RM}.rollout.gpu_memory_utilization=0.1",
 )  # fmt: skip
 """verl's own reward model, on the devices of the rollout."""

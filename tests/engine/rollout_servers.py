@@ -43,7 +43,6 @@ class ServedPolicy:
                     f"{rollout}.load_format=auto",
                     f"{rollout}.enforce_eager=True",
                     f"+{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",
-                    f"+{rollout}.enable_sleep_mode=False",
                     f"{rollout}.max_model_len=256",
                     f"{rollout}.max_num_seqs=16",
                     f"{rollout}.max_num_batched_tokens=512",

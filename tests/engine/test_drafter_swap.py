@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from tiny_engine import prompts, sampled
 
-from benchmarks.lossless.tiny_policy import H, build_drafter_dir
+from benchmarks.lossless.tiny_policy import H
 from verl_tlt.drafter import fingerprint
 from verl_tlt.drafter.digest import combined
+from verl_tlt.drafter.staging import stage
 from verl_tlt.vllm_worker.live_drafter import own_buffers
 
 pytestmark = pytest.mark.engine
@@ -52,8 +53,8 @@ def test_what_is_live_is_what_the_file_holds(engine, models):
         answer = engine.rpc("tlt_load_drafter", weights(models, name))
         assert answer["ok"]
         assert engine.live_drafter.shared_modules() == ("embed_tokens", "lm_head")
-        live = engine.rpc("tlt_fingerprint")
-        assert combined([answer["sums"]]) == live == fingerprint(load_file(weights(models, name)))
+        assert answer["fingerprint"] == engine.rpc("tlt_fingerprint")
+        assert combined([answer["sums"]]) == fingerprint(load_file(weights(models, name)))
 
 
 def test_the_policys_own_tensors_are_never_written(engine, models, tmp_path):
@@ -78,26 +79,14 @@ def test_weights_ruined_by_sleep_are_all_restored(engine, models):
             if id(parameter) not in shared:
                 parameter.fill_(7)
     assert engine.rpc("tlt_fingerprint") != fine
-    assert combined([engine.rpc("tlt_load_drafter", weights(models, "good"))["sums"]]) == fine
+    assert engine.rpc("tlt_load_drafter", weights(models, "good"))["fingerprint"] == fine
     offsets = drafter.draft_id_to_target_id  # of a full vocabulary; vLLM has none from 0.31 on
     assert offsets is None or not offsets.any()
 
 
-@pytest.fixture
-def with_own_table(engine, engine_of, models, tmp_path_factory):
-    """An engine, beside the one in use, whose drafter has a context of its own: vLLM builds it a rotary table."""
-    path = tmp_path_factory.mktemp("short") / "drafter"
-    build_drafter_dir(path, models["target"], informed=True, max_position_embeddings=512 + 3)
-    models["short"] = path
-    with engine_of("short", policy="policies:longest") as started:
-        yield started
-    accepted(engine)  # an engine that ends leaves the one beside it what they shared
-
-
-def test_buffers_ruined_by_sleep_are_restored_with_the_weights(with_own_table, models):
+def test_buffers_ruined_by_sleep_are_restored_with_the_weights(engine, models):
     """vLLM 0.24 and 0.26 save the policy's buffers before sleep level 2, and not the drafter's."""
-    engine = with_own_table
-    drafter, file = engine.runner.drafter.model, weights(models, "short")
+    drafter, file = engine.runner.drafter.model, weights(models, "good")
     own = own_buffers(drafter, engine.runner.get_model())
     assert any("cos_sin_cache" in name for name in own)
     assert engine.rpc("tlt_load_drafter", file)["ok"]
@@ -110,6 +99,22 @@ def test_buffers_ruined_by_sleep_are_restored_with_the_weights(with_own_table, m
     assert engine.rpc("tlt_load_drafter", file)["ok"]
     assert engine.rpc("tlt_fingerprint") == fine
     assert accepted(engine) == before
+
+
+def test_a_file_is_searched_for_nan_once_and_again_when_it_is_staged_anew(engine, models, tmp_path):
+    def load(path):
+        looked.clear()
+        return engine.rpc("tlt_load_drafter", str(path))["ok"], len(looked) > 0
+
+    looked, isfinite = [], torch.Tensor.isfinite
+    engine.patch.setattr(torch.Tensor, "isfinite", lambda tensor: looked.append(1) or isfinite(tensor))
+    stage("{}", (models["good"] / "model.safetensors").read_bytes(), tmp_path / "staged")
+    file = tmp_path / "staged" / "model.safetensors"
+    assert [load(file) for _ in range(2)] == [(True, True), (True, False)]
+    tensors = load_file(file)
+    tensors["norm.weight"][0] = float("nan")
+    stage("{}", save(tensors), file.parent)
+    assert [load(file) for _ in range(2)] == [(False, True), (False, True)]
 
 
 def accepted(engine):

@@ -89,10 +89,10 @@ def test_it_goes_off_and_another_one_starts_with_a_clean_cache(engine, exact, mo
     assert any(cache.isnan().any() for cache in drafter_caches(engine)), "what clearing is about is not there"
 
     assert engine.rpc("tlt_load_drafter", good)["ok"]
-    assert not any(cache.isnan().any() for cache in drafter_caches(engine))
     assert engine.rpc("tlt_set_drafting", True) is None
     control.control(drafting=True)
     draw(engine, GREEDY, 8)
+    assert not any(cache.isnan().any() for cache in drafter_caches(engine))
     again = control.stats(reset=True)
     assert again.num_accepted_tokens_per_pos == before.num_accepted_tokens_per_pos
     chi, martingale = p_values(exact, draw(engine, HOT, DRAWS), HOT)

@@ -25,7 +25,7 @@ def overrides(models, tmp_path_factory):
         f"actor_rollout_ref.model.path={models['target']}", f"{rollout}.name=vllm", f"{rollout}.dtype=float32",
         f"{rollout}.enforce_eager=True", f"{rollout}.max_model_len=256", f"{rollout}.max_num_seqs=4",
         f"{rollout}.max_num_batched_tokens=512", f"{rollout}.tensor_model_parallel_size=1",
-        f"++{rollout}.enable_sleep_mode=False", f"++{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",
+        f"++{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",
         "+tlt=default", "tlt.speculation.max_draft_length=2", f"tlt.drafter.path={models['good']}",
     ]  # fmt: skip
 
@@ -47,7 +47,14 @@ def doctor(overrides, tmp_path_factory):
 def test_the_doctor_measures_on_this_machine(doctor):
     done, _, home = doctor
     assert done.exit_code == 0, done.output
-    said = ("fingerprint is the published one", "times stock's step", "K=2 against off", "no graphs", "kept for runs")
+    said = (
+        "sleep discarded it",
+        "weights and buffers are as before",
+        "times stock's step",
+        "K=2 against off",
+        "no graphs",
+        "kept for runs",
+    )
     for text in said:
         assert text in done.output
     (kept,) = (home / ".cache/verl-tlt/costs").iterdir()

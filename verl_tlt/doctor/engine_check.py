@@ -6,7 +6,7 @@
 * Does the engine still wake up while a spot worker's context stays on the device, and how much is then free?
 
 `verl-tlt calibrate` asks for the costs alone. The engines run in a child process, for which this module is the main
-program (`child_engine`). A CPU (`--cpu`) has no sleep, no graph and no device context.
+program (`child_engine`). A CPU (`--cpu`) has no graph and no device context.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Measured:
     key: TableKey | None = None
     """What the costs hold for."""
     fingerprint: str = ""
-    """Of the drafter, before sleep."""
+    """Of the drafter, its buffers included, before sleep."""
     lost_in_sleep: bool | None = None
-    """The drafter's weights were others after waking up."""
+    """Weights or buffers of the drafter were others after waking up."""
     reloaded: str = ""
     """The drafter's fingerprint after a reload, or why it could not be reloaded."""
     reload_s: float = 0.0
@@ -97,7 +97,7 @@ async def check(job: EngineJob, directory: Path) -> Measured:
             found.stock = await engine.wall_seconds(batches)
     async with start(setup, directory) as engine:
         if not job.costs_only:
-            await check_sleep(engine, found, on_gpu)
+            await check_sleep(engine, found)
             if on_gpu:
                 await check_waking(engine, found)
         found.costs = await engine.measure_costs(job.budget_s)
@@ -112,17 +112,22 @@ async def check(job: EngineJob, directory: Path) -> Measured:
     return found
 
 
-async def check_sleep(engine: StandaloneEngine, found: Measured, on_gpu: bool) -> None:
-    """Fingerprint the drafter, put the engine to verl's deepest sleep where it has one, and load the drafter again."""
+async def check_sleep(engine: StandaloneEngine, found: Measured) -> None:
+    """Fingerprint the drafter, put the engine to verl's deepest sleep where it has one, and load the drafter again.
+
+    The order is verl's: the drafter is loaded while the KV cache is not mapped yet.
+    """
     assert engine.drafter is not None
+    sleeps = engine.llm.model_config.enable_sleep_mode
     found.fingerprint = await engine.rpc("tlt_fingerprint")
-    if on_gpu:
+    if sleeps:
         await engine.llm.sleep(level=2)
         await engine.llm.wake_up(tags=["weights"])
         await engine.llm.collective_rpc("reload_weights")  # verl would send the policy's
         found.lost_in_sleep = await engine.rpc("tlt_fingerprint") != found.fingerprint
-        await engine.llm.wake_up(tags=["kv_cache"])
     reply = from_plain(LoadReply, await engine.rpc("tlt_load_drafter", str(engine.drafter / "model.safetensors")))
+    if sleeps:
+        await engine.llm.wake_up(tags=["kv_cache"])
     found.reloaded, found.reload_s = reply.error or reply.fingerprint, reply.seconds
 
 
@@ -183,8 +188,8 @@ def _sleep(f: Measured) -> Finding:
     what = "drafter after sleep"
     if f.reloaded != f.fingerprint or not f.fingerprint:
         return Finding("refuse", what, f"The drafter was not the same after a reload: {f.reloaded or 'unknown'}.")
-    slept = {None: "there is no sleep on this device", True: "sleep discarded it", False: "sleep kept it"}
-    reload = f"after a reload ({f.reload_s:.2f} s) the fingerprint is the published one"
+    slept = {None: "the engine has no sleep mode", True: "sleep discarded it", False: "sleep kept it"}
+    reload = f"after a reload ({f.reload_s:.2f} s) its weights and buffers are as before"
     return Finding("ok", what, f"{slept[f.lost_in_sleep]}; {reload}")
 
 

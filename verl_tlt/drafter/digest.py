@@ -102,9 +102,7 @@ def _add(into: Sums, group: str, kind: str, sums: list[int]) -> None:
 
 def _sums(tensor: torch.Tensor, columns_before: int) -> list[int]:
     """Count, sum, sum of squares and sum times column of the bit patterns, wrapping at 64 bits."""
-    view = {2: torch.int16, 4: torch.int32, 8: torch.int32}.get(tensor.element_size())
-    if view is None:
-        raise ValueError(f"A fingerprint takes tensors of 16, 32 and 64 bits, not {tensor.dtype}.")
+    view = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[tensor.element_size()]
     bits = tensor.contiguous().view(view)
     columns = bits.shape[-1] if bits.ndim else 1
     rows = bits.reshape(-1, max(1, columns))  # [R, C]

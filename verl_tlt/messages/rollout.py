@@ -173,9 +173,9 @@ class LoadReply:
     """False: the drafter is as it was, unless vLLM itself failed half way."""
     error: str | None = None
     fingerprint: str = ""
-    """Of what is live on this rank; empty on a rank without a drafter."""
+    """Of all that is live on this rank, buffers included; empty on a rank without a drafter."""
     sums: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
-    """Its part of the engine's fingerprint (`drafter.digest.combined` joins all ranks')."""
+    """Its part of the published weights' fingerprint (`drafter.digest.combined` joins all ranks')."""
     seconds: float = 0.0
     full_graphs: tuple[int, ...] | None = None
     """Draft lengths whose steps have FULL CUDA graphs; None: nothing is captured there."""

@@ -63,7 +63,8 @@ class BrokenDrafts:
     Rows of zeros instead are exact: a draft that had no chance is rejected, and what takes its place is drawn from the
     policy. The count is copied to the host behind the step's other work, without a wait. The drafter's
     KV cache holds NaN too then, which attention may meet even where it is masked (0 times NaN is NaN), so it is cleared
-    before another drafter fills it (`clear_cache`).
+    before another drafter fills it: in the first step after `drafter_loaded`, since verl reloads between waking the
+    weights and waking the KV cache, which is not mapped then.
 
     Args:
         runner: vLLM's V1 model runner.
@@ -76,6 +77,7 @@ class BrokenDrafts:
         on_host = self._dropped.device.type == "cpu"
         self._on_host = self._dropped if on_host else torch.zeros((), dtype=torch.int64, pin_memory=True)
         self._reported = self._cleared = 0
+        self._clears_next = False
         probabilities, sample = runner._get_spec_decode_draft_probs, runner.sample_tokens
 
         def sound_probabilities(metadata: SpecDecodeMetadata) -> torch.Tensor | None:
@@ -83,6 +85,8 @@ class BrokenDrafts:
             return probs if probs is None else self._drop(probs)
 
         def sample_tokens(*args: object, **kwargs: object) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+            if self._clears_next:
+                self._clear_cache(runner.drafter)
             output = sample(*args, **kwargs)
             if newly_dropped := int(self._on_host) - self._reported:
                 self._reported += newly_dropped
@@ -103,12 +107,15 @@ class BrokenDrafts:
             self._on_host.copy_(self._dropped, non_blocking=True)
         return probs.nan_to_num_(nan=0.0)
 
-    def clear_cache(self, proposer: SpecDecodeBaseProposer) -> None:
-        """Zero the drafter's KV cache if drafts were dropped since the last time; never memory that is the policy's."""
+    def drafter_loaded(self) -> None:
+        """Another drafter is live: have its KV cache zeroed if drafts were dropped since the last time."""
         dropped = int(self._dropped)  # waits for the device: drafters are loaded between two steps
-        if dropped == self._cleared:
-            return
+        self._clears_next |= dropped != self._cleared
         self._cleared = dropped
+
+    def _clear_cache(self, proposer: SpecDecodeBaseProposer) -> None:
+        """Zero the drafter's KV cache; never memory that is the policy's."""
+        self._clears_next = False
         layers = self._runner.vllm_config.compilation_config.static_forward_context  # by name
         own = set(proposer._draft_attn_layer_names)
         policys = {kv.data_ptr() for name, layer in layers.items() if name not in own for kv in kv_caches(layer)}

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from verl_tlt.drafter.digest import combined
 from verl_tlt.drafter.staging import staged_weights
 from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.vllm_worker import drafter_pass
@@ -70,15 +69,14 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
         try:
             sums = self.tlt_drafter.load(staged_weights() if path is None else Path(path))
             if self.tlt_broken is not None:
-                self.tlt_broken.clear_cache(self.model_runner.drafter)
+                self.tlt_broken.drafter_loaded()
         except Exception as error:
             logger.error("The drafter %s was not loaded.", path or "of this node", exc_info=error)
             text = str(error) if isinstance(error, DrafterRefused) else f"{type(error).__name__}: {error}"
             return asdict(LoadReply(ok=False, error=text))
         seconds = time.perf_counter() - start
-        graphs = captured_arms(self.model_runner, self.tlt_arms)
-        reply = LoadReply(ok=True, fingerprint=combined([sums]), sums=sums, seconds=seconds, full_graphs=graphs)
-        return asdict(reply)
+        live, graphs = self.tlt_drafter.fingerprint(sums), captured_arms(self.model_runner, self.tlt_arms)
+        return asdict(LoadReply(ok=True, fingerprint=live, sums=sums, seconds=seconds, full_graphs=graphs))
 
     def tlt_fingerprint(self) -> str:
         """Fingerprint of the drafter that is live here (`LiveDrafter.fingerprint`); empty without one."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from verl_tlt.drafter.digest import Sums, fingerprint, own_shards, partial_sums
+from verl_tlt.drafter.digest import Sums, combined, own_shards, partial_sums
 from verl_tlt.drafter.other_layouts import live_name
 from verl_tlt.errors import TLTError
 
@@ -30,16 +30,18 @@ class LiveDrafter:
     """The drafter of one worker (V1 or V2 model runner), and the policy that it shares modules with.
 
     vLLM's sleep level 2 (verl's default) discards all weights, and before 0.28 the drafter's buffers too: its rotary
-    table comes back as garbage, and no file holds it. So buffers that are the drafter's own are kept on the host and
-    written back with every load.
+    table comes back as garbage, and no file holds it. So its buffers are kept on the host. Those that are its own are
+    written back with every load, and those that it shares with the policy must be what they were.
     """
 
     def __init__(self, runner: GPUModelRunner, vllm_config: VllmConfig) -> None:
         self.model: Eagle3LlamaForCausalLM = find_drafter(runner)
         self._policy, self._config = runner.get_model(), vllm_config
         self._shards: int = vllm_config.parallel_config.tensor_parallel_size
-        own = own_buffers(self.model, self._policy)
-        self._kept_buffers = {name: buffer.to("cpu", copy=True) for name, buffer in own.items()}
+        self._kept_buffers = {name: buffer.to("cpu", copy=True) for name, buffer in self._buffers().items()}
+        self._own_buffers = tuple(own_buffers(self.model, self._policy))
+        self._finite: tuple[int, ...] | None = None
+        """The version of the file in which no number was found that is not finite."""
 
     def shared_modules(self) -> tuple[str, ...]:
         """Which of embedding and head are the policy's own (vLLM `_maybe_share_embeddings`, `_maybe_share_lm_head`)."""
@@ -62,27 +64,48 @@ class LiveDrafter:
         """
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
+        rank = get_tensor_model_parallel_rank() if self._shards > 1 else 0
         # vLLM's LoRA wrapper around the policy's embedding expects the policy's batch, and a draft step has another.
         inner = self.model.model
         inner.embed_tokens = getattr(inner.embed_tokens, "base_layer", inner.embed_tokens)
+        version = _version(file)
         tensors = _read(file, self.shared_modules())
         self._check(tensors, file)
-        buffers = dict(self.model.named_buffers())
-        with torch.no_grad():
-            for name, kept in self._kept_buffers.items():
-                buffers[name].copy_(kept)  # in place: captured graphs still see them
+        if version != self._finite:
+            device = next(self.model.parameters()).device
+            if name := not_finite(dict(sorted(tensors.items())[rank :: self._shards]), device):
+                raise DrafterRefused(f"{file}: {live_name(name)} holds numbers that are not finite.")
+            self._finite = version
+        self._restore_buffers()
         self._copy(tensors)
         if "d2t" in tensors and not _has_own_head(file):
             self._cut_head()
-        rank = get_tensor_model_parallel_rank() if self._shards > 1 else 0
         return partial_sums(own_shards(self._own_parameters(), tensors, rank, self._shards))
 
-    def fingerprint(self) -> str:
-        """Fingerprint of what is live on this rank; it names the first buffer that is not as it was at the start."""
-        weights = fingerprint(self._own_parameters())
-        live = dict(self.model.named_buffers())
-        damaged = [name for name, kept in self._kept_buffers.items() if not _same_bits(live[name], kept)]
-        return f"{weights} without {damaged[0]}" if damaged else weights
+    def fingerprint(self, weights: Sums | None = None) -> str:
+        """Fingerprint of all that is live on this rank, weights and buffers.
+
+        Args:
+            weights: what `load` returned, which need not be summed again.
+        """
+        if weights is None:
+            weights = partial_sums((name, tensor, 0) for name, tensor in self._own_parameters().items())
+        return combined([weights, partial_sums((name, buffer, 0) for name, buffer in self._buffers().items())])
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """The drafter's buffers by name, persistent or not, the policy's among them."""
+        return {name: buffer.detach() for name, buffer in self.model.named_buffers() if buffer.numel()}
+
+    def _restore_buffers(self) -> None:
+        """Write back the drafter's own buffers; `DrafterRefused` where one of the policy's is not what it was."""
+        live = self._buffers()
+        for name, kept in self._kept_buffers.items():
+            if name in self._own_buffers:
+                live[name].copy_(kept)  # in place: captured graphs still see them
+            elif not _same_bits(live[name], kept):
+                raise DrafterRefused(
+                    f"{name}, which the drafter shares with the policy, is not what it was at the start."
+                )
 
     def _own_parameters(self) -> dict[str, torch.Tensor]:
         shared = self.shared_modules()
@@ -92,8 +115,8 @@ class LiveDrafter:
         """Compare names, and without tensor parallelism shapes, before anything is overwritten.
 
         Raises:
-            DrafterRefused: a tensor is missing, unknown, of another shape, or not finite; the map leaves the
-                vocabulary; or the live weights cannot be written at all.
+            DrafterRefused: a tensor is missing, unknown or of another shape; the map leaves the vocabulary; or the
+                live weights cannot be written at all.
         """
         live = {name: parameter for name, parameter in self._own_parameters().items() if name != OFFSETS}
         if repacked := next((n for n, p in live.items() if p.numel() == 0), None):
@@ -109,8 +132,6 @@ class LiveDrafter:
                     raise DrafterRefused(f"{file}: d2t names a token outside the policy's vocabulary.")
                 continue
             name = live_name(name)
-            if not torch.isfinite(tensor).all():  # its drafts would be token 0
-                raise DrafterRefused(f"{file}: {name} holds numbers that are not finite.")
             rows[name] = rows.get(name, 0) + tensor.shape[0]
             columns[name] = tuple(tensor.shape[1:])
         if missing := sorted(live.keys() - rows.keys()):
@@ -167,6 +188,20 @@ def own_buffers(drafter: Eagle3LlamaForCausalLM, policy: torch.nn.Module) -> dic
     """The drafter's buffers by name, without those of the policy (vLLM builds one rotary table for equal settings)."""
     theirs = {buffer.data_ptr() for buffer in policy.buffers()}
     return {name: b.detach() for name, b in drafter.named_buffers() if b.numel() and b.data_ptr() not in theirs}
+
+
+def not_finite(tensors: Mapping[str, torch.Tensor], device: torch.device) -> str | None:
+    """The first tensor that holds NaN or infinity, with which every draft would be token 0; looked for on `device`."""
+    numbers = ((name, tensor) for name, tensor in tensors.items() if tensor.is_floating_point())
+    return next((name for name, tensor in numbers if not tensor.to(device).isfinite().all()), None)
+
+
+def _version(file: Path) -> tuple[int, ...] | None:
+    """What changes when a file is staged again; None: there is none."""
+    if not file.is_file():
+        return None
+    found = file.stat()
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _same_bits(live: torch.Tensor, kept: torch.Tensor) -> bool:

@@ -61,7 +61,7 @@ def test_a_machine_without_a_device_says_what_it_does_not_have():
     found = dataclasses.replace(GOOD, lost_in_sleep=None, graph_gib=None, context_gib=None)
     findings = said(found)
     assert {f.level for f in findings.values()} == {"ok"}
-    assert "there is no sleep" in findings["drafter after sleep"].sentence
+    assert "no sleep mode" in findings["drafter after sleep"].sentence
     assert "no graphs" in findings["CUDA graphs"].sentence
 
 

@@ -21,7 +21,7 @@ class Runner:
     device = torch.device("cpu")
 
     def __init__(self, probs):
-        self.probs = probs
+        self.probs, self.drafter = probs, SimpleNamespace(_draft_attn_layer_names={"drafter.0"})
         layers = {"policy.0": SimpleNamespace(kv_cache=cache()), "drafter.0": SimpleNamespace(kv_cache=[cache(NAN)])}
         layers["moe"] = SimpleNamespace()
         self.layers = layers
@@ -35,7 +35,6 @@ class Runner:
         return SimpleNamespace()
 
 
-DRAFTER = SimpleNamespace(_draft_attn_layer_names={"drafter.0"})
 SOUND = torch.tensor([[0.25, 0.75], [0.0, 1.0]])
 
 
@@ -50,7 +49,8 @@ def test_what_is_sound_passes_and_nothing_is_said(probs):
     found = runner._get_spec_decode_draft_probs(None)
     assert found is None if probs is None else torch.equal(found, probs)
     assert not vars(runner.sample_tokens(None)) and not off
-    guard.clear_cache(DRAFTER)
+    guard.drafter_loaded()
+    runner.sample_tokens(None)
     assert runner.layers["drafter.0"].kv_cache[0].isnan().all(), "not cleared for nothing"
 
 
@@ -81,8 +81,12 @@ def test_the_drafters_cache_is_cleared_once_and_never_the_policys(shared):
     if shared:
         runner.layers["drafter.0"].kv_cache = [policys.view(3, 2)]
     runner.sample_tokens(None)
-    guard.clear_cache(DRAFTER)
+    guard.drafter_loaded()
+    assert policys.all() and drafters.all(), "verl loads while the KV cache is not mapped"
+    runner.probs = SOUND
+    runner.sample_tokens(None)
     assert policys.all() and drafters.any() == shared
     drafters.fill_(5.0)
-    guard.clear_cache(DRAFTER)
+    guard.drafter_loaded()
+    runner.sample_tokens(None)
     assert drafters.all(), "once is enough"

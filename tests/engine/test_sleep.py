@@ -1,0 +1,123 @@
+"""An engine through verl's sleep and wake, on a CPU that forgets as a GPU does: what is touched too early ends it.
+
+verl's order around a weight sync is: sleep, wake the weights, send the policy's, load the drafter (`clear_kv_cache`),
+wake the KV cache (verl/workers/engine_workers.py `update_weights`).
+"""
+
+import asyncio
+
+import pytest
+import torch
+from tiny_engine import sampled
+
+from benchmarks.lossless.tiny_policy import build_drafter_dir
+from verl_tlt.doctor.engine_check import Measured, check_sleep, judge
+
+pytestmark = pytest.mark.engine
+
+TOKENS = 48
+
+
+def sync(engine, models, level=2):
+    """Sleep and come back as in a weight sync; what the drafter's load answered."""
+    engine.llm.sleep(level=level)
+    engine.llm.wake_up(tags=["weights"])
+    if level == 2:
+        engine.llm.collective_rpc("reload_weights")  # verl would send the policy's
+    answer = engine.rpc("tlt_load_drafter", str(models["alike"] / "model.safetensors"))
+    engine.llm.wake_up(tags=["kv_cache"])
+    assert engine.llm.reset_prefix_cache()
+    return answer
+
+
+def tokens_and_accepted(engine):
+    """Of the same greedy requests."""
+    engine.scheduler.tlt.stats(reset=True)
+    tokens = engine.generate(8, TOKENS)
+    return tokens, engine.scheduler.tlt.stats(reset=True).num_accepted_tokens_per_pos
+
+
+@pytest.fixture(scope="module")
+def engine(engine_of, models, tmp_path_factory):
+    """Its drafter has the policy's longest context, so one rotary table serves both."""
+    models["alike"] = tmp_path_factory.mktemp("alike") / "drafter"
+    build_drafter_dir(models["alike"], models["target"], informed=True, max_position_embeddings=1024)
+    with engine_of("alike", enable_sleep_mode=True, policy="policies:longest") as started:
+        yield started
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_after_a_sync_it_decodes_and_accepts_as_before(engine, models, level):
+    before = tokens_and_accepted(engine)
+    live = engine.rpc("tlt_fingerprint")
+    assert sum(before[1]) > 0
+    assert sync(engine, models, level=level)["ok"]
+    assert engine.rpc("tlt_fingerprint") == live
+    assert tokens_and_accepted(engine) == before
+
+
+def test_a_drafter_of_nan_leaves_nothing_behind_in_the_next_rollout(engine, models):
+    """Its KV cache holds NaN, and is cleared once it is mapped: verl has the drafter loaded before."""
+    before = tokens_and_accepted(engine)
+    with torch.no_grad():
+        engine.runner.drafter.model.model.fc.weight.fill_(float("nan"))
+    engine.llm.generate([{"prompt_token_ids": [5, 6, 7]}], sampled(32, temperature=1.0), use_tqdm=False)
+    assert engine.scheduler.tlt.stats().num_broken_drafts and not engine.scheduler.tlt.drafting
+    assert sync(engine, models)["ok"]
+    assert engine.rpc("tlt_set_drafting", True) is None
+    engine.scheduler.tlt.control(drafting=True)
+    assert tokens_and_accepted(engine) == before
+
+
+class DoctorsEngine:
+    """The engine as `doctor --gpu` has it; `lost` is called after its weights were sent again."""
+
+    def __init__(self, engine, drafter, lost):
+        self._engine, self.drafter, self._lost = engine, drafter, lost
+        self.llm = self
+        self.model_config = engine.runner.model_config
+
+    async def rpc(self, method, *args):
+        return self._engine.rpc(method, *args)
+
+    async def sleep(self, level):
+        self._engine.llm.sleep(level=level)
+
+    async def wake_up(self, tags):
+        self._engine.llm.wake_up(tags=tags)
+
+    async def collective_rpc(self, method):
+        self._engine.llm.collective_rpc(method)
+        self._lost()
+
+
+@pytest.fixture
+def table(engine, models):
+    """The rotary table of policy and drafter; both are as they were after the test."""
+    found = engine.runner.get_model().model.layers[0].self_attn.rotary_emb.cos_sin_cache
+    assert engine.runner.drafter.model.model.layers[0].self_attn.rotary_emb.cos_sin_cache is found
+    sound = found.clone()
+    yield found
+    found.copy_(sound)
+    assert sync(engine, models)["ok"]
+
+
+def test_a_ruined_table_is_named_and_not_written_where_it_is_the_policys_too(engine, models, table):
+    """No load can restore what is the policy's, so nothing is drafted with it."""
+    sound = engine.rpc("tlt_fingerprint")
+    assert sync(engine, models)["fingerprint"] == sound
+    table.zero_()
+    assert engine.rpc("tlt_fingerprint") != sound
+    answer = sync(engine, models)
+    assert not answer["ok"] and "rotary_emb.cos_sin_cache" in answer["error"]
+    assert not table.any()
+
+
+def test_the_doctor_finds_out_that_a_table_did_not_survive(engine, models, table):
+    """vLLM keeps a model's buffers at level 2; a release that does not would leave the table as the pages are."""
+    for lost, level in ((lambda: None, "ok"), (lambda: table.fill_(float("nan")), "refuse")):
+        found = Measured()
+        asyncio.run(check_sleep(DoctorsEngine(engine, models["alike"], lost), found))
+        assert found.lost_in_sleep
+        assert judge(found)[0].level == level, found
+    assert "cos_sin_cache" in found.reloaded
