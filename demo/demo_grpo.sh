@@ -6,7 +6,7 @@
 #
 #   OUT=demo-out STEPS=10 SEED=1 TLT=1 DRAFTER= DTYPE= demo/demo_grpo.sh [more verl overrides]
 #
-# TLT=0 runs the same recipe without the flag. DTYPE is that of rollout and of the update's products: bfloat16 or
+# TLT=0 runs the same recipe without the flag. DEVICE=cuda runs it on GPUs, TP of them to a replica. DTYPE is that of rollout and of the update's products: bfloat16 or
 # float32; unset: the one that this processor is faster in. EXECUTOR=mp gives an engine's worker a process of its own,
 # as verl does otherwise: with one worker an engine that is another process to start.
 set -euo pipefail
@@ -21,6 +21,9 @@ TLT=${TLT:-1}
 DRAFTER=${DRAFTER:-}
 ASSETS=${ASSETS:-$OUT/assets}
 REPLICAS=${REPLICAS:-2}
+TP=${TP:-1}
+DEVICES=$((REPLICAS * TP))
+DEVICE=${DEVICE:-cpu}
 EXECUTOR=${EXECUTOR:-uni}
 DTYPE=${DTYPE:-$(python -c 'from demo.machine import find_dtype; print(find_dtype())')}
 case $DTYPE in bfloat16) WIDTH=wide ;; *) WIDTH=half ;; esac # as many bytes to read a token in either dtype
@@ -32,9 +35,11 @@ case $ASSETS in /*) ;; *) ASSETS=$PWD/$ASSETS ;; esac
 
 # The CPU stands in for the accelerator; each process computes on one thread, since threads that spin against each
 # other cost far more than they bring. vLLM would compile its sampler with g++ while the first tokens wait.
-export VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0
-export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_NO_USAGE_STATS=1 TORCH_COMPILE_DISABLE=1
+if [ "$DEVICE" = cpu ]; then
+  export VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 OMP_NUM_THREADS=1
+  export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind TORCH_COMPILE_DISABLE=1
+fi
+export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 export RAY_DEDUP_LOGS=0 RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=disabled
 # vLLM on a CPU makes `mp` of `uni` unless this says otherwise; OpenMP, its reason, has one thread here.
 if [ "$EXECUTOR" = uni ]; then export VLLM_ENABLE_V1_MULTIPROCESSING=0; fi
@@ -65,7 +70,7 @@ exec python -m verl.trainer.main_ppo hydra.run.dir="$OUT/hydra" \
   actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1536 \
   actor_rollout_ref.actor.optim.lr=1e-5 \
   actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.dtype="$DTYPE" \
-  actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.n_gpus_per_node="$REPLICAS" \
+  actor_rollout_ref.rollout.tensor_model_parallel_size="$TP" actor_rollout_ref.rollout.n_gpus_per_node="$DEVICES" \
   actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True \
   actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=1536 actor_rollout_ref.rollout.calculate_log_probs=True \
   actor_rollout_ref.rollout.enforce_eager=True \
@@ -77,11 +82,11 @@ exec python -m verl.trainer.main_ppo hydra.run.dir="$OUT/hydra" \
   reward.num_workers=1 reward.custom_reward_function.path=pkg://demo.toy.reward \
   transfer_queue.backend.SimpleStorage.num_data_storage_units=1 \
   trainer.logger='["console","file","tensorboard"]' trainer.project_name=verl-tlt trainer.experiment_name=demo \
-  trainer.n_gpus_per_node="$REPLICAS" trainer.nnodes=1 trainer.device=cpu \
+  trainer.n_gpus_per_node="$DEVICES" trainer.nnodes=1 trainer.device="$DEVICE" \
   trainer.v1.sampler.custom_sampler.path=pkg://demo.toy.sampler trainer.v1.sampler.custom_sampler.name=FastPollReplayBuffer \
   trainer.total_training_steps="$STEPS" trainer.total_epochs=1000 trainer.val_before_train=False \
   trainer.save_freq="${SAVE_FREQ:-$STEPS}" trainer.test_freq=-1 trainer.resume_mode="${RESUME:-disable}" \
   trainer.default_local_dir="$OUT/checkpoints" \
-  ray_kwargs.ray_init.num_cpus=16 +ray_kwargs.ray_init.num_gpus="$REPLICAS" \
+  ray_kwargs.ray_init.num_cpus=16 +ray_kwargs.ray_init.num_gpus="$DEVICES" \
   +ray_kwargs.ray_init.include_dashboard=False +ray_kwargs.ray_init.object_store_memory=2000000000 \
   "${tlt[@]}" "$@"

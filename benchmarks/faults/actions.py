@@ -82,6 +82,13 @@ def nan_weights(original: Original, server: Any, drafter: Any) -> Any:
     return original(server, dataclasses.replace(drafter, weights=save(tensors)))
 
 
+def nan_live(original: Original, drafter: Any, file: Path) -> Any:
+    """A worker's drafter becomes NaN after its file was checked, loaded and summed."""
+    sums = original(drafter, file)
+    drafter.model.get_parameter("model.fc.weight").data.fill_(float("nan"))
+    return sums
+
+
 def truncate(original: Original, server: Any, *args: Any) -> Any:
     """Half of the staged file is gone when it is to be loaded."""
     file = server._tlt_dir / "drafter" / "model.safetensors"

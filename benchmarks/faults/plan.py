@@ -117,3 +117,8 @@ SERVER_KILLED = Fault(
     "a rollout server killed", 2, (GENERATE,), "kill", "", "", "as_stock", first=5
 )  # fmt: skip
 """Ends a run, with TLT as without it."""
+NAN_LIVE = Fault(
+    "a drafter that computes NaN once it is live", 1, ("verl_tlt.vllm_worker.live_drafter:LiveDrafter.load",),
+    "nan_live", "tlt/broken_drafts", "are not finite", "serves", fallback="tlt/drafter_off_frac",
+)  # fmt: skip
+"""Leaves NaN in the drafter's KV cache over the next sleep; for runs that are shorter than the long one."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults import actions, judge
-from benchmarks.faults.plan import BOUNDS, FAULTS, SERVER_KILLED, STEPS, Fault
+from benchmarks.faults.plan import BOUNDS, FAULTS, NAN_LIVE, SERVER_KILLED, STEPS, Fault
 from benchmarks.faults.run import arm
 from verl_tlt.report.reader import RunTrace
 from verl_tlt.trace.events import Session
@@ -28,7 +28,7 @@ def table():
     return {name: (counter.strip("`"), log) for name, counter, log in rows[1:]}
 
 
-@pytest.mark.parametrize("target", [t for f in (*FAULTS, SERVER_KILLED) for t in f.targets] + list(BOUNDS))
+@pytest.mark.parametrize("target", [t for f in (*FAULTS, SERVER_KILLED, NAN_LIVE) for t in f.targets] + list(BOUNDS))
 def test_what_a_fault_names_exists(target):
     pytest.importorskip("vllm")
     module, _, path = target.partition(":")

@@ -1,0 +1,116 @@
+"""Whole verl jobs of the toy on GPUs: what only Ray, CUDA IPC and several processes on one device can show.
+
+    python -m benchmarks.gpu.job --out FILE --budget 1500
+
+* sync: two GRPO steps with engines two GPUs wide, the policy sent to them by CUDA IPC, replicas that sleep while it
+  is trained, and spot workers beside them; of four GPUs two replicas are made, of which one may train while the other
+  decodes.
+* nan: three steps, on one GPU to a replica. What one engine has loaded after the first becomes NaN, and so does its KV
+  cache, which verl unmaps before the next drafter is loaded. The third rollout should draft again.
+
+Without a GPU: `--tiny`, where the CPU platform's shared memory and sleep stand in (`verl_cpu`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.plan import NAN_LIVE
+from benchmarks.faults.run import TLT, arm
+from benchmarks.gpu.parts import NEEDS_CUDA, Bench, Part, device_memory, main
+from benchmarks.toy_job import FORCED, SAMPLES, Job, make_assets
+from demo.processes import interruptible
+from verl_tlt.report.reader import read_trace
+
+BATCH, LONG, SHORT = 4, 200, 40
+QUIET_S = 600.0
+"""Without a line in the trace a job hangs."""
+SHOWN = (
+    "timing_s/step", "timing_s/update_weights", "training/rollout_probs_diff_max", "tlt/accept_length",
+    "tlt/broken_drafts", "tlt/drafter_off_frac", "tlt/drafter_version", "tlt/drafter_version_published",
+    "tlt/reload_failures", "tlt/overhead_s",
+)  # fmt: skip
+"""verl's own metrics that the report holds, of every step."""
+
+
+def sync(bench: Bench) -> dict[str, Any]:
+    """Two steps with engines as wide as there are devices for, two at most."""
+    devices = len(device_memory()) if bench.cuda else 2
+    wide = min(2, devices)
+    return job(bench, steps=2, replicas=min(2, devices // wide), wide=wide)
+
+
+def nan(bench: Bench) -> dict[str, Any]:
+    """Three steps, in the second of which one engine's drafter computes NaN."""
+    (armed := bench.directory / "armed").mkdir(parents=True, exist_ok=True)
+    faults = arm(armed, [replace(NAN_LIVE, step=1)])
+    return job(bench, steps=3, replicas=min(2, len(device_memory())) if bench.cuda else 1, wide=1, **faults)
+
+
+@interruptible()  # a time limit ends the job's processes, too
+def job(bench: Bench, steps: int, replicas: int, wide: int, **environment: str) -> dict[str, Any]:
+    """What a job of so many replicas, each so many devices wide, wrote of its steps.
+
+    Raises:
+        RuntimeError: it did not end by itself after all its steps; with the end of its log.
+    """
+    assets = make_assets(bench.directory / "assets", lambda index: [SHORT if index % BATCH else LONG] * SAMPLES)
+    shape = {"REPLICAS": str(replicas), "TP": str(wide), "EXECUTOR": "mp", "DEVICE": bench.device, "SAVE_FREQ": "-1"}
+    run = Job(
+        bench.directory / "job",
+        assets,
+        steps,
+        [*_sizes(), *TLT],
+        **shape,
+        DTYPE="bfloat16" if bench.cuda else "float32",
+        **environment,
+    )
+    memory: list[list[float]] = []
+    looked = 0.0
+    try:
+        for _ in run.events(QUIET_S, poll_s=0.2):
+            if bench.cuda and time.monotonic() > looked + 1.0:
+                memory.append(device_memory())
+                looked = time.monotonic()
+        if status := run.tree.process.returncode:
+            raise RuntimeError(f"the job ended with {status}: " + "\n".join(run.said().splitlines()[-40:]))
+    finally:
+        run.end()
+    by_device: Any = [[min(d), max(d)] for d in zip(*memory, strict=True)] if bench.cuda else NEEDS_CUDA
+    return {"replicas": replicas, "tensor_parallel": wide, "memory_gib": by_device, **_written(run.out)}
+
+
+def _sizes() -> Sequence[str]:
+    rollout = "actor_rollout_ref.rollout"
+    return (
+        FORCED, f"data.train_batch_size={BATCH}", f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}",
+        f"data.max_response_length={LONG + 40}", f"{rollout}.max_model_len={LONG + 120}",
+        f"{rollout}.max_num_seqs={BATCH * SAMPLES}",
+    )  # fmt: skip
+
+
+def _written(out: Path) -> dict[str, Any]:
+    """The steps' metrics, every reload and every session."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    trace = read_trace(out / "trace")
+    return {
+        "steps": {line["step"]: _chosen(line["data"], SHOWN) for line in lines},
+        "reloads": [_chosen(vars(r), ("step", "replica", "version", "ok", "error", "seconds")) for r in trace.reloads],
+        "sessions": [_chosen(vars(s), ("step", "replica", "steps", "outcome", "error")) for s in trace.sessions],
+    }
+
+
+def _chosen(facts: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: facts[name] for name in names if name in facts}
+
+
+PARTS = {"sync": Part(sync, 240), "nan": Part(nan, 240)}
+"""In the order of what a user meets first."""
+
+if __name__ == "__main__":
+    main("benchmarks.gpu.job", PARTS, __doc__)
