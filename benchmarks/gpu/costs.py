@@ -69,18 +69,16 @@ async def beside(bench: Bench) -> dict[str, Any]:
         await hold(engine, 1)
         await engine.generate(range(1, 9), 4)
         note("awake")
-        if bench.cuda:
-            await engine.llm.sleep(level=2)
-            note("asleep")
+        await engine.llm.sleep(level=2)
+        note("asleep")
         session = await asyncio.to_thread(_session, bench, note)
         note("after the session")
-        if bench.cuda:
-            await engine.llm.wake_up(tags=["weights"])
-            await engine.llm.wake_up(tags=["kv_cache"])
-            note("awake again")
-            assert engine.drafter is not None
-            reply = await engine.rpc("tlt_load_drafter", str(engine.drafter / "model.safetensors"))
-            assert reply["ok"], reply
+        await engine.llm.wake_up(tags=["weights"])
+        assert engine.drafter is not None
+        reply = await engine.rpc("tlt_load_drafter", str(engine.drafter / "model.safetensors"))
+        assert reply["ok"], reply
+        await engine.llm.wake_up(tags=["kv_cache"])
+        note("awake again")
         await engine.generate(range(1, 9), 16)
     return {"memory_gib": memory, "session": session, "decodes_afterwards": True}
 

@@ -42,28 +42,20 @@ BEGINNING = [1]
 
 
 async def sleep(bench: Bench) -> dict[str, Any]:
-    """Acceptance before the sleep and after the reload; which of the drafter's buffers had come back as they were.
-
-    Where there is no sleep the drafter's weights and buffers are overwritten instead.
-    """
+    """Acceptance before the sleep and after the reload, in verl's order; whether sleep lost weights or buffers."""
     async with toy_engine(bench) as engine:
         assert engine.drafter is not None
         await hold(engine, K_MAX)
         found: dict[str, Any] = {"accepted_before": await accepted(engine)}
         before = await engine.rpc("tlt_fingerprint")
-        if bench.cuda:
-            found["memory_gib"] = {"awake": device_memory()}
-            await engine.llm.sleep(level=2)
-            found["memory_gib"]["asleep"] = device_memory()
-            await engine.llm.wake_up(tags=["weights"])
-            await engine.llm.collective_rpc("reload_weights")  # verl would send the policy's
-        else:
-            found |= {"sleep": NEEDS_CUDA, "overwritten": await in_worker(engine, overwrite, 7.0)}
-        found["lost"] = (damaged := await engine.rpc("tlt_fingerprint")) != before
-        found["fingerprint_asleep"] = damaged
+        found["memory_gib"] = {"awake": device_memory() if bench.cuda else NEEDS_CUDA}
+        await engine.llm.sleep(level=2)
+        found["memory_gib"]["asleep"] = device_memory() if bench.cuda else NEEDS_CUDA
+        await engine.llm.wake_up(tags=["weights"])
+        await engine.llm.collective_rpc("reload_weights")  # verl would send the policy's
+        found["lost"] = await engine.rpc("tlt_fingerprint") != before
         reply = from_plain(LoadReply, await engine.rpc("tlt_load_drafter", str(engine.drafter / "model.safetensors")))
-        if bench.cuda:
-            await engine.llm.wake_up(tags=["kv_cache"])
+        await engine.llm.wake_up(tags=["kv_cache"])
         found |= {"reload_error": reply.error, "reload_s": round(reply.seconds, 3)}
         found["fingerprint_is_the_same"] = await engine.rpc("tlt_fingerprint") == before
         found["accepted_after"] = await accepted(engine)

@@ -48,7 +48,7 @@ def _setup(bench: Bench, policy: Path, drafter: Path | None, context: int, batch
     rollout = OmegaConf.create({
         "dtype": "float32" if bench.tiny else "bfloat16", "max_num_seqs": batch, "enforce_eager": bench.tiny,
         "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.6, "tensor_model_parallel_size": 1,
-        "enable_sleep_mode": bench.cuda, "engine_kwargs": {"vllm": {"seed": 0, "enable_prefix_caching": False, **vllm}},
+        "enable_sleep_mode": True, "engine_kwargs": {"vllm": {"seed": 0, "enable_prefix_caching": False, **vllm}},
     })  # fmt: skip
     speculation = {"max_draft_length": K_MAX, "policy": "fixed"}
     settings = {"speculation": speculation, "drafter": {"path": None if drafter is None else str(drafter)}}

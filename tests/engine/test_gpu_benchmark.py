@@ -43,7 +43,7 @@ def test_the_drafters_parts(tmp_path):
 def test_the_engines_parts(tmp_path):
     report = run("engine", tmp_path)
     sleep = found(report, "sleep")
-    assert sleep["sleep"] == "needs CUDA" and sleep["lost"] and sleep["fingerprint_is_the_same"]
+    assert sleep["memory_gib"]["asleep"] == "needs CUDA" and sleep["lost"] and sleep["fingerprint_is_the_same"]
     assert sleep["accepted_after"][0] == pytest.approx(sleep["accepted_before"][0], abs=0.1)
     nan = found(report, "nan")
     assert nan["broken_drafts"] > 0
@@ -57,3 +57,16 @@ def test_the_engines_parts(tmp_path):
     beside = found(report, "beside")
     assert beside["decodes_afterwards"] and beside["memory_gib"]["awake"] == "needs CUDA"
     assert all(s["outcome"] == "stopped" for s in beside["session"]["found"]["sessions"])
+
+
+def test_the_jobs_parts(tmp_path):
+    """On the CPU the wide engine has two workers that share two cores."""
+    report = run("job", tmp_path)
+    sync, nan = found(report, "sync"), found(report, "nan")
+    assert (sync["replicas"], sync["tensor_parallel"], sync["memory_gib"]) == (1, 2, "needs CUDA")
+    for part, steps in ((sync, ["1", "2"]), (nan, ["1", "2", "3"])):
+        assert list(part["steps"]) == steps
+        assert all(reload["ok"] for reload in part["reloads"])
+        assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in part["steps"].values())
+    assert [step["tlt/broken_drafts"] > 0 for step in nan["steps"].values()] == [False, True, False]
+    assert nan["steps"]["2"]["tlt/drafter_off_frac"] > 0 and nan["steps"]["3"]["tlt/drafter_off_frac"] == 0

@@ -17,9 +17,11 @@ def test_off_runs_no_drafter_and_everything_else_does(found):
     off, k0 = found["OFF"], found["K=0"]
     assert off["passes"] == 0 and list(off["steps"]) == ["-1"]
     assert k0["passes"] >= 15 and list(k0["steps"]) == ["0"], "what OFF saves"
-    for name in ("drafting", "OFF, and the scheduler did not hear of it", "drafting again"):
+    for name in ("drafting", "OFF, and the scheduler did not hear of it", "drafting again", "after a sync"):
         assert found[name]["passes"] >= 3 * found[name]["steps"]["3"] > 0, name
-    assert found["drafting"]["accepted"] == found["drafting again"]["accepted"] > 20
+    assert (
+        found["drafting"]["accepted"] == found["drafting again"]["accepted"] == found["after a sync"]["accepted"] > 20
+    )
 
 
 def test_no_token_depends_on_it(found):

@@ -64,6 +64,16 @@ def observe(engine, passes, *, worker, scheduler, draft_length=None):
             "accepted": sum(stats.num_accepted_tokens_per_pos)}  # fmt: skip
 
 
+def sync(engine, drafter):
+    """A weight sync in verl's order, with sleep level 2."""
+    engine.llm.sleep(level=2)
+    engine.llm.wake_up(tags=["weights"])
+    engine.llm.collective_rpc("reload_weights")
+    answer = engine.rpc("tlt_load_drafter", str(drafter / "model.safetensors"))
+    assert answer["ok"], answer
+    engine.llm.wake_up(tags=["kv_cache"])
+
+
 if __name__ == "__main__":
     from shared_engines import SharedEngines
     from verl.workers.rollout.vllm_rollout import utils
@@ -71,7 +81,7 @@ if __name__ == "__main__":
     utils.set_death_signal = lambda: None
     models = dict(zip(("target", "good"), map(Path, sys.argv[1:]), strict=True))
     engines = SharedEngines(models)
-    with engines("good", **LIMITS) as engine:
+    with engines("good", enable_sleep_mode=True, **LIMITS) as engine:
         passes = []
         engine.runner.speculator.model.register_forward_hook(lambda *_: passes.append(1))
         found = {
@@ -84,5 +94,7 @@ if __name__ == "__main__":
             "runner": type(engine.runner).__mro__[1].__module__,
         }
         engine.runner._dummy_run(8)
+        sync(engine, models["good"])
+        found["after a sync"] = observe(engine, passes, worker=True, scheduler=True)
     engines.close()
     print(json.dumps(found))
