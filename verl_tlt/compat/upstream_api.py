@@ -266,6 +266,7 @@ VLLM = {
         Symbol("vllm.distributed.parallel_state:get_tensor_model_parallel_rank"),
         Symbol("vllm.distributed.communication_op:tensor_model_parallel_all_reduce", "input_"),
     ),
+    "vllm_worker/empty_rows.py": (Symbol("vllm.triton_utils:", has="tl triton"),),
     "vllm_worker/draft_probabilities.py": (
         Symbol(
             f"{_RUNNER}._get_spec_decode_draft_probs",

@@ -98,14 +98,21 @@ class BrokenDrafts:
         runner._get_spec_decode_draft_probs, runner.sample_tokens = sound_probabilities, sample_tokens
 
     def _drop(self, probs: torch.Tensor) -> torch.Tensor:
-        """Zeros for rows without numbers, in place; a softmax has NaN everywhere in a row, or nowhere."""
-        broken = probs[:, 0].isnan().sum()
-        self._dropped += broken
-        if self._on_host is self._dropped and not broken:  # on the host looking costs less than rewriting
-            return probs
+        """Zeros for rows without numbers, in place; a softmax has NaN everywhere in a row, or nowhere.
+
+        So one column is looked at, and broken rows alone are written: all of them are half a gigabyte for 64 requests.
+        """
+        broken = probs[:, 0].isnan()  # [draft tokens]
+        self._dropped += broken.sum()
         if self._on_host is not self._dropped:
             self._on_host.copy_(self._dropped, non_blocking=True)
-        return probs.nan_to_num_(nan=0.0)
+        if probs.is_cuda:
+            from verl_tlt.vllm_worker.empty_rows import empty_rows
+
+            empty_rows(probs, broken)
+        elif broken.any():
+            probs[broken] = 0.0
+        return probs
 
     def drafter_loaded(self) -> None:
         """Another drafter is live: have its KV cache zeroed if drafts were dropped since the last time."""

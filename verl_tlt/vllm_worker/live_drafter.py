@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 OFFSETS = "draft_id_to_target_id"  # vLLM's parameter for the file's `d2t`; full vocabularies have all zeros
 _IGNORED = ("t2d",)  # the map from target to draft ids serves training only
+_HEAD = "lm_head.weight"
 
 
 class DrafterRefused(TLTError, ValueError):
@@ -54,7 +55,7 @@ class LiveDrafter:
 
         Args:
             file: safetensors in speculators' or vLLM's names, beside its config.json. Under a pruned vocabulary the
-                drafter's head is cut anew from the policy that is live here, which may be newer than the file.
+                drafter's head is cut from the policy that is live here, and the file's rows of an older one not read.
 
         Returns:
             this rank's part of the fingerprint of what is now live.
@@ -78,7 +79,7 @@ class LiveDrafter:
             self._finite = version
         self._restore_buffers()
         self._copy(tensors)
-        if "d2t" in tensors and not _has_own_head(file):
+        if _is_cut(tensors):
             self._cut_head()
         return partial_sums(own_shards(self._own_parameters(), tensors, rank, self._shards))
 
@@ -118,7 +119,8 @@ class LiveDrafter:
             DrafterRefused: a tensor is missing, unknown or of another shape; the map leaves the vocabulary; or the
                 live weights cannot be written at all.
         """
-        live = {name: parameter for name, parameter in self._own_parameters().items() if name != OFFSETS}
+        elsewhere = (OFFSETS, _HEAD) if _is_cut(tensors) else (OFFSETS,)
+        live = {name: parameter for name, parameter in self._own_parameters().items() if name not in elsewhere}
         if repacked := next((n for n, p in live.items() if p.numel() == 0), None):
             raise DrafterRefused(
                 f"The live drafter's {repacked} was repacked by vLLM's CPU backend; start it with VERL_PLATFORM=cpu."
@@ -127,6 +129,8 @@ class LiveDrafter:
         columns: dict[str, tuple[int, ...]] = {}
         for name, tensor in tensors.items():
             if name == "d2t":
+                if (own := dict(self.model.named_parameters()).get(OFFSETS)) is None or len(own) != len(tensor):
+                    raise DrafterRefused(f"{file} drafts {len(tensor)} tokens, and the served drafter does not.")
                 tokens = torch.arange(len(tensor)) + tensor  # [DV]
                 if tokens.min() < 0 or tokens.max() >= self.model.config.vocab_size:
                     raise DrafterRefused(f"{file}: d2t names a token outside the policy's vocabulary.")
@@ -163,6 +167,7 @@ class LiveDrafter:
         whole = self._policy
         policy = whole.get_language_model() if hasattr(whole, "get_language_model") else whole
         head = getattr(policy, "lm_head", None) or policy.model.embed_tokens  # the latter where they are tied
+        head = getattr(head, "base_layer", head)  # under a LoRA wrapper
         first, last = head.shard_indices.org_vocab_start_index, head.shard_indices.org_vocab_end_index
         here = (ids >= first) & (ids < last)  # [DV]
         rows = head.weight.new_zeros(len(ids), head.weight.shape[1])  # [DV, H]
@@ -218,13 +223,20 @@ def _has_own_head(file: Path) -> bool:
 
 def _read(file: Path, shared: tuple[str, ...]) -> dict[str, torch.Tensor]:
     """The file's tensors, without those that would be written into the policy; `DrafterRefused` for a broken file."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    from safetensors import SafetensorError, safe_open
 
     if not file.is_file():
         raise DrafterRefused(f"{file} does not exist.")
     try:
-        tensors = load_file(file)
+        with safe_open(file, "pt") as reader:
+            names = set(reader.keys())
+            cut = (_HEAD,) if "d2t" in names and not _has_own_head(file) else ()
+            left_out = (*_IGNORED, *shared, *cut)
+            return {name: reader.get_tensor(name) for name in names if not any(part in name for part in left_out)}
     except SafetensorError as error:
         raise DrafterRefused(f"{file} is no complete safetensors file: {error}") from error
-    return {n: t for n, t in tensors.items() if n not in _IGNORED and not any(part in n for part in shared)}
+
+
+def _is_cut(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether what was read has a pruned draft vocabulary without rows of a head: they are the policy's."""
+    return "d2t" in tensors and _HEAD not in tensors

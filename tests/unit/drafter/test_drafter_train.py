@@ -43,6 +43,24 @@ def test_every_loss_of_the_settings_trains(drafter, sequences, loss):
     assert math.isfinite(result.loss) and not result.skipped
 
 
+def test_a_pruned_drafter_is_taught_the_policys_distribution_over_its_tokens(policy, sequences, monkeypatch):
+    """The loss sees the policy's logits of the kept tokens, and no others: their softmax is the policy's given that one
+    of them comes.
+    """
+    ids, seen = torch.arange(1, 48, 3), []
+
+    def watched(logits, targets):
+        seen.append(targets)
+        return logits.sum(-1) * 0.0
+
+    trainer = DrafterTrainer(drafter_of(policy, draft_ids=ids), ttt_steps=1)
+    monkeypatch.setattr("speculators.losses.resolve_loss_config", lambda *_: {"watched": (watched, 1.0)})
+    batch = pack([sequences[0]])
+    trainer.step(batch)
+    wanted = policy.lm_head(policy.model.norm(batch.last_hidden.float()))[..., ids]
+    torch.testing.assert_close(seen[0], wanted)
+
+
 def test_only_own_parameters_move_and_warm_up_is_linear(policy, drafter, sequences):
     before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
     trainer = DrafterTrainer(drafter, learning_rate=1e-3, warmup_steps=4)

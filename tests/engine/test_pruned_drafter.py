@@ -1,0 +1,126 @@
+"""A drafter that drafts a part of the policy's tokens: chosen by a rollout, published, served, and lossless there."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from actor import free_port
+from draws import FAILS, HOT, draw, exact_models, p_values
+from safetensors.torch import load_file, save_file
+from tiny_engine import run_script
+
+from benchmarks.lossless.tiny_policy import SMALL, V, build_drafter_dir
+from verl_tlt.config import TLTConfig
+from verl_tlt.drafter import VerifierWeights, most_frequent, to_numpy16
+from verl_tlt.drafter.staging import stage
+from verl_tlt.messages.rollout import DrafterFile
+from verl_tlt.messages.training import RolloutSampling, VerifierArrays
+from verl_tlt.spot_worker.learner import SpotLearner
+
+pytestmark = pytest.mark.engine
+
+SIZE = 192
+
+
+@pytest.fixture(scope="module")
+def first(models, tmp_path_factory):
+    """What a run starts with, but for a drafter that knows the present token: its tokens are not chosen yet."""
+    models["first"] = path = tmp_path_factory.mktemp("staged") / "first"
+    build_drafter_dir(path, models["target"], informed=True, draft_ids=SIZE)
+    return DrafterFile(0, (path / "config.json").read_text(), (path / "model.safetensors").read_bytes(), "unknown")
+
+
+@pytest.fixture(scope="module")
+def published(models, first, stock_tokens, tmp_path_factory):
+    """(the tokens of the first rollout, the file that a learner publishes after it)."""
+    said = np.concatenate(stock_tokens["qwen3"])
+    ids = most_frequent(np.bincount(said, minlength=V), SIZE).numpy()
+    assert np.isin(said, ids).mean() > 0.9
+    sampling = RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
+    learner = SpotLearner("a", TLTConfig(), str(models["target"]), first, sampling, "cpu")
+    parts = VerifierWeights.from_policy_dir(models["target"])
+    arrays = VerifierArrays(*(to_numpy16(part.bfloat16()) for part in (parts.embed, parts.lm_head, parts.norm)))
+    learner.add(1, [], arrays, ids)
+    file = learner.export(1, "float32", [])
+    directory = tmp_path_factory.mktemp("published")
+    stage(file.config, file.weights, directory)
+    return ids, directory / "model.safetensors", file
+
+
+@pytest.fixture
+def engine(engine_of, first):
+    with engine_of("first", policy="policies:longest") as started:
+        yield started
+
+
+def accepted(engine, tokens):
+    """The share of drafts whose first token is accepted, over requests whose tokens are stock vLLM's."""
+    engine.scheduler.tlt.stats(reset=True)
+    assert engine.generate(8, 96) == tokens
+    stats = engine.scheduler.tlt.stats(reset=True)
+    return stats.num_accepted_tokens_per_pos[0] / stats.num_drafts
+
+
+def test_what_the_first_rollout_chose_is_drafted_once_it_is_published(engine, first, published, stock_tokens):
+    ids, file, drafter = published
+    before = accepted(engine, stock_tokens["qwen3"])
+    answer = engine.rpc("tlt_load_drafter", str(file))
+    assert answer["ok"] and answer["fingerprint"] == drafter.fingerprint
+    offsets = engine.runner.drafter.model.draft_id_to_target_id
+    assert (torch.arange(SIZE) + offsets).tolist() == ids.tolist()
+    assert accepted(engine, stock_tokens["qwen3"]) > before + 0.1
+
+
+def test_its_head_follows_every_weight_sync_whatever_rows_the_file_has(engine, published, tmp_path):
+    """The file's rows are those of the policy that the learner knew, in 16 bits: they are not even read."""
+    ids, file, _ = published
+    head, own = engine.runner.get_model().lm_head.weight, engine.runner.drafter.model.lm_head.weight
+    assert own.shape[0] < head.shape[0]
+    assert engine.rpc("tlt_load_drafter", str(file))["ok"]
+    assert torch.equal(own[:SIZE], head[ids]) and not torch.equal(own[:SIZE], load_file(file)["lm_head.weight"])
+    with torch.no_grad():
+        before = head.clone()
+        head.add_(torch.randn(head.shape, generator=torch.Generator().manual_seed(3)))
+    try:
+        assert engine.rpc("tlt_load_drafter", str(file))["ok"]
+        assert torch.equal(own[:SIZE], head[ids])
+        tensors = load_file(file)
+        tensors["lm_head.weight"].fill_(torch.nan)
+        save_file(tensors, tmp_path / "model.safetensors")
+        assert engine.rpc("tlt_load_drafter", str(tmp_path / "model.safetensors"))["ok"]
+        assert torch.equal(own[:SIZE], head[ids])
+    finally:
+        head.data.copy_(before)
+
+
+@pytest.mark.parametrize("size", [SIZE - 1, None])
+def test_a_drafter_of_another_size_is_refused(engine, models, published, tmp_path, size):
+    build_drafter_dir(tmp_path / "other", models["target"], informed=False, draft_ids=size)
+    answer = engine.rpc("tlt_load_drafter", str(tmp_path / "other" / "model.safetensors"))
+    assert not answer["ok"] and "the served drafter" in answer["error"]
+    assert engine.rpc("tlt_load_drafter", str(published[1]))["ok"]
+
+
+@pytest.mark.heavy
+def test_ranks_that_hold_other_rows_of_the_policys_head_each_get_their_part():
+    port = free_port()
+    with ThreadPoolExecutor(2) as both:
+        found = list(both.map(lambda rank: run_script("head_ranks.py", rank, port), range(2)))
+    assert found == [{"same": True}] * 2
+
+
+def test_sampled_tokens_have_the_targets_distribution(engine_of, models, tmp_path_factory):
+    """Half of the tokens can be drafted, and all of them come as often as without a drafter."""
+    ids = torch.arange(0, SMALL, 2)
+    models["qwen3-small-half"] = tmp_path_factory.mktemp("half") / "drafter"
+    build_drafter_dir(models["qwen3-small-half"], models["qwen3-small-target"], informed=True, draft_ids=ids)
+    with engine_of("half", family="qwen3-small", max_num_seqs=64, policy="policies:longest") as engine:
+        drawn = draw(engine, HOT)
+        stats, probabilities = engine.scheduler.tlt.stats(), engine.runner._draft_probs
+    assert 0.1 < stats.num_accepted_tokens_per_pos[0] / stats.num_drafts < 0.95
+    assert not probabilities[..., 1::2].any() and probabilities[..., ids].sum(-1).allclose(torch.ones(()))
+    said = np.concatenate([outputs.ravel() for outputs in drawn])
+    assert set(said) == set(range(SMALL))
+    chi, martingale = p_values(exact_models(models)["qwen3"], drawn, HOT)
+    assert chi > FAILS and martingale > FAILS
