@@ -1,10 +1,8 @@
-"""What a model's distribution is exactly, from Hugging Face's forward pass, and two tests of tokens against it.
+"""What a model's distribution is exactly, from Hugging Face's forward pass; and counts of outputs against it.
 
-* Chi-square: counts of whole outputs against their probabilities, enumerated by a tree over all of them. Sees any
-  wrong frequency in the first few tokens, and nothing beyond.
-* Martingale: the sum of log p(token) + entropy(p) over every sampled token. Each term has mean 0 given what came before
-  if, and as far as log p can tell only if, the token was drawn from p; variances add up. Sees a small bias that lasts
-  over long outputs, as a sampler has that accepts too willingly.
+`Exact.judge` places each token in its distribution, for the tests in `judged`. The chi-square test here counts whole
+outputs against their probabilities, enumerated by a tree over all of them: it sees any wrong frequency in the first few
+tokens, and nothing beyond; it needs a small vocabulary.
 """
 
 from __future__ import annotations
@@ -18,6 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.lossless.judged import Judged
+
+AT_ONCE = 1 << 25
+"""Log-probabilities held at a time."""
 EXPAND = 60.0
 """An output prefix expected this often is split by its next token; each expected leaf then holds several counts."""
 LEAST = 5.0
@@ -51,26 +53,27 @@ class Sampling:
         """Logits [n, length, vocab] after what depends on the tokens so far (`outputs` [n, length]): penalties, bad
         words, and stop tokens before their time.
         """
-        chosen = torch.nn.functional.one_hot(outputs, logits.shape[-1])  # [n, length, vocab]
-        before = chosen.cumsum(1) - chosen  # how often each token is in the output before each position
-        seen = before > 0
-        seen[..., prompt] = True
-        scale = torch.where(logits > 0, 1.0 / self.repetition_penalty, self.repetition_penalty)
-        logits = torch.where(seen, logits * scale, logits)
-        logits = logits - self.frequency_penalty * before - self.presence_penalty * (before > 0)
+        if self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty:
+            chosen = torch.nn.functional.one_hot(outputs, logits.shape[-1])  # [n, length, vocab]
+            before = chosen.cumsum(1) - chosen  # how often each token is in the output before each position
+            seen = before > 0
+            seen[..., prompt] = True
+            scale = torch.where(logits > 0, 1.0 / self.repetition_penalty, self.repetition_penalty)
+            logits = torch.where(seen, logits * scale, logits)
+            logits = logits - self.frequency_penalty * before - self.presence_penalty * (before > 0)
         logits[:, : self.min_tokens, list(self.stop_token_ids)] = -torch.inf
         for *begun, last in self.bad_words:
             for i in range(len(begun), logits.shape[1]):
                 logits[_said(outputs, begun, i), i, last] = -torch.inf
         for i in range(logits.shape[1] if self.turns else 0):
-            forbidden = torch.ones(logits.shape[-1], dtype=torch.bool)
+            forbidden = torch.ones(logits.shape[-1], dtype=torch.bool, device=logits.device)
             forbidden[list(self.turns[i % len(self.turns)])] = False
             logits[:, i, forbidden] = -torch.inf
         return logits
 
     def ended(self, outputs: torch.Tensor) -> torch.Tensor:
         """[n, length]: whether there is a stop token, or all of a stop string, before each position."""
-        stops = torch.isin(outputs, torch.tensor(self.stop_token_ids, dtype=outputs.dtype))
+        stops = torch.isin(outputs, outputs.new_tensor(self.stop_token_ids))
         for word in self.stop:
             for i in range(len(word), outputs.shape[1] + 1):
                 stops[:, i - 1] |= _said(outputs, word, i)
@@ -92,25 +95,27 @@ class Sampling:
 
 def _said(outputs: torch.Tensor, word: Sequence[int], end: int) -> torch.Tensor:
     """[n]: whether the tokens of `outputs` [n, length] before position `end` are those of `word`."""
-    return (outputs[:, end - len(word) : end] == torch.tensor(word, dtype=torch.long)).all(-1)
+    return (outputs[:, end - len(word) : end] == outputs.new_tensor(word)).all(-1)
 
 
 class Exact:
     """A target model as Hugging Face computes it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, dtype: str = "float32", device: str = "cpu") -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval().to(device)
 
     @torch.no_grad()
     def log_probs(self, prompt: list[int], outputs: Any, sampling: Sampling | None) -> torch.Tensor:
         """Distribution [n, length, vocab] of each token of `outputs` [n, length] given the prompt and those before it;
         sampling None: the raw model's.
         """
-        outputs = torch.as_tensor(outputs).long()
-        ids = torch.cat([torch.tensor(prompt).expand(len(outputs), -1), outputs], 1)  # [n, prompt + length]
-        logits = torch.cat([self.model(chunk).logits[:, len(prompt) - 1 : -1] for chunk in ids.split(256)])
+        outputs = torch.as_tensor(outputs).long().to(self.model.device)
+        ids = torch.cat([outputs.new_tensor(prompt).expand(len(outputs), -1), outputs], 1)  # [n, prompt + length]
+        logits = torch.cat(
+            [self.model(chunk).logits[:, len(prompt) - 1 : -1].float() for chunk in torch.split(ids, 256)]
+        )
         sampling = sampling or Sampling()
         log_probs = sampling.log_probs(sampling.penalised(logits, prompt, outputs))
         ended = sampling.ended(outputs)
@@ -123,17 +128,27 @@ class Exact:
         log_probs = self.log_probs(prompt, [output], sampling)[0]
         return log_probs.gather(-1, torch.tensor(output)[:, None])[:, 0].tolist()
 
+    def judge(self, prompt: list[int], outputs: np.ndarray, sampling: Sampling, seed: int = 0) -> Judged:
+        """Where each token of `outputs` [n, length] lies in its distribution; flat, row by row."""
+        width = outputs.shape[1] * self.model.config.get_text_config().vocab_size
+        parts = np.array_split(outputs, math.ceil(len(outputs) * width / AT_ONCE))
+        return Judged.of_all([self._judge(prompt, part, sampling, seed + i) for i, part in enumerate(parts)])
+
+    def _judge(self, prompt: list[int], outputs: np.ndarray, sampling: Sampling, seed: int) -> Judged:
+        log_probs = self.log_probs(prompt, outputs, sampling).double().cpu()
+        drawn = log_probs.gather(-1, torch.as_tensor(outputs).long()[..., None])  # [n, length, 1]
+        finite, p = log_probs.clamp(min=-1e4), log_probs.exp()  # p log p = 0 where p = 0
+        mean, square = (p * finite).sum(-1), (p * finite**2).sum(-1)
+        likelier = torch.where(log_probs > drawn, p, 0.0).sum(-1)
+        equal = torch.where(log_probs == drawn, p, 0.0).sum(-1)
+        place = likelier + equal * torch.rand(likelier.shape, generator=torch.Generator().manual_seed(seed))
+        position = torch.arange(outputs.shape[1]).expand(place.shape)
+        fields = (drawn[..., 0], mean, square - mean**2, place, log_probs.amax(-1), position)
+        return Judged(*(field.numpy().ravel() for field in fields))
+
     def martingale(self, prompt: list[int], outputs: np.ndarray, sampling: Sampling) -> float:
         """p-value of `outputs` [n, length] by the martingale test."""
-        log_probs = self.log_probs(prompt, outputs, sampling).double()
-        drawn = log_probs.gather(-1, torch.as_tensor(outputs)[..., None])[..., 0]
-        if not torch.isfinite(drawn).all():
-            return 0.0  # a token that cannot be
-        finite = log_probs.clamp(min=-1e4)  # p log p = 0 where p = 0
-        p = log_probs.exp()
-        mean, square = (p * finite).sum(-1), (p * finite**2).sum(-1)
-        z = (drawn - mean).sum() / (square - mean**2).sum().sqrt()
-        return math.erfc(abs(float(z)) / math.sqrt(2.0))
+        return self.judge(prompt, outputs, sampling).martingale()
 
     def stops(self, prompt: list[int], outputs: np.ndarray, sampling: Sampling) -> float:
         """p-value of how many `outputs` [n, length] end at each token, against their chance given what came before.

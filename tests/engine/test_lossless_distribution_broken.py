@@ -5,8 +5,9 @@ import logging
 
 import pytest
 import torch
-from draws import FAILS, HOT, draw, exact_models, p_values
+from draws import HOT, draw, exact_models, p_values
 
+from benchmarks.lossless.judged import FAILS
 from verl_tlt.speculation.types import OFF
 from verl_tlt.vllm_worker.draft_probabilities import kv_caches
 

@@ -6,10 +6,11 @@ Llama with a head of its own; Llama with the embedding for a head and a scaled R
 import dataclasses
 
 import pytest
-from draws import CASES, FAILS, HOT, draw, p_values, swaps_and_pauses
+from draws import CASES, HOT, draw, p_values, swaps_and_pauses
 from shared_engines import part_of
 
 from benchmarks.lossless.exact import Exact
+from benchmarks.lossless.judged import FAILS
 from benchmarks.lossless.tiny_policy import SMALL, build_drafter_dir, build_target
 
 pytestmark = [pytest.mark.engine, pytest.mark.heavy]

@@ -4,11 +4,12 @@ import dataclasses
 
 import pytest
 import torch
-from draws import CASES, CAUGHT, FAILS, HOT, PROMPTS, STRUCTURED, TOKENS, draw, exact_models, p_values, swaps_and_pauses
+from draws import CASES, CAUGHT, HOT, PROMPTS, STRUCTURED, TOKENS, draw, exact_models, p_values, swaps_and_pauses
 from safetensors.torch import load_file, save_file
 from tiny_engine import sampled
 
 from benchmarks.lossless.exact import Sampling
+from benchmarks.lossless.judged import FAILS
 
 pytestmark = pytest.mark.engine
 

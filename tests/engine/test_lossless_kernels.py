@@ -1,8 +1,10 @@
 """The rejection kernels that GPUs run give the target's distribution; under Triton's interpreter, without a GPU."""
 
 import pytest
-from draws import CAUGHT, FAILS
+from draws import CAUGHT
 from tiny_engine import run_script
+
+from benchmarks.lossless.judged import FAILS
 
 pytestmark = [pytest.mark.engine, pytest.mark.heavy]
 

@@ -1,0 +1,66 @@
+"""`benchmarks.lossless` on real engines: what is exact passes, vLLM's own stop strings and a biased sampler do not."""
+
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from draws import CAUGHT, PROMPTS
+from test_lossless_distribution import accept_too_willingly
+from transformers import AutoTokenizer
+
+from benchmarks.lossless.__main__ import SETTINGS, STOPS, row_of
+from benchmarks.lossless.child import responses
+from benchmarks.lossless.exact import Exact
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parents[2]
+SMALL = {"family": "qwen3-small", "max_num_seqs": 64, "policy": "policies:rand"}
+NAMES = ("T=0.7, top_p=0.9", STOPS)
+ASKED = {
+    "prompts": [list(prompt) for prompt in PROMPTS], "draws": 400, "tokens": 10,
+    "settings": {name: asdict(SETTINGS[name]) for name in NAMES}, "stops": {STOPS: None},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rows(models):
+    """Rows of the table for an engine."""
+    target = models["qwen3-small-target"]
+    exact, tokenizer = Exact(target), AutoTokenizer.from_pretrained(target)
+
+    def judged(engine):
+        found = responses(engine.llm, ASKED)
+        return [row_of(("", n), found[n], PROMPTS, SETTINGS[n], exact, ASKED["tokens"], tokenizer) for n in NAMES]
+
+    return judged
+
+
+def test_with_tlt_every_row_passes(engine_of, rows):
+    with engine_of("good", logprobs_mode="processed_logprobs", **SMALL) as engine:
+        engine.end_at_stop_strings()
+        found = rows(engine)
+    for row in found:
+        assert row.passes, row
+        assert row.accepted > 0.3 and row.power > 0.9 and row.logprob_error < 1e-3
+
+
+def test_what_is_wrong_is_told(engine_of, rows):
+    """Stop strings as vLLM leaves them, and a sampler that accepts too willingly."""
+    with engine_of("good", logprobs_mode="processed_logprobs", **SMALL) as engine:
+        accept_too_willingly(engine)
+        cool, stopped = rows(engine)
+    assert min(cool.p_places, cool.p_martingale) < CAUGHT and not cool.passes
+    assert stopped.wrong_ends > 10
+
+
+@pytest.mark.heavy
+def test_the_command_from_end_to_end(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.lossless", "--draws", "100", "--out", str(tmp_path / "found.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-2000:]
+    table = [text for text in done.stdout.splitlines() if text.startswith("| vLLM")]
+    assert len(table) == 2 * len(SETTINGS)
+    assert all("**differs**" in text for text in table if STOPS in text)

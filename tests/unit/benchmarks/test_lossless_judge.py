@@ -1,0 +1,111 @@
+"""The judge of `benchmarks.lossless`: responses that Hugging Face itself draws pass, others do not. No engine."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.lossless.__main__ import Row, end_of, line, row_of
+from benchmarks.lossless.exact import Exact, Sampling
+from benchmarks.lossless.judged import FAILS, Judged
+from benchmarks.lossless.tiny_policy import SMALL, build_target, spell
+
+PROMPT, TOKENS, DRAWS = [3, 14, 1, 5, 9], 5, 1000
+COOL = Sampling(temperature=0.8, top_p=0.9, top_k=6)
+
+
+class Letters:
+    """The tiny policy's tokenizer."""
+
+    def decode(self, tokens, **_):
+        return "".join(spell(int(token), SMALL) for token in tokens)
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory):
+    path = tmp_path_factory.mktemp("policy")
+    build_target(path, vocab=SMALL)
+    return Exact(path)
+
+
+@pytest.fixture(scope="module")
+def drawn(exact):
+    """[DRAWS, TOKENS] by ancestral sampling: of a sampling."""
+    generator = torch.Generator().manual_seed(0)
+
+    @functools.cache
+    def draw(sampling):
+        outputs = torch.zeros(DRAWS, TOKENS, dtype=torch.long)
+        for i in range(TOKENS):
+            p = exact.log_probs(PROMPT, outputs[:, : i + 1], sampling)[:, -1].exp()
+            outputs[:, i] = torch.multinomial(p, 1, generator=generator)[:, 0]
+        return outputs.numpy()
+
+    return draw
+
+
+def test_what_the_policy_drew_passes_and_what_a_cooler_one_drew_does_not(exact, drawn):
+    for sampling in (Sampling(), COOL):
+        judged = exact.judge(PROMPT, drawn(sampling), sampling)
+        assert judged.places() > FAILS and judged.martingale() > FAILS
+        assert len(judged.place) == DRAWS * TOKENS
+    judged = exact.judge(PROMPT, drawn(dataclasses.replace(COOL, temperature=0.6)), COOL)
+    assert judged.places() < FAILS and judged.martingale() < FAILS
+
+
+def test_a_token_that_cannot_be_is_seen(exact, drawn):
+    outputs = drawn(Sampling())
+    judged = exact.judge(PROMPT, outputs, COOL)
+    assert judged.impossible() and judged.places() == judged.martingale() == 0.0
+
+
+def test_power_grows_with_what_is_wrong(exact, drawn):
+    judged = exact.judge(PROMPT, drawn(Sampling()), Sampling())
+    share = [judged.power(share) for share in (0.0, 0.02, 0.3)]
+    assert share[0] == 0.0 and share[0] <= share[1] <= share[2] == 1.0
+
+
+def test_many_rows_are_judged_in_parts(exact, drawn, monkeypatch):
+    outputs = drawn(COOL)
+    whole = exact.judge(PROMPT, outputs, COOL)
+    monkeypatch.setattr("benchmarks.lossless.exact.AT_ONCE", 100 * TOKENS * SMALL)
+    parts = exact.judge(PROMPT, outputs, COOL)
+    np.testing.assert_allclose(parts.log_prob, whole.log_prob, atol=1e-5)
+    assert parts.position.tolist() == whole.position.tolist()
+
+
+def response(tokens, logprobs):
+    return {"tokens": list(tokens), "logprobs": list(logprobs)}
+
+
+def test_a_response_ends_where_its_first_stop_string_does(exact, drawn):
+    letters = Letters()
+    assert end_of([3, 4, 5, 6], 6, ["ef"], letters) == 3
+    assert end_of([3, 4, 5, 6], 6, ["zz"], letters) == 6 == end_of([3, 4], 6, [], letters)
+
+    outputs = drawn(Sampling())
+    stops = [spell(int(outputs[0, 2]), SMALL)]
+    logprobs = exact.judge(PROMPT, outputs, Sampling()).log_prob.reshape(outputs.shape)
+    ends = [end_of(row.tolist(), TOKENS, stops, letters) for row in outputs]
+
+    def judged(extra):
+        made = [
+            response(row[: end + extra].tolist(), p[: end + extra])
+            for row, p, end in zip(outputs, logprobs, ends, strict=True)
+        ]
+        found = {"accepted": 1.5, "stops": stops, "responses": [made]}
+        return row_of(("an engine", "stop strings"), found, [PROMPT], Sampling(), exact, TOKENS, letters)
+
+    right, longer = judged(0), judged(1)
+    assert right.passes and right.wrong_ends == 0 and right.logprob_error == 0.0
+    assert longer.wrong_ends == sum(end < TOKENS for end in ends) > 100 and not longer.passes
+    assert longer.p_places == right.p_places, "what comes behind the string is not judged"
+    assert "differs" in line(longer) and "differs" not in line(right)
+
+
+def test_a_row_passes_by_its_p_values():
+    row = Row("e", "s", 1, 1, 0.0, 0.5, 0.5, 1.0, 0.0, 0)
+    assert row.passes and not dataclasses.replace(row, p_martingale=1e-5).passes
+    assert Judged(*[np.zeros(0)] * 6).p() == 1.0
