@@ -15,7 +15,7 @@ from tables.drafter import merge_tree, merging, objectives, packing, study
 from tables.long_runs import growth, overhead, resumptions, stops
 from tables.page import FILES
 from tables.runs import end_to_end, end_to_end_avx2, expectations, same_tokens, savings, savings_avx2
-from tables.system import clusters, control_plane, mutation, residuals, tap
+from tables.system import clusters, control_plane, lossless, mutation, residuals, tap
 
 __all__ = ["BLOCK", "FILES", "PAGE", "README", "TABLES", "render"]
 
@@ -27,7 +27,8 @@ TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (same_tokens, oracles, drain, residuals, clusters, control_by_batch, control_plane, resumptions,
                   growth, stops, overhead, tap, objectives, study, merging, merge_tree, packing, end_to_end,
-                  foreign, expectations, savings, changing, mutation, end_to_end_avx2, savings_avx2, final)
+                  foreign, expectations, savings, changing, mutation, end_to_end_avx2, savings_avx2, final,
+                  lossless)
 }  # fmt: skip
 
 

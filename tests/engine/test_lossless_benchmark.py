@@ -18,9 +18,9 @@ pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"family": "qwen3-small", "max_num_seqs": 64, "policy": "policies:rand"}
-NAMES = ("T=0.7, top_p=0.9", STOPS)
+NAMES = ("T=1", STOPS)
 ASKED = {
-    "prompts": [list(prompt) for prompt in PROMPTS], "draws": 400, "tokens": 10,
+    "prompts": [list(prompt) for prompt in PROMPTS], "draws": 800, "tokens": 10,
     "settings": {name: asdict(SETTINGS[name]) for name in NAMES}, "stops": {STOPS: None},
 }  # fmt: skip
 
@@ -44,15 +44,15 @@ def test_with_tlt_every_row_passes(engine_of, rows):
         found = rows(engine)
     for row in found:
         assert row.passes, row
-        assert row.accepted > 0.3 and row.power > 0.9 and row.logprob_error < 1e-3
+        assert row.accepted > 0.3 and row.power > 0.5 and row.logprob_error < 1e-3
 
 
 def test_what_is_wrong_is_told(engine_of, rows):
     """Stop strings as vLLM leaves them, and a sampler that accepts too willingly."""
     with engine_of("good", logprobs_mode="processed_logprobs", **SMALL) as engine:
         accept_too_willingly(engine)
-        cool, stopped = rows(engine)
-    assert min(cool.p_places, cool.p_martingale) < CAUGHT and not cool.passes
+        drawn, stopped = rows(engine)
+    assert min(drawn.p_places, drawn.p_martingale) < CAUGHT and not drawn.passes
     assert stopped.wrong_ends > 10
 
 
