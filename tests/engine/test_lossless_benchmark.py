@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from draws import CAUGHT, PROMPTS
+from draws import PROMPTS
 from test_lossless_distribution import accept_too_willingly
 from transformers import AutoTokenizer
 
@@ -17,7 +17,7 @@ from benchmarks.lossless.exact import Exact
 pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).parents[2]
-SMALL = {"family": "qwen3-small", "max_num_seqs": 64, "policy": "policies:rand"}
+SMALL = {"family": "qwen3-small", "max_num_seqs": 64, "logprobs_mode": "processed_logprobs"}
 NAMES = ("T=1", STOPS)
 ASKED = {
     "prompts": [list(prompt) for prompt in PROMPTS], "draws": 800, "tokens": 10,
@@ -39,7 +39,7 @@ def rows(models):
 
 
 def test_with_tlt_every_row_passes(engine_of, rows):
-    with engine_of("good", logprobs_mode="processed_logprobs", **SMALL) as engine:
+    with engine_of("good", policy="policies:rand", **SMALL) as engine:
         engine.end_at_stop_strings()
         found = rows(engine)
     for row in found:
@@ -49,10 +49,10 @@ def test_with_tlt_every_row_passes(engine_of, rows):
 
 def test_what_is_wrong_is_told(engine_of, rows):
     """Stop strings as vLLM leaves them, and a sampler that accepts too willingly."""
-    with engine_of("good", logprobs_mode="processed_logprobs", **SMALL) as engine:
+    with engine_of("good", policy="policies:longest", **SMALL) as engine:
         accept_too_willingly(engine)
         drawn, stopped = rows(engine)
-    assert min(drawn.p_places, drawn.p_martingale) < CAUGHT and not drawn.passes
+    assert drawn.wrong_ends == 0 and not drawn.passes
     assert stopped.wrong_ends > 10
 
 
