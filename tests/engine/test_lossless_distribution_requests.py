@@ -180,7 +180,7 @@ def test_every_draft_is_verified_whole_and_with_the_probabilities_it_was_drawn_w
         if sabotage:
             sabotage(engine)
         wrong, compared = as_drawn(engine)
-        draw(engine, HOT, 100)
+        draw(engine, HOT, 200)
     assert len(compared) > 200
     assert bool(wrong) == (sabotage is not None)
 
