@@ -5,11 +5,10 @@ RL trains on them. One engine per family and logprobs mode serves all policies i
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import pytest
-from tiny_engine import prompts, sampled
+from tiny_engine import prompts
 
+from benchmarks.lossless.drawing import parameters
 from benchmarks.lossless.exact import Exact, Sampling
 
 pytestmark = pytest.mark.engine
@@ -29,7 +28,7 @@ PRESSURE = {
 
 
 def params(i: int):
-    return sampled(TOKENS, logprobs=0, **asdict(SAMPLINGS[i % len(SAMPLINGS)]))
+    return parameters(SAMPLINGS[i % len(SAMPLINGS)], TOKENS, logprobs=0)
 
 
 def check(exact: Exact, mode: str, prompt: list[int], completion, sampling: Sampling) -> None:
