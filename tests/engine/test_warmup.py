@@ -9,12 +9,20 @@ import re
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from demo.toy.assets import build_assets
 from verl_tlt.cli import app
-from verl_tlt.drafter import VerifierWeights, build_drafter, provenance, refresh_verifier_weights, save_drafter
+from verl_tlt.drafter import (
+    VerifierWeights,
+    build_drafter,
+    fingerprint,
+    provenance,
+    refresh_verifier_weights,
+    save_drafter,
+)
+from verl_tlt.drafter.digest import combined
 
 pytestmark = pytest.mark.engine
 
@@ -84,7 +92,13 @@ def test_a_pruned_head_follows_the_live_policy_and_an_own_head_does_not(models, 
         with torch.no_grad():
             policy.lm_head.weight.mul_(1.5)  # a weight sync
         for name in ("own", "pruned"):
-            assert engine.rpc("tlt_load_drafter", str(models[name] / "model.safetensors"))["ok"]
+            file = models[name] / "model.safetensors"
+            reply = engine.rpc("tlt_load_drafter", str(file))
             current = torch.equal(served.lm_head.weight[: len(kept)], policy.lm_head.weight[kept])
-            assert current == (name == "pruned")
+            assert reply["ok"] and current == (name == "pruned")
+            published = fingerprint(load_file(file), served.lm_head.weight.dtype, own_head=name == "own")
+            assert combined([reply["sums"]]) == published
+            with torch.no_grad():
+                served.lm_head.weight[3, 5] += 1
+            assert (engine.rpc("tlt_fingerprint") == reply["fingerprint"]) == (name == "pruned")
         assert len(engine.generate(2, 16)[1]) == 16

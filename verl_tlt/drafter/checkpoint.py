@@ -97,7 +97,8 @@ def to_drafter_file(model: Eagle3DraftModel, dtype: str) -> tuple[str, bytes, st
     tensors = serving_tensors(model, getattr(torch, dtype))
     if (broken := _not_finite(tensors)) is not None:
         raise DrafterError(f"The drafter's {broken} holds numbers that are not finite as {dtype}.")
-    return model.config.to_json_string(), save(tensors, metadata={"format": "pt"}), fingerprint(tensors)
+    there = fingerprint(tensors, own_head=has_own_head(model))
+    return model.config.to_json_string(), save(tensors, metadata={"format": "pt"}), there
 
 
 def from_drafter_file(config: str, weights: bytes, attention: str) -> Eagle3DraftModel:

@@ -15,8 +15,9 @@ import torch
 
 from verl_tlt.drafter.other_layouts import stacked
 
-_LEFT_OUT = ("embed_tokens", "lm_head", "verifier_norm", "t2d")
+_LEFT_OUT = ("embed_tokens", "verifier_lm_head", "verifier_norm", "t2d")
 """The policy's tensors, and the map that vLLM does not read; `d2t` names the same tokens (`drafter.tensors`)."""
+_HEAD = "lm_head"
 _OFFSETS = "d2t"
 """All zeros in vLLM, and in no file, where the draft vocabulary is whole."""
 _CHUNK = 1 << 22
@@ -27,25 +28,31 @@ Sums = dict[str, tuple[str, list[int]]]
 
 
 def fingerprint(
-    tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
+    tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    dtype: torch.dtype | None = None,
+    own_head: bool = False,
 ) -> str:
     """Sixteen hex digits over a drafter's own weights; the same from a file and from vLLM's `named_parameters()`.
 
-    Embedding and head are left out, since vLLM shares the policy's. `dtype`: the serving dtype to cast to first.
+    Embedding and head are left out, since vLLM shares the policy's; `own_head`: the head is the drafter's. `dtype`: the
+    serving dtype to cast to first.
     """
     named = tensors.items() if isinstance(tensors, Mapping) else tensors
-    return combined([partial_sums(((name, tensor, 0) for name, tensor in named), dtype)])
+    return combined([partial_sums(((name, tensor, 0) for name, tensor in named), dtype, own_head)])
 
 
-def partial_sums(shards: Iterable[tuple[str, torch.Tensor, int]], dtype: torch.dtype | None = None) -> Sums:
-    """What one rank contributes to the fingerprint, in `dtype` as `fingerprint` takes it.
+def partial_sums(
+    shards: Iterable[tuple[str, torch.Tensor, int]], dtype: torch.dtype | None = None, own_head: bool = False
+) -> Sums:
+    """What one rank contributes to the fingerprint, with `dtype` and `own_head` as `fingerprint` takes them.
 
     `shards` are name, tensor and, for a shard of columns, how many of the whole tensor's columns lie before it. Every
     element of the whole must be in the shards of exactly one rank.
     """
     found: Sums = {}
+    left_out = _LEFT_OUT if own_head else (*_LEFT_OUT, _HEAD)
     for name, tensor, columns_before in shards:
-        if any(part in name for part in _LEFT_OUT):
+        if any(part in name for part in left_out):
             continue
         group, tensor = stacked(name), tensor.detach()
         if tensor.is_floating_point():

@@ -41,6 +41,7 @@ class LiveDrafter:
         self._shards: int = vllm_config.parallel_config.tensor_parallel_size
         self._kept_buffers = {name: buffer.to("cpu", copy=True) for name, buffer in self._buffers().items()}
         self._own_buffers = tuple(own_buffers(self.model, self._policy))
+        self._own_head = _has_own_head(Path(vllm_config.speculative_config.model))
         self._finite: tuple[int, ...] | None = None
         """The version of the file in which no number was found that is not finite."""
 
@@ -79,9 +80,10 @@ class LiveDrafter:
             self._finite = version
         self._restore_buffers()
         self._copy(tensors)
+        self._own_head = _has_own_head(file.parent)
         if _is_cut(tensors):
             self._cut_head()
-        return partial_sums(own_shards(self._own_parameters(), tensors, rank, self._shards))
+        return partial_sums(own_shards(self._own_parameters(), tensors, rank, self._shards), own_head=self._own_head)
 
     def fingerprint(self, weights: Sums | None = None) -> str:
         """Fingerprint of all that is live on this rank, weights and buffers.
@@ -90,7 +92,8 @@ class LiveDrafter:
             weights: what `load` returned, which need not be summed again.
         """
         if weights is None:
-            weights = partial_sums((name, tensor, 0) for name, tensor in self._own_parameters().items())
+            parameters = self._own_parameters().items()
+            weights = partial_sums(((name, tensor, 0) for name, tensor in parameters), own_head=self._own_head)
         return combined([weights, partial_sums((name, buffer, 0) for name, buffer in self._buffers().items())])
 
     def _buffers(self) -> dict[str, torch.Tensor]:
@@ -109,8 +112,12 @@ class LiveDrafter:
                 )
 
     def _own_parameters(self) -> dict[str, torch.Tensor]:
+        """What is not the policy's, the head without the rows that vLLM pads it with."""
         shared = self.shared_modules()
-        return {n: p for n, p in self.model.named_parameters() if not any(part in n for part in shared)}
+        own = {n: p for n, p in self.model.named_parameters() if not any(part in n for part in shared)}
+        if _HEAD in own:
+            own[_HEAD] = own[_HEAD][: self.model.lm_head.shard_indices.num_org_elements]
+        return own
 
     def _check(self, tensors: Mapping[str, torch.Tensor], file: Path) -> None:
         """Compare names, and without tensor parallelism shapes, before anything is overwritten.
@@ -215,9 +222,9 @@ def _same_bits(live: torch.Tensor, kept: torch.Tensor) -> bool:
     return torch.equal(one, other)
 
 
-def _has_own_head(file: Path) -> bool:
+def _has_own_head(directory: Path) -> bool:
     """Whether the drafter was trained with a head that is not the policy's."""
-    config = file.with_name("config.json")
+    config = directory / "config.json"
     return config.is_file() and bool(json.loads(config.read_text()).get("own_head"))
 
 
@@ -230,7 +237,7 @@ def _read(file: Path, shared: tuple[str, ...]) -> dict[str, torch.Tensor]:
     try:
         with safe_open(file, "pt") as reader:
             names = set(reader.keys())
-            cut = (_HEAD,) if "d2t" in names and not _has_own_head(file) else ()
+            cut = (_HEAD,) if "d2t" in names and not _has_own_head(file.parent) else ()
             left_out = (*_IGNORED, *shared, *cut)
             return {name: reader.get_tensor(name) for name in names if not any(part in name for part in left_out)}
     except SafetensorError as error:
