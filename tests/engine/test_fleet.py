@@ -94,7 +94,7 @@ def wide():
     """A replica on two devices, alone; its drafter can draft a part of the policy's tokens."""
     with pytest.MonkeyPatch.context() as patch, ray_cluster(patch):
         fleet = started(["wide"], 2, config=replace(CONFIG, drafter=replace(CONFIG.drafter, vocab=24)))
-        ray.get([w.__ray_ready__.remote() for w in fleet.replicas["wide"].workers.handles.values()], timeout=300)
+        wait_for(lambda: not fleet.replicas["wide"].workers.starting())
         yield fleet
         for worker in fleet.replicas["wide"].workers.handles.values():
             ray.kill(worker)

@@ -105,7 +105,7 @@ async def test_what_a_run_learned_spares_the_next_one_its_calibration(live, mode
     live.sizes.clear()
     second = server_of(live, models, tmp_path)
     found = await second.tlt_calibrate()
-    assert live.sizes == [], "nothing was decoded to measure"
+    assert set(live.sizes) <= {1}, "one request tries the drafter; no batch was decoded to measure"
     assert set(found.points) == set(measured.points), "what was learned since is kept apart"
     model = live.inside.scheduler.tlt.policy.latency
     assert model.seconds(4, 4 * 32, 2) > 0

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 from actor import free_port
-from draws import FAILS, HOT, draw, exact_models, p_values
+from draws import HOT, draw, exact_models, p_values
 from safetensors.torch import load_file, save_file
 from tiny_engine import run_script
 
+from benchmarks.lossless.judged import FAILS
 from benchmarks.lossless.tiny_policy import SMALL, V, build_drafter_dir
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import VerifierWeights, most_frequent, to_numpy16
