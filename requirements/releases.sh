@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests near sampling, and a GRPO run, with other releases of vLLM than the one in .venv.
+# Runs the tests near sampling and of sleep, and a GRPO run, with other releases of vLLM than the one in .venv.
 #
 #   VENV=/path/to/venv requirements/releases.sh [VERSION...]
 #
@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 VENV=${VENV:-.venv}
 TORCH_INDEX=https://download.pytorch.org/whl/cpu
 pip=("$VENV/bin/python" -m pip --disable-pip-version-check --quiet install --no-compile)
-NEAR_SAMPLING=(lossless lossless_logprobs lossless_distribution scheduler drafter_swap serve_drafter live_calibration)
+ENGINE=(lossless lossless_logprobs lossless_distribution scheduler drafter_swap serve_drafter live_calibration sleep)
 GRPO="idle_replica or published_version or agree_on_probabilities"
 
 say() { echo "test-releases: $*"; }
@@ -42,7 +42,7 @@ lay() {
 
 # pytest's exit status; the two kinds of tests are two processes, as in `make test`.
 try() {
-  local engine=("${NEAR_SAMPLING[@]/#/tests/engine/test_}") failed=0
+  local engine=("${ENGINE[@]/#/tests/engine/test_}") failed=0
   engine=("${engine[@]/%/.py}")
   export PYTHONPATH=$PWD/.cache/releases/$1:$PWD
   "$VENV/bin/pytest" -p no:cacheprovider -n 2 --dist loadfile -m "not heavy" "${engine[@]}" || failed=1

@@ -165,7 +165,8 @@ def sleep_as_on_a_gpu(module: Any) -> None:
             gpu_worker.Worker.sleep(self, level)
 
     def memory_pool(self: Any, tag: str) -> AbstractContextManager[None]:
-        if not self.vllm_config.model_config.enable_sleep_mode:
+        lost = (WEIGHTS, "kv_cache")  # around the latter 0.32 has the pool "runtime", which every sleep saves
+        if tag not in lost or not self.vllm_config.model_config.enable_sleep_mode:
             return nullcontext()
         layers = self.vllm_config.compilation_config.static_forward_context
 

@@ -27,7 +27,8 @@ def parameters(sampling: Sampling, tokens: int, **more: Any) -> SamplingParams:
     if turns:
         regex = "".join(f"[{turns[i % len(turns)]}]" for i in range(tokens))
         asked["structured_outputs"] = StructuredOutputsParams(regex=regex)
-    asked |= {"max_tokens": tokens, "ignore_eos": True, "stop": stop} | more
+    asked |= {"max_tokens": tokens, "ignore_eos": True, "stop": stop, "stop_token_ids": list(sampling.stop_token_ids)}
+    asked |= more
     made = SamplingParams(**asked, detokenize=bool(asked["stop"]))
     made._bad_words_token_ids = forbidden  # what vLLM makes of `bad_words`, which need a tokenizer
     return made
