@@ -206,7 +206,7 @@ VLLM = {
         Symbol(
             "vllm.v1.core.sched.output:SchedulerOutput",
             has="num_scheduled_tokens total_num_scheduled_tokens scheduled_spec_decode_tokens "
-            "num_spec_tokens_to_schedule",
+            "num_spec_tokens_to_schedule has_structured_output_requests",
         ),
         Symbol("vllm.v1.outputs:ModelRunnerOutput", has="req_id_to_index sampled_token_ids"),
         Symbol("vllm.v1.outputs:DraftTokenIds", has="req_ids draft_token_ids"),

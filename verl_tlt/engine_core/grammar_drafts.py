@@ -27,11 +27,11 @@ class GrammarDrafts:
 
     def __init__(self) -> None:
         self._allowed: dict[str, int] = {}
-        self._structured = True  # a request of the step has structured output; releases that do not say are asked
+        self._structured = False  # a request of any step so far; with pipelines the latest step may be another one
 
     def keep_whole(self, requests: Mapping[str, Request], drafts: DraftTokenIds) -> None:
         """Give requests the whole drafts again that vLLM has just cut."""
-        if not (self._structured or self._allowed):
+        if not self._structured:
             return
         for name, row in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
             self._allowed.pop(name, None)
@@ -46,7 +46,7 @@ class GrammarDrafts:
 
     def marked(self, output: SchedulerOutput) -> SchedulerOutput:
         """A scheduled step as vLLM's `get_grammar_bitmask` has to see it: forbidden drafts are `NOT_TO_ADVANCE`."""
-        self._structured = bool(getattr(output, "has_structured_output_requests", True))
+        self._structured |= output.has_structured_output_requests
         if not self._allowed:
             return output
         marked = copy.copy(output)
