@@ -36,11 +36,11 @@ def test_most_of_the_bubble_was_used_once_the_buffer_was_worth_it(run):
 def test_the_published_version_is_the_one_that_is_served(run):
     for metrics in run.steps.values():
         assert metrics["tlt/drafter_version"] == metrics["tlt/drafter_version_published"]
-    assert run.steps[4]["tlt/drafter_version"] >= 2
     by_version = {}
     for reload in run.trace.reloads:
         assert reload.ok
         by_version.setdefault(reload.version, set()).add(reload.fingerprint)
+    assert len(by_version) >= 2, "no trained drafter was loaded"
     assert all(len(fingerprints) == 1 for fingerprints in by_version.values())
     assert len(set.union(*by_version.values())) == len(by_version), "another version, but the same weights"
 

@@ -15,12 +15,21 @@ def drafts(**rows):
     return SimpleNamespace(req_ids=list(rows), draft_token_ids=list(rows.values()))
 
 
-def step(**rows):
-    return SimpleNamespace(scheduled_spec_decode_tokens=rows, num_scheduled_tokens={})
+def step(structured=True, **rows):
+    return SimpleNamespace(
+        scheduled_spec_decode_tokens=rows, num_scheduled_tokens={}, has_structured_output_requests=structured
+    )
+
+
+def after_structured_output():
+    """What an engine keeps once it has scheduled a request with structured output."""
+    kept = GrammarDrafts()
+    kept.marked(step())
+    return kept
 
 
 def test_a_cut_draft_is_verified_whole_and_the_grammar_is_told_where_it_ends():
-    kept = GrammarDrafts()
+    kept = after_structured_output()
     requests = {"cut": request([5]), "allowed": request([5, 6]), "free": request([7, 8], grammar=False)}
     kept.keep_whole(requests, drafts(cut=[5, 6, 7], allowed=[5, 6], free=[7, 8], gone=[1]))
     assert [requests[name].spec_token_ids for name in ("cut", "allowed", "free")] == [[5, 6, 7], [5, 6], [7, 8]]
@@ -30,7 +39,7 @@ def test_a_cut_draft_is_verified_whole_and_the_grammar_is_told_where_it_ends():
 
 
 def test_only_the_latest_draft_of_a_request_counts():
-    kept = GrammarDrafts()
+    kept = after_structured_output()
     requests = {"a": request([]), "b": request([])}
     kept.keep_whole(requests, drafts(a=[1, 2], b=[1, 2]))
     requests["a"].spec_token_ids = [3, 4]
@@ -41,7 +50,19 @@ def test_only_the_latest_draft_of_a_request_counts():
 
 
 def test_a_request_that_computes_its_prompt_has_no_draft():
-    kept = GrammarDrafts()
+    kept = after_structured_output()
     requests = {"a": request([], prefilling=True)}
     kept.keep_whole(requests, drafts(a=[1, 2]))
     assert requests["a"].spec_token_ids == []
+
+
+def test_drafts_stay_cut_until_a_step_had_structured_output():
+    kept = GrammarDrafts()
+    requests = {"a": request([5])}
+    kept.marked(step(structured=False))
+    kept.keep_whole(requests, drafts(a=[5, 6]))
+    assert requests["a"].spec_token_ids == [5]
+    kept.marked(step())
+    kept.marked(step(structured=False))  # of a pipeline's other half
+    kept.keep_whole(requests, drafts(a=[5, 6]))
+    assert requests["a"].spec_token_ids == [5, 6]

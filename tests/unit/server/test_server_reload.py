@@ -115,14 +115,16 @@ class Rank(TLTWorkerExtension):
     """Our extension around a drafter of one layer, in place of vLLM's worker."""
 
     @staticmethod
-    def on_this_node():
+    def on_this_node(started_with):
         rank = object.__new__(Rank)
         target, drafter = torch.nn.Module(), Drafter()
         target.embed_tokens = torch.nn.Embedding(3, 2)
         drafter.model = torch.nn.Module()
         drafter.model.embed_tokens, drafter.model.fc = target.embed_tokens, torch.nn.Linear(2, 2, bias=False)
         rank.model_runner = SimpleNamespace(drafter=SimpleNamespace(model=drafter), get_model=lambda: target)
-        rank.tlt_drafter = LiveDrafter(rank.model_runner, VllmConfig())
+        config = VllmConfig()
+        config.speculative_config = SimpleNamespace(model=str(started_with))
+        rank.tlt_drafter = LiveDrafter(rank.model_runner, config)
         return rank
 
 
@@ -132,7 +134,7 @@ class Nodes(Workers):
     def __init__(self, monkeypatch, directories):
         super().__init__(None)
         self.monkeypatch, self.directories = monkeypatch, directories
-        self.ranks = [Rank.on_this_node() for _ in directories]
+        self.ranks = [Rank.on_this_node(directory / "drafter") for directory in directories]
 
     async def collective_rpc(self, method, args):
         if method == "tlt_set_drafting":
