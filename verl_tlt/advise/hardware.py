@@ -28,15 +28,17 @@ class Gpu:
     """Bytes a second from memory."""
     flops: float
     """Dense FLOP/s in 16 bits."""
+    memory: float
+    """Bytes of memory."""
 
 
 GPUS = {
-    "A100": Gpu(2.0e12, 312e12),
-    "H20": Gpu(4.0e12, 148e12),
-    "H100": Gpu(3.35e12, 989e12),
-    "H200": Gpu(4.8e12, 989e12),
-    "L40S": Gpu(0.86e12, 362e12),
-    "B200": Gpu(8.0e12, 2250e12),
+    "A100": Gpu(2.0e12, 312e12, 80e9),
+    "H20": Gpu(4.0e12, 148e12, 96e9),
+    "H100": Gpu(3.35e12, 989e12, 80e9),
+    "H200": Gpu(4.8e12, 989e12, 141e9),
+    "L40S": Gpu(0.86e12, 362e12, 48e9),
+    "B200": Gpu(8.0e12, 2250e12, 180e9),
 }
 """By the name that `--gpu` takes."""
 
@@ -61,11 +63,12 @@ KNOWN = (
     Shape(7.6e9, 7.6e9, 28, 57e3, 0.12e9),
     Shape(8.2e9, 8.2e9, 36, 147e3, 0.13e9),
     Shape(14.8e9, 14.8e9, 40, 164e3, 0.17e9),
+    Shape(30.5e9, 3.3e9, 48, 98e3, 0.07e9),
     Shape(32.8e9, 32.8e9, 64, 262e3, 0.17e9),
     Shape(70.6e9, 70.6e9, 80, 328e3, 0.27e9),
-    Shape(235e9, 235e9, 94, 193e3, 0.13e9),
+    Shape(235e9, 22e9, 94, 193e3, 0.13e9),
 )
-"""Qwen and Llama policies; a policy known by its name alone is like the nearest one in size."""
+"""Qwen and Llama policies; one known by its name alone is like the nearest in size, a mixture like a mixture."""
 
 
 def find_shape(policy: str) -> tuple[Shape, str]:
@@ -84,8 +87,9 @@ def find_shape(policy: str) -> tuple[Shape, str]:
 
 
 def shape_of_size(parameters: float, active: float | None = None) -> Shape:
-    """The known shape nearest in size, with this many parameters."""
-    near = min(KNOWN, key=lambda s: abs(s.parameters / parameters - 1.0))
+    """The known shape nearest in size, with this many parameters, of which a mixture's token uses those `active`."""
+    alike = [s for s in KNOWN if (s.active < s.parameters) == (active is not None)]
+    near = min(alike, key=lambda s: abs(s.parameters / parameters - 1.0))
     return Shape(parameters, active or parameters, near.layers, near.kv_bytes, near.head)
 
 

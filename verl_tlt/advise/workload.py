@@ -32,6 +32,8 @@ class Workload:
     response: int
     """Longest response, in tokens."""
     max_num_seqs: int
+    memory_utilization: float
+    """Share of a device's memory that an engine takes."""
     eager: bool
     """Engines without CUDA graphs."""
     critic: bool
@@ -64,9 +66,18 @@ def read_workload(config: DictConfig) -> Workload:
         prompt=number(config, "data.max_prompt_length", 512),
         response=number(config, "data.max_response_length", 512),
         max_num_seqs=max(1, number(config, f"{ROLLOUT}.max_num_seqs", 256)),
+        memory_utilization=_share(config, f"{ROLLOUT}.gpu_memory_utilization", 0.5),
         eager=enforce_eager(config),
         critic=str(select(config, "algorithm.adv_estimator", "")) == "gae",
         reference=any(bool(select(config, key, False)) for key in kl_terms),
         multi_turn=bool(select(config, f"{ROLLOUT}.multi_turn.enable", False)) or "tool" in agent,
         refills=bool(select(config, "algorithm.filter_groups.enable", False)),
     )
+
+
+def _share(config: DictConfig, key: str, default: float) -> float:
+    """The number above 0 and up to 1 at a dotted key."""
+    value = select(config, key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise TLTConfigError(f"{key} must be above 0 and at most 1, not {value!r}.")
+    return float(value)
