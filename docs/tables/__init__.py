@@ -12,9 +12,10 @@ from pathlib import Path
 
 from tables.control import changing, control_by_batch, drain, final, foreign, oracles
 from tables.drafter import merge_tree, merging, objectives, packing, study
+from tables.headlines import expectations
 from tables.long_runs import growth, overhead, resumptions, stops
 from tables.page import FILES
-from tables.runs import end_to_end, end_to_end_avx2, expectations, same_tokens, savings, savings_avx2
+from tables.runs import end_to_end, end_to_end_avx2, same_tokens, savings, savings_avx2
 from tables.system import clusters, control_plane, lossless, mutation, residuals, tap
 
 __all__ = ["BLOCK", "FILES", "PAGE", "README", "TABLES", "render"]

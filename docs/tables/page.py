@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,3 +28,8 @@ def rows(head: Sequence[str], body: Iterable[Sequence[object]]) -> str:
 def percent(share: float, digits: int = 0) -> str:
     """A difference in percent with its sign; 0 has none."""
     return re.sub(r"^[+-](0(\.0+)?)$", r"\1", f"{100 * share:+.{digits}f}")
+
+
+def faster(ratio: Mapping[str, float]) -> str:
+    """How many times as fast, with its interval of 95 %."""
+    return f"{ratio['pooled']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})"

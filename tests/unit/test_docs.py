@@ -66,6 +66,31 @@ def test_the_tables_of_results_are_those_of_the_files(tables):
     assert set(re.findall(r"<!-- table: (\w+) -->", "".join(pages))) == set(tables.TABLES)
 
 
+def test_the_picture_shows_the_rows_of_its_file(tables):
+    from tables import picture
+
+    assert picture.drawn() == picture.digest(picture.shown()), "run `python docs/generate.py`"
+
+
+def test_the_readme_shows_every_regime_that_was_measured(tables, monkeypatch):
+    """When the file gains arms, the table gains rows, each beside the fastest K of its kind."""
+    from tables import headlines
+
+    found = json.loads((tables.FILES / "e2e.json").read_text())
+    slow, fast = found["ratios"]["tlt-fresh"], found["ratios"]["vllm-3"]
+    found["ratios"] |= {"vllm-3-lost": slow, "vllm-3-stale": slow, "vllm-7-stale": fast, "vllm-3-random": slow}
+    monkeypatch.setattr(headlines, "load", lambda name: found)
+    rows = headlines.expectations().splitlines()[2:]
+    assert len(rows) == 5 and "not measured" not in "".join(rows)
+    assert [row.split("|")[3].split("=")[-1].strip() for row in rows][2:] == ["3", "7", "3"]
+
+
+def test_the_readme_is_short_and_has_one_form_of_the_flag():
+    page = (ROOT / "README.md").read_text()
+    assert len(page.splitlines()) <= 120
+    assert "+trainer.plugin=tlt" in page and "+tlt=default" not in page
+
+
 def test_every_file_of_results_is_listed_and_says_what_it_was_measured_on(tables):
     """`control.json` says it of every part, whose runs are not one."""
     told = {}
@@ -157,7 +182,7 @@ def test_every_page_is_in_the_site_and_can_be_reached_from_the_readme():
     while todo:
         page = todo.pop()
         reached.add(page)
-        links = (page.parent / target for target in re.findall(r"\]\(([^)\s#]+\.md)\)", page.read_text()))
+        links = (page.parent / target for target in re.findall(r"\]\((?!https:)([^)\s#]+\.md)\)", page.read_text()))
         todo += {link.resolve() for link in links} - reached
     assert reached >= set(PAGES)
 
