@@ -69,6 +69,7 @@ def test_from_prompts_to_an_accept_length_that_vllm_confirms(assets, specforge, 
         *("--batch-tokens", 512, "--device", "cpu"),
     )
     assert code == 0, said
+    assert re.search(r"generate: (\d+) of \1 responses", said)
     facts = provenance(out)
     assert facts["tau_sim"] > 1.15 and facts["started from"] == str(specforge)
     code, said = run(

@@ -34,6 +34,7 @@ from verl_tlt.drafter.policy import DrafterError, check_aux_layers, draft_vocab_
 from verl_tlt.ownership import check_writable, other_owner
 from verl_tlt.warmup.engine import GenerationJob, Response, as_texts, find_device, generate
 from verl_tlt.warmup.options import WarmupOptions
+from verl_tlt.warmup.progress import Lines
 from verl_tlt.warmup.prompts import Prompts, load_tokenizer, read_prompts
 from verl_tlt.warmup.train import TrainingRun, policy_library
 
@@ -144,9 +145,15 @@ def _responses(options: WarmupOptions, prompts: Prompts, device: str, bars: Prog
         tensor_parallel=options.tensor_parallel,
     )
 
+    began = time.monotonic()
+    lines = Lines(began)
+
     def tell(done: int, total: int) -> None:
+        note, now = f"{done} of {total} responses", time.monotonic()
         if done:
-            bars.update(task, completed=done, total=total, note=f"{done} of {total} responses")
+            bars.update(task, completed=done, total=total, note=note)
+        if not bars.console.is_terminal and lines.due(done / total, now):
+            bars.console.print(f"generate: {note} after {now - began:.0f} s", highlight=False)
 
     responses, _ = generate(job, options.work / "responses", tell)
     mean = sum(len(r.tokens) for r in responses) / len(responses)

@@ -38,6 +38,7 @@ def test_from_prompts_to_a_drafter(settings, answered, tmp_path):
     said = io.StringIO()
     assert warmup(wanted, Console(file=said, width=200)) == wanted.out
     assert f"verl-tlt evaluate {wanted.out}" in said.getvalue()
+    assert "generate: 40 of 40 responses" in said.getvalue()
     check_drafter(wanted.out, wanted.model)
     facts = provenance(wanted.out)
     assert facts["tau_sim"] > 1.05 and len(facts["acceptance"]) == 3
