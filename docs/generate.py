@@ -304,7 +304,7 @@ if __name__ == "__main__":
     rows = picture.shown()
     if picture.drawn() != picture.digest(rows):  # another matplotlib would draw the same rows a little differently
         picture.draw(rows)
-    filled = [(page, tables.render(page.read_text())) for page in (tables.PAGE, tables.README)]
+    filled = [(page, tables.render(page.read_text())) for page in tables.PAGES]
     for page, text in ((PAGE, render()), (API_PAGE, render_api()), (PATCHES_PAGE, render_patches()), *filled):
         page.write_text(text)
         print(f"{page.name} written")

@@ -1,4 +1,4 @@
-"""The tables of docs/results.md and README, made from the files in benchmarks/results/ by `python docs/generate.py`.
+"""The tables of docs/results*.md and README, made from the files in benchmarks/results/ by `python docs/generate.py`.
 
 A table stands in its page between `<!-- table: NAME -->` and `<!-- end -->`, NAME being a function of this package.
 What is in between is replaced, so that no figure in a table can differ from its file (tests/unit/test_docs.py).
@@ -12,24 +12,24 @@ from pathlib import Path
 
 from tables.control import changing, control_by_batch, drain, final, foreign, oracles
 from tables.drafter import merge_tree, merging, objectives, packing, study
-from tables.headlines import expectations
+from tables.front import expectations, headlines
 from tables.long_runs import growth, overhead, resumptions, stops
 from tables.page import FILES
-from tables.runs import end_to_end, end_to_end_avx2, same_tokens, savings, savings_avx2
+from tables.runs import end_to_end, end_to_end_avx2, readings, same_tokens, savings, savings_avx2
 from tables.system import clusters, control_plane, lossless, mutation, residuals, tap
 
-__all__ = ["BLOCK", "FILES", "PAGE", "README", "TABLES", "render"]
+__all__ = ["BLOCK", "FILES", "PAGES", "TABLES", "render"]
 
-PAGE = Path(__file__).parents[1] / "results.md"
-README = Path(__file__).parents[2] / "README.md"
+PAGES = [Path(__file__).parents[2] / "README.md", *sorted(Path(__file__).parents[1].glob("results*.md"))]
+"""Pages with tables."""
 BLOCK = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (same_tokens, oracles, drain, residuals, clusters, control_by_batch, control_plane, resumptions,
                   growth, stops, overhead, tap, objectives, study, merging, merge_tree, packing, end_to_end,
-                  foreign, expectations, savings, changing, mutation, end_to_end_avx2, savings_avx2, final,
-                  lossless)
+                  readings, foreign, expectations, headlines, savings, changing, mutation, end_to_end_avx2,
+                  savings_avx2, final, lossless)
 }  # fmt: skip
 
 

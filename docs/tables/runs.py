@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from statistics import mean
 from typing import Any
 
@@ -46,6 +47,38 @@ def _end_to_end(file: str) -> str:
         "reward",
     )
     return rows(head, body)
+
+
+def readings() -> str:
+    """What the rows of the end-to-end benchmark say besides: TLT beside the fastest K, and how far steps scatter."""
+    runs = (load("e2e"), load("e2e_avx2"))
+    body = [
+        [
+            "`tlt` over the best fixed K: rollout, per token",
+            *(_over_fixed(run, "rollout_per_token") for run in runs),
+        ],
+        ["the same, whole step", *(_over_fixed(run, "e2e_per_token") for run in runs)],
+    ]
+    for arm in ("tlt", "tlt-fresh"):
+        each = [run["ratios"][arm]["e2e_per_token"]["each"] for run in runs]
+        spread = [f"{min(steps):.2f}x to {max(steps):.2f}x" for steps in each]
+        body.append([f"single steps of `{arm}` over stock's of the same number, per token", *spread])
+    own = [" / ".join(_own_work(run, arm) for arm in ("tlt", "tlt-fresh", "tlt-no-spot")) for run in runs]
+    body.append(["TLT's own work on the critical path: `tlt` / `tlt-fresh` / `tlt-no-spot`", *own])
+    rewards = [{name: mean(arm["reward"]) for name, arm in run["arms"].items()} for run in runs]
+    apart = [[reward - of["stock"] for name, reward in of.items() if name != "stock"] for of in rewards]
+    body.append(["reward less stock's, over all arms", *(f"{min(of):+.2f} to {max(of):+.2f}" for of in apart)])
+    return rows(("", "bfloat16", "AVX2"), body)
+
+
+def _over_fixed(run: Any, what: str) -> str:
+    fixed = [of[what]["pooled"] for arm, of in run["ratios"].items() if re.fullmatch(r"vllm-\d+", arm)]
+    return f"{run['ratios']['tlt'][what]['pooled'] / max(fixed):.2f}x"
+
+
+def _own_work(run: Any, arm: str) -> str:
+    steps = [step for turn in run["turns"] if turn["arm"] == arm for step in turn["steps"]]
+    return f"{100 * sum(step['overhead_s'] for step in steps) / sum(step['step_s'] for step in steps):.1f} %"
 
 
 def claim(saved: dict[str, float]) -> list[str]:

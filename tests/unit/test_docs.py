@@ -61,7 +61,7 @@ def test_generated_pages_are_what_is_generated(generate):
 
 
 def test_the_tables_of_results_are_those_of_the_files(tables):
-    pages = [page.read_text() for page in (tables.PAGE, tables.README)]
+    pages = [page.read_text() for page in tables.PAGES]
     assert pages == [tables.render(page) for page in pages], "run `python docs/generate.py`"
     assert set(re.findall(r"<!-- table: (\w+) -->", "".join(pages))) == set(tables.TABLES)
 
@@ -74,13 +74,13 @@ def test_the_picture_shows_the_rows_of_its_file(tables):
 
 def test_the_readme_shows_every_regime_that_was_measured(tables, monkeypatch):
     """When the file gains arms, the table gains rows, each beside the fastest K of its kind."""
-    from tables import headlines
+    from tables import front
 
     found = json.loads((tables.FILES / "e2e.json").read_text())
     slow, fast = found["ratios"]["tlt-fresh"], found["ratios"]["vllm-3"]
     found["ratios"] |= {"vllm-3-lost": slow, "vllm-3-stale": slow, "vllm-7-stale": fast, "vllm-3-random": slow}
-    monkeypatch.setattr(headlines, "load", lambda name: found)
-    rows = headlines.expectations().splitlines()[2:]
+    monkeypatch.setattr(front, "load", lambda name: found)
+    rows = front.expectations().splitlines()[2:]
     assert len(rows) == 5 and "not measured" not in "".join(rows)
     assert [row.split("|")[3].split("=")[-1].strip() for row in rows][2:] == ["3", "7", "3"]
 
@@ -98,7 +98,7 @@ def test_every_file_of_results_is_listed_and_says_what_it_was_measured_on(tables
         found = json.loads(path.read_text())
         parts = {f"control {part}": found.get(f"{part}_on", {}) for part in CONTROL}
         told |= parts if path.stem == "control" else {path.stem: found.get("machine", {})}
-    page = tables.PAGE.read_text()
+    page = "".join(page.read_text() for page in tables.PAGES)
     assert {name for name, on in told.items() if not {"commit", "cpu", "cpu_flags", "versions"} <= set(on)} == EARLIER
     assert set(re.findall(r"`([\w ]+)`", re.search(r"do not say it: ([^.]*)\.", page)[1])) == EARLIER
     named = set(re.findall(r"benchmarks/results/(\w+)\.json\)", page))
