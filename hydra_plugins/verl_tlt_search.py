@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 FLAG = re.compile(r"""^\+{0,2}(trainer\.plugin=['"]?tlt['"]?|tlt(@[^=]*|\.[^=]+)?=.+)$""", re.IGNORECASE)
 """What asks for TLT, and its settings: where the plugin is loaded, it refuses these without the flag itself."""
 OFF = re.compile(r"^\+{0,2}trainer\.plugin=(null|None|~)?$")
+OWN_CONFIG = re.compile(r"--config|-c[npd]|\+{0,2}hydra\.searchpath")
 MAIN = "verl.trainer.main_ppo"
 OTHERS = ("verl.experimental.fully_async_policy.fully_async_main", "verl.experimental.one_step_off_policy.main_ppo")
 """verl's experimental trainers: built directly, without the hooks by which TLT knows when devices are idle and when a
@@ -66,7 +67,9 @@ def refusal(argv: Sequence[str], modules: Mapping[str, ModuleType], environ: Map
         return f"trainer.plugin=tlt works with {MAIN}, and this is {main}."
     plugin = modules.get("verl_tlt.plugin")
     if plugin is not None and plugin.armed():
-        return None
+        # A verl that knows `trainer.plugin`, or a config of the user's own, may have what verl's released config lacks.
+        own = plugin.native() or main != MAIN or any(OWN_CONFIG.match(argument) for argument in argv)
+        return None if own else importlib.import_module("verl_tlt.flag").misspelt(argv)
     policy = environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
     if policy != "auto" and "tlt" not in policy.split(","):
         return f"trainer.plugin=tlt needs the plugin that VERL_USE_EXTERNAL_PLUGINS={policy} keeps verl from loading."

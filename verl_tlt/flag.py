@@ -5,7 +5,7 @@ Read in the driver of every verl run, with TLT or without: standard library only
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 
 from verl_tlt import MODE_PREFIX
@@ -41,6 +41,23 @@ def refusal(config: Mapping[str, object]) -> str | None:
     if config.get(NAME) is not None and KEY not in trainer.keys():  # noqa: SIM118 (OmegaConf's `in` resolves values)
         off = f"+trainer.{KEY}=null to run stock verl"
         return f"the {NAME} node does nothing without trainer.{KEY}: add +trainer.{KEY}={NAME}, or {off}."
+    return None
+
+
+def misspelt(overrides: Sequence[str]) -> str | None:
+    """What to write in place of an override by which a user means TLT and which verl's own config does not take.
+
+    One sentence; None where there is no such override. A config of the user's own may have these keys.
+    """
+    switch = f"+{NAME}=default"
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key.lstrip("+") == NAME and value != "default":
+            return f"{override} names no settings of verl-tlt: write {switch}."
+        if key in (NAME, f"trainer.{KEY}"):
+            return f"{override} needs a plus, since verl's config has no {key} to change: write +{override}."
+        if key.startswith(f"{NAME}.") and switch not in overrides:
+            return f"{override} changes a setting that is not there without {switch}: add that."
     return None
 
 

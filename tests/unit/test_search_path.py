@@ -19,8 +19,8 @@ spec.loader.exec_module(search)
 FLAG = ["+trainer.plugin=tlt"]
 
 
-def plugin(armed):
-    return types.SimpleNamespace(armed=lambda: armed)
+def plugin(armed, native=False):
+    return types.SimpleNamespace(armed=lambda: armed, native=lambda: native)
 
 
 def main(name):
@@ -40,7 +40,23 @@ ARMED = STOCK | {"verl_tlt.plugin": plugin(True)}
 )  # fmt: skip
 def test_every_spelling_of_the_flag_is_guarded(argument):
     assert search.refusal([argument], STOCK, {}) is not None
-    assert search.refusal([argument], ARMED, {}) is None
+    assert search.refusal([argument], STOCK | {"verl_tlt.plugin": plugin(True, native=True)}, {}) is None
+    assert search.refusal([argument, "--config-name=mine"], ARMED, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("argument", "instead"),
+    [
+        ("+tlt=defualt", "write +tlt=default."),
+        ("tlt=default", "write +tlt=default."),
+        ("trainer.plugin=tlt", "write +trainer.plugin=tlt."),
+        ("tlt.spot.enable=False", "is not there without +tlt=default: add that."),
+    ],
+)
+def test_a_misspelt_flag_is_answered_before_hydra_does(argument, instead):
+    said = search.refusal([argument, "data.x=1"], ARMED, {})
+    assert said.startswith(f"{argument} ") and said.endswith(instead) and "\n" not in said
+    assert search.refusal(["+tlt=default", "tlt.spot.enable=False"], ARMED, {}) is None
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl_tlt.config import TLTConfigError
-from verl_tlt.doctor.recipe import ROLLOUT, devices, devices_per_replica, enforce_eager, number, select, trainer_mode
+from verl_tlt.doctor.recipe import (
+    ROLLOUT,
+    devices,
+    devices_per_replica,
+    enforce_eager,
+    number,
+    replicas_on,
+    select,
+    trainer_mode,
+)
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -47,21 +56,15 @@ class Workload:
 
 def read_workload(config: DictConfig) -> Workload:
     """Look up what decides how long a step takes; raises `TLTConfigError` where a key cannot be read."""
-    mode, gpus, per_replica = trainer_mode(config), devices(config, "trainer"), devices_per_replica(config)
-    rollout_gpus = devices(config, ROLLOUT) if mode == "separate_async" else gpus
-    if rollout_gpus < per_replica:
-        raise TLTConfigError(
-            f"{ROLLOUT}.tensor_model_parallel_size and its like ask for {per_replica} GPUs a replica, and "
-            f"trainer.nnodes and trainer.n_gpus_per_node give {rollout_gpus}."
-        )
+    mode = trainer_mode(config)
     agent = str(select(config, f"{ROLLOUT}.agent.default_agent_loop", "single_turn_agent"))
     kl_terms = ("actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward")
     return Workload(
         policy=str(select(config, "actor_rollout_ref.model.path", "")),
         mode=mode,
-        gpus=gpus,
-        replicas=rollout_gpus // per_replica,
-        tensor_parallel=per_replica,
+        gpus=devices(config, "trainer"),
+        replicas=replicas_on(config, ROLLOUT if mode == "separate_async" else "trainer"),
+        tensor_parallel=devices_per_replica(config),
         requests=number(config, "data.train_batch_size", 0) * max(1, number(config, f"{ROLLOUT}.n", 1)),
         prompt=number(config, "data.max_prompt_length", 512),
         response=number(config, "data.max_response_length", 512),

@@ -13,11 +13,12 @@ from typing import Literal
 from verl_tlt.compat.sources import serves_eagle3
 from verl_tlt.compat.versions import installed
 from verl_tlt.config import TLTConfig
-from verl_tlt.drafter.check import WEIGHTS, check_drafter, check_owner, read_config
+from verl_tlt.drafter.check import WEIGHTS, check_config, check_drafter, check_owner, read_config
 from verl_tlt.drafter.policy import (
     CONFIG,
     UNTESTABLE,
     NotHereError,
+    PolicyShape,
     aux_layers_for,
     check_aux_layers,
     draft_vocab_size,
@@ -82,31 +83,42 @@ def check_recipe_drafter(settings: TLTConfig, policy: str, context: int) -> Find
     path, positions = settings.drafter.path, context + settings.speculation.longest
     if path is not None and not is_name(path) and not os.path.isdir(absolute(path)):
         return Finding("refuse", DRAFTER, f"{DRAFTER}={path} is not a directory on this machine.")
-    new = "no drafter given: it starts from a random head and drafts once that pays"
-    fine = Finding("ok", DRAFTER, f"{DRAFTER} is usable" if path else new)
     try:
-        shape = policy_shape(located(policy))
+        shape: PolicyShape | None = policy_shape(located(policy))
     except DrafterError:
-        return fine  # `check_policy` says so; the trainer checks again once the policy is there
+        shape = None  # `check_policy` says so; the trainer checks again once the policy is there
     try:
-        if path is None:
-            draft_vocab_size(settings.drafter.vocab, shape.vocab_size, "tlt.drafter.vocab")
-        if path is None and settings.drafter.aux_layers is not None:
-            check_aux_layers(settings.drafter.aux_layers, shape.num_layers, "tlt.drafter.aux_layers")
-        elif path is None:
-            aux_layers_for(shape.num_layers)
-        elif is_name(path) and not _has_weights(path):
-            read_config(folder(path, (CONFIG,)), shape, positions)
-            later = "fits by its config; its weights are fetched when the run starts"
-            return Finding("warn", DRAFTER, f"{DRAFTER}={path} {later}.")
-        else:
-            check_owner(located(path))
-            check_drafter(located(path), located(policy), positions)
+        return _new_drafter(settings, shape) if path is None else _drafter(path, policy, shape, positions)
     except NotHereError as error:
         return Finding("warn", DRAFTER, f"{str(error).rstrip('.')}, so whether {DRAFTER} fits was not checked.")
     except DrafterError as error:
         return Finding("refuse", DRAFTER, str(error) if path is None else f"{DRAFTER}: {error}")
-    return fine
+
+
+def _new_drafter(settings: TLTConfig, shape: PolicyShape | None) -> Finding:
+    """Whether a random head can be made as the settings want it; a `DrafterError` where it cannot."""
+    if shape is not None:
+        draft_vocab_size(settings.drafter.vocab, shape.vocab_size, "tlt.drafter.vocab")
+        if settings.drafter.aux_layers is None:
+            aux_layers_for(shape.num_layers)
+        else:
+            check_aux_layers(settings.drafter.aux_layers, shape.num_layers, "tlt.drafter.aux_layers")
+    return Finding("ok", DRAFTER, "no drafter given: it starts from a random head and drafts once that pays")
+
+
+def _drafter(path: str, policy: str, shape: PolicyShape | None, positions: int) -> Finding:
+    """Whether the drafter at `path` fits, as far as files are here; a `DrafterError` where it does not."""
+    if shape is None:
+        check_config(folder(located(path), (CONFIG,)))
+        apart = f"whether it fits was not checked, since the config of {POLICY} cannot be read here"
+        return Finding("warn", DRAFTER, f"{DRAFTER}={path} is an EAGLE-3 drafter; {apart}.")
+    if is_name(path) and not _has_weights(path):
+        read_config(folder(path, (CONFIG,)), shape, positions)
+        later = "fits by its config; its weights are fetched when the run starts, and were not checked"
+        return Finding("warn", DRAFTER, f"{DRAFTER}={path} {later}.")
+    check_owner(located(path))
+    check_drafter(located(path), located(policy), positions)
+    return Finding("ok", DRAFTER, f"{DRAFTER} is usable")
 
 
 def _has_weights(drafter: str) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_tlt import MODE_PREFIX
+from verl_tlt import MODE_PREFIX, flag
 from verl_tlt.compat.versions import installed, release
 from verl_tlt.config import TLTConfig, TLTConfigError
 from verl_tlt.doctor.models import POLICY
@@ -141,6 +141,8 @@ def compose(overrides: Sequence[str], config_name: str) -> DictConfig:
         with initialize_config_dir(os.path.abspath(directory), version_base=None):
             return hydra_compose(name, overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
+        if meant := flag.misspelt(overrides):
+            raise TLTConfigError(meant) from error
         reason = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
         raise TLTConfigError(f"Hydra cannot compose {config_name} from these overrides: {reason}") from error
 
@@ -232,6 +234,17 @@ def devices_per_replica(config: DictConfig) -> int:
     """Devices of one rollout replica, as verl's `LLMServerManager` counts them; 1 at least."""
     kinds = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
     return math.prod(max(1, number(config, f"{ROLLOUT}.{kind}", 1)) for kind in kinds)
+
+
+def replicas_on(config: DictConfig, node: str) -> int:
+    """Rollout replicas on the devices of `node`; a `TLTConfigError` where there are too few for one."""
+    there, each = devices(config, node), devices_per_replica(config)
+    if there < each:
+        raise TLTConfigError(
+            f"{ROLLOUT}.tensor_model_parallel_size and its like ask for {each} GPUs a replica, and {node}.nnodes and "
+            f"{node}.n_gpus_per_node give {there}."
+        )
+    return there // each
 
 
 def context_tokens(config: DictConfig) -> int:

@@ -19,11 +19,11 @@ from verl_tlt.doctor.recipe import (
     ROLLOUT,
     context_tokens,
     devices,
-    devices_per_replica,
     enforce_eager,
     number,
     read_mapping,
     read_run_dir,
+    replicas_on,
     select,
     trainer_mode,
 )
@@ -116,6 +116,11 @@ def trainer(config: DictConfig, _settings: TLTConfig) -> Iterator[Finding]:
     if mode == "separate_async" and not select(config, key, True):
         alone = f"{key}=False leaves no replica on the trainer's devices"
         yield Finding("refuse", key, f"{alone}, and TLT needs one with {what}=separate_async.")
+    yield from (
+        Finding("refuse", key, f"{key}=0 leaves the trainer without a device; it must be 1 or more.")
+        for key in ("trainer.nnodes", "trainer.n_gpus_per_node")
+        if number(config, key, 1) == 0
+    )
     if mode in MODE_RULES:
         yield Finding("ok", what, f"{what}={mode}")
     else:
@@ -245,9 +250,13 @@ def _missing_data(config: DictConfig) -> Iterator[tuple[str, str]]:
 def bubble(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     """The drafter is trained while one replica waits for another, so there must be another."""
     what, rule = "trainer.n_gpus_per_node", MODE_RULES.get(trainer_mode(config))
-    if rule is None or rule.idle != "replicas" or not settings.spot.enable:
+    if rule is None or rule.idle != "replicas" or not settings.spot.enable or not devices(config, "trainer"):
         return
-    replicas = devices(config, "trainer") // devices_per_replica(config)
+    try:
+        replicas = replicas_on(config, "trainer")
+    except TLTConfigError as error:
+        yield Finding("refuse", what, str(error))
+        return
     if replicas > 1:
         yield Finding("ok", what, f"{replicas} replicas, so that some can train while others decode")
     else:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from verl_tlt.drafter.other_layouts import is_other_layout, to_speculators_config
+from verl_tlt.drafter.other_layouts import check_kind, is_other_layout, to_speculators_config
 from verl_tlt.drafter.policy import (
     COMPUTED_ROPE,
     CONFIG,
@@ -61,6 +61,20 @@ def check_drafter(directory: Model, policy: PolicyLike, min_context: int = 0) ->
             "beside it: safetensors.torch.save_file(torch.load(THAT_FILE, weights_only=True), NEW_FILE)."
         )
     check_tensors(path / WEIGHTS, config, others=is_other_layout(read_json(path / CONFIG)))
+
+
+def check_config(path: Path) -> None:
+    """Raise a `DrafterError` where the config in `path` is no EAGLE-3 head's, whatever policy it may be for."""
+    file = path / CONFIG
+    config = read_json(file)
+    kind = config.get("speculators_model_type")
+    if kind not in (None, "eagle3"):
+        raise DrafterError(f"{file} is no EAGLE-3 drafter: its speculators_model_type is {kind!r}.")
+    try:
+        if kind is None:
+            check_kind(config, file)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DrafterError(f"{file} is no EAGLE-3 drafter: {type(error).__name__}, {error}.") from error
 
 
 def check_owner(drafter: Model) -> None:

@@ -68,7 +68,7 @@ def to_speculators_config(config: Fields, policy: PolicyShape, file: Path) -> Fi
         DrafterError: no EAGLE-3 head of one Llama layer, or a field has another type.
     """
     try:
-        _check_kind(config, file)
+        check_kind(config, file)
         nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
         ids = config.get("eagle_aux_hidden_state_layer_ids") or (nested and [i + 1 for i in nested])
         layer = _layer(config, policy)
@@ -85,7 +85,8 @@ def to_speculators_config(config: Fields, policy: PolicyShape, file: Path) -> Fi
     }
 
 
-def _check_kind(config: Fields, file: Path) -> None:
+def check_kind(config: Fields, file: Path) -> None:
+    """Raise a `DrafterError` where a `config.json` in one of these layouts is no EAGLE-3 head of one Llama layer."""
     architectures = list(config.get("architectures") or ())
     if "draft_vocab_size" not in config and not any("Eagle3" in name for name in architectures):
         raise DrafterError(

@@ -21,6 +21,14 @@ def test_a_recipe_is_composed_from_verls_own_files():
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("wrong", ["+tlt=defualt", "tlt=default", "trainer.plugin=tlt", "tlt.spot.enable=false"])
+def test_a_misspelt_flag_is_answered_with_the_right_one(wrong):
+    with pytest.raises(TLTConfigError) as error:
+        compose([wrong, "actor_rollout_ref.rollout.name=vllm"], "ppo_trainer")
+    said = str(error.value)
+    assert said.startswith(wrong) and ("+tlt=default" in said or "+trainer.plugin=tlt" in said) and "Hydra" not in said
+
+
 def test_a_script_is_read_by_running_it_with_a_stand_in_for_python(script):
     found = read_script(script, ["/policy with space", "+tlt=default"], {"FILES": "it's here.parquet"})
     assert found.config == "config/ppo_trainer.yaml"

@@ -117,7 +117,8 @@ def test_a_drafter_on_the_hub_is_judged_by_its_config_until_its_weights_are_here
     cached("Org/drafter")
     place = tmp_path / "hub" / "models--Org--drafter" / "snapshots" / "abc"
     drafter_at(place, policy)
-    later = "tlt.drafter.path=Org/drafter fits by its config; its weights are fetched when the run starts."
+    later = "its weights are fetched when the run starts, and were not checked."
+    later = f"tlt.drafter.path=Org/drafter fits by its config; {later}"
     assert look("Org/drafter") == ("warn", later)
     drafter_at(place, policy, hidden_size=32)
     assert "hidden_size=32, but the policy's is 64" in look("Org/drafter")[1]
@@ -129,6 +130,26 @@ def test_a_drafter_on_the_hub_is_judged_by_its_config_until_its_weights_are_here
     level, sentence = look("Org/drafter")
     assert level == "warn" and sentence.endswith("so whether tlt.drafter.path fits was not checked.")
     assert "HF_HUB_OFFLINE" in sentence
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["policy here", "policy elsewhere"])
+def test_what_is_no_eagle3_head_is_refused_whether_or_not_the_policy_is_here(cached, policy, tmp_path, there):
+    def look(drafter):
+        settings = TLTConfig.from_dict({"drafter": {"path": str(drafter)}})
+        return check_recipe_drafter(settings, policy if there else "Org/absent", 192)
+
+    changes = ({}, {"speculators_model_type": "eagle"}, {"draft_vocab_size": 8, "architectures": 3}, {"hidden_size": 0})
+    for i, other in enumerate(changes):
+        folder = tmp_path / f"other{i}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(json.loads(Path(policy, "config.json").read_text()) | other))
+        found = look(folder)
+        assert found.level == "refuse" and str(folder / "config.json") in found.sentence, found
+    found = look("Org/no-such-drafter")
+    assert found.level == "warn" and found.sentence.endswith("so whether tlt.drafter.path fits was not checked.")
+    if not there:
+        found = look(drafter_at(tmp_path / "fine", policy))
+        assert found.level == "warn" and "is an EAGLE-3 drafter; whether it fits was not checked" in found.sentence
 
 
 def test_links_in_a_circle_and_deep_files_are_findings(policy, tmp_path):
