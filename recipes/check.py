@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from recipes import memory
 from verl_cpu.environment import CPU_ENGINE
 
 HERE = Path(__file__).resolve().parent
@@ -174,7 +175,7 @@ def problems(recipe: Recipe, data: Path) -> list[str]:
         findings = rules.examine(config, read_settings(config))
     except TLTConfigError as error:
         return [str(error)]
-    found = [f.sentence for f in findings if f.level == "refuse"]
+    found = [f.sentence for f in findings if f.level == "refuse"] + memory.problems(config)
     if need_critic(config):
         config.critic.model.path = str(SHIPPED_POLICY)  # verl reads it, and the recipe's own is on the hub
     config.trainer.plugin = None  # or else the plugin itself would judge, and rewrite the config

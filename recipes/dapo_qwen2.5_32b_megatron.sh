@@ -3,7 +3,7 @@
 #
 # Hardware: NNODES nodes (default 8) of 8 GPUs with 80 GB; the actor spans 16 (TP 8, PP 2), a rollout replica 4.
 #           Needs megatron-core and Megatron-Bridge, as verl's Megatron recipes do.
-# Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (verl's RLHF columns).
+# Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (recipes/README.md).
 # Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
 # Watch:    tlt/errors 0. Dynamic sampling may ask for more groups at any moment, so no replica leaves before the batch
 #           is complete: tlt/bubble_s counts the last round's tail only, and is smaller than under plain GRPO.
@@ -15,7 +15,7 @@ export CUDA_DEVICE_MAX_CONNECTIONS=1
 
 exec python -m verl.trainer.main_ppo model_engine=megatron \
   algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=False algorithm.filter_groups.enable=True \
-  algorithm.filter_groups.metric=acc algorithm.filter_groups.max_num_gen_batches=10 \
+  algorithm.filter_groups.metric=acc \
   data.train_files="$DATA/dapo-math-17k.parquet" data.val_files="$DATA/aime-2024.parquet" \
   data.train_batch_size=256 data.max_prompt_length=2048 data.max_response_length=20480 data.truncation=left \
   actor_rollout_ref.model.path="${MODEL:-Qwen/Qwen2.5-32B}" actor_rollout_ref.model.use_remove_padding=True \
@@ -30,15 +30,16 @@ exec python -m verl.trainer.main_ppo model_engine=megatron \
   actor_rollout_ref.actor.megatron.override_transformer_config.recompute_method=uniform \
   actor_rollout_ref.actor.megatron.override_transformer_config.recompute_num_layers=1 \
   actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=16 actor_rollout_ref.rollout.tensor_model_parallel_size=4 \
-  actor_rollout_ref.rollout.gpu_memory_utilization=0.7 actor_rollout_ref.rollout.enable_chunked_prefill=True \
-  actor_rollout_ref.rollout.max_model_len=22528 actor_rollout_ref.rollout.max_num_seqs=256 actor_rollout_ref.rollout.max_num_batched_tokens=22528 \
+  actor_rollout_ref.rollout.gpu_memory_utilization=0.8 actor_rollout_ref.rollout.enable_chunked_prefill=True \
+  actor_rollout_ref.rollout.max_model_len=22528 actor_rollout_ref.rollout.max_num_seqs=112 actor_rollout_ref.rollout.max_num_batched_tokens=22528 \
   actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=45056 \
-  actor_rollout_ref.rollout.val_kwargs.do_sample=True actor_rollout_ref.rollout.val_kwargs.top_p=0.7 \
+  actor_rollout_ref.rollout.val_kwargs.do_sample=True actor_rollout_ref.rollout.val_kwargs.temperature=1.0 \
+  actor_rollout_ref.rollout.val_kwargs.top_p=0.7 \
   reward.reward_manager.name=dapo +reward.reward_kwargs.max_resp_len=20480 \
   +reward.reward_kwargs.overlong_buffer_cfg.enable=True +reward.reward_kwargs.overlong_buffer_cfg.len=4096 \
   +reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=1.0 +reward.reward_kwargs.overlong_buffer_cfg.log=False \
   trainer.logger='["console","wandb"]' trainer.project_name=verl-tlt trainer.experiment_name=dapo_qwen2.5_32b_megatron \
   trainer.n_gpus_per_node=8 trainer.nnodes="${NNODES:-8}" trainer.balance_batch=True \
-  trainer.save_freq=10 trainer.test_freq=10 trainer.total_epochs=100 \
+  trainer.save_freq=10 trainer.test_freq=10 trainer.total_epochs=1 \
   +tlt=default tlt.drafter.path="${DRAFTER:-null}" \
   "$@"

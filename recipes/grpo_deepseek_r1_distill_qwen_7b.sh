@@ -2,7 +2,7 @@
 # GRPO on DeepSeek-R1-Distill-Qwen-7B, a policy that reasons at length from the start; FSDP2.
 #
 # Hardware: NNODES nodes (default 8) of 8 GPUs with 80 GB; rollout replicas of 2 GPUs, so 4 on each node.
-# Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (verl's RLHF columns).
+# Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (recipes/README.md).
 # Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
 # Watch:    tlt/errors 0; tlt/bubble_s large in the very first steps already; then as in grpo_qwen2.5_7b.sh. Acceptance
 #           differs between policies that look alike: do not start from a drafter made for the base model.
@@ -29,9 +29,9 @@ exec python -m verl.trainer.main_ppo \
   actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True \
   actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=65536 \
   actor_rollout_ref.rollout.val_kwargs.do_sample=True actor_rollout_ref.rollout.val_kwargs.temperature=0.6 \
-  actor_rollout_ref.rollout.val_kwargs.top_p=0.95 actor_rollout_ref.rollout.val_kwargs.n=4 \
+  actor_rollout_ref.rollout.val_kwargs.top_p=0.95 \
   trainer.logger='["console","wandb"]' trainer.project_name=verl-tlt trainer.experiment_name=grpo_r1_distill_7b \
   trainer.n_gpus_per_node=8 trainer.nnodes="${NNODES:-8}" trainer.balance_batch=True \
-  trainer.save_freq=20 trainer.test_freq=10 trainer.total_epochs=10 \
+  trainer.save_freq=20 trainer.test_freq=10 trainer.total_epochs=1 \
   +tlt=default tlt.drafter.path="${DRAFTER:-null}" \
   "$@"

@@ -3,7 +3,7 @@
 #
 # Hardware: NNODES nodes (default 8) of 8 GPUs with 80 GB; the actor spans 32 GPUs (TP 8, PP 4); rollout replicas of 8
 #           GPUs, one on each node. Needs megatron-core and Megatron-Bridge, as verl's Megatron recipes do.
-# Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (verl's RLHF columns).
+# Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (recipes/README.md).
 # Drafter:  `verl-tlt warmup` makes one; docs/drafter.md names a public EAGLE-3 head.
 # Watch:    what `verl-tlt doctor` says of the Megatron tap for this layout; where it has none, TLT speculates with
 #           the drafter it is given and trains nothing, so give it one.
@@ -35,8 +35,10 @@ exec python -m verl.trainer.main_ppo model_engine=megatron \
   actor_rollout_ref.rollout.max_model_len=16384 actor_rollout_ref.rollout.max_num_seqs=256 \
   actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True \
   actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=32768 \
+  actor_rollout_ref.rollout.val_kwargs.do_sample=True actor_rollout_ref.rollout.val_kwargs.temperature=1.0 \
+  actor_rollout_ref.rollout.val_kwargs.top_p=0.7 \
   trainer.logger='["console","wandb"]' trainer.project_name=verl-tlt trainer.experiment_name=grpo_llama3.3_70b \
   trainer.n_gpus_per_node=8 trainer.nnodes="${NNODES:-8}" trainer.balance_batch=True \
-  trainer.save_freq=20 trainer.test_freq=10 trainer.total_epochs=5 \
+  trainer.save_freq=20 trainer.test_freq=10 trainer.total_epochs=1 \
   +tlt=default tlt.drafter.path="${DRAFTER:-null}" \
   "$@"

@@ -2,7 +2,7 @@
 # GRPO with LoRA on Qwen3-8B, FSDP2: the adapter is trained and served, the base stays as it is.
 #
 # Hardware: 1 node of 8 GPUs with 80 GB (2 GPUs do, with smaller batches); rollout replicas of 1 GPU.
-# Data:     $DATA/gsm8k/{train,test}.parquet (verl's examples/data_preprocess/gsm8k.py).
+# Data:     $DATA/gsm8k/{train,test}.parquet (recipes/README.md).
 # Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
 # Watch:    tlt/errors 0. The drafter learns from the policy with its adapter on; embedding and head never change.
 #
@@ -26,7 +26,7 @@ exec python -m verl.trainer.main_ppo \
   actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=49152 \
   actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=8 \
   actor_rollout_ref.rollout.load_format=safetensors actor_rollout_ref.rollout.layered_summon=True \
-  actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
+  actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.gpu_memory_utilization=0.8 \
   actor_rollout_ref.rollout.max_model_len=8704 actor_rollout_ref.rollout.max_num_seqs=256 \
   actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True \
   actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=49152 \

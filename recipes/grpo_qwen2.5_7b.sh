@@ -2,7 +2,7 @@
 # GRPO on Qwen2.5-7B with long responses, FSDP2: the first of the TLT paper's four policies.
 #
 # Hardware: NNODES nodes (default 8) of 8 GPUs with 80 GB; rollout replicas of 2 GPUs, so 4 on each node.
-# Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (verl's RLHF columns).
+# Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (recipes/README.md).
 # Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
 # Watch:    tlt/errors 0; tlt/bubble_s large and mostly trained; tlt/drafter_sim_accept_length rising, then
 #           tlt/drafter_off_frac falling from 1 and tlt/saved_s above 0. The reward curve is that of the run without TLT.
@@ -31,8 +31,10 @@ exec python -m verl.trainer.main_ppo \
   actor_rollout_ref.rollout.max_model_len=32768 actor_rollout_ref.rollout.max_num_seqs=256 \
   actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True \
   actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=65536 \
+  actor_rollout_ref.rollout.val_kwargs.do_sample=True actor_rollout_ref.rollout.val_kwargs.temperature=1.0 \
+  actor_rollout_ref.rollout.val_kwargs.top_p=0.7 \
   trainer.logger='["console","wandb"]' trainer.project_name=verl-tlt trainer.experiment_name=grpo_qwen2.5_7b \
   trainer.n_gpus_per_node=8 trainer.nnodes="${NNODES:-8}" trainer.balance_batch=True \
-  trainer.save_freq=20 trainer.test_freq=10 trainer.total_epochs=10 \
+  trainer.save_freq=20 trainer.test_freq=10 trainer.total_epochs=1 \
   +tlt=default tlt.drafter.path="${DRAFTER:-null}" \
   "$@"

@@ -2,7 +2,7 @@
 # GRPO on the mixture of experts Qwen3-30B-A3B, FSDP2.
 #
 # Hardware: NNODES nodes (default 2) of 8 GPUs with 80 GB; rollout replicas of 4 GPUs, so 2 on each node.
-# Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (verl's RLHF columns).
+# Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (recipes/README.md).
 # Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
 # Watch:    tlt/errors 0; tlt/draft_length_mean: every drafted token may wake other experts, so verifying costs more than
 #           in a dense policy and shorter drafts pay; the calibration measures that.
@@ -27,8 +27,10 @@ exec python -m verl.trainer.main_ppo \
   actor_rollout_ref.rollout.max_model_len=16384 actor_rollout_ref.rollout.max_num_seqs=256 \
   actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True \
   actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=32768 \
+  actor_rollout_ref.rollout.val_kwargs.do_sample=True actor_rollout_ref.rollout.val_kwargs.temperature=1.0 \
+  actor_rollout_ref.rollout.val_kwargs.top_p=0.7 \
   trainer.logger='["console","wandb"]' trainer.project_name=verl-tlt trainer.experiment_name=grpo_qwen3_30b_a3b \
   trainer.n_gpus_per_node=8 trainer.nnodes="${NNODES:-2}" trainer.balance_batch=True \
-  trainer.save_freq=20 trainer.test_freq=10 trainer.total_epochs=10 \
+  trainer.save_freq=20 trainer.test_freq=10 trainer.total_epochs=1 \
   +tlt=default tlt.drafter.path="${DRAFTER:-null}" \
   "$@"

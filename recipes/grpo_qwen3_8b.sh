@@ -2,7 +2,7 @@
 # GRPO on Qwen3-8B on one node: the recipe to try TLT with; FSDP2.
 #
 # Hardware: 1 node of 8 GPUs with 80 GB; 8 rollout replicas of 1 GPU, the most bubbles one node can have.
-# Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (verl's RLHF columns).
+# Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (recipes/README.md).
 # Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
 # Watch:    tlt/errors 0; tlt/bubble_s against timing_s/gen times 8: the share of the fleet that waits. With one node there
 #           are more requests for each engine than in a cluster, so expect less than a cluster gains.
@@ -27,12 +27,14 @@ exec python -m verl.trainer.main_ppo \
   actor_rollout_ref.ref.fsdp_config.param_offload=True actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True \
   actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=49152 \
   actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=8 \
-  actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
+  actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.gpu_memory_utilization=0.8 \
   actor_rollout_ref.rollout.max_model_len=16384 actor_rollout_ref.rollout.max_num_seqs=256 \
   actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True \
   actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=49152 \
+  actor_rollout_ref.rollout.val_kwargs.do_sample=True actor_rollout_ref.rollout.val_kwargs.temperature=1.0 \
+  actor_rollout_ref.rollout.val_kwargs.top_p=0.7 \
   trainer.logger='["console","wandb"]' trainer.project_name=verl-tlt trainer.experiment_name=grpo_qwen3_8b \
   trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.balance_batch=True \
-  trainer.save_freq=20 trainer.test_freq=10 trainer.total_epochs=10 \
+  trainer.save_freq=20 trainer.test_freq=10 trainer.total_epochs=1 \
   +tlt=default tlt.drafter.path="${DRAFTER:-null}" \
   "$@"

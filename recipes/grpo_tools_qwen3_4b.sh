@@ -2,7 +2,7 @@
 # GRPO over several turns with a tool (a calculator in calculator_tool.py) on Qwen3-4B, FSDP2.
 #
 # Hardware: 1 node of 8 GPUs with 80 GB; 8 rollout replicas of 1 GPU.
-# Data:     $DATA/gsm8k/{train,test}.parquet (verl's data_preprocess/gsm8k.py); the chat template announces the tool.
+# Data:     $DATA/gsm8k/{train,test}.parquet (recipes/README.md); the chat template announces the tool.
 # Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
 # Watch:    tlt/errors 0; num_turns/mean above 2, or nobody calls the tool. While a tool runs its conversation has no request
 #           in any engine and will send one, so no replica leaves before every conversation is over.
@@ -22,7 +22,7 @@ exec python -m verl.trainer.main_ppo \
   actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.use_dynamic_bsz=True \
   actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24576 actor_rollout_ref.actor.use_kl_loss=False \
   actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=8 \
-  actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
+  actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.gpu_memory_utilization=0.7 \
   actor_rollout_ref.rollout.max_model_len=9216 actor_rollout_ref.rollout.max_num_seqs=256 \
   actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True \
   actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=49152 \

@@ -2,7 +2,7 @@
 # PPO with a critic (GAE) on Qwen3-8B, FSDP2.
 #
 # Hardware: 1 node of 8 GPUs with 80 GB; 8 rollout replicas of 1 GPU. The critic shares the GPUs.
-# Data:     $DATA/gsm8k/{train,test}.parquet and $DATA/math/{train,test}.parquet (verl's data_preprocess scripts).
+# Data:     $DATA/gsm8k/{train,test}.parquet and $DATA/math/{train,test}.parquet (recipes/README.md).
 # Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
 # Watch:    tlt/errors 0. The critic's forward and update lengthen the step outside the rollout, so the same
 #           tlt/saved_s is a smaller share of it than under GRPO, and merges have more time to be ready.
@@ -29,7 +29,7 @@ exec python -m verl.trainer.main_ppo \
   critic.use_dynamic_bsz=True critic.ppo_max_token_len_per_gpu=24576 \
   critic.fsdp.param_offload=True critic.fsdp.optimizer_offload=True \
   actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=1 \
-  actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
+  actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.gpu_memory_utilization=0.8 \
   actor_rollout_ref.rollout.max_model_len=9216 actor_rollout_ref.rollout.max_num_seqs=256 \
   actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True \
   actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=49152 \

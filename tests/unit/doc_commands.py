@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md", "recipes/README.md")),
     *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "migration.md"),  # of what has gone
 ]
 PLACEHOLDER = "PLACEHOLDER"

@@ -23,7 +23,10 @@ EARLIER = {
     "resume", "same_tokens",
 }  # fmt: skip
 """Results that were recorded before files kept their machine; a new recording leaves this set."""
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tests" / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md", "recipes/README.md")),
+    *sorted(DOCS.glob("*.md")),
+]
 OF_TODAY = [page for page in PAGES if page.name != "migration.md"]
 """The other page names what has gone."""
 METRICS = set(re.findall(r"^\| `(tlt/[^`]+)` \|", (DOCS / "metrics.md").read_text(), flags=re.MULTILINE))
