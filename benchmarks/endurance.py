@@ -33,7 +33,7 @@ from benchmarks.process_sizes import ObjectStore, SharedMemory, role, sizes, slo
 from benchmarks.stored import store
 from benchmarks.toy_job import FORCED, SAMPLES, Job, make_assets
 from demo.follow import Tail
-from demo.processes import interruptible
+from verl_tlt.compare.processes import interruptible
 from verl_tlt.report.reader import RunTrace, read_trace
 from verl_tlt.trace.events import Session
 

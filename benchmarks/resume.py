@@ -29,8 +29,8 @@ from safetensors.torch import load_file
 
 from benchmarks.stored import store
 from benchmarks.toy_job import FORCED, Job, make_assets
-from demo.processes import interruptible
 from demo.toy.assets import Assets
+from verl_tlt.compare.processes import interruptible
 from verl_tlt.drafter import fingerprint, load_training_state
 from verl_tlt.messages.training import Resumed
 from verl_tlt.report.reader import RunTrace, read_trace

@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from demo.follow import TraceTail
-from demo.processes import ProcessTree
 from demo.toy.assets import Assets, build_assets
+from verl_tlt.compare.processes import ProcessTree
 from verl_tlt.trace.events import Event
 
 RECIPE = Path(__file__).parents[1] / "demo" / "demo_grpo.sh"
@@ -56,6 +56,15 @@ def recipe_environment(out: Path, assets: Assets, steps: int, **environment: str
     return env
 
 
+def toy_overrides(assets: Assets) -> tuple[str, ...]:
+    """What is changed in the demo's recipe in all of these jobs."""
+    return (
+        "data.shuffle=False",
+        f"actor_rollout_ref.rollout.n={SAMPLES}",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={assets.agent_loop}",
+    )
+
+
 class Job:
     """A job of its own Ray cluster, followed by its trace.
 
@@ -74,13 +83,7 @@ class Job:
         self._trace = TraceTail(out / "trace")
         self._trace.poll()  # what earlier jobs wrote
         env = recipe_environment(out, assets, steps, **environment)
-        command = [
-            str(RECIPE),
-            "data.shuffle=False",
-            f"actor_rollout_ref.rollout.n={SAMPLES}",
-            f"actor_rollout_ref.rollout.agent.agent_loop_config_path={assets.agent_loop}",
-            *overrides,
-        ]
+        command = [str(RECIPE), *toy_overrides(assets), *overrides]
         self.tree = ProcessTree(command, env=env, log=self.log, cwd=out)
         self._known = self.processes()
 

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from demo.comparison import ratio, rows_of_metrics_file, summary
 from demo.machine import DemoError, Dtype, check_packages, find_dtype, find_machine, say_dtype
-from demo.processes import interruptible
 from demo.run import DemoRun, run_recipe
 from demo.screen import Screen
+from verl_tlt.compare.processes import interruptible
 from verl_tlt.console import make_console
 from verl_tlt.report.figures import save_picture
 from verl_tlt.report.page import serve_command, write_page

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from verl_tlt.trace.events import Event, LoadSample, Phase, Publish, RunStarted, Step
@@ -27,8 +26,6 @@ AFTER = {
     "merge": "judging the drafter",
 }
 """A phase that ended -> what comes next."""
-
-ERROR = re.compile(r"(?:^|\s)((?:[\w.]+)?(?:Error|Exception|Refused)\b: .+)")
 
 
 class Progress:
@@ -88,16 +85,3 @@ class Progress:
 
     def _set(self, doing: str, now: float) -> None:
         self._doing, self._since, self._detail = doing, now, ""
-
-
-def cause(lines: list[str]) -> str | None:
-    """The last line of a log that names an error, without the prefix Ray puts before it."""
-    for line in reversed(lines):
-        if (match := ERROR.search(strip_colors(line))) is not None:
-            return match[1].strip()
-    return None
-
-
-def strip_colors(line: str) -> str:
-    """Without terminal colour codes."""
-    return re.sub(r"\x1b\[[0-9;]*m", "", line)

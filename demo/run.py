@@ -13,15 +13,14 @@ from pathlib import Path
 
 from demo.follow import Tail, TraceTail
 from demo.machine import DemoError
-from demo.processes import ProcessTree, deferred_interrupts
-from demo.progress import Progress, cause, strip_colors
+from demo.progress import Progress
 from demo.screen import Screen
+from verl_tlt.compare.log import failure
+from verl_tlt.compare.processes import ProcessTree, deferred_interrupts
 
 POLL_S = 1.0
 STALL_S = 900.0
 """Seconds without any sign of life after which a run counts as hung."""
-LAST_LINES = 15
-"""Lines of verl's output shown when a run fails."""
 MARKER = ".verl-tlt-demo"
 """File that says a folder is the demo's own, to be emptied without asking."""
 
@@ -89,7 +88,7 @@ def run_recipe(run: DemoRun, recipe: Path, screen: Screen, stall_s: float = STAL
         watch = _Watch(run, progress, screen)
         while (code := tree.process.poll()) is None:
             if time.time() - watch.poll() > stall_s:
-                raise DemoError(_failure(run, f"Nothing has happened for {stall_s:.0f} s: the run hangs."))
+                raise DemoError(failure(f"Nothing has happened for {stall_s:.0f} s: the run hangs.", run.log))
             tree.alive()
             time.sleep(POLL_S)
         watch.poll()
@@ -98,9 +97,9 @@ def run_recipe(run: DemoRun, recipe: Path, screen: Screen, stall_s: float = STAL
     if left:
         raise DemoError(f"These processes of the run could not be ended: {', '.join(map(str, left))}.")
     if code:
-        raise DemoError(_failure(run, f"The run failed with exit status {code}."))
+        raise DemoError(failure(f"The run failed with exit status {code}.", run.log))
     if progress.done < run.steps:
-        raise DemoError(_failure(run, f"The run ended after {progress.done} of {run.steps} steps."))
+        raise DemoError(failure(f"The run ended after {progress.done} of {run.steps} steps.", run.log))
     screen.line(f"{run.title}: done in {time.time() - started:.0f} s")
 
 
@@ -130,13 +129,6 @@ class _Watch:
                 self._screen.line(text)
         self._screen.status(self._progress.status(now))
         return self._alive_at
-
-
-def _failure(run: DemoRun, what: str) -> str:
-    lines = run.log.read_text(errors="replace").splitlines()
-    last = "\n".join(f"    {strip_colors(line)[:300]}" for line in lines[-LAST_LINES:])
-    reason = cause(lines)
-    return f"{what}{f' Cause: {reason}' if reason else ''}\nThe last lines of {run.log}:\n{last}"
 
 
 def _empty(out: Path) -> None:

@@ -14,7 +14,7 @@ from verl_tlt.advise.options import AdviseOptions
 from verl_tlt.console import make_console
 from verl_tlt.errors import TLTError, printable
 from verl_tlt.ownership import check_writable
-from verl_tlt.warmup.options import EvaluateOptions, WarmupOptions, finite, takes_options
+from verl_tlt.warmup.options import LEAST, EvaluateOptions, WarmupOptions, finite, takes_options
 
 
 class Commands(TyperGroup):
@@ -146,6 +146,38 @@ def advise(options: AdviseOptions) -> None:
     from verl_tlt.advise.command import advise as run
 
     run(options, make_console())
+
+
+@app.command()
+def compare(
+    overrides: Annotated[list[str], typer.Argument(help="Your recipe: its overrides, or its script.")],
+    config_name: ConfigName = "ppo_trainer",
+    arms: Annotated[
+        str, typer.Option(help="What is compared with stock verl: tlt, tlt-no-spot, vllm-K for any K; by commas.")
+    ] = "tlt",
+    rounds: Annotated[int, typer.Option(min=0, help="Turns of each arm; 0: report what was measured.")] = 3,
+    steps: Annotated[int, typer.Option(min=2, help="RL steps of a turn, of which the first does not count.")] = 6,
+    out: Annotated[
+        Path, typer.Option(help="Folder of jobs, rows, picture and page; one with turns in it is gone on with.")
+    ] = Path("compare-out"),
+    drafter: Annotated[
+        str | None, typer.Option(help="What TLT starts from and vLLM drafts with; tlt.drafter.path if not given.")
+    ] = None,
+    stall_minutes: Annotated[
+        float, typer.Option(min=LEAST, callback=finite, help="A job that logs nothing for so long is ended.")
+    ] = 60.0,
+) -> None:
+    """Run the recipe with stock verl and with TLT in turns, and say which was faster. It goes on after a kill."""
+    _need("compare", "verl", "vllm", "psutil")
+    from verl_tlt.compare.command import CompareOptions
+    from verl_tlt.compare.command import compare as run
+    from verl_tlt.doctor.recipe import read_arguments
+
+    options = CompareOptions(
+        arms=[name.strip() for name in arms.split(",") if name.strip()],
+        rounds=rounds, steps=steps, out=out, drafter=drafter, stall_s=60.0 * stall_minutes,
+    )  # fmt: skip
+    run(read_arguments(overrides, config_name), options, make_console())
 
 
 @app.command()

@@ -23,8 +23,8 @@ from typing import Any
 
 from benchmarks.control.engine import ARMS, EngineProcess
 from benchmarks.control.toy import Toy
-from benchmarks.interval import interval
 from demo.machine import find_dtype
+from verl_tlt.compare.interval import interval
 
 FIXED = tuple(f"fixed-{k}" for k in ARMS if k > 0)
 NAMES = (*FIXED, "table", "goodput")

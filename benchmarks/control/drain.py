@@ -21,9 +21,9 @@ from typing import Any
 from benchmarks.control.engine import ARMS, BATCH, VLLM_ZERO, EngineProcess
 from benchmarks.control.policies import RIVALS
 from benchmarks.control.toy import Toy
-from benchmarks.interval import interval
 from benchmarks.simulate.recorded import recording, step_records, worth
 from demo.machine import find_dtype
+from verl_tlt.compare.interval import interval
 from verl_tlt.speculation.costs.tables import LatencyTable, interpolate
 
 POLICY_ARMS = ("table", *RIVALS, "goodput")

@@ -3,12 +3,8 @@
     python -m benchmarks.e2e --out benchmarks/results/e2e.json [--rounds 3] [--steps 4] [--arms NAME ...]
     python -m benchmarks.e2e --forced --steps 8 --arms tlt-fresh tlt --work demo-out/forced --out FILE
 
-Nine arms (`arms.py`), each a run of the demo's recipe with a policy of its own that really learns, on the same prompts
-in the same order, sampled as in training. They take turns: in every round each arm goes on from its checkpoint for
-`--steps` steps, in an order that rotates, so that a machine whose speed changes changes it for all. One job is alive at
-a time; two would need more than 24 GB. The first step of a turn is left out (first use of everything), and so is the
-time of the checkpoint, which only turns need. Speeds are ratios to stock's steps of the same round and number, all of
-them pooled, with an interval (`pooled.py`).
+`verl-tlt compare` on the demo's recipe, with more arms (`arms.py`), on prompts other than the demo's. The work folder
+keeps what was measured: called again, the command goes on with it, and `--rounds 0` writes `--out` from what is there.
 
 The trained drafter was trained offline on demonstrations of the task, which are not the prompts here
 (`benchmarks.control.toy`); step costs are measured once before (`verl-tlt calibrate`), for TLT and for `vllm-table`.
@@ -16,37 +12,44 @@ The trained drafter was trained offline on demonstrations of the task, which are
 `--forced` makes a second table: every response has the length that its prompt's row says, on the same replica in every
 arm, so that what `tlt/saved_s` claims can be compared with what was saved. Two rollouts of each turn are control
 rollouts, decoded without drafts: an arm is faster than its ratio here.
-
-The work folder keeps what was measured: called again, the command goes on with it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.control.engine import VllmTable
 from benchmarks.control.toy import LONGEST_DRAFT, prepare
-from benchmarks.e2e.arms import STOCK, Arm, arms
-from benchmarks.e2e.pooled import Step, ratios, summary
-from benchmarks.e2e.turn import take
+from benchmarks.e2e.arms import arms
 from benchmarks.gpu.parts import machine
-from benchmarks.toy_job import RECIPE, recipe_environment
+from benchmarks.toy_job import FORCED, RECIPE, recipe_environment, toy_overrides
 from demo.machine import find_dtype, say_dtype
-from demo.processes import interruptible
 from demo.toy.assets import Assets, build_assets, demo_width
+from verl_tlt.compare.arms import STOCK, Arm, CompareError
+from verl_tlt.compare.command import found_of, report, say, take_turns
+from verl_tlt.compare.plan import Plan, make_plan
+from verl_tlt.compare.processes import interruptible
+from verl_tlt.compare.turns import Record
+from verl_tlt.console import make_console
+from verl_tlt.doctor.recipe import Recipe, read_script
+from verl_tlt.errors import TLTError
 from verl_tlt.speculation.costs.tables import LatencyTable
 
 ROOT = Path(__file__).parents[2]
 SEED = 1
 """Of the prompts: others than the demo's."""
+PROMPTS = 6
+"""Of a step."""
+STALL_S = 900.0
 REQUESTS = 32
 """`max_num_seqs` of the recipe."""
 
@@ -78,73 +81,32 @@ def schedule(calibrated: Path, acceptance: Sequence[float]) -> list[list[int]]:
     return VllmTable(known, acceptance, range(LONGEST_DRAFT + 1), REQUESTS).schedule
 
 
-class Record:
-    """What was measured so far, in the work folder."""
-
-    def __init__(self, work: Path) -> None:
-        self.file = work / "turns.json"
-        self.turns: list[dict[str, Any]] = json.loads(self.file.read_text()) if self.file.exists() else []
-
-    def done(self, arm: str, turn: int) -> bool:
-        """Whether that turn was taken."""
-        return any((row["arm"], row["turn"]) == (arm, turn) for row in self.turns)
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Keep one turn."""
-        self.turns.append(row)
-        self.file.write_text(json.dumps(self.turns, indent=1))
-
-    def steps(self, arm: str) -> list[Step]:
-        """All of an arm."""
-        return [Step(**step) for row in self.turns if row["arm"] == arm for step in row["steps"]]
-
-    def accept_length(self, arm: str) -> float | None:
-        """What vLLM logged, the mean of the turns."""
-        logged = [row["accept_length"] for row in self.turns if row["arm"] == arm and row["accept_length"]]
-        return round(sum(logged) / len(logged), 4) if logged else None
+def toy_recipe(work: Path, assets: Assets, forced: bool) -> Recipe:
+    """The demo's recipe on these assets; `forced`: responses of given lengths on given replicas."""
+    given = (FORCED, f"actor_rollout_ref.rollout.router_config_path={assets.router}") if forced else ()
+    environment = recipe_environment(work / "recipe", assets, 1, TLT="1", DTYPE=find_dtype())
+    return read_script(RECIPE, (*toy_overrides(assets), f"data.train_batch_size={PROMPTS}", *given), environment)
 
 
-def result(
-    record: Record, names: Sequence[str], rounds: int, steps: int, table: list[list[int]], forced: bool
-) -> dict[str, Any]:
+def result(arms: Sequence[Arm], record: Record, plan: Plan, table: list[list[int]], forced: bool) -> dict[str, Any]:
     """What is kept of the whole."""
-    found = {name: summary(record.steps(name)) for name in names}
-    for name in names:
-        if found[name]["accept_length"] is None:
-            found[name]["accept_length"] = record.accept_length(name)
-    stock, here = record.steps(STOCK), machine()
+    here = machine()
     return {
         "machine": here,
         "commit": here["commit"],
         "dtype": find_dtype(),
         "lengths": "forced" if forced else "sampled",
-        "runs": rounds,
-        "steps_of_a_turn": steps,
+        "runs": max((len(record.of(arm.name)) for arm in arms), default=0),
+        "steps_of_a_turn": plan.steps,
         "vllm_table": table,
-        "arms": found,
-        "ratios": {name: ratios(stock, record.steps(name)) for name in names if name != STOCK},
-        "turns": record.turns,
+        **found_of(arms, record),
     }
 
 
-def say(found: dict[str, Any]) -> None:
-    """A line per arm."""
-    for name, of in found["ratios"].items():
-        arm, parts = found["arms"][name], []
-        for what, ratio in of.items():
-            if what == "saved" or ratio is None:
-                continue
-            parts.append(f"{what} {ratio['pooled']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})")
-        print(f"{name}: {', '.join(parts)}, accept length {arm['accept_length']}")
-        if of["saved"]:
-            print(f"  tlt/saved_s claimed {of['saved']['claimed_s']} s; shorter by {of['saved']['measured_s']} s")
-
-
-@interruptible()
-def main() -> None:
-    """Command line."""
+def read_options() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="turns of every arm")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of every arm; 0: report what was measured")
     parser.add_argument("--steps", type=int, default=4, help="of a turn, of which the first is left out")
     parser.add_argument("--arms", nargs="+", help="only these, beside stock")
     parser.add_argument("--forced", action="store_true", help="response lengths and replicas are given")
@@ -152,33 +114,46 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("demo-out/e2e"))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if options.rounds < 1 or options.steps < 2:
-        parser.error("--rounds must be at least 1 and --steps at least 2: the first step of a turn does not count")
+    if options.rounds < 0 or options.steps < 2:
+        parser.error("--rounds must be at least 0 and --steps at least 2: the first step of a turn does not count")
+    return options
+
+
+@interruptible()
+def main() -> None:
+    """Command line."""
+    options, console = read_options(), make_console()
+    os.environ.pop("RAY_ADDRESS", None)  # nobody's cluster
     work = options.work.resolve()
-    print(say_dtype(find_dtype()))
+    say(console, say_dtype(find_dtype()))
     toy = prepare(options.toy.resolve())
     assets = build_assets(work / "assets", width=demo_width(find_dtype()), seed=SEED)
     calibrated, costs = calibrate(work, assets, toy.drafter)
     table = schedule(calibrated, toy.acceptance)
-    every: dict[str, Arm] = arms(toy.drafter, table, costs)
+    every = arms(toy.drafter, table, costs)
     if unknown := set(options.arms or ()) - every.keys():
-        parser.error(f"there is no arm {', '.join(sorted(unknown))}; there are {', '.join(every)}")
-    names = [name for name in every if not options.arms or name in {STOCK, *options.arms}]
-    record = Record(work)
-    for turn in range(options.rounds):
-        for place in range(len(names)):
-            name = names[(place + turn) % len(names)]
-            if record.done(name, turn):
-                continue
-            taken = take(every[name], turn, options.steps, assets, work / name, options.forced)
-            record.add({"arm": name, "turn": turn, **asdict(taken)})
-            pace = [f"{step.rollout_s:.1f}/{step.step_s:.1f}" for step in taken.steps]
-            print(f"{name}, turn {turn + 1}, {taken.seconds:.0f} s; rollout/step s: {', '.join(pace)}", flush=True)
-    found = result(record, names, options.rounds, options.steps, table, options.forced)
-    say(found)
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        raise CompareError(f"There is no arm {', '.join(sorted(unknown))}; there are {', '.join(every)}.")
+    chosen = [arm for name, arm in every.items() if not options.arms or name in {STOCK, *options.arms}]
+    if options.forced:  # so that a turn has steps without drafts to compare with; a long run has them anyway
+        control = f"tlt.speculation.control_every={options.steps // 2}"
+        chosen = [replace(arm, overrides=(*arm.overrides, control)) if arm.tlt else arm for arm in chosen]
+    plan = make_plan(toy_recipe(work, assets, options.forced), options.steps, work)
+    record = Record(work, plan.asked(chosen))
+
+    def keep() -> None:
+        if options.out:
+            found = result(chosen, record, plan, table, options.forced)
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+    try:
+        take_turns(plan, chosen, options.rounds, record, console, STALL_S, keep)
+    finally:
+        keep()
+        report(plan, chosen, record, console)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except TLTError as error:
+        raise SystemExit(str(error)) from None

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 
 from benchmarks.faults.plan import Fault
-from demo.processes import ProcessTree, interruptible
 from demo.toy.assets import build_assets
+from verl_tlt.compare.processes import ProcessTree, interruptible
 
 ROOT = Path(__file__).parents[2]
 BATCH, SAMPLES, LONG, SHORT = 4, 4, 400, 40

@@ -24,7 +24,7 @@ from benchmarks.faults.plan import NAN_LIVE
 from benchmarks.faults.run import TLT, arm
 from benchmarks.gpu.parts import NEEDS_CUDA, Bench, Part, device_memory, main
 from benchmarks.toy_job import FORCED, SAMPLES, Job, make_assets
-from demo.processes import interruptible
+from verl_tlt.compare.processes import interruptible
 from verl_tlt.report.reader import read_trace
 
 BATCH, LONG, SHORT = 4, 200, 40

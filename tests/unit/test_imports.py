@@ -48,10 +48,11 @@ MAY_IMPORT = {
     "warmup": SHARED | {"child_engine", "drafter"},
     "doctor": SHARED | {"child_engine", "compat", "drafter", "flag", "idle", "server", "speculation", "trainer"},
     "advise": {"config", "console", "doctor", "drafter", "errors", "json_files", "report", "server", "speculation"},
+    "compare": {"config", "console", "doctor", "errors", "flag", "json_files", "ownership", "report"},
     # what a run and a shell begin with
     "activation": SHARED | {"compat", "doctor", "trainer"},
     "plugin": {"activation", "compat", "flag", "trainer"},
-    "cli": SHARED | {"advise", "compat", "console", "doctor", "drafter", "report", "trainer", "warmup"},
+    "cli": SHARED | {"advise", "compare", "compat", "console", "doctor", "drafter", "report", "trainer", "warmup"},
     "conf": set(),
 }
 FRAMEWORKS_OF = {
@@ -59,7 +60,18 @@ FRAMEWORKS_OF = {
     "trace": set(),
     **{
         room: set()
-        for room in ("child_engine", "console", "report", "plugin", "activation", "advise", "cli", "conf", "flag")
+        for room in (
+            "child_engine",
+            "compare",
+            "console",
+            "report",
+            "plugin",
+            "activation",
+            "advise",
+            "cli",
+            "conf",
+            "flag",
+        )
     },
     "drafter": {"torch", "transformers", "speculators"},
     "compat": set(),

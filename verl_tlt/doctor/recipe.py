@@ -14,7 +14,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,7 @@ case "$1" in
     exit 127 ;;
 esac
 printf '%s\\0' {name} "$@" >> "{record}" && printf '\\n\\0' >> "{record}"
+[ "$1 $2" = "-m {main}" ] && pwd > "{record}.directory" && env -0 > "{record}.environment"
 """
 """Writes down what would be started instead of starting it; a line of Python goes to the real one, since scripts ask it
 which device there is."""
@@ -56,6 +57,10 @@ class Recipe:
     overrides: tuple[str, ...]
     config: str = CONFIG
     """Name of the top-level config, after its folder where that is not verl's own."""
+    environment: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """What its script had set in the environment."""
+    directory: str | None = field(default=None, compare=False)
+    """Where its script was when it started `main_ppo`; None: here."""
 
 
 # ---------------------------------------------------------------------- from a command line to a config
@@ -86,7 +91,7 @@ def read_script(
         record.touch()
         for name in STAND_INS:
             stand_in = Path(folder) / name
-            stand_in.write_text(_STAND_IN.format(record=record, own=folder, name=name))
+            stand_in.write_text(_STAND_IN.format(record=record, own=folder, name=name, main=MAIN))
             stand_in.chmod(0o755)
         inherited = {**os.environ, **(environment or {})}
         inherited["PATH"] = f"{folder}{os.pathsep}{inherited['PATH']}"
@@ -97,7 +102,15 @@ def read_script(
             said = errors.read_text(errors="replace").strip().splitlines()
             instead = f"it starts `{' '.join(calls[-1][:3])}`" if calls else (said or [f"exit status {status}"])[-1]
             raise TLTConfigError(f"{script} does not start `python -m {MAIN}` here: {instead.rstrip('.')}.")
-        return _parsed(found[3:])
+        at = Path(f"{record}.directory").read_text().rstrip("\n")
+        return replace(_parsed(found[3:]), environment=_set_by_script(Path(f"{record}.environment")), directory=at)
+
+
+def _set_by_script(record: Path) -> dict[str, str]:
+    """What differs from this process's environment, the shell's own and the way to the stand-ins apart."""
+    pairs = (pair.partition("=") for pair in record.read_text(errors="surrogateescape").split("\0") if pair)
+    own = ("PATH", "PWD", "OLDPWD", "SHLVL", "_")
+    return {name: value for name, _, value in pairs if os.environ.get(name) != value and name not in own}
 
 
 def _run(script: Sequence[str], environment: Mapping[str, str], errors: Path, timeout_s: float) -> int:

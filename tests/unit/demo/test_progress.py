@@ -1,6 +1,6 @@
 """The status line follows what the run writes."""
 
-from demo.progress import Progress, cause
+from demo.progress import Progress
 from verl_tlt.trace.events import LoadSample, Phase, RunStarted, Step
 
 
@@ -30,10 +30,3 @@ def test_a_step_is_announced_once_whichever_source_has_it_first():
     assert progress.finished(1, {"timing_s/gen": 2.0}, 1.0) == "step 1/2 | rollout 2.0 s"
     assert progress.event(Step(t=2.0, step=1, metrics={})) is None
     assert progress.done == 1
-
-
-def test_the_cause_is_the_last_error_without_rays_prefix():
-    last = "\x1b[36m(TaskRunnerV1 pid=9)\x1b[0m torch.OutOfMemoryError: no memory left"
-    lines = ["ValueError: first", last, "  File somewhere", "Error executing job with overrides: []"]
-    assert cause(lines) == "torch.OutOfMemoryError: no memory left"
-    assert cause(["all is well"]) is None

@@ -10,8 +10,8 @@ import psutil
 import pytest
 from interrupted import interruptible_run
 
-from demo import processes
-from demo.processes import ProcessTree, interruptible
+from verl_tlt.compare import processes
+from verl_tlt.compare.processes import ProcessTree, interruptible
 
 FAMILY = """
 import os, signal, subprocess, sys, time

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from demo.leftovers import ENDING_EVERY_S, EVERY_S, Leftovers
+from verl_tlt.compare.leftovers import ENDING_EVERY_S, EVERY_S, Leftovers
 
 PR_SET_CHILD_SUBREAPER = 36
 

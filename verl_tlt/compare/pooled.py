@@ -12,7 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.interval import interval
+from verl_tlt.compare.interval import interval
+from verl_tlt.errors import TLTError
+from verl_tlt.report.rows import step_row
+
+
+class MetricsError(TLTError):
+    """A step's metrics lack what is compared."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,8 @@ class Step:
     overhead_s: float | None = None
     off_frac: float | None = None
     """Share of engine steps that drafted nothing; None: the run has no TLT."""
+    prompt: float | None = None
+    """Mean tokens of its prompts: other ones, other prompts."""
     phases: Mapping[str, float] = field(default_factory=dict)
     """Seconds of verl's phases outside rollout, by its name for them."""
 
@@ -43,21 +51,25 @@ PHASES = ("reward", "old_log_prob", "adv", "update_actor", "update_weights")
 Pairs = Sequence[tuple[Step, Step]]
 
 
-def read_step(turn: int, step: int, metrics: Mapping[str, float], responses: int) -> Step:
-    """From verl's metrics of a step with so many `responses`; what the checkpoint took is no part of its time."""
+def read_step(turn: int, step: int, metrics: Mapping[str, float]) -> Step:
+    """From verl's metrics of a step; what the checkpoint took is no part of its time."""
+    row = step_row(metrics)
+    needed = {name: row[name] for name in ("step_s", "rollout_s", "tokens", "reward")}
+    if missing := [name for name, value in needed.items() if value is None]:
+        raise MetricsError(f"verl logged no {' and no '.join(missing)} for step {step}, which is what is compared.")
+    known = {name: float(value or 0.0) for name, value in needed.items()}
+    known["step_s"] -= metrics.get("timing_s/save_checkpoint", 0.0)
     return Step(
         turn=turn,
         step=step,
-        step_s=metrics["timing_s/step"] - metrics.get("timing_s/save_checkpoint", 0.0),
-        rollout_s=metrics["timing_s/gen"],
-        tokens=metrics["response_length/mean"] * responses,
-        longest=metrics["response_length/max"],
-        reward=metrics["critic/score/mean"],
+        **known,
+        longest=metrics.get("response_length/max", 0.0),
         accept_length=metrics.get("tlt/accept_length"),
         accept_length_tail=metrics.get("tlt/accept_length_tail"),
         saved_s=metrics.get("tlt/saved_s"),
         overhead_s=metrics.get("tlt/overhead_s"),
         off_frac=metrics.get("tlt/spec_off_frac"),
+        prompt=metrics.get("prompt_length/mean"),
         phases={name: metrics[key] for name in PHASES if (key := f"timing_s/{name}") in metrics},
     )
 

@@ -7,9 +7,9 @@ def interruptible_run(recipe, out, before=""):
     """A program that runs `recipe` as the demo does, after `before`."""
     return textwrap.dedent(f"""
         from pathlib import Path
-        from demo import processes
+        from verl_tlt.compare import processes
         from demo.run import DemoRun, run_recipe
-        from demo.processes import interruptible
+        from verl_tlt.compare.processes import interruptible
         from demo.screen import Screen
         from verl_tlt.console import make_console
         with interruptible(), Screen(make_console()) as screen:

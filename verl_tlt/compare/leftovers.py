@@ -36,7 +36,7 @@ class Leftovers:
 
     def __init__(self) -> None:
         base = tempfile.gettempdir()
-        self.folder = Path(tempfile.mkdtemp(prefix="tlt-demo-", dir=base if len(base) <= LONGEST_BASE else "/tmp"))
+        self.folder = Path(tempfile.mkdtemp(prefix="verl-tlt-", dir=base if len(base) <= LONGEST_BASE else "/tmp"))
         self._since = time.time() - 1.0  # file systems round their times
         self._noted_at = 0.0
         self._owned: set[str] = set()

@@ -1,0 +1,50 @@
+"""Jobs that fail or hang, and what a turn keeps: real `main_ppo` processes that do not come to a step."""
+
+import json
+
+import pytest
+
+from verl_tlt.compare.arms import STOCK, Arm, CompareError
+from verl_tlt.compare.job import keep_only, read_rows, take_turn
+from verl_tlt.compare.plan import Plan
+from verl_tlt.doctor.recipe import Recipe
+
+ARM = Arm(STOCK, "", False)
+
+
+def plan_of(folder, *overrides):
+    return Plan(Recipe(overrides), (), None, 4, folder)
+
+
+def test_a_job_that_fails_is_told_with_its_cause_and_its_log(tmp_path):
+    with pytest.raises(CompareError, match=r"(?s)stock failed with exit status 1\..*no\.such\.key") as error:
+        take_turn(plan_of(tmp_path, "no.such.key=1"), ARM, 0, 60.0, lambda done: None)
+    assert str(tmp_path / "stock" / "turn-1.log") in str(error.value)
+
+
+def test_a_job_that_logs_nothing_for_too_long_is_ended(tmp_path):
+    told = []
+    with pytest.raises(CompareError, match="has written nothing for 0 s"):
+        take_turn(plan_of(tmp_path), ARM, 0, 0.2, told.append)
+    assert set(told) <= {0}
+
+
+def test_a_turn_goes_on_only_from_a_checkpoint_that_is_there(tmp_path):
+    with pytest.raises(CompareError, match=r"global_step_4, from which stock is to go on, is gone"):
+        take_turn(plan_of(tmp_path), ARM, 1, 60.0, lambda done: None)
+
+
+def test_one_checkpoint_is_kept(tmp_path):
+    for step in (4, 8, 12):
+        (tmp_path / f"global_step_{step}" / "actor").mkdir(parents=True)
+    (tmp_path / "turn-1.log").touch()
+    keep_only(tmp_path, tmp_path / "global_step_8")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_8", "turn-1.log"]
+
+
+def test_rows_are_finished_steps(tmp_path):
+    file = tmp_path / "turn-1.jsonl"
+    assert read_rows(file) == []
+    rows = [{"step": 0, "data": {"val/acc": 1.0}}, {"step": 1, "data": {"timing_s/step": 2.0}}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 2, "data": {"timing_s/st')
+    assert read_rows(file) == rows[1:]

@@ -1,0 +1,68 @@
+"""Whose turn it is, and what a comparison that is called again finds."""
+
+import json
+
+import pytest
+
+from verl_tlt.compare.arms import CompareError
+from verl_tlt.compare.pooled import Step
+from verl_tlt.compare.turns import Record, Turn, schedule
+
+ASKED = {"--steps": 4, "recipe": ["a=1"], "arm tlt": ["+tlt=default"]}
+
+
+def turn(arm, number, seconds=50.0):
+    steps = [Step(number, n, 9.0, 5.0, 800.0, 300.0, reward=0.5, phases={"update_actor": 2.0}) for n in (2, 3)]
+    return Turn(arm, number, steps, seconds, 11.0, 3.0)
+
+
+def test_every_arm_has_every_place_in_turn():
+    rounds = [[name for name, turn in schedule("abc", 3) if turn == number] for number in range(3)]
+    assert rounds == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
+
+
+def test_a_comparison_that_is_called_again_goes_on(tmp_path):
+    first = Record(tmp_path, ASKED)
+    first.add(turn("tlt", 0))
+    first.add(turn("stock", 0))
+    del first
+    again = Record(tmp_path, ASKED)
+    assert again.done("tlt", 0) and not again.done("tlt", 1) and not again.done("vllm-3", 0)
+    assert again.turns == [turn("tlt", 0), turn("stock", 0)] and again.steps("tlt") == turn("tlt", 0).steps
+    assert again.turns[0].start_s == 50.0 - 11.0 - 3.0 - 18.0
+
+
+def test_one_with_other_arguments_is_refused_by_name_and_arms_may_be_added(tmp_path):
+    Record(tmp_path, ASKED).add(turn("tlt", 0))
+    for changed in ({"--steps": 5}, {"recipe": ["a=2"]}, {"arm tlt": []}):
+        with pytest.raises(CompareError, match=f"another {next(iter(changed))}: give another --out"):
+            Record(tmp_path, ASKED | changed)
+    Record(tmp_path, {"--steps": 4, "recipe": ["a=1"], "arm vllm-3": ["k=3"]}).add(turn("vllm-3", 0))
+    assert Record(tmp_path, ASKED).done("vllm-3", 0)
+    with pytest.raises(CompareError, match="arm vllm-3"):
+        Record(tmp_path, {"arm vllm-3": ["k=4"]})
+
+
+def test_two_at_a_time_are_refused(tmp_path):
+    first = Record(tmp_path, ASKED)
+    with pytest.raises(CompareError, match="Another comparison is writing"):
+        Record(tmp_path, ASKED)
+    assert first.turns == []
+
+
+@pytest.mark.parametrize("text", ["{}", '{"asked": {}, "turns": [{"arm": "tlt"}]}', "[]", "half a li"])
+def test_what_is_no_record_is_one_sentence(tmp_path, text):
+    (tmp_path / "turns.json").write_text(text)
+    with pytest.raises(Exception, match=r"turns\.json") as error:
+        Record(tmp_path, ASKED)
+    assert "\n" not in str(error.value)
+
+
+def test_time_left_is_that_of_the_turns_before(tmp_path):
+    record = Record(tmp_path, ASKED)
+    assert record.seconds_left(["stock", "tlt"], 2) is None
+    record.add(turn("stock", 0, seconds=40.0))
+    assert record.seconds_left(["stock", "tlt"], 2) == 3 * 40.0, "an arm that is not known yet takes what others did"
+    record.add(turn("tlt", 0, seconds=60.0))
+    assert record.seconds_left(["stock", "tlt"], 2) == 100.0
+    assert json.loads((tmp_path / "turns.json").read_text())["asked"] == ASKED

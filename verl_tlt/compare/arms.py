@@ -1,0 +1,98 @@
+"""What is compared: ways to run one recipe, each with its own command line and environment."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from verl_tlt.errors import TLTError
+
+STOCK, TLT, NO_SPOT = "stock", "tlt", "tlt-no-spot"
+LONGEST_DRAFT = 16
+ENGINE = "actor_rollout_ref.rollout"
+SPECULATIVE = f"++{ENGINE}.engine_kwargs.vllm.speculative_config"
+OWN_LOG = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOG_STATS_INTERVAL": "5"}
+"""verl keeps vLLM's log, which has the accept length of its own speculation, at warnings unless told otherwise."""
+
+
+class CompareError(TLTError):
+    """What a comparison was asked for cannot be compared, or a job of it failed."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to run the recipe."""
+
+    name: str
+    label: str
+    """What it is, in words that stand in a table."""
+    tlt: bool
+    """Whether it has the flag, and the recipe's settings of TLT."""
+    overrides: tuple[str, ...] = ()
+    """After those of the recipe."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of every process of its jobs, besides the recipe's."""
+
+    @property
+    def own_speculation(self) -> bool:
+        """Whether vLLM's own speculation is on, whose accept length only its log has."""
+        return any(override.startswith(SPECULATIVE) for override in self.overrides)
+
+
+def quoted(value: object) -> str:
+    """A value as Hydra reads it, whatever characters it has."""
+    text = re.sub(r"(\\+)(?='|$)", r"\1\1", str(value)).replace("'", r"\'")
+    return f"'{text}'"
+
+
+def vllm_arm(name: str, label: str, drafter: str, longest: int, schedule: Sequence[Sequence[int]] = ()) -> Arm:
+    """Stock verl whose engines have vLLM's own speculation.
+
+    Args:
+        name: of the arm.
+        label: what it is.
+        drafter: an EAGLE-3 drafter; its weights are read from its file, though verl fills in the policy's later.
+        longest: `num_speculative_tokens`, K.
+        schedule: rows of `num_speculative_tokens_per_batch_size`; none: always `longest`.
+    """
+    table = f",num_speculative_tokens_per_batch_size:{[list(row) for row in schedule]}" if schedule else ""
+    # vLLM's default takes the likeliest token as the draft, which is accepted less often than a drawn one.
+    config = (
+        f"{SPECULATIVE}={{method:eagle3,model:{quoted(drafter)},num_speculative_tokens:{longest},"
+        f"draft_sample_method:probabilistic,draft_load_config:{{load_format:auto}}{table}}}"
+    )
+    return Arm(name, label, False, (config, f"{ENGINE}.disable_log_stats=False"), OWN_LOG)
+
+
+def named_arms(names: Sequence[str], drafter: str | None) -> list[Arm]:
+    """Stock verl and the arms of these names.
+
+    Args:
+        names: `tlt`, `tlt-no-spot`, or `vllm-K` for any K.
+        drafter: what TLT and vLLM draft with; None: TLT starts from a random head.
+
+    Raises:
+        CompareError: there is no such arm, or one that needs a drafter and none is given.
+    """
+    given = () if drafter is None else (f"++tlt.drafter.path={quoted(drafter)}",)
+    known = {
+        STOCK: Arm(STOCK, "the recipe with stock verl", False),
+        TLT: Arm(TLT, "the recipe with verl-tlt", True, given),
+        NO_SPOT: Arm(NO_SPOT, "verl-tlt whose drafter is not trained", True, (*given, "++tlt.spot.enable=false")),
+    }
+    found = {STOCK: known[STOCK]}
+    for name in names:
+        k = int(match[1]) if (match := re.fullmatch(r"vllm-([1-9][0-9]?)", name)) else LONGEST_DRAFT + 1
+        if name not in known and k > LONGEST_DRAFT:
+            others = ", ".join(known)
+            raise CompareError(f"There is no arm {name!r}; there are {others}, and vllm-1 to vllm-{LONGEST_DRAFT}.")
+        if name in known:
+            found[name] = known[name]
+        elif drafter is None:
+            raise CompareError(f"The arm {name} needs a drafter: name one with --drafter or tlt.drafter.path.")
+        else:
+            found[name] = vllm_arm(name, f"stock verl with vLLM's own speculation, K={k} in every step", drafter, k)
+    if len(found) == 1:
+        raise CompareError(f"Stock verl is compared with nothing: give another arm, such as --arms {TLT}.")
+    return list(found.values())

@@ -1,0 +1,204 @@
+"""`verl-tlt compare`: takes the turns that are left, and says what all of them together tell."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from verl_tlt.compare.arms import STOCK, TLT, Arm, named_arms
+from verl_tlt.compare.job import take_turn
+from verl_tlt.compare.plan import Plan, check_arms, checkpoint_bytes, given_drafter, make_plan
+from verl_tlt.compare.pooled import pairs, ratio, ratios, summary
+from verl_tlt.compare.processes import interruptible
+from verl_tlt.compare.turns import Record, schedule
+from verl_tlt.compare.verdict import left_out, other_prompts, reward, verdict
+from verl_tlt.doctor.models import located
+from verl_tlt.doctor.recipe import Recipe
+from verl_tlt.errors import printable
+from verl_tlt.ownership import check_writable, replacing
+
+RESULT = "compare.json"
+SAY_EVERY_S = 60.0
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """Of `verl-tlt compare`, besides the recipe."""
+
+    arms: Sequence[str]
+    rounds: int
+    """Turns of every arm; 0: report what was measured."""
+    steps: int
+    """Of a turn."""
+    out: Path
+    drafter: str | None
+    stall_s: float
+
+
+def compare(recipe: Recipe, options: CompareOptions, console: Console) -> None:
+    """Compare the recipe with stock verl and with TLT, and print what it says; the pages are written to `options.out`.
+
+    Raises:
+        TLTError: it cannot be compared, or a job failed. What was measured is kept and reported.
+    """
+    check_writable(options.out, "--out")
+    plan = make_plan(recipe, options.steps, options.out.resolve())
+    drafter = located(options.drafter) if options.drafter else given_drafter(plan)
+    arms = named_arms(options.arms, drafter)
+    check_arms(plan, arms)
+    record = Record(plan.folder, plan.asked(arms))
+    _announce(plan, arms, options, record, console)
+    try:
+        with interruptible():
+            take_turns(plan, arms, options.rounds, record, console, options.stall_s, lambda: write(plan, arms, record))
+    finally:
+        report(plan, arms, record, console)
+
+
+def take_turns(
+    plan: Plan,
+    arms: Sequence[Arm],
+    rounds: int,
+    record: Record,
+    console: Console,
+    stall_s: float,
+    keep: Callable[[], object],
+) -> None:
+    """Take the turns that `record` lacks, and add each to it; `keep` is called after each."""
+    names, by_name = [arm.name for arm in arms], {arm.name: arm for arm in arms}
+    for name, turn in schedule(names, rounds):
+        if record.done(name, turn):
+            continue
+        began, shown = time.monotonic(), (-1, 0.0)
+
+        def tell(done: int, name: str = name, turn: int = turn, began: float = began) -> None:
+            nonlocal shown
+            now = time.monotonic()
+            if done != shown[0] or now - shown[1] >= SAY_EVERY_S:
+                shown = (done, now)
+                left = record.seconds_left(names, rounds)
+                until = f", about {clock(max(0.0, left - (now - began)))} left" if left is not None else ""
+                say(console, f"{name}, turn {turn + 1} of {rounds}: {done} of {plan.steps} steps{until}")
+
+        record.add(take_turn(plan, by_name[name], turn, stall_s, tell))
+        taken = record.turns[-1]
+        pace = ", ".join(f"{step.rollout_s:.1f}/{step.step_s:.1f}" for step in taken.steps)
+        say(console, f"{name}, turn {turn + 1} of {rounds} took {clock(taken.seconds)}; rollout/step s: {pace}")
+        keep()
+
+
+def clock(seconds: float) -> str:
+    """A duration for people."""
+    minutes = round(seconds / 60)
+    return f"{seconds:.0f} s" if seconds < 100 else f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else (
+        f"{minutes} min"
+    )  # fmt: skip
+
+
+def say(console: Console, text: str) -> None:
+    """A line as it is, whatever characters are in it."""
+    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def report(plan: Plan, arms: Sequence[Arm], record: Record, console: Console) -> None:
+    """Print what the turns taken so far say, and write it down."""
+    found = found_of(arms, record)
+    if not found["ratios"]:
+        say(console, "No arm has steps to compare with stock's yet.")
+        return
+    console.print(arms_table(found))
+    for line in found["sentences"]:
+        say(console, line)
+    say(console, f"Rows: {write(plan, arms, record)}")
+
+
+def found_of(arms: Sequence[Arm], record: Record) -> dict[str, Any]:
+    """Everything that is concluded from the turns of arms that have any, as JSON has it."""
+    taken = {arm.name: record.of(arm.name) for arm in arms if record.steps(arm.name)}
+    stock = record.steps(STOCK)
+    compared = [name for name in taken if name != STOCK and pairs(stock, record.steps(name))]
+    rounds = {name: len(record.of(name)) for name in taken}
+    against = {name: ratios(stock, record.steps(name)) for name in compared}
+    sentences = [verdict(name, STOCK, against[name]["e2e_per_token"], rounds[name]) for name in compared]
+    sentences += _against_best(record, compared, against)
+    if compared:
+        sentences += ["Left out of the ratios:", *left_out({name: taken[name] for name in (STOCK, *compared)}, STOCK)]
+    for name in compared:
+        if others := other_prompts(stock, record.steps(name)):
+            sentences.append(f"In {others} of its steps {name} had other prompts than {STOCK}.")
+    return {
+        "arms": {arm.name: _arm(arm, record) for arm in arms if arm.name in taken},
+        "ratios": against,
+        "sentences": sentences,
+        "turns": record.rows(),
+    }
+
+
+def _arm(arm: Arm, record: Record) -> dict[str, Any]:
+    found = summary(record.steps(arm.name))
+    logged = [turn.accept_length for turn in record.of(arm.name) if turn.accept_length]
+    if found["accept_length"] is None and logged:
+        found["accept_length"] = round(sum(logged) / len(logged), 4)
+    return {"label": arm.label, "overrides": list(arm.overrides), "environment": dict(arm.environment), **found}
+
+
+def _against_best(record: Record, compared: Sequence[str], against: Mapping[str, Any]) -> list[str]:
+    """TLT against the fastest of the other arms, where there are any."""
+    others = [name for name in compared if not name.startswith(TLT)]
+    if TLT not in compared or not others:
+        return []
+    best = max(others, key=lambda name: float(against[name]["e2e_per_token"]["pooled"]))
+    both = pairs(record.steps(best), record.steps(TLT))
+    if not both:
+        return []
+    found = ratio(both, lambda step: step.step_s, lambda step: step.tokens)
+    return [verdict(TLT, f"{best}, the fastest of the others", found, len(record.of(TLT)))]
+
+
+def write(plan: Plan, arms: Sequence[Arm], record: Record) -> Path:
+    """The raw rows and what is concluded from them, in the comparison's folder."""
+    path = plan.folder / RESULT
+    with replacing(path) as file:
+        file.write(json.dumps(found_of(arms, record), indent=1).encode())
+    return path
+
+
+def arms_table(found: Mapping[str, Any]) -> Table:
+    """A row for each arm."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("arm", "rollout, per token", "step, per token", "accept length", "reward"):
+        table.add_column(heading, justify="left" if heading == "arm" else "right")
+    for name, arm in found["arms"].items():
+        of = found["ratios"].get(name)
+        cells = [spell(of[what]) if of else "1" for what in ("rollout_per_token", "e2e_per_token")]
+        length = "-" if arm["accept_length"] is None else f"{arm['accept_length']:.2f}"
+        table.add_row(name, *cells, length, reward(arm["reward"]))
+    return table
+
+
+def spell(of: Mapping[str, Any]) -> str:
+    """A ratio with its interval."""
+    return f"{of['pooled']:.2f}x ({of['low']:.2f} to {of['high']:.2f})"
+
+
+def _announce(plan: Plan, arms: Sequence[Arm], options: CompareOptions, record: Record, console: Console) -> None:
+    """What is about to happen, and what it needs."""
+    for arm in arms:
+        say(console, f"{arm.name}: {arm.label}")
+    left = [name for name, turn in schedule([arm.name for arm in arms], options.rounds) if not record.done(name, turn)]
+    say(console, f"All begin with {plan.start or 'the policy of the recipe'}.")
+    seconds = record.seconds_left([arm.name for arm in arms], options.rounds)
+    time_left = "the time is known after the first" if seconds is None else f"about {clock(seconds)}"
+    say(console, f"{len(left)} jobs of {plan.steps} steps are left, one at a time; {time_left}.")
+    size, free = checkpoint_bytes(plan), shutil.disk_usage(plan.folder).free
+    needs = f"about {(len(arms) + 1) * size / 1e9:.1f} GB" if size else "a checkpoint for each arm and one more"
+    say(console, f"Disk: {needs} in {plan.folder}, where {free / 1e9:.0f} GB are free.")
