@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 
 help:
 	@echo "make demo           GRPO on the toy task with TLT, a line per step, pictures in demo-out/"
-	@echo "make demo-compare   the same beside the same run without TLT"
+	@echo "make demo-compare   the same, then stock verl and TLT in turns"
 	@echo "make test           lint, types and the tests that continuous integration runs"
 	@echo "make test-all       the same with the heavy tests: more recipes, modes and combinations"
 	@echo "make test-fast      lint, types and the unit tests"

@@ -12,14 +12,14 @@ from demo.command import demo
 
 def main(
     compare: Annotated[
-        bool, typer.Option("--compare", help="Also run stock verl, and TLT with the trained drafter, on the same seed.")
+        bool, typer.Option("--compare", help="Then compare stock verl with TLT and the trained drafter, in turns.")
     ] = False,
     steps: Annotated[int, typer.Option(help="GRPO steps of each run.")] = 10,
     out: Annotated[Path, typer.Option(help="Where runs, summary, picture and report go.")] = Path("demo-out"),
     seed: Annotated[int, typer.Option(help="Seed of prompts and sampling.")] = 0,
 ) -> None:
     """Run GRPO with TLT on a toy task, on this machine's CPU, and show what it did."""
-    raise typer.Exit(demo(compare=compare, steps=steps, out=out, seed=seed))
+    raise typer.Exit(demo(against_stock=compare, steps=steps, out=out, seed=seed))
 
 
 if __name__ == "__main__":
