@@ -6,7 +6,7 @@ from typer.main import get_command
 from verl_tlt.cli import app
 
 COMMANDS = get_command(app).commands
-MAY_BE_ZERO = {"temperature", "top_k", "seed", "cache_gb", "reward_seconds"}
+MAY_BE_ZERO = {"temperature", "top_k", "seed", "cache_gb", "reward_seconds", "rounds"}
 MAY_BE_INFINITE = {"max_steps", "max_tokens", "max_minutes"}
 
 
