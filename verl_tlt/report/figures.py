@@ -18,6 +18,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgba
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
@@ -33,7 +34,7 @@ PHASES = {
     "reward": ("reward model", SKY),
     "old_log_prob": ("log-probs", PURPLE),
     "update_actor": ("policy update", GREEN),
-    "update_weights": ("weight sync", "#BBBBBB"),
+    "update_weights": ("weight sync", "#F0E442"),
 }
 """Phases on the policy's devices after the rollout: name in the charts, colour."""
 STYLE = {
@@ -48,10 +49,16 @@ STYLE = {
     "legend.handlelength": 1.2,
     "legend.columnspacing": 1.0,
 }
+WIDTH = 5.0
+"""Inches of a chart of the page: its texts are 11 pixels high where the page is 390 wide."""
+MARGIN = 0.12
+"""Inches around a chart: a browser without the font takes one that may be a little wider."""
 COLUMNS = 600
 """Times at which a replica's lane is sampled."""
 MOST_LANES = 64
 """Replicas in a chart; of more the first."""
+MOST_NAMED = 8
+"""Replicas of which each has its seconds beside its lane: three lines of text."""
 LANE, STRIP = 0.84, 0.26
 """Height of a lane and of the draft lengths at its bottom, as a share of the distance between lanes."""
 
@@ -106,7 +113,7 @@ def step_charts(trace: RunTrace, steps: Mapping[int, RLStep]) -> Iterator[Chart]
         note += f" The first {MOST_LANES} of {len(trace.replicas)} replicas."
     for number in sorted({min(steps), most_trained(steps), max(steps)}):
         draw = partial(draw_replicas, trace=trace, step=steps[number])
-        yield _chart(f"RL step {number}: the replicas over time", note, draw, 1.8 + _lanes_height(trace))
+        yield _chart(f"RL step {number}: the replicas over time", note, draw, 2.2 + _lanes_height(trace))
 
 
 def save_picture(path: Path, trace: RunTrace) -> Path:
@@ -154,7 +161,8 @@ def draw_replicas(ax: Axes, trace: RunTrace, step: RLStep) -> None:
     legend = {f"batch, up to {most}": Patch(color=BLUE)}
     legend |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     legend |= {k_name(k): Patch(color=color) for k, color in colors.items() if k != NO_STEP}
-    ax.legend(legend.values(), legend.keys(), loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
+    columns = int(ax.figure.bbox.width / ax.figure.dpi / 2.5)
+    ax.legend(legend.values(), legend.keys(), loc="lower left", bbox_to_anchor=(0, 1), ncols=columns)
 
 
 def _draw_work(ax: Axes, trace: RunTrace, step: RLStep, replica: str, y: int) -> None:
@@ -206,7 +214,7 @@ def acceptance(trace: RunTrace) -> dict[str, tuple[str, Points]]:
     """A line for each draft position."""
     names = _numbered(trace, "tlt/accept_rate_pos_")
     return {
-        str(i): (k_color(i, max(names)), {step: metrics.get(name) for step, metrics in trace.steps.items()})
+        f"position {i}": (k_color(i, max(names)), {step: metrics.get(name) for step, metrics in trace.steps.items()})
         for i, name in names.items()
     }
 
@@ -236,7 +244,8 @@ def k_color(k: int, kmax: int) -> str:
 
 def _chart(title: str, note: str, draw: Callable[[Axes], None], height: float = 3.2) -> Chart:
     with matplotlib.rc_context(STYLE), io.BytesIO() as file:
-        figure = Figure(figsize=(6, height), layout="constrained")
+        layout = ConstrainedLayoutEngine(w_pad=MARGIN, h_pad=MARGIN)
+        figure = Figure(figsize=(WIDTH, height), layout=layout)
         draw(figure.add_subplot())
         figure.savefig(file, format="svg")
         return Chart(title, note, base64.b64encode(file.getvalue()).decode())
@@ -247,7 +256,7 @@ def _finish(ax: Axes, unit: str) -> None:
     ax.set_xlabel("RL step")
     ax.set_ylabel(unit)
     if len(ax.get_legend_handles_labels()[0]) > 1:
-        ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
 
 
 def _numbered(trace: RunTrace, prefix: str) -> dict[int, str]:
@@ -260,7 +269,7 @@ def _numbered(trace: RunTrace, prefix: str) -> dict[int, str]:
 def _lane_name(trace: RunTrace, step: RLStep, replica: str) -> str:
     """The replica, with the seconds of its bubbles and of the sessions in them where there is room."""
     bubbles = [(b.start, b.end) for b in step.bubbles if b.replica == replica]
-    if not bubbles or len(trace.replicas) > 8:
+    if not bubbles or len(trace.replicas) > MOST_NAMED:
         return trace.label(replica)
     sessions = [(s.start, s.end) for s in step.sessions if s.replica == replica]
     trained = sum(max(0.0, min(e, end) - max(s, start)) for start, end in bubbles for s, e in sessions)
@@ -271,4 +280,4 @@ def _lane_name(trace: RunTrace, step: RLStep, replica: str) -> str:
 def _lanes_height(trace: RunTrace) -> float:
     """Inches."""
     count = max(1, min(MOST_LANES, len(trace.replicas)))
-    return count * min(1.0, max(0.3, 5 / count))
+    return count * min(1.0, max(0.75 if count <= MOST_NAMED else 0.3, 5 / count))

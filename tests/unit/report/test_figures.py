@@ -4,6 +4,7 @@ import dataclasses
 
 import matplotlib
 import pytest
+from made_run import make_run
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
@@ -92,3 +93,24 @@ def test_the_picture_is_drawn(trace, tmp_path):
 def test_a_run_without_loads_or_steps_is_drawn(tmp_path):
     TraceWriter(tmp_path, "trainer").emit("phase", step=1, name="rollout", start=0.0, end=2.0)
     figures.save_picture(tmp_path / "bare.png", read_trace(tmp_path))
+
+
+@pytest.mark.parametrize("replicas", [2, 8, 20])
+def test_nothing_is_cut_and_no_legend_covers_the_data(tmp_path, monkeypatch, replicas):
+    rooms, pixels = [], []
+
+    def look(figure, *args, **kwargs):
+        figure.draw_without_rendering()
+        drawn, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+        rooms.append(min(drawn.x0, drawn.y0, width - drawn.x1, height - drawn.y1))
+        pixels.append(358 / width * matplotlib.rcParams["font.size"] / 72)
+        assert all(ax.get_legend().get_window_extent().y0 >= ax.bbox.y1 - 1 for ax in figure.axes if ax.get_legend())
+
+    monkeypatch.setattr(Figure, "savefig", look)
+    run = read_trace(make_run(tmp_path / "run", steps=4, replicas=replicas).directory)
+    charts = [*figures.run_charts(run), *figures.step_charts(run, rl_steps(run))]
+    assert len(rooms) == len(charts)
+    assert min(rooms) > 0.1, "inches: the font of a browser may be wider"
+    assert min(pixels) > 10, "height of a text on a page of 390"
+    figures.save_picture(tmp_path / "picture.png", run)
+    assert rooms[-1] >= 0
