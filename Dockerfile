@@ -9,7 +9,7 @@ FROM ${IMAGE}
 
 ARG VERL_VERSION=0.9.1
 WORKDIR /opt/verl-tlt
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY verl_tlt verl_tlt
 COPY hydra_plugins hydra_plugins
 

@@ -14,6 +14,7 @@ import dataclasses
 import inspect
 import itertools
 import re
+import runpy
 import sys
 import textwrap
 import typing
@@ -31,24 +32,27 @@ sys.path.append(str(Path(__file__).parents[1]))  # patches/ is no installed pack
 from patches import cpu_changes, upstream_changes
 from patches.upstream_changes import UpstreamChange
 
+ROOT = Path(__file__).parents[1]
 PAGE = Path(__file__).parent / "configuration.md"
 API_PAGE = Path(__file__).parent / "api.md"
-PATCHES_PAGE = Path(__file__).parents[1] / "patches" / "README.md"
+PATCHES_PAGE = ROOT / "patches" / "README.md"
 
 INTRO = """# Settings
 
 <!-- Written by docs/generate.py from verl_tlt/config.py: edit those. -->
 
-Start a run with `+tlt=default`, and every key below can be given on the command line or in your own YAML:
+The flag takes every setting at its default. A setting follows it on the command line:
 
 ```bash
-python -m verl.trainer.main_ppo <your recipe> +tlt=default \\
-    tlt.drafter.path=/models/my-drafter tlt.speculation.max_draft_length=5
+python -m verl.trainer.main_ppo <your recipe> +trainer.plugin=tlt \\
+    +tlt.drafter.path=/models/my-drafter +tlt.speculation.max_draft_length=5
 ```
 
-`+trainer.plugin=tlt` alone is the same with every setting at its default. An unknown key, a value of the wrong type, or
-values that contradict each other stop the run before Ray starts, with a sentence that names the key. Try it without a
-run: `verl-tlt doctor <your recipe> +tlt=default ...`.
+`+tlt=default` instead of the flag does the same and puts all keys into the composed config; keys are then given without
+the plus.
+
+An unknown key, a value of the wrong type, or values that contradict each other stop the run before Ray starts, with a
+sentence that names the key. Try it without a run: `verl-tlt doctor <your recipe> +trainer.plugin=tlt ...`.
 
 Most runs need only these:
 
@@ -136,19 +140,27 @@ NOTES = {
 
 
 def render() -> str:
-    """The page's text."""
+    """The page's text: for each section a table of what most readers ask, and below it types, bounds and the rest."""
     defaults = TLTConfig().to_dict()
     parts = [INTRO]
     for section in dataclasses.fields(TLTConfig):
         cls = typing.get_type_hints(TLTConfig)[section.name]
-        rows = [
-            f"| `tlt.{section.name}.{key}` | {kind} | `{_yaml(defaults[section.name][key])}` | {meaning} |"
-            for key, kind, meaning in _fields(cls.__name__)
-        ]
-        table = "\n".join(["| Key | Type | Default | Meaning |", "|---|---|---|---|", *rows])
-        notes = "\n".join(f"* {note}" for note in NOTES[section.name])
-        parts.append(f"## {section.name}\n\n{inspect.cleandoc(cls.__doc__)}\n\n{table}\n\n{notes}\n")
+        table, more = ["| Key | Default | |", "|---|---|---|"], []
+        for key, kind, meaning in _fields(cls.__name__):
+            first, rest = _first_sentence(meaning)
+            table.append(f"| `{key}` | `{_yaml(defaults[section.name][key])}` | {_cell(first)} |")
+            more.append(f"* `tlt.{section.name}.{key}`: {kind}. {rest}".rstrip())
+        notes = [f"* {note}" for note in NOTES[section.name]]
+        text = "\n".join([*table, "", "Values, and the rest:", "", *more, *notes])
+        parts.append(f"## tlt.{section.name}\n\n{inspect.cleandoc(cls.__doc__)}\n\n{text}\n")
     return "\n".join(parts)
+
+
+def _first_sentence(meaning: str) -> tuple[str, str]:
+    """A docstring's first sentence, or what it says before a semicolon, and the rest as sentences."""
+    end = re.search(r"[.;](?= |$)(?![^(]*\))", meaning)
+    rest = meaning[end.end() :].strip() if end else ""
+    return f"{meaning[: end.start()] if end else meaning}.", rest[:1].upper() + rest[1:]
 
 
 def render_api() -> str:
@@ -190,14 +202,7 @@ def _change(change: UpstreamChange) -> str:
 
 def on_page_markdown(markdown: str, *, config: Mapping[str, Any], **_: Any) -> str:
     """A page for the built site: links that leave docs/ lead to `repo_url`, or become the file's name without one."""
-    repository = (config.get("repo_url") or "").rstrip("/")
-
-    def elsewhere(link: re.Match[str]) -> str:
-        label, path = link.groups()
-        kind = "tree" if path.endswith("/") else "blob"
-        return f"[{label}]({repository}/{kind}/main/{path})" if repository else f"`{path}`"
-
-    return re.sub(r"\[([^\]]*)\]\(\.\./([^)\s]+)\)", elsewhere, markdown)
+    return str(runpy.run_path(str(ROOT / "setup.py"))["linked"](markdown, config.get("repo_url"), "../"))
 
 
 def _entry(node: ast.FunctionDef | ast.ClassDef) -> str:
@@ -260,7 +265,7 @@ def _fields(class_name: str) -> list[tuple[str, str, str]]:
     for field, text in itertools.pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
             meaning, name = " ".join(ast.literal_eval(text.value).split()), ast.unparse(field.target)
-            found.append((name, _kind(schema[name]), _cell(meaning)))
+            found.append((name, _kind(schema[name]), meaning))
     return found
 
 

@@ -119,14 +119,14 @@ class SpeculationConfig:
     """Measure step latency by batch and K at start, about 20 seconds; false: learn it from the rollout alone, and do
     not find out there whether an engine dies of its drafter."""
     costs_dir: str | None = "~/.cache/verl-tlt/costs"
-    """Where step costs are kept, measured by `verl-tlt calibrate` or learned by a run, for the next run on the same
-    hardware, policy and vLLM, which then measures nothing at start; null: nowhere."""
+    """Where step costs are kept for the next run. `verl-tlt calibrate` measures them, or a run learns them; the next
+    on the same hardware, policy and vLLM measures nothing at start. Null: nowhere."""
     control_every: Index = 32
-    """Every so many steps there is a control rollout: one replica, or all that share a machine, decode without drafts,
-    to measure what that takes; 0: never."""
+    """Every so many steps there is a control rollout. One replica, or all that share a machine, decode without drafts
+    in it, to measure what that takes; 0: never."""
     source: Literal["eagle", "ngram", "both"] = "eagle"
-    """Who drafts: the drafter, n-grams of sibling responses without any drafter, or n-grams where they match and the
-    drafter elsewhere. n-grams give up vLLM's async scheduling."""
+    """Who drafts: the drafter, n-grams of sibling responses, or n-grams where they match and the drafter elsewhere.
+    n-grams need no drafter, and give up vLLM's async scheduling."""
 
     @property
     def longest(self) -> int:
@@ -192,8 +192,8 @@ class GateConfig:
     enable: bool = True
     """False: every merged drafter is published."""
     margin: Share = 0.0025
-    """Publish when the candidate is surely not worse than the served drafter by this share of its accept length (and
-    is not seen to be worse than the initial one by as much)."""
+    """Publish when the candidate is surely not worse than the served drafter by this share of its accept length; it
+    must not be seen to be worse than the initial one by as much either."""
     revert: Share = 0.01
     """Go back to the best of served and initial when the candidate is surely worse than it by this share."""
     min_tokens: Index = 512

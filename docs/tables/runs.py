@@ -29,23 +29,13 @@ def _end_to_end(file: str) -> str:
 
     body = []
     for name, of in found["ratios"].items():
-        arm, cells = found["arms"][name], []
-        for key in ("rollout", "rollout_per_token", "e2e", "e2e_per_token"):
-            cells.append(faster(of[key]))
+        arm = found["arms"][name]
+        cells = [faster(of[key]) for key in ("rollout_per_token", "e2e_per_token")]
         accepted = f"{arm['accept_length']:.2f}" if arm["accept_length"] else ""
         body.append([f"`{name}`", *cells, outside(name), accepted, f"{mean(arm['reward']):.2f}"])
     stock = found["arms"]["stock"]
-    body.append(["`stock`", *[""] * 4, outside("stock"), "", f"{mean(stock['reward']):.2f}"])
-    head = (
-        "",
-        "rollout",
-        "per token",
-        "step",
-        "per token",
-        "outside rollout, per 1,000 tokens",
-        "accept length",
-        "reward",
-    )
+    body.append(["`stock`", "", "", outside("stock"), "", f"{mean(stock['reward']):.2f}"])
+    head = ("", "rollout", "step", "outside rollout, per 1,000 tokens", "accept length", "reward")
     return rows(head, body)
 
 

@@ -3,7 +3,11 @@
 import ast
 import importlib
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,6 +65,14 @@ def test_generated_pages_are_what_is_generated(generate):
         assert page.read_text() == render(), "run `python docs/generate.py`"
     named = re.findall(r"^### (\w+)$", generate.API_PAGE.read_text(), re.MULTILINE)
     assert set(named) == set(drafter.__all__) - {"DrafterError"}
+
+
+def test_tables_of_settings_fit_a_phone(generate):
+    """A key, its default and a short sentence; what is longer stands below the table."""
+    rows = [line.split(" | ") for line in generate.render().splitlines() if re.match(r"\| `\w+` \|", line)]
+    named = {name.rpartition(".")[2] for name in keys(TLTConfig().to_dict()) if name.count(".") == 2}
+    assert {row[0].strip("|` ") for row in rows} == named
+    assert {len(row) for row in rows} == {3} and max(len(row[-1]) for row in rows) < 125
 
 
 def test_the_tables_of_results_are_those_of_the_files(tables):
@@ -191,13 +203,32 @@ def test_every_page_is_in_the_site_and_can_be_reached_from_the_readme():
 
 
 def test_links_out_of_the_site_become_names_or_lead_to_the_repository(generate):
-    page = "[a.py](../verl_tlt/idle/a.py), [idle/](../verl_tlt/idle/) and [metrics](metrics.md)"
-    names = "`verl_tlt/idle/a.py`, `verl_tlt/idle/` and [metrics](metrics.md)"
+    page = "[a.py](../verl_tlt/idle/a.py), [its room](../verl_tlt/idle/) and [metrics](metrics.md)"
+    names = "`verl_tlt/idle/a.py`, its room (`verl_tlt/idle/`) and [metrics](metrics.md)"
     assert generate.on_page_markdown(page, config={"repo_url": None}) == names
     assert generate.on_page_markdown(page, config={"repo_url": "https://example.org/x/"}) == (
         "[a.py](https://example.org/x/blob/main/verl_tlt/idle/a.py), "
-        "[idle/](https://example.org/x/tree/main/verl_tlt/idle/) and [metrics](metrics.md)"
+        "[its room](https://example.org/x/tree/main/verl_tlt/idle/) and [metrics](metrics.md)"
     )
+
+
+@pytest.mark.parametrize("repository", ["", "https://example.org/x"])
+def test_links_in_the_readme_of_a_package_work_outside_the_repository(repository, tmp_path):
+    """The metadata as pip builds it: no link to a file that its reader does not have."""
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "verl_tlt").mkdir()
+    shutil.copy(PACKAGE / "__init__.py", tmp_path / "verl_tlt")
+    made = "import setuptools.build_meta as m; print(m.prepare_metadata_for_build_wheel('.'))"
+    environment = {**os.environ, "VERL_TLT_REPOSITORY": repository}
+    subprocess.run([sys.executable, "-c", made], cwd=tmp_path, env=environment, check=True, capture_output=True)
+    (metadata,) = tmp_path.glob("*.dist-info/METADATA")
+    links = re.findall(r"\]\(([^)\s]+)\)", metadata.read_text())
+    assert links and all(link.startswith("https://") for link in links)
+    if repository:
+        inside = {link for link in links if link.startswith(repository)}
+        assert len(inside) > 20 and f"Project-URL: Repository, {repository}" in metadata.read_text()
+        assert all((ROOT / re.sub(r"^.*/main/|#.*$", "", link)).exists() for link in inside)
 
 
 def test_the_metrics_page_describes_every_trace_event():

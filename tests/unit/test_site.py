@@ -17,19 +17,25 @@ pytest.importorskip("material", reason="mkdocs-material is not installed: pip in
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
+REPOSITORY = "https://example.org/someone/verl-tlt"
+
+
+def build(out, **environment):
     """The site as `mkdocs build` makes it; a link or heading that does not exist fails it, which -q would hide."""
-    out = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "-f", str(ROOT / "mkdocs.yml"), "-d", str(out)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return out
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("site"))
 
 
 class Loads(HTMLParser):
@@ -55,3 +61,9 @@ def test_nothing_is_loaded_from_another_host(site):
     for sheet in site.rglob("*.css"):
         fetched = re.findall(r"url\(\s*[\"']?(?!data:)([^)\"']*)|@import\s+[\"']([^\"']*)", sheet.read_text())
         assert not [address for found in fetched for address in found if "//" in address], sheet
+
+
+def test_links_to_source_files_lead_to_the_repository_that_is_named(tmp_path):
+    page = (build(tmp_path, VERL_TLT_REPOSITORY=REPOSITORY) / "how-it-works" / "index.html").read_text()
+    found = re.findall(rf'href="{REPOSITORY}/(?:blob|tree)/main/([^"#]+)"', page)
+    assert len(found) > 20 and all((ROOT / path).exists() for path in found)
