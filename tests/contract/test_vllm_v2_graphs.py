@@ -1,16 +1,15 @@
 """What vLLM's V2 model runner makes of its drafts' lengths and of the drafter's own: graphs, and the longest context.
 
-The parts that decide are taken out of each release's text and run, for the releases whose V2 runner verl-tlt leaves on,
-with `make contract`; nothing here runs a graph.
+The parts that decide are taken out of each release's text and run, for the releases whose V2 runner verl-tlt leaves on;
+nothing here runs a graph.
 """
 
 import ast
-import os
 from itertools import groupby
 from types import SimpleNamespace
 
 import pytest
-from test_symbols import RELEASES, sources
+from releases import VLLM, sources
 from vllm.config import CUDAGraphMode
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu import cudagraph_utils
@@ -19,11 +18,7 @@ from verl_tlt.drafter.policy import COMPUTED_ROPE
 from verl_tlt.speculation.graph_rules import GRAPH_ARMS, V2_DRAFTS_FROM, draft_length_table
 from verl_tlt.vllm_worker.cuda_graphs import captured_arms
 
-CACHED = [
-    version
-    for package, version in RELEASES
-    if package == "vllm" and tuple(map(int, version.split(".")[:2])) >= V2_DRAFTS_FROM
-]
+V2 = [version for version in VLLM if tuple(map(int, version.split(".")[:2])) >= V2_DRAFTS_FROM]
 REQUESTS, LONGEST = 64, GRAPH_ARMS[-1]
 SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 UTILS = "vllm/v1/worker/gpu/cudagraph_utils.py"
@@ -59,7 +54,7 @@ def captured(root, table):
     return manager
 
 
-@pytest.fixture(params=CACHED if os.environ.get("TLT_CONTRACT_CACHE") else [], scope="module")
+@pytest.fixture(params=V2, scope="module")
 def root(request):
     return sources("vllm", request.param)
 

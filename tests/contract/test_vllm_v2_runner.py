@@ -1,17 +1,16 @@
 """OFF on vLLM's V2 model runner: what the wrapper relies on, in each release's own text.
 
 The part of `sample_tokens` in which the drafter is asked is taken out of the text and run around the wrapper, with a
-speculator whose `propose` is the release's own. The installed release always, others with `make contract`.
+speculator whose `propose` is the release's own. The installed release and the newest, all with `make contract`.
 """
 
 import ast
-import os
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
-from test_symbols import RELEASES, sources
+from releases import VLLM, sources
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
@@ -21,7 +20,6 @@ from verl_tlt.vllm_worker.drafter_pass import set_drafting
 
 V2 = "vllm/v1/worker/gpu"
 DRAFTS_WHAT_IS_ASKED = (0, 32)
-CACHED = [v for package, v in RELEASES if package == "vllm"] if os.environ.get("TLT_CONTRACT_CACHE") else []
 STEPS, REQUESTS, SLOTS = 3, 2, 5
 
 
@@ -63,7 +61,7 @@ def keywords(call):
     return {k.arg: ast.unparse(k.value) for k in call.keywords}
 
 
-@pytest.fixture(params=[None, *CACHED], scope="module", ids=lambda v: v or "installed")
+@pytest.fixture(params=[None, *VLLM], scope="module", ids=lambda v: v or "installed")
 def release(request):
     return Release(request.param)
 
