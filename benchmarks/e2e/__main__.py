@@ -35,9 +35,10 @@ from benchmarks.toy_job import FORCED, RECIPE, recipe_environment, toy_overrides
 from demo.machine import find_dtype, say_dtype
 from demo.toy.assets import Assets, build_assets, demo_width
 from verl_tlt.compare.arms import STOCK, Arm, CompareError
-from verl_tlt.compare.command import found_of, report, say, take_turns
+from verl_tlt.compare.command import report, say, take_turns
 from verl_tlt.compare.plan import Plan, make_plan
 from verl_tlt.compare.processes import interruptible
+from verl_tlt.compare.result import found_of
 from verl_tlt.compare.turns import Record
 from verl_tlt.console import make_console
 from verl_tlt.doctor.recipe import Recipe, read_script

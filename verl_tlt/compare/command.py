@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from verl_tlt.compare.arms import STOCK, TLT, Arm, named_arms
+from verl_tlt.compare.arms import Arm, named_arms
 from verl_tlt.compare.job import take_turn
 from verl_tlt.compare.plan import Plan, check_arms, checkpoint_bytes, given_drafter, make_plan
-from verl_tlt.compare.pooled import pairs, ratio, ratios, summary
 from verl_tlt.compare.processes import interruptible
+from verl_tlt.compare.result import RATIOS, found_of, spell
 from verl_tlt.compare.turns import Record, schedule
-from verl_tlt.compare.verdict import left_out, other_prompts, reward, verdict
+from verl_tlt.compare.verdict import reward
 from verl_tlt.doctor.models import located
 from verl_tlt.doctor.recipe import Recipe
 from verl_tlt.errors import printable
 from verl_tlt.ownership import check_writable, replacing
 
-RESULT = "compare.json"
 SAY_EVERY_S = 60.0
 
 
@@ -118,55 +118,20 @@ def report(plan: Plan, arms: Sequence[Arm], record: Record, console: Console) ->
     console.print(arms_table(found))
     for line in found["sentences"]:
         say(console, line)
-    say(console, f"Rows: {write(plan, arms, record)}")
+    say(console, f"Rows:    {write(plan, arms, record)}")
+    if missing := [package for package in ("matplotlib", "jinja2") if find_spec(package) is None]:
+        install = "pip install 'verl-tlt[report]', and --rounds 0 to write them"
+        say(console, f"Page and picture need {' and '.join(missing)}: {install}.")
+        return
+    from verl_tlt.compare.page import save_compare_picture, write_compare_page
 
-
-def found_of(arms: Sequence[Arm], record: Record) -> dict[str, Any]:
-    """Everything that is concluded from the turns of arms that have any, as JSON has it."""
-    taken = {arm.name: record.of(arm.name) for arm in arms if record.steps(arm.name)}
-    stock = record.steps(STOCK)
-    compared = [name for name in taken if name != STOCK and pairs(stock, record.steps(name))]
-    rounds = {name: len(record.of(name)) for name in taken}
-    against = {name: ratios(stock, record.steps(name)) for name in compared}
-    sentences = [verdict(name, STOCK, against[name]["e2e_per_token"], rounds[name]) for name in compared]
-    sentences += _against_best(record, compared, against)
-    if compared:
-        sentences += ["Left out of the ratios:", *left_out({name: taken[name] for name in (STOCK, *compared)}, STOCK)]
-    for name in compared:
-        if others := other_prompts(stock, record.steps(name)):
-            sentences.append(f"In {others} of its steps {name} had other prompts than {STOCK}.")
-    return {
-        "arms": {arm.name: _arm(arm, record) for arm in arms if arm.name in taken},
-        "ratios": against,
-        "sentences": sentences,
-        "turns": record.rows(),
-    }
-
-
-def _arm(arm: Arm, record: Record) -> dict[str, Any]:
-    found = summary(record.steps(arm.name))
-    logged = [turn.accept_length for turn in record.of(arm.name) if turn.accept_length]
-    if found["accept_length"] is None and logged:
-        found["accept_length"] = round(sum(logged) / len(logged), 4)
-    return {"label": arm.label, "overrides": list(arm.overrides), "environment": dict(arm.environment), **found}
-
-
-def _against_best(record: Record, compared: Sequence[str], against: Mapping[str, Any]) -> list[str]:
-    """TLT against the fastest of the other arms, where there are any."""
-    others = [name for name in compared if not name.startswith(TLT)]
-    if TLT not in compared or not others:
-        return []
-    best = max(others, key=lambda name: float(against[name]["e2e_per_token"]["pooled"]))
-    both = pairs(record.steps(best), record.steps(TLT))
-    if not both:
-        return []
-    found = ratio(both, lambda step: step.step_s, lambda step: step.tokens)
-    return [verdict(TLT, f"{best}, the fastest of the others", found, len(record.of(TLT)))]
+    say(console, f"Picture: {save_compare_picture(plan.folder / 'compare.png', found, record.turns)}")
+    say(console, f"Page:    {write_compare_page(plan.folder / 'compare.html', found, record.turns)}")
 
 
 def write(plan: Plan, arms: Sequence[Arm], record: Record) -> Path:
     """The raw rows and what is concluded from them, in the comparison's folder."""
-    path = plan.folder / RESULT
+    path = plan.folder / "compare.json"
     with replacing(path) as file:
         file.write(json.dumps(found_of(arms, record), indent=1).encode())
     return path
@@ -179,15 +144,10 @@ def arms_table(found: Mapping[str, Any]) -> Table:
         table.add_column(heading, justify="left" if heading == "arm" else "right")
     for name, arm in found["arms"].items():
         of = found["ratios"].get(name)
-        cells = [spell(of[what]) if of else "1" for what in ("rollout_per_token", "e2e_per_token")]
+        cells = [spell(of[what]) if of else "1" for what in RATIOS]
         length = "-" if arm["accept_length"] is None else f"{arm['accept_length']:.2f}"
         table.add_row(name, *cells, length, reward(arm["reward"]))
     return table
-
-
-def spell(of: Mapping[str, Any]) -> str:
-    """A ratio with its interval."""
-    return f"{of['pooled']:.2f}x ({of['low']:.2f} to {of['high']:.2f})"
 
 
 def _announce(plan: Plan, arms: Sequence[Arm], options: CompareOptions, record: Record, console: Console) -> None:

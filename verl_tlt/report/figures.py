@@ -86,7 +86,7 @@ def run_charts(trace: RunTrace) -> Iterator[Chart]:
             "TLT's own work": (ORANGE, [-own_work_s(row) for row in rows]),
         }
         note = "Seconds by which rollouts with drafts ended earlier than without drafts, estimated from measured costs."
-        yield _chart("Savings", note, partial(draw_bars, unit="seconds", steps=steps, bars=bars))
+        yield make_chart("Savings", note, partial(draw_bars, unit="seconds", steps=steps, bars=bars))
     for title, unit, note, lines in (
         ("Accept length", "tokens", "Tokens per verified draft.", accept_lengths(trace)),
         ("Acceptance by position", "share", "Drafts accepted up to this position.", acceptance(trace)),
@@ -94,16 +94,16 @@ def run_charts(trace: RunTrace) -> Iterator[Chart]:
         ("Reward", "reward", "Mean reward.", {"": (BLUE, by_step(trace, "reward"))}),
     ):
         if any(value is not None for _, points in lines.values() for value in points.values()):
-            yield _chart(title, note, partial(draw_lines, unit=unit, lines=lines))
+            yield make_chart(title, note, partial(draw_lines, unit=unit, lines=lines))
     if lengths := draft_lengths(trace):
         note = "Share of engine steps. OFF: the drafter's pass was skipped; K=0: nothing was drafted in the step."
-        yield _chart("Draft length K", note, partial(draw_bars, unit="share", steps=steps, bars=lengths))
+        yield make_chart("Draft length K", note, partial(draw_bars, unit="share", steps=steps, bars=lengths))
     if any(row["bubble_s"] for row in rows):
         trained = [row["bubble_trained_s"] or 0.0 for row in rows]
         idle = [(row["bubble_s"] or 0.0) - used for row, used in zip(rows, trained, strict=True)]
         bars = {"training the drafter": (ORANGE, trained), "idle": ("#CCCCCC", idle)}
         note = "Seconds in which replicas had nothing to decode, summed over replicas."
-        yield _chart("Bubbles", note, partial(draw_bars, unit="seconds", steps=steps, bars=bars))
+        yield make_chart("Bubbles", note, partial(draw_bars, unit="seconds", steps=steps, bars=bars))
 
 
 def step_charts(trace: RunTrace, steps: Mapping[int, RLStep]) -> Iterator[Chart]:
@@ -113,7 +113,7 @@ def step_charts(trace: RunTrace, steps: Mapping[int, RLStep]) -> Iterator[Chart]
         note += f" The first {MOST_LANES} of {len(trace.replicas)} replicas."
     for number in sorted({min(steps), most_trained(steps), max(steps)}):
         draw = partial(draw_replicas, trace=trace, step=steps[number])
-        yield _chart(f"RL step {number}: the replicas over time", note, draw, 2.2 + _lanes_height(trace))
+        yield make_chart(f"RL step {number}: the replicas over time", note, draw, 2.2 + _lanes_height(trace))
 
 
 def save_picture(path: Path, trace: RunTrace) -> Path:
@@ -242,7 +242,8 @@ def k_color(k: int, kmax: int) -> str:
     return {0: "#9A9A9A", NO_STEP: "none"}.get(k, "#333333")
 
 
-def _chart(title: str, note: str, draw: Callable[[Axes], None], height: float = 3.2) -> Chart:
+def make_chart(title: str, note: str, draw: Callable[[Axes], None], height: float = 3.2) -> Chart:
+    """A chart of what `draw` draws, so many inches high."""
     with matplotlib.rc_context(STYLE), io.BytesIO() as file:
         layout = ConstrainedLayoutEngine(w_pad=MARGIN, h_pad=MARGIN)
         figure = Figure(figsize=(WIDTH, height), layout=layout)

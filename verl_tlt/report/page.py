@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from jinja2 import Environment, StrictUndefined
 
 from verl_tlt.errors import printable
 from verl_tlt.ownership import replacing
-from verl_tlt.report.figures import run_charts, step_charts
+from verl_tlt.report.figures import Chart, run_charts, step_charts
 from verl_tlt.report.reader import RunTrace
 from verl_tlt.report.rows import own_work_s, rows_of_trace, table
 from verl_tlt.report.steps import rl_steps
@@ -26,19 +27,40 @@ LONGEST_TEXT = 2000
 """Characters of a text from the trace that the page shows."""
 
 
+@dataclass(frozen=True)
+class PageContent:
+    """What a page shows, from top to bottom; any text may be somebody else's."""
+
+    heading: str
+    facts: Sequence[tuple[str, str]]
+    """Figures, each with what it is."""
+    sentences: Sequence[str]
+    charts: Sequence[Chart]
+    tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]]
+    """Title, headings and cells of each; one without rows is left out."""
+    command: str = ""
+    """How the drafter is served; empty: there is none."""
+
+
 def write_page(path: Path, trace: RunTrace) -> Path:
     """Write the page and return its path; a `TraceError` says that the trace holds no finished rollout."""
-    charts = [*run_charts(trace), *step_charts(trace, rl_steps(trace))]
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters["plain"] = plain
-    template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
-    page = template.render(
+    content = PageContent(
+        heading="one run",
         facts=list(_facts(trace)),
         sentences=list(_sentences(trace)),
-        charts=charts,
+        charts=[*run_charts(trace), *step_charts(trace, rl_steps(trace))],
         tables=list(_tables(trace)),
         command=serve_command(trace),
     )
+    return render_page(path, content)
+
+
+def render_page(path: Path, content: PageContent) -> Path:
+    """Write a page of such content and return its path."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters["plain"] = plain
+    template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
+    page = template.render(vars(content))
     with replacing(path) as file:
         file.write(page.encode("utf-8", "backslashreplace"))
     return path

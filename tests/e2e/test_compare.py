@@ -1,0 +1,94 @@
+"""`verl-tlt compare` on the toy: real jobs in turns from one checkpoint, killed on the way and called again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from grpo_run import RECIPE, ROOT, skew
+
+from demo.toy.assets import build_assets
+
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
+SHORT = 60
+RECIPE_SETTINGS = (
+    "data.shuffle=False",
+    "data.train_batch_size=4",
+    "data.max_response_length=160",
+    "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.rollout.max_model_len=256",
+    "actor_rollout_ref.rollout.agent.default_agent_loop=forced_length",
+)
+
+
+@pytest.fixture
+def command(tmp_path):
+    """The command line, its environment and its folder."""
+    built = build_assets(tmp_path / "assets", width="small", train_rows=32, val_rows=4)
+    skew(built.train, lambda index: index % 4 == 0, SHORT * 2)
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "OUT": str(tmp_path / "recipe"),
+        "ASSETS": str(tmp_path / "assets"),
+        "POLICY": str(built.policy),
+        "AUX_LAYERS": ",".join(map(str, built.aux_layers)),
+        "DTYPE": "float32",
+    }
+    out = tmp_path / "compared"
+    loop = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={built.agent_loop}"
+    costs = f"tlt.speculation.costs_dir={tmp_path}/costs"
+    words = ["-c", "from verl_tlt.cli import app; app()", "compare", str(RECIPE), *RECIPE_SETTINGS, loop, costs]
+    return [sys.executable, *words, "--steps", "2", "--out", str(out)], env, out
+
+
+def taken(out: Path):
+    """(arm, turn) of the turns that are kept."""
+    file = out / "turns.json"
+    return [(row["arm"], row["turn"]) for row in json.loads(file.read_text())["turns"]] if file.exists() else []
+
+
+def run(command, *more):
+    words, env, _ = command
+    done = subprocess.run([*words, *more], env=env, cwd=ROOT, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_comparison_takes_turns_from_one_start_and_goes_on_after_a_kill(command):
+    words, env, out = command
+    first = subprocess.Popen([*words, "--rounds", "1"], env=env, cwd=ROOT)
+    deadline = time.monotonic() + 600
+    while taken(out) != [("stock", 0)] or not (out / "tlt" / "turn-1.log").exists():
+        assert first.poll() is None and time.monotonic() < deadline
+        time.sleep(0.5)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(60) != 0 and taken(out) == [("stock", 0)]
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(out) in " ".join(p.info.get("cmdline") or ())]
+    finished = (out / "stock" / "turn-1.log").stat().st_mtime
+
+    said = run(command, "--rounds", "1")
+    assert taken(out) == [("stock", 0), ("tlt", 0)] and (out / "stock" / "turn-1.log").stat().st_mtime == finished
+    assert "Too few steps to tell" in said and "tlt, turn 1 of 1" in said
+    run(command, "--rounds", "2", "--arms", "tlt")
+    assert taken(out) == [("stock", 0), ("tlt", 0), ("tlt", 1), ("stock", 1)], "the order rotates"
+
+    result = json.loads((out / "compare.json").read_text())
+    steps = {row["arm"]: [s["step"] for r in result["turns"] if r["arm"] == row["arm"] for s in r["steps"]]
+             for row in result["turns"]}  # fmt: skip
+    assert steps == {"stock": [2, 4], "tlt": [2, 4]}, "each goes on where it was"
+    prompts = {(s["step"], s["prompt"]) for row in result["turns"] for s in row["steps"]}
+    assert len(prompts) == 2, "and had the prompts of the other"
+    for arm in ("stock", "tlt"):
+        assert [path.name for path in (out / arm).glob("global_step_*")] == ["global_step_4"]
+    assert "+tlt=default" not in (out / "stock" / "turn-2.log").read_text()
+    assert len(result["ratios"]["tlt"]["e2e_per_token"]["each"]) == 2
+    assert (out / "compare.html").exists() and (out / "compare.png").exists() and (out / "tlt" / "trace").is_dir()
+    with pytest.raises(AssertionError, match="another --steps: give another --out"):
+        run(command, "--steps", "3")
