@@ -9,8 +9,9 @@ from rich.table import Table
 
 from verl_tlt.advise.hardware import GPUS, find_shape, shape_of_size
 from verl_tlt.advise.judge import Numbers, Verdict, judge, never_trained
+from verl_tlt.advise.kv_cache import decoding_requests, kv_needed
 from verl_tlt.advise.options import AdviseOptions
-from verl_tlt.advise.run_metrics import read_metrics, read_run
+from verl_tlt.advise.run_metrics import check_same, read_metrics, read_run
 from verl_tlt.advise.scenario import SETTINGS, Estimate, Scenario, estimate
 from verl_tlt.advise.simulation import SMALL_BATCH
 from verl_tlt.advise.workload import read_workload
@@ -51,6 +52,10 @@ def read_scenario(given: AdviseOptions) -> tuple[Scenario, dict[str, str]]:
     if len(arms) < 2:
         raise TLTError(f"tlt.speculation.arms={list(arms)} never drafts, so there is nothing to advise on.")
     metrics = read_run(given.trace) if given.trace else read_metrics(given.metrics) if given.metrics else None
+    if metrics is not None:
+        check_same(metrics, work)
+        if not metrics.policy:
+            assumed["the run's policy"] = f"that of the recipe, which {metrics.source} does not name"
     scenario = Scenario(
         work, shape, GPUS[(given.gpu or DEFAULT_GPU).upper()], arms, settings.spot.enable,
         settings.drafter.path is not None, metrics, given.acceptance_by_position(), given.response_length,
@@ -59,7 +64,7 @@ def read_scenario(given: AdviseOptions) -> tuple[Scenario, dict[str, str]]:
     return scenario, assumed
 
 
-def suggestions(scenario: Scenario, n: Numbers) -> list[str]:
+def suggestions(scenario: Scenario, n: Numbers, kv_tokens: int) -> list[str]:
     """What to change, one sentence each."""
     work, said = scenario.work, []
     if not n.has_drafter:
@@ -71,6 +76,9 @@ def suggestions(scenario: Scenario, n: Numbers) -> list[str]:
     if work.refills:
         said.append("algorithm.filter_groups.enable=True keeps replicas in until the batch is complete: only the last "
                     "round has a bubble.")  # fmt: skip
+    if kv_needed(work) > kv_tokens:
+        said.append("The KV cache may not hold all requests, and some then wait: a larger gpu_memory_utilization or "
+                    f"tensor_model_parallel_size, or a smaller max_num_seqs, of {ROLLOUT}.")  # fmt: skip
     if work.response <= 512:
         said.append("data.max_response_length is short: acceptance and bubbles both grow with responses.")
     said.append("tlt.speculation.control_every=20 measures in the run what TLT saves.")
@@ -93,9 +101,9 @@ def _print(console: Console, scenario: Scenario, assumed: Mapping[str, str], fou
         for what, why in assumed.items():
             say(f"  {what}: {why}")
     say("What to change:", "bold")
-    for sentence in suggestions(scenario, found.numbers):
+    for sentence in suggestions(scenario, found.numbers, found.kv_tokens):
         say(f"  {sentence}")
-    style = {"yes": "bold green", "no": "bold red", "it depends": "bold yellow"}[verdict.answer]
+    style = {"no": "bold red", "it depends": "bold yellow"}.get(verdict.answer, "bold green")
     say(f"Does it pay? {verdict.answer}: {verdict.because}", style)
 
 
@@ -107,6 +115,8 @@ def _rows(scenario: Scenario, found: Estimate) -> list[tuple[str, str, str]]:
     share = f"{n.share:.0%} ({n.gen_s:.1f} of {n.gen_s + n.rest_s:.1f} s)"
     rows = [
         ("the run", f"{work.requests} responses on {fleet}", "recipe"),
+        ("KV cache of an engine", f"{found.kv_tokens:,} tokens; its {decoding_requests(work)} requests need up to "
+         f"{kv_needed(work):,}", "data sheet"),
         ("rollout's share of a step", share, measured),
         ("a step with a rollout of 0 s (Amdahl)", f"{n.bound:.2f}x", "1 / (1 - share)"),
         (f"tail: engine time at batches below {SMALL_BATCH}", f"{n.tail_share:.0%}",

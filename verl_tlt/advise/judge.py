@@ -19,7 +19,7 @@ TOOL_BOUND = 0.5
 SHORT_S = 15.0
 """A rollout of fewer seconds is short: what TLT does once a step is a large part of it."""
 
-Answer = Literal["yes", "no", "it depends"]
+Answer = Literal["yes", "yes, with a trained drafter", "no", "it depends"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Numbers:
     """How many times as fast the engines are done."""
     accept: Mapping[str, float]
     """Accept length at K=3, or at the longest draft below."""
+    accept_known: bool
+    """Given by the user or shown by a run; else assumed."""
     tail_share: float
     """Part of the engines' decoding time at batches below 32."""
     bubble_s: float
@@ -96,12 +98,16 @@ def judge(n: Numbers) -> Verdict:
     if not n.has_drafter and (why := never_trained(n)):
         remedy = f"a drafter from verl-tlt warmup changes that (then {worst:.2f}x to {best:.2f}x)"
         return Verdict("no", f"its drafter would stay as random as it begins: {why}; {remedy}.")
-    if worst >= WORTH:
-        basis = "" if n.measured else ", if what is assumed holds; --metrics of a few stock steps replaces most of it"
-        return Verdict("yes", f"even at the low end a step is {worst:.2f} times as fast{basis}.")
-    expected = f"{n.accept['low']:.2f} to {n.accept['high']:.2f} are expected"
+    expected = f"{n.accept['low']:.2f} to {n.accept['high']:.2f} are {'expected' if n.accept_known else 'assumed'}"
     pays = f"from {n.tail_break_even:.2f} on drafts pay at a batch of 8, and {expected}"
-    return Verdict("it depends", f"on the accept length: {pays}; a step is {worst:.2f} to {best:.2f} times as fast.")
+    if worst >= WORTH:
+        basis = "" if n.measured else "; this holds if what is assumed does, and --metrics of a stock run replaces most"
+        decides = f"the accept length decides: {pays}{basis}"
+        answer: Answer = "yes" if n.has_drafter else "yes, with a trained drafter"
+        return Verdict(answer, f"even at the low end a step is {worst:.2f} times as fast; {decides}.")
+    whose = "" if n.has_drafter else " of a trained drafter"
+    range_ = f"a step is {worst:.2f} to {best:.2f} times as fast"
+    return Verdict("it depends", f"on the accept length{whose}: {pays}; {range_}.")
 
 
 def never_trained(n: Numbers) -> str | None:

@@ -13,10 +13,11 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 
+from verl_tlt.advise.workload import Workload
 from verl_tlt.errors import TLTError
 from verl_tlt.json_files import open_ordinary, parse
 from verl_tlt.report.reader import LONGEST_LINE, EngineSteps, RunTrace, read_trace
@@ -30,6 +31,8 @@ NEEDED = ("timing_s/gen", "timing_s/step", "response_length/mean", "response_len
 MOST_LOG_BYTES = 1 << 30
 _CONSOLE = re.compile(r"step:(\d+) - (\S.*)")
 _ENTRY = re.compile(r"(\S+):(?:np\.float\d+\()?([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\)?$")
+_POLICY = re.compile(r"\bactor_rollout_ref\.model\.path=['\"]?([^\s'\"]+)")
+"""How a console log names the policy: the command itself, where its shell shows commands (`set -x`)."""
 _FEWEST_STEPS, _FEWEST_DRAFTS = 8, 200
 """Engine steps behind a figure of the table of costs; drafts behind an acceptance."""
 
@@ -46,7 +49,11 @@ class RunMetrics:
     response_max: float
     """Mean over steps of each step's longest."""
     clipped: float
-    """Share of responses that reached the limit."""
+    """Share of responses as long as their step's longest (`response_length/clip_ratio`)."""
+    longest: float
+    """The longest response of all steps."""
+    policy: str = ""
+    """Where its policy was loaded from; empty: it does not say."""
     prompt_mean: float | None = None
     reward_s: float | None = None
     tool_share: float | None = None
@@ -80,16 +87,20 @@ class RunMetrics:
 def read_metrics(path: Path) -> RunMetrics:
     """A run from verl's metrics file or console log; raises `TLTError` where neither shows a finished step."""
     steps: dict[int, dict[str, float]] = {}
+    policy = ""
     try:
         with open_ordinary(path) as file:
             if (size := os.fstat(file.fileno()).st_size) > MOST_LOG_BYTES:
                 raise TLTError(f"--metrics {path} has {size >> 20} MiB, more than any run's metrics.")
             while line := file.readline(LONGEST_LINE):
-                if (found := _of_line(line.decode(errors="replace"))) is not None:
+                text = line.decode(errors="replace")
+                if (found := _of_line(text)) is not None:
                     steps.setdefault(found[0], {}).update(found[1])
+                elif not policy and (named := _POLICY.search(text)):
+                    policy = named[1]
     except OSError as error:
         raise TLTError(f"--metrics {path} cannot be read: {error.strerror or error}.") from error
-    return _summary(steps, f"--metrics {path}")
+    return replace(_summary(steps, f"--metrics {path}"), policy=policy)
 
 
 def _of_line(line: str) -> tuple[int, dict[str, float]] | None:
@@ -110,7 +121,9 @@ def _of_line(line: str) -> tuple[int, dict[str, float]] | None:
 def read_run(directory: Path) -> RunMetrics:
     """A run from TLT's trace; raises `TLTError` where it shows no finished step."""
     trace = read_trace(directory)
-    found = _summary(trace.steps, f"--trace {directory}")
+    found = replace(
+        _summary(trace.steps, f"--trace {directory}"), policy=trace.run.policy if trace.run is not None else ""
+    )
     engines = [engine for replica in trace.replicas if (engine := trace.engine(replica)) is not None and engine.t.size]
     if not engines:
         return found
@@ -137,6 +150,7 @@ def _summary(steps: Mapping[int, Metrics], source: str) -> RunMetrics:
     return RunMetrics(
         source, len(rows), gen_s, step_s, response_mean, response_max,
         clipped=mean("response_length/clip_ratio") or 0.0,
+        longest=max(row["response_length/max"] for row in rows),
         prompt_mean=mean("prompt_length/mean"),
         reward_s=mean("timing_s/reward"),
         tool_share=tools / (tools + generate) if tools is not None and generate else None,
@@ -145,6 +159,22 @@ def _summary(steps: Mapping[int, Metrics], source: str) -> RunMetrics:
         bubble_s=mean("tlt/bubble_s"),
         accept_length=mean("tlt/accept_length"),
     )  # fmt: skip
+
+
+def check_same(run: RunMetrics, work: Workload) -> None:
+    """Raise a `TLTError` where a run shows that it had another policy or response limit than the recipe.
+
+    Policies are compared by the last part of their names: another machine keeps them in another folder.
+    """
+    there, here = (PurePath(name).name.casefold() for name in (run.policy, work.policy))
+    if there and there != here:
+        raise TLTError(f"{run.source} is a run of {run.policy}, and the recipe is of {work.policy}: give that run's.")
+    limit = f"data.max_response_length={work.response}"
+    if run.longest > work.response:
+        raise TLTError(f"{run.source} has responses of {run.longest:.0f} tokens, and the recipe {limit}.")
+    # Several in each step, and in all steps of one length, which is shorter than the recipe's limit.
+    if run.steps > 1 and run.response_max == run.longest < work.response and run.clipped * work.requests >= 2:
+        raise TLTError(f"{run.source} cut its responses at {run.longest:.0f} tokens, and the recipe has {limit}.")
 
 
 def _seconds_by_batch(engines: Sequence[EngineSteps]) -> dict[int, float]:

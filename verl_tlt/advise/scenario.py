@@ -15,6 +15,7 @@ import numpy as np
 
 from verl_tlt.advise.hardware import Gpu, Shape, drafter_tokens_s, step_cost, update_token_s
 from verl_tlt.advise.judge import Numbers
+from verl_tlt.advise.kv_cache import BESIDE_BYTES, kv_capacity
 from verl_tlt.advise.run_metrics import RunMetrics
 from verl_tlt.advise.simulation import (
     EngineSpec,
@@ -94,6 +95,8 @@ class Estimate:
     """Tokens of context of a request in the tail: a mean response, and its prompt."""
     break_even: Mapping[int, Mapping[int, float]]
     """By batch and K: the accept length above which a draft pays."""
+    kv_tokens: int
+    """Tokens of context that an engine's KV cache holds."""
 
 
 def estimate(scenario: Scenario, assumed: dict[str, str]) -> Estimate:
@@ -106,13 +109,18 @@ def estimate(scenario: Scenario, assumed: dict[str, str]) -> Estimate:
     if min(work.requests, work.replicas, work.response) < 1:
         keys = "data.train_batch_size, data.max_response_length, trainer.nnodes and trainer.n_gpus_per_node"
         raise TLTError(f"{keys} must ask for some work.")
+    if not (kv_tokens := kv_capacity(work, scenario.shape, scenario.gpu)):
+        size = f"{scenario.shape.parameters / 1e9:.1f}B parameters leave no room for a KV cache"
+        key = "actor_rollout_ref.rollout.gpu_memory_utilization"
+        raise TLTError(f"{size} on {work.tensor_parallel} such GPUs at {key}={work.memory_utilization:g}.")
+    assumed["KV cache"] = f"what the weights and {BESIDE_BYTES / 1e9:g} GB of each GPU for all else leave of its memory"
     lengths, prompt = _lengths(scenario, assumed), max(1, work.prompt // 4)
     if metrics is not None and metrics.prompt_mean:
         prompt = round(metrics.prompt_mean)
     else:
         assumed["mean prompt"] = f"{prompt} tokens, a quarter of data.max_prompt_length"
     steps = min(4, math.ceil(ENOUGH_RESPONSES / work.requests))
-    engines = {setting: _engine(scenario, setting, assumed) for setting in SETTINGS}
+    engines = {setting: replace(_engine(scenario, setting, assumed), kv_tokens=kv_tokens) for setting in SETTINGS}
     acceptance = {setting: _acceptance(scenario, setting, assumed) for setting in SETTINGS}
     requests, rollouts = max(work.requests, work.replicas), {}
     for setting, engine in engines.items():
@@ -122,7 +130,7 @@ def estimate(scenario: Scenario, assumed: dict[str, str]) -> Estimate:
     batches = [b for b in BATCHES if b <= max(work.max_num_seqs, 8)]
     even = {batch: break_even(engines["likely"], batch, context) for batch in batches}
     outside_s = _outside_rollout(scenario, lengths, assumed)
-    return Estimate(_numbers(scenario, rollouts, acceptance, even[8], *outside_s), context, even)
+    return Estimate(_numbers(scenario, rollouts, acceptance, even[8], *outside_s), context, even, kv_tokens)
 
 
 def _numbers(
@@ -150,12 +158,13 @@ def _numbers(
         bubble_s=likely.bubble_share * likely.stock_s,
         bubble_needed_s=session_s,
         replicas=work.replicas,
-        has_drafter=scenario.has_drafter,
+        has_drafter=scenario.has_drafter or bool(scenario.acceptance),
         trains=scenario.spot,
         mode=work.mode,
         reward_s=scenario.reward_s,
         response_mean=likely.tokens / work.requests,
         tail_break_even=tail_break_even[k],
+        accept_known=bool(_known_acceptance(scenario)),
         accept={name: accept_length(acceptance[name], k) for name in SETTINGS},
         measured=metrics is not None,
     )
@@ -181,7 +190,9 @@ def _lengths(scenario: Scenario, assumed: dict[str, str]) -> LogNormal:
     """Response lengths as a run's metrics, the user, or the recipe's limit suggest them."""
     work, metrics, mean = scenario.work, scenario.metrics, scenario.response
     if metrics is not None:
-        return from_moments(metrics.response_mean, metrics.response_max, metrics.clipped, work.requests, work.response)
+        # verl's share of clipped responses is of those as long as the step's longest, whether the limit cut it or not.
+        clipped = metrics.clipped if metrics.longest >= work.response else 0.0
+        return from_moments(metrics.response_mean, metrics.response_max, clipped, work.requests, work.response)
     if mean is not None:
         assumed["spread of lengths"] = f"log-normal, sigma {SIGMA}, around the mean that was given"
         if not 1 <= mean <= work.response:
@@ -227,9 +238,14 @@ def _engine(scenario: Scenario, setting: str, assumed: dict[str, str]) -> Engine
     return EngineSpec(sheet.step_s, arms, work.max_num_seqs, prefill_token_s=sheet.token_s, spread=SPREAD[setting])
 
 
+def _known_acceptance(scenario: Scenario) -> tuple[float, ...]:
+    """Given by the user, or shown by a run; empty: neither."""
+    return scenario.acceptance or (scenario.metrics.acceptance if scenario.metrics else ())
+
+
 def _acceptance(scenario: Scenario, setting: str, assumed: dict[str, str]) -> tuple[float, ...]:
     """Conditional acceptance by position, for every draft length that may be chosen."""
-    known = scenario.acceptance or (scenario.metrics.acceptance if scenario.metrics else ())
+    known = _known_acceptance(scenario)
     if not known:
         assumed["acceptance"] = (
             "accept length 1.95 to 3.2 at K=3, of a drafter that is trained along or made by verl-tlt warmup; "

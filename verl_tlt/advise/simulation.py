@@ -44,6 +44,8 @@ class EngineSpec:
     """Draft lengths that the policy may choose."""
     max_batch: int = 256
     """`max_num_seqs`: requests decoding at once; the others wait."""
+    kv_tokens: float = math.inf
+    """Tokens of context that the KV cache holds: what does not fit waits."""
     prefill_token_s: float = 0.0
     """Seconds per prompt token."""
     spread: float = 0.0
@@ -87,17 +89,17 @@ def decode(spec: EngineSpec, lengths: Lengths, prompt: int, gains: Floats | None
     """Decode all responses, see `rollout`: with the `step_gains` of a drafter that runs all the time, or as stock."""
     found = Decoded(seconds=lengths.size * prompt * spec.prefill_token_s)
     left = lengths.astype(np.float64)  # tokens to go, [requests]
-    rows = np.arange(min(spec.max_batch, lengths.size))  # requests that decode, [batch]
-    waiting = rows.size  # the first request that waits
-    while rows.size:
-        batch = rows.size
+    queue = np.arange(lengths.size)  # requests that are not done, those that decode first
+    while queue.size:
+        batch = _fitting(spec, prompt + (lengths - left)[queue[: spec.max_batch]])
+        rows = queue[:batch]  # requests that decode, [batch]
         kv = round(float((lengths[rows] - left[rows]).sum())) + batch * prompt
         k = OFF if gains is None else best_length(spec, batch, kv, gains[rows].mean(axis=0))
         gain = np.ones(batch) if gains is None else gains[rows, k]  # tokens a step, [batch]
         needed = left[rows] / gain  # steps each request still takes, [batch]
         ending = min(batch, max(1, round(batch * GRAIN)))
         steps = float(np.partition(needed, ending - 1)[ending - 1])
-        if waiting == lengths.size or ending < batch:
+        if batch == queue.size or ending < batch:
             steps = min(steps, max(1.0, GROWTH * (kv / batch + 64.0) / float(gain.mean())))
         middle = max(1, round(float(np.clip(needed / steps, 0.0, 1.0).sum())))  # mean batch of the segment
         gained = np.minimum(gain * steps, left[rows])
@@ -106,11 +108,16 @@ def decode(spec: EngineSpec, lengths: Lengths, prompt: int, gains: Floats | None
         found.seconds += seconds
         found.seconds_by_batch[1 << (middle.bit_length() - 1)] += seconds
         left[rows] -= gained
-        rows = rows[left[rows] > 1e-9]
-        joining = min(spec.max_batch - rows.size, lengths.size - waiting)
-        rows = np.concatenate((rows, np.arange(waiting, waiting + joining)))
-        waiting += joining
+        queue = queue[left[queue] > 1e-9]
     return found
+
+
+def _fitting(spec: EngineSpec, contexts: Floats) -> int:
+    """How many of these requests decode at once, one at least: those whose contexts fit, as they are mid-segment.
+
+    vLLM too has the last to come wait. What it computes again for them is left out.
+    """
+    return max(1, int((contexts.cumsum() * (1.0 + GROWTH / 2) <= spec.kv_tokens).sum()))
 
 
 def best_length(spec: EngineSpec, batch: int, kv_tokens: int, gains: Floats) -> int:

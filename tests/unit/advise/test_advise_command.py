@@ -39,7 +39,7 @@ def metrics(tmp_path):
     def write(**changes):
         path = tmp_path / "metrics.jsonl"
         row = {**STOCK, **changes}
-        path.write_text("".join(json.dumps({"step": i, "data": row}) + "\n" for i in (1, 2)))
+        path.write_text("".join(json.dumps({"step": i, "data": row}) + "\n" for i in (1, 2, 3)))
         return str(path)
 
     return write
@@ -48,10 +48,12 @@ def metrics(tmp_path):
 def test_a_recipe_alone_is_judged_and_what_was_assumed_is_said():
     code, said = advise(*RECIPE)
     assert code == 0, said
-    for what in ("GPU: H100", "policy's shape: 8.0B", "response lengths:", "outside rollout:", "acceptance:"):
+    for what in ("GPU: H100", "policy's shape: 8.0B", "response lengths:", "outside rollout:", "KV cache:"):
         assert what in said
     assert "32 responses on 4 replicas, each of 2 GPUs; 8 GPUs train" in said
-    assert "Does it pay? yes: " in said and "if what is assumed holds" in said
+    assert "acceptance:" in said
+    assert "Does it pay? yes, with a trained drafter: " in said and "if what is assumed does" in said
+    assert "Does it pay? yes: " in advise(*RECIPE, "--acceptance", "0.7,0.7,0.7")[1]
 
 
 def test_a_stock_run_replaces_assumptions(metrics):
@@ -59,6 +61,7 @@ def test_a_stock_run_replaces_assumptions(metrics):
     assert code == 0, said
     assert "80% (80.0 of 100.0 s)" in said and "5.00x" in said and "metrics.jsonl" in said
     assert "response lengths:" not in said and "outside rollout:" not in said and "if what is assumed" not in said
+    assert "the run's policy: that of the recipe, which --metrics " in said
 
 
 @pytest.mark.parametrize(
@@ -84,13 +87,14 @@ def test_a_run_with_tlt_brings_its_own_costs_and_acceptance(made_run):
     recipe = [
         *RECIPE, "data.train_batch_size=16", f"{ROLLOUT}.tensor_model_parallel_size=4", f"{ROLLOUT}.enforce_eager=true",
         "data.max_response_length=1024", "tlt.speculation.max_draft_length=7",  # the run had 5
+        "actor_rollout_ref.model.path=models/toy",
     ]  # fmt: skip
-    scenario, assumed = read_scenario(AdviseOptions(recipe=recipe, trace=made_run.directory))
+    scenario, assumed = read_scenario(AdviseOptions(recipe=recipe, trace=made_run.directory, parameters=8.0))
     n = estimate(scenario, assumed).numbers
     assert not assumed.keys() & {"acceptance", "step costs", "response lengths", "outside rollout"}
     assert 1.0 < n.rollout["low"] <= n.rollout["likely"] <= n.rollout["high"] < 3.0
     assert n.has_drafter and n.replicas == 2 and n.bubble_s > 0
-    code, said = advise(*recipe, "--trace", str(made_run.directory))
+    code, said = advise(*recipe, "--trace", str(made_run.directory), "--parameters", "8")
     assert code == 0 and "│ run" in said, said
 
 
@@ -117,9 +121,45 @@ def test_what_cannot_be_is_one_sentence(words, said):
     assert code == 1 and said in output and output.count("\n") == 1, output
 
 
-def test_a_mean_length_that_the_recipe_forbids_is_one_sentence(metrics):
+def test_a_run_with_another_response_limit_is_refused(metrics):
+    """Responses longer than the recipe allows, or in every step several of one length, the longest."""
     code, said = advise(*RECIPE, "data.max_response_length=1024", "--metrics", metrics())
-    assert code == 1 and "1200" in said and "1024" in said and said.count("\n") == 1
+    assert code == 1 and "has responses of 7000 tokens, and the recipe data.max_response_length=1024." in said
+    cut = metrics(**{"response_length/clip_ratio": 0.25})
+    code, said = advise(*RECIPE, "--metrics", cut)
+    assert code == 1 and "cut its responses at 7000 tokens, and the recipe has data.max_response_length=8192." in said
+    assert said.count("\n") == 1
+    assert advise(*RECIPE, "--metrics", metrics(**{"response_length/clip_ratio": 1 / 32}))[0] == 0
+
+
+def test_a_run_of_another_policy_is_refused(metrics, made_run, tmp_path):
+    code, said = advise(*RECIPE, "actor_rollout_ref.model.path=mine/another-3B", "--trace", str(made_run.directory))
+    assert code == 1 and said.count("\n") == 1
+    assert f"{made_run.directory} is a run of toy, and the recipe is of mine/another-3B" in said
+    log = tmp_path / "log.txt"
+    entries = " - ".join(f"{name}:{value}" for name, value in STOCK.items())
+    for policy, expected in (("/other/disk/policy-8b", 0), ("Qwen/Qwen3-8B", 1)):
+        command = f"+ python -m verl.trainer.main_ppo actor_rollout_ref.model.path='{policy}' x=1"
+        log.write_text(f"{command}\nstep:1 - {entries}\n")
+        code, said = advise(*RECIPE, "--metrics", str(log))
+        assert code == expected and ("is a run of Qwen/Qwen3-8B" in said) == bool(expected), said
+        assert "the run's policy" not in said
+
+
+def test_the_longest_of_each_step_is_not_taken_for_cut(metrics):
+    """verl counts the step's longest response as clipped, wherever it ends."""
+    counted = advise(*RECIPE, "--metrics", metrics(**{"response_length/clip_ratio": 1 / 32}))
+    assert counted == advise(*RECIPE, "--metrics", metrics())
+
+
+def test_what_does_not_fit_into_the_kv_cache_waits():
+    large = [*RECIPE, "data.train_batch_size=256", f"{ROLLOUT}.tensor_model_parallel_size=1"]
+    wide, narrow = (advise(*large, f"{ROLLOUT}.gpu_memory_utilization=0.8", "--gpu", gpu) for gpu in ("H200", "L40S"))
+    assert wide[0] == narrow[0] == 0
+    assert "some then wait" not in wide[1] and "some then wait" in narrow[1]
+    assert "KV cache of an engine" in narrow[1] and " tokens; its 128 requests need up to " in narrow[1]
+    code, said = advise(*RECIPE, f"{ROLLOUT}.tensor_model_parallel_size=1", "--parameters", "70")
+    assert code == 1 and "70.0B parameters leave no room for a KV cache on 1 such GPUs" in said
 
 
 def test_the_work_of_recipes_is_read():

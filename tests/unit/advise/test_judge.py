@@ -8,9 +8,11 @@ from verl_tlt.advise.judge import Numbers, judge
 
 GOOD = Numbers(
     gen_s=100.0, rest_s=25.0, overhead_s=0.5, rollout={"low": 1.4, "likely": 1.8, "high": 2.2}, tail_share=0.8,
-    bubble_s=20.0, bubble_needed_s=2.5, replicas=8, has_drafter=False, trains=True, response_mean=3000.0,
-    tail_break_even=1.4, accept={"low": 1.9, "likely": 2.4, "high": 3.1},
+    bubble_s=20.0, bubble_needed_s=2.5, replicas=8, has_drafter=True, trains=True, response_mean=3000.0,
+    tail_break_even=1.4, accept={"low": 1.9, "likely": 2.4, "high": 3.1}, accept_known=False,
 )  # fmt: skip
+
+RANDOM, TRAINED = {"has_drafter": False}, "yes, with a trained drafter"
 
 
 def test_amdahl():
@@ -23,8 +25,11 @@ def test_amdahl():
 @pytest.mark.parametrize(
     ("change", "answer", "said"),
     [
-        ({}, "yes", "even at the low end a step is 1.29 times as fast."),
-        ({"measured": False}, "yes", "if what is assumed holds"),
+        ({}, "yes", "even at the low end a step is 1.29 times as fast; the accept length decides: from 1.40 on"),
+        (RANDOM, TRAINED, "1.29 times as fast; the accept length decides: from 1.40"),
+        ({}, "yes", "and 1.90 to 3.10 are assumed."),
+        ({"accept_known": True}, "yes", "and 1.90 to 3.10 are expected."),
+        ({"measured": False}, "yes", "this holds if what is assumed does"),
         ({"gen_s": 5.0, "rest_s": 95.0}, "no", "rollout is 5% of a step; without any duration"),
         ({"gen_s": 10.0, "rest_s": 90.0, "reward_s": 70.0}, "no", "it is reward-bound: reward takes 70.0 s of a step"),
         ({"tool_share": 0.7}, "no", "it is tool-bound: responses wait for tools 70% of their time"),
@@ -39,12 +44,13 @@ def test_amdahl():
             "its responses are short: 90 tokens on average are rolled out in 4.0 s, and TLT's own work takes 0.5 s",
         ),
         ({"rollout": dict.fromkeys(GOOD.rollout, 1.02)}, "no", "from an accept length of 1.40 on at a batch of 8"),
-        ({"replicas": 1, "bubble_s": 0.0}, "no", "with one replica nobody waits for anybody, and the bubble is 0 s"),
-        ({"replicas": 1, "bubble_s": 0.0, "has_drafter": True}, "yes", "1.29"),
-        ({"bubble_s": 1.0}, "no", "replicas wait 1.0 s a step on average, and a session needs 2.5 s"),
-        ({"bubble_s": 1.0, "mode": "separate_async"}, "yes", "1.29"),
-        ({"trains": False}, "no", "tlt.spot.enable=false trains nothing"),
+        ({"replicas": 1, "bubble_s": 0.0, **RANDOM}, "no", "with one replica nobody waits for anybody, and"),
+        ({"replicas": 1, "bubble_s": 0.0}, "yes", "1.29"),
+        ({"bubble_s": 1.0, **RANDOM}, "no", "replicas wait 1.0 s a step on average, and a session needs 2.5 s"),
+        ({"bubble_s": 1.0, "mode": "separate_async", **RANDOM}, TRAINED, "1.29"),
+        ({"trains": False, **RANDOM}, "no", "tlt.spot.enable=false trains nothing"),
         ({"rollout": {**GOOD.rollout, "low": 1.02}}, "it depends", "from 1.40 on drafts pay at a batch of 8, and 1.9"),
+        ({"rollout": {**GOOD.rollout, "low": 1.02}, **RANDOM}, "it depends", "of a trained drafter"),
     ],
 )  # fmt: skip
 def test_the_answer_names_the_number_that_decides(change, answer, said):
@@ -54,4 +60,4 @@ def test_the_answer_names_the_number_that_decides(change, answer, said):
 
 
 def test_the_range_of_a_recipe_that_needs_a_drafter_is_told():
-    assert "verl-tlt warmup changes that (then 1.29x to 1.76x)" in judge(replace(GOOD, bubble_s=0.0)).because
+    assert "verl-tlt warmup changes that (then 1.29x to 1.76x)" in judge(replace(GOOD, bubble_s=0.0, **RANDOM)).because
