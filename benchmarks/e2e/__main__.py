@@ -1,13 +1,15 @@
 """RL end to end: stock verl, vLLM's own speculation and TLT, in turns, on a policy that learns.
 
     python -m benchmarks.e2e --out benchmarks/results/e2e.json [--rounds 3] [--steps 4] [--arms NAME ...]
+    python -m benchmarks.e2e --load large --work demo-out/e2e-large --out FILE
     python -m benchmarks.e2e --forced --steps 8 --arms tlt-fresh tlt --work demo-out/forced --out FILE
 
 `verl-tlt compare` on the demo's recipe, with more arms (`arms.py`), on prompts other than the demo's. The work folder
 keeps what was measured: called again, the command goes on with it, and `--rounds 0` writes `--out` from what is there.
 
-The trained drafter was trained offline on demonstrations of the task, which are not the prompts here
-(`benchmarks.control.toy`); step costs are measured once before (`verl-tlt calibrate`), for TLT and for `vllm-table`.
+The trained drafter was made by `verl-tlt warmup` on other prompts (`heads.py`): `--toy` keeps it, and what making it
+took is in the result. Step costs are measured once before (`verl-tlt calibrate`), for TLT and for `vllm-table`.
+`--load large` has four times as many responses in a step.
 
 `--forced` makes a second table: every response has the length that its prompt's row says, on the same replica in every
 arm, so that what `tlt/saved_s` claims can be compared with what was saved. Two rollouts of each turn are control
@@ -28,8 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.control.engine import VllmTable
-from benchmarks.control.toy import LONGEST_DRAFT, prepare
-from benchmarks.e2e.arms import arms
+from benchmarks.e2e.arms import LONGEST, Heads, arms
+from benchmarks.e2e.heads import BENCH_PROMPTS, BENCH_SEED, NAMES, WARM, home_of, prepare
+from benchmarks.e2e.loads import LOADS, Load
 from benchmarks.gpu.parts import machine
 from benchmarks.toy_job import FORCED, RECIPE, recipe_environment, toy_overrides
 from demo.machine import find_dtype, say_dtype
@@ -46,20 +49,14 @@ from verl_tlt.errors import TLTError
 from verl_tlt.speculation.costs.tables import LatencyTable
 
 ROOT = Path(__file__).parents[2]
-SEED = 1
-"""Of the prompts: others than the demo's."""
-PROMPTS = 6
-"""Of a step."""
 STALL_S = 900.0
-REQUESTS = 32
-"""`max_num_seqs` of the recipe."""
 
 
-def calibrate(work: Path, assets: Assets, drafter: Path) -> tuple[Path, Path]:
+def calibrate(work: Path, assets: Assets, drafter: Path, load: Load) -> tuple[Path, Path]:
     """What engine steps cost here, measured unless it was before: as measured, and where arms go on learning it."""
     calibrated, costs = work / "calibrated", work / "costs"
     if not list(calibrated.glob("*.json")):
-        recipe = [str(RECIPE), f"tlt.speculation.max_draft_length={LONGEST_DRAFT}"]
+        recipe = [str(RECIPE), f"tlt.speculation.max_draft_length={LONGEST}", *load.overrides]
         command = [
             str(Path(sys.executable).parent / "verl-tlt"),
             "calibrate",
@@ -75,22 +72,28 @@ def calibrate(work: Path, assets: Assets, drafter: Path) -> tuple[Path, Path]:
     return calibrated, costs
 
 
-def schedule(calibrated: Path, acceptance: Sequence[float]) -> list[list[int]]:
+def schedule(calibrated: Path, acceptance: Sequence[float], requests: int) -> list[list[int]]:
     """vLLM's table of draft lengths by batch: the best ones for the measured costs and the drafter's acceptance."""
     (file,) = calibrated.glob("*.json")
     known = LatencyTable.from_list(json.loads(file.read_text())["points"])
-    return VllmTable(known, acceptance, range(LONGEST_DRAFT + 1), REQUESTS).schedule
+    return VllmTable(known, acceptance, range(LONGEST + 1), requests).schedule
 
 
-def toy_recipe(work: Path, assets: Assets, forced: bool) -> Recipe:
+def toy_recipe(work: Path, assets: Assets, load: Load, forced: bool) -> Recipe:
     """The demo's recipe on these assets; `forced`: responses of given lengths on given replicas."""
     given = (FORCED, f"actor_rollout_ref.rollout.router_config_path={assets.router}") if forced else ()
     environment = recipe_environment(work / "recipe", assets, 1, TLT="1", DTYPE=find_dtype())
-    return read_script(RECIPE, (*toy_overrides(assets), f"data.train_batch_size={PROMPTS}", *given), environment)
+    return read_script(RECIPE, (*toy_overrides(assets), *load.overrides, *given), environment)
 
 
-def result(arms: Sequence[Arm], record: Record, plan: Plan, table: list[list[int]], forced: bool) -> dict[str, Any]:
-    """What is kept of the whole."""
+def drafters(folder: Path, chosen: Sequence[Arm]) -> dict[str, Any]:
+    """What is known of the heads that these arms start from, each made unless it is there."""
+    told = " ".join(override for arm in chosen for override in arm.overrides)
+    return {name: prepare(folder, name).facts for name in NAMES if str(home_of(folder, name)) in told}
+
+
+def result(arms: Sequence[Arm], record: Record, plan: Plan, forced: bool) -> dict[str, Any]:
+    """What was measured, and on what."""
     here = machine()
     return {
         "machine": here,
@@ -99,7 +102,6 @@ def result(arms: Sequence[Arm], record: Record, plan: Plan, table: list[list[int
         "lengths": "forced" if forced else "sampled",
         "runs": max((len(record.of(arm.name)) for arm in arms), default=0),
         "steps_of_a_turn": plan.steps,
-        "vllm_table": table,
         **found_of(arms, record),
     }
 
@@ -110,6 +112,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="turns of every arm; 0: report what was measured")
     parser.add_argument("--steps", type=int, default=4, help="of a turn, of which the first is left out")
     parser.add_argument("--arms", nargs="+", help="only these, beside stock")
+    parser.add_argument("--load", choices=LOADS, default="small", help="24 responses a step, or 96")
     parser.add_argument("--forced", action="store_true", help="response lengths and replicas are given")
     parser.add_argument("--toy", type=Path, default=ROOT / ".cache" / "toy", help="where the drafter is kept")
     parser.add_argument("--work", type=Path, default=Path("demo-out/e2e"))
@@ -127,23 +130,25 @@ def main() -> None:
     os.environ.pop("RAY_ADDRESS", None)  # nobody's cluster
     work = options.work.resolve()
     say(console, say_dtype(find_dtype()))
-    toy = prepare(options.toy.resolve())
-    assets = build_assets(work / "assets", width=demo_width(find_dtype()), seed=SEED)
-    calibrated, costs = calibrate(work, assets, toy.drafter)
-    table = schedule(calibrated, toy.acceptance)
-    every = arms(toy.drafter, table, costs)
+    load, toy = LOADS[options.load], options.toy.resolve()
+    warm = prepare(toy, WARM)
+    assets = build_assets(work / "assets", width=demo_width(find_dtype()), train_rows=BENCH_PROMPTS, seed=BENCH_SEED)
+    calibrated, costs = calibrate(work, assets, warm.drafter, load)
+    table = schedule(calibrated, warm.acceptance, load.requests)
+    every = arms(Heads(*(home_of(toy, name) / "drafter" for name in NAMES)), table, costs)
     if unknown := set(options.arms or ()) - every.keys():
         raise CompareError(f"There is no arm {', '.join(sorted(unknown))}; there are {', '.join(every)}.")
     chosen = [arm for name, arm in every.items() if not options.arms or name in {STOCK, *options.arms}]
     if options.forced:  # so that a turn has steps without drafts to compare with; a long run has them anyway
         control = f"tlt.speculation.control_every={options.steps // 2}"
         chosen = [replace(arm, overrides=(*arm.overrides, control)) if arm.tlt else arm for arm in chosen]
-    plan = make_plan(toy_recipe(work, assets, options.forced), options.steps, work)
+    known = {"load": options.load, "vllm_table": table, "drafters": drafters(toy, chosen)}
+    plan = make_plan(toy_recipe(work, assets, load, options.forced), options.steps, work)
     record = Record(work, plan.asked(chosen))
 
     def keep() -> None:
         if options.out:
-            found = result(chosen, record, plan, table, options.forced)
+            found = {**result(chosen, record, plan, options.forced), **known}
             options.out.write_text(json.dumps(found, indent=1) + "\n")
 
     try:

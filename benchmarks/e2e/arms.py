@@ -1,36 +1,82 @@
 """What the toy's benchmark compares: stock verl, vLLM's own speculation, and TLT with and without its parts.
 
-Those of vLLM take the drafter that `tlt` starts from, and `vllm-table` the draft lengths that are best by the same
-measured step costs.
+Those of vLLM take the drafter that `tlt` starts from unless their name says otherwise, and `vllm-table` the draft
+lengths that are best by the same measured step costs.
+
+verl puts its engines to sleep after every rollout, at level 2, which discards the drafter's weights with the policy's.
+verl sends the policy's anew, and nobody the drafter's: vLLM issue 52479, open in September 2026, and so by default in
+the sources of vLLM 0.24, 0.28, 0.29, 0.31 and 0.32. Every draft is then rejected, tokens stay right, and no warning is
+given: `vllm-3-lost`. The other arms of vLLM keep their drafter because their engines never sleep (`NO_SLEEP`); on a GPU
+their weights and KV cache would stay in its memory during training. A drafter is also kept by vLLM 0.32 where it is
+asked to (`sleep_preserve_parameter_names`), and at level 1, which verl takes for LoRA and for MTP.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from verl_tlt.compare.arms import NO_SPOT, TLT, Arm, named_arms, vllm_arm
+from verl_tlt.compare.arms import NO_SPOT, STOCK, TLT, Arm, vllm_arm
 
 VLLM_LENGTHS = (1, 3, 7)
 LONGEST = VLLM_LENGTHS[-1]
+NO_SLEEP = "actor_rollout_ref.rollout.free_cache_engine=False"
+KEPT = "vLLM's own speculation, K={}, with {}, kept because the engines never sleep: verl's defaults lose it"
+WARMED = "the warmed-up drafter"
 
 
-def arms(drafter: Path, schedule: Sequence[Sequence[int]], costs: Path) -> dict[str, Arm]:
-    """All nine by name, `stock` first.
+@dataclass(frozen=True)
+class Heads:
+    """Directories of drafters."""
+
+    warm: Path
+    """Made by `verl-tlt warmup` for the policy that every arm starts from."""
+    stale: Path
+    """That one, trained on for another policy."""
+    random: Path
+    """Not trained at all."""
+
+
+def arms(heads: Heads, schedule: Sequence[Sequence[int]], costs: Path) -> dict[str, Arm]:
+    """All by name, `stock` first.
 
     Args:
-        drafter: the trained one.
+        heads: the drafters.
         schedule: of `vllm-table`.
         costs: folder of measured step costs, of which every arm with TLT starts.
     """
-    of_tlt = (f"tlt.speculation.costs_dir={costs}", f"tlt.speculation.max_draft_length={LONGEST}")
-    names = [*(f"vllm-{k}" for k in VLLM_LENGTHS), NO_SPOT, TLT]
-    found = {arm.name: arm for arm in named_arms(names, str(drafter))}
-    extra = [
-        vllm_arm("vllm-table", "vLLM's own speculation, K by batch", str(drafter), LONGEST, schedule),
-        Arm("tlt-ngram", "verl-tlt with n-grams", True, ("tlt.speculation.source=ngram", "tlt.spot.enable=false")),
-        Arm("tlt-fresh", "verl-tlt from a random drafter", True),
+    every = [Arm(STOCK, "stock verl, no speculation", False), *_of_vllm(heads, schedule), *_of_tlt(heads.warm, costs)]
+    return {arm.name: arm for arm in every}
+
+
+def _of_vllm(heads: Heads, schedule: Sequence[Sequence[int]]) -> list[Arm]:
+    """Stock verl, stock vLLM, and a drafter that nobody trains."""
+    lost = (
+        "vLLM's own speculation, K=3, with the warmed-up drafter and verl's defaults: its weights are discarded at "
+        "every sleep and not sent again (vLLM issue 52479)"
+    )
+    by_batch = KEPT.format("by batch from a table of measured costs", WARMED)
+    kept = [
+        *(vllm_arm(f"vllm-{k}", KEPT.format(k, WARMED), str(heads.warm), k) for k in VLLM_LENGTHS),
+        vllm_arm("vllm-table", by_batch, str(heads.warm), LONGEST, schedule),
+        vllm_arm("vllm-3-stale", KEPT.format(3, "a drafter last trained for another policy"), str(heads.stale), 3),
+        vllm_arm("vllm-3-random", KEPT.format(3, "a drafter of random weights"), str(heads.random), 3),
     ]
-    every = [*found.values(), *extra]
-    return {arm.name: replace(arm, overrides=(*arm.overrides, *of_tlt)) if arm.tlt else arm for arm in every}
+    return [
+        *(replace(arm, overrides=(*arm.overrides, NO_SLEEP)) for arm in kept),
+        vllm_arm("vllm-3-lost", lost, str(heads.warm), 3),
+    ]
+
+
+def _of_tlt(warm: Path, costs: Path) -> list[Arm]:
+    """TLT with and without its parts; verl's defaults otherwise, sleep too."""
+    common = (f"tlt.speculation.costs_dir={costs}", f"tlt.speculation.max_draft_length={LONGEST}")
+    no_spot, started = "tlt.spot.enable=false", f"tlt.drafter.path={warm}"
+    parts = [
+        (NO_SPOT, "TLT from the warmed-up drafter, which it does not train", (started, no_spot)),
+        ("tlt-ngram", "TLT with n-grams in a drafter's place", ("tlt.speculation.source=ngram", no_spot)),
+        ("tlt-fresh", "TLT from a random drafter, trained in idle time", ()),
+        (TLT, "TLT from the warmed-up drafter, trained on in idle time", (started,)),
+    ]
+    return [Arm(name, label, True, (*common, *own)) for name, label, own in parts]

@@ -1,0 +1,217 @@
+"""The drafters of the bench, each made once as its name says, and kept with what making it took and reached.
+
+    export $(python -m verl_cpu.environment)
+    python -m benchmarks.e2e.heads .cache/toy warm          # stale, random
+
+* `warm` is what the docs recommend: the command `verl-tlt warmup` made it, from the policy's own responses to prompts
+  that the bench does not have.
+* `stale` is that one trained on by the same command for another policy: the one that every arm starts from, taught
+  for some more steps to get every fifth digit wrong. RL unlearns that; the policies of `benchmarks.drafter.trajectory`
+  begin so. It has seen the policy that it drafts for, only not last: one that never has would be worse.
+* `random` was not trained.
+
+Seconds are of the whole command, on one core. Accept lengths are on prompts that the command held out, for the policy
+that the drafter was made for: as the command simulates it, and as stock vLLM counts it (`verl-tlt evaluate`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.e2e.arms import LONGEST
+from demo.machine import find_dtype
+from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY, build_assets, demo_width, prompt_row
+from verl_cpu.environment import CPU_ENGINE
+
+BENCH_SEED = 1
+"""Of the prompts that the bench itself has: others than the demo's."""
+BENCH_PROMPTS = 512
+NAMES = WARM, STALE, RANDOM = ("warm", "stale", "random")
+PROMPTS, MINUTES = 1024, 8.0
+"""Of a warm-up: one response each, and minutes of training; generating comes before."""
+STALE_PROMPTS, STALE_MINUTES = 384, 2.0
+INTERMEDIATE = 1024
+"""Width of a drafter's MLP, the recipe's."""
+RECORD = "made.json"
+
+
+@dataclass(frozen=True)
+class Head:
+    """A drafter and what is known of it."""
+
+    drafter: Path
+    facts: dict[str, Any]
+
+    @property
+    def acceptance(self) -> list[float]:
+        """P(position i accepted | all before accepted), on held-out prompts; [LONGEST]."""
+        return list(self.facts["acceptance"])
+
+
+def home_of(folder: Path, name: str) -> Path:
+    """Where that head is kept; its `drafter` is one that an engine loads."""
+    return folder / "heads" / f"{name}-{demo_width(find_dtype())}"
+
+
+def prepare(folder: Path, name: str) -> Head:
+    """The head of that name below `folder`, made in a process of its own unless it is there."""
+    home = home_of(folder, name)
+    if not (home / RECORD).exists():
+        command = [sys.executable, "-m", "benchmarks.e2e.heads", str(folder), name]
+        subprocess.run(command, env={**os.environ, **CPU_ENGINE}, check=True)
+    return Head(home / "drafter", json.loads((home / RECORD).read_text()))
+
+
+def make(folder: Path, name: str) -> None:
+    """Make it and keep its record; a try that was cut off begins anew, or its seconds would be too few."""
+    home = home_of(folder, name)
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir(parents=True)
+    policy = build_assets(folder, width=demo_width(find_dtype()), train_rows=1, val_rows=1).policy
+    if name == RANDOM:
+        facts = _untrained(policy, home / "drafter")
+    elif name == STALE:
+        warm, earlier = prepare(folder, WARM), home / "policy"
+        facts = {**_teach_slips(home / "small", earlier), **_warm_up(earlier, home, warm.drafter)}
+    else:
+        facts = _warm_up(policy, home)
+    (home / RECORD).write_text(json.dumps(facts, indent=1))
+
+
+def other_prompts(file: Path, count: int) -> None:
+    """Write so many prompts of the task, none of which is one of the bench's or there twice."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rng = random.Random(f"train {BENCH_SEED}")
+    seen = {_text(prompt_row(rng, "train", i)) for i in range(BENCH_PROMPTS)}
+    rng, rows = random.Random("warm-up"), []
+    while len(rows) < count:
+        row = prompt_row(rng, "train", len(rows))
+        if (text := _text(row)) not in seen:
+            seen.add(text)
+            rows.append(row)
+    pq.write_table(pa.Table.from_pylist(rows), file)
+
+
+def _text(row: dict[str, Any]) -> str:
+    return str(row["prompt"][0]["content"])
+
+
+def _warm_up(policy: Path, home: Path, start: Path | None = None) -> dict[str, Any]:
+    """Run the command on a policy, from a random head or from `start`; the drafter is `home / "drafter"`."""
+    prompts, minutes = (PROMPTS, MINUTES) if start is None else (STALE_PROMPTS, STALE_MINUTES)
+    other_prompts(home / "prompts.parquet", prompts)
+    options = [
+        *("--response-length", "1400", "--draft-length", str(LONGEST), "--batch-tokens", "512", "--epochs", "100"),
+        *("--max-minutes", str(minutes), "--learning-rate", "2e-3" if start is None else "1e-3", "--device", "cpu"),
+    ]
+    if start is None:
+        layers = ",".join(map(str, AUX_LAYERS[demo_width(find_dtype())]))
+        options += ["--aux-layers", layers, "--intermediate-size", str(INTERMEDIATE)]
+    given: dict[str, Path] = {"model": policy, "prompts": home / "prompts.parquet", "out": home / "drafter"}
+    given |= {} if start is None else {"drafter": start}
+    places = [word for name, path in given.items() for word in (f"--{name}", str(path))]
+    began, before = time.monotonic(), _cpu_seconds()
+    subprocess.run([str(Path(sys.executable).parent / "verl-tlt"), "warmup", *places, *options], check=True)
+    return {
+        "made_by": " ".join(["verl-tlt warmup", *(f"--{name} {name.upper()}" for name in given), *options]),
+        "seconds": round(time.monotonic() - began),
+        "cpu_seconds": round(_cpu_seconds() - before),
+        **_reached(home / "drafter", policy),
+    }
+
+
+def _reached(drafter: Path, policy: Path) -> dict[str, Any]:
+    """What the command says of itself, and what stock vLLM counts on the prompts that it held out."""
+    from rich.console import Console
+
+    from verl_tlt.drafter import provenance
+    from verl_tlt.warmup.evaluate import evaluate
+    from verl_tlt.warmup.options import EvaluateOptions
+
+    made = provenance(drafter)
+    options = EvaluateOptions(
+        drafter=drafter, model=policy, draft_length=LONGEST, response_length=1400, device="cpu"
+    )  # fmt: skip
+    return {
+        **{name: made[name] for name in ("prompts_used", "response_tokens", "steps", "training_seconds", "acceptance")},
+        "draft_length": LONGEST,
+        "accept_length": made["tau_sim"],
+        "accept_length_served": round(evaluate(options, Console()).served.accept_length, 4),
+        "date": made["date"],
+    }
+
+
+def _untrained(policy: Path, target: Path) -> dict[str, Any]:
+    from verl_tlt.drafter import VerifierWeights, build_drafter, refresh_verifier_weights, save_drafter
+
+    layers = AUX_LAYERS[demo_width(find_dtype())]
+    drafter = build_drafter(policy, aux_layers=layers, intermediate_size=INTERMEDIATE, seed=0)
+    refresh_verifier_weights(drafter, VerifierWeights.from_policy_dir(policy))
+    save_drafter(drafter, target, {"made for": "benchmarks", "steps": 0})
+    return {"made_by": "random weights, seed 0"}
+
+
+def _teach_slips(small: Path, earlier: Path) -> dict[str, Any]:
+    """Write the policy that the stale head is made for, and how far the bench's is from it."""
+    from benchmarks.drafter.trajectory import UNTIDY
+    from demo.toy.train import save_policy, train
+    from demo.toy.widen import HALF_MLP_WIDTH, MLP_WIDTH, widen
+
+    save_policy(train(UNTIDY, find_dtype(), SHIPPED_POLICY), small)
+    widen(small, earlier, MLP_WIDTH if demo_width(find_dtype()) == "wide" else HALF_MLP_WIDTH)
+    return {
+        "policy": f"the bench's after {UNTIDY.steps} more steps on demonstrations with {UNTIDY.slip:.0%} wrong digits",
+        "kl_per_token": round(distance(SHIPPED_POLICY, small), 4),
+    }
+
+
+def distance(policy: Path, other: Path, texts: int = 48) -> float:
+    """KL(policy || other) in nats a token, on responses that the policy writes at temperature 1."""
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    from benchmarks.drafter.trajectory import TorchSampler
+    from demo.toy import task
+
+    models = [Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (policy, other)]
+    rng, total, count = random.Random(0), 0.0, 0
+    prompts = [[task.TOKEN_ID[w] for w in task.prompt_tokens(task.sample_problem(rng))] for _ in range(texts)]
+    with torch.no_grad():
+        for tokens, begin in TorchSampler().generate(models[0], prompts, 1, seed=0):
+            mine, theirs = (model(torch.tensor([tokens])).logits[0, begin - 1 : -1].log_softmax(-1) for model in models)
+            total += float((mine.exp() * (mine - theirs)).sum())
+            count += len(mine)
+    return total / count
+
+
+def _cpu_seconds() -> float:
+    """Of all processes that this one has waited for, and theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("name", choices=NAMES)
+    options = parser.parse_args()
+    make(options.folder.resolve(), options.name)
+    print(json.dumps(prepare(options.folder.resolve(), options.name).facts, indent=1))
+
+
+if __name__ == "__main__":
+    main()

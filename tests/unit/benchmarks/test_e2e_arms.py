@@ -1,0 +1,82 @@
+"""The arms of the end-to-end benchmark say what they are; their drafters are made from other prompts than it has."""
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from benchmarks.e2e import heads
+from benchmarks.e2e.__main__ import drafters
+from benchmarks.e2e.arms import NO_SLEEP, Heads, arms
+from benchmarks.e2e.loads import LOADS
+from demo.toy.assets import build_assets
+from verl_tlt.compare.arms import SPECULATIVE, STOCK
+
+PLACES = Heads(Path("/warm"), Path("/stale"), Path("/random"))
+REPLICAS = 2
+
+
+@pytest.fixture
+def every(tmp_path):
+    return arms(PLACES, [[1, 4, 5], [5, 32, 0]], tmp_path)
+
+
+def engine_config(arm):
+    """What the arm gives stock vLLM; None: no speculation of its own."""
+    parsed = OverridesParser.create().parse_overrides(list(arm.overrides))
+    found = [override.value() for override in parsed if override.key_or_group == SPECULATIVE.lstrip("+")]
+    return found[0] if found else None
+
+
+def test_every_arm_is_stock_or_says_what_it_changes(every):
+    assert next(iter(every)) == STOCK and not every[STOCK].overrides
+    assert len({arm.label for arm in every.values()}) == len(every) == 12
+    of_vllm = {name: config for name, arm in every.items() if (config := engine_config(arm))}
+    assert not any(every[name].tlt for name in of_vllm)
+    assert {name: config["num_speculative_tokens"] for name, config in of_vllm.items()} == {
+        "vllm-1": 1, "vllm-3": 3, "vllm-7": 7, "vllm-table": 7, "vllm-3-lost": 3, "vllm-3-stale": 3, "vllm-3-random": 3,
+    }  # fmt: skip
+    assert of_vllm["vllm-table"]["num_speculative_tokens_per_batch_size"] == [[1, 4, 5], [5, 32, 0]]
+
+
+def test_only_an_arm_whose_engines_never_sleep_keeps_its_drafter_and_says_so(every):
+    for name, arm in every.items():
+        kept = NO_SLEEP in arm.overrides
+        assert kept == (engine_config(arm) is not None and name != "vllm-3-lost"), name
+        assert kept == ("never sleep" in arm.label), name
+    assert "issue 52479" in every["vllm-3-lost"].label
+
+
+def test_the_drafters_are_those_that_the_names_say(every):
+    found = {name: config["model"] for name, arm in every.items() if (config := engine_config(arm))}
+    assert found.pop("vllm-3-stale") == "/stale" and found.pop("vllm-3-random") == "/random"
+    assert set(found.values()) == {"/warm"} and "tlt.drafter.path=/warm" in every["tlt"].overrides
+
+
+def test_a_warm_up_has_none_of_the_prompts_that_are_compared_on(tmp_path):
+    asked = build_assets(tmp_path, train_rows=heads.BENCH_PROMPTS, val_rows=1, seed=heads.BENCH_SEED)
+    heads.other_prompts(tmp_path / "other.parquet", 200)
+    given, compared = (
+        [row["prompt"][0]["content"] for row in pq.read_table(file).to_pylist()]
+        for file in (tmp_path / "other.parquet", asked.train)
+    )
+    assert len(set(given)) == 200 and not set(given) & set(compared)
+
+
+def test_a_drafter_that_is_there_is_not_made_again(tmp_path):
+    home = heads.home_of(tmp_path, heads.WARM)
+    home.mkdir(parents=True)
+    (home / heads.RECORD).write_text(json.dumps({"acceptance": [0.9, 0.8], "seconds": 500}))
+    found = heads.prepare(tmp_path, heads.WARM)
+    assert found.drafter == home / "drafter" and found.acceptance == [0.9, 0.8] and found.facts["seconds"] == 500
+    known = arms(Heads(*(heads.home_of(tmp_path, name) / "drafter" for name in heads.NAMES)), [], tmp_path)
+    assert drafters(tmp_path, [known[STOCK], known["tlt"]]) == {heads.WARM: found.facts}, "the others are not needed"
+
+
+def test_the_large_load_begins_with_many_requests_in_every_engine():
+    large = LOADS["large"]
+    assert large.responses >= 96 and large.requests >= large.responses // REPLICAS >= 48
+    parsed = {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(list(large.overrides))}
+    assert parsed["data.train_batch_size"] == parsed["actor_rollout_ref.actor.ppo_mini_batch_size"] == large.prompts
