@@ -6,20 +6,25 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-ACCEPTED = re.compile(r"Mean acceptance length: ([\d.]+), .*?Accepted: (\d+) tokens")
+ACCEPTED = re.compile(r"Mean acceptance length: ([\d.]+), .*?Accepted: (\d+) tokens, Drafted: (\d+) tokens")
 ERROR = re.compile(r"(?:^|\s)((?:[\w.]+)?(?:Error|Exception|Refused)\b: .+|verl-tlt: .+)")
 LAST_LINES = 15
 LONGEST_LINE = 300
 
 
 def accepted(lines: Iterable[str]) -> float | None:
-    """The accept length that vLLM logged for intervals, as one; None: nothing was drafted."""
-    tokens = drafts = 0.0
-    for line in lines:
-        if (match := ACCEPTED.search(line)) and float(match[1]) > 1:
-            tokens += int(match[2])
-            drafts += int(match[2]) / (float(match[1]) - 1)
-    return 1 + tokens / drafts if drafts else None
+    """The accept length that vLLM logged for intervals, as one; None: nothing was drafted.
+
+    How many drafts an interval had follows from its accept length, unless nothing was accepted in it: then it is taken
+    to have had drafts as long as those of the others.
+    """
+    found = [(float(m[1]), int(m[2]), int(m[3])) for line in lines if (m := ACCEPTED.search(line))]
+    told = [(tokens, tokens / (length - 1), drafted) for length, tokens, drafted in found if length > 1]
+    if not told:
+        return 1.0 if any(drafted for _, _, drafted in found) else None
+    tokens, drafts, drafted = map(sum, zip(*told, strict=True))
+    of_none = sum(drafted for length, _, drafted in found if length <= 1)
+    return 1 + tokens / (drafts * (1 + of_none / drafted))
 
 
 def failure(what: str, log: Path) -> str:

@@ -4,9 +4,12 @@ from verl_tlt.compare.log import accepted, cause, failure
 
 
 def test_what_vllm_logs_of_accept_lengths_is_weighed_by_drafts():
-    line = "INFO SpecDecoding metrics: Mean acceptance length: {}, Accepted throughput: 1.00 tokens/s, Drafted throughput: 2.00 tokens/s, Accepted: {} tokens, Drafted: 300 tokens, Per"  # noqa: E501
-    assert accepted([line.format("3.00", 200), "another line", line.format("1.50", 150)]) == 1 + 350 / 400
-    assert accepted([line.format("1.00", 0)]) is None
+    line = "INFO SpecDecoding metrics: Mean acceptance length: {}, Accepted throughput: 1.00 tokens/s, Drafted throughput: 2.00 tokens/s, Accepted: {} tokens, Drafted: {} tokens, Per"  # noqa: E501
+    lines = [line.format("3.00", 200, 300), "another line", line.format("1.50", 150, 900)]
+    assert accepted(lines) == 1 + 350 / 400
+    assert accepted([*lines, line.format("1.00", 0, 1200)]) == 1 + 350 / 800, "400 more drafts of three tokens"
+    assert accepted([line.format("1.00", 0, 300)]) == 1.0, "a drafter of which nothing is accepted drafts nevertheless"
+    assert accepted(["another line"]) is None
 
 
 def test_the_cause_is_the_last_error_without_rays_prefix():
