@@ -96,7 +96,8 @@ def other_prompts(file: Path, count: int) -> None:
 
     rng = random.Random(f"train {BENCH_SEED}")
     seen = {_text(prompt_row(rng, "train", i)) for i in range(BENCH_PROMPTS)}
-    rng, rows = random.Random("warm-up"), []
+    rng = random.Random("warm-up")
+    rows: list[dict[str, Any]] = []
     while len(rows) < count:
         row = prompt_row(rng, "train", len(rows))
         if (text := _text(row)) not in seen:
