@@ -15,7 +15,17 @@ from tables.drafter import merge_tree, merging, objectives, packing, study
 from tables.front import expectations, headlines
 from tables.long_runs import growth, overhead, resumptions, stops
 from tables.page import FILES
-from tables.runs import end_to_end, end_to_end_avx2, readings, same_tokens, savings, savings_avx2
+from tables.runs import (
+    arms,
+    drafters,
+    end_to_end,
+    end_to_end_avx2,
+    end_to_end_large,
+    readings,
+    same_tokens,
+    savings,
+    savings_avx2,
+)
 from tables.system import clusters, control_plane, lossless, mutation, residuals, tap
 
 __all__ = ["BLOCK", "FILES", "PAGES", "TABLES", "render"]
@@ -29,7 +39,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for table in (same_tokens, oracles, drain, residuals, clusters, control_by_batch, control_plane, resumptions,
                   growth, stops, overhead, tap, objectives, study, merging, merge_tree, packing, end_to_end,
                   readings, foreign, expectations, headlines, savings, changing, mutation, end_to_end_avx2,
-                  savings_avx2, final, lossless)
+                  savings_avx2, final, lossless, arms, drafters, end_to_end_large)
 }  # fmt: skip
 
 

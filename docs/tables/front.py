@@ -6,28 +6,29 @@ import re
 from statistics import median
 from typing import Any
 
-from tables.page import faster, load, percent, rows
+from tables.page import faster, load, percent, recorded, rows
 
 ROLLOUT, STEP = "rollout_per_token", "e2e_per_token"
 FIXED = r"vllm-(\d+)"
 """Names of arms with vLLM's own speculation at one K and a drafter that keeps its weights."""
 REGIMES = (
-    ("a trained drafter: rollout", ROLLOUT, "tlt", FIXED),
-    ("a trained drafter: whole step", STEP, "tlt", FIXED),
-    ("a drafter whose weights are lost at every sleep, as in stock verl: rollout", ROLLOUT, "tlt", FIXED + "-lost"),
-    ("a drafter that is kept and never trained: rollout", ROLLOUT, "tlt", FIXED + "-stale"),
-    ("a random drafter, in its first steps: rollout", ROLLOUT, "tlt-fresh", FIXED + "-random"),
+    ("a trained drafter: rollout", "e2e", ROLLOUT, "tlt", FIXED),
+    ("a trained drafter: whole step", "e2e", STEP, "tlt", FIXED),
+    ("the same with four times as many responses a step: rollout", "e2e_large", ROLLOUT, "tlt", FIXED),
+    ("its weights lost at every sleep, as in stock verl: rollout", "e2e", ROLLOUT, "tlt", FIXED + "-lost"),
+    ("a drafter of another policy, never trained again: rollout", "e2e", ROLLOUT, "tlt", FIXED + "-stale"),
+    ("a random drafter, in its first steps: rollout", "e2e", ROLLOUT, "tlt-fresh", FIXED + "-random"),
 )
-"""What a row says, which ratio it shows, TLT's arm, and the arms of which the fastest stands for a fixed K."""
+"""What a row says, its file and ratio, TLT's arm, and the arms of which the fastest stands for a fixed K."""
 
 
 def expectations() -> str:
-    """TLT beside the fastest fixed K in every regime that `e2e.json` has; a random drafter may have no fixed K."""
-    ratios = load("e2e")["ratios"]
+    """TLT beside the fastest fixed K in every regime that was measured; a random drafter may have no fixed K."""
     body = []
-    for regime, what, own, pattern in REGIMES:
+    for regime, file, what, own, pattern in REGIMES:
+        ratios = load(file)["ratios"] if recorded(file) else {}
         arm = fastest(ratios, what, pattern)
-        if arm or own == "tlt-fresh":
+        if arm or (ratios and own == "tlt-fresh"):
             fixed = f"{faster(ratios[arm][what])}, K={re.findall(FIXED, arm)[0]}" if arm else "not measured"
             body.append([regime, faster(ratios[own][what]), fixed, "1x"])
     return rows(("Regime", "TLT", "Best fixed K", "Stock verl"), body)

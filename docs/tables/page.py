@@ -16,6 +16,11 @@ def load(name: str) -> Any:
     return json.loads((FILES / f"{name}.json").read_text())
 
 
+def recorded(name: str) -> bool:
+    """Whether that file of results is there."""
+    return (FILES / f"{name}.json").exists()
+
+
 def rows(head: Sequence[str], body: Iterable[Sequence[object]]) -> str:
     """A Markdown table."""
 

@@ -6,7 +6,7 @@ import re
 from statistics import mean
 from typing import Any
 
-from tables.page import faster, load, rows
+from tables.page import faster, load, recorded, rows
 
 
 def end_to_end() -> str:
@@ -17,6 +17,45 @@ def end_to_end() -> str:
 def end_to_end_avx2() -> str:
     """The same on cores with AVX2 alone."""
     return _end_to_end("e2e_avx2")
+
+
+def end_to_end_large() -> str:
+    """The same with four times as many responses a step."""
+    if not recorded("e2e_large"):
+        return "Not recorded yet.\n"
+    on = load("e2e_large")["machine"]
+    return f"[e2e_large.json](../benchmarks/results/e2e_large.json), {on['date'][:10]}:\n\n{_end_to_end('e2e_large')}"
+
+
+def arms() -> str:
+    """Every arm of the benchmark in words."""
+    found = load("e2e")["arms"]
+    return rows(("Arm", "Is"), [[f"`{name}`", of.get("label") or ARMS[name]] for name, of in found.items()])
+
+
+ARMS = {
+    "stock": "stock verl, no speculation",
+    **{f"vllm-{k}": f"vLLM's own speculation, K={k}, with the trained drafter" for k in (1, 3, 7)},
+    "vllm-table": "vLLM's own speculation, K by batch from a table of measured costs, with the trained drafter",
+    "tlt": "TLT from the trained drafter, trained on in idle time",
+    "tlt-no-spot": "TLT from the trained drafter, which it does not train",
+    "tlt-ngram": "TLT with n-grams in a drafter's place",
+    "tlt-fresh": "TLT from a random drafter, trained in idle time",
+}
+"""Arms of recordings that do not say what they are."""
+
+
+def drafters() -> str:
+    """How the drafters of the benchmark were made, and what they reach."""
+    made = load("e2e").get("drafters", {})
+    if not made:
+        return "The trained drafter learned from demonstrations of the task (`python -m benchmarks.control.toy DIR`).\n"
+    body = []
+    for name, of in made.items():
+        took = f"{of['seconds'] / 60:.0f} minutes on one core" if "seconds" in of else ""
+        reaches = f"{of['accept_length']:.2f} simulated, {of['accept_length_served']:.2f} served" if took else ""
+        body.append([f"{name}: {of.get('policy', '')}".rstrip(": "), f"`{of['made_by']}`", took, reaches])
+    return rows(("Drafter", "Made by", "In", "Accept length on held-out prompts, K=7"), body)
 
 
 def _end_to_end(file: str) -> str:
