@@ -1,7 +1,6 @@
-"""From what the study's drafters were served with to `drafter_study.json`, a plot, and the sentences' numbers.
+"""From what the study's drafters were served with to `drafter_study.json` and its summary; docs/figures.py draws it.
 
-    python -m benchmarks.drafter.study_report --out study \
-        --json benchmarks/results/drafter_study.json --plot docs/drafter-study.png
+    python -m benchmarks.drafter.study_report --out study --json benchmarks/results/drafter_study.json
 
 Everything is of a real engine (`benchmarks.drafter.serve`): accept length is tokens per pass of the target, with the
 draft lengths that `goodput` chose and with steps without a draft; speed is tokens per second. Two arms are compared run
@@ -122,38 +121,12 @@ def decisions(out: Path, seeds: list[int]) -> dict[str, Any]:
     return found
 
 
-def plot(rows: list[Row], file: Path) -> None:
-    """Accept length by step: mean of the runs, and a 95 % band over them."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    seeds, steps = sorted({row["seed"] for row in rows}), sorted({row["step"] for row in rows})
-    figure, axes = plt.subplots(1, len(STARTS), figsize=(12, 3.6), sharey=True)
-    for axis, start in zip(axes, STARTS, strict=True):
-        for arm, colour in zip(ARMS, ("#d95f02", "#1b6ca8", "#7a9a01"), strict=True):
-            of = {(row["seed"], row["step"]): row["accept_length"] for row in chosen(rows, start, arm)}
-            spreads = [spread([of[seed, step] for seed in seeds]) for step in steps]
-            mean, half = (np.array(values) for values in zip(*spreads, strict=True))
-            axis.plot(steps, mean, color=colour, label=arm)
-            axis.fill_between(steps, np.maximum(mean - half, 1.0), mean + half, color=colour, alpha=0.15)
-        axis.set_title(f"{start.replace('_', '-')} start")
-        axis.set_xlabel("RL step")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("accept length, served")
-    axes[0].legend(loc="upper left")
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the study")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--plot", type=Path, required=True)
     options = parser.parse_args()
     rows = [row for seed in options.seeds for row in lines_of(options.out / f"served-{seed}.jsonl")]
     reward = rewards(options.out, options.seeds)
@@ -174,7 +147,6 @@ def main() -> None:
     }  # fmt: skip
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(found) + "\n")
-    plot(rows, options.plot)
     print(json.dumps(found["summary"] | {"rose_by": reward["rose_by"]}, indent=1))
 
 
