@@ -272,7 +272,7 @@ def save_step(file: Path, sequences: list[TrainingSequence], weights: VerifierAr
     arrays["aux"] = to_numpy16(torch.cat([s.aux for s in sequences]))
     arrays["last"] = to_numpy16(torch.cat([s.last for s in sequences]))
     temporary = file.with_suffix(".tmp.npz")
-    np.savez(temporary, **arrays, **{f"verifier_{name}": value for name, value in vars(weights).items()})
+    np.savez(temporary, **arrays, **{f"verifier_{name}": value for name, value in vars(weights).items()})  # type: ignore[arg-type]
     os.replace(temporary, file)
 
 

@@ -130,11 +130,11 @@ def _warm_up(policy: Path, home: Path, start: Path | None = None) -> dict[str, A
         "made_by": " ".join(["verl-tlt warmup", *(f"--{name} {name.upper()}" for name in given), *options]),
         "seconds": round(time.monotonic() - began),
         "cpu_seconds": round(_cpu_seconds() - before),
-        **_reached(home / "drafter", policy),
+        **_reached(home, policy),
     }
 
 
-def _reached(drafter: Path, policy: Path) -> dict[str, Any]:
+def _reached(home: Path, policy: Path) -> dict[str, Any]:
     """What the command says of itself, and what stock vLLM counts on the prompts that it held out."""
     from rich.console import Console
 
@@ -142,9 +142,10 @@ def _reached(drafter: Path, policy: Path) -> dict[str, Any]:
     from verl_tlt.warmup.evaluate import evaluate
     from verl_tlt.warmup.options import EvaluateOptions
 
-    made = provenance(drafter)
+    made = provenance(home / "drafter")
     options = EvaluateOptions(
-        drafter=drafter, model=policy, draft_length=LONGEST, response_length=1400, device="cpu"
+        drafter=home / "drafter", prompts=home / "prompts.parquet", model=policy, draft_length=LONGEST,
+        response_length=1400, device="cpu",
     )  # fmt: skip
     return {
         **{name: made[name] for name in ("prompts_used", "response_tokens", "steps", "training_seconds", "acceptance")},
