@@ -5,10 +5,13 @@ lengths that are best by the same measured step costs.
 
 verl puts its engines to sleep after every rollout, at level 2, which discards the drafter's weights with the policy's.
 verl sends the policy's anew, and nobody the drafter's: vLLM issue 52479, open in September 2026, and so by default in
-the sources of vLLM 0.24, 0.28, 0.29, 0.31 and 0.32. Every draft is then rejected, tokens stay right, and no warning is
-given: `vllm-3-lost`. The other arms of vLLM keep their drafter because their engines never sleep (`NO_SLEEP`); on a GPU
-their weights and KV cache would stay in its memory during training. A drafter is also kept by vLLM 0.32 where it is
-asked to (`sleep_preserve_parameter_names`), and at level 1, which verl takes for LoRA and for MTP.
+the sources of vLLM 0.24, 0.28, 0.29, 0.31 and 0.32. That is `vllm-3-lost`. On a GPU the memory then holds anything,
+here NaN (`verl_cpu.sleep_memory`), of which vLLM drafts token 0 again and again; all drafts are rejected, tokens stay
+right, and no warning is given. It drafts greedily, vLLM's default: with drawn drafts NaN would reach the tokens.
+
+The other arms of vLLM keep their drafter because their engines never sleep (`NO_SLEEP`); on a GPU their weights and KV
+cache would stay in its memory during training. A drafter is also kept by vLLM 0.32 where it is asked to
+(`sleep_preserve_parameter_names`), and at level 1, which verl takes for LoRA and for MTP.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ def _of_vllm(heads: Heads, schedule: Sequence[Sequence[int]]) -> list[Arm]:
     ]
     return [
         *(replace(arm, overrides=(*arm.overrides, NO_SLEEP)) for arm in kept),
-        vllm_arm("vllm-3-lost", lost, str(heads.warm), 3),
+        vllm_arm("vllm-3-lost", lost, str(heads.warm), 3, sampled=False),
     ]
 
 

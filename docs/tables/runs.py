@@ -52,7 +52,7 @@ def drafters() -> str:
         return "The trained drafter learned from demonstrations of the task (`python -m benchmarks.control.toy DIR`).\n"
     body = []
     for name, of in made.items():
-        took = f"{of['seconds'] / 60:.0f} minutes on one core" if "seconds" in of else ""
+        took = f"{of['cpu_seconds'] / 60:.0f} minutes of one core" if "cpu_seconds" in of else ""
         reaches = f"{of['accept_length']:.2f} simulated, {of['accept_length_served']:.2f} served" if took else ""
         body.append([f"{name}: {of.get('policy', '')}".rstrip(": "), f"`{of['made_by']}`", took, reaches])
     return rows(("Drafter", "Made by", "In", "Accept length on held-out prompts, K=7"), body)

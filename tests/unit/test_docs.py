@@ -93,7 +93,7 @@ def test_tables_follow_the_benchmark_when_it_records_more(tables, monkeypatch, t
 
     shutil.copytree(tables.FILES, tmp_path, dirs_exist_ok=True)
     found = json.loads((tables.FILES / "e2e.json").read_text())
-    found["drafters"] = {"warm": {"made_by": "verl-tlt warmup", "seconds": 541, "accept_length": 5.8,
+    found["drafters"] = {"warm": {"made_by": "verl-tlt warmup", "cpu_seconds": 541, "accept_length": 5.8,
                                   "accept_length_served": 5.7}, "random": {"made_by": "random weights"}}  # fmt: skip
     for name, like in {"vllm-3-lost": "tlt-fresh", "vllm-3-stale": "vllm-1", "vllm-3-random": "tlt-fresh"}.items():
         found["ratios"][name], found["arms"][name] = found["ratios"][like], {**found["arms"][like], "label": "a label"}

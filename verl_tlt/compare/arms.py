@@ -46,7 +46,9 @@ def quoted(value: object) -> str:
     return f"'{text}'"
 
 
-def vllm_arm(name: str, label: str, drafter: str, longest: int, schedule: Sequence[Sequence[int]] = ()) -> Arm:
+def vllm_arm(
+    name: str, label: str, drafter: str, longest: int, schedule: Sequence[Sequence[int]] = (), *, sampled: bool = True
+) -> Arm:
     """Stock verl whose engines have vLLM's own speculation.
 
     Args:
@@ -55,12 +57,13 @@ def vllm_arm(name: str, label: str, drafter: str, longest: int, schedule: Sequen
         drafter: an EAGLE-3 drafter; its weights are read from its file, though verl fills in the policy's later.
         longest: `num_speculative_tokens`, K.
         schedule: rows of `num_speculative_tokens_per_batch_size`; none: always `longest`.
+        sampled: drafts are drawn; False: vLLM's default, the likeliest token, which is accepted less often.
     """
     table = f",num_speculative_tokens_per_batch_size:{[list(row) for row in schedule]}" if schedule else ""
-    # vLLM's default takes the likeliest token as the draft, which is accepted less often than a drawn one.
+    method = "probabilistic" if sampled else "greedy"
     config = (
         f"{SPECULATIVE}={{method:eagle3,model:{quoted(drafter)},num_speculative_tokens:{longest},"
-        f"draft_sample_method:probabilistic,draft_load_config:{{load_format:auto}}{table}}}"
+        f"draft_sample_method:{method},draft_load_config:{{load_format:auto}}{table}}}"
     )
     return Arm(name, label, False, (config, f"{ENGINE}.disable_log_stats=False"), OWN_LOG)
 
