@@ -21,7 +21,7 @@ def counted(engine, **sampling):
 def test_the_lost_arm_loses_its_drafter_in_a_sync_and_says_nothing(engine_of, models, tmp_path):
     lost = arms(Heads(models["good"], models["good"], models["bad"]), [], tmp_path)["vllm-3-lost"]
     assert NO_SLEEP not in lost.overrides and not lost.tlt
-    (config,) = OverridesParser.create().parse_overrides(list(lost.overrides))
+    config = OverridesParser.create().parse_override(lost.overrides[0])
     with engine_of(None, speculative_config=config.value(), enable_sleep_mode=True) as engine:
         healthy, drafts, accepted = counted(engine)
         assert accepted > drafts / 2

@@ -47,6 +47,7 @@ def test_only_an_arm_whose_engines_never_sleep_keeps_its_drafter_and_says_so(eve
         assert kept == (engine_config(arm) is not None and name != "vllm-3-lost"), name
         assert kept == ("never sleep" in arm.label), name
     assert "issue 52479" in every["vllm-3-lost"].label
+    assert engine_config(every["vllm-3-lost"])["draft_sample_method"] == "greedy", "NaN would reach the tokens"
 
 
 def test_the_drafters_are_those_that_the_names_say(every):
