@@ -48,8 +48,8 @@ python -m verl.trainer.main_ppo <your recipe> +trainer.plugin=tlt \\
     +tlt.drafter.path=/models/my-drafter +tlt.speculation.max_draft_length=5
 ```
 
-`+tlt=default` instead of the flag does the same and puts all keys into the composed config; keys are then given without
-the plus.
+`+tlt=default` instead of the flag does the same, puts all keys into the composed config (they are then given without
+the plus), and fails where verl-tlt is not installed; there verl ignores the flag.
 
 An unknown key, a value of the wrong type, or values that contradict each other stop the run before Ray starts, with a
 sentence that names the key. Try it without a run: `verl-tlt doctor <your recipe> +trainer.plugin=tlt ...`.
