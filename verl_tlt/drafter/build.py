@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def default_attention(device: torch.device | str) -> str:
-    """One kernel over the dense mask on CUDA, where the keys it masks cost little; document by document elsewhere."""
+    """The attention for a device: on CUDA one kernel over the dense mask, elsewhere one document after the other."""
     return "sdpa" if torch.device(device).type == "cuda" else BY_DOCUMENT
 
 
@@ -147,8 +147,8 @@ def build_drafter(
 def choose_tokens(model: Eagle3DraftModel, draft_ids: torch.Tensor) -> bool:
     """Have a drafter draft these tokens: int64 [DV], ascending target ids. Returns whether it drafted others before.
 
-    The rows of its head are the old tokens' until the next `refresh_verifier_weights`. What is trained knows nothing of
-    the draft vocabulary, and stays as it is.
+    The rows of its head are those of the old tokens until the next `refresh_verifier_weights`. The trained weights do
+    not depend on the draft vocabulary and stay as they are.
     """
     ids, vocab, size = draft_ids.to(torch.int64).cpu(), model.verifier_vocab_size, model.draft_vocab_size
     if ids.shape != (size,) or bool((ids.diff() <= 0).any()) or bool(ids[0] < 0 or ids[-1] >= vocab):
@@ -220,7 +220,7 @@ def has_own_head(model: Eagle3DraftModel) -> bool:
 
 
 def halve_frozen(model: Eagle3DraftModel) -> None:
-    """Keep the policy's weights in 16 bits, in which they come and an accelerator computes; not for float32 products.
+    """Store the policy's weights in 16 bits, as they arrive and as an accelerator computes; not for float32 products.
 
     A head of the drafter's own stays as it was loaded, to be saved again as it was.
     """

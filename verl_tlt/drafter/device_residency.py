@@ -78,7 +78,7 @@ class DrafterMemory:
         self.come_home()
 
     def come_home(self) -> None:
-        """Have every tensor be the block's, whatever it was."""
+        """Point every tensor at its place in the block again, without a copy; gradients are dropped."""
         for tensor, here in zip(self.tensors, self._here, strict=True):
             tensor.grad = None
             tensor.data = here

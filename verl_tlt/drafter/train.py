@@ -158,7 +158,7 @@ class DrafterTrainer:
         return StepResult(value, fed.tokens, accuracy, skipped=bool(skipped), rate=0.0 if skipped else rate)
 
     def start_over(self) -> None:
-        """Forget moments and steps; the weights stay."""
+        """Reset the optimizer's moments and steps; the weights stay."""
         with torch.no_grad():
             for state in self.optimizer.state.values():
                 for value in state.values():
