@@ -16,7 +16,7 @@ from tables.page import load
 PICTURE = Path(__file__).parents[1] / "picture.png"
 NAMES = {
     "stock": "stock verl", "tlt-fresh": "TLT, random drafter", "tlt": "TLT, trained drafter",
-    "lost": "drafter lost", "stale": "drafter never trained", "random": "random drafter",
+    "lost": "drafter lost", "stale": "drafter of another policy", "random": "random drafter",
 }  # fmt: skip
 COLORS = {"stock": "#888888", "vllm": "#0072B2", "tlt": "#E69F00"}
 
@@ -31,7 +31,8 @@ def shown() -> Rows:
         steps = [(step["rollout_s"], step["step_s"], step["tokens"]) for step in turn["steps"]]
         found.setdefault(turn["arm"], []).extend(steps)
     names = [arm for arm in found if re.fullmatch(r"vllm-\d+(-\w+)?", arm)]
-    return {arm: found[arm] for arm in ("stock", *sorted(names), "tlt-fresh", "tlt")}
+    names.sort(key=lambda arm: (arm.count("-"), arm))
+    return {arm: found[arm] for arm in ("stock", *names, "tlt-fresh", "tlt")}
 
 
 def digest(rows: Rows) -> str:
