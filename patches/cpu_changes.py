@@ -129,6 +129,19 @@ CHANGES = (
         patch="vllm/0006-cpu-keep-expert-weights.patch",
     ),
     UpstreamChange(
+        name="linear attention verifies drafts of any length",
+        changes=("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_spec_forward",),
+        symptom="With a hybrid policy wrong log-probabilities, and no error, for drafts shorter than the longest; an "
+        "engine that ends where their length changes.",
+        cause="`vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py:459` `keep = B[:, offset + 1 : offset + 1 + "
+        "(state_len - q_i)]` fills the buffer of the convolution from its end, and the next step reads it from its "
+        "beginning. The Triton kernel does not (`causal_conv1d.py`).",
+        applied_by="verl_cpu.vllm_shims:convolve_any_draft",
+        releases=VLLM,
+        removed_by="The patch: the shim leaves a function that fills it from the beginning.",
+        patch="vllm/0010-cpu-convolve-any-draft-length.patch",
+    ),
+    UpstreamChange(
         name="an engine may be started with sleep mode",
         changes=("vllm.platforms.interface:Platform.is_sleep_mode_available",),
         symptom='"Sleep mode is not supported on current platform", which verl asks for by default.',

@@ -208,6 +208,32 @@ CHANGES = (
         removed_by="A rejection sampler that treats a draft without numbers as one without a chance.",
     ),
     UpstreamChange(
+        name="a row without drafts reads the recurrent state of its last accepted token",
+        changes=("vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",),
+        symptom="With a hybrid policy (linear attention) wrong tokens, and no error, where K changes to 0 or a token "
+        "budget leaves rows of a step without drafts.",
+        cause="`vllm/v1/worker/gpu_model_runner.py:2297` `use_spec_decode = len(scheduler_output."
+        "scheduled_spec_decode_tokens) > 0` and the sum of drafts in `gdn_attn.py` tell rows with drafts from others; "
+        "others read the state after the first token of their last draft.",
+        applied_by="verl_tlt.vllm_worker.hybrid_states:count_rows_without_drafts",
+        releases="vllm 0.24 to 0.31 with the V1 model runner, for hybrid policies",
+        removed_by="vLLM 0.32, whose `GDNAttentionMetadataBuilder.build` does not ask how many drafts there are: "
+        "nothing is changed there.",
+        patch="vllm/0008-recurrent-states-of-rows-without-drafts.patch",
+    ),
+    UpstreamChange(
+        name="a request that sat out steps knows how many tokens its last one accepted",
+        changes=("vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states",),
+        symptom="With a hybrid policy wrong tokens, and no error, of a request that a token budget left out of a step.",
+        cause="`vllm/v1/worker/gpu_input_batch.py:486` `self.num_accepted_tokens_cpu[req_index] = 1` for whatever "
+        "comes into the batch, also for what was in it before.",
+        applied_by="verl_tlt.vllm_worker.hybrid_states:remember_accepted",
+        releases="vllm 0.24 to 0.31 with the V1 model runner and synchronous scheduling, for hybrid policies; 0.32 has "
+        "the same line",
+        removed_by="The patch: nothing is changed where that line is another.",
+        patch="vllm/0009-accepted-tokens-of-requests-that-sat-out.patch",
+    ),
+    UpstreamChange(
         name="a drafter reads the policy's embedding without its LoRA",
         changes=("vllm.lora.layers.vocal_parallel_embedding:VocabParallelEmbeddingWithLoRA",),
         symptom="A draft step fails in an engine with LoRA.",

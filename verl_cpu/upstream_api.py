@@ -21,6 +21,11 @@ CPU = by_file(
             Symbol("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", "layer remove_weight"),
             Symbol("vllm.utils.cpu_triton_utils:", has="expand_kernel"),
             Symbol("vllm.device_allocator:", has="get_mem_allocator_instance"),
+            Symbol(
+                "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_spec_forward",
+                "layer attn_metadata_i mixed_qkv_spec b_spec a_spec conv_buf ssm_state width state_len",
+            ),
+            Symbol("vllm._custom_ops:", has="fused_sigmoid_gating_delta_rule_update_spec_cpu"),
             Symbol("vllm.v1.worker.gpu_worker:Worker.sleep", "level", says=("named_buffers()",)),
             Symbol("vllm.v1.worker.gpu_worker:Worker.wake_up", "tags"),
             Symbol("vllm.v1.worker.gpu_worker:Worker._maybe_get_memory_pool_context", "tag"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import logging
 import os
 import time
@@ -183,12 +184,53 @@ def sleep_as_on_a_gpu(module: Any) -> None:
     module.CPUWorker._maybe_get_memory_pool_context = memory_pool
 
 
+def convolve_any_draft(module: Any) -> None:
+    """Let a layer of linear attention verify drafts of any length.
+
+    Its convolution keeps what it has seen in a buffer that `_spec_forward` fills from the end, with the longest draft
+    in mind: after a shorter one the next step reads beside it (vllm .../mamba/ops/cpu/gdn_attention.py). The Triton
+    kernel fills it from the beginning, whatever the length.
+    """
+    if "state_len - q_i" not in inspect.getsource(module):
+        return
+
+    @functools.wraps(module._spec_forward)
+    def spec_forward(
+        layer: Any, meta: Any, mixed: Any, b: Any, a: Any, conv_buf: Any, ssm_state: Any, width: int, _state_len: int
+    ) -> Any:
+        import torch
+        import vllm._custom_ops as ops
+
+        starts = meta.spec_query_start_loc[: meta.num_spec_decodes + 1]
+        slots = meta.spec_state_indices_tensor[: meta.num_spec_decodes]
+        accepted = meta.num_accepted_tokens[: meta.num_spec_decodes]
+        weight, convolved = module._unpacked_conv_weight(layer).unsqueeze(1), torch.empty_like(mixed)
+        for slot, at, (first, end) in zip(
+            slots[:, 0].tolist(), accepted.tolist(), itertools.pairwise(starts.tolist()), strict=True
+        ):
+            buffer = conv_buf[slot]  # [channels, width - 1 + K_max]: width - 2 tokens before the step's, then those
+            known, new = buffer[:, at - 1 : at + width - 2], mixed[first:end].T.to(buffer.dtype)
+            seen = torch.cat([known, new], dim=1)  # [channels, width - 1 + tokens]
+            y = torch.nn.functional.conv1d(seen.unsqueeze(0), weight, layer.conv1d.bias, groups=len(seen))[0]
+            convolved[first:end] = (torch.nn.functional.silu(y) if layer.activation == "silu" else y).T.to(mixed.dtype)
+            buffer[:, : seen.shape[1] - 1] = seen[:, 1:]
+        q, k, v = (part.squeeze(0) for part in layer.rearrange_mixed_qkv(convolved))
+        slots, accepted, starts = (part.to(torch.int32).contiguous() for part in (slots, accepted, starts))
+        return ops.fused_sigmoid_gating_delta_rule_update_spec_cpu(
+            A_log=layer.A_log, dt_bias=layer.dt_bias, q=q, k=k, v=v, a=a, b=b, initial_state_source=ssm_state,
+            spec_state_indices=slots, num_accepted_tokens=accepted, cu_seqlens=starts, use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+
+    module._spec_forward = spec_forward
+
+
 def register() -> None:
     """Arm every shim in this process, on the CPU platform only."""
     if os.environ.get("VERL_PLATFORM", "").strip().lower() != "cpu":
         return
     when_imported("vllm.model_executor.layers.utils", keep_linear_weights)
     when_imported("vllm.model_executor.layers.fused_moe.experts.cpu_moe", keep_expert_weights)
+    when_imported("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention", convolve_any_draft)
     when_imported("vllm.v1.sample.rejection_sampler", fix_expand_batch)
     when_imported("vllm.distributed.device_communicators.shm_broadcast", sleep_between_looks)
     when_imported("vllm.platforms.cpu", sleep_is_available)

@@ -41,7 +41,9 @@ def any_length(speculation: Mapping[str, Any], arms: tuple[int, ...], seed: int)
 def engine_arguments(asked: Mapping[str, Any]) -> dict[str, Any]:
     """vLLM's arguments: the user's, with an EAGLE-3 drafter, and for `tlt` with what a rollout server adds."""
     from verl_tlt.config import TLTConfig
+    from verl_tlt.drafter.policy import read_model_config
     from verl_tlt.server.engine_arguments import engine_kwargs, speculative_config
+    from verl_tlt.speculation.graph_rules import is_hybrid
 
     arguments, drafter, length = dict(asked["arguments"]), asked["drafter"], asked["draft_length"]
     if drafter is None:
@@ -50,7 +52,8 @@ def engine_arguments(asked: Mapping[str, Any]) -> dict[str, Any]:
         return {"speculative_config": speculative_config(drafter, length), **arguments}
     tlt = TLTConfig.from_dict({"speculation": {"max_draft_length": length, "policy": "fixed"}})
     eager = bool(arguments.get("enforce_eager"))
-    ours = engine_kwargs(tlt, drafter, SimpleNamespace(enforce_eager=eager), arguments)
+    hybrid = is_hybrid(read_model_config(arguments["model"]))
+    ours = engine_kwargs(tlt, drafter, SimpleNamespace(enforce_eager=eager), arguments, hybrid=hybrid)
     ours["additional_config"]["tlt"]["policy_factory"] = "benchmarks.lossless.child:any_length"
     return {**arguments, **ours, "worker_extension_cls": "verl_tlt.vllm_worker.extension.TLTWorkerExtension"}
 

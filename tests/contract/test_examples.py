@@ -105,7 +105,9 @@ def stand_in(place, name):
     assert found, f"FAMILIES knows no family of {name}"
     folder = place / "models" / found[1]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": found[1], "architectures": [found[2]], **SHAPE}))
+    linear = {"linear_num_key_heads": 2} if found[1].startswith(("qwen3_5", "qwen3_next")) else {}
+    fields = {"model_type": found[1], "architectures": [found[2]], **SHAPE, **linear}
+    (folder / "config.json").write_text(json.dumps(fields))
     return folder
 
 
@@ -161,5 +163,5 @@ def test_every_example_is_judged(examples, place, monkeypatch, capsys):
     assert set(counts) - {"accepted", "warned", "verl does not compose it"} <= {
         "refused: actor_rollout_ref.model.path", "refused: actor_rollout_ref.rollout.name",
         "refused: actor_rollout_ref.model.mtp.enable_rollout", "refused: actor_rollout_ref.rollout.quantization",
-        "refused: actor_rollout_ref.rollout.data_parallel_size",
+        "refused: actor_rollout_ref.rollout.data_parallel_size", "refused: actor_rollout_ref.rollout.engine_kwargs",
     }  # fmt: skip

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from patches import cpu_changes, upstream_changes
-from verl_cpu import megatron_shims, verl_shims
+from verl_cpu import megatron_shims, verl_shims, vllm_shims
 from verl_tlt.compat.sources import SourceTree, source_root
 from verl_tlt.compat.upstream_api import Symbol
 
@@ -304,6 +304,43 @@ def test_the_spinning_shim_asks_for_the_patchs_setting(monkeypatch):
     before = SpinCondition.wait
     sleep_between_looks(types.SimpleNamespace(SpinCondition=SpinCondition))
     assert SpinCondition.wait is before and float(os.environ.pop("VLLM_SHM_BROADCAST_BUSY_SLEEP_S")) > 0
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_what_counts_rows_without_drafts_leaves_layers_that_count_them_themselves(tmp_path, fixed):
+    """And vLLM still needs it; what is wrong without: test_hybrids.py."""
+    from vllm.v1.attention.backends import gdn_attn as stock
+
+    from verl_tlt.vllm_worker.hybrid_states import count_rows_without_drafts
+
+    file = patched("rows-without-drafts", tmp_path, "gdn_attn.py") if fixed else Path(stock.__file__)
+    runner = types.SimpleNamespace(_build_attention_metadata="stock")
+    build = load(file, stock.__name__).GDNAttentionMetadataBuilder.build
+    assert count_rows_without_drafts(runner, build) != fixed
+    assert (runner._build_attention_metadata == "stock") == fixed
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_what_remembers_accepted_tokens_leaves_a_batch_that_remembers_them_itself(tmp_path, monkeypatch, fixed):
+    from vllm.v1.worker import gpu_input_batch as stock
+
+    from verl_tlt.vllm_worker.hybrid_states import remember_accepted
+
+    file = patched("sat-out", tmp_path, "gpu_input_batch.py") if fixed else Path(stock.__file__)
+    monkeypatch.setattr(stock.InputBatch, "add_request", load(file, stock.__name__).InputBatch.add_request)
+    runner = types.SimpleNamespace(_update_states="stock")
+    assert remember_accepted(runner) != fixed
+    assert (runner._update_states == "stock") == fixed
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_the_convolution_shim_leaves_a_buffer_that_is_filled_from_its_beginning(tmp_path, fixed):
+    name = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
+    stock = source_root("vllm") / f"{name.replace('.', '/')}.py"
+    module = load(patched("convolve", tmp_path) if fixed else stock, name)
+    before = module._spec_forward
+    vllm_shims.convolve_any_draft(module)
+    assert (module._spec_forward is before) == fixed
 
 
 @pytest.mark.parametrize("fixed", [True, False])

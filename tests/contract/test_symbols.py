@@ -30,6 +30,10 @@ LACKING = {
         "verl.workers.rollout.router:GlobalRequestLoadBalancer", "verl.workers.rollout.router:get_router_handle",
         "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer",
     },
+    # The CPU backend alone: linear attention there verifies no drafts yet.
+    ("vllm", "0.24.0"): {
+        "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_spec_forward", "vllm._custom_ops:",
+    },
     # The CPU backend alone: there the kernel is Triton's own, and the shim takes its place without asking.
     **{("vllm", version): {"vllm.utils.cpu_triton_utils:"} for version in ("0.31.0", "0.32.0", "0.33.0")},
 }  # fmt: skip

@@ -19,6 +19,10 @@ SHAPE = {
     "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 1024, "tie_word_embeddings": False,
     "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0, "dtype": "float32",
 }  # fmt: skip
+RECURRENT = {
+    "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"], "mamba_ssm_dtype": "float32",
+}  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 VISION = {
     "depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128, "patch_size": 14,
@@ -36,26 +40,36 @@ TEXT: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "ernie4_5": ("Ernie4_5", {}),
     "arcee": ("Arcee", {}),
     "apertus": ("Apertus", {}),
+    "qwen3_next": (
+        "Qwen3Next",
+        {**RECURRENT, **EXPERTS, "shared_expert_intermediate_size": 64, "mlp_only_layers": [0, 1, 2]},
+    ),
+    "qwen3_5_text": ("Qwen3_5", RECURRENT),
 }
 # By family: (class less "Config" or "ForConditionalGeneration", what its language model says beyond SHAPE). Without
 # architectures there, vLLM's CPU platform does not start a Qwen3-VL.
 NESTED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen2_5_vl": ("Qwen2_5_VL", {"rope_parameters": MROPE}),
+    "qwen3_5": ("Qwen3_5", RECURRENT),
     "qwen3_vl": ("Qwen3VL", {"rope_parameters": INTERLEAVED, "architectures": ["Qwen3ForCausalLM"]}),
 }  # fmt: skip
 
+HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_text")
+"""Those with recurrent states."""
 
-def build_family(path: Path, family: str) -> Any:
-    """The family's tiny model, frozen, and saved to `path`."""
+
+def build_family(path: Path, family: str, vocab: int = 512, state: float = 1.0) -> Any:
+    """The family's tiny model, frozen, and saved to `path`; `state`: how much recurrent states count, if it has any."""
     import transformers
 
     torch.manual_seed(0)
     name, more = {**TEXT, **NESTED}[family]
-    config = getattr(transformers, f"{name}Config")
+    config = getattr(transformers, f"{name}{'Text' * family.endswith('_text')}Config")
+    shape = {**SHAPE, "vocab_size": vocab, **more}
     if family in TEXT:
-        model = getattr(transformers, f"{name}ForCausalLM")(config(**{**SHAPE, **more}))
+        model = getattr(transformers, f"{name}ForCausalLM")(config(**shape))
     else:
-        whole = config(text_config={**SHAPE, **more}, vision_config=VISION, dtype="float32", **IMAGE)
+        whole = config(text_config=shape, vision_config=VISION, dtype="float32", **IMAGE)
         model = getattr(transformers, f"{name}ForConditionalGeneration")(whole)
     model = model.float().eval().requires_grad_(False)
     with torch.no_grad():
@@ -66,6 +80,10 @@ def build_family(path: Path, family: str) -> Any:
         for key, weight in model.named_parameters():  # how much the context counts beside the present token
             if key.endswith(("o_proj.weight", "down_proj.weight")):
                 weight.mul_(2.0)
+            elif key.endswith("linear_attn.out_proj.weight"):
+                weight.mul_(state)
+            if family in HYBRID:  # vLLM computes these in 16 bits: its log-probabilities are compared with float32's
+                weight.copy_(weight.bfloat16())
     model.save_pretrained(path)
     if family in NESTED:
         (path / "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessor"}')

@@ -59,7 +59,7 @@ class SharedEngines:
         weights = tlt = None
         if drafter is not None:
             directory = self._models[part_of(family, drafter)]
-            weights, ours = directory / "model.safetensors", _ours(directory, speculation, policy)
+            weights, ours = directory / "model.safetensors", _ours(directory, target, speculation, policy)
             tlt = ours["additional_config"]["tlt"]
             arguments |= ours
         key = _key(family, drafter, speculation, kwargs)
@@ -97,14 +97,17 @@ class SharedEngines:
             engine.close()
 
 
-def _ours(directory: Path, speculation: Mapping[str, Any] | None, policy: str | None) -> dict[str, Any]:
+def _ours(directory: Path, target: Path, speculation: Mapping[str, Any] | None, policy: str | None) -> dict[str, Any]:
     """What our server adds to vLLM's arguments for a drafter."""
     from verl_tlt.config import TLTConfig
+    from verl_tlt.drafter.policy import read_model_config
     from verl_tlt.server.engine_arguments import engine_kwargs
+    from verl_tlt.speculation.graph_rules import is_hybrid
 
     settings = {"max_draft_length": K_MAX, "policy": "fixed", **(speculation or {})}
     tlt = TLTConfig.from_dict({"speculation": settings})
-    ours = engine_kwargs(tlt, str(directory), SimpleNamespace(enforce_eager=True), {})
+    hybrid = is_hybrid(read_model_config(target))
+    ours = engine_kwargs(tlt, str(directory), SimpleNamespace(enforce_eager=True), {}, hybrid=hybrid)
     if policy:
         ours["additional_config"]["tlt"]["policy_factory"] = policy
     return {**ours, "worker_extension_cls": "verl_tlt.vllm_worker.extension.TLTWorkerExtension"}

@@ -58,12 +58,19 @@ class VerifierCapture:
         dtype: 16-bit dtype of the copies (the rollout's).
         put: hands the arrays to the object store, which copies them.
         tied: the policy's head is its embedding, under whichever names it streams.
+        norm_offset: what is added to the final norm's weight (`PolicyShape.norm_offset`).
     """
 
-    def __init__(self, dtype: torch.dtype, put: Callable[[VerifierArrays], ObjectRef], tied: bool = False) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        put: Callable[[VerifierArrays], ObjectRef],
+        tied: bool = False,
+        norm_offset: float = 0.0,
+    ) -> None:
         self.armed = False
         """The coming weight sync is copied from."""
-        self._dtype, self._put = dtype, put
+        self._dtype, self._put, self._norm_offset = dtype, put, norm_offset
         self._wanted = [part for part in VERIFIER_PARTS if not (tied and part == "lm_head")]
         self._locked: dict[str, torch.Tensor] = {}  # kept for the run: locking pages takes longer than the copy
         self._host: dict[str, torch.Tensor] = {}  # the same, as tensors of the policy's shapes
@@ -79,7 +86,7 @@ class VerifierCapture:
             part = policy_part(name)
             if self.armed and part is not None and part in self._wanted:
                 with self._contained():
-                    self._keep(part, tensor)
+                    self._keep(part, tensor.float() + self._norm_offset if part == "norm" else tensor)
             yield name, tensor
 
     def finish(self, base: Callable[[], Mapping[str, torch.Tensor]] | None) -> None:

@@ -87,7 +87,7 @@ class TLTActorWorker(ActorRolloutRefWorker):
         self.actor.tap.counts_tokens = counts_tokens
         policy = policy_shape(self.actor.engine.model_config.local_path)
         self.actor.vocabulary = policy.vocab_size
-        self._tlt_capture = VerifierCapture(dtype, ray.put, policy.tied)
+        self._tlt_capture = VerifierCapture(dtype, ray.put, policy.tied, policy.norm_offset)
         self._tlt_capture.armed = self.rank in capture_ranks
         return TapReady(self.actor.engine.get_data_parallel_rank())
 

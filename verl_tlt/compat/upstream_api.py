@@ -266,6 +266,32 @@ VLLM = {
         Symbol("vllm.distributed.parallel_state:get_tensor_model_parallel_rank"),
         Symbol("vllm.distributed.communication_op:tensor_model_parallel_all_reduce", "input_"),
     ),
+    "vllm_worker/hybrid_states.py": (
+        Symbol(
+            f"{_RUNNER}._build_attention_metadata",
+            says=(
+                "if use_spec_decode and isinstance(",
+                "num_decode_draft_tokens_cpu=self.num_decode_draft_tokens.cpu[",
+            ),
+        ),
+        Symbol(
+            f"{_RUNNER}.execute_model",
+            says=("use_spec_decode=use_spec_decode", "num_scheduled_tokens=scheduler_output.num_scheduled_tokens"),
+        ),
+        Symbol(f"{_RUNNER}._update_states", "scheduler_output"),
+        Symbol(_RUNNER, has="num_decode_draft_tokens num_accepted_tokens_event query_start_loc requests input_batch"),
+        Symbol(
+            "vllm.v1.worker.gpu_input_batch:InputBatch",
+            has="num_accepted_tokens_cpu num_computed_tokens_cpu num_prompt_tokens req_id_to_index add_request",
+        ),
+        Symbol(
+            "vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadataBuilder.build",
+            says=("spec_sequence_masks_cpu = num_decode_draft_tokens_cpu >= 0",),
+        ),
+        Symbol("vllm.config.cache:CacheConfig", has="mamba_cache_mode"),
+        Symbol("vllm.config.scheduler:SchedulerConfig", has="async_scheduling"),
+        Symbol("vllm.v1.core.sched.output:SchedulerOutput", has="num_scheduled_tokens finished_req_ids"),
+    ),
     "vllm_worker/empty_rows.py": (Symbol("vllm.triton_utils:", has="tl triton"),),
     "vllm_worker/draft_probabilities.py": (
         Symbol(

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl_tlt import MODE_PREFIX, flag
 from verl_tlt.compat.versions import installed, release
@@ -214,17 +214,17 @@ def read_settings(config: DictConfig) -> TLTConfig:
         may_capture = str(select(config, from_ray, os.environ.get(FULL_GRAPHS))) != "0"
         runner = runner_for(found[:2], str(speculation.get("source") or "eagle"))
         mode = graph_mode(user, not on_gpu or enforce_eager(config))
-        longest = longest_draft(runner, mode, _plain_policy(config), may_capture)
+        longest = longest_draft(runner, mode, plain_attention(policy_fields(config)), may_capture)
         node["speculation"] = {**speculation, "max_draft_length": longest}
     return TLTConfig.from_dict(node)
 
 
-def _plain_policy(config: DictConfig) -> bool:
-    """`plain_attention` of the recipe's policy; True where its config cannot be read, which another rule says."""
+def policy_fields(config: DictConfig) -> dict[str, Any]:
+    """The config of the recipe's policy; empty where it cannot be read, which another rule says."""
     try:
-        return plain_attention(read_model_config(os.path.expanduser(str(select(config, POLICY, "")))))
+        return read_model_config(os.path.expanduser(str(select(config, POLICY, ""))))
     except DrafterError:
-        return True
+        return {}
 
 
 def enforce_eager(config: DictConfig) -> bool:

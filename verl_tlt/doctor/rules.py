@@ -21,6 +21,7 @@ from verl_tlt.doctor.recipe import (
     devices,
     enforce_eager,
     number,
+    policy_fields,
     read_mapping,
     read_run_dir,
     replicas_on,
@@ -31,6 +32,7 @@ from verl_tlt.errors import TLTError
 from verl_tlt.idle.modes import MODE_RULES
 from verl_tlt.ownership import check_writable
 from verl_tlt.server.engine_arguments import problems
+from verl_tlt.speculation.graph_rules import is_hybrid
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -164,6 +166,10 @@ def rollout(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     yield from (Finding("refuse", what, sentence) for what, sentence in wrong)
     if not wrong:
         yield Finding("ok", f"{ROLLOUT}.name", f"{ROLLOUT}.name=vllm")
+    key = f"{ROLLOUT}.enable_prefix_caching"
+    if select(config, key, False) and settings.speculation.enable and is_hybrid(policy_fields(config)):
+        off = f"{key} is turned off, because it was not tested with drafts for a hybrid policy (linear attention)"
+        yield Finding("warn", key, f"{off}: each response of a prompt computes the prompt again.")
 
 
 def _engine(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]]:
@@ -181,7 +187,7 @@ def _engine(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]
         yield key, f"{key}={ranks} is not supported: {why}; use more replicas."
     if settings.speculation.enable and installed("vllm") is not None:
         user = read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm")
-        for sentence in problems(settings, user, enforce_eager(config)):
+        for sentence in problems(settings, user, enforce_eager(config), is_hybrid(policy_fields(config))):
             yield f"{ROLLOUT}.engine_kwargs", sentence
 
 

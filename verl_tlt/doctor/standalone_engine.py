@@ -16,9 +16,11 @@ from uuid import uuid4
 from verl_tlt.config import TLTConfig, TLTConfigError, dtype_name
 from verl_tlt.doctor.models import check_policy, located
 from verl_tlt.doctor.recipe import Recipe, compose, context_tokens, read_settings
+from verl_tlt.drafter.policy import read_model_config
 from verl_tlt.server import calibration, engine_arguments
 from verl_tlt.server.scheduler_client import SchedulerClient
 from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.graph_rules import is_hybrid
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -114,7 +116,8 @@ async def start(setup: Setup, directory: Path, drafting: bool = True) -> AsyncIt
     drafter = None
     if drafting:
         drafter = write_drafter(setup, directory / "drafter")
-        arguments |= engine_arguments.engine_kwargs(setup.tlt, str(drafter), rollout, user)
+        hybrid = is_hybrid(read_model_config(setup.policy))
+        arguments |= engine_arguments.engine_kwargs(setup.tlt, str(drafter), rollout, user, hybrid=hybrid)
         arguments["worker_extension_cls"] = "verl_tlt.vllm_worker.extension.TLTWorkerExtension"
         os.environ.update(TLT_REPLICA="0", **engine_arguments.engine_environment(setup.tlt.speculation.source))
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))

@@ -32,16 +32,18 @@ CONFIG = "config.json"
 
 SUPPORTED = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "glm", "phi3", "ernie4_5", "arcee", "apertus", "qwen2_5_vl",
-    "qwen3_vl",
+    "qwen3_vl", "qwen3_next",
 )  # fmt: skip
 """Policies that vLLM serves with an EAGLE-3 head, each tested with a small model from captured states to tokens."""
 
 _LATENT = "latent attention (MLA) does not start on vLLM's CPU backend, where each family is tested with a head"
-_RECURRENT = "with linear attention an engine of vLLM 0.28 fails when the draft length changes (on its CPU backend)"
+_ADDS_ONE = ("qwen3_next", "qwen3_5")
+"""How families begin whose RMSNorm multiplies by one more than its weight."""
 _EXPERTS = "vLLM 0.28 does not read its experts as transformers 5 saves them, so no small model could be tested"
+_TORCHVISION = "vLLM's module of it imports torchvision, which its CPU build is without, so no small model was tested"
 UNTESTABLE = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "kimi_vl"), _LATENT),
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), _RECURRENT),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe"), _TORCHVISION),
     "qwen3_vl_moe": _EXPERTS,
 }
 """Other policies that vLLM serves with a head, and why none is supported here."""
@@ -91,6 +93,11 @@ class PolicyShape:
     """Whether the policy's head is its embedding."""
     nested: bool
     """Whether the language model is a part of a larger one, with a config inside its config."""
+
+    @property
+    def norm_offset(self) -> float:
+        """What the final RMSNorm adds to its weight before it multiplies by it."""
+        return 1.0 if self.model_type.startswith(_ADDS_ONE) else 0.0
 
 
 class NotHereError(DrafterError):

@@ -40,14 +40,15 @@ class VerifierWeights:
     lm_head: torch.Tensor
     """[V, H] output head; the same object as `embed` where the policy ties them."""
     norm: torch.Tensor
-    """[H] weight of the final RMSNorm."""
+    """[H] what the final RMSNorm multiplies by: its weight, or one more (`PolicyShape.norm_offset`)."""
 
     @classmethod
     def from_policy_dir(cls, path: Model) -> VerifierWeights:
         """Read the three tensors, and no other, from the safetensors of a policy in a folder or on the hub."""
-        tied = policy_shape(path).tied
-        tensors = _read(path, [part for part in _USUAL if not (tied and part == "lm_head")])
-        return cls(tensors["embed"], tensors.get("lm_head", tensors["embed"]), tensors["norm"])
+        shape = policy_shape(path)
+        tensors = _read(path, [part for part in _USUAL if not (shape.tied and part == "lm_head")])
+        norm = tensors["norm"].float() + shape.norm_offset
+        return cls(tensors["embed"], tensors.get("lm_head", tensors["embed"]), norm)
 
 
 def refresh_verifier_weights(model: Eagle3DraftModel, parts: VerifierWeights) -> None:

@@ -93,16 +93,17 @@ def engine_kwargs(
     rollout: RolloutConfig,
     user: Mapping[str, Any],
     on_cpu: bool | None = None,
+    hybrid: bool = False,
 ) -> dict[str, Any]:
     """Keyword arguments for vLLM on top of verl's own and the user's (`rollout.engine_kwargs.vllm`).
 
-    `on_cpu` is whether vLLM runs on its CPU backend; None: ask vLLM.
+    `on_cpu` is whether vLLM runs on its CPU backend; None: ask vLLM. `hybrid`: `graph_rules.is_hybrid` of the policy.
 
     Raises:
         TLTConfigError: `user` asks for something that cannot run together with a drafter.
     """
     enforce_eager = bool(user.get("enforce_eager", rollout.enforce_eager))
-    for problem in problems(tlt, user, enforce_eager):
+    for problem in problems(tlt, user, enforce_eager, hybrid):
         raise TLTConfigError(problem)
     if on_cpu is None:
         from vllm.platforms import current_platform
@@ -113,7 +114,7 @@ def engine_kwargs(
     # As vLLM has it: nowhere on the CPU, else as the user says, else with these executors ("mp" is verl's choice).
     able = user.get("distributed_executor_backend", "mp") in ("mp", "uni")
     asked = user.get("async_scheduling")
-    is_async = source == "eagle" and not on_cpu and (able if asked is None else bool(asked))
+    is_async = source == "eagle" and not on_cpu and not hybrid and (able if asked is None else bool(asked))
     # Longer drafts than the longest arm would only reserve memory and, with CUDA graphs, capture unused widths.
     speculative = speculative_config(drafter_dir, max(1, arms[-1]), source)
     if runner_for(_release(), source) == "V2" and has_full_graphs(mode) and os.environ.get(FULL_GRAPHS) != "0":
@@ -123,6 +124,7 @@ def engine_kwargs(
         "speculative_config": speculative,
         "scheduler_cls": f"verl_tlt.engine_core.scheduler.{'TLTAsyncScheduler' if is_async else 'TLTScheduler'}",
         "async_scheduling": is_async,
+        **({"enable_prefix_caching": False} if hybrid else {}),
         # Part of vLLM's compile-cache key: static values only, the same on every replica.
         "additional_config": {
             **(user.get("additional_config") or {}),
@@ -136,7 +138,7 @@ def engine_environment(source: str = "eagle") -> dict[str, str]:
     return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if runner_for(_release(), source) == "V1" else {}
 
 
-def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool) -> Iterator[str]:
+def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, hybrid: bool = False) -> Iterator[str]:
     """One sentence for each reason why `user` (`rollout.engine_kwargs.vllm`) cannot be combined with speculation.
 
     The doctor asks before Ray starts (`verl_tlt.doctor.rules`), and each engine once more when it is launched.
@@ -169,10 +171,29 @@ def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool) -> It
             f"{WHERE}.async_scheduling=True is not possible with tlt.speculation.source={tlt.speculation.source}: "
             "n-grams are proposed by the scheduler, and with it no draft passes the scheduler."
         )
+    if hybrid:
+        yield from _hybrid_problems(tlt, user)
     arms = engine_arms(tlt, graph_mode(user, enforce_eager))
     fixed = tlt.speculation.fixed
     if tlt.speculation.policy == "fixed" and fixed is not None and fixed not in arms:
         yield f"tlt.speculation.fixed={fixed} is none of the engine's draft lengths {list(arms)}."
+
+
+def _hybrid_problems(tlt: TLTConfig, user: Mapping[str, Any]) -> Iterator[str]:
+    """The same for a policy with recurrent states (`vllm_worker.hybrid_states`)."""
+    source = tlt.speculation.source
+    if runner_for(_release(), source) == "V2":
+        yield (
+            f"vLLM {installed('vllm')} drafts on its V2 model runner, which was not tested with a hybrid policy "
+            "(linear attention): install vLLM 0.24 to 0.31, or set tlt.speculation.enable=false."
+        )
+    if source != "eagle":
+        yield f"tlt.speculation.source={source} was not tested with a hybrid policy (linear attention): use eagle."
+    if user.get("async_scheduling"):
+        yield (
+            f"{WHERE}.async_scheduling=True is not possible with a hybrid policy (linear attention): how many drafts "
+            "were accepted is then known to the device alone, and a request that sits out a step loses it."
+        )
 
 
 def _release() -> tuple[int, int]:

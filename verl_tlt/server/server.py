@@ -26,6 +26,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.digest import combined
+from verl_tlt.drafter.policy import read_model_config
 from verl_tlt.drafter.staging import DIRECTORY, stage
 from verl_tlt.errors import TLTError
 from verl_tlt.messages import from_plain
@@ -36,6 +37,7 @@ from verl_tlt.server.engine_arguments import engine_environment, engine_kwargs, 
 from verl_tlt.server.scheduler_client import SchedulerCallError, SchedulerClient
 from verl_tlt.server.stop_strings import end_at_stop_strings
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, save_table
+from verl_tlt.speculation.graph_rules import is_hybrid
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -99,7 +101,8 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         store = ray.get_actor(store_name(ray.get_runtime_context().get_job_id()))
         self.tlt_stage(ray.get(store.latest.remote(), timeout=STORE_S))
         drafter = str(self._tlt_dir / "drafter")
-        kwargs.update(engine_kwargs(self.tlt, drafter, self.config, kwargs))
+        hybrid = is_hybrid(read_model_config(self.model_config.local_path))
+        kwargs.update(engine_kwargs(self.tlt, drafter, self.config, kwargs, hybrid=hybrid))
         end_at_stop_strings(OutputProcessor)
         # The engine core and its workers are children of this process and inherit these; they differ per replica and
         # node, so they cannot travel in vLLM's config, which is part of its compile-cache key.

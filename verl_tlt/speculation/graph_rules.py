@@ -57,11 +57,15 @@ def plain_attention(config: Mapping[str, Any]) -> bool:
     For others vLLM's attention backends make more of a batch's shape than its tokens (`use_mla`, `is_hybrid` and
     `has_inner_state` of vLLM's `ModelConfig`).
     """
+    return (config.get("text_config") or config).get("kv_lora_rank") is None and not is_hybrid(config)
+
+
+def is_hybrid(config: Mapping[str, Any]) -> bool:
+    """Whether some layers of a policy keep a recurrent state instead of a KV cache, by its Hugging Face config."""
     fields = config.get("text_config") or config
-    kinds = fields.get("layer_types") or ()
-    if fields.get("kv_lora_rank") is not None or any("attention" not in kind or "linear" in kind for kind in kinds):
-        return False
-    return not any(name.startswith(_RECURRENT) for name, value in fields.items() if value is not None)
+    if any("attention" not in kind or "linear" in kind for kind in fields.get("layer_types") or ()):
+        return True
+    return any(name.startswith(_RECURRENT) for name, value in fields.items() if value is not None)
 
 
 def draft_length_table(arms: Sequence[int], max_num_seqs: int) -> list[list[int]]:

@@ -21,6 +21,7 @@ from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.vllm_worker import drafter_pass
 from verl_tlt.vllm_worker.cuda_graphs import captured_arms, prepare_capture
 from verl_tlt.vllm_worker.draft_probabilities import BrokenDrafts, verify_as_certain
+from verl_tlt.vllm_worker.hybrid_states import keep_states_right
 from verl_tlt.vllm_worker.live_drafter import DrafterRefused, LiveDrafter, find_drafter
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
         runner, tlt = self.model_runner, (vllm_config.additional_config or {}).get("tlt", {})
         if tlt.get("speculation", {}).get("source") == "both":
             verify_as_certain(runner)
+        keep_states_right(runner, vllm_config)
         if find_drafter(runner) is not None:
             self.tlt_drafter = LiveDrafter(runner, vllm_config)
             if hasattr(runner, "_get_spec_decode_draft_probs"):

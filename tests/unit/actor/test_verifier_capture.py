@@ -36,6 +36,16 @@ def sync(capture, params):
     return arrived
 
 
+def test_a_norm_that_adds_one_to_its_weight_arrives_as_what_it_multiplies_by():
+    capture = VerifierCapture(torch.float16, stored, norm_offset=1.0)
+    capture.armed = True
+    params = policy()
+    assert all(sent is params[name] for name, sent in sync(capture, params)), "the rollout gets the policy's own"
+    arrived = capture.take().reference
+    torch.testing.assert_close(arrived["norm"], (1 + params["model.norm.weight"]).half())
+    torch.testing.assert_close(arrived["embed"], params["model.embed_tokens.weight"].half())
+
+
 def stored(arrays):
     """As the object store does: a copy."""
     return {part: from_numpy16(getattr(arrays, part).copy()) for part in ("embed", "lm_head", "norm")}

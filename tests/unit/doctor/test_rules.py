@@ -133,6 +133,20 @@ def test_what_the_engines_would_refuse_is_known_before_ray_starts(findings):
     assert levels(findings({}, TLTConfig(speculation=SpeculationConfig(enable=False)))) == {}
 
 
+def test_a_hybrid_policy_goes_without_prefix_caching_and_what_was_not_tried_is_refused(findings, tmp_path):
+    from transformers import Qwen3NextConfig
+
+    Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]).save_pretrained(tmp_path / "hybrid")
+    changes = {"actor_rollout_ref.model.path": str(tmp_path / "hybrid")}
+    key = f"{ROLLOUT}.enable_prefix_caching"
+    found = findings(changes | {key: True})
+    assert levels(found) == {key: "warn"} and f"{key} is turned off" in found[key].sentence
+    assert not findings(changes | {key: False})
+    asked = f"{ROLLOUT}.engine_kwargs"
+    found = findings(changes | {key: False, f"{asked}.vllm.async_scheduling": True})
+    assert levels(found) == {asked: "refuse"} and "not possible with a hybrid policy" in found[asked].sentence
+
+
 def test_an_installed_logits_processor_that_vllm_would_leave_out_is_named(findings, tmp_path, monkeypatch):
     pytest.importorskip("vllm")
     info = tmp_path / "censor-1.dist-info"

@@ -13,8 +13,8 @@ def tlt(**speculation):
     return TLTConfig.from_dict({"speculation": speculation})
 
 
-def kwargs(config=None, rollout=EAGER, user=None, on_cpu=True):
-    return engine_kwargs(config or tlt(), "/drafter", rollout, user or {}, on_cpu=on_cpu)
+def kwargs(config=None, rollout=EAGER, user=None, on_cpu=True, **more):
+    return engine_kwargs(config or tlt(), "/drafter", rollout, user or {}, on_cpu=on_cpu, **more)
 
 
 @pytest.fixture
@@ -132,6 +132,29 @@ def test_ngrams_pass_the_scheduler_so_scheduling_is_synchronous(vllm_is, source,
     assert engine_environment(source) == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
     with pytest.raises(TLTConfigError, match=f"async_scheduling=True is not possible .*source={source}"):
         kwargs(tlt(source=source), user={"async_scheduling": True}, on_cpu=False)
+
+
+def test_a_hybrid_policys_engine_schedules_synchronously_and_caches_no_prefixes():
+    ours = kwargs(user={"enable_prefix_caching": True}, on_cpu=False, hybrid=True)
+    assert ours["async_scheduling"] is ours["enable_prefix_caching"] is False
+    assert ours["scheduler_cls"].endswith(".TLTScheduler")
+    assert "enable_prefix_caching" not in kwargs(on_cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("version", "speculation", "user", "said"),
+    [
+        ("0.32.0", {}, {}, "drafts on its V2 model runner, which was not tested with a hybrid policy"),
+        ("0.31.0", {"source": "ngram"}, {}, "source=ngram was not tested with a hybrid policy"),
+        ("0.31.0", {"source": "both"}, {}, "source=both was not tested with a hybrid policy"),
+        ("0.24.0", {}, {"async_scheduling": True}, "async_scheduling=True is not possible with a hybrid policy"),
+    ],
+)
+def test_what_was_not_tested_with_a_hybrid_policy_is_refused(vllm_is, version, speculation, user, said):
+    vllm_is(version)
+    with pytest.raises(TLTConfigError, match=said):
+        kwargs(tlt(**speculation), user=user, on_cpu=False, hybrid=True)
+    assert kwargs(tlt(**speculation), on_cpu=False)
 
 
 def test_an_old_vllm_and_a_fixed_length_without_an_arm_are_refused(vllm_is):

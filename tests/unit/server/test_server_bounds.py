@@ -110,9 +110,11 @@ def test_responses_end_at_stop_strings_where_tlt_speculates_and_stock_stays_stoc
         "ray",
         SimpleNamespace(get_actor=lambda name: store, get=lambda *_, **__: None, get_runtime_context=lambda: context),
     )
-    monkeypatch.setattr(module, "engine_kwargs", lambda *_: {})
+    monkeypatch.setattr(module, "engine_kwargs", lambda *_, **__: {})
+    monkeypatch.setattr(module, "read_model_config", lambda _: {})
     monkeypatch.setattr(TLTvLLMHttpServer, "tlt_stage", lambda *_: None)
     server.tlt = TLTConfig.from_dict({"speculation": {"enable": speculates}})
     server.config, server._tlt_dir = SimpleNamespace(checkpoint_engine=None), Path("nowhere")
+    server.model_config = SimpleNamespace(local_path="nowhere")
     server._preprocess_engine_kwargs({})
     assert (OutputProcessor.process_outputs is stock) != speculates

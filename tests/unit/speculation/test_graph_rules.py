@@ -9,6 +9,7 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from verl_tlt.speculation.graph_rules import (
     GRAPH_ARMS,
     draft_length_table,
+    is_hybrid,
     longest_draft,
     plain_attention,
     runner_for,
@@ -52,6 +53,7 @@ def test_a_policy_is_plain_attention_or_not_by_its_config(name, plain):
 def test_a_policy_is_hybrid_by_the_fields_that_it_was_published_with():
     published = {"model_type": "qwen3_next", "full_attention_interval": 4, "linear_num_key_heads": 16}
     assert not plain_attention(published) and not plain_attention({"text_config": published})
+    assert is_hybrid(published) and not is_hybrid({"model_type": "deepseek_v3", "kv_lora_rank": 512})
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 64])

@@ -1,0 +1,184 @@
+"""Hybrid policies (linear attention beside attention): the same tokens whatever K does, and the right probabilities.
+
+vLLM computes them in 16 bits, so the measure is an engine of the same policy without speculation: how far the
+log-probabilities it tells are from transformers' in float32. Each fault is silent without verl-tlt's change.
+"""
+
+import families
+import numpy as np
+import pytest
+from draws import HOT, draw, p_values
+from policies import Scripted
+from shared_engines import part_of
+from tiny_engine import prompts, sampled
+
+from benchmarks.lossless.exact import Exact
+from benchmarks.lossless.judged import FAILS
+from benchmarks.lossless.tiny_policy import SMALL, build_drafter_dir
+from verl_tlt.drafter.policy import SUPPORTED
+
+pytestmark = pytest.mark.engine
+
+K_MAX = 7
+LONGEST = {"max_draft_length": K_MAX, "arms": [0, 1, 3, 7]}
+TIGHT = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "max_model_len": 256}
+"""So few tokens a step that rows go without drafts and requests sit out steps."""
+STATE, SENSITIVE = 30.0, 400.0
+"""How much recurrent states count: enough to show in log-probabilities, and in draws from 16 tokens."""
+WIDER = 1.5
+"""So much farther off than the engine without speculation log-probabilities may be; faults are tenfold."""
+NEEDS_VISION = ("qwen3_5", "qwen3_5_text")
+FAMILIES = [
+    pytest.param(family, marks=[pytest.mark.heavy] if family in NEEDS_VISION else [])
+    for family in families.HYBRID
+    if family in SUPPORTED
+]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, models):
+    """A family with its tiny policies, which are there."""
+    if request.param in NEEDS_VISION:
+        pytest.importorskip("torchvision", reason="vLLM's module of Qwen3.5 imports it")
+    for name, vocab, state in ((request.param, 512, STATE), (f"{request.param}-small", SMALL, SENSITIVE)):
+        target, good, bad = (models["target"].parent / part_of(name, part) for part in ("target", "good", "bad"))
+        if not target.exists():
+            families.build_family(target, request.param, vocab, state)
+            build_drafter_dir(good, target, informed=True)
+            build_drafter_dir(bad, target, informed=False)
+        models.update({path.name: path for path in (target, good, bad)})
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def start(engine_of, family):
+    """An engine of the family's policy."""
+
+    def of(drafter, name=family, **more):
+        if family in families.NESTED:
+            more["limit_mm_per_prompt"] = {"image": 0, "video": 0}
+        drafting = {"speculation": LONGEST} if drafter else {}
+        return engine_of(
+            drafter, family=name, dtype="bfloat16", mamba_ssm_cache_dtype="float32", **{**drafting, **more}
+        )
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def exact(models, family):
+    return Exact(models[part_of(family, "target")])
+
+
+def decode(engine, exact):
+    """(tokens of eight requests, how far the log-probabilities told are from those of transformers: mean, largest)."""
+    asked = [sampled(12 * (i + 1), logprobs=0) for i in range(8)]
+    tokens, off = [], []
+    for prompt, output in zip(prompts(8), engine.llm.generate(prompts(8), asked, use_tqdm=False), strict=True):
+        tokens.append(list(output.outputs[0].token_ids))
+        told = [row[token].logprob for row, token in zip(output.outputs[0].logprobs, tokens[-1], strict=True)]
+        off += np.abs(np.array(told) - exact.of_tokens(prompt["prompt_token_ids"], tokens[-1], None)).tolist()
+    return tokens, (float(np.mean(off)), max(off))
+
+
+@pytest.fixture(scope="module")
+def without_speculation(start, exact):
+    """How far off an engine is that drafts nothing: (mean, largest)."""
+    with start(None) as engine:
+        return decode(engine, exact)[1]
+
+
+def near(off, reference):
+    return all(mine < WIDER * its for mine, its in zip(off, reference, strict=True))
+
+
+def choose(engine, *arms):
+    """One of these draft lengths in each step, at random."""
+    rng = np.random.default_rng(7)
+    engine.scheduler.tlt.policy = Scripted(lambda *_: int(rng.choice(arms)))
+
+
+def flip(engine, step):
+    """K_max up to a step, then none."""
+    engine.scheduler.tlt.policy = Scripted(lambda n, _: K_MAX if n < step else 0)
+
+
+def test_the_same_tokens_whatever_k_does(start, exact, without_speculation, models, family):
+    with start("good") as engine:
+        choose(engine, 3)
+        first, off = decode(engine, exact)
+        assert near(off, without_speculation), (off, without_speculation)
+        assert sum(engine.scheduler.tlt.stats(reset=True).num_accepted_tokens_per_pos) > 100
+        for arms in ((K_MAX,), (1, 3, 7), (0, 1, 3, 7), (0,)):
+            choose(engine, *arms)
+            tokens, off = decode(engine, exact)
+            assert tokens == first, arms
+            assert near(off, without_speculation), (arms, off)
+        flip(engine, 12)
+        assert decode(engine, exact)[0] == first
+        engine.rpc("tlt_set_drafting", False)  # OFF
+        choose(engine, 0)
+        assert decode(engine, exact)[0] == first
+        engine.rpc("tlt_set_drafting", True)
+        assert engine.rpc("tlt_load_drafter", str(models[part_of(family, "bad")] / "model.safetensors"))["ok"]
+        choose(engine, 0, 1, 3, 7)
+        assert decode(engine, exact)[0] == first
+        assert engine.scheduler.tlt.stats().policy_error is None
+
+
+@pytest.fixture
+def pressed(start):
+    """An engine with a tight token budget, K in 1, 3, 7; `without`: decode rows without drafts in steps with some."""
+    with start("good", **TIGHT) as engine:
+        choose(engine, 1, 3, 7)
+        runner, inner, engine.without = engine.runner, engine.runner.execute_model, 0
+
+        def watch(output, *args, **kwargs):
+            cached = output.scheduled_cached_reqs
+            rows = [
+                request
+                for request, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+                if computed >= runner.requests[request].num_prompt_tokens
+            ]
+            drafted = sum(request in output.scheduled_spec_decode_tokens for request in rows)
+            engine.without += len(rows) - drafted if drafted else 0
+            return inner(output, *args, **kwargs)
+
+        engine.patch.setattr(runner, "execute_model", watch)
+        yield engine
+
+
+def test_rows_that_go_without_drafts(pressed, exact, without_speculation):
+    _, off = decode(pressed, exact)
+    assert pressed.without >= 5
+    assert near(off, without_speculation), off
+
+
+@pytest.mark.parametrize("change", ["_build_attention_metadata", "_update_states"])
+def test_without_a_change_those_rows_are_wrong(pressed, exact, without_speculation, change):
+    """Else vLLM has caught up: see patches/upstream_changes.py."""
+    pressed.patch.delattr(pressed.runner, change)  # the class's own method is there again
+    assert decode(pressed, exact)[1][1] > 4 * without_speculation[1]
+
+
+def test_without_the_change_on_the_cpu_a_shorter_draft_is_wrong(start, exact, without_speculation):
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+    with start("good") as engine:
+        choose(engine, 3)
+        engine.patch.setattr(gdn_attention, "_spec_forward", gdn_attention._spec_forward.__wrapped__)
+        assert decode(engine, exact)[1][0] > 4 * without_speculation[0]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_draws_have_the_policys_distribution(start, models, family, broken):
+    """With recurrent states that count: chi-square over the first tokens alone misses the fault."""
+    exact = Exact(models[part_of(f"{family}-small", "target")])
+    with start("good", name=f"{family}-small", max_num_seqs=64) as engine:
+        choose(engine, 0, 1, 3, 7)
+        if broken:
+            engine.patch.delattr(engine.runner, "_build_attention_metadata")
+        chi, martingale = p_values(exact, draw(engine, HOT, 400), HOT)
+        assert engine.scheduler.tlt.stats().num_accepted_tokens_per_pos[0] > 400
+    assert (martingale < FAILS) == broken, (chi, martingale)
+    assert broken or chi > FAILS

@@ -1,0 +1,38 @@
+"""An engine in which a hybrid policy would decode wrong tokens does not start with a drafter."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from verl_tlt.vllm_worker.hybrid_states import HybridError, keep_states_right
+
+pytest.importorskip("vllm")
+
+
+def config(hybrid=True, is_async=False, mode="none"):
+    return SimpleNamespace(
+        model_config=SimpleNamespace(is_hybrid=hybrid),
+        scheduler_config=SimpleNamespace(async_scheduling=is_async),
+        cache_config=SimpleNamespace(mamba_cache_mode=mode),
+    )
+
+
+V1 = {"drafter": "eagle", "_build_attention_metadata": "stock", "_update_states": "stock"}
+
+
+@pytest.mark.parametrize(
+    ("runner", "vllm", "said"),
+    [
+        ({"speculator": "eagle"}, config(), "V1 model runner"),
+        (V1, config(is_async=True), "async_scheduling=False"),
+        (V1, config(mode="align"), "without prefix caching only, not in the cache mode align"),
+    ],
+)
+def test_what_is_not_exact_is_refused(runner, vllm, said):
+    with pytest.raises(HybridError, match=said):
+        keep_states_right(SimpleNamespace(**runner), vllm)
+
+
+def test_other_policies_are_left_alone():
+    keep_states_right(runner := SimpleNamespace(**V1), config(hybrid=False, is_async=True, mode="all"))
+    assert vars(runner) == V1

@@ -1,0 +1,104 @@
+"""The recurrent states of a hybrid policy (layers of linear attention between those of attention) while K changes.
+
+Such a layer keeps a state instead of a KV cache: one after each token of a row's last draft, of which the next step
+reads the one after the last token accepted. vLLM (V1 model runner, 0.24 to 0.31) reads the right one only if every row
+has drafts in every step. With a K that changes, or a token budget that leaves rows out, it reads another: wrong tokens,
+no error. The two changes here are in patches/README.md; on the CPU backend verl_cpu makes a third.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from verl_tlt.errors import TLTError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.config.vllm import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+
+class HybridError(TLTError):
+    """A hybrid policy would decode wrong tokens in such an engine."""
+
+
+def keep_states_right(runner: GPUModelRunner, vllm_config: VllmConfig) -> None:
+    """Make both changes in the runner of a hybrid policy; a `HybridError` where they would not be enough.
+
+    Nothing is changed for other policies. Call it between model load and graph capture.
+    """
+    if not vllm_config.model_config.is_hybrid:
+        return
+    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder as Builder
+
+    if hasattr(runner, "speculator"):
+        raise HybridError("A hybrid policy is drafted for on vLLM's V1 model runner only: VLLM_USE_V2_MODEL_RUNNER=0.")
+    if vllm_config.scheduler_config.async_scheduling:
+        raise HybridError("A hybrid policy is drafted for with synchronous scheduling only: async_scheduling=False.")
+    cache = vllm_config.cache_config
+    if (mode := cache.mamba_cache_mode) != "none":
+        raise HybridError(f"A hybrid policy is drafted for without prefix caching only, not in the cache mode {mode}.")
+    if getattr(cache, "use_replayssm", False):
+        raise HybridError("A hybrid policy is drafted for without use_replayssm only.")
+    if "num_decode_draft_tokens_cpu >= 0" not in inspect.getsource(Builder.build):
+        raise HybridError("A hybrid policy is not drafted for with this vLLM, which tells rows with drafts otherwise.")
+    count_rows_without_drafts(runner, Builder.build)
+    remember_accepted(runner)
+
+
+def count_rows_without_drafts(runner: GPUModelRunner, build: Callable[..., object]) -> bool:
+    """Have a decode row without drafts count as one that is verified; returns whether vLLM, by `build`, needs it.
+
+    Only the layers' path for such rows reads the state at the offset of the last accepted token. `build` leaves it
+    where no row has a draft: so the rows are said to have one, and that is all it reads the number for.
+    """
+    if "num_decode_draft_tokens_cpu[" not in inspect.getsource(build):
+        return False
+    build_metadata = runner._build_attention_metadata
+
+    def build_attention_metadata(*args: object, **kwargs: Any) -> object:
+        if kwargs.get("num_scheduled_tokens") is None:  # a dummy run
+            return build_metadata(*args, **kwargs)
+        batch, counts, rows = runner.input_batch, runner.num_decode_draft_tokens.np, kwargs["num_reqs"]
+        if not kwargs["use_spec_decode"]:
+            counts.fill(-1)
+        scheduled = runner.query_start_loc.np[1 : rows + 1] - runner.query_start_loc.np[:rows]
+        decoded = batch.num_computed_tokens_cpu[:rows] >= batch.num_prompt_tokens[:rows]
+        counts[:rows][(scheduled == 1) & decoded] = 1
+        return build_metadata(*args, **{**kwargs, "use_spec_decode": True})
+
+    runner._build_attention_metadata = build_attention_metadata
+    return True
+
+
+def remember_accepted(runner: GPUModelRunner) -> bool:
+    """Give a request that sat out steps the count of accepted tokens it left with; returns whether vLLM needs it.
+
+    vLLM sets it to 1, which is right for what is computed from its first token on.
+    """
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+
+    if "self.num_accepted_tokens_cpu[req_index] = 1" not in inspect.getsource(InputBatch.add_request):
+        return False
+    update, away = runner._update_states, dict[str, int]()
+
+    def update_states(output: SchedulerOutput) -> object:
+        batch, scheduled = runner.input_batch, output.num_scheduled_tokens
+        if leaving := batch.req_id_to_index.keys() - scheduled.keys():
+            runner.num_accepted_tokens_event.synchronize()
+            counts, row_of = batch.num_accepted_tokens_cpu, batch.req_id_to_index
+            away.update({request: int(counts[row_of[request]]) for request in leaving})
+        for request in output.finished_req_ids:
+            away.pop(request, None)
+        result = update(output)
+        for request in away.keys() & scheduled.keys():
+            count = away.pop(request)
+            if runner.requests[request].num_computed_tokens > 0:  # else it was preempted
+                runner.input_batch.num_accepted_tokens_cpu[runner.input_batch.req_id_to_index[request]] = count
+        return result
+
+    runner._update_states = update_states
+    return True
