@@ -115,7 +115,7 @@ NOTES = {
         "`policy=fixed` drafts in every step, however little is accepted: for tests and comparisons.",
     ],
     "spot": [
-        "A session below `min_merge_steps` is not lost: its worker goes on from there and hands it in later.",
+        "The steps of a session below `min_merge_steps` are kept: its worker continues from them in the next session.",
         "After a failed session its replica pauses for 1, 2, ... RL steps; after three in a row it trains no more.",
     ],
     "buffer": [
@@ -125,9 +125,8 @@ NOTES = {
         "While fewer than 24 sequences are held out, a quarter of what arrives is.",
     ],
     "gate": [
-        "In doubt the served drafter stays and the candidate trains on: it is published only when it is *surely* (1 %"
-        " level, since it is judged after every session) not worse by `margin`, and given up only when it is surely"
-        " worse by `revert`.",
+        "*Surely* means at a level of 1 %, because a candidate is judged after every session. In doubt the served"
+        " drafter stays, and the candidate trains on.",
         "With fewer than `min_tokens` positions, or fewer than 7 sequences, it is held, unless what is served is"
         " useless or the candidate is far better.",
     ],
@@ -145,13 +144,13 @@ def render() -> str:
     parts = [INTRO]
     for section in dataclasses.fields(TLTConfig):
         cls = typing.get_type_hints(TLTConfig)[section.name]
-        table, more = ["| Key | Default | |", "|---|---|---|"], []
+        table, more = ["| Key | Default | Meaning |", "|---|---|---|"], []
         for key, kind, meaning in _fields(cls.__name__):
             first, rest = _first_sentence(meaning)
             table.append(f"| `{key}` | `{_yaml(defaults[section.name][key])}` | {_cell(first)} |")
             more.append(f"* `tlt.{section.name}.{key}`: {kind}. {rest}".rstrip())
         notes = [f"* {note}" for note in NOTES[section.name]]
-        text = "\n".join([*table, "", "Values, and the rest:", "", *more, *notes])
+        text = "\n".join([*table, "", "Types and details:", "", *more, *notes])
         parts.append(f"## tlt.{section.name}\n\n{inspect.cleandoc(cls.__doc__)}\n\n{text}\n")
     return "\n".join(parts)
 
@@ -272,25 +271,19 @@ def _fields(class_name: str) -> list[tuple[str, str, str]]:
 def _kind(schema: Mapping[str, Any]) -> str:
     """A JSON schema in words."""
     if "anyOf" in schema:
-        *given, nothing = schema["anyOf"]
-        assert nothing == {"type": "null"}
-        return f"{', or '.join(map(_kind, given))}, or null"
-    if "const" in schema:
-        return f"`{schema['const']}`"
-    if "enum" in schema:
-        return ", ".join(f"`{choice}`" for choice in schema["enum"])
+        return " or ".join(map(_kind, schema["anyOf"]))
+    if "const" in schema or "enum" in schema:
+        return ", ".join(f"`{choice}`" for choice in schema.get("enum", [schema.get("const")]))
     if schema["type"] == "array":
-        return f"list of {_kind(schema['items'])}"
-    name = {"integer": "int", "number": "float", "boolean": "bool", "string": "str", "object": "mapping"}[
-        schema["type"]
-    ]
+        return f"list of {_kind(schema['items']).replace('integer', 'integers', 1)}"
+    name = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text", "null": "`null`"}
     low, high = schema.get("minimum"), schema.get("maximum")
     above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
     bounds = {
-        f"{low}..{high}": high is not None, f"{low} or above": low is not None,
-        f"above {above}, below {below}": below is not None, f"above {above}": above is not None,
+        f" from {low} to {high}": high is not None, f" of at least {low}": low is not None,
+        f" above {above} and below {below}": below is not None, f" above {above}": above is not None,
     }  # fmt: skip
-    return ", ".join([name, *[words for words, holds in bounds.items() if holds][:1]])
+    return name[schema["type"]] + next((words for words, holds in bounds.items() if holds), "")
 
 
 def _cell(text: str) -> str:
