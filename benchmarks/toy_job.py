@@ -28,6 +28,9 @@ SAMPLES = 4
 FORCED = "actor_rollout_ref.rollout.agent.default_agent_loop=forced_length"
 """Override of the jobs whose responses are as long as their prompts' rows say (`demo.toy.agent`)."""
 
+NO_CLUSTER = "+ray_kwargs.ray_init.address=local"
+"""Override by which a job starts a Ray of its own, whatever cluster there is."""
+
 
 def make_assets(folder: Path, lengths: Callable[[int], Sequence[int]], rows: int = 64) -> Assets:
     """Policy and prompts below `folder`; response i of prompt number `index` has `lengths(index)[i]` tokens."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 
@@ -64,8 +63,8 @@ def _demo(console: Console, against_stock: bool, steps: int, out: Path, seed: in
 
 def compare_with_stock(console: Console, out: Path, run: DemoRun) -> None:
     """`verl-tlt compare` on the demo's recipe, with the drafter that `run` has trained."""
-    os.environ.pop("RAY_ADDRESS", None)  # never join a cluster that happens to be configured
-    recipe = read_script(RECIPE, (), run.environment())
+    own_cluster = "+ray_kwargs.ray_init.address=local"  # never join one that happens to be there
+    recipe = read_script(RECIPE, (own_cluster,), run.environment())
     options = CompareOptions(
         arms=["tlt"], rounds=ROUNDS, steps=TURN, out=out / "compare", drafter=str(run.out / "drafter"), stall_s=STALL_S
     )

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -34,7 +33,7 @@ from benchmarks.e2e.arms import LONGEST, Heads, arms
 from benchmarks.e2e.heads import BENCH_PROMPTS, BENCH_SEED, NAMES, WARM, home_of, prepare
 from benchmarks.e2e.loads import LOADS, Load
 from benchmarks.gpu.parts import machine
-from benchmarks.toy_job import FORCED, RECIPE, recipe_environment, toy_overrides
+from benchmarks.toy_job import FORCED, NO_CLUSTER, RECIPE, recipe_environment, toy_overrides
 from demo.machine import find_dtype, say_dtype
 from demo.toy.assets import Assets, build_assets, demo_width
 from verl_tlt.compare.arms import STOCK, Arm, CompareError
@@ -83,7 +82,8 @@ def toy_recipe(work: Path, assets: Assets, load: Load, forced: bool) -> Recipe:
     """The demo's recipe on these assets; `forced`: responses of given lengths on given replicas."""
     given = (FORCED, f"actor_rollout_ref.rollout.router_config_path={assets.router}") if forced else ()
     environment = recipe_environment(work / "recipe", assets, 1, TLT="1", DTYPE=find_dtype())
-    return read_script(RECIPE, (*toy_overrides(assets), *load.overrides, *given), environment)
+    words = (*toy_overrides(assets), *load.overrides, NO_CLUSTER, *given)
+    return read_script(RECIPE, words, environment)
 
 
 def drafters(folder: Path, chosen: Sequence[Arm]) -> dict[str, Any]:
@@ -127,7 +127,6 @@ def read_options() -> argparse.Namespace:
 def main() -> None:
     """Command line."""
     options, console = read_options(), make_console()
-    os.environ.pop("RAY_ADDRESS", None)  # nobody's cluster
     work = options.work.resolve()
     say(console, say_dtype(find_dtype()))
     load, toy = LOADS[options.load], options.toy.resolve()

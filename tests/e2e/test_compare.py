@@ -17,6 +17,7 @@ from demo.toy.assets import build_assets
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 SHORT = 60
 RECIPE_SETTINGS = (
+    "+ray_kwargs.ray_init.address=local",
     "data.shuffle=False",
     "data.train_batch_size=4",
     "data.max_response_length=160",

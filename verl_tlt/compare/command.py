@@ -27,7 +27,7 @@ from verl_tlt.doctor.recipe import Recipe
 from verl_tlt.errors import printable
 from verl_tlt.ownership import check_writable, replacing
 
-SAY_EVERY_S = 60.0
+SAY_EVERY_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def compare(recipe: Recipe, options: CompareOptions, console: Console) -> None:
     plan = make_plan(recipe, options.steps, options.out.resolve())
     drafter = located(options.drafter) if options.drafter else given_drafter(plan)
     arms = named_arms(options.arms, drafter)
-    check_arms(plan, arms)
+    check_arms(plan, arms, drafter)
     record = Record(plan.folder, plan.asked(arms))
     _announce(plan, arms, options, record, console)
     try:

@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,12 @@ def _run(plan: Plan, arm: Arm, turn: int, files: tuple[Path, Path], stall_s: flo
     tree: ProcessTree | None = None
     try:
         with deferred_interrupts():
-            tree = ProcessTree(command, env=_environment(plan, own), log=log, cwd=Path(plan.stock.directory or "."))
+            tree = ProcessTree(
+                command,
+                env=job_environment(plan.stock.environment, own),
+                log=log,
+                cwd=Path(plan.stock.directory or "."),
+            )
         size, changed = 0, time.monotonic()
         while (code := tree.process.poll()) is None:
             tree.alive()
@@ -84,8 +89,9 @@ def _run(plan: Plan, arm: Arm, turn: int, files: tuple[Path, Path], stall_s: flo
             raise CompareError(f"These processes of {arm.name} could not be ended: {', '.join(map(str, left))}.")
 
 
-def _environment(plan: Plan, own: dict[str, str]) -> dict[str, str]:
-    env = {**os.environ, **plan.stock.environment, **own}
+def job_environment(script: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
+    """The environment of this process, with what the recipe's script has set, and a turn's own."""
+    env = {**os.environ, **script, **own}
     if (Path(tempfile.gettempdir()) / RAY_CLUSTER).exists():
         env.setdefault("RAY_TMPDIR", tempfile.gettempdir())  # the job's own temporary folder would hide the cluster
     return env

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_tlt import flag
-from verl_tlt.compare.arms import Arm, CompareError, quoted
+from verl_tlt.compare.arms import TLT, Arm, CompareError, quoted
 from verl_tlt.config import TLTConfigError
 from verl_tlt.doctor.command import diagnose
-from verl_tlt.doctor.models import POLICY, located
+from verl_tlt.doctor.models import DRAFTER, POLICY, located
 from verl_tlt.doctor.recipe import MAIN, Recipe, compose, read_run_dir, select
 
 if TYPE_CHECKING:
@@ -126,12 +126,12 @@ def is_tlts(override: str) -> bool:
 
 def given_drafter(plan: Plan) -> str | None:
     """The drafter that the recipe names, as any process finds it."""
-    path = select(compose((*plan.stock.overrides, *plan.tlt), plan.stock.config), "tlt.drafter.path")
+    path = select(compose((*plan.stock.overrides, *plan.tlt), plan.stock.config), DRAFTER)
     return located(str(path)) if path else None
 
 
-def check_arms(plan: Plan, arms: Sequence[Arm]) -> None:
-    """Raise a CompareError where the doctor refuses the recipe, or Hydra an arm."""
+def check_arms(plan: Plan, arms: Sequence[Arm], drafter: str | None = None) -> None:
+    """Raise a CompareError where the doctor refuses the recipe or the drafter, or Hydra an arm."""
     for arm in arms:
         recipe = plan.recipe(arm)
         try:
@@ -142,6 +142,11 @@ def check_arms(plan: Plan, arms: Sequence[Arm]) -> None:
         refused = [finding.sentence for finding in diagnose(plan.recipe(arm)) if finding.level == "refuse"]
         if refused:
             raise CompareError("\n".join(f"Arm {arm.name}: {sentence}" for sentence in refused))
+    if drafter is not None and not any(arm.tlt for arm in arms):
+        drafting = plan.recipe(Arm(TLT, "", True, (f"++{DRAFTER}={quoted(drafter)}",)))
+        for finding in diagnose(drafting):
+            if finding.level == "refuse" and finding.what == DRAFTER:
+                raise CompareError(finding.sentence)
 
 
 def checkpoint_bytes(plan: Plan) -> int | None:

@@ -1,11 +1,12 @@
 """Jobs that fail or hang, and what a turn keeps: real `main_ppo` processes that do not come to a step."""
 
 import json
+import tempfile
 
 import pytest
 
 from verl_tlt.compare.arms import STOCK, Arm, CompareError
-from verl_tlt.compare.job import keep_only, read_rows, take_turn
+from verl_tlt.compare.job import job_environment, keep_only, read_rows, take_turn
 from verl_tlt.compare.plan import Plan
 from verl_tlt.doctor.recipe import Recipe
 
@@ -48,3 +49,15 @@ def test_rows_are_finished_steps(tmp_path):
     rows = [{"step": 0, "data": {"val/acc": 1.0}}, {"step": 1, "data": {"timing_s/step": 2.0}}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 2, "data": {"timing_s/st')
     assert read_rows(file) == rows[1:]
+
+
+def test_a_job_finds_the_ray_cluster_that_was_started_here(tmp_path, monkeypatch):
+    """Ray looks for it in the temporary folder, and a job has one of its own."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    assert "RAY_TMPDIR" not in job_environment({}, {})
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("10.0.0.1:6379")
+    found = job_environment({"BY_SCRIPT": "1", "BOTH": "script"}, {"BOTH": "turn"})
+    assert (found["RAY_TMPDIR"], found["BY_SCRIPT"], found["BOTH"]) == (str(tmp_path), "1", "turn")
+    assert job_environment({"RAY_TMPDIR": "/scratch"}, {})["RAY_TMPDIR"] == "/scratch"

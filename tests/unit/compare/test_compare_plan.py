@@ -121,6 +121,8 @@ def test_what_the_doctor_or_hydra_refuses_is_refused_before_anything_starts(tmp_
         check_arms(nowhere, [arm_of(TLT)])
     with pytest.raises(CompareError, match=r"Arm odd: .*no\.such\.key"):
         check_arms(nowhere, [Arm("odd", "", False, ("no.such.key=1",))])
+    with pytest.raises(CompareError, match=r"tlt\.drafter\.path=/no/drafter is not a directory"):
+        check_arms(nowhere, named_arms(["vllm-3"], "/no/drafter"), "/no/drafter")
     assert not list(tmp_path.iterdir())
 
 
