@@ -153,7 +153,7 @@ def compare(
     overrides: Annotated[list[str], typer.Argument(help="Your recipe: its overrides, or its script.")],
     config_name: ConfigName = "ppo_trainer",
     arms: Annotated[
-        str, typer.Option(help="What is compared with stock verl: tlt, tlt-no-spot, vllm-K for any K; by commas.")
+        str, typer.Option(help="Compared with stock verl: tlt, tlt-no-spot, vllm-K, vllm-K-lost; by commas.")
     ] = "tlt",
     rounds: Annotated[int, typer.Option(min=0, help="Turns of each arm; 0: report what was measured.")] = 3,
     steps: Annotated[int, typer.Option(min=2, help="RL steps of a turn, of which the first does not count.")] = 6,

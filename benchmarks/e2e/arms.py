@@ -20,11 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from verl_tlt.compare.arms import NO_SPOT, STOCK, TLT, Arm, vllm_arm
+from verl_tlt.compare.arms import NO_SLEEP, NO_SPOT, STOCK, TLT, Arm, vllm_arm
 
 VLLM_LENGTHS = (1, 3, 7)
 LONGEST = VLLM_LENGTHS[-1]
-NO_SLEEP = "actor_rollout_ref.rollout.free_cache_engine=False"
 KEPT = "vLLM's own speculation, K={}, with {}, kept because the engines never sleep: verl's defaults lose it"
 WARMED = "the warmed-up drafter"
 

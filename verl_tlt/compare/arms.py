@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from verl_tlt.errors import TLTError
 
@@ -12,6 +12,7 @@ STOCK, TLT, NO_SPOT = "stock", "tlt", "tlt-no-spot"
 LONGEST_DRAFT = 16
 ENGINE = "actor_rollout_ref.rollout"
 SPECULATIVE = f"++{ENGINE}.engine_kwargs.vllm.speculative_config"
+NO_SLEEP = f"{ENGINE}.free_cache_engine=False"
 OWN_LOG = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOG_STATS_INTERVAL": "5"}
 """verl keeps vLLM's log, which has the accept length of its own speculation, at warnings unless told otherwise."""
 
@@ -72,7 +73,7 @@ def named_arms(names: Sequence[str], drafter: str | None) -> list[Arm]:
     """Stock verl and the arms of these names.
 
     Args:
-        names: `tlt`, `tlt-no-spot`, or `vllm-K` for any K.
+        names: `tlt`, `tlt-no-spot`, or `vllm-K` and `vllm-K-lost` for any K.
         drafter: what TLT and vLLM draft with; None: TLT starts from a random head.
 
     Raises:
@@ -86,16 +87,27 @@ def named_arms(names: Sequence[str], drafter: str | None) -> list[Arm]:
     }
     found = {STOCK: known[STOCK]}
     for name in names:
-        k = int(match[1]) if (match := re.fullmatch(r"vllm-([1-9][0-9]?)", name)) else LONGEST_DRAFT + 1
-        if name not in known and k > LONGEST_DRAFT:
-            others = ", ".join(known)
-            raise CompareError(f"There is no arm {name!r}; there are {others}, and vllm-1 to vllm-{LONGEST_DRAFT}.")
-        if name in known:
+        match = re.fullmatch(r"vllm-([1-9][0-9]?)(-lost)?", name)
+        if name not in known and (match is None or int(match[1]) > LONGEST_DRAFT):
+            vllm = f"vllm-1 to vllm-{LONGEST_DRAFT} and vllm-1-lost to vllm-{LONGEST_DRAFT}-lost"
+            raise CompareError(f"There is no arm {name!r}; there are {', '.join(known)}, {vllm}.")
+        if match is None:
             found[name] = known[name]
         elif drafter is None:
             raise CompareError(f"The arm {name} needs a drafter: name one with --drafter or tlt.drafter.path.")
         else:
-            found[name] = vllm_arm(name, f"stock verl with vLLM's own speculation, K={k} in every step", drafter, k)
+            found[name] = _fixed(name, drafter, int(match[1]), lost=bool(match[2]))
     if len(found) == 1:
         raise CompareError(f"Stock verl is compared with nothing: give another arm, such as --arms {TLT}.")
     return list(found.values())
+
+
+def _fixed(name: str, drafter: str, k: int, *, lost: bool) -> Arm:
+    """vLLM's own speculation with one draft length, with verl's defaults (`lost`) or with engines that never sleep."""
+    own = f"vLLM's own speculation, K={k}"
+    if lost:  # what is left in a GPU's memory may be NaN, which drawn drafts would bring into the tokens
+        return vllm_arm(
+            name, f"{own}, with verl's defaults, which lose the drafter in sleep", drafter, k, sampled=False
+        )
+    arm = vllm_arm(name, f"{own}; its engines never sleep, since verl's defaults lose the drafter", drafter, k)
+    return replace(arm, overrides=(*arm.overrides, NO_SLEEP))

@@ -80,11 +80,13 @@ def test_a_script_brings_its_environment_and_its_folder(tmp_path, monkeypatch):
 
 def test_arms_of_vllm_are_given_the_drafter_and_are_stock_otherwise(tmp_path):
     plan = make_plan(Recipe((*WITH, "tlt.drafter.path=/a/drafter")), 4, tmp_path)
-    arms = {arm.name: arm for arm in named_arms([TLT, "vllm-3"], given_drafter(plan))}
-    assert list(arms) == [STOCK, TLT, "vllm-3"]
+    arms = {arm.name: arm for arm in named_arms([TLT, "vllm-3", "vllm-5-lost"], given_drafter(plan))}
+    assert list(arms) == [STOCK, TLT, "vllm-3", "vllm-5-lost"]
     engine = composed(plan, arms["vllm-3"]).actor_rollout_ref.rollout
     assert engine.engine_kwargs.vllm.speculative_config.model == "/a/drafter" and not engine.disable_log_stats
-    assert engine.engine_kwargs.vllm.speculative_config.num_speculative_tokens == 3
+    assert engine.engine_kwargs.vllm.speculative_config.num_speculative_tokens == 3 and not engine.free_cache_engine
+    lost = composed(plan, arms["vllm-5-lost"]).actor_rollout_ref.rollout
+    assert lost.free_cache_engine and lost.engine_kwargs.vllm.speculative_config.draft_sample_method == "greedy"
     assert composed(plan, arms[TLT]).tlt.drafter.path == "/a/drafter"
     assert not flag.wanted(composed(plan, arms["vllm-3"]))
 
@@ -98,7 +100,7 @@ def test_whatever_a_path_holds_hydra_reads_it(text):
 @pytest.mark.parametrize(
     ("names", "drafter", "said"),
     [
-        (["tltt"], "/d", "There is no arm 'tltt'; there are stock, tlt, tlt-no-spot, and vllm-1 to vllm-16"),
+        (["tltt"], "/d", "There is no arm 'tltt'; there are stock, tlt, tlt-no-spot, vllm-1 to vllm-16 and"),
         (["vllm-0"], "/d", "There is no arm"),
         (["vllm-17"], "/d", "There is no arm"),
         (["tlt", "vllm-3"], None, "vllm-3 needs a drafter: name one with --drafter or tlt.drafter.path"),
