@@ -53,6 +53,8 @@ WIDTH = 5.0
 """Inches of a chart of the page: its texts are 11 pixels high where the page is 390 wide."""
 MARGIN = 0.12
 """Inches around a chart: a browser without the font takes one that may be a little wider."""
+DRAFT_LENGTH = "tlt/draft_length_frac_"
+"""Metrics of the share of engine steps by draft length."""
 COLUMNS = 600
 """Times at which a replica's lane is sampled."""
 MOST_LANES = 64
@@ -87,14 +89,14 @@ def run_charts(trace: RunTrace) -> Iterator[Chart]:
         }
         note = "Seconds by which rollouts with drafts ended earlier than without drafts, estimated from measured costs."
         yield make_chart("Savings", note, partial(draw_bars, unit="seconds", steps=steps, bars=bars))
-    for title, unit, note, lines in (
-        ("Accept length", "tokens", "Tokens per verified draft.", accept_lengths(trace)),
-        ("Acceptance by position", "share", "Drafts accepted up to this position.", acceptance(trace)),
-        ("Rollout", "seconds", "Duration of the rollout.", {"": (BLUE, by_step(trace, "rollout_s"))}),
-        ("Reward", "reward", "Mean reward.", {"": (BLUE, by_step(trace, "reward"))}),
+    for title, unit, note, lines, lowest in (
+        ("Accept length", "tokens", "Tokens per verified draft.", accept_lengths(trace), 1.0),
+        ("Acceptance by position", "share", "Drafts accepted up to this position.", acceptance(trace), 0.0),
+        ("Rollout", "seconds", "Duration of the rollout.", {"": (BLUE, by_step(trace, "rollout_s"))}, 0.0),
+        ("Reward", "reward", "Mean reward.", {"": (BLUE, by_step(trace, "reward"))}, None),
     ):
         if any(value is not None for _, points in lines.values() for value in points.values()):
-            yield make_chart(title, note, partial(draw_lines, unit=unit, lines=lines))
+            yield make_chart(title, note, partial(draw_lines, unit=unit, lines=lines, lowest=lowest))
     if lengths := draft_lengths(trace):
         note = "Share of engine steps. OFF: the drafter's pass was skipped; K=0: nothing was drafted in the step."
         yield make_chart("Draft length K", note, partial(draw_bars, unit="share", steps=steps, bars=lengths))
@@ -129,7 +131,7 @@ def save_picture(path: Path, trace: RunTrace) -> Path:
         ):  # fmt: skip
             part.suptitle(title, fontweight="bold", x=0.02, ha="left")
         draw_replicas(upper.add_subplot(), trace, steps[number])
-        draw_lines(left.add_subplot(), "tokens per verified draft", accept_lengths(trace))
+        draw_lines(left.add_subplot(), "tokens per verified draft", accept_lengths(trace), 1.0)
         draw_bars(right.add_subplot(), "share of engine steps", list(trace.steps), draft_lengths(trace))
         with replacing(path) as file:
             figure.savefig(file, format="png", dpi=160, facecolor="white")
@@ -143,7 +145,8 @@ def draw_replicas(ax: Axes, trace: RunTrace, step: RLStep) -> None:
     lanes = [sampled(trace, step, name, (edges[:-1] + edges[1:]) / 2) for name in names]
     most = max([1, *(int(batch.max()) for batch, _ in lanes)])
     ks = sorted({value for _, k in lanes for value in k.tolist()})
-    colors = {k: k_color(k, max([1, *ks])) for k in ks}
+    longest = max([1, *ks, *_numbered(trace, DRAFT_LENGTH)])  # of the run: a K has one colour in all charts
+    colors = {k: k_color(k, longest) for k in ks}
     seconds = edges - step.start
     for y, name, (batch, k) in zip(range(len(names))[::-1], names, lanes, strict=True):
         ax.broken_barh([(0.0, step.end - step.start)], (y, LANE), color=PALE, linewidth=0, label="nothing to decode")
@@ -178,11 +181,13 @@ def _draw_work(ax: Axes, trace: RunTrace, step: RLStep, replica: str, y: int) ->
         ax.broken_barh([span], (y, LANE), color=color, linewidth=0, label=label)
 
 
-def draw_lines(ax: Axes, unit: str, lines: Mapping[str, tuple[str, Points]]) -> None:
-    """Lines over RL steps: label to colour and points; a grey line is dashed."""
+def draw_lines(ax: Axes, unit: str, lines: Mapping[str, tuple[str, Points]], lowest: float | None = None) -> None:
+    """Lines over RL steps: label to colour and points; a grey line is dashed. `lowest`: where the axis begins."""
     for label, (color, points) in lines.items():
         values = [np.nan if value is None else value for value in points.values()]
         ax.plot(list(points), values, "--" if color == GREY else ".-", color=color, label=label)
+    if lowest is not None:
+        ax.set_ylim(bottom=lowest, top=max(ax.get_ylim()[1], lowest + 0.1))
     _finish(ax, unit)
 
 
@@ -221,7 +226,7 @@ def acceptance(trace: RunTrace) -> dict[str, tuple[str, Points]]:
 
 def draft_lengths(trace: RunTrace) -> dict[str, tuple[str, list[float]]]:
     """Bars of the share of engine steps by draft length."""
-    lengths = _numbered(trace, "tlt/draft_length_frac_")
+    lengths = _numbered(trace, DRAFT_LENGTH)
     names = {-1: "tlt/drafter_off_frac", **lengths}
     bars = {
         k_name(k): (k_color(k, max(1, *names)), [metrics.get(name, 0.0) for metrics in trace.steps.values()])

@@ -70,6 +70,20 @@ def test_accept_length_and_the_first_drafter(trace, made_run, ax):
     assert ours.get_xdata().tolist() == list(range(1, 7))
     assert ours.get_ydata().tolist() == pytest.approx(list(made_run.accept_length.values()))
     assert set(first.get_ydata()) == {1.01} and first.get_linestyle() == "--"
+    figures.draw_lines(ax, "tokens", figures.accept_lengths(trace), lowest=1.0)
+    assert ax.get_ylim()[0] == 1.0, "a small change does not look like a large one"
+
+
+def test_a_draft_length_has_one_colour_in_all_charts(trace, ax):
+    longer = {n: {**metrics, "tlt/draft_length_frac_7": 0.5} for n, metrics in trace.steps.items()}  # not in this step
+    trace = dataclasses.replace(trace, steps=longer)
+    figures.draw_replicas(ax, trace, rl_steps(trace)[6])
+    bars = figures.draft_lengths(trace)
+    legend = ax.get_legend()
+    handles = {t.get_text(): h.get_facecolor() for t, h in zip(legend.get_texts(), legend.legend_handles, strict=True)}
+    for label in set(handles) & set(bars):
+        assert matplotlib.colors.to_hex(handles[label]) == bars[label][0]
+    assert set(handles) & set(bars)
 
 
 def test_draft_lengths_are_shares_of_engine_steps(trace):
