@@ -1,11 +1,13 @@
 """Which draft-length policy is fastest, and what it costs: prints the tables, writes benchmarks/results/control.json.
 
-    python -m benchmarks.control [--replay] [--foreign] [--drain] [--overhead] [--repetitions N] [--finals N]
+    python -m benchmarks.control [--replay] [--foreign] [--good-head] [--overhead]
+    python -m benchmarks.control --drain [--repetitions N] [--finals N]
     python -m benchmarks.control --steady [--batches N ...] [--turns N]
     python -m benchmarks.control --changing [--repetitions N] [--go-on]
 
 Without a part named, all run: `--replay` simulates rollouts against oracles (minutes), `--foreign` so too on step costs
-that are not the formula which the policy fits (a quarter of an hour), `--drain` decodes on real vLLM CPU engines (about
+that are not the formula which the policy fits (a quarter of an hour), `--good-head` first rollouts with a drafter
+that is nearly always right against the best fixed K (two minutes), `--drain` decodes on real vLLM CPU engines (about
 a quarter of an hour; the first time it trains a drafter, some minutes more), `--overhead` counts what control adds to
 an engine step, `--steady` compares steps without drafts with stock's, `--changing` decodes runs in which drafter,
 policy and load change (minutes a repetition). A part that is not run keeps its figures of the last time. The drain
@@ -99,7 +101,7 @@ def draw(steps: list[list[float]], path: Path) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for part in ("replay", "foreign", "drain", "changing", "overhead", "steady"):
+    for part in ("replay", "foreign", "good-head", "drain", "changing", "overhead", "steady"):
         parser.add_argument(f"--{part}", action="store_true")
     parser.add_argument("--repetitions", type=int, default=9, help="of every arm of the drain, or of the changing run")
     parser.add_argument("--finals", type=int, default=9, help="of the best three arms of the drain among themselves")
@@ -113,8 +115,8 @@ def main() -> None:
     parser.add_argument("--toy", type=Path, default=TOY, help="where policy and drafter are kept")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    parts = (options.replay, options.foreign, options.drain, options.changing, options.overhead, options.steady)
-    everything = not any(parts)
+    simulated = options.replay or options.foreign or options.good_head
+    everything = not (simulated or options.drain or options.changing or options.overhead or options.steady)
     found = json.loads(options.out.read_text()) if options.out.exists() else {}
     if options.overhead or options.steady or options.drain or options.changing or everything:
         console.print(say_dtype(find_dtype()))
@@ -162,6 +164,10 @@ def main() -> None:
         from benchmarks.control import foreign
 
         found |= foreign.run_all(console.print, options.jobs) | {"foreign_on": machine()}
+    if options.good_head or everything:
+        from benchmarks.control import good_head
+
+        found |= good_head.run_all(console.print, options.jobs) | {"good_head_on": machine()}
     _write(found, options.out)
     console.print(f"written to {options.out}")
 

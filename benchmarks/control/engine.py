@@ -38,7 +38,9 @@ BATCH = 64
 ARMS = tuple(range(LONGEST_DRAFT + 1))
 CONTEXT = 1536
 """Tokens of a prompt with its response, as in the demo's recipe."""
-VLLM_ZERO = "vllm-k0"
+VLLM = "vllm-k"
+"""Before a draft length: an arm under vLLM's own scheduler."""
+VLLM_ZERO = f"{VLLM}0"
 START_TIMEOUT_S = 3600.0
 CALL_TIMEOUT_S = 3600.0
 
@@ -248,12 +250,12 @@ class _Engine:
             control.force_k = int(name.removeprefix("fixed-"))
 
     def use(self, name: str) -> None:
-        """Decode under this arm from here on; `VLLM_ZERO`: under vLLM's own scheduler with K=0 in its table."""
+        """Decode under this arm from here on; `vllm-kN`: under vLLM's own scheduler with K=N in its table."""
         from vllm.v1.core.sched.scheduler import Scheduler
 
-        own = name == VLLM_ZERO
+        own = name.startswith(VLLM)
         self.scheduler.__class__ = Scheduler if own else self._ours
-        self.scheduler.dynamic_sd_lookup = [0] * (BATCH + 1) if own else self._lookup
+        self.scheduler.dynamic_sd_lookup = [int(name.removeprefix(VLLM))] * (BATCH + 1) if own else self._lookup
         self.scheduler.drafts_expected = True  # of every step: what vLLM does by itself
         if not own:
             self.scheduler.tlt = self.arms[name]

@@ -96,7 +96,7 @@ def measured(replay: Replay, batches: Sequence[int], arms: Sequence[int], contex
 
 
 def calibration(replay: Replay) -> LatencyTable:
-    """What a run knows at its start: short contexts, batches to 32, three draft lengths and OFF, the rest a line."""
+    """What a run knows at its start: short contexts, batches to 32, four draft lengths and OFF, the rest a line."""
     few = measured(replay, BATCHES, plan_arms(replay.arms), CONTEXT_TOKENS, STEPS)
     return LatencyTable.calibrated({k: few.by_batch(k) for k in few.arms()}).for_arms(replay.arms)
 

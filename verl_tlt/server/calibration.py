@@ -1,7 +1,7 @@
 """Measures at start what an engine step costs by batch and draft length, OFF included.
 
 The engine decodes short random prompts at a few batches with the draft length held, and its own step statistics give
-the medians. Costs are close to linear in K, so three draft lengths suffice; the others are interpolated.
+the medians. Costs are close to linear in K, so four draft lengths suffice; the others are interpolated.
 """
 
 from __future__ import annotations
@@ -76,8 +76,13 @@ def _cpu_name() -> str:
 
 
 def plan_arms(arms: Sequence[int]) -> list[int]:
-    """Arms worth measuring: OFF, then the ends of the range, then 1, whose step from 0 is the largest."""
-    chosen = [OFF, 0, max(arms), 1]
+    """Arms worth measuring: OFF, the ends of the range, 1, whose step from 0 is the largest, and one in between.
+
+    So every arm of an engine with CUDA graphs is measured. Trying those that are guessed costs a run's first steps.
+    """
+    longest = max(arms)
+    between = [k for k in arms if 1 < k < longest]
+    chosen = [OFF, 0, longest, 1, *sorted(between, key=lambda k: abs(k * k - longest))[:1]]
     return [k for i, k in enumerate(chosen) if (k == OFF or k in arms) and k not in chosen[:i]]
 
 

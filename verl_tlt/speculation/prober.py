@@ -30,8 +30,9 @@ _FEE = 0.05
 _SHARP = 0.02
 """Relative uncertainty of a latency below which a probe is about acceptance alone."""
 _ENOUGH_DRAFTS, _MOST_STEPS = 8, 8
-_START, _CAP = 1.0, 8.0
-"""Steps of lost goodput granted at start, and how many may be saved up."""
+_START, _CAP = 0.25, 8.0
+"""Steps of lost goodput granted at start, and how many may be saved up. A job of few short rollouts has no time to
+win back what it tried."""
 
 
 class ProbeBudget:

@@ -40,7 +40,7 @@ def test_subjects_are_apart_and_news_restart_them():
 def test_too_dear_is_refused_and_costs_nothing():
     budget = ProbeBudget(0.01, 4, 64)
     assert not budget.spend("arm", 5.0)
-    assert budget.due("arm") and budget.spend("arm", 1.0), "the allowance is whole"
+    assert budget.due("arm") and budget.spend("arm", 0.25), "the allowance is whole"
 
 
 ARMS = (0, 1, 3)
