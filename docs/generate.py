@@ -99,6 +99,63 @@ from verl_tlt.drafter import DrafterTrainer, build_drafter, refresh_verifier_wei
   `DrafterError`, a `TLTError` and `ValueError` whose sentence names it. Anything else is a bug.
 * **Letters** in shapes: B sequences, L tokens of one, T of a packed batch, H the policy's hidden size, V its
   vocabulary.
+* **Types** in signatures: `Model` is a folder as text or path, or a name on the hub such as "Qwen/Qwen3-8B".
+  `PolicyLike` is a `Model`, a `transformers` config, a mapping of its fields, or a `PolicyShape`. `Fields` is a JSON
+  object as a dict. `Span` is some tokens of a text, as `plan_epoch` makes them. `Feed` and `FedBatch` are what
+  `DrafterTrainer.feed` returns and what that makes of a `Batch`.
+  `Eagle3DraftModel` and `Eagle3SpeculatorConfig` are `speculators`' own, `PreTrainedModel` is `transformers`'.
+
+## A complete example
+
+From a policy to a drafter that `vllm serve` loads. It runs as it is, in a few seconds on a CPU; put the path of your
+policy and your own texts in place of the tiny ones.
+
+```python
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from verl_tlt.drafter import (
+    DrafterTrainer,
+    PolicyStates,
+    Text,
+    VerifierWeights,
+    accept_length,
+    acceptance,
+    batches,
+    build_drafter,
+    load_policy,
+    refresh_verifier_weights,
+    save_drafter,
+    train_until,
+)
+
+policy = "policy"  # yours: a folder, or a name on the hub
+tiny = Qwen3Config(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+)
+Qwen3ForCausalLM(tiny).save_pretrained(policy)
+texts = [Text(tokens=tuple(torch.randint(64, (32,)).tolist()), prompt_len=8) for _ in range(16)]
+
+drafter = build_drafter(policy)
+refresh_verifier_weights(drafter, VerifierWeights.from_policy_dir(policy))  # again after each update of the policy
+states = PolicyStates(load_policy(policy, "cpu"), drafter.target_layer_ids)
+sequences = states(texts)  # tokens with the policy's hidden states
+
+trainer = DrafterTrainer(drafter, learning_rate=1e-3, ttt_steps=3)
+for epoch in range(3):
+    summary = train_until(trainer, batches(sequences, budget=512), should_stop=lambda: False)
+    print(f"epoch {epoch}: loss {summary.loss:.2f} over {summary.tokens} tokens")
+
+scores = acceptance(drafter, sequences, max_draft=3)
+print(f"accept length at K=3: {accept_length(scores):.2f}")
+print(save_drafter(drafter, "drafter", {"policy": policy}, policy=policy))
+```
 """
 
 NOTES = {

@@ -89,7 +89,8 @@ class PolicyStates:
         decoder = find_decoder(policy, "the policy")
         check_aux_layers(aux_layers, len(decoder.layers), "aux_layers")
         self.aux_layers, self._decoder = tuple(aux_layers), decoder.model
-        self._device = policy.get_input_embeddings().weight.device
+        embedding = policy.get_input_embeddings().weight  # [V, H]
+        self._device, self._vocabulary = embedding.device, embedding.shape[0]
         self._kept: dict[int | str, torch.Tensor] = {}
         for index in self.aux_layers:
             decoder.layers[index].register_forward_pre_hook(self._keep(index), with_kwargs=True)
@@ -108,10 +109,14 @@ class PolicyStates:
 
         Texts are right-padded: causal attention never looks at what follows.
         """
+        for text in texts:
+            if not 0 <= text.prompt_len <= (there := len(text.tokens)):
+                raise DrafterError(f"prompt_len={text.prompt_len} must be 0..{there}, the tokens of the text.")
         longest = max(len(text.tokens) for text in texts)
         ids = torch.zeros(len(texts), longest, dtype=torch.int64)  # [B, L]
         for row, text in zip(ids, texts, strict=True):
             row[: len(text.tokens)] = torch.tensor(text.tokens)
+        data.check_tokens(ids, self._vocabulary)
         self._decoder(input_ids=ids.to(self._device), use_cache=False)
         kept, self._kept = self._kept, {}
         out = []

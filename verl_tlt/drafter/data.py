@@ -17,6 +17,8 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 
+from verl_tlt.errors import DrafterError
+
 PADDING = -1
 """Document id of rows that hold nothing: no other row attends to them, and they carry no loss."""
 T = TypeVar("T")
@@ -62,9 +64,11 @@ class TrainingSequence:
         """Refuse tensors that do not belong together."""
         length = len(self.tokens)
         if self.aux.shape[0] != length or self.last.shape[0] != length:
-            raise ValueError(
+            raise DrafterError(
                 f"A sequence of {length} tokens came with {self.aux.shape[0]} aux and {self.last.shape[0]} last states."
             )
+        if not 0 <= self.prompt_len <= length:
+            raise DrafterError(f"prompt_len={self.prompt_len} must be 0..{length}, the tokens of the sequence.")
 
     def __len__(self) -> int:
         """Tokens in the window."""
@@ -94,7 +98,7 @@ class TrainingSequence:
             tokens=self.tokens[begin:end],
             aux=self.aux[begin:end],
             last=self.last[begin:end],
-            prompt_len=max(self.prompt_len - begin, 0),
+            prompt_len=min(max(self.prompt_len - begin, 0), len(self.tokens[begin:end])),
             start=self.start + begin,
         )
 
@@ -162,11 +166,21 @@ class Batch:
         return replace(self, loss_mask=self.loss_mask & (index - first >= ttt_steps - 1))
 
 
+def check_tokens(tokens: torch.Tensor, vocabulary: int) -> None:
+    """Raise a `DrafterError` where a token id is outside 0..`vocabulary` - 1: a GPU would end in a device assertion."""
+    ids = tokens.cpu().numpy()  # where they are as a rule: nothing waits for a device
+    if ids.size:
+        low, high = ids.min(), ids.max()
+        if low < 0 or high >= vocabulary:
+            wrong = low if low < 0 else high
+            raise DrafterError(f"Token {wrong} is outside the policy's vocabulary, 0..{vocabulary - 1}.")
+
+
 def align(sequence: TrainingSequence) -> Batch:
     """The rows of one sequence of at least two tokens, as a batch of its own (S = L - 1)."""
     rows = sequence.rows
     if rows < 1:
-        raise ValueError(f"A sequence of {len(sequence)} tokens has nothing to draft; at least 2 are needed.")
+        raise DrafterError(f"A sequence of {len(sequence)} tokens has nothing to draft; at least 2 are needed.")
     tokens, with_loss = sequence.tokens, sequence.loss_rows()
     loss_mask = torch.zeros(1, rows, dtype=torch.bool)
     loss_mask[:, with_loss.start : with_loss.stop] = True
@@ -185,7 +199,7 @@ def pack(sequences: Iterable[TrainingSequence]) -> Batch:
     """One batch of whole sequences, at least one: document ids count up, positions restart with each."""
     parts = [align(sequence) for sequence in sequences]
     if not parts:
-        raise ValueError("There is no sequence to pack.")
+        raise DrafterError("There is no sequence to pack.")
     columns = {f.name: torch.cat([getattr(part, f.name) for part in parts], dim=1) for f in fields(Batch)}
     owner = [torch.full((1, part.rows), i, dtype=torch.int64) for i, part in enumerate(parts)]
     columns["document_ids"] = torch.cat(owner, dim=1)

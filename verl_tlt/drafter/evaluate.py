@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from verl_tlt.drafter.data import Batch, TrainingSequence, grouped, pack, windows
+from verl_tlt.drafter.data import Batch, TrainingSequence, check_tokens, grouped, pack, windows
 from verl_tlt.drafter.feed import ROW_BLOCK
 from verl_tlt.drafter.policy import DrafterError
 from verl_tlt.drafter.train import NoWaiting, mixed_precision
@@ -102,6 +102,8 @@ def acceptance(
     """
     if model.use_draft_vocab and lm_head is None:
         raise DrafterError("acceptance(): a drafter with a pruned vocabulary needs the policy's whole head, lm_head.")
+    for sequence in sequences:
+        check_tokens(sequence.tokens, model.verifier_vocab_size)
     pieces = [(i, window) for i, sequence in enumerate(sequences) for window in windows(sequence, budget)]
     scores: list[list[SequenceScore]] = [[] for _ in sequences]
     was_training = model.training

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from verl_tlt.drafter.data import Batch
+from verl_tlt.drafter.data import Batch, check_tokens
 
 ROW_BLOCK = 128
 """Rows of a CUDA batch are padded to a multiple of this: aligned for its kernels, which are then of few kinds."""
@@ -45,14 +45,18 @@ class FedBatch:
 
 
 class Feed:
-    """Sends packed batches to `device`, where `ttt_steps` passes are trained; from one thread at a time."""
+    """Sends packed batches to `device`, where `ttt_steps` passes are trained; from one thread at a time.
 
-    def __init__(self, device: torch.device, ttt_steps: int) -> None:
-        self._device, self._ttt_steps = device, ttt_steps
+    A token outside the policy's `vocabulary` is a `DrafterError`.
+    """
+
+    def __init__(self, device: torch.device, ttt_steps: int, vocabulary: int) -> None:
+        self._device, self._ttt_steps, self._vocabulary = device, ttt_steps, vocabulary
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def __call__(self, batch: Batch) -> FedBatch:
         """What is counted is counted on the host, before the batch leaves it."""
+        check_tokens(batch.input_ids, self._vocabulary)
         batch = batch.for_passes(self._ttt_steps)
         tokens = batch.tokens
         if self._stream is None or any(getattr(batch, f.name).is_cuda for f in fields(batch)):

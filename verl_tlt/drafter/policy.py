@@ -105,7 +105,13 @@ class NotHereError(DrafterError):
 
 
 def is_name(model: Model) -> bool:
-    """Whether `model` can only be a name on the hub: it reads like one, and there is no such folder here."""
+    """Whether `model` can only be a name on the hub: it reads like one, and there is no such folder here.
+
+    Everything that takes a model asks this first: a `DrafterError` where it is neither text nor path.
+    """
+    if not isinstance(model, str | os.PathLike):
+        given = f"not as a {type(model).__name__} (save_pretrained makes a folder of a model)"
+        raise DrafterError(f"A model is given as a folder or as a name on the hub, {given}.")
     text = os.fspath(model)
     return _NAME.fullmatch(text) is not None and not os.path.isdir(text)
 
@@ -152,6 +158,9 @@ def policy_shape(policy: PolicyLike) -> PolicyShape:
         return _from_fields(read_model_config(policy), str(Path(policy) / CONFIG))
     if isinstance(policy, Mapping):
         return _from_fields(dict(policy), "the policy's config")
+    if not hasattr(policy, "to_dict"):
+        wanted = "a folder, a name on the hub, a transformers config or a mapping of its fields"
+        raise DrafterError(f"A policy's shape is read from {wanted}, not from a {type(policy).__name__}.")
     return _from_fields(policy.to_dict(), type(policy).__name__)
 
 

@@ -82,6 +82,16 @@ def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+def check_loss(loss: str) -> None:
+    """Raise a `DrafterError` where `loss` is none that `speculators.losses` knows."""
+    from speculators.losses import resolve_loss_config
+
+    try:
+        resolve_loss_config(loss, "eager")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DrafterError(f"loss={loss!r} is no loss of speculators: {str(error).rstrip('.')}.") from error
+
+
 class DrafterTrainer:
     """The drafter, its optimizer and its place in the learning-rate schedule.
 
@@ -91,6 +101,9 @@ class DrafterTrainer:
         warmup_steps: optimizer steps, over all sessions.
         ttt_steps: passes per step.
         loss: a name of `speculators.losses`, or a JSON object of names and weights.
+
+    Raises:
+        DrafterError: no such loss.
     """
 
     def __init__(
@@ -102,6 +115,7 @@ class DrafterTrainer:
         ttt_steps: int = 3,
         loss: str = "kl_div",
     ) -> None:
+        check_loss(loss)
         self.model = model
         self.learning_rate, self.warmup_steps, self.ttt_steps = learning_rate, warmup_steps, ttt_steps
         self.parameters = trainable_parameters(model)
@@ -125,15 +139,15 @@ class DrafterTrainer:
         return next(iter(self.parameters.values())).device
 
     def step(self, batch: Batch) -> StepResult:
-        """Learn from one packed batch; a `ValueError` where no row has a loss."""
+        """Learn from one packed batch; a `DrafterError` where a token is none of the policy's, or no row has a loss."""
         fed = self.feed()(batch)
         if fed.tokens == 0:
-            raise ValueError("No row of this batch has a loss: its sequences lie in prompts or are too short.")
+            raise DrafterError("No row of this batch has a loss: its sequences lie in prompts or are too short.")
         return self.step_on(fed)
 
     def feed(self) -> Feed:
         """What brings batches to where the drafter is now."""
-        return Feed(self.device, self.ttt_steps)
+        return Feed(self.device, self.ttt_steps, self.model.verifier_vocab_size)
 
     def step_on(self, fed: FedBatch) -> StepResult:
         """Learn from a batch that is on the device, or on its way there; some of its rows have a loss."""
@@ -255,7 +269,7 @@ def train_until(
     """Step through `batches` until told to stop, out of data, or `max_tokens` rows have been learned from.
 
     The flag is read before each micro-batch, so a stop waits for one at most. A hundred batches in a row without a loss
-    are a `ValueError`: an endless stream of them would never end.
+    are a `DrafterError`: an endless stream of them would never end.
     """
     first, skipped = trainer.steps, trainer.skipped
     tokens, drawn, empty, stopped, slowest = 0, 0, 0, False, 0.0  # empty: batches in a row without a loss
@@ -267,7 +281,7 @@ def train_until(
             drawn += 1
             empty = 0 if fed.tokens else empty + 1
             if empty == _MAX_EMPTY:
-                raise ValueError(f"{empty} batches in a row had no row with a loss: the sequences hold no response.")
+                raise DrafterError(f"{empty} batches in a row had no row with a loss: the sequences hold no response.")
             if empty:
                 continue
             begun = time.perf_counter()
