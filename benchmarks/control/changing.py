@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.control.engine import ARMS, EngineProcess
+from benchmarks.control.pairs import over
 from benchmarks.control.toy import Toy
 from demo.machine import find_dtype
-from verl_tlt.compare.interval import interval
 
 FIXED = tuple(f"fixed-{k}" for k in ARMS if k > 0)
 NAMES = (*FIXED, "table", "goodput")
@@ -98,21 +98,13 @@ def changing(
 
 
 def _pooled(turns: Sequence[Turn]) -> Found:
-    faster = {name: {stage: over(turns, name, stages) for stage, stages in _parts().items()} for name in NAMES[:-1]}
-    return {"dtype": find_dtype(), "repetitions": list(turns), "goodput_is_faster_than": faster}
+    found = {name: {stage: faster(turns, name, stages) for stage, stages in _parts().items()} for name in NAMES[:-1]}
+    return {"dtype": find_dtype(), "repetitions": list(turns), "goodput_is_faster_than": found}
 
 
-def over(turns: Sequence[Turn], name: str, stages: Sequence[str]) -> list[float]:
+def faster(turns: Sequence[Turn], name: str, stages: Sequence[str]) -> list[float]:
     """An arm's seconds over goodput's in these stages, all repetitions pooled: [ratio, low, high] (95 %)."""
-
-    def ratio(drawn: Sequence[Turn]) -> float:
-        return _sum(drawn, name, stages) / _sum(drawn, "goodput", stages)
-
-    return [round(value, 4) for value in interval(turns, ratio)]
-
-
-def _sum(turns: Sequence[Turn], name: str, stages: Sequence[str]) -> float:
-    return sum(turn[name][stage] for turn in turns for stage in stages)
+    return over(*([sum(turn[arm][stage] for stage in stages) for turn in turns] for arm in (name, "goodput")))
 
 
 def _parts() -> dict[str, list[str]]:

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.control.engine import ARMS, BATCH, VLLM_ZERO, EngineProcess
+from benchmarks.control.pairs import over
 from benchmarks.control.policies import RIVALS
 from benchmarks.control.toy import Toy
 from benchmarks.simulate.recorded import recording, step_records, worth
 from demo.machine import find_dtype
-from verl_tlt.compare.interval import interval
 from verl_tlt.speculation.costs.tables import LatencyTable, interpolate
 
 POLICY_ARMS = ("table", *RIVALS, "goodput")
@@ -149,7 +149,7 @@ def faster(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
 
     Both had the same tokens in a repetition, so that a machine's slow minutes are in both: their seconds are compared.
     """
-    return _over([1.0 / speed for speed in theirs], [1.0 / speed for speed in ours])
+    return over([1.0 / speed for speed in theirs], [1.0 / speed for speed in ours])
 
 
 def _worth(trace: str, calibration: list[dict[str, Any]], accepted: list[float]) -> float:
@@ -172,7 +172,7 @@ def _compare(engines: dict[str, EngineProcess], say: Any, batches: Sequence[int]
                     engine.call("use", name=name)
                 seconds[name].append(engine.call("steady", batch=batch, tokens=STEADY_TOKENS, seed=turn)["seconds"])
         off, zero, own = (
-            _over(seconds[ours], seconds[theirs])
+            over(seconds[ours], seconds[theirs])
             for ours, theirs in (("off", "stock"), ("fixed-0", "stock"), ("fixed-0", VLLM_ZERO))
         )
         found[str(batch)] = {
@@ -184,16 +184,6 @@ def _compare(engines: dict[str, EngineProcess], say: Any, batches: Sequence[int]
         zero_against_zero.append(own[0] - 1.0)
         say(f"batch {batch}, {turns} turns: { {k: v for k, v in found[str(batch)].items() if k != 'seconds'} }")
     return {"off_overhead": round(statistics.median(zero_against_zero), 4), "cost_vs_stock_by_batch": found}
-
-
-def _over(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """All turns' seconds over theirs, and the interval of 95 %."""
-    turns = list(zip(ours, theirs, strict=True))
-
-    def over(drawn: Sequence[tuple[float, float]]) -> float:
-        return sum(a for a, _ in drawn) / sum(b for _, b in drawn)
-
-    return [round(value, 4) for value in interval(turns, over)]
 
 
 def _keep_recording(traces: dict[str, str]) -> None:

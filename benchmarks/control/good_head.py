@@ -14,12 +14,12 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from benchmarks.control.foreign import TABLES
+from benchmarks.control.pairs import over
 from benchmarks.control.replay import Replay, contestants
 from benchmarks.simulate.engine import Noise, SimulatedEngine
 from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, CostModel, TableCost
 from benchmarks.simulate.oracles import static_runs
 from benchmarks.simulate.workload import Workload, geometric
-from verl_tlt.compare.interval import interval
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.graph_rules import GRAPH_ARMS
 from verl_tlt.speculation.types import OFF
@@ -65,9 +65,7 @@ def race(jobs: Sequence[Replay]) -> dict[str, Any]:
         seconds.append({k: run.seconds for k, run in static_runs(engine, job.arms).items()})
         ours.append(engine.run(contestants(job)["goodput"]).seconds)
     best = min(jobs[0].arms, key=lambda k: sum(of[k] for of in seconds))
-    pairs = [(of[best], mine) for of, mine in zip(seconds, ours, strict=True)]
-    faster = interval(pairs, lambda drawn: sum(theirs for theirs, _ in drawn) / sum(mine for _, mine in drawn))
-    return {"name": jobs[0].name, "best_k": best, "goodput_over_it": [round(value, 4) for value in faster]}
+    return {"name": jobs[0].name, "best_k": best, "goodput_over_it": over([of[best] for of in seconds], ours)}
 
 
 def run_all(say: Callable[[str], None], jobs: int = 1) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from verl_tlt.compare.interval import interval
 from verl_tlt.errors import TLTError
@@ -49,6 +49,7 @@ class Step:
 
 PHASES = ("reward", "old_log_prob", "adv", "update_actor", "update_weights")
 Pairs = Sequence[tuple[Step, Step]]
+T = TypeVar("T")
 
 
 def read_step(turn: int, step: int, metrics: Mapping[str, float]) -> Step:
@@ -85,14 +86,16 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def ratio(both: Pairs, seconds: Callable[[Step], float], per: Callable[[Step], float], seed: int = 0) -> dict[str, Any]:
+def ratio(
+    both: Sequence[tuple[T, T]], seconds: Callable[[T], float], per: Callable[[T], float], seed: int = 0
+) -> dict[str, Any]:
     """How many times as fast the arm is: stock's seconds over the arm's, each for what `per` counts.
 
     Returns:
         `pooled`, `low` and `high` (95 %), and the ratio of every pair, `each`.
     """
 
-    def of(chosen: Pairs) -> float:
+    def of(chosen: Sequence[tuple[T, T]]) -> float:
         pace = [sum(map(seconds, side)) / sum(map(per, side)) for side in zip(*chosen, strict=True)]
         return pace[0] / pace[1]
 
