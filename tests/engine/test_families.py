@@ -24,6 +24,7 @@ from verl_tlt.drafter import (
     trainable_parameters,
 )
 from verl_tlt.drafter.policy import SUPPORTED
+from verl_tlt.drafter.verifier import policy_part
 
 pytestmark = pytest.mark.engine
 
@@ -78,6 +79,8 @@ def test_the_tap_and_a_drafter_of_it(policy_of, family, tmp_path, monkeypatch):
     rows = make_rows(LENGTHS)
     actor.tap_budget = actor.tap_window = 10_000
     actor.infer_batch(make_batch(rows, 1000, axes=4 * (family in families.NESTED), compute_loss=False))
+    shared = [part for name, _ in actor.engine.get_per_tensor_param()[0] if (part := policy_part(name))]
+    assert sorted(shared) == ["embed", "lm_head", "norm"], "a weight sync has each once, whatever heads the policy has"
     torch.distributed.destroy_process_group()
     taken = whole_sequences([actor.tap.take()])
     assert not actor.tap.errors and len(taken) == len(rows)

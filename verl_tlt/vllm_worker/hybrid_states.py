@@ -28,9 +28,10 @@ class HybridError(TLTError):
 def keep_states_right(runner: GPUModelRunner, vllm_config: VllmConfig) -> None:
     """Make both changes in the runner of a hybrid policy; a `HybridError` where they would not be enough.
 
-    Nothing is changed for other policies. Call it between model load and graph capture.
+    Nothing is changed for other policies, nor without a drafter: vLLM leaves an extension in its worker's class, so
+    an engine that is started without one in the same process has it too. Call it between model load and graph capture.
     """
-    if not vllm_config.model_config.is_hybrid:
+    if not vllm_config.model_config.is_hybrid or vllm_config.speculative_config is None:
         return
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder as Builder
 

@@ -9,8 +9,9 @@ from verl_tlt.vllm_worker.hybrid_states import HybridError, keep_states_right
 pytest.importorskip("vllm")
 
 
-def config(hybrid=True, is_async=False, mode="none"):
+def config(hybrid=True, is_async=False, mode="none", drafts=True):
     return SimpleNamespace(
+        speculative_config="eagle3" if drafts else None,
         model_config=SimpleNamespace(is_hybrid=hybrid),
         scheduler_config=SimpleNamespace(async_scheduling=is_async),
         cache_config=SimpleNamespace(mamba_cache_mode=mode),
@@ -33,6 +34,7 @@ def test_what_is_not_exact_is_refused(runner, vllm, said):
         keep_states_right(SimpleNamespace(**runner), vllm)
 
 
-def test_other_policies_are_left_alone():
-    keep_states_right(runner := SimpleNamespace(**V1), config(hybrid=False, is_async=True, mode="all"))
+@pytest.mark.parametrize("left_alone", [{"hybrid": False}, {"drafts": False}])
+def test_other_policies_and_engines_without_a_drafter_are_left_alone(left_alone):
+    keep_states_right(runner := SimpleNamespace(**V1), config(is_async=True, mode="all", **left_alone))
     assert vars(runner) == V1
