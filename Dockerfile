@@ -4,6 +4,8 @@
 #
 # Written from verl's docker/README.md and docker/Dockerfile.stable.vllm; it was not built or run where verl-tlt is
 # developed, which has no container runtime. The image holds vLLM 0.24 with torch 2.11 and what verl needs, but not verl.
+# Engine tests and a GRPO run passed with vLLM 0.24's CPU build, torch 2.11 and Python 3.11 (docs/compatibility.md); on a
+# GPU nothing ran.
 ARG IMAGE=verlai/verl:vllm024.latest
 FROM ${IMAGE}
 

@@ -2,13 +2,14 @@
 SHELL := /bin/bash
 VENV ?= .venv
 PYTHON ?= python3.11
+PYTHON_312 ?= python3.12
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 
 # One thread per process: engines, trainers and workers that spin against each other cost 10-60x.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup wheel test test-all test-fast lint contract recipes-check test-releases test-faults demo demo-compare bench bench-control clean distclean
+.PHONY: help setup wheel test test-all test-fast test-3.12 lint contract recipes-check test-releases test-faults demo demo-compare bench bench-control clean distclean
 
 help:
 	@echo "make demo           GRPO on the toy task with TLT, a line per step, pictures in demo-out/"
@@ -16,6 +17,7 @@ help:
 	@echo "make test           lint, types and the tests that continuous integration runs"
 	@echo "make test-all       the same with the heavy tests: more recipes, modes and combinations"
 	@echo "make test-fast      lint, types and the unit tests"
+	@echo "make test-3.12      the unit tests and the installation on Python 3.12, in .venv-3.12 (8 GB)"
 	@echo "make contract       what verl-tlt relies on, in every verl and vLLM release it supports (downloads 1.2 GB)"
 	@echo "make test-releases  tests near sampling and of sleep, and a run, on vLLM 0.24, 0.29, 0.31 and 0.32 (half an hour; RELEASES=\"0.29.0\")"
 	@echo "make recipes-check  every recipe composed, judged, and run scaled down (about a quarter of an hour)"
@@ -56,6 +58,10 @@ test-all: lint
 test-fast: lint
 	$(BIN)/pytest tests/unit
 
+test-3.12:
+	@PYTHON="$(PYTHON_312)" VENV=.venv-3.12 requirements/setup.sh
+	.venv-3.12/bin/pytest tests/unit tests/contract/test_wheel.py
+
 contract: $(STAMP)
 	TLT_CONTRACT_CACHE=$(CURDIR)/.cache/contract $(BIN)/pytest tests/contract
 
@@ -84,4 +90,4 @@ clean:
 	rm -rf demo-out outputs .cache build dist *.egg-info verl_cpu/build verl_cpu/*.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-3.12

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds .venv: the CPU environment of the demo and the tests, from released wheels pinned in cpu.lock (4 GB, minutes).
 #
-#   PYTHON=/path/to/python3.11 VENV=/path/to/venv requirements/setup.sh
+#   PYTHON=/path/to/python3.11 VENV=/path/to/venv requirements/setup.sh    # or python3.12
 #
 # `make setup` calls it once; a finished environment is marked by $VENV/.setup-done, which names what it was built from.
 set -euo pipefail
@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 
 PYTHON=${PYTHON:-python3.11}
 VENV=${VENV:-.venv}
-TORCH=2.13.0+cpu
+TORCH=2.13.0
 TORCH_INDEX=https://download.pytorch.org/whl/cpu
 STAMP=$VENV/.setup-done
 
@@ -23,10 +23,10 @@ if [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$inputs" ]; then
 fi
 
 [ "$(uname -sm)" = "Linux x86_64" ] || fail "the CPU build of vLLM exists for Linux x86_64 only, and this is $(uname -sm)."
-"$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null ||
-  fail "Python 3.11 is needed and '$PYTHON' is not it; install python3.11 or say where it is: make setup PYTHON=/path/to/python3.11"
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null ||
+  fail "Python 3.11 or 3.12 is needed and '$PYTHON' is neither; install one or say where it is: make setup PYTHON=/path/to/python3.11"
 "$PYTHON" -c 'import venv, ensurepip' 2>/dev/null ||
-  fail "'$PYTHON' cannot make virtual environments; install its venv module (Debian, Ubuntu: apt install python3.11-venv)."
+  fail "'$PYTHON' cannot make virtual environments; install its venv module (Debian, Ubuntu: apt install python3-venv)."
 
 rm -f "$STAMP"
 [ -x "$VENV/bin/python" ] || { say "making $VENV"; "$PYTHON" -m venv "$VENV"; }
@@ -40,10 +40,16 @@ watched() {
 }
 
 # torch first and alone: asking PyTorch's index for every other package too would cost seconds each where it is slow.
-if ! "$VENV/bin/python" -c "import importlib.metadata as m, sys; sys.exit(m.version('torch') != '$TORCH')" 2>/dev/null; then
+# Where no CPU build is to be had, PyPI's does, which is for GPUs, brings their libraries and computes on a CPU too.
+lay_torch() {
+  "${pip[@]}" --quiet "torch==$TORCH+cpu" 2>/dev/null && return
+  watched "${pip[@]}" --index-url "$TORCH_INDEX" "torch==$TORCH+cpu" && return
+  say "no CPU build of torch $TORCH for this Python where pip looks nor at $TORCH_INDEX: PyPI's, with its libraries (5 GB)"
+  watched "$VENV/bin/python" -m pip --disable-pip-version-check install "torch==$TORCH"
+}
+if ! "$VENV/bin/python" -c "import importlib.metadata as m, sys; sys.exit(m.version('torch').split('+')[0] != '$TORCH')" 2>/dev/null; then
   say "installing torch $TORCH"
-  "${pip[@]}" --quiet "torch==$TORCH" 2>/dev/null || watched "${pip[@]}" --index-url "$TORCH_INDEX" "torch==$TORCH" ||
-    fail "torch $TORCH is neither where pip is configured to look nor at $TORCH_INDEX; put its wheel where pip finds it (PIP_FIND_LINKS)."
+  lay_torch || fail "torch $TORCH could not be installed; put its wheel where pip finds it (PIP_FIND_LINKS)."
 fi
 say "installing $(grep -c == requirements/cpu.lock) pinned packages"
 watched "${pip[@]}" --requirement requirements/cpu.lock || fail "a package of requirements/cpu.lock could not be installed; pip says which above."

@@ -1,6 +1,10 @@
-"""What `pip install verl-tlt` brings: the wheel is built, installed beside verl and vLLM, and used from elsewhere."""
+"""What the README's install line and `make wheel` bring: installed beside verl and vLLM, and used from elsewhere.
+
+Run with Python 3.12 (`make test-3.12`) it is tried there. Here a bare environment of 3.12 is, where that is installed.
+"""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,34 +21,53 @@ ROOT = Path(verl_tlt.__file__).parents[1]
 LARGEST = 1_000_000
 
 
-def shell(*command, **kwargs):
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+def shell(*command, more=(), **kwargs):
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | dict(more)
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, env=environment, **kwargs)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Built from a copy, because setuptools leaves its own folders where it builds."""
-    place = tmp_path_factory.mktemp("wheel")
+def checkout(tmp_path_factory):
+    """A copy of the clone, because setuptools leaves its own folders where it builds."""
+    place = tmp_path_factory.mktemp("clone") / "checkout"
     left_out = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "demo-out", "outputs")
-    shutil.copytree(ROOT, place / "checkout", ignore=left_out)
-    build = ("wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", place, place / "checkout")
+    shutil.copytree(ROOT, place, ignore=left_out)
+    return place
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout):
+    """As `make wheel` builds it."""
+    build = ("wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", checkout.parent, checkout)
     shell(sys.executable, "-m", "pip", *build)
-    (built,) = place.glob("*.whl")
+    (built,) = checkout.parent.glob("*.whl")
     return built
 
 
 @pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory):
-    """The `bin` folder of an environment that has the wheel, and this one's packages behind it."""
+def installed(checkout, tmp_path_factory):
+    """The `bin` folder of a clean environment in which the README's line was run, with this one's packages behind it.
+
+    pip may fetch nothing, so it fails where the package wants what verl and vLLM do not bring.
+    """
     place = tmp_path_factory.mktemp("environment")
     shell(sys.executable, "-m", "venv", "--without-pip", place)
     (site,) = place.glob("lib/python*/site-packages")
     (site / "verl_and_vllm.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", place / "bin" / "python")
-    shell(*pip, "install", "--no-deps", "--no-index", "--ignore-installed", wheel)
+    for name in (
+        "torchaudio",
+        "torchvision",
+    ):  # vLLM for GPUs brings them; requirements/cpu.lock says why they are not here
+        (site / f"{name}-0.1.dist-info").mkdir()
+        (site / f"{name}-0.1.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
+    (line,) = re.findall(r"^pip (install .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}  # its 0 is "no isolation"
+    said = shell(place / "bin" / "python", "-m", "pip", *line.split(), cwd=checkout, more=offline)
+    assert re.findall(r"Successfully installed (.*)", said) == [f"verl-tlt-{verl_tlt.__version__}"], (
+        "it moved others too"
+    )
     return place / "bin"
 
 
@@ -97,3 +120,51 @@ with initialize_config_module("verl.trainer.config", version_base=None):
 """
     name, setting = shell(installed / "python", "-c", code, cwd=tmp_path).split()[-2:]
     assert name == "verl_tlt.plugin" and int(setting) > 0
+
+
+def python_of(version):
+    """A Python of this version on the machine; skips where there is none that runs."""
+    found = shutil.which(f"python{version}")
+    asked = f"import sys, venv; print(sys.executable if sys.version.startswith('{version}.') else '')"
+    choice = {**os.environ, "PYENV_VERSION": version}  # where the name is one of pyenv's
+    done = found and subprocess.run([found, "-c", asked], capture_output=True, text=True, env=choice)
+    if not done or not done.stdout.strip():
+        pytest.skip(f"Python {version} is not installed here")
+    return done.stdout.strip()
+
+
+PURE = (
+    "typer", "click", "rich", "markdown_it", "mdurl", "pygments", "shellingham", "annotated_doc",
+    "typing_extensions.py",
+)  # fmt: skip
+"""What the commands' own texts need: plain Python, the same for every release of it."""
+
+
+def test_the_wheel_installs_on_python_3_12_and_its_modules_compile_there(wheel, tmp_path):
+    """Its commands answer; what needs torch, verl and vLLM runs there with `make test-3.12`."""
+    shell(python_of("3.12"), "-m", "venv", "--without-pip", tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
+    shell(*pip, "install", "--no-deps", "--no-index", "--compile", wheel)
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    for name in PURE:
+        (site / name).symlink_to(Path(sysconfig.get_path("purelib")) / name)
+    assert shell(python.parent / "verl-tlt", "--version", cwd=tmp_path) == f"verl-tlt {verl_tlt.__version__}\n"
+    assert "doctor" in shell(python.parent / "verl-tlt", "--help", cwd=tmp_path)
+    for package in ("verl_tlt", "hydra_plugins"):
+        shell(python, "-W", "error", "-m", "compileall", "-q", "-f", site / package)
+
+
+PUBLISHED = re.compile(r"pip3? install (?:-\w+ )*'?verl[-_]tlt\b|pip install .*\bverl-tlt\[")
+
+
+def test_nothing_says_that_the_package_is_published():
+    """pip installs it from a clone, a wheel or the reader's own repository."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not in a clone")
+    texts = {
+        name: (ROOT / name).read_text(errors="replace") for name in listed.stdout.split() if (ROOT / name).is_file()
+    }
+    own = "tests/contract/test_wheel.py"
+    assert not [name for name, text in texts.items() if name != own and PUBLISHED.search(text)]

@@ -43,7 +43,7 @@ def test_every_command_is_of_a_kind_that_is_tested():
 
 
 def test_make_has_the_targets():
-    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([a-z0-9.-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert {command.words[1] for command in COMMANDS if command.words[0] == "make"} <= set(targets)
 
 
@@ -84,10 +84,15 @@ def test_a_recipe_reads_what_is_set_in_front_of_it():
 
 
 @pytest.mark.parametrize("command", of("pip", words=1))
-def test_pip_installs_this_project_and_its_extras(command):
+def test_pip_installs_a_clone_a_wheel_or_the_readers_repository(command):
+    """Or what the report draws with. The package itself is in no index."""
     _, verb, name, *others = command.words
-    distribution, _, extras = name.rstrip("]").partition("[")
-    assert verb == "install" and distribution in (".", PROJECT["name"]) and set(others) <= {"pytest"}
+    place, _, extras = name.rstrip("]").partition("[")
+    assert verb == "install"
+    if {name, *others} == set(PROJECT["optional-dependencies"]["report"]):
+        return
+    assert place == "." or re.fullmatch(r"dist/verl_tlt-\*\.whl|git\+https://YOUR-HOST/YOUR-REPOSITORY", place)
+    assert set(others) <= {"pytest"}
     assert not extras or set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
 
 

@@ -1,6 +1,6 @@
 """The built site: nothing it loads comes from another host.
 
-Runs where mkdocs-material is installed (`pip install 'verl-tlt[docs]'`). It needs nothing else of this project's
+Runs where mkdocs-material is installed (`pip install '.[docs]'`). It needs nothing else of this project's
 environment: `pytest --noconftest tests/unit/test_site.py`.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("material", reason="mkdocs-material is not installed: pip install 'verl-tlt[docs]'")
+pytest.importorskip("material", reason="mkdocs-material is not installed: pip install '.[docs]'")
 ROOT = Path(__file__).parents[2]
 
 

@@ -120,7 +120,7 @@ def report(plan: Plan, arms: Sequence[Arm], record: Record, console: Console) ->
         say(console, line)
     say(console, f"Rows:    {write(plan, arms, record)}")
     if missing := [package for package in ("matplotlib", "jinja2") if find_spec(package) is None]:
-        install = "pip install 'verl-tlt[report]', and --rounds 0 to write them"
+        install = "pip install matplotlib jinja2, and --rounds 0 to write them"
         say(console, f"Page and picture need {' and '.join(missing)}: {install}.")
         return
     from verl_tlt.compare.page import save_compare_picture, write_compare_page

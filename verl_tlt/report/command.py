@@ -33,7 +33,7 @@ def report(trace_dir: Path, out: Path | None, perfetto: Path | None = None) -> N
             say(f"Trace:   {printable(str(perfetto))} (open it in ui.perfetto.dev or chrome://tracing)")
         for package in ("matplotlib", "jinja2"):
             if find_spec(package) is None:
-                install = "pip install 'verl-tlt[report]'"
+                install = "pip install matplotlib jinja2"
                 raise TLTError(f"verl-tlt report needs {package}, which is not installed: {install}.")
         from verl_tlt.report.figures import save_picture
         from verl_tlt.report.page import write_page

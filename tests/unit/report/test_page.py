@@ -173,4 +173,4 @@ def test_what_is_missing_is_one_sentence_after_table_and_timeline(made_run, tmp_
     timeline, out = tmp_path / "t.json", tmp_path / "out"
     done = CliRunner().invoke(app, ["report", str(made_run.directory), "--out", str(out), "--perfetto", str(timeline)])
     assert done.exit_code == 1 and "accept" in done.output and timeline.exists() and not out.exists()
-    assert f"verl-tlt report needs {package}, which is not installed: pip install 'verl-tlt[report]'.\n" in done.output
+    assert f"verl-tlt report needs {package}, which is not installed: pip install matplotlib jinja2.\n" in done.output
