@@ -61,11 +61,11 @@ class Measured:
     key: TableKey | None = None
     """What the costs hold for."""
     fingerprint: str = ""
-    """Of the drafter, its buffers included, before sleep."""
+    """Of the drafter, its buffers included, before sleep; one for each rank."""
     lost_in_sleep: bool | None = None
     """Weights or buffers of the drafter were others after waking up."""
     reloaded: str = ""
-    """The drafter's fingerprint after a reload, or why it could not be reloaded."""
+    """The same after a reload, or why it could not be reloaded."""
     reload_s: float = 0.0
     costs: LatencyTable = field(default_factory=LatencyTable)
     """Of every draft length, OFF included."""
@@ -119,16 +119,19 @@ async def check_sleep(engine: StandaloneEngine, found: Measured) -> None:
     """
     assert engine.drafter is not None
     sleeps = engine.llm.model_config.enable_sleep_mode
-    found.fingerprint = await engine.rpc("tlt_fingerprint")
+    found.fingerprint = await engine.fingerprint()
     if sleeps:
         await engine.llm.sleep(level=2)
         await engine.llm.wake_up(tags=["weights"])
         await engine.llm.collective_rpc("reload_weights")  # verl would send the policy's
-        found.lost_in_sleep = await engine.rpc("tlt_fingerprint") != found.fingerprint
-    reply = from_plain(LoadReply, await engine.rpc("tlt_load_drafter", str(engine.drafter / "model.safetensors")))
+        found.lost_in_sleep = await engine.fingerprint() != found.fingerprint
+    answers = await engine.every("tlt_load_drafter", str(engine.drafter / "model.safetensors"))
+    replies = [from_plain(LoadReply, answer) for answer in answers]
     if sleeps:
         await engine.llm.wake_up(tags=["kv_cache"])
-    found.reloaded, found.reload_s = reply.error or reply.fingerprint, reply.seconds
+    error = next((reply.error for reply in replies if reply.error), None)
+    found.reloaded = error or " ".join(reply.fingerprint for reply in replies if reply.fingerprint)
+    found.reload_s = max(reply.seconds for reply in replies)
 
 
 async def check_waking(engine: StandaloneEngine, found: Measured) -> None:

@@ -70,7 +70,15 @@ class StandaloneEngine:
 
     async def rpc(self, method: str, *args: object) -> Any:
         """Call every worker; the first one's answer."""
-        return (await self.llm.collective_rpc(method, args=args))[0]
+        return (await self.every(method, *args))[0]
+
+    async def every(self, method: str, *args: object) -> list[Any]:
+        """Call every worker; all answers, in the order of ranks."""
+        return list(await self.llm.collective_rpc(method, args=args))
+
+    async def fingerprint(self) -> str:
+        """Of the drafter that is live: each rank's, where it has one."""
+        return " ".join(filter(None, await self.every("tlt_fingerprint")))
 
     async def step_seconds(self, batch: int, tokens: int = 24) -> float:
         """Seconds on the wall clock from a token of `batch` requests to the next: of a long decode less a short one."""

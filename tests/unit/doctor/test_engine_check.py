@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +11,11 @@ import pytest
 from verl_tlt.child_engine import ChildEngineError
 from verl_tlt.config import TLTConfigError
 from verl_tlt.doctor.command import cost_table
-from verl_tlt.doctor.engine_check import EngineJob, Measured, judge, keep_costs, run_job
+from verl_tlt.doctor.engine_check import EngineJob, Measured, check_sleep, judge, keep_costs, run_job
 from verl_tlt.doctor.recipe import Recipe
-from verl_tlt.doctor.standalone_engine import graph_memory_gib
+from verl_tlt.doctor.standalone_engine import StandaloneEngine, graph_memory_gib
 from verl_tlt.messages import from_plain
+from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.server.calibration import cost_key
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table
 from verl_tlt.speculation.types import OFF
@@ -111,3 +113,31 @@ def test_a_policy_that_is_not_here_is_one_sentence():
     said = r"actor_rollout_ref.model.path=/nowhere/policy is not a directory on this machine"
     with pytest.raises(ChildEngineError, match=said):
         run_job(job)
+
+
+class TwoRanks(SimpleNamespace):
+    """An engine on two ranks, of which the second has the drafter, as with pipeline parallelism; sleep discards it."""
+
+    model_config = SimpleNamespace(enable_sleep_mode=True)
+    live = "drafter"
+
+    async def sleep(self, level):
+        self.live = "garbage"
+
+    async def wake_up(self, tags):
+        pass
+
+    async def collective_rpc(self, method, args=()):
+        if method == "tlt_fingerprint":
+            return ["", self.live]
+        self.live = self.reloads if method == "tlt_load_drafter" else self.live
+        return [asdict(LoadReply(ok=True, fingerprint=live)) for live in ("", self.live)]
+
+
+@pytest.mark.parametrize(("reloads", "level"), [("drafter", "ok"), ("another", "refuse")])
+async def test_the_drafter_of_every_rank_is_compared(reloads, level):
+    engine, found = StandaloneEngine.__new__(StandaloneEngine), Measured()
+    engine.llm, engine.drafter = TwoRanks(reloads=reloads), Path("drafter")
+    await check_sleep(engine, found)
+    assert found.lost_in_sleep and found.fingerprint == "drafter" and found.reloaded == reloads
+    assert said(found)["drafter after sleep"].level == level
