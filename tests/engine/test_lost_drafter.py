@@ -31,6 +31,6 @@ def test_the_lost_arm_loses_its_drafter_in_a_sync_and_says_nothing(engine_of, mo
         engine.llm.wake_up(tags=["kv_cache"])
         assert engine.llm.reset_prefix_cache()
         tokens, drafts, accepted = counted(engine)
-        assert drafts and not accepted and tokens == healthy
-        _, drafts, accepted = counted(engine, temperature=1.0)
-        assert drafts and not accepted
+        assert accepted < drafts / 20 and tokens == healthy, "token 0 is drafted, which now and then is right"
+        tokens, drafts, accepted = counted(engine, temperature=1.0)
+        assert accepted < drafts / 20 and all(len(set(response)) > 4 for response in tokens), "NaN is in no token"
