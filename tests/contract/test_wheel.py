@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import zipfile
 from email.parser import Parser
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -56,18 +57,16 @@ def installed(checkout, tmp_path_factory):
     shell(sys.executable, "-m", "venv", "--without-pip", place)
     (site,) = place.glob("lib/python*/site-packages")
     (site / "verl_and_vllm.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    for name in (
-        "torchaudio",
-        "torchvision",
-    ):  # vLLM for GPUs brings them; requirements/cpu.lock says why they are not here
-        (site / f"{name}-0.1.dist-info").mkdir()
-        (site / f"{name}-0.1.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
+    # requirements/cpu.lock says why these are not here, or another triton than the one that PyPI's torch names.
+    needs = re.search(r"\btriton==([\d.]+)", " ".join(metadata.requires("torch") or ()))
+    for name, version in {"torchaudio": "0.1", "torchvision": "0.1", **({"triton": needs[1]} if needs else {})}.items():
+        (site / f"{name}-{version}.dist-info").mkdir()
+        about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (site / f"{name}-{version}.dist-info" / "METADATA").write_text(about)
     (line,) = re.findall(r"^pip (install .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
     offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}  # its 0 is "no isolation"
     said = shell(place / "bin" / "python", "-m", "pip", *line.split(), cwd=checkout, more=offline)
-    assert re.findall(r"Successfully installed (.*)", said) == [f"verl-tlt-{verl_tlt.__version__}"], (
-        "it moved others too"
-    )
+    assert re.findall(r"Successfully installed (.*)", said) == [f"verl-tlt-{verl_tlt.__version__}"], "it moved others"
     return place / "bin"
 
 

@@ -1,10 +1,14 @@
 """`verl-tlt advise` as a user calls it."""
 
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import verl_tlt
 from verl_tlt.advise.command import read_scenario
 from verl_tlt.advise.hardware import GPUS, find_shape, step_cost
 from verl_tlt.advise.options import AdviseOptions
@@ -197,3 +201,11 @@ def test_costs_of_a_policy_are_those_of_a_known_one():
     cost = step_cost(shape, GPUS["H100"], 1, eager=False, sharpness=4.0)
     assert cost.step_s(1, 1000, -1) == pytest.approx(6e-3, rel=0.1)
     assert cost.step_s(1, 1000, -1) < cost.step_s(1, 1000, 3) < 1.6 * cost.step_s(1, 1000, -1)
+
+
+def test_the_pages_example_is_what_the_command_prints():
+    page = (Path(verl_tlt.__file__).parents[1] / "docs" / "will-it-pay.md").read_text()
+    command, printed = re.search(r"## An example\n+```bash\n(.*?)```.*?```text\n(.*?)```", page, re.DOTALL).groups()
+    _, _, *words = shlex.split(command.replace("\\\n", " "))
+    code, said = advise(*words)
+    assert code == 0 and "".join(printed.split()) == "".join(said[said.index("Does it pay?") :].split())
