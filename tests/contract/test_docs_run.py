@@ -122,12 +122,13 @@ def placeholders(tmp_path_factory):
     """What stands for `<your recipe>` in a call of the doctor, and for a trace directory elsewhere."""
     root = tmp_path_factory.mktemp("reader")
     make_run(root / "run" / "tlt_trace")
-    (root / "policy").mkdir()
-    (root / "policy" / "config.json").write_text(json.dumps(POLICY | {"max_position_embeddings": 2048}))
+    policy = root / "toy"  # what the run's trace calls it
+    policy.mkdir()
+    (policy / "config.json").write_text(json.dumps(POLICY | {"max_position_embeddings": 2048}))
     (root / "train.parquet").touch()
     recipe = [
         "actor_rollout_ref.rollout.name=vllm",
-        f"actor_rollout_ref.model.path={root / 'policy'}",
+        f"actor_rollout_ref.model.path={policy}",
         f"data.train_files={root / 'train.parquet'}",
         f"data.val_files={root / 'train.parquet'}",
     ]

@@ -24,6 +24,8 @@ TIGHT = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "max_model_len": 256}
 """So few tokens a step that rows go without drafts and requests sit out steps."""
 STATE, SENSITIVE = 30.0, 400.0
 """How much recurrent states count: enough to show in log-probabilities, and in draws from 16 tokens."""
+STATEFUL = "stateful-"
+"""Before a family's name: other policies of it than those of the other tests."""
 WIDER = 1.5
 """So much farther off than the engine without speculation log-probabilities may be; faults are tenfold."""
 NEEDS_VISION = ("qwen3_5", "qwen3_5_text")
@@ -35,14 +37,15 @@ def family(request, models):
     """A family with its tiny policies, which are there."""
     if request.param in NEEDS_VISION:
         pytest.importorskip("torchvision", reason="vLLM's module of Qwen3.5 imports it")
-    for name, vocab, state in ((request.param, 512, STATE), (f"{request.param}-small", SMALL, SENSITIVE)):
+    own = f"{STATEFUL}{request.param}"
+    for name, vocab, state in ((own, 512, STATE), (f"{own}-small", SMALL, SENSITIVE)):
         target, good, bad = (models["target"].parent / part_of(name, part) for part in ("target", "good", "bad"))
         if not target.exists():
             families.build_family(target, request.param, vocab, state)
             build_drafter_dir(good, target, informed=True)
             build_drafter_dir(bad, target, informed=False)
         models.update({path.name: path for path in (target, good, bad)})
-    return request.param
+    return own
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +53,7 @@ def start(engine_of, family):
     """An engine of the family's policy."""
 
     def of(drafter, name=family, **more):
-        if family in families.NESTED:
+        if family.removeprefix(STATEFUL) in families.NESTED:
             more["limit_mm_per_prompt"] = {"image": 0, "video": 0}
         drafting = {"speculation": LONGEST} if drafter else {}
         return engine_of(

@@ -12,6 +12,7 @@ from tiny_engine import sampled
 
 from benchmarks.lossless.tiny_policy import build_drafter_dir
 from verl_tlt.doctor.engine_check import Measured, check_sleep, judge
+from verl_tlt.doctor.standalone_engine import StandaloneEngine
 
 pytestmark = pytest.mark.engine
 
@@ -77,8 +78,10 @@ class DoctorsEngine:
         self.llm = self
         self.model_config = engine.runner.model_config
 
-    async def rpc(self, method, *args):
-        return self._engine.rpc(method, *args)
+    async def every(self, method, *args):
+        return [self._engine.rpc(method, *args)]
+
+    fingerprint = StandaloneEngine.fingerprint
 
     async def sleep(self, level):
         self._engine.llm.sleep(level=level)
