@@ -36,6 +36,7 @@ from benchmarks.gpu.parts import machine
 from benchmarks.toy_job import FORCED, NO_CLUSTER, RECIPE, recipe_environment, toy_overrides
 from demo.machine import find_dtype, say_dtype
 from demo.toy.assets import Assets, build_assets, demo_width
+from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.compare.arms import STOCK, Arm, CompareError
 from verl_tlt.compare.command import report, say, take_turns
 from verl_tlt.compare.plan import Plan, make_plan
@@ -64,7 +65,8 @@ def calibrate(work: Path, assets: Assets, drafter: Path, load: Load) -> tuple[Pa
             "--out",
             str(calibrated),
         ]
-        env = recipe_environment(work / "calibration", assets, 1, TLT="1", DRAFTER=str(drafter), DTYPE=find_dtype())
+        given = CPU_ENGINE | {"TLT": "1", "DRAFTER": str(drafter), "DTYPE": find_dtype()}
+        env = recipe_environment(work / "calibration", assets, 1, **given)
         subprocess.run(command, env=env, cwd=ROOT, check=True)
     if not costs.exists():
         shutil.copytree(calibrated, costs)
