@@ -16,7 +16,6 @@ REGIMES = (
     ("a trained drafter: whole step", "e2e", STEP, "tlt", FIXED),
     ("the same with four times as many responses a step: rollout", "e2e_large", ROLLOUT, "tlt", FIXED),
     ("its weights lost at every sleep, as in stock verl: rollout", "e2e", ROLLOUT, "tlt", FIXED + "-lost"),
-    ("a drafter of another policy, never trained again: rollout", "e2e", ROLLOUT, "tlt", FIXED + "-stale"),
     ("a random drafter, in its first steps: rollout", "e2e", ROLLOUT, "tlt-fresh", FIXED + "-random"),
 )
 """What a row says, its file and ratio, TLT's arm, and the arms of which the fastest stands for a fixed K."""

@@ -107,6 +107,8 @@ def _over_fixed(run: Any, what: str) -> str:
 
 def _own_work(run: Any, arm: str) -> str:
     steps = [step for turn in run["turns"] if turn["arm"] == arm for step in turn["steps"]]
+    if not steps:
+        return "-"
     return f"{100 * sum(step['overhead_s'] for step in steps) / sum(step['step_s'] for step in steps):.1f} %"
 
 
