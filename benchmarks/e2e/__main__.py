@@ -23,7 +23,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,14 @@ def result(arms: Sequence[Arm], record: Record, plan: Plan, forced: bool) -> dic
     }
 
 
+def portable(found: Mapping[str, Any], folders: Mapping[str, Path]) -> str:
+    """A result as it is kept: JSON, with a name in place of each folder of this machine, inner folders before outer."""
+    text = json.dumps(found, indent=1)
+    for name, folder in folders.items():
+        text = text.replace(json.dumps(str(folder))[1:-1], name)
+    return text + "\n"
+
+
 def read_options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -150,7 +158,7 @@ def main() -> None:
     def keep() -> None:
         if options.out:
             found = {**result(chosen, record, plan, options.forced), **known}
-            options.out.write_text(json.dumps(found, indent=1) + "\n")
+            options.out.write_text(portable(found, {"WORK": work, "TOY": toy, "CLONE": ROOT}))
 
     try:
         take_turns(plan, chosen, options.rounds, record, console, STALL_S, keep)

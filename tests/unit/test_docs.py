@@ -21,6 +21,7 @@ from verl_tlt.trace.events import EVENT_TYPES
 PACKAGE = Path(verl_tlt.__file__).parent
 ROOT = PACKAGE.parent
 DOCS = ROOT / "docs"
+HOME = r"(?<![\w.])/(home|root|tmp|work|mnt|Users)/"
 CONTROL = ("replay", "foreign", "drain", "changing", "overhead", "steady")
 EARLIER = {
     "control drain", "drafter_merging", "drafter_objectives", "drafter_study_costs", "endurance", "endurance_leaks",
@@ -115,6 +116,10 @@ def test_the_readme_is_short_and_has_one_form_of_the_flag():
     page = (ROOT / "README.md").read_text()
     assert len(page.splitlines()) <= 120
     assert "+trainer.plugin=tlt" in page and "+tlt=default" not in page
+
+
+def test_no_file_of_results_names_a_folder_of_a_machine(tables):
+    assert not [path.name for path in tables.FILES.glob("*.json") if re.search(HOME, path.read_text())]
 
 
 def test_every_file_of_results_is_listed_and_says_what_it_was_measured_on(tables):

@@ -8,7 +8,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from benchmarks.e2e import heads
-from benchmarks.e2e.__main__ import drafters
+from benchmarks.e2e.__main__ import drafters, portable
 from benchmarks.e2e.arms import NO_SLEEP, Heads, arms
 from benchmarks.e2e.loads import LOADS
 from demo.toy.assets import build_assets
@@ -81,3 +81,9 @@ def test_the_large_load_begins_with_many_requests_in_every_engine():
     assert large.responses >= 96 and large.requests >= large.responses // REPLICAS >= 48
     parsed = {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(list(large.overrides))}
     assert parsed["data.train_batch_size"] == parsed["actor_rollout_ref.actor.ppo_mini_batch_size"] == large.prompts
+
+
+def test_a_result_names_no_folder_of_the_machine(tmp_path):
+    work = tmp_path / "demo-out" / "e2e"
+    kept = portable({"overrides": [f"a={work / 'costs'}", f"b={tmp_path / 'file'}"]}, {"WORK": work, "CLONE": tmp_path})
+    assert json.loads(kept) == {"overrides": ["a=WORK/costs", "b=CLONE/file"]}
