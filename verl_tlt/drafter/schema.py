@@ -24,6 +24,9 @@ _NEEDS = {
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
 """RoPE types, and what vLLM computes each from besides `rope_theta` (`rotary_embedding/__init__.py`, `get_rope`)."""
+LAYER_NORMS = ("fc_norm", "norm_output")
+"""Switches that vLLM 0.24 reads in the layer's config alone (`speculators/algos.py`, `update_eagle3`), later ones not.
+"""
 _STRETCHED = ("linear", "dynamic", "yarn")
 """RoPE types whose table vLLM makes `factor` times as long."""
 _MOST_STRETCH = 4
@@ -158,6 +161,7 @@ def as_served(drafter: Drafter, policy: PolicyShape) -> Fields:
     fields = drafter.model_dump(exclude_none=True)
     fields["transformer_layer_config"] |= {"tie_word_embeddings": False, "mlp_bias": False}
     fields["transformer_layer_config"] |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    fields["transformer_layer_config"] |= {norm: fields[norm] for norm in LAYER_NORMS}
     return fields | {
         "architectures": ["Eagle3Speculator"],
         "speculators_config": {

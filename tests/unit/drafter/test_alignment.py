@@ -4,17 +4,42 @@ import itertools
 
 import pytest
 import torch
-from tiny_policy import FAMILIES, VOCAB, drafter_of, make_policy, observe
+from tiny_policy import FAMILIES, VOCAB, drafter_of, make_policy, observe, verifier_weights
 from vllm_by_hand import Reference, passes
 
-from verl_tlt.drafter import DrafterTrainer, TrainingSequence, align, batches, pack, windows
+from verl_tlt.drafter import (
+    DrafterTrainer,
+    TrainingSequence,
+    align,
+    batches,
+    drafter_config,
+    pack,
+    refresh_verifier_weights,
+    windows,
+)
+from verl_tlt.drafter.build import instantiate
 from verl_tlt.drafter.data import grouped
 
 PASSES = 3
 
 
-def test_every_pass_is_what_vllm_computes_at_that_draft_position(drafter, sequences):
-    reference = Reference(drafter)
+@pytest.fixture(params=[(), ("norm_output",), ("fc_norm", "norm_output"), ("norm_before_fc",)])
+def normed(request, policy):
+    """A drafter with some of the newer norms, none of them ones."""
+    config = drafter_config(policy.config)
+    for norm in request.param:
+        setattr(config, norm, True)
+    model = instantiate(config, "tlt_by_document")
+    refresh_verifier_weights(model, verifier_weights(policy))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(6 if parameter.ndim == 2 else 0.5 + torch.rand(parameter.shape))
+    return model
+
+
+def test_every_pass_is_what_vllm_computes_at_that_draft_position(normed, sequences):
+    drafter, reference = normed, Reference(normed)
     for sequence in sequences[:2]:
         seen = passes(drafter, align(sequence))
         for t in range(len(sequence) - 1 - PASSES):

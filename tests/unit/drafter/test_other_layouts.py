@@ -18,11 +18,13 @@ from verl_tlt.drafter import (
     check_drafter,
     load_drafter,
     pack,
+    policy_shape,
     provenance,
     refresh_verifier_weights,
     save_drafter,
     serving_tensors,
 )
+from verl_tlt.drafter.check import read_config
 from verl_tlt.trainer.run_setup import first_drafter
 
 H, DV = 32, 20
@@ -136,6 +138,8 @@ def test_newer_norms_are_carried_over(policy, tmp_path):
     norms = {f"fc_norm.{i}.weight": torch.full((H,), 1.0 + i) for i in range(3)}
     model = load_drafter(written(tmp_path, tensors_of() | norms, fc_norm=True, norm_output=True), policy.config)
     assert model.config.norm_output and torch.equal(model.fc_norm[2].weight, norms["fc_norm.2.weight"])
+    layer = read_config(tmp_path, policy_shape(policy.config))["transformer_layer_config"]
+    assert layer["fc_norm"] and layer["norm_output"]  # vLLM 0.24 hands on what is in here alone
 
 
 @pytest.mark.parametrize(

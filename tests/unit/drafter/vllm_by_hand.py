@@ -50,14 +50,14 @@ class Reference:
         self.weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         layer = model.config.transformer_layer_config
         self.heads, self.kv_heads, self.dim = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim
-        self.norm_first = model.config.norm_before_residual
+        self.norm_first, self.norm_output = model.config.norm_before_residual, model.config.norm_output
         self.eps, self.theta = layer.rms_norm_eps, layer.rope_parameters["rope_theta"]
 
     def __getitem__(self, name):
         return self.weights.get(f"layers.0.{name}.weight", self.weights.get(f"{name}.weight"))
 
     def run(self, ids, hidden, positions, cache):
-        """The layer over n tokens behind `cache`; returns (normed for the head, pre-norm fed back), both [n, H]."""
+        """The layer over n tokens behind `cache`; returns (normed for the head, what is fed back), both [n, H]."""
         n = len(ids)
         residual = hidden
         hidden = rms_norm(hidden, self["hidden_norm"], self.eps)
@@ -81,12 +81,21 @@ class Reference:
         y = rms_norm(x, self["post_attention_layernorm"], self.eps)
         gate = torch.nn.functional.silu(y @ self["mlp.gate_proj"].T) * (y @ self["mlp.up_proj"].T)
         x = x + gate @ self["mlp.down_proj"].T
-        return rms_norm(x, self["norm"], self.eps), x
+        normed = rms_norm(x, self["norm"], self.eps)
+        return normed, normed if self.norm_output else x
+
+    def combined(self, aux):
+        """What the head reads of the policy's three states, [n, 3H] to [n, H] (`combine_hidden_states`)."""
+        if (norm := self["input_norm"]) is not None:
+            aux = rms_norm(aux, norm, self.eps)
+        if self["fc_norm.0"] is not None:
+            aux = torch.cat([rms_norm(x, self[f"fc_norm.{i}"], self.eps) for i, x in enumerate(aux.chunk(3, -1))], -1)
+        return aux @ self["fc"].T
 
     def draft(self, sequence, t, length):
         """Logits [length, DV] of the draft that starts once token t+1 is known."""
         tokens, cache, logits = sequence.tokens, [], []
-        hidden = sequence.aux[: t + 1].float() @ self["fc"].T  # [t+1, H]
+        hidden = self.combined(sequence.aux[: t + 1].float())
         out, back = self.run(tokens[1 : t + 2], hidden, torch.arange(t + 1), cache)
         logits.append(out[-1] @ self["lm_head"].T)
         for k in range(1, length):
