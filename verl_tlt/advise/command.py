@@ -35,6 +35,8 @@ def read_scenario(given: AdviseOptions) -> tuple[Scenario, dict[str, str]]:
     """The recipe, the run and what the user says; and what had to be assumed, value and why."""
     if given.trace is not None and given.metrics is not None:
         raise TLTError("--trace and --metrics are two ways to show the same run: give one of them.")
+    if given.response_length is not None and (shown := given.trace or given.metrics):
+        raise TLTError(f"--response-length is read from the run in {shown}: leave it out.")
     recipe = read_arguments(given.recipe, given.config_name)
     config = compose(recipe.overrides, recipe.config)
     settings, work = read_settings(config), read_workload(config)

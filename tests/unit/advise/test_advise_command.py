@@ -111,6 +111,7 @@ def test_a_run_with_tlt_brings_its_own_costs_and_acceptance(made_run):
         (["--response-length", "9000"], "--response-length must be between 1 and data.max_response_length=8192"),
         (["--metrics", "nowhere.jsonl"], "--metrics nowhere.jsonl cannot be read: No such file"),
         (["--metrics", "a", "--trace", "b"], "give one of them"),
+        (["--metrics", "a", "--response-length", "9"], "--response-length is read from the run in a"),
         (["--trace", "nowhere"], "nowhere is not a directory"),
         (["actor_rollout_ref.model.path=unnamed/policy"], "its name does not tell its size"),
         (["trainer.n_gpus_per_node=1"], "ask for 2 GPUs a replica"),
