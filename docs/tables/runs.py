@@ -6,7 +6,7 @@ import re
 from statistics import mean
 from typing import Any
 
-from tables.page import faster, load, recorded, rows
+from tables.page import faster, load, rows
 
 
 def end_to_end() -> str:
@@ -21,10 +21,10 @@ def end_to_end_avx2() -> str:
 
 def end_to_end_large() -> str:
     """The same with four times as many responses a step."""
-    if not recorded("e2e_large"):
-        return "Not recorded yet.\n"
-    on = load("e2e_large")["machine"]
-    return f"[e2e_large.json](../benchmarks/results/e2e_large.json), {on['date'][:10]}:\n\n{_end_to_end('e2e_large')}"
+    found = load("e2e_large")
+    beside = next(said for said in found["sentences"] if "the fastest of the others" in said)
+    file = f"[e2e_large.json](../benchmarks/results/e2e_large.json), {found['machine']['date'][:10]}"
+    return f"{file}:\n\n{_end_to_end('e2e_large')}\n{beside}\n"
 
 
 def arms() -> str:
