@@ -17,6 +17,7 @@ from verl_tlt.drafter.check import WEIGHTS, check_config, check_drafter, check_o
 from verl_tlt.drafter.policy import (
     CONFIG,
     UNTESTABLE,
+    WITHOUT_STATES,
     NotHereError,
     PolicyShape,
     aux_layers_for,
@@ -69,10 +70,10 @@ def _no_head(family: str, architecture: str) -> str | None:
     """Why no drafter can be served beside such a policy, as the end of a sentence; None: one can."""
     served = serves_eagle3(architecture) if architecture else None
     by_vllm = f"vLLM {installed('vllm')} serves no EAGLE-3 head beside {architecture}"
-    why = unsupported(family)
+    why = unsupported(family, [architecture])
     if why is None:
         return by_vllm if served is False else None
-    if family in UNTESTABLE or served is None:
+    if family in UNTESTABLE or architecture in WITHOUT_STATES or served is None:
         return why
     untested = f"vLLM would serve a head beside {architecture}, but none was made and tested yet"
     return f"{why}: {untested if served else by_vllm}"

@@ -46,6 +46,8 @@ UNTESTABLE = {
     "qwen3_vl_moe": _EXPERTS,
 }
 """Other policies that vLLM serves with a head, and why none is supported here."""
+WITHOUT_STATES = ("MiMoForCausalLM",)
+"""Architectures whose class in vLLM hands out no hidden states, although it inherits from one that does."""
 
 NUM_AUX = 3
 """Hidden states of the policy the drafter reads at each position (EAGLE-3 section 3: low, middle, high)."""
@@ -168,8 +170,11 @@ def read_model_config(model: Model, *, fetch: bool = True) -> Fields:
     return read_json(folder(model, (CONFIG,), fetch=fetch) / CONFIG)
 
 
-def unsupported(model_type: str) -> str | None:
-    """The end of a sentence that says why there are no drafters for policies of this type; None: there are."""
+def unsupported(model_type: str, architectures: Sequence[str]) -> str | None:
+    """The end of a sentence that says why there are no EAGLE-3 heads for such policies; None: there are."""
+    if without := next((name for name in architectures if name in WITHOUT_STATES), None):
+        own = "its own MTP head drafts with tlt.drafter.method=mtp, where there is that setting"
+        return f"vLLM hands the hidden states of {without} to no EAGLE-3 head; {own}"
     if model_type in SUPPORTED:
         return None
     why = UNTESTABLE.get(model_type)

@@ -75,7 +75,7 @@ def warmup(options: WarmupOptions, console: Console) -> Path:
 def _check(options: WarmupOptions) -> None:
     """Raise a `DrafterError` for the first option that can be known to be wrong before any work."""
     shape = policy_shape(options.model)
-    if why := unsupported(shape.model_type):
+    if why := unsupported(shape.model_type, shape.architectures):
         raise DrafterError(f"--model {options.model} is a {shape.model_type} model; {why}.")
     if options.out.exists():
         raise DrafterError(f"--out {options.out} exists; give another name, or remove it.")

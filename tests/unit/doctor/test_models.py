@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from verl_tlt.compat.sources import serves_eagle3
+from verl_tlt.compat.sources import VLLM_MODELS, SourceTree, serves_eagle3, source_root
+from verl_tlt.compat.upstream_api import Symbol
 from verl_tlt.config import TLTConfig
 from verl_tlt.doctor.command import findings_table
 from verl_tlt.doctor.models import check_policy, check_recipe_drafter
@@ -74,6 +75,8 @@ def test_a_name_that_cannot_be_resolved_is_no_refusal_but_is_said(cached):
         ("deepseek_v3", "DeepseekV3ForCausalLM", "latent attention (MLA) does not start on vLLM's CPU backend"),
         ("llava", "LlavaForConditionalGeneration", "would serve a head beside LlavaForConditionalGeneration"),
         ("qwen2", "SeedOssForCausalLM", "is a qwen2 model, and vLLM "),
+        ("mimo", "MiMoForCausalLM", "to no EAGLE-3 head; its own MTP head drafts with tlt.drafter.method=mtp"),
+        ("qwen2", "MiMoForCausalLM", "is a qwen2 model, and vLLM hands the hidden states of MiMoForCausalLM to no"),
         ("martian", "MartianForCausalLM", "drafters exist for llama, qwen2"),
         ("martian", None, "drafters exist for llama, qwen2"),
     ],
@@ -94,6 +97,16 @@ def test_vllms_sources_say_the_same_as_its_classes():
         cls = ModelRegistry._try_load_model_cls(name)
         assert serves_eagle3(name) is any(base.__name__ == "SupportsEagle3" for base in cls.__mro__), name
     assert serves_eagle3("MartianForCausalLM") is None
+
+
+def test_mimo_hands_out_no_states_in_vllm():
+    """Else its entry in `WITHOUT_STATES` can go."""
+    pytest.importorskip("vllm")
+    tree = SourceTree(source_root("vllm"))
+    for module, hands_out in (("qwen2:Qwen2Model", True), ("mimo:MiMoModel", False)):
+        forward = Symbol(f"{VLLM_MODELS}.{module}.forward", says=("aux_hidden_states",))
+        assert (tree.problem(forward) is None) is hands_out, module
+    assert serves_eagle3("MiMoForCausalLM"), "it inherits the promise"
 
 
 def drafter_at(path, policy, **changes):

@@ -71,6 +71,8 @@ def test_one_llama_layer_with_the_policys_heads(family):
 def test_other_policies_are_refused_by_name(policy):
     with pytest.raises(DrafterError, match="model_type 'gemma3'"):
         drafter_config({**policy.config.to_dict(), "model_type": "gemma3"})
+    with pytest.raises(DrafterError, match="states of MiMoForCausalLM to no EAGLE-3 head"):
+        drafter_config({**policy.config.to_dict(), "model_type": "qwen2", "architectures": ["MiMoForCausalLM"]})
     with pytest.raises(DrafterError, match="'vocab_size'"):
         drafter_config({k: v for k, v in policy.config.to_dict().items() if k != "vocab_size"})
 
