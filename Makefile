@@ -9,7 +9,7 @@ STAMP := $(VENV)/.setup-done
 # One thread per process: engines, trainers and workers that spin against each other cost 10-60x.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup wheel test test-all test-fast test-3.12 lint contract recipes-check test-releases test-faults demo demo-compare bench bench-control clean distclean
+.PHONY: help setup wheel test test-all test-fast test-3.12 test-vision lint contract recipes-check test-releases test-faults demo demo-compare bench bench-control clean distclean
 
 help:
 	@echo "make demo           GRPO on the toy task with TLT, a line per step, pictures in demo-out/"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-all       the same with the heavy tests: more recipes, modes and combinations"
 	@echo "make test-fast      lint, types and the unit tests"
 	@echo "make test-3.12      the unit tests and the installation on Python 3.12, in .venv-3.12 (8 GB)"
+	@echo "make test-vision    policies whose code imports torchvision: Qwen3.5, vision-language models (downloads 8 MB)"
 	@echo "make contract       what verl-tlt relies on, in every verl and vLLM release it supports (downloads 1.2 GB)"
 	@echo "make test-releases  tests near sampling and of sleep, and a run, on vLLM 0.24, 0.29, 0.31 and 0.32 (half an hour; RELEASES=\"0.29.0\")"
 	@echo "make recipes-check  every recipe composed, judged, and run scaled down (about a quarter of an hour)"
@@ -61,6 +62,17 @@ test-fast: lint
 test-3.12:
 	@PYTHON="$(PYTHON_312)" VENV=.venv-3.12 requirements/setup.sh
 	.venv-3.12/bin/pytest tests/unit tests/contract/test_wheel.py
+
+# Beside .venv and not in it: every process that imports transformers would import it too.
+VISION := .cache/torchvision
+$(VISION)/laid.txt: requirements/torchvision.patch $(STAMP)
+	rm -rf $(VISION)
+	$(BIN)/pip install --quiet --no-deps --no-compile --target $(VISION) torchvision==0.28.0
+	GIT_CEILING_DIRECTORIES=$(CURDIR)/.cache git -C $(VISION) apply $(CURDIR)/requirements/torchvision.patch
+	touch $@
+
+test-vision: $(VISION)/laid.txt
+	export PYTHONPATH=$(CURDIR)/$(VISION); $(BIN)/pytest tests/engine/test_families.py tests/engine/test_hybrids.py -k "vl or qwen3_5"
 
 contract: $(STAMP)
 	TLT_CONTRACT_CACHE=$(CURDIR)/.cache/contract $(BIN)/pytest tests/contract
