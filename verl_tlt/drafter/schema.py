@@ -161,7 +161,7 @@ def as_served(drafter: Drafter, policy: PolicyShape) -> Fields:
     fields = drafter.model_dump(exclude_none=True)
     fields["transformer_layer_config"] |= {"tie_word_embeddings": False, "mlp_bias": False}
     fields["transformer_layer_config"] |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-    fields["transformer_layer_config"] |= {norm: fields[norm] for norm in LAYER_NORMS}
+    fields["transformer_layer_config"] |= {norm: True for norm in LAYER_NORMS if fields[norm]}
     return fields | {
         "architectures": ["Eagle3Speculator"],
         "speculators_config": {
