@@ -35,7 +35,7 @@ class Heads:
     warm: Path
     """Made by `verl-tlt warmup` for the policy that every arm starts from."""
     stale: Path
-    """That one, trained on for another policy."""
+    """Made in the same way for an earlier policy."""
     random: Path
     """Not trained at all."""
 
@@ -62,7 +62,7 @@ def _of_vllm(heads: Heads, schedule: Sequence[Sequence[int]]) -> list[Arm]:
     kept = [
         *(vllm_arm(f"vllm-{k}", KEPT.format(k, WARMED), str(heads.warm), k) for k in VLLM_LENGTHS),
         vllm_arm("vllm-table", by_batch, str(heads.warm), LONGEST, schedule),
-        vllm_arm("vllm-3-stale", KEPT.format(3, "a drafter last trained for another policy"), str(heads.stale), 3),
+        vllm_arm("vllm-3-stale", KEPT.format(3, "a drafter made for an earlier policy"), str(heads.stale), 3),
         vllm_arm("vllm-3-random", KEPT.format(3, "a drafter of random weights"), str(heads.random), 3),
     ]
     return [

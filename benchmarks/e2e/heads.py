@@ -5,13 +5,14 @@
 
 * `warm` is what the docs recommend: the command `verl-tlt warmup` made it, from the policy's own responses to prompts
   that the bench does not have.
-* `stale` is that one trained on by the same command for another policy: the one that every arm starts from, taught
-  for some more steps to get every fifth digit wrong. RL unlearns that; the policies of `benchmarks.drafter.trajectory`
-  begin so. It has seen the policy that it drafts for, only not last: one that never has would be worse.
+* `stale` is made in the same way, from a random head and in as many steps, but for an earlier policy, as a released
+  head is for the model before RL. That policy gets many digits wrong, which RL unlearns. How many is chosen so that the
+  bench's policy is as far from it as RL runs move: `MOVED`. The head has never seen the bench's policy.
 * `random` was not trained.
 
 Seconds are of the whole command, on one core. Accept lengths are on prompts that the command held out, for the policy
-that the drafter was made for: as the command simulates it, and as stock vLLM counts it (`verl-tlt evaluate`).
+that the drafter was made for: as the command simulates it, and as stock vLLM counts it (`verl-tlt evaluate`). Of the
+stale one `accept_length_bench` is what stock vLLM counts with the bench's policy.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.e2e.arms import LONGEST
@@ -40,7 +42,13 @@ BENCH_PROMPTS = 512
 NAMES = WARM, STALE, RANDOM = ("warm", "stale", "random")
 PROMPTS, MINUTES = 1024, 8.0
 """Of a warm-up: one response each, and minutes of training; generating comes before."""
-STALE_PROMPTS, STALE_MINUTES = 384, 2.0
+RUNS_MOVED = (0.0086, 0.0094, 0.020, 0.030, 0.043, 0.048, 0.156, 0.161, 0.262, 0.279, 0.351, 0.72)
+"""The last `actor/kl_loss` (KL from the policy before RL, nats a token) in the published notes of twelve GRPO runs with
+verl: of 45 steps and more, on mathematics, search, games and tools, most with a KL penalty."""
+MOVED = round(median(RUNS_MOVED), 2)
+WRONG_DIGITS, LESSONS = 0.5, 200
+"""What makes the earlier policy of the bench's: so many steps on demonstrations with so many wrong digits, by which
+`distance` is `MOVED`."""
 INTERMEDIATE = 1024
 """Width of a drafter's MLP, the recipe's."""
 RECORD = "made.json"
@@ -82,10 +90,11 @@ def make(folder: Path, name: str) -> None:
     if name == RANDOM:
         facts = _untrained(policy, home / "drafter")
     elif name == STALE:
-        warm, earlier = prepare(folder, WARM), home / "policy"
-        facts = {**_teach_slips(home / "small", earlier), **_warm_up(earlier, home, warm.drafter)}
+        steps, earlier = prepare(folder, WARM).facts["steps"], home / "policy"
+        facts = {**_earlier_policy(earlier), **_warm_up(earlier, home, ("--max-steps", str(steps)))}
+        facts["accept_length_bench"] = _served(home, policy)
     else:
-        facts = _warm_up(policy, home)
+        facts = _warm_up(policy, home, ("--max-minutes", str(MINUTES)))
     (home / RECORD).write_text(json.dumps(facts, indent=1))
 
 
@@ -110,19 +119,16 @@ def _text(row: dict[str, Any]) -> str:
     return str(row["prompt"][0]["content"])
 
 
-def _warm_up(policy: Path, home: Path, start: Path | None = None) -> dict[str, Any]:
-    """Run the command on a policy, from a random head or from `start`; the drafter is `home / "drafter"`."""
-    prompts, minutes = (PROMPTS, MINUTES) if start is None else (STALE_PROMPTS, STALE_MINUTES)
-    other_prompts(home / "prompts.parquet", prompts)
+def _warm_up(policy: Path, home: Path, until: tuple[str, str]) -> dict[str, Any]:
+    """Run the command on a policy from a random head, `until` a limit of its; the drafter is `home / "drafter"`."""
+    other_prompts(home / "prompts.parquet", PROMPTS)
+    layers = ",".join(map(str, AUX_LAYERS[demo_width(find_dtype())]))
     options = [
-        *("--response-length", "1400", "--draft-length", str(LONGEST), "--batch-tokens", "512", "--epochs", "100"),
-        *("--max-minutes", str(minutes), "--learning-rate", "2e-3" if start is None else "1e-3", "--device", "cpu"),
+        *("--response-length", "1400", "--draft-length", str(LONGEST), "--aux-layers", layers),
+        *("--intermediate-size", str(INTERMEDIATE), "--batch-tokens", "512", "--learning-rate", "2e-3"),
+        *("--epochs", "100", *until, "--device", "cpu"),
     ]
-    if start is None:
-        layers = ",".join(map(str, AUX_LAYERS[demo_width(find_dtype())]))
-        options += ["--aux-layers", layers, "--intermediate-size", str(INTERMEDIATE)]
-    given: dict[str, Path] = {"model": policy, "prompts": home / "prompts.parquet", "out": home / "drafter"}
-    given |= {} if start is None else {"drafter": start}
+    given = {"model": policy, "prompts": home / "prompts.parquet", "out": home / "drafter"}
     places = [word for name, path in given.items() for word in (f"--{name}", str(path))]
     began, before = time.monotonic(), _cpu_seconds()
     subprocess.run([str(Path(sys.executable).parent / "verl-tlt"), "warmup", *places, *options], check=True)
@@ -136,24 +142,30 @@ def _warm_up(policy: Path, home: Path, start: Path | None = None) -> dict[str, A
 
 def _reached(home: Path, policy: Path) -> dict[str, Any]:
     """What the command says of itself, and what stock vLLM counts on the prompts that it held out."""
-    from rich.console import Console
-
     from verl_tlt.drafter import provenance
-    from verl_tlt.warmup.evaluate import evaluate
-    from verl_tlt.warmup.options import EvaluateOptions
 
     made = provenance(home / "drafter")
-    options = EvaluateOptions(
-        drafter=home / "drafter", prompts=home / "prompts.parquet", model=policy, draft_length=LONGEST,
-        response_length=1400, device="cpu",
-    )  # fmt: skip
     return {
         **{name: made[name] for name in ("prompts_used", "response_tokens", "steps", "training_seconds", "acceptance")},
         "draft_length": LONGEST,
         "accept_length": made["tau_sim"],
-        "accept_length_served": round(evaluate(options, Console()).served.accept_length, 4),
+        "accept_length_served": _served(home, policy),
         "date": made["date"],
     }
+
+
+def _served(home: Path, policy: Path) -> float:
+    """Accept length that stock vLLM counts with this policy, on the prompts that the warm-up held out."""
+    from rich.console import Console
+
+    from verl_tlt.warmup.evaluate import evaluate
+    from verl_tlt.warmup.options import EvaluateOptions
+
+    options = EvaluateOptions(
+        drafter=home / "drafter", prompts=home / "prompts.parquet", model=policy, draft_length=LONGEST,
+        response_length=1400, device="cpu",
+    )  # fmt: skip
+    return round(evaluate(options, Console()).served.accept_length, 4)
 
 
 def _untrained(policy: Path, target: Path) -> dict[str, Any]:
@@ -166,17 +178,19 @@ def _untrained(policy: Path, target: Path) -> dict[str, Any]:
     return {"made_by": "random weights, seed 0"}
 
 
-def _teach_slips(small: Path, earlier: Path) -> dict[str, Any]:
+def _earlier_policy(target: Path) -> dict[str, Any]:
     """Write the policy that the stale head is made for, and how far the bench's is from it."""
-    from benchmarks.drafter.trajectory import UNTIDY
-    from demo.toy.train import save_policy, train
+    from demo.toy.train import TrainConfig, save_policy, train
     from demo.toy.widen import HALF_MLP_WIDTH, MLP_WIDTH, widen
 
-    save_policy(train(UNTIDY, find_dtype(), SHIPPED_POLICY), small)
-    widen(small, earlier, MLP_WIDTH if demo_width(find_dtype()) == "wide" else HALF_MLP_WIDTH)
+    small = target.with_name("small")
+    lessons = TrainConfig(steps=LESSONS, learning_rate=5e-4, seed=1, slip=WRONG_DIGITS)
+    save_policy(train(lessons, find_dtype(), SHIPPED_POLICY), small)
+    widen(small, target, MLP_WIDTH if demo_width(find_dtype()) == "wide" else HALF_MLP_WIDTH)
     return {
-        "policy": f"the bench's after {UNTIDY.steps} more steps on demonstrations with {UNTIDY.slip:.0%} wrong digits",
+        "policy": f"the bench's after {LESSONS} more steps on demonstrations with {WRONG_DIGITS:.0%} wrong digits",
         "kl_per_token": round(distance(SHIPPED_POLICY, small), 4),
+        "kl_per_token_of_runs": RUNS_MOVED,
     }
 
 

@@ -21,6 +21,7 @@ from tables.runs import (
     end_to_end,
     end_to_end_avx2,
     end_to_end_large,
+    end_to_end_stale,
     readings,
     same_tokens,
     savings,
@@ -39,7 +40,8 @@ TABLES: dict[str, Callable[[], str]] = {
     for table in (same_tokens, oracles, drain, residuals, clusters, control_by_batch, control_plane, resumptions,
                   growth, stops, overhead, tap, objectives, study, merging, merge_tree, packing, end_to_end,
                   readings, foreign, good_head, expectations, headlines, savings, changing, mutation, end_to_end_avx2,
-                  savings_avx2, final, lossless, arms, drafters, end_to_end_large)
+                  savings_avx2, final, lossless, arms, drafters, end_to_end_large,
+                  end_to_end_stale)
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ REGIMES = (
     ("a trained drafter: whole step", "e2e", STEP, "tlt", FIXED),
     ("the same with four times as many responses a step: rollout", "e2e_large", ROLLOUT, "tlt", FIXED),
     ("its weights lost at every sleep, as in stock verl: rollout", "e2e", ROLLOUT, "tlt", FIXED + "-lost"),
+    ("made for the policy before RL, as released drafters are: rollout", "e2e_stale", ROLLOUT, "tlt", FIXED + "-stale"),
     ("a random drafter, in its first steps: rollout", "e2e", ROLLOUT, "tlt-fresh", FIXED + "-random"),
 )
 """What a row says, its file and ratio, TLT's arm, and the arms of which the fastest stands for a fixed K."""

@@ -16,7 +16,7 @@ from tables.page import load
 PICTURE = Path(__file__).parents[1] / "picture.png"
 NAMES = {
     "stock": "stock verl", "tlt-fresh": "TLT, random drafter", "tlt": "TLT, trained drafter",
-    "lost": "drafter lost", "stale": "drafter of another policy", "random": "random drafter",
+    "lost": "drafter lost", "stale": "drafter of an earlier policy", "random": "random drafter",
 }  # fmt: skip
 COLORS = {"stock": "#888888", "vllm": "#0072B2", "tlt": "#E69F00"}
 

@@ -21,15 +21,32 @@ def end_to_end_avx2() -> str:
 
 def end_to_end_large() -> str:
     """The same with four times as many responses a step."""
-    found = load("e2e_large")
+    return _further("e2e_large")
+
+
+def end_to_end_stale() -> str:
+    """The same with a drafter that was made for an earlier policy."""
+    return _further("e2e_stale")
+
+
+def _further(name: str) -> str:
+    if not recorded(name):
+        return "Not recorded yet.\n"
+    found = load(name)
     beside = next(said for said in found["sentences"] if "the fastest of the others" in said)
-    file = f"[e2e_large.json](../benchmarks/results/e2e_large.json), {found['machine']['date'][:10]}"
-    return f"{file}:\n\n{_end_to_end('e2e_large')}\n{beside}\n"
+    file = f"[{name}.json](../benchmarks/results/{name}.json), {found['machine']['date'][:10]}"
+    return f"{file}:\n\n{_end_to_end(name)}\n{beside}\n"
+
+
+def _of_all(part: str) -> dict[str, Any]:
+    """Arms or drafters of all recordings of the benchmark, by name."""
+    files = [file for file in ("e2e", "e2e_stale") if recorded(file)]
+    return {name: of for file in files for name, of in load(file).get(part, {}).items()}
 
 
 def arms() -> str:
     """Every arm of the benchmark in words."""
-    found = load("e2e")["arms"]
+    found = _of_all("arms")
     return rows(("Arm", "Is"), [[f"`{name}`", of.get("label") or ARMS[name]] for name, of in found.items()])
 
 
@@ -47,13 +64,16 @@ ARMS = {
 
 def drafters() -> str:
     """How the drafters of the benchmark were made, and what they reach."""
-    made = load("e2e").get("drafters", {})
+    made = _of_all("drafters")
     if not made:
         return "The trained drafter learned from demonstrations of the task (`python -m benchmarks.control.toy DIR`).\n"
     body = []
     for name, of in made.items():
         took = f"{of['cpu_seconds'] / 60:.0f} minutes of one core" if "cpu_seconds" in of else ""
         reaches = f"{of['accept_length']:.2f} simulated, {of['accept_length_served']:.2f} served" if took else ""
+        if "accept_length_bench" in of:
+            bench, moved = of["accept_length_bench"], of["kl_per_token"]
+            reaches += f"; {bench:.2f} served with the bench's policy, which is {moved:.2f} nats a token away"
         body.append([f"{name}: {of.get('policy', '')}".rstrip(": "), f"`{of['made_by']}`", took, reaches])
     return rows(("Drafter", "Made by", "In", "Accept length on held-out prompts, K=7"), body)
 

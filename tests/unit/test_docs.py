@@ -96,18 +96,20 @@ def test_tables_follow_the_benchmark_when_it_records_more(tables, monkeypatch, t
     found = json.loads((tables.FILES / "e2e.json").read_text())
     found["drafters"] = {"warm": {"made_by": "verl-tlt warmup", "cpu_seconds": 541, "accept_length": 5.8,
                                   "accept_length_served": 5.7}, "random": {"made_by": "random weights"}}  # fmt: skip
-    name, like = "vllm-5-lost", "vllm-3-lost"
-    found["ratios"][name], found["arms"][name] = found["ratios"][like], {**found["arms"][like], "label": "a label"}
-    found["turns"] += [{**turn, "arm": name} for turn in found["turns"] if turn["arm"] == like]
-    for file in ("e2e", "e2e_large"):
+    names, like = ("vllm-5-lost", "vllm-3-stale"), "vllm-3-lost"
+    for name in names:
+        found["ratios"][name], found["arms"][name] = found["ratios"][like], {**found["arms"][like], "label": "a label"}
+    found["turns"] += [{**turn, "arm": name} for name in names for turn in found["turns"] if turn["arm"] == like]
+    for file in ("e2e", "e2e_large", "e2e_stale"):
         (tmp_path / f"{file}.json").write_text(json.dumps(found))
     monkeypatch.setattr(page, "FILES", tmp_path)
     rows = [row.split(" | ") for row in front.expectations().splitlines()[2:]]
-    assert len(rows) == 5 and not [row for row in rows if "not measured" in row]
+    assert len(rows) == 6 and not [row for row in rows if "not measured" in row]
     assert rows[3][2] < rows[0][2] and front.headlines().count("\n") == 12
-    assert runs.arms().count("a label") == 1 and "9 minutes" in runs.drafters() and "5.80" in runs.drafters()
-    assert all(f"`{name}`" in table() for table in (runs.end_to_end, runs.end_to_end_large)) and runs.readings()
-    assert name in picture.shown()
+    assert runs.arms().count("a label") == len(names) and "9 minutes" in runs.drafters() and "5.80" in runs.drafters()
+    told = (runs.end_to_end, runs.end_to_end_large, runs.end_to_end_stale)
+    assert all(f"`{name}`" in table() for table in told for name in names) and runs.readings()
+    assert {*names} < {*picture.shown()}
     picture.draw(picture.shown(), tmp_path / "picture.png")
     assert picture.drawn(tmp_path / "picture.png") == picture.digest(picture.shown()) != picture.drawn()
 

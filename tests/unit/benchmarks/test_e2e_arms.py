@@ -66,6 +66,13 @@ def test_a_warm_up_has_none_of_the_prompts_that_are_compared_on(tmp_path):
     assert len(set(given)) == 200 and not set(given) & set(compared)
 
 
+@pytest.mark.heavy
+def test_the_stale_drafter_is_made_for_a_policy_as_far_away_as_runs_move(tmp_path):
+    told = heads._earlier_policy(tmp_path / "policy")
+    assert told["kl_per_token"] == pytest.approx(heads.MOVED, rel=0.25)
+    assert (tmp_path / "policy" / "model.safetensors").exists()
+
+
 def test_a_drafter_that_is_there_is_not_made_again(tmp_path):
     home = heads.home_of(tmp_path, heads.WARM)
     home.mkdir(parents=True)
