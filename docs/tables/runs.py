@@ -6,7 +6,7 @@ import re
 from statistics import mean
 from typing import Any
 
-from tables.page import faster, load, rows
+from tables.page import faster, load, recorded, rows
 
 
 def end_to_end() -> str:
