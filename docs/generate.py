@@ -63,6 +63,7 @@ Most runs need only these:
 | training in smaller buffers or shorter bubbles | `tlt.buffer.min_tokens`, `tlt.spot.min_merge_steps` |
 | a quicker stop at the end of sampling | a smaller `tlt.drafter.batch_tokens` |
 | less host memory | `tlt.buffer.max_mb`, `tlt.buffer.keep_steps` |
+| a run without a drafter never to wait for one, or longer | `tlt.spot.cold_start_s` |
 | speculation without training | `tlt.spot.enable=false` |
 | training without speculation | `tlt.speculation.enable=false` |
 """
@@ -173,6 +174,8 @@ NOTES = {
     ],
     "spot": [
         "The steps of a session below `min_merge_steps` are kept: its worker continues from them in the next session.",
+        "`cold_start_s` counts with everything: training, scores, merges, publication. A resumed run that has a drafter"
+        " never has [a cold start](how-it-works.md#a-cold-start), nor one in `separate_async`.",
         "After a failed session its replica pauses for 1, 2, ... RL steps; after three in a row it trains no more.",
     ],
     "buffer": [

@@ -152,6 +152,9 @@ class SpotConfig:
     """Passes over the buffer's tokens per session at most (a small buffer is memorised otherwise)."""
     min_merge_steps: Count = 8
     """Fewer optimizer steps than this are not merged but kept for later: AdamW's first steps are sign-like."""
+    cold_start_s: NotNegative | None = None
+    """Seconds for which a run without a drafter may stop, once, to train one on all devices; 0: never. Null: 1 % of the
+    run that is left, up to 300 seconds, and never where that is less than 10."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -166,9 +169,10 @@ class BufferConfig:
     min_tokens: Index = 2000
     """Below this many tokens no session starts."""
     tokens_per_step: Count | None = None
-    """Tokens captured per worker and RL step; each length gets its share of the tokens. Null: 8192, doubled after every
-    step in which most sessions used up their epochs with a fifth of the bubble left, until two steps fill the buffer or
-    capturing twice as many would take 0.5 % of a step; halved where it does."""
+    """Tokens captured per worker and RL step; each length gets its share of the tokens. Null: 8192, or 32,768 where a
+    cold start is to come; doubled after every step in which most sessions used up their epochs with a fifth of the
+    bubble left, until two steps fill the buffer or capturing twice as many would take 0.5 % of a step; halved where it
+    does."""
     window: Count = 4096
     """Longest stretch kept of one sequence, at its true positions."""
     held_out: Annotated[float, Field(gt=0, lt=0.9)] = 0.1

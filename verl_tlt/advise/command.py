@@ -70,7 +70,7 @@ def suggestions(scenario: Scenario, n: Numbers, kv_tokens: int) -> list[str]:
     """What to change, one sentence each."""
     work, said = scenario.work, []
     if not n.has_drafter:
-        said.append("verl-tlt warmup, then tlt.drafter.path: a random head drafts nothing until bubbles trained it.")
+        said.append("verl-tlt warmup, then tlt.drafter.path: a random head drafts nothing in its first steps.")
     if scenario.spot and (why := never_trained(n)):
         said.append(f"Set tlt.spot.enable=false, or change what keeps sessions from beginning: {why}.")
     if n.accept["likely"] > 2.3 and scenario.arms[-1] <= 3 and n.tail_share > 0.3:

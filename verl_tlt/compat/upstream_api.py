@@ -68,13 +68,16 @@ VERL = {
             _TRAINER,
             has="_setup _init_resource_pool_mgr get_llm_client on_init_end on_sample_begin on_sample_end on_step_end "
             "on_validate_end _save_checkpoint config global_steps actor_rollout_wg llm_server_manager replay_buffer "
-            "resource_pool_manager role_worker_mapping local_trigger_step parameter_sync_step checkpoint_manager",
+            "resource_pool_manager role_worker_mapping local_trigger_step parameter_sync_step checkpoint_manager "
+            "total_training_steps",
         ),
         Symbol(f"{_TRAINER}._add_prompts_to_generate", "num_prompts"),
         Symbol(f"{_TRAINER}._build_replay_buffer", says=("refill_fn=self._add_prompts",)),
         Symbol(f"{_TRAINER}.__init__", "config"),
         Symbol(f"{_TRAINER}.fit", "agent_loop_manager"),
         Symbol(f"{_TRAINER}._compute_reward_colocate", "batch metrics"),
+        Symbol(f"{_TRAINER}._balance_batch", "batch metrics"),
+        Symbol(f"{_TRAINER}._step_once", says=("batch = self._balance_batch(batch, metrics=metrics)",)),
         Symbol(f"{_TRAINER}._compute_old_log_prob", "batch metrics"),
         Symbol(f"{_TRAINER}._update_actor", "batch metrics"),
         Symbol(f"{_TRAINER}._compute_metrics", "batch metrics timing_raw"),

@@ -19,6 +19,8 @@ SHORTEST_S = 1.0
 """Bubbles below it are over before data could matter."""
 TAP_SHARE = 0.005
 """Of a step's time that the tap may take, half of what all of TLT's work may."""
+COLD = 4
+"""A step of it (28 to 64 KB a token for 7B to 70B policies) still fits into the smallest buffer."""
 REMEMBERED = 3
 """Steps whose costs count."""
 
@@ -35,10 +37,13 @@ class Bubble:
 
 
 class TapBudget:
-    """Tokens for each worker's buffer, of `max_bytes`, from one step: `first`, then as bubbles tell if it `follows`."""
+    """Tokens for each worker's buffer, of `max_bytes`, from one step: `first`, then as bubbles tell if it `follows`.
 
-    def __init__(self, first: int, follows: bool, max_bytes: int) -> None:
-        self.tokens = self._least = first
+    `cold`: a cold start is to come, which needs `COLD` times as many.
+    """
+
+    def __init__(self, first: int, follows: bool, max_bytes: int, cold: bool = False) -> None:
+        self.tokens, self._least = first * (COLD if cold and follows else 1), first
         self._max_bytes, self._follows = max_bytes, follows
         self._costs: deque[float] = deque(maxlen=REMEMBERED)  # of a captured token, as a share of its step
         self._asked = first  # tokens of the forward that comes next

@@ -148,10 +148,14 @@ class RolloutDecision:
             return True
         if self._promise() <= USELESS:
             return False
-        if self._costs is None:
-            return True
+        return self._costs is None or self.saving(acceptance) > 0.0
+
+    def saving(self, acceptance: Sequence[float]) -> float:
+        """Share of the decoding time that drafting is expected to save; 0: too little to draft, or nothing is known."""
+        if self._costs is None or not acceptance:
+            return 0.0
         saving = expected_saving(acceptance, self._costs, self._work or self._even)
-        return saving > (CLEARLY if self._tried else UNTRIED)
+        return saving if saving > (CLEARLY if self._tried else UNTRIED) else 0.0
 
     def learn(self, stats: Iterable[EngineStats], gain: float | None) -> None:
         """Take note of a rollout by its engines' sums and its gain (`savings.Savings.gain`)."""

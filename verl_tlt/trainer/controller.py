@@ -3,6 +3,7 @@
     sample_begin        watch for idle devices, and train the drafter there (`idle.modes` says whose idle time it is)
     more_prompts        replicas that have left are called back before more prompts are sent
     sample_end          stop training (bounded), start merging in the background
+    cold_start          once in a run without a drafter: train one on all devices before RL goes on
     log_probs_done      what the tap captured goes to the spot workers
     before_sync         publish the drafter if the gate said so in time; say which replicas draft in the coming rollout
     after_sync          replicas that left rejoin; compare what the engines have loaded
@@ -14,16 +15,17 @@ Whatever fails in here costs speed only: the `Guard` contains it, and the step g
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import most_frequent
+from verl_tlt.idle.cold_start import SHORTEST_S
 from verl_tlt.idle.failure_budget import MAX_FAILURES, FailureBudget
 from verl_tlt.idle.replica_idle import ReplicaIdlePlanner
 from verl_tlt.idle.tap_budget import TapBudget
@@ -32,9 +34,11 @@ from verl_tlt.messages.training import BufferStats, TappedStates
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trace.metrics import buffer_metrics
 from verl_tlt.trainer.checkpoints import CHECKPOINT, tidy
-from verl_tlt.trainer.clock import SYSTEM, Clock
+from verl_tlt.trainer.clock import SYSTEM, Clock, Deadline
+from verl_tlt.trainer.cold_start import make_cold_start, train_in_portions, train_together
 from verl_tlt.trainer.drafter_update import DrafterUpdate, update_drafter
 from verl_tlt.trainer.fleet import Call
+from verl_tlt.trainer.guard import Guard
 from verl_tlt.trainer.run_setup import FirstDrafter, RunFacts
 from verl_tlt.trainer.speculation_control import SpeculationControl
 from verl_tlt.trainer.step_log import StepLog
@@ -50,33 +54,6 @@ SAVE_S = 600.0
 """The policy's checkpoint takes longer than the drafter's; a disk that hangs is given this."""
 WARM_UP_S = 300.0
 """For starting spot workers and tuning their kernels; one that replaces another warms up in its first session."""
-
-
-class Guard:
-    """Contains TLT's own failures, and counts them by what failed (`tlt/errors`).
-
-    Each kind is logged in full the first time, and in one line after that.
-    """
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-
-    @contextmanager
-    def __call__(self, what: str) -> Iterator[None]:
-        """A failure inside is logged, counted under `what`, and goes no further."""
-        try:
-            yield
-        except Exception as error:
-            self.counts[what] += 1
-            if self.counts[what] == 1:
-                logger.exception("TLT: %s failed; the run goes on without it", what)
-            else:
-                logger.error("TLT: %s failed again (%d times): %s", what, self.counts[what], error)
-
-    def count(self, what: str, failures: int) -> None:
-        """Add failures that were logged where they happened."""
-        if failures:
-            self.counts[what] += failures
 
 
 class Controller:
@@ -103,12 +80,14 @@ class Controller:
         """Spot workers are there, and the actor is tapped."""
         self._start, self._trace, self._pending_work = start, trace, pending_work
         self._budget = FailureBudget()
-        self._tap = TapBudget(tlt.buffer.first_tokens, tlt.buffer.tokens_per_step is None, tlt.buffer.max_bytes)
+        self._cold = make_cold_start(tlt, start, facts.rule)
+        buffer, cold = tlt.buffer, self._cold.wanted
+        self._tap = TapBudget(buffer.first_tokens, buffer.tokens_per_step is None, buffer.max_bytes, cold)
         self._watch: SamplingWatch | None = None
         self._sessions: list[EndedSession] = []
         self._ready = self._trained = False  # of the last sampling: a worker could train; one did
-        self._merging: Future[DrafterUpdate] | None = None
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tlt-merge")
+        self._merging: futures.Future[DrafterUpdate] | None = None
+        self._pool = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="tlt-merge")
         self._buffers: dict[str, BufferStats] = {}
         self._arriving: dict[str, Call[BufferStats]] = {}
         self._tokens, self._tokens_to_choose = start.tokens_trained, 0 if start.chosen else start.draft_vocab
@@ -207,10 +186,7 @@ class Controller:
     def _planner(self, step: int) -> ReplicaIdlePlanner:
         """The planner of the phase that begins now."""
         workers = self.fleet.workers()
-        # While a late merge is still running, the workers' weights are not theirs to train.
-        may_train = self.spot and self.speculation.may_train and self._merging is None
-        fed = {name for name, held in self._buffers.items() if held.train_tokens >= self.tlt.buffer.min_tokens}
-        ready = [n for n in workers if may_train and self._budget.allows(n, step) and n in fed]
+        ready = self._able(step)
         self._ready = bool(ready)
         if self.facts.rule.idle == "trainer" and workers:
             return TrainerIdlePlanner(
@@ -222,6 +198,14 @@ class Controller:
             settle_s=self.tlt.spot.settle_s,
             spot_workers=ready,
         )
+
+    def _able(self, step: int) -> list[str]:
+        """Replicas whose spot workers may train now and have enough to train on."""
+        # While a late merge is still running, the workers' weights are not theirs to train.
+        if not (self.spot and self.speculation.may_train and self._merging is None):
+            return []
+        fed = {name for name, held in self._buffers.items() if held.train_tokens >= self.tlt.buffer.min_tokens}
+        return [name for name in self.fleet.workers() if name in fed and self._budget.allows(name, step)]
 
     def more_prompts(self) -> None:
         """The sampler is about to send more groups: replicas that have left are called back to serve them, too."""
@@ -242,21 +226,30 @@ class Controller:
                 saved_s = self.speculation.rollout_ended(stats, [(s.start, s.end) for s in self._sessions])
                 self.log.speculated(step, saved_s, self.speculation.disabled)
         if self._sessions and last:
-            (sessions, self._sessions), version = (self._sessions, []), self.served.version + 1
-            self._merging = self._pool.submit(
-                update_drafter, self.fleet, self.tlt, sessions, version, self.facts.dtype, self.clock
-            )
+            sessions, self._sessions = self._sessions, []
+            self._merge(sessions)
         if self.facts.rule.recall:
             # Responses that verl aborts now are sent again within a second: to all replicas, as in stock verl.
             with self._charged("rejoin"):
                 self.fleet.rejoin(list(self.fleet.replicas))
 
-    def _account(self, step: int, report: PhaseReport) -> None:
+    def _merge(self, sessions: Sequence[EndedSession]) -> None:
+        """Judge and merge in the background."""
+        version = self.served.version + 1
+        self._merging = self._pool.submit(
+            update_drafter, self.fleet, self.tlt, sessions, version, self.facts.dtype, self.clock
+        )
+
+    def _account(self, step: int, report: PhaseReport, in_bubbles: bool = True) -> None:
         """Count failures, and what was trained."""
-        self.log.sampled(step, report)
         self.guard.count("watch", int(report.error is not None))
         self.guard.count("lost replica", report.account.lost)
-        self._sessions += report.sessions
+        if in_bubbles:
+            self.log.sampled(step, report)
+            self._sessions += report.sessions
+        else:
+            self.log.trained(step, report.sessions)
+            self.log.worker_failed(report.account.failures)
         self._trained |= bool(report.sessions)
         for session in report.sessions:
             self._tokens += session.result.tokens
@@ -266,6 +259,34 @@ class Controller:
                 self._budget.succeeded(session.replica)
             else:
                 self._failed(session.replica, step, session.error)
+
+    # ------------------------------------------------------------------ the cold start
+
+    def cold_start(self, step: int, steps_left: int) -> None:
+        """Train a random head on all devices, once in a run, while the engines sleep and the actor has not begun."""
+        if not (self.spot and self._cold.due()):
+            return
+        with self._charged("cold start"):
+            self._publish(step, within_s=SHORTEST_S)  # what was trained in this sampling
+            if not self._able(step):
+                return
+            if seconds := self._cold.begin(steps_left):
+                train, learn = partial(self._train_together, step), partial(self._learn, step)
+                with self.log.phase("cold_start", step):
+                    train_in_portions(self._cold, Deadline(seconds, self.clock), train, learn, self.speculation.saving)
+            else:
+                logger.info("TLT: no cold start: %d steps are too few for it", steps_left)
+
+    def _train_together(self, step: int, seconds: float) -> Sequence[EndedSession]:
+        """Train on all devices that may, for so many seconds at most."""
+        report = train_together(self.fleet, self._able(step), seconds, self.tlt.spot, self._trace, step, self.clock)
+        self._account(step, report, in_bubbles=False)
+        return report.sessions
+
+    def _learn(self, step: int, sessions: Sequence[EndedSession], within_s: float) -> DrafterUpdate | None:
+        """Judge, merge and publish; None: it is late, and published with the weight sync."""
+        self._merge(sessions)
+        return self._publish(step, within_s)
 
     # ------------------------------------------------------------------ inference, and the end of a step
 
@@ -307,10 +328,10 @@ class Controller:
             self._publish(step)
         self._choose_who_drafts(step + 1)
 
-    def _publish(self, step: int) -> None:
-        """Publish what the drafter update exported; one that is late is asked again in the next step."""
-        if self._merging is None or not self._merging.done():
-            return
+    def _publish(self, step: int, within_s: float = 0.0) -> DrafterUpdate | None:
+        """Publish what the drafter update exported; None: it is late, and asked again in the next step."""
+        if self._merging is None or not futures.wait([self._merging], timeout=within_s).done:
+            return None
         merging, self._merging = self._merging, None
         update = merging.result()
         if update.drafter is not None:
@@ -322,6 +343,7 @@ class Controller:
         self.log.published(step, update, self.served.version, self._published_at)
         taus = ", ".join(f"{which} {tau:.2f}" for which, tau in update.tau.items()) or "unknown"
         logger.info("drafter %s (%s); held-out accept length: %s", update.decision, update.reason, taus)
+        return update
 
     def after_sync(self, step: int, colocated_asleep: bool) -> None:
         """Every engine has new weights, but for colocated replicas if they are `colocated_asleep`."""
@@ -354,6 +376,7 @@ class Controller:
         self._count_failures(step)
         with self.guard("metrics"):
             found |= self.log.finish(step, dict(metrics), self.guard.counts)
+            self._cold.stepped(metrics.get("timing_s/step", 0.0), metrics.get("timing_s/gen", 0.0))
             found |= buffer_metrics(self._buffers.values(), self._tap.tokens)
         return found
 

@@ -114,6 +114,11 @@ class TLTMixin(PPOTrainer):
         with self.tlt.log.phase("reward", self.global_steps):
             return super()._compute_reward_colocate(batch, metrics)
 
+    def _balance_batch(self, batch: KVBatchMeta, metrics: dict, **kwargs: object) -> KVBatchMeta:
+        # The engines sleep, the actor has not begun, and none of verl's timers of a phase runs.
+        self.tlt.cold_start(self.global_steps, self.total_training_steps - self.global_steps)
+        return super()._balance_batch(batch, metrics, **kwargs)
+
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         with self.tlt.log.phase("old_log_prob", self.global_steps):
             batch = super()._compute_old_log_prob(batch, metrics)

@@ -53,6 +53,8 @@ class FirstDrafter:
     """How many tokens it can draft."""
     chosen: bool = True
     """Which ones is settled; False: the first rollout is to choose them."""
+    untrained: bool = False
+    """It is new, and nothing that it drafts is accepted: a random head."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,7 @@ def first_drafter(
         worker_bytes=host_bytes(model),
         draft_vocab=model.draft_vocab_size,
         chosen=has_chosen_tokens(model),
+        untrained=not resumed and bool(acceptance) and not any(acceptance),
     )
 
 

@@ -54,6 +54,10 @@ class SpeculationControl:
         self.decision.rollout.calibrated(table)
         self.account.calibrated(table.by_batch(OFF))
 
+    def saving(self, acceptance: Sequence[float]) -> float:
+        """Share of a rollout that drafting is expected to save; 0: too little to draft, or nothing is known."""
+        return self.decision.rollout.saving(acceptance)
+
     def undrafted(self, step: int, acceptance: Sequence[float]) -> list[str]:
         """Replicas that decode the rollout of `step` without drafts.
 

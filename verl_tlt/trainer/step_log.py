@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -19,7 +19,7 @@ from verl_tlt.trainer.clock import SYSTEM, Clock
 from verl_tlt.trainer.drafter_update import DrafterUpdate
 from verl_tlt.trainer.fleet import ReplicaInfo
 from verl_tlt.trainer.run_setup import RunFacts
-from verl_tlt.trainer.watch import PhaseReport
+from verl_tlt.trainer.watch import EndedSession, PhaseReport
 
 DISTRIBUTIONS = ("verl-tlt", "verl", "vllm", "torch", "ray", "transformers", "speculators")
 
@@ -39,6 +39,7 @@ class StepLog:
         self._observed = StepObservations()
         self._failed_workers = 0
         self._account: PhaseAccount | None = None
+        self._exhausted: dict[str, bool] = {}  # of the replicas that trained in a bubble: their last session was
         self.reloads: dict[str, Reload] = {}  # by replica
 
     def _charge(self, part: str, seconds: float) -> None:
@@ -86,16 +87,21 @@ class StepLog:
         for replica, seconds in report.account.bubble_s.items():
             if seconds > 0:
                 self.trace.emit("idle", step=step, replica=replica, start=end - seconds)
-        for ended in report.sessions:
+        self._exhausted |= {ended.replica: ended.result.outcome == "exhausted" for ended in report.sessions}
+        self.trained(step, report.sessions)
+
+    def trained(self, step: int, sessions: Sequence[EndedSession]) -> None:
+        """These sessions are over, in bubbles or in a cold start."""
+        for ended in sessions:
             facts = {**vars(ended), **vars(ended.result), "scores": None}
             del facts["result"]
             session = Session(**facts, t=self._clock.time(), step=step)
             self._observed.sessions.append(session)
             self.trace.add(session)
 
-    def worker_failed(self) -> None:
-        """A replica's spot workers failed outside a session."""
-        self._failed_workers += 1
+    def worker_failed(self, times: int = 1) -> None:
+        """A replica's spot workers failed outside a bubble."""
+        self._failed_workers += times
 
     def engine_stats(self, stats: dict[str, EngineStats]) -> int:
         """The engines' sums of this rollout by replica; returns how many have none, or gave up policy or drafter."""
@@ -104,10 +110,11 @@ class StepLog:
 
     def bubbles(self) -> list[Bubble]:
         """Of the replicas that trained in this step."""
-        account, exhausted = self._account, {s.replica: s.outcome == "exhausted" for s in self._observed.sessions}
+        account = self._account
         if account is None:
             return []
-        return [Bubble(account.bubble_s.get(n, 0.0), account.used_s.get(n, 0.0), e) for n, e in exhausted.items()]
+        each = self._exhausted.items()
+        return [Bubble(account.bubble_s.get(n, 0.0), account.used_s.get(n, 0.0), exhausted) for n, exhausted in each]
 
     def speculated(self, step: int, saved_s: float | None, disabled: str) -> None:
         """Seconds that TLT saved in this rollout, and why speculation is disabled after it; empty: it is not."""
@@ -124,14 +131,17 @@ class StepLog:
     def published(self, step: int, learned: DrafterUpdate, version: int, since: int) -> None:
         """A merge arrived in time."""
         self._version, self._since = version, since
-        self._observed.publish = Publish(
+        publish = Publish(
             **{field.name: getattr(learned, field.name) for field in dataclasses.fields(MergeVerdict)},
             t=self._clock.time(),
             step=step,
             version=version,
             bytes=len(learned.drafter.weights) if learned.drafter else 0,
         )
-        self.trace.add(self._observed.publish)
+        self.trace.add(publish)
+        before = self._observed.publish
+        if publish.decision == "published" or before is None or before.decision != "published":
+            self._observed.publish = publish  # of several (a cold start has them) the last one that is served
 
     def reloaded(self, step: int, statuses: dict[str, DrafterStatus], wanted: int) -> None:
         """Every engine has loaded a drafter again, and says which."""

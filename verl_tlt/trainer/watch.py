@@ -251,6 +251,12 @@ class SamplingWatch:
         finally:
             self._turn.release()
 
+    def wait(self, seconds: float) -> None:
+        """Until the sessions that were started are over, or none can be; so many seconds at most."""
+        deadline = Deadline(seconds, self._clock)
+        while (left := deadline.left()) > 0.0 and (self.running or not self.report.sessions) and not self.report.error:
+            self._clock.event().wait(min(self.poll_s, left))
+
     def finish(self, stop_timeout_s: float) -> PhaseReport:
         """End of sampling: stop what trains, wait at most `stop_timeout_s`, kill what does not answer."""
         start = self._clock.time()

@@ -43,6 +43,8 @@ def run(tmp_path, clock):
         prunes=False,
         shared=False,
         draft_vocab=0,
+        untrained=False,
+        cold_start_s=None,
         **speculation,
     ):
         tlt = TLTConfig.from_dict(
@@ -50,7 +52,7 @@ def run(tmp_path, clock):
                 "trace": {"dir": str(tmp_path / "trace")},
                 "drafter": {"save_dir": str(tmp_path / "drafter")},
                 "buffer": {"min_tokens": 100},
-                "spot": {"settle_s": 0.0, "poll_s": POLL_S, "stop_timeout_s": STOP_S},
+                "spot": {"settle_s": 0.0, "poll_s": POLL_S, "stop_timeout_s": STOP_S, "cold_start_s": cold_start_s},
                 "speculation": speculation,
             }
         )
@@ -59,7 +61,9 @@ def run(tmp_path, clock):
             rule=MODE_RULES[mode], requests=8, dtype="bfloat16", checkpoints=tmp_path / "ckpt", prunes=prunes,
             provenance=DrafterProvenance("policy", "data", None, "hass", 1.0), gpus=2, shared=shared,
         )  # fmt: skip
-        start = FirstDrafter(FIRST, FIRST, (2, 4, 6), "a test", draft_vocab=draft_vocab, chosen=draft_vocab == 0)
+        start = FirstDrafter(
+            FIRST, FIRST, (2, 4, 6), "a test", draft_vocab=draft_vocab, chosen=draft_vocab == 0, untrained=untrained
+        )
         trace = TraceWriter(str(tmp_path / "trace"), "trainer", clock.time)
         controller = Controller(tlt, facts, start, fleet, trace, PendingWork, clock)
         controller.before_first_sync(0, resume_from)

@@ -81,7 +81,7 @@ class FakeFleet:
         self.to_judge = True
         self.on_device: set[str] = set()
         self.warming: dict[str, FakeCall] = {}
-        self.candidate_acceptance = 0.6
+        self.candidate_acceptance, self.served_acceptance = 0.6, 0.5
         self.overflows = False
         self.untapped: str | None = None
         self._spot = False
@@ -227,7 +227,7 @@ class FakeFleet:
             drafts = positions / tau * (1 + 0.001 * rng.standard_normal(len(positions)))
             return np.stack([drafts * acceptance**i for i in range(K + 1)], axis=1)  # [S, 1+K]
 
-        served = counts(0.5)
+        served = counts(self.served_acceptance)
         return HeldOutScores(positions, counts(self.candidate_acceptance), served, served)
 
     def keep_as_served(self) -> None:

@@ -37,15 +37,15 @@ def merged(controller):
         concurrent.futures.wait([controller._merging], timeout=60)
 
 
-def rest_of_step(controller, fleet, step, wait=True):
-    """From the log-probs to the metrics; the weight sync lies in it. Returns the metrics."""
+def rest_of_step(controller, fleet, step, wait=True, step_s=2.0):
+    """From the log-probs to the metrics; the weight sync lies in it. Returns the metrics, by which it took `step_s`."""
     controller.log_probs_done(step)
     if wait:
         merged(controller)
     controller.before_sync(step)
     fleet.sync()
     controller.after_sync(step, colocated_asleep=False)
-    return controller.metrics(step, {"timing_s/gen": 1.0})
+    return controller.metrics(step, {"timing_s/gen": 1.0, "timing_s/step": step_s})
 
 
 def fill_buffers(controller, fleet):

@@ -35,7 +35,8 @@ def settings(max_draft_length):
 
 def test_a_new_drafter_serves_whatever_its_policy_does(tmp_path):
     policy = policy_with(tmp_path, rope_type="default")
-    assert positions(first_drafter(settings(3), str(policy), "bfloat16", SHORT, None)) == [2016, 2016]
+    start = first_drafter(settings(3), str(policy), "bfloat16", SHORT, None)
+    assert positions(start) == [2016, 2016] and start.untrained
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,7 @@ def test_a_checkpoint_of_a_shorter_run_goes_on_in_a_longer_one(tmp_path, rope):
     save_drafter(saved, step / CHECKPOINT, facts, policy=policy)
     start = first_drafter(settings(7), str(policy), "float32", LONG, step)
     assert positions(start) == [LONG, LONG] and (start.served.version, start.tokens_trained) == (4, 70)
+    assert not start.untrained
     for file in ("config", "weights"):  # what the engines get stands for itself
         value = getattr(start.served, file)
         name = {"config": "config.json", "weights": "model.safetensors"}[file]

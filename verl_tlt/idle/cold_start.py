@@ -1,0 +1,83 @@
+"""How long a run without a drafter stops, once, to train one on all devices (a cold start), and when it is enough.
+
+Bubbles alone teach a random head within tens of steps, in which nothing is saved. A cold start trains in portions;
+before each of them the gate judges what the one before it brought. It ends when that is no more than noise, when
+another portion would not bring back its own time, or when its seconds are used up.
+"""
+
+from __future__ import annotations
+
+STEPS = 2
+"""Steps whose hidden states are there when it begins. Fewer hold too little: a head memorises what it trains on, and
+with less than some ten held-out sequences the gate hardly ever decides."""
+SHARE = 0.01
+"""Of the run's time that is left, the most it may take where nobody has said how long."""
+LONGEST_S = 300.0
+"""The same where the run is long: by then it has passed many times over two steps' hidden states."""
+SHORTEST_S = 10.0
+"""Where it may not take as long it does not begin: moving, scoring and merging would take most of it."""
+PORTIONS = 5
+"""Of about as many it consists; a portion ends early when its passes over the buffer are used up."""
+SCORES_SHARE = 0.25
+"""Of a portion that its scores may take; where they took more, the next one is longer."""
+FLAT = 2
+"""Portions in a row that did not surely raise the accept length, after which it does not rise any more."""
+PAYS_WITHIN = 10
+"""RL steps in which a portion must bring back its time; in more of them bubbles would have taught as much."""
+
+
+class ColdStart:
+    """The one cold start of a run, if it is `wanted`; of `longest_s` seconds at most (None: by the run's length)."""
+
+    def __init__(self, wanted: bool, longest_s: float | None) -> None:
+        self.wanted = wanted and longest_s != 0.0
+        """It is still ahead."""
+        self.portion_s = 0.0
+        self._longest_s = longest_s
+        self._steps = self._steps_left = 0
+        self._step_s = self._rollout_s = 0.0
+        self._flat = 0
+        self._saving = self._rise = 0.0
+
+    def stepped(self, step_s: float, rollout_s: float) -> None:
+        """An RL step has ended that took `step_s` seconds, `rollout_s` of them in its rollout (0: unknown)."""
+        # The first has everything used for the first time.
+        self._step_s = min(step_s, self._step_s) if self._steps else step_s
+        self._rollout_s = rollout_s
+        self._steps += 1
+
+    def due(self) -> bool:
+        """Whether it may begin, after the coming rollout at the latest."""
+        return self.wanted and self._steps >= STEPS
+
+    def begin(self, steps_left: int) -> float:
+        """Seconds that it may take; 0: the steps that are left do not make up for it. It is not asked again."""
+        self.wanted, self._steps_left = False, steps_left
+        seconds = self._longest_s
+        if seconds is None:
+            seconds = min(SHARE * steps_left * self._step_s, LONGEST_S)
+            seconds = seconds if seconds >= SHORTEST_S else 0.0
+        self.portion_s = seconds / PORTIONS
+        return seconds
+
+    def scored(self, seconds: float) -> None:
+        """The scores of a portion took so many seconds, or were not done when it ended after as many."""
+        self.portion_s = max(self.portion_s, seconds / SCORES_SHARE)
+
+    def judged(self, rose: bool, saving: float) -> None:
+        """The gate has judged a portion.
+
+        `rose`: the accept length surely did; `saving`: share of a rollout that drafting with what is served now is
+        expected to save, 0 where it does not pay or nobody knows.
+        """
+        self._flat = 0 if rose else self._flat + 1
+        self._rise, self._saving = saving - self._saving, saving
+
+    def enough(self) -> str:
+        """Why it ends; empty: it goes on."""
+        if self._flat >= FLAT:
+            return "the accept length does not rise any more"
+        back_s = self._rise * self._rollout_s * min(self._steps_left, PAYS_WITHIN)
+        if self._saving > 0.0 and back_s <= self.portion_s:
+            return f"drafting pays, and more training would not within {PAYS_WITHIN} steps"
+        return ""
