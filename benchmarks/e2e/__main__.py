@@ -3,6 +3,7 @@
     python -m benchmarks.e2e --out benchmarks/results/e2e.json [--rounds 3] [--steps 4] [--arms NAME ...]
     python -m benchmarks.e2e --load large --work demo-out/e2e-large --out FILE
     python -m benchmarks.e2e --forced --steps 8 --arms tlt-fresh tlt --work demo-out/forced --out FILE
+    python -m benchmarks.e2e --forced --control-every 0 --rounds 1 --steps 13 --arms tlt-fresh tlt --work demo-out/cold
 
 `verl-tlt compare` on the demo's recipe, with more arms (`arms.py`), on prompts other than the demo's. The work folder
 keeps what was measured: called again, the command goes on with it, and `--rounds 0` writes `--out` from what is there.
@@ -13,7 +14,9 @@ took is in the result. Step costs are measured once before (`verl-tlt calibrate`
 
 `--forced` makes a second table: every response has the length that its prompt's row says, on the same replica in every
 arm, so that what `tlt/saved_s` claims can be compared with what was saved. Two rollouts of each turn are control
-rollouts, decoded without drafts: an arm is faster than its ratio here.
+rollouts, decoded without drafts, unless `--control-every` says otherwise: an arm is faster than its ratio here.
+
+The last command shows what a cold start costs and when it has paid for itself (`lead` in the result).
 """
 
 from __future__ import annotations
@@ -124,6 +127,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", help="only these, beside stock")
     parser.add_argument("--load", choices=LOADS, default="small", help="24 responses a step, or 96")
     parser.add_argument("--forced", action="store_true", help="response lengths and replicas are given")
+    parser.add_argument("--control-every", type=int, help="of TLT's arms with --forced; default: half of --steps")
     parser.add_argument("--toy", type=Path, default=ROOT / ".cache" / "toy", help="where the drafter is kept")
     parser.add_argument("--work", type=Path, default=Path("demo-out/e2e"))
     parser.add_argument("--out", type=Path)
@@ -149,7 +153,8 @@ def main() -> None:
         raise CompareError(f"There is no arm {', '.join(sorted(unknown))}; there are {', '.join(every)}.")
     chosen = [arm for name, arm in every.items() if not options.arms or name in {STOCK, *options.arms}]
     if options.forced:  # so that a turn has steps without drafts to compare with; a long run has them anyway
-        control = f"tlt.speculation.control_every={options.steps // 2}"
+        every_steps = options.steps // 2 if options.control_every is None else options.control_every
+        control = f"tlt.speculation.control_every={every_steps}"
         chosen = [replace(arm, overrides=(*arm.overrides, control)) if arm.tlt else arm for arm in chosen]
     known = {"load": options.load, "vllm_table": table, "drafters": drafters(toy, chosen)}
     plan = make_plan(toy_recipe(work, assets, load, options.forced), options.steps, work)

@@ -26,6 +26,8 @@ VLLM_LENGTHS = (1, 3, 7)
 LONGEST = VLLM_LENGTHS[-1]
 KEPT = "vLLM's own speculation, K={}, with {}, kept because the engines never sleep: verl's defaults lose it"
 WARMED = "the warmed-up drafter"
+COLD_START_S = 60
+"""What a run of some hundred such steps would give its cold start by itself; a turn of a dozen would have none."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,11 @@ def _of_tlt(warm: Path, costs: Path) -> list[Arm]:
     parts = [
         (NO_SPOT, "TLT from the warmed-up drafter, which it does not train", (started, no_spot)),
         ("tlt-ngram", "TLT with n-grams in a drafter's place", ("tlt.speculation.source=ngram", no_spot)),
-        ("tlt-fresh", "TLT from a random drafter, trained in idle time", ()),
+        (
+            "tlt-fresh",
+            f"TLT from a random drafter: a cold start of {COLD_START_S} s at most, then trained in idle time",
+            (f"tlt.spot.cold_start_s={COLD_START_S}",),
+        ),
         (TLT, "TLT from the warmed-up drafter, trained on in idle time", (started,)),
     ]
     return [Arm(name, label, True, (*common, *own)) for name, label, own in parts]

@@ -17,6 +17,7 @@ from tables.long_runs import growth, overhead, resumptions, stops
 from tables.page import FILES
 from tables.runs import (
     arms,
+    cold_start,
     drafters,
     end_to_end,
     end_to_end_avx2,
@@ -41,7 +42,7 @@ TABLES: dict[str, Callable[[], str]] = {
                   growth, stops, overhead, tap, objectives, study, merging, merge_tree, packing, end_to_end,
                   readings, foreign, good_head, expectations, headlines, savings, changing, mutation, end_to_end_avx2,
                   savings_avx2, final, lossless, arms, drafters, end_to_end_large,
-                  end_to_end_stale)
+                  end_to_end_stale, cold_start)
 }  # fmt: skip
 
 

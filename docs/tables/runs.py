@@ -98,6 +98,25 @@ def _end_to_end(file: str) -> str:
     return rows(head, body)
 
 
+def cold_start() -> str:
+    """When a run without a drafter has made up for its cold start, beside one with a trained drafter."""
+    if not recorded("cold_start"):
+        return "Not recorded yet.\n"
+    found = load("cold_start")
+    body = []
+    for name, of in found["ratios"].items():
+        steps = [step for turn in found["turns"] if turn["arm"] == name for step in turn["steps"]]
+        (low_at, low), (last, end) = min(of["lead"]["seconds"], key=lambda row: row[1]), of["lead"]["seconds"][-1]
+        cold, at = max((step["cold_start_s"] or 0.0, step["step"]) for step in steps)
+        lengths = f"{steps[0]['accept_length']:.2f} to {steps[-1]['accept_length']:.2f}"
+        stop, behind = f"{cold:.1f} s in step {at}" if cold else "", f"{-low:.0f} s, step {low_at}" if low < 0 else ""
+        ahead = f"step {of['lead']['from_step']}" if of["lead"]["from_step"] else "not yet"
+        body.append([f"`{name}`", stop, lengths, faster(of["e2e"]), behind, ahead, f"{end:+.0f} s, step {last}"])
+    on = f"[cold_start.json](../benchmarks/results/cold_start.json), {found['machine']['date'][:10]}:\n\n"
+    head = ("", "cold start", "accept length", "step", "furthest behind stock", "ahead from", "ahead at the end")
+    return on + rows(head, body)
+
+
 def readings() -> str:
     """What the rows of the end-to-end benchmark say besides: TLT beside the fastest K, and how far steps scatter."""
     runs = (load("e2e"), load("e2e_avx2"))

@@ -110,6 +110,11 @@ def test_tables_follow_the_benchmark_when_it_records_more(tables, monkeypatch, t
     told = (runs.end_to_end, runs.end_to_end_large, runs.end_to_end_stale)
     assert all(f"`{name}`" in table() for table in told for name in names) and runs.readings()
     assert {*names} < {*picture.shown()}
+    found["ratios"] = {"tlt": {**found["ratios"]["tlt"], "lead": {"seconds": [[2, 1.0], [3, -9.0]], "from_step": None}}}
+    for step in (step for turn in found["turns"] for step in turn["steps"]):
+        step["cold_start_s"] = 8.0 if step["step"] == 3 else None
+    (tmp_path / "cold_start.json").write_text(json.dumps(found))
+    assert "8.0 s in step 3" in runs.cold_start() and "9 s, step 3 | not yet | -9 s, step 3" in runs.cold_start()
     picture.draw(picture.shown(), tmp_path / "picture.png")
     assert picture.drawn(tmp_path / "picture.png") == picture.digest(picture.shown()) != picture.drawn()
 

@@ -35,7 +35,7 @@ def write_compare_page(path: Path, found: Mapping[str, Any], turns: Sequence[Tur
         make_chart("Times as fast as stock", "Per token, with 95 % intervals; small dots are single steps.",
                    partial(draw_ratios, found=found), 1.6 + 0.7 * len(found["ratios"]))
     ]  # fmt: skip
-    for title, unit, note, lines in _lines(turns):
+    for title, unit, note, lines in [_leads(found), *_lines(turns)]:
         charts.append(make_chart(title, note, partial(draw_lines, unit=unit, lines=lines)))
     content = PageContent("a comparison with stock verl", facts, found["sentences"], charts, _tables(found, turns))
     return render_page(path, content)
@@ -69,6 +69,16 @@ def draw_ratios(ax: Axes, found: Mapping[str, Any]) -> None:
     ax.set_ylim(0.2, len(names) + 0.5)
     ax.set_xlabel("times as fast as stock, per token")
     ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+
+
+def _leads(found: Mapping[str, Any]) -> tuple[str, str, str, dict[str, tuple[str, Points]]]:
+    """Title, unit, note and a line for each arm but stock."""
+    note = "Seconds by which an arm has finished a step sooner than stock, had stock written as many tokens."
+    place = list(found["arms"]).index
+    lines: dict[str, tuple[str, Points]] = {
+        name: (COLORS[place(name) % len(COLORS)], dict(of["lead"]["seconds"])) for name, of in found["ratios"].items()
+    }
+    return "Ahead of stock", "seconds", note, lines
 
 
 def _lines(turns: Sequence[Turn]) -> list[tuple[str, str, str, dict[str, tuple[str, Points]]]]:

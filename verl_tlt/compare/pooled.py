@@ -39,6 +39,8 @@ class Step:
     """Of the longest tenth of the responses."""
     saved_s: float | None = None
     overhead_s: float | None = None
+    cold_start_s: float | None = None
+    """The part of `overhead_s` in which the drafter of a run without one was trained."""
     off_frac: float | None = None
     """Share of engine steps that drafted nothing; None: the run has no TLT."""
     prompt: float | None = None
@@ -69,6 +71,7 @@ def read_step(turn: int, step: int, metrics: Mapping[str, float]) -> Step:
         accept_length_tail=metrics.get("tlt/accept_length_tail"),
         saved_s=metrics.get("tlt/saved_s"),
         overhead_s=metrics.get("tlt/overhead_s"),
+        cold_start_s=metrics.get("tlt/overhead_cold_start_s"),
         off_frac=metrics.get("tlt/spec_off_frac"),
         prompt=metrics.get("prompt_length/mean"),
         phases={name: metrics[key] for name in PHASES if (key := f"timing_s/{name}") in metrics},
@@ -148,8 +151,23 @@ def saved(both: Pairs) -> dict[str, float] | None:
     return {key: round(value, 2) for key, value in found.items()}
 
 
+def lead(both: Pairs) -> dict[str, Any]:
+    """How far an arm is ahead of stock, had stock written as many tokens in each step.
+
+    Returns:
+        `seconds`: (step, seconds ahead after it and all before it that count), negative while behind; `from_step`: the
+        first from which it stays ahead, None: it is behind at the end.
+    """
+    ahead, total, since = [], 0.0, None
+    for theirs, ours in sorted(both, key=lambda pair: pair[1].step):
+        total += theirs.step_s * ours.tokens / theirs.tokens - ours.step_s
+        ahead.append((ours.step, round(total, 2)))
+        since = None if total <= 0.0 else since or ours.step
+    return {"seconds": ahead, "from_step": since}
+
+
 def ratios(stock: Sequence[Step], arm: Sequence[Step]) -> dict[str, Any]:
-    """Rollout and whole step against stock, by step and by token, and the account of `tlt/saved_s`.
+    """Rollout and whole step against stock, by step and by token, what it is ahead, and the account of `tlt/saved_s`.
 
     `rollout_off` is of the rollouts in which nothing was drafted, per token; None: there was none.
     """
@@ -157,6 +175,7 @@ def ratios(stock: Sequence[Step], arm: Sequence[Step]) -> dict[str, Any]:
     off = [(theirs, ours) for theirs, ours in both if ours.off_frac == 1.0]
     return {
         "saved": saved(both),
+        "lead": lead(both),
         "rollout_off": ratio(off, lambda s: s.rollout_s, lambda s: s.tokens) if off else None,
         "rollout": ratio(both, lambda s: s.rollout_s, lambda s: 1.0),
         "rollout_per_token": ratio(both, lambda s: s.rollout_s, lambda s: s.tokens),

@@ -8,7 +8,7 @@ from typing import Any
 from verl_tlt.compare.arms import STOCK, TLT, Arm
 from verl_tlt.compare.pooled import pairs, ratio, ratios, summary
 from verl_tlt.compare.turns import Record
-from verl_tlt.compare.verdict import left_out, other_prompts, verdict
+from verl_tlt.compare.verdict import left_out, other_prompts, paid_back, verdict
 
 RATIOS = {"rollout_per_token": "rollout", "e2e_per_token": "step"}
 """Ratios that are shown, by their name in the result."""
@@ -23,6 +23,7 @@ def found_of(arms: Sequence[Arm], record: Record) -> dict[str, Any]:
     against = {name: ratios(stock, record.steps(name)) for name in compared}
     sentences = [verdict(name, STOCK, against[name]["e2e_per_token"], rounds[name]) for name in compared]
     sentences += _against_best(record, compared, against)
+    sentences += filter(None, (paid_back(name, STOCK, against[name]["lead"]) for name in compared))
     if compared:
         sentences += ["Left out of the ratios:", *left_out({name: taken[name] for name in (STOCK, *compared)}, STOCK)]
     for name in compared:

@@ -35,6 +35,19 @@ def verdict(name: str, other: str, ratio: Mapping[str, Any], rounds: int) -> str
     return f"{seen}; if the ratio is what it seems, about {_rounds(further)} more would tell."
 
 
+def paid_back(name: str, other: str, lead: Mapping[str, Any]) -> str:
+    """When an arm that had fallen behind `other` made up for it, by `pooled.lead`; empty: it never had."""
+    step, low = min(lead["seconds"], key=lambda row: row[1])
+    last, end = lead["seconds"][-1]
+    if low >= 0:
+        return ""
+    made_up = f"ahead from step {lead['from_step']} on" if lead["from_step"] else "not ahead yet"
+    return (
+        f"{name} was {-low:.0f} s behind {other} after step {step} and is {made_up}: {end:+.0f} s after step {last}, "
+        "per token, its own work and waiting included."
+    )
+
+
 def rounds_to_tell(ratio: Mapping[str, Any], rounds: int) -> float:
     """How many further rounds put the interval on one side of 1, if the pooled ratio is the true one.
 

@@ -45,6 +45,15 @@ def test_what_was_claimed_to_be_saved_is_compared_where_something_was_claimed():
     assert (found["error_low_s"], found["error_high_s"]) == (-4.0, 2.0), "1 s too much, 2 s too little"
 
 
+def test_what_an_arm_is_ahead_counts_all_seconds_up_to_a_step():
+    """Its second step has a wait of 12 s in it; the third is of another turn, and its texts are twice as long."""
+    stock = [step(turn, n, 10.0) for turn, n in ((0, 2), (0, 3), (1, 5), (1, 6))]
+    arm = [step(0, 2, 9.0), step(0, 3, 22.0), step(1, 5, 14.0, tokens=2000.0), step(1, 6, 9.0)]
+    found = ratios(stock, arm[::-1])["lead"]
+    assert found == {"seconds": [(2, 1.0), (3, -11.0), (5, 0.0), (6, 1.0)], "from_step": 6}
+    assert ratios(stock[:2], arm)["lead"]["from_step"] is None
+
+
 def test_rollouts_in_which_nothing_was_drafted_have_a_ratio_of_their_own():
     stock, arm = [step(0, n, 10.0) for n in range(4)], [step(0, n, 5.0) for n in range(3)]
     arm.append(replace(step(0, 3, 20.0, tokens=1600.0), off_frac=1.0))

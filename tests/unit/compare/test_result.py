@@ -54,6 +54,6 @@ def test_the_page_has_every_row_and_the_picture_is_one(record, tmp_path):
     page = html.unescape(write_compare_page(tmp_path / "compare.html", found, record.turns).read_text())
     assert len(re.findall(r"<tr><td>(?:stock|tlt|vllm-\d)</td>", page)) == 4 + 11 + 11 * 4
     assert all(sentence in page for sentence in found["sentences"]) and "<script" not in page
-    assert page.count("data:image/svg+xml") == 4
+    assert page.count("data:image/svg+xml") == 5
     picture = save_compare_picture(tmp_path / "compare.png", found, record.turns)
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 30_000

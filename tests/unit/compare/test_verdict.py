@@ -7,7 +7,7 @@ import pytest
 
 from verl_tlt.compare.pooled import Step, pairs, ratio
 from verl_tlt.compare.turns import Turn
-from verl_tlt.compare.verdict import left_out, other_prompts, rounds_to_tell, verdict
+from verl_tlt.compare.verdict import left_out, other_prompts, paid_back, rounds_to_tell, verdict
 
 
 def step(turn, number, step_s, prompt=20.0):
@@ -25,6 +25,14 @@ def measured(faster, rounds, noise=0.2, seed=0):
 def test_an_arm_whose_interval_is_on_one_side_of_1_was_faster_or_slower():
     assert verdict("tlt", "stock", measured(1.5, 4), 4).startswith("tlt was faster than stock: 1.5")
     assert verdict("tlt", "stock", measured(0.6, 4), 4).startswith("tlt was slower than stock: 0.6")
+
+
+def test_an_arm_that_was_behind_says_since_when_it_no_longer_is():
+    rows = [(2, -0.5), (3, -21.6), (4, -3.0), (5, 8.2)]
+    said = paid_back("tlt", "stock", {"seconds": rows, "from_step": 5})
+    assert "22 s behind stock after step 3" in said and "ahead from step 5 on: +8 s after step 5" in said
+    assert "not ahead yet: -3 s after step 4" in paid_back("tlt", "stock", {"seconds": rows[:3], "from_step": None})
+    assert not paid_back("tlt", "stock", {"seconds": rows[3:], "from_step": 5})
 
 
 def test_no_difference_says_how_many_rounds_would_tell_and_those_tell():
