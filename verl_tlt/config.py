@@ -76,7 +76,8 @@ class DrafterConfig:
     """Tokens a new drafter can draft: the most frequent of the first rollout, or `full`, all of the policy's. Null: all
     of up to 65,536, and 32,768 of a larger vocabulary, whose head would take most of a draft's time."""
     objective: Literal["eagle", "hass", "eagle3"] = "hass"
-    """How many draft positions a training step unrolls: `eagle` 1, `hass` 3, `eagle3` 7."""
+    """How many draft positions a training step unrolls in the end: `eagle` 1, `hass` 3, `eagle3` 7. It begins with one,
+    and adds the next when drafts reach it."""
     loss: Literal["kl_div", "ce", "tv", "nla", "lk_hybrid"] = "kl_div"
     """Loss of `speculators.losses`."""
     learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-3

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from benchmarks.drafter.corpora import Corpus, load_corpus
-from benchmarks.drafter.recipes import RECIPES, Muon, Recipe, new_head
+from benchmarks.drafter.recipes import BASE, RECIPES, Muon, Recipe, new_head
 from benchmarks.drafter.study_report import spread
 from benchmarks.stored import store
 from verl_tlt.drafter import Batch, DrafterTrainer, acceptance, pack, train
@@ -34,11 +34,15 @@ from verl_tlt.spot_worker.buffer import Buffer
 from verl_tlt.spot_worker.scoring import counts
 
 COMMAND = "python -m benchmarks.drafter.learning"
-SECONDS = {"toy": 40.0, "prose": 16.0}
+SECONDS = {"toy": 40.0, "prose": 20.0}
 """CPU time of training, by the steps' costs."""
 CHECKS = 6
 """Times that a head is scored, evenly spread over its time."""
 DRAFT = 7
+LEVELS = (1.5, 2.0, 3.0, 4.0)
+"""Accept lengths whose time is told; 1e6 seconds where one was not reached."""
+WORK = ("width", "query_norms", "mixed", "rows", "loss", "muon")
+"""What a pass's cost depends on."""
 TIMED = 5
 """Steps timed of each recipe; the first two do not count."""
 
@@ -48,9 +52,10 @@ def new_trainer(corpus: Corpus, recipe: Recipe, seed: int) -> DrafterTrainer:
     made = DrafterTrainer(
         new_head(corpus, recipe, seed),
         learning_rate=recipe.learning_rate,
-        ttt_steps=recipe.passes,
+        ttt_steps=recipe.grows or recipe.passes,
         loss=recipe.loss,
     )
+    made.passes = recipe.passes
     made.optimizer.param_groups[0]["betas"] = recipe.betas
     if recipe.muon:
         made.optimizer.__class__ = Muon
@@ -78,7 +83,7 @@ def costs(work: Path, name: str, recipes: list[str]) -> None:
         batches = {rows: draw() for rows, draw in sources.items()}
         for recipe, by_passes in taken.items():
             for passes, seconds in by_passes.items():
-                trainers[recipe].ttt_steps = int(passes)
+                trainers[recipe].passes = int(passes)
                 begun = time.process_time()
                 trainers[recipe].step(batches[RECIPES[recipe].rows])
                 seconds.append(time.process_time() - begun)
@@ -91,6 +96,29 @@ def costs(work: Path, name: str, recipes: list[str]) -> None:
     print(file.read_text())
 
 
+def step_seconds(work: Path, name: str, recipe: Recipe) -> dict[int, float]:
+    """By passes; of all recipes with the same work together, for a step costs the same whatever its rate.
+
+    What was not timed with so many passes costs as many times its own three as `base` does.
+    """
+    measured = json.loads((work / f"costs-{name}.json").read_text())
+
+    def seconds(one: Recipe, passes: int) -> float | None:
+        alike = (of for other, of in measured.items() if work_of(RECIPES[other]) == work_of(one))
+        taken = [of[str(passes)] for of in alike if str(passes) in of]
+        return statistics.median(taken) if taken else None
+
+    def of_base(passes: int) -> float:
+        return (seconds(recipe, BASE.passes) or math.nan) * seconds(BASE, passes) / seconds(BASE, BASE.passes)
+
+    return {n: seconds(recipe, n) or of_base(n) for n in recipe.unrolled}
+
+
+def work_of(recipe: Recipe) -> tuple[object, ...]:
+    """What a pass's cost depends on."""
+    return tuple(getattr(recipe, key) for key in WORK)
+
+
 def run(work: Path, name: str, recipe_name: str, seed: int) -> None:
     """Train one head; its accept lengths by time into `work`, unless they are there."""
     file = work / "runs" / f"{name}-{recipe_name.replace(' ', '_')}-{seed}.json"
@@ -98,24 +126,18 @@ def run(work: Path, name: str, recipe_name: str, seed: int) -> None:
         return
     file.parent.mkdir(exist_ok=True)
     corpus, recipe = load_corpus(name, work), RECIPES[recipe_name]
-    cost = {int(n): s for n, s in json.loads((work / f"costs-{name}.json").read_text())[recipe_name].items()}
+    cost = step_seconds(work, name, recipe)
     trainer, draw = new_trainer(corpus, recipe, seed), drawn(corpus, recipe.rows, seed)
-    passes, right = recipe.unrolled[0], 0.0
     spent, rows, checks = 0.0, 0, []
     with mock.patch.object(train, "CLIP", recipe.clip):
         while spent < SECONDS[name]:
-            trainer.ttt_steps = passes
             if recipe.decays:
                 trainer.learning_rate = recipe.learning_rate * (1 - 0.9 * spent / SECONDS[name])
             batch = draw()
-            result = trainer.step(batch)
-            spent, rows = spent + cost[passes], rows + batch.rows
-            if recipe.grows:
-                right = 0.9 * right + 0.1 * result.acc_by_position[-1]
-                if right > 0.5 and passes < recipe.grows:
-                    passes, right = passes + 1, 0.0
+            spent, rows = spent + cost[trainer.passes], rows + batch.rows
+            trainer.step(batch)
             if spent >= SECONDS[name] * (len(checks) + 1) / CHECKS:
-                checks.append({"seconds": spent, "steps": trainer.steps, "rows": rows, "passes": passes})
+                checks.append({"seconds": spent, "steps": trainer.steps, "rows": rows, "passes": trainer.passes})
                 checks[-1] |= scored(trainer, corpus)
     file.write_text(json.dumps({"corpus": name, "recipe": recipe_name, "seed": seed, "checks": checks}))
     print(name, recipe_name, seed, [check["7"] for check in checks], flush=True)
@@ -145,11 +167,10 @@ def report(work: Path, out: Path | None) -> None:
     found: dict[str, Any] = {}
     for name in SECONDS:
         of = {(r["recipe"], r["seed"]): r["checks"] for r in runs if r["corpus"] == name}
-        cost_file = work / f"costs-{name}.json"
         if ("base", 0) in of:
-            cost = json.loads(cost_file.read_text())
             found[name] = {
-                recipe: pooled({s: c for (r, s), c in of.items() if r == recipe}, of) | {"step_seconds": cost[recipe]}
+                recipe: pooled({s: c for (r, s), c in of.items() if r == recipe}, of)
+                | {"step_seconds": step_seconds(work, name, RECIPES[recipe])}
                 for recipe in RECIPES
                 if any(r == recipe for r, _ in of)
             }
@@ -168,6 +189,9 @@ def pooled(mine: dict[int, Any], everyone: dict[tuple[str, int], Any]) -> dict[s
         "seeds": len(mine),
         "steps": statistics.median(checks[-1]["steps"] for checks in mine.values()),
         "accept_length": lengths.mean(axis=0).round(3).tolist(),
+        "seconds_to": {
+            str(level): [round(min(seconds_to(checks, level), 1e6), 1) for checks in mine.values()] for level in LEVELS
+        },
         "by_seed": {str(seed): checks[-1] for seed, checks in mine.items()},
     }
     both = [seed for seed in mine if ("base", seed) in everyone]
@@ -176,10 +200,9 @@ def pooled(mine: dict[int, Any], everyone: dict[tuple[str, int], Any]) -> dict[s
     # A seed that does not get there counts as if it did at the end: at most as fast as it was.
     times = [min(seconds_to(mine[s], ends[s][str(DRAFT)]), mine[s][-1]["seconds"]) for s in both]
     faster = [math.log(ends[seed]["seconds"] / t) for seed, t in zip(both, times, strict=True)]
-    if len(both) > 1:
-        for key, values, of in (("longer", gains, float), ("faster", faster, math.exp)):
-            mean, half = spread(values)
-            row[key] = [round(of(v), 3) for v in (mean, mean - half, mean + half)]
+    for key, values, of in (("longer", gains, float), ("faster", faster, math.exp)):
+        mean, half = spread(values) if len(both) > 1 else (values[0], None)  # one seed has no interval
+        row[key] = [round(of(v), 3) for v in ((mean,) if half is None else (mean, mean - half, mean + half))]
     return row
 
 

@@ -61,7 +61,9 @@ def new_trainer(assets: Any, objective: str, seed: int) -> DrafterTrainer:
     """A fresh drafter of the toy, as the demo trains it."""
     model = build_drafter(assets.policy, aux_layers=assets.aux_layers, seed=seed)
     refresh_verifier_weights(model, VerifierWeights.from_policy_dir(assets.policy))
-    return DrafterTrainer(model, learning_rate=2e-3, ttt_steps=OBJECTIVES[objective])
+    made = DrafterTrainer(model, learning_rate=2e-3, ttt_steps=OBJECTIVES[objective])
+    made.passes = made.ttt_steps  # from the first step on
+    return made
 
 
 def step_seconds(assets: Any, library: Library, train: list[int]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from benchmarks.drafter.corpora import AUX, Corpus
 from verl_tlt.drafter import drafter_config, refresh_verifier_weights
-from verl_tlt.drafter.build import instantiate
+from verl_tlt.drafter.build import begin_at_the_token, instantiate
 from verl_tlt.drafter.train import BETAS, CLIP
 
 
@@ -27,8 +27,8 @@ class Recipe:
     norms: tuple[str, ...] = ("norm_before_residual",)
     """Switches of `Eagle3SpeculatorConfig` that are on."""
     init: str = "normal"
-    """Of matrices: `normal` with deviation 0.02; `uniform`, torch's for linear layers; `tied`, keys as queries, so that
-    a position begins by attending to itself; `last`, the state that the head reads is the last of the three; `small`,
+    """Of matrices: `normal` with deviation 0.02; `uniform`, torch's for linear layers; `token`, `begin_at_the_token`;
+    `tied`, its queries and keys alone; `last`, the state that the head reads is the last of the three; `small`,
     what attention and MLP add begins at a tenth."""
     width: int | None = None
     """Of the MLP; None: the policy's."""
@@ -71,6 +71,7 @@ RECIPES = {
     "mixed": replace(BASE, mixed=True),
     "init uniform": replace(BASE, init="uniform"),
     "init tied": replace(BASE, init="tied"),
+    "init token": replace(BASE, init="token"),
     "init last": replace(BASE, init="last"),
     "init small": replace(BASE, init="small"),
     "width x2": replace(BASE, width=2),
@@ -92,6 +93,13 @@ RECIPES = {
     "muon": replace(BASE, muon=True),
     "loss ce": replace(BASE, loss="ce"),
     "loss lk_hybrid": replace(BASE, loss="lk_hybrid"),
+    # several at once
+    "token, grow to 7": replace(BASE, init="token", grows=7, passes=1),
+    "token, grow to 3": replace(BASE, init="token", grows=3, passes=1),
+    "token, norm_output": replace(BASE, init="token", norms=(_RESIDUAL, "norm_output")),
+    "token, rate 4e-3": replace(BASE, init="token", learning_rate=4e-3),
+    "token, muon": replace(BASE, init="token", muon=True),
+    "mtp, grow to 7": replace(MTP, grows=7, passes=1),
     # MTP's shape without one of its parts
     "mtp, output not normed": replace(MTP, norms=()),
     "mtp, not mixed": replace(MTP, mixed=False, norms=(_RESIDUAL, "norm_output")),
@@ -182,9 +190,13 @@ def _begin(model: Any, init: str) -> None:
         for module in (model.fc, *layer.modules()):
             if isinstance(module, torch.nn.Linear):
                 module.reset_parameters()
-    elif init == "tied":
-        layer.self_attn.q_proj.weight.mul_(1.5)
-        layer.self_attn.k_proj.weight.copy_(layer.self_attn.q_proj.weight)
+    elif init in ("tied", "token"):
+        attention = layer.self_attn
+        values = [projection.weight.clone() for projection in (attention.v_proj, attention.o_proj)]
+        begin_at_the_token(model)
+        if init == "tied":
+            for projection, value in zip((attention.v_proj, attention.o_proj), values, strict=True):
+                projection.weight.copy_(value)
     elif init == "last":
         model.fc.weight[:, -hidden:] += torch.eye(hidden)
     elif init == "small":

@@ -53,6 +53,24 @@ def objectives() -> str:
     )  # fmt: skip
 
 
+def learning() -> str:
+    """Accept length and speed of learning by recipe, on two policies' text."""
+    corpora = load("drafter_learning")["corpora"]
+
+    def cells(of: dict[str, Any] | None) -> list[str]:
+        if of is None:
+            return ["", "", ""]
+        half, end = of["accept_length"][len(of["accept_length"]) // 2 - 1], of["accept_length"][-1]
+        mean, *interval = of["faster"]
+        times = f"{mean:.2f}" + (" ({:.2f} to {:.2f})".format(*interval) if len(set(interval)) > 1 else "")
+        return [str(of["seeds"]), f"{half:.2f} / {end:.2f}", times]
+
+    names = list(dict.fromkeys(name for of in corpora.values() for name in of))
+    body = [[f"`{name}`", *cells(corpora["toy"].get(name)), *cells(corpora["prose"].get(name))] for name in names]
+    head = ("seeds", "accept length half-way / at the end", "times as fast as `base`")
+    return rows(("Recipe", f"toy: {head[0]}", *head[1:], f"prose: {head[0]}", *head[1:]), body)
+
+
 def packing() -> str:
     """Speed of packed batches relative to padded ones."""
     found = load("drafter_packing")["ratios"]

@@ -8,6 +8,7 @@ file format are those of `speculators.models.eagle3`.
 from __future__ import annotations
 
 import inspect
+import math
 from functools import cache
 from types import MethodType
 from typing import TYPE_CHECKING
@@ -26,6 +27,11 @@ from verl_tlt.drafter.policy import (
     policy_shape,
     unsupported,
 )
+
+_SELF = 8.0
+"""About the logit of a position with itself, in a new drafter's attention."""
+_NOISE = 0.3
+"""Size of what its values and outputs hold besides the token, relative to what comes in."""
 
 if TYPE_CHECKING:
     import numpy as np
@@ -136,12 +142,40 @@ def build_drafter(
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
         model = instantiate(config, attention or default_attention(device))
+        begin_at_the_token(model)
     if ids is not None:
         choose_tokens(model, ids)
     if isinstance(draft_ids, int):  # a file of it has rows of a head, as vLLM asks for
         with torch.no_grad():
             make_room(model.lm_head).zero_()
     return model.to(device)
+
+
+@torch.no_grad()
+def begin_at_the_token(model: Eagle3DraftModel) -> None:
+    """Have half of a new layer's heads begin by adding the embedding of their position's token to the residual stream.
+
+    That stream holds the policy's state alone, so the token drawn after it is known through attention only, and a layer
+    that begins with random keys spends most of its first steps on finding its own position
+    (docs/results-drafter.md#what-makes-a-head-learn-fast).
+    """
+    attention, hidden = model.layers[0].self_attn, model.hidden_size
+    size = attention.head_dim
+    key, value, query, out = (getattr(attention, f"{name}_proj").weight for name in "kvqo")
+    groups, rows = len(query) // len(key), size * math.ceil(len(key) // size / 2)
+
+    def for_queries(held: torch.Tensor) -> torch.Tensor:
+        """[rows, X] to [rows * groups, X]: what belongs to a key head, for each of its query heads."""
+        return held.view(-1, 1, size, held.shape[1]).expand(-1, groups, -1, -1).flatten(0, 2)
+
+    key, query, value, out = key[:rows], query[: rows * groups], value[:rows], out[:, : rows * groups]
+    key.normal_(std=(_SELF / (size**0.5 * 2 * hidden)) ** 0.5)  # inputs are normed
+    query.copy_(for_queries(key))
+    value.normal_(std=_NOISE / (2 * hidden) ** 0.5)
+    out.normal_(std=_NOISE / out.shape[1] ** 0.5)
+    seen = torch.nn.init.orthogonal_(torch.empty(rows, hidden))
+    value[:, :hidden] += seen
+    out += for_queries(seen).T / groups
 
 
 def choose_tokens(model: Eagle3DraftModel, draft_ids: torch.Tensor) -> bool:

@@ -34,6 +34,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's, by parameter; beside them it counts steps."""
 CLIP = 1.0
 """Largest gradient norm."""
+_REACHED, _MEMORY = 0.5, 0.9
+"""A position is unrolled once the one before it is right in this share of the drafts that reach it, as a moving average
+says that keeps so much of itself with each step.
+"""
 _MAX_EMPTY = 100
 
 
@@ -46,7 +50,8 @@ class StepResult:
     tokens: int
     """Rows with a loss."""
     acc_by_position: tuple[float, ...]
-    """[ttt_steps]: share of rows whose argmax at draft position k is the policy's, given that those before were."""
+    """[passes of the step]: share of rows whose argmax at draft position k is the policy's, given that those before
+    were."""
     skipped: bool
     """True: the loss or a gradient was not finite and nothing was changed."""
     rate: float = 0.0
@@ -72,7 +77,7 @@ class TrainSummary:
     loss: float
     """Mean over the steps; NaN without any."""
     acc_by_position: tuple[float, ...]
-    """Mean over the steps."""
+    """Mean over the steps that unrolled the position."""
     slowest_s: float
     """Seconds of the longest micro-batch."""
 
@@ -99,7 +104,8 @@ class DrafterTrainer:
         model: from `build_drafter` or `load_drafter`, its verifier weights filled.
         learning_rate: after the linear warm-up.
         warmup_steps: optimizer steps, over all sessions.
-        ttt_steps: passes per step.
+        ttt_steps: passes per step, in the end. The first steps have one; the next position is unrolled when drafts
+            reach it, for until then a step costs less and teaches as much.
         loss: a name of `speculators.losses`, or a JSON object of names and weights.
 
     Raises:
@@ -126,6 +132,9 @@ class DrafterTrainer:
         for p in self.parameters.values():  # before the first step: their memory is part of every session's
             moments = {key: torch.zeros_like(p) for key in MOMENTS}
             self.optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
+        self.passes = 1
+        """Draft positions that the next step unrolls."""
+        self._right = 0.0  # moving average of the last one's accuracy
         self.steps = 0
         """Optimizer steps taken, over all sessions."""
         self.skipped = 0
@@ -151,11 +160,11 @@ class DrafterTrainer:
 
     def step_on(self, fed: FedBatch) -> StepResult:
         """Learn from a batch that is on the device, or on its way there; some of its rows have a loss."""
-        loss, metrics = self._forward(fed.arrived())
+        loss, metrics = self._forward(fed.arrived(), self.passes)
         torch.autograd.backward(loss)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), CLIP)
         broken = ~(torch.isfinite(loss.detach()) & torch.isfinite(norm))
-        counts = [metrics[f"cond_acc_{k}_{part}"] for k in range(self.ttt_steps) for part in ("sum", "total")]
+        counts = [metrics[f"cond_acc_{k}_{part}"] for k in range(self.passes) for part in ("sum", "total")]
         figures = _Figures([broken, loss.detach(), *counts])
         rate = min(1.0, (self.steps + 1) / max(1, self.warmup_steps))
         for group in self.optimizer.param_groups:
@@ -164,12 +173,19 @@ class DrafterTrainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         skipped, value, *counted = figures.read()
+        accuracy = tuple(right / max(1.0, total) for right, total in zip(counted[::2], counted[1::2], strict=True))
         if skipped:
             self.skipped += 1
         else:
             self.steps += 1
-        accuracy = tuple(right / max(1.0, total) for right, total in zip(counted[::2], counted[1::2], strict=True))
+            self._unroll(accuracy[-1])
         return StepResult(value, fed.tokens, accuracy, skipped=bool(skipped), rate=0.0 if skipped else rate)
+
+    def _unroll(self, right: float) -> None:
+        """One position more, if drafts reach it."""
+        self._right = _MEMORY * self._right + (1 - _MEMORY) * right
+        if self._right > _REACHED and self.passes < self.ttt_steps:
+            self.passes, self._right = self.passes + 1, 0.0
 
     def start_over(self) -> None:
         """Reset the optimizer's moments and steps; the weights stay."""
@@ -186,6 +202,7 @@ class DrafterTrainer:
             "optimizer": _to_host(self.optimizer.state_dict()),
             "steps": self.steps,
             "skipped": self.skipped,
+            "passes": [self.passes, self._right],
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -202,6 +219,7 @@ class DrafterTrainer:
                 for key, value in values.items():
                     own[key].copy_(value)
         self.steps, self.skipped = state["steps"], state["skipped"]
+        self.passes, self._right = state.get("passes", (self.ttt_steps, 0.0))  # older ones had all from the start
 
     def parameters_numpy(self) -> dict[str, np.ndarray]:
         """A float32 host copy of every trainable parameter, by name."""
@@ -231,7 +249,7 @@ class DrafterTrainer:
         torch.autograd.backward(loss)
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _forward(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _forward(self, batch: Batch, passes: int | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         from speculators.losses import resolve_loss_config
 
         kind = "fused" if self.device.type == "cuda" else "eager"  # the fused losses are Triton kernels
@@ -243,7 +261,7 @@ class DrafterTrainer:
                 loss_mask=batch.loss_mask,
                 position_ids=batch.position_ids,
                 verifier_last_hidden_states=batch.last_hidden,
-                ttt_steps=self.ttt_steps,
+                ttt_steps=passes or self.ttt_steps,
                 loss_config=resolve_loss_config(self._loss, kind),
             )
         return loss, metrics
@@ -298,9 +316,14 @@ def train_until(
         skipped=trainer.skipped - skipped,
         stopped=stopped,
         loss=float(np.mean([step.loss for step in taken])) if taken else math.nan,
-        acc_by_position=tuple(np.mean([step.acc_by_position for step in taken], axis=0).tolist()) if taken else (),
+        acc_by_position=_by_position([step.acc_by_position for step in taken]),
         slowest_s=slowest,
     )
+
+
+def _by_position(steps: list[tuple[float, ...]]) -> tuple[float, ...]:
+    longest = max(map(len, steps), default=0)
+    return tuple(float(np.mean([step[k] for step in steps if k < len(step)])) for k in range(longest))
 
 
 def mixed_precision(device: torch.device) -> AbstractContextManager[Any]:

@@ -139,6 +139,7 @@ def test_a_resumed_optimizer_stays_in_the_block(in_16_bits, trainer, memory, seq
 
 def test_sixteen_bit_verifier_weights_teach_the_same(in_16_bits, drafter, sequences):
     trainer = DrafterTrainer(drafter, ttt_steps=3)
+    trainer.passes = 3
     plain = trainer._forward(trainer.feed()(pack(sequences)).arrived())[0]
     halve_frozen(drafter)
     with DeviceResidency(DrafterMemory(trainer), AWAY):

@@ -3,16 +3,19 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_policy import FAMILIES, drafter_of, make_policy, verifier_weights
+from tiny_policy import FAMILIES, drafter_of, make_policy, observe, verifier_weights
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm_by_hand import passes
 
 from verl_tlt.drafter import (
     DrafterError,
     VerifierWeights,
+    align,
     aux_layers_for,
     build_drafter,
     drafter_config,
@@ -185,3 +188,21 @@ def test_embedding_and_head_take_no_memory_before_the_policys_arrive():
     assert model.lm_head.weight is model.verifier_lm_head.weight and torch.equal(model.lm_head.weight, head)
     held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
     assert sum(size for size in held.values() if size >= table) == 2 * 2 * table  # both in 16 bits, each once
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_a_new_drafter_knows_the_token_it_stands_at(kv_heads):
+    """Another token there moves its first pass twice as far as any token before it does, in a long text too."""
+    policy = make_policy(num_key_value_heads=kv_heads)
+    drafter = drafter_of(policy, seed=1)
+    batch = align(observe(policy, torch.randint(0, 48, (80,), generator=torch.Generator().manual_seed(0)), 1))
+    row = 60
+
+    def moved(changed):
+        """How far the logits of `row` move where the token at another row is replaced."""
+        ids = batch.input_ids.clone()
+        ids[0, changed] = (ids[0, changed] + 1) % 48
+        before, after = (passes(drafter, replace(batch, input_ids=i), 1)[0][0][row] for i in (batch.input_ids, ids))
+        return float((after - before).norm())
+
+    assert moved(row) > 2 * max(moved(other) for other in range(row))

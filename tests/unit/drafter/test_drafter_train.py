@@ -34,7 +34,24 @@ def test_it_learns(drafter, sequences):
     assert (summary.steps, summary.stopped, summary.skipped) == (39, True, 0)
     assert last.loss < first.loss / 2
     assert last.acc_by_position[0] > first.acc_by_position[0]
-    assert len(last.acc_by_position) == 2
+
+
+def test_a_position_is_unrolled_once_drafts_reach_it(drafter, sequences):
+    trainer = DrafterTrainer(drafter, learning_rate=3e-3, ttt_steps=2)
+    batch, seen = pack(sequences), []
+    while len(seen) < 200 and (not seen or len(seen[-1]) == 1):
+        seen.append(trainer.step(batch).acc_by_position)
+    assert len(seen) > 8 and len(seen[-1]) == 2
+    assert max(seen[0]) < 0.5 < seen[-2][0]
+    summary = train_until(trainer, stream(sequences), lambda: trainer.steps >= len(seen) + 20)
+    assert len(summary.acc_by_position) == 2, "it has no more positions than it was asked for, and loses none"
+    resumed = DrafterTrainer(drafter, ttt_steps=2)
+    resumed.load_state(trainer.state())
+    assert len(resumed.step(batch).acc_by_position) == 2
+    older = {key: value for key, value in trainer.state().items() if key != "passes"}
+    again = DrafterTrainer(drafter, ttt_steps=2)
+    again.load_state(older)
+    assert len(again.step(batch).acc_by_position) == 2
 
 
 @pytest.mark.parametrize("loss", ["ce", "tv", "nla", "lk_hybrid", '{"ce": 0.1, "tv": 0.9}'])

@@ -103,6 +103,7 @@ class Waits(TorchDispatchMode):
 @pytest.mark.parametrize("passes", [1, 3])
 def test_a_step_reads_its_figures_once_and_waits_for_nothing_else(policy, sequences, passes):
     trainer = DrafterTrainer(drafter_of(policy, attention="sdpa"), ttt_steps=passes)  # as on CUDA
+    trainer.passes = passes
     trainer.step(pack(sequences))
     fed = trainer.feed()(pack(sequences))
     with Waits() as waits:
