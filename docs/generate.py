@@ -162,6 +162,7 @@ print(save_drafter(drafter, "drafter", {"policy": policy}, policy=policy))
 NOTES = {
     "drafter": [
         "`aux_layers`, `intermediate_size` and `vocab` are a random head's; a drafter from `path` brings its own.",
+        "`method=mtp` is for policies that have such a head; those three keys are then refused.",
         "In a resumed run the drafter in the checkpoint wins over `path`.",
         "`save_dir` is written only where spot training runs.",
     ],
@@ -179,7 +180,8 @@ NOTES = {
         "After a failed session its replica pauses for 1, 2, ... RL steps; after three in a row it trains no more.",
     ],
     "buffer": [
-        "One token takes 8 bytes per unit of the policy's hidden size: 32 KiB at 4096.",
+        "One token takes 8 bytes per unit of the policy's hidden size: 32 KiB at 4096; with `tlt.drafter.method=mtp` 2"
+        " bytes: 8 KiB.",
         "`max_mb`, `min_tokens` and `tokens_per_step` are per spot worker. `min_tokens` leaves out what is held out.",
         "`tlt/tap_tokens` is what `tokens_per_step` has become; other sizes of a run are in its trace's first event.",
         "While fewer than 24 sequences are held out, a quarter of what arrives is.",

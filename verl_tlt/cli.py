@@ -222,6 +222,20 @@ def convert(
     typer.echo(printable(f"Wrote {out}."))
 
 
+@app.command()
+def write_back(
+    head: Annotated[Path, typer.Argument(help="An MTP head that verl-tlt saved, or a model that has one.")],
+    policy: Annotated[Path, typer.Argument(help="The policy's Hugging Face directory, which is changed.")],
+) -> None:
+    """Put an MTP head into a policy's directory, so that `vllm serve` drafts with it by the method mtp."""
+    _need("write-back", "torch")
+    from verl_tlt.drafter import check_owner
+    from verl_tlt.drafter import write_back as run
+
+    check_owner(head)
+    typer.echo(printable(f"Wrote {run(head, policy)}."))
+
+
 def _need(command: str, *packages: str) -> None:
     """End in a sentence where a package is missing that only some commands need."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]

@@ -63,9 +63,11 @@ Policy = Annotated[Literal["goodput", "table", "fixed", "off"], BeforeValidator(
 class DrafterConfig:
     """What drafts, and how it learns."""
 
+    method: Literal["eagle3", "mtp"] = "eagle3"
+    """What drafts: an EAGLE-3 head, or `mtp`, the multi-token prediction head in the policy's own checkpoint."""
     path: str | None = None
-    """Directory of an EAGLE-3 drafter to start from, or its name on the Hugging Face hub; speculators', SpecForge's or
-    SafeAILab's layout. Null: a random head."""
+    """Directory of a drafter to start from, or its name on the Hugging Face hub. EAGLE-3 heads are in speculators',
+    SpecForge's or SafeAILab's layout, MTP heads as verl-tlt saves them. Null: a random head, or the policy's own."""
     save_dir: str | None = None
     """Where the drafter is left at the end of the run; null: `<trainer.default_local_dir>/tlt_drafter`."""
     aux_layers: Annotated[tuple[Index, ...], Strict(False)] | None = None
@@ -296,3 +298,6 @@ def _check(c: TLTConfig) -> None:
             )
     if s.fixed is not None and s.fixed > s.longest:
         raise TLTConfigError(f"tlt.speculation.fixed must be 0..max_draft_length={s.longest}, not {s.fixed}.")
+    shaping = ("aux_layers", "intermediate_size", "vocab")
+    if c.drafter.method == "mtp" and (key := next((k for k in shaping if getattr(c.drafter, k) is not None), None)):
+        raise TLTConfigError(f"tlt.drafter.{key} shapes an EAGLE-3 head; with tlt.drafter.method=mtp leave it out.")

@@ -59,7 +59,7 @@ def test_verl_tlt_takes_these_words(command, monkeypatch):
 
 def test_every_command_is_in_the_readme():
     named = re.findall(r"^\| `verl-tlt .*? \|", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert {word for row in named for word in re.findall(r"`(?:verl-tlt )?(\w+)`", row)} == set(
+    assert {word for row in named for word in re.findall(r"`(?:verl-tlt )?([\w-]+)`", row)} == set(
         typer.main.get_command(app).commands
     )
 

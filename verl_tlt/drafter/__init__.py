@@ -23,9 +23,10 @@ _PUBLIC = {
     "evaluate": ("SequenceScore", "accept_length", "acceptance"),
     "check": ("check_drafter", "check_owner", "files_digest"),
     "digest": ("fingerprint",),
+    "mtp_tensors": ("write_back",),
     "checkpoint": (
-        "from_drafter_file", "load_drafter", "load_training_state", "provenance", "save_drafter", "serving_tensors",
-        "to_drafter_file",
+        "from_drafter_file", "load_drafter", "load_own_head", "load_training_state", "provenance", "save_drafter",
+        "serving_tensors", "to_drafter_file",
     ),
 }  # fmt: skip
 """By module, in the order of docs/api.md."""

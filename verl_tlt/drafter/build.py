@@ -18,6 +18,7 @@ import torch
 from verl_tlt.drafter.attention import BY_DOCUMENT, register
 from verl_tlt.drafter.policy import (
     LONGEST_DRAFT,
+    MTP,
     DrafterError,
     PolicyLike,
     PolicyShape,
@@ -27,6 +28,7 @@ from verl_tlt.drafter.policy import (
     policy_shape,
     unsupported,
 )
+from verl_tlt.drafter.schema import library_fields
 
 _SELF = 8.0
 """About the logit of a position with itself, in a new drafter's attention."""
@@ -36,6 +38,7 @@ _NOISE = 0.3
 if TYPE_CHECKING:
     import numpy as np
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+    from speculators.models.mtp.config import MTPSpeculatorConfig
     from transformers import LlamaConfig
 
 
@@ -66,9 +69,7 @@ def drafter_config(
     Raises:
         DrafterError: an unsupported policy, or aux layers it does not have.
     """
-    from speculators import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3 import Eagle3SpeculatorConfig
-    from speculators.proposals.greedy import GreedyTokenProposalConfig
 
     shape = policy_shape(policy)
     if why := unsupported(shape.model_type, shape.architectures):
@@ -80,14 +81,7 @@ def drafter_config(
         draft_vocab_size=draft_vocab_size or shape.vocab_size,
         norm_before_residual=True,
         eagle_aux_hidden_state_layer_ids=list(layers),
-        speculators_config=SpeculatorsConfig(
-            algorithm="eagle3",
-            default_proposal_method="greedy",
-            # For `vllm serve DRAFTER`; `--speculative-config` overrides it.
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],
-            # Without a path the library reads no policy weights of its own: `refresh_verifier_weights` supplies them.
-            verifier=VerifierConfig(name_or_path=None, architectures=list(shape.architectures)),
-        ),
+        speculators_config=library_fields("eagle3", shape),
     )
 
 
@@ -204,7 +198,7 @@ def has_chosen_tokens(model: Eagle3DraftModel) -> bool:
     return has_own_head(model) or not model.use_draft_vocab or bool(model.d2t.any())
 
 
-def instantiate(config: Eagle3SpeculatorConfig, attention: str) -> Eagle3DraftModel:
+def instantiate(config: Eagle3SpeculatorConfig | MTPSpeculatorConfig, attention: str) -> Eagle3DraftModel:
     """The model of `config` in float32 on the current device; `config.own_head`: its head is not the policy's.
 
     Embedding and heads are NaN and take no memory: one number, which `make_room` replaces before it is written to. They
@@ -212,7 +206,7 @@ def instantiate(config: Eagle3SpeculatorConfig, attention: str) -> Eagle3DraftMo
     """
     register()
     config.transformer_layer_config._attn_implementation = attention
-    model = _model_class()(config).float()
+    model = _model_class(config.speculators_model_type)(config).float()
     # Where CUDA is, `speculators` compiles the forward: anew for other row counts and for scoring, for as long as that
     # takes, while a stop waits. Its time is in a few large matrix products, for which there is nothing to compile.
     model.forward = MethodType(inspect.unwrap(type(model).forward), model)
@@ -224,7 +218,11 @@ def instantiate(config: Eagle3SpeculatorConfig, attention: str) -> Eagle3DraftMo
 
 
 @cache
-def _model_class() -> type[Eagle3DraftModel]:
+def _model_class(kind: str) -> type[Eagle3DraftModel]:
+    if kind == MTP:
+        from verl_tlt.drafter.mtp import MTPDrafter
+
+        return MTPDrafter
     from speculators.models.eagle3 import Eagle3DraftModel
 
     class Drafter(Eagle3DraftModel):

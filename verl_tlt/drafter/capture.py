@@ -82,12 +82,14 @@ def load_policy(policy: Model, device: torch.device | str) -> PreTrainedModel:
 class PolicyStates:
     """Runs a policy over texts and returns what a drafter learns from: the inputs of its `aux_layers` and last states.
 
+    None: an MTP head reads the last states alone.
     A `DrafterError` where the policy has no such layers, or no decoder.
     """
 
     def __init__(self, policy: PreTrainedModel, aux_layers: Sequence[int]) -> None:
         decoder = find_decoder(policy, "the policy")
-        check_aux_layers(aux_layers, len(decoder.layers), "aux_layers")
+        if aux_layers:
+            check_aux_layers(aux_layers, len(decoder.layers), "aux_layers")
         self.aux_layers, self._decoder = tuple(aux_layers), decoder.model
         embedding = policy.get_input_embeddings().weight  # [V, H]
         self._device, self._vocabulary = embedding.device, embedding.shape[0]
@@ -124,7 +126,8 @@ class PolicyStates:
             length = len(text.tokens)
             aux = [kept[layer][i, :length].to("cpu", copy=True) for layer in self.aux_layers]
             last = kept["last"][i, :length].to("cpu", copy=True)
-            out.append(data.TrainingSequence(ids[i, :length].clone(), text.prompt_len, torch.cat(aux, dim=-1), last))
+            joined = torch.cat([last[:, :0], *aux], dim=-1)  # [L, 3H], or [L, 0] without any
+            out.append(data.TrainingSequence(ids[i, :length].clone(), text.prompt_len, joined, last))
         return out
 
 

@@ -12,11 +12,13 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from verl_tlt.drafter.mtp_tensors import head_files
 from verl_tlt.drafter.other_layouts import check_kind, is_other_layout, to_speculators_config
 from verl_tlt.drafter.policy import (
     COMPUTED_ROPE,
     CONFIG,
     LONGEST_DRAFT,
+    MTP,
     DrafterError,
     Fields,
     Model,
@@ -40,7 +42,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 
 
 def check_drafter(directory: Model, policy: PolicyLike, min_context: int = 0) -> None:
-    """Return when `directory` is a complete EAGLE-3 drafter that fits `policy`.
+    """Return when `directory` is a complete drafter that fits `policy`: an EAGLE-3 head, or the policy's MTP head.
 
     Args:
         directory: a folder or a name on the hub, in the layout of speculators, SpecForge or SafeAILab.
@@ -52,6 +54,10 @@ def check_drafter(directory: Model, policy: PolicyLike, min_context: int = 0) ->
         DrafterError: the first thing that does not fit.
     """
     path = drafter_folder(directory)
+    if drafter_method(path) == MTP:
+        head_files(path, policy_shape(policy))
+        _check_tokenizer(path, policy)
+        return
     config = read_config(path, policy_shape(policy), min_context)
     _check_tokenizer(path, policy)
     pickles = sorted(found.name for pattern in _PICKLES for found in path.glob(pattern))
@@ -63,12 +69,17 @@ def check_drafter(directory: Model, policy: PolicyLike, min_context: int = 0) ->
     check_tensors(path / WEIGHTS, config, others=is_other_layout(read_json(path / CONFIG)))
 
 
+def drafter_method(path: Path) -> str:
+    """What the drafter in a folder is, as `tlt.drafter.method` says it."""
+    return MTP if read_json(path / CONFIG).get("speculators_model_type") == MTP else "eagle3"
+
+
 def check_config(path: Path) -> None:
-    """Raise a `DrafterError` where the config in `path` is no EAGLE-3 head's, whatever policy it may be for."""
+    """Raise a `DrafterError` where the config in `path` is no drafter's, whatever policy it may be for."""
     file = path / CONFIG
     config = read_json(file)
     kind = config.get("speculators_model_type")
-    if kind not in (None, "eagle3"):
+    if kind not in (None, "eagle3", MTP):
         raise DrafterError(f"{file} is no EAGLE-3 drafter: its speculators_model_type is {kind!r}.")
     try:
         if kind is None:

@@ -1,4 +1,4 @@
-"""Drafters on disk, in the speculators format that stock vLLM serves.
+"""Drafters on disk: EAGLE-3 heads in the speculators format that stock vLLM serves, MTP heads as in their policy.
 
     config.json  model.safetensors  provenance.json  README.md  (training/training_state.safetensors, to resume)
 
@@ -31,14 +31,17 @@ from verl_tlt.drafter.check import (
     WEIGHTS,
     check_drafter,
     drafter_folder,
+    drafter_method,
     read_config,
     tokenizer_hash,
 )
 from verl_tlt.drafter.digest import fingerprint
+from verl_tlt.drafter.mtp_tensors import read_head
 from verl_tlt.drafter.other_layouts import is_other_layout, to_speculators_tensors
 from verl_tlt.drafter.policy import (
     CONFIG,
     LONGEST_DRAFT,
+    MTP,
     DrafterError,
     Fields,
     Model,
@@ -49,6 +52,7 @@ from verl_tlt.drafter.policy import (
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+    from speculators.models.mtp.config import MTPSpeculatorConfig
 
 logger = logging.getLogger(__name__)
 
@@ -106,9 +110,9 @@ def from_drafter_file(config: str, weights: bytes, attention: str) -> Eagle3Draf
     which a process that is killed would leave them. `attention` is `build_drafter`'s.
     """
     from safetensors.torch import load
-    from speculators.models.eagle3 import Eagle3SpeculatorConfig
+    from speculators import SpeculatorModelConfig
 
-    return _filled(Eagle3SpeculatorConfig.from_dict(json.loads(config)), load(weights), attention)
+    return _filled(SpeculatorModelConfig.from_dict(json.loads(config)), load(weights), attention)
 
 
 def _not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
@@ -182,6 +186,8 @@ def load_drafter(
 
     path = drafter_folder(directory)
     check_drafter(path, policy, min_context)
+    if drafter_method(path) == MTP:
+        return load_own_head(path, policy, attention=attention, device=device)
     tensors = load_file(path / WEIGHTS)
     if is_other_layout(read_json(path / CONFIG)):
         tensors = to_speculators_tensors(tensors)
@@ -191,7 +197,24 @@ def load_drafter(
     return _filled(config, tensors, attention or default_attention(device)).to(device)
 
 
-def _filled(config: Eagle3SpeculatorConfig, tensors: Mapping[str, torch.Tensor], attention: str) -> Eagle3DraftModel:
+def load_own_head(
+    source: Model, policy: PolicyLike, *, attention: str | None = None, device: torch.device | str = "cpu"
+) -> Eagle3DraftModel:
+    """The policy's MTP head as a drafter, in float32: from the policy's own files, or from where one was saved.
+
+    A `DrafterError` where the policy is of another family than those of `mtp_tensors`, or `source` has no head of its
+    shape. `attention` is `build_drafter`'s.
+    """
+    from verl_tlt.drafter.mtp import mtp_config
+
+    shape = policy_shape(policy)
+    tensors = read_head(source, shape)
+    return _filled(mtp_config(shape), tensors, attention or default_attention(device)).to(device)
+
+
+def _filled(
+    config: Eagle3SpeculatorConfig | MTPSpeculatorConfig, tensors: Mapping[str, torch.Tensor], attention: str
+) -> Eagle3DraftModel:
     """The model on the host, with these tensors, whose names and shapes fit."""
     with torch.device("cpu"):
         model = instantiate(config, attention)
@@ -284,15 +307,15 @@ def _versions() -> dict[str, str]:
 
 _CARD = """---
 library_name: speculators
-tags: [speculative-decoding, eagle3, vllm]
+tags: [speculative-decoding, {method}, vllm]
 ---
-# EAGLE-3 drafter
+# {title}
 
 Drafts tokens for one policy; it is no language model of its own. Saved by verl-tlt without the policy's embedding and
-head. It reads the inputs of the policy's layers {layers}; hidden size {hidden}, draft vocabulary {draft_vocab} of
+head. It reads {states}; hidden size {hidden}, draft vocabulary {draft_vocab} of
 {vocab}.{own_head}
 
-    vllm serve {policy} --speculative-config {config}
+    {serve}
 
 Speculative decoding does not change what the policy answers, only how fast: with another policy, or another version of
 this one, fewer drafted tokens are accepted.
@@ -307,15 +330,21 @@ this one, fewer drafted tokens are accepted.
 
 def _card(model: Eagle3DraftModel, name: str, facts: Fields) -> str:
     rows = {**facts, "versions": ", ".join(f"{k} {v}" for k, v in facts["versions"].items())}
-    serve = {"method": "eagle3", "model": name, "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
+    policy, layers = shlex.quote(str(facts.get("policy", "POLICY"))), ", ".join(map(str, model.target_layer_ids))
+    method = model.config.speculators_model_type
+    config = {"method": method, "model": name, "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
+    if method == MTP:  # vLLM looks for it in the policy's own folder
+        del config["model"]
+    serve = f"vllm serve {policy} --speculative-config {shlex.quote(json.dumps(config))}"
     return _CARD.format(
-        layers=", ".join(map(str, model.target_layer_ids)),
+        method=method,
+        title="Head for multi-token prediction" if method == MTP else "EAGLE-3 drafter",
+        states=f"the inputs of the policy's layers {layers}" if layers else "the policy's last hidden state",
         hidden=model.hidden_size,
         draft_vocab=model.draft_vocab_size,
         vocab=model.verifier_vocab_size,
         own_head=" Its output head is its own, and does not follow the policy." if has_own_head(model) else "",
-        policy=shlex.quote(str(facts.get("policy", "POLICY"))),
-        config=shlex.quote(json.dumps(serve)),
+        serve=f"verl-tlt write-back {shlex.quote(name)} {policy}\n    {serve}" if method == MTP else serve,
         table="\n".join(f"| {key} | {value} |" for key, value in sorted(rows.items())),
     )
 

@@ -54,7 +54,9 @@ class TrainingSequence:
     prompt_len: int
     """Tokens of the window that belong to the prompt: `tokens[prompt_len:]` is response; 0 when none does."""
     aux: torch.Tensor
-    """[L, 3H], any float (16 bits in buffers): the aux layers' inputs at t, side by side, in ascending layer order."""
+    """[L, 3H], any float (16 bits in buffers): the aux layers' inputs at t, side by side, in ascending layer order;
+    [L, 0] for a policy's MTP head, which reads `last` alone.
+    """
     last: torch.Tensor
     """[L, H], any float: the last layer's output at t *before* the final norm; it predicts token t+1."""
     start: int = 0
@@ -110,7 +112,7 @@ class Batch:
     input_ids: torch.Tensor
     """int64 [1, S]: x_{t+1}."""
     hidden_states: torch.Tensor
-    """float [1, S, 3H]: g_t, the aux layers' inputs."""
+    """float [1, S, 3H]: g_t, the aux layers' inputs; [1, S, H] for an MTP head: y_t before the final norm."""
     last_hidden: torch.Tensor
     """float [1, S, H]: y_{t+1} before the final norm; through norm and head it is the teacher of this row."""
     next_ids: torch.Tensor
@@ -186,7 +188,7 @@ def align(sequence: TrainingSequence) -> Batch:
     loss_mask[:, with_loss.start : with_loss.stop] = True
     return Batch(
         input_ids=tokens[1:][None],
-        hidden_states=sequence.aux[:-1][None],
+        hidden_states=(sequence.aux if sequence.aux.shape[1] else sequence.last)[:-1][None],
         last_hidden=sequence.last[1:][None],
         next_ids=torch.cat([tokens[2:], tokens.new_zeros(1)])[None],
         loss_mask=loss_mask,

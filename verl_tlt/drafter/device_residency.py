@@ -39,7 +39,7 @@ def session_bytes(model: Eagle3DraftModel, rows: int, passes: int, scored: int |
     """
     trained, frozen = _bytes(model)
     weights = (1 + len(MOMENTS) + 1) * trained + frozen  # and gradients; a second set of weights in scoring
-    waiting = rows * (model.fc.weight.shape[1] + model.hidden_size) * 4  # float32, of the batch that comes next
+    waiting = rows * (max(1, len(model.target_layer_ids)) + 1) * model.hidden_size * 4  # float32, of the next batch
     # Logits and their gradients in 16 bits for each pass; or five float32 values for each logit (`acceptance`).
     logits = rows * model.draft_vocab_size * max(20, 8 + 4 * passes)
     if model.use_draft_vocab:  # then scores take the policy's whole head, and its logits

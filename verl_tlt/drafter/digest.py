@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from verl_tlt.drafter.other_layouts import stacked
+from verl_tlt.drafter.other_layouts import is_stack, stacked
 
 _LEFT_OUT = ("embed_tokens", "verifier_lm_head", "verifier_norm", "t2d")
 """The policy's tensors, and the map that vLLM does not read; `d2t` names the same tokens (`drafter.tensors`)."""
@@ -55,6 +55,8 @@ def partial_sums(
         if any(part in name for part in left_out):
             continue
         group, tensor = stacked(name), tensor.detach()
+        if tensor.ndim == 1 and is_stack(group):
+            tensor = tensor[:, None]  # a bias: where an element is in the stack does not matter, as in a matrix
         if tensor.is_floating_point():
             tensor = tensor.to(dtype or tensor.dtype)
         elif group == _OFFSETS and not tensor.any():

@@ -110,7 +110,7 @@ def acceptance(
     model.eval()
     try:
         for group in grouped(pieces, lambda piece: piece[1].rows, budget):
-            batch = pack(window for _, window in group).to(model.fc.weight.device)
+            batch = pack(window for _, window in group).to(model.verifier_norm.weight.device)
             batch = batch.padded(ROW_BLOCK) if batch.input_ids.is_cuda else batch
             loss = _AcceptanceLoss(model, batch, temperature, top_p, top_k, lm_head)
             overlap, recorded = loss.run(max_draft)  # [K, S] each

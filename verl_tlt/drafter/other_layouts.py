@@ -3,6 +3,7 @@
 speculators, and our files    layers.0.self_attn.q_proj.weight
 SafeAILab/EAGLE, SpecForge    midlayer.self_attn.q_proj.weight
 vLLM, live                    model.layers.0.self_attn.qkv_proj.weight: q, k and v stacked, as are gate and up
+MTP head, in a checkpoint     mtp.layers.0.* (Qwen3.5), model.mtp_layers.0.* (MiMo; live model.mtp_layers.0.mtp_block.*)
 
 The network is the same in all. A drafter from elsewhere differs in three things: its head is trained and stays
 (`own_head` in the config); the residual is taken before `hidden_norm`; and `eagle_config` of SpecForge counts the
@@ -36,8 +37,9 @@ _STACKED = (
 
 
 def plain(name: str) -> str:
-    """A tensor's name in any layout as speculators has it, but for what vLLM stacked."""
-    return name.removeprefix("model.").replace("midlayer.", "layers.0.")
+    """A tensor's name in any layout as speculators has it, but for what vLLM stacked; of an MTP head without prefix."""
+    name = name.removeprefix("model.").removeprefix("mtp.")
+    return name.replace("midlayer.", "layers.0.").replace(".mtp_block.", ".")
 
 
 def stacked(name: str) -> str:
@@ -46,6 +48,11 @@ def stacked(name: str) -> str:
     for pattern, stack in _STACKED:
         name = pattern.sub(stack, name)
     return name
+
+
+def is_stack(group: str) -> bool:
+    """Whether this is the plain name of a tensor that vLLM makes of several."""
+    return any(stack in group for _, stack in _STACKED)
 
 
 def live_name(name: str) -> str:

@@ -29,6 +29,9 @@ _NAME = re.compile(r"\w(?:[\w-]|\.(?!\.))*/\w(?:[\w-]|\.(?!\.))*")
 """Owner and model; neither begins with a dot or holds two in a row, so that no name leads out of the cache."""
 
 CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+"""Says which file each tensor of a model is in, where there are several."""
+_SINGLE = "model.safetensors"
 
 SUPPORTED = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "glm", "phi3", "ernie4_5", "arcee", "apertus", "qwen2_5_vl",
@@ -57,6 +60,9 @@ LONGEST_DRAFT = 16
 
 COMPUTED_ROPE = ("default", "linear", "llama3")
 """RoPE types whose table is computed position by position from constants: a longer one continues a shorter one."""
+
+MTP = "mtp"
+"""Value of `speculators_model_type`, and of `tlt.drafter.method`, of a policy's own head (`drafter.mtp`)."""
 
 Fields = dict[str, Any]
 """A JSON object, such as a config."""
@@ -199,6 +205,23 @@ def open_tensors(file: Path, framework: Literal["pt", "np"]) -> safe_open:
         return safe_open(file, framework=framework)
     except (SafetensorError, OSError) as error:
         raise DrafterError(f"{file} is truncated or not a safetensors file: {error}.") from error
+
+
+def tensor_files(model: Model, fetch: bool = True) -> tuple[Path, dict[str, str]]:
+    """Which file each tensor of a model is in, by the tensor's name; and before it the file that says so.
+
+    A `DrafterError` where there is none, or one that names a file elsewhere.
+    """
+    directory = folder(model, (_SINGLE, INDEX), fetch=fetch)
+    listing = directory / (INDEX if (directory / INDEX).is_file() else _SINGLE)
+    if listing.name == _SINGLE:
+        with open_tensors(listing, "np") as reader:
+            return listing, dict.fromkeys(reader.keys(), _SINGLE)
+    owners = read_json(listing).get("weight_map", {})
+    for name, file in owners.items():
+        if Path(file).name != file:
+            raise DrafterError(f"{listing}: {name} is said to be in {file!r}, which is no file beside it.")
+    return listing, owners
 
 
 def _from_fields(whole: Fields, source: str) -> PolicyShape:

@@ -164,11 +164,17 @@ def as_served(drafter: Drafter, policy: PolicyShape) -> Fields:
     fields["transformer_layer_config"] |= {norm: True for norm in LAYER_NORMS if fields[norm]}
     return fields | {
         "architectures": ["Eagle3Speculator"],
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-            # Without a path the library reads no policy weights of its own: `refresh_verifier_weights` supplies them.
-            "verifier": {"name_or_path": None, "architectures": list(policy.architectures)},
-        },
+        "speculators_config": library_fields("eagle3", policy),
+    }
+
+
+def library_fields(algorithm: str, policy: PolicyShape) -> Fields:
+    """What speculators asks for besides a drafter's network."""
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        # For `vllm serve DRAFTER`; `--speculative-config` overrides it.
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+        # Without a path the library reads no policy weights of its own: `refresh_verifier_weights` supplies them.
+        "verifier": {"name_or_path": None, "architectures": list(policy.architectures)},
     }

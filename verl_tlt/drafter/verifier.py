@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from verl_tlt.drafter.build import make_room
-from verl_tlt.drafter.policy import DrafterError, Model, folder, open_tensors, policy_shape, read_json
+from verl_tlt.drafter.policy import DrafterError, Model, folder, open_tensors, policy_shape, tensor_files
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -75,15 +74,7 @@ def refresh_verifier_weights(model: Eagle3DraftModel, parts: VerifierWeights) ->
 
 def _read(policy: Model, parts: Iterable[str]) -> dict[str, torch.Tensor]:
     """The policy's tensors for these parts, from its single file or by its index; no other is read."""
-    single, listing = "model.safetensors", "model.safetensors.index.json"
-    directory = folder(policy, (single, listing))
-    if (directory / single).is_file() or not (directory / listing).is_file():
-        source = directory / single
-        with open_tensors(source, "pt") as reader:
-            owners = dict.fromkeys(reader.keys(), single)
-    else:
-        source = directory / listing
-        owners = read_json(source).get("weight_map", {})
+    source, owners = tensor_files(policy)
     tensors = {}
     for part in parts:
         name = next((name for name in owners if policy_part(name) == part), None)
@@ -91,8 +82,6 @@ def _read(policy: Model, parts: Iterable[str]) -> dict[str, torch.Tensor]:
             raise DrafterError(
                 f"{source} has no tensor {_USUAL[part]!r}, nor that of a language model in a larger one."
             )
-        if Path(owners[name]).name != owners[name]:
-            raise DrafterError(f"{source}: {name} is said to be in {owners[name]!r}, which is no file beside it.")
         with open_tensors(folder(policy, (owners[name],)) / owners[name], "pt") as reader:
             if name not in reader.keys():  # noqa: SIM118 (a safetensors reader is no mapping)
                 raise DrafterError(f"{owners[name]} has no tensor {name!r}, which {source} says it has.")

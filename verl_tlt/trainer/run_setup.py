@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from omegaconf import OmegaConf, open_dict
 
 from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, TLTConfig, dtype_name
-from verl_tlt.drafter.policy import LONGEST_DRAFT, draft_vocab_size
+from verl_tlt.drafter.policy import LONGEST_DRAFT, MTP, DrafterError, Fields, draft_vocab_size
 from verl_tlt.idle.modes import MODE_RULES, ModeRule
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import DrafterProvenance, RolloutSampling
@@ -152,19 +152,11 @@ def first_drafter(
     Raises:
         DrafterError: the given drafter does not fit, or may be another user's.
     """
-    from verl_tlt.drafter import check_owner, host_bytes, load_drafter, provenance, to_drafter_file
+    from verl_tlt.drafter import host_bytes, to_drafter_file
     from verl_tlt.drafter.build import has_chosen_tokens
 
     checkpoint = saved_drafter(resume_from)
-    if source := checkpoint or config.drafter.path:
-        if checkpoint is None:
-            check_owner(source)
-        model, facts = load_drafter(str(source), policy_dir, min_context=context), provenance(source)
-        origin = f"checkpoint {source}" if checkpoint else str(source)
-    else:
-        model, origin = _random_head(config, policy_dir, context), "a random head"
-        # Known without measuring: nothing is accepted, so the engines need not find out.
-        facts = {"acceptance": [0.0] * config.speculation.longest}
+    model, facts, origin = _first_model(config, policy_dir, context, checkpoint)
     resumed = facts if checkpoint else {}
     version, acceptance = int(resumed.get("version", 0)), tuple(facts.get("acceptance", ()))
 
@@ -175,7 +167,7 @@ def first_drafter(
     return FirstDrafter(
         trainable=file("float32"),
         served=file(dtype),
-        aux_layers=tuple(model.config.eagle_aux_hidden_state_layer_ids),
+        aux_layers=tuple(model.target_layer_ids),
         origin=origin,
         tokens_trained=int(resumed.get("tokens_trained", 0)),
         worker_bytes=host_bytes(model),
@@ -183,6 +175,27 @@ def first_drafter(
         chosen=has_chosen_tokens(model),
         untrained=not resumed and bool(acceptance) and not any(acceptance),
     )
+
+
+def _first_model(
+    config: TLTConfig, policy_dir: str, context: int, checkpoint: Path | None
+) -> tuple[Eagle3DraftModel, Fields, str]:
+    """The drafter, the facts saved with it, and where it came from; the one place where the methods differ."""
+    from verl_tlt.drafter import check_owner, load_drafter, load_own_head, provenance
+
+    method = config.drafter.method
+    if source := checkpoint or config.drafter.path:
+        if checkpoint is None:
+            check_owner(source)
+        model = load_drafter(str(source), policy_dir, min_context=context)
+        if (kind := model.config.speculators_model_type) != method:
+            raise DrafterError(f"{source} holds a drafter for tlt.drafter.method={kind}, not {method}.")
+        return model, provenance(source), f"checkpoint {source}" if checkpoint else str(source)
+    if method == MTP:
+        return load_own_head(policy_dir, policy_dir), {}, "the policy's own MTP head"
+    # Known without measuring: nothing is accepted, so the engines need not find out.
+    facts = {"acceptance": [0.0] * config.speculation.longest}
+    return _random_head(config, policy_dir, context), facts, "a random head"
 
 
 def _random_head(config: TLTConfig, policy_dir: str, context: int) -> Eagle3DraftModel:

@@ -25,12 +25,15 @@ from verl_tlt.drafter import (
     check_drafter,
     check_owner,
     load_drafter,
+    load_own_head,
     most_frequent,
     policy_shape,
     save_drafter,
 )
+from verl_tlt.drafter.check import drafter_folder, drafter_method
 from verl_tlt.drafter.evaluate import combined_score
-from verl_tlt.drafter.policy import DrafterError, check_aux_layers, draft_vocab_size, read_json, unsupported
+from verl_tlt.drafter.mtp_tensors import head_files
+from verl_tlt.drafter.policy import MTP, DrafterError, check_aux_layers, draft_vocab_size, read_json, unsupported
 from verl_tlt.ownership import check_writable, other_owner
 from verl_tlt.warmup.engine import GenerationJob, Response, as_texts, find_device, generate
 from verl_tlt.warmup.options import WarmupOptions
@@ -75,7 +78,8 @@ def warmup(options: WarmupOptions, console: Console) -> Path:
 def _check(options: WarmupOptions) -> None:
     """Raise a `DrafterError` for the first option that can be known to be wrong before any work."""
     shape = policy_shape(options.model)
-    if why := unsupported(shape.model_type, shape.architectures):
+    own = options.method == MTP
+    if not own and (why := unsupported(shape.model_type, shape.architectures)):
         raise DrafterError(f"--model {options.model} is a {shape.model_type} model; {why}.")
     if options.out.exists():
         raise DrafterError(f"--out {options.out} exists; give another name, or remove it.")
@@ -86,13 +90,21 @@ def _check(options: WarmupOptions) -> None:
     if (layers := _parse_layers(options.aux_layers)) is not None:
         check_aux_layers(layers, shape.num_layers, "--aux-layers")
     draft_vocab_size(options.draft_vocab, shape.vocab_size, "--draft-vocab")
+    if options.method not in (MTP, "eagle3"):
+        raise DrafterError(f"--method must be eagle3 or mtp, not {options.method!r}.")
+    shaped = (options.aux_layers, options.draft_vocab, options.intermediate_size) != (None, None, None)
+    if shaped and (own or options.drafter is not None):
+        raise DrafterError(
+            f"{'--method mtp' if own else '--drafter'} brings its own shape: leave out --aux-layers, --draft-vocab and "
+            "--intermediate-size."
+        )
     if options.drafter is not None:
-        if (options.aux_layers, options.draft_vocab, options.intermediate_size) != (None, None, None):
-            raise DrafterError(
-                "--drafter brings its own shape: leave out --aux-layers, --draft-vocab and --intermediate-size."
-            )
         check_owner(options.drafter)
+        if (kind := drafter_method(drafter_folder(options.drafter))) != options.method:
+            raise DrafterError(f"--drafter {options.drafter} is for --method {kind}, not {options.method}.")
         check_drafter(options.drafter, options.model)
+    elif own:
+        head_files(options.model, shape)
 
 
 def _parse_layers(text: str | None) -> tuple[int, ...] | None:
@@ -186,6 +198,8 @@ def _prepare(options: WarmupOptions, prompts: Prompts, responses: list[Response]
 def _drafter(options: WarmupOptions, responses: list[Response], device: str) -> Eagle3DraftModel:
     if options.drafter is not None:
         return load_drafter(options.drafter, options.model, device=device)
+    if options.method == MTP:
+        return load_own_head(options.model, options.model, device=device)
     draft_ids, whole = None, policy_shape(options.model).vocab_size
     if (size := draft_vocab_size(options.draft_vocab, whole, "--draft-vocab")) < whole:
         said = torch.tensor([t for r in responses for t in r.tokens])
@@ -222,7 +236,7 @@ def _save(options: WarmupOptions, prompts: Prompts, responses: list[Response], r
     best, score = max(run.taus), combined_score(run.score())
     facts: dict[str, Any] = {
         "policy": str(options.model),
-        "started from": str(options.drafter) if options.drafter else "a random head",
+        "started from": str(options.drafter or ("its release" if options.method == MTP else "a random head")),
         **{name: getattr(options, name) for name in ("objective", "loss", "temperature", "top_p", "top_k", "seed")},
         "steps": next(check["step"] for check in run.progress.checks if check["tau"] == best),
         "steps_in_all": run.trainer.steps,

@@ -43,6 +43,8 @@ class GenerationJob:
     samples: int = 1
     """Responses per prompt."""
     drafter: str | None = None
+    """Directory of what drafts; an MTP head is in the model's own."""
+    method: str = "eagle3"
     draft_length: int = 3
     tensor_parallel: int = 1
 
@@ -127,8 +129,8 @@ def _start_engine(job: GenerationJob) -> LLMEngine:
         arguments["gpu_memory_utilization"] = GPU_MEMORY
     if job.drafter:
         arguments["speculative_config"] = {
-            "method": "eagle3",
-            "model": job.drafter,
+            "method": job.method,
+            **({"model": job.drafter} if job.method == "eagle3" else {}),
             "num_speculative_tokens": job.draft_length,
             # Sampled drafts: vLLM's default drafts greedily, which temperature 1 seldom accepts.
             "draft_sample_method": "probabilistic",

@@ -16,9 +16,18 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from verl_tlt.drafter import acceptance, check_owner, load_drafter, policy_shape, provenance, to_drafter_file
+from verl_tlt.drafter import (
+    acceptance,
+    check_owner,
+    load_drafter,
+    policy_shape,
+    provenance,
+    to_drafter_file,
+    write_back,
+)
+from verl_tlt.drafter.check import drafter_folder, drafter_method
 from verl_tlt.drafter.evaluate import DraftCounts, SequenceScore, combined_score
-from verl_tlt.drafter.policy import DrafterError
+from verl_tlt.drafter.policy import CONFIG, MTP, DrafterError, Model, folder, tensor_files
 from verl_tlt.drafter.staging import stage
 from verl_tlt.warmup.engine import GenerationJob, Response, as_texts, find_device, generate
 from verl_tlt.warmup.options import EvaluateOptions
@@ -56,13 +65,19 @@ def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
     config, weights, _ = to_drafter_file(load_drafter(options.drafter, options.model), "float32")
     prompts = choose_prompts(options)
     scratch = tempfile.TemporaryDirectory()
-    stage(config, weights, Path(scratch.name) / "drafter")
+    staged, method = Path(scratch.name) / "drafter", drafter_method(drafter_folder(options.drafter))
+    stage(config, weights, staged)
+    model = str(options.model)
+    if method == MTP:
+        model = str(linked(options.model, Path(scratch.name) / "policy"))
+        write_back(staged, model)
     job = GenerationJob(
-        model=str(options.model),
+        model=model,
+        method=method,
         prompts=[list(tokens) for tokens in prompts],
         sampling=options.sampling(),
         device=find_device(options.device),
-        drafter=str(Path(scratch.name) / "drafter"),
+        drafter=str(staged),
         draft_length=options.draft_length,
         tensor_parallel=options.tensor_parallel,
     )
@@ -78,6 +93,17 @@ def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
         bar.update(task, description="scoring the same responses")
         simulated = score(options, prompts, responses)
     return Verdict(simulated, served, len(responses), sum(len(r.tokens) for r in responses))
+
+
+def linked(policy: Model, directory: Path) -> Path:
+    """Make a directory of links to a policy's files: one that can be changed without the policy."""
+    directory.mkdir()
+    _, owners = tensor_files(policy)
+    for file in (CONFIG, *set(owners.values())):
+        source = folder(policy, (file,))  # fetched, where it is on the hub
+    for path in (path for path in source.resolve().iterdir() if path.is_file()):
+        (directory / path.name).symlink_to(path)
+    return directory
 
 
 def choose_prompts(options: EvaluateOptions) -> list[tuple[int, ...]]:

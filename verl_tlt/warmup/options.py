@@ -67,8 +67,9 @@ class WarmupOptions(TrainingOptions):
 
     prompts: Annotated[Path, Option(help="Prompts: verl's .parquet, .jsonl with a field `prompt`, or .txt.")]
     out: Annotated[Path, Option(help="Where the drafter goes; work in progress is in OUT.warmup beside it.")]
+    method: Annotated[str, Option(help="eagle3: a new head; mtp: the MTP head in the policy's files.")] = "eagle3"
     drafter: Annotated[
-        Path | None, Option(help="A drafter to go on from, any EAGLE-3 layout; a directory or a name on the hub.")
+        Path | None, Option(help="A drafter of that method to go on from; a directory or a name on the hub.")
     ] = None
     aux_layers: Annotated[str | None, Option(help="Policy layers to read, e.g. 2,18,33.")] = None
     intermediate_size: Annotated[

@@ -1,0 +1,77 @@
+"""Tiny random policies with an MTP head in their files, as a release has them; every part of the head counts."""
+
+import json
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from verl_tlt.drafter.mtp_tensors import LAYOUTS, head_shapes
+from verl_tlt.drafter.policy import policy_shape
+
+SHAPE = dict(
+    vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=0, eos_token_id=2,
+    pad_token_id=0,
+)  # fmt: skip
+RECURRENT = dict(
+    linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
+    layer_types=["linear_attention"] * 3 + ["full_attention"], mamba_ssm_dtype="float32",
+)  # fmt: skip
+ARCHITECTURES = {"mimo": "MiMoForCausalLM", "qwen3_5": "Qwen3_5ForCausalLM"}
+
+
+def random_head(policy, seed=0):
+    """Tensors of a head, float32, for the policy in a folder, or of these fields."""
+    generator, head = torch.Generator().manual_seed(seed), {}
+    for name, size in head_shapes(policy_shape(policy)).items():
+        tensor = torch.randn(size, generator=generator)
+        ones = 1.0 if "norm" in name and not name.startswith("mtp.") else 0.0
+        head[name] = ones + 0.2 * tensor if len(size) == 1 else 2.0 * tensor / size[1] ** 0.5
+    return head
+
+
+def make_mtp_policy(path, family="mimo", dtype=torch.float32, **changes):
+    """The policy of the family as a transformers model, saved to `path` with a random head; it is returned."""
+    import transformers
+
+    torch.manual_seed(0)
+    if family == "mimo":  # transformers knows it by code of its own alone, and then as a Qwen2 with a head
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{**SHAPE, **changes}))
+    else:
+        fields = {**SHAPE, **RECURRENT, "head_dim": 16, **changes}
+        model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**fields))
+    model = model.float().eval().requires_grad_(False)
+    with torch.no_grad():  # sharper than at initialisation, and with a context that counts
+        model.model.embed_tokens.weight.copy_(torch.randn(model.model.embed_tokens.weight.shape))
+        model.lm_head.weight.mul_(20)
+        model.model.norm.weight.add_(torch.rand(model.config.hidden_size) - 0.5)
+        for name, weight in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight")):
+                weight.mul_(8)
+            weight.copy_(weight.to(dtype))
+    model.save_pretrained(path)
+    config = json.loads((path / "config.json").read_text())
+    config |= {"architectures": [ARCHITECTURES[family]], LAYOUTS[ARCHITECTURES[family]].count: 1}
+    (path / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}))
+    tensors = load_file(path / "model.safetensors") | random_head(path)
+    tensors = {name: t if name.endswith("A_log") else t.to(dtype) for name, t in tensors.items()}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return model
+
+
+def without_head(path, shards=1, count=0):
+    """What transformers leaves of the policy in a folder when it saves it, in so many files; returns the head."""
+    tensors = load_file(path / "model.safetensors")
+    layout = next(layout for layout in LAYOUTS.values() if any(n.startswith(layout.prefix) for n in tensors))
+    head = {name: tensors.pop(name) for name in list(tensors) if name.startswith(layout.prefix)}
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {layout.count: count}))
+    if shards == 1:
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        return head
+    (path / "model.safetensors").unlink()
+    owners = {name: f"model-{i % shards}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(owners.values()):
+        save_file({n: tensors[n] for n, owner in owners.items() if owner == file}, path / file, {"format": "pt"})
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": owners}))
+    return head

@@ -1,0 +1,325 @@
+"""A policy's own MTP head as a drafter: chained as vLLM chains it, trained, scored and saved as an EAGLE-3 head is."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from mtp_policy import SHAPE, make_mtp_policy, random_head, without_head
+from safetensors.torch import load_file, save_file
+from tiny_policy import same_state
+from vllm_by_hand import passes
+
+from verl_tlt.config import TLTConfig
+from verl_tlt.drafter import (
+    DrafterError,
+    DrafterTrainer,
+    PolicyStates,
+    Text,
+    VerifierWeights,
+    accept_length,
+    acceptance,
+    batches,
+    check_drafter,
+    fingerprint,
+    from_drafter_file,
+    host_bytes,
+    load_drafter,
+    load_own_head,
+    load_policy,
+    pack,
+    policy_shape,
+    provenance,
+    refresh_verifier_weights,
+    save_drafter,
+    serving_tensors,
+    session_bytes,
+    to_drafter_file,
+    train_until,
+    trainable_parameters,
+    write_back,
+)
+from verl_tlt.drafter.mtp_tensors import head_shapes, mtp_tensors
+from verl_tlt.trainer.run_setup import first_drafter
+
+FAMILIES = ["mimo", "qwen3_5"]
+K, VOCAB = 4, SHAPE["vocab_size"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def policy_dir(family, tmp_path_factory):
+    path = tmp_path_factory.mktemp(family)
+    make_mtp_policy(path, family)
+    return path
+
+
+@pytest.fixture(scope="module")
+def sequences(policy_dir):
+    rng = torch.Generator().manual_seed(1)
+    texts = [Text(tuple(torch.randint(VOCAB, (n,), generator=rng).tolist()), p) for n, p in ((18, 5), (25, 9), (11, 0))]
+    return PolicyStates(load_policy(policy_dir, "cpu"), ())(texts)
+
+
+@pytest.fixture
+def model(policy_dir):
+    model = load_own_head(policy_dir, policy_dir)
+    refresh_verifier_weights(model, VerifierWeights.from_policy_dir(policy_dir))
+    return model
+
+
+def test_its_parameters_are_the_heads_tensors_by_the_checkpoints_names(policy_dir, model):
+    shapes = head_shapes(policy_shape(policy_dir))
+    assert {name: list(p.shape) for name, p in trainable_parameters(model).items()} == shapes
+    saved = load_file(policy_dir / "model.safetensors")
+    for name, tensor in serving_tensors(model).items():
+        assert torch.equal(tensor, saved[name]), name
+    assert serving_tensors(model).keys() == shapes.keys()
+
+
+def draft_by_hand(model, sequence, t):
+    """Logits [K, V] of the draft that starts once token t + 1 is known: a pass over all before it, then one token each,
+    behind the keys of the passes before."""
+    from transformers import DynamicCache
+
+    tokens, states, cache = sequence.tokens, sequence.last[: t + 1].float(), DynamicCache()
+    if hasattr(model, "mtp"):  # Qwen3.5's reads the state that the policy's head reads, too
+        states = model.verifier_norm(states)
+    logits = []
+    for k in range(K):
+        fed = tokens[1 : t + 2] if k == 0 else tokens[t + 1 + k :][:1]
+        positions = sequence.start + (torch.arange(t + 1) if k == 0 else torch.tensor([t + k]))
+        both = torch.cat([model.embed_tokens(fed), states], -1)[None]
+        rows, columns = len(fed), t + 1 + k
+        mask = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
+        out = model.layers[0](
+            both,
+            position_ids=positions[None],
+            attention_mask=mask[None, None],
+            past_key_values=cache,
+            position_embeddings=model.rotary_emb(both, positions[None]),
+        )
+        states = model.norm(out)[0, -1:]
+        logits.append(model.lm_head(states)[0])
+    return torch.stack(logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["tlt_by_document", "sdpa", "eager"])
+def test_a_row_of_a_packed_batch_is_a_draft(policy_dir, sequences, attention):
+    model = load_own_head(policy_dir, policy_dir, attention=attention)
+    refresh_verifier_weights(model, VerifierWeights.from_policy_dir(policy_dir))
+    by_hand = load_own_head(policy_dir, policy_dir, attention="sdpa")
+    refresh_verifier_weights(by_hand, VerifierWeights.from_policy_dir(policy_dir))
+    texts = [sequences[0], sequences[1].window(6, 25), sequences[2]]
+    seen, begin = passes(model, pack(texts), K), 0
+    tolerance = dict(rtol=2e-2, atol=2e-2) if attention == "eager" else dict(rtol=1e-4, atol=1e-4)  # a mask in 16 bits
+    for sequence in texts:
+        for t in range(0, sequence.rows - K, 3):
+            row = torch.stack([seen[k][0][begin + t] for k in range(K)])
+            torch.testing.assert_close(row, draft_by_hand(by_hand, sequence, t), **tolerance)
+        begin += sequence.rows
+
+
+def test_the_embedding_behind_the_first_token_counts_as_zero_in_mimo_alone(policy_dir, model, sequences):
+    def first(token):
+        tokens = sequences[0].tokens.clone()
+        tokens[1] = token
+        changed = type(sequences[0])(tokens, 5, sequences[0].aux, sequences[0].last)
+        return passes(model, pack([changed]), 1)[0][0][0]
+
+    assert torch.equal(first(3), first(4)) == (not hasattr(model, "mtp"))
+
+
+def test_a_policys_states_for_it_are_the_last_one_alone(family, policy_dir, sequences):
+    import transformers
+
+    kind = transformers.Qwen2ForCausalLM if family == "mimo" else transformers.Qwen3_5ForCausalLM
+    policy = kind.from_pretrained(policy_dir, dtype=torch.float32)
+    for sequence in sequences:
+        assert sequence.aux.shape == (len(sequence), 0)
+        assert sequence.nbytes == len(sequence) * (8 + 4 * SHAPE["hidden_size"])
+        with torch.no_grad():
+            logits = policy(sequence.tokens[None]).logits[0]
+            said = policy.lm_head(policy.model.norm(sequence.last))
+        torch.testing.assert_close(said, logits, rtol=1e-4, atol=1e-4)
+
+
+def test_it_learns_and_its_acceptance_rises(model, sequences, policy_dir):
+    trainer = DrafterTrainer(model, ttt_steps=3, warmup_steps=5)
+    before = acceptance(model, sequences, max_draft=K)
+    frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
+    done = train_until(trainer, batches(itertools.cycle(sequences), 64), lambda: trainer.steps >= 60)
+    assert done.steps == 60 and not done.skipped
+    assert accept_length(acceptance(model, sequences, max_draft=K)) > accept_length(before) + 0.3
+    assert all(torch.equal(dict(model.named_parameters())[n], p) for n, p in frozen.items())
+    again = DrafterTrainer(load_own_head(policy_dir, policy_dir), ttt_steps=3)
+    again.load_state(trainer.state())
+    assert same_state(again.state(), trainer.state())
+    trainer.rehearse()
+
+
+def test_memory_is_counted_without_the_states_it_does_not_read(model):
+    rows, hidden = 1024, model.hidden_size
+    longer = session_bytes(model, 2 * rows, 3) - session_bytes(model, rows, 3)
+    assert longer == rows * (4 * 2 * hidden + VOCAB * max(20, 8 + 4 * 3))
+    assert host_bytes(model) > 0
+
+
+def test_it_travels_and_comes_back_from_disk_to_the_bit(model, policy_dir, tmp_path):
+    config, weights, digest = to_drafter_file(model, "bfloat16")
+    assert json.loads(config)["speculators_model_type"] == "mtp"
+    there = from_drafter_file(config, weights, "sdpa")
+    assert fingerprint(serving_tensors(there, torch.bfloat16)) == digest
+    saved = save_drafter(model, tmp_path / "head", {"policy": "tiny", "acceptance": [0.5]}, policy=policy_dir)
+    check_drafter(saved, policy_dir)
+    loaded = load_drafter(saved, policy_dir, min_context=10_000)
+    assert fingerprint(serving_tensors(loaded)) == fingerprint(serving_tensors(model))
+    assert loaded.config.to_json_string() == model.config.to_json_string()
+    assert provenance(saved)["acceptance"] == [0.5]
+    card = (saved / "README.md").read_text()
+    assert "verl-tlt write-back head tiny" in card and '"method": "mtp"' in card
+
+
+def as_vllm_holds_them(tensors):
+    """By vLLM's names, stacked as it stacks them."""
+    live = {}
+    for name, tensor in tensors.items():
+        name = name.replace("mtp.", "model.", 1) if name.startswith("mtp.") else name
+        if name.startswith("model.mtp_layers.") and (".self_attn." in name or ".mlp." in name or "input_lay" in name):
+            name = name.replace("mtp_layers.0.", "mtp_layers.0.mtp_block.")
+        for stack, parts in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
+            for part in parts:
+                name = name.replace(f".{part}.", f".{stack}.")
+        live.setdefault(name, []).append(tensor)
+    return {name: torch.cat(parts) for name, parts in live.items()}
+
+
+def test_its_fingerprint_is_the_engines(model):
+    tensors = serving_tensors(model, torch.bfloat16)
+    assert fingerprint(as_vllm_holds_them(tensors)) == fingerprint(tensors)
+    for name in tensors:
+        changed = {**tensors, name: tensors[name].clone()}
+        changed[name].view(torch.int16).view(-1)[-1] ^= 1
+        assert fingerprint(changed) != fingerprint(tensors), name
+
+
+# ------------------------------------------------------------------ a run
+
+
+def settings(**drafter):
+    return TLTConfig.from_dict({"drafter": {"method": "mtp", **drafter}})
+
+
+def test_a_run_starts_with_the_policys_own_head(policy_dir, model, tmp_path):
+    start = first_drafter(settings(), str(policy_dir), "bfloat16", 64, None)
+    assert (start.aux_layers, start.chosen, start.draft_vocab) == ((), True, VOCAB)
+    assert start.origin == "the policy's own MTP head"
+    assert start.served.fingerprint == fingerprint(serving_tensors(model, torch.bfloat16))
+    with torch.no_grad():
+        model.norm.weight.add_(1)
+    saved = save_drafter(model, tmp_path / "head", {}, policy=policy_dir)
+    given = first_drafter(settings(path=str(saved)), str(policy_dir), "bfloat16", 64, None)
+    assert given.served.fingerprint == fingerprint(serving_tensors(model, torch.bfloat16)) != start.served.fingerprint
+    with pytest.raises(DrafterError, match=r"holds a drafter for tlt\.drafter\.method=mtp, not eagle3"):
+        first_drafter(TLTConfig.from_dict({"drafter": {"path": str(saved)}}), str(policy_dir), "bfloat16", 64, None)
+
+
+def test_a_policy_without_a_head_is_one_sentence(policy_dir, tmp_path):
+    fields = json.loads((policy_dir / "config.json").read_text())
+
+    def refused(**changes):
+        (tmp_path / "config.json").write_text(json.dumps({**fields, **changes}))
+        with pytest.raises(DrafterError) as told:
+            first_drafter(settings(), str(tmp_path), "bfloat16", 64, None)
+        return str(told.value)
+
+    tensors = {"model.norm.weight": torch.ones(2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert "model.safetensors holds no MTP head (" in refused()
+    assert "names Qwen3ForCausalLM, and method=mtp drafts for" in refused(architectures=["Qwen3ForCausalLM"])
+    experts = refused(architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next")
+    assert "heads that are a layer of experts are left out" in experts
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda t: t.pop(next(iter(t))), "lacks "),
+        (lambda t: t.update({f"{next(iter(t))}2": torch.ones(1)}), "holds "),
+        (lambda t: t.update({n: x[:-1] for n, x in t.items() if "down_proj" in n}), "but the policy's config asks for"),
+        (lambda t: t.update({n: x.to(torch.int32) for n, x in t.items() if "o_proj" in n}), "must hold F32 or F16"),
+    ],
+)
+def test_a_head_of_other_tensors_is_refused(policy_dir, model, tmp_path, change, sentence):
+    saved = save_drafter(model, tmp_path / "head", {})
+    tensors = load_file(saved / "model.safetensors")
+    change(tensors)
+    save_file(tensors, saved / "model.safetensors")
+    with pytest.raises(DrafterError, match=sentence):
+        check_drafter(saved, policy_dir)
+    with pytest.raises(DrafterError, match=sentence):
+        load_drafter(saved, policy_dir)
+
+
+def test_what_else_a_heads_folder_says_is_not_believed(policy_dir, model, tmp_path):
+    saved = save_drafter(model, tmp_path / "head", {})
+    config = json.loads((saved / "config.json").read_text())
+    config["transformer_layer_config"] |= {"rms_norm_eps": 7.0, "rope_parameters": {"rope_type": "yarn"}}
+    (saved / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "evil.Model"}, "own_head": True}))
+    save_file(
+        load_file(saved / "model.safetensors") | {"embed_tokens.weight": torch.ones(VOCAB, SHAPE["hidden_size"])},
+        saved / "model.safetensors",
+    )
+    loaded = load_drafter(saved, policy_dir)
+    assert loaded.config.to_json_string() == model.config.to_json_string()
+    assert loaded.embed_tokens.weight.isnan().all()
+
+
+# ------------------------------------------------------------------ back into the policy's folder
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_head_goes_back_into_a_policy_that_was_saved_without(family, policy_dir, tmp_path, shards):
+    make_mtp_policy(tmp_path / "policy", family)
+    own = without_head(tmp_path / "policy", shards)
+    before = {file.name: file.read_bytes() for file in (tmp_path / "policy").glob("*.safetensors")}
+    with pytest.raises(DrafterError):
+        mtp_tensors(tmp_path / "policy")
+    written = write_back(policy_dir, tmp_path / "policy")
+    for name, content in before.items():
+        assert (written.parent / name).read_bytes() == content
+    assert {n: file.name for n, file in mtp_tensors(tmp_path / "policy").items()} == dict.fromkeys(own, written.name)
+    loaded = load_own_head(tmp_path / "policy", tmp_path / "policy")
+    assert fingerprint(serving_tensors(loaded)) == fingerprint(own)
+    VerifierWeights.from_policy_dir(tmp_path / "policy")
+
+
+def test_a_head_that_was_there_makes_room(family, policy_dir, tmp_path):
+    policy = tmp_path / "policy"
+    make_mtp_policy(policy, family, dtype=torch.bfloat16)
+    others = {n: t for n, t in load_file(policy / "model.safetensors").items() if "mtp" not in n}
+    for seed in (1, 2):
+        head = random_head(policy_dir, seed)
+        (tmp_path / "head").mkdir(exist_ok=True)
+        save_file(head, tmp_path / "head" / "model.safetensors")
+        write_back(tmp_path / "head", policy)
+        files = {file.name: load_file(file) for file in policy.glob("*.safetensors")}
+        held = [(name, tensor) for tensors in files.values() for name, tensor in tensors.items()]
+        assert len(held) == len(dict(held)), "every tensor is in one file"
+        assert all(torch.equal(dict(held)[n], t.bfloat16()) for n, t in head.items())
+        assert all(torch.equal(dict(held)[n], t) for n, t in others.items())
+
+
+def test_a_head_of_another_policy_does_not_go_back(family, policy_dir, tmp_path):
+    make_mtp_policy(tmp_path / "policy", family, intermediate_size=64)
+    content = {file: file.read_bytes() for file in (tmp_path / "policy").iterdir()}
+    with pytest.raises(DrafterError, match="but the policy's config asks for"):
+        write_back(policy_dir, tmp_path / "policy")
+    with pytest.raises(DrafterError, match=r"has no config\.json"):
+        write_back(policy_dir, tmp_path / "nothing")
+    assert {file: file.read_bytes() for file in (tmp_path / "policy").iterdir()} == content

@@ -1,0 +1,74 @@
+"""A spot worker's learner with a policy's MTP head: all it does is what it does with an EAGLE-3 head."""
+
+import pytest
+import torch
+from mtp_policy import SHAPE, make_mtp_policy
+from safetensors.torch import load
+from tiny_learner import merge_learners, same
+
+from verl_tlt.config import TLTConfig
+from verl_tlt.drafter import PolicyStates, Text, VerifierWeights, load_drafter, load_policy, to_numpy16
+from verl_tlt.messages.training import DrafterProvenance, RolloutSampling, VerifierArrays
+from verl_tlt.spot_worker.learner import SpotLearner
+from verl_tlt.spot_worker.versions import checksums
+from verl_tlt.trainer.run_setup import first_drafter
+
+CONFIG = TLTConfig.from_dict(
+    {
+        "buffer": {"min_tokens": 10, "held_out": 0.4},
+        "drafter": {"method": "mtp", "batch_tokens": 128, "learning_rate": 3e-3, "warmup_steps": 2},
+        "spot": {"max_epochs": 6.0},
+    }
+)
+SAMPLING = RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
+FACTS = DrafterProvenance("policy", "data", None, "hass", 1.0, 1, 3, (0.5, 0.4, 0.3), 1234)
+
+
+@pytest.fixture(scope="module", params=["mimo", "qwen3_5"])
+def policy_dir(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("mtp")
+    make_mtp_policy(path, request.param)
+    return path
+
+
+@pytest.fixture(scope="module")
+def rollouts(policy_dir):
+    """What the tap hands over: texts of the policy with its last states in 16 bits."""
+    policy = load_policy(policy_dir, "cpu").float()
+    torch.manual_seed(0)
+    texts = policy.generate(torch.randint(3, SHAPE["vocab_size"], (40, 3)), do_sample=True, top_k=0, max_new_tokens=24)
+    found = PolicyStates(policy, ())([Text(tuple(text), 3) for text in texts.tolist()])
+    return [type(s)(s.tokens, s.prompt_len, s.aux.bfloat16(), s.last.bfloat16()) for s in found]
+
+
+def learner_of(policy_dir, resume_from=None):
+    start = first_drafter(CONFIG, str(policy_dir), "bfloat16", 64, resume_from)
+    return SpotLearner("a", CONFIG, str(policy_dir), start.trainable, SAMPLING, "cpu")
+
+
+def test_it_trains_merges_judges_publishes_and_resumes(policy_dir, rollouts, tmp_path):
+    learner = learner_of(policy_dir)
+    parts = VerifierWeights.from_policy_dir(policy_dir)
+    learner.add(1, rollouts, VerifierArrays(**{part: to_numpy16(tensor) for part, tensor in vars(parts).items()}))
+    done = learner.train(lambda: False)
+    assert done.steps >= CONFIG.spot.min_merge_steps and done.skipped == 0
+    assert merge_learners([learner]).included == ("a",)
+    scores = learner.train(lambda: False).scores
+    lengths = {which: 1 + rows[:, 1:].sum() / rows[:, 0].sum() for which, rows in vars(scores).items() if rows.ndim > 1}
+    assert lengths["candidate"] > lengths["served"] + 0.05, lengths
+    file = learner.export(1, "bfloat16", [0.5, 0.4, 0.3])
+    assert load(file.weights).keys() == learner.versions.candidate.keys()
+    learner.mark_exported()
+    learner.mark_published()
+    saved = checksums(learner.trainer, learner.versions)
+    directory = tmp_path / "global_step_1" / "tlt_drafter"
+    learner.save(str(directory), FACTS)
+    load_drafter(directory, policy_dir)
+    other = learner_of(policy_dir, directory.parent)
+    assert other.resume(str(directory)) == saved
+    assert same(other.versions.served, learner.versions.served)
+    replaced = SpotLearner(
+        "b", CONFIG, str(policy_dir), first_drafter(CONFIG, str(policy_dir), "bfloat16", 64, None).trainable, SAMPLING,
+        "cpu", published=file,
+    )  # fmt: skip
+    assert not same(replaced.versions.served, replaced.versions.initial)

@@ -1,0 +1,141 @@
+"""A policy's own head for multi-token prediction (MTP) as a drafter that is trained like an EAGLE-3 head.
+
+vLLM drafts with both alike: one pass over the known tokens, then one token at a time, each fed with the state that the
+pass before returned. So the recurrence, its loss and its counts are those of `speculators` for EAGLE-3, and the modules
+here take the places of that one's. What differs: the head reads one state, the policy's last; it is a decoder layer of
+the policy's own family; and the state that it hands on is normed.
+
+Sources: vLLM's `qwen3_5_mtp.py`, `mimo_mtp.py`, and `llm_base_proposer.py` (`propose`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from speculators.models.attention import create_float_mask
+from speculators.models.eagle3 import Eagle3DraftModel
+from speculators.models.mtp.config import MTPSpeculatorConfig
+from torch.nn.attention.flex_attention import create_mask
+from transformers import PretrainedConfig, Qwen2Config
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm, Qwen2RotaryEmbedding
+
+from verl_tlt.drafter.mtp_tensors import MIMO, QWEN3_5, mtp_layout
+from verl_tlt.drafter.policy import LONGEST_DRAFT, MTP, PolicyShape
+from verl_tlt.drafter.schema import library_fields
+
+
+def mtp_config(shape: PolicyShape) -> MTPSpeculatorConfig:
+    """The config of the policy's head, all of it from the policy's own; a `DrafterError` where it has none."""
+    gated = mtp_layout(shape).gated
+    fields: dict[str, Any] = dict(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=1,
+        layer_types=["full_attention"],
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        rms_norm_eps=shape.rms_norm_eps,
+        max_position_embeddings=shape.max_position_embeddings + LONGEST_DRAFT,
+        rope_parameters=dict(shape.rope),
+        tie_word_embeddings=False,
+    )
+    layer = _qwen3_5().Qwen3_5TextConfig(**fields) if gated else Qwen2Config(**fields)
+    # `norm_output`: what a pass returns is what the head reads, as `Eagle3DraftModel.forward` asks.
+    return MTPSpeculatorConfig(
+        transformer_layer_config=layer, norm_output=True, speculators_config=library_fields(MTP, shape)
+    )
+
+
+def _qwen3_5() -> Any:
+    """The module of transformers, which older releases lack."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
+    return modeling_qwen3_5
+
+
+class MTPDrafter(Eagle3DraftModel):
+    """The head, with the policy's embedding, head and final norm. Its parameters have the checkpoint's names."""
+
+    config_class = MTPSpeculatorConfig
+
+    def __init__(self, config: MTPSpeculatorConfig) -> None:
+        """As the class's own for EAGLE-3, whose modules are others."""
+        super(Eagle3DraftModel, self).__init__(config=config)
+        layer: Any = config.transformer_layer_config
+        with torch.device("meta"):
+            self._init_vocab(config)
+        self._attn_impl = layer._attn_implementation
+        self._create_mask_fn = create_float_mask if self._attn_impl == "eager" else create_mask
+        self.uses_full_attn, self.uses_sliding_window_attn = True, False
+        self.sliding_window_indices: list[int] = []
+        self.input_norm = self.fc_norm = None
+        self.verifier_norm = LlamaRMSNorm(self.hidden_size, eps=layer.rms_norm_eps).requires_grad_(False)
+        head: Qwen35Head | MiMoHead
+        if layer.model_type == "qwen3_5_text":
+            head, read = Qwen35Head(layer), self.verifier_norm  # it reads the state after the policy's final norm
+            self.rotary_emb = _qwen3_5().Qwen3_5TextRotaryEmbedding(layer)
+            self.add_module(QWEN3_5.prefix.rstrip("."), head)
+        else:
+            head, read = MiMoHead(layer), torch.nn.Identity()  # before it
+            self.rotary_emb = Qwen2RotaryEmbedding(layer)
+            first, second = MIMO.prefix.rstrip(".").split(".")
+            self.add_module(first, torch.nn.ModuleDict({second: torch.nn.ModuleList([head])}))
+        # What the recurrence calls its parts: other names for the same, not second ones in `named_parameters`.
+        self.__dict__ |= {"fc": read, "layers": [head], "norm": head.last_norm}
+
+    @property
+    def target_layer_ids(self) -> list[int]:
+        """It reads no layer's input, only the last state."""
+        return []
+
+
+class Qwen35Head(torch.nn.Module):
+    """Qwen3.5's: embedding before hidden state, norms that multiply by one more than their weight, gated attention."""
+
+    def __init__(self, layer: PretrainedConfig) -> None:
+        super().__init__()
+        modules, hidden, eps = _qwen3_5(), layer.hidden_size, layer.rms_norm_eps
+        self.pre_fc_norm_embedding = modules.Qwen3_5RMSNorm(hidden, eps=eps)
+        self.pre_fc_norm_hidden = modules.Qwen3_5RMSNorm(hidden, eps=eps)
+        self.fc = torch.nn.Linear(2 * hidden, hidden, bias=False)
+        self.layers = torch.nn.ModuleList([modules.Qwen3_5DecoderLayer(layer, 0)])
+        self.norm = modules.Qwen3_5RMSNorm(hidden, eps=eps)
+
+    @property
+    def last_norm(self) -> torch.nn.Module:
+        """Before the policy's head, and before the next pass."""
+        return self.norm
+
+    def forward(self, hidden_states: torch.Tensor, *, position_ids: torch.Tensor, **attention: Any) -> torch.Tensor:
+        """`hidden_states` [1, S, 2H]: the token's embedding, and the state of the policy or of the pass before."""
+        token, state = hidden_states.chunk(2, dim=-1)
+        both = torch.cat([self.pre_fc_norm_embedding(token), self.pre_fc_norm_hidden(state)], dim=-1)
+        return self.layers[0](self.fc(both), position_ids=position_ids, **attention)
+
+
+class MiMoHead(Qwen2DecoderLayer):
+    """MiMo's: hidden state before embedding; the embedding of what follows the first token counts as zero."""
+
+    def __init__(self, layer: Qwen2Config) -> None:
+        super().__init__(layer, 0)
+        hidden, eps = layer.hidden_size, layer.rms_norm_eps
+        self.token_layernorm = Qwen2RMSNorm(hidden, eps=eps)
+        self.hidden_layernorm = Qwen2RMSNorm(hidden, eps=eps)
+        self.input_proj = torch.nn.Linear(2 * hidden, hidden, bias=False)
+        self.final_layernorm = Qwen2RMSNorm(hidden, eps=eps)
+
+    @property
+    def last_norm(self) -> torch.nn.Module:
+        """Before the policy's head, and before the next pass."""
+        return self.final_layernorm
+
+    def forward(self, hidden_states: torch.Tensor, *, position_ids: torch.Tensor, **attention: Any) -> torch.Tensor:
+        """As `Qwen35Head.forward`; `position_ids` [1, S] count from the beginning of the whole sequence."""
+        token, state = hidden_states.chunk(2, dim=-1)
+        token = token.masked_fill((position_ids == 0)[..., None], 0.0)
+        both = torch.cat([self.hidden_layernorm(state), self.token_layernorm(token)], dim=-1)
+        return super().forward(self.input_proj(both), position_ids=position_ids, **attention)
