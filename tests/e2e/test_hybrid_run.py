@@ -1,0 +1,48 @@
+"""A GRPO run of a hybrid policy with a drafter: tap, training in bubbles, weight sync, reload, decoding."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from grpo_run import TLT, grpo
+
+from demo.toy.assets import SHIPPED_POLICY
+
+sys.path.append(str(Path(__file__).parents[1] / "engine"))
+import families
+
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
+
+STATE = 30.0
+"""How much recurrent states count: wrong ones show in what the rollout and the actor say of a token."""
+VLLM = "++actor_rollout_ref.rollout.engine_kwargs.vllm"
+
+
+def test_a_hybrid_policy_trains_with_a_drafter(tmp_path):
+    families.build_family(policy := tmp_path / "policy", "qwen3_next", vocab=64, state=STATE)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(SHIPPED_POLICY / file, policy)
+    run = grpo(
+        tmp_path / "run", tmp_path / "assets", 4, *TLT,
+        f"{VLLM}.mamba_ssm_cache_dtype=float32",
+        "actor_rollout_ref.model.use_remove_padding=False",  # states of packed rows need a GPU's kernels
+        # Rewards of a random policy are all alike: the entropy moves it, and each sync brings other weights.
+        "actor_rollout_ref.actor.entropy_coeff=0.1", "actor_rollout_ref.actor.optim.lr=1e-3",
+        # vLLM computes linear attention in bfloat16 alone.
+        "++actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=float32",
+        POLICY=str(policy), AUX_LAYERS="1,2,3", DTYPE="bfloat16",
+    )  # fmt: skip
+    assert any(session.steps > 0 for session in run.trace.sessions), "no spot training happened"
+    for metrics in run.steps.values():
+        assert metrics["tlt/drafter_version"] == metrics["tlt/drafter_version_published"]
+        assert metrics["tlt/draft_length_frac_2"] > 0.5, "nothing was drafted"
+        assert metrics["tlt/reload_failures"] == metrics["tlt/broken_drafts"] == metrics["tlt/spot_failures"] == 0
+        assert metrics["training/rollout_probs_diff_mean"] < 0.01
+    by_version = {}
+    for reload in run.trace.reloads:
+        assert reload.ok
+        by_version.setdefault(reload.version, set()).add(reload.fingerprint)
+    assert len(by_version) >= 2, "no trained drafter was loaded"
+    assert all(len(fingerprints) == 1 for fingerprints in by_version.values()), "replicas hold different drafters"
+    assert run.steps[4]["tlt/accept_length"] > run.steps[1]["tlt/accept_length"] + 0.1
