@@ -179,7 +179,7 @@ def read_model_config(model: Model, *, fetch: bool = True) -> Fields:
 def unsupported(model_type: str, architectures: Sequence[str]) -> str | None:
     """The end of a sentence that says why there are no EAGLE-3 heads for such policies; None: there are."""
     if without := next((name for name in architectures if name in WITHOUT_STATES), None):
-        own = "its own MTP head drafts with tlt.drafter.method=mtp, where there is that setting"
+        own = "its own MTP head drafts with tlt.drafter.method=mtp"
         return f"vLLM hands the hidden states of {without} to no EAGLE-3 head; {own}"
     if model_type in SUPPORTED:
         return None
