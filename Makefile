@@ -72,7 +72,8 @@ $(VISION)/laid.txt: requirements/torchvision.patch $(STAMP)
 	touch $@
 
 test-vision: $(VISION)/laid.txt
-	export PYTHONPATH=$(CURDIR)/$(VISION); $(BIN)/pytest tests/engine/test_families.py tests/engine/test_hybrids.py -k "vl or qwen3_5"
+	export PYTHONPATH=$(CURDIR)/$(VISION); $(BIN)/pytest tests/engine/test_families.py tests/engine/test_hybrids.py tests/engine/test_mtp_served.py \
+	  -k "vl or qwen3_5"
 
 contract: $(STAMP)
 	TLT_CONTRACT_CACHE=$(CURDIR)/.cache/contract $(BIN)/pytest tests/contract

@@ -73,6 +73,7 @@ def resolve(config: DictConfig, settings: TLTConfig) -> TLTConfig:
     save_dir = settings.drafter.save_dir or os.path.join(run_dir, "tlt_drafter")
     alone = settings.speculation.enable and settings.speculation.source == "ngram"
     spot = settings.spot.enable and not alone and not rules.untapped(config)
+    spot = spot and not rules.verl_trains_the_head(config, settings)
     return dataclasses.replace(
         settings,
         # Ray workers start in another directory.

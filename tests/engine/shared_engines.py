@@ -47,9 +47,10 @@ class SharedEngines:
         family: str = "qwen3",
         policy: str | None = None,
         speculation: Mapping[str, Any] | None = None,
+        method: str = "eagle3",
         **kwargs: Any,
     ) -> Iterator[Engine]:
-        """An engine; `kwargs` go to vLLM."""
+        """An engine whose drafter is of this method; `kwargs` go to vLLM."""
         target = self._models[part_of(family, "target")]
         arguments: dict[str, Any] = dict(
             model=str(target), skip_tokenizer_init=not (target / "tokenizer.json").exists(), dtype="float32", seed=0,
@@ -59,10 +60,10 @@ class SharedEngines:
         weights = tlt = None
         if drafter is not None:
             directory = self._models[part_of(family, drafter)]
-            weights, ours = directory / "model.safetensors", _ours(directory, target, speculation, policy)
+            weights, ours = directory / "model.safetensors", _ours(directory, target, speculation, policy, method)
             tlt = ours["additional_config"]["tlt"]
             arguments |= ours
-        key = _key(family, drafter, speculation, kwargs)
+        key = _key(family, drafter, speculation, {**kwargs, "method": method})
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
             if self._lent:  # beside one that is in use: nobody else's
@@ -97,7 +98,9 @@ class SharedEngines:
             engine.close()
 
 
-def _ours(directory: Path, target: Path, speculation: Mapping[str, Any] | None, policy: str | None) -> dict[str, Any]:
+def _ours(
+    directory: Path, target: Path, speculation: Mapping[str, Any] | None, policy: str | None, method: str
+) -> dict[str, Any]:
     """What our server adds to vLLM's arguments for a drafter."""
     from verl_tlt.config import TLTConfig
     from verl_tlt.drafter.policy import read_model_config
@@ -105,7 +108,7 @@ def _ours(directory: Path, target: Path, speculation: Mapping[str, Any] | None, 
     from verl_tlt.speculation.graph_rules import is_hybrid
 
     settings = {"max_draft_length": K_MAX, "policy": "fixed", **(speculation or {})}
-    tlt = TLTConfig.from_dict({"speculation": settings})
+    tlt = TLTConfig.from_dict({"speculation": settings, "drafter": {"method": method}})
     hybrid = is_hybrid(read_model_config(target))
     ours = engine_kwargs(tlt, str(directory), SimpleNamespace(enforce_eager=True), {}, hybrid=hybrid)
     if policy:

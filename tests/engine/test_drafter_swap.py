@@ -132,10 +132,10 @@ def test_a_file_that_does_not_fit_is_refused_and_the_drafter_stays(engine, model
     sentence = {
         "missing": "does not exist",
         "truncated": "is no complete safetensors file",
-        "lacks": "lacks model.fc.weight, which the served drafter has",
-        "surplus": "holds model.layers.1.mlp.down_proj.weight, which the served drafter does not have",
-        "shape": f"model.fc.weight is [{H}, {H}], the served drafter's is [{H}, {3 * H}]",
-        "not finite": "model.layers.0.mlp.down_proj.weight holds numbers that are not finite",
+        "lacks": "lacks fc.weight, which the served drafter has",
+        "surplus": "holds layers.1.mlp.down_proj.weight, which the served drafter does not have",
+        "shape": f"fc.weight is [{H}, {H}], the served drafter's is [{H}, {3 * H}]",
+        "not finite": "layers.0.mlp.down_proj.weight holds numbers that are not finite",
     }[wrong]
     if wrong == "lacks":
         del tensors["fc.weight"]

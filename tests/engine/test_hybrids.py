@@ -5,12 +5,10 @@ log-probabilities it tells are from transformers' in float32. Each fault is sile
 """
 
 import families
-import numpy as np
 import pytest
 from draws import HOT, draw, p_values
-from policies import Scripted
+from greedy import WIDER, choose, decode, flip, near
 from shared_engines import part_of
-from tiny_engine import prompts, sampled
 
 from benchmarks.lossless.exact import Exact
 from benchmarks.lossless.judged import FAILS
@@ -26,8 +24,6 @@ STATE, SENSITIVE = 30.0, 400.0
 """How much recurrent states count: enough to show in log-probabilities, and in draws from 16 tokens."""
 STATEFUL = "stateful-"
 """Before a family's name: other policies of it than those of the other tests."""
-WIDER = 1.5
-"""So much farther off than the engine without speculation log-probabilities may be; faults are tenfold."""
 NEEDS_VISION = ("qwen3_5", "qwen3_5_text")
 FAMILIES = ["qwen3_next", *(pytest.param(family, marks=pytest.mark.heavy) for family in NEEDS_VISION)]
 
@@ -74,37 +70,11 @@ def exact(exact_by_size):
     return exact_by_size[0]
 
 
-def decode(engine, exact):
-    """(tokens of eight requests, how far the log-probabilities told are from those of transformers: mean, largest)."""
-    asked = [sampled(12 * (i + 1), logprobs=0) for i in range(8)]
-    tokens, off = [], []
-    for prompt, output in zip(prompts(8), engine.llm.generate(prompts(8), asked, use_tqdm=False), strict=True):
-        tokens.append(list(output.outputs[0].token_ids))
-        told = [row[token].logprob for row, token in zip(output.outputs[0].logprobs, tokens[-1], strict=True)]
-        off += np.abs(np.array(told) - exact.of_tokens(prompt["prompt_token_ids"], tokens[-1], None)).tolist()
-    return tokens, (float(np.mean(off)), max(off))
-
-
 @pytest.fixture(scope="module")
 def without_speculation(start, exact):
     """How far off an engine is that drafts nothing: (mean, largest)."""
     with start(None) as engine:
         return decode(engine, exact)[1]
-
-
-def near(off, reference):
-    return all(mine < WIDER * its for mine, its in zip(off, reference, strict=True))
-
-
-def choose(engine, *arms):
-    """One of these draft lengths in each step, at random."""
-    rng = np.random.default_rng(7)
-    engine.scheduler.tlt.policy = Scripted(lambda *_: int(rng.choice(arms)))
-
-
-def flip(engine, step):
-    """K_max up to a step, then none."""
-    engine.scheduler.tlt.policy = Scripted(lambda n, _: K_MAX if n < step else 0)
 
 
 def test_the_same_tokens_whatever_k_does(start, exact, without_speculation, models, family):
@@ -118,7 +88,7 @@ def test_the_same_tokens_whatever_k_does(start, exact, without_speculation, mode
             tokens, off = decode(engine, exact)
             assert tokens == first, arms
             assert near(off, without_speculation), (arms, off)
-        flip(engine, 12)
+        flip(engine, 12, K_MAX)
         assert decode(engine, exact)[0] == first
         engine.rpc("tlt_set_drafting", False)  # OFF
         choose(engine, 0)

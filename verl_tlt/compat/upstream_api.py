@@ -141,6 +141,15 @@ VERL = {
         Symbol(f"{_SERVER}.wake_up", "tags"),
         Symbol(f"{_SERVER}.abort_all_requests", "reset_prefix_cache reject_request"),
         Symbol("verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMReplica", has="server_class"),
+        Symbol("verl.workers.config.rollout:RolloutConfig", has="mtp"),
+        Symbol("verl.workers.config.model:MtpConfig", has="enable enable_train enable_rollout"),
+        # Sleep keeps the MTP head that verl trains, and each sync writes it.
+        Symbol(f"{_SERVER}._resolve_sleep_level", says=("mtp_rollout_enabled",)),
+        Symbol(f"{_SERVER}.launch_server", says=("build_mtp_speculative_config(",)),
+        Symbol(
+            "verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension._use_mtp_drafter_weight_sync",
+            says=('spec.method == "mtp"',),
+        ),
     ),
     "vllm_worker/extension.py": (Symbol("verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension"),),
     "actor/worker.py": (
@@ -268,6 +277,8 @@ VLLM = {
         Symbol("vllm.config:", has="set_current_vllm_config"),
         Symbol("vllm.distributed.parallel_state:get_tensor_model_parallel_rank"),
         Symbol("vllm.distributed.communication_op:tensor_model_parallel_all_reduce", "input_"),
+        Symbol("vllm.model_executor.models.mimo_mtp:MiMoMTP.load_weights", "weights", says=("mtp_layers",)),
+        Symbol("vllm.model_executor.models.qwen3_5_mtp:Qwen3_5MTP.load_weights", "weights", says=('"mtp."',)),
     ),
     "vllm_worker/hybrid_states.py": (
         Symbol(

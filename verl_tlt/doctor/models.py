@@ -14,6 +14,7 @@ from verl_tlt.compat.sources import serves_eagle3
 from verl_tlt.compat.versions import installed
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.check import WEIGHTS, check_config, check_drafter, check_owner, read_config
+from verl_tlt.drafter.mtp_tensors import mtp_tensors
 from verl_tlt.drafter.policy import (
     CONFIG,
     UNTESTABLE,
@@ -31,7 +32,7 @@ from verl_tlt.drafter.policy import (
 )
 from verl_tlt.errors import DrafterError
 
-POLICY, DRAFTER = "actor_rollout_ref.model.path", "tlt.drafter.path"
+POLICY, DRAFTER, METHOD = "actor_rollout_ref.model.path", "tlt.drafter.path", "tlt.drafter.method"
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Finding:
     sentence: str
 
 
-def check_policy(path: str) -> Finding:
-    """Whether drafters can be built for the model at `path`, a folder or a name on the hub."""
+def check_policy(path: str, method: str = "eagle3") -> Finding:
+    """Whether the model at `path`, a folder or a name on the hub, can be drafted for by a head of this method."""
     key = f"{POLICY}={path}"
     if not path:
         return Finding("refuse", POLICY, f"{POLICY} is not set.")
@@ -56,7 +57,7 @@ def check_policy(path: str) -> Finding:
     try:
         fields = read_model_config(path)
         family = str(fields.get("model_type"))
-        if why := _no_head(family, next(iter(fields.get("architectures") or ()), "")):
+        if method == "eagle3" and (why := _no_head(family, next(iter(fields.get("architectures") or ()), ""))):
             return Finding("refuse", POLICY, f"{key} is a {family} model, and {why}.")
         policy_shape(path)
     except NotHereError as error:
@@ -81,6 +82,10 @@ def _no_head(family: str, architecture: str) -> str | None:
 
 def check_recipe_drafter(settings: TLTConfig, policy: str, context: int) -> Finding:
     """Whether the drafter of the recipe's settings can draft for its policy; `context`: longest sequence, in tokens."""
+    if settings.drafter.method == "mtp":
+        own = _mtp_head(policy)  # engines start with it, whichever is published then
+        if settings.drafter.path is None or own.level == "refuse":
+            return own
     path, positions = settings.drafter.path, context + settings.speculation.longest
     if path is not None and not is_name(path) and not os.path.isdir(absolute(path)):
         return Finding("refuse", DRAFTER, f"{DRAFTER}={path} is not a directory on this machine.")
@@ -94,6 +99,20 @@ def check_recipe_drafter(settings: TLTConfig, policy: str, context: int) -> Find
         return Finding("warn", DRAFTER, f"{str(error).rstrip('.')}, so whether {DRAFTER} fits was not checked.")
     except DrafterError as error:
         return Finding("refuse", DRAFTER, str(error) if path is None else f"{DRAFTER}: {error}")
+
+
+def _mtp_head(policy: str) -> Finding:
+    """Whether the policy's files hold its MTP head, as far as they are here."""
+    unknown = f"whether {POLICY} holds an MTP head was not checked."
+    if not is_name(policy) and not os.path.isdir(absolute(policy)):
+        return Finding("warn", METHOD, f"{POLICY} is not here, so {unknown}")
+    try:
+        tensors = mtp_tensors(located(policy), fetch=False)
+    except NotHereError as error:
+        return Finding("warn", METHOD, f"{str(error).rstrip('.')}, so {unknown}")
+    except DrafterError as error:
+        return Finding("refuse", METHOD, f"{METHOD}=mtp: {error}")
+    return Finding("ok", METHOD, f"the policy's own MTP head drafts ({len(tensors)} tensors)")
 
 
 def _new_drafter(settings: TLTConfig, shape: PolicyShape | None) -> Finding:

@@ -212,7 +212,8 @@ def read_settings(config: DictConfig) -> TLTConfig:
         user = read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm")
         from_ray = f"ray_kwargs.ray_init.runtime_env.env_vars.{FULL_GRAPHS}"  # what Ray hands to engines wins
         may_capture = str(select(config, from_ray, os.environ.get(FULL_GRAPHS))) != "0"
-        runner = runner_for(found[:2], str(speculation.get("source") or "eagle"))
+        method = str(select(config, "tlt.drafter.method") or "eagle3")
+        runner = runner_for(found[:2], str(speculation.get("source") or "eagle"), method)
         mode = graph_mode(user, not on_gpu or enforce_eager(config))
         longest = longest_draft(runner, mode, plain_attention(policy_fields(config)), may_capture)
         node["speculation"] = {**speculation, "max_draft_length": longest}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from verl_tlt import flag
 from verl_tlt.compat.versions import SUPPORTED, Release, Supported, installed, release
 from verl_tlt.config import TLTConfig, TLTConfigError
-from verl_tlt.doctor.models import POLICY, Finding, check_policy, check_recipe_drafter
+from verl_tlt.doctor.models import METHOD, POLICY, Finding, check_policy, check_recipe_drafter
 from verl_tlt.doctor.recipe import (
     ROLLOUT,
     context_tokens,
@@ -37,7 +37,7 @@ from verl_tlt.speculation.graph_rules import is_hybrid
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-ACTOR = "actor_rollout_ref.actor"
+ACTOR, MTP = "actor_rollout_ref.actor", "actor_rollout_ref.model.mtp"
 REFUSED_SAMPLING = ("min_p", "logit_bias")
 """Sampling settings vLLM rejects while a drafter is configured (`SamplingParams._validate_spec_decode`)."""
 TAPPED = ("fsdp", "fsdp2", "megatron")
@@ -135,17 +135,40 @@ def actor(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     """What the actor's engine lets the drafter learn from."""
     what, strategy = f"{ACTOR}.strategy", select(config, f"{ACTOR}.strategy", "")
     bypass = "algorithm.rollout_correction.bypass_mode"
-    if not settings.spot.enable:
+    if verl_trains_the_head(config, settings):
+        alone = "verl trains the MTP head and sends it with every weight sync; TLT chooses draft lengths"
+        yield Finding("warn", f"{MTP}.enable_train", f"{MTP}.enable_train=True: {alone}, and trains nothing.")
+    elif not settings.spot.enable:
         yield Finding("ok", what, f"{what}={strategy}; tlt.spot.enable=False, so the drafter stays as it is loaded")
     elif why := untapped(config):
         random = ", which without tlt.drafter.path is random and will not speed up anything"
-        useless = "" if settings.drafter.path else random
+        useless = "" if settings.drafter.path or settings.drafter.method == "mtp" else random
         yield Finding("warn", why[0], f"{why[1]}, so this run speculates with the drafter as it is loaded{useless}.")
     elif select(config, bypass, False):
         skipped = f"{bypass}=True skips the old-log-prob forward that feeds the drafter"
         yield Finding("warn", bypass, f"{skipped}, so the drafter is not trained.")
     else:
         yield Finding("ok", what, f"{what}={strategy}")
+
+
+def verl_trains_the_head(config: DictConfig, settings: TLTConfig) -> bool:
+    """Whether the MTP head that drafts is trained by verl, with the policy."""
+    on = select(config, f"{MTP}.enable", False) and select(config, f"{MTP}.enable_train", False)
+    return settings.drafter.method == "mtp" and bool(on)
+
+
+def _verls_mtp(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]]:
+    """(key, sentence) for what verl's own use of an MTP head does not go with."""
+    serves = select(config, f"{MTP}.enable", False) and select(config, f"{MTP}.enable_rollout", False)
+    key, strategy = f"{MTP}.enable_rollout", select(config, f"{ACTOR}.strategy", "")
+    if serves and settings.drafter.method != "mtp":
+        yield key, f"{key}=True drafts with the policy's own MTP head: set {METHOD}=mtp, and TLT chooses K for it."
+    elif verl_trains_the_head(config, settings) and strategy != "megatron":
+        trains = f"{MTP}.enable_train"
+        yield trains, f"{trains}=True trains with Megatron only; without it TLT trains the MTP head under {strategy}."
+    elif verl_trains_the_head(config, settings) and not serves:
+        kept = "only then does verl keep the MTP head while engines sleep"
+        yield key, f"{key} must be True beside {MTP}.enable_train=True: {kept}."
 
 
 def untapped(config: DictConfig) -> tuple[str, str] | None:
@@ -162,7 +185,7 @@ def untapped(config: DictConfig) -> tuple[str, str] | None:
 def rollout(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     """The engine must be vLLM, in a form that can speculate, and not configured twice."""
     read_mapping(config, f"{ROLLOUT}.custom")  # TLT's settings are added to it, so it must be a mapping
-    wrong = [*_engine(config, settings), *_weights_and_sampling(config)]
+    wrong = [*_engine(config, settings), *_weights_and_sampling(config), *_verls_mtp(config, settings)]
     yield from (Finding("refuse", what, sentence) for what, sentence in wrong)
     if not wrong:
         yield Finding("ok", f"{ROLLOUT}.name", f"{ROLLOUT}.name=vllm")
@@ -200,10 +223,6 @@ def _weights_and_sampling(config: DictConfig) -> Iterator[tuple[str, str]]:
         if kind := select(config, key):
             why = "lets the rollout compute with other weights than the actor, whose hidden states teach the drafter"
             yield key, f"{key}={kind} {why}, and drafters beside a quantized policy were not tested."
-    mtp = "actor_rollout_ref.model.mtp"
-    if select(config, f"{mtp}.enable", False) and select(config, f"{mtp}.enable_rollout", False):
-        key = f"{mtp}.enable_rollout"
-        yield key, f"{key}=True drafts with the policy's own MTP head; use that or TLT, not both."
 
 
 def files(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
@@ -219,7 +238,7 @@ def files(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     if not missing:
         yield Finding("ok", "data.train_files", "data files found")
     policy = str(select(config, POLICY, ""))
-    yield check_policy(policy)
+    yield check_policy(policy, settings.drafter.method)
     yield check_recipe_drafter(settings, policy, context_tokens(config))
 
 

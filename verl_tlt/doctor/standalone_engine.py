@@ -46,10 +46,11 @@ def read_setup(recipe: Recipe) -> Setup:
     """What a recipe's engine is made of; raises `TLTConfigError` where its policy is not on this machine."""
     config = compose(recipe.overrides, recipe.config)
     path = str(config.actor_rollout_ref.model.path)
-    model = check_policy(path)
+    tlt = read_settings(config)
+    model = check_policy(path, tlt.drafter.method)
     if model.level != "ok":
         raise TLTConfigError(model.sentence)
-    return Setup(located(path), read_settings(config), config.actor_rollout_ref.rollout, context_tokens(config))
+    return Setup(located(path), tlt, config.actor_rollout_ref.rollout, context_tokens(config))
 
 
 class StandaloneEngine:
@@ -127,7 +128,8 @@ async def start(setup: Setup, directory: Path, drafting: bool = True) -> AsyncIt
         hybrid = is_hybrid(read_model_config(setup.policy))
         arguments |= engine_arguments.engine_kwargs(setup.tlt, str(drafter), rollout, user, hybrid=hybrid)
         arguments["worker_extension_cls"] = "verl_tlt.vllm_worker.extension.TLTWorkerExtension"
-        os.environ.update(TLT_REPLICA="0", **engine_arguments.engine_environment(setup.tlt.speculation.source))
+        source, method = setup.tlt.speculation.source, setup.tlt.drafter.method
+        os.environ.update(TLT_REPLICA="0", **engine_arguments.engine_environment(source, method))
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     try:
         yield StandaloneEngine(llm, drafter, setup)

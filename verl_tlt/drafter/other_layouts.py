@@ -3,7 +3,8 @@
 speculators, and our files    layers.0.self_attn.q_proj.weight
 SafeAILab/EAGLE, SpecForge    midlayer.self_attn.q_proj.weight
 vLLM, live                    model.layers.0.self_attn.qkv_proj.weight: q, k and v stacked, as are gate and up
-MTP head, in a checkpoint     mtp.layers.0.* (Qwen3.5), model.mtp_layers.0.* (MiMo; live model.mtp_layers.0.mtp_block.*)
+MTP head, in a checkpoint     mtp.layers.0.* (Qwen3.5), model.mtp_layers.0.* (MiMo; live behind the policy's L layers,
+                              the decoder layer as model.mtp_layers.L.mtp_block.*)
 
 The network is the same in all. A drafter from elsewhere differs in three things: its head is trained and stays
 (`own_head` in the config); the residual is taken before `hidden_norm`; and `eagle_config` of SpecForge counts the
@@ -30,6 +31,7 @@ _NOT_NEEDED = ("embed_tokens.", "rotary_emb.")
 """A frozen copy of the policy's embedding, and tables that are computed."""
 MAPS = ("d2t", "t2d")
 """Tensors of a pruned draft vocabulary: int64 [DV] target id less draft id, and bool [V] whether a token is kept."""
+_MIMO = re.compile(r"^mtp_layers\.\d+\.(?:mtp_block\.)?")
 _STACKED = (
     (re.compile(r"\.(q|k|v)_proj\."), ".qkv_proj."),
     (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
@@ -38,8 +40,8 @@ _STACKED = (
 
 def plain(name: str) -> str:
     """A tensor's name in any layout as speculators has it, but for what vLLM stacked; of an MTP head without prefix."""
-    name = name.removeprefix("model.").removeprefix("mtp.")
-    return name.replace("midlayer.", "layers.0.").replace(".mtp_block.", ".")
+    name = _MIMO.sub("mtp_layers.0.", name.removeprefix("model.").removeprefix("mtp."))
+    return name.replace("midlayer.", "layers.0.")
 
 
 def stacked(name: str) -> str:
@@ -53,12 +55,6 @@ def stacked(name: str) -> str:
 def is_stack(group: str) -> bool:
     """Whether this is the plain name of a tensor that vLLM makes of several."""
     return any(stack in group for _, stack in _STACKED)
-
-
-def live_name(name: str) -> str:
-    """The name of vLLM's parameter that holds this tensor."""
-    name = stacked(name)
-    return name if name.startswith("lm_head.") else f"model.{name}"
 
 
 def is_other_layout(config: Fields) -> bool:

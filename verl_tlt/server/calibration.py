@@ -61,8 +61,10 @@ def cost_key(policy: str, rollout: Any, drafter: Path | None = None) -> TableKey
 
 
 def _drafter_sizes(directory: Path) -> str:
-    """Width of MLP and draft vocabulary, which may differ between drafters of one policy."""
+    """Width of MLP and draft vocabulary, which may differ between drafters of one policy; it has one MTP head."""
     config = json.loads((directory / "config.json").read_text())
+    if config.get("speculators_model_type") == "mtp":
+        return "mtp"
     return f"{config['transformer_layer_config']['intermediate_size']}x{config['draft_vocab_size']}"
 
 

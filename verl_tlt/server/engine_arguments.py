@@ -15,6 +15,7 @@ from verl_tlt.speculation.graph_rules import (
     FULL_GRAPHS,
     GRAPH_ARMS,
     OLDEST,
+    V2_DRAFTS_FROM,
     draft_length_table,
     has_full_graphs,
     runner_for,
@@ -69,18 +70,21 @@ def started_arms(engine: AsyncLLM) -> tuple[int, ...]:
     return tuple(engine.vllm_config.additional_config["tlt"]["arms"])
 
 
-def speculative_config(drafter_dir: str, draft_length: int, source: str = "eagle") -> dict[str, Any]:
-    """VLLM's `speculative_config`: an EAGLE-3 drafter, or for source `ngram` a proposer that proposes nothing.
+def speculative_config(
+    drafter_dir: str, draft_length: int, source: str = "eagle", method: str = "eagle3"
+) -> dict[str, Any]:
+    """VLLM's `speculative_config`: an EAGLE-3 drafter, the policy's MTP head, or for n-grams a proposer of nothing.
 
     Drafts are sampled: at temperature 1 a greedy draft is accepted with p(argmax) only. `draft_load_config` overrides
-    verl's `load_format=dummy`, which would give the drafter random weights and the policy's head.
+    verl's `load_format=dummy`, which would give the drafter random weights and the policy's head. vLLM looks for an MTP
+    head where the policy is.
     """
     if source == "ngram":  # the scheduler drafts (engine_core/ngram_drafts.py)
         proposer = "verl_tlt.vllm_worker.drafter_pass.NoProposals"
         return {"method": "custom_class", "model": proposer, "num_speculative_tokens": draft_length}
     return {
-        "method": "eagle3",
-        "model": drafter_dir,
+        "method": method,
+        **({"model": drafter_dir} if method == "eagle3" else {}),
         "num_speculative_tokens": draft_length,
         "draft_sample_method": "probabilistic",
         "draft_load_config": {"load_format": "auto"},
@@ -116,8 +120,9 @@ def engine_kwargs(
     asked = user.get("async_scheduling")
     is_async = source == "eagle" and not on_cpu and not hybrid and (able if asked is None else bool(asked))
     # Longer drafts than the longest arm would only reserve memory and, with CUDA graphs, capture unused widths.
-    speculative = speculative_config(drafter_dir, max(1, arms[-1]), source)
-    if runner_for(_release(), source) == "V2" and has_full_graphs(mode) and os.environ.get(FULL_GRAPHS) != "0":
+    method = tlt.drafter.method
+    speculative = speculative_config(drafter_dir, max(1, arms[-1]), source, method)
+    if runner_for(_release(), source, method) == "V2" and has_full_graphs(mode) and os.environ.get(FULL_GRAPHS) != "0":
         largest = int(user.get("max_num_seqs") or rollout.max_num_seqs)
         speculative["num_speculative_tokens_per_batch_size"] = draft_length_table(arms, largest)
     return {
@@ -133,9 +138,9 @@ def engine_kwargs(
     }
 
 
-def engine_environment(source: str = "eagle") -> dict[str, str]:
-    """Environment variables that choose the model runner which drafts the length it is asked for; V1 for n-grams."""
-    return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if runner_for(_release(), source) == "V1" else {}
+def engine_environment(source: str = "eagle", method: str = "eagle3") -> dict[str, str]:
+    """Environment variables that choose the model runner which drafts the length it is asked for."""
+    return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if runner_for(_release(), source, method) == "V1" else {}
 
 
 def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, hybrid: bool = False) -> Iterator[str]:
@@ -171,6 +176,8 @@ def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, hybri
             f"{WHERE}.async_scheduling=True is not possible with tlt.speculation.source={tlt.speculation.source}: "
             "n-grams are proposed by the scheduler, and with it no draft passes the scheduler."
         )
+    if tlt.drafter.method == "mtp" and tlt.speculation.source == "ngram":
+        yield "tlt.speculation.source=ngram drafts without a head: remove it, or tlt.drafter.method=mtp."
     if hybrid:
         yield from _hybrid_problems(tlt, user)
     arms = engine_arms(tlt, graph_mode(user, enforce_eager))
@@ -182,10 +189,10 @@ def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, hybri
 def _hybrid_problems(tlt: TLTConfig, user: Mapping[str, Any]) -> Iterator[str]:
     """The same for a policy with recurrent states (`vllm_worker.hybrid_states`)."""
     source = tlt.speculation.source
-    if runner_for(_release(), source) == "V2":
+    if _release() >= V2_DRAFTS_FROM:
         yield (
-            f"vLLM {installed('vllm')} drafts on its V2 model runner, which was not tested with a hybrid policy "
-            "(linear attention): install vLLM 0.24 to 0.31, or set tlt.speculation.enable=false."
+            f"vLLM {installed('vllm')} was not tested with drafts for a hybrid policy (linear attention): "
+            "install vLLM 0.24 to 0.31, or set tlt.speculation.enable=false."
         )
     if source != "eagle":
         yield f"tlt.speculation.source={source} was not tested with a hybrid policy (linear attention): use eagle."

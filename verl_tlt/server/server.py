@@ -1,6 +1,6 @@
 """verl's vLLM server and replica with a drafter: the engine's settings, drafter reloads, leaving a rollout early.
 
-Three things differ from stock verl. The engine is launched with our scheduler and an EAGLE-3 drafter. After every
+Three things differ from stock verl. The engine is launched with our scheduler and a drafter. After every
 weight sync the drafter is loaded again from this node's staged file and compared by fingerprint, because vLLM's sleep
 level 2 (verl's default) discards drafter weights and verl sends only the policy's. And the server itself decides
 whether it may leave early, behind its own submission gate, since only it knows which requests are on their way.
@@ -65,6 +65,12 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         """Whether the engine is one of ours; after a start without a drafter it is stock verl's."""
         return self.tlt.speculation.enable and not self._tlt_served.gave_up
 
+    @property
+    def _tlt_verl_trains(self) -> bool:
+        """Whether verl trains the MTP head that drafts, and sends it with the policy (`doctor.rules`)."""
+        mtp = self.config.mtp if self.tlt.drafter.method == "mtp" else None
+        return mtp is not None and bool(mtp.enable and mtp.enable_train)
+
     # ------------------------------------------------------------------ verl's hooks
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
@@ -107,7 +113,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         # The engine core and its workers are children of this process and inherit these; they differ per replica and
         # node, so they cannot travel in vLLM's config, which is part of its compile-cache key.
         mine = {"TLT_REPLICA": str(self.replica_rank), DIRECTORY: drafter}
-        os.environ.update(mine | engine_environment(self.tlt.speculation.source))
+        os.environ.update(mine | engine_environment(self.tlt.speculation.source, self.tlt.drafter.method))
         if self.tlt.trace.dir and self.tlt.trace.engine_steps:
             os.environ["TLT_TRACE_DIR"] = self.tlt.trace.dir
 
@@ -224,7 +230,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
                 await scheduler.call("policy_changed")
             except SchedulerCallError as error:  # old responses are drafted from as if the policy were the same
                 logger.warning("replica %d: its n-grams did not hear of the weight sync: %s", self.replica_rank, error)
-        if source == "ngram":  # nothing to load: the engine has no drafter
+        if source == "ngram" or self._tlt_verl_trains:  # nothing to load: there is no drafter, or verl has sent it
             self._tlt_served = replace(self._tlt_served, ok=True, version=staged.version)
             await self._tlt_set_drafting(scheduler, not self._tlt_drafting_disabled)
             return

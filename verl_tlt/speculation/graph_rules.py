@@ -29,9 +29,12 @@ _RECURRENT = ("linear_num_", "mamba_", "ssm_")
 """How fields of a config begin that describe layers with a state instead of a KV cache."""
 
 
-def runner_for(release: tuple[int, int], source: str = "eagle") -> Literal["V1", "V2"]:
-    """The model runner of an engine that drafts from `tlt.speculation.source`; n-grams need V1 in every release."""
-    return "V2" if source == "eagle" and release >= V2_DRAFTS_FROM else "V1"
+def runner_for(release: tuple[int, int], source: str = "eagle", method: str = "eagle3") -> Literal["V1", "V2"]:
+    """The model runner of an engine that drafts from `tlt.speculation.source` with a head of `tlt.drafter.method`.
+
+    n-grams need V1 in every release, and MTP heads were tested on V1 alone.
+    """
+    return "V2" if source == "eagle" and method == "eagle3" and release >= V2_DRAFTS_FROM else "V1"
 
 
 def has_full_graphs(mode: str) -> bool:

@@ -1,4 +1,7 @@
-"""The drafter that a vLLM worker serves: its weights on this rank, loaded, checked and fingerprinted in place."""
+"""The drafter that a vLLM worker serves: its weights on this rank, loaded, checked and fingerprinted in place.
+
+An EAGLE-3 head, or the policy's own MTP head: of both vLLM's `load_weights` takes the names of a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from verl_tlt.drafter.digest import Sums, combined, own_shards, partial_sums
-from verl_tlt.drafter.other_layouts import live_name
+from verl_tlt.drafter.other_layouts import stacked
 from verl_tlt.errors import TLTError
 
 if TYPE_CHECKING:
@@ -55,7 +58,8 @@ class LiveDrafter:
         """Write a file's weights into the drafter; the policy's own tensors are never written.
 
         Args:
-            file: safetensors in speculators' or vLLM's names, beside its config.json. Under a pruned vocabulary the
+            file: safetensors in speculators' or vLLM's names, or in the policy's for its MTP head, beside its
+                config.json. Under a pruned vocabulary the
                 drafter's head is cut from the policy that is live here, and the file's rows of an older one not read.
 
         Returns:
@@ -76,7 +80,7 @@ class LiveDrafter:
         if version != self._finite:
             device = next(self.model.parameters()).device
             if name := not_finite(dict(sorted(tensors.items())[rank :: self._shards]), device):
-                raise DrafterRefused(f"{file}: {live_name(name)} holds numbers that are not finite.")
+                raise DrafterRefused(f"{file}: {name} holds numbers that are not finite.")
             self._finite = version
         self._restore_buffers()
         self._copy(tensors)
@@ -127,7 +131,7 @@ class LiveDrafter:
                 live weights cannot be written at all.
         """
         elsewhere = (OFFSETS, _HEAD) if _is_cut(tensors) else (OFFSETS,)
-        live = {name: parameter for name, parameter in self._own_parameters().items() if name not in elsewhere}
+        live = {stacked(name): p for name, p in self._own_parameters().items() if name not in elsewhere}
         if repacked := next((n for n, p in live.items() if p.numel() == 0), None):
             raise DrafterRefused(
                 f"The live drafter's {repacked} was repacked by vLLM's CPU backend; start it with VERL_PLATFORM=cpu."
@@ -142,7 +146,7 @@ class LiveDrafter:
                 if tokens.min() < 0 or tokens.max() >= self.model.config.vocab_size:
                     raise DrafterRefused(f"{file}: d2t names a token outside the policy's vocabulary.")
                 continue
-            name = live_name(name)
+            name = stacked(name)
             rows[name] = rows.get(name, 0) + tensor.shape[0]
             columns[name] = tuple(tensor.shape[1:])
         if missing := sorted(live.keys() - rows.keys()):

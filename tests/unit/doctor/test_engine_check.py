@@ -105,7 +105,9 @@ def test_the_key_of_a_calibration_is_what_costs_depend_on(tmp_path):
         (tmp_path / f"drafter-{width}").mkdir()
         (tmp_path / f"drafter-{width}" / "config.json").write_text(json.dumps(config))
         keys.add(cost_key(str(tmp_path), rollout, tmp_path / f"drafter-{width}"))
-    assert len(keys) == 7
+    (tmp_path / "drafter-64" / "config.json").write_text('{"speculators_model_type": "mtp"}')
+    keys.add(cost_key(str(tmp_path), rollout, tmp_path / "drafter-64"))
+    assert len(keys) == 8
 
 
 def test_a_policy_that_is_not_here_is_one_sentence():

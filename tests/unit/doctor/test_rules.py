@@ -1,11 +1,20 @@
 """The doctor's rules on a recipe: what is refused, what is only said, and that each sentence names its key."""
 
+import json
+from pathlib import Path
+
+import numpy as np
 import pytest
 from omegaconf import OmegaConf, open_dict
+from policy_config import POLICY
+from safetensors.numpy import save_file
 
+from verl_tlt import activation
 from verl_tlt.compat.versions import SUPPORTED, installed
 from verl_tlt.config import DrafterConfig, SpeculationConfig, SpotConfig, TLTConfig, TLTConfigError
 from verl_tlt.doctor.rules import UNTAPPED_LAYOUTS, examine, judge_version
+from verl_tlt.drafter.mtp_tensors import head_shapes
+from verl_tlt.drafter.policy import policy_shape
 from verl_tlt.idle.modes import MODE_RULES
 
 DEFAULTS = TLTConfig()
@@ -72,7 +81,7 @@ def test_without_a_home_a_run_measures_its_costs_anew(findings, monkeypatch):
         ({f"{ROLLOUT}.quantization": "fp8"}, f"{ROLLOUT}.quantization", "quantization=fp8 lets the rollout"),
         ({f"{ACTOR}.fsdp_config.qat.enable": True}, f"{ACTOR}.fsdp_config.qat.enable", "a quantized policy"),
         ({"actor_rollout_ref.model.mtp": {"enable": True, "enable_rollout": True}},
-         "actor_rollout_ref.model.mtp.enable_rollout", "not both"),
+         "actor_rollout_ref.model.mtp.enable_rollout", "set tlt.drafter.method=mtp, and TLT chooses K for it"),
         ({"data.val_files": "/x.parquet"}, "data.val_files", "/x.parquet does not exist"),
         ({"actor_rollout_ref.model.path": "models/not/here"}, "actor_rollout_ref.model.path", "is not a directory"),
     ],
@@ -109,6 +118,46 @@ def test_megatron_feeds_the_drafter_but_for_layouts_without_a_tap(findings):
     assert levels(findings({f"{ACTOR}.strategy": "megatron"})) == {}
     key = f"{ACTOR}.megatron.{next(iter(UNTAPPED_LAYOUTS))}"
     assert levels(findings({key: True})) == {key: "warn"}
+
+
+MTP = TLTConfig(drafter=DrafterConfig(method="mtp"))
+OF_VERL = "actor_rollout_ref.model.mtp"
+
+
+@pytest.fixture
+def mimo(recipe):
+    """The recipe's policy is one with an MTP head in its checkpoint."""
+    policy = Path(recipe.actor_rollout_ref.model.path)
+    more = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (policy / "config.json").write_text(json.dumps({**POLICY, **more}))
+    head = {name: np.zeros(size, np.float32) for name, size in head_shapes(policy_shape(policy)).items()}
+    save_file(head, policy / "model.safetensors")
+    return policy
+
+
+def test_an_mtp_head_drafts_where_the_checkpoint_holds_one(findings, mimo):
+    assert levels(findings({}, MTP)) == {}
+    save_file({"model.norm.weight": np.zeros(2)}, mimo / "model.safetensors")
+    found = findings({}, MTP)
+    assert levels(found) == {"tlt.drafter.method": "refuse"}
+    assert "holds no MTP head" in found["tlt.drafter.method"].sentence
+
+
+@pytest.mark.parametrize(
+    ("verls", "strategy", "found", "said"),
+    [
+        ({"enable_rollout": True}, "fsdp2", {}, ""),
+        ({"enable_train": True}, "fsdp2", {f"{OF_VERL}.enable_train": "refuse"}, "trains with Megatron only"),
+        ({"enable_train": True}, "megatron", {f"{OF_VERL}.enable_rollout": "refuse"}, "must be True beside"),
+        ({"enable_train": True, "enable_rollout": True}, "megatron", {f"{OF_VERL}.enable_train": "warn"},
+         "verl trains the MTP head and sends it with every weight sync; TLT chooses draft lengths"),
+    ],
+)  # fmt: skip
+def test_beside_verls_own_mtp_one_of_the_two_trains_the_head(findings, mimo, recipe, verls, strategy, found, said):
+    seen = findings({OF_VERL: {"enable": True, **verls}, f"{ACTOR}.strategy": strategy}, MTP)
+    refused = {what: finding for what, finding in seen.items() if finding.level == "refuse"} or seen
+    assert levels(refused) == found and all(said in finding.sentence for finding in refused.values())
+    assert activation.resolve(recipe, MTP).spot.enable is not bool(verls.get("enable_train"))
 
 
 @pytest.mark.parametrize("mode", MODE_RULES)

@@ -134,6 +134,27 @@ def test_ngrams_pass_the_scheduler_so_scheduling_is_synchronous(vllm_is, source,
         kwargs(tlt(source=source), user={"async_scheduling": True}, on_cpu=False)
 
 
+def mtp(**speculation):
+    return TLTConfig.from_dict({"drafter": {"method": "mtp"}, "speculation": speculation})
+
+
+@pytest.mark.parametrize(("source", "scheduler"), [("eagle", "TLTAsyncScheduler"), ("both", "TLTScheduler")])
+def test_an_mtp_head_is_looked_for_where_the_policy_is_and_read_from_its_file(vllm_is, source, scheduler):
+    vllm_is("0.32.0")
+    ours = kwargs(mtp(source=source, max_draft_length=7), GRAPHS, on_cpu=False)
+    assert ours["speculative_config"] == {
+        "method": "mtp", "num_speculative_tokens": 7, "draft_sample_method": "probabilistic",
+        "draft_load_config": {"load_format": "auto"},
+    }  # fmt: skip
+    assert ours["scheduler_cls"].endswith(f".{scheduler}")
+    assert engine_environment(source, "mtp") == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+
+
+def test_ngrams_alone_need_no_mtp_head():
+    with pytest.raises(TLTConfigError, match=r"source=ngram drafts without a head: remove it, or tlt\.drafter\.method"):
+        kwargs(mtp(source="ngram"))
+
+
 def test_a_hybrid_policys_engine_schedules_synchronously_and_caches_no_prefixes():
     ours = kwargs(user={"enable_prefix_caching": True}, on_cpu=False, hybrid=True)
     assert ours["async_scheduling"] is ours["enable_prefix_caching"] is False
@@ -144,7 +165,7 @@ def test_a_hybrid_policys_engine_schedules_synchronously_and_caches_no_prefixes(
 @pytest.mark.parametrize(
     ("version", "speculation", "user", "said"),
     [
-        ("0.32.0", {}, {}, "drafts on its V2 model runner, which was not tested with a hybrid policy"),
+        ("0.32.0", {}, {}, "was not tested with drafts for a hybrid policy"),
         ("0.31.0", {"source": "ngram"}, {}, "source=ngram was not tested with a hybrid policy"),
         ("0.31.0", {"source": "both"}, {}, "source=both was not tested with a hybrid policy"),
         ("0.24.0", {}, {"async_scheduling": True}, "async_scheduling=True is not possible with a hybrid policy"),

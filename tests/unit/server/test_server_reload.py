@@ -44,10 +44,11 @@ class Workers:
 BEFORE = DrafterStatus(version=3, ok=True, acceptance=(0.5,), reloads=7)
 
 
-async def reload(tmp_path, workers, drafter=NEW, disabled=False, before=BEFORE):
+async def reload(tmp_path, workers, drafter=NEW, disabled=False, before=BEFORE, settings=None):
     """(status after a reload, what the scheduler was told)"""
     server = object.__new__(TLTvLLMHttpServer)  # verl's own part would need Ray and a whole config
-    server.tlt, server.replica_rank, server.engine, server._tlt_dir = TLTConfig.from_dict({}), 0, workers, tmp_path
+    server.tlt, server.replica_rank = TLTConfig.from_dict(settings or {}), 0
+    server.engine, server._tlt_dir = workers, tmp_path
     server._tlt_staged, server._tlt_served = drafter, before
     server.node_rank = 0
     await server.tlt_disable_drafting(disabled, at_once=True)
@@ -86,6 +87,16 @@ async def test_what_nobody_thought_of_stops_the_drafting_and_not_the_weight_sync
     status, told = await reload(tmp_path, workers)
     assert not status.ok and "no such key" in status.error and not status.drafting
     assert workers.asked[-1] == ("tlt_set_drafting", False) and told[-1]["drafting"] is False
+
+
+@pytest.mark.parametrize(("method", "trains"), [("mtp", True), ("mtp", False), ("eagle3", True)])
+async def test_a_head_that_verl_trains_is_not_loaded_over_what_verl_sent(tmp_path, monkeypatch, method, trains):
+    mtp = SimpleNamespace(enable=True, enable_train=trains)
+    monkeypatch.setattr(TLTvLLMHttpServer, "config", SimpleNamespace(mtp=mtp), raising=False)
+    workers = Workers(FINE)
+    status, told = await reload(tmp_path, workers, settings={"drafter": {"method": method}})
+    assert status.ok and status.drafting and status.version == 4 and told[-1]["drafting"] is True
+    assert (("tlt_load_drafter",) in workers.asked) == (method == "eagle3" or not trains)
 
 
 @pytest.mark.parametrize(("accepted", "found"), [(False, b"whole"), (True, b"half")])

@@ -1,0 +1,194 @@
+"""A policy's own MTP head served by an engine as verl starts it: from dummy weights, asleep between rollouts.
+
+The checkpoint's head drafts from the start on. Neither a weight sync of verl's, which has no tensor of the head, nor a
+reload of the head changes the other's weights; and whatever the head knows and K does, tokens are the policy's.
+"""
+
+import hashlib
+
+import pytest
+import torch
+from draws import HOT, draw, p_values
+from families import HYBRID
+from greedy import choose, decode, flip, near
+from mtp_policies import build_mtp_policy, save_head
+from safetensors.torch import load_file
+from shared_engines import part_of
+
+from benchmarks.lossless.exact import Exact
+from benchmarks.lossless.judged import FAILS
+from benchmarks.lossless.tiny_policy import SMALL, V
+from verl_tlt.drafter.digest import combined, fingerprint
+
+pytestmark = pytest.mark.engine
+
+K_MAX = 7
+LONGEST = {"max_draft_length": K_MAX, "arms": [0, 1, 3, 7]}
+STATE, SENSITIVE = 30.0, 400.0
+"""How much recurrent states count, if there are any: in log-probabilities, and in draws from 16 tokens."""
+FAMILIES = ["mimo", pytest.param("qwen3_5_text", marks=pytest.mark.heavy)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, models):
+    """A family's name; its policies and heads are there."""
+    if request.param in HYBRID:
+        pytest.importorskip("torchvision", reason="vLLM's module of Qwen3.5 imports it")
+    root, own = models["target"].parent, f"mtp-{request.param}"
+    for name, vocab, state in ((own, V, STATE), (f"{own}-small", SMALL, SENSITIVE)):
+        target, good, bad = (root / part_of(name, part) for part in ("target", "good", "bad"))
+        head = build_mtp_policy(target, request.param, vocab, state)
+        save_head(good, head)
+        save_head(bad, head, noise=True)
+        models.update({path.name: path for path in (target, good, bad)})
+    return own
+
+
+@pytest.fixture(scope="module")
+def exact(models, family):
+    """The policies as transformers computes them, by name; read before an engine starts."""
+    return {name: Exact(models[part_of(name, "target")]) for name in (family, f"{family}-small")}
+
+
+@pytest.fixture(scope="module")
+def start(engine_of, models, family):
+    """An engine of a policy; with a drafter as verl's server starts it."""
+
+    def of(drafter="good", name=family, **more):
+        hybrid = {"mamba_ssm_cache_dtype": "float32"} if family.removeprefix("mtp-") in HYBRID else {}
+        ours = {"method": "mtp", "speculation": LONGEST, "load_format": "dummy", "enable_sleep_mode": True}
+        return engine_of(drafter, family=name, dtype="bfloat16", **hybrid, **{**(ours if drafter else {}), **more})
+
+    return of
+
+
+def sync(engine, target):
+    """Verl's weight sync: the policy's tensors, without those of its MTP head."""
+    policy = {name: t for name, t in load_file(target / "model.safetensors").items() if "mtp" not in name}
+    engine.rpc("_update_weights", list(policy.items()), None, True)
+
+
+def wake(engine, target, head=None):
+    """Sleep as verl does, which loses all weights, and come back; what the load of a head answered, in verl's order."""
+    engine.llm.sleep(level=2)
+    engine.llm.wake_up(tags=["weights"])
+    sync(engine, target)
+    answer = head and engine.rpc("tlt_load_drafter", str(head / "model.safetensors"))
+    assert head is None or answer["ok"], answer
+    engine.llm.wake_up(tags=["kv_cache"])
+    assert engine.llm.reset_prefix_cache()
+    return answer
+
+
+def digest(model):
+    """Of all tensors of a model."""
+    whole = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        whole.update(name.encode() + tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return whole.hexdigest()
+
+
+def accept_length(engine):
+    """Tokens per verified draft of K_MAX, in greedy decoding."""
+    choose(engine, K_MAX)
+    engine.scheduler.tlt.stats(reset=True)
+    engine.generate(8, 48)
+    stats = engine.scheduler.tlt.stats(reset=True)
+    assert stats.num_drafts > 0
+    return 1 + sum(stats.num_accepted_tokens_per_pos) / stats.num_drafts
+
+
+def test_the_checkpoints_head_drafts_from_the_start_and_comes_back_after_sleep(start, models, family):
+    target, good, bad = (models[part_of(family, part)] for part in ("target", "good", "bad"))
+    with start() as engine:
+        fresh = engine.rpc("tlt_fingerprint")
+        loaded = engine.rpc("tlt_load_drafter", str(good / "model.safetensors"))
+        assert loaded["ok"], loaded
+        assert loaded["fingerprint"] == fresh, "the checkpoint's, though the policy is a dummy"
+        published = fingerprint(load_file(good / "model.safetensors"))
+        assert combined([loaded["sums"]]) == published
+        sync(engine, target)
+        whole, policy, healthy = engine.rpc("tlt_fingerprint"), digest(engine.runner.get_model()), accept_length(engine)
+        assert whole == fresh and healthy > 1.5
+        wake(engine, target)
+        assert engine.rpc("tlt_fingerprint") != fresh and accept_length(engine) < 1.1
+        assert combined([wake(engine, target, bad)["sums"]]) != published
+        assert wake(engine, target, good)["fingerprint"] == fresh
+        engine.rpc("tlt_set_drafting", True)
+        engine.scheduler.tlt.control(drafting=True)
+        assert accept_length(engine) == pytest.approx(healthy, abs=0.02)
+        assert digest(engine.runner.get_model()) == policy
+
+
+@pytest.mark.parametrize("wrong", ["the policy's", "another's"])
+def test_a_file_of_other_tensors_is_refused_and_nothing_is_written(start, models, family, wrong, tmp_path):
+    from safetensors.torch import save_file
+
+    with start() as engine:
+        sync(engine, models[part_of(family, "target")])
+        before = engine.rpc("tlt_fingerprint"), digest(engine.runner.get_model())
+        head = load_file(models[part_of(family, "bad")] / "model.safetensors")
+        norm = next(name for name in head if name.endswith("input_layernorm.weight"))
+        if wrong == "another's":
+            head["fc2.weight"] = head.pop(norm)
+        else:  # left out: the policy's tensors are not a head's to write
+            head |= {"model.embed_tokens.weight": torch.zeros(V, 128), "lm_head.weight": torch.zeros(V, 128)}
+        save_file(head, tmp_path / "model.safetensors")
+        answer = engine.rpc("tlt_load_drafter", str(tmp_path / "model.safetensors"))
+        assert answer["ok"] == (wrong == "the policy's")
+        after = engine.rpc("tlt_fingerprint"), digest(engine.runner.get_model())
+        assert after[1] == before[1] and (after[0] == before[0]) == (wrong == "another's")
+
+
+@pytest.fixture(scope="module")
+def without_speculation(start, exact, family):
+    """(tokens, how far off log-probabilities are) of an engine that drafts nothing."""
+    with start(None) as engine:
+        return decode(engine, exact[family])
+
+
+def test_the_same_tokens_whatever_k_and_the_head_do(start, exact, without_speculation, models, family):
+    stock, reference = without_speculation
+    with start() as engine:
+        sync(engine, models[part_of(family, "target")])
+        choose(engine, 3)
+        first, off = decode(engine, exact[family])
+        assert near(off, reference), (off, reference)
+        assert first == stock or family.removeprefix("mtp-") in HYBRID, "which have another kernel in 16 bits"
+        for arms in ((K_MAX,), (1, 3, 7), (0, 1, 3, 7), (0,)):
+            choose(engine, *arms)
+            tokens, off = decode(engine, exact[family])
+            assert tokens == first, arms
+            assert near(off, reference), (arms, off)
+        flip(engine, 12, K_MAX)
+        assert decode(engine, exact[family])[0] == first
+        engine.rpc("tlt_set_drafting", False)  # OFF
+        choose(engine, 0)
+        assert decode(engine, exact[family])[0] == first
+        engine.rpc("tlt_set_drafting", True)
+        assert engine.rpc("tlt_load_drafter", str(models[part_of(family, "bad")] / "model.safetensors"))["ok"]
+        choose(engine, 0, 1, 3, 7)
+        assert decode(engine, exact[family])[0] == first
+        assert engine.scheduler.tlt.stats().policy_error is None
+
+
+@pytest.mark.heavy
+def test_ngrams_beside_the_head(start, without_speculation, exact, models, family):
+    if family.removeprefix("mtp-") in HYBRID:
+        pytest.skip("n-grams were not tested with hybrid policies")
+    with start(speculation={**LONGEST, "source": "both"}) as engine:
+        sync(engine, models[part_of(family, "target")])
+        for _ in range(2):  # the second time each response has been heard before
+            tokens, off = decode(engine, exact[family])
+            assert tokens == without_speculation[0] and near(off, without_speculation[1])
+        assert engine.scheduler.tlt_ngram.num_accepted > 20
+
+
+def test_draws_have_the_policys_distribution(start, exact, models, family):
+    name = f"{family}-small"
+    with start(name=name, max_num_seqs=64) as engine:
+        sync(engine, models[part_of(name, "target")])
+        choose(engine, 0, 1, 3, 7)
+        chi, martingale = p_values(exact[name], draw(engine, HOT, 400), HOT)
+        assert engine.scheduler.tlt.stats().num_accepted_tokens_per_pos[0] > 400
+        assert min(chi, martingale) > FAILS, (chi, martingale)
