@@ -12,7 +12,7 @@ from vllm_by_hand import passes
 from verl_tlt.drafter import DrafterError, accept_length, acceptance, align, most_frequent, windows
 
 V, PROMPT, RESPONSE, K = 3, (0, 2, 1), 4, 2
-SEED = 2  # greedy drafts of this head are right sometimes
+SEED = 3  # greedy drafts of this head are right sometimes
 SETTINGS = [(1.0, 1.0, 0), (0.7, 1.0, 2), (1.3, 0.8, 0), (0.0, 1.0, 0)]
 
 
