@@ -1,0 +1,159 @@
+"""A MiMo's MTP head as it is trained here and as vLLM's own module runs it: the same probabilities for every draft.
+
+Then trained on the policy's rollouts, saved, and put back into the policy's folder: stock vLLM accepts what was
+predicted.
+"""
+
+import inspect
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from mtp_policy import make_mtp_policy, without_head
+from tiny_engine import sampled
+
+from verl_tlt.drafter import (
+    DrafterTrainer,
+    PolicyStates,
+    Text,
+    VerifierWeights,
+    accept_length,
+    acceptance,
+    batches,
+    load_own_head,
+    load_policy,
+    pack,
+    refresh_verifier_weights,
+    save_drafter,
+    train_until,
+    write_back,
+)
+
+pytestmark = pytest.mark.engine
+
+K, PROMPT, GREEDY, VOCAB = 3, 6, 60, 96
+SHAPE = dict(vocab_size=VOCAB, hidden_size=128, intermediate_size=128, max_position_embeddings=512)
+MTP = {"method": "mtp", "num_speculative_tokens": K, "draft_sample_method": "probabilistic"}
+
+
+def head_of(policy):
+    model = load_own_head(policy, policy)
+    refresh_verifier_weights(model, VerifierWeights.from_policy_dir(policy))
+    return model
+
+
+def watch_drafts(engine):
+    """(position of the last known token but one, drafted ids [K], their probabilities [K, V]) of every draft of a
+    batch of one request, as they come."""
+    drafter, seen = engine.runner.drafter, []
+    real, names = drafter.propose, inspect.signature(drafter.propose)
+
+    def propose(*args, **kwargs):
+        ids = real(*args, **kwargs)
+        given = names.bind(*args, **kwargs).arguments
+        at = given.get("token_indices_to_sample")
+        position = given["target_positions"][..., -1 if at is None else at[0]].reshape(-1)[0]
+        seen.append((int(position), ids[0].clone(), drafter._last_draft_probs[0].clone()))
+        return ids
+
+    engine.patch.setattr(drafter, "propose", propose)
+    return seen
+
+
+def our_probabilities(model, sequence, t):
+    """[K, V] of the draft that starts at row t."""
+    logits = []
+
+    def note(found, _targets):
+        logits.append(found[0])
+        return found.new_zeros(found.shape[:2])
+
+    batch = pack([sequence])
+    with torch.no_grad():
+        model(
+            hidden_states=batch.hidden_states.float(),
+            input_ids=batch.input_ids,
+            document_ids=batch.document_ids,
+            position_ids=batch.position_ids,
+            loss_mask=batch.loss_mask,
+            verifier_last_hidden_states=batch.last_hidden.float(),
+            ttt_steps=K,
+            loss_config={"note": (note, 1.0)},
+        )
+    return torch.stack([of_pass[t] for of_pass in logits]).softmax(-1)
+
+
+def test_a_drafts_probabilities_are_those_of_vllms_module(engine_of, tmp_path):
+    make_mtp_policy(tmp_path, "mimo", **SHAPE)
+    model, states = head_of(tmp_path), PolicyStates(load_policy(tmp_path, "cpu"), ())
+    with engine_of(drafter=None, model=str(tmp_path), speculative_config=MTP) as engine:
+        seen, prompt = watch_drafts(engine), [3, 14, 15, 9, 26]
+        request = {"prompt_token_ids": prompt}
+        (output,) = engine.llm.generate([request], sampled(40, temperature=1.0), use_tqdm=False)
+        text = prompt + list(output.outputs[0].token_ids)
+    assert len(seen) > 10
+    for t, ids, probabilities in seen:
+        known = text[: t + 2]
+        if len(known) == t + 2:
+            (sequence,) = states([Text((*known, *ids.tolist()), 0)])
+            torch.testing.assert_close(our_probabilities(model, sequence, t), probabilities, rtol=0, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A MiMo's folder whose head was trained on a few of its rollouts, and put back after a save without."""
+    root = tmp_path_factory.mktemp("trained")
+    policy = make_mtp_policy(root / "policy", "mimo", **SHAPE)
+    torch.manual_seed(1)
+    prompts = torch.randint(3, VOCAB, (16, PROMPT))
+    texts = policy.generate(prompts, do_sample=True, top_k=0, max_new_tokens=64, min_new_tokens=64)
+    model = head_of(root / "policy")
+    sequences = PolicyStates(policy, ())([Text(tuple(text), PROMPT) for text in texts.tolist()])
+    trainer = DrafterTrainer(model, learning_rate=3e-3, ttt_steps=2)
+    train_until(trainer, batches(itertools.cycle(sequences), 280), lambda: trainer.steps >= 100)
+    save_drafter(model, root / "head", {"policy": "mimo"})
+    without_head(root / "policy", shards=2)
+    write_back(root / "head", root / "policy")
+    return root / "policy"
+
+
+@pytest.fixture(scope="module")
+def engine(trained, engine_of):
+    """Stock vLLM, serving the policy's folder."""
+    with engine_of(drafter=None, model=str(trained), speculative_config=MTP) as engine:
+        yield engine
+
+
+def decode(engine, count, tokens, **sampling):
+    """Texts, prompt and response, of `count` requests; and vLLM's counts [1 + K]: drafts, accepted by position."""
+    before = np.array(engine.counters())
+    prompts = torch.randint(3, VOCAB, (count, PROMPT), generator=torch.Generator().manual_seed(7)).tolist()
+    asked = [{"prompt_token_ids": p} for p in prompts]
+    outputs = engine.llm.generate(asked, sampled(tokens, **sampling), use_tqdm=False)
+    counted = np.array(engine.counters()) - before
+    texts = [(*p, *o.outputs[0].token_ids) for p, o in zip(prompts, outputs, strict=True)]
+    return texts, np.concatenate([counted[:1], counted[3:]])
+
+
+def score(trained, texts, **sampling):
+    states = PolicyStates(load_policy(trained, "cpu"), ())
+    return acceptance(head_of(trained), states([Text(t, PROMPT) for t in texts]), max_draft=K, **sampling)
+
+
+def test_greedy_acceptance_of_a_head_put_back_is_exactly_as_predicted(trained, engine):
+    longer, _ = decode(engine, 8, GREEDY + K)
+    texts, counted = decode(engine, 8, GREEDY)
+    assert [text[: PROMPT + GREEDY] for text in longer] == texts
+    # vLLM drafts until the last token but one is known, and counts what it accepts beyond the end too.
+    scores = score(trained, [text[:-1] for text in longer], temperature=0.0)
+    expected = np.array([sum(s.drafts for s in scores), *np.sum([s.accepted for s in scores], axis=0)])
+    np.testing.assert_allclose(counted, expected)
+    assert 1.3 < 1 + counted[1:].sum() / counted[0] < K + 1
+
+
+def test_sampled_acceptance_of_a_head_put_back_is_as_predicted(trained, engine):
+    texts, counted = decode(engine, 64, 96, temperature=1.0)
+    served = 1 + counted[1:].sum() / counted[0]
+    assert accept_length(score(trained, texts)) == pytest.approx(served, rel=0.05)
+    assert served > 1.2
