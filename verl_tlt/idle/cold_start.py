@@ -1,8 +1,8 @@
 """How long a run without a drafter stops, once, to train one on all devices (a cold start), and when it is enough.
 
 Bubbles alone teach a random head within tens of steps, in which nothing is saved. A cold start trains in portions;
-before each of them the gate judges what the one before it brought. It ends when that is no more than noise, when
-another portion would not bring back its own time, or when its seconds are used up.
+before each of them, and once more in the end, the gate judges what the one before it brought. It ends when that is no
+more than noise, when another portion would not bring back its own time, or when its seconds are used up.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ class ColdStart:
         self._step_s = self._rollout_s = 0.0
         self._flat = 0
         self._saving = self._rise = 0.0
+
+    @property
+    def judging_s(self) -> float:
+        """Seconds kept for judging what the last portion brought."""
+        return self.portion_s * SCORES_SHARE
 
     def stepped(self, step_s: float, rollout_s: float) -> None:
         """An RL step has ended that took `step_s` seconds, `rollout_s` of them in its rollout (0: unknown)."""

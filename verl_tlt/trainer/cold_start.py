@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from verl_tlt.config import SpotConfig, TLTConfig
-from verl_tlt.idle.cold_start import SCORES_SHARE, ColdStart
+from verl_tlt.idle.cold_start import ColdStart
 from verl_tlt.idle.modes import ModeRule
 from verl_tlt.idle.trainer_idle import TrainerIdlePlanner
 from verl_tlt.trace.events import TraceWriter
@@ -50,8 +50,8 @@ def train_in_portions(
     left = deadline.left
     logger.info("TLT: cold start: RL waits up to %.0f s while the spot workers train a drafter", left())
     why = ""
-    while not why and left() > rule.portion_s * SCORES_SHARE:
-        sessions = train(min(rule.portion_s, left()))
+    while not why and left() > 2 * rule.judging_s:
+        sessions = train(min(rule.portion_s, left() - rule.judging_s))
         rule.scored(max((session.result.judged_s for session in sessions), default=0.0))
         # Told to stop before its first step, it had enough to train on, and too little time.
         if not any(session.result.steps or session.result.outcome == "stopped" for session in sessions):
@@ -61,7 +61,9 @@ def train_in_portions(
         elif update.tau:
             rule.judged(rose(update), saving(update.acceptance))
             why = rule.enough()
-    why = why or "its time is over"
+    if not why:  # judge what the last portion brought
+        why = "its time is over"
+        learn(train(left()), max(rule.portion_s, left()))
     logger.info("TLT: the cold start is over: %s", why)
     return why
 
