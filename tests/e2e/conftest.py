@@ -10,14 +10,15 @@ from struck import STRUCK
 
 from benchmarks.faults.run import arm
 
+COLD_START = "tlt.spot.cold_start_s=10"
 STARTUP = Path(__file__).parents[1] / "startup"
 
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory) -> Run:
-    """Four steps from a random head, with a checkpoint after the last."""
+    """Four steps from a random head, with a cold start and with a checkpoint after the last."""
     base = tmp_path_factory.mktemp("grpo")
-    return grpo(base / "run", base / "assets", 4, *TLT, SAVE_FREQ="4")
+    return grpo(base / "run", base / "assets", 4, *TLT, COLD_START, SAVE_FREQ="4")
 
 
 @pytest.fixture(scope="session")
@@ -31,4 +32,7 @@ def resumed(run) -> Run:
     (armed := out.parent / "armed").mkdir()
     faults = arm(armed, STRUCK)
     faults["PYTHONPATH"] = f"{STARTUP}{os.pathsep}{faults['PYTHONPATH']}"
-    return grpo(out, out.parent / "assets", 8, *TLT, tables, SAVE_FREQ="-1", RESUME="auto", EXECUTOR="uni", **faults)
+    cold = COLD_START  # which it has had
+    return grpo(
+        out, out.parent / "assets", 8, *TLT, cold, tables, SAVE_FREQ="-1", RESUME="auto", EXECUTOR="uni", **faults
+    )

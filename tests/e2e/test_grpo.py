@@ -9,13 +9,19 @@ from benchmarks.faults import judge
 from benchmarks.faults.plan import Fault
 from benchmarks.faults.run import fired
 from benchmarks.resume import held_by, saved
+from verl_tlt.idle.cold_start import STEPS
 from verl_tlt.report.steps import rl_steps
 
 pytestmark = pytest.mark.e2e
 
 
+def cold_starts(run):
+    return [phase for phase in run.trace.phases if phase.name == "cold_start"]
+
+
 def test_an_idle_replica_trained_inside_its_bubble(run):
-    sessions = [s for s in run.trace.sessions if s.steps > 0]
+    (cold,) = cold_starts(run)
+    sessions = [s for s in run.trace.sessions if s.steps > 0 and not cold.start <= s.start <= cold.end]
     assert sessions, "no spot training happened"
     for s in sessions:
         rollout = rl_steps(run.trace)[s.step]
@@ -25,6 +31,29 @@ def test_an_idle_replica_trained_inside_its_bubble(run):
         busy = [load for load in run.trace.loads if s.start <= load.t <= rollout.end]
         others = {name for load in busy for name, n in load.inflight.items() if n and name != s.replica}
         assert others or not busy
+
+
+def test_a_run_without_a_drafter_trains_one_once_on_all_devices_before_rl_goes_on(run):
+    (cold,) = cold_starts(run)
+    assert cold.step == STEPS + 1
+    assert rl_steps(run.trace)[cold.step].end <= cold.start, "the rollout is over, and its engines sleep"
+    (log_probs,) = [p for p in run.trace.phases if p.step == cold.step and p.name == "old_log_prob"]
+    assert cold.end <= log_probs.start, "the actor has not begun"
+    trained = [s for s in run.trace.sessions if cold.start <= s.start <= cold.end and s.steps > 0]
+    assert {s.replica for s in trained} == set(run.trace.run.replicas)
+    assert max(s.end for s in trained) <= cold.end
+    charged = run.steps[cold.step]["tlt/overhead_cold_start_s"]
+    assert charged == pytest.approx(cold.end - cold.start, abs=0.5) and charged <= 10 + 5, "its bound, and a slow stop"
+    published = [p for p in run.trace.publishes if cold.start <= p.t <= cold.end and p.decision == "published"]
+    assert published, "nothing of it was published"
+    served = {r.version for r in run.trace.reloads if r.step == cold.step}
+    assert served == {max(p.version for p in run.trace.publishes if p.step <= cold.step)}
+    assert run.steps[cold.step + 1]["tlt/accept_length"] > run.steps[cold.step]["tlt/accept_length"]
+    assert "the cold start is over" in run.log
+
+
+def test_a_resumed_run_has_no_other_cold_start(resumed):
+    assert not cold_starts(resumed) and not any("tlt/overhead_cold_start_s" in m for m in resumed.steps.values())
 
 
 def test_most_of_the_bubble_was_used_once_the_buffer_was_worth_it(run):
