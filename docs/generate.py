@@ -184,7 +184,7 @@ NOTES = {
         " bytes: 8 KiB.",
         "`max_mb`, `min_tokens` and `tokens_per_step` are per spot worker. `min_tokens` leaves out what is held out.",
         "`tlt/tap_tokens` is what `tokens_per_step` has become; other sizes of a run are in its trace's first event.",
-        "While fewer than 24 sequences are held out, a quarter of what arrives is.",
+        "While fewer than 24 sequences are held out, the responses of a quarter of the prompts are.",
     ],
     "gate": [
         "*Surely* means at a level of 1 %, because a candidate is judged after every session. In doubt the served"

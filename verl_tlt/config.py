@@ -179,7 +179,7 @@ class BufferConfig:
     window: Count = 4096
     """Longest stretch kept of one sequence, at its true positions."""
     held_out: Annotated[float, Field(gt=0, lt=0.9)] = 0.1
-    """Share of sequences that only the publish gate sees."""
+    """Share of prompts whose responses only the publish gate sees."""
 
     @property
     def first_tokens(self) -> int:

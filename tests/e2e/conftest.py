@@ -10,7 +10,7 @@ from struck import STRUCK
 
 from benchmarks.faults.run import arm
 
-COLD_START = "tlt.spot.cold_start_s=10"
+COLD_START = "tlt.spot.cold_start_s=20"
 STARTUP = Path(__file__).parents[1] / "startup"
 
 

@@ -43,7 +43,7 @@ def test_a_run_without_a_drafter_trains_one_once_on_all_devices_before_rl_goes_o
     assert {s.replica for s in trained} == set(run.trace.run.replicas)
     assert max(s.end for s in trained) <= cold.end
     charged = run.steps[cold.step]["tlt/overhead_cold_start_s"]
-    assert charged == pytest.approx(cold.end - cold.start, abs=0.5) and charged <= 10 + 5, "its bound, and a slow stop"
+    assert charged == pytest.approx(cold.end - cold.start, abs=0.5) and charged <= 20 + 5, "its bound, and a slow stop"
     published = [p for p in run.trace.publishes if cold.start <= p.t <= cold.end and p.decision == "published"]
     assert published, "nothing of it was published"
     served = {r.version for r in run.trace.reloads if r.step == cold.step}
@@ -82,7 +82,7 @@ def test_rollout_and_actor_agree_on_probabilities_under_speculation(run):
 
 def test_acceptance_rose_from_a_random_head(run):
     assert run.steps[1]["tlt/accept_length"] == pytest.approx(1.0, abs=0.15)
-    assert run.steps[4]["tlt/accept_length"] > run.steps[1]["tlt/accept_length"] + 0.3
+    assert run.steps[4]["tlt/accept_length"] > run.steps[1]["tlt/accept_length"] + 0.2
 
 
 def test_the_tail_has_an_accept_length_of_its_own(run):

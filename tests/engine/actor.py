@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
+from verl_tlt.actor.tap import digest_of
 from verl_tlt.drafter import TrainingSequence
 from verl_tlt.messages.training import HiddenStateShard
 from verl_tlt.spot_worker import worker as spot_worker
@@ -113,6 +114,7 @@ def check_states(
     for s, (tokens, prompt_len) in zip(sequences, rows, strict=True):
         stop = s.start + min(window, len(tokens))
         assert torch.equal(s.tokens, tokens[s.start : stop]) and s.prompt_len == max(0, prompt_len - s.start)
+        assert s.prompt == digest_of(tokens[:prompt_len]), "responses to one prompt are known by it"
         assert s.aux.dtype == s.last.dtype == torch.bfloat16
         aux, last = reference(policy, tokens)
         torch.testing.assert_close(s.aux.float(), aux[s.start : stop], **tolerance)

@@ -97,8 +97,8 @@ def as_shards(sequences: list[TrainingSequence]) -> list[HiddenStateShard]:
     layers = (*LAYERS, LAYERS[-1] + 1)
     return [
         HiddenStateShard(
-            row=row, tokens=s.tokens.numpy(), prompt_len=s.prompt_len, start=s.start, stretches=((0, len(s)),),
-            wanted=layers, layers=layers,
+            row=row, tokens=s.tokens.numpy(), prompt_len=s.prompt_len, prompt=row, start=s.start,
+            stretches=((0, len(s)),), wanted=layers, layers=layers,
             states=to_numpy16(torch.stack([*s.aux.chunk(len(LAYERS), dim=-1), s.last])),
         )
         for row, s in enumerate(sequences)

@@ -9,6 +9,7 @@ beforehand and long ones are cut to a window.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 import random
@@ -167,6 +168,7 @@ class _MicroBatch:
         for i, spans in self._spans.items():
             row, start, stop = self._windows[i]
             begin = self._offsets[i]  # of this sequence in the jagged values
+            prompt_len = self._lengths[i] - responses[i]
             states = [self._slices[layer].pop(i) for layer in layers]
             kept = torch.empty(len(layers), *states[0].shape, dtype=self._dtype, pin_memory=cuda)
             for layer, state in zip(kept, states, strict=True):
@@ -175,7 +177,8 @@ class _MicroBatch:
                 HiddenStateShard(
                     row=row,
                     tokens=ids[begin + start : begin + stop].to("cpu", torch.int64, copy=True).numpy(),
-                    prompt_len=max(0, self._lengths[i] - responses[i] - start),
+                    prompt_len=max(0, prompt_len - start),
+                    prompt=digest_of(ids[begin : begin + prompt_len]),
                     start=start,
                     stretches=tuple((s.start - start, s.stop - start) for s in spans),
                     wanted=wanted,
@@ -184,6 +187,11 @@ class _MicroBatch:
                 )
             )
         return found, (begun, _mark()) if begun else None
+
+
+def digest_of(prompt: torch.Tensor) -> int:
+    """A number for a prompt's tokens, int64 [P], by which its responses are known as belonging together."""
+    return int.from_bytes(hashlib.blake2b(prompt.cpu().long().numpy().tobytes(), digest_size=8).digest(), "big")
 
 
 def _mark() -> torch.cuda.Event:

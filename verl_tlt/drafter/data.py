@@ -61,6 +61,8 @@ class TrainingSequence:
     """[L, H], any float: the last layer's output at t *before* the final norm; it predicts token t+1."""
     start: int = 0
     """Position of `tokens[0]` in the whole sequence."""
+    prompt: int | None = None
+    """The same for all responses to one prompt, which are trained on or held out together; None: it is the only one."""
 
     def __post_init__(self) -> None:
         """Refuse tensors that do not belong together."""

@@ -34,6 +34,8 @@ class HiddenStateShard:
     """int64 [L], the whole window's on every rank."""
     prompt_len: int
     """Tokens of the window that belong to the prompt."""
+    prompt: int
+    """Digest of the whole prompt, the same for all of its responses."""
     start: int
     """Position of the window in the sequence."""
     stretches: tuple[tuple[int, int], ...]

@@ -39,8 +39,9 @@ class Buffer:
     Args:
         max_bytes: cap on the sequences' bytes.
         keep_steps: RL steps a sequence stays: with 1 only the newest step's.
-        held_out: share of sequences held out, by a hash of (step, index); `MOST_HELD_OUT` while fewer than
-            `FEW_HELD_OUT` are, unless it is 0.
+        held_out: share of prompts whose sequences are held out, by a hash of the prompt (a drafter learns a prompt's
+            own words from its other responses, and would be judged by them); `MOST_HELD_OUT` while fewer than
+            `FEW_HELD_OUT` sequences are, unless it is 0.
     """
 
     def __init__(self, *, max_bytes: int, keep_steps: int, held_out: float) -> None:
@@ -57,13 +58,13 @@ class Buffer:
     def add(self, step: int, index: int, sequence: TrainingSequence) -> bool:
         """Add a captured sequence, or a window of it, of an RL step; then drop the oldest until the caps hold.
 
-        `index`, its number in that step, decides whether it is held out. Returns False where it alone exceeds the cap,
-        or is older than what the buffer keeps: it is not added.
+        `index`, its number in that step, stands for its prompt where that is unknown. Returns False where it alone
+        exceeds the cap, or is older than what the buffer keeps: it is not added.
         """
         nbytes = sequence.nbytes
         if nbytes > self._max_bytes or (self._items and step <= self._items[-1].step - self._keep_steps):
             return False
-        item = _Item(step, self._is_held_out(step, index), sequence, nbytes)
+        item = _Item(step, self._is_held_out(step, index, sequence.prompt), sequence, nbytes)
         bisect.insort_right(self._items, item, key=lambda i: i.step)  # arrival order within a step
         self._count(item, 1)
         while self._nbytes > self._max_bytes or self._items[0].step <= self._items[-1].step - self._keep_steps:
@@ -71,11 +72,12 @@ class Buffer:
         self._queue = []  # a new pass begins
         return True
 
-    def _is_held_out(self, step: int, index: int) -> bool:
+    def _is_held_out(self, step: int, index: int, prompt: int | None) -> bool:
         """Whether a sequence that arrives now is for the publish gate."""
         few = self._held_out > 0.0 and sum(i.held_out for i in self._items) < FEW_HELD_OUT
         share = max(self._held_out, MOST_HELD_OUT) if few else self._held_out
-        digest = hashlib.blake2b(f"{step}:{index}".encode(), digest_size=8).digest()
+        known_by = f"{step}:{index}" if prompt is None else f"{prompt}"
+        digest = hashlib.blake2b(known_by.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") < share * 2.0**64
 
     def held_out(self, max_tokens: int | None = None, fewest: int = 0) -> list[TrainingSequence]:

@@ -212,4 +212,5 @@ def _whole_sequence(shards: list[HiddenStateShard]) -> TrainingSequence | None:
         aux=wide[:, :-hidden],
         last=wide[:, -hidden:],
         start=head.start,
+        prompt=head.prompt,
     )

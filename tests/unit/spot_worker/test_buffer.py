@@ -1,6 +1,7 @@
 """What is captured, kept and drawn: caps, ages, and above all whether the long tail gets its share."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -99,6 +100,17 @@ def test_the_gate_gets_a_quarter_of_a_small_run_and_its_share_of_a_large_one():
     assert len(small.held_out()) == pytest.approx(20, abs=8)  # two standard deviations; a tenth would be 8
     assert len(large.held_out()) < 0.12 * 4000
     assert not filled([50] * 80, held_out=0.0).held_out()
+
+
+def test_a_prompts_responses_are_held_out_together():
+    """In whatever step and on whatever worker they arrive: what one says teaches what its siblings say."""
+    buffers = [Buffer(max_bytes=10**12, keep_steps=8, held_out=0.3) for _ in range(2)]
+    for i in range(400):
+        buffers[i % 2].add(1 + i // 200, i, replace(named(i, 50, 3), prompt=i // 4 % 50))
+    held = [{name // 4 % 50 for name in names(buffer.held_out())} for buffer in buffers]
+    drawn = [{name // 4 % 50 for name in names(buffer.sample_batch(random.Random(0), 10**6))} for buffer in buffers]
+    assert held[0] == held[1] and not held[0] & (drawn[0] | drawn[1])
+    assert 5 <= len(held[0]) <= 25 and len(held[0]) + len(drawn[0]) == 50
 
 
 def test_held_out_prefers_the_newest_within_its_budget():

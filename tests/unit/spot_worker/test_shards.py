@@ -22,7 +22,7 @@ def shard(row, stretches, layers, start=0, stop=None):
     stop = stop or LENGTHS[row]
     held = [t for a, b in stretches for t in range(a, b)]
     return HiddenStateShard(
-        row, np.arange(start, stop), max(0, 4 - start), start,
+        row, np.arange(start, stop), max(0, 4 - start), row, start,
         tuple((a - start, b - start) for a, b in stretches), WANTED, layers,
         np.array([[[state(row, layer, t)] * H for t in held] for layer in layers], np.float16),
     )  # fmt: skip
