@@ -201,8 +201,6 @@ class GateConfig:
     margin: Share = 0.0025
     """Publish when the candidate is surely not worse than the served drafter by this share of its accept length; it
     must not be seen to be worse than the initial one by as much either."""
-    revert: Share = 0.01
-    """Go back to the best of served and initial when the candidate is surely worse than it by this share."""
     min_tokens: Index = 512
     """Held-out positions needed to judge; with fewer a candidate is served only if what is served is useless."""
 
@@ -244,6 +242,7 @@ GONE = {
     "tlt.speculation.audit_every": "it is called tlt.speculation.control_every now",
     "tlt.speculation.policy_options": "the policies' constants are part of the code (docs/adaptive-speculation.md)",
     "tlt.speculation.ngram_keep": "a prompt's responses always outlive a weight sync, for its next epoch",
+    "tlt.gate.revert": "a candidate that is surely more than 1 % worse is always given up",
     "tlt.spot.max_failures": "three failed sessions in a row end a replica's spot training for the run",
 }
 """Settings of earlier releases, and what to use now or what holds instead."""

@@ -128,7 +128,7 @@ def python_of(version):
     choice = {**os.environ, "PYENV_VERSION": version}  # where the name is one of pyenv's
     done = found and subprocess.run([found, "-c", asked], capture_output=True, text=True, env=choice)
     if not done or not done.stdout.strip():
-        pytest.skip(f"Python {version} is not installed here")
+        pytest.skip(f"runs where there is a Python {version}, which is not installed here")
     return done.stdout.strip()
 
 
@@ -161,7 +161,7 @@ def test_nothing_says_that_the_package_is_published():
     """pip installs it from a clone, a wheel or the reader's own repository."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
-        pytest.skip("not in a clone")
+        pytest.skip("runs in a clone of the repository, which this is not")
     texts = {
         name: (ROOT / name).read_text(errors="replace") for name in listed.stdout.split() if (ROOT / name).is_file()
     }

@@ -14,8 +14,9 @@ import families
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
-STATE = 30.0
-"""How much recurrent states count: wrong ones show in what the rollout and the actor say of a token."""
+STATE, STEPS = 30.0, 8
+"""How much recurrent states count: wrong ones show in what rollout and actor say of a token. And RL steps: a new head
+learns such a policy slowly."""
 VLLM = "++actor_rollout_ref.rollout.engine_kwargs.vllm"
 
 
@@ -24,7 +25,7 @@ def test_a_hybrid_policy_trains_with_a_drafter(tmp_path):
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(SHIPPED_POLICY / file, policy)
     run = grpo(
-        tmp_path / "run", tmp_path / "assets", 4, *TLT,
+        tmp_path / "run", tmp_path / "assets", STEPS, *TLT,
         f"{VLLM}.mamba_ssm_cache_dtype=float32",
         "actor_rollout_ref.model.use_remove_padding=False",  # states of packed rows need a GPU's kernels
         # Rewards of a random policy are all alike: the entropy moves it, and each sync brings other weights.
@@ -45,4 +46,4 @@ def test_a_hybrid_policy_trains_with_a_drafter(tmp_path):
         by_version.setdefault(reload.version, set()).add(reload.fingerprint)
     assert len(by_version) >= 2, "no trained drafter was loaded"
     assert all(len(fingerprints) == 1 for fingerprints in by_version.values()), "replicas hold different drafters"
-    assert run.steps[4]["tlt/accept_length"] > run.steps[1]["tlt/accept_length"] + 0.1
+    assert run.steps[STEPS]["tlt/accept_length"] > run.steps[1]["tlt/accept_length"] + 0.1

@@ -112,7 +112,7 @@ def test_greedy_tokens_are_stock_tokens(policy_of, engine_of, family):
     """And the states that vLLM hands to the drafter are those that it was trained on."""
     text_only = {}
     if family in families.NESTED:
-        pytest.importorskip("torchvision", reason="vLLM and transformers cut images with it")
+        pytest.importorskip("torchvision", reason="vLLM and transformers cut images with it: run by `make test-vision`")
         text_only = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
     policy, _ = policy_of(family)
     with engine_of(drafter=None, family=family, **text_only) as engine:

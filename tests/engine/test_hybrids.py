@@ -7,7 +7,7 @@ log-probabilities it tells are from transformers' in float32. Each fault is sile
 import families
 import pytest
 from draws import HOT, draw, p_values
-from greedy import WIDER, choose, decode, flip, near
+from greedy import choose, decode, flip, near
 from shared_engines import part_of
 
 from benchmarks.lossless.exact import Exact
@@ -20,7 +20,7 @@ K_MAX = 7
 LONGEST = {"max_draft_length": K_MAX, "arms": [0, 1, 3, 7]}
 TIGHT = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "max_model_len": 256}
 """So few tokens a step that rows go without drafts and requests sit out steps."""
-STATE, SENSITIVE = 30.0, 400.0
+STATE, SENSITIVE = 45.0, 400.0
 """How much recurrent states count: enough to show in log-probabilities, and in draws from 16 tokens."""
 STATEFUL = "stateful-"
 """Before a family's name: other policies of it than those of the other tests."""
@@ -32,7 +32,7 @@ FAMILIES = ["qwen3_next", *(pytest.param(family, marks=pytest.mark.heavy) for fa
 def family(request, models):
     """A family with its tiny policies, which are there."""
     if request.param in NEEDS_VISION:
-        pytest.importorskip("torchvision", reason="vLLM's module of Qwen3.5 imports it")
+        pytest.importorskip("torchvision", reason="vLLM's module of Qwen3.5 imports it: run by `make test-vision`")
     own = f"{STATEFUL}{request.param}"
     for name, vocab, state in ((own, 512, STATE), (f"{own}-small", SMALL, SENSITIVE)):
         target, good, bad = (models["target"].parent / part_of(name, part) for part in ("target", "good", "bad"))
@@ -132,7 +132,7 @@ def test_rows_that_go_without_drafts(pressed, exact, without_speculation):
 def test_without_a_change_those_rows_are_wrong(pressed, exact, without_speculation, change):
     """Else vLLM has caught up: see patches/upstream_changes.py."""
     pressed.patch.delattr(pressed.runner, change)  # the class's own method is there again
-    assert decode(pressed, exact)[1][1] > 2 * WIDER * without_speculation[1]
+    assert decode(pressed, exact)[1][1] > 4 * without_speculation[1]
 
 
 def test_without_the_change_on_the_cpu_a_shorter_draft_is_wrong(start, exact, without_speculation):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from mtp_policy import make_mtp_policy, without_head
 from tiny_engine import sampled
+from vllm_by_hand import passes
 
 from verl_tlt.drafter import (
     DrafterTrainer,
@@ -61,29 +62,6 @@ def watch_drafts(engine):
     return seen
 
 
-def our_probabilities(model, sequence, t):
-    """[K, V] of the draft that starts at row t."""
-    logits = []
-
-    def note(found, _targets):
-        logits.append(found[0])
-        return found.new_zeros(found.shape[:2])
-
-    batch = pack([sequence])
-    with torch.no_grad():
-        model(
-            hidden_states=batch.hidden_states.float(),
-            input_ids=batch.input_ids,
-            document_ids=batch.document_ids,
-            position_ids=batch.position_ids,
-            loss_mask=batch.loss_mask,
-            verifier_last_hidden_states=batch.last_hidden.float(),
-            ttt_steps=K,
-            loss_config={"note": (note, 1.0)},
-        )
-    return torch.stack([of_pass[t] for of_pass in logits]).softmax(-1)
-
-
 def test_a_drafts_probabilities_are_those_of_vllms_module(engine_of, tmp_path):
     make_mtp_policy(tmp_path, "mimo", **SHAPE)
     model, states = head_of(tmp_path), PolicyStates(load_policy(tmp_path, "cpu"), ())
@@ -96,8 +74,9 @@ def test_a_drafts_probabilities_are_those_of_vllms_module(engine_of, tmp_path):
     for t, ids, probabilities in seen:
         known = text[: t + 2]
         if len(known) == t + 2:
-            (sequence,) = states([Text((*known, *ids.tolist()), 0)])
-            torch.testing.assert_close(our_probabilities(model, sequence, t), probabilities, rtol=0, atol=1e-4)
+            ours = passes(model, pack(states([Text((*known, *ids.tolist()), 0)])), K)
+            found = torch.stack([logits[t] for logits, _ in ours]).softmax(-1)  # [K, V]
+            torch.testing.assert_close(found, probabilities, rtol=0, atol=1e-4)
 
 
 @pytest.fixture(scope="module")

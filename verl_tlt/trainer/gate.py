@@ -4,7 +4,7 @@ They are compared by accept length at the same held-out positions, because it di
 between drafters. Positions of one sequence resemble each other, so whole sequences are resampled. Even so a difference
 of 1 % takes some 10k positions.
 
-* revert where the candidate is surely worse by more than `revert` than the better of served and initial;
+* revert where the candidate is surely worse by more than `WORSE` than the better of served and initial;
 * publish where it is surely not worse than the served drafter by `margin` or more, and not seen to be worse than the
   initial one;
 * hold otherwise: what is served stays, and the candidate trains on.
@@ -33,6 +33,9 @@ ERROR = 0.01
 lucky verdict publishes: at the usual level of 5 % a run of fifty sessions would have several."""
 RESAMPLES = 2000
 """Bootstrap draws: the level is then off by half a percentage point at most, less than few sequences cost."""
+WORSE = 0.01
+"""Share of the accept length by which a candidate must surely be worse to be given up; else it is trained on, and may
+become better."""
 NOTHING_TO_LOSE = 1.1
 """Below this accept length drafting costs more than it gains nearly anywhere: an unjudged candidate may replace it."""
 FAR_BETTER = 0.2
@@ -78,7 +81,7 @@ def decide(scores: HeldOutScores, config: GateConfig, *, seed: int) -> Decision:
     # The better of two references is partly the luckier one: with two that differ, each gets half the error.
     references = 1 if np.array_equal(scores.served, scores.initial) else 2
     high = relative_interval(scores, best, error=ERROR / references, seed=seed)[1]
-    if high < -config.revert:
+    if high < -WORSE:
         return decision(back, f"at least {-high:.2%} worse than the {best} drafter")
     if tau["candidate"] < tau["initial"] * (1.0 - config.margin):
         return decision("hold", f"{1.0 - tau['candidate'] / tau['initial']:.2%} worse than the initial drafter so far")

@@ -70,12 +70,12 @@ def test_a_candidate_at_the_margin_is_published_no_more_often_than_claimed(seque
 
 @pytest.mark.parametrize("sequences", [8, 40])
 def test_a_candidate_at_the_revert_line_is_reverted_no_more_often_than_claimed(sequences, quick):
-    at = {"versus_served": -CONFIG.revert, "sequences": sequences}
+    at = {"versus_served": -gate.WORSE, "sequences": sequences}
     assert rates(400, **at)["revert_served"] <= no_more_than(gate.ERROR, 400)
 
 
 def test_choosing_the_better_of_served_and_initial_does_not_spoil_the_revert_rate(quick):
-    at = {"versus_served": -CONFIG.revert, "versus_initial": -CONFIG.revert, "sequences": 40}
+    at = {"versus_served": -gate.WORSE, "versus_initial": -gate.WORSE, "sequences": 40}
     measured = rates(600, **at)
     assert measured["revert_served"] + measured["revert_initial"] <= no_more_than(gate.ERROR, 600)
 
