@@ -132,13 +132,13 @@ TLT = (
     "tlt.drafter.intermediate_size=null",
     "tlt.drafter.warmup_steps=5",
     "tlt.drafter.batch_tokens=512",
-    "tlt.buffer.min_tokens=300",
+    "tlt.buffer.min_tokens=100",
     "tlt.spot.max_epochs=24",
     "tlt.spot.min_merge_steps=2",
     # Three steps of a toy hold out little (464 positions in one run). That a second drafter is
-    # judged, and served unless it is far worse, takes half of the sequences, none that outweighs the rest, fewer
-    # positions than a run asks for, and a wide margin.
-    "tlt.buffer.held_out=0.5",
+    # judged, and served unless it is far worse, takes two of the first two steps' eight prompts (by their digests),
+    # no sequence that outweighs the rest, fewer positions than a run asks for, and a wide margin.
+    "tlt.buffer.held_out=0.4",
     "tlt.buffer.window=128",
     "tlt.gate.margin=0.1",
     "tlt.gate.min_tokens=256",
