@@ -38,16 +38,16 @@ def _further(name: str) -> str:
     return f"{file}:\n\n{_end_to_end(name)}\n{beside}\n"
 
 
-def _of_all(part: str) -> dict[str, Any]:
-    """Arms or drafters of all recordings of the benchmark, by name."""
+def _of_all(part: str) -> list[tuple[str, str, dict[str, Any]]]:
+    """(recording, name, what it says) of all arms or drafters of the recordings of the benchmark."""
     files = [file for file in ("e2e", "e2e_stale") if recorded(file)]
-    return {name: of for file in files for name, of in load(file).get(part, {}).items()}
+    return [(file, name, of) for file in files for name, of in load(file).get(part, {}).items()]
 
 
 def arms() -> str:
     """Every arm of the benchmark in words."""
-    found = _of_all("arms")
-    return rows(("Arm", "Is"), [[f"`{name}`", of.get("label") or ARMS[name]] for name, of in found.items()])
+    labels = {name: of.get("label") or ARMS[name] for _, name, of in _of_all("arms")}
+    return rows(("Arm", "Is"), [[f"`{name}`", label] for name, label in labels.items()])
 
 
 ARMS = {
@@ -68,13 +68,14 @@ def drafters() -> str:
     if not made:
         return "The trained drafter learned from demonstrations of the task (`python -m benchmarks.control.toy DIR`).\n"
     body = []
-    for name, of in made.items():
+    for file, name, of in made:
+        table = " (of the table with a stale one)" if file == "e2e_stale" and name == "warm" else ""
         took = f"{of['cpu_seconds'] / 60:.0f} minutes of one core" if "cpu_seconds" in of else ""
         reaches = f"{of['accept_length']:.2f} simulated, {of['accept_length_served']:.2f} served" if took else ""
         if "accept_length_bench" in of:
             bench, moved = of["accept_length_bench"], of["kl_per_token"]
             reaches += f"; {bench:.2f} served with the bench's policy, which is {moved:.2f} nats a token away"
-        body.append([f"{name}: {of.get('policy', '')}".rstrip(": "), f"`{of['made_by']}`", took, reaches])
+        body.append([f"{name}{table}: {of.get('policy', '')}".rstrip(": "), f"`{of['made_by']}`", took, reaches])
     return rows(("Drafter", "Made by", "In", "Accept length on held-out prompts, K=7"), body)
 
 

@@ -20,8 +20,11 @@ learns such a policy slowly."""
 VLLM = "++actor_rollout_ref.rollout.engine_kwargs.vllm"
 
 
-def test_a_hybrid_policy_trains_with_a_drafter(tmp_path):
-    families.build_family(policy := tmp_path / "policy", "qwen3_next", vocab=64, state=STATE)
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_a_hybrid_policy_trains_with_a_drafter(family, tmp_path):
+    if family == "qwen3_5":
+        pytest.importorskip("torchvision", reason="vLLM's module of Qwen3.5 imports it: run by `make test-vision`")
+    families.build_family(policy := tmp_path / "policy", family, vocab=64, state=STATE)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(SHIPPED_POLICY / file, policy)
     run = grpo(
