@@ -21,7 +21,7 @@ from verl_tlt.report.reader import RunTrace, read_trace
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "demo" / "demo_grpo.sh"
-BATCH, LONG, SHORT = 4, 600, 40
+BATCH, LONG, SHORT = 4, 600, 80
 LIMIT_S = 1500.0
 """Six times what a run takes on a slow machine: a hang ends here, with everybody's stack in the log."""
 
@@ -139,7 +139,7 @@ TLT = (
     # judged, and served unless it is far worse, takes two of the first two steps' eight prompts (by their digests),
     # no sequence that outweighs the rest, fewer positions than a run asks for, and a wide margin.
     "tlt.buffer.held_out=0.4",
-    "tlt.buffer.window=128",
+    "tlt.buffer.window=256",
     "tlt.gate.margin=0.1",
     "tlt.gate.min_tokens=256",
 )

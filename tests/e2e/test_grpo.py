@@ -82,8 +82,7 @@ def test_rollout_and_actor_agree_on_probabilities_under_speculation(run):
 
 def test_acceptance_rose_from_a_random_head(run):
     assert run.steps[1]["tlt/accept_length"] == pytest.approx(1.0, abs=0.15)
-    # Far above what one that learns nothing moves by; how far it gets depends on how fast the machine is.
-    assert run.steps[4]["tlt/accept_length"] > run.steps[1]["tlt/accept_length"] + 0.2
+    assert run.steps[4]["tlt/accept_length"] > run.steps[1]["tlt/accept_length"] + 0.3
 
 
 def test_the_tail_has_an_accept_length_of_its_own(run):
@@ -98,7 +97,7 @@ def test_nothing_failed_and_no_response_was_lost(run):
         assert metrics["tlt/spot_failures"] == 0.0
         # Forced lengths: one long response and fifteen short ones a step; a lost or truncated one would show.
         assert metrics["response_length/max"] == 600.0
-        assert metrics["response_length/min"] == 40.0
+        assert metrics["response_length/min"] == 80.0
 
 
 def test_stopping_took_less_than_one_micro_batch_and_a_tenth_of_a_second(run):
@@ -129,8 +128,8 @@ def test_resume_continues_the_drafter(run, resumed):
     assert held_by(resumed.log) == [held.holds] * 2, (
         "each spot worker: candidate, moments, steps, the gate's references"
     )
-    # A fresh random head would be accepted no more than in the first step of all.
-    assert resumed.steps[5]["tlt/accept_length"] > run.steps[1]["tlt/accept_length"] + 0.15
+    # A fresh random head would accept nothing in the first resumed step.
+    assert resumed.steps[5]["tlt/accept_length"] > 1.25
 
 
 @pytest.mark.parametrize("fault", STRUCK, ids=lambda fault: fault.name)

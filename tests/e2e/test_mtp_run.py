@@ -33,11 +33,11 @@ VOCAB = 65
 SHAPE = dict(vocab_size=VOCAB, hidden_size=128, intermediate_size=256, max_position_embeddings=1024)
 
 
-def states_of(policy_dir, seed, texts=24):
-    """Texts of the policy, with its states."""
+def states_of(policy_dir, seed, count=24):
+    """So many texts of the policy, with its states."""
     policy = load_policy(policy_dir, "cpu").float()
     torch.manual_seed(seed)
-    prompts = torch.randint(3, VOCAB, (texts, 4))
+    prompts = torch.randint(3, VOCAB, (count, 4))
     texts = policy.generate(prompts, do_sample=True, top_k=0, max_new_tokens=80, min_new_tokens=80)
     return PolicyStates(policy, ())([Text(tuple(text), 4) for text in texts.tolist()])
 
@@ -58,13 +58,13 @@ def move_on(policy_dir):
 
 @pytest.fixture(scope="module")
 def stale(tmp_path_factory):
-    """(assets, a policy whose head was good for what the policy was, accept lengths then and now)."""
+    """(folder with the assets, a policy whose head was good for what the policy was, accept lengths then and now)."""
     base = tmp_path_factory.mktemp("mtp")
     policy, toy = base / "policy", build_assets(base / "assets", width="small", train_rows=64, val_rows=8).policy
     make_mtp_policy(policy, "mimo", **SHAPE)
     for file in (*toy.glob("*token*"), toy / "chat_template.jinja"):
         shutil.copy(file, policy)
-    model, texts = head_of(policy), states_of(policy, 0, texts=48)
+    model, texts = head_of(policy), states_of(policy, 0, count=48)
     trainer = DrafterTrainer(model, learning_rate=3e-3, warmup_steps=10)
     train_until(trainer, batches((t for _ in range(60) for t in texts), 512), lambda: trainer.steps >= 240)
     was = accept_length(acceptance(model, states_of(policy, 1), max_draft=2))
