@@ -32,6 +32,7 @@ from benchmarks.toy_job import FORCED, Job, make_assets
 from demo.toy.assets import Assets
 from verl_tlt.compare.processes import interruptible
 from verl_tlt.drafter import fingerprint, load_training_state
+from verl_tlt.drafter.train import AVERAGE
 from verl_tlt.messages.training import Resumed
 from verl_tlt.report.reader import RunTrace, read_trace
 from verl_tlt.spot_worker.versions import INITIAL, checksum, moments
@@ -133,7 +134,7 @@ def saved(checkpoints: Path) -> Saved | None:
     initial = state.get(INITIAL, served)
     holds = Resumed(
         steps=state["steps"],
-        candidate=checksum(state["parameters"]),
+        candidate=checksum(state[AVERAGE]),
         served=checksum(served),
         initial=checksum(initial),
         moments=moments(state["optimizer"]),

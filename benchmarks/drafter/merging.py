@@ -53,7 +53,7 @@ class Team:
     """Workers from one random head, each with its share of the sequences."""
 
     def __init__(self, shares: list[list[TrainingSequence]], weights: VerifierArrays, seed: int) -> None:
-        file = DrafterFile(0, *to_drafter_file(new_drafter(seed), "float32"))
+        file = DrafterFile(0, *to_drafter_file(new_drafter(seed), "float32"), acceptance=(0.0,))
         sampling = RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
         self.workers = [
             SpotLearner(f"worker-{seed}-{i}", CONFIG, str(SHIPPED_POLICY), file, sampling, "cpu")

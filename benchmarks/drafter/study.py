@@ -185,7 +185,7 @@ def start_file(out: Path, start: str, seed: int) -> DrafterFile:
     """The drafter a run starts from."""
     model = load_drafter(make_start(out, start, seed), SHIPPED_POLICY)
     config, weights, fingerprint = to_drafter_file(model, "float32")
-    return DrafterFile(0, config, weights, fingerprint)
+    return DrafterFile(0, config, weights, fingerprint, tuple(read_acceptance(make_start(out, start, seed))))
 
 
 class Variant:

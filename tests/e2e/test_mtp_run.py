@@ -64,6 +64,7 @@ def stale(tmp_path_factory):
     make_mtp_policy(policy, "mimo", **SHAPE)
     for file in (*toy.glob("*token*"), toy / "chat_template.jinja"):
         shutil.copy(file, policy)
+    shutil.copytree(policy, base / "untrained")
     model, texts = head_of(policy), states_of(policy, 0, count=48)
     trainer = DrafterTrainer(model, learning_rate=3e-3, warmup_steps=10)
     train_until(trainer, batches((t for _ in range(60) for t in texts), 512), lambda: trainer.steps >= 240)
@@ -111,3 +112,13 @@ def test_the_head_that_it_leaves_goes_back_into_the_policy(run, stale, tmp_path)
     write_back(run.out / "drafter", tmp_path / "policy")
     again = accept_length(acceptance(head_of(tmp_path / "policy"), states_of(tmp_path / "policy", 2), max_draft=2))
     assert again > now + 0.2, (again, now)
+
+
+def test_a_head_that_knows_nothing_is_off_from_the_second_rollout_on(stale):
+    base, *_ = stale
+    run = grpo(
+        base / "noise", base / "assets", 3, "tlt.speculation.policy=goodput", "tlt.spot.enable=false",
+        f"actor_rollout_ref.model.path={base / 'untrained'}", "tlt.drafter.method=mtp", "tlt.drafter.aux_layers=null",
+    )  # fmt: skip
+    assert run.steps[1]["tlt/accept_length"] < 1.1
+    assert [run.steps[step]["tlt/drafter_off_frac"] for step in (2, 3)] == [1.0, 1.0], run.steps

@@ -160,8 +160,8 @@ def steps_taken(worker: SpotWorker) -> int:
 def unmerged(worker: SpotWorker) -> tuple[int, int, dict[str, Any]]:
     """(optimizer steps, tokens, change of each parameter) since its last merge."""
     learner = worker.learner
-    trained, candidate = learner.trainer.parameters_numpy(), learner.versions.candidate
-    change = {name: value - candidate[name] for name, value in trained.items()}
+    candidate = learner.versions.candidate
+    change = {name: value.numpy() - candidate[name] for name, value in learner.trainer.averages().items()}
     return learner.unmerged_steps, learner.unmerged_tokens, change
 
 

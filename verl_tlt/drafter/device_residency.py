@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from verl_tlt.drafter.host_memory import layout, page_locked, views
-from verl_tlt.drafter.train import MOMENTS
+from verl_tlt.drafter.train import STATE
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -32,13 +32,13 @@ def _bytes(model: Eagle3DraftModel) -> tuple[int, int]:
 
 
 def session_bytes(model: Eagle3DraftModel, rows: int, passes: int, scored: int | None = None) -> int:
-    """Device memory of a session at its peak, in bytes, by rule of thumb: 10 GB for a 7B policy at 1024 rows.
+    """Device memory of a session at its peak, in bytes, by rule of thumb: 11 GB for a 7B policy at 1024 rows.
 
     `rows`: of the largest batch that is trained or scored; `scored`: of the largest that is scored; None: the same;
     `passes`: of the training-time test.
     """
     trained, frozen = _bytes(model)
-    weights = (1 + len(MOMENTS) + 1) * trained + frozen  # and gradients; a second set of weights in scoring
+    weights = (1 + len(STATE) + 1) * trained + frozen  # and gradients; a second set of weights in scoring
     waiting = rows * (max(1, len(model.target_layer_ids)) + 1) * model.hidden_size * 4  # float32, of the next batch
     # Logits and their gradients in 16 bits for each pass; or five float32 values for each logit (`acceptance`).
     logits = rows * model.draft_vocab_size * max(20, 8 + 4 * passes)
@@ -48,10 +48,10 @@ def session_bytes(model: Eagle3DraftModel, rows: int, passes: int, scored: int |
 
 
 def host_bytes(model: Eagle3DraftModel) -> int:
-    """Host memory of a spot worker beside its buffer, in bytes, where it trains on an accelerator: 9 GB for 7B."""
+    """Host memory of a spot worker beside its buffer, in bytes, where it trains on an accelerator: 10 GB for 7B."""
     trained, frozen = _bytes(model)
     whole_head = 2 * model.verifier_vocab_size * model.hidden_size if model.use_draft_vocab else 0
-    return (1 + len(MOMENTS) + VERSIONS_HELD) * trained + frozen + whole_head
+    return (1 + len(STATE) + VERSIONS_HELD) * trained + frozen + whole_head
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

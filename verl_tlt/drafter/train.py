@@ -4,6 +4,9 @@ AdamW on the drafter's own parameters only, with the loss of `speculators` over 
 (1 trains as EAGLE does; more feed the drafter its own hidden state, as HASS and EAGLE-3 do). Sessions are short and
 restart often, so beta2 is 0.95 and the state resumes to the bit.
 
+The learning rate never falls in a run, so weights keep moving around what they have learned. Their average over recent
+steps lies nearer to it: a spot worker hands that in, to be served.
+
 A device is kept busy: the next micro-batch is packed and copied while one is trained on (`drafter.feed`), and the host
 waits once a step, for the loss, while the device still updates the weights. It runs no further ahead, for a stop would
 wait for all that is queued.
@@ -20,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.overrides import TorchFunctionMode
 
 from verl_tlt.drafter.data import Batch, TrainingSequence, align
@@ -30,8 +34,13 @@ if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
 BETAS = (0.9, 0.95)
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's, by parameter; beside them it counts steps."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+AVERAGE = "average"
+STATE = (*_MOMENTS, AVERAGE)
+"""What the optimizer holds of each parameter, in its shape: AdamW's moments, and the average of its recent values."""
+AVERAGED_STEPS = 50
+"""Steps that the average reaches back, as a moving average does. In the beginning it is a ninth of those taken: a new
+head's weights of twenty steps ago are worth little."""
 CLIP = 1.0
 """Largest gradient norm."""
 _REACHED, _MEMORY = 0.5, 0.9
@@ -107,6 +116,7 @@ class DrafterTrainer:
         ttt_steps: passes per step, in the end. The first steps have one; the next position is unrolled when drafts
             reach it, for until then a step costs less and teaches as much.
         loss: a name of `speculators.losses`, or a JSON object of names and weights.
+        trained: the drafter has learned before, so its average reaches back as far as it ever does from the start.
 
     Raises:
         DrafterError: no such loss.
@@ -120,9 +130,10 @@ class DrafterTrainer:
         warmup_steps: int = 20,
         ttt_steps: int = 3,
         loss: str = "kl_div",
+        trained: bool = False,
     ) -> None:
         check_loss(loss)
-        self.model = model
+        self.model, self._trained = model, trained
         self.learning_rate, self.warmup_steps, self.ttt_steps = learning_rate, warmup_steps, ttt_steps
         self.parameters = trainable_parameters(model)
         # Fused: it leaves weights and moments alone where `found_inf` says so, and the host need not know.
@@ -130,8 +141,9 @@ class DrafterTrainer:
             self.parameters.values(), lr=learning_rate, betas=BETAS, weight_decay=0.0, fused=True
         )
         for p in self.parameters.values():  # before the first step: their memory is part of every session's
-            moments = {key: torch.zeros_like(p) for key in MOMENTS}
-            self.optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
+            moments = {key: torch.zeros_like(p) for key in _MOMENTS}
+            average = {AVERAGE: p.detach().clone()}
+            self.optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments, **average}
         self.passes = 1
         """Draft positions that the next step unrolls."""
         self._right = 0.0  # moving average of the last one's accuracy
@@ -179,6 +191,7 @@ class DrafterTrainer:
         else:
             self.steps += 1
             self._unroll(accuracy[-1])
+            self._average()
         return StepResult(value, fed.tokens, accuracy, skipped=bool(skipped), rate=0.0 if skipped else rate)
 
     def _unroll(self, right: float) -> None:
@@ -187,19 +200,33 @@ class DrafterTrainer:
         if self._right > _REACHED and self.passes < self.ttt_steps:
             self.passes, self._right = self.passes + 1, 0.0
 
+    def _average(self) -> None:
+        """One step more in the averages."""
+        reach = AVERAGED_STEPS if self._trained else min(AVERAGED_STEPS, 1 + self.steps / 9)
+        move = get_ema_multi_avg_fn(1 - 1 / reach)  # type: ignore[no-untyped-call]
+        move([*self.averages().values()], [*self.parameters.values()], None)
+
+    def averages(self) -> dict[str, torch.Tensor]:
+        """The average over recent steps of every trainable parameter, by name; itself, not a copy."""
+        return {name: state[AVERAGE] for name, state in self._state()}
+
     def start_over(self) -> None:
-        """Reset the optimizer's moments and steps; the weights stay."""
+        """Reset the optimizer's moments and steps; the weights stay, and are their own average."""
         with torch.no_grad():
-            for state in self.optimizer.state.values():
+            for p, state in self.optimizer.state.items():
                 for value in state.values():
                     value.zero_()
+                state[AVERAGE].copy_(p)
         self.steps = 0  # warm up again
 
     def state(self) -> Fields:
-        """Everything a bit-exact resume needs, on the host: weights, optimizer, counters."""
+        """Everything a bit-exact resume needs, on the host: weights, their average, optimizer, counters."""
+        optimizer = _to_host(self.optimizer.state_dict())
+        averages = [values.pop(AVERAGE) for values in optimizer["state"].values()]
         return {
             "parameters": {name: p.detach().cpu().clone() for name, p in self.parameters.items()},
-            "optimizer": _to_host(self.optimizer.state_dict()),
+            AVERAGE: dict(zip(self.parameters, averages, strict=True)),
+            "optimizer": optimizer,
             "steps": self.steps,
             "skipped": self.skipped,
             "passes": [self.passes, self._right],
@@ -208,14 +235,18 @@ class DrafterTrainer:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from `state()`; a `DrafterError` where it is of a drafter with other parameters."""
         saved = state["optimizer"]["state"]  # from a file, parameters are counted in text; there are none before a step
-        held = [(own, saved.get(i, saved.get(str(i), {}))) for i, own in enumerate(self.optimizer.state.values())]
-        for own, values in held:
-            if values and {k: v.shape for k, v in values.items()} != {k: v.shape for k, v in own.items()}:
+        moments = [saved.get(i, saved.get(str(i), {})) for i in range(len(self.parameters))]
+        for own, values in zip(self.optimizer.state.values(), moments, strict=True):
+            asked = {key: value.shape for key, value in own.items() if key != AVERAGE}
+            if values and {key: value.shape for key, value in values.items()} != asked:
                 raise DrafterError("The optimizer's moments are not those of the drafter.")
+        average = state.get(AVERAGE, state["parameters"])  # older ones have none
+        self._check(average)
         self._copy_in(state["parameters"])
         self.start_over()
         with torch.no_grad():
-            for own, values in held:
+            for (name, own), values in zip(self._state(), moments, strict=True):
+                own[AVERAGE].copy_(average[name])
                 for key, value in values.items():
                     own[key].copy_(value)
         self.steps, self.skipped = state["steps"], state["skipped"]
@@ -226,14 +257,24 @@ class DrafterTrainer:
         return {name: p.detach().float().cpu().numpy().copy() for name, p in self.parameters.items()}
 
     def load_parameters(self, parameters: Mapping[str, np.ndarray]) -> None:
-        """Take over weights (a merge, a revert); the optimizer's moments stay, as local SGD keeps them."""
+        """Take over weights, as their own average; the optimizer's moments stay, as local SGD keeps them."""
         self._copy_in({name: torch.from_numpy(np.array(value)) for name, value in parameters.items()})
+        for name, average in self.averages().items():
+            average.copy_(self.parameters[name].detach())
+
+    def move_average(self, to: Mapping[str, np.ndarray]) -> None:
+        """Take over an average (a merge); the weights keep their distance from it, and the moments stay."""
+        with torch.no_grad():
+            for name, average in self.averages().items():
+                p, new = self.parameters[name], torch.from_numpy(to[name])
+                p.sub_(average).add_(new)
+                average.copy_(new)
 
     @contextmanager
     def holding(self, parameters: Mapping[str, np.ndarray]) -> Iterator[None]:
         """The drafter with other weights inside the block; its own come back to the bit."""
         own = {name: p.detach().clone() for name, p in self.parameters.items()}
-        self.load_parameters(parameters)
+        self._copy_in({name: torch.from_numpy(np.array(value)) for name, value in parameters.items()})
         try:
             yield
         finally:
@@ -266,13 +307,21 @@ class DrafterTrainer:
             )
         return loss, metrics
 
-    def _copy_in(self, values: Mapping[str, torch.Tensor]) -> None:
+    def _state(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        """What the optimizer holds, by the parameter's name."""
+        return ((name, self.optimizer.state[p]) for name, p in self.parameters.items())
+
+    def _check(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Raise a `DrafterError` where these are not tensors of the parameters' names and shapes."""
         different = sorted(set(values) ^ set(self.parameters))
         if different:
             raise DrafterError(f"These parameters are not those of the drafter: {', '.join(different[:4])}.")
         for name, value in values.items():
             if value.shape != (own := self.parameters[name].shape):
                 raise DrafterError(f"{name} is {list(value.shape)}, but the drafter's is {list(own)}.")
+
+    def _copy_in(self, values: Mapping[str, torch.Tensor]) -> None:
+        self._check(values)
         with torch.no_grad():
             for name, value in values.items():
                 self.parameters[name].copy_(value)

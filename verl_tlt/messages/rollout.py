@@ -38,6 +38,11 @@ class DrafterFile:
     acceptance: tuple[float, ...] = ()
     """Conditional acceptance expected at each draft position, from held-out sequences; empty: unknown."""
 
+    @property
+    def untrained(self) -> bool:
+        """Nothing that it drafts is accepted: a random head."""
+        return bool(self.acceptance) and not any(self.acceptance)
+
 
 # ---------------------------------------------------------------------- a rollout server to the trainer
 

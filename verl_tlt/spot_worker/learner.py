@@ -1,9 +1,9 @@
 """What a spot worker does, without Ray: train a drafter, take part in merges, score, export and save it.
 
-A learner trains on its own buffer. What it learned is the difference between the parameters it trains and the candidate
-that all learners agree on; `spot_worker.merge` averages such differences, and `trainer.gate` judges the result. The
-gate's scores need the training device, which is free only while the replica is idle: so a session begins with them, for
-the candidate that was merged after the sessions before.
+A learner trains on its own buffer. What it learned is the difference between the average of its recent weights
+(`DrafterTrainer.averages`) and the candidate that all learners agree on; `spot_worker.merge` averages such differences,
+and `trainer.gate` judges the result. The gate's scores need the training device, which is free only while the replica
+is idle: so a session begins with them, for the candidate that was merged after the sessions before.
 """
 
 from __future__ import annotations
@@ -102,9 +102,11 @@ class SpotLearner:
         self._policy_dir = policy_dir
         d, b = config.drafter, config.buffer
         self.model = self._load(drafter)
+        new = drafter.untrained and published is None and versions is None
         self.trainer = DrafterTrainer(
-            self.model, learning_rate=d.learning_rate, warmup_steps=d.warmup_steps, ttt_steps=d.passes, loss=d.loss
-        )
+            self.model, learning_rate=d.learning_rate, warmup_steps=d.warmup_steps, ttt_steps=d.passes, loss=d.loss,
+            trained=not new,
+        )  # fmt: skip
         self.buffer = Buffer(max_bytes=b.max_bytes, keep_steps=b.keep_steps, held_out=b.held_out)
         initial = served = self.trainer.parameters_numpy()
         if published is not None:
@@ -278,7 +280,7 @@ class SpotLearner:
         with self._turn():
             least = self.config.spot.min_merge_steps
             facts = session_facts(self.name, self.unmerged_tokens, self.unmerged_steps, least)
-            return hand_in(facts, self._trained(), self.versions.candidate, slices)
+            return hand_in(facts, self._average(), self.versions.candidate, slices)
 
     def adopt(self, slices: tuple[MergedSlice, ...]) -> None:
         """Move to the new candidate. A learner that is not in it keeps its own progress on top and hands it in later;
@@ -287,21 +289,23 @@ class SpotLearner:
         with self._turn():
             facts, base = slices[0].facts, self.versions.candidate
             included = self.name in facts.included
-            own = {} if included else {name: value - base[name] for name, value in self._trained().items()}
-            candidate = added(base, slices, self._trained() if included else None)
+            candidate = added(base, slices)
             if facts.included:
                 self._transition(lambda versions: versions.merged(candidate))
             if included:
+                self.trainer.move_average(candidate)
                 self.unmerged_steps = self.unmerged_tokens = 0
-            elif all(np.isfinite(change).all() for change in own.values()):  # left out for too few steps
-                self.trainer.load_parameters({name: candidate[name] + change for name, change in own.items()})
+                return
+            own = {name: value - base[name] for name, value in self._average().items()}
+            if all(np.isfinite(change).all() for change in own.values()):  # left out for too few steps
+                self.trainer.move_average({name: candidate[name] + change for name, change in own.items()})
             else:
                 self._start_from_candidate()
                 self.trainer.start_over()  # its moments may be what broke it
 
-    def _trained(self) -> Parameters:
-        """The parameters that are trained, themselves; only during a turn: between sessions they are on the host."""
-        return {name: p.data.numpy() for name, p in self.trainer.parameters.items()}
+    def _average(self) -> Parameters:
+        """The average of its recent weights, itself; only during a turn: between sessions it is on the host."""
+        return {name: average.numpy() for name, average in self.trainer.averages().items()}
 
     def _start_from_candidate(self) -> None:
         self.trainer.load_parameters(self.versions.candidate)
@@ -376,7 +380,8 @@ class SpotLearner:
             return None
         with self._turn():
             self.trainer.load_state(state)
-            candidate, initial = self.trainer.parameters_numpy(), self.versions.initial
+            candidate = {name: average.copy() for name, average in self._average().items()}
+            initial = self.versions.initial
             if INITIAL in state:
                 initial = {name: value.numpy() for name, value in state[INITIAL].items()}
             self._transition(lambda versions: replace(versions, candidate=candidate, initial=initial))

@@ -117,11 +117,10 @@ def average_slice(parts: Sequence[MergedSlice], *, last: bool) -> MergedSlice:
     return replace(average, scales=average.scales * np.float32(further))
 
 
-def added(base: Parameters, slices: Sequence[MergedSlice], live: Parameters | None = None) -> Parameters:
+def added(base: Parameters, slices: Sequence[MergedSlice]) -> Parameters:
     """The new candidate, float32 on memory of its own; `base` itself where every worker was left out.
 
-    `slices` are those of the last `average_slice`, in order. The parameters `live` become the new candidate, too,
-    written while it is in the cache.
+    `slices` are those of the last `average_slice`, in order.
     """
     if not slices[0].facts.included:
         return base
@@ -133,8 +132,6 @@ def added(base: Parameters, slices: Sequence[MergedSlice], live: Parameters | No
             after, out = at + end - begin, new[name].reshape(-1)[begin:end]
             np.multiply(part.values[at:after], scale, out=out)
             out += base[name].reshape(-1)[begin:end]
-            if live is not None:
-                live[name].reshape(-1)[begin:end] = out
             at = after
 
     with ThreadPoolExecutor(THREADS) as pool:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from verl_tlt.drafter import DrafterTrainer
+from verl_tlt.drafter.train import AVERAGE
 from verl_tlt.messages.training import VERSIONS, Parameters, Resumed
 
 INITIAL = "initial"
@@ -92,7 +93,7 @@ def checksums(trainer: DrafterTrainer, versions: DrafterVersions) -> Resumed:
     """What is held now, in a form that can be compared with a checkpoint's files."""
     return Resumed(
         steps=trainer.steps,
-        candidate=checksum(trainer.parameters),
+        candidate=checksum(trainer.averages()),
         served=checksum(versions.served),
         initial=checksum(versions.initial),
         moments=moments(trainer.optimizer.state_dict()),
@@ -102,7 +103,7 @@ def checksums(trainer: DrafterTrainer, versions: DrafterVersions) -> Resumed:
 def moments(optimizer: Mapping[str, dict]) -> str:
     """Checksum of Adam's moments and step counts, from the optimizer's `state_dict()`."""
     states = optimizer["state"].items()
-    return checksum({f"{number}.{name}": value for number, values in states for name, value in values.items()})
+    return checksum({f"{i}.{name}": value for i, values in states for name, value in values.items() if name != AVERAGE})
 
 
 def checksum(named: Mapping[str, torch.Tensor | np.ndarray]) -> str:

@@ -54,7 +54,7 @@ class FirstDrafter:
     chosen: bool = True
     """Which ones is settled; False: the first rollout is to choose them."""
     untrained: bool = False
-    """It is new, and nothing that it drafts is accepted: a random head."""
+    """It is new, and a random head."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,9 @@ def first_drafter(
         text, weights, fingerprint = to_drafter_file(model, as_dtype)
         return DrafterFile(version, text, weights, fingerprint, acceptance)
 
+    trainable = file("float32")
     return FirstDrafter(
-        trainable=file("float32"),
+        trainable=trainable,
         served=file(dtype),
         aux_layers=tuple(model.target_layer_ids),
         origin=origin,
@@ -173,7 +174,7 @@ def first_drafter(
         worker_bytes=host_bytes(model),
         draft_vocab=model.draft_vocab_size,
         chosen=has_chosen_tokens(model),
-        untrained=not resumed and bool(acceptance) and not any(acceptance),
+        untrained=not resumed and trainable.untrained,
     )
 
 

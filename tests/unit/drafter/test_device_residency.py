@@ -57,6 +57,11 @@ def homes(trainer):
     return [t.data_ptr() for t in (*trainer.model.parameters(), *trainer.model.buffers())]
 
 
+def shares(tensor, named):
+    """Whether it is one of these."""
+    return any(tensor is value for value in named.values())
+
+
 def moments(trainer):
     return [value for state in trainer.optimizer.state.values() for value in state.values()]
 
@@ -132,7 +137,7 @@ def test_a_resumed_optimizer_stays_in_the_block(in_16_bits, trainer, memory, seq
         trainer.step(pack(sequences))
     saved, places = trainer.state(), [t.data_ptr() for t in moments(trainer)]
     trainer.start_over()
-    assert not any(t.any() for t in moments(trainer)) and trainer.steps == 0
+    assert not any(t.any() for t in moments(trainer) if not shares(t, trainer.averages())) and trainer.steps == 0
     trainer.load_state(saved)
     assert same_state(trainer.state(), saved) and [t.data_ptr() for t in moments(trainer)] == places
 
@@ -179,12 +184,12 @@ def test_what_a_7b_policys_drafter_needs():
     with torch.device("meta"):
         model = instantiate(drafter_config(QWEN_7B), "sdpa")
     whole = session_bytes(model, rows=1024, passes=3)
-    assert whole == pytest.approx(10e9, rel=0.05)
+    assert whole == pytest.approx(11e9, rel=0.05)
     with torch.device("meta"):
         pruned = instantiate(drafter_config(QWEN_7B, draft_vocab_size=32_768), "sdpa")
     # Frozen and logits shrink; scores take the policy's whole head, and its logits for a portion of the rows.
-    assert session_bytes(pruned, rows=4096, passes=3, scored=1024) == pytest.approx(10e9, rel=0.05)
-    assert host_bytes(model) == pytest.approx(9.1e9, rel=0.01)
+    assert session_bytes(pruned, rows=4096, passes=3, scored=1024) == pytest.approx(11e9, rel=0.05)
+    assert host_bytes(model) == pytest.approx(10.2e9, rel=0.01)
     with torch.device("meta"):
         pruned = instantiate(drafter_config(QWEN_7B, draft_vocab_size=32_768), "sdpa")
-    assert host_bytes(pruned) == pytest.approx(9.3e9, rel=0.01), "scores take the policy's whole head"
+    assert host_bytes(pruned) == pytest.approx(10.4e9, rel=0.01), "scores take the policy's whole head"

@@ -12,6 +12,8 @@ from verl_tlt.drafter import (
     DrafterError,
     DrafterTrainer,
     TrainingSequence,
+    accept_length,
+    acceptance,
     batches,
     from_numpy16,
     load_training_state,
@@ -182,6 +184,35 @@ def test_parameters_travel_as_numpy(policy, drafter, sequences):
         other.load_parameters({n: v for n, v in sent.items() if n != "fc.weight"})
     with pytest.raises(DrafterError, match=r"norm\.weight is \[3\]"):
         other.load_parameters({**sent, "norm.weight": np.zeros(3, np.float32)})
+
+
+def spread(trainer, start):
+    """How far the weights are from their average, and from the start: the Euclidean norm over all parameters."""
+    weights, averages = trainer.parameters_numpy(), {n: a.numpy() for n, a in trainer.averages().items()}
+    return tuple(
+        sum(float(np.sum((weights[name] - other[name]) ** 2)) for name in weights) ** 0.5 for other in (averages, start)
+    )
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_average_follows_a_new_drafter_and_stays_with_a_trained_one(drafter, sequences, trained):
+    trainer = DrafterTrainer(drafter, ttt_steps=1, warmup_steps=1, trained=trained)
+    start = trainer.parameters_numpy()
+    for _ in range(6):
+        trainer.step(pack(sequences))
+    behind, moved = spread(trainer, start)
+    assert behind < 0.3 * moved if not trained else behind > 0.8 * moved
+
+
+def test_the_average_is_better_than_weights_that_a_constant_rate_keeps_moving(drafter, sequences):
+    trainer = DrafterTrainer(drafter, learning_rate=2e-2, ttt_steps=1)
+    rejected = {"weights": [], "average": []}
+    for steps in range(200, 260, 10):
+        train_until(trainer, stream(sequences), lambda steps=steps: trainer.steps >= steps)
+        rejected["weights"].append(2.0 - accept_length(acceptance(drafter, sequences, max_draft=1)))
+        with trainer.holding({name: average.numpy() for name, average in trainer.averages().items()}):
+            rejected["average"].append(2.0 - accept_length(acceptance(drafter, sequences, max_draft=1)))
+    assert np.mean(rejected["average"]) < 0.75 * np.mean(rejected["weights"]), rejected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

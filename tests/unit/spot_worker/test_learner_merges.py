@@ -21,7 +21,8 @@ def learners(tmp_path):
 
 
 def now(learner):
-    return learner.trainer.parameters_numpy()
+    """What it would hand in: the average of its weights."""
+    return {name: average.numpy().copy() for name, average in learner.trainer.averages().items()}
 
 
 def own(learner):
@@ -50,6 +51,18 @@ def test_all_end_on_the_same_version_which_is_the_average(learners):
     assert same(first.versions.candidate, candidate), "training changes what it trains, and no version"
 
 
+def test_its_weights_stay_as_far_ahead_of_their_average_until_it_is_reverted(learners):
+    first, *_ = learners
+    ahead = {name: value - now(first)[name] for name, value in first.trainer.parameters_numpy().items()}
+    assert any(value.any() for value in ahead.values())
+    merge_learners(learners, [first])
+    weights, candidate = first.trainer.parameters_numpy(), first.versions.candidate
+    for name, value in ahead.items():
+        np.testing.assert_allclose(weights[name] - candidate[name], value, rtol=0, atol=1e-6)
+    first.revert("served")
+    assert same(first.trainer.parameters_numpy(), first.versions.served) and same(now(first), first.versions.served)
+
+
 def test_one_with_too_few_steps_keeps_its_progress(learners):
     first, second, _ = learners
     second.unmerged_steps = MIN_STEPS - 1
@@ -64,7 +77,7 @@ def test_one_with_too_few_steps_keeps_its_progress(learners):
 
 def test_one_with_broken_numbers_starts_again(learners):
     first, second, _ = learners
-    next(iter(second.trainer.parameters.values())).data.view(-1)[0] = np.nan
+    next(iter(second.trainer.averages().values())).view(-1)[0] = np.nan
     facts = merge_learners(learners, [first, second])
     assert facts.included == ("a",) and "not finite" in facts.excluded["b"]
     assert same(now(second), first.versions.candidate)

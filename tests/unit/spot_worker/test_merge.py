@@ -62,9 +62,7 @@ class Worker:
 def merged_by(workers):
     facts, slices = start_merge(workers)
     assert all(f == facts[0] for f in facts), "the slices' facts differ"
-    live = {name: value.copy() for name, value in BASE.items()}
-    new = added(BASE, slices, live)
-    assert all(np.array_equal(live[name], value) for name, value in new.items())
+    new = added(BASE, slices)
     return facts[0], {name: value - BASE[name] for name, value in new.items()}
 
 
