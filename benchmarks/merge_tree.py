@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.stored import store
+from verl_tlt.drafter.train import move_average
 from verl_tlt.spot_worker.merge import THREADS, added, average_slice, hand_in, session_facts
 from verl_tlt.trainer.replica_workers import FAN_IN
 
@@ -65,7 +67,8 @@ def main() -> None:
     # One of each member's slices: what the first of a group reads.
     parts = [type(slices[0])(f, slices[0].values.copy(), slices[0].scales, slices[0].lengths) for f in facts]
     joining = seconds(lambda: average_slice(parts, last=True), options.turns)
-    adopting = seconds(lambda: added(base, slices, now), options.turns)
+    weights, averages = ({name: torch.from_numpy(value.copy()) for name, value in now.items()} for _ in range(2))
+    adopting = seconds(lambda: move_average(weights, averages, added(base, slices)), options.turns)
 
     size = sum(value.size for value in base.values())
     delta = sum(part.values.nbytes + part.scales.nbytes for part in slices)

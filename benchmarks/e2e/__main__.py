@@ -3,7 +3,7 @@
     python -m benchmarks.e2e --out benchmarks/results/e2e.json [--rounds 3] [--steps 4] [--arms NAME ...]
     python -m benchmarks.e2e --load large --work demo-out/e2e-large --out FILE
     python -m benchmarks.e2e --forced --steps 8 --arms tlt-fresh tlt --work demo-out/forced --out FILE
-    python -m benchmarks.e2e --forced --control-every 0 --rounds 1 --steps 13 --arms tlt-fresh tlt --work demo-out/cold
+    python -m benchmarks.e2e --forced --load large --control-every 0 --rounds 1 --steps 13 --arms tlt-fresh tlt
 
 `verl-tlt compare` on the demo's recipe, with more arms (`arms.py`), on prompts other than the demo's. The work folder
 keeps what was measured: called again, the command goes on with it, and `--rounds 0` writes `--out` from what is there.

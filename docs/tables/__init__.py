@@ -18,6 +18,7 @@ from tables.page import FILES
 from tables.runs import (
     arms,
     cold_start,
+    cold_start_small,
     drafters,
     end_to_end,
     end_to_end_avx2,
@@ -39,10 +40,10 @@ BLOCK = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (same_tokens, oracles, drain, residuals, clusters, control_by_batch, control_plane, resumptions,
-                  growth, stops, overhead, tap, learning, objectives, study, merging, merge_tree, packing, end_to_end,
-                  readings, foreign, good_head, expectations, headlines, savings, changing, mutation, end_to_end_avx2,
-                  savings_avx2, final, lossless, arms, drafters, end_to_end_large,
-                  end_to_end_stale, cold_start)
+                  growth, stops, overhead, tap, learning, objectives, study, merging, merge_tree, packing,
+                  end_to_end, readings, foreign, good_head, expectations, headlines, savings, changing, mutation,
+                  end_to_end_avx2, savings_avx2, final, lossless, arms, drafters, end_to_end_large,
+                  end_to_end_stale, cold_start, cold_start_small)
 }  # fmt: skip
 
 

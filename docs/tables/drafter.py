@@ -71,6 +71,19 @@ def learning() -> str:
     return rows(("Recipe", f"toy: {head[0]}", *head[1:], f"prose: {head[0]}", *head[1:]), body)
 
 
+def averaging() -> str:
+    """Accept length of a head's weights and of their average, on the way."""
+    body = []
+    for corpus, of in load("drafter_averaging")["corpora"].items():
+        for head in ("new", "warmed up"):
+            for check in of[head]:
+                gain, low, high = (f"{percent(value, 1)}" for value in check["longer"])
+                longer = f"{gain} % ({low} to {high} %)" if check["steps"] else ""
+                lengths = (f"{check[key]:.2f}" for key in ("weights", "average"))
+                body.append([f"{corpus}, {of['seeds']} seeds", head, check["steps"], *lengths, longer])
+    return rows(("Text", "Head", "optimizer steps", "weights", "average", "average over weights"), body)
+
+
 def packing() -> str:
     """Speed of packed batches relative to padded ones."""
     found = load("drafter_packing")["ratios"]
@@ -110,7 +123,7 @@ def merge_tree() -> str:
     body = [
         ["hand in: the change in 16 bits, in eight slices (two threads)", hand_in, 1],
         ["the tree: two levels, on each an average of one slice of eight workers", join, found["levels"]],
-        ["adopt: the new version, and the live parameters with it (two threads)", adopt, 1],
+        ["adopt: the new version, and weights and average with it (two threads)", adopt, 1],
     ]
     body = [[what, *(f"{f'{n} x ' * (n > 1)}{took[clock]:.2f} s" for clock in took)] for what, took, n in body]
     body.append(["**together**", f"**{whole['clock']:.2f} s**", f"{whole['cpu']:.2f} s"])

@@ -101,9 +101,16 @@ def _end_to_end(file: str) -> str:
 
 def cold_start() -> str:
     """When a run without a drafter has made up for its cold start, beside one with a trained drafter."""
-    if not recorded("cold_start"):
-        return "Not recorded yet.\n"
-    found = load("cold_start")
+    return _cold_start("cold_start")
+
+
+def cold_start_small() -> str:
+    """The same with a quarter of the responses."""
+    return _cold_start("cold_start_small")
+
+
+def _cold_start(file: str) -> str:
+    found = load(file)
     body = []
     for name, of in found["ratios"].items():
         steps = [step for turn in found["turns"] if turn["arm"] == name for step in turn["steps"]]
@@ -113,7 +120,7 @@ def cold_start() -> str:
         stop, behind = f"{cold:.1f} s in step {at}" if cold else "", f"{-low:.0f} s, step {low_at}" if low < 0 else ""
         ahead = f"step {of['lead']['from_step']}" if of["lead"]["from_step"] else "not yet"
         body.append([f"`{name}`", stop, lengths, faster(of["e2e"]), behind, ahead, f"{end:+.0f} s, step {last}"])
-    on = f"[cold_start.json](../benchmarks/results/cold_start.json), {found['machine']['date'][:10]}:\n\n"
+    on = f"[{file}.json](../benchmarks/results/{file}.json), {found['machine']['date'][:10]}:\n\n"
     head = ("", "cold start", "accept length", "step", "furthest behind stock", "ahead from", "ahead at the end")
     return on + rows(head, body)
 

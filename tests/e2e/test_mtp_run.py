@@ -119,6 +119,7 @@ def test_a_head_that_knows_nothing_is_off_from_the_second_rollout_on(stale):
     run = grpo(
         base / "noise", base / "assets", 3, "tlt.speculation.policy=goodput", "tlt.spot.enable=false",
         f"actor_rollout_ref.model.path={base / 'untrained'}", "tlt.drafter.method=mtp", "tlt.drafter.aux_layers=null",
+        "tlt.drafter.intermediate_size=null",
     )  # fmt: skip
     assert run.steps[1]["tlt/accept_length"] < 1.1
     assert [run.steps[step]["tlt/drafter_off_frac"] for step in (2, 3)] == [1.0, 1.0], run.steps

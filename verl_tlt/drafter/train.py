@@ -264,11 +264,7 @@ class DrafterTrainer:
 
     def move_average(self, to: Mapping[str, np.ndarray]) -> None:
         """Take over an average (a merge); the weights keep their distance from it, and the moments stay."""
-        with torch.no_grad():
-            for name, average in self.averages().items():
-                p, new = self.parameters[name], torch.from_numpy(to[name])
-                p.sub_(average).add_(new)
-                average.copy_(new)
+        move_average(self.parameters, self.averages(), to)
 
     @contextmanager
     def holding(self, parameters: Mapping[str, np.ndarray]) -> Iterator[None]:
@@ -325,6 +321,17 @@ class DrafterTrainer:
         with torch.no_grad():
             for name, value in values.items():
                 self.parameters[name].copy_(value)
+
+
+def move_average(
+    weights: Mapping[str, torch.Tensor], averages: Mapping[str, torch.Tensor], to: Mapping[str, np.ndarray]
+) -> None:
+    """Make an average `to`, in place, and keep the weights at their distance from it."""
+    with torch.no_grad():
+        for name, average in averages.items():
+            new = torch.from_numpy(to[name])
+            weights[name].sub_(average).add_(new)
+            average.copy_(new)
 
 
 def train_until(

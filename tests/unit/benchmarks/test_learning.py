@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from benchmarks.drafter import averaging
 from benchmarks.drafter.corpora import Corpus
-from benchmarks.drafter.learning import new_trainer, pooled, seconds_to
+from benchmarks.drafter.learning import drawn, new_trainer, pooled, seconds_to
 from benchmarks.drafter.recipes import BASE, RECIPES, _orthogonal
 from demo.toy.assets import SHIPPED_POLICY
 from verl_tlt.drafter import TrainingSequence, pack
@@ -33,13 +34,17 @@ def test_seeds_are_paired_with_those_of_base():
     assert slower["faster"] == [1.0, 1.0, 1.0] and slower["longer"][0] < 0.0
 
 
-@pytest.mark.parametrize("name", ["base", "mtp", "both norms", "init tied", "muon"])
-def test_a_recipe_makes_a_head_that_learns(name):
+@pytest.fixture
+def sequence():
     generator = torch.Generator().manual_seed(0)
-    sequence = TrainingSequence(
+    return TrainingSequence(
         torch.randint(3, 60, (20,), generator=generator), 4,
         torch.randn(20, 3 * HIDDEN, generator=generator), torch.randn(20, HIDDEN, generator=generator),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["base", "mtp", "both norms", "init tied", "muon"])
+def test_a_recipe_makes_a_head_that_learns(name, sequence):
     trainer = new_trainer(Corpus(SHIPPED_POLICY, [], []), RECIPES[name], 0)
     losses = [trainer.step(pack([sequence])).loss for _ in range(6)]
     assert losses[-1] < losses[0]
@@ -58,3 +63,13 @@ def test_each_recipe_differs_from_its_end_in_one_thing():
 def test_muons_update_has_singular_values_near_one():
     found = torch.linalg.svdvals(_orthogonal(torch.randn(12, 30)))
     assert found.min() > 0.5 and found.max() < 1.5
+
+
+def test_weights_and_their_average_are_scored_on_the_way_and_paired_by_seed(sequence):
+    corpus = Corpus(SHIPPED_POLICY, [sequence], [sequence])
+    trainer = new_trainer(corpus, averaging.RECIPE, 0)
+    rows = averaging.train(trainer, drawn(corpus, 64, 0), 6, corpus)
+    assert [row["steps"] for row in rows] == [2, 4, 6] and all(row["weights"] >= 1.0 for row in rows)
+    assert rows[-1] == averaging.compared(trainer, corpus) | {"steps": 6}, "weights and average are as they were"
+    seeds = ({"steps": 6, "weights": 2.0, "average": 2.2}, {"steps": 6, "weights": 4.0, "average": 4.8})
+    assert averaging.pooled(seeds)["longer"][0] == 0.15
