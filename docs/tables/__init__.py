@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tables.control import changing, control_by_batch, drain, final, foreign, good_head, oracles
-from tables.drafter import learning, merge_tree, merging, objectives, packing, study
+from tables.drafter import averaging, learning, merge_tree, merging, objectives, packing, study
 from tables.front import expectations, headlines
 from tables.long_runs import growth, overhead, resumptions, stops
 from tables.page import FILES
@@ -40,7 +40,7 @@ BLOCK = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (same_tokens, oracles, drain, residuals, clusters, control_by_batch, control_plane, resumptions,
-                  growth, stops, overhead, tap, learning, objectives, study, merging, merge_tree, packing,
+                  growth, stops, overhead, tap, learning, averaging, objectives, study, merging, merge_tree, packing,
                   end_to_end, readings, foreign, good_head, expectations, headlines, savings, changing, mutation,
                   end_to_end_avx2, savings_avx2, final, lossless, arms, drafters, end_to_end_large,
                   end_to_end_stale, cold_start, cold_start_small)
