@@ -120,7 +120,7 @@ def test_training_raises_accuracy_and_held_out_acceptance(pair):
     assert tau["served"] == tau["initial"]
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="the scheduling class is Linux's")
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="runs on Linux, whose scheduling class it is about")
 def test_on_a_cpu_a_session_gets_only_the_time_that_engines_leave(pair):
     def classes(worker):
         return worker._session.submit(os.sched_getscheduler, 0).result(), os.sched_getscheduler(0)

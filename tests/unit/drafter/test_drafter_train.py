@@ -186,6 +186,15 @@ def test_parameters_travel_as_numpy(policy, drafter, sequences):
         other.load_parameters({**sent, "norm.weight": np.zeros(3, np.float32)})
 
 
+def test_an_average_of_another_drafter_is_refused_and_nothing_changes(drafter, sequences):
+    trainer = DrafterTrainer(drafter)
+    trainer.step(pack(sequences))
+    before = trainer.state()
+    with pytest.raises(DrafterError, match=r"norm\.weight is \[3\]"):
+        trainer.load_state({**before, "average": {**before["average"], "norm.weight": torch.zeros(3)}})
+    assert same_state(before, trainer.state())
+
+
 def spread(trainer, start):
     """How far the weights are from their average, and from the start: the Euclidean norm over all parameters."""
     weights, averages = trainer.parameters_numpy(), {n: a.numpy() for n, a in trainer.averages().items()}

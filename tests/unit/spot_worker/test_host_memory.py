@@ -21,7 +21,7 @@ def worker(tmp_path):
     return worker
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+@pytest.mark.skipif(sys.platform != "linux", reason="runs on Linux: it is about glibc's allocator")
 def test_freed_pieces_go_back_to_the_system():
     resident = psutil.Process().memory_info
     pieces = [bytearray(b"x" * 50_000) for _ in range(4000)]

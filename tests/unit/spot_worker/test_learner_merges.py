@@ -1,8 +1,12 @@
 """What a merge does to learners: all end on the same bits, and no progress is lost."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from tiny_learner import CONFIG, make_learner, merge_learners, same, texts, verifier_arrays
+from tiny_learner import CONFIG, learner_arguments, make_learner, merge_learners, same, texts, verifier_arrays
+
+from verl_tlt.spot_worker.learner import SpotLearner
 
 MIN_STEPS = CONFIG.spot.min_merge_steps
 
@@ -61,6 +65,22 @@ def test_its_weights_stay_as_far_ahead_of_their_average_until_it_is_reverted(lea
         np.testing.assert_allclose(weights[name] - candidate[name], value, rtol=0, atol=1e-6)
     first.revert("served")
     assert same(first.trainer.parameters_numpy(), first.versions.served) and same(now(first), first.versions.served)
+
+
+@pytest.mark.parametrize("head", ["new", "given", "new, but its worker takes a lost one's place"])
+def test_what_a_worker_hands_in_of_its_first_session(tmp_path, head):
+    """Nearly all that a new head moved, and little of what a head moved that had learned before."""
+    name, config, policy, file, sampling = learner_arguments(tmp_path / "policy")
+    file = replace(file, acceptance=(0.5, 0.4)) if head == "given" else file
+    published = file if head.startswith("new, ") else None
+    learner = SpotLearner(name, config, policy, file, sampling, "cpu", published=published)
+    learner.add(1, texts(60), verifier_arrays())
+    learner.train(lambda: False)
+    weights, start = learner.trainer.parameters_numpy(), learner.versions.candidate
+    moved, handed = (
+        sum(float(np.sum((of[key] - start[key]) ** 2)) for key in start) ** 0.5 for of in (weights, now(learner))
+    )
+    assert handed > 0.5 * moved if head == "new" else 0.0 < handed < 0.25 * moved
 
 
 def test_one_with_too_few_steps_keeps_its_progress(learners):
