@@ -11,8 +11,7 @@ right, and no warning is given. It drafts greedily, vLLM's default: with drawn d
 
 The other arms of vLLM keep their drafter because their engines never sleep (`NO_SLEEP`); on a GPU their weights and KV
 cache would stay in its memory during training. A drafter is also kept by vLLM 0.32 where it is asked to
-(`sleep_preserve_parameter_names`), and at level 1, which verl takes for LoRA and for MTP. `tlt-awake` never sleeps
-either: what is between it and a fixed K is the choice of K.
+(`sleep_preserve_parameter_names`), and at level 1, which verl takes for LoRA and for MTP.
 """
 
 from __future__ import annotations
@@ -80,11 +79,6 @@ def _of_tlt(warm: Path, costs: Path) -> list[Arm]:
     no_spot, started = "tlt.spot.enable=false", f"tlt.drafter.path={warm}"
     parts = [
         (NO_SPOT, "TLT from the warmed-up drafter, which it does not train", (started, no_spot)),
-        (
-            "tlt-awake",
-            "TLT from the warmed-up drafter, which it does not train, with engines that never sleep, as `vllm-K`",
-            (started, no_spot, NO_SLEEP),
-        ),
         ("tlt-ngram", "TLT with n-grams in a drafter's place", ("tlt.speculation.source=ngram", no_spot)),
         (
             "tlt-fresh",
