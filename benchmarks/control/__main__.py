@@ -1,19 +1,21 @@
 """Which draft-length policy is fastest, and what it costs: prints the tables, writes benchmarks/results/control.json.
 
     python -m benchmarks.control [--replay] [--foreign] [--good-head] [--overhead]
-    python -m benchmarks.control --drain [--repetitions N] [--finals N]
+    python -m benchmarks.control --drain [--repetitions N]
+    python -m benchmarks.control --fixed [--repetitions N]
     python -m benchmarks.control --steady [--batches N ...] [--turns N]
     python -m benchmarks.control --changing [--repetitions N] [--go-on]
 
 Without a part named, all run: `--replay` simulates rollouts against oracles (minutes), `--foreign` so too on step costs
-that are not the formula which the policy fits (a quarter of an hour), `--good-head` first rollouts with a drafter
-that is nearly always right against the best fixed K (two minutes), `--drain` decodes on real vLLM CPU engines (about
-a quarter of an hour; the first time it trains a drafter, some minutes more), `--overhead` counts what control adds to
-an engine step, `--steady` compares steps without drafts with stock's, `--changing` decodes runs in which drafter,
-policy and load change (minutes a repetition). A part that is not run keeps its figures of the last time. The drain
-also draws K against batch over one rollout for docs/adaptive-speculation.md; with `--record` its step times become the
-ones that the replay replays as "CPU engine". Wall-clock timings mean something only on an idle machine; `--clock cpu`
-counts CPU seconds of the engine's process instead.
+that are not the formula which the policy fits (a quarter of an hour), `--good-head` first rollouts with a drafter that
+is nearly always right against the best fixed K (two minutes), `--drain` decodes on real vLLM CPU engines (about a
+quarter of an hour; the first time it trains a drafter, some minutes more), `--fixed` meets vLLM's own fixed K with a
+warmed-up drafter (an hour at most; the first time it makes one, a quarter of an hour more), `--overhead` counts what
+control adds to an engine step, `--steady` compares steps without drafts with stock's, `--changing` decodes runs in
+which drafter, policy and load change (minutes a repetition). A part that is not run keeps its figures of the last time.
+The drain also draws K against batch over one rollout for docs/adaptive-speculation.md; with `--record` its step times
+become the ones that the replay replays as "CPU engine". Wall-clock timings mean something only on an idle machine;
+`--clock cpu` counts CPU seconds of the engine's process instead.
 """
 
 from __future__ import annotations
@@ -101,10 +103,9 @@ def draw(steps: list[list[float]], path: Path) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for part in ("replay", "foreign", "good-head", "drain", "changing", "overhead", "steady"):
+    for part in ("replay", "foreign", "good-head", "drain", "fixed", "changing", "overhead", "steady"):
         parser.add_argument(f"--{part}", action="store_true")
-    parser.add_argument("--repetitions", type=int, default=9, help="of every arm of the drain, or of the changing run")
-    parser.add_argument("--finals", type=int, default=9, help="of the best three arms of the drain among themselves")
+    parser.add_argument("--repetitions", type=int, default=9, help="of every arm of drain, fixed and changing")
     parser.add_argument("--seconds", type=float, default=900.0, help="no repetition of these starts after so long")
     parser.add_argument("--go-on", action="store_true", help="the changing run goes on with the repetitions in --out")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64], help="of the steady part")
@@ -116,9 +117,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     simulated = options.replay or options.foreign or options.good_head
-    everything = not (simulated or options.drain or options.changing or options.overhead or options.steady)
+    engines = options.drain or options.fixed or options.changing or options.overhead or options.steady
+    everything = not (simulated or engines)
     found = json.loads(options.out.read_text()) if options.out.exists() else {}
-    if options.overhead or options.steady or options.drain or options.changing or everything:
+    if engines or everything:
         console.print(say_dtype(find_dtype()))
     if options.overhead or everything:
         found |= _overhead() | {"overhead_on": machine()}
@@ -135,14 +137,15 @@ def main() -> None:
         from benchmarks.control.toy import prepare
 
         toy = prepare(options.toy)
-        found |= drain(
-            toy, options.repetitions, options.finals, options.seconds, options.clock, console.print, options.record
-        )
+        found |= drain(toy, options.repetitions, options.seconds, options.clock, console.print, options.record)
         draw(found.pop("goodput_rollout"), PLOT)
         found["drain_on"] = machine()
-        detail = found["drain_detail"]
-        console.print(drain_table(found["drain"], detail))
-        console.print("final: goodput over", {name: v["goodput_over"] for name, v in detail["final"].items()})
+        console.print(drain_table(found["drain"], found["drain_detail"]))
+    if options.fixed or everything:
+        from benchmarks.control.fixed import against_fixed, bench_toy
+
+        found["fixed"] = against_fixed(bench_toy(options.toy), options.repetitions, options.seconds, console.print)
+        found["fixed_on"] = machine()
     if options.changing or everything:
         from benchmarks.control.changing import changing
         from benchmarks.control.toy import stages

@@ -2,9 +2,7 @@
 
 All arms run interleaved in one process on one engine, every repetition in another order, every arm on the same prompts
 and lengths. Policies keep what they learned from one repetition to the next, as they do from rollout to rollout;
-`table` and `goodput` are told the calibration and the drafter's held-out acceptance, as in a run. A machine changes its
-speed within a repetition of a dozen arms, and the best of seven fixed K is best by luck too; so goodput, the table and
-the best fixed K of that race then meet once more by themselves, in a final: there a repetition takes half a minute.
+`table` and `goodput` are told the calibration and the drafter's held-out acceptance, as in a run.
 """
 
 from __future__ import annotations
@@ -34,14 +32,13 @@ RECORDED = Path(__file__).parent / "recorded_cpu.json"
 
 
 def drain(
-    toy: Toy, repetitions: int, finals: int, seconds: float, clock: str = "wall", say: Any = print, record: bool = False
+    toy: Toy, repetitions: int, seconds: float, clock: str = "wall", say: Any = print, record: bool = False
 ) -> dict[str, Any]:
     """Race all arms on one engine.
 
     Args:
         toy: policy and drafter.
         repetitions: of every arm.
-        finals: repetitions of the final, on prompts of its own.
         seconds: no repetition of the race starts after so long.
         clock: "wall", or "cpu" for a machine shared with others: CPU seconds of the engine, for policies and result.
         say: called with lines on the way.
@@ -59,10 +56,8 @@ def drain(
             say(f"engine up and calibrated after {time.monotonic() - started:.0f} s")
             for name in arms:
                 ours.call("add_arm", name=name, table=table, trace=True)
-            speeds = _race(ours, arms, range(repetitions), started + seconds, say)
+            speeds = _race(ours, arms, repetitions, started + seconds, say)
             stats = {name: ours.call("stats", name=name) for name in arms}
-            best = min(FIXED, key=lambda name: faster(speeds["goodput"], speeds[name])[0])
-            final = _race(ours, (best, "table", "goodput"), range(100, 100 + finals), float("inf"), say)
             traced = (*arms, "fixed-0") if record else arms
             if record:
                 ours.call("add_arm", name="fixed-0", table=table, trace=True)
@@ -89,10 +84,6 @@ def drain(
             "dtype": find_dtype(),
             "over_off": {name: faster(v, speeds["off"]) for name, v in speeds.items()},
             "goodput_over": {name: faster(speeds["goodput"], v) for name, v in speeds.items()},
-            "final": {
-                name: {"tok_per_s_by_run": [round(x, 1) for x in v], "goodput_over": faster(final["goodput"], v)}
-                for name, v in final.items()
-            },
             "tok_per_s_by_run": {name: [round(x, 1) for x in v] for name, v in speeds.items()},
             "accept_length_is": f"tokens per draft of {ARMS[-1]}, temperature 1",
             "expected_acceptance": toy.acceptance,
@@ -125,12 +116,12 @@ def cost_of_control(toy: Toy, clock: str, say: Any, batches: Sequence[int], turn
 
 
 def _race(
-    ours: EngineProcess, arms: tuple[str, ...], turns: range, deadline: float, say: Any
+    ours: EngineProcess, arms: tuple[str, ...], repetitions: int, deadline: float, say: Any
 ) -> dict[str, list[float]]:
     """Tokens per second of every arm and repetition."""
     speeds: dict[str, list[float]] = {name: [] for name in arms}
     order = list(arms)
-    for turn in turns:
+    for turn in range(repetitions):
         begin = time.monotonic()
         random.Random(turn).shuffle(order)
         for name in order:
