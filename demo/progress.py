@@ -20,10 +20,10 @@ STARTUP = (
 AFTER = {
     "rollout": "log-probs",
     "reward": "log-probs",
+    "cold_start": "log-probs",
     "old_log_prob": "policy update",
     "update_actor": "weight sync",
     "update_weights": "closing the step",
-    "merge": "judging the drafter",
 }
 """A phase that ended -> what comes next."""
 

@@ -24,6 +24,7 @@ OBJECTIVES = {"eagle": 1, "hass": 3, "eagle3": 7}
 """Passes of the training-time test by the name of the method that trains so; the costs of the TLT paper's Table 7."""
 BATCH_TOKENS, BUFFER_MB = 1024, 2048
 """The smallest sizes of `trainer.run_setup`: of micro-batches on a processor, and of buffers in MiB."""
+COSTS_DIR = "~/.cache/verl-tlt/costs"
 TOKENS_PER_STEP = 8192
 """Where the tokens captured begin; a session needs some thousand, and no bubble has been seen yet."""
 
@@ -121,7 +122,7 @@ class SpeculationConfig:
     calibrate: bool = True
     """Measure step latency by batch and K at start, about 20 seconds; false: learn it from the rollout alone, and do
     not find out there whether an engine dies of its drafter."""
-    costs_dir: str | None = "~/.cache/verl-tlt/costs"
+    costs_dir: str | None = COSTS_DIR
     """Where step costs are kept for the next run. `verl-tlt calibrate` measures them, or a run learns them; the next
     on the same hardware, policy and vLLM measures nothing at start. Null: nowhere."""
     control_every: Index = 32

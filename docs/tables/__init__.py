@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from tables.control import changing, control_by_batch, drain, final, foreign, good_head, oracles
+from tables.control import changing, control_by_batch, drain, fixed, foreign, good_head, oracles
 from tables.drafter import averaging, learning, merge_tree, merging, objectives, packing, study
 from tables.front import expectations, headlines
 from tables.long_runs import growth, overhead, resumptions, stops
@@ -42,7 +42,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for table in (same_tokens, oracles, drain, residuals, clusters, control_by_batch, control_plane, resumptions,
                   growth, stops, overhead, tap, learning, averaging, objectives, study, merging, merge_tree, packing,
                   end_to_end, readings, foreign, good_head, expectations, headlines, savings, changing, mutation,
-                  end_to_end_avx2, savings_avx2, final, lossless, arms, drafters, end_to_end_large,
+                  end_to_end_avx2, savings_avx2, fixed, lossless, arms, drafters, end_to_end_large,
                   end_to_end_stale, cold_start, cold_start_small)
 }  # fmt: skip
 

@@ -99,31 +99,30 @@ def drain() -> str:
     body = []
     for name, speeds in detail["tok_per_s_by_run"].items():
         others = name != "goodput"
-        final = detail["final"].get(name, {}).get("goodput_over")
         worth = detail["worth_pct"].get(name)
         body.append([
             DRAIN.get(name) or name.replace("fixed-", "fixed K="),
             f"{min(speeds):.0f} to {max(speeds):.0f}",
             pooled(detail["over_off"][name] if name != "off" else None),
             pooled(detail["goodput_over"][name] if others else None),
-            pooled(final if others else None),
             f"{worth:.1f}" if worth else "",
         ])  # fmt: skip
     return rows(
-        ("chosen by", "tokens a second", "over off", "goodput over it", "the same in the final",
-         "K, in % of the best at every step"), body,
+        ("chosen by", "tokens a second", "over off", "goodput over it", "K, in % of the best at every step"), body,
     )  # fmt: skip
 
 
-def final() -> str:
-    """A longer final of the drain, recorded on another day."""
-    met = load("control")["drain_again"]["final"]
+def fixed() -> str:
+    """Goodput against vLLM's own fixed K and a table, drain by drain on one engine, in two loads."""
+    found = load("control")["fixed"]
+    loads = [of for of in found.values() if isinstance(of, dict)]
     body = [
-        [DRAIN.get(name) or name.replace("fixed-", "fixed K="), len(of["tok_per_s_by_run"]),
-         "{:.2f}x ({:.2f} to {:.2f})".format(*of["goodput_over"])]
-        for name, of in met.items() if name != "goodput"
+        [f"{of['requests']} requests, {len(of['seconds']['goodput'])} drains of each",
+         *("{:.2f}x ({:.2f} to {:.2f})".format(*ratio) for ratio in of["goodput_over"].values())]
+        for of in loads
     ]  # fmt: skip
-    return rows(("met in a longer final", "repetitions", "goodput over it"), body)
+    names = [DRAIN.get(name) or name.replace("vllm-k", "K=") for name in loads[0]["goodput_over"]]
+    return rows(("goodput over", *names), body)
 
 
 def changing() -> str:

@@ -1,19 +1,23 @@
 """Run by a test, once for each of two ranks: a drafter's head is cut from a policy's, in vLLM's tensor parallelism.
 
-Prints {"same": whether this rank holds its part of the wanted rows} as JSON. Arguments: rank, port.
+Prints as JSON {"same": whether this rank holds its part of the wanted rows, "refused": what it says of a file that the
+second rank does not have}. Arguments: rank, port.
 """
 
 import json
 import os
 import sys
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from safetensors.torch import save_file
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from verl_tlt.vllm_worker.live_drafter import OFFSETS, LiveDrafter
+from verl_tlt.vllm_worker.live_drafter import OFFSETS, DrafterRefused, LiveDrafter
 
 V, H, KEPT = 200, 8, 70  # vLLM pads both, and its ranks hold other rows of the one than of the other
 
@@ -25,13 +29,25 @@ if __name__ == "__main__":
         initialize_model_parallel(2)
         random = torch.Generator().manual_seed(0)
         head, ids = torch.randn(V, H, generator=random), torch.randperm(V, generator=random)[:KEPT].sort().values
-        policy, own, wanted = ParallelLMHead(V, H), ParallelLMHead(KEPT, H), ParallelLMHead(KEPT, H)
-        policy.weight_loader(policy.weight, head)
+        policy, own, wanted = torch.nn.Module(), ParallelLMHead(KEPT, H), ParallelLMHead(KEPT, H)
+        policy.lm_head = ParallelLMHead(V, H)
+        policy.lm_head.weight_loader(policy.lm_head.weight, head)
         wanted.weight_loader(wanted.weight, head[ids])
-        drafter = torch.nn.Module()
-        drafter.lm_head = own
-        drafter.register_parameter(OFFSETS, torch.nn.Parameter(ids - torch.arange(KEPT), requires_grad=False))
+        drafter, offsets = torch.nn.Module(), ids - torch.arange(KEPT)
+        drafter.lm_head, drafter.model, drafter.config = own, torch.nn.Module(), SimpleNamespace(vocab_size=V)
+        drafter.model.embed_tokens = None  # on another rank of a pipeline
+        drafter.register_parameter(OFFSETS, torch.nn.Parameter(torch.zeros_like(offsets), requires_grad=False))
+        drafter.load_weights = lambda tensors: drafter.get_parameter(OFFSETS).copy_(dict(tensors)["d2t"])
         live = LiveDrafter.__new__(LiveDrafter)
-        live.model, live._policy, live._shards = drafter, SimpleNamespace(lm_head=policy), 2
-        live._cut_head()
-        print(json.dumps({"same": torch.equal(own.weight, wanted.weight)}), flush=True)
+        live.model, live._policy, live._shards, live._config = drafter, policy, 2, VllmConfig()
+        live._kept_buffers, live._own_buffers, live._finite = {}, (), None
+        with tempfile.TemporaryDirectory() as directory:
+            file = Path(directory) / "model.safetensors"
+            save_file({"d2t": offsets}, file)
+            live.load(file)
+            same, refused = torch.equal(own.weight, wanted.weight), ""
+            try:
+                live.load(file if rank == 0 else Path(directory) / "nowhere")
+            except DrafterRefused as error:
+                refused = str(error).removeprefix(directory)
+        print(json.dumps({"same": same, "refused": refused}), flush=True)

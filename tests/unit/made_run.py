@@ -117,7 +117,7 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3, replicas: int = 2) 
             spot_steps = int((end - begin) / 0.2)
             session = {"start": begin, "end": end + 0.05, "steps": spot_steps}
             session |= {"tokens": spot_steps * 512, "epochs": 1.2, "loss": 6.0 / step}
-            session |= {"acc": [alpha], "skipped": 0, "stop_latency_s": 0.05, "outcome": "stopped"}
+            session |= {"skipped": 0, "stop_latency_s": 0.05, "outcome": "stopped"}
             driver.emit("session", step=step, replica=r, **session)
         for name, seconds in (("old_log_prob", 1.2), ("update_actor", 2.9), ("update_weights", 0.25)):
             driver.emit("phase", step=step, name=name, start=clock.now, end=clock.now + seconds)
@@ -126,7 +126,6 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3, replicas: int = 2) 
             version, published = version + 1, step
             tau = {"candidate": 1.0 + step / 4, "served": 1.0 + (step - 1) / 4, "initial": 1.01}
             driver.emit("publish", step=step, version=version, decision="published", tau=tau, seconds=0.02, bytes=2**20)
-            driver.emit("phase", step=step, name="publish", start=clock.now, end=clock.now + 0.02)
         for r in names:
             driver.emit("reload", step=step, replica=r, version=version, fingerprint="f", ok=True, seconds=0.01)
         stats = {r: _stats(decoded[r][0], start) for r in names}
@@ -157,7 +156,6 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3, replicas: int = 2) 
         alpha = (0.01, 0.18, 0.42, 0.58, 0.64, 0.67, 0.69)[min(step, 6)]
     for writer in (driver, *engines.values()):
         assert writer.failures == 0
-        writer.close()
     return made
 
 

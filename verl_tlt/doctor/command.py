@@ -14,7 +14,7 @@ from rich.text import Text
 from verl_tlt.compat.sources import check_symbols, source_root
 from verl_tlt.compat.upstream_api import Symbol
 from verl_tlt.compat.versions import installed
-from verl_tlt.config import TLTConfigError
+from verl_tlt.config import COSTS_DIR, TLTConfigError
 from verl_tlt.doctor import rules
 from verl_tlt.doctor.models import Finding
 from verl_tlt.doctor.recipe import Recipe, compose, read_settings
@@ -87,7 +87,7 @@ def measure_engine(recipe: Recipe, cpu: bool) -> list[Finding]:
     except TLTError as error:
         return [Finding("refuse", "engine", str(error))]
     try:
-        kept = Finding("ok", "cost table", f"kept for runs in {keep_costs(found, None)[0]}")
+        kept = Finding("ok", "cost table", f"kept for runs in {keep_costs(found, costs_directory(recipe))[0]}")
     except TLTConfigError as error:
         kept = Finding("warn", "cost table", str(error))
     return [*judge(found), kept]
@@ -96,18 +96,24 @@ def measure_engine(recipe: Recipe, cpu: bool) -> list[Finding]:
 def calibrate(recipe: Recipe, out: Path | None, seconds: float, cpu: bool) -> tuple[Path, LatencyTable]:
     """Measure the costs of a recipe's engine for so many seconds and keep them; returns the file and its table.
 
-    `out` is the directory of the table; None: where runs look for it. A `TLTError` says that the doctor refuses the
-    recipe, or that the engine could not be started or measured.
+    `out` is the directory of the table; None: where the recipe's run looks for it. A `TLTError` says that the doctor
+    refuses the recipe, or that the engine could not be started or measured.
     """
     from verl_tlt.doctor.engine_check import EngineJob, keep_costs, run_job
-    from verl_tlt.server.calibration import COSTS_DIR
 
     # Data need not be there: nothing is trained.
     refusals = [f.sentence for f in examine_recipe(recipe) if f.level == "refuse" and not f.what.startswith("data.")]
     if refusals:
         raise TLTConfigError("\n".join(refusals))
-    check_writable(out or COSTS_DIR, "--out")
-    return keep_costs(run_job(EngineJob(recipe, cpu, budget_s=seconds, costs_only=True)), out)
+    directory = out or costs_directory(recipe)
+    check_writable(directory, "--out" if out else "tlt.speculation.costs_dir")
+    return keep_costs(run_job(EngineJob(recipe, cpu, budget_s=seconds, costs_only=True)), directory)
+
+
+def costs_directory(recipe: Recipe) -> Path:
+    """Where a run of the recipe looks for step costs; where runs do by default, if this one looks nowhere."""
+    asked = read_settings(compose(recipe.overrides, recipe.config)).speculation.costs_dir
+    return Path(asked or COSTS_DIR)
 
 
 def cost_table(costs: LatencyTable) -> Table:

@@ -25,7 +25,7 @@ from verl_tlt.doctor.recipe import Recipe
 from verl_tlt.doctor.standalone_engine import StandaloneEngine, graph_memory_gib, read_setup, start
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import LoadReply
-from verl_tlt.server.calibration import COSTS_DIR, cost_key
+from verl_tlt.server.calibration import cost_key
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, interpolate, save_table
 from verl_tlt.speculation.types import OFF
 
@@ -171,13 +171,13 @@ def run_job(job: EngineJob, timeout_s: float = 1800.0) -> Measured:
     return from_plain(Measured, answer)
 
 
-def keep_costs(found: Measured, out: Path | None) -> tuple[Path, LatencyTable]:
+def keep_costs(found: Measured, directory: Path) -> tuple[Path, LatencyTable]:
     """Store the measured costs under their key; returns file and table. `TLTConfigError`: too few, or not writable."""
     arms = found.costs.arms()
     if found.key is None or OFF not in arms or not any(arm > 0 for arm in arms):
         raise TLTConfigError("Steps with and without a drafter are needed, and not all were measured; raise --seconds.")
     try:
-        return save_table(out or COSTS_DIR, found.key, found.costs), found.costs
+        return save_table(directory, found.key, found.costs), found.costs
     except OSError as error:
         raise TLTConfigError(f"The cost table cannot be kept: {error}") from error
 

@@ -287,4 +287,4 @@ def bubble(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     else:
         alone = f"{what} and trainer.nnodes make one replica alone, which never waits for another"
         remedy = f"use more devices, or a smaller {ROLLOUT}.tensor_model_parallel_size"
-        yield Finding("warn", what, f"{alone}, so nothing will ever be idle and the drafter is not trained: {remedy}.")
+        yield Finding("warn", what, f"{alone}, so the drafter is trained in a cold start at most: {remedy}.")

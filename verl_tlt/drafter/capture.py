@@ -82,8 +82,8 @@ def load_policy(policy: Model, device: torch.device | str) -> PreTrainedModel:
 class PolicyStates:
     """Runs a policy over texts and returns what a drafter learns from: the inputs of its `aux_layers` and last states.
 
-    None: an MTP head reads the last states alone.
-    A `DrafterError` where the policy has no such layers, or no decoder.
+    No `aux_layers`: an MTP head reads the last states alone. A `DrafterError` where the policy has no such layers, or
+    no decoder.
     """
 
     def __init__(self, policy: PreTrainedModel, aux_layers: Sequence[int]) -> None:

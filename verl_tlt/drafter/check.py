@@ -113,7 +113,7 @@ def read_config(path: Path, policy: PolicyShape, min_context: int = 0) -> Fields
     config, layer_at = read_json(file), "transformer_layer_config."
     if is_other_layout(config):
         config, layer_at = to_speculators_config(config, policy, file), ""
-    drafter, prefix = checked(config, policy, str(file), layer_at), f"{file}: {layer_at}"
+    drafter, prefix = checked(config, str(file), layer_at), f"{file}: {layer_at}"
     layer, hidden = drafter.transformer_layer_config, drafter.target_hidden_size
     for field, found, wanted in (
         ("hidden_size", layer.hidden_size, policy.hidden_size),

@@ -94,7 +94,7 @@ class Drafter(_Part):
     quantization_config: None = None
 
 
-def checked(config: Fields, policy: PolicyShape, where: str, layer_at: str) -> Drafter:
+def checked(config: Fields, where: str, layer_at: str) -> Drafter:
     """The drafter's config, compared with nothing but itself; a `DrafterError` names the first field that is wrong.
 
     `where` is the file, `layer_at` how it calls the fields of the layer: empty, or with a dot at its end.

@@ -85,8 +85,6 @@ class TrainSummary:
     """True: the stop flag ended it; False: tokens or data ran out."""
     loss: float
     """Mean over the steps; NaN without any."""
-    acc_by_position: tuple[float, ...]
-    """Mean over the steps that unrolled the position."""
     slowest_s: float
     """Seconds of the longest micro-batch."""
 
@@ -372,14 +370,8 @@ def train_until(
         skipped=trainer.skipped - skipped,
         stopped=stopped,
         loss=float(np.mean([step.loss for step in taken])) if taken else math.nan,
-        acc_by_position=_by_position([step.acc_by_position for step in taken]),
         slowest_s=slowest,
     )
-
-
-def _by_position(steps: list[tuple[float, ...]]) -> tuple[float, ...]:
-    longest = max(map(len, steps), default=0)
-    return tuple(float(np.mean([step[k] for step in steps if k < len(step)])) for k in range(longest))
 
 
 def mixed_precision(device: torch.device) -> AbstractContextManager[Any]:

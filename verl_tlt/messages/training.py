@@ -132,8 +132,6 @@ class SessionResult:
     seconds: float = 0.0
     loss: float = math.nan
     """Mean over the session's steps."""
-    acc: tuple[float, ...] = ()
-    """Share of positions whose drafter argmax is the policy's, by draft position."""
     scores: HeldOutScores | None = None
     """Of the candidate that was merged before it; None: it was judged already, or not to the end."""
     judged_s: float = 0.0

@@ -21,9 +21,8 @@ from verl_tlt.report.steps import RLStep, rl_steps
 from verl_tlt.trace.events import Session
 
 TRAINER, FIRST_REPLICA = 1, 100  # ids of processes
-DRIVER, BACKGROUND = 1, 10  # tracks of the trainer: its steps, and the first for work that runs at the same time
+DRIVER = 1  # track of the trainer: its steps
 ENGINE, SPOT = 1, 2  # tracks of a replica
-IN_STEP = ("rollout", "reward", "old_log_prob", "update_actor", "update_weights")
 MOST_SAMPLES = 100_000
 """Samples of one counter; viewers become slow with millions."""
 
@@ -76,8 +75,7 @@ def _names(pid: int, name: str, order: int, tracks: Mapping[int, str]) -> Iterat
 
 
 def _trainer(trace: RunTrace, steps: Sequence[RLStep]) -> Iterator[ChromeEvent]:
-    """Each step with its phases inside; phases that run at the same time have tracks of their own."""
-    background: dict[str, int] = {}
+    """Each step with its phases inside."""
     phases = defaultdict(list)
     for phase in trace.phases:
         phases[phase.step].append(phase)
@@ -85,18 +83,12 @@ def _trainer(trace: RunTrace, steps: Sequence[RLStep]) -> Iterator[ChromeEvent]:
         shown = {name: value for name, value in trace.steps.get(step.step, {}).items() if name.startswith("tlt/")}
         yield _slice(TRAINER, DRIVER, f"step {step.step}", step.start, step.finish, shown)
         for phase in phases[step.step]:
-            if phase.name in IN_STEP:
-                tid, start, end = DRIVER, max(phase.start, step.start), min(phase.end, step.finish)
-            else:
-                tid = background.setdefault(phase.name, BACKGROUND + len(background))
-                start, end = phase.start, phase.end
-            yield _slice(TRAINER, tid, phase.name, start, end, {"step": step.step})
+            start, end = max(phase.start, step.start), min(phase.end, step.finish)
+            yield _slice(TRAINER, DRIVER, phase.name, start, end, {"step": step.step})
     for p in trace.publishes:
         args = {"version": p.version, "reason": p.reason, "gain": p.gain, **p.tau}
         yield {"ph": "i", "ts": p.t, "pid": TRAINER, "tid": DRIVER, "name": f"drafter {p.decision}", "s": "p",
                "args": args}  # fmt: skip
-    for name, tid in background.items():
-        yield {"ph": "M", "pid": TRAINER, "tid": tid, "name": "thread_name", "args": {"name": name}}
 
 
 def _engine_track(pid: int, replica: str, steps: Sequence[RLStep], standalone: bool) -> Iterator[ChromeEvent]:
@@ -109,7 +101,7 @@ def _engine_track(pid: int, replica: str, steps: Sequence[RLStep], standalone: b
         if standalone or until <= step.end:
             continue
         yield _slice(pid, ENGINE, "sleep", step.end, until, {"step": step.step})
-        for phase in (p for p in step.after if p.name in IN_STEP):
+        for phase in step.after:
             yield _slice(pid, ENGINE, phase.name, max(phase.start, step.end), min(phase.end, until), {})
 
 

@@ -69,20 +69,24 @@ def render_page(path: Path, content: PageContent) -> Path:
 def serve_command(trace: RunTrace) -> str:
     """The shell command that serves the policy with the run's drafter; empty where it kept none.
 
-    Drafts are sampled, since greedy ones are accepted less often at temperature 1.
+    Drafts are sampled, since greedy ones are accepted less often at temperature 1. An MTP head is put into the policy's
+    directory first, where vLLM looks for it.
     """
     run = trace.run
     if run is None or not run.policy or not run.drafter:
         return ""
     speculation = run.config.get("speculation")
     length = speculation.get("max_draft_length") if isinstance(speculation, Mapping) else None
+    drafter, policy = shlex.quote(run.drafter), shlex.quote(run.policy)
+    settings = run.config.get("drafter")
+    own = isinstance(settings, Mapping) and settings.get("method") == "mtp"
     config = {
-        "method": "eagle3",
-        "model": run.drafter,
+        **({"method": "mtp"} if own else {"method": "eagle3", "model": run.drafter}),
         "num_speculative_tokens": length or MAX_DRAFT_LENGTH,
         "draft_sample_method": "probabilistic",
     }
-    return f"vllm serve {shlex.quote(run.policy)} --speculative-config {shlex.quote(json.dumps(config))}"
+    serve = f"vllm serve {policy} --speculative-config {shlex.quote(json.dumps(config))}"
+    return f"verl-tlt write-back {drafter} {policy} && {serve}" if own else serve
 
 
 def plain(text: str) -> str:

@@ -37,9 +37,6 @@ STEPS = 4  # clean steps wanted of each probe; their median is taken
 ROUNDS = 2  # probes of each load, at different times
 PROMPT_TOKENS = 16
 
-COSTS_DIR = Path("~/.cache/verl-tlt/costs")
-"""Where `verl-tlt calibrate` keeps tables for later runs on this machine (`tlt.speculation.costs_dir`)."""
-
 
 def cost_key(policy: str, rollout: Any, drafter: Path | None = None) -> TableKey:
     """What a table of step costs holds for: hardware, policy, drafter, precision, graphs or none, vLLM's release.

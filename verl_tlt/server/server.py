@@ -277,7 +277,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             self._tlt_served = replace(self._tlt_served, drafting=drafting)
         except Exception as error:
             logger.error("replica %d: the engine did not take the drafting switch: %s", self.replica_rank, error)
-            self._tlt_served = replace(self._tlt_served, error=f"{type(error).__name__}: {error}")
+            self._tlt_served = replace(self._tlt_served, ok=False, error=f"{type(error).__name__}: {error}")
 
     async def tlt_disable_drafting(self, disabled: bool, at_once: bool = False) -> None:
         """Decode without drafts, or with them again, from the next weight sync on (`at_once`: now, if it is idle)."""

@@ -245,7 +245,6 @@ class SpotLearner:
             epochs=epochs,
             skipped=done.skipped,
             loss=done.loss,
-            acc=done.acc_by_position,
             slowest_s=done.slowest_s,
         )
 

@@ -63,7 +63,7 @@ class Phase:
     t: float
     step: int
     name: str
-    """rollout, reward, old_log_prob, update_actor, update_weights, merge, publish, reload, save or validate."""
+    """rollout, reward, cold_start, old_log_prob, update_actor or update_weights."""
     start: float
     end: float
 
@@ -165,7 +165,7 @@ class TraceWriter:
         """Open the file, and make its directory if it is missing."""
         self.path = Path(directory) / f"{name}.jsonl"
         self.failures = 0
-        """Lines that could not be written."""
+        """Lines that could not be written (`tlt/errors_trace`)."""
         self._clock = clock
         self._lock = threading.Lock()
         self._fd: int | None = None
@@ -196,13 +196,6 @@ class TraceWriter:
                 os.write(self._fd, line)
         except Exception as error:  # the run goes on, whatever the record holds
             self._fail(f"lost a line of the trace {self.path}: {error}")
-
-    def close(self) -> None:
-        """Close the file; later events count as failures."""
-        with self._lock:
-            if self._fd is not None:
-                os.close(self._fd)
-                self._fd = None
 
     def _fail(self, message: str) -> None:
         with self._lock:

@@ -102,7 +102,8 @@ class Controller:
             yield
 
     def _count_failures(self, step: int) -> None:
-        """Count what spot workers failed at outside their sessions."""
+        """Count what spot workers failed at outside their sessions, and lines that the trace lost."""
+        self.guard.count("trace", self._trace.failures - self.guard.counts["trace"])
         for failure in self.fleet.waits.failures():
             self.guard.count(failure.during, 1)
             if failure.replaced:

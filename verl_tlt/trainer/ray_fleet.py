@@ -154,8 +154,8 @@ class RayFleet:
         return self._on_servers("tlt_status")
 
     def engine_stats(self) -> dict[str, EngineStats]:
-        """What each engine did since it was last asked; engines without speculation are left out."""
-        return {name: stats for name, stats in self._on_servers("tlt_stats").items() if stats is not None}
+        """What each engine did since it was last asked."""
+        return self._on_servers("tlt_stats")
 
     def calibrate(self) -> LatencyTable:
         """Measure on one replica what engine steps cost, and tell all of them: replicas of a run are alike."""

@@ -117,11 +117,7 @@ def combined_session(results: Sequence[SessionResult]) -> SessionResult:
     """The sessions that a replica's workers had at the same time, as one."""
     longest = max(r.seconds for r in results)
     trained = [r for r in results if r.tokens and math.isfinite(r.loss)]
-    tokens = sum(r.tokens for r in trained)
-
-    def mean(values: Sequence[float]) -> float:
-        return sum(value * r.tokens for value, r in zip(values, trained, strict=True)) / tokens
-
+    learned = sum(r.tokens for r in trained)
     return SessionResult(
         outcome="stopped" if any(r.outcome == "stopped" for r in results) else "exhausted",
         steps=sum(r.steps for r in results),
@@ -129,8 +125,7 @@ def combined_session(results: Sequence[SessionResult]) -> SessionResult:
         epochs=max(r.epochs for r in results),
         skipped=sum(r.skipped for r in results),
         seconds=longest,
-        loss=mean([r.loss for r in trained]) if trained else math.nan,
-        acc=tuple(mean(column) for column in zip(*(r.acc for r in trained), strict=True)),
+        loss=sum(r.loss * r.tokens for r in trained) / learned if trained else math.nan,
         scores=HeldOutScores.combined([r.scores for r in results if r.scores is not None]),
         judged_s=max(r.judged_s for r in results),
         slowest_s=max(r.slowest_s for r in results),

@@ -6,14 +6,13 @@ Standard library and PyYAML only: `verl-tlt switch` runs where nothing else is i
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import yaml
 
 from verl_tlt.errors import TLTError
-from verl_tlt.ownership import other_owner
+from verl_tlt.ownership import other_owner, replacing
 
 SWITCH_FILE = "tlt_control.yaml"
 TRACE_FILE = "trainer.jsonl"
@@ -63,10 +62,8 @@ def write_switch(directory: str | Path, **changes: bool | None) -> RuntimeSwitch
     """Change some switches of a run, atomically; None leaves one as it is. Errors: see `find_run` and `read_switch`."""
     directory = find_run(directory)
     switch = replace(read_switch(directory), **{k: v for k, v in changes.items() if v is not None})
-    temporary = directory / f".{SWITCH_FILE}.{secrets.token_hex(4)}"
-    temporary.touch(mode=0o664)  # whatever the umask: what everybody may write to is not obeyed
-    temporary.write_text("".join(f"{key}: {'on' if value else 'off'}\n" for key, value in asdict(switch).items()))
-    temporary.replace(directory / SWITCH_FILE)
+    with replacing(directory / SWITCH_FILE) as file:
+        file.write("".join(f"{key}: {'on' if value else 'off'}\n" for key, value in asdict(switch).items()).encode())
     return switch
 
 

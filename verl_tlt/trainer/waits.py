@@ -1,6 +1,6 @@
 """Waiting for spot workers: every wait is bounded, and a worker that fails in one is counted and replaced.
 
-The seconds are charged to the step, by name, by whichever of the controller's hooks waits (`Controller.charged`).
+The seconds are charged to the step, by name, by whichever of the controller's hooks waits (`Controller._charged`).
 """
 
 from __future__ import annotations

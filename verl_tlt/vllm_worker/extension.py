@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from verl_tlt.drafter.staging import staged_weights
 from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.vllm_worker import drafter_pass
 from verl_tlt.vllm_worker.cuda_graphs import captured_arms, prepare_capture
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class TLTWorkerExtension(vLLMColocateWorkerExtension):
-    """verl's extension with three methods of ours. vLLM refuses name clashes with its worker, hence the prefix."""
+    """verl's extension with four methods of ours. vLLM refuses name clashes with its worker, hence the prefix."""
 
     tlt_drafter: LiveDrafter | None = None
     tlt_broken: BrokenDrafts | None = None
@@ -69,7 +68,7 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
         if self.tlt_drafter is None:  # a pipeline stage without the drafter
             return asdict(LoadReply(ok=True))
         try:
-            sums = self.tlt_drafter.load(staged_weights() if path is None else Path(path))
+            sums = self.tlt_drafter.load(Path(path) if path else None)
             if self.tlt_broken is not None:
                 self.tlt_broken.drafter_loaded()
         except Exception as error:

@@ -14,6 +14,7 @@ import torch
 
 from verl_tlt.drafter.digest import Sums, combined, own_shards, partial_sums
 from verl_tlt.drafter.other_layouts import stacked
+from verl_tlt.drafter.staging import staged_weights
 from verl_tlt.errors import TLTError
 
 if TYPE_CHECKING:
@@ -54,19 +55,19 @@ class LiveDrafter:
         parts = {name for name, p in self.model.named_parameters() if id(p) in theirs}
         return tuple(part for part in ("embed_tokens", "lm_head") if any(part in name for name in parts))
 
-    def load(self, file: Path) -> Sums:
+    def load(self, file: Path | None) -> Sums:
         """Write a file's weights into the drafter; the policy's own tensors are never written.
 
         Args:
             file: safetensors in speculators' or vLLM's names, or in the policy's for its MTP head, beside its
-                config.json. Under a pruned vocabulary the
-                drafter's head is cut from the policy that is live here, and the file's rows of an older one not read.
+                config.json; None: what the server of this node staged. Under a pruned vocabulary the drafter's head is
+                cut from the policy that is live here, and the file's rows of an older one not read.
 
         Returns:
             this rank's part of the fingerprint of what is now live.
 
         Raises:
-            DrafterRefused: the file does not fit; nothing was written.
+            DrafterRefused: the file does not fit, here or on another rank of the engine; no weight was written.
         """
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
@@ -74,6 +75,22 @@ class LiveDrafter:
         # vLLM's LoRA wrapper around the policy's embedding expects the policy's batch, and a draft step has another.
         inner = self.model.model
         inner.embed_tokens = getattr(inner.embed_tokens, "base_layer", inner.embed_tokens)
+        try:
+            file = file or staged_weights()
+            tensors = self._accepted(file, rank)
+        except Exception:
+            self._all_accept(False)
+            raise
+        if not self._all_accept(True):
+            raise DrafterRefused(f"{file}: another rank of this engine refuses it.")
+        self._copy(tensors)
+        self._own_head = _has_own_head(file.parent)
+        if _is_cut(tensors):
+            self._cut_head()
+        return partial_sums(own_shards(self._own_parameters(), tensors, rank, self._shards), own_head=self._own_head)
+
+    def _accepted(self, file: Path, rank: int) -> dict[str, torch.Tensor]:
+        """What the file has for this rank, checked; `DrafterRefused` or whatever reading it raises."""
         version = _version(file)
         tensors = _read(file, self.shared_modules())
         self._check(tensors, file)
@@ -83,11 +100,16 @@ class LiveDrafter:
                 raise DrafterRefused(f"{file}: {name} holds numbers that are not finite.")
             self._finite = version
         self._restore_buffers()
-        self._copy(tensors)
-        self._own_head = _has_own_head(file.parent)
-        if _is_cut(tensors):
-            self._cut_head()
-        return partial_sums(own_shards(self._own_parameters(), tensors, rank, self._shards), own_head=self._own_head)
+        return tensors
+
+    def _all_accept(self, accepts: bool) -> bool:
+        """Whether every rank of this engine accepts: a rank alone would wait in `_cut_head` for one that refused."""
+        if self._shards == 1:
+            return accepts
+        from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
+
+        device = next(self.model.parameters()).device
+        return not tensor_model_parallel_all_reduce(torch.full((1,), float(not accepts), device=device)).any()
 
     def fingerprint(self, weights: Sums | None = None) -> str:
         """Fingerprint of all that is live on this rank, weights and buffers.

@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from verl_tlt.cli import app
-from verl_tlt.doctor.command import diagnose
+from verl_tlt.config import COSTS_DIR
+from verl_tlt.doctor.command import costs_directory, diagnose
 from verl_tlt.doctor.recipe import Recipe
 
 FLAG = ("+tlt=default", "actor_rollout_ref.rollout.name=vllm")
@@ -46,6 +49,14 @@ def test_calibrate_asks_the_doctor_first_and_needs_no_data(recipe):
     assert said.exit_code == 1 and said.output.strip() == (
         "actor_rollout_ref.rollout.name is not set; verl-tlt works with vllm only."
     )
+
+
+@pytest.mark.parametrize(
+    ("setting", "where"), [("/x/costs", "/x/costs"), ("null", COSTS_DIR), (None, COSTS_DIR)], ids=["a place", "no", "-"]
+)
+def test_costs_are_kept_where_the_recipes_run_looks_for_them(setting, where):
+    asked = () if setting is None else (f"tlt.speculation.costs_dir={setting}",)
+    assert costs_directory(Recipe((*FLAG, *asked))) == Path(where)
 
 
 def test_without_a_recipe_packages_alone_are_judged():

@@ -152,6 +152,11 @@ def test_the_command_that_serves_the_drafter(tmp_path):
     assert argv[:3] == ["vllm", "serve", "assets/policy"]
     config = json.loads(argv[4])
     assert config["model"] == "demo-out/the drafter" and config["num_speculative_tokens"] == 5
+    writer.emit("run", step0=1, **run, config={"drafter": {"method": "mtp"}})
+    argv = shlex.split(serve_command(read_trace(tmp_path)))
+    assert argv[:5] == ["verl-tlt", "write-back", "demo-out/the drafter", "assets/policy", "&&"]
+    config = json.loads(argv[-1])
+    assert config["method"] == "mtp" and "model" not in config, "vLLM looks for it in the policy's directory"
     writer.emit("run", step0=1, config={"speculation": None})
     assert serve_command(read_trace(tmp_path)) == ""
 

@@ -60,6 +60,14 @@ async def test_an_engine_that_refuses_is_reported_and_raises_nothing(server, cap
     assert "no engine statistics this step" in caplog.text
 
 
+async def test_a_drafting_switch_that_is_not_taken_is_a_failed_reload(server):
+    server._tlt_served, server._tlt_drafting_disabled = DrafterStatus(ok=True), False
+    server.engine.collective_rpc = lambda **_: asyncio.sleep(0, [None])
+    await server._tlt_set_drafting(SchedulerClient(server.engine), True)
+    status = await server.tlt_status()
+    assert not status.ok and "refused 'control'" in status.error, "counted in tlt/reload_failures"
+
+
 async def test_an_engine_that_does_not_answer_is_waited_for_so_long(monkeypatch):
     monkeypatch.setattr(scheduler_client, "ANSWER_S", 0.05)
     engine = Engine(stats=lambda: asyncio.sleep(60))

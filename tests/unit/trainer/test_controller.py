@@ -161,6 +161,18 @@ def test_a_worker_that_died_in_its_session_is_restarted(run):
     assert rest_of_step(controller, fleet, 2)["tlt/spot_failures"] == 1
 
 
+def test_lines_that_the_trace_loses_are_counted(run, tmp_path):
+    (tmp_path / "trace").write_text("a file, where the trace's directory would be")
+    controller, fleet = run()
+    fill_buffers(controller, fleet)
+    with sampling(controller, fleet, 2):
+        fleet.clock.sleep(LOOKS_S)
+    lost = rest_of_step(controller, fleet, 2)["tlt/errors_trace"]
+    with sampling(controller, fleet, 3):
+        fleet.clock.sleep(LOOKS_S)
+    assert rest_of_step(controller, fleet, 3)["tlt/errors_trace"] > lost > 1
+
+
 def test_whoever_left_is_called_back_before_more_prompts_are_sent(run):
     controller, fleet = run(mode="colocate_async")
     fill_buffers(controller, fleet)
