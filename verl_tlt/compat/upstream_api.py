@@ -82,9 +82,11 @@ VERL = {
         Symbol(f"{_TRAINER}._update_actor", "batch metrics"),
         Symbol(f"{_TRAINER}._compute_metrics", "batch metrics timing_raw"),
         Symbol("verl.trainer.ppo.utils:Role", has="ActorRollout ActorRolloutRef Actor"),
+        Symbol("verl.workers.rollout.replica:RolloutReplicaRegistry.register", "name loader"),
+    ),
+    "trainer/run_setup.py": (
         Symbol("verl.utils.fs:copy_to_local", "src"),
         Symbol("verl.utils.checkpoint.checkpoint_manager:find_latest_ckpt_path", "path"),
-        Symbol("verl.workers.rollout.replica:RolloutReplicaRegistry.register", "name loader"),
     ),
     "trainer/checkpoints.py": (
         # The drafter is complete between the two, and goes when the policy's directory does.
@@ -100,7 +102,7 @@ VERL = {
     "trainer/watch.py": (
         Symbol(
             "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer",
-            has="filter_groups_metric sync_refill_failed_groups finished_keys pending_keys running_keys poll_interval",
+            has="filter_groups_metric sync_refill_failed_groups finished_keys pending_keys running_keys",
         ),
         Symbol(
             "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer._sync_metadata_from_transfer_queue",
@@ -259,7 +261,7 @@ VLLM = {
         Symbol("vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.propose", "num_speculative_tokens"),
         Symbol(
             "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer",
-            has="model take_last_draft_probs _last_draft_probs num_speculative_tokens device",
+            has="model _last_draft_probs num_speculative_tokens device",
         ),
         Symbol(_RUNNER, has="drafter use_async_scheduling input_batch"),
         Symbol(
@@ -339,28 +341,6 @@ VLLM = {
             has="finished_req_ids scheduled_new_reqs scheduled_spec_decode_tokens",
         ),
         Symbol("vllm.v1.core.sched.output:NewRequestData", has="req_id prompt_token_ids"),
-    ),
-    "speculation/graph_rules.py": (
-        # CUDA graphs for every arm.
-        Symbol(
-            _RUNNER,
-            has="cudagraph_dispatcher uniform_decode_query_len",
-            says=("max_query_len = self.uniform_decode_query_len if uniform_decode else num_tokens",),
-        ),
-        Symbol(f"{_RUNNER}._warmup_and_capture", "desc"),
-        Symbol(
-            f"{_RUNNER}._determine_batch_execution_and_padding",
-            "num_tokens num_reqs num_scheduled_tokens_np max_num_scheduled_tokens",
-            says=("uniform_decode_query_len=self.uniform_decode_query_len",),
-        ),
-        Symbol(
-            "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher",
-            has="uniform_decode_query_len vllm_config compilation_config _get_lora_cases add_cudagraph_key",
-        ),
-        Symbol(
-            "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher._create_padded_batch_descriptor",
-            "num_tokens uniform_decode has_lora num_active_loras",
-        ),
     ),
     "server/scheduler_client.py": (
         Symbol("vllm.v1.engine.core_client:AsyncMPClient.call_utility_async", "method"),
