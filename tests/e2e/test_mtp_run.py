@@ -114,12 +114,13 @@ def test_the_head_that_it_leaves_goes_back_into_the_policy(run, stale, tmp_path)
     assert again > now + 0.2, (again, now)
 
 
-def test_a_head_that_knows_nothing_is_off_from_the_second_rollout_on(stale):
+def test_a_head_that_knows_nothing_is_off_once_it_is_known_to_lose(stale):
+    """The second and the fourth rollout are control rollouts: after the second one, losses are measured at any load."""
     base, *_ = stale
     run = grpo(
-        base / "noise", base / "assets", 3, "tlt.speculation.policy=goodput", "tlt.spot.enable=false",
+        base / "noise", base / "assets", 5, "tlt.speculation.policy=goodput", "tlt.spot.enable=false",
         f"actor_rollout_ref.model.path={base / 'untrained'}", "tlt.drafter.method=mtp", "tlt.drafter.aux_layers=null",
-        "tlt.drafter.intermediate_size=null",
+        "tlt.drafter.intermediate_size=null", "tlt.speculation.control_every=2",
     )  # fmt: skip
     assert run.steps[1]["tlt/accept_length"] < 1.1
-    assert [run.steps[step]["tlt/drafter_off_frac"] for step in (2, 3)] == [1.0, 1.0], run.steps
+    assert run.steps[1]["tlt/drafter_off_frac"] == 0.0 and run.steps[5]["tlt/drafter_off_frac"] == 1.0, run.steps

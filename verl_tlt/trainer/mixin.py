@@ -89,7 +89,7 @@ class TLTMixin(PPOTrainer):
         )
         trace = TraceWriter(str(run.spot.config.trace.dir), "trainer")
         self.tlt = Controller(run.spot.config, run.facts, run.start, fleet, trace, pending_work)
-        self.tlt.before_first_sync(self.global_steps, run.resume_from)
+        self.tlt.before_first_sync(self.global_steps, run.start.checkpoint)
         super().on_init_end()
         if self.tlt.after_first_sync(self.global_steps):
             self.checkpoint_manager.sleep_replicas()  # as before every other sync: the trainer needs the memory

@@ -55,6 +55,8 @@ class FirstDrafter:
     """Which ones is settled; False: the first rollout is to choose them."""
     untrained: bool = False
     """It is new, and a random head."""
+    checkpoint: Path | None = None
+    """Directory of the drafter's checkpoint that the run goes on from."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,6 @@ class RunSetup:
     facts: RunFacts
     start: FirstDrafter
     spot: SpotPlan
-    resume_from: Path | None
-    """Directory of the drafter's checkpoint that the run goes on from."""
 
 
 def claim(config: DictConfig, base_mode: str) -> TLTConfig:
@@ -103,8 +103,8 @@ def prepare(config: DictConfig, tlt: TLTConfig, base_mode: str) -> RunSetup:
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     policy_dir = copy_to_local(model.path, use_shm=model.get("use_shm", False))
     context = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-    checkpoint, dtype = _resume_dir(config.trainer), dtype_name(rollout.dtype)
-    start = first_drafter(tlt, policy_dir, dtype, context + tlt.speculation.longest, checkpoint)
+    resumed, dtype = _resume_dir(config.trainer), dtype_name(rollout.dtype)
+    start = first_drafter(tlt, policy_dir, dtype, context + tlt.speculation.longest, resumed)
     accelerator, workers = config.trainer.device == "cuda", config.trainer.n_gpus_per_node
     spot = SpotPlan(
         config=with_sizes(tlt, start.draft_vocab, accelerator, _node_bytes(), workers, start.worker_bytes),
@@ -113,7 +113,7 @@ def prepare(config: DictConfig, tlt: TLTConfig, base_mode: str) -> RunSetup:
         sampling=RolloutSampling(rollout.temperature, rollout.top_p, rollout.top_k),
         device="cuda" if accelerator else "cpu",
     )
-    return RunSetup(_facts(config, tlt, MODE_RULES[base_mode]), start, spot, saved_drafter(checkpoint))
+    return RunSetup(_facts(config, tlt, MODE_RULES[base_mode]), start, spot)
 
 
 def _facts(config: DictConfig, tlt: TLTConfig, rule: ModeRule) -> RunFacts:
@@ -175,6 +175,7 @@ def first_drafter(
         draft_vocab=model.draft_vocab_size,
         chosen=has_chosen_tokens(model),
         untrained=not resumed and trainable.untrained,
+        checkpoint=checkpoint,
     )
 
 

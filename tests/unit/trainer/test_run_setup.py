@@ -37,7 +37,7 @@ def test_controller_and_spot_workers_get_sizes_that_fit(recipe, device, given, s
     setup = prepare(config, claim(config, "sync"), "sync")
     settings = setup.spot.config
     assert (settings.drafter.batch_tokens, settings.buffer.max_mb) == sizes
-    assert (setup.facts.requests, setup.spot.device, setup.resume_from) == (8, device, None)
+    assert (setup.facts.requests, setup.spot.device, setup.start.checkpoint) == (8, device, None)
 
 
 @pytest.mark.parametrize(
