@@ -25,6 +25,7 @@ OBJECTIVES = {"eagle": 1, "hass": 3, "eagle3": 7}
 BATCH_TOKENS, BUFFER_MB = 1024, 2048
 """The smallest sizes of `trainer.run_setup`: of micro-batches on a processor, and of buffers in MiB."""
 COSTS_DIR = "~/.cache/verl-tlt/costs"
+"""Where measured step costs are kept unless a run says otherwise."""
 TOKENS_PER_STEP = 8192
 """Where the tokens captured begin; a session needs some thousand, and no bubble has been seen yet."""
 

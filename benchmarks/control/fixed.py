@@ -46,9 +46,9 @@ def against_fixed(toy: Toy, repetitions: int, seconds: float, say: Callable[[str
         say: called with a line for each repetition.
 
     Returns:
-        By load: `requests`; `seconds` by arm and repetition; `goodput_over`, [ratio, low, high] (95 %) by arm.
+        `loads`, by name: `requests`; `seconds` by arm and repetition; `goodput_over`, [ratio, low, high] (95 %) by arm.
     """
-    found: dict[str, Any] = {"dtype": find_dtype(), "acceptance": toy.acceptance}
+    loads: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         engine = EngineProcess("tlt", toy, Path(scratch))
         try:
@@ -59,11 +59,11 @@ def against_fixed(toy: Toy, repetitions: int, seconds: float, say: Callable[[str
                 requests = load.responses // ENGINES
                 spent = _race(engine, requests, repetitions, time.monotonic() + seconds, say)
                 ratios = {arm: over(spent[arm], spent["goodput"]) for arm in (*FIXED, "table")}
-                found[name] = {"requests": requests, "seconds": spent, "goodput_over": ratios}
+                loads[name] = {"requests": requests, "seconds": spent, "goodput_over": ratios}
                 say(f"{requests} requests: {ratios}")
         finally:
             engine.close()
-    return found
+    return {"dtype": find_dtype(), "acceptance": toy.acceptance, "loads": loads}
 
 
 def _race(

@@ -114,8 +114,7 @@ def drain() -> str:
 
 def fixed() -> str:
     """Goodput against vLLM's own fixed K and a table, drain by drain on one engine, in two loads."""
-    found = load("control")["fixed"]
-    loads = [of for of in found.values() if isinstance(of, dict)]
+    loads = list(load("control")["fixed"]["loads"].values())
     body = [
         [f"{of['requests']} requests, {len(of['seconds']['goodput'])} drains of each",
          *("{:.2f}x ({:.2f} to {:.2f})".format(*ratio) for ratio in of["goodput_over"].values())]

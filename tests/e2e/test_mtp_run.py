@@ -123,4 +123,6 @@ def test_a_head_that_knows_nothing_is_off_once_it_is_known_to_lose(stale):
         "tlt.drafter.intermediate_size=null", "tlt.speculation.control_every=2",
     )  # fmt: skip
     assert run.steps[1]["tlt/accept_length"] < 1.1
-    assert run.steps[1]["tlt/drafter_off_frac"] == 0.0 and run.steps[5]["tlt/drafter_off_frac"] == 1.0, run.steps
+    off = {step: metrics["tlt/drafter_off_frac"] for step, metrics in run.steps.items()}
+    lost = next(step for step, metrics in run.steps.items() if metrics.get("tlt/saved_s", 0.0) < 0.0)
+    assert lost in (1, 3) and off[1] == 0.0 and all(off[step] == 1.0 for step in range(lost + 1, 6)), run.steps
