@@ -77,7 +77,7 @@ class Team:
 
 def compare(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
     """Accept length of `a` relative to `b`, minus one, with its paired 95 % interval."""
-    scores = HeldOutScores(np.ones(len(a), dtype=np.int64), a, b, b)
+    scores = HeldOutScores(np.arange(len(a)), np.ones(len(a), dtype=np.int64), a, b, b)
     low, high = relative_interval(scores, "served", error=0.025, seed=0)
     tau = scores.taus()
     return {"mean": round(tau["candidate"] / tau["served"] - 1, 4), "low": round(low, 4), "high": round(high, 4)}

@@ -63,7 +63,7 @@ from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import VERSIONS, DrafterProvenance, RolloutSampling
 from verl_tlt.spot_worker.buffer import Buffer
 from verl_tlt.spot_worker.learner import SpotLearner
-from verl_tlt.spot_worker.scoring import FEWEST_SEQUENCES, HELD_OUT_TOKENS, counts
+from verl_tlt.spot_worker.scoring import FEWEST_PROMPTS, HELD_OUT_TOKENS, counts
 from verl_tlt.spot_worker.versions import DrafterVersions
 from verl_tlt.trainer.gate import decide
 
@@ -236,7 +236,7 @@ class Variant:
         learner = self.learner
         if not merge([learner]).included:
             return {"decision": "waits"}
-        held_out = learner.buffer.held_out(HELD_OUT_TOKENS, FEWEST_SEQUENCES)
+        held_out = learner.buffer.held_out(HELD_OUT_TOKENS, FEWEST_PROMPTS)
         if not held_out:
             return {"decision": "hold"}
         scores = score_for_gate(learner, held_out, K)

@@ -112,6 +112,7 @@ def test_the_run_leaves_a_drafter_that_loads(run):
     from verl_tlt.drafter import check_drafter
 
     check_drafter(drafter, run.out.parent / "assets" / "policy-small", 643)
+    assert json.loads((drafter / "provenance.json").read_text())["policy_step"] == 4, "the last step's policy"
 
 
 def test_metrics_reach_tensorboard(run):

@@ -59,7 +59,7 @@ def train(learner, steps=SESSION):
 def tau(learner, texts):
     """Accept length of the learner's candidate on the held-out sequences."""
     ours = score(learner, texts[2], ["candidate"], 3)["candidate"]
-    scores = HeldOutScores(np.array([s.positions for s in ours]), *[counts(ours, 3)] * 3)
+    scores = HeldOutScores(np.arange(len(ours)), np.array([s.positions for s in ours]), *[counts(ours, 3)] * 3)
     return scores.accept_length("candidate")
 
 

@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "messages": set(),
     "ownership": {"errors"},
     "json_files": {"errors"},
+    "bootstrap": set(),
     "speculation": {"errors", "json_files", "messages", "ownership"},
     "idle": set(),
     # what every process may carry
@@ -41,14 +42,15 @@ MAY_IMPORT = {
     "server": SHARED | {"compat", "drafter", "speculation"},
     "actor": SHARED | {"compat", "drafter"},
     "spot_worker": SHARED | {"compat", "drafter"},
-    "trainer": SHARED | {"actor", "compat", "drafter", "idle", "server", "speculation", "spot_worker", "trace"},
+    "trainer": SHARED
+    | {"actor", "bootstrap", "compat", "drafter", "idle", "server", "speculation", "spot_worker", "trace"},
     # commands
     "console": set(),
     "report": {"console", "errors", "json_files", "ownership", "trace"},
     "warmup": SHARED | {"child_engine", "drafter"},
     "doctor": SHARED | {"child_engine", "compat", "drafter", "flag", "idle", "server", "speculation", "trainer"},
     "advise": {"config", "console", "doctor", "drafter", "errors", "json_files", "report", "server", "speculation"},
-    "compare": {"config", "console", "doctor", "errors", "flag", "json_files", "ownership", "report"},
+    "compare": {"bootstrap", "config", "console", "doctor", "errors", "flag", "json_files", "ownership", "report"},
     # what a run and a shell begin with
     "activation": SHARED | {"compat", "doctor", "trainer"},
     "plugin": {"activation", "compat", "flag", "trainer"},
@@ -56,7 +58,10 @@ MAY_IMPORT = {
     "conf": set(),
 }
 FRAMEWORKS_OF = {
-    **{room: set() for room in ("errors", "ownership", "json_files", "speculation", "idle", "messages", "config")},
+    **{
+        room: set()
+        for room in ("errors", "ownership", "json_files", "bootstrap", "speculation", "idle", "messages", "config")
+    },
     "trace": set(),
     **{
         room: set()

@@ -59,7 +59,7 @@ class RunMetrics:
     tool_share: float | None = None
     """Share of a response's time in which it waits for tools."""
     saved_s: float | None = None
-    """Seconds that TLT saved in a rollout, by its own account."""
+    """Seconds that TLT saved in a rollout, by its own account; below 0: lost."""
     overhead_s: float | None = None
     bubble_s: float | None = None
     """Seconds in which replicas had nothing to decode, summed over the replicas."""
@@ -75,8 +75,8 @@ class RunMetrics:
 
     @property
     def stock_gen_s(self) -> float:
-        """Seconds that stock's rollout would have taken."""
-        return self.gen_s + max(0.0, self.saved_s or 0.0)
+        """Seconds that stock's rollout would have taken: what TLT saved is added, what it lost is taken away."""
+        return max(0.0, self.gen_s + (self.saved_s or 0.0))
 
     @property
     def rest_s(self) -> float:

@@ -208,6 +208,8 @@ class HeldOutScores:
     differ in how many they need), then those of them whose first 1, 2, ..., K tokens are all accepted.
     """
 
+    prompts: np.ndarray
+    """Of each sequence its prompt, by a number, uint64 [S]: responses to one prompt resemble each other."""
     positions: np.ndarray
     """Positions judged in each sequence, int [S]."""
     candidate: np.ndarray

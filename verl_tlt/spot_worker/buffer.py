@@ -21,13 +21,14 @@ OPEN_BATCHES = 32
 """Micro-batches kept open while packing (`drafter.data.grouped`)."""
 
 FEW_HELD_OUT, MOST_HELD_OUT = 24, 0.25
-"""While fewer sequences than this are held out, at least a quarter of those that arrive is: the gate's intervals shrink
+"""While fewer prompts than this are held out, at least a quarter of those that arrive is: the gate's intervals shrink
 with their number, and a share that suits thousands of responses a step leaves hardly any of sixteen."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Item:
     step: int
+    prompt: str
     held_out: bool
     sequence: TrainingSequence
     nbytes: int
@@ -41,7 +42,7 @@ class Buffer:
         keep_steps: RL steps a sequence stays: with 1 only the newest step's.
         held_out: share of prompts whose sequences are held out, by a hash of the prompt (a drafter learns a prompt's
             own words from its other responses, and would be judged by them); `MOST_HELD_OUT` while fewer than
-            `FEW_HELD_OUT` sequences are, unless it is 0.
+            `FEW_HELD_OUT` prompts are, unless it is 0.
     """
 
     def __init__(self, *, max_bytes: int, keep_steps: int, held_out: float) -> None:
@@ -64,7 +65,8 @@ class Buffer:
         nbytes = sequence.nbytes
         if nbytes > self._max_bytes or (self._items and step <= self._items[-1].step - self._keep_steps):
             return False
-        item = _Item(step, self._is_held_out(step, index, sequence.prompt), sequence, nbytes)
+        prompt = f"{step}:{index}" if sequence.prompt is None else f"{sequence.prompt}"
+        item = _Item(step, prompt, self._is_held_out(prompt), sequence, nbytes)
         bisect.insort_right(self._items, item, key=lambda i: i.step)  # arrival order within a step
         self._count(item, 1)
         while self._nbytes > self._max_bytes or self._items[0].step <= self._items[-1].step - self._keep_steps:
@@ -72,25 +74,30 @@ class Buffer:
         self._queue = []  # a new pass begins
         return True
 
-    def _is_held_out(self, step: int, index: int, prompt: int | None) -> bool:
-        """Whether a sequence that arrives now is for the publish gate."""
-        few = self._held_out > 0.0 and sum(i.held_out for i in self._items) < FEW_HELD_OUT
+    def _is_held_out(self, prompt: str) -> bool:
+        """Whether a sequence that arrives now is for the publish gate: where others of its prompt are, if they are."""
+        held = {item.prompt: item.held_out for item in self._items}
+        if prompt in held:
+            return held[prompt]
+        few = self._held_out > 0.0 and sum(held.values()) < FEW_HELD_OUT
         share = max(self._held_out, MOST_HELD_OUT) if few else self._held_out
-        known_by = f"{step}:{index}" if prompt is None else f"{prompt}"
-        digest = hashlib.blake2b(known_by.encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") < share * 2.0**64
 
     def held_out(self, max_tokens: int | None = None, fewest: int = 0) -> list[TrainingSequence]:
         """The gate's sequences, newest first (closest to the policy that is served): as many as fit into `max_tokens`
-        (None: all), but at least `fewest`.
+        (None: all), but one of at least `fewest` prompts each.
         """
         chosen: list[TrainingSequence] = []
+        prompts: set[str] = set()
         total = 0
         for item in reversed(self._items):
             if not item.held_out:
                 continue
-            if max_tokens is None or len(chosen) < fewest or total + len(item.sequence) <= max_tokens:
+            missing = len(prompts) < fewest and item.prompt not in prompts
+            if max_tokens is None or missing or total + len(item.sequence) <= max_tokens:
                 chosen.append(item.sequence)
+                prompts.add(item.prompt)
                 total += len(item.sequence)
         return chosen
 

@@ -58,7 +58,7 @@ from verl_tlt.spot_worker.buffer import Buffer
 from verl_tlt.spot_worker.device import TrainingDevice
 from verl_tlt.spot_worker.merge import added, hand_in, session_facts
 from verl_tlt.spot_worker.scoring import (
-    FEWEST_SEQUENCES,
+    FEWEST_PROMPTS,
     HELD_OUT_TOKENS,
     PORTION,
     counts,
@@ -328,7 +328,7 @@ class SpotLearner:
 
     def _held_out(self, tokens: int) -> list[TrainingSequence]:
         with self._buffer_lock:
-            return [s for s in self.buffer.held_out(tokens, FEWEST_SEQUENCES) if len(s) > 1]
+            return [s for s in self.buffer.held_out(tokens, FEWEST_PROMPTS) if len(s) > 1]
 
     def _score_held_out(
         self, sequences: list[TrainingSequence], max_draft: int, should_stop: Callable[[], bool]
@@ -342,7 +342,8 @@ class SpotLearner:
         of = {which: counts(found, max_draft) for which, found in scores.items()}
         if not all(np.isfinite(value).all() for value in versions["candidate"].values()):
             of["candidate"][:] = np.nan  # greedy acceptance is a number whatever the logits are
-        return HeldOutScores(np.array([s.positions for s in scores["candidate"]], dtype=np.int64), **of)
+        prompts = np.array([i if s.prompt is None else s.prompt for i, s in enumerate(sequences)], dtype=np.uint64)
+        return HeldOutScores(prompts, np.array([s.positions for s in scores["candidate"]], dtype=np.int64), **of)
 
     def export(self, version: int, dtype: str, acceptance: list[float]) -> DrafterFile:
         """The candidate as vLLM loads it; a `DrafterError` where its numbers are not finite in that dtype."""

@@ -18,8 +18,8 @@ worth scoring."""
 HELD_OUT_TOKENS = 32_768
 """Most tokens a gate looks at: twice what a paired comparison needs, and still seconds of work."""
 
-FEWEST_SEQUENCES = 8
-"""Fewest sequences, however long: with fewer than seven (`gate.MIN_SEQUENCES`) the gate never decides."""
+FEWEST_PROMPTS = 8
+"""Fewest prompts to score, however long their sequences: the gate judges nothing by fewer than `gate.MIN_PROMPTS`."""
 
 JUDGING_SHARE = 0.25
 """Share of a session that its scores may take: three quarters are for training."""

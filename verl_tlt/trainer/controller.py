@@ -75,7 +75,7 @@ class Controller:
         self.speculation = SpeculationControl(str(tlt.trace.dir), fleet.replicas, tlt.speculation, facts.shared)
         self.served = replace(facts.provenance, version=start.served.version, acceptance=start.served.acceptance)
         """The drafter that engines should serve."""
-        self._published_at = 0
+        self._published_at = self._updated = 0
         self.spot = False
         """Spot workers are there, and the actor is tapped."""
         self._start, self._trace, self._pending_work = start, trace, pending_work
@@ -126,6 +126,7 @@ class Controller:
         `step` is the last finished RL step, `resume_from` the directory of a drafter's checkpoint.
         """
         logger.info("TLT starts from %s", self._start.origin)
+        self._updated = step
         self._choose_who_drafts(step + 1)
         with self.guard("start of spot training"):
             if self.tlt.spot.enable:
@@ -325,6 +326,7 @@ class Controller:
 
     def before_sync(self, step: int) -> None:
         """Publish the drafter for the weight sync to load; then say which replicas draft in the coming rollout."""
+        self._updated = step
         with self._charged("publish"):
             self._publish(step)
         self._choose_who_drafts(step + 1)
@@ -405,13 +407,13 @@ class Controller:
         with self._charged("save"):
             tidy(directory, self.facts.prunes)
 
-    def finish(self, step: int) -> None:
+    def finish(self) -> None:
         """The run is over: keep the drafter as a directory that vLLM serves, and clear away the rest."""
         with self.guard("final drafter"):
             if self.spot:
-                calls = self._save(Path(str(self.tlt.drafter.save_dir)), step)
+                calls = self._save(Path(str(self.tlt.drafter.save_dir)), self._updated)
                 self.fleet.waits.answers("final drafter", calls, SAVE_S, keep=True)
-        self._count_failures(step)
+        self._count_failures(self._updated)
         with self.guard("end of the run"):
             self.fleet.close()
         self._pool.shutdown(wait=False, cancel_futures=True)

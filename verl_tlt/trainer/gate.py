@@ -1,8 +1,8 @@
 """The publish gate: compares a merged drafter with the served and the initial one, and decides whether it is served.
 
 They are compared by accept length at the same held-out positions, because it differs far more between sequences than
-between drafters. Positions of one sequence resemble each other, so whole sequences are resampled. Even so a difference
-of 1 % takes some 10k positions.
+between drafters. Positions of one sequence resemble each other, and so do the responses to one prompt: prompts are
+resampled, each with all of its sequences. Even so a difference of 1 % takes some 10k positions.
 
 * revert where the candidate is surely worse by more than `WORSE` than the better of served and initial;
 * publish where it is surely not worse than the served drafter by `margin` or more, and not seen to be worse than the
@@ -16,13 +16,12 @@ better, as at the start of a run, when the drafter learns fastest and little is 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
 
+from verl_tlt.bootstrap import tail
 from verl_tlt.config import GateConfig
 from verl_tlt.messages.training import HeldOutScores
 
@@ -40,11 +39,11 @@ NOTHING_TO_LOSE = 1.1
 """Below this accept length drafting costs more than it gains nearly anywhere: an unjudged candidate may replace it."""
 FAR_BETTER = 0.2
 """Share by which an unjudged candidate must lead: ten standard errors of paired scores at `FEWEST` positions, so that
-not even sequences that happen to suit one drafter explain it."""
+not even prompts that happen to suit one drafter explain it."""
 FEWEST = 128
 """Positions below which nothing is far better."""
-MIN_SEQUENCES = 7
-"""With fewer, all of them favour a drafter that is no better with a chance above `ERROR` (2^-6 = 1.6 %)."""
+MIN_PROMPTS = 7
+"""Fewest prompts to judge by: fewer all favour one drafter of two alike with a chance above `ERROR` (2^-6 = 1.6 %)."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +63,17 @@ def decide(scores: HeldOutScores, config: GateConfig, *, seed: int) -> Decision:
     tau = scores.taus()
     best = "initial" if tau["initial"] > tau["served"] else "served"
     back: Action = "revert_initial" if best == "initial" else "revert_served"
-    positions, sequences = int(scores.positions.sum()), int((scores.positions > 0).sum())
+    positions, prompts = int(scores.positions.sum()), len(np.unique(scores.prompts[scores.positions > 0]))
     interval: tuple[float, float] | None = None
 
     def decision(action: Action, reason: str) -> Decision:
+        reason = f"{reason} ({positions} positions of {prompts} held-out prompts)"
         return Decision(action, reason, tau["candidate"] / tau["served"] - 1.0, interval)
 
     if not np.isfinite(scores.candidate).all():
         return decision(back, "the candidate's scores are not finite")
-    if positions < config.min_tokens or sequences < MIN_SEQUENCES:
-        few = f"{positions} positions in {sequences} held-out sequences are too few to judge"
+    if positions < config.min_tokens or prompts < MIN_PROMPTS:
+        few = "too little to judge"
         far_better = positions >= FEWEST and tau["candidate"] >= tau[best] * (1.0 + FAR_BETTER)
         return decision("publish" if far_better or tau[best] < NOTHING_TO_LOSE else "hold", few)
 
@@ -93,40 +93,24 @@ def decide(scores: HeldOutScores, config: GateConfig, *, seed: int) -> Decision:
 def relative_interval(scores: HeldOutScores, against: str, *, error: float, seed: int) -> tuple[float, float]:
     """Interval of (accept length of the candidate / of `against`) - 1, missed with a chance of `error` on each side."""
     judged = scores.positions > 0
-    sequences = int(judged.sum())
-    drawn = np.random.default_rng(seed).integers(sequences, size=(RESAMPLES, sequences))  # sequence numbers
-    cells = drawn + sequences * np.arange(RESAMPLES)[:, None]  # one histogram for all rows: far faster than multinomial
-    times = np.bincount(cells.ravel(), minlength=RESAMPLES * sequences)  # how often a sequence is in a resample
-    weights = times.reshape(RESAMPLES, sequences).astype(np.float64)
+    known, of = np.unique(scores.prompts[judged], return_inverse=True)  # [P]; [S]: each sequence's prompt in it
+    prompts = len(known)
+    drawn = np.random.default_rng(seed).integers(prompts, size=(RESAMPLES, prompts))  # numbers of prompts
+    cells = drawn + prompts * np.arange(RESAMPLES)[:, None]  # one histogram for all rows: far faster than multinomial
+    times = np.bincount(cells.ravel(), minlength=RESAMPLES * prompts)  # how often a prompt is in a resample
+    weights = times.reshape(RESAMPLES, prompts).astype(np.float64)
+
+    def by_prompt(rows: np.ndarray) -> np.ndarray:  # [S, ...] -> [P, ...]
+        sums = np.zeros((prompts, *rows.shape[1:]))
+        np.add.at(sums, of, rows)
+        return sums
 
     def accept_lengths(which: str) -> np.ndarray:  # [RESAMPLES]
-        counts = scores.of(which)[judged]  # [S, 1+K]
+        counts = by_prompt(scores.of(which)[judged])  # [P, 1+K]
         return (weights @ counts.sum(axis=1)) / (weights @ counts[:, 0])
 
     relative = accept_lengths("candidate") / accept_lengths(against) - 1.0
-    level = _level(scores.positions[judged].astype(np.float64), error)
-    low, high = np.quantile(relative, [level, 1.0 - level])
+    held = by_prompt(scores.positions[judged])
+    beyond = tail(float(held.sum() ** 2 / np.square(held).sum()), error)  # a few prompts can hold most positions
+    low, high = np.quantile(relative, [beyond, 1.0 - beyond])
     return float(low), float(high)
-
-
-def _level(n: np.ndarray, error: float) -> float:
-    """The percentile at which a bootstrap over sequences of `n` [S] positions errs with a chance of `error`.
-
-    A plain percentile is too narrow for few sequences; this is the expanded percentile interval (Hesterberg, "What
-    Teachers Should Know About the Bootstrap", 2015), with the number of sequences replaced by the effective number of
-    equally long ones, since a few long ones can hold most positions.
-    """
-    effective = float(n.sum() ** 2 / np.square(n).sum())
-    freedom = max(1.0, effective - 1.0)
-    return NormalDist().cdf(-math.sqrt((freedom + 1.0) / freedom) * _student(1.0 - error, freedom))
-
-
-def _student(p: float, freedom: float) -> float:
-    """Quantile of Student's t by its expansion in 1/freedom (Abramowitz and Stegun 26.7.5); within 2 % from 3 on."""
-    z = NormalDist().inv_cdf(p)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return z + sum(term / freedom**k for k, term in enumerate(terms, start=1))

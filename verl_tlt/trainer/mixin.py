@@ -153,7 +153,7 @@ class TLTMixin(PPOTrainer):
         try:
             super().fit(agent_loop_manager)
         finally:
-            self.tlt.finish(self.global_steps)
+            self.tlt.finish()  # verl counts one step further before it returns
 
 
 class TLTTrainerSync(TLTMixin, PPOTrainerSync):

@@ -34,6 +34,13 @@ def test_steps_with_validation_and_the_first_one_are_left_out(jsonl):
     assert found.reward_s == 2.5 and found.tool_share is None and found.stock_gen_s == 70.0
 
 
+@pytest.mark.parametrize(("saved", "stock"), [(10.0, 90.0), (-10.0, 70.0), (-200.0, 0.0)])
+def test_what_tlt_lost_counts_as_what_it_saved(tmp_path, saved, stock):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"step": 2, "data": {**STEP, "tlt/saved_s": saved}}))
+    assert read_metrics(path).stock_gen_s == stock
+
+
 def test_verls_console_says_the_same(jsonl, tmp_path):
     def printed(row):
         return " - ".join(f"{k}:{np.float64(v)!r}" for k, v in row.items())

@@ -113,6 +113,23 @@ def test_a_prompts_responses_are_held_out_together():
     assert 5 <= len(held[0]) <= 25 and len(held[0]) + len(drawn[0]) == 50
 
 
+def test_a_prompts_later_responses_go_where_the_first_went():
+    """Also where meanwhile so many prompts are held out that the share of those that arrive has fallen."""
+    buffer = Buffer(max_bytes=10**12, keep_steps=8, held_out=0.01)
+    for i in range(400):
+        buffer.add(1 + i // 200, i, replace(named(i % 200, 50, 3), prompt=i % 200))
+    held, drawn = set(names(buffer.held_out())), set(names(buffer.sample_batch(random.Random(0), 10**6)))
+    assert held and not held & drawn
+
+
+def test_a_budget_takes_some_of_enough_prompts_before_all_of_a_few():
+    buffer = Buffer(max_bytes=10**9, keep_steps=8, held_out=0.999999)
+    for i in range(32):
+        buffer.add(1, i, replace(named(i // 8, 40, 3), prompt=i // 8))
+    chosen = names(buffer.held_out(max_tokens=200, fewest=3))
+    assert sorted(set(chosen)) == [1, 2, 3] and len(chosen) == 5 + 2
+
+
 def test_held_out_prefers_the_newest_within_its_budget():
     buffer = Buffer(max_bytes=10**9, keep_steps=8, held_out=0.999999)
     for step in (1, 2, 3):

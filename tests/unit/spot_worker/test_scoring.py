@@ -8,8 +8,8 @@ from tiny_learner import make_learner, texts, train_and_merge, verifier_arrays
 
 from verl_tlt.drafter.data import grouped
 from verl_tlt.spot_worker import scoring
-from verl_tlt.spot_worker.scoring import FEWEST_SEQUENCES, HELD_OUT_TOKENS, JUDGING_SHARE, PORTION, tokens_to_judge
-from verl_tlt.trainer.gate import MIN_SEQUENCES
+from verl_tlt.spot_worker.scoring import FEWEST_PROMPTS, HELD_OUT_TOKENS, JUDGING_SHARE, PORTION, tokens_to_judge
+from verl_tlt.trainer.gate import MIN_PROMPTS
 
 
 @pytest.fixture
@@ -100,5 +100,5 @@ def test_a_session_that_is_stopped_while_it_scores_has_the_next_look_at_less(lea
 
 
 def test_however_long_sequences_are_the_gate_sees_enough_of_them(learner):
-    assert FEWEST_SEQUENCES >= MIN_SEQUENCES
-    assert len(learner._held_out(1)) == FEWEST_SEQUENCES < len(learner.buffer.held_out())
+    assert FEWEST_PROMPTS >= MIN_PROMPTS
+    assert len(learner._held_out(1)) == FEWEST_PROMPTS < len(learner.buffer.held_out())

@@ -228,7 +228,7 @@ class FakeFleet:
             return np.stack([drafts * acceptance**i for i in range(K + 1)], axis=1)  # [S, 1+K]
 
         served = counts(self.served_acceptance)
-        return HeldOutScores(positions, counts(self.candidate_acceptance), served, served)
+        return HeldOutScores(np.arange(40), positions, counts(self.candidate_acceptance), served, served)
 
     def keep_as_served(self) -> None:
         self._call("keep_as_served")

@@ -48,7 +48,7 @@ def test_a_checkpoint_that_is_never_written_replaces_its_worker(run, clock, took
 def test_the_end_of_the_run_waits_as_long_for_its_drafter(run, clock, took):
     run_, fleet = run()
     fleet.save = lambda directory, provenance: {"a": FakeCall(clock)}
-    assert took(run_.finish, 1) == pytest.approx(controller.SAVE_S)
+    assert took(run_.finish) == pytest.approx(controller.SAVE_S)
     assert run_.guard.counts == {"final drafter": 1}
 
 
@@ -183,7 +183,7 @@ def test_who_ends_with_the_run_or_was_replaced_meanwhile_has_not_failed(run, clo
             return True
 
     assert fleet.waits.answers("merge", {"a": Replaced(clock)}, 1.0) == {}
-    run_.finish(1)
+    run_.finish()
     assert fleet.waits.answers("merge", {"a": FakeCall(clock)}, 1.0) == {}
     assert fleet.restarts == [] and not list(fleet.waits.failures()) and "failed" not in caplog.text
 

@@ -279,7 +279,7 @@ def test_the_drafter_is_written_while_the_policy_is(run, tmp_path):
         assert [directory for directory, _ in fleet.saved] == [tmp_path / "ckpt" / "global_step_1" / "tlt_drafter"]
     train(controller, fleet, 2)
     rest_of_step(controller, fleet, 2)
-    controller.finish(2)
+    controller.finish()
     assert called(fleet, "close") == [()]
     directory, provenance = fleet.saved[-1]
     assert directory == tmp_path / "drafter"
@@ -293,7 +293,7 @@ def test_a_checkpoint_that_fails_does_not_fail_the_policys(run, method):
     fleet.broken[method] = CallFailed("No space left on device")
     with controller.saving(1):
         reached = True
-    controller.finish(1)
+    controller.finish()
     assert reached and controller.guard.counts == {"save": 1, "final drafter": 1}
 
 

@@ -15,24 +15,26 @@ CONFIG = GateConfig()
 K = 3
 
 
-def simulate(rng, *, sequences=40, versus_served=0.0, versus_initial=None, length=400, spread=0.8):
+def simulate(rng, *, sequences=40, versus_served=0.0, versus_initial=None, length=400, spread=0.8, group=1):
     """Scores of drafters whose true relative accept lengths are known; accept length about 2.1, long-tailed sequences.
 
     Drafters share each sequence's difficulty and number of drafts; what differs between them varies by sequence and by
     position, about as measured (standard deviation 0.2 a position). The noise is added to a ratio's numerator alone,
-    which leaves the true ratio exact.
+    which leaves the true ratio exact. With a `group` of several, what a prompt brings is alike in all its sequences.
     """
     positions = np.maximum(8, length * np.exp(rng.normal(0.0, spread, sequences))).astype(int)
     tau = rng.uniform(1.6, 2.6, sequences)  # [S], the candidate's
     drafts = positions / tau
 
     def drafter(relative):
-        noise = rng.normal(0.0, 0.03, sequences) + rng.normal(0.0, 0.2, sequences) / np.sqrt(positions)
+        of_prompt = np.repeat(rng.normal(0.0, 0.03, sequences // group), group)
+        noise = of_prompt + rng.normal(0.0, 0.2, sequences) / np.sqrt(positions)
         return counts(drafts, tau * (1.0 + relative) + noise)
 
     served = drafter(1.0 / (1.0 + versus_served) - 1.0)
     initial = served if versus_initial is None else drafter(1.0 / (1.0 + versus_initial) - 1.0)
-    return HeldOutScores(positions, counts(drafts, tau), served, initial)
+    prompts = np.repeat(np.arange(sequences // group), group)
+    return HeldOutScores(prompts, positions, counts(drafts, tau), served, initial)
 
 
 def counts(drafts, tau):
@@ -68,6 +70,12 @@ def test_a_candidate_at_the_margin_is_published_no_more_often_than_claimed(seque
     assert rates(400, **at)["publish"] <= no_more_than(gate.ERROR, 400)
 
 
+def test_responses_to_one_prompt_are_no_evidence_of_their_own(quick):
+    """Sixteen to a prompt: what suits a drafter in one of them suits it in all, and ten prompts are ten, not 160."""
+    at = {"versus_served": -CONFIG.margin, "sequences": 160, "group": 16, "spread": 0.3}
+    assert rates(400, **at)["publish"] <= no_more_than(gate.ERROR, 400)
+
+
 @pytest.mark.parametrize("sequences", [8, 40])
 def test_a_candidate_at_the_revert_line_is_reverted_no_more_often_than_claimed(sequences, quick):
     at = {"versus_served": -gate.WORSE, "sequences": sequences}
@@ -98,14 +106,30 @@ def test_real_differences_are_seen(quick):
 def test_a_random_head_that_accepts_nothing_is_no_special_case():
     nothing = counts(np.full(20, 100), np.full(20, 1.0))
     better = counts(np.full(20, 100), np.full(20, 1.1))
-    assert decide(HeldOutScores(np.full(20, 100), nothing, nothing, nothing), CONFIG, seed=0).action == "publish"
-    assert decide(HeldOutScores(np.full(20, 100), better, nothing, nothing), CONFIG, seed=0).action == "publish"
-    assert decide(HeldOutScores(np.full(20, 100), nothing, better, nothing), CONFIG, seed=0).action == "revert_served"
+    assert (
+        decide(HeldOutScores(np.arange(20), np.full(20, 100), nothing, nothing, nothing), CONFIG, seed=0).action
+        == "publish"
+    )
+    assert (
+        decide(HeldOutScores(np.arange(20), np.full(20, 100), better, nothing, nothing), CONFIG, seed=0).action
+        == "publish"
+    )
+    assert (
+        decide(HeldOutScores(np.arange(20), np.full(20, 100), nothing, better, nothing), CONFIG, seed=0).action
+        == "revert_served"
+    )
 
 
 def test_doubt_holds():
     scores = simulate(np.random.default_rng(3), sequences=8, versus_served=-0.002)
     assert decide(scores, CONFIG, seed=0).action == "hold"
+
+
+def test_a_verdict_says_how_many_prompts_it_had():
+    scores = simulate(np.random.default_rng(0), sequences=60, group=4)
+    assert "of 15 held-out prompts" in decide(scores, CONFIG, seed=0).reason
+    few = decide(simulate(np.random.default_rng(0), sequences=60, group=10, versus_served=-0.1), CONFIG, seed=0)
+    assert (few.action, few.interval) == ("hold", None) and "of 6 held-out prompts" in few.reason
 
 
 @pytest.mark.parametrize(("positions", "sequences"), [(511, 50), (5000, 6)])
@@ -114,16 +138,16 @@ def test_with_too_little_to_judge_only_a_useless_drafter_is_replaced(positions, 
     n[:sequences] = positions // sequences
     n[0] += positions - n.sum()
     worse, better = counts(n, np.full(60, 1.5)), counts(n, np.full(60, 2.5))
-    decision = decide(HeldOutScores(n, worse, better, better), CONFIG, seed=0)
+    decision = decide(HeldOutScores(np.arange(len(n)), n, worse, better, better), CONFIG, seed=0)
     assert (decision.action, decision.interval) == ("hold", None)
-    assert f"{positions} positions in {sequences}" in decision.reason
+    assert f"{positions} positions of {sequences} held-out prompts" in decision.reason
     useless = counts(n, np.full(60, 1.05))
-    assert decide(HeldOutScores(n, useless, useless, useless), CONFIG, seed=0).action == "publish"
-    assert decide(HeldOutScores(n, worse, useless, better), CONFIG, seed=0).action == "hold"
+    assert decide(HeldOutScores(np.arange(len(n)), n, useless, useless, useless), CONFIG, seed=0).action == "publish"
+    assert decide(HeldOutScores(np.arange(len(n)), n, worse, useless, better), CONFIG, seed=0).action == "hold"
     n[:sequences] += 1
     n[sequences] += 1
     worse, better = counts(n, np.full(60, 1.5)), counts(n, np.full(60, 2.5))
-    assert decide(HeldOutScores(n, worse, better, better), CONFIG, seed=0).action == "revert_served"
+    assert decide(HeldOutScores(np.arange(len(n)), n, worse, better, better), CONFIG, seed=0).action == "revert_served"
 
 
 def test_better_than_served_but_seen_to_be_worse_than_initial_holds():
@@ -145,20 +169,24 @@ def test_a_candidate_with_nan_scores_goes_back_to_the_better_one():
 
 def test_accept_length_and_conditional_acceptance():
     drafter = np.array([[10.0, 8.0, 4.0, 1.0], [30.0, 12.0, 6.0, 0.0]])
-    scores = HeldOutScores(np.array([23, 48]), drafter, drafter, drafter)
+    scores = HeldOutScores(np.arange(2), np.array([23, 48]), drafter, drafter, drafter)
     assert scores.accept_length("served") == pytest.approx(1 + 31 / 40)
     assert scores.conditional("candidate") == pytest.approx([20 / 40, 10 / 20, 1 / 10])
     empty = np.zeros((1, 4))
-    assert HeldOutScores(np.array([0]), empty, empty, empty).taus() == {"candidate": 1.0, "served": 1.0, "initial": 1.0}
-    assert HeldOutScores(np.array([0]), empty, empty, empty).conditional("served") == [0.0, 0.0, 0.0]
+    assert HeldOutScores(np.arange(1), np.array([0]), empty, empty, empty).taus() == {
+        "candidate": 1.0,
+        "served": 1.0,
+        "initial": 1.0,
+    }
+    assert HeldOutScores(np.arange(1), np.array([0]), empty, empty, empty).conditional("served") == [0.0, 0.0, 0.0]
 
 
 def test_impossible_scores_are_refused():
     n, good = np.array([10, 10]), np.array([[5.0, 4.0], [5.0, 4.0]])
     with pytest.raises(ValueError, match="initial drafter's counts must be finite"):
-        HeldOutScores(n, good, good, good * np.nan)
+        HeldOutScores(np.arange(len(n)), n, good, good, good * np.nan)
     with pytest.raises(ValueError, match="served drafter's counts must be finite and not negative"):
-        HeldOutScores(n, good, -good, good)
+        HeldOutScores(np.arange(len(n)), n, good, -good, good)
 
 
 @pytest.mark.parametrize(("gain", "published"), [(-0.05, 0.0), (0.05, 0.0), (0.35, 1.0)])

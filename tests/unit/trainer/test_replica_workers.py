@@ -71,7 +71,7 @@ def test_sessions_side_by_side_are_one():
 def test_what_each_scored_is_judged_together():
     def scored(sequences):
         counts = np.ones((sequences, 4))
-        scores = HeldOutScores(np.full(sequences, 9), counts, counts, counts)
+        scores = HeldOutScores(np.arange(sequences), np.full(sequences, 9), counts, counts, counts)
         return dataclasses.replace(LONG, scores=scores, judged_s=float(sequences))
 
     assert combined_session([scored(2), LONG, scored(3)]).judged_s == 3.0, "side by side"
