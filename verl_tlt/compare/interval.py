@@ -20,8 +20,8 @@ def interval(
 ) -> tuple[float, float, float]:
     """`figure` of all that was measured, and between what 95 % of such measurements would find it.
 
-    The bootstrap: what was measured is drawn anew, with replacement. For few measurements the limits lie further out than
-    95 % of the draws (`bootstrap.tail`): six then hold the truth in 91 of 100 cases, not in 84.
+    The bootstrap: what was measured is drawn anew, with replacement. For few measurements the limits lie further out
+    than 95 % of the draws (`bootstrap.tail`): six then hold the truth in 91 of 100 cases, not in 84.
 
     Returns:
         (of all, low, high).
