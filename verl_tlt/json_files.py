@@ -10,6 +10,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,6 +23,8 @@ MOST_LEVELS = 32
 
 
 _LONG = re.compile("[0-9]{19}")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class JSONFileError(TLTError, ValueError):
@@ -37,10 +40,24 @@ def open_ordinary(path: str | os.PathLike[str]) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
+def read_lines(path: str | os.PathLike[str], longest: int = MOST_BYTES) -> Iterator[bytes]:
+    """The lines of an ordinary file with their ends, in pieces of up to `longest` bytes; an OSError where it is none.
+
+    A line feed ends a line and nothing else does, since text may hold every other separator. A byte order mark is no
+    part of the first line.
+    """
+    with open_ordinary(path) as file:
+        if file.read(len(_BYTE_ORDER_MARK)) != _BYTE_ORDER_MARK:
+            file.seek(0)
+        while line := file.readline(longest):
+            yield line
+
+
 def parse(text: str | bytes) -> Any:
     """The value of a JSON text; a ValueError where there is none, or it is deeper than `MOST_LEVELS`.
 
-    A whole number of more than 18 digits is a float, which may be infinite: nobody counts so far.
+    So is text with half a surrogate pair, which no file, terminal or tokenizer takes. A whole number of more than 18
+    digits is a float, which may be infinite: nobody counts so far.
     """
     if isinstance(text, bytes):
         text = text.decode()
@@ -50,6 +67,8 @@ def parse(text: str | bytes) -> Any:
         raise ValueError(f"it is nested deeper than {MOST_LEVELS} levels") from None
     if text.count("[") + text.count("{") > MOST_LEVELS and _deeper(value):
         raise ValueError(f"it is nested deeper than {MOST_LEVELS} levels")
+    if _SURROGATE.search(text) and re.search("[\ud800-\udfff]", json.dumps(value, ensure_ascii=False)):
+        raise ValueError("a text in it holds half a surrogate pair, which is no character")
     return value
 
 

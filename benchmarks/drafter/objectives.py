@@ -48,7 +48,7 @@ TIMED_STEPS = 7
 def recorded(work: Path) -> tuple[Any, list[Text], list[int], list[int]]:
     """Toy assets, the policy's answers to their prompts, and which are trained on and held out."""
     assets = build_assets(work / "assets", width="small")
-    prompts = read_prompts(assets.train, load_tokenizer(assets.policy), 256, PROMPTS)
+    prompts = read_prompts([assets.train], load_tokenizer(assets.policy), 256, PROMPTS)
     tokens = [list(p) for p in prompts.tokens]
     job = GenerationJob(str(assets.policy), tokens, SamplingOptions(response_length=RESPONSE), "cpu")
     responses, _ = generate(job, work / "responses")

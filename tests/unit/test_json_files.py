@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from verl_tlt.json_files import MOST_BYTES, MOST_LEVELS, JSONFileError, parse, read_object
+from verl_tlt.json_files import MOST_BYTES, MOST_LEVELS, JSONFileError, parse, read_lines, read_object
 
 
 def refusal(path):
@@ -58,3 +58,18 @@ def test_what_is_too_large_or_no_object(file):
         refusal(file)
     file.write_text('{"few": 123, "many": ' + "9" * 10_000 + "}")
     assert read_object(file) == {"few": 123, "many": float("inf")}
+
+
+@pytest.mark.parametrize("half", ["\\ud83d", "\\uDE00", "\\ude00\\ud83d", "\\ud83d\\ud83d\\ude00"])
+def test_half_a_surrogate_pair_is_no_text(file, half):
+    for text in (f'{{"a": ["{half}"]}}', f'{{"{half}": 1}}'):
+        file.write_text(text)
+        assert "half a surrogate pair" in refusal(file)
+    assert parse('["\\ud83d\\ude00", "\\\\ud83d"]') == ["\U0001f600", "\\ud83d"]
+
+
+def test_a_line_feed_alone_ends_a_line(file):
+    text = "\ufeffa\u2028b\u0085c\x0cd\re\r\n\ufefff"
+    file.write_bytes(text.encode())
+    assert [line.decode() for line in read_lines(file)] == [text[1:-2], "\ufefff"]
+    assert b"".join(read_lines(file, longest=3)) == text[1:].encode()

@@ -19,7 +19,7 @@ import numpy as np
 
 from verl_tlt.advise.workload import Workload
 from verl_tlt.errors import TLTError
-from verl_tlt.json_files import open_ordinary, parse
+from verl_tlt.json_files import parse, read_lines
 from verl_tlt.report.reader import LONGEST_LINE, EngineSteps, RunTrace, read_trace
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
 from verl_tlt.speculation.types import OFF
@@ -89,15 +89,14 @@ def read_metrics(path: Path) -> RunMetrics:
     steps: dict[int, dict[str, float]] = {}
     policy = ""
     try:
-        with open_ordinary(path) as file:
-            if (size := os.fstat(file.fileno()).st_size) > MOST_LOG_BYTES:
-                raise TLTError(f"--metrics {path} has {size >> 20} MiB, more than any run's metrics.")
-            while line := file.readline(LONGEST_LINE):
-                text = line.decode(errors="replace")
-                if (found := _of_line(text)) is not None:
-                    steps.setdefault(found[0], {}).update(found[1])
-                elif not policy and (named := _POLICY.search(text)):
-                    policy = named[1]
+        if (size := os.stat(path).st_size) > MOST_LOG_BYTES:
+            raise TLTError(f"--metrics {path} has {size >> 20} MiB, more than any run's metrics.")
+        for line in read_lines(path, LONGEST_LINE):
+            text = line.decode(errors="replace")
+            if (found := _of_line(text)) is not None:
+                steps.setdefault(found[0], {}).update(found[1])
+            elif not policy and (named := _POLICY.search(text)):
+                policy = named[1]
     except OSError as error:
         raise TLTError(f"--metrics {path} cannot be read: {error.strerror or error}.") from error
     return replace(_summary(steps, f"--metrics {path}"), policy=policy)

@@ -108,5 +108,5 @@ def read_rows(metrics: Path) -> list[dict[str, Any]]:
     """Rows of verl's `file` logger that are RL steps; {"step": number, "data": metrics}."""
     if not metrics.exists():
         return []
-    lines = metrics.read_text().rpartition("\n")[0].splitlines()
+    lines = metrics.read_text().split("\n")[:-1]  # the last one is not whole; no other character ends a line
     return [row for line in lines if "timing_s/step" in (row := json.loads(line))["data"]]

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
 from verl_tlt.errors import TLTError
-from verl_tlt.json_files import open_ordinary, parse
+from verl_tlt.json_files import parse, read_lines
 from verl_tlt.trace.events import (
     ENGINE_PREFIX,
     EVENT_TYPES,
@@ -217,15 +217,14 @@ def parse_event(record: Mapping[str, Any]) -> Event | None:
 
 def _records(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Size and content of each line; the latter is empty where it is not a JSON object."""
-    with open_ordinary(file) as lines:
-        while line := lines.readline(LONGEST_LINE):
-            if not line.strip():
-                continue
-            try:
-                record = parse(line)
-            except ValueError:
-                record = None
-            yield len(line), record if isinstance(record, dict) else {}
+    for line in read_lines(file, LONGEST_LINE):
+        if not line.strip():
+            continue
+        try:
+            record = parse(line)
+        except ValueError:
+            record = None
+        yield len(line), record if isinstance(record, dict) else {}
 
 
 def _of(events: Sequence[Event], cls: type[E]) -> list[E]:

@@ -123,7 +123,7 @@ def read(options: WarmupOptions) -> Prompts:
             f"--response-length {options.response_length} leaves no room for a prompt in the policy's "
             f"max_position_embeddings={longest + options.response_length}."
         )
-    return read_prompts(options.prompts, load_tokenizer(options.model), longest, options.limit)
+    return read_prompts([options.prompts], load_tokenizer(options.model), longest, options.limit)
 
 
 def begin(options: WarmupOptions, prompts: Prompts) -> None:

@@ -114,7 +114,7 @@ def choose_prompts(options: EvaluateOptions) -> list[tuple[int, ...]]:
             raise DrafterError(f"{options.drafter} does not say which prompts it was warmed up with; give --prompts.")
         file = Path(facts["prompts"])
     longest = policy_shape(options.model).max_position_embeddings - options.response_length
-    found = read_prompts(file, load_tokenizer(options.model), longest, facts.get("prompts_limit"), least=1)
+    found = read_prompts([file], load_tokenizer(options.model), longest, facts.get("prompts_limit"), least=1)
     warmed_up_with = facts.get("prompts_sha256") == found.digest
     chosen = [p for i, p in enumerate(found.tokens) if not warmed_up_with or i in found.held_out]
     return chosen[: options.limit]

@@ -65,7 +65,7 @@ class TrainingOptions(EngineOptions):
 class WarmupOptions(TrainingOptions):
     """Of `verl-tlt warmup`."""
 
-    prompts: Annotated[Path, Option(help="Prompts: verl's .parquet, .jsonl with a field `prompt`, or .txt.")]
+    prompts: Annotated[Path, Option(help="Prompts: verl's .parquet or a folder of them, .jsonl or .json, .txt.")]
     out: Annotated[Path, Option(help="Where the drafter goes; work in progress is in OUT.warmup beside it.")]
     method: Annotated[str, Option(help="eagle3: a new head; mtp: the MTP head in the policy's files.")] = "eagle3"
     drafter: Annotated[

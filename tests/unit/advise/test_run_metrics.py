@@ -41,6 +41,13 @@ def test_what_tlt_lost_counts_as_what_it_saved(tmp_path, saved, stock):
     assert read_metrics(path).stock_gen_s == stock
 
 
+def test_a_byte_order_mark_and_separators_within_text_lose_no_step(jsonl):
+    expected, (first, *others) = read_metrics(jsonl), jsonl.read_text().splitlines(keepends=True)[1:]
+    named = first.replace('"data"', '"run": "a\u2028b\u0085c", "data"', 1)
+    jsonl.write_text("\ufeff" + named + "".join(others))
+    assert read_metrics(jsonl) == expected
+
+
 def test_verls_console_says_the_same(jsonl, tmp_path):
     def printed(row):
         return " - ".join(f"{k}:{np.float64(v)!r}" for k, v in row.items())

@@ -133,3 +133,12 @@ def test_names_with_codes_of_a_terminal_are_quoted(tmp_path):
     put(evil, [ROLLOUT, LOAD, {"kind": "step", "t": 2.0, "step": 1, "metrics": {"timing_s/gen": 1.0}}])
     status, output = report(evil, "--out", tmp_path / "out\x1b[2J")
     assert status == 0 and "\x1b" not in output
+
+
+def test_a_byte_order_mark_costs_no_line_and_half_a_character_one(tmp_path):
+    step = {"kind": "step", "t": 2.0, "step": 1, "metrics": {"timing_s/gen": 1.0}}
+    halves = [LOAD | {"inflight": {"\ud83d": 1}}, LOAD | {"inflight": {"a": 1}, "\ude00": 2}]
+    trace = put(tmp_path / "trace", ["\ufeff" + json.dumps(ROLLOUT) + "\n", LOAD, step, *halves])
+    assert (read_trace(trace).skipped, read_trace(trace).replicas) == (2, ["a"])
+    status, output = report(trace, "--out", tmp_path / "out")
+    assert status == 0, output

@@ -51,7 +51,7 @@ def test_agreement_is_five_percent_of_what_was_served():
 
 
 def test_of_its_own_prompts_only_held_out_ones_judge_it(policy_dir, prompts_file, tmp_path):
-    known = read_prompts(prompts_file, load_tokenizer(policy_dir), 100)
+    known = read_prompts([prompts_file], load_tokenizer(policy_dir), 100)
     facts = {"prompts": str(prompts_file), "prompts_sha256": known.digest}
     own = save_drafter(build_drafter(policy_dir), tmp_path / "own", facts)
     held = [known.tokens[i] for i in sorted(known.held_out)]
