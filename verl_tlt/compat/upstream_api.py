@@ -69,7 +69,7 @@ VERL = {
             has="_setup _init_resource_pool_mgr get_llm_client on_init_end on_sample_begin on_sample_end on_step_end "
             "on_validate_end _save_checkpoint config global_steps actor_rollout_wg llm_server_manager replay_buffer "
             "resource_pool_manager role_worker_mapping local_trigger_step parameter_sync_step checkpoint_manager "
-            "total_training_steps",
+            "total_training_steps use_critic critic_wg",
         ),
         Symbol(f"{_TRAINER}._add_prompts_to_generate", "num_prompts"),
         Symbol(f"{_TRAINER}._build_replay_buffer", says=("refill_fn=self._add_prompts",)),
@@ -89,12 +89,13 @@ VERL = {
         Symbol("verl.utils.checkpoint.checkpoint_manager:find_latest_ckpt_path", "path"),
     ),
     "trainer/checkpoints.py": (
-        # The drafter is complete between the two, and goes when the policy's directory does.
+        # The drafter is written after these two, before the step is named, and goes when the policy's directory does.
         Symbol(
             f"{_TRAINER}._save_checkpoint",
             says=(
                 'os.path.join(local_global_step_folder, "actor")',
                 "self.actor_rollout_wg.save_checkpoint(",
+                "self.critic_wg.save_checkpoint(",
                 '"latest_checkpointed_iteration.txt"',
             ),
         ),

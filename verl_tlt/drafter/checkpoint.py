@@ -354,8 +354,9 @@ def replaced(target: Path) -> Iterator[Path]:
     """Yield an empty directory beside `target`, which takes its name when the block ends and is removed when it raises.
 
     Files are flushed to disk before that. A process killed inside the block leaves a `.NAME.new-*` that nothing reads.
+    Where `target` is a link, it stays one, and what it points to is replaced.
     """
-    target = Path(os.path.abspath(target))
+    target = Path(os.path.realpath(target) if os.path.islink(target) else os.path.abspath(target))
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.parent / f".{target.name}.new-{secrets.token_hex(4)}"
     draft.mkdir()

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -56,6 +57,7 @@ from verl_tlt.messages.training import (
 )
 from verl_tlt.spot_worker.buffer import Buffer
 from verl_tlt.spot_worker.device import TrainingDevice
+from verl_tlt.spot_worker.disk_room import check_room, tensor_bytes
 from verl_tlt.spot_worker.merge import added, hand_in, session_facts
 from verl_tlt.spot_worker.scoring import (
     FEWEST_PROMPTS,
@@ -353,12 +355,16 @@ class SpotLearner:
 
     # ------------------------------------------------------------------ checkpoint
 
-    def save(self, directory: str, provenance: DrafterProvenance) -> None:
+    def save(self, directory: str, provenance: DrafterProvenance, beside: str | None = None) -> None:
         """Write the served drafter and the training state atomically under `directory`.
 
-        Training, merging and scoring wait for the copy of what is trained in memory, not for the disk.
+        Training, merging and scoring wait for the copy of what is trained in memory, not for the disk. Nothing is
+        written, and a `DrafterError` raised, where the disk would not have room for the policy's next checkpoint any
+        more, which is taken to be as large as the one in the directory `beside`.
         """
         tensors, state = self.snapshot()
+        if beside is not None:
+            check_room(Path(beside), tensor_bytes([tensors, state]))
         facts = {**asdict(provenance), "steps": state["steps"]}
         save_drafter(self.model, directory, facts, policy=self._policy_dir, training_state=state, tensors=tensors)
 

@@ -170,9 +170,9 @@ class SpotWorker:
         """Optimizer steps that its moments and its learning rate come from."""
         return self.learner.trainer.steps
 
-    async def save(self, directory: str, provenance: DrafterProvenance) -> None:
+    async def save(self, directory: str, provenance: DrafterProvenance, beside: str | None = None) -> None:
         """Write the served drafter and the training state atomically under `directory`."""
-        await asyncio.to_thread(self.learner.save, directory, provenance)
+        await asyncio.to_thread(self.learner.save, directory, provenance, beside)
 
     async def resume(self, directory: str) -> Resumed | None:
         """Continue from a checkpoint; None where it holds none."""

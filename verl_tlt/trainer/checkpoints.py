@@ -1,8 +1,8 @@
-"""The drafter's directories in verl's checkpoints: written with the policy, found by a resumed run, removed when old.
+"""The drafter's directories in verl's checkpoints: written after the policy, found by a resumed run, removed when old.
 
 verl writes `global_step_N/actor`, and last of all `latest_checkpointed_iteration.txt`, which names the step to resume
-from; the drafter in `global_step_N/tlt_drafter` is complete before that. Where verl keeps only the newest policies, the
-drafters of the others go with them.
+from; the drafter in `global_step_N/tlt_drafter` is written between the two. Where verl keeps only the newest policies,
+the drafters of the others go with them.
 """
 
 from __future__ import annotations
@@ -58,13 +58,18 @@ def _number(step: Path) -> float:
     return int(digits) if digits.isdecimal() else float("inf")
 
 
+def remove_halves(step: Path) -> None:
+    """Remove what a worker that failed or was killed has written of a drafter in the directory of a step."""
+    for left in step.glob(f".{CHECKPOINT}.*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
 def tidy(step: Path, prunes: bool) -> None:
     """Remove what no run will resume from, once the checkpoint in the directory of a step is complete.
 
     `prunes`: verl removes old policies. Where it does not, a drafter without a policy was put there by the user.
     """
-    for left in step.glob(f".{CHECKPOINT}.*"):  # by a run that was killed while it wrote
-        shutil.rmtree(left)
+    remove_halves(step)  # also of a run that was killed while it wrote
     if not prunes or not (step / POLICY).is_dir():  # on another node's disk: nothing is known here
         return
     for drafter in step.parent.glob(f"global_step_*/{CHECKPOINT}"):

@@ -5,6 +5,7 @@
     sample_end          stop training (bounded), start merging in the background
     cold_start          once in a run without a drafter: train one on all devices before RL goes on
     log_probs_done      what the tap captured goes to the spot workers
+    save                write the drafter once the policy's checkpoint is on the disk
     before_sync         publish the drafter if the gate said so in time; say which replicas draft in the coming rollout
     after_sync          replicas that left rejoin; compare what the engines have loaded
     metrics             the step's numbers
@@ -33,7 +34,7 @@ from verl_tlt.idle.trainer_idle import TrainerIdlePlanner
 from verl_tlt.messages.training import BufferStats, TappedStates
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trace.metrics import buffer_metrics
-from verl_tlt.trainer.checkpoints import CHECKPOINT, tidy
+from verl_tlt.trainer.checkpoints import CHECKPOINT, remove_halves, tidy
 from verl_tlt.trainer.clock import SYSTEM, Clock, Deadline
 from verl_tlt.trainer.cold_start import make_cold_start, train_in_portions, train_together
 from verl_tlt.trainer.drafter_update import DrafterUpdate, update_drafter
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SAVE_S = 600.0
-"""The policy's checkpoint takes longer than the drafter's; a disk that hangs is given this."""
+"""Longest wait for a drafter to be written, in seconds: gigabytes, perhaps over a network."""
 WARM_UP_S = 300.0
 """For starting spot workers and tuning their kernels; one that replaces another warms up in its first session."""
 
@@ -385,27 +386,23 @@ class Controller:
 
     # ------------------------------------------------------------------ checkpoints
 
-    @contextmanager
-    def saving(self, step: int) -> Iterator[Callable[[], None]]:
-        """Write the drafter while the policy is saved inside, which takes longer.
+    def save(self, step: int) -> None:
+        """The policy's checkpoint is written: write the drafter beside it, before verl names the step to resume from.
 
-        Yields what waits for it, to be called before verl names the step as one to resume from.
+        A drafter that does not fit on the disk is left out, and nothing of it stays there.
         """
         directory = self.facts.checkpoints / f"global_step_{step}"
-        calls: dict[str, Call[None]] = {}
-        with self._charged("save"):
-            calls |= self._save(directory / CHECKPOINT, step) if self.spot else {}
-
-        def written() -> None:
+        if self.spot:
             with self._charged("save"):
-                self.fleet.waits.answers("save", calls, SAVE_S, keep=True)
-            calls.clear()
+                calls = self._save(directory / CHECKPOINT, step, beside=directory)
+                if not self.fleet.waits.answers("save", calls, SAVE_S, keep=True):
+                    remove_halves(directory)
 
-        yield written
-        written()
+    def saved(self, step: int) -> None:
+        """The checkpoint is complete, and verl has named its step."""
         self._count_failures(step)
         with self._charged("save"):
-            tidy(directory, self.facts.prunes)
+            tidy(self.facts.checkpoints / f"global_step_{step}", self.facts.prunes)
 
     def finish(self) -> None:
         """The run is over: keep the drafter as a directory that vLLM serves, and clear away the rest."""
@@ -418,6 +415,6 @@ class Controller:
             self.fleet.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _save(self, directory: Path, step: int) -> dict[str, Call[None]]:
+    def _save(self, directory: Path, step: int, beside: Path | None = None) -> dict[str, Call[None]]:
         """Write the served drafter, its training state and provenance, atomically."""
-        return self.fleet.save(directory, replace(self.served, policy_step=step, tokens_trained=self._tokens))
+        return self.fleet.save(directory, replace(self.served, policy_step=step, tokens_trained=self._tokens), beside)

@@ -145,9 +145,10 @@ class TLTMixin(PPOTrainer):
         return result
 
     def _save_checkpoint(self) -> None:
-        policy = self.actor_rollout_wg
-        with self.tlt.saving(self.global_steps) as written, followed(policy, "save_checkpoint", written):
+        last = self.critic_wg if self.use_critic else self.actor_rollout_wg  # whose checkpoint verl writes last
+        with followed(last, "save_checkpoint", lambda: self.tlt.save(self.global_steps)):
             super()._save_checkpoint()
+        self.tlt.saved(self.global_steps)
 
     def fit(self, agent_loop_manager: AgentLoopManager) -> None:
         try:

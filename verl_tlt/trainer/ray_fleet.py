@@ -360,10 +360,10 @@ class RayFleet:
                 return found[name]
         raise CallFailed("no spot worker exported the drafter")
 
-    def save(self, directory: Path, provenance: DrafterProvenance) -> dict[str, Call[None]]:
+    def save(self, directory: Path, provenance: DrafterProvenance, beside: Path | None = None) -> dict[str, Call[None]]:
         """Write the served drafter and its training state, atomically: that of the worker that trained the longest.
 
-        Returns its replica, and the call.
+        `beside` is a checkpoint of the policy (`SpotLearner.save`). Returns the worker's replica, and the call.
         """
         directory.parent.mkdir(parents=True, exist_ok=True)
         calls: dict[str, Call[list[int]]] = {n: c for n, c in self._call_workers("steps").items() if not c.excused()}
@@ -374,7 +374,8 @@ class RayFleet:
         _, replica, i = max(every, key=lambda one: one[0])
         workers = self.replicas[replica].workers
         name = list(workers.handles)[i]
-        call = workers.handles[name].save.remote(str(directory.absolute()), provenance)
+        place = None if beside is None else str(beside.absolute())
+        call = workers.handles[name].save.remote(str(directory.absolute()), provenance, place)
         return {replica: workers.sent({name: call}, lambda _: None)}
 
     def _call_workers(self, method: str, *args: object) -> dict[str, CombinedCall[list[Any]]]:

@@ -242,7 +242,7 @@ class FakeFleet:
             return None
         return DrafterFile(version, "{}", b"", "f", tuple(acceptance))
 
-    def save(self, directory: Path, provenance: Any) -> dict[str, FakeCall]:
+    def save(self, directory: Path, provenance: Any, beside: Path | None = None) -> dict[str, FakeCall]:
         self._call("save", directory)
         self.saved.append((directory, provenance))
         return {self.workers()[0]: ended(self.broken.get("writing"))}

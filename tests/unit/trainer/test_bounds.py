@@ -38,16 +38,15 @@ def test_hidden_states_that_never_arrive_hold_up_one_rollout_for_their_bound(run
 def test_a_checkpoint_that_is_never_written_replaces_its_worker(run, clock, took):
     run_, fleet = run()
     fill_buffers(run_, fleet)
-    fleet.save = lambda directory, provenance: {"a": FakeCall(clock)}
-    saving = contextlib.ExitStack()
-    saving.enter_context(run_.saving(1))
-    assert took(saving.close) == pytest.approx(controller.SAVE_S)
+    fleet.save = lambda *args: {"a": FakeCall(clock)}
+    assert took(run_.save, 1) == pytest.approx(controller.SAVE_S)
+    run_.saved(1)
     assert fleet.restarts == ["a"] and run_.guard.counts == {"save": 1}
 
 
 def test_the_end_of_the_run_waits_as_long_for_its_drafter(run, clock, took):
     run_, fleet = run()
-    fleet.save = lambda directory, provenance: {"a": FakeCall(clock)}
+    fleet.save = lambda *args: {"a": FakeCall(clock)}
     assert took(run_.finish) == pytest.approx(controller.SAVE_S)
     assert run_.guard.counts == {"final drafter": 1}
 
@@ -122,8 +121,8 @@ def test_every_second_that_a_step_waits_is_charged_by_name(run, clock, monkeypat
         clock.until(lambda: called(fleet, "train"))
         run_.more_prompts()
     begin = clock.now
-    with run_.saving(2):
-        pass
+    run_.save(2)
+    run_.saved(2)
     waited.append(clock.now - begin)
     run_.log_probs_done(2)
     merged(run_)
@@ -152,15 +151,15 @@ def test_a_worker_that_is_killed_counts_once_in_whatever_phase(run, clock, phase
         case "publish":
             fleet.keep_as_served = found_dead
         case "save":
-            fleet.save = lambda directory, provenance: {"b": ended(dead)}
+            fleet.save = lambda *args: {"b": ended(dead)}
         case "merge" | "export":
             fleet.merge = found_dead
         case "session":
             fleet.broken["session of b"] = dead
     with sampling(run_, fleet, 2):
         clock.sleep(LOOKS_S)
-    with run_.saving(2):
-        pass
+    run_.save(2)
+    run_.saved(2)
     counted = [rest_of_step(run_, fleet, step).get("tlt/spot_failures", 0) for step in (2, 3)]
     assert sum(counted) == 1 and fleet.restarts == ["b"]
 

@@ -48,29 +48,31 @@ def test_what_a_killed_save_left_goes_with_the_next_one(checkpoints):
 def test_a_run_prunes_when_its_checkpoint_is_complete(run, checkpoints, tmp_path):
     (tmp_path / "ckpt").symlink_to(checkpoints)
     controller, _ = run(prunes=True)
-    with controller.saving(5):
-        assert drafters(checkpoints) == [1, 2, 3, 4, 5], "the policy is being saved"
+    controller.save(5)
+    assert drafters(checkpoints) == [1, 2, 3, 4, 5], "verl has not named the step"
+    controller.saved(5)
     assert drafters(checkpoints) == [4, 5] and controller.guard.counts.total() == 0
 
 
-def test_verl_names_the_step_only_after_the_drafter_is_written(run):
+def test_verl_names_the_step_only_after_the_drafter_is_written_and_that_after_the_policy(run):
     controller, fleet = run()
-    writing, order = FakeCall(), []
-    fleet.save = lambda directory, provenance: {"a": writing}
+    writing, begun, order = FakeCall(), threading.Event(), []
+    fleet.save = lambda *args: (order.append("drafter"), begun.set(), {"a": writing})[-1]
     policy = SimpleNamespace(save_checkpoint=lambda path: order.append(f"policy in {path}"))
 
     def verl():
-        with controller.saving(1) as written, followed(policy, "save_checkpoint", written):
+        with followed(policy, "save_checkpoint", lambda: controller.save(1)):
             policy.save_checkpoint("actor")
             order.append("named")
 
     saving = threading.Thread(target=verl)
     saving.start()
+    assert begun.wait(30)
     saving.join(0.2)
-    assert order == ["policy in actor"]
+    assert order == ["policy in actor", "drafter"]
     writing.end(None)
     saving.join(30)
-    assert order == ["policy in actor", "named"]
+    assert order == ["policy in actor", "drafter", "named"]
 
 
 def test_a_followed_method_is_itself_again_however_it_ended():

@@ -3,6 +3,7 @@
 Everything that is written for a step holds that step's number: policy, served drafter, candidate, moments.
 """
 
+import functools
 import itertools
 import json
 import multiprocessing
@@ -44,7 +45,7 @@ def keep_saving(controller, fleet, drafter, checkpoints):
     """Step after step as verl's `_save_checkpoint` goes: the policy, then the tracker, which is replaced at once."""
     parameters = trainable_parameters(drafter)
 
-    def save(directory, provenance):
+    def save(directory, provenance, beside):
         call, step = FakeCall(), provenance.policy_step
         whole = {name: torch.full_like(p, step) for name, p in parameters.items()}
 
@@ -62,10 +63,11 @@ def keep_saving(controller, fleet, drafter, checkpoints):
 
     fleet.save, policy = save, SimpleNamespace(save_checkpoint=save_policy)
     for step in itertools.count(named(checkpoints) + 1):
-        with controller.saving(step) as written, followed(policy, "save_checkpoint", written):
+        with followed(policy, "save_checkpoint", functools.partial(controller.save, step)):
             policy.save_checkpoint(checkpoints / f"global_step_{step}" / POLICY)
             (checkpoints / "tracker.new").write_text(str(step))
             os.replace(checkpoints / "tracker.new", checkpoints / "tracker")
+        controller.saved(step)
 
 
 def test_whatever_moment_it_is_killed_at(run, drafter, tmp_path):

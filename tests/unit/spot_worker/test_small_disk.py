@@ -1,0 +1,101 @@
+"""Checkpoints on a real file system that is too small: the policy is whole, and the drafter is there or it is not."""
+
+import subprocess
+
+import pytest
+from tiny_learner import make_learner, texts, train_and_merge, verifier_arrays
+
+from verl_tlt.errors import DrafterError
+from verl_tlt.messages.training import DrafterProvenance
+from verl_tlt.spot_worker.disk_room import tensor_bytes
+
+FACTS = DrafterProvenance("policy", "data", None, "hass", 1.0)
+PAGE = 4096
+POLICY_BYTES = 64 * PAGE
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """Mount a file system of so many bytes."""
+    mounted = []
+
+    def mount(size):
+        place = tmp_path / f"disk-{len(mounted)}"
+        place.mkdir()
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place], capture_output=True)
+        if done.returncode:
+            pytest.skip("a file system of a limited size cannot be mounted here: mount needs root and its permission")
+        mounted.append(place)
+        return place
+
+    yield mount
+    for place in mounted:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+@pytest.fixture
+def learner(tmp_path):
+    learner = make_learner(tmp_path / "policy")
+    learner.add(1, texts(24), verifier_arrays())
+    train_and_merge(learner)
+    return learner
+
+
+@pytest.fixture
+def drafter_bytes(learner):
+    return tensor_bytes(list(learner.snapshot()))
+
+
+def policys(disk, step):
+    """verl's part of a checkpoint."""
+    folder = disk / f"global_step_{step}"
+    (folder / "actor").mkdir(parents=True)
+    (folder / "actor" / "model.pt").write_bytes(bytes(POLICY_BYTES))
+    return folder
+
+
+def held(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+def test_its_size_is_what_it_takes_on_the_disk(learner, drafter_bytes, tmp_path):
+    learner.save(str(tmp_path / "drafter"), FACTS)
+    written = sum(file.stat().st_size for file in (tmp_path / "drafter").rglob("*.safetensors"))
+    assert drafter_bytes <= written < 1.1 * drafter_bytes + PAGE
+
+
+def test_where_only_policies_fit_no_drafter_takes_the_place_of_the_next(learner, drafter_bytes, disk):
+    """Room for two policies and no more: stock verl, which keeps one beside the one it writes, goes on for ever."""
+    small = disk(2 * POLICY_BYTES + drafter_bytes // 2)
+    for step in (1, 2):
+        folder = policys(small, step)
+        with pytest.raises(DrafterError, match=r"global_step_. gets no drafter: the disk has"):
+            learner.save(str(folder / "tlt_drafter"), FACTS, str(folder))
+        assert held(folder) == {"actor"}
+
+
+def test_where_both_fit_both_are_written(learner, drafter_bytes, disk):
+    large = disk(2 * POLICY_BYTES + 2 * drafter_bytes + 64 * PAGE)
+    folder = policys(large, 1)
+    learner.save(str(folder / "tlt_drafter"), FACTS, str(folder))
+    assert learner.resume(str(folder / "tlt_drafter")) is not None
+    policys(large, 2)
+
+
+def test_a_disk_that_fills_up_while_it_writes_keeps_nothing_of_it_and_the_drafter_before(learner, drafter_bytes, disk):
+    small = disk(int(1.5 * drafter_bytes) + 16 * PAGE)
+    place = small / "drafter"
+    learner.save(str(place), FACTS)
+    before = (place / "model.safetensors").read_bytes()
+    with pytest.raises(Exception, match="No space left"):
+        learner.save(str(place), FACTS)
+    assert held(small) == {"drafter"} and (place / "model.safetensors").read_bytes() == before
+
+
+def test_a_place_that_is_a_link_stays_one(learner, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "latest").symlink_to(tmp_path / "elsewhere" / "drafter")  # also before there is anything
+    for _ in range(2):
+        learner.save(str(tmp_path / "latest"), FACTS)
+        assert (tmp_path / "latest").is_symlink() and held(tmp_path / "elsewhere") == {"drafter"}
+        assert (tmp_path / "elsewhere" / "drafter" / "config.json").is_file()
