@@ -70,9 +70,9 @@ def scoring(bench: Bench) -> dict[str, Any]:
     def score() -> None:
         score_versions(trainer, versions, sequences, SAMPLING, PASSES, None, lambda: False)
 
-    with TrainingDevice(bench.device).resident(trainer, PORTION, trains=False):
+    with TrainingDevice(bench.device).resident(trainer, PORTION, rows_of(bench), trains=False):
         peak_gib(bench.device)
         taken = seconds(bench.device, [score] * 3)
         peak = peak_gib(bench.device)
-    planned = session_bytes(trainer.model, PORTION, PASSES) / 2**30
+    planned = session_bytes(trainer.model, PORTION, PASSES, rows_of(bench)) / 2**30
     return {"turns_s": taken, "tokens": 8 * rows_of(bench), "peak_gib": peak, "planned_gib": round(planned, 2)}

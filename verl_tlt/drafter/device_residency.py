@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from verl_tlt.drafter.evaluate import PROBABILITY_ROWS
 from verl_tlt.drafter.host_memory import layout, page_locked, views
 from verl_tlt.drafter.train import STATE
 
@@ -34,17 +35,21 @@ def _bytes(model: Eagle3DraftModel) -> tuple[int, int]:
 def session_bytes(model: Eagle3DraftModel, rows: int, passes: int, scored: int | None = None) -> int:
     """Device memory of a session at its peak, in bytes, by rule of thumb: 11 GB for a 7B policy at 1024 rows.
 
-    `rows`: of the largest batch that is trained or scored; `scored`: of the largest that is scored; None: the same;
-    `passes`: of the training-time test.
+    `rows`: of the largest batch that is trained; `scored`: of the largest that is scored; None: the same; `passes`: of
+    the training-time test.
     """
+    scored = rows if scored is None else scored
     trained, frozen = _bytes(model)
     weights = (1 + len(STATE) + 1) * trained + frozen  # and gradients; a second set of weights in scoring
-    waiting = rows * (max(1, len(model.target_layer_ids)) + 1) * model.hidden_size * 4  # float32, of the next batch
-    # Logits and their gradients in 16 bits for each pass; or five float32 values for each logit (`acceptance`).
-    logits = rows * model.draft_vocab_size * max(20, 8 + 4 * passes)
-    if model.use_draft_vocab:  # then scores take the policy's whole head, and its logits
-        logits = max(logits, model.verifier_vocab_size * (2 * model.hidden_size + 20 * (scored or rows)))
-    return weights + waiting + logits
+    # float32, of the next batch
+    waiting = max(rows, scored) * (max(1, len(model.target_layer_ids)) + 1) * model.hidden_size * 4
+    # Logits and their gradients in 16 bits for each pass.
+    training = rows * model.draft_vocab_size * (8 + 4 * passes)
+    # The logits of both, and the policy's probabilities; and five float32 values for each logit of a block of rows.
+    scoring = scored * model.draft_vocab_size * 8 + PROBABILITY_ROWS * model.verifier_vocab_size * 20
+    if model.use_draft_vocab:  # then scores take the policy's whole head
+        scoring += model.verifier_vocab_size * 2 * model.hidden_size
+    return weights + waiting + max(training, scoring)
 
 
 def host_bytes(model: Eagle3DraftModel) -> int:

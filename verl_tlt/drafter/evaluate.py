@@ -14,20 +14,23 @@ that training runs:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from verl_tlt.drafter.data import Batch, TrainingSequence, check_tokens, grouped, pack, windows
+from verl_tlt.drafter.data import Batch, TrainingSequence, check_tokens, grouped, pack
 from verl_tlt.drafter.feed import ROW_BLOCK
 from verl_tlt.drafter.policy import DrafterError
 from verl_tlt.drafter.train import NoWaiting, mixed_precision
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
+
+PROBABILITY_ROWS = 256
+"""Most rows whose probabilities are computed at once: those over the policy's vocabulary take 20 bytes a token."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +94,14 @@ def acceptance(
 
     Args:
         model: its verifier weights are those of the policy that made the rollouts.
-        sequences: whole ones or windows; those longer than `budget` are scored piece by piece.
+        sequences: whole ones, or windows of them. None is cut: a drafter that lacks the context before a cut drafts
+            worse than the same drafter does in an engine.
         temperature: of the rollout.
         top_p: of the rollout; 1 is off.
         top_k: of the rollout; 0 or less is off.
         max_draft: K, tokens in each draft.
-        budget: rows scored at once. Memory is about `20 * budget * vocabulary` bytes.
+        budget: rows scored at once, where sequences are shorter. Memory grows by 8 bytes for each row, a longer
+            sequence's included, and each token of the draft vocabulary.
         lm_head: [V, H], the policy's whole head; needed where the draft vocabulary is pruned, since the policy's mass
             outside it can never be accepted.
     """
@@ -104,24 +109,26 @@ def acceptance(
         raise DrafterError("acceptance(): a drafter with a pruned vocabulary needs the policy's whole head, lm_head.")
     for sequence in sequences:
         check_tokens(sequence.tokens, model.verifier_vocab_size)
-    pieces = [(i, window) for i, sequence in enumerate(sequences) for window in windows(sequence, budget)]
-    scores: list[list[SequenceScore]] = [[] for _ in sequences]
+    device, scores = model.verifier_norm.weight.device, [combined_score((), max_draft) for _ in sequences]
+    if lm_head is not None:  # with CUDA the product is made in 16 bits anyway (`mixed_precision`)
+        lm_head = lm_head.to(device, None if device.type == "cuda" else torch.float32)
     was_training = model.training
     model.eval()
     try:
-        for group in grouped(pieces, lambda piece: piece[1].rows, budget):
-            batch = pack(window for _, window in group).to(model.verifier_norm.weight.device)
+        numbered = ((number, sequence) for number, sequence in enumerate(sequences) if sequence.rows > 0)
+        for group in grouped(numbered, lambda item: item[1].rows, budget):
+            batch = pack(sequence for _, sequence in group).to(device)
             batch = batch.padded(ROW_BLOCK) if batch.input_ids.is_cuda else batch
             loss = _AcceptanceLoss(model, batch, temperature, top_p, top_k, lm_head)
             overlap, recorded = loss.run(max_draft)  # [K, S] each
             begin = 0
-            for owner, window in group:
-                rows = slice(begin, begin + window.rows)
-                scores[owner].append(_expected(window, overlap[:, rows], recorded[:, rows]))
+            for number, sequence in group:
+                rows = slice(begin, begin + sequence.rows)
+                scores[number] = _expected(sequence, overlap[:, rows], recorded[:, rows])
                 begin = rows.stop
     finally:
         model.train(was_training)
-    return [combined_score(found, max_draft) for found in scores]
+    return scores
 
 
 @dataclass(eq=False)
@@ -169,30 +176,38 @@ class _AcceptanceLoss:
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Called once for each pass k with the drafter's and the policy's logits [1, S - k, DV] for the same tokens."""
         if self.policy is None:
-            self.policy, self.chosen = self._policy(targets[0].float())
+            self.policy = torch.empty_like(targets[0], dtype=torch.float32)
+            self.chosen = self.policy.new_empty(len(self.policy))
+            for rows in _blocks(len(self.policy)):
+                self.policy[rows], self.chosen[rows] = self._policy(targets[0, rows].float(), rows)
         assert self.chosen is not None
-        k = len(self.overlap)
-        draft = _probabilities(logits[0].float(), self.temperature)  # [S - k, DV]
-        tokens = self.batch.next_ids[0, k:]
-        self.overlap.append(torch.minimum(draft, self.policy[k:]).sum(-1))
-        drawn = self._at(draft, tokens)
-        self.recorded.append((drawn / self.chosen[k:].clamp_min(torch.finfo(torch.float32).tiny)).clamp_max(1.0))
+        k, found = len(self.overlap), logits.new_empty(2, logits.shape[1], dtype=torch.float32)
+        policy, chosen, tokens = self.policy[k:], self.chosen[k:], self.batch.next_ids[0, k:]
+        for rows in _blocks(logits.shape[1]):
+            draft = _probabilities(logits[0, rows].float(), self.temperature)  # [B, DV]
+            found[0, rows] = torch.minimum(draft, policy[rows]).sum(-1)
+            drawn = self._at(draft, tokens[rows]) / chosen[rows].clamp_min(torch.finfo(torch.float32).tiny)
+            found[1, rows] = drawn.clamp_max(1.0)
+        self.overlap.append(found[0])
+        self.recorded.append(found[1])
         return logits.new_zeros(logits.shape[:2])
 
-    def _policy(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The policy's probabilities on the draft vocabulary [S, DV] and at the tokens that came [S]."""
-        tokens = self.batch.next_ids[0]
+    def _policy(self, targets: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """The policy's probabilities in B rows: on the draft vocabulary [B, DV] and at the tokens that came [B]."""
+        tokens = self.batch.next_ids[0, rows]
         if self.lm_head is None:
             policy = _probabilities(targets, self.temperature, self.top_p, self.top_k)
             return policy, self._at(policy, tokens)
-        hidden = self.model.verifier_norm(self.batch.last_hidden[0].float())  # [S, H]
-        head = self.lm_head.to(hidden.device)
-        if hidden.device.type != "cuda":  # there the product is made in 16 bits anyway (`mixed_precision`)
-            head = head.to(hidden.dtype)
-        whole = (hidden @ head.T).float()  # [S, V]
+        hidden = self.model.verifier_norm(self.batch.last_hidden[0, rows].float())  # [B, H]
+        whole = (hidden @ self.lm_head.T).float()  # [B, V]
         policy = _probabilities(whole, self.temperature, self.top_p, self.top_k)
         chosen = policy.gather(1, tokens[:, None])[:, 0]
-        return (policy[:, self.model.t2d] if self.model.use_draft_vocab else policy), chosen
+        return (policy[:, self._draft_ids()] if self.model.use_draft_vocab else policy), chosen
+
+    def _draft_ids(self) -> torch.Tensor:
+        """The tokens of the draft vocabulary, int64 [DV]; a mask in their place would have the host wait."""
+        offsets = self.model.d2t
+        return offsets + torch.arange(len(offsets), device=offsets.device)
 
     def _at(self, probabilities: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Entries [S] of `probabilities` [S, DV] at target ids [S]; 0 for tokens outside the draft vocabulary."""
@@ -201,6 +216,11 @@ class _AcceptanceLoss:
         kept = self.model.t2d
         draft_id = (kept.long().cumsum(0) - 1).clamp_min(0)[tokens]  # [S]
         return probabilities.gather(1, draft_id[:, None])[:, 0] * kept[tokens]
+
+
+def _blocks(rows: int) -> Iterator[slice]:
+    """All rows, `PROBABILITY_ROWS` at a time."""
+    return (slice(begin, begin + PROBABILITY_ROWS) for begin in range(0, rows, PROBABILITY_ROWS))
 
 
 def _probabilities(logits: torch.Tensor, temperature: float, top_p: float = 1.0, top_k: int = 0) -> torch.Tensor:

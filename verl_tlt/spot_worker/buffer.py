@@ -85,20 +85,18 @@ class Buffer:
         return int.from_bytes(digest, "big") < share * 2.0**64
 
     def held_out(self, max_tokens: int | None = None, fewest: int = 0) -> list[TrainingSequence]:
-        """The gate's sequences, newest first (closest to the policy that is served): as many as fit into `max_tokens`
-        (None: all), but one of at least `fewest` prompts each.
+        """The gate's sequences, newest first (closest to the policy that is served), up to the first that does not fit
+        into `max_tokens` (None: all); of the older ones as many as make `fewest` prompts.
         """
         chosen: list[TrainingSequence] = []
         prompts: set[str] = set()
         total = 0
-        for item in reversed(self._items):
-            if not item.held_out:
-                continue
+        for item in (item for item in reversed(self._items) if item.held_out):
+            total += len(item.sequence)
             missing = len(prompts) < fewest and item.prompt not in prompts
-            if max_tokens is None or missing or total + len(item.sequence) <= max_tokens:
+            if max_tokens is None or missing or total <= max_tokens:
                 chosen.append(item.sequence)
                 prompts.add(item.prompt)
-                total += len(item.sequence)
         return chosen
 
     def ready(self, min_tokens: int) -> bool:

@@ -13,7 +13,6 @@ import torch
 from verl_tlt.drafter import DeviceResidency, DrafterMemory, DrafterTrainer, session_bytes
 from verl_tlt.drafter.host_memory import page_locked, views
 from verl_tlt.errors import TLTError
-from verl_tlt.spot_worker.scoring import PORTION
 
 MARGIN = 0.03
 """Share of the device's memory that a session leaves free: contexts and pools of actor and engine grow a little."""
@@ -55,14 +54,17 @@ class TrainingDevice:
             self._held = page_locked(tensor.nbytes)
         return views(self._held, [tensor])[0].copy_(tensor)
 
-    def resident(self, trainer: DrafterTrainer, rows: int, *, trains: bool = True) -> AbstractContextManager[None]:
+    def resident(
+        self, trainer: DrafterTrainer, rows: int, scored: int = 0, *, trains: bool = True
+    ) -> AbstractContextManager[None]:
         """The drafter on the device inside the block, and off it afterwards; a `TLTError` where it does not fit.
 
-        `rows` are those of the largest batch; unless it `trains` there, nothing has to come back.
+        `rows` are those of the largest batch that is trained, `scored` of the largest that is scored; unless it
+        `trains` there, nothing has to come back.
         """
         if not self.is_accelerator:
             return nullcontext()
-        check_room(session_bytes(trainer.model, rows, trainer.ttt_steps, PORTION), *self.memory())
+        check_room(session_bytes(trainer.model, rows, trainer.ttt_steps, scored), *self.memory())
         if self._memory is None:
             self.receive(trainer)
         assert self._memory is not None

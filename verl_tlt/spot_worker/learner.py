@@ -252,7 +252,8 @@ class SpotLearner:
 
     def _on_device(self, *, trains: bool) -> AbstractContextManager[None]:
         """The drafter on the training device; only during a turn."""
-        return self.training_device.resident(self.trainer, max(self.config.drafter.rows, PORTION), trains=trains)
+        rows, longest = self.config.drafter.rows, self.config.buffer.window  # sequences are scored whole
+        return self.training_device.resident(self.trainer, rows, max(PORTION, longest), trains=trains)
 
     def _batches(self, rng: random.Random, epochs: list[float]) -> Iterator[Batch]:
         """A session's micro-batches, which are drawn ahead of the step; `epochs` gets what each completes.

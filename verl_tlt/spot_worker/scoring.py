@@ -12,8 +12,8 @@ from verl_tlt.drafter.data import grouped
 from verl_tlt.messages.training import Parameters, RolloutSampling
 
 PORTION = 1024
-"""Most rows scored at once, most tokens between two looks at the stop flag (but at least one sequence), and fewest
-worth scoring."""
+"""Most tokens scored at once, between two looks at the stop flag (but at least one sequence), and fewest worth
+scoring."""
 
 HELD_OUT_TOKENS = 32_768
 """Most tokens a gate looks at: twice what a paired comparison needs, and still seconds of work."""
@@ -56,8 +56,8 @@ def score_versions(
     """Score each version, the same parameters only once; the trainer's own are restored.
 
     `lm_head` is the policy's whole head, for a pruned draft vocabulary (`drafter.acceptance`). `should_stop` is asked
-    before each portion of the sequences, which has no more rows than a micro-batch in training (but at least one
-    sequence, with its whole context), so that a stop waits no longer for scores than for learning.
+    before each portion of the sequences, which has no more tokens than a micro-batch in training (but at least one
+    sequence, whole: an engine's drafter sees all of it), so that a stop waits no longer for scores than for learning.
 
     Returns:
         Scores of the sequences by name; None when told to stop: half a comparison is none.
@@ -71,7 +71,7 @@ def score_versions(
                 if should_stop():
                     return None
                 scored[id(parameters)] += acceptance(
-                    trainer.model, some, **vars(sampling), max_draft=max_draft, budget=PORTION, lm_head=lm_head
+                    trainer.model, some, **vars(sampling), max_draft=max_draft, budget=portion, lm_head=lm_head
                 )
     return {name: scored[id(parameters)] for name, parameters in versions.items()}
 

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 from tiny_policy import drafter_of, make_policy, observe
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_by_hand import passes
 
-from verl_tlt.drafter import DrafterError, accept_length, acceptance, align, most_frequent, windows
+from verl_tlt.drafter import DrafterError, accept_length, acceptance, align, evaluate, most_frequent, windows
+from verl_tlt.drafter.evaluate import PROBABILITY_ROWS
 
 V, PROMPT, RESPONSE, K = 3, (0, 2, 1), 4, 2
 SEED = 3  # greedy drafts of this head are right sometimes
@@ -131,16 +133,53 @@ def test_batches_do_not_matter_and_repeats_agree(drafter, sequences):
     assert 1.0 <= accept_length(combined) <= 4.0
 
 
-def test_longer_than_the_budget_is_scored_in_pieces(drafter, sequences):
-    scores = acceptance(drafter, sequences, max_draft=2, budget=10)
-    wanted = [sum(len(piece.loss_rows(2)) for piece in windows(sequence, 10)) for sequence in sequences]
-    assert [score.positions for score in scores] == wanted
+def texts_with_state(policy, lengths, prompt_len=3):
+    generator = torch.Generator().manual_seed(7)
+    tokens = [torch.randint(0, policy.config.vocab_size, (n,), generator=generator) for n in lengths]
+    return [observe(policy, text, prompt_len) for text in tokens]
+
+
+@pytest.mark.parametrize("rows", [7, 256])
+def test_no_sequence_loses_its_context_to_the_budget(policy, drafter, monkeypatch, rows):
+    """However few rows are scored at once, and whatever blocks probabilities are computed in."""
+    monkeypatch.setattr(evaluate, "PROBABILITY_ROWS", rows)
+    longer = texts_with_state(policy, (90, 60, 8))
+    whole, small = (acceptance(drafter, longer, max_draft=2, budget=budget) for budget in (512, 10))
+    assert [score.positions for score in small] == [len(sequence.loss_rows(2)) for sequence in longer]
+    for a, b in zip(whole, small, strict=True):
+        np.testing.assert_allclose([a.drafts, *a.accepted], [b.drafts, *b.accepted], rtol=1e-4)
+    pieces = accept_length(acceptance(drafter, windows(longer[0], 10), max_draft=2))
+    assert abs(pieces - small[0].accept_length) > 0.01, "this drafter's context matters"
+
+
+class Largest(TorchDispatchMode):
+    """The most rows of any result with so many columns."""
+
+    def __init__(self, columns):
+        super().__init__()
+        self.columns, self.rows = columns, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.ndim and result.shape[-1] == self.columns:
+            self.rows = max(self.rows, result.numel() // self.columns)
+        return result
+
+
+def test_a_long_sequence_has_no_logits_of_the_whole_vocabulary_at_once(policy):
+    """`session_bytes` counts on it."""
+    kept = torch.arange(0, policy.config.vocab_size, 2)
+    drafter, (long,) = drafter_of(policy, draft_ids=kept), texts_with_state(policy, (700,))
+    with Largest(policy.config.vocab_size) as largest:
+        acceptance(drafter, [long], lm_head=policy.lm_head.weight, max_draft=2)
+    assert 0 < largest.rows <= PROBABILITY_ROWS < long.rows
 
 
 def test_too_short_to_know(drafter, sequences):
-    score = acceptance(drafter, [sequences[0].window(0, 6)], max_draft=3)[0]
-    assert (score.positions, score.drafts, score.accept_length) == (0, 0.0, 1.0)
-    assert score.accept.tolist() == [0.0, 0.0, 0.0]
+    for tokens in (6, 1, 0):
+        score = acceptance(drafter, [sequences[0].window(0, tokens)], max_draft=3)[0]
+        assert (score.positions, score.drafts, score.accept_length) == (0, 0.0, 1.0)
+        assert score.accept.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_a_pruned_vocabulary_counts_the_mass_it_cannot_propose(policy, sequences):

@@ -166,7 +166,7 @@ def test_it_learns_and_its_acceptance_rises(model, sequences, policy_dir):
 def test_memory_is_counted_without_the_states_it_does_not_read(model):
     rows, hidden = 1024, model.hidden_size
     longer = session_bytes(model, 2 * rows, 3) - session_bytes(model, rows, 3)
-    assert longer == rows * (4 * 2 * hidden + VOCAB * max(20, 8 + 4 * 3))
+    assert longer == rows * (4 * 2 * hidden + VOCAB * (8 + 4 * 3))
     assert host_bytes(model) > 0
 
 

@@ -138,6 +138,15 @@ def test_held_out_prefers_the_newest_within_its_budget():
     assert [(s.start, len(s), s.prompt_len) for s in buffer.held_out()] == [(0, 40, 3)] * 3
 
 
+def test_one_that_does_not_fit_lets_no_shorter_older_one_in():
+    """Scores of a newest few would otherwise be of short responses."""
+    buffer = Buffer(max_bytes=10**9, keep_steps=8, held_out=0.999999)
+    for step, length in ((1, 10), (2, 100), (3, 40), (4, 40)):
+        buffer.add(step, 0, named(step, length))
+    assert [names(buffer.held_out(tokens)) for tokens in (100, 180, 190)] == [[4, 3], [4, 3, 2], [4, 3, 2, 1]]
+    assert names(buffer.held_out(max_tokens=50, fewest=3)) == [4, 3, 2]
+
+
 # ---------------------------------------------------------------- drawing
 
 

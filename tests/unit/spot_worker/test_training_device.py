@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tiny_learner import make_learner, same, texts, train_and_merge, verifier_arrays
+from tiny_learner import CONFIG, make_learner, same, texts, train_and_merge, verifier_arrays
 
 from verl_tlt.drafter import device_residency, evaluate, session_bytes, train
 from verl_tlt.errors import TLTError
@@ -58,7 +58,7 @@ def learner(tmp_path, monkeypatch):
     for module in (train, evaluate):
         monkeypatch.setattr(module, "mixed_precision", lambda device: torch.autocast("cpu", torch.bfloat16))
     made = make_learner(tmp_path / "policy")
-    made.training_device = CountedDevice(int(1.1 * session_bytes(made.model, 1024, 3)))
+    made.training_device = CountedDevice(int(1.1 * session_bytes(made.model, 1024, 3, CONFIG.buffer.window)))
     made.add(1, texts(40), verifier_arrays())
     return made
 
