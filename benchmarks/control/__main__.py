@@ -1,18 +1,16 @@
 """Which draft-length policy is fastest, and what it costs: prints the tables, writes benchmarks/results/control.json.
 
-    python -m benchmarks.control [--replay] [--foreign] [--good-head] [--overhead]
+    python -m benchmarks.control [--replay] [--foreign] [--overhead]
     python -m benchmarks.control --drain [--repetitions N]
     python -m benchmarks.control --fixed [--repetitions N]
     python -m benchmarks.control --steady [--batches N ...] [--turns N]
-    python -m benchmarks.control --changing [--repetitions N] [--go-on]
 
 Without a part named, all run: `--replay` simulates rollouts against oracles (minutes), `--foreign` so too on step costs
-that are not the formula which the policy fits (a quarter of an hour), `--good-head` first rollouts with a drafter that
-is nearly always right against the best fixed K (two minutes), `--drain` decodes on real vLLM CPU engines (about a
-quarter of an hour; the first time it trains a drafter, some minutes more), `--fixed` meets vLLM's own fixed K with a
+that are not the formula which the policy fits (a quarter of an hour), `--drain` decodes on real vLLM CPU engines (about
+a quarter of an hour; the first time it trains a drafter, some minutes more), `--fixed` meets vLLM's own fixed K with a
 warmed-up drafter (an hour at most; the first time it makes one, a quarter of an hour more), `--overhead` counts what
-control adds to an engine step, `--steady` compares steps without drafts with stock's, `--changing` decodes runs in
-which drafter, policy and load change (minutes a repetition). A part that is not run keeps its figures of the last time.
+control adds to an engine step, `--steady` compares steps without drafts with stock's. A part that is not run keeps its
+figures of the last time.
 The drain also draws K against batch over one rollout for docs/adaptive-speculation.md; with `--record` its step times
 become the ones that the replay replays as "CPU engine". Wall-clock timings mean something only on an idle machine;
 `--clock cpu` counts CPU seconds of the engine's process instead.
@@ -103,11 +101,10 @@ def draw(steps: list[list[float]], path: Path) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for part in ("replay", "foreign", "good-head", "drain", "fixed", "changing", "overhead", "steady"):
+    for part in ("replay", "foreign", "drain", "fixed", "overhead", "steady"):
         parser.add_argument(f"--{part}", action="store_true")
-    parser.add_argument("--repetitions", type=int, default=9, help="of every arm of drain, fixed and changing")
+    parser.add_argument("--repetitions", type=int, default=9, help="of every arm of drain and fixed")
     parser.add_argument("--seconds", type=float, default=900.0, help="no repetition of these starts after so long")
-    parser.add_argument("--go-on", action="store_true", help="the changing run goes on with the repetitions in --out")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64], help="of the steady part")
     parser.add_argument("--turns", type=int, default=7, help="of its four arms, at every batch")
     parser.add_argument("--record", action="store_true", help="the drain's step times replace those of the replay")
@@ -116,8 +113,8 @@ def main() -> None:
     parser.add_argument("--toy", type=Path, default=TOY, help="where policy and drafter are kept")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    simulated = options.replay or options.foreign or options.good_head
-    engines = options.drain or options.fixed or options.changing or options.overhead or options.steady
+    simulated = options.replay or options.foreign
+    engines = options.drain or options.fixed or options.overhead or options.steady
     everything = not (simulated or engines)
     found = json.loads(options.out.read_text()) if options.out.exists() else {}
     if engines or everything:
@@ -146,18 +143,6 @@ def main() -> None:
 
         found["fixed"] = against_fixed(bench_toy(options.toy), options.repetitions, options.seconds, console.print)
         found["fixed_on"] = machine()
-    if options.changing or everything:
-        from benchmarks.control.changing import changing
-        from benchmarks.control.toy import stages
-
-        def keep(part: dict[str, Any]) -> None:
-            """A run that is cut off keeps the repetitions it had."""
-            found.update(changing=part, changing_on=machine())
-            _write(found, options.out)
-
-        before = found.get("changing") if options.go_on else None
-        changing(stages(options.toy), options.repetitions, options.seconds, console.print, keep, before)
-        console.print(found["changing"]["goodput_is_faster_than"])
     if options.replay or everything:
         from benchmarks.control.replay import run_all
 
@@ -167,17 +152,9 @@ def main() -> None:
         from benchmarks.control import foreign
 
         found |= foreign.run_all(console.print, options.jobs) | {"foreign_on": machine()}
-    if options.good_head or everything:
-        from benchmarks.control import good_head
-
-        found |= good_head.run_all(console.print, options.jobs) | {"good_head_on": machine()}
-    _write(found, options.out)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(found, indent=1) + "\n")
     console.print(f"written to {options.out}")
-
-
-def _write(found: dict[str, Any], out: Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _overhead() -> dict[str, Any]:

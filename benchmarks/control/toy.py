@@ -38,8 +38,6 @@ from verl_tlt.drafter.policy import policy_shape
 LONGEST_DRAFT = 7
 STEPS = 300
 """Optimizer steps of the drafter; about half a second each on one core."""
-AWAKE = 40
-"""After so many a drafter begins to pay."""
 WINDOW = 512
 """Tokens kept of each demonstration, wherever in it."""
 BATCH_TOKENS = 512
@@ -66,11 +64,6 @@ def prepare(directory: Path, steps: int = STEPS) -> Toy:
     if not (home / ACCEPTANCE).exists():
         _train(assets.policy, home, assets.aux_layers, steps)
     return Toy(assets.policy, home, json.loads((home / ACCEPTANCE).read_text()))
-
-
-def stages(directory: Path) -> dict[str, Toy]:
-    """The policy with a drafter that is untrained, one that has just begun to draft, and the trained one."""
-    return {name: prepare(directory, steps) for name, steps in (("untrained", 0), ("awake", AWAKE), ("trained", STEPS))}
 
 
 def demonstration(rng: random.Random) -> tuple[list[int], int]:

@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from tables.control import changing, control_by_batch, drain, fixed, foreign, good_head, oracles
-from tables.drafter import averaging, learning, merge_tree, merging, objectives, packing, study
+from tables.control import changing, control_by_batch, drain, fixed, foreign, oracles
+from tables.drafter import learning, merging, study
 from tables.front import expectations, headlines
 from tables.long_runs import growth, overhead, resumptions, stops
 from tables.page import FILES
@@ -29,7 +29,7 @@ from tables.runs import (
     savings,
     savings_avx2,
 )
-from tables.system import clusters, control_plane, lossless, mutation, residuals, tap
+from tables.system import lossless, mutation, residuals
 
 __all__ = ["BLOCK", "FILES", "PAGES", "TABLES", "render"]
 
@@ -39,10 +39,9 @@ BLOCK = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
-    for table in (same_tokens, oracles, drain, residuals, clusters, control_by_batch, control_plane, resumptions,
-                  growth, stops, overhead, tap, learning, averaging, objectives, study, merging, merge_tree, packing,
-                  end_to_end, readings, foreign, good_head, expectations, headlines, savings, changing, mutation,
-                  end_to_end_avx2, savings_avx2, fixed, lossless, arms, drafters, end_to_end_large,
+    for table in (same_tokens, oracles, drain, residuals, control_by_batch, resumptions, growth, stops, overhead,
+                  learning, study, merging, end_to_end, readings, foreign, expectations, headlines, savings, changing,
+                  mutation, end_to_end_avx2, savings_avx2, fixed, lossless, arms, drafters, end_to_end_large,
                   end_to_end_stale, cold_start, cold_start_small)
 }  # fmt: skip
 

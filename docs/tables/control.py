@@ -75,20 +75,6 @@ def foreign() -> str:
     return rows(head, body)
 
 
-def good_head() -> str:
-    """Goodput against the best fixed K where the drafter is nearly always right."""
-    kinds: dict[str, list[tuple[list[float], int]]] = {}
-    for load_of in load("control")["good_head"]:
-        kinds.setdefault(load_of["name"].partition(",")[0], []).append((load_of["goodput_over_it"], load_of["best_k"]))
-    body = []
-    for engine, found in kinds.items():
-        ratios, best = [ratio for ratio, _ in found], sorted({k for _, k in found})
-        worst = "{:.3f}x ({:.3f} to {:.3f})".format(*min(ratios))
-        middle, most = (f"{of(r[0] for r in ratios):.3f}x" for of in (median, max))
-        body.append([engine, len(found), ", ".join(map(str, best)), worst, middle, most])
-    return rows(("engine", "loads", "best fixed K", "`goodput` over it, lowest load", "median", "highest"), body)
-
-
 def drain() -> str:
     """Tokens per second of a real engine by policy."""
     detail = load("control")["drain_detail"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from statistics import mean, median
 from typing import Any
 
 from tables.page import load, percent, rows
@@ -38,21 +36,6 @@ def study() -> str:
     )  # fmt: skip
 
 
-def objectives() -> str:
-    """Accept length by objective, with the paper's."""
-    paper = {"eagle": "6.53, 1x", "hass": "6.67, 3x", "eagle3": "6.83, 7x"}
-    body = []
-    for name, of in load("drafter_objectives")["objectives"].items():
-        taus = [f"{mean(seed['accept_length'][str(k)] for seed in of['seeds']):.2f}" for k in (1, 3, 7)]
-        shown = f"`{name}`{' (default)' if name == 'hass' else ''}"
-        cost = f"{of['cpu_seconds_per_step']:.2f}"
-        body.append([shown, of["passes"], cost, " / ".join(taus), f"{mean(of['at_equal_cost']):.2f}", paper[name]])
-    return rows(
-        ("Objective", "Draft positions unrolled", "CPU seconds per step", "Accept length at K=1 / 3 / 7",
-         "At equal cost (K=7)", "Paper, Table 7: accept length, cost"), body,
-    )  # fmt: skip
-
-
 def learning() -> str:
     """Accept length and speed of learning by recipe, on two policies' text."""
     corpora = load("drafter_learning")["corpora"]
@@ -71,32 +54,6 @@ def learning() -> str:
     return rows(("Recipe", f"toy: {head[0]}", *head[1:], f"prose: {head[0]}", *head[1:]), body)
 
 
-def averaging() -> str:
-    """Accept length of a head's weights and of their average, on the way."""
-    body = []
-    for corpus, of in load("drafter_averaging")["corpora"].items():
-        for head in ("new", "warmed up"):
-            for check in of[head]:
-                gain, low, high = (f"{percent(value, 1)}" for value in check["longer"])
-                longer = f"{gain} % ({low} to {high} %)" if check["steps"] else ""
-                lengths = (f"{check[key]:.2f}" for key in ("weights", "average"))
-                body.append([f"{corpus}, {of['seeds']} seeds", head, check["steps"], *lengths, longer])
-    return rows(("Text", "Head", "optimizer steps", "weights", "average", "average over weights"), body)
-
-
-def packing() -> str:
-    """Speed of packed batches relative to padded ones."""
-    found = load("drafter_packing")["ratios"]
-    body = []
-    best = max(found, key=lambda key: median(found[key]))
-    for name, ratios in found.items():
-        budget, group = re.findall(r"\d+", name)
-        middle = f"{median(ratios):.2f}x"
-        shown = f"**{middle}**" if name == best else middle
-        body.append([f"{budget} rows", f"{group} sequences", f"{shown} ({min(ratios):.2f} to {max(ratios):.2f})"])
-    return rows(("packed batch", "padded group", "samples a second, packed over padded: median (min to max)"), body)
-
-
 def merging() -> str:
     """Merged drafters against drafters of one worker, three seeds each."""
     keys = ("merged_vs_better_alone", "merged_vs_one_with_all_tokens", "merged_unequal_vs_better_alone")
@@ -112,19 +69,3 @@ def merging() -> str:
         ("Micro-batches, session", "merged against the better one alone", "merged against one worker with all tokens",
          "unequal: against the longer one alone"), body,
     )  # fmt: skip
-
-
-def merge_tree() -> str:
-    """Seconds that merging takes of one worker."""
-    found = load("merge_tree")
-    hand_in, join, adopt, whole = (
-        found[key] for key in ("hand_in_s", "join_s_per_level", "adopt_s", "critical_path_s")
-    )
-    body = [
-        ["hand in: the change in 16 bits, in eight slices (two threads)", hand_in, 1],
-        ["the tree: two levels, on each an average of one slice of eight workers", join, found["levels"]],
-        ["adopt: the new version, and weights and average with it (two threads)", adopt, 1],
-    ]
-    body = [[what, *(f"{f'{n} x ' * (n > 1)}{took[clock]:.2f} s" for clock in took)] for what, took, n in body]
-    body.append(["**together**", f"**{whole['clock']:.2f} s**", f"{whole['cpu']:.2f} s"])
-    return rows(("", "by the clock", "CPU"), body)

@@ -5,26 +5,6 @@ from __future__ import annotations
 from tables.page import load, rows
 
 
-def clusters() -> str:
-    """The paper's clusters, simulated."""
-    found = load("simulator")["paper"]
-    body = [
-        [
-            f"{row['model']}, {row['nodes']} node{'s' * (row['nodes'] > 1)}",
-            f"{row['paper_step']:.2f}",
-            f"{row['theirs']['step']:.2f}",
-            f"{row['ours']['step']:.2f}",
-            f"{100 * row['rollout_share']:.0f} %",
-        ]
-        for row in found["clusters"]
-    ]
-    case = found["case_study"]
-    last = ["case study: rollout of 128 requests on one engine, 32B", case["paper"], f"{case['theirs']:.2f}", "", ""]
-    return rows(
-        ("", "paper", "its rule, simulated", "our control, chains of up to 7", "rollout's share"), [*body, last]
-    )
-
-
 def residuals() -> str:
     """Predictions of the simulator over measurements."""
     found = load("simulator")
@@ -55,40 +35,6 @@ ROLLOUTS = {
     "warm": ("the seven with the trained drafter, told their accept length", "nothing else"),
     "fresh": ("the seven from scratch, likewise", "nothing else"),
 }
-
-
-def control_plane() -> str:
-    """The trainer's own work by number of replicas."""
-    found = load("control_plane")
-    keys = ("critical_path_ms", "look_ms", "trace_kb_per_step", "memory_peak_kb", "memory_left_kb_per_step")
-    body = []
-    for row in found["rows"]:
-        step, look, trace, peak, left = (row[key] for key in keys)
-        times = [f"{value:.{1 if value < 9.95 else 0}f} ms" for value in (step, look)]
-        sizes = [f"{trace:.0f} KB", f"{peak / 1000:.1f} MB", f"{left:.0f} KB" if left >= 0.5 else "none"]
-        body.append([f"{row['replicas']:,}", *times, *sizes])
-    grows = ["grows as replicas to the", *(f"{found['exponents'][key]:.2f}" for key in keys[:4]), ""]
-    head = ("Replicas", "the trainer's thread, all hooks", "one look at the fleet", "trace", "memory at its peak",
-            "left behind by a step")  # fmt: skip
-    return rows(head, [*body, grows])
-
-
-def tap() -> str:
-    """What capturing costs a forward."""
-    found = load("tap")
-    figures = found["figures"]
-    names = {"without a tap": "without a tap", "nothing chosen": "nothing chosen", "a quarter chosen": "{} tokens",
-             "everything chosen": "all"}  # fmt: skip
-    body = []
-    for key, name in names.items():
-        of, own = figures[key], ["", ""]
-        if key != "without a tap":
-            own = [
-                f"{of['tap_ms']:.1f} ms" if of["tap_ms"] else "0",
-                f"{of['mb_kept']:.1f} MB" if of["mb_kept"] else "0",
-            ]
-        body.append([name.format(of["tokens_kept"]), f"{of['forward_ms']:.0f} ms", *own])
-    return rows((f"of {found['tokens']} tokens", "forward", "the tap's own part", "kept"), body)
 
 
 def mutation() -> str:

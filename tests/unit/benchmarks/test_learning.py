@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-from benchmarks.drafter import averaging
 from benchmarks.drafter.corpora import Corpus
-from benchmarks.drafter.learning import drawn, new_trainer, pooled, seconds_to
+from benchmarks.drafter.learning import new_trainer, pooled, seconds_to
 from benchmarks.drafter.recipes import BASE, RECIPES, _orthogonal
 from demo.toy.assets import SHIPPED_POLICY
 from verl_tlt.drafter import TrainingSequence, pack
@@ -63,13 +62,3 @@ def test_each_recipe_differs_from_its_end_in_one_thing():
 def test_muons_update_has_singular_values_near_one():
     found = torch.linalg.svdvals(_orthogonal(torch.randn(12, 30)))
     assert found.min() > 0.5 and found.max() < 1.5
-
-
-def test_weights_and_their_average_are_scored_on_the_way_and_paired_by_seed(sequence):
-    corpus = Corpus(SHIPPED_POLICY, [sequence], [sequence])
-    trainer = new_trainer(corpus, averaging.RECIPE, 0)
-    rows = averaging.train(trainer, drawn(corpus, 64, 0), 6, corpus)
-    assert [row["steps"] for row in rows] == [2, 4, 6] and all(row["weights"] >= 1.0 for row in rows)
-    assert rows[-1] == averaging.compared(trainer, corpus) | {"steps": 6}, "weights and average are as they were"
-    seeds = ({"steps": 6, "weights": 2.0, "average": 2.2}, {"steps": 6, "weights": 4.0, "average": 4.8})
-    assert averaging.pooled(seeds)["longer"][0] == 0.15
