@@ -171,14 +171,22 @@ def optimizer_steps(worker: SpotWorker) -> tuple[int, float]:
     return worker.learner.trainer.steps, sum(float(m["exp_avg"].abs().sum()) for m in moments)
 
 
+def assertion(_batch: object) -> None:
+    """What every further call of a process says of a device on which an assertion failed."""
+    raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+
 class Odd(SpotWorker):
     """A real spot worker that misbehaves in the way it is told."""
 
     fault = ""
 
     async def be(self, fault: str) -> None:
-        """Misbehave in the coming sessions: "deaf" to stops, "broken", "dying", or not at all ("")."""
+        """Misbehave in the coming sessions: "deaf" to stops, "broken", "dying", "sick" as its device is, or not at all
+        ("")."""
         self.fault = fault
+        if fault == "sick":
+            self.learner.trainer.step_on = assertion
 
     async def stop(self) -> None:
         """Not heard."""

@@ -301,10 +301,14 @@ def test_a_worker_that_does_not_stop_is_killed_and_its_successor_joins_the_other
     assert ray.get(fleet.replicas["short"].workers.first().train.remote(), timeout=300).steps > 0
 
 
-def test_a_worker_whose_process_dies_is_replaced(fleet, phase, recorded):
+@pytest.mark.parametrize("fault", ["dying", "sick"])
+def test_a_worker_whose_process_dies_is_replaced(fleet, phase, recorded, fault):
+    """As one does whose device it can use no more."""
+    all_up(fleet)
+    fill(fleet, recorded, ["brief"])
     restarts = fleet.replicas["brief"].workers.restarts
     move_on(fleet)
-    watch = phase(brief="dying")
+    watch = phase(brief=fault)
     wait_for(lambda: fleet.replicas["brief"].workers.restarts == restarts + 1)
     report = watch.finish(BOUND_S)
     assert report.error is None
@@ -312,6 +316,23 @@ def test_a_worker_whose_process_dies_is_replaced(fleet, phase, recorded):
     assert "Actor" in by_replica["brief"].error
     assert report.account.failures == 1
     assert_alike(fleet)
+
+
+def test_workers_that_replaced_others_are_those_to_warm_up(fleet, monkeypatch):
+    on_cuda = replace(fleet.spot, device="cuda")
+    all_up(fleet)
+    assert fleet.unrehearsed() == [], "a processor has nothing to warm up"
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet, "spot", on_cuda)
+        names = fleet.unrehearsed()
+        assert fleet.waits.answers("warm-up", fleet.warm_up(names), 300).keys() == set(names)
+        assert fleet.unrehearsed() == []
+    fleet.restart(["brief"])
+    monkeypatch.setattr(fleet, "spot", on_cuda)
+    assert fleet.unrehearsed() == ["brief"] and fleet.unrehearsed(up=True) == []
+    wait_for(lambda: fleet.unrehearsed(up=True) == ["brief"])
+    fleet.waits.answers("warm-up", fleet.warm_up(["brief"]), 300)
+    assert fleet.unrehearsed() == []
 
 
 def kill(worker):

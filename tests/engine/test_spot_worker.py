@@ -68,6 +68,16 @@ def test_it_has_a_device_of_its_own_where_ray_shows_every_process_all_of_them(ac
         ray.kill(actor)
 
 
+def test_what_was_tuned_once_on_a_node_stays_tuned(actors):
+    """For one that replaces another: trying every tile of the loss's kernels would delay a stop."""
+
+    def kept(worker):
+        fused = pytest.importorskip("speculators.losses.fused")
+        return fused.loss_forward_kernel.cache_results, fused.loss_backward_kernel.cache_results
+
+    assert get(actors[0].__ray_call__.remote(kept)) == (True, True)
+
+
 class Holder:
     """Has a device, and nothing else to do."""
 

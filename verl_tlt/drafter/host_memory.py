@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate
 
 import torch
@@ -42,7 +43,23 @@ def page_locked(nbytes: int) -> torch.Tensor:
         cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         error = int(cuda.cudaHostRegister(block.data_ptr(), nbytes, 0))
         if error:
+            _forget_refusal()
             logger.warning("%d MiB could not be page-locked (CUDA error %d): copies are slower", nbytes >> 20, error)
         else:
-            weakref.finalize(block, cuda.cudaHostUnregister, block.data_ptr()).atexit = False
+            weakref.finalize(block, _unlock, block.data_ptr()).atexit = False
     return block
+
+
+def _unlock(address: int) -> None:
+    """Give back what `page_locked` locked."""
+    cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if int(cuda.cudaHostUnregister(address)):
+        _forget_refusal()
+
+
+def _forget_refusal() -> None:
+    """Clear the error that a refused call leaves in CUDA's runtime. Whoever launches the next kernel would get it: verl
+    in its weight sync, say. A launch raises the error and clears it, so this is one.
+    """
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")

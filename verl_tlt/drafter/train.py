@@ -274,11 +274,13 @@ class DrafterTrainer:
         finally:
             self._copy_in(own)
 
-    def rehearse(self) -> None:
-        """A forward and a backward pass over nothing, to compile kernels now: later a stop would wait for that."""
+    def rehearse(self, rows: int = ROW_BLOCK) -> None:
+        """A forward and a backward pass over so many rows of nothing, to tune, compile and load kernels now: later a
+        stop would wait for that.
+        """
         hidden = self.model.hidden_size
-        states = torch.zeros(ROW_BLOCK + 1, (len(self.model.target_layer_ids) + 1) * hidden)  # [L, 4H]
-        tokens = torch.zeros(ROW_BLOCK + 1, dtype=torch.int64)
+        states = torch.zeros(rows + 1, (len(self.model.target_layer_ids) + 1) * hidden, dtype=torch.bfloat16)  # [L, 4H]
+        tokens = torch.zeros(rows + 1, dtype=torch.int64)
         nothing = TrainingSequence(tokens, 1, states[:, hidden:], states[:, :hidden])
         loss, _ = self._forward(self.feed()(align(nothing)).arrived())
         torch.autograd.backward(loss)

@@ -273,7 +273,7 @@ class SpotLearner:
         """Have the device do once what a session does, so that no session waits for its kernels; nothing is learned."""
         if self.training_device.is_accelerator:
             with self._turn(), self._on_device(trains=False):
-                self.trainer.rehearse()
+                self.trainer.rehearse(self.config.drafter.rows)
 
     # ------------------------------------------------------------------ merge
 

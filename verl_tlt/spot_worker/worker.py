@@ -1,8 +1,9 @@
 """The spot worker: a Ray actor around a `SpotLearner`, on one device of one replica.
 
 Long work runs in a thread, so that `stop` is answered at once. Methods raise what fails; the trainer decides what a
-failure means. With sequence, context or pipeline parallelism no rank of the actor has a whole sequence: each sends what
-it has, and the spot worker puts these shards together, so that no rank waits for one that failed.
+failure means. An error after which this process cannot use its device ends it (`sick_device`). With sequence, context
+or pipeline parallelism no rank of the actor has a whole sequence: each sends what it has, and the spot worker puts
+these shards together, so that no rank waits for one that failed.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ from verl_tlt.messages.training import (
     VerifierArrays,
 )
 from verl_tlt.spot_worker.merge import average_slice
+from verl_tlt.spot_worker.sick_device import ending_with_its_device
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -42,8 +44,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """Environment variable: Ray leaves every device visible to every process."""
+KEEP_TUNED = "TRITON_CACHE_AUTOTUNING"
+"""Environment variable: Triton keeps on the node's disk which tile of a kernel is the fastest. Trying the 21 of each of
+the loss's two kernels takes seconds, and a process that replaces another need not do it again."""
 
 
 def _yield_to_engines() -> None:
@@ -72,11 +79,18 @@ def release_freed() -> None:
         trim(0)
 
 
+async def _in_thread(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    """Call it in a thread; an error that leaves the device unusable ends the process."""
+    with ending_with_its_device():
+        return await asyncio.to_thread(function, *arguments, **named)
+
+
 class SpotWorker:
     """Methods and arguments are those of `SpotLearner`; what differs is said here."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         see_own_device()
+        os.environ.setdefault(KEEP_TUNED, "1")  # before the kernels are imported
         from verl_tlt.spot_worker.learner import SpotLearner
 
         torch.set_num_threads(1)  # several processes share this machine's cores; spinning threads cost all of them
@@ -103,25 +117,26 @@ class SpotWorker:
         found = []
         for ranks in shards:
             held = [shard for reference in ranks for shard in await reference]
-            found.append(await asyncio.to_thread(whole_sequences, held))
+            found.append(await _in_thread(whole_sequences, held))
         sequences = [sequence for whole, _ in found for sequence in whole]
         missing = sum(incomplete for _, incomplete in found)
         if missing:
             total = missing + len(sequences)
             logger.warning("%d of %d sequences were left out: a rank's shard is missing", missing, total)
-        stats = await asyncio.to_thread(self.learner.add, step, sequences, verifier_weights, draft_ids)
+        stats = await _in_thread(self.learner.add, step, sequences, verifier_weights, draft_ids)
         return dataclasses.replace(stats, incomplete=missing)
 
     async def warm_up(self) -> None:
         """Run what a session runs once, while no engine or actor uses the device."""
-        await asyncio.to_thread(self.learner.warm_up)
+        await _in_thread(self.learner.warm_up)
 
     async def train(self) -> SessionResult:
         """Train until `stop`, or until the buffer's epochs are used up."""
         self._stopping.clear()
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._session, self.learner.train, self._stopping.is_set)
+            with ending_with_its_device():
+                return await loop.run_in_executor(self._session, self.learner.train, self._stopping.is_set)
         finally:
             self._session.submit(release_freed)  # is not waited for
 
@@ -131,16 +146,16 @@ class SpotWorker:
 
     async def hand_in(self, slices: int) -> list[MergedSlice]:
         """What this worker learned since its last merge."""
-        return await asyncio.to_thread(self.learner.hand_in, slices)
+        return await _in_thread(self.learner.hand_in, slices)
 
     async def average(self, *parts: MergedSlice, last: bool) -> tuple[MergeFacts, MergedSlice]:
         """Average one slice of several workers, which arrives through the object store: (its facts, it)."""
-        average = await asyncio.to_thread(average_slice, parts, last=last)
+        average = await _in_thread(average_slice, parts, last=last)
         return average.facts, average
 
     async def adopt(self, *slices: MergedSlice) -> None:
         """Move to the new candidate."""
-        await asyncio.to_thread(self.learner.adopt, slices)
+        await _in_thread(self.learner.adopt, slices)
 
     async def versions(self) -> DrafterVersions:
         """What all spot workers hold alike, for one that joins them."""
@@ -156,12 +171,12 @@ class SpotWorker:
 
     async def revert(self, which: Literal["served", "initial"]) -> None:
         """Go back to the served or the initial parameters."""
-        await asyncio.to_thread(self.learner.revert, which)
+        await _in_thread(self.learner.revert, which)
 
     async def export(self, version: int, dtype: str, acceptance: list[float]) -> DrafterFile | None:
         """The candidate as vLLM loads it; None: its numbers are not finite in that dtype."""
         try:
-            return await asyncio.to_thread(self.learner.export, version, dtype, acceptance)
+            return await _in_thread(self.learner.export, version, dtype, acceptance)
         except DrafterError as error:
             logger.error("%s", error)
             return None
@@ -172,11 +187,11 @@ class SpotWorker:
 
     async def save(self, directory: str, provenance: DrafterProvenance, beside: str | None = None) -> None:
         """Write the served drafter and the training state atomically under `directory`."""
-        await asyncio.to_thread(self.learner.save, directory, provenance, beside)
+        await _in_thread(self.learner.save, directory, provenance, beside)
 
     async def resume(self, directory: str) -> Resumed | None:
         """Continue from a checkpoint; None where it holds none."""
-        return await asyncio.to_thread(self.learner.resume, directory)
+        return await _in_thread(self.learner.resume, directory)
 
 
 def whole_sequences(shards: Iterable[HiddenStateShard]) -> tuple[list[TrainingSequence], int]:

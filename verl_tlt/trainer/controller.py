@@ -3,6 +3,7 @@
     sample_begin        watch for idle devices, and train the drafter there (`idle.modes` says whose idle time it is)
     more_prompts        replicas that have left are called back before more prompts are sent
     sample_end          stop training (bounded), start merging in the background
+    warm_up             spot workers that replaced others load their kernels
     cold_start          once in a run without a drafter: train one on all devices before RL goes on
     log_probs_done      what the tap captured goes to the spot workers
     save                write the drafter once the policy's checkpoint is on the disk
@@ -54,7 +55,9 @@ logger = logging.getLogger(__name__)
 SAVE_S = 600.0
 """Longest wait for a drafter to be written, in seconds: gigabytes, perhaps over a network."""
 WARM_UP_S = 300.0
-"""For starting spot workers and tuning their kernels; one that replaces another warms up in its first session."""
+"""Seconds for starting spot workers and tuning their kernels, before the run's first step."""
+WARM_AGAIN_S = 30.0
+"""Seconds that RL waits for workers that replace others to load their kernels, which the first ones have tuned."""
 
 
 class Controller:
@@ -136,13 +139,19 @@ class Controller:
                 if untapped:
                     logger.warning("the drafter is not trained in this run, and used as it is: %s", untapped)
                 else:
-                    self._warm_up()
+                    self.warm_up(step, WARM_UP_S, up=False)
         self._count_failures(step)
 
-    def _warm_up(self) -> None:
-        """Rehearse on the training devices before the engines use them; in a session it would delay a stop."""
-        # One that is late must have left the device when the engines wake: it is replaced.
-        self.fleet.waits.answers("warm-up", self.fleet.warm_up(), WARM_UP_S, keep=True)
+    def warm_up(self, step: int, within_s: float = WARM_AGAIN_S, *, up: bool = True) -> None:
+        """Have spot workers that are new rehearse while nobody else is on their devices: before the first weight sync,
+        and, for those that replaced others and are `up`, when the engines sleep and the actor has not begun. In a
+        session it would delay a stop.
+        """
+        with self.guard("warm-up"):
+            new = [name for name in self.fleet.unrehearsed(up=up) if self._budget.allows(name, step + 1)]
+            if new:
+                with self.log.overhead("warm-up"):  # one that is late is replaced: it must have left the device
+                    self.fleet.waits.answers("warm-up", self.fleet.warm_up(new), within_s, keep=True)
 
     def after_first_sync(self, step: int) -> bool:
         """Engines hold weights: measure what their steps cost. Returns whether some need another weight sync.
@@ -208,6 +217,7 @@ class Controller:
         if not (self.spot and self.speculation.may_train and self._merging is None):
             return []
         fed = {name for name, held in self._buffers.items() if held.train_tokens >= self.tlt.buffer.min_tokens}
+        fed -= set(self.fleet.unrehearsed())
         return [name for name in self.fleet.workers() if name in fed and self._budget.allows(name, step)]
 
     def more_prompts(self) -> None:

@@ -116,6 +116,7 @@ class TLTMixin(PPOTrainer):
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict, **kwargs: object) -> KVBatchMeta:
         # The engines sleep, the actor has not begun, and none of verl's timers of a phase runs.
+        self.tlt.warm_up(self.global_steps)
         self.tlt.cold_start(self.global_steps, self.total_training_steps - self.global_steps)
         return super()._balance_batch(batch, metrics, **kwargs)
 

@@ -272,11 +272,19 @@ class RayFleet:
         """One copy in the object store for however many workers."""
         return ray.put(self.spot.drafter)
 
-    def warm_up(self) -> dict[str, Call[object]]:
-        """Have spot workers rehearse on their devices; empty where there is nothing to warm up."""
-        if self.spot.device == "cpu":
-            return {}
-        return {name: self.replicas[name].workers.call("warm_up", list) for name in self.workers()}
+    def unrehearsed(self, *, up: bool = False) -> list[str]:
+        """Replicas whose spot workers have not warmed up, and would do it in a session; `up`: but for those starting.
+
+        On a CPU there is nothing to warm up.
+        """
+        new = {name: self.replicas[name].workers for name in self.workers() if self.spot.device != "cpu"}
+        return [name for name, w in new.items() if not w.rehearsed and not (up and w.starting())]
+
+    def warm_up(self, names: Collection[str]) -> dict[str, Call[object]]:
+        """Have these replicas' spot workers rehearse on their devices."""
+        for name in names:
+            self.replicas[name].workers.rehearsed = True
+        return {name: self.replicas[name].workers.call("warm_up", list) for name in names}
 
     def train(self, name: str) -> Call[SessionResult]:
         """Start a session on a replica's spot workers."""

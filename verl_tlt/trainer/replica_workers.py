@@ -38,6 +38,8 @@ class ReplicaWorkers:
     handles: dict[str, ActorHandle] = field(default_factory=dict)
     """By spot worker, in the order of the ranks; empty until they are started."""
     restarts: int = 0
+    rehearsed: bool = False
+    """They were told to run once what a session runs (`SpotWorker.warm_up`)."""
     _starting: dict[str, ObjectRef] = field(default_factory=dict)  # by worker: ready when it is up
     _since: float = 0.0
 
@@ -51,7 +53,7 @@ class ReplicaWorkers:
 
     def begin(self, handles: Mapping[str, ActorHandle]) -> None:
         """These workers, which are only starting, take the place of those there were."""
-        self.handles, self._since = dict(handles), SYSTEM.monotonic()
+        self.handles, self._since, self.rehearsed = dict(handles), SYSTEM.monotonic(), False
         self._starting = {name: worker.__ray_ready__.remote() for name, worker in handles.items()}
 
     def starts(self, name: str) -> bool:

@@ -80,7 +80,8 @@ class FakeFleet:
         self.stop_s = 0.0
         self.to_judge = True
         self.on_device: set[str] = set()
-        self.warming: dict[str, FakeCall] = {}
+        self.warming: dict[str, FakeCall] = {}  # replicas whose workers have not rehearsed -> how it goes
+        self.starting: set[str] = set()
         self.candidate_acceptance, self.served_acceptance = 0.6, 0.5
         self.overflows = False
         self.untapped: str | None = None
@@ -177,9 +178,12 @@ class FakeFleet:
         failure = self.broken.get("add")
         return {name: ended(failure or stats) for name in self.workers()}
 
-    def warm_up(self) -> dict[str, FakeCall]:
-        self._call("warm_up")
-        return self.warming
+    def unrehearsed(self, *, up: bool = False) -> list[str]:
+        return [name for name in self.warming if not (up and name in self.starting)]
+
+    def warm_up(self, names: Collection[str]) -> dict[str, FakeCall]:
+        self._call("warm_up", tuple(names))
+        return {name: self.warming.pop(name) for name in names}
 
     def train(self, name: str) -> FakeCall:
         self._call("train", name)

@@ -14,7 +14,7 @@ from verl_tlt.messages.rollout import DrafterStatus, EngineStats, LoadInterval
 from verl_tlt.messages.training import SessionResult
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.types import OFF
-from verl_tlt.trainer.controller import WARM_UP_S
+from verl_tlt.trainer.controller import WARM_AGAIN_S, WARM_UP_S
 from verl_tlt.trainer.fleet import CallFailed
 from verl_tlt.trainer.runtime_switch import write_switch
 
@@ -447,3 +447,45 @@ def test_workers_warm_up_before_engines_hold_weights_and_one_that_does_not_costs
     assert order.index("start_spot") < order.index("warm_up") < order.index("calibrate")
     assert fleet.restarts == ["c", "d"], "dead, or still on the device when engines wake up"
     assert controller.spot and controller.guard.counts == {"warm-up": 3}
+
+
+def test_workers_that_replace_others_warm_up_outside_a_bubble_before_they_train(run, clock):
+    fleet = FakeFleet("a", "b", clock=clock)
+    controller, _ = run(fleet=fleet)
+    fill_buffers(controller, fleet)
+    fleet.deaf = {"b"}
+    train(controller, fleet, 2)
+    assert fleet.restarts == ["b"]
+    fleet.deaf.clear()
+    fleet.warming["b"] = ended(None)  # the successor has not rehearsed, and is still starting
+    fleet.starting = {"b"}
+    fleet.calls.clear()
+    for step in range(3, 6):
+        with sampling(controller, fleet, step):
+            pass
+        controller.warm_up(step)
+        rest_of_step(controller, fleet, step)
+    assert called(fleet, "warm_up") == called(fleet, "train") == []
+    fleet.starting.clear()
+    controller.warm_up(6)
+    assert called(fleet, "warm_up") == [(("b",),)]
+    rest_of_step(controller, fleet, 6)
+    train(controller, fleet, 7)
+    assert len(called(fleet, "train")) == 1 and called(fleet, "warm_up") == [(("b",),)], "once is enough"
+
+
+@pytest.mark.parametrize("answer", ["late", "dead", "out of memory"])
+def test_a_successor_that_does_not_warm_up_costs_a_bounded_and_charged_time(run, clock, answer):
+    fleet = FakeFleet("a", "b", clock=clock)
+    controller, _ = run(fleet=fleet)
+    fill_buffers(controller, fleet)
+    failures = {"dead": ended(CallFailed("gone", died=True)), "out of memory": ended(CallFailed("no room"))}
+    fleet.warming["b"] = failures.get(answer) or FakeCall(clock)
+    began = clock.now
+    controller.warm_up(2)
+    waited = WARM_AGAIN_S if answer == "late" else 0.0
+    assert clock.now - began == pytest.approx(waited)
+    assert fleet.restarts == ([] if answer == "out of memory" else ["b"])
+    metrics = rest_of_step(controller, fleet, 2)
+    assert metrics["tlt/overhead_warm_up_s"] == pytest.approx(waited)
+    assert controller.guard.counts == {"warm-up": 1}
