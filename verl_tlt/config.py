@@ -90,7 +90,8 @@ class DrafterConfig:
     """Optimizer steps over which the learning rate rises linearly."""
     batch_tokens: Count | None = None
     """Tokens in one packed micro-batch: also the longest a stop request waits. Null: 1024 on a processor; on an
-    accelerator up to 4096, as far as the logits of the draft vocabulary fit into 6 GiB."""
+    accelerator up to 4096, as far as the logits of the draft vocabulary fit into 6 GiB. A session on an accelerator
+    with too little free memory takes half as many, or a quarter and so on."""
     seed: Index = 0
     """Seeds the random head and the order of training sequences."""
 

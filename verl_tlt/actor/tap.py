@@ -23,6 +23,7 @@ import torch
 
 from verl_tlt.actor.adapters import EngineAdapter, TokenSpan, window
 from verl_tlt.drafter import to_numpy16
+from verl_tlt.drafter.host_memory import LockedPool
 from verl_tlt.messages.training import HiddenStateShard
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class HiddenStateTap:
         self.chosen: dict[int, tuple[int, int]] = {}
         self.taken: list[HiddenStateShard] = []
         self._copies: list[Copies] = []
+        self._host = LockedPool()  # holds what is taken
         self.seconds = 0.0
         self.errors = 0
         self.counts_tokens = False
@@ -62,7 +64,11 @@ class HiddenStateTap:
         adapter.intercept(self._around)
 
     def arm(self, windows: Mapping[int, tuple[int, int]]) -> None:
-        """Record the window (start, stop) of rows of the coming batch; the same on all ranks that compute it."""
+        """Record the window (start, stop) of rows of the coming batch; the same on all ranks that compute it.
+
+        What `take` returned before is overwritten.
+        """
+        self._host.reset()
         self.chosen, self.taken, self._copies, self.seconds = dict(windows), [], [], 0.0
 
     def count(self, batch: TensorDict, vocabulary: int) -> None:
@@ -106,7 +112,7 @@ class HiddenStateTap:
             recorded, self._open = self._open, None
         if recorded is not None:
             with self._contained():
-                shards, copies = recorded.shards(self.wanted)
+                shards, copies = recorded.shards(self.wanted, self._host)
                 self.taken += shards
                 self._copies += [copies] if copies else []
         return output
@@ -155,11 +161,8 @@ class _MicroBatch:
                 self._spans[i] = spans  # the same under every layer
                 held[i] = torch.cat([axis[s.at : s.at + s.stop - s.start].to(self._dtype) for s in spans])
 
-    def shards(self, wanted: tuple[int, ...]) -> tuple[list[HiddenStateShard], Copies | None]:
-        """What this rank holds of each chosen sequence, on the host.
-
-        From CUDA it comes while the forward goes on: into page-locked memory, which torch keeps for the next step.
-        """
+    def shards(self, wanted: tuple[int, ...], host: LockedPool) -> tuple[list[HiddenStateShard], Copies | None]:
+        """What this rank holds of each chosen sequence, on the host; from CUDA it comes while the forward goes on."""
         cuda = next((state.is_cuda for held in self._slices.values() for state in held.values()), False)
         begun = _mark() if cuda else None
         ids, responses = self._batch["input_ids"].values(), response_lengths(self._batch)
@@ -170,7 +173,7 @@ class _MicroBatch:
             begin = self._offsets[i]  # of this sequence in the jagged values
             prompt_len = self._lengths[i] - responses[i]
             states = [self._slices[layer].pop(i) for layer in layers]
-            kept = torch.empty(len(layers), *states[0].shape, dtype=self._dtype, pin_memory=cuda)
+            kept = host.take((len(layers), *states[0].shape), self._dtype)
             for layer, state in zip(kept, states, strict=True):
                 layer.copy_(state, non_blocking=True)
             found.append(

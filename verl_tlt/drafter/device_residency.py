@@ -32,24 +32,42 @@ def _bytes(model: Eagle3DraftModel) -> tuple[int, int]:
     return trained, frozen + sum(b.nbytes for b in model.buffers())
 
 
-def session_bytes(model: Eagle3DraftModel, rows: int, passes: int, scored: int | None = None) -> int:
-    """Device memory of a session at its peak, in bytes, by rule of thumb: 11 GB for a 7B policy at 1024 rows.
+def session_bytes(model: Eagle3DraftModel, rows: int, passes: int, scored: int = 0) -> int:
+    """Device memory of a session at its peak, in bytes, by arithmetic: 13 GB for a 7B policy at 1024 rows.
 
-    `rows`: of the largest batch that is trained; `scored`: of the largest that is scored; None: the same; `passes`: of
-    the training-time test.
+    `rows`: of the largest batch that is trained; `scored`: of the largest that is scored; `passes`: of the
+    training-time test.
     """
     scored = rows if scored is None else scored
     trained, frozen = _bytes(model)
-    weights = (1 + len(STATE) + 1) * trained + frozen  # and gradients; a second set of weights in scoring
-    # float32, of the next batch
-    waiting = max(rows, scored) * (max(1, len(model.target_layer_ids)) + 1) * model.hidden_size * 4
-    # Logits and their gradients in 16 bits for each pass.
-    training = rows * model.draft_vocab_size * (8 + 4 * passes)
+    # In float32 the batch that is trained and the next one, and in 16 bits the one that is arriving.
+    batches = max(rows, scored) * (max(1, len(model.target_layer_ids)) + 1) * model.hidden_size * 10
+    # Targets, and each pass's logits with their gradients, in 16 bits.
+    training = activation_bytes(model, rows, passes) + rows * model.draft_vocab_size * (8 + 4 * passes)
     # The logits of both, and the policy's probabilities; and five float32 values for each logit of a block of rows.
     scoring = scored * model.draft_vocab_size * 8 + PROBABILITY_ROWS * model.verifier_vocab_size * 20
+    scoring += activation_bytes(model, scored, 1)
     if model.use_draft_vocab:  # then scores take the policy's whole head
         scoring += model.verifier_vocab_size * 2 * model.hidden_size
-    return weights + waiting + max(training, scoring)
+    # With the gradients, or a second set of weights in scoring; and autocast's copy of the weights in 16 bits.
+    weights = (1 + len(STATE) + 1) * trained + trained // 2 + frozen
+    return weights + batches + max(training, scoring)
+
+
+def activation_bytes(model: Eagle3DraftModel, rows: int, passes: int) -> int:
+    """What the passes over a batch of so many rows keep for the backward pass besides logits, in bytes.
+
+    Matrix products are in 16 bits, norms in float32; keys and values of all passes so far are repeated for every query
+    head and pass, as is the attention's mask over them.
+    """
+    layer = model.config.transformer_layer_config
+    heads = layer.num_attention_heads
+    attention = heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads)
+    each = 44 * layer.hidden_size + 4 * attention + 8 * layer.intermediate_size  # bytes of a row in each pass
+    if any("q_norm" in name for name, _ in model.named_parameters()):  # Qwen3.5's MTP head, whose attention is gated
+        each += 16 * (layer.hidden_size + attention)
+    keys = passes * (passes + 1) // 2  # of a row, over all passes
+    return rows * (passes * each + 12 * layer.hidden_size + keys * (4 * attention + 2 * rows) + passes * rows)
 
 
 def host_bytes(model: Eagle3DraftModel) -> int:

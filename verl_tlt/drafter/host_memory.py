@@ -7,6 +7,7 @@ It is one block for all that belongs together. `pin_memory` takes the next power
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 ALIGNMENT = 256
 """Bytes; no kernel and no copy engine asks for more."""
+BLOCK = 1 << 27
+"""Bytes that a `LockedPool` grows by."""
 
 
 def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -63,3 +66,34 @@ def _forget_refusal() -> None:
     """
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")
+
+
+class LockedPool:
+    """Page-locked memory that is handed out piece by piece, and all of it anew after `reset`: for what is copied off a
+    device in every step. It keeps what it has, which is what the largest step took, in blocks.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[torch.Tensor] = []
+        self._used: list[int] = []  # bytes handed out of each
+
+    @property
+    def nbytes(self) -> int:
+        """All that it has."""
+        return sum(map(len, self._blocks))
+
+    def reset(self) -> None:
+        """What was handed out will be overwritten."""
+        self._used = [0] * len(self._blocks)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor with any contents, valid until the next `reset`."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        fits = (i for i, block in enumerate(self._blocks) if self._used[i] + nbytes <= len(block))
+        if (found := next(fits, None)) is None:
+            found = len(self._blocks)
+            self._blocks.append(page_locked(max(BLOCK, nbytes)))
+            self._used.append(0)
+        begin = self._used[found]
+        self._used[found] = layout([begin + nbytes])[1]
+        return self._blocks[found][begin : begin + nbytes].view(dtype).view(*shape)

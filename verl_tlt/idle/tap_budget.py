@@ -17,6 +17,9 @@ LEFT = 0.2
 """Part of a bubble that a session may leave without being called short of data."""
 SHORTEST_S = 1.0
 """Bubbles below it are over before data could matter."""
+STEP_SHARE = 0.5
+"""Largest part of a buffer that one step's tokens fill: they double as far as two steps fit. The actor's rank holds as
+many bytes page-locked while it hands them over."""
 TAP_SHARE = 0.005
 """Of a step's time that the tap may take, half of what all of TLT's work may."""
 COLD = 4
@@ -61,7 +64,7 @@ class TapBudget:
         short_of_data = sum(b.exhausted and b.trained_s < (1 - LEFT) * b.seconds for b in long)
         wanted = self._follows and bool(token_bytes) and 2 * short_of_data > len(long)
         if wanted and self._share(2 * self.tokens) <= TAP_SHARE:
-            self.tokens = max(self.tokens, min(2 * self.tokens, int(self._max_bytes / token_bytes / 2)))
+            self.tokens = max(self.tokens, min(2 * self.tokens, int(self._max_bytes * STEP_SHARE / token_bytes)))
 
     def tapped(self, tap_s: float, now: float) -> None:
         """A step's hidden states were captured and handed over at `now`, and the next forward was told of `tokens`.

@@ -6,6 +6,7 @@ ends the run. So a session begins with a check of the free memory, and leaves no
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -14,8 +15,12 @@ from verl_tlt.drafter import DeviceResidency, DrafterMemory, DrafterTrainer, ses
 from verl_tlt.drafter.host_memory import page_locked, views
 from verl_tlt.errors import TLTError
 
+logger = logging.getLogger(__name__)
+
 MARGIN = 0.03
 """Share of the device's memory that a session leaves free: contexts and pools of actor and engine grow a little."""
+FEWEST_ROWS = 256
+"""Rows of a micro-batch below which a session is not worth its place: a step's fixed costs would take most of it."""
 GIB = 2**30
 
 
@@ -54,6 +59,24 @@ class TrainingDevice:
             self._held = page_locked(tensor.nbytes)
         return views(self._held, [tensor])[0].copy_(tensor)
 
+    def rows(self, trainer: DrafterTrainer, most: int, scored: int) -> int:
+        """Rows of a session's micro-batches: `most`, or half of it, or a quarter and so on, as memory is free.
+
+        `scored` are those of the largest batch that is scored.
+        """
+        if not self.is_accelerator:
+            return most
+        free, total = self.memory()
+        rows = most
+        while rows >= 2 * FEWEST_ROWS and self._needed(trainer, rows, scored) > free - MARGIN * total:
+            rows //= 2
+        if rows < most:
+            logger.warning("%.1f GiB of device memory are free: batches have %d rows, not %d", free / GIB, rows, most)
+        return rows
+
+    def _needed(self, trainer: DrafterTrainer, rows: int, scored: int) -> int:
+        return session_bytes(trainer.model, rows, trainer.ttt_steps, scored)
+
     def resident(
         self, trainer: DrafterTrainer, rows: int, scored: int = 0, *, trains: bool = True
     ) -> AbstractContextManager[None]:
@@ -64,7 +87,7 @@ class TrainingDevice:
         """
         if not self.is_accelerator:
             return nullcontext()
-        check_room(session_bytes(trainer.model, rows, trainer.ttt_steps, scored), *self.memory())
+        check_room(self._needed(trainer, rows, scored), *self.memory())
         if self._memory is None:
             self.receive(trainer)
         assert self._memory is not None

@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -221,12 +221,13 @@ class SpotLearner:
             if not ready or not self._verifier_known:
                 return SessionResult("exhausted")
             sequences = self._held_out(self._to_judge) if self.versions.to_judge else None
-            with self._on_device(trains=True):
+            rows, scored = self._rows()
+            with self.training_device.resident(self.trainer, rows, scored):
                 if sequences is not None:
                     scores = self._score_held_out(sequences, self.config.speculation.longest, should_stop)
                     judged_s = time.perf_counter() - start
                 epochs = [0.0]
-                batches = self._batches(random.Random(self.rng.getrandbits(64)), epochs)
+                batches = self._batches(random.Random(self.rng.getrandbits(64)), rows, epochs)
                 done = train_until(self.trainer, batches, should_stop)
             self.unmerged_steps += done.steps
             self.unmerged_tokens += math.ceil(done.weighted_tokens)
@@ -250,20 +251,20 @@ class SpotLearner:
             slowest_s=done.slowest_s,
         )
 
-    def _on_device(self, *, trains: bool) -> AbstractContextManager[None]:
-        """The drafter on the training device; only during a turn."""
-        rows, longest = self.config.drafter.rows, self.config.buffer.window  # sequences are scored whole
-        return self.training_device.resident(self.trainer, rows, max(PORTION, longest), trains=trains)
+    def _rows(self) -> tuple[int, int]:
+        """Most rows of a batch that is trained, and of one that is scored: sequences are scored whole."""
+        scored = max(PORTION, self.config.buffer.window)
+        return self.training_device.rows(self.trainer, self.config.drafter.rows, scored), scored
 
-    def _batches(self, rng: random.Random, epochs: list[float]) -> Iterator[Batch]:
-        """A session's micro-batches, which are drawn ahead of the step; `epochs` gets what each completes.
+    def _batches(self, rng: random.Random, rows: int, epochs: list[float]) -> Iterator[Batch]:
+        """A session's micro-batches of so many rows, drawn ahead of the step; `epochs` gets what each completes.
 
         `rng` is the session's own: a micro-batch that was drawn and not used changes nothing for the next.
         """
         while True:
             with self._buffer_lock:
                 over = self.buffer.exhausted()
-                drawn = [] if over else self.buffer.sample_batch(rng, self.config.drafter.rows)
+                drawn = [] if over else self.buffer.sample_batch(rng, rows)
                 epochs.append(self.buffer.epochs)
             if not drawn:
                 return
@@ -272,8 +273,10 @@ class SpotLearner:
     def warm_up(self) -> None:
         """Have the device do once what a session does, so that no session waits for its kernels; nothing is learned."""
         if self.training_device.is_accelerator:
-            with self._turn(), self._on_device(trains=False):
-                self.trainer.rehearse(self.config.drafter.rows)
+            with self._turn():
+                rows, scored = self._rows()
+                with self.training_device.resident(self.trainer, rows, scored, trains=False):
+                    self.trainer.rehearse(rows)
 
     # ------------------------------------------------------------------ merge
 

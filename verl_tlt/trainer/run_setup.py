@@ -17,6 +17,7 @@ from omegaconf import OmegaConf, open_dict
 from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, TLTConfig, dtype_name
 from verl_tlt.drafter.policy import LONGEST_DRAFT, MTP, DrafterError, Fields, draft_vocab_size
 from verl_tlt.idle.modes import MODE_RULES, ModeRule
+from verl_tlt.idle.tap_budget import STEP_SHARE
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import DrafterProvenance, RolloutSampling
 from verl_tlt.trainer.checkpoints import saved_drafter
@@ -31,7 +32,8 @@ MOST_BATCH_TOKENS = 4096
 LOGIT_BYTES, MOST_LOGIT_BYTES = 20, 6 << 30
 """Device bytes of one logit while a session trains or scores (`drafter.session_bytes`), and of all of them."""
 MEMORY_SHARE = 0.15
-"""Part of a node's memory that its spot workers take together: buffers, drafters and optimizers."""
+"""Part of a node's memory that its spot workers take together: buffers, drafters and optimizers, and what the actor's
+ranks hold for them while they hand over a step's hidden states."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,8 @@ def with_sizes(
     if accelerator:
         while rows < MOST_BATCH_TOKENS and 2 * rows * draft_vocab * LOGIT_BYTES <= MOST_LOGIT_BYTES:
             rows *= 2
-        mb = max(mb, int(MEMORY_SHARE * node_bytes / max(1, workers) - worker_bytes) >> 20)
+        share = MEMORY_SHARE * node_bytes / max(1, workers) - worker_bytes
+        mb = max(mb, int(share / (1 + STEP_SHARE)) >> 20)
     return replace(
         tlt,
         drafter=replace(tlt.drafter, batch_tokens=tlt.drafter.batch_tokens or rows),

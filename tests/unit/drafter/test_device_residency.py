@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from saved_bytes import kept_bytes, planned_bytes
 from tiny_policy import drafter_of, same_state
 from transformers import Qwen2Config
 
@@ -15,13 +16,16 @@ from verl_tlt.drafter import (
     DeviceResidency,
     DrafterMemory,
     DrafterTrainer,
+    VerifierWeights,
     acceptance,
+    build_drafter,
     device_residency,
     drafter_config,
     evaluate,
     halve_frozen,
     host_bytes,
     pack,
+    refresh_verifier_weights,
     session_bytes,
     train,
 )
@@ -180,15 +184,35 @@ def test_a_rehearsal_teaches_nothing(in_16_bits, trainer):
     assert all(p.grad is None for p in trainer.parameters.values())
 
 
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize(
+    ("hidden", "mlp", "heads", "kv_heads", "rows"),
+    [(256, 1024, 4, 4, 128), (512, 768, 8, 2, 256)],
+    ids=["wide", "deep"],
+)
+def test_what_a_step_keeps_for_its_backward_pass_is_planned(hidden, mlp, heads, kv_heads, rows, passes):
+    policy = Qwen2Config(
+        hidden_size=hidden, intermediate_size=mlp, vocab_size=512, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, num_hidden_layers=8, max_position_embeddings=1024,
+        architectures=["Qwen2ForCausalLM"],
+    )  # fmt: skip
+    model = build_drafter(policy, attention="sdpa")  # as on CUDA
+    weights = torch.zeros(512, hidden, dtype=torch.bfloat16)
+    refresh_verifier_weights(model, VerifierWeights(weights, weights, torch.ones(hidden)))
+    halve_frozen(model)
+    kept, planned = kept_bytes(model, rows, passes), planned_bytes(model, rows, passes)
+    assert kept <= planned <= 1.2 * kept
+
+
 def test_what_a_7b_policys_drafter_needs():
     with torch.device("meta"):
         model = instantiate(drafter_config(QWEN_7B), "sdpa")
-    whole = session_bytes(model, rows=1024, passes=3)
-    assert whole == pytest.approx(11e9, rel=0.05)
+    whole = session_bytes(model, rows=1024, passes=3, scored=1024)
+    assert whole == pytest.approx(13e9, rel=0.05)
     with torch.device("meta"):
         pruned = instantiate(drafter_config(QWEN_7B, draft_vocab_size=32_768), "sdpa")
-    # Frozen and logits shrink; scores take the policy's whole head.
-    assert session_bytes(pruned, rows=4096, passes=3) == pytest.approx(10.3e9, rel=0.05)
+    # Frozen and logits shrink, and four times as many rows take four times the activations; scores take the whole head.
+    assert session_bytes(pruned, rows=4096, passes=3, scored=1024) == pytest.approx(15.5e9, rel=0.05)
     short, long = (session_bytes(pruned, rows=1024, passes=3, scored=scored) for scored in (1024, 8192))
     assert long - short > 8192 * 8 * 32_768 - 1024 * 20 * 32_768, "sequences are scored whole"
     assert host_bytes(model) == pytest.approx(10.2e9, rel=0.01)

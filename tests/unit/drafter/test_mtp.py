@@ -7,6 +7,7 @@ import pytest
 import torch
 from mtp_policy import SHAPE, make_mtp_policy, random_head, without_head
 from safetensors.torch import load_file, save_file
+from saved_bytes import kept_bytes, planned_bytes
 from tiny_policy import same_state
 from vllm_by_hand import passes
 
@@ -23,6 +24,7 @@ from verl_tlt.drafter import (
     check_drafter,
     fingerprint,
     from_drafter_file,
+    halve_frozen,
     host_bytes,
     load_drafter,
     load_own_head,
@@ -163,11 +165,14 @@ def test_it_learns_and_its_acceptance_rises(model, sequences, policy_dir):
     trainer.rehearse()
 
 
-def test_memory_is_counted_without_the_states_it_does_not_read(model):
-    rows, hidden = 1024, model.hidden_size
-    longer = session_bytes(model, 2 * rows, 3) - session_bytes(model, rows, 3)
-    assert longer == rows * (4 * 2 * hidden + VOCAB * (8 + 4 * 3))
+def test_memory_is_counted_without_the_states_it_does_not_read(model, policy_dir):
+    longer = session_bytes(model, 1024, 3) - session_bytes(model, 512, 3)
+    assert longer >= 512 * (10 * 2 * model.hidden_size + VOCAB * (8 + 4 * 3))
     assert host_bytes(model) > 0
+    served = from_drafter_file(*to_drafter_file(model, "float32")[:2], "sdpa")
+    refresh_verifier_weights(served, VerifierWeights.from_policy_dir(policy_dir))
+    halve_frozen(served)
+    assert kept_bytes(served, 128, 3) <= planned_bytes(served, 128, 3)
 
 
 def test_it_travels_and_comes_back_from_disk_to_the_bit(model, policy_dir, tmp_path):

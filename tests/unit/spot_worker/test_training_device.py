@@ -5,6 +5,7 @@ The device is other memory of the host, and counts what is on it.
 
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +16,8 @@ from verl_tlt.drafter import device_residency, evaluate, session_bytes, train
 from verl_tlt.errors import TLTError
 from verl_tlt.spot_worker import learner as spot_learner
 from verl_tlt.spot_worker import scoring
-from verl_tlt.spot_worker.device import TrainingDevice, check_room
+from verl_tlt.spot_worker.device import FEWEST_ROWS, MARGIN, TrainingDevice, check_room
+from verl_tlt.spot_worker.scoring import PORTION
 
 GIB = 2**30
 
@@ -52,13 +54,17 @@ class CountedDevice(TrainingDevice):
             self.used = 0
 
 
+def needs(learner, rows):
+    return session_bytes(learner.model, rows, 3, max(PORTION, CONFIG.buffer.window))
+
+
 @pytest.fixture
 def learner(tmp_path, monkeypatch):
     """Its device has room for a session and no more; matrix products are in 16 bits, as there."""
     for module in (train, evaluate):
         monkeypatch.setattr(module, "mixed_precision", lambda device: torch.autocast("cpu", torch.bfloat16))
     made = make_learner(tmp_path / "policy")
-    made.training_device = CountedDevice(int(1.1 * session_bytes(made.model, 1024, 3, CONFIG.buffer.window)))
+    made.training_device = CountedDevice(int(1.1 * needs(made, 64)))
     made.add(1, texts(40), verifier_arrays())
     return made
 
@@ -117,6 +123,21 @@ def test_a_device_that_others_fill_is_not_touched(learner):
         learner.warm_up()
     learner.training_device.used = 0
     assert learner.train(lambda: False).steps > 0
+
+
+def test_micro_batches_are_as_large_as_the_free_memory_allows(learner, monkeypatch, caplog):
+    drawn, sample = [], learner.buffer.sample_batch
+    monkeypatch.setattr(learner.buffer, "sample_batch", lambda rng, rows: drawn.append(rows) or sample(rng, rows))
+    learner.config = replace(learner.config, drafter=replace(learner.config.drafter, batch_tokens=8192))
+    for free, rows in ((8192, 8192), (4096, 4096), (2100, 2048)):
+        learner.training_device.total = int(needs(learner, free) / (1 - MARGIN)) + 4096
+        drawn.clear()
+        assert learner.train(lambda: False).steps > 0
+        assert set(drawn) == {rows}
+    assert "batches have 2048 rows, not 8192" in caplog.text
+    learner.training_device.total = needs(learner, FEWEST_ROWS) // 2
+    with pytest.raises(TLTError, match="a session needs"):
+        learner.train(lambda: False)
 
 
 @pytest.mark.parametrize(("needed", "free", "fits"), [(10, 13, True), (10, 12, False), (0, 2, False), (77, 80, True)])

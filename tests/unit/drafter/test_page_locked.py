@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from verl_tlt.drafter.host_memory import page_locked
+from verl_tlt.drafter.host_memory import BLOCK, LockedPool, page_locked
 
 
 class Runtime(TorchFunctionMode):
@@ -57,3 +57,16 @@ def test_a_refusal_is_no_error_of_the_next_kernel(runtime, caplog):
     gc.collect()
     torch.zeros(4, device="cuda")
     assert runtime.locked == ("unregister" in runtime.refuses)
+
+
+def test_pieces_of_a_pool_lie_apart_and_the_next_steps_take_their_places():
+    pool, shapes = LockedPool(), [(4, 1000, 64), (4, 3, 64), (4, 200_000, 96), (4, 77, 64)]
+    for step in range(4):
+        pool.reset()
+        taken = [pool.take(shape, torch.bfloat16) for shape in shapes]
+        for number, piece in enumerate(taken):
+            piece.fill_(number + step)
+        assert all((piece == number + step).all() for number, piece in enumerate(taken)), "they overlap"
+        assert [tuple(piece.shape) for piece in taken] == shapes
+    needed = sum(piece.nbytes for piece in taken)
+    assert needed < pool.nbytes <= needed + BLOCK, "no power of two of each, and nothing more after the first step"
