@@ -49,6 +49,7 @@ from verl_tlt.drafter.policy import (
     policy_shape,
     read_json,
 )
+from verl_tlt.drafter.tensor_file import TensorFile
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
@@ -181,14 +182,14 @@ def load_drafter(
     then writes the drafter in the layout that vLLM serves. `directory`, `policy`, `min_context` and what is refused are
     `check_drafter`'s, `attention` is `build_drafter`'s.
     """
-    from safetensors.torch import load_file
     from speculators.models.eagle3 import Eagle3SpeculatorConfig
 
     path = drafter_folder(directory)
     check_drafter(path, policy, min_context)
     if drafter_method(path) == MTP:
         return load_own_head(path, policy, attention=attention, device=device)
-    tensors = load_file(path / WEIGHTS)
+    with TensorFile(path / WEIGHTS, "pt") as reader:
+        tensors = {name: reader.get_tensor(name) for name in reader.names}
     if is_other_layout(read_json(path / CONFIG)):
         tensors = to_speculators_tensors(tensors)
     config = Eagle3SpeculatorConfig.from_dict(read_config(path, policy_shape(policy), min_context))
@@ -249,12 +250,10 @@ def write_state(state: Mapping[str, object], file: Path) -> None:
 
 def read_state(file: Path) -> Fields:
     """What `write_state` wrote, on the host; a `DrafterError` where the file is damaged or holds something else."""
-    from safetensors import SafetensorError, safe_open
-
     try:
-        with safe_open(file, framework="pt") as reader:
-            return _with_tensors(json.loads((reader.metadata() or {})[_HEADER]), reader)
-    except (SafetensorError, OSError, KeyError, ValueError, RecursionError) as error:
+        with TensorFile(file, "pt") as reader:
+            return _with_tensors(json.loads(reader.metadata[_HEADER]), reader)
+    except (KeyError, ValueError, RecursionError) as error:
         raise DrafterError(f"{file} is damaged, or no training state: {error}.") from error
 
 
@@ -270,7 +269,7 @@ def _without_tensors(value: object, place: tuple[str, ...], tensors: dict[str, t
     return value
 
 
-def _with_tensors(value: Any, reader: Any) -> Any:
+def _with_tensors(value: Any, reader: TensorFile) -> Any:
     if isinstance(value, dict):
         if value.keys() == {_TENSOR} and isinstance(value[_TENSOR], str):
             return reader.get_tensor(value[_TENSOR])

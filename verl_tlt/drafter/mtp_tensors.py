@@ -23,12 +23,12 @@ from verl_tlt.drafter.policy import (
     Model,
     PolicyShape,
     folder,
-    open_tensors,
     policy_shape,
     read_json,
     read_model_config,
     tensor_files,
 )
+from verl_tlt.drafter.tensor_file import TensorFile
 from verl_tlt.drafter.tensors import FLOATS
 from verl_tlt.ownership import check_writable, replacing
 
@@ -136,15 +136,14 @@ def head_files(source: Model, shape: PolicyShape, fetch: bool = True) -> dict[st
         raise DrafterError(f"{listing} {said} {different[0]}: that is no head of one dense layer, as its config says.")
     paths = {file: folder(source, (file,), fetch=fetch) / file for file in set(held.values())}
     for file, path in paths.items():
-        with open_tensors(path, "np") as reader:
-            there = set(reader.keys())
+        with TensorFile(path, "np") as reader:
+            there = set(reader.names)
             for name in (name for name, owner in held.items() if owner == file):
                 if name not in there:
                     raise DrafterError(f"{path} has no tensor {name!r}, which {listing} says it has.")
-                found = reader.get_slice(name)
-                if (size := found.get_shape()) != wanted[name]:
+                if (size := reader.shape(name)) != wanted[name]:
                     raise DrafterError(f"{path}: {name} is {size}, but the policy's config asks for {wanted[name]}.")
-                if (kind := found.get_dtype()) not in FLOATS:
+                if (kind := reader.kind(name)) not in FLOATS:
                     raise DrafterError(f"{path}: {name} holds {kind}, but must hold {' or '.join(FLOATS)}.")
     return {name: paths[file] for name, file in held.items()}
 
@@ -154,7 +153,7 @@ def read_head(source: Model, shape: PolicyShape) -> dict[str, torch.Tensor]:
     files = head_files(source, shape)
     tensors: dict[str, torch.Tensor] = {}
     for path in set(files.values()):
-        with open_tensors(path, "pt") as reader:
+        with TensorFile(path, "pt") as reader:
             tensors |= {name: reader.get_tensor(name) for name, file in files.items() if file == path}
     return tensors
 
@@ -168,7 +167,7 @@ def write_back(head: Model, policy: str | os.PathLike[str]) -> Path:
     Raises:
         DrafterError: the head is not one of this policy's shape, or the folder is not one to write to.
     """
-    from safetensors.torch import load_file, save
+    from safetensors.torch import save
 
     directory = Path(policy)
     if not (directory / CONFIG).is_file():
@@ -181,7 +180,8 @@ def write_back(head: Model, policy: str | os.PathLike[str]) -> Path:
     pieces = {SHARD: {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}}
     others = {name: file for name, file in owners.items() if not name.startswith(layout.prefix)}
     for file in {owners[name] for name in owners.keys() - others.keys()} - {SHARD}:  # with an older head
-        pieces[file] = {n: t for n, t in load_file(directory / file).items() if n in others}
+        with TensorFile(directory / file, "pt") as reader:
+            pieces[file] = {name: reader.get_tensor(name) for name in reader.names if name in others}
     config = read_json(directory / CONFIG)
     # verl sets the count to 0 (`model.mtp.enable=False`) before it saves a policy, and vLLM then divides by it.
     (config.get("text_config") or config)[layout.count] = 1
@@ -200,5 +200,5 @@ def _dtype(directory: Path, owners: Mapping[str, str]) -> torch.dtype:
     name = next((name for name in owners if name.endswith("embed_tokens.weight")), None)
     if name is None:
         raise DrafterError(f"{directory} has no tensor that ends in 'embed_tokens.weight'.")
-    with open_tensors(directory / owners[name], "pt") as reader:
-        return reader.get_slice(name)[:1].dtype
+    with TensorFile(directory / owners[name], "pt") as reader:
+        return reader.dtype(name)

@@ -14,13 +14,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from verl_tlt.drafter.tensor_file import TensorFile
 from verl_tlt.errors import DrafterError as DrafterError
 from verl_tlt.json_files import JSONFileError, read_object
 
 if TYPE_CHECKING:
-    from safetensors import safe_open
     from transformers import PretrainedConfig
 
 Model = str | os.PathLike[str]
@@ -195,18 +195,6 @@ def read_json(path: Path) -> Fields:
         raise DrafterError(str(error)) from error
 
 
-def open_tensors(file: Path, framework: Literal["pt", "np"]) -> safe_open:
-    """A safetensors file, to be closed; a `DrafterError` where it is none. "np" loads no torch."""
-    from safetensors import SafetensorError, safe_open
-
-    if not file.is_file():
-        raise DrafterError(f"{file} does not exist.")
-    try:
-        return safe_open(file, framework=framework)
-    except (SafetensorError, OSError) as error:
-        raise DrafterError(f"{file} is truncated or not a safetensors file: {error}.") from error
-
-
 def tensor_files(model: Model, fetch: bool = True) -> tuple[Path, dict[str, str]]:
     """Which file each tensor of a model is in, by the tensor's name; and before it the file that says so.
 
@@ -215,8 +203,8 @@ def tensor_files(model: Model, fetch: bool = True) -> tuple[Path, dict[str, str]
     directory = folder(model, (_SINGLE, INDEX), fetch=fetch)
     listing = directory / (INDEX if (directory / INDEX).is_file() else _SINGLE)
     if listing.name == _SINGLE:
-        with open_tensors(listing, "np") as reader:
-            return listing, dict.fromkeys(reader.keys(), _SINGLE)
+        with TensorFile(listing, "np") as reader:
+            return listing, dict.fromkeys(reader.names, _SINGLE)
     owners = read_json(listing).get("weight_map", {})
     for name, file in owners.items():
         if Path(file).name != file:

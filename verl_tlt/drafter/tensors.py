@@ -6,12 +6,12 @@ Read from the file's header and, under a pruned draft vocabulary, its two maps; 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from verl_tlt.drafter.other_layouts import MAPS, speculators_name
-from verl_tlt.drafter.policy import CONFIG, NUM_AUX, DrafterError, Fields, open_tensors
+from verl_tlt.drafter.policy import CONFIG, NUM_AUX, DrafterError, Fields
+from verl_tlt.drafter.tensor_file import TensorFile
 
 FLOATS = ("F32", "F16", "BF16")
 MAP_TYPES = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I64")}
@@ -26,9 +26,9 @@ def check_tensors(file: Path, config: Fields, others: bool) -> None:
     """
     wanted = _wanted(config)
     pruned = "d2t" in wanted
-    with open_tensors(file, "np") as reader:
+    with TensorFile(file, "np") as reader:
         names: dict[str, str] = {}
-        for name in reader.keys():  # noqa: SIM118
+        for name in reader.names:
             known = speculators_name(name) if others else name
             if known in names:
                 raise DrafterError(f"{file}: {name} and {names[known]} are the same tensor of the drafter.")
@@ -37,10 +37,9 @@ def check_tensors(file: Path, config: Fields, others: bool) -> None:
         for name, shape in wanted.items():
             if name not in names:
                 raise DrafterError(f"{file} has no tensor {name!r}.")
-            found = reader.get_slice(names[name])
-            if found.get_shape() != shape:
-                raise DrafterError(f"{file}: {name} is {found.get_shape()}, but {CONFIG} asks for {shape}.")
-            if (kind := found.get_dtype()) not in (types := MAP_TYPES.get(name, FLOATS)):
+            if (found := reader.shape(names[name])) != shape:
+                raise DrafterError(f"{file}: {name} is {found}, but {CONFIG} asks for {shape}.")
+            if (kind := reader.kind(names[name])) not in (types := MAP_TYPES.get(name, FLOATS)):
                 raise DrafterError(f"{file}: {name} holds {kind}, but must hold {' or '.join(types)}.")
         besides = names.keys() - wanted.keys() - (set() if pruned else set(MAPS))
         if unknown := sorted(name for name in besides if not name.startswith(_POLICYS)):
@@ -49,7 +48,7 @@ def check_tensors(file: Path, config: Fields, others: bool) -> None:
             _check_maps(file, reader, names, config["transformer_layer_config"]["vocab_size"])
 
 
-def _check_maps(file: Path, reader: Any, names: dict[str, str], vocab: int) -> None:
+def _check_maps(file: Path, reader: TensorFile, names: dict[str, str], vocab: int) -> None:
     """Draft id i stands for token i + d2t[i]: ascending tokens of the policy, those that t2d marks."""
     offsets = reader.get_tensor(names["d2t"]).astype(np.int64)  # [DV]
     kept = np.flatnonzero(reader.get_tensor(names["t2d"]))  # [tokens kept]

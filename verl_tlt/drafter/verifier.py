@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from verl_tlt.drafter.build import make_room
-from verl_tlt.drafter.policy import DrafterError, Model, folder, open_tensors, policy_shape, tensor_files
+from verl_tlt.drafter.policy import DrafterError, Model, folder, policy_shape, tensor_files
+from verl_tlt.drafter.tensor_file import TensorFile
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -82,8 +83,8 @@ def _read(policy: Model, parts: Iterable[str]) -> dict[str, torch.Tensor]:
             raise DrafterError(
                 f"{source} has no tensor {_USUAL[part]!r}, nor that of a language model in a larger one."
             )
-        with open_tensors(folder(policy, (owners[name],)) / owners[name], "pt") as reader:
-            if name not in reader.keys():  # noqa: SIM118 (a safetensors reader is no mapping)
+        with TensorFile(folder(policy, (owners[name],)) / owners[name], "pt") as reader:
+            if name not in reader.names:
                 raise DrafterError(f"{owners[name]} has no tensor {name!r}, which {source} says it has.")
             tensors[part] = reader.get_tensor(name)
     return tensors

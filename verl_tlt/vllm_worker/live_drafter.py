@@ -15,7 +15,8 @@ import torch
 from verl_tlt.drafter.digest import Sums, combined, own_shards, partial_sums
 from verl_tlt.drafter.other_layouts import stacked
 from verl_tlt.drafter.staging import staged_weights
-from verl_tlt.errors import TLTError
+from verl_tlt.drafter.tensor_file import TensorFile
+from verl_tlt.errors import DrafterError, TLTError
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
@@ -256,18 +257,14 @@ def _has_own_head(directory: Path) -> bool:
 
 def _read(file: Path, shared: tuple[str, ...]) -> dict[str, torch.Tensor]:
     """The file's tensors, without those that would be written into the policy; `DrafterRefused` for a broken file."""
-    from safetensors import SafetensorError, safe_open
-
-    if not file.is_file():
-        raise DrafterRefused(f"{file} does not exist.")
     try:
-        with safe_open(file, "pt") as reader:
-            names = set(reader.keys())
+        with TensorFile(file, "pt") as reader:
+            names = set(reader.names)
             cut = (_HEAD,) if "d2t" in names and not _has_own_head(file.parent) else ()
             left_out = (*_IGNORED, *shared, *cut)
             return {name: reader.get_tensor(name) for name in names if not any(part in name for part in left_out)}
-    except SafetensorError as error:
-        raise DrafterRefused(f"{file} is no complete safetensors file: {error}") from error
+    except DrafterError as error:
+        raise DrafterRefused(str(error)) from error
 
 
 def _is_cut(tensors: Mapping[str, torch.Tensor]) -> bool:

@@ -138,7 +138,7 @@ def test_a_drafter_on_the_hub_is_judged_by_its_config_until_its_weights_are_here
     drafter_at(place, policy)
     (place / "model.safetensors").write_bytes(b"cut off")
     level, sentence = look("Org/drafter")
-    assert level == "refuse" and "model.safetensors is truncated" in sentence
+    assert level == "refuse" and "model.safetensors is no complete safetensors file" in sentence
     shutil.rmtree(tmp_path / "hub")
     level, sentence = look("Org/drafter")
     assert level == "warn" and sentence.endswith("so whether tlt.drafter.path fits was not checked.")

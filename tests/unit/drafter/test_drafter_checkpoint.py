@@ -180,9 +180,9 @@ def test_missing_pieces(saved, policy, tmp_path):
     weights.unlink()
     assert "model.safetensors does not exist" in refusal(saved, policy.config)
     weights.write_bytes(whole[1][: len(whole[1]) // 2])
-    assert "model.safetensors is truncated" in refusal(saved, policy.config)
+    assert "model.safetensors is no complete safetensors file" in refusal(saved, policy.config)
     torch.save({"fc.weight": torch.zeros(2)}, weights)
-    assert "not a safetensors file" in refusal(saved, policy.config)
+    assert "no complete safetensors file" in refusal(saved, policy.config)
 
 
 def test_a_drafter_for_another_policy(saved):
