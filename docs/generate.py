@@ -184,7 +184,8 @@ NOTES = {
         " bytes: 8 KiB.",
         "`max_mb`, `min_tokens` and `tokens_per_step` are per spot worker. `min_tokens` leaves out what is held out.",
         "`tlt/tap_tokens` is what `tokens_per_step` has become; other sizes of a run are in its trace's first event.",
-        "While fewer than 24 sequences are held out, the responses of a quarter of the prompts are.",
+        "`held_out` is one share for the whole run, and a prompt's responses are held out on all workers or on none. "
+        "Null is the share with which two steps hold out 12 prompts, from a tenth to a quarter.",
     ],
     "gate": [
         "*Surely* means at a level of 1 %, because a candidate is judged after every session. In doubt the served"

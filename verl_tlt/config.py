@@ -22,8 +22,8 @@ from verl_tlt.speculation.graph_rules import LONGEST_WITHOUT_GRAPHS
 
 OBJECTIVES = {"eagle": 1, "hass": 3, "eagle3": 7}
 """Passes of the training-time test by the name of the method that trains so; the costs of the TLT paper's Table 7."""
-BATCH_TOKENS, BUFFER_MB = 1024, 2048
-"""The smallest sizes of `trainer.run_setup`: of micro-batches on a processor, and of buffers in MiB."""
+BATCH_TOKENS, BUFFER_MB, HELD_OUT = 1024, 2048, 0.1
+"""The least that `trainer.run_setup` chooses: tokens of micro-batches, MiB of buffers, share of prompts held out."""
 COSTS_DIR = "~/.cache/verl-tlt/costs"
 """Where measured step costs are kept unless a run says otherwise."""
 TOKENS_PER_STEP = 8192
@@ -181,13 +181,19 @@ class BufferConfig:
     does."""
     window: Count = 4096
     """Longest stretch kept of one sequence, at its true positions."""
-    held_out: Annotated[float, Field(gt=0, lt=0.9)] = 0.1
-    """Share of prompts whose responses only the publish gate sees."""
+    held_out: Annotated[float, Field(gt=0, lt=0.9)] | None = None
+    """Share of prompts whose responses only the publish gate sees. Null: a tenth; up to a quarter where few prompts are
+    captured in a step."""
 
     @property
     def first_tokens(self) -> int:
         """`tokens_per_step`, or what it is before a bubble was seen."""
         return self.tokens_per_step or TOKENS_PER_STEP
+
+    @property
+    def held_out_share(self) -> float:
+        """`held_out`, or what it is where nothing is known of the run."""
+        return self.held_out or HELD_OUT
 
     @property
     def max_bytes(self) -> int:

@@ -20,10 +20,6 @@ from verl_tlt.messages.training import BufferStats
 OPEN_BATCHES = 32
 """Micro-batches kept open while packing (`drafter.data.grouped`)."""
 
-FEW_HELD_OUT, MOST_HELD_OUT = 24, 0.25
-"""While fewer prompts than this are held out, at least a quarter of those that arrive is: the gate's intervals shrink
-with their number, and a share that suits thousands of responses a step leaves hardly any of sixteen."""
-
 
 @dataclass(frozen=True, eq=False)
 class _Item:
@@ -40,9 +36,9 @@ class Buffer:
     Args:
         max_bytes: cap on the sequences' bytes.
         keep_steps: RL steps a sequence stays: with 1 only the newest step's.
-        held_out: share of prompts whose sequences are held out, by a hash of the prompt (a drafter learns a prompt's
-            own words from its other responses, and would be judged by them); `MOST_HELD_OUT` while fewer than
-            `FEW_HELD_OUT` prompts are, unless it is 0.
+        held_out: share of prompts whose sequences are held out, the same in all buffers of a run. A hash of the prompt
+            decides, wherever and whenever its sequences arrive: from some of a prompt's responses a drafter learns
+            what the others say.
     """
 
     def __init__(self, *, max_bytes: int, keep_steps: int, held_out: float) -> None:
@@ -75,14 +71,9 @@ class Buffer:
         return True
 
     def _is_held_out(self, prompt: str) -> bool:
-        """Whether a sequence that arrives now is for the publish gate: where others of its prompt are, if they are."""
-        held = {item.prompt: item.held_out for item in self._items}
-        if prompt in held:
-            return held[prompt]
-        few = self._held_out > 0.0 and sum(held.values()) < FEW_HELD_OUT
-        share = max(self._held_out, MOST_HELD_OUT) if few else self._held_out
+        """Whether the sequences of a prompt are for the publish gate."""
         digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") < share * 2.0**64
+        return int.from_bytes(digest, "big") < self._held_out * 2.0**64
 
     def held_out(self, max_tokens: int | None = None, fewest: int = 0) -> list[TrainingSequence]:
         """The gate's sequences, newest first (closest to the policy that is served), up to the first that does not fit

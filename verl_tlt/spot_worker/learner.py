@@ -109,7 +109,7 @@ class SpotLearner:
             self.model, learning_rate=d.learning_rate, warmup_steps=d.warmup_steps, ttt_steps=d.passes, loss=d.loss,
             trained=not new,
         )  # fmt: skip
-        self.buffer = Buffer(max_bytes=b.max_bytes, keep_steps=b.keep_steps, held_out=b.held_out)
+        self.buffer = Buffer(max_bytes=b.max_bytes, keep_steps=b.keep_steps, held_out=b.held_out_share)
         initial = served = self.trainer.parameters_numpy()
         if published is not None:
             tensors = load(published.weights)

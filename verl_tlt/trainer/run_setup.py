@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf, open_dict
 
-from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, TLTConfig, dtype_name
+from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, HELD_OUT, BufferConfig, TLTConfig, dtype_name
 from verl_tlt.drafter.policy import LONGEST_DRAFT, MTP, DrafterError, Fields, draft_vocab_size
 from verl_tlt.idle.modes import MODE_RULES, ModeRule
 from verl_tlt.idle.tap_budget import STEP_SHARE
@@ -34,6 +34,9 @@ LOGIT_BYTES, MOST_LOGIT_BYTES = 20, 6 << 30
 MEMORY_SHARE = 0.15
 """Part of a node's memory that its spot workers take together: buffers, drafters and optimizers, and what the actor's
 ranks hold for them while they hand over a step's hidden states."""
+FEW_HELD_OUT, MOST_HELD_OUT = 12, 0.25
+"""Prompts of the first two steps that are held out, if no more than this share of all prompts is then: with fewer than
+seven the gate judges nothing, and what is held out is not trained on."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +111,11 @@ def prepare(config: DictConfig, tlt: TLTConfig, base_mode: str) -> RunSetup:
     resumed, dtype = _resume_dir(config.trainer), dtype_name(rollout.dtype)
     start = first_drafter(tlt, policy_dir, dtype, context + tlt.speculation.longest, resumed)
     accelerator, workers = config.trainer.device == "cuda", config.trainer.n_gpus_per_node
+    tlt = with_sizes(tlt, start.draft_vocab, accelerator, _node_bytes(), workers, start.worker_bytes)
+    buffer = replace(tlt.buffer, window=min(tlt.buffer.window, context))
+    share = held_out_share(buffer, config.data.train_batch_size, workers * config.trainer.nnodes)
     spot = SpotPlan(
-        config=with_sizes(tlt, start.draft_vocab, accelerator, _node_bytes(), workers, start.worker_bytes),
+        config=replace(tlt, buffer=replace(buffer, held_out=share)),
         policy_dir=policy_dir,
         drafter=start.trainable,
         sampling=RolloutSampling(rollout.temperature, rollout.top_p, rollout.top_k),
@@ -237,6 +243,16 @@ def with_sizes(
         drafter=replace(tlt.drafter, batch_tokens=tlt.drafter.batch_tokens or rows),
         buffer=replace(tlt.buffer, max_mb=tlt.buffer.max_mb or mb),
     )
+
+
+def held_out_share(buffer: BufferConfig, prompts: int, workers: int) -> float:
+    """Share of prompts held out in a whole run: what the user says, or the more the fewer are captured.
+
+    A step has so many `prompts`. How many of them are captured depends on the `workers` of all nodes, each of which
+    takes `tokens_per_step` of sequences of up to `window` tokens.
+    """
+    captured = max(1, min(prompts, workers * max(1, buffer.first_tokens // buffer.window)))
+    return buffer.held_out or min(max(FEW_HELD_OUT / 2 / captured, HELD_OUT), MOST_HELD_OUT)
 
 
 def _node_bytes() -> float:

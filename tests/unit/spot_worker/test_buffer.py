@@ -6,11 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from long_tail import long_tailed, share_by_decile
 
+from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import TrainingSequence
 from verl_tlt.spot_worker.buffer import Buffer
 from verl_tlt.trace.metrics import buffer_metrics
+from verl_tlt.trainer.gate import MIN_PROMPTS
+from verl_tlt.trainer.run_setup import held_out_share
 
 BYTES = 8 + 2 * 4
 """Of a token: its id, and four states of one number each."""
@@ -95,31 +100,49 @@ def test_held_out_is_a_fixed_share_and_never_sampled():
     assert len(drawn) == 4000 - len(held)
 
 
-def test_the_gate_gets_a_quarter_of_a_small_run_and_its_share_of_a_large_one():
-    small, large = filled([50] * 80, held_out=0.1), filled([50] * 4000, held_out=0.1)
-    assert len(small.held_out()) == pytest.approx(20, abs=8)  # two standard deviations; a tenth would be 8
-    assert len(large.held_out()) < 0.12 * 4000
-    assert not filled([50] * 80, held_out=0.0).held_out()
+RUNS = st.fixed_dictionaries({
+    "layout": st.sampled_from([(6, 4), (24, 4), (64, 8), (128, 16), (512, 16)]),  # prompts of a step, responses to each
+    "workers": st.sampled_from([1, 2, 8, 64]), "steps": st.integers(2, 6), "known": st.sampled_from([24, 600, 10**6]),
+    "captured": st.sampled_from([5, 100]), "room": st.sampled_from([40, 10**9]), "seed": st.integers(0, 2**32),
+})  # fmt: skip
 
 
-def test_a_prompts_responses_are_held_out_together():
-    """In whatever step and on whatever worker they arrive: what one says teaches what its siblings say."""
-    buffers = [Buffer(max_bytes=10**12, keep_steps=8, held_out=0.3) for _ in range(2)]
-    for i in range(400):
-        buffers[i % 2].add(1 + i // 200, i, replace(named(i, 50, 3), prompt=i // 4 % 50))
-    held = [{name // 4 % 50 for name in names(buffer.held_out())} for buffer in buffers]
-    drawn = [{name // 4 % 50 for name in names(buffer.sample_batch(random.Random(0), 10**6))} for buffer in buffers]
-    assert held[0] == held[1] and not held[0] & (drawn[0] | drawn[1])
-    assert 5 <= len(held[0]) <= 25 and len(held[0]) + len(drawn[0]) == 50
+@settings(max_examples=60, deadline=None)
+@given(RUNS)
+def test_no_response_that_is_held_out_has_a_sibling_that_is_trained_on(run):
+    """Whatever a run's layout is, and whichever responses are captured, on whichever worker and when.
+
+    Prompts come again in later steps (`known` different ones), and old responses make room (`room`).
+    """
+    rng, (prompts, n) = random.Random(run["seed"]), run["layout"]
+    share = held_out_share(TLTConfig().buffer, prompts, run["workers"])
+    buffers = [Buffer(max_bytes=run["room"] * BYTES, keep_steps=3, held_out=share) for _ in range(run["workers"])]
+    held, trained = set(), set()
+    for step in range(run["steps"]):
+        responses = [rng.randrange(run["known"]) for _ in range(prompts)] * n
+        for i, prompt in enumerate(rng.sample(responses, min(len(responses), run["captured"] * run["workers"]))):
+            rng.choice(buffers).add(step, i, replace(named(prompt, 3), prompt=prompt))
+        for buffer in buffers:
+            held |= set(names(buffer.held_out()))
+            trained |= set(names(buffer.sample_batch(rng, 10**6)))
+    assert trained and not held & trained
 
 
-def test_a_prompts_later_responses_go_where_the_first_went():
-    """Also where meanwhile so many prompts are held out that the share of those that arrive has fallen."""
-    buffer = Buffer(max_bytes=10**12, keep_steps=8, held_out=0.01)
-    for i in range(400):
-        buffer.add(1 + i // 200, i, replace(named(i % 200, 50, 3), prompt=i % 200))
-    held, drawn = set(names(buffer.held_out())), set(names(buffer.sample_batch(random.Random(0), 10**6)))
-    assert held and not held & drawn
+@pytest.mark.parametrize("workers", [1, 2, 8])
+@pytest.mark.parametrize("layout", [(6, 4), (24, 4), (64, 8), (128, 8), (512, 16)])
+def test_two_steps_hold_out_enough_for_the_gate_and_leave_every_worker_something(layout, workers):
+    """As far as there are prompts; each worker captures eight responses a step. Means over runs of other prompts."""
+    (prompts, n), rng, held, fed = layout, random.Random(0), [], []
+    share = held_out_share(TLTConfig().buffer, prompts, workers)
+    for _ in range(40):
+        buffers = [Buffer(max_bytes=10**9, keep_steps=8, held_out=share) for _ in range(workers)]
+        for step in range(2):
+            responses = [rng.getrandbits(40) for _ in range(prompts)] * n
+            for i, prompt in enumerate(rng.sample(responses, min(len(responses), 8 * workers))):
+                buffers[i % workers].add(step, i, replace(named(prompt, 2), prompt=prompt))
+        fed += [buffer.ready(2) for buffer in buffers]
+        held.append(len({prompt for buffer in buffers for prompt in names(buffer.held_out())}))
+    assert np.mean(fed) > 0.99 and np.mean(held) > min(0.2 * 2 * min(prompts, 7 * workers), MIN_PROMPTS)
 
 
 def test_a_budget_takes_some_of_enough_prompts_before_all_of_a_few():

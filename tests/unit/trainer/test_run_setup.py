@@ -5,7 +5,7 @@ import pytest
 from verl_tlt.activation import apply
 from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, TLTConfig
 from verl_tlt.doctor.recipe import compose, read_settings
-from verl_tlt.trainer.run_setup import claim, prepare, with_sizes
+from verl_tlt.trainer.run_setup import MOST_HELD_OUT, claim, held_out_share, prepare, with_sizes
 
 GIB = 2**30
 
@@ -38,6 +38,8 @@ def test_controller_and_spot_workers_get_sizes_that_fit(recipe, device, given, s
     settings = setup.spot.config
     assert (settings.drafter.batch_tokens, settings.buffer.max_mb) == sizes
     assert (setup.facts.requests, setup.spot.device, setup.start.checkpoint) == (8, device, None)
+    context = config.data.max_prompt_length + config.data.max_response_length
+    assert (settings.buffer.held_out, settings.buffer.window) == (MOST_HELD_OUT, min(4096, context))
 
 
 @pytest.mark.parametrize(
@@ -54,3 +56,21 @@ def test_buffers_get_what_is_left_of_the_workers_share_of_a_node():
         share = 0.15 * node_gib * GIB / 8
         held = (worker_gib << 30) + sizes.buffer.max_bytes * 1.5  # half a buffer is on its way from the actor at most
         assert held <= share or mb == BUFFER_MB
+
+
+@pytest.mark.parametrize(
+    ("settings", "prompts", "workers", "share"),
+    [
+        ({}, 6, 2, 0.25),
+        ({}, 512, 1, 0.25),  # it captures two long responses of a step, whatever the step has
+        ({}, 512, 16, 6 / 32),
+        ({}, 512, 64, 0.1),
+        ({}, 30, 64, 0.2),
+        ({"window": 512}, 512, 8, 0.1),
+        ({"tokens_per_step": 100}, 512, 1, 0.25),
+        ({"held_out": 0.02}, 6, 2, 0.02),
+    ],
+)
+def test_the_fewer_prompts_are_captured_the_more_of_them_are_held_out(settings, prompts, workers, share):
+    buffer = TLTConfig.from_dict({"buffer": settings}).buffer
+    assert held_out_share(buffer, prompts, workers) == pytest.approx(share)
