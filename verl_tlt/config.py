@@ -127,9 +127,10 @@ class SpeculationConfig:
     costs_dir: str | None = COSTS_DIR
     """Where step costs are kept for the next run. `verl-tlt calibrate` measures them, or a run learns them; the next
     on the same hardware, policy and vLLM measures nothing at start. Null: nowhere."""
-    control_every: Index = 32
-    """Every so many steps there is a control rollout. One replica, or all that share a machine, decode without drafts
-    in it, to measure what that takes; 0: never."""
+    control_every: Index | None = None
+    """One in so many steps is a control rollout. One replica, or all that share a machine, decode without drafts in it,
+    to measure what that takes; 0: never. Null: after 8 rollouts, after 8 more, and then after each 256 without one.
+    A rollout with the drafter OFF serves as well."""
     source: Literal["eagle", "ngram", "both"] = "eagle"
     """Who drafts: the drafter, n-grams of sibling responses, or n-grams where they match and the drafter elsewhere.
     n-grams need no drafter, and give up vLLM's async scheduling."""

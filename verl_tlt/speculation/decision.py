@@ -25,8 +25,8 @@ USELESS = 1.05
 CLEARLY = 0.03
 """Share of the decoding time without drafts that must be saved or lost to count; less may be noise."""
 UNTRIED = 0.10
-"""Share that must be expected to be saved while no drafter has been tried in this run: until then the estimate rests on
-short contexts and on text of older steps alone."""
+"""Share that must be expected to be saved for all replicas to draft while no drafter has been tried in this run: until
+then the estimate rests on short contexts and on text of older steps alone. For less, one replica tries."""
 BETTER = 1.05
 """After drafting lost time, a drafter must promise an accept length this many times as long to be tried again."""
 IN_A_ROW = 3
@@ -134,10 +134,11 @@ class RolloutDecision:
             batches = [batch for batch, _ in table.by_batch(OFF)]
             self._even = {b: b / self._costs.seconds(b, b * CONTEXT_TOKENS, OFF) for b in batches}
 
-    def drafts(self, acceptance: Sequence[float]) -> bool:
+    def drafts(self, acceptance: Sequence[float], tried: bool = False) -> bool:
         """Whether the drafter runs in the coming rollout; one of which nothing is known is tried.
 
         `acceptance` is conditional, by draft position, from held-out data, in 0..1 (else ControlError); empty: unknown.
+        `tried` as in `saving`.
         """
         self._acceptance = acceptance
         if self._never or self._always:
@@ -148,14 +149,17 @@ class RolloutDecision:
             return True
         if self._promise() <= USELESS:
             return False
-        return self._costs is None or self.saving(acceptance) > 0.0
+        return self._costs is None or self.saving(acceptance, tried) > 0.0
 
-    def saving(self, acceptance: Sequence[float]) -> float:
-        """Share of the decoding time that drafting is expected to save; 0: too little to draft, or nothing is known."""
+    def saving(self, acceptance: Sequence[float], tried: bool = False) -> float:
+        """Share of the decoding time that drafting is expected to save; 0: too little to draft, or nothing is known.
+
+        `tried`: as much as is enough where a drafter has been tried in this run.
+        """
         if self._costs is None or not acceptance:
             return 0.0
         saving = expected_saving(acceptance, self._costs, self._work or self._even)
-        return saving if saving > (CLEARLY if self._tried else UNTRIED) else 0.0
+        return saving if saving > (CLEARLY if self._tried or tried else UNTRIED) else 0.0
 
     def learn(self, stats: Iterable[EngineStats], gain: float | None) -> None:
         """Take note of a rollout by its engines' sums and its gain (`savings.Savings.gain`)."""
@@ -197,6 +201,8 @@ class RunDecision:
         """Replicas that draft in the coming rollout; argument and error as in `RolloutDecision.drafts`."""
         worth = self.rollout.drafts(acceptance)
         if not self.cause:
+            if not worth and self.rollout.drafts(acceptance, tried=True):  # one tries, until its gain is known
+                return self._replicas[:1]
             return self._replicas if worth else []
         return [] if self._until > 0 else [self._replicas[self._probes % len(self._replicas)]]
 

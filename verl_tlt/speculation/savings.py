@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -36,6 +36,8 @@ REACH = 1.5
 SHORT_CONTEXT = 256
 """Tokens of context per request up to which it hardly matters to the cost of a step; longer ones are told apart by
 octave, and compared with the same octave or the next one on either side."""
+EARLY, SOON, RARELY = 2, 8, 256
+"""Control rollouts at a run's beginning; rollouts before each of these, and before each later one."""
 
 Times = Sequence[tuple[float, float]]
 """(start, end), unix seconds, in any order."""
@@ -52,15 +54,37 @@ class Savings(NamedTuple):
     trained on the same processors. None: it ran nowhere, or too little to compare."""
 
 
-def control_replicas(step: int, replicas: Sequence[str], every: int, shared: bool) -> list[str]:
-    """Replicas that decode a step's rollout without drafts, as the measure of the others; none in most steps.
+class ControlRollouts:
+    """Which replicas decode a rollout without drafts, as the measure of the others; none in most rollouts.
 
-    `every` is `tlt.speculation.control_every`, 0: never. Where the replicas share a machine (`shared`) all are meant,
-    else each in turn.
+    Where the replicas share a machine (`shared`) all are meant, else each in turn. By itself a run has `EARLY` such
+    rollouts, `SOON` after the run's begin and after each other, and then rarely one: everybody waits for a replica that
+    does not draft. Rollouts with the drafter OFF serve as well.
+
+    Args:
+        replicas: all of them, in a fixed order.
+        every: `tlt.speculation.control_every`: one in so many steps, 0: never, None: by itself.
+        shared: the replicas share a machine's processors.
     """
-    if every <= 0 or step % every:
-        return []
-    return list(replicas) if shared else [replicas[step // every % len(replicas)]]
+
+    def __init__(self, replicas: Sequence[str], every: int | None, shared: bool) -> None:
+        self._replicas, self._every, self._shared = list(replicas), every, shared
+        self._plain = self._since = 0  # rollouts without drafts; rollouts since the last of them
+
+    def chosen(self, step: int) -> list[str]:
+        """Those of the rollout of `step`, in which drafting pays."""
+        due = self._since >= (SOON if self._plain < EARLY else RARELY)
+        if self._every is not None:
+            due = self._every > 0 and step % self._every == 0
+        turn = self._plain if self._every is None else step // max(self._every, 1)
+        if not due:
+            return []
+        return self._replicas if self._shared else [self._replicas[turn % len(self._replicas)]]
+
+    def ended(self, undrafted: Collection[str], trained: bool) -> None:
+        """A rollout is over that some replicas decoded without drafts; `trained`: beside training of the drafter."""
+        plain = len(undrafted) == len(self._replicas) and not trained if self._shared else bool(undrafted)
+        self._plain, self._since = self._plain + plain, 0 if plain else self._since + 1
 
 
 class _Row(NamedTuple):

@@ -14,7 +14,7 @@ from verl_tlt.config import SpeculationConfig
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.decision import RunDecision
-from verl_tlt.speculation.savings import SavingsAccount, Times, control_replicas
+from verl_tlt.speculation.savings import ControlRollouts, SavingsAccount, Times
 from verl_tlt.speculation.types import OFF
 from verl_tlt.trainer.runtime_switch import SWITCH_FILE, RuntimeSwitch, SwitchError, read_switch
 
@@ -30,12 +30,14 @@ class SpeculationControl:
     def __init__(
         self, directory: str, replicas: Iterable[str], config: SpeculationConfig, shared: bool = False
     ) -> None:
-        self.directory, self.replicas, self.control_every = directory, list(replicas), config.control_every
+        self.directory, self.replicas = directory, list(replicas)
         self.decision = RunDecision(self.replicas, config.policy, config.source)
         self.account = SavingsAccount(shared)
+        self._controls = ControlRollouts(self.replicas, config.control_every, shared)
         self.switch = RuntimeSwitch()
         self.control: Sequence[str] = ()
         """Replicas whose coming rollout is a control rollout."""
+        self._undrafted: Sequence[str] = ()
         self._shared = shared
         self._complaint = ""
 
@@ -65,9 +67,10 @@ class SpeculationControl:
         """
         self._read_switch(step)
         drafting = self.decision.drafting(acceptance) if self.switch.speculation else []
-        wanted = drafting and not self.disabled
-        self.control = control_replicas(step, self.replicas, self.control_every, self._shared) if wanted else ()
-        return [name for name in self.replicas if name not in drafting or name in self.control]
+        wanted = len(drafting) == len(self.replicas) and not self.disabled  # else the others are the measure
+        self.control = self._controls.chosen(step) if wanted else ()
+        self._undrafted = [name for name in self.replicas if name not in drafting or name in self.control]
+        return list(self._undrafted)
 
     def _read_switch(self, step: int) -> None:
         """An unreadable file changes nothing, and is complained about once."""
@@ -85,6 +88,7 @@ class SpeculationControl:
     def rollout_ended(self, stats: Mapping[str, EngineStats], training: Times = ()) -> float | None:
         """Seconds that TLT saved in a rollout during which replicas trained at some `Times`; None: unknown."""
         savings = self.account.rollout(stats, training)
+        self._controls.ended(self._undrafted, bool(training))
         if self.switch.speculation and (said := self.decision.learn(stats, savings.gain)):
             logger.warning("%s", said)
         return savings.saved_s

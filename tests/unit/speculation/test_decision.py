@@ -152,6 +152,18 @@ REPLICAS = ["a", "b"]
 ACCEPTANCE = (0.9, 0.9)
 
 
+@pytest.mark.parametrize(("gain", "then"), [(0.05, REPLICAS), (-0.2, []), (None, ["a"])])
+def test_a_gain_of_some_per_cent_is_tried_by_one_replica_until_it_is_known(gain, then):
+    """7 % of OFF's time is expected to be saved at batch 1."""
+    run, some = RunDecision(REPLICAS), [0.5, 0.5, 0.5]
+    run.rollout.calibrated(MEASURED)
+    run.rollout.learn(rollout({1: 100}), None)
+    assert run.drafting(some) == ["a"] == run.drafting(some), "asked twice before a rollout"
+    run.learn({"a": rollout({1: 100})[0], "b": rollout({1: 100})[0]}, gain)
+    assert run.drafting(some) == then
+    assert run.drafting([0.2, 0.2, 0.2]) == [], "less than 3 % would be saved"
+
+
 def learn(run, gain, accepted=0.8, drafting=REPLICAS):
     """A rollout in which these replicas drafted two tokens in nine of ten steps."""
     run.drafting(ACCEPTANCE)

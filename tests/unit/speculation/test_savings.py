@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from verl_tlt.messages.rollout import EngineStats, LoadInterval
-from verl_tlt.speculation.savings import SavingsAccount, control_replicas
+from verl_tlt.speculation.savings import ControlRollouts, SavingsAccount
 from verl_tlt.speculation.step_statistics import MAX_INTERVALS, Aggregates, StepTotals
 from verl_tlt.speculation.types import OFF, StepRecord
 
@@ -88,7 +88,7 @@ def calibrated(shared):
 
 
 def after_control(shared, seed=50, **arguments):
-    """An account after a calibration and one control rollout of every replica (`control_replicas`)."""
+    """An account after a calibration and one control rollout of every replica (`ControlRollouts`)."""
     account = calibrated(shared)
     for arms in [BOTH_OFF] if shared else [(OFF, K), (K, OFF)]:
         account.rollout(rollout(arms, seed=seed, shared=shared, **arguments)[0])
@@ -247,8 +247,40 @@ def test_busy_replicas_matter_on_a_shared_machine_alone(shared):
     assert found[1:] == ([pytest.approx(0.2), None] if shared else [None, None])
 
 
+NAMES = ["a", "b", "c"]
+
+
 def test_each_replica_decodes_a_control_rollout_in_turn_and_all_do_on_a_shared_machine():
-    names = ["a", "b", "c"]
-    assert [control_replicas(step, names, 5, shared=False) for step in (5, 6, 10, 15)] == [["b"], [], ["c"], ["a"]]
-    assert [control_replicas(step, names, 5, shared=True) for step in (5, 6, 10)] == [names, [], names]
-    assert control_replicas(5, names, 0, False) == [] and control_replicas(5, ["alone"], 5, False) == ["alone"]
+    alone, shared = (ControlRollouts(NAMES, 5, shared) for shared in (False, True))
+    assert [alone.chosen(step) for step in (5, 6, 10, 15)] == [["b"], [], ["c"], ["a"]]
+    assert [shared.chosen(step) for step in (5, 6, 10)] == [NAMES, [], NAMES]
+    assert ControlRollouts(NAMES, 0, False).chosen(5) == [] and ControlRollouts(["a"], 5, False).chosen(5) == ["a"]
+
+
+def control_steps(shared, steps, off_until=0, trained=False):
+    """(step, replicas) of the control rollouts of a run whose drafter is OFF in its first steps."""
+    controls, found = ControlRollouts(NAMES, None, shared), []
+    for step in range(1, steps + 1):
+        off = NAMES if step <= off_until else controls.chosen(step)
+        if off and step > off_until:
+            found.append((step, *off))
+        controls.ended(off, trained and step <= off_until)
+    return found
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_by_itself_a_run_has_two_control_rollouts_early_and_then_rarely_one(shared):
+    every = [(2, *(NAMES if shared else "a")), (3, *(NAMES if shared else "b"))]
+    assert control_steps(shared, 64) == every
+    assert control_steps(shared, 600) == [
+        *every,
+        (260, *(NAMES if shared else "c")),
+        (517, *(NAMES if shared else "a")),
+    ]
+
+
+def test_rollouts_with_the_drafter_off_serve_as_well():
+    """Unless training slowed them down."""
+    assert control_steps(False, 100, off_until=2) == control_steps(True, 100, off_until=2) == []
+    assert control_steps(False, 100, off_until=1) == [(10, "b")]
+    assert control_steps(True, 100, off_until=2, trained=True) == [(9, *NAMES), (18, *NAMES)]

@@ -39,6 +39,19 @@ def test_where_nobody_drafts_there_is_nothing_to_measure(tmp_path):
     assert live.undrafted(1, RANDOM) == REPLICAS and live.may_train
 
 
+def test_a_rollout_that_one_replica_tries_alone_needs_no_control(tmp_path):
+    live = control(tmp_path, control_every=None)
+    live.calibrated(LatencyTable.calibrated({k: [(4, s)] for k, s in {OFF: 0.01, 0: 0.0105, 3: 0.0155}.items()}))
+    some, good = (0.5, 0.2, 0.1), (0.9, 0.9, 0.9)  # 4 % of OFF's time saved, and more
+    for step in range(1, 9):
+        assert live.undrafted(step, good) == []
+        live.rollout_ended({})
+    assert live.undrafted(9, some) == ["b"] and not live.control
+    assert live.undrafted(9, good) == ["a"] == list(live.control)
+    live.rollout_ended({})
+    assert live.undrafted(10, good) == []
+
+
 def rollout(begin, seconds, drafting):
     """A rollout of 400 tokens at batch 4 by each replica; those that draft take so many seconds, others one."""
     stats = {}
