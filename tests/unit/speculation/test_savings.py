@@ -270,13 +270,9 @@ def control_steps(shared, steps, off_until=0, trained=False):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_by_itself_a_run_has_two_control_rollouts_early_and_then_rarely_one(shared):
-    every = [(2, *(NAMES if shared else "a")), (3, *(NAMES if shared else "b"))]
-    assert control_steps(shared, 64) == every
-    assert control_steps(shared, 600) == [
-        *every,
-        (260, *(NAMES if shared else "c")),
-        (517, *(NAMES if shared else "a")),
-    ]
+    found = control_steps(shared, 600)
+    assert [step for step, *_ in found] == [9, 18, 275, 532]
+    assert [names for _, *names in found] == ([NAMES] * 4 if shared else [["a"], ["b"], ["c"], ["a"]])
 
 
 def test_rollouts_with_the_drafter_off_serve_as_well():
