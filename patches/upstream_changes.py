@@ -171,6 +171,17 @@ CHANGES = (
         patch="vllm/0007-stop-strings-end-token-ids.patch",
     ),
     UpstreamChange(
+        name="a call that waits for an engine ends when the engine dies",
+        changes=("vllm.v1.engine.core_client:MPClient",),
+        symptom="A weight sync, or any other call into the engine core, waits forever if the core is killed meanwhile.",
+        cause="`vllm/v1/engine/core_client.py:1136` `self.utility_results[call_id] = future` is a future that only the "
+        "core's answer completes; when it died, later calls are refused and those that wait are not.",
+        applied_by="verl_tlt.server.engine_calls:fail_calls_when_dead",
+        releases="vllm 0.24 to 0.33, in rollout servers and in engines that commands start",
+        removed_by="vLLM's pull request 56416: nothing waits there.",
+        upstream="https://github.com/vllm-project/vllm/pull/56416 (open)",
+    ),
+    UpstreamChange(
         name="a rollout server can ask the scheduler",
         changes=("vllm.v1.engine.core:EngineCore",),
         symptom="Statistics, calibration and the choice of OFF need the scheduler, which runs in a child process.",

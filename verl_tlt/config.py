@@ -122,8 +122,8 @@ class SpeculationConfig:
     fixed: DraftLength | None = None
     """The K of policy=fixed; null: K_max."""
     calibrate: bool = True
-    """Measure step latency by batch and K at start, about 20 seconds; false: learn it from the rollout alone, and do
-    not find out there whether an engine dies of its drafter."""
+    """Measure step latency by batch and K at start, about 20 seconds, unless it is stored; false: take what is stored,
+    or learn it from the rollout alone, and do not find out there whether an engine dies of its drafter."""
     costs_dir: str | None = COSTS_DIR
     """Where step costs are kept for the next run. `verl-tlt calibrate` measures them, or a run learns them; the next
     on the same hardware, policy and vLLM measures nothing at start. Null: nowhere."""

@@ -130,7 +130,7 @@ class _AsyncView:
     """The part of vLLM's `AsyncLLM` that a calibration uses, over an in-process engine."""
 
     def __init__(self, engine: _Engine) -> None:
-        self._engine, self.engine_core = engine, self
+        self._engine, self.engine_core, self.errored = engine, self, False
         self._waiting: list[tuple[Any, Any]] = []
 
     async def call_utility_async(self, name: str, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:

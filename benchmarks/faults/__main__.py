@@ -2,10 +2,11 @@
 
     python -m benchmarks.faults [--out DIR] [--only TEXT ...]
 
-Four runs of the toy on the CPU, two replicas each: TLT with every fault that a run must survive; stock verl as the
-yardstick; and both with the one that ends stock verl, too. All train on the responses that the first run sampled
-(`replay.py`), so updates are compared with stock verl's to the bit. The verdicts go to
-`benchmarks/results/faults.json`; what is not as it should be is printed, and makes the exit status 1.
+Five runs of the toy on the CPU, two replicas each: TLT with every fault that a run must survive; stock verl as the
+yardstick; both with the one that ends stock verl, too; and TLT with an engine that is killed while it reloads. All
+train on the responses that the first run sampled (`replay.py`), so updates are compared with stock verl's to the bit.
+The verdicts go to `benchmarks/results/faults.json`; what is not as it should be is printed, and makes the exit
+status 1.
 
 `--only` makes a short run of the faults whose names hold one of the texts, and writes nothing.
 """
@@ -21,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.faults.judge import Evidence, row, wrong
-from benchmarks.faults.plan import FAULTS, SAVE_EVERY, SERVER_KILLED, STEPS, Fault
+from benchmarks.faults.plan import ENGINE_KILLED, FAULTS, SAVE_EVERY, SERVER_KILLED, STEPS, Fault
 from benchmarks.faults.run import ROOT, FaultRun, run
 from benchmarks.stored import store
 from verl_tlt.report.reader import read_trace
@@ -89,37 +90,50 @@ def survivable(
     return rows, complaints
 
 
-def fatal(out: Path) -> tuple[list[dict], list[str]]:
-    """A rollout server killed: stock verl ends, and so does TLT, as soon."""
+def fatal(out: Path, texts: Sequence[str] = ("",)) -> tuple[list[dict], list[str]]:
+    """What ends a run: a rollout server killed, with TLT as with stock verl and as soon; an engine, which TLT asks."""
     rows, complaints, ended = [], [], {}
-    for name, tlt in (("stock verl", False), ("TLT", True)):
-        one = run(f"killed-{'tlt' if tlt else 'stock'}", out, KILLED_STEPS, [SERVER_KILLED], tlt=tlt)
+    for fault, name, tlt in (
+        (SERVER_KILLED, "stock verl", False), (SERVER_KILLED, "TLT", True), (ENGINE_KILLED, "TLT", True)
+    ):  # fmt: skip
+        if not any(text in fault.name for text in texts):
+            continue
+        one = run(
+            f"{fault.note('m:f').removesuffix('-f')}-{name.split()[0].lower()}", out, KILLED_STEPS, [fault], tlt=tlt
+        )
         say(one)
-        ended[name] = one
+        ended[fault.name, name] = one
+        label = f"{fault.name}: {name}" if fault is SERVER_KILLED else fault.name
         rows.append(
             {
-                "fault": f"{SERVER_KILLED.name}: {name}",
+                "fault": label,
                 "survived": one.status == 0,
                 "policy_updates_equal": len(one.steps) == KILLED_STEPS,
                 "recovered": False,
                 "counter": None,
             }
         )
-    stock, tlt_run = ended["stock verl"], ended["TLT"]
-    if not stock.fired or not tlt_run.fired:
-        complaints.append(f"{SERVER_KILLED.name}: it never struck")
-    if tlt_run.status == -1 and stock.status != -1:
-        complaints.append(f"{SERVER_KILLED.name}: TLT hangs where stock verl ends")
-    if len(tlt_run.steps) < len(stock.steps):
-        complaints.append(f"{SERVER_KILLED.name}: {len(tlt_run.steps)} steps with TLT, {len(stock.steps)} without")
+        if not one.fired:
+            complaints.append(f"{label}: it never struck")
+        if one.status == -1:
+            complaints.append(f"{label}: the run hangs")
+        if fault.log not in one.log:
+            complaints.append(f"{label}: no line of the log says {fault.log!r}")
+    steps = {name: len(one.steps) for (fault, name), one in ended.items() if fault == SERVER_KILLED.name}
+    if steps and steps["TLT"] < steps["stock verl"]:
+        complaints.append(f"{SERVER_KILLED.name}: {steps['TLT']} steps with TLT, {steps['stock verl']} without")
     return rows, complaints
 
 
 def a_few(out: Path, texts: Sequence[str]) -> tuple[list[dict], list[str]]:
-    """The faults whose names hold one of the texts, `EVERY` steps apart."""
+    """The faults whose names hold one of the texts, those that a run survives `EVERY` steps apart."""
+    rows, complaints = fatal(out, texts)
     chosen = [fault for fault in FAULTS if any(text in fault.name for text in texts)]
+    if not chosen:
+        return rows, complaints
     moved = [replace(fault, step=min(fault.step, FIRST + EVERY * i)) for i, fault in enumerate(chosen)]
-    return survivable(out, moved, FIRST + EVERY * (len(chosen) + 1), EVERY)
+    more, of_them = survivable(out, moved, FIRST + EVERY * (len(chosen) + 1), EVERY)
+    return rows + more, complaints + of_them
 
 
 def main() -> None:

@@ -96,6 +96,24 @@ def truncate(original: Original, server: Any, *args: Any) -> Any:
     return original(server, *args)
 
 
+def truncate_in_read(original: Original, file: Path, *args: Any) -> Any:
+    """The staged file is emptied when a worker has read its first tensor."""
+    from verl_tlt.drafter.tensor_file import TensorFile
+
+    read = TensorFile.get_tensor
+
+    def read_and_empty(reader: TensorFile, name: str) -> Any:
+        found = read(reader, name)
+        os.truncate(file, 0)
+        return found
+
+    TensorFile.get_tensor = read_and_empty  # type: ignore[method-assign]
+    try:
+        return original(file, *args)
+    finally:
+        TensorFile.get_tensor = read  # type: ignore[method-assign]
+
+
 def swap(original: Original, server: Any, *args: Any) -> Any:
     """A drafter of the same shape lies in the staged file's place."""
     from safetensors.torch import load_file, save_file

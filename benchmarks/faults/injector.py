@@ -21,11 +21,11 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks.faults import actions
-from benchmarks.faults.plan import BOUNDS, FAULTS, NAN_LIVE, SERVER_KILLED, Fault
+from benchmarks.faults.plan import BOUNDS, ENGINE_KILLED, FAULTS, NAN_LIVE, SERVER_KILLED, Fault
 from verl_tlt.compat.import_hooks import when_imported
 
 DIRECTORY = "TLT_FAULTS"
-EVERY = (*FAULTS, SERVER_KILLED, NAN_LIVE)
+EVERY = (*FAULTS, SERVER_KILLED, ENGINE_KILLED, NAN_LIVE)
 
 
 def arm() -> None:

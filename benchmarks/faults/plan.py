@@ -109,6 +109,9 @@ FAULTS = (
           "tlt/spot_failures", "did not stop within", "trains"),
     Fault("an idle spot worker is stopped (SIGSTOP)", 31, (f"{LEARNER}:SpotLearner.add",), "stop",
           "tlt/spot_failures", "the spot worker of", "trains", waits=(1.5, 4.0)),
+    Fault("a drafter file truncated while it is read", 34, ("verl_tlt.vllm_worker.live_drafter:_read",),
+          "truncate_in_read", "tlt/reload_failures", "it became shorter while it was read", "serves",
+          fallback="tlt/drafter_off_frac"),
 )  # fmt: skip
 """Of the long run, by step."""
 
@@ -117,6 +120,11 @@ SERVER_KILLED = Fault(
     "a rollout server killed", 2, (GENERATE,), "kill", "", "", "as_stock", first=5
 )  # fmt: skip
 """Ends a run, with TLT as without it."""
+ENGINE_KILLED = Fault(
+    "an engine killed while it reloads", 2, ("verl_tlt.vllm_worker.live_drafter:LiveDrafter._copy",), "kill", "",
+    "The engine died when it was to load its drafter", "as_stock",
+)  # fmt: skip
+"""Ends a run in one sentence."""
 NAN_LIVE = Fault(
     "a drafter that computes NaN once it is live", 1, ("verl_tlt.vllm_worker.live_drafter:LiveDrafter.load",),
     "nan_live", "tlt/broken_drafts", "are not finite", "serves", fallback="tlt/drafter_off_frac",

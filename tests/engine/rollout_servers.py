@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -67,15 +68,16 @@ class ServedPolicy:
         # Everything is placed without resources, as verl places its servers.
         return ray.remote(kind).options(name=name, num_cpus=0).remote(content)
 
-    def server(self, rank: int) -> Any:
-        """A server, not launched yet."""
+    def server(self, rank: int, environment: Mapping[str, str] | None = None) -> Any:
+        """A server, not launched yet; `environment` is added to its variables."""
         import ray
         from verl.utils.config import omega_conf_to_dataclass
         from verl.workers.rollout.replica import RolloutMode
 
         from verl_tlt.server.server import TLTvLLMHttpServer
 
-        placed: dict[str, Any] = dict(max_concurrency=100, num_cpus=0, runtime_env={"env_vars": ENVIRONMENT})
+        variables = {"env_vars": {**ENVIRONMENT, **(environment or {})}}
+        placed: dict[str, Any] = dict(max_concurrency=100, num_cpus=0, runtime_env=variables)
         return ray.remote(TLTvLLMHttpServer).options(**placed).remote(
             config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout),
             model_config=omega_conf_to_dataclass(self.config.actor_rollout_ref.model),

@@ -24,7 +24,7 @@ class Live:
     """vLLM's asynchronous engine over an in-process one: prompts asked for at the same time become one batch."""
 
     def __init__(self, engine):
-        self.inside, self.waiting, self.sizes = engine, [], []
+        self.inside, self.waiting, self.sizes, self.errored = engine, [], [], False
         self.engine_core, self.vllm_config = self, engine.scheduler.vllm_config
 
     async def call_utility_async(self, method, *args):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults import actions, judge
-from benchmarks.faults.plan import BOUNDS, FAULTS, NAN_LIVE, SERVER_KILLED, STEPS, Fault
+from benchmarks.faults.plan import BOUNDS, ENGINE_KILLED, FAULTS, NAN_LIVE, SERVER_KILLED, STEPS, Fault
 from benchmarks.faults.run import arm
 from verl_tlt.report.reader import RunTrace
 from verl_tlt.trace.events import Session
@@ -28,7 +28,10 @@ def table():
     return {name: (counter.strip("`"), log) for name, counter, log in rows[1:]}
 
 
-@pytest.mark.parametrize("target", [t for f in (*FAULTS, SERVER_KILLED, NAN_LIVE) for t in f.targets] + list(BOUNDS))
+EVERY = (*FAULTS, SERVER_KILLED, ENGINE_KILLED, NAN_LIVE)
+
+
+@pytest.mark.parametrize("target", [t for fault in EVERY for t in fault.targets] + list(BOUNDS))
 def test_what_a_fault_names_exists(target):
     pytest.importorskip("vllm")
     module, _, path = target.partition(":")
@@ -46,7 +49,7 @@ def test_every_fault_does_something_that_can_be_judged():
 
 def test_the_page_has_every_fault_and_its_counter():
     page = table()
-    assert page.keys() == {fault.name for fault in (*FAULTS, SERVER_KILLED)}
+    assert page.keys() == {fault.name for fault in (*FAULTS, SERVER_KILLED, ENGINE_KILLED)}
     for fault in FAULTS:
         assert page[fault.name][0] == fault.counter, fault.name
 
@@ -157,7 +160,7 @@ def test_a_fault_strikes_one_call_of_its_step_or_of_the_next_that_has_any(tmp_pa
 
 
 def test_every_fault_of_a_plan_is_armed_as_python_starts(tmp_path):
-    faults = (*FAULTS, SERVER_KILLED)
+    faults = (*FAULTS, SERVER_KILLED, ENGINE_KILLED)
     modules = "from verl_tlt.compat.import_hooks import _FINDER; print(*_FINDER.callbacks)"
     env = {**os.environ, "PYTHONPATH": str(ROOT)} | arm(tmp_path, faults)
     done = subprocess.run([sys.executable, "-c", modules], env=env, capture_output=True, text=True, check=True)

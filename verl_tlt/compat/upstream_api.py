@@ -347,7 +347,28 @@ VLLM = {
         Symbol("vllm.v1.engine.core_client:AsyncMPClient.call_utility_async", "method"),
         Symbol("vllm.v1.engine.core:EngineCoreProc", says=("getattr(self, method_name)",)),
     ),
+    "server/engine_calls.py": (
+        Symbol("vllm.v1.engine.core_client:MPClient", has="resources utility_results"),
+        Symbol("vllm.v1.engine.core_client:BackgroundResources", has="engine_dead"),
+        Symbol(
+            "vllm.v1.engine.core_client:AsyncMPClient._call_utility_async",
+            says=("self.utility_results[call_id] = future", "await self._send_input_message("),
+        ),
+        Symbol("vllm.v1.engine.core_client:AsyncMPClient._send_input_message", says=("self.ensure_alive()",)),
+        Symbol("vllm.v1.engine.async_llm:AsyncLLM", has="engine_core errored"),
+        Symbol("vllm.v1.engine.exceptions:EngineDeadError"),
+    ),
     "server/calibration.py": (
+        Symbol(
+            "vllm.config.vllm:VllmConfig",
+            has="model_config compilation_config lora_config cache_config parallel_config attention_config "
+            "scheduler_config use_v2_model_runner",
+        ),
+        Symbol("vllm.config.model:ModelConfig", has="dtype enforce_eager quantization"),
+        Symbol("vllm.config.compilation:CompilationConfig", has="mode cudagraph_mode"),
+        Symbol("vllm.config.attention:AttentionConfig", has="backend"),
+        Symbol("vllm.config.cache:CacheConfig", has="cache_dtype"),
+        Symbol("vllm.config.lora:LoRAConfig", has="max_lora_rank"),
         Symbol("vllm.v1.engine.async_llm:AsyncLLM.generate", "prompt sampling_params request_id"),
         Symbol("vllm.sampling_params:SamplingParams", has="temperature max_tokens ignore_eos detokenize"),
     ),

@@ -105,7 +105,7 @@ async def check(job: EngineJob, directory: Path) -> Measured:
             await engine.scheduler.call("control", drafting=False)
             found.off = await engine.wall_seconds(batches)
         drafter = None if setup.tlt.speculation.source == "ngram" else engine.drafter
-        found.key = cost_key(setup.policy, setup.rollout, drafter)
+        found.key = cost_key(engine.llm.vllm_config, setup.policy, drafter)
     if on_gpu:
         log = (directory / child_engine.LOG).read_text(errors="replace")
         found.graph_gib = graph_memory_gib(log)[::-1]

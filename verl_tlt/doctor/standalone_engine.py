@@ -18,6 +18,7 @@ from verl_tlt.doctor.models import check_policy, located
 from verl_tlt.doctor.recipe import Recipe, compose, context_tokens, read_settings
 from verl_tlt.drafter.policy import read_model_config
 from verl_tlt.server import calibration, engine_arguments
+from verl_tlt.server.engine_calls import answered, fail_calls_when_dead
 from verl_tlt.server.scheduler_client import SchedulerClient
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.graph_rules import is_hybrid
@@ -75,7 +76,7 @@ class StandaloneEngine:
 
     async def every(self, method: str, *args: object) -> list[Any]:
         """Call every worker; all answers, in the order of ranks."""
-        return list(await self.llm.collective_rpc(method, args=args))
+        return list(await answered(self.llm, f"answer {method}", self.llm.collective_rpc(method, args=args)))
 
     async def fingerprint(self) -> str:
         """Of the drafter that is live: each rank's, where it has one."""
@@ -131,10 +132,12 @@ async def start(setup: Setup, directory: Path, drafting: bool = True) -> AsyncIt
         source, method = setup.tlt.speculation.source, setup.tlt.drafter.method
         os.environ.update(TLT_REPLICA="0", **engine_arguments.engine_environment(source, method))
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    watch = asyncio.create_task(fail_calls_when_dead(llm))
     try:
         yield StandaloneEngine(llm, drafter, setup)
     finally:
         llm.shutdown()
+        await watch
 
 
 def write_drafter(setup: Setup, directory: Path) -> Path:

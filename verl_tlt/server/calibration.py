@@ -15,19 +15,21 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from verl_tlt.compat.versions import installed
 from verl_tlt.drafter.policy import folder
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
+from verl_tlt.server.engine_calls import answered
 from verl_tlt.server.scheduler_client import SchedulerClient
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey
 from verl_tlt.speculation.graph_rules import FULL_GRAPHS
 from verl_tlt.speculation.types import OFF
 
 if TYPE_CHECKING:
+    from vllm.config.vllm import VllmConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
@@ -38,23 +40,45 @@ ROUNDS = 2  # probes of each load, at different times
 PROMPT_TOKENS = 16
 
 
-def cost_key(policy: str, rollout: Any, drafter: Path | None = None) -> TableKey:
-    """What a table of step costs holds for: hardware, policy, drafter, precision, graphs or none, vLLM's release.
+def cost_key(config: VllmConfig, policy: str, drafter: Path | None = None) -> TableKey:
+    """What a table of step costs holds for: hardware, policy, drafter, vLLM's release and what the engine runs with.
 
-    `policy` is a local directory or a name on the hub, of which the configuration counts; `drafter` a directory, of
-    which the sizes count (None: n-grams alone); `rollout` verl's `actor_rollout_ref.rollout`.
+    `config` is a running engine's, as vLLM resolved it from whatever it was started with. `policy` is a local directory
+    or a name on the hub, of which the configuration counts; `drafter` a directory, of which the sizes count (None:
+    n-grams alone).
     """
     from vllm.platforms import current_platform
 
     device = _cpu_name() if current_platform.is_cpu() else current_platform.get_device_name()
-    config = folder(policy, ("config.json",)) / "config.json"
-    shape = hashlib.sha256(config.read_bytes()).hexdigest()[:12]
+    file = folder(policy, ("config.json",)) / "config.json"
+    shape = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
     drafts = "n-grams" if drafter is None else f"drafter {_drafter_sizes(drafter)}"
+    model = f"policy {shape} {drafts} {_runs_with(config)}"
+    parallel = config.parallel_config
+    return TableKey(
+        f"{device} x{parallel.tensor_parallel_size * parallel.pipeline_parallel_size}", model, installed("vllm") or ""
+    )
+
+
+def _runs_with(config: VllmConfig) -> str:
+    """The settings of an engine on which the time of a step depends."""
+    model, compilation, lora = config.model_config, config.compilation_config, config.lora_config
+    mode = "NONE" if model.enforce_eager else getattr(compilation.cudagraph_mode, "name", "NONE")
     # How a step without a draft is padded depends on what graphs there are.
     which = "of the longest draft" if os.environ.get(FULL_GRAPHS) == "0" else "of all drafts"
-    graphs = "eager" if rollout.enforce_eager else f"graphs {which}"
-    model = f"policy {shape} {rollout.dtype} {graphs} {drafts}"
-    return TableKey(f"{device} x{rollout.tensor_model_parallel_size}", model, installed("vllm") or "")
+    parts = {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": model.quantization,
+        "kv": config.cache_config.cache_dtype,
+        "tensor parallel": config.parallel_config.tensor_parallel_size,
+        "compilation": "none" if model.enforce_eager else getattr(compilation.mode, "name", compilation.mode),
+        "graphs": mode if mode == "NONE" else f"{mode} {which}",
+        "attention": getattr(config.attention_config.backend, "name", None) or "auto",
+        "runner": "V2" if config.use_v2_model_runner else "V1",
+        "scheduling": "async" if config.scheduler_config.async_scheduling else "sync",
+        "LoRA": lora.max_lora_rank if lora else None,
+    }
+    return ", ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
 
 
 def _drafter_sizes(directory: Path) -> str:
@@ -193,13 +217,15 @@ class _Prober:
 
     async def _set_drafting(self, enabled: bool) -> bool:
         """Switch the drafter's own pass; whether the engine could."""
-        refusals = await self._engine.collective_rpc(method="tlt_set_drafting", args=(enabled,))
+        asked = self._engine.collective_rpc(method="tlt_set_drafting", args=(enabled,))
+        refusals = await answered(self._engine, "switch its drafter", asked)
         # The drafter's cache has holes where it did not run; start both ways from nothing.
-        await self._engine.reset_prefix_cache()
+        await answered(self._engine, "clear its cache", self._engine.reset_prefix_cache())
         return not any(refusals)
 
     async def _decode(self, batch: int, tokens: int) -> None:
-        await asyncio.gather(*(self._generate(tokens) for _ in range(batch)))
+        decoding = asyncio.gather(*(self._generate(tokens) for _ in range(batch)))
+        await answered(self._engine, "decode", decoding)
 
     async def _generate(self, tokens: int) -> None:
         from vllm import SamplingParams

@@ -6,10 +6,10 @@ method `tlt_call`, which is called here.
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 from verl_tlt.errors import TLTError
+from verl_tlt.server.engine_calls import EngineGone, answered
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -29,11 +29,18 @@ class SchedulerClient:
         self._engine = engine
 
     async def call(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """The answer to one operation; arguments are plain values. `SchedulerCallError`: none in time, or it failed."""
+        """The answer to one operation; arguments are plain values.
+
+        Raises:
+            EngineGone: the engine died.
+            SchedulerCallError: it did not answer in time, or refused.
+        """
         asked = self._engine.engine_core.call_utility_async("tlt_call", operation, arguments)
         try:
-            return dict(await asyncio.wait_for(asked, ANSWER_S))
-        except TimeoutError as error:
-            raise SchedulerCallError(f"The engine did not answer {operation!r} within {ANSWER_S:g} s.") from error
+            return dict(await answered(self._engine, f"answer {operation!r}", asked, ANSWER_S))
+        except EngineGone as error:
+            if self._engine.errored:
+                raise
+            raise SchedulerCallError(str(error)) from error
         except Exception as error:  # vLLM raises `Exception` with what the engine said
             raise SchedulerCallError(f"The engine refused {operation!r}: {error}") from error

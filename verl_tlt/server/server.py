@@ -34,6 +34,7 @@ from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, L
 from verl_tlt.ownership import make_private_dir
 from verl_tlt.server.calibration import calibrate, cost_key, draft_once, plan_batches
 from verl_tlt.server.engine_arguments import engine_environment, engine_kwargs, started_arms
+from verl_tlt.server.engine_calls import EngineGone, answered, fail_calls_when_dead
 from verl_tlt.server.scheduler_client import SchedulerCallError, SchedulerClient
 from verl_tlt.server.stop_strings import end_at_stop_strings
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, save_table
@@ -76,14 +77,19 @@ class TLTvLLMHttpServer(vLLMHttpServer):
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         """As verl's; an engine that does not start with a drafter is started once more without one."""
         try:
-            await super().launch_server(*args, **kwargs)
+            await self._tlt_launch(*args, **kwargs)
         except TLTError:  # the recipe's fault, and one sentence
             raise
         except Exception as error:
             if not self._tlt_speculates or self.nnodes > 1:  # verl's other nodes end themselves
                 raise
             self._tlt_give_up(error, "does not start with its drafter")
-            await super().launch_server(*args, **kwargs)
+            await self._tlt_launch(*args, **kwargs)
+
+    async def _tlt_launch(self, *args: Any, **kwargs: Any) -> None:
+        await super().launch_server(*args, **kwargs)
+        if self.node_rank == 0:
+            self._tlt_watch = asyncio.create_task(fail_calls_when_dead(self.engine))
 
     def _tlt_give_up(self, error: Exception, what: str) -> None:
         said = f"the engine {what} ({type(error).__name__}: {error})"
@@ -97,7 +103,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         """Start an engine in place of the dead one. It has no weights of the policy's before the next weight sync."""
         self._server_task.cancel()  # verl's HTTP server, which asks the dead one
         await asyncio.to_thread(self.engine.shutdown)
-        await super().launch_server()
+        await self._tlt_launch()
         self._tlt_served = replace(self._tlt_served, weightless=True)
 
     def _preprocess_engine_kwargs(self, kwargs: dict[str, Any]) -> None:
@@ -168,12 +174,13 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             await self.open_submission_gate()
             return False
         self._tlt_left, self._tlt_keeps_weights = True, recall
-        if not recall:
-            await self.sleep()
-        elif self.config.free_cache_engine:
+        await answered(self.engine, "sleep", self._tlt_sleep_with_weights() if recall else self.sleep())
+        return True
+
+    async def _tlt_sleep_with_weights(self) -> None:
+        if self.config.free_cache_engine:
             await self.engine.sleep(level=1)  # vLLM's level that copies the weights to the host; verl's 2 drops them
             await self.engine.reset_encoder_cache()
-        return True
 
     async def tlt_recall(self) -> None:
         """Serve again before the weight sync, with the weights the engine slept with; nothing where it has not left.
@@ -185,7 +192,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         if not self._tlt_keeps_weights:
             raise RuntimeError(f"replica {self.replica_rank} sleeps without its weights")
         if self.config.free_cache_engine:
-            await super().wake_up()
+            await answered(self.engine, "wake up", super().wake_up())
         await self._tlt_reload()  # the drafter slept too: compare its fingerprint
         await self._tlt_return()
 
@@ -212,12 +219,18 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self._tlt_staged = drafter
 
     async def _tlt_reload(self) -> None:
-        """Load the staged drafter into the engine; on any failure this engine drafts nothing until the next sync."""
+        """Load the staged drafter into the engine; on any failure this engine drafts nothing until the next sync.
+
+        `EngineGone` where the engine died or hangs: the run ends with it, as stock verl's ends at a dead engine.
+        """
         scheduler = self._tlt_scheduler
         if scheduler is None or self._tlt_staged is None:
             return
         try:
             await self._tlt_serve(self._tlt_staged, scheduler)
+        except EngineGone as error:
+            logger.error("replica %d cannot go on: %s", self.replica_rank, error)
+            raise
         except Exception as error:  # all replicas wait for the weight sync that this is a part of
             logger.exception("replica %d cannot use drafter v%d", self.replica_rank, self._tlt_staged.version)
             self._tlt_served = replace(self._tlt_served, ok=False, error=f"{type(error).__name__}: {error}")
@@ -249,9 +262,12 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         if self._tlt_served.reloads and not self._tlt_served.ok:  # the file may have been damaged where it lies
             await asyncio.to_thread(stage, staged.config, staged.weights, self._tlt_dir / "drafter")
         try:
-            results = await self.engine.collective_rpc(method="tlt_load_drafter", args=())
+            asked = self.engine.collective_rpc(method="tlt_load_drafter", args=())
+            results = await answered(self.engine, "load its drafter", asked)
             replies = [from_plain(LoadReply, reply) for reply in results]
             fingerprint = combined(reply.sums for reply in replies)
+        except EngineGone:
+            raise
         except Exception as error:  # the engine still holds the policy: decode without a drafter
             return f"{type(error).__name__}: {error}"
         graphs = next((reply.full_graphs for reply in replies if reply.full_graphs is not None), None)
@@ -265,19 +281,36 @@ class TLTvLLMHttpServer(vLLMHttpServer):
     async def _tlt_set_drafting(
         self, scheduler: SchedulerClient, drafting: bool, acceptance: Sequence[float] = ()
     ) -> None:
-        """Turn the drafter's own pass on or off; only between rollouts, right after the caches were cleared."""
+        """Turn the drafter's own pass on or off; only between rollouts, right after the caches were cleared.
+
+        Where the pass runs although it was to be off, or nobody knows, the engine at least drafts nothing.
+        """
         try:
-            refusals = await self.engine.collective_rpc(method="tlt_set_drafting", args=(drafting,))
-            if refusal := next(filter(None, refusals), None):
-                logger.warning("replica %d: %s", self.replica_rank, refusal)
-                drafting = True  # its pass runs whatever is asked; the policy may still choose K=0
-            # Where the pass cannot be skipped, such an engine at least drafts nothing.
-            force_k = 0 if self._tlt_drafting_disabled else None
-            await scheduler.call("control", drafting=drafting, force_k=force_k, acceptance=list(acceptance))
-            self._tlt_served = replace(self._tlt_served, drafting=drafting)
+            refusal = await self._tlt_switch_pass(drafting)
+            running, force_k = drafting or refusal is not None, None if drafting and refusal is None else 0
+            await scheduler.call("control", drafting=running, force_k=force_k, acceptance=list(acceptance))
+            self._tlt_served = replace(self._tlt_served, drafting=running)
+            if drafting and refusal is not None:
+                raise RuntimeError(refusal)
+        except EngineGone:
+            raise
         except Exception as error:
             logger.error("replica %d: the engine did not take the drafting switch: %s", self.replica_rank, error)
             self._tlt_served = replace(self._tlt_served, ok=False, error=f"{type(error).__name__}: {error}")
+
+    async def _tlt_switch_pass(self, on: bool) -> str | None:
+        """Have every rank run the drafter's own pass or leave it out; None, or why one of them does not."""
+        asked = self.engine.collective_rpc(method="tlt_set_drafting", args=(on,))
+        try:
+            refusals = await answered(self.engine, "switch its drafter", asked)
+        except EngineGone:
+            raise
+        except Exception as error:
+            refusals = [f"{type(error).__name__}: {error}"]
+        refusal: str | None = next(filter(None, refusals), None)
+        if refusal is not None:
+            logger.warning("replica %d: %s", self.replica_rank, refusal)
+        return refusal
 
     async def tlt_disable_drafting(self, disabled: bool, at_once: bool = False) -> None:
         """Decode without drafts, or with them again, from the next weight sync on (`at_once`: now, if it is idle)."""
@@ -306,16 +339,17 @@ class TLTvLLMHttpServer(vLLMHttpServer):
     async def tlt_calibrate(self, known: LatencyTable | None = None) -> LatencyTable:
         """Measure step costs by batch and draft length, OFF included, and give them to the scheduler.
 
-        `known` is what another replica of the run measured, used as it is. Empty where nothing could be measured, as by
-        an engine that dies of its drafter's first drafts: it is started again without one.
+        `known` is what another replica of the run measured, used as it is. With `tlt.speculation.calibrate=false` a
+        stored table is used and nothing measured. Empty where nothing is known, as of an engine that dies of its
+        drafter's first drafts: it is started again without one. n-grams alone would look free in random prompts.
         """
         scheduler = self._tlt_scheduler
-        if scheduler is None:
+        if scheduler is None or self.tlt.speculation.source == "ngram":
             return LatencyTable()
         try:
             return await self._tlt_measure(scheduler, known)
         except Exception as error:
-            if not self.engine.errored or self.nnodes > 1:
+            if not (self.engine.errored or isinstance(error, EngineGone)) or self.nnodes > 1:
                 raise
             self._tlt_give_up(error, "died of its drafter's first drafts")
         await self._tlt_start_again()
@@ -324,14 +358,17 @@ class TLTvLLMHttpServer(vLLMHttpServer):
     async def _tlt_measure(self, scheduler: SchedulerClient, known: LatencyTable | None) -> LatencyTable:
         stored = await self._tlt_stored()
         arms, vocab_size = started_arms(self.engine), len(self.model_config.tokenizer)
-        await draft_once(self.engine, arms[-1], vocab_size)
+        measures = self.tlt.speculation.calibrate
+        if measures:
+            await draft_once(self.engine, arms[-1], vocab_size)
         found = stored.calibration().for_arms(arms)
         covered = found.covers(arms, max(plan_batches(self.config.max_num_seqs)))
         if known is not None and known.points:
             found = known
-        elif not covered:
+        elif measures and not covered:
             found = await calibrate(self.engine, arms, self.config.max_num_seqs, vocab_size)
-        await scheduler.call("control", points=(stored if covered else found).to_list())
+        used = stored if covered or (stored.points and not measures) else found
+        await scheduler.call("control", points=used.to_list())
         await scheduler.call("stats", reset=True)
         return found
 
@@ -340,8 +377,8 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         directory = self.tlt.speculation.costs_dir
         if directory is None:
             return LatencyTable()
-        drafter = None if self.tlt.speculation.source == "ngram" else self._tlt_dir / "drafter"
-        self._tlt_key = cost_key(self.model_config.local_path, self.config, drafter)
+        drafter = self._tlt_dir / "drafter"
+        self._tlt_key = cost_key(self.engine.vllm_config, self.model_config.local_path, drafter)
         found = load_table(directory, self._tlt_key)
         if found is not None:
             logger.info("replica %d takes its step costs from %s", self.replica_rank, directory)

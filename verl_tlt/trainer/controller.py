@@ -154,16 +154,15 @@ class Controller:
                     self.fleet.waits.answers("warm-up", self.fleet.warm_up(new), within_s, keep=True)
 
     def after_first_sync(self, step: int) -> bool:
-        """Engines hold weights: measure what their steps cost. Returns whether some need another weight sync.
+        """Engines hold weights: learn what their steps cost. Returns whether some need another weight sync.
 
         An engine that died of its drafter meanwhile was started again without one, and does not hold the policy.
         """
         again = False
-        if self.tlt.speculation.enable and self.tlt.speculation.calibrate:
+        if self.tlt.speculation.enable:
             with self.guard("calibration"):
                 self.speculation.calibrated(self.fleet.calibrate())
             self._choose_who_drafts(step + 1, at_once=True)
-        if self.tlt.speculation.enable:
             with self.guard("first drafter"):
                 statuses = self.fleet.drafter_statuses().values()
                 self.guard.count("engines without a drafter", sum(status.gave_up for status in statuses))

@@ -158,9 +158,13 @@ class RayFleet:
         return self._on_servers("tlt_stats")
 
     def calibrate(self) -> LatencyTable:
-        """Measure on one replica what engine steps cost, and tell all of them: replicas of a run are alike."""
+        """Measure on one replica what engine steps cost, and tell all of them: replicas of a run are alike.
+
+        With `tlt.speculation.calibrate=false` a stored table is looked up instead, which takes no time.
+        """
         # What spot workers import and load while they start would be measured, too.
-        handles = [worker for r in self.replicas.values() for worker in r.workers.handles.values()]
+        replicas = self.replicas.values() if self.spot.config.speculation.calibrate else ()
+        handles = [worker for r in replicas for worker in r.workers.handles.values()]
         ready = [worker.__ray_ready__.remote() for worker in handles]
         if ready:
             ray.wait(ready, num_returns=len(ready), timeout=START_S)

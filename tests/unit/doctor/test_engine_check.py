@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from verl_tlt.child_engine import ChildEngineError
 from verl_tlt.config import TLTConfigError
@@ -90,24 +91,57 @@ def test_costs_are_shown_by_draft_length_and_batch():
     assert columns == [["no drafter", "3"], ["10.00", "30.00"], ["20.00", ""]]
 
 
-def test_the_key_of_a_calibration_is_what_costs_depend_on(tmp_path):
+def engine_config(**changes):
+    """What vLLM resolved of an engine, with these values at dotted names."""
+    named = {
+        "model_config.dtype": torch.bfloat16, "model_config.enforce_eager": False, "model_config.quantization": None,
+        "compilation_config.mode": SimpleNamespace(name="VLLM_COMPILE"),
+        "compilation_config.cudagraph_mode": SimpleNamespace(name="FULL_AND_PIECEWISE"), "lora_config": None,
+        "attention_config.backend": None, "cache_config.cache_dtype": "auto", "use_v2_model_runner": False,
+        "scheduler_config.async_scheduling": True, "parallel_config.tensor_parallel_size": 2,
+        "parallel_config.pipeline_parallel_size": 1,
+    } | changes  # fmt: skip
+    config = SimpleNamespace()
+    for name, value in named.items():
+        *parts, last = name.split(".")
+        place = config
+        for part in parts:
+            place.__dict__.setdefault(part, SimpleNamespace())
+            place = getattr(place, part)
+        setattr(place, last, value)
+    return config
+
+
+CHANGES = (
+    {"model_config.enforce_eager": True}, {"model_config.dtype": torch.float32}, {"model_config.quantization": "fp8"},
+    {"compilation_config.cudagraph_mode": SimpleNamespace(name="PIECEWISE")},
+    {"compilation_config.mode": SimpleNamespace(name="NONE")}, {"lora_config": SimpleNamespace(max_lora_rank=16)},
+    {"lora_config": SimpleNamespace(max_lora_rank=64)}, {"cache_config.cache_dtype": "fp8"},
+    {"attention_config.backend": SimpleNamespace(name="FLASHINFER")}, {"use_v2_model_runner": True},
+    {"scheduler_config.async_scheduling": False}, {"parallel_config.tensor_parallel_size": 4},
+    {"parallel_config.tensor_parallel_size": 1, "parallel_config.pipeline_parallel_size": 2},
+)  # fmt: skip
+
+
+def test_the_key_of_a_calibration_is_what_costs_depend_on(tmp_path, monkeypatch):
     pytest.importorskip("vllm")
     (tmp_path / "config.json").write_text("{}")
-    rollout = SimpleNamespace(enforce_eager=True, dtype="bfloat16", tensor_model_parallel_size=2)
-    key = cost_key(str(tmp_path), rollout)
-    assert key == cost_key(str(tmp_path), rollout)
-    others = [SimpleNamespace(**{**vars(rollout), **change}) for change in (
-        {"enforce_eager": False}, {"dtype": "float32"}, {"tensor_model_parallel_size": 4})]  # fmt: skip
+    usual = engine_config()
+    key = cost_key(usual, str(tmp_path))
+    assert key == cost_key(engine_config(), str(tmp_path))
+    keys = [key, *(cost_key(engine_config(**change), str(tmp_path)) for change in CHANGES)]
+    monkeypatch.setenv("TLT_FULL_GRAPHS", "0")
+    keys.append(cost_key(usual, str(tmp_path)))
     (tmp_path / "config.json").write_text('{"hidden_size": 1}')
-    keys = {key, *(cost_key(str(tmp_path), r) for r in (rollout, *others))}
+    keys.append(cost_key(usual, str(tmp_path)))
     for width in (64, 128):
         config = {"draft_vocab_size": 50, "transformer_layer_config": {"intermediate_size": width}}
         (tmp_path / f"drafter-{width}").mkdir()
         (tmp_path / f"drafter-{width}" / "config.json").write_text(json.dumps(config))
-        keys.add(cost_key(str(tmp_path), rollout, tmp_path / f"drafter-{width}"))
+        keys.append(cost_key(usual, str(tmp_path), tmp_path / f"drafter-{width}"))
     (tmp_path / "drafter-64" / "config.json").write_text('{"speculators_model_type": "mtp"}')
-    keys.add(cost_key(str(tmp_path), rollout, tmp_path / "drafter-64"))
-    assert len(keys) == 8
+    keys.append(cost_key(usual, str(tmp_path), tmp_path / "drafter-64"))
+    assert len(set(keys)) == len(keys) == len(CHANGES) + 6
 
 
 def test_a_policy_that_is_not_here_is_one_sentence():

@@ -12,7 +12,7 @@ class MadeEngine:
     """Costs a + b·batch + c·K a step, drafter pass 2 ms; answers what vLLM's client and the scheduler are asked."""
 
     def __init__(self, can_switch_off=True):
-        self.can_switch_off, self.engine_core = can_switch_off, self
+        self.can_switch_off, self.engine_core, self.errored = can_switch_off, self, False
         self.drafting, self.force_k = True, None
         self.running, self.latency, self.tokens = 0, {}, 0
 

@@ -10,11 +10,15 @@ from types import SimpleNamespace
 import pytest
 
 from verl_tlt.config import TLTConfig
-from verl_tlt.messages.rollout import DrafterStatus, EngineStats, Work
-from verl_tlt.server import scheduler_client
+from verl_tlt.drafter.digest import combined
+from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadReply, Work
+from verl_tlt.server import engine_calls, scheduler_client
 from verl_tlt.server import server as module
+from verl_tlt.server.engine_calls import EngineGone, answered, fail_calls_when_dead
 from verl_tlt.server.scheduler_client import SchedulerCallError, SchedulerClient
 from verl_tlt.server.server import TLTvLLMHttpServer
+from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, save_table
+from verl_tlt.speculation.types import OFF
 
 BOUND_S, LATE_S = 0.2, 8.0
 
@@ -23,7 +27,7 @@ class Engine:
     """vLLM's client without requests: it raises `Exception` with what the engine said to the scheduler's caller."""
 
     def __init__(self, **operations):
-        self.operations, self.engine_core = operations, self
+        self.operations, self.engine_core, self.errored = operations, self, False
         self.output_processor = SimpleNamespace(request_states={})
 
     async def call_utility_async(self, method, operation, arguments):
@@ -73,6 +77,73 @@ async def test_an_engine_that_does_not_answer_is_waited_for_so_long(monkeypatch)
     engine = Engine(stats=lambda: asyncio.sleep(60))
     with pytest.raises(SchedulerCallError, match=r"did not answer 'stats' within 0\.05 s"):
         await SchedulerClient(engine).call("stats")
+
+
+async def test_calls_that_wait_for_an_engine_fail_when_it_dies_and_those_that_were_answered_do_not(monkeypatch):
+    monkeypatch.setattr(engine_calls, "LOOK_S", 0.01)
+    answer, lost, slow = (asyncio.get_running_loop().create_future() for _ in range(3))
+    resources = SimpleNamespace(engine_dead=False)
+    core = SimpleNamespace(resources=resources, utility_results={1: answer, 2: lost, 3: slow})
+    engine = SimpleNamespace(engine_core=core, errored=False)
+    watch = asyncio.create_task(fail_calls_when_dead(engine))
+    with pytest.raises(EngineGone, match=r"did not wake up within 0\.05 s"):
+        await answered(engine, "wake up", slow, 0.05)
+    answer.set_result("fine")
+    resources.engine_dead = engine.errored = True
+    with pytest.raises(EngineGone, match="died when it was to sleep"):
+        await answered(engine, "sleep", lost)
+    await asyncio.wait_for(watch, LATE_S)
+    assert await answered(engine, "answer", answer) == "fine"
+
+
+@pytest.mark.parametrize("dies", [True, False])
+@pytest.mark.parametrize("method", ["tlt_load_drafter", "tlt_set_drafting", "control"])
+async def test_a_weight_sync_ends_in_one_sentence_where_the_engine_died_or_hangs(server, monkeypatch, dies, method):
+    monkeypatch.setattr(engine_calls, "ANSWER_S", BOUND_S)
+    asked = []
+
+    async def ask(method_, *_, **__):
+        asked.append(method_)
+        if method_ != method:
+            return [asdict(LoadReply(ok=True))] if method_ == "tlt_load_drafter" else [None]
+        if not dies:
+            await asyncio.sleep(60)
+        server.engine.errored = True
+        raise Exception("EngineCore encountered an issue.")
+
+    server.engine = Engine(control=lambda **_: ask("control"))
+    server.engine.collective_rpc = lambda method, args: ask(method)
+    server.tlt, server._tlt_drafting_disabled = TLTConfig.from_dict({}), False
+    server._tlt_staged, server._tlt_dir = DrafterFile(0, "{}", b"", combined([{}])), Path("nowhere")
+    if method == "control" and not dies:  # what an engine that answers does not do with the switch
+        monkeypatch.setattr(scheduler_client, "ANSWER_S", BOUND_S)
+        await server._tlt_reload()
+        assert "did not answer 'control'" in (await server.tlt_status()).error
+        return
+    with pytest.raises(EngineGone, match=r"^The engine (died|did not) [^\n]+\.$"):
+        await server._tlt_reload()
+    assert asked[-1] == method, "an engine that is gone is asked nothing more"
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+async def test_without_a_calibration_the_stored_table_is_used_and_nothing_is_decoded(
+    server, tmp_path, monkeypatch, batch
+):
+    key, told = TableKey("CPU", "policy", "0.28"), []
+    monkeypatch.setattr(module, "cost_key", lambda *_: key)
+    monkeypatch.setattr(module, "draft_once", None)
+    table = LatencyTable.calibrated({k: [(1, 0.01), (batch + 1, 0.02)] for k in (OFF, 0, 1, 2)})
+    save_table(tmp_path, key, table)
+    server.tlt = TLTConfig.from_dict({"speculation": {"calibrate": False, "costs_dir": str(tmp_path)}})
+    server.engine = Engine(control=lambda **settings: told.append(settings) or {}, stats=lambda reset: {})
+    server.engine.vllm_config = SimpleNamespace(additional_config={"tlt": {"arms": [0, 1, 2]}})
+    server.config, server._tlt_dir = SimpleNamespace(max_num_seqs=64), tmp_path
+    server.model_config = SimpleNamespace(local_path="nowhere", tokenizer="abc")
+    assert set((await server.tlt_calibrate()).points) == set(table.points)
+    assert told == [{"points": table.to_list()}]
+    other = LatencyTable.calibrated({k: [(1, 0.03)] for k in (OFF, 0, 1, 2)})
+    found = await server.tlt_calibrate(other)
+    assert found == other, "replicas of a run use one table"
 
 
 async def test_a_request_whose_admission_hangs_keeps_its_server(server, monkeypatch):

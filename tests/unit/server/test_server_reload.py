@@ -27,7 +27,7 @@ class Workers:
 
     def __init__(self, loads, refusals=(None, None)):
         self.answers = {"tlt_load_drafter": loads, "tlt_set_drafting": refusals}
-        self.asked, self.told, self.engine_core = [], [], self
+        self.asked, self.told, self.engine_core, self.errored = [], [], self, False
 
     async def call_utility_async(self, method, operation, arguments):
         assert (method, operation) == ("tlt_call", "control")
@@ -113,6 +113,25 @@ async def test_a_pass_that_cannot_be_skipped_runs_and_drafts_nothing(tmp_path):
     assert refused.asked[-1] == ("tlt_set_drafting", False)
     assert status.ok and status.drafting, "what its steps cost is the cost of a running drafter"
     assert told == [{"drafting": True, "force_k": 0, "acceptance": [0.8, 0.7]}]
+
+
+@pytest.mark.parametrize("refusals", [(None, "V2 cannot"), RuntimeError("no such method")])
+async def test_a_refused_drafter_whose_pass_cannot_be_skipped_drafts_nothing(tmp_path, refusals):
+    bad = [FINE[0], asdict(LoadReply(ok=False, error="lacks fc.weight"))]
+    status, told = await reload(tmp_path, Workers(bad, refusals))
+    assert not status.ok and "lacks fc.weight" in status.error
+    assert told[-1]["force_k"] == 0, "its drafts would be verified"
+
+
+async def test_what_nobody_thought_of_and_a_pass_that_cannot_be_skipped_draft_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(TLTvLLMHttpServer, "_tlt_load", lambda self, staged: {}["no such key"])
+    _, told = await reload(tmp_path, Workers(FINE, (None, "V2 cannot")))
+    assert told[-1]["force_k"] == 0
+
+
+async def test_an_engine_that_refuses_the_pass_it_is_to_run_drafts_nothing_and_says_so(tmp_path):
+    status, told = await reload(tmp_path, Workers(FINE, RuntimeError("no such method")))
+    assert not status.ok and "no such method" in status.error and told[-1]["force_k"] == 0
 
 
 class Drafter(torch.nn.Module):

@@ -61,6 +61,7 @@ class FakeFleet:
         self.waits = Waits(self.restart, clock)
         self.calls: list[tuple] = []
         self.stats: dict[str, Any] = {}
+        self.costs = LatencyTable()
         self.load = dict.fromkeys(names, 0)
         self.balancer = set(names)
         self.asleep: dict[str, bool] = {}
@@ -145,7 +146,7 @@ class FakeFleet:
 
     def calibrate(self) -> LatencyTable:
         self._call("calibrate")
-        return LatencyTable()
+        return self.costs
 
     def close(self) -> None:
         self.waits.close()

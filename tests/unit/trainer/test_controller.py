@@ -344,6 +344,14 @@ def test_a_control_rollout_is_decoded_without_drafts(run, shared):
         assert rest_of_step(controller, fleet, step)["tlt/speculation_disabled"] == 0.0
 
 
+@pytest.mark.parametrize("measured", [True, False])
+def test_step_costs_that_servers_found_stored_are_used_as_measured_ones_are(run, clock, measured):
+    fleet = FakeFleet("a", "b", clock=clock)
+    fleet.costs = LatencyTable.calibrated({k: [(1, 0.01), (8, 0.01)] for k in (OFF, 0, 1, 2, 3)})
+    controller, _ = run(fleet=fleet, calibrate=measured)
+    assert controller.speculation.saving((0.9, 0.9, 0.9)) > 0.5
+
+
 def test_a_rollout_without_drafts_saved_exactly_nothing_whatever_trained_beside_it(run):
     """A step without drafts takes 10 ms; beside another replica's training it took 20."""
     controller, fleet = run(shared=True)

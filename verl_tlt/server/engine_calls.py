@@ -1,0 +1,64 @@
+"""Calls to a vLLM engine, whose core is a process of its own: none waits for an engine that has died or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, TypeVar
+
+from verl_tlt.errors import TLTError
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ANSWER_S = 300.0
+"""Seconds within which an engine sleeps, wakes up or loads a drafter; it takes a few, and one that hangs takes more."""
+LOOK_S = 0.5
+"""Seconds between two looks whether an engine's process lives."""
+
+
+class EngineGone(TLTError, RuntimeError):
+    """The engine died before it answered, or did not answer in time; the message says which, and what it was asked."""
+
+
+async def answered(engine: AsyncLLM, what: str, call: Awaitable[T], bound_s: float | None = None) -> T:
+    """The answer to a call to an engine that `fail_calls_when_dead` watches; `EngineGone` where there will be none.
+
+    What the engine answers with an error is raised as vLLM raises it. `what` is what it was asked to do, `bound_s`
+    seconds (None: `ANSWER_S`).
+    """
+    bound_s = ANSWER_S if bound_s is None else bound_s
+    try:
+        return await asyncio.wait_for(call, bound_s)
+    except TimeoutError as error:
+        raise EngineGone(f"The engine did not {what} within {bound_s:g} s.") from error
+    except Exception as error:
+        if engine.errored:
+            raise EngineGone(f"The engine died when it was to {what}; its own log may say of what.") from error
+        raise
+
+
+async def fail_calls_when_dead(engine: AsyncLLM) -> None:
+    """Have calls that wait for an engine's core raise `EngineDeadError` when the core has died; returns after that.
+
+    vLLM refuses calls to a core that is known to be dead, and leaves those that wait for it waiting. To be run as a
+    task beside the engine. See `patches/README.md`.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    client = engine.engine_core
+    resources, waiting = client.resources, getattr(client, "utility_results", {})
+    del engine, client  # they end with their last user, not with this task
+    while not resources.engine_dead:
+        await asyncio.sleep(LOOK_S)
+    # A call enters `waiting` before it asks whether the core is dead, so none comes after this.
+    failed = [call for call in waiting.values() if not call.done()]
+    for call in failed:
+        call.set_exception(EngineDeadError())
+    if failed:
+        logger.error("The engine's process died with %d calls waiting for it.", len(failed))
