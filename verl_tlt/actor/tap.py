@@ -66,7 +66,7 @@ class HiddenStateTap:
     def arm(self, windows: Mapping[int, tuple[int, int]]) -> None:
         """Record the window (start, stop) of rows of the coming batch; the same on all ranks that compute it.
 
-        What `take` returned before is overwritten.
+        What came from CUDA, and `take` returned before, is overwritten.
         """
         self._host.reset()
         self.chosen, self.taken, self._copies, self.seconds = dict(windows), [], [], 0.0
@@ -173,7 +173,8 @@ class _MicroBatch:
             begin = self._offsets[i]  # of this sequence in the jagged values
             prompt_len = self._lengths[i] - responses[i]
             states = [self._slices[layer].pop(i) for layer in layers]
-            kept = host.take((len(layers), *states[0].shape), self._dtype)
+            shape = (len(layers), *states[0].shape)
+            kept = host.take(shape, self._dtype) if cuda else torch.empty(shape, dtype=self._dtype)
             for layer, state in zip(kept, states, strict=True):
                 layer.copy_(state, non_blocking=True)
             found.append(
