@@ -6,15 +6,19 @@ import importlib.util
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-from typer.core import TyperGroup
-
 import verl_tlt
-from verl_tlt.advise.options import AdviseOptions
-from verl_tlt.console import make_console
-from verl_tlt.errors import TLTError, printable
-from verl_tlt.ownership import check_writable
-from verl_tlt.warmup.options import LEAST, EvaluateOptions, WarmupOptions, finite, takes_options
+from verl_tlt.errors import TLTError, needs, printable
+
+try:
+    import typer
+    from typer.core import TyperGroup
+
+    from verl_tlt.advise.options import AdviseOptions
+    from verl_tlt.console import make_console
+    from verl_tlt.ownership import check_writable
+    from verl_tlt.warmup.options import LEAST, EvaluateOptions, WarmupOptions, finite, takes_options
+except ModuleNotFoundError as error:
+    raise SystemExit(needs(error)) from None
 
 
 class Commands(TyperGroup):
@@ -25,8 +29,11 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except (TLTError, OSError) as error:
-            typer.secho(printable(str(error)), fg="red", err=True)
-            raise typer.Exit(1) from None
+            said = str(error)
+        except ModuleNotFoundError as error:
+            said = needs(error)
+        typer.secho(printable(said), fg="red", err=True)
+        raise typer.Exit(1)
 
 
 app = typer.Typer(
@@ -217,8 +224,9 @@ def convert(
     if out.exists():
         raise DrafterError(f"--out {out} exists; give another name, or remove it.")
     check_writable(out.parent, "the directory of --out")
+    loaded = load_drafter(drafter, model)
     facts = provenance(drafter) or {"policy": str(model), "converted from": str(drafter)}
-    save_drafter(load_drafter(drafter, model), out, facts, policy=model)
+    save_drafter(loaded, out, facts, policy=model)
     typer.echo(printable(f"Wrote {out}."))
 
 
@@ -229,10 +237,8 @@ def write_back(
 ) -> None:
     """Put an MTP head into a policy's directory, so that `vllm serve` drafts with it by the method mtp."""
     _need("write-back", "torch")
-    from verl_tlt.drafter import check_owner
     from verl_tlt.drafter import write_back as run
 
-    check_owner(head)
     typer.echo(printable(f"Wrote {run(head, policy)}."))
 
 

@@ -12,6 +12,12 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
+def needs(error: ModuleNotFoundError) -> str:
+    """What to install where a package is missing that verl-tlt depends on, as after `pip install --no-deps`."""
+    name = (error.name or "").partition(".")[0]
+    return f"verl-tlt needs {name}, which is not installed here: pip install {name}, or verl-tlt with all it needs."
+
+
 class TLTError(Exception):
     """Something the user can mend; the message says what and where, and quotes whatever it names."""
 

@@ -114,13 +114,21 @@ def check_writable(directory: str | os.PathLike[str], key: str) -> None:
     Tried rather than looked up, in the part of the path that is there: permissions say nothing of root, of a file
     system that is read-only or full. Nothing is left behind.
     """
-    path = Path(os.path.abspath(os.path.expanduser(directory)))
+    path = Path(os.path.abspath(expanded(directory)))
     there = next(part for part in (path, *path.parents) if os.path.lexists(part))
     try:
         with tempfile.TemporaryDirectory(dir=there, prefix=".verl-tlt-") as made:
             (Path(made) / "file").write_bytes(b"\0")
     except OSError as error:
         raise TLTError(f"{key}={directory} cannot be written to: {error.strerror or error}.") from error
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """`path` with `~` filled in; a TLTError where no home directory is known, as for a user id without an account."""
+    found = os.path.expanduser(path)
+    if found.startswith("~"):
+        raise TLTError(f"{found} is in a home directory, and this user has none: set HOME, or give a path without ~.")
+    return Path(found)
 
 
 def make_private_dir(prefix: str) -> Path:

@@ -59,9 +59,10 @@ def _wrap_validate_config(module: ModuleType) -> None:
         try:
             import verl_tlt.activation as activation
         except Exception as error:
+            remedy = f": pip install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
             raise SystemExit(
                 f"verl-tlt: trainer.plugin=tlt cannot run because verl_tlt.activation does not import "
-                f"({type(error).__name__}: {error})."
+                f"({type(error).__name__}: {error}){remedy}."
             ) from error
         settings = activation.check(config)
         result = original(config, *args, **kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -18,6 +17,7 @@ from verl_tlt.compare.plan import STEP, Plan
 from verl_tlt.compare.pooled import read_step
 from verl_tlt.compare.processes import ProcessTree, deferred_interrupts
 from verl_tlt.compare.turns import Turn
+from verl_tlt.json_files import open_ordinary, parse
 
 LOOK_S = 1.0
 FILE_LOGGER = "VERL_FILE_LOGGER_PATH"
@@ -108,5 +108,9 @@ def read_rows(metrics: Path) -> list[dict[str, Any]]:
     """Rows of verl's `file` logger that are RL steps; {"step": number, "data": metrics}."""
     if not metrics.exists():
         return []
-    lines = metrics.read_text().split("\n")[:-1]  # the last one is not whole; no other character ends a line
-    return [row for line in lines if "timing_s/step" in (row := json.loads(line))["data"]]
+    with open_ordinary(metrics) as file:
+        lines = file.read().split(b"\n")[:-1]  # the last one is not whole; no other character ends a line
+    try:
+        return [row for line in lines if "timing_s/step" in (row := parse(line))["data"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CompareError(f"{metrics} holds a line that is no row of metrics: {error!r}.") from error

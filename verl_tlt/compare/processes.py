@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from verl_tlt.compare.leftovers import ENDING_EVERY_S, EVERY_S, Leftovers
+from verl_tlt.ownership import open_to_append
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -43,7 +44,7 @@ class ProcessTree:
         self._before = {p.pid for p in psutil.Process().children()}
         self._known: dict[int, psutil.Process] = {}
         _adopt_orphans(True)
-        with log.open("ab") as out:
+        with os.fdopen(open_to_append(log), "ab") as out:
             self.process = subprocess.Popen(
                 argv,
                 env={**env, "TMPDIR": str(self._leftovers.folder)},

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from verl_tlt.compare.arms import CompareError
 from verl_tlt.compare.pooled import Step
 from verl_tlt.errors import TLTError
 from verl_tlt.json_files import read_object
-from verl_tlt.ownership import replacing
+from verl_tlt.ownership import open_to_append, other_owner, replacing
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,9 @@ class Turn:
         return self.seconds - self.first_s - self.checkpoint_s - sum(step.step_s for step in self.steps)
 
 
+_TURNS = TypeAdapter(list[Turn])
+
+
 def schedule(names: Sequence[str], rounds: int) -> Iterator[tuple[str, int]]:
     """(arm, turn) in the order in which turns are taken: it rotates, so that no arm always follows the same one."""
     for turn in range(rounds):
@@ -60,12 +66,15 @@ class Record:
 
     def __init__(self, folder: Path, asked: Mapping[str, object]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (folder / "turns.lock").open("w")
+        self._lock = os.fdopen(open_to_append(folder / "turns.lock"), "ab")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CompareError(f"Another comparison is writing to {folder}.") from None
         self.file = folder / "turns.json"
+        if reason := other_owner(self.file):
+            self._lock.close()
+            raise CompareError(f"{self.file} may hold another user's turns: {reason}; give an --out of your own.")
         self._asked: dict[str, object] = json.loads(json.dumps(dict(asked)))
         self.turns: list[Turn] = []
         try:
@@ -78,7 +87,11 @@ class Record:
     def _go_on(self) -> None:
         kept = read_object(self.file)
         try:
-            asked, self.turns = dict(kept["asked"]), [_turn(row) for row in kept["turns"]]
+            asked, self.turns = dict(kept["asked"]), _TURNS.validate_json(json.dumps(kept["turns"]), strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise CompareError(f"{self.file} holds no turns of a comparison: turns.{where}: {first['msg']}.") from None
         except (KeyError, TypeError, ValueError) as error:
             raise CompareError(f"{self.file} holds no turns of a comparison: {error!r}.") from error
         for name in asked.keys() & self._asked.keys():
@@ -116,7 +129,3 @@ class Record:
         usual = mean(turn.seconds for turn in self.turns)
         left = [name for name, turn in schedule(names, rounds) if not self.done(name, turn)]
         return sum(mean(known[name]) if known[name] else usual for name in left)
-
-
-def _turn(row: dict[str, Any]) -> Turn:
-    return Turn(**{**row, "steps": [Step(**step) for step in row["steps"]]})

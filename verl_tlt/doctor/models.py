@@ -13,7 +13,7 @@ from typing import Literal
 from verl_tlt.compat.sources import serves_eagle3
 from verl_tlt.compat.versions import installed
 from verl_tlt.config import TLTConfig
-from verl_tlt.drafter.check import WEIGHTS, check_config, check_drafter, check_owner, read_config
+from verl_tlt.drafter.check import check_config, check_drafter, read_config
 from verl_tlt.drafter.mtp_tensors import mtp_tensors
 from verl_tlt.drafter.policy import (
     CONFIG,
@@ -28,6 +28,7 @@ from verl_tlt.drafter.policy import (
     is_name,
     policy_shape,
     read_model_config,
+    tensor_files,
     unsupported,
 )
 from verl_tlt.errors import DrafterError
@@ -59,12 +60,14 @@ def check_policy(path: str, method: str = "eagle3") -> Finding:
         family = str(fields.get("model_type"))
         if method == "eagle3" and (why := _no_head(family, next(iter(fields.get("architectures") or ()), ""))):
             return Finding("refuse", POLICY, f"{key} is a {family} model, and {why}.")
-        policy_shape(path)
+        from verl_tlt.drafter.rehearsal import rehearse
+
+        unread = "" if rehearse(located(path), method, fetch=False) else "; its weights are not here to be looked at"
     except NotHereError as error:
         return Finding("warn", POLICY, f"{str(error).rstrip('.')}, so the family of {POLICY} was not checked.")
     except DrafterError as error:
         return Finding("refuse", POLICY, f"{POLICY}: {error}")
-    return Finding("ok", POLICY, f"{POLICY} is a {family} model, which drafters are made for")
+    return Finding("ok", POLICY, f"{POLICY} is a {family} model, which drafters are made for{unread}")
 
 
 def _no_head(family: str, architecture: str) -> str | None:
@@ -136,7 +139,6 @@ def _drafter(path: str, policy: str, shape: PolicyShape | None, positions: int) 
         read_config(folder(path, (CONFIG,)), shape, positions)
         later = "fits by its config; its weights are fetched when the run starts, and were not checked"
         return Finding("warn", DRAFTER, f"{DRAFTER}={path} {later}.")
-    check_owner(located(path))
     check_drafter(located(path), located(policy), positions)
     return Finding("ok", DRAFTER, f"{DRAFTER} is usable")
 
@@ -144,7 +146,8 @@ def _drafter(path: str, policy: str, shape: PolicyShape | None, positions: int) 
 def _has_weights(drafter: str) -> bool:
     """Whether the weights of a drafter on the hub are in the local cache."""
     try:
-        folder(drafter, (WEIGHTS,), fetch=False)
+        for file in tensor_files(drafter, fetch=False)[1].values():
+            folder(drafter, (file,), fetch=False)
     except NotHereError:
         return False
     return True

@@ -32,7 +32,7 @@ from verl_tlt.errors import TLTError
 from verl_tlt.idle.modes import MODE_RULES
 from verl_tlt.ownership import check_writable
 from verl_tlt.server.engine_arguments import problems
-from verl_tlt.speculation.graph_rules import is_hybrid
+from verl_tlt.speculation.graph_rules import is_hybrid, runner_for
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -42,6 +42,8 @@ REFUSED_SAMPLING = ("min_p", "logit_bias")
 """Sampling settings vLLM rejects while a drafter is configured (`SamplingParams._validate_spec_decode`)."""
 TAPPED = ("fsdp", "fsdp2", "megatron")
 """Actor strategies whose engine has a hidden-state tap; the others can speculate, but not train the drafter."""
+ROUTES_NEED_V2 = (0, 31, 0)
+"""From this vLLM on routes of experts (`enable_return_routed_experts`) come from the V2 model runner alone."""
 UNTAPPED_LAYOUTS = {
     "dynamic_context_parallel": "deals sequences out to ranks anew in every step, which the tap cannot follow",
     "use_megatron_fsdp": "shards layers in a way that the tap was never tried with",
@@ -185,7 +187,8 @@ def untapped(config: DictConfig) -> tuple[str, str] | None:
 def rollout(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     """The engine must be vLLM, in a form that can speculate, and not configured twice."""
     read_mapping(config, f"{ROLLOUT}.custom")  # TLT's settings are added to it, so it must be a mapping
-    wrong = [*_engine(config, settings), *_weights_and_sampling(config), *_verls_mtp(config, settings)]
+    served = _with_a_drafter(config, settings) if settings.speculation.enable else ()
+    wrong = [*_engine(config, settings), *_weights_and_sampling(config), *served, *_verls_mtp(config, settings)]
     yield from (Finding("refuse", what, sentence) for what, sentence in wrong)
     if not wrong:
         yield Finding("ok", f"{ROLLOUT}.name", f"{ROLLOUT}.name=vllm")
@@ -193,6 +196,10 @@ def rollout(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     if select(config, key, False) and settings.speculation.enable and is_hybrid(policy_fields(config)):
         off = f"{key} is turned off, because it was not tested with drafts for a hybrid policy (linear attention)"
         yield Finding("warn", key, f"{off}: each response of a prompt computes the prompt again.")
+    key = f"{ROLLOUT}.full_determinism"
+    if select(config, key, False) and settings.speculation.enable:
+        other = "draft lengths follow measured times, so two runs draw other tokens of the same distribution"
+        yield Finding("warn", key, f"{key}=True does not hold: {other}; tlt.speculation.enable=False decodes as stock.")
 
 
 def _engine(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]]:
@@ -223,6 +230,19 @@ def _weights_and_sampling(config: DictConfig) -> Iterator[tuple[str, str]]:
         if kind := select(config, key):
             why = "lets the rollout compute with other weights than the actor, whose hidden states teach the drafter"
             yield key, f"{key}={kind} {why}, and drafters beside a quantized policy were not tested."
+
+
+def _with_a_drafter(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]]:
+    """(key, sentence) for what engines refuse at their start because they speculate."""
+    key = f"{ROLLOUT}.checkpoint_engine.backend"
+    if select(config, key) == "delta_sharded":
+        yield key, f"{key}=delta_sharded refuses engines that speculate; take another, or tlt.speculation.enable=False."
+    key, user = f"{ROLLOUT}.enable_rollout_routing_replay", read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm")
+    if select(config, key, False) or user.get("enable_return_routed_experts"):
+        vllm, source = release(installed("vllm") or "") or (0, 0, 0), settings.speculation.source
+        if vllm >= ROUTES_NEED_V2 and runner_for(vllm[:2], source, settings.drafter.method) == "V1":
+            why = f"vLLM {installed('vllm')} returns routes of experts from its V2 runner alone, and drafts on V1 here"
+            yield key, f"{key}=True: {why}; set tlt.speculation.enable=False, or take vLLM 0.30."
 
 
 def files(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:

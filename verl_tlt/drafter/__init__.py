@@ -23,7 +23,7 @@ _PUBLIC = {
     "evaluate": ("SequenceScore", "accept_length", "acceptance"),
     "check": ("check_drafter", "check_owner", "files_digest"),
     "digest": ("fingerprint",),
-    "mtp_tensors": ("write_back",),
+    "mtp_write_back": ("write_back",),
     "checkpoint": (
         "from_drafter_file", "load_drafter", "load_own_head", "load_training_state", "provenance", "save_drafter",
         "serving_tensors", "to_drafter_file",

@@ -17,31 +17,34 @@ from verl_tlt.drafter.other_layouts import check_kind, is_other_layout, to_specu
 from verl_tlt.drafter.policy import (
     COMPUTED_ROPE,
     CONFIG,
+    INDEX,
     LONGEST_DRAFT,
     MTP,
+    WEIGHTS,
     DrafterError,
     Fields,
+    Header,
     Model,
     NotHereError,
     PolicyLike,
     PolicyShape,
     check_aux_layers,
     folder,
+    is_name,
     policy_shape,
     read_json,
+    tensor_files,
 )
 from verl_tlt.drafter.schema import Layer, as_served, check_rows, checked
 from verl_tlt.drafter.tensors import check_tensors
 from verl_tlt.ownership import other_owner
 
-WEIGHTS = "model.safetensors"
 PROVENANCE = "provenance.json"
 TOKENIZER = "tokenizer_sha256"
 """Key in `provenance.json`: the vocabulary the drafter was trained for."""
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 
 
-def check_drafter(directory: Model, policy: PolicyLike, min_context: int = 0) -> None:
+def check_drafter(directory: Model, policy: PolicyLike, min_context: int = 0, also_owner: int | None = None) -> None:
     """Return when `directory` is a complete drafter that fits `policy`: an EAGLE-3 head, or the policy's MTP head.
 
     Args:
@@ -49,24 +52,26 @@ def check_drafter(directory: Model, policy: PolicyLike, min_context: int = 0) ->
         policy: its directory, name on the hub, `transformers` config, a mapping of its fields, or a `PolicyShape`.
         min_context: longest prompt plus response plus draft it must serve, in tokens. A shorter
             `max_position_embeddings` is no obstacle where the RoPE is computed: `load_drafter` makes it longer.
+        also_owner: user id of one more owner to trust (`check_owner`).
 
     Raises:
         DrafterError: the first thing that does not fit.
     """
+    locate_drafter(directory, policy, min_context, also_owner)
+
+
+def locate_drafter(directory: Model, policy: PolicyLike, min_context: int, also_owner: int | None) -> dict[str, Header]:
+    """Where the tensors of a drafter are, by speculators' names, when it passes `check_drafter`."""
     path = drafter_folder(directory)
+    check_owner(path, also_owner)
+    shape = policy_shape(policy)
     if drafter_method(path) == MTP:
-        head_files(path, policy_shape(policy))
-        _check_tokenizer(path, policy)
-        return
-    config = read_config(path, policy_shape(policy), min_context)
+        found = head_files(path, shape)
+    else:
+        config = read_config(path, shape, min_context)
+        found = check_tensors(path, config, others=is_other_layout(read_json(path / CONFIG)))
     _check_tokenizer(path, policy)
-    pickles = sorted(found.name for pattern in _PICKLES for found in path.glob(pattern))
-    if pickles and not (path / WEIGHTS).is_file():
-        raise DrafterError(
-            f"{path / pickles[0]} is pickled, which can run code when it is read; if you trust it, write {WEIGHTS} "
-            "beside it: safetensors.torch.save_file(torch.load(THAT_FILE, weights_only=True), NEW_FILE)."
-        )
-    check_tensors(path / WEIGHTS, config, others=is_other_layout(read_json(path / CONFIG)))
+    return found
 
 
 def drafter_method(path: Path) -> str:
@@ -88,19 +93,28 @@ def check_config(path: Path) -> None:
         raise DrafterError(f"{file} is no EAGLE-3 drafter: {type(error).__name__}, {error}.") from error
 
 
-def check_owner(drafter: Model) -> None:
-    """Raise a `DrafterError` where another user than this one and root can have put the drafter's files."""
+def check_owner(drafter: Model, also: int | None = None) -> None:
+    """Raise a `DrafterError` where others than this user, root and user `also` can have put a file of the drafter."""
     path = drafter_folder(drafter)
-    for name in (CONFIG, WEIGHTS, PROVENANCE):
-        if reason := other_owner(path / name):
-            raise DrafterError(f"{path} may be another user's drafter: {reason}; copy it to a place of your own.")
+    names = [CONFIG, PROVENANCE, WEIGHTS, INDEX]
+    if (reason := _other(path, names, also)) is None and (path / INDEX).is_file():
+        reason = _other(path, sorted(set(tensor_files(path)[1].values())), also)
+    if reason:
+        raise DrafterError(f"{path} may be another user's drafter: {reason}; copy it to a place of your own.")
+
+
+def _other(path: Path, names: Iterable[str], also: int | None) -> str | None:
+    return next((reason for name in names if (reason := other_owner(path / name, also))), None)
 
 
 def drafter_folder(drafter: Model) -> Path:
     """The folder on this disk of a drafter, whose files are fetched where it is a name on the hub."""
-    path = folder(drafter, (WEIGHTS,), besides=(CONFIG, PROVENANCE))
+    path = folder(drafter, (WEIGHTS, INDEX), besides=(CONFIG, PROVENANCE))
     if not path.is_dir():
         raise DrafterError(f"{path} is not a directory: a drafter is a directory with {CONFIG} and {WEIGHTS}.")
+    if is_name(drafter) and not (path / WEIGHTS).is_file():
+        for file in sorted(set(tensor_files(path)[1].values())):
+            folder(drafter, (file,))
     return path
 
 
@@ -174,12 +188,21 @@ def tokenizer_hash(policy: Model) -> str | None:
         return None
     if not file.is_file():
         return None
-    content = read_json(file)
+    try:
+        text = _words(read_json(file))
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        if isinstance(error, DrafterError):
+            raise
+        raise DrafterError(f"{file} is no tokenizer: {error!r}.") from error
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _words(content: Fields) -> str:
+    """All tokens of a tokenizer with their ids, as one text."""
     words = (content.get("model") or {}).get("vocab") or {}
     pairs = list(words.items()) if isinstance(words, dict) else [(word, i) for i, (word, *_) in enumerate(words)]
     pairs += [(token["content"], token["id"]) for token in content.get("added_tokens") or ()]
-    text = json.dumps(sorted(set(pairs)), ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return json.dumps(sorted(set(pairs)), ensure_ascii=True)
 
 
 def files_digest(files: Iterable[Path]) -> str:

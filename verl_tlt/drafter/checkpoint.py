@@ -28,20 +28,20 @@ from verl_tlt.drafter.build import default_attention, has_own_head, instantiate,
 from verl_tlt.drafter.check import (
     PROVENANCE,
     TOKENIZER,
-    WEIGHTS,
-    check_drafter,
     drafter_folder,
     drafter_method,
+    locate_drafter,
     read_config,
     tokenizer_hash,
 )
 from verl_tlt.drafter.digest import fingerprint
 from verl_tlt.drafter.mtp_tensors import read_head
-from verl_tlt.drafter.other_layouts import is_other_layout, to_speculators_tensors
+from verl_tlt.drafter.other_layouts import MAPS
 from verl_tlt.drafter.policy import (
     CONFIG,
     LONGEST_DRAFT,
     MTP,
+    WEIGHTS,
     DrafterError,
     Fields,
     Model,
@@ -50,6 +50,7 @@ from verl_tlt.drafter.policy import (
     read_json,
 )
 from verl_tlt.drafter.tensor_file import TensorFile
+from verl_tlt.drafter.tensors import not_finite, read_tensors
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
@@ -100,7 +101,7 @@ def to_drafter_file(model: Eagle3DraftModel, dtype: str) -> tuple[str, bytes, st
     from safetensors.torch import save
 
     tensors = serving_tensors(model, getattr(torch, dtype))
-    if (broken := _not_finite(tensors)) is not None:
+    if (broken := not_finite(tensors)) is not None:
         raise DrafterError(f"The drafter's {broken} holds numbers that are not finite as {dtype}.")
     there = fingerprint(tensors, own_head=has_own_head(model))
     return model.config.to_json_string(), save(tensors, metadata={"format": "pt"}), there
@@ -114,11 +115,6 @@ def from_drafter_file(config: str, weights: bytes, attention: str) -> Eagle3Draf
     from speculators import SpeculatorModelConfig
 
     return _filled(SpeculatorModelConfig.from_dict(json.loads(config)), load(weights), attention)
-
-
-def _not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """Name of the first that holds NaN or infinity."""
-    return next((n for n, t in tensors.items() if t.is_floating_point() and not bool(t.isfinite().all())), None)
 
 
 def save_drafter(
@@ -147,7 +143,7 @@ def save_drafter(
 
     target = Path(directory)
     tensors = serving_tensors(model) if tensors is None else tensors
-    if (broken := _not_finite(tensors)) is not None:
+    if (broken := not_finite(tensors)) is not None:
         raise DrafterError(
             f"{target} was not written: the drafter's {broken} holds NaN or infinity (refresh_verifier_weights fills "
             "head and embedding)."
@@ -175,26 +171,29 @@ def load_drafter(
     min_context: int = 0,
     attention: str | None = None,
     device: torch.device | str = "cpu",
+    also_owner: int | None = None,
 ) -> Eagle3DraftModel:
     """A drafter that fits `policy`, in float32; `refresh_verifier_weights` fills its embedding and head.
 
     Those that a stand-alone file brings are loaded. SpecForge's and SafeAILab's layouts are translated; `save_drafter`
-    then writes the drafter in the layout that vLLM serves. `directory`, `policy`, `min_context` and what is refused are
-    `check_drafter`'s, `attention` is `build_drafter`'s.
+    then writes the drafter in the layout that vLLM serves. `directory`, `policy`, `min_context`, `also_owner` and what
+    is refused are `check_drafter`'s, and numbers that are not finite; `attention` is `build_drafter`'s.
     """
     from speculators.models.eagle3 import Eagle3SpeculatorConfig
 
     path = drafter_folder(directory)
-    check_drafter(path, policy, min_context)
+    found = locate_drafter(path, policy, min_context, also_owner)
     if drafter_method(path) == MTP:
         return load_own_head(path, policy, attention=attention, device=device)
-    with TensorFile(path / WEIGHTS, "pt") as reader:
-        tensors = {name: reader.get_tensor(name) for name in reader.names}
-    if is_other_layout(read_json(path / CONFIG)):
-        tensors = to_speculators_tensors(tensors)
     config = Eagle3SpeculatorConfig.from_dict(read_config(path, policy_shape(policy), min_context))
     layer = config.transformer_layer_config  # of a shorter run: vLLM and transformers compute a table of any size
     layer.max_position_embeddings = max(layer.max_position_embeddings, min_context)
+    tensors = read_tensors(found)
+    if config.draft_vocab_size < layer.vocab_size:  # what it does not say itself: the tokens that it drafts
+        tensors["t2d"] = torch.zeros(layer.vocab_size, dtype=torch.bool)
+        tensors["t2d"][tensors["d2t"] + torch.arange(config.draft_vocab_size)] = True
+    else:
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in MAPS}
     return _filled(config, tensors, attention or default_attention(device)).to(device)
 
 
@@ -279,14 +278,18 @@ def _with_tensors(value: Any, reader: TensorFile) -> Any:
     return value
 
 
+_FACTS = {"version": int, "tokens_trained": int, "prompts": str, "prompts_limit": int, "prompts_sha256": str}
+"""Kinds of the facts that are read again."""
+
+
 def provenance(directory: Model) -> Fields:
-    """The facts saved with a drafter; empty for a drafter from elsewhere. What is no acceptance is left out."""
+    """The facts saved with a drafter; empty for a drafter from elsewhere. What is of another kind is left out."""
     file = drafter_folder(directory) / PROVENANCE
     facts = read_json(file) if file.is_file() else {}
     rates = facts.get("acceptance")
     if not (isinstance(rates, list) and len(rates) <= LONGEST_DRAFT and all(_is_share(rate) for rate in rates)):
         facts.pop("acceptance", None)
-    return facts
+    return {key: value for key, value in facts.items() if isinstance(value, _FACTS.get(key, object))}
 
 
 def _is_share(value: object) -> bool:

@@ -6,29 +6,26 @@ vLLM, live                    model.layers.0.self_attn.qkv_proj.weight: q, k and
 MTP head, in a checkpoint     mtp.layers.0.* (Qwen3.5), model.mtp_layers.0.* (MiMo; live behind the policy's L layers,
                               the decoder layer as model.mtp_layers.L.mtp_block.*)
 
-The network is the same in all. A drafter from elsewhere differs in three things: its head is trained and stays
-(`own_head` in the config); the residual is taken before `hidden_norm`; and `eagle_config` of SpecForge counts the
-*outputs* of aux layers, one less than the inputs that vLLM and we count. `speculators.convert` translates names alone.
+The network is the same in all, and in ModelOpt's export, whose names are those of speculators. A drafter from elsewhere
+differs in two things: its head is trained and stays (`own_head` in the config), and the residual is taken before
+`hidden_norm`. `speculators.convert` translates names alone.
 
 Sources: SafeAILab/EAGLE `eagle/model/cnets.py`; SpecForge `specforge/modeling/draft/llama3_eagle.py` and `configs/`;
-SGLang `set_eagle3_layers_to_capture`, which adds the one.
+ModelOpt `export/plugins/hf_spec_export.py`; SGLang `set_eagle3_layers_to_capture`; vLLM `llama_eagle3.py`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from verl_tlt.drafter.policy import DrafterError, Fields, PolicyShape, aux_layers_for
-
-if TYPE_CHECKING:
-    import torch
 
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 _NOT_NEEDED = ("embed_tokens.", "rotary_emb.")
 """A frozen copy of the policy's embedding, and tables that are computed."""
+_IDS = "eagle_aux_hidden_state_layer_ids"
 MAPS = ("d2t", "t2d")
 """Tensors of a pruned draft vocabulary: int64 [DV] target id less draft id, and bool [V] whether a token is kept."""
 _MIMO = re.compile(r"^mtp_layers\.\d+\.(?:mtp_block\.)?")
@@ -65,27 +62,47 @@ def is_other_layout(config: Fields) -> bool:
 def to_speculators_config(config: Fields, policy: PolicyShape, file: Path) -> Fields:
     """The drafter's config, of `file`, in speculators' form.
 
-    What these layouts leave out comes from the policy: aux layers, and a context, which their training length is not.
+    What these layouts leave out comes from the policy: aux layers (`_aux_layers`), and a context, which their training
+    length is not.
 
     Raises:
         DrafterError: no EAGLE-3 head of one Llama layer, or a field has another type.
     """
     try:
         check_kind(config, file)
-        nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-        ids = config.get("eagle_aux_hidden_state_layer_ids") or (nested and [i + 1 for i in nested])
+        nested = config.get("eagle_config") or {}
+        ids = _aux_layers(config.get(_IDS), nested.get(_IDS), list(aux_layers_for(policy.num_layers)), file)
         layer = _layer(config, policy)
+        switches = {norm: bool(config.get(norm, False)) for norm in ("norm_before_fc", "fc_norm", "norm_output")}
     except (TypeError, AttributeError) as error:
         raise DrafterError(f"{file} has a field of another type than a drafter's: {error}.") from error
     return {
         "speculators_model_type": "eagle3",
         "transformer_layer_config": layer,
         "draft_vocab_size": config.get("draft_vocab_size") or config.get("vocab_size"),
-        **{norm: bool(config.get(norm, False)) for norm in ("norm_before_fc", "fc_norm", "norm_output")},
-        "eagle_aux_hidden_state_layer_ids": ids or list(aux_layers_for(policy.num_layers)),
+        **switches | {key: bool(value) for key, value in nested.items() if key == "norm_before_fc"},
+        _IDS: ids,
         "own_head": True,
         "quantization_config": config.get("quantization_config"),
     }
+
+
+def _aux_layers(said: Any, nested: Any, usual: list[int], file: Path) -> Any:
+    """The layers whose inputs it reads; `said` by the config, which counts inputs, or `nested` in its `eagle_config`.
+
+    Those are counted in two ways: vLLM takes them for inputs; SpecForge and ModelOpt, which write them, and SGLang for
+    outputs, one less. So they are read as outputs where that makes `usual`, the layers that vLLM takes by itself and
+    both write by default. A `DrafterError` where readers differ.
+    """
+    if not nested:
+        return said or usual
+    inputs = [i + 1 for i in nested]
+    if inputs == (said or usual):
+        return inputs
+    raise DrafterError(
+        f"{file}: eagle_config.{_IDS}={nested} is ambiguous, inputs of layers to vLLM and outputs to SGLang: set "
+        f"{_IDS} to the layers whose inputs the drafter reads, and remove it from eagle_config."
+    )
 
 
 def check_kind(config: Fields, file: Path) -> None:
@@ -133,11 +150,3 @@ def speculators_name(name: str) -> str | None:
     """A tensor's name in speculators' layout; None for what is not needed."""
     name = plain(name)
     return None if any(part in name for part in _NOT_NEEDED) else name
-
-
-def to_speculators_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All tensors needed, renamed; the maps of a draft vocabulary that is whole are left out."""
-    named = {new: tensor for name, tensor in tensors.items() if (new := speculators_name(name)) is not None}
-    if "d2t" in named and "t2d" in named and len(named["d2t"]) < len(named["t2d"]):
-        return named | {"t2d": named["t2d"].bool()}
-    return {name: tensor for name, tensor in named.items() if name not in MAPS}

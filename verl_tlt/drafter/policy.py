@@ -1,6 +1,7 @@
 """Where a model's files are, and what a drafter needs to know of its policy, read from its Hugging Face config.
 
-The package's one parser of such configs. It needs neither torch nor transformers, so that a driver can check a recipe.
+The package's one parser of such configs. What a config leaves out, and what older ones spell otherwise, is filled in by
+the family's class in transformers, as where the policy is loaded.
 A name on the hub is looked up in the local cache, then on the hub; only the files asked for are fetched.
 
 An aux layer id i means the residual stream *before* layer i, the layer's input: 0 is the embeddings. vLLM collects it
@@ -11,10 +12,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from verl_tlt.drafter.tensor_file import TensorFile
 from verl_tlt.errors import DrafterError as DrafterError
@@ -29,9 +32,15 @@ _NAME = re.compile(r"\w(?:[\w-]|\.(?!\.))*/\w(?:[\w-]|\.(?!\.))*")
 """Owner and model; neither begins with a dot or holds two in a row, so that no name leads out of the cache."""
 
 CONFIG = "config.json"
+_SIZES = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads"), 1 << 20),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings"), 1 << 31), "num_hidden_layers": 1 << 12,
+}  # fmt: skip
+"""Sizes that every config says, and the largest that is believed."""
 INDEX = "model.safetensors.index.json"
 """Says which file each tensor of a model is in, where there are several."""
-_SINGLE = "model.safetensors"
+WEIGHTS = "model.safetensors"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 
 SUPPORTED = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "glm", "phi3", "ernie4_5", "arcee", "apertus", "qwen2_5_vl",
@@ -107,6 +116,16 @@ class PolicyShape:
         return 1.0 if self.model_type.startswith(_ADDS_ONE) else 0.0
 
 
+class Header(NamedTuple):
+    """What a safetensors file says of one tensor before its numbers."""
+
+    file: Path
+    name: str
+    shape: list[int]
+    kind: str
+    """Its dtype, such as "BF16"."""
+
+
 class NotHereError(DrafterError):
     """A model on the hub has not the files asked for on this disk, and they could not be fetched; it says why."""
 
@@ -153,8 +172,26 @@ def _reason(error: Exception) -> str:
 
     if constants.HF_HUB_OFFLINE:
         return "it is not in the local cache, and HF_HUB_OFFLINE is set"
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}, {lines[0].rstrip('.')}"
+    return f"{type(error).__name__}, {first_line(error)}"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what transformers logs of a config: it is read many times."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def first_line(error: Exception) -> str:
+    """What another package's error says, for the end of a sentence."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")
 
 
 def policy_shape(policy: PolicyLike) -> PolicyShape:
@@ -198,25 +235,64 @@ def read_json(path: Path) -> Fields:
 def tensor_files(model: Model, fetch: bool = True) -> tuple[Path, dict[str, str]]:
     """Which file each tensor of a model is in, by the tensor's name; and before it the file that says so.
 
-    A `DrafterError` where there is none, or one that names a file elsewhere.
+    As transformers reads it: a single file comes before an index, which counts besides if it names that file. A
+    `DrafterError` where there is neither, or where an index names a file elsewhere.
     """
-    directory = folder(model, (_SINGLE, INDEX), fetch=fetch)
-    listing = directory / (INDEX if (directory / INDEX).is_file() else _SINGLE)
-    if listing.name == _SINGLE:
-        with TensorFile(listing, "np") as reader:
-            return listing, dict.fromkeys(reader.names, _SINGLE)
-    owners = read_json(listing).get("weight_map", {})
-    for name, file in owners.items():
-        if Path(file).name != file:
-            raise DrafterError(f"{listing}: {name} is said to be in {file!r}, which is no file beside it.")
-    return listing, owners
+    directory = folder(model, (WEIGHTS, INDEX), fetch=fetch)
+    single, index = directory / WEIGHTS, directory / INDEX
+    if not single.is_file() and not index.is_file() and (pickle := pickled(directory)):
+        raise DrafterError(
+            f"{directory / pickle} is pickled, which can run code when it is read; if you trust it, write {WEIGHTS} "
+            "beside it, with save_file of safetensors.torch or save_pretrained of transformers."
+        )
+    owners = _index(index) if index.is_file() else {}
+    if owners and not single.is_file():
+        return index, owners
+    with TensorFile(single, "np") as reader:
+        own = dict.fromkeys(reader.names, WEIGHTS)
+    return (index, {**owners, **own}) if WEIGHTS in owners.values() else (single, own)
+
+
+def pickled(directory: Path) -> str | None:
+    """The name of a pickle in a folder; None: there is none."""
+    return min((file.name for pattern in _PICKLES for file in directory.glob(pattern)), default=None)
+
+
+def _index(file: Path) -> dict[str, str]:
+    """Which file each tensor is in, as an index says."""
+    table = read_json(file).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise DrafterError(f"{file}: weight_map must say which file each tensor is in, not {str(table)[:80]}.")
+    for name, owner in table.items():
+        if not isinstance(owner, str) or Path(owner).name != owner or not owner.endswith(".safetensors"):
+            raise DrafterError(f"{file}: {name} is said to be in {owner!r}, which is no safetensors file beside it.")
+    return table
+
+
+def headers(model: Model, listing: Path, held: Mapping[str, str], fetch: bool = True) -> dict[str, Header]:
+    """Where these tensors of a model are, their shapes and dtypes; `held`: by name, their files, as `listing` says."""
+    found = {}
+    for file in sorted(set(held.values())):
+        path = folder(model, (file,), fetch=fetch) / file
+        with TensorFile(path, "np") as reader:
+            there = set(reader.names)
+            for name in (name for name, owner in held.items() if owner == file):
+                if name not in there:
+                    raise DrafterError(f"{path} has no tensor {name!r}, which {listing} says it has.")
+                found[name] = Header(path, name, reader.shape(name), reader.kind(name))
+    return found
 
 
 def _from_fields(whole: Fields, source: str) -> PolicyShape:
-    nested = whole.get("text_config")
-    fields = nested or whole
     try:
+        _check_sizes(whole, source)
+        whole = _completed(whole, source)
+        nested = whole.get("text_config")
+        fields = nested or whole
         heads, hidden = int(fields["num_attention_heads"]), int(fields["hidden_size"])
+        kv_heads = int(fields.get("num_key_value_heads") or heads)
+        if heads % kv_heads:
+            raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
         return PolicyShape(
             source=source,
             model_type=str(whole["model_type"]),
@@ -225,7 +301,7 @@ def _from_fields(whole: Fields, source: str) -> PolicyShape:
             vocab_size=int(fields["vocab_size"]),
             num_layers=int(fields["num_hidden_layers"]),
             num_heads=heads,
-            num_kv_heads=int(fields.get("num_key_value_heads") or heads),
+            num_kv_heads=kv_heads,
             head_dim=int(fields.get("head_dim") or hidden // heads),
             rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
             max_position_embeddings=int(fields["max_position_embeddings"]),
@@ -237,7 +313,39 @@ def _from_fields(whole: Fields, source: str) -> PolicyShape:
     except KeyError as error:
         raise DrafterError(f"{source} has no field {error.args[0]!r}, which a drafter's shape depends on.") from error
     except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        if isinstance(error, DrafterError):
+            raise
         raise DrafterError(f"{source} has a field of a kind that no model's has: {error}.") from error
+
+
+def _check_sizes(whole: Fields, source: str) -> None:
+    """Raise a `DrafterError` for a size that no model has: whoever reads it would make a list or a tensor of it."""
+    for part in (whole, *(part for part in whole.values() if isinstance(part, dict))):
+        for key, most in _SIZES.items():
+            if part.get(key) is not None and not 0 < int(part[key]) <= most:
+                raise DrafterError(f"{source}: {key} must be 1..{most}, not {part[key]}.")
+
+
+def _completed(whole: Fields, source: str) -> Fields:
+    """The config as the family's class in transformers makes it of these fields; as it is where it has no such class.
+
+    What is left out has the class's value; language fields of a larger model that are at the top move into
+    `text_config`; RoPE is spelled in one way. The sizes of a language model alone are its config's own to say.
+    """
+    from transformers import CONFIG_MAPPING
+
+    model_type = str(whole["model_type"])
+    if model_type not in SUPPORTED or model_type not in CONFIG_MAPPING:
+        return whole
+    nested = any(isinstance(whole.get(key), dict) for key in ("text_config", "vision_config"))
+    for key in () if nested else _SIZES:
+        if key not in whole and f"moe_{key}" not in whole:
+            raise KeyError(key)
+    try:
+        with quiet():
+            return dict(CONFIG_MAPPING[model_type](**deepcopy(whole)).to_dict())  # it changes what is inside
+    except Exception as error:  # whatever a class of transformers raises for what it was not made for
+        raise DrafterError(f"{source} is no config of a {model_type} model: {first_line(error)}.") from error
 
 
 def _mlp(fields: Fields) -> dict[str, int]:
@@ -273,10 +381,13 @@ def drafter_rope(rope: Fields) -> Fields:
     """RoPE for a drafter of a policy with `rope`: all of each head is rotated, by one position.
 
     A policy may rotate a part of each head, or by the three positions of an image's patch, which are equal for text.
-    The drafter has a KV cache of its own and learns with its own RoPE.
+    The drafter has a KV cache of its own and learns with its own RoPE. Factors for each dimension of a part, as
+    Phi-4-mini's, fit no whole head: without them every type is the default one.
     """
-    own = {key: value for key, value in rope.items() if key != "partial_rotary_factor" and "mrope" not in key}
-    return {**own, "rope_type": "default"} if rope["rope_type"] == "mrope" else own
+    left_out = ("type", "partial_rotary_factor")
+    if rope["rope_type"] == "mrope" or ("long_factor" in rope and rope.get("partial_rotary_factor", 1) != 1):
+        return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    return {key: value for key, value in rope.items() if key not in left_out and "mrope" not in key}
 
 
 def aux_layers_for(num_layers: int) -> tuple[int, int, int]:

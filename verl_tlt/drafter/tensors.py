@@ -1,17 +1,30 @@
-"""What a drafter's `model.safetensors` may hold: the tensors its config asks for, and maps that fit the vocabularies.
+"""What a drafter's weights may hold: the tensors its config asks for, and maps that fit the vocabularies.
 
-Read from the file's header and, under a pruned draft vocabulary, its two maps; without torch.
+Checked by the headers of their files and, under a pruned draft vocabulary, by the maps; torch is for reading alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verl_tlt.drafter.other_layouts import MAPS, speculators_name
-from verl_tlt.drafter.policy import CONFIG, NUM_AUX, DrafterError, Fields
+from verl_tlt.drafter.policy import (
+    CONFIG,
+    NUM_AUX,
+    DrafterError,
+    Fields,
+    Header,
+    headers,
+    tensor_files,
+)
 from verl_tlt.drafter.tensor_file import TensorFile
+
+if TYPE_CHECKING:
+    import torch
 
 FLOATS = ("F32", "F16", "BF16")
 MAP_TYPES = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I64")}
@@ -19,39 +32,44 @@ _POLICYS = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "verifier_norm.", 
 """Beginnings of names of what a file may hold besides: copies of the policy's tensors, and tables that are computed."""
 
 
-def check_tensors(file: Path, config: Fields, others: bool) -> None:
-    """Raise a `DrafterError` for the first tensor of a file that is missing, unknown, or not as `config` asks for.
+def check_tensors(directory: Path, config: Fields, others: bool) -> dict[str, Header]:
+    """Where the drafter's tensors are, by speculators' names, whichever the files give them.
 
-    `config` is in speculators' form; `others`: the names in the file are SafeAILab's or SpecForge's.
+    A `DrafterError` for the first that is missing, unknown, or not as `config` asks for, which is in speculators' form;
+    `others`: the names are SafeAILab's, SpecForge's or ModelOpt's.
     """
-    wanted = _wanted(config)
-    pruned = "d2t" in wanted
-    with TensorFile(file, "np") as reader:
-        names: dict[str, str] = {}
-        for name in reader.names:
-            known = speculators_name(name) if others else name
-            if known in names:
-                raise DrafterError(f"{file}: {name} and {names[known]} are the same tensor of the drafter.")
-            if known is not None:
-                names[known] = name
-        for name, shape in wanted.items():
-            if name not in names:
-                raise DrafterError(f"{file} has no tensor {name!r}.")
-            if (found := reader.shape(names[name])) != shape:
-                raise DrafterError(f"{file}: {name} is {found}, but {CONFIG} asks for {shape}.")
-            if (kind := reader.kind(names[name])) not in (types := MAP_TYPES.get(name, FLOATS)):
-                raise DrafterError(f"{file}: {name} holds {kind}, but must hold {' or '.join(types)}.")
-        besides = names.keys() - wanted.keys() - (set() if pruned else set(MAPS))
-        if unknown := sorted(name for name in besides if not name.startswith(_POLICYS)):
-            raise DrafterError(f"{file} holds {unknown[0]}, which the network that {CONFIG} describes does not have.")
-        if pruned:
-            _check_maps(file, reader, names, config["transformer_layer_config"]["vocab_size"])
+    wanted, (listing, owners) = _wanted(config), tensor_files(directory)
+    names: dict[str, str] = {}
+    for name in owners:
+        known = speculators_name(name) if others else name
+        if known in names:
+            raise DrafterError(f"{listing}: {name} and {names[known]} are the same tensor of the drafter.")
+        if known is not None:
+            names[known] = name
+    held = headers(directory, listing, {name: owners[name] for name in names.values()})
+    found = {known: held[name] for known, name in names.items()}
+    vocab = config["transformer_layer_config"]["vocab_size"]
+    for name, shape in {**wanted, **({"t2d": [vocab]} if "t2d" in found and "d2t" in wanted else {})}.items():
+        if name not in found:
+            raise DrafterError(f"{listing} has no tensor {name!r}.")
+        here, kinds = found[name], MAP_TYPES.get(name, FLOATS)
+        if here.shape != shape:
+            raise DrafterError(f"{here.file}: {here.name} is {here.shape}, but {CONFIG} asks for {shape}.")
+        if here.kind not in kinds:
+            raise DrafterError(f"{here.file}: {here.name} holds {here.kind}, but must hold {' or '.join(kinds)}.")
+    if unknown := sorted(name for name in found.keys() - wanted.keys() - set(MAPS) if not name.startswith(_POLICYS)):
+        raise DrafterError(f"{listing} holds {unknown[0]}, which the network that {CONFIG} describes does not have.")
+    if "d2t" in found:
+        _check_maps(found, config["draft_vocab_size"], vocab)
+    return found
 
 
-def _check_maps(file: Path, reader: TensorFile, names: dict[str, str], vocab: int) -> None:
-    """Draft id i stands for token i + d2t[i]: ascending tokens of the policy, those that t2d marks."""
-    offsets = reader.get_tensor(names["d2t"]).astype(np.int64)  # [DV]
-    kept = np.flatnonzero(reader.get_tensor(names["t2d"]))  # [tokens kept]
+def _check_maps(found: Mapping[str, Header], drafted: int, vocab: int) -> None:
+    """Draft id i stands for token i + d2t[i]: ascending tokens of the policy, those that t2d marks if it is there."""
+    file = found["d2t"].file
+    if found["d2t"].shape != [drafted] or found["d2t"].kind not in MAP_TYPES["d2t"]:
+        raise DrafterError(f"{file}: d2t must hold {drafted} whole numbers, as {CONFIG} asks for.")
+    offsets = _array(found["d2t"]).astype(np.int64)  # [DV]
     ids = np.arange(len(offsets))
     wrong = np.flatnonzero((offsets < -ids) | (offsets >= vocab - ids))
     if wrong.size:
@@ -67,8 +85,30 @@ def _check_maps(file: Path, reader: TensorFile, names: dict[str, str], vocab: in
             f"{file}: d2t must name ascending distinct tokens, but draft ids {i} and {i + 1} stand for {tokens[i]} and "
             f"{tokens[i + 1]}."
         )
-    if not np.array_equal(tokens, kept):
-        raise DrafterError(f"{file}: t2d does not mark the {len(tokens)} tokens that d2t names, and no others.")
+    if drafted < vocab and "t2d" in found and not np.array_equal(tokens, np.flatnonzero(_array(found["t2d"]))):
+        where = found["t2d"].file
+        raise DrafterError(f"{where}: t2d does not mark the {len(tokens)} tokens that d2t names, and no others.")
+
+
+def _array(header: Header) -> Any:
+    with TensorFile(header.file, "np") as reader:
+        return reader.get_tensor(header.name)
+
+
+def read_tensors(found: Mapping[str, Header]) -> dict[str, torch.Tensor]:
+    """These tensors, on the host; a `DrafterError` where one holds NaN or infinity."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted({header.file for header in found.values()}):
+        with TensorFile(file, "pt") as reader:
+            tensors |= {name: reader.get_tensor(at.name) for name, at in found.items() if at.file == file}
+    if (broken := not_finite(tensors)) is not None:
+        raise DrafterError(f"{found[broken].file}: {found[broken].name} holds NaN or infinity.")
+    return tensors
+
+
+def not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """Name of the first that holds NaN or infinity."""
+    return next((n for n, t in tensors.items() if t.is_floating_point() and not bool(t.isfinite().all())), None)
 
 
 def _wanted(config: Fields) -> dict[str, list[int]]:
@@ -103,5 +143,5 @@ def _wanted(config: Fields) -> dict[str, list[int]]:
     if draft_vocab != vocab or config.get("own_head"):
         wanted["lm_head.weight"] = [draft_vocab, hidden]
     if draft_vocab != vocab:
-        wanted |= {"d2t": [draft_vocab], "t2d": [vocab]}
+        wanted["d2t"] = [draft_vocab]
     return wanted

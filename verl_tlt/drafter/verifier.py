@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from verl_tlt.drafter.build import make_room
-from verl_tlt.drafter.policy import DrafterError, Model, folder, policy_shape, tensor_files
+from verl_tlt.drafter.policy import DrafterError, Header, Model, headers, policy_shape, tensor_files
 from verl_tlt.drafter.tensor_file import TensorFile
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class VerifierWeights:
     def from_policy_dir(cls, path: Model) -> VerifierWeights:
         """Read the three tensors, and no other, from the safetensors of a policy in a folder or on the hub."""
         shape = policy_shape(path)
-        tensors = _read(path, [part for part in _USUAL if not (shape.tied and part == "lm_head")])
+        tensors = {part: _read(header) for part, header in locate_parts(path).items()}
         norm = tensors["norm"].float() + shape.norm_offset
         return cls(tensors["embed"], tensors.get("lm_head", tensors["embed"]), norm)
 
@@ -73,18 +72,30 @@ def refresh_verifier_weights(model: Eagle3DraftModel, parts: VerifierWeights) ->
             make_room(module).copy_(given)
 
 
-def _read(policy: Model, parts: Iterable[str]) -> dict[str, torch.Tensor]:
-    """The policy's tensors for these parts, from its single file or by its index; no other is read."""
-    source, owners = tensor_files(policy)
-    tensors = {}
-    for part in parts:
-        name = next((name for name in owners if policy_part(name) == part), None)
-        if name is None:
-            raise DrafterError(
-                f"{source} has no tensor {_USUAL[part]!r}, nor that of a language model in a larger one."
-            )
-        with TensorFile(folder(policy, (owners[name],)) / owners[name], "pt") as reader:
-            if name not in reader.names:
-                raise DrafterError(f"{owners[name]} has no tensor {name!r}, which {source} says it has.")
-            tensors[part] = reader.get_tensor(name)
-    return tensors
+def locate_parts(policy: Model, fetch: bool = True) -> dict[str, Header]:
+    """Where the three tensors are in a policy's files; the head is left out where the policy ties it to its embedding.
+
+    A `DrafterError` where one is missing, or has another shape than the config says.
+    """
+    shape = policy_shape(policy)
+    source, owners = tensor_files(policy, fetch)
+    table, norm = [shape.vocab_size, shape.hidden_size], [shape.hidden_size]
+    names: dict[str, str] = {}
+    for name in owners:
+        if (part := policy_part(name)) is not None:
+            names.setdefault(part, name)
+    for part, usual in _USUAL.items():
+        if part not in names and not (shape.tied and part == "lm_head"):
+            raise DrafterError(f"{source} has no tensor {usual!r}, nor that of a language model in a larger one.")
+    if shape.tied:
+        names.pop("lm_head", None)
+    found = headers(policy, source, {name: owners[name] for name in names.values()}, fetch)
+    for part, name in names.items():
+        if (size := found[name].shape) != (wanted := norm if part == "norm" else table):
+            raise DrafterError(f"{found[name].file}: {name} is {size}, but the policy's config asks for {wanted}.")
+    return {part: found[name] for part, name in names.items()}
+
+
+def _read(header: Header) -> torch.Tensor:
+    with TensorFile(header.file, "pt") as reader:
+        return reader.get_tensor(header.name)

@@ -191,13 +191,12 @@ def _first_model(
     config: TLTConfig, policy_dir: str, context: int, checkpoint: Path | None
 ) -> tuple[Eagle3DraftModel, Fields, str]:
     """The drafter, the facts saved with it, and where it came from; the one place where the methods differ."""
-    from verl_tlt.drafter import check_owner, load_drafter, load_own_head, provenance
+    from verl_tlt.drafter import load_drafter, load_own_head, provenance
 
     method = config.drafter.method
     if source := checkpoint or config.drafter.path:
-        if checkpoint is None:
-            check_owner(source)
-        model = load_drafter(str(source), policy_dir, min_context=context)
+        owner = None if checkpoint is None else checkpoint.parent.stat().st_uid
+        model = load_drafter(str(source), policy_dir, min_context=context, also_owner=owner)
         if (kind := model.config.speculators_model_type) != method:
             raise DrafterError(f"{source} holds a drafter for tlt.drafter.method={kind}, not {method}.")
         return model, provenance(source), f"checkpoint {source}" if checkpoint else str(source)

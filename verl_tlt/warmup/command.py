@@ -23,7 +23,6 @@ from verl_tlt.drafter import (
     DrafterTrainer,
     build_drafter,
     check_drafter,
-    check_owner,
     load_drafter,
     load_own_head,
     most_frequent,
@@ -34,6 +33,7 @@ from verl_tlt.drafter.check import drafter_folder, drafter_method
 from verl_tlt.drafter.evaluate import combined_score
 from verl_tlt.drafter.mtp_tensors import head_files
 from verl_tlt.drafter.policy import MTP, DrafterError, check_aux_layers, draft_vocab_size, read_json, unsupported
+from verl_tlt.drafter.rehearsal import rehearse
 from verl_tlt.ownership import check_writable, other_owner
 from verl_tlt.warmup.engine import GenerationJob, Response, as_texts, find_device, generate
 from verl_tlt.warmup.options import WarmupOptions
@@ -98,11 +98,11 @@ def _check(options: WarmupOptions) -> None:
             f"{'--method mtp' if own else '--drafter'} brings its own shape: leave out --aux-layers, --draft-vocab and "
             "--intermediate-size."
         )
+    rehearse(options.model, options.method)
     if options.drafter is not None:
-        check_owner(options.drafter)
+        check_drafter(options.drafter, options.model)
         if (kind := drafter_method(drafter_folder(options.drafter))) != options.method:
             raise DrafterError(f"--drafter {options.drafter} is for --method {kind}, not {options.method}.")
-        check_drafter(options.drafter, options.model)
     elif own:
         head_files(options.model, shape)
 

@@ -18,7 +18,6 @@ from rich.table import Table
 
 from verl_tlt.drafter import (
     acceptance,
-    check_owner,
     load_drafter,
     policy_shape,
     provenance,
@@ -60,7 +59,6 @@ class Verdict:
 
 def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
     """Serve, count, and score the same answers."""
-    check_owner(options.drafter)
     # As a run serves it: what is in the file besides does not reach vLLM. It casts to the policy's dtype.
     config, weights, _ = to_drafter_file(load_drafter(options.drafter, options.model), "float32")
     prompts = choose_prompts(options)

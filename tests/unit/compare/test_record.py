@@ -66,3 +66,37 @@ def test_time_left_is_that_of_the_turns_before(tmp_path):
     record.add(turn("tlt", 0, seconds=60.0))
     assert record.seconds_left(["stock", "tlt"], 2) == 100.0
     assert json.loads((tmp_path / "turns.json").read_text())["asked"] == ASKED
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "turns.lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError):
+        Record(tmp_path / "out", ASKED)
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_turns_that_others_may_have_written_are_not_gone_on_with(tmp_path):
+    Record(tmp_path, ASKED).add(turn("tlt", 0))
+    (tmp_path / "turns.json").chmod(0o666)
+    with pytest.raises(CompareError, match="everybody may write to"):
+        Record(tmp_path, ASKED)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("seconds", "long"), ("turn", "0"), ("turn", None), ("steps", {}), ("steps", [{"step_s": "fast"}]), ("arm", 3),
+     ("first_s", [1]), ("checkpoint_s", {}), ("accept_length", "two"), ("steps", ["x"])],
+)  # fmt: skip
+def test_a_record_with_values_of_another_kind_is_a_sentence(tmp_path, key, value):
+    Record(tmp_path, ASKED).add(turn("tlt", 0))
+    file = tmp_path / "turns.json"
+    kept = json.loads(file.read_text())
+    kept["turns"][0][key] = value
+    file.write_text(json.dumps(kept))
+    with pytest.raises(CompareError, match=rf"{file} holds no turns of a comparison: turns\.0\.{key}"):
+        Record(tmp_path, ASKED)
+    file.write_text(json.dumps({"asked": 3, "turns": 4}))
+    with pytest.raises(CompareError, match="holds no turns"):
+        Record(tmp_path, ASKED)

@@ -15,7 +15,9 @@ from verl_tlt.config import DrafterConfig, SpeculationConfig, SpotConfig, TLTCon
 from verl_tlt.doctor.rules import UNTAPPED_LAYOUTS, examine, judge_version
 from verl_tlt.drafter.mtp_tensors import head_shapes
 from verl_tlt.drafter.policy import policy_shape
+from verl_tlt.errors import TLTError
 from verl_tlt.idle.modes import MODE_RULES
+from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, save_table
 
 DEFAULTS = TLTConfig()
 UNTRAINED = TLTConfig(spot=SpotConfig(enable=False))
@@ -60,6 +62,22 @@ def test_without_a_home_a_run_measures_its_costs_anew(findings, monkeypatch):
     assert not findings()
 
 
+def test_a_user_without_an_account_is_told_of_paths_that_need_one(findings, monkeypatch):
+    def unknown(user):
+        raise KeyError(f"getpwuid(): uid not found: {user}")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert not findings(), "the default place of costs is given up, and nothing else"
+    found = findings({"data.val_files": "~/x.parquet"}, TLTConfig.from_dict({"speculation": {"costs_dir": "~/costs"}}))
+    assert levels(found) == {"data.val_files": "refuse", "tlt.speculation.costs_dir": "refuse"}
+    assert "this user has none: set HOME" in found["tlt.speculation.costs_dir"].sentence
+    key = TableKey("hardware", "policy", "0.28")
+    assert load_table("~/costs", key) is None
+    with pytest.raises(TLTError, match="set HOME"):
+        save_table("~/costs", key, LatencyTable())
+
+
 @pytest.mark.parametrize(
     ("changes", "what", "said"),
     [
@@ -82,6 +100,8 @@ def test_without_a_home_a_run_measures_its_costs_anew(findings, monkeypatch):
         ({f"{ACTOR}.fsdp_config.qat.enable": True}, f"{ACTOR}.fsdp_config.qat.enable", "a quantized policy"),
         ({"actor_rollout_ref.model.mtp": {"enable": True, "enable_rollout": True}},
          "actor_rollout_ref.model.mtp.enable_rollout", "set tlt.drafter.method=mtp, and TLT chooses K for it"),
+        ({f"{ROLLOUT}.checkpoint_engine.backend": "delta_sharded"}, f"{ROLLOUT}.checkpoint_engine.backend",
+         "refuses engines that speculate"),
         ({"data.val_files": "/x.parquet"}, "data.val_files", "/x.parquet does not exist"),
         ({"actor_rollout_ref.model.path": "models/not/here"}, "actor_rollout_ref.model.path", "is not a directory"),
     ],
@@ -124,6 +144,13 @@ MTP = TLTConfig(drafter=DrafterConfig(method="mtp"))
 OF_VERL = "actor_rollout_ref.model.mtp"
 
 
+PARTS = {
+    "model.embed_tokens.weight": np.zeros((64, 64), np.float32), "lm_head.weight": np.zeros((64, 64), np.float32),
+    "model.norm.weight": np.zeros(64, np.float32),
+}  # fmt: skip
+"""What a drafter takes of the policy."""
+
+
 @pytest.fixture
 def mimo(recipe):
     """The recipe's policy is one with an MTP head in its checkpoint."""
@@ -131,13 +158,13 @@ def mimo(recipe):
     more = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
     (policy / "config.json").write_text(json.dumps({**POLICY, **more}))
     head = {name: np.zeros(size, np.float32) for name, size in head_shapes(policy_shape(policy)).items()}
-    save_file(head, policy / "model.safetensors")
+    save_file({**PARTS, **head}, policy / "model.safetensors")
     return policy
 
 
 def test_an_mtp_head_drafts_where_the_checkpoint_holds_one(findings, mimo):
     assert levels(findings({}, MTP)) == {}
-    save_file({"model.norm.weight": np.zeros(2)}, mimo / "model.safetensors")
+    save_file(PARTS, mimo / "model.safetensors")
     found = findings({}, MTP)
     assert levels(found) == {"tlt.drafter.method": "refuse"}
     assert "holds no MTP head" in found["tlt.drafter.method"].sentence
@@ -180,6 +207,21 @@ def test_what_the_engines_would_refuse_is_known_before_ray_starts(findings):
     found = findings({f"{ROLLOUT}.engine_kwargs.vllm.data_parallel_size": 4})[f"{ROLLOUT}.engine_kwargs"]
     assert "vllm.data_parallel_size must be 1" in found.sentence
     assert levels(findings({}, TLTConfig(speculation=SpeculationConfig(enable=False)))) == {}
+
+
+@pytest.mark.parametrize("vllm", ["0.30.0", "0.31.0", "0.32.0"])
+@pytest.mark.parametrize("key", ["enable_rollout_routing_replay", "engine_kwargs.vllm.enable_return_routed_experts"])
+def test_routes_of_experts_are_refused_where_vllm_has_them_on_the_other_runner(findings, monkeypatch, vllm, key):
+    monkeypatch.setattr("verl_tlt.doctor.rules.installed", lambda name: vllm if name == "vllm" else installed(name))
+    wanted = {f"{ROLLOUT}.enable_rollout_routing_replay": "refuse"} if vllm == "0.31.0" else {}
+    assert levels(findings({f"{ROLLOUT}.{key}": True})) == wanted
+    assert not findings({}, TLTConfig(speculation=SpeculationConfig(enable=False)))
+
+
+def test_full_determinism_does_not_hold_where_k_follows_measured_times(findings):
+    key = f"{ROLLOUT}.full_determinism"
+    assert levels(findings({key: True})) == {key: "warn"}
+    assert not findings({}, TLTConfig(speculation=SpeculationConfig(enable=False)))
 
 
 def test_a_hybrid_policy_goes_without_prefix_caching_and_what_was_not_tried_is_refused(findings, tmp_path):

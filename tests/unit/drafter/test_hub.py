@@ -89,7 +89,7 @@ def test_an_index_names_no_file_outside_the_policy(policy_dir, tmp_path):
     for file in ("../elsewhere.safetensors", str(tmp_path / "elsewhere.safetensors")):
         names = ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight")
         (policy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
-        with pytest.raises(DrafterError, match=r"index\.json: .* is said to be in .*, which is no file beside it"):
+        with pytest.raises(DrafterError, match=r"index\.json: .* is said to be in .*, which is no .* file beside it"):
             VerifierWeights.from_policy_dir(policy)
 
 

@@ -298,7 +298,7 @@ def test_a_head_goes_back_into_a_policy_that_was_saved_without(family, policy_di
     written = write_back(policy_dir, tmp_path / "policy")
     for name, content in before.items():
         assert (written.parent / name).read_bytes() == content
-    assert {n: file.name for n, file in mtp_tensors(tmp_path / "policy").items()} == dict.fromkeys(own, written.name)
+    assert {n: at.file.name for n, at in mtp_tensors(tmp_path / "policy").items()} == dict.fromkeys(own, written.name)
     loaded = load_own_head(tmp_path / "policy", tmp_path / "policy")
     assert fingerprint(serving_tensors(loaded)) == fingerprint(own)
     VerifierWeights.from_policy_dir(tmp_path / "policy")

@@ -45,7 +45,7 @@ def test_from_the_policys_own_head_to_one_that_goes_back(mtp_dir, prompts_file, 
     policy = linked(mtp_dir, tmp_path / "policy")
     code, said = run("write-back", options.out, policy)
     assert code == 0 and "model-mtp.safetensors" in said, said
-    assert {file.parent for file in mtp_tensors(policy).values()} == {policy}
+    assert {at.file.parent for at in mtp_tensors(policy).values()} == {policy}
     load_own_head(policy, policy)
     assert {file.name: file.read_bytes() for file in mtp_dir.iterdir()} == before, "through a link"
 

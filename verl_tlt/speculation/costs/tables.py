@@ -18,9 +18,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
+from verl_tlt.errors import TLTError
 from verl_tlt.json_files import read_object
 from verl_tlt.messages import from_plain
-from verl_tlt.ownership import other_owner, replacing
+from verl_tlt.ownership import expanded, other_owner, replacing
 from verl_tlt.speculation.types import OFF, ControlError
 
 SCHEMA = 2
@@ -151,7 +152,7 @@ def table_path(directory: str | Path, key: TableKey) -> Path:
     """Where the table of `key` lives: a readable name plus a digest of the whole key."""
     readable = "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part).strip("_")[:40] for part in asdict(key).values())
     digest = hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()[:12]
-    return Path(directory).expanduser() / f"{readable}-{digest}.json"
+    return expanded(directory) / f"{readable}-{digest}.json"
 
 
 def save_table(directory: str | Path, key: TableKey, table: LatencyTable) -> Path:
@@ -166,7 +167,11 @@ def save_table(directory: str | Path, key: TableKey, table: LatencyTable) -> Pat
 
 def load_table(directory: str | Path, key: TableKey) -> LatencyTable | None:
     """The stored table of `key`; None where there is none, it had to be set aside, or anybody may have written it."""
-    path = table_path(directory, key)
+    try:
+        path = table_path(directory, key)
+    except TLTError as error:
+        logger.warning("No latency table is read: %s Latencies are learned anew.", error)
+        return None
     if reason := other_owner(path):
         logger.warning("The latency table %s is not read, since %s; latencies are learned anew.", path, reason)
         return None

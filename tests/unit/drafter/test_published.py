@@ -1,0 +1,106 @@
+"""Policies as they were published: what the doctor accepts is built, filled and trained, the rest is a sentence."""
+
+import json
+from copy import deepcopy
+
+import pytest
+import torch
+import transformers
+from published import PUBLISHED
+from transformers import CONFIG_MAPPING
+
+from verl_tlt.doctor.models import check_policy
+from verl_tlt.drafter import (
+    DrafterError,
+    DrafterTrainer,
+    PolicyStates,
+    Text,
+    VerifierWeights,
+    aux_layers_for,
+    build_drafter,
+    check_drafter,
+    load_policy,
+    pack,
+    policy_shape,
+    refresh_verifier_weights,
+    save_drafter,
+)
+from verl_tlt.drafter.policy import SUPPORTED
+from verl_tlt.drafter.rehearsal import rehearse
+
+
+def published(path, name):
+    """A small policy's folder with its config as published."""
+    fields = PUBLISHED[name]
+    torch.manual_seed(0)
+    kind = transformers.AutoModelForImageTextToText if "vision_config" in fields else transformers.AutoModelForCausalLM
+    model = kind.from_config(CONFIG_MAPPING[fields["model_type"]](**deepcopy(fields)), dtype=torch.float32)
+    model.save_pretrained(path)
+    (path / "config.json").write_text(json.dumps(fields))
+    return path
+
+
+def test_every_family_that_is_claimed_is_here():
+    kinds = {fields["model_type"] for fields in PUBLISHED.values()}
+    assert kinds | {"qwen3_5_text"} == set(SUPPORTED), (
+        "the text model of Qwen3.5 is published inside the whole one only"
+    )
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_the_doctor_accepts_is_built_filled_and_trained(tmp_path, name):
+    path = published(tmp_path / "policy", name)
+    found = check_policy(str(path))
+    assert found.level == "ok" and "not here" not in found.sentence, found
+    drafter = build_drafter(path)
+    refresh_verifier_weights(drafter, VerifierWeights.from_policy_dir(path))
+    states = PolicyStates(load_policy(path, "cpu"), aux_layers_for(4))
+    sequences = states([Text(torch.arange(3, 40), 5)])
+    result = DrafterTrainer(drafter, ttt_steps=2).step(pack(sequences))
+    assert torch.isfinite(torch.tensor(result.loss))
+    check_drafter(save_drafter(drafter, tmp_path / "drafter", {}, policy=path), path)
+
+
+def test_a_tied_policy_that_does_not_say_so_is_tied(tmp_path):
+    assert "tie_word_embeddings" not in PUBLISHED["ERNIE-4.5-0.3B"]
+    assert policy_shape(published(tmp_path, "ERNIE-4.5-0.3B")).tied
+
+
+def test_pickled_weights_are_refused_before_a_run(tmp_path):
+    path = published(tmp_path, "Qwen3-8B")
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    found = check_policy(str(path))
+    assert found.level == "refuse" and "pytorch_model.bin is pickled" in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("Qwen3-8B", {"vocab_size": 300}, "the policy's config asks for [300, 64]"),
+        ("Qwen2.5-VL-7B", {"hidden_size": 300}, "Qwen2.5|qwen2_5_vl|built|head"),
+        (
+            "Phi-4-mini",
+            {"rope_scaling": {"type": "longrope", "short_factor": 3, "long_factor": None}},
+            "phi3|field|built",
+        ),
+        ("Llama-3.2-1B", {"rope_scaling": {"rope_type": "martian"}}, "martian"),
+        ("Qwen3-8B", {"num_attention_heads": 3, "num_key_value_heads": 2}, "no multiple of num_key_value_heads=2"),
+        ("Qwen3-8B", {"num_hidden_layers": 2}, "needs at least 3"),
+        ("Qwen3-8B", {"hidden_act": "martian"}, "martian"),
+    ],
+)
+def test_what_cannot_be_built_is_one_sentence(tmp_path, name, change, said):
+    path = published(tmp_path / "policy", name)
+    (path / "config.json").write_text(json.dumps({**PUBLISHED[name], **change}))
+    found = check_policy(str(path))
+    assert found.level == "refuse" and "\n" not in found.sentence and found.sentence.endswith("."), found
+    assert any(word in found.sentence for word in said.split("|")), found
+    with pytest.raises(DrafterError):
+        rehearse(path)
+
+
+def test_without_its_weights_a_policy_is_judged_by_its_config(tmp_path):
+    path = published(tmp_path / "policy", "Qwen3-8B")
+    (path / "model.safetensors").unlink()
+    found = check_policy(str(path))
+    assert found.level == "ok" and "its weights are not here" in found.sentence

@@ -1,0 +1,74 @@
+"""Put a trained MTP head back into its policy's folder, where vLLM looks for it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+
+from verl_tlt.drafter.check import check_owner
+from verl_tlt.drafter.mtp_tensors import mtp_layout, read_head
+from verl_tlt.drafter.policy import (
+    CONFIG,
+    INDEX,
+    DrafterError,
+    Model,
+    policy_shape,
+    read_json,
+    tensor_files,
+)
+from verl_tlt.drafter.tensor_file import TensorFile
+from verl_tlt.ownership import check_writable, replacing
+
+SHARD = "model-mtp.safetensors"
+"""The file that `write_back` adds to a policy."""
+
+
+def write_back(head: Model, policy: str | os.PathLike[str]) -> Path:
+    """Put a head into a policy's folder, where vLLM drafts with it by the method `mtp`; returns the file it is in.
+
+    The policy's other tensors stay as they are; an older head in its files is taken out of them. The head gets the
+    dtype of the policy's embedding. Each file is replaced whole, and is never half of two.
+
+    Raises:
+        DrafterError: the head is not one of this policy's shape, may be another user's, or holds numbers that are not
+            finite; or the folder is not one to write to.
+    """
+    check_owner(head)
+    directory = Path(policy)
+    if not (directory / CONFIG).is_file():
+        raise DrafterError(f"{directory} is no folder of a policy: it has no {CONFIG}.")
+    check_writable(directory, "the policy's folder")
+    shape = policy_shape(directory)
+    layout, tensors = mtp_layout(shape), read_head(head, shape)
+    _, owners = tensor_files(directory)
+    dtype = _dtype(directory, owners)
+    pieces = {SHARD: {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}}
+    others = {name: file for name, file in owners.items() if not name.startswith(layout.prefix)}
+    for file in {owners[name] for name in owners.keys() - others.keys()} - {SHARD}:  # with an older head
+        with TensorFile(directory / file, "pt") as reader:
+            pieces[file] = {name: reader.get_tensor(name) for name in reader.names if name in others}
+    config = read_json(directory / CONFIG)
+    # verl sets the count to 0 (`model.mtp.enable=False`) before it saves a policy, and vLLM then divides by it.
+    (config.get("text_config") or config)[layout.count] = 1
+    index = {"metadata": {}, "weight_map": {**others, **dict.fromkeys(tensors, SHARD)}}
+    contents = {file: save(held, metadata={"format": "pt"}) for file, held in pieces.items()}
+    texts = {INDEX: index, CONFIG: config}
+    contents |= {file: (json.dumps(fields, indent=1) + "\n").encode() for file, fields in texts.items()}
+    for file, content in contents.items():
+        with replacing(directory / file) as stream:
+            stream.write(content)
+    return directory / SHARD
+
+
+def _dtype(directory: Path, owners: Mapping[str, str]) -> torch.dtype:
+    """That of the policy's embedding."""
+    name = next((name for name in owners if name.endswith("embed_tokens.weight")), None)
+    if name is None:
+        raise DrafterError(f"{directory} has no tensor that ends in 'embed_tokens.weight'.")
+    with TensorFile(directory / owners[name], "pt") as reader:
+        return reader.dtype(name)

@@ -1,0 +1,73 @@
+"""Whether a policy has all that a drafter takes from it, tried before an engine starts or a response is drawn.
+
+Drafter and policy are built on the meta device, which keeps no numbers; of the policy's weights only headers are read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from verl_tlt.drafter.build import drafter_config, instantiate
+from verl_tlt.drafter.capture import find_decoder
+from verl_tlt.drafter.policy import (
+    INDEX,
+    MTP,
+    WEIGHTS,
+    DrafterError,
+    Model,
+    NotHereError,
+    PolicyShape,
+    first_line,
+    folder,
+    pickled,
+    policy_shape,
+    quiet,
+    read_model_config,
+)
+from verl_tlt.drafter.verifier import locate_parts
+
+
+def rehearse(policy: Model, method: str = "eagle3", fetch: bool = True) -> bool:
+    """Build what a run or a warm-up builds for a policy, in a folder or on the hub; whether its weights were there.
+
+    Missing weights are asked of the hub if `fetch`. A `DrafterError` says what a head of this method lacks.
+    """
+    shape = policy_shape(policy)
+    with quiet(), torch.device("meta"):
+        try:
+            instantiate(_config(shape, method), "eager")
+            if shape.model_type in CONFIG_MAPPING:  # verl alone may load others, by code of their own
+                find_decoder(_model(read_model_config(policy), shape.nested), shape.source)
+        except DrafterError:
+            raise
+        except Exception as error:  # whatever transformers or torch raise for sizes that do not fit together
+            raise DrafterError(f"{shape.source} describes no model that can be built: {first_line(error)}.") from error
+    try:
+        place = folder(policy, (WEIGHTS, INDEX), fetch=fetch)
+    except NotHereError:
+        return False
+    if not pickled(place) and not any((place / name).is_file() for name in (WEIGHTS, INDEX)):
+        return False
+    try:
+        locate_parts(policy, fetch)
+    except NotHereError:  # of several files some
+        return False
+    return True
+
+
+def _config(shape: PolicyShape, method: str) -> Any:
+    if method != MTP:
+        return drafter_config(shape)
+    from verl_tlt.drafter.mtp import mtp_config
+
+    return mtp_config(shape)
+
+
+def _model(fields: dict[str, Any], nested: bool) -> transformers.PreTrainedModel:
+    kind: Any = AutoModelForImageTextToText if nested else AutoModelForCausalLM
+    model: transformers.PreTrainedModel = kind.from_config(CONFIG_MAPPING[fields["model_type"]](**fields))
+    return model
