@@ -29,8 +29,8 @@ from verl_tlt.report.reader import read_trace
 
 RESULTS = ROOT / "benchmarks" / "results" / "faults.json"
 KILLED_STEPS = 4
-FIRST, EVERY = 3, 5
-"""Step of the first of a few faults, and steps from one to the next."""
+FIRST, SAVES = 3, 5
+"""Step of the first of a few faults, and steps between their checkpoints."""
 
 
 def weights(out: Path, step: int) -> list[bytes]:
@@ -126,13 +126,16 @@ def fatal(out: Path, texts: Sequence[str] = ("",)) -> tuple[list[dict], list[str
 
 
 def a_few(out: Path, texts: Sequence[str]) -> tuple[list[dict], list[str]]:
-    """The faults whose names hold one of the texts, those that a run survives `EVERY` steps apart."""
+    """The faults whose names hold one of the texts, those that a run survives one after the other."""
     rows, complaints = fatal(out, texts)
-    chosen = [fault for fault in FAULTS if any(text in fault.name for text in texts)]
-    if not chosen:
+    moved, step = [], FIRST
+    for fault in FAULTS:
+        if any(text in fault.name for text in texts):
+            moved.append(replace(fault, step=min(fault.step, step)))
+            step += fault.takes
+    if not moved:
         return rows, complaints
-    moved = [replace(fault, step=min(fault.step, FIRST + EVERY * i)) for i, fault in enumerate(chosen)]
-    more, of_them = survivable(out, moved, FIRST + EVERY * (len(chosen) + 1), EVERY)
+    more, of_them = survivable(out, moved, step + SAVES, SAVES)
     return rows + more, complaints + of_them
 
 

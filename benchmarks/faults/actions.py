@@ -144,6 +144,27 @@ def full_disk(original: Original, *args: Any, **kwargs: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def room_for_the_policy(original: Original, checkpoint: Path, needed: int) -> Any:
+    """The disk could take the drafter, or the policy's next checkpoint, and not both."""
+    import shutil
+
+    usage = shutil.disk_usage
+    shutil.disk_usage = lambda path: usage(path)._replace(free=needed)
+    try:
+        return original(checkpoint, needed)
+    finally:
+        shutil.disk_usage = usage
+
+
+async def answer_late(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """It does what it was asked, and says so when nobody waits for it any more."""
+    import asyncio
+
+    found = await original(*args, **kwargs)
+    await asyncio.sleep(60)
+    return found
+
+
 def lose_replica(original: Original, watch: Any) -> Any:
     """The balancer forgets a replica while requests are on it."""
     import ray

@@ -89,7 +89,7 @@ def _wrap(folder: Path, fault: Fault, target: str, before: Mapping[str, int], mo
         calls[step] = calls.get(step, 0) + 1
         if not fault.first <= calls[step] < fault.first + fault.times:
             return False
-        return _claim(folder / f"fired-{fault.note(target)}", step, fault.everywhere)
+        return _claim(folder / f"fired-{fault.note(target)}", step, fault)
 
     act: Callable[..., Any] = functools.partial(getattr(actions, fault.action), original)
 
@@ -116,16 +116,19 @@ def _struck(note: Path, otherwise: int) -> int:
         return otherwise
 
 
-def _claim(note: Path, step: int, everywhere: bool) -> bool:
-    """Whether this process is one that the fault strikes in this step: the first to ask, or all of them."""
-    line = f"{step} {os.getpid()}\n"
-    scratch = note.with_name(f"{os.getpid()}-{threading.get_ident()}-{note.name}")
+def _claim(note: Path, step: int, fault: Fault) -> bool:
+    """Whether this process is one that the fault strikes in this step: the first to ask, its successor, or any."""
+    line, mine = f"{step} {os.getpid()}\n", os.getpid()
+    scratch = note.with_name(f"{mine}-{threading.get_ident()}-{note.name}")
     scratch.write_text(line)
     try:
         os.link(scratch, note)  # whole, or not there
     except FileExistsError:
-        struck, pid = map(int, note.read_text().split()[:2])
-        if step != struck or (not everywhere and pid != os.getpid()):
+        struck = [tuple(map(int, entry.split())) for entry in note.read_text().splitlines()]
+        (begin, first), pids = struck[0], {pid for _, pid in struck}
+        here = step == begin and (fault.everywhere or first == mine)
+        successor = step > begin and (step - begin) % 2 == 0 and mine not in pids and len(pids) < fault.sessions
+        if not (here or successor):
             return False
         with note.open("a") as file:
             file.write(line)

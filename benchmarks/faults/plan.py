@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-STEPS = 50
+STEPS = 60
 """Of the long run; the last fault costs more than half a dozen of them."""
 SAVE_EVERY = 10
 BOUNDS = {
     "verl_tlt.trainer.ray_fleet:CALL_S": 30.0,
+    "verl_tlt.trainer.ray_fleet:SLEEP_S": 10.0,
 }
 """Bounds of the trainer that are minutes for real machines; here steps take seconds."""
 
@@ -46,6 +47,10 @@ class Fault:
     """How many calls of that process fail."""
     everywhere: bool = False
     """In every process; else in the first one that calls it."""
+    sessions: int = 1
+    """In so many processes, each in the place of the one before: of one replica, so in every second step."""
+    takes: int = 5
+    """RL steps until it can be judged."""
     fallback: str = ""
     """Metric that is above 0 in the next rollout: engines draft nothing there."""
     waits: tuple[float, float] | None = None
@@ -88,6 +93,8 @@ FAULTS = (
           "tlt/errors_publish", "no answer within 30 s", "publishes"),
     Fault("NaN in the published weights", 19, (f"{SERVER}.tlt_stage",), "nan_weights",
           "tlt/reload_failures", "holds numbers that are not finite", "serves", fallback="tlt/drafter_off_frac"),
+    Fault("a disk with room for the policy alone", 20, (f"{LEARNER}:check_room",), "room_for_the_policy",
+          "tlt/errors_save", "gets no drafter", "saves"),
     Fault("object store full when hidden states are handed over", 20,
           ("verl_tlt.actor.worker:TLTActorWorker.tlt_take",), "full_store",
           "tlt/errors_tap", "ObjectStoreFullError", "trains"),
@@ -112,6 +119,10 @@ FAULTS = (
     Fault("a drafter file truncated while it is read", 34, ("verl_tlt.vllm_worker.live_drafter:_read",),
           "truncate_in_read", "tlt/reload_failures", "it became shorter while it was read", "serves",
           fallback="tlt/drafter_off_frac"),
+    Fault("tlt_try_sleep slower than its bound", 36, (f"{SERVER}.tlt_try_sleep",), "answer_late",
+          "tlt/spot_failures", "no answer within 10 s", "trains"),
+    Fault("a worker slower than its stop bound in three sessions", 39, (MICRO_BATCH,), "hang",
+          "tlt/spot_off_replicas", "is given up for 8 steps", "trains", first=3, sessions=3, takes=18),
 )  # fmt: skip
 """Of the long run, by step."""
 

@@ -38,6 +38,36 @@ class Deaf:
         return self.nothing
 
 
+class Slow:
+    """An actor that notes what it does."""
+
+    def __init__(self):
+        self.notes = []
+
+    async def said(self):
+        """What it has done."""
+        return self.notes
+
+    async def act(self, name, seconds):
+        """Do something after so many seconds."""
+        import asyncio
+
+        self.notes.append(f"began {name}")
+        try:
+            await asyncio.sleep(seconds)
+            self.notes.append(f"did {name}")
+        finally:
+            self.notes.append(f"ended {name}")
+
+
+def wait_for(condition, seconds=60):
+    """Until something has become so."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
 class Forever:
     """A handle whose every method is the deaf actor's."""
 
@@ -100,6 +130,18 @@ def test_a_call_that_nobody_answers_fails_after_its_bound(fleet, call):
         call(fleet)
     assert 0.9 * BOUND_S <= time.monotonic() - begin < BOUND_S + LATE_S
     assert failure.value.silent and not failure.value.died
+
+
+def test_a_call_to_a_server_that_is_given_up_ends_where_it_waits():
+    from verl_tlt.trainer.ray_calls import ask
+
+    actor = ray.remote(Slow).options(num_cpus=0).remote()
+    begun = actor.act.remote("begun", 600.0)
+    wait_for(lambda: "began begun" in ray.get(actor.said.remote()))
+    with pytest.raises(CallFailed, match="no answer"):
+        ask([begun], 0.5)
+    wait_for(lambda: ray.get(actor.said.remote()) == ["began begun", "ended begun"])
+    ray.kill(actor)
 
 
 def test_spot_workers_that_answer_nobody_are_replaced(fleet, deaf):

@@ -6,7 +6,9 @@ are between the balancer's answer and the server's gate when the gate closes.
 """
 
 import asyncio
+import contextlib
 import random
+import time
 
 import pytest
 from recorded import ray_cluster
@@ -130,6 +132,33 @@ def test_a_recalled_server_has_compared_its_drafter_and_one_without_weights_stay
     with pytest.raises(RuntimeError, match="without its weights"):
         ray.get(server.tlt_recall.remote(), timeout=300)
     asyncio.run(synced(server))
+
+
+def block(server):
+    """It answers nobody for a while."""
+    time.sleep(2.0)
+
+
+@pytest.mark.parametrize("blocked", [True, False], ids=["before it began", "while it sleeps"])
+def test_a_server_whose_answer_is_given_up_serves_again_after_the_weight_sync(fleet, blocked):
+    """Where it had not begun, it begins before what the weight sync calls."""
+    import ray
+
+    from verl_tlt.trainer.fleet import CallFailed
+    from verl_tlt.trainer.ray_calls import ask
+
+    servers, _, _ = fleet
+    server = servers["server-0"]
+    for i, wait_s in enumerate([0.5] if blocked else [0.0, 0.003, 0.01, 0.03]):
+        if blocked:
+            server.__ray_call__.remote(block)
+        with contextlib.suppress(CallFailed):
+            slept = ask(server.tlt_try_sleep.remote(True), wait_s)
+            assert slept and not blocked, "it answered in time"
+        asyncio.run(synced(server))
+        params = {"max_tokens": TOKENS, "ignore_eos": True}
+        output = ray.get(server.generate.remote([11, 12, 13], params, f"after-{blocked}-{i}"), timeout=300)
+        assert len(output.token_ids) == TOKENS, output
 
 
 def test_verls_abort_takes_the_gate_over_and_parks_late_requests(fleet):

@@ -159,6 +159,26 @@ def test_a_fault_strikes_one_call_of_its_step_or_of_the_next_that_has_any(tmp_pa
     assert (tmp_path / "fired-a-fault-count").read_text().split()[0] == str(struck)
 
 
+SESSIONS = """
+import os
+from benchmarks.faults import injector
+from benchmarks.faults.plan import Fault
+fault = Fault("a fault", 3, ("m:f",), "fail", "", "", "trains", sessions=3)
+note = injector.Path(os.environ["TLT_FAULTS"]) / "fired-it"
+print(int(injector._claim(note, int(os.environ["STEP"]), fault)))
+"""
+
+
+def test_a_fault_of_several_sessions_strikes_one_replicas_workers_one_after_the_other(tmp_path):
+    (tmp_path / "plan").write_text("{}")
+    said = []
+    for step in (3, 4, 5, 5, 7, 9):  # a process each: in even steps it is the other replica's turn
+        env = {**os.environ, "TLT_FAULTS": str(tmp_path), "PYTHONPATH": str(ROOT), "STEP": str(step)}
+        done = subprocess.run([sys.executable, "-c", SESSIONS], env=env, capture_output=True, text=True, check=True)
+        said.append(done.stdout.split()[-1])
+    assert said == ["1", "0", "1", "1", "0", "0"]
+
+
 def test_every_fault_of_a_plan_is_armed_as_python_starts(tmp_path):
     faults = (*FAULTS, SERVER_KILLED, ENGINE_KILLED)
     modules = "from verl_tlt.compat.import_hooks import _FINDER; print(*_FINDER.callbacks)"

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "json_files": {"errors"},
     "bootstrap": set(),
     "speculation": {"errors", "json_files", "messages", "ownership"},
-    "idle": set(),
+    "idle": {"speculation"},
     # what every process may carry
     "flag": set(),
     "config": {"errors", "speculation"},

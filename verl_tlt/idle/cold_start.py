@@ -21,7 +21,7 @@ PORTIONS = 5
 SCORES_SHARE = 0.25
 """Of a portion that its scores may take; where they took more, the next one is longer."""
 FLAT = 2
-"""Portions in a row that did not surely raise the accept length, after which it does not rise any more."""
+"""Portions in a row that did not surely raise the accept length, or taught nothing at all, after which it ends."""
 PAYS_WITHIN = 10
 """RL steps in which a portion must bring back its time; in more of them bubbles would have taught as much."""
 
@@ -36,7 +36,7 @@ class ColdStart:
         self._longest_s = longest_s
         self._steps = self._steps_left = 0
         self._step_s = self._rollout_s = 0.0
-        self._flat = 0
+        self._flat = self._fruitless = 0
         self._saving = self._rise = 0.0
 
     @property
@@ -69,6 +69,10 @@ class ColdStart:
         """The scores of a portion took so many seconds, or were not done when it ended after as many."""
         self.portion_s = max(self.portion_s, seconds / SCORES_SHARE)
 
+    def trained(self, merged: bool) -> None:
+        """A portion is over; `merged`: somebody trained a step in it, and that was merged."""
+        self._fruitless = 0 if merged else self._fruitless + 1
+
     def judged(self, rose: bool, saving: float) -> None:
         """The gate has judged a portion.
 
@@ -80,6 +84,8 @@ class ColdStart:
 
     def enough(self) -> str:
         """Why it ends; empty: it goes on."""
+        if self._fruitless >= FLAT:
+            return "nothing was trained and merged in two portions"
         if self._flat >= FLAT:
             return "the accept length does not rise any more"
         back_s = self._rise * self._rollout_s * min(self._steps_left, PAYS_WITHIN)

@@ -1,39 +1,51 @@
-"""Which replicas' spot workers may still be tried after failures."""
+"""Which replicas' spot workers may be tried now, after failures."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from verl_tlt.speculation.retry import next_wait
+
 MAX_FAILURES = 3
-"""Failed sessions in a row after which a replica's spot training stays off for the run."""
+"""Failed sessions in a row after which a replica's spot training is given up, and tried again only now and then."""
+
+
+@dataclass
+class _Row:
+    failures: int = 0
+    wait: int = 0  # RL steps that it is left alone for
+    resume_at: int = 0
 
 
 class FailureBudget:
-    """For the run: a replica's spot worker pauses after a failure, and stays off after `MAX_FAILURES` in a row.
+    """For the run: a replica's spot worker pauses after a failure, and is given up after `MAX_FAILURES` in a row.
 
     Kept per replica, so that one bad device neither stops the others nor hides behind their successes. The pause
-    is counted in RL steps (1, 2, 4, ...): a step holds at most one session per replica.
+    is counted in RL steps (1, 2, then `next_wait`): a step holds at most one session per replica.
     """
 
     def __init__(self) -> None:
-        self._in_a_row: dict[str, int] = {}
-        self._resume_at: dict[str, int] = {}
+        self._rows: dict[str, _Row] = {}
 
     def allows(self, replica: str, step: int) -> bool:
         """Whether the replica's worker may train in this RL step."""
-        return replica not in self.off and step >= self._resume_at.get(replica, step)
+        return replica not in self._rows or step >= self._rows[replica].resume_at
 
-    def succeeded(self, replica: str) -> None:
-        """A session ended well: the row is broken."""
-        if replica not in self.off:
-            self._in_a_row.pop(replica, None)
-            self._resume_at.pop(replica, None)
+    def succeeded(self, replica: str) -> bool:
+        """A session ended well: the row is broken. Returns whether the replica had been given up."""
+        row = self._rows.pop(replica, _Row())
+        return row.failures >= MAX_FAILURES
 
-    def failed(self, replica: str, step: int) -> bool:
-        """A session failed in this step. True the one time this used up the budget: say so loudly."""
-        count = self._in_a_row[replica] = self._in_a_row.get(replica, 0) + 1
-        self._resume_at[replica] = step + 2 ** (count - 1) + 1
-        return count == MAX_FAILURES
+    def failed(self, replica: str, step: int) -> int:
+        """A session failed in this step. Returns for how many steps it is given up; 0: it only pauses."""
+        row = self._rows.setdefault(replica, _Row())
+        row.failures += 1
+        off = row.failures >= MAX_FAILURES
+        row.wait = next_wait(row.wait if row.failures > MAX_FAILURES else 0) if off else 2 ** (row.failures - 1)
+        row.resume_at = step + row.wait + 1
+        return row.wait if off else 0
 
     @property
     def off(self) -> frozenset[str]:
-        """Replicas whose spot training stays off for the run."""
-        return frozenset(name for name, count in self._in_a_row.items() if count >= MAX_FAILURES)
+        """Replicas whose spot training is given up."""
+        return frozenset(name for name, row in self._rows.items() if row.failures >= MAX_FAILURES)

@@ -20,7 +20,7 @@ class LeaveBalancer(_Command):
 
 
 class TrySleep(_Command):
-    """Ask the server to close its gate and sleep; answer with `slept`, `refused`, or `failed` if it still serves."""
+    """Ask the server to close its gate and sleep; answer with `slept`, `refused` (it still serves), or `failed`."""
 
 
 class StartTraining(_Command):

@@ -1,7 +1,7 @@
 """When may a replica stop serving and train? A pure state machine: observations in, commands out.
 
     BUSY ──LeaveBalancer──▶ DRAINING ──TrySleep──▶ IDLE ──StartTraining──▶ TRAINING ──StopTraining──▶ IDLE
-      ▲                        │ refused                                                               │
+      ▲                        │ refused           (no answer: IDLE until the weight sync)             │
       └────────Rejoin──────────┴───────────────── WakeUp and Rejoin: recalled ─────────────────────────┘
 
 The policy:
@@ -63,6 +63,7 @@ class _Replica:
     retry_at: float = -math.inf
     refusals: int = 0
     over: bool = False  # had its session in this phase, or failed
+    lost: bool = False  # did not say that it sleeps, or that it serves again
     started: bool = False  # told to train and not known to have ended
     train_from: float | None = None
     train_to: float | None = None
@@ -182,18 +183,17 @@ class ReplicaIdlePlanner:
         if r.started:
             self._close(r, now)
 
-    def failed(self, replica: str, now: float) -> list[Command]:
-        """Something raised at any stage: no further session for this replica in this phase.
+    def failed(self, replica: str, now: float) -> None:
+        """Something raised, or did not answer, at any stage: no further session for this replica in this phase.
 
-        One that had not slept goes back to serving; one that sleeps has no weights and waits for the sync.
+        It stays out of the balancer until the weight sync, which opens every gate: one that sleeps may have no weights,
+        and one that was asked to sleep may have closed its gate, or may yet.
         """
         r = self._replicas[replica]
         self._failures += 1
-        if r.state is State.DRAINING:
-            r.over = True
-            return self._back(replica)
+        if r.state is State.DRAINING or (r.state is State.IDLE and not r.started):
+            r.state, r.lost = State.IDLE, True
         self._close(r, now)
-        return []
 
     def recall(self) -> list[Command]:
         """More requests are about to be sent: replicas that have left stop training, wake up and come back.
@@ -204,6 +204,8 @@ class ReplicaIdlePlanner:
             return []
         commands: list[Command] = []
         for name, r in self._replicas.items():
+            if r.lost:  # to wait for it again and again would hold up every request
+                continue
             if r.state in (State.IDLE, State.TRAINING):
                 commands += [StopTraining(name)] if r.started else []
                 commands.append(WakeUp(name))
@@ -259,7 +261,7 @@ class ReplicaIdlePlanner:
             self._last_request = now
 
     def _back(self, replica: str) -> list[Command]:
-        """After a refusal or a failure; after the end of sampling the weight sync brings it back instead."""
+        """After a refusal; after the end of sampling the weight sync brings it back instead."""
         self._replicas[replica].idle_since = None  # the server knows better than the load shown
         return [] if self._ended is not None else self._busy(replica)
 

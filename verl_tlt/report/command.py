@@ -11,7 +11,7 @@ from verl_tlt.console import make_console
 from verl_tlt.errors import TLTError, printable
 from verl_tlt.report.chrome_trace import write_chrome_trace
 from verl_tlt.report.reader import TraceError, read_trace
-from verl_tlt.report.rows import rich_table, rows_of_trace
+from verl_tlt.report.rows import given_up, rich_table, rows_of_trace
 
 
 def report(trace_dir: Path, out: Path | None, perfetto: Path | None = None) -> None:
@@ -24,6 +24,8 @@ def report(trace_dir: Path, out: Path | None, perfetto: Path | None = None) -> N
     folder = out or _beside(trace_dir)
     trace = read_trace(trace_dir)
     console.print(rich_table(rows_of_trace(trace), printable(str(trace_dir))))
+    if off := given_up(trace):
+        say(printable(off))
     if trace.skipped:
         say(f"{trace.skipped} lines of the trace could not be read.")
     try:

@@ -18,7 +18,7 @@ from verl_tlt.errors import printable
 from verl_tlt.ownership import replacing
 from verl_tlt.report.figures import Chart, run_charts, step_charts
 from verl_tlt.report.reader import RunTrace
-from verl_tlt.report.rows import own_work_s, rows_of_trace, table
+from verl_tlt.report.rows import given_up, own_work_s, rows_of_trace, table
 from verl_tlt.report.steps import rl_steps
 
 MAX_DRAFT_LENGTH = 3
@@ -120,9 +120,11 @@ def _facts(trace: RunTrace) -> Iterator[tuple[str, str]]:
 
 
 def _sentences(trace: RunTrace) -> Iterator[str]:
+    if off := given_up(trace):
+        yield off
     if all(row["saved_s"] is None for row in rows_of_trace(trace).values()):
         yield "Savings are unknown: nothing was drafted, or what a step costs without drafts was not measured."
-    for stop in trace.stops:
+    for stop in (stop for stop in trace.stops if not stop.replica):
         yield f"After step {stop.step} speculation was {f'disabled: {stop.cause}' if stop.cause else 'enabled again'}."
     if trace.skipped:
         yield f"{trace.skipped} lines of the trace could not be read."

@@ -69,6 +69,20 @@ def step_row(metrics: Mapping[str, float]) -> Row:
     }
 
 
+def given_up(trace: RunTrace) -> str:
+    """A sentence about the replicas on which spot training was given up, as it stood in the end; empty: on none."""
+    last = {stop.replica: stop for stop in trace.stops if stop.replica}
+    off = [stop for stop in last.values() if stop.cause]
+    if not off:
+        return ""
+    names = ", ".join(trace.label(stop.replica) for stop in off)
+    latest = max(off, key=lambda stop: stop.t)
+    return (
+        f"Spot training was given up on {len(off)} of {len(trace.replicas)} replicas ({names}), last in step "
+        f"{latest.step}: {latest.cause}."
+    )
+
+
 def own_work_s(row: Row) -> float:
     """TLT's own work that `saved_s` does not contain: known savings contain the waits for the choice of K."""
     return (row["overhead_s"] or 0.0) - (0.0 if row["saved_s"] is None else row["control_s"] or 0.0)

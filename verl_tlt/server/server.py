@@ -138,11 +138,11 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
         """As verl's, which owns the gate from here on and opens it; an engine that sleeps has nothing to abort."""
-        if not self._tlt_left:
+        left, self._tlt_left = self._tlt_left, False
+        if not left or self._tlt_has_requests:  # of one that has requests it is just being asked whether it may sleep
             return await super().abort_all_requests(
                 reset_prefix_cache=reset_prefix_cache, reject_request=reject_request
             )
-        self._tlt_left = False
         self._rejecting = reject_request  # else late requests wait at the gate now, as at every other server's
         return {"aborted_count": 0, "request_ids": []}
 
@@ -158,7 +158,9 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         """Sleep if and only if no request is in the engine or on its way into it; else serve on. Returns which.
 
         Closing the gate and counting happen on the actor's one event loop: a request admitted before is counted in the
-        engine, one that comes after is rejected and sent to another replica by the client (`server/client.py`).
+        engine, one that comes after is rejected and sent to another replica by the client (`server/client.py`). However
+        the call ends, this server counts as gone unless it answers that it serves on: its gate stays closed until the
+        weight sync.
 
         Args:
             recall: keep the weights on the host, so that `tlt_recall` can wake the engine up before a weight sync.
@@ -167,20 +169,28 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             return False
         self._submission_paused, self._rejecting = True, True
         self._resume_event.clear()
+        self._tlt_left, self._tlt_keeps_weights = True, False
         deadline = time.monotonic() + ADMISSION_TIMEOUT_S
-        while self._admitting > 0 and time.monotonic() < deadline:
+        while self._tlt_left and self._admitting > 0 and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
-        if self._admitting or self.engine.output_processor.request_states:
-            await self.open_submission_gate()
+        if not self._tlt_left:  # verl has taken the gate over meanwhile
             return False
-        self._tlt_left, self._tlt_keeps_weights = True, recall
+        if self._tlt_has_requests:
+            await self._tlt_return()
+            return False
         await answered(self.engine, "sleep", self._tlt_sleep_with_weights() if recall else self.sleep())
+        self._tlt_keeps_weights = recall
         return True
 
     async def _tlt_sleep_with_weights(self) -> None:
         if self.config.free_cache_engine:
             await self.engine.sleep(level=1)  # vLLM's level that copies the weights to the host; verl's 2 drops them
             await self.engine.reset_encoder_cache()
+
+    @property
+    def _tlt_has_requests(self) -> bool:
+        """Whether a request is in the engine or on its way into it."""
+        return bool(self._admitting or self.engine.output_processor.request_states)
 
     async def tlt_recall(self) -> None:
         """Serve again before the weight sync, with the weights the engine slept with; nothing where it has not left.
@@ -193,8 +203,10 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             raise RuntimeError(f"replica {self.replica_rank} sleeps without its weights")
         if self.config.free_cache_engine:
             await answered(self.engine, "wake up", super().wake_up())
-        await self._tlt_reload()  # the drafter slept too: compare its fingerprint
-        await self._tlt_return()
+        if self._tlt_left:  # else verl has taken the gate over meanwhile, and may have the engine asleep again
+            await self._tlt_reload()  # the drafter slept too: compare its fingerprint
+        if self._tlt_left:
+            await self._tlt_return()
 
     async def _tlt_return(self) -> None:
         self._tlt_left = False

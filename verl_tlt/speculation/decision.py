@@ -18,6 +18,7 @@ from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.acceptance import expected_accept_lengths
 from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import CONTEXT_TOKENS, LatencyTable
+from verl_tlt.speculation.retry import next_wait
 from verl_tlt.speculation.types import OFF, Load, Policy
 
 USELESS = 1.05
@@ -31,8 +32,6 @@ BETTER = 1.05
 """After drafting lost time, a drafter must promise an accept length this many times as long to be tried again."""
 IN_A_ROW = 3
 """Rollouts that show the same before speculation is disabled."""
-FIRST_PROBE, LONGEST_WAIT = 8, 64
-"""Rollouts from there to the first probe, and between two probes at most; the wait doubles."""
 
 
 class Limits(NamedTuple):
@@ -195,7 +194,7 @@ class RunDecision:
         self.rollout = RolloutDecision(policy, source)
         self._replicas, self._has_drafter, self._ordered = list(replicas), source == "eagle", policy == "fixed"
         self._useless = self._losing = 0
-        self._wait, self._until, self._probes = FIRST_PROBE, 0, 0
+        self._wait = self._until = self._probes = 0  # rollouts between two probes, and to the next one
 
     def drafting(self, acceptance: Sequence[float]) -> list[str]:
         """Replicas that draft in the coming rollout; argument and error as in `RolloutDecision.drafts`."""
@@ -233,7 +232,7 @@ class RunDecision:
         if max(self._useless, self._losing) < IN_A_ROW:
             return None
         self.cause, self._useless, self._losing = why, 0, 0
-        self._wait = self._until = FIRST_PROBE
+        self._wait = self._until = next_wait()
         return f"Speculation is disabled after {IN_A_ROW} rollouts that it made slower: {why}."
 
     def _after_probe(self, accepted: bool, gain: float) -> str | None:
@@ -245,7 +244,7 @@ class RunDecision:
         if accepted and gain > CLEARLY:
             self.cause = ""
             return f"Speculation is enabled again: a replica that drafted as a probe saved {gain:.0%} of its decoding."
-        self._until = self._wait = min(2 * self._wait, LONGEST_WAIT)
+        self._until = self._wait = next_wait(self._wait)
         return None
 
 

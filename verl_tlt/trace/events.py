@@ -130,14 +130,19 @@ class Reload(DrafterStatus):
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped:
-    """Speculation was disabled for the run because it does not pay, or enabled again."""
+    """Speculation was disabled for the run because it does not pay, or enabled again.
+
+    With a `replica`: spot training there was given up, or works again.
+    """
 
     kind: ClassVar[str] = "stopped"
     t: float
     step: int
     """The RL step after whose rollout."""
     cause: str
-    """Why it was disabled; empty: it is enabled again."""
+    """Why; empty: it goes on again."""
+    replica: str = ""
+    """Whose spot training; empty: speculation."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,6 +49,8 @@ class StepObservations:
     step: int | None = None
     spot_failures: int | None = None
     """Sessions that raised or were killed, and spot workers that died or were silent outside one."""
+    spot_off_replicas: int | None = None
+    """Replicas whose spot training is given up; None: nobody trains in this run."""
     saved_s: float | None = None
     """Seconds by which the rollout ended earlier than without drafts (`speculation.savings`); None: unknown."""
     speculation_disabled: bool | None = None
@@ -163,7 +165,10 @@ def _devices_trained(sessions: Iterable[Session], replica: str) -> float:
 
 
 def _spot_metrics(observations: StepObservations) -> dict[str, float | None]:
-    metrics: dict[str, float | None] = {"tlt/spot_failures": observations.spot_failures}
+    metrics: dict[str, float | None] = {
+        "tlt/spot_failures": observations.spot_failures,
+        "tlt/spot_off_replicas": observations.spot_off_replicas,
+    }
     trained = [s for s in observations.sessions if s.steps > 0 and s.outcome != "failed"]
     if observations.sessions:
         metrics["tlt/spot_steps"] = sum(s.steps for s in trained)

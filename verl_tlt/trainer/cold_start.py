@@ -47,23 +47,26 @@ def train_in_portions(
         learn: judge what was merged before these sessions, and merge them, within so many seconds; None: it is late.
         saving: share of a rollout that drafting saves by a drafter's conditional acceptance (`ColdStart.judged`).
     """
-    left = deadline.left
+    left, late_s = deadline.left, rule.portion_s
     logger.info("TLT: cold start: RL waits up to %.0f s while the spot workers train a drafter", left())
     why = ""
     while not why and left() > 2 * rule.judging_s:
         sessions = train(min(rule.portion_s, left() - rule.judging_s))
         rule.scored(max((session.result.judged_s for session in sessions), default=0.0))
+        stepped = any(session.result.steps for session in sessions)
         # Told to stop before its first step, it had enough to train on, and too little time.
-        if not any(session.result.steps or session.result.outcome == "stopped" for session in sessions):
+        if not stepped and not any(session.result.outcome == "stopped" for session in sessions):
             why = "no spot worker could train"
-        elif (update := learn(sessions, max(rule.portion_s, left()))) is None:
+        elif (update := learn(sessions, max(late_s, left()))) is None:
             why = "a merge is late"
-        elif update.tau:
-            rule.judged(rose(update), saving(update.acceptance))
+        else:
+            rule.trained(stepped and not update.failure)
+            if update.tau:
+                rule.judged(rose(update), saving(update.acceptance))
             why = rule.enough()
     if not why:  # judge what the last portion brought
         why = "its time is over"
-        learn(train(left()), max(rule.portion_s, left()))
+        learn(train(left()), late_s)
     logger.info("TLT: the cold start is over: %s", why)
     return why
 

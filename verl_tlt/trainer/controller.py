@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import most_frequent
 from verl_tlt.idle.cold_start import SHORTEST_S
-from verl_tlt.idle.failure_budget import MAX_FAILURES, FailureBudget
 from verl_tlt.idle.replica_idle import ReplicaIdlePlanner
 from verl_tlt.idle.tap_budget import TapBudget
 from verl_tlt.idle.trainer_idle import TrainerIdlePlanner
@@ -43,6 +42,7 @@ from verl_tlt.trainer.fleet import Call
 from verl_tlt.trainer.guard import Guard
 from verl_tlt.trainer.run_setup import FirstDrafter, RunFacts
 from verl_tlt.trainer.speculation_control import SpeculationControl
+from verl_tlt.trainer.spot_health import SpotHealth
 from verl_tlt.trainer.step_log import StepLog
 from verl_tlt.trainer.waits import BEAR_S
 from verl_tlt.trainer.watch import EndedSession, PendingWork, PhaseReport, SamplingWatch
@@ -80,10 +80,11 @@ class Controller:
         self.served = replace(facts.provenance, version=start.served.version, acceptance=start.served.acceptance)
         """The drafter that engines should serve."""
         self._published_at = self._updated = 0
+        self._undrafted = ""  # why no engine can draft in this run; empty: one can
         self.spot = False
         """Spot workers are there, and the actor is tapped."""
         self._start, self._trace, self._pending_work = start, trace, pending_work
-        self._budget = FailureBudget()
+        self._health = SpotHealth(self.log)
         self._cold = make_cold_start(tlt, start, facts.rule)
         buffer, cold = tlt.buffer, self._cold.wanted
         self._tap = TapBudget(buffer.first_tokens, buffer.tokens_per_step is None, buffer.max_bytes, cold)
@@ -112,15 +113,7 @@ class Controller:
             self.guard.count(failure.during, 1)
             if failure.replaced:
                 self.log.worker_failed()
-                self._failed(failure.replica, step, failure.during)
-
-    def _failed(self, replica: str, step: int, error: str) -> None:
-        """`MAX_FAILURES` in a row on one replica turn its spot training off."""
-        if self._budget.failed(replica, step):
-            logger.error(
-                "spot training on %s is off for the rest of the run after %d failures in a row; the last one: %s",
-                replica, MAX_FAILURES, error,
-            )  # fmt: skip
+                self._health.failed(failure.replica, step, failure.during)
 
     # ------------------------------------------------------------------ the run's start
 
@@ -135,7 +128,7 @@ class Controller:
         with self.guard("start of spot training"):
             if self.tlt.spot.enable:
                 untapped = self.fleet.start_spot(self._start.aux_layers, resume_from, self._tokens_to_choose > 0)
-                self.spot = untapped is None
+                self.spot, self._health.none = untapped is None, untapped or ""
                 if untapped:
                     logger.warning("the drafter is not trained in this run, and used as it is: %s", untapped)
                 else:
@@ -148,7 +141,7 @@ class Controller:
         session it would delay a stop.
         """
         with self.guard("warm-up"):
-            new = [name for name in self.fleet.unrehearsed(up=up) if self._budget.allows(name, step + 1)]
+            new = [name for name in self.fleet.unrehearsed(up=up) if self._health.allows(name, step + 1)]
             if new:
                 with self.log.overhead("warm-up"):  # one that is late is replaced: it must have left the device
                     self.fleet.waits.answers("warm-up", self.fleet.warm_up(new), within_s, keep=True)
@@ -165,7 +158,9 @@ class Controller:
             self._choose_who_drafts(step + 1, at_once=True)
             with self.guard("first drafter"):
                 statuses = self.fleet.drafter_statuses().values()
-                self.guard.count("engines without a drafter", sum(status.gave_up for status in statuses))
+                gave_up = [status.gave_up for status in statuses]
+                self.guard.count("engines without a drafter", sum(gave_up))
+                self._undrafted = "no engine runs with its drafter" if gave_up and all(gave_up) else ""
                 again = any(status.weightless for status in statuses)
         self._published_at = step
         self.log.run_started(step + 1, self.tlt, self.fleet.replicas, self.facts)
@@ -217,7 +212,7 @@ class Controller:
             return []
         fed = {name for name, held in self._buffers.items() if held.train_tokens >= self.tlt.buffer.min_tokens}
         fed -= set(self.fleet.unrehearsed())
-        return [name for name in self.fleet.workers() if name in fed and self._budget.allows(name, step)]
+        return [name for name in self.fleet.workers() if name in fed and self._health.allows(name, step)]
 
     def more_prompts(self) -> None:
         """The sampler is about to send more groups: replicas that have left are called back to serve them, too."""
@@ -268,9 +263,9 @@ class Controller:
             if skipped := session.result.skipped:
                 logger.warning("%d micro-batches on %s were left out: not finite", skipped, session.replica)
             if session.error is None:
-                self._budget.succeeded(session.replica)
+                self._health.succeeded(session.replica, step)
             else:
-                self._failed(session.replica, step, session.error)
+                self._health.failed(session.replica, step, session.error)
 
     # ------------------------------------------------------------------ the cold start
 
@@ -291,14 +286,18 @@ class Controller:
 
     def _train_together(self, step: int, seconds: float) -> Sequence[EndedSession]:
         """Train on all devices that may, for so many seconds at most."""
-        report = train_together(self.fleet, self._able(step), seconds, self.tlt.spot, self._trace, step, self.clock)
+        if not (able := self._able(step)):
+            return []
+        report = train_together(self.fleet, able, seconds, self.tlt.spot, self._trace, step, self.clock)
         self._account(step, report, in_bubbles=False)
         return report.sessions
 
     def _learn(self, step: int, sessions: Sequence[EndedSession], within_s: float) -> DrafterUpdate | None:
         """Judge, merge and publish; None: it is late, and published with the weight sync."""
         self._merge(sessions)
-        return self._publish(step, within_s)
+        with self.guard("publish"):
+            return self._publish(step, within_s)
+        return DrafterUpdate(failure="it was not published")
 
     # ------------------------------------------------------------------ inference, and the end of a step
 
@@ -331,7 +330,7 @@ class Controller:
         Not while no worker may train, nor after workers were ready and no session began: there was no bubble.
         """
         trained, self._trained = self._trained, False
-        allowed = self.speculation.switch.spot and any(self._budget.allows(n, step + 1) for n in self.fleet.workers())
+        allowed = self.speculation.switch.spot and any(self._health.allows(n, step + 1) for n in self.fleet.workers())
         return allowed and (trained or not self._ready)
 
     def before_sync(self, step: int) -> None:
@@ -347,6 +346,7 @@ class Controller:
             return None
         merging, self._merging = self._merging, None
         update = merging.result()
+        self.guard.count("publish", int(bool(update.failure)))
         if update.drafter is not None:
             self.fleet.stage(update.drafter)
             self.fleet.keep_as_served()
@@ -388,10 +388,18 @@ class Controller:
         found: dict[str, float] = {}
         self._count_failures(step)
         with self.guard("metrics"):
+            self._say_if_idle()
             found |= self.log.finish(step, dict(metrics), self.guard.counts)
             self._cold.stepped(metrics.get("timing_s/step", 0.0), metrics.get("timing_s/gen", 0.0))
             found |= buffer_metrics(self._buffers.values(), self._tap.tokens)
         return found
+
+    def _say_if_idle(self) -> None:
+        """A run for which TLT does nothing any more does not go on in silence."""
+        self.log.off_replicas = len(self._health.off) if self.spot else None
+        random = "the drafter is a random one" if self._start.untrained and not self.served.version else ""
+        undrafted = self._undrafted or self.speculation.undrafted_since or random
+        self._health.say_if_idle(self._health.untrained(len(self.fleet.workers())), undrafted)
 
     # ------------------------------------------------------------------ checkpoints
 

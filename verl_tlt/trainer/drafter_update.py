@@ -17,6 +17,7 @@ from verl_tlt.config import TLTConfig
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import HeldOutScores, MergeVerdict
 from verl_tlt.trainer.clock import SYSTEM, Clock
+from verl_tlt.trainer.fleet import CallFailed
 from verl_tlt.trainer.gate import decide
 from verl_tlt.trainer.watch import EndedSession
 
@@ -38,6 +39,8 @@ class DrafterUpdate(MergeVerdict):
     """Conditional acceptance by draft position of whatever is served from now on."""
     excluded: dict[str, str] = field(default_factory=dict)
     """Worker -> why it is not in the merge."""
+    failure: str = ""
+    """Why exporting or merging failed; empty: neither did."""
 
 
 def update_drafter(
@@ -50,18 +53,26 @@ def update_drafter(
 ) -> DrafterUpdate:
     """Judge what was merged before these sessions, export it if it is to be served, and merge what they trained.
 
-    A publication gets the number `version`, and is stored in the rollout's `dtype`.
-
-    Raises:
-        CallFailed: a worker raised or did not answer.
+    A publication gets the number `version`, and is stored in the rollout's `dtype`. Either half may fail alone: what
+    was exported is published although the merge failed, and what was not merged is handed in again later.
     """
     start = clock.monotonic()
     out = DrafterUpdate(reason=NOTHING)
     scores = HeldOutScores.combined([s.result.scores for s in sessions if s.result.scores is not None])
     if scores is not None:
-        _judge(out, scores, fleet, config, version, dtype)
+        try:
+            _judge(out, scores, fleet, config, version, dtype)
+        except CallFailed as error:
+            out.decision, out.acceptance = "kept", []
+            out.reason = out.failure = f"it could not be exported: {error}"
     if out.decision != "reverted":  # else what the sessions trained on top of it is gone, too
-        _merge(out, fleet, sessions)
+        try:
+            _merge(out, fleet, sessions)
+        except CallFailed as error:
+            out.failure = f"the merge failed: {error}"
+            out.reason = out.failure if out.reason == NOTHING else out.reason
+    if out.failure:
+        logger.warning("drafter update: %s", out.failure)
     out.seconds = clock.monotonic() - start
     return out
 

@@ -103,6 +103,20 @@ def answer(reference: ObjectRef | Sequence[ObjectRef], timeout_s: float, bound_s
         raise CallFailed(f"{type(error).__name__}: {last}", is_dead(error)) from error
 
 
+def ask(reference: ObjectRef | Sequence[ObjectRef], timeout_s: float) -> Any:
+    """`answer` of an actor that lives on when the call is given up: the call is taken back, and ends where it waits.
+
+    Ray does not take back what the actor has got and not begun; that begins before whatever is called later.
+    """
+    try:
+        return answer(reference, timeout_s)
+    except CallFailed as error:
+        if error.silent:
+            for one in [reference] if isinstance(reference, ray.ObjectRef) else reference:
+                ray.cancel(one)
+        raise
+
+
 def is_dead(error: Exception) -> bool:
     """Whether an error means that the actor is gone, also by Ray's own memory monitor; else it raised."""
     return isinstance(error, ray.exceptions.RayActorError | ray.exceptions.OutOfMemoryError)

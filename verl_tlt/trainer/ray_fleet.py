@@ -24,7 +24,7 @@ from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.spot_worker.worker import SpotWorker
 from verl_tlt.trainer.clock import Deadline
 from verl_tlt.trainer.fleet import Call, CallFailed, ReplicaInfo, SpotPlan
-from verl_tlt.trainer.ray_calls import CombinedCall, RayCall, answer
+from verl_tlt.trainer.ray_calls import CombinedCall, RayCall, answer, ask
 from verl_tlt.trainer.replica_workers import (
     START_S,
     ReplicaWorkers,
@@ -111,40 +111,44 @@ class RayFleet:
         """Requests in flight by replica, of those that are in the load balancer."""
         # Asked many times a second, so Ray is to keep no record of it (4 KB a call).
         status = self.balancer.get_status.options(enable_task_events=False).remote()
-        found: dict[str, int] = answer(status, CALL_S)["servers"]
+        found: dict[str, int] = ask(status, CALL_S)["servers"]
         return found
 
     def leave(self, name: str) -> None:
         """Take a replica out of the load balancer."""
-        answer(self.balancer.remove_servers.remote([name]), CALL_S)
+        ask(self.balancer.remove_servers.remote([name]), CALL_S)
 
     def rejoin(self, names: Collection[str]) -> None:
         """Put replicas back into the load balancer; those that are in it already stay as they are."""
         present = self.inflight()
         if missing := {name: self.replicas[name].server for name in names if name not in present}:
-            answer(self.balancer.add_servers.remote(missing), CALL_S)
+            ask(self.balancer.add_servers.remote(missing), CALL_S)
 
     def try_sleep(self, name: str, keep_weights: bool) -> bool:
-        """Have a server sleep if nothing runs on it and nothing is on its way; False: it serves on."""
-        return bool(answer(self.replicas[name].server.tlt_try_sleep.remote(keep_weights), SLEEP_S))
+        """Have a server sleep if nothing runs on it and nothing is on its way; False: it serves on.
+
+        Where this raises, its gate may be closed: it serves again after the next weight sync.
+        """
+        return bool(ask(self.replicas[name].server.tlt_try_sleep.remote(keep_weights), SLEEP_S))
 
     def wake_up(self, name: str) -> None:
         """Have a server that sleeps with its weights serve again."""
-        answer(self.replicas[name].server.tlt_recall.remote(), SLEEP_S)
+        ask(self.replicas[name].server.tlt_recall.remote(), SLEEP_S)
 
     def disable_drafting(self, names: Collection[str], at_once: bool) -> None:
         """These replicas, and no others, decode without drafts from the next weight sync on, or from now on."""
         servers = {name: r.server for name, r in self.replicas.items()}
-        answer([s.tlt_disable_drafting.remote(name in names, at_once) for name, s in servers.items()], CALL_S)
+        ask([s.tlt_disable_drafting.remote(name in names, at_once) for name, s in servers.items()], CALL_S)
 
     def stage(self, drafter: DrafterFile) -> None:
         """Hand a published drafter to every server on every node, and to servers that start later."""
         reference = ray.put(drafter)
         try:
-            answer([server.tlt_stage.remote(reference) for server in self._servers()], CALL_S)
+            ask([server.tlt_stage.remote(reference) for server in self._servers()], CALL_S)
         except CallFailed:
-            if self._published is not None:  # those that have taken it go back to what the others serve
-                [server.tlt_stage.remote(self._published) for server in self._servers()]
+            before = self._published or self.store.latest.remote()  # those that have taken it go back to that
+            for server in self._servers():
+                server.tlt_stage.remote(before)
             raise
         self._published = reference
         self.store.put.remote(reference)
@@ -169,9 +173,9 @@ class RayFleet:
         if ready:
             ray.wait(ready, num_returns=len(ready), timeout=START_S)
         first, *others = self.replicas.values()
-        found: LatencyTable = answer(first.server.tlt_calibrate.remote(), CALIBRATION_S)
+        found: LatencyTable = ask(first.server.tlt_calibrate.remote(), CALIBRATION_S)
         # Where the first could not, its engine died of the drafter, and the others' do as well.
-        answer([r.server.tlt_calibrate.remote(found) for r in others], CALL_S if found.points else CALIBRATION_S)
+        ask([r.server.tlt_calibrate.remote(found) for r in others], CALL_S if found.points else CALIBRATION_S)
         logger.info("engine step costs: %s", found)
         return found
 
@@ -185,7 +189,7 @@ class RayFleet:
 
     def _on_servers(self, method: str) -> dict:
         calls = {name: getattr(r.server, method).remote() for name, r in self.replicas.items()}
-        return dict(zip(calls, answer(list(calls.values()), CALL_S), strict=True))
+        return dict(zip(calls, ask(list(calls.values()), CALL_S), strict=True))
 
     # ------------------------------------------------------------------ actor
 

@@ -38,13 +38,18 @@ class SpeculationControl:
         self.control: Sequence[str] = ()
         """Replicas whose coming rollout is a control rollout."""
         self._undrafted: Sequence[str] = ()
-        self._shared = shared
+        self._shared, self._never = shared, not config.enable or config.policy == "off"
         self._complaint = ""
 
     @property
     def disabled(self) -> str:
         """Why speculation is disabled, for the run or from outside; empty: it is not."""
         return self.decision.cause if self.switch.speculation else f"it is switched off in {SWITCH_FILE}"
+
+    @property
+    def undrafted_since(self) -> str:
+        """Why nothing is drafted, by the settings or since it was found not to pay; empty: it may be."""
+        return "the settings turn speculation off" if self._never else self.decision.cause
 
     @property
     def may_train(self) -> bool:

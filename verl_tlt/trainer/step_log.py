@@ -31,6 +31,8 @@ class StepLog:
         self.trace, self._clock = trace, clock
         self.devices: dict[str, int] = {}
         """By replica."""
+        self.off_replicas: int | None = None
+        """Replicas whose spot training is given up; None: nobody trains in this run."""
         self._disabled = ""
         self._version = self._since = 0
         self._begin()
@@ -103,6 +105,10 @@ class StepLog:
         """A replica's spot workers failed outside a bubble."""
         self._failed_workers += times
 
+    def training_stopped(self, step: int, replica: str, cause: str) -> None:
+        """Spot training on a replica was given up; without a cause: it works again."""
+        self.trace.emit("stopped", step=step, replica=replica, cause=cause)
+
     def engine_stats(self, stats: dict[str, EngineStats]) -> int:
         """The engines' sums of this rollout by replica; returns how many have none, or gave up policy or drafter."""
         self._observed.replicas = {name: s for name, s in stats.items() if s.failure is None}
@@ -160,7 +166,7 @@ class StepLog:
         observed, account = self._observed, self._account
         observed.step, observed.rollout_s, observed.errors = step, metrics.get("timing_s/gen"), errors
         observed.published_version, observed.served_since = self._version, self._since
-        observed.devices = self.devices
+        observed.devices, observed.spot_off_replicas = self.devices, self.off_replicas
         if account:
             observed.bubble_s, observed.bubble_trained_s = account.bubble_s, account.used_s
             observed.stop_latency_s = account.stop_s

@@ -179,7 +179,7 @@ class SamplingWatch:
             if self._collect(name).error is None:
                 self.planner.done(name, self._clock.time())
             else:
-                self._do(self.planner.failed(name, self._clock.time()))
+                self.planner.failed(name, self._clock.time())
         return changed or bool(commands) or bool(over)
 
     def _write_load(self, now: float) -> None:
@@ -220,8 +220,11 @@ class SamplingWatch:
             if isinstance(command, WakeUp):
                 logger.error("replica %s could not be called back before the weight sync: %s", name, error)
             else:
-                logger.warning("replica %s did not answer whether it may sleep: %s", name, error)
-            return self.planner.failed(name, self._clock.time())
+                logger.warning(
+                    "replica %s did not answer whether it may sleep, and stays out of this rollout: %s", name, error
+                )
+            self.planner.failed(name, self._clock.time())
+            return []
         return self.planner.slept(name) if slept else self.planner.refused(name, self._clock.time())
 
     def _collect(self, name: str, stop_latency_s: float | None = None) -> EndedSession:

@@ -50,6 +50,15 @@ def test_a_run_that_has_a_drafter_or_wants_none_has_no_cold_start(wanted, longes
     assert not cold.wanted and not cold.due()
 
 
+def test_it_ends_once_portions_in_a_row_taught_nothing():
+    """Workers that did not come as far as a step, as on a machine with much else to do, or merges that failed."""
+    cold, _ = started()
+    for merged in (False, True, *[False] * FLAT):
+        assert not cold.enough()
+        cold.trained(merged)
+    assert "nothing was trained and merged" in cold.enough()
+
+
 def test_it_ends_once_portions_in_a_row_did_not_raise_the_accept_length():
     cold, _ = started()
     for rose in (True, False, True, *[False] * FLAT):

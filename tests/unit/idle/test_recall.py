@@ -53,9 +53,15 @@ def test_a_replica_has_one_session_in_a_phase(recalled):
 def test_one_that_cannot_wake_up_stays_away_until_the_sync(planner):
     planner.recall()
     planner.stopped("a", 2.0)
-    assert planner.failed("a", 2.1) == []
-    assert planner.state("a") is State.IDLE
+    planner.failed("a", 2.1)
+    assert planner.state("a") is State.IDLE and planner.recall() == [], "it is not waited for again"
     assert planner.account(3.0).failures == 1
+
+
+def test_one_whose_session_failed_is_called_back_like_any_other(planner):
+    planner.failed("a", 1.5)
+    assert planner.recall() == [WakeUp("a")]
+    assert planner.awake("a", 2.0) == [Rejoin("a")]
 
 
 def test_the_bubble_before_a_recall_counts(recalled):

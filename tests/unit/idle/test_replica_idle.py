@@ -144,16 +144,27 @@ def test_a_refusal_restarts_the_idle_clock():
     assert p.account(4.0).bubble_s["a"] == pytest.approx(0.5)
 
 
-def test_a_failure_before_sleep_puts_the_replica_back_for_good():
+def test_one_that_does_not_answer_whether_it_sleeps_stays_out_until_the_sync():
+    """Its gate may be closed, and verl's balancer would send every new request to the server with the fewest."""
     p = loaded_and_leaving()
-    assert p.failed("a", 2.0) == [Rejoin("a")]
-    assert settle(p, {"a": 0, "b": 3}, now=30.0) == []
-    assert p.account(31.0).failures == 1
+    p.left("a")
+    p.failed("a", 2.0)
+    assert settle(p, {"b": 3}, now=30.0) == [] and p.state("a") is State.IDLE
+    assert p.end(31.0) == [] and p.account(31.0).failures == 1
+    assert p.account(31.0).used_s["a"] == 0.0
+
+
+def test_before_more_requests_come_one_that_did_not_answer_is_not_asked_again():
+    """Each time the sampler sends some, RL would wait for it."""
+    p = loaded_and_leaving()
+    p.left("a")
+    p.failed("a", 2.0)
+    assert p.recall() == [] and p.recall() == []
 
 
 def test_a_failure_in_training_leaves_the_replica_asleep_until_the_sync():
     p = trained(loaded_and_leaving(), now=2.0)
-    assert p.failed("a", 5.0) == []
+    p.failed("a", 5.0)
     assert p.state("a") is State.IDLE
     assert settle(p, {"b": 3}, now=6.0) == []
     assert p.end(7.0) == []
@@ -264,7 +275,7 @@ def test_random_fleets_are_never_starved(seed):
                     commands += p.left(n)
                 case TrySleep(n):
                     if rng.random() < 0.1:
-                        commands += p.failed(n, now)
+                        p.failed(n, now)
                     elif running[n]:
                         commands += p.refused(n, now)
                     else:
@@ -273,7 +284,7 @@ def test_random_fleets_are_never_starved(seed):
                         commands += p.slept(n)
                 case StartTraining(n):
                     assert n in asleep
-                    commands += p.failed(n, now) if rng.random() < 0.1 else p.training(n, now) or []
+                    (p.failed if rng.random() < 0.1 else p.training)(n, now)
                 case StopTraining(n):
                     p.stopped(n, now)
                 case Rejoin(n):

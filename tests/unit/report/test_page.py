@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from verl_tlt.cli import app
 from verl_tlt.report.page import serve_command, write_page
 from verl_tlt.report.reader import read_trace
+from verl_tlt.report.rows import given_up
 from verl_tlt.trace.events import TraceWriter
 
 EVIL = '"><script>alert(1)</script><img src=http://example.com/x onerror=alert(2)>$\\frac{1}$\x1b[31m'
@@ -83,6 +84,29 @@ def test_without_savings_the_page_says_so(tmp_path):
     writer.emit("step", step=1, metrics={"tlt/saved_s": 0.7, "tlt/draft_length_mean": 0.0, "tlt/overhead_s": 0.25})
     page = Page(write_page(tmp_path / "r.html", read_trace(tmp_path)))
     assert "Savings are unknown" in page.text and "saved in" not in page.text and "0.7" not in page.text
+
+
+@pytest.mark.parametrize("works_again", [False, True])
+def test_spot_training_that_was_given_up_is_the_first_thing_told(tmp_path, works_again):
+    writer = TraceWriter(tmp_path, "trainer")
+    writer.emit("run", step0=1, replicas=["a", "b"])
+    writer.emit("phase", step=4, name="rollout", start=0.0, end=2.0)
+    for step, cause in ((4, "out of luck"), (12, "out of memory")):
+        writer.emit("stopped", step=step, replica="b", cause=cause)
+    if works_again:
+        writer.emit("stopped", step=29, replica="b", cause="")
+    writer.emit("step", step=4, metrics={"tlt/spot_off_replicas": 1.0})
+    trace = read_trace(tmp_path)
+    told = (
+        ""
+        if works_again
+        else ("Spot training was given up on 1 of 2 replicas (replica 1), last in step 12: out of memory.")
+    )
+    assert given_up(trace) == told
+    page = Page(write_page(tmp_path / "r.html", trace)).text
+    if told:
+        assert page.index(told) < page.index("Savings are unknown")
+    assert "speculation was" not in page
 
 
 def test_disabled_speculation_and_failures_are_told(tmp_path):

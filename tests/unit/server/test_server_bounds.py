@@ -146,6 +146,41 @@ async def test_without_a_calibration_the_stored_table_is_used_and_nothing_is_dec
     assert found == other, "replicas of a run use one table"
 
 
+async def test_one_that_fails_to_sleep_keeps_its_gate_closed_until_the_weight_sync(server, monkeypatch):
+    """Whoever asked it takes it for gone: it may sleep already."""
+
+    async def fails():
+        raise RuntimeError("the engine did not sleep")
+
+    async def nothing(*_, **__):
+        pass
+
+    server._admitting, server.sleep = 0, fails
+    with pytest.raises(RuntimeError, match="did not sleep"):
+        await server.tlt_try_sleep()
+    assert server._rejecting and not server._resume_event.is_set()
+    monkeypatch.setattr(module.vLLMHttpServer, "wake_up", nothing)
+    await server.wake_up(tags=["kv_cache"])
+    assert server._resume_event.is_set() and not server._rejecting
+
+
+async def test_one_that_verl_takes_over_while_it_is_asked_does_not_sleep(server, monkeypatch):
+    stock = []
+
+    async def abort(*_, **named):
+        stock.append(named)
+        server._submission_paused, server._rejecting, server._admitting = True, False, 0
+        return {}
+
+    monkeypatch.setattr(module.vLLMHttpServer, "abort_all_requests", abort)
+    server._admitting, server._tlt_left = 1, False
+    asked = asyncio.create_task(server.tlt_try_sleep(recall=True))
+    await asyncio.sleep(0.01)
+    await server.abort_all_requests()
+    assert not await asked and len(stock) == 1, "the request on its way is verl's to abort"
+    assert server._submission_paused and not server._rejecting, "and the gate is verl's to open"
+
+
 async def test_a_request_whose_admission_hangs_keeps_its_server(server, monkeypatch):
     monkeypatch.setattr(module, "ADMISSION_TIMEOUT_S", BOUND_S)
     server._admitting = 1

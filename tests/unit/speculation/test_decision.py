@@ -6,9 +6,7 @@ from verl_tlt.messages.rollout import EngineStats, Work
 from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import CONTEXT_TOKENS, LatencyTable
 from verl_tlt.speculation.decision import (
-    FIRST_PROBE,
     IN_A_ROW,
-    LONGEST_WAIT,
     Limits,
     RolloutDecision,
     RunDecision,
@@ -16,6 +14,7 @@ from verl_tlt.speculation.decision import (
     expected_saving,
 )
 from verl_tlt.speculation.policies import FixedPolicy, make_policy
+from verl_tlt.speculation.retry import FIRST_WAIT, LONGEST_WAIT
 from verl_tlt.speculation.types import OFF, Load
 
 GRAPHS = Limits((0, 1, 3), token_limit=512)
@@ -237,7 +236,7 @@ def test_it_is_enabled_again_when_a_probe_gains_and_waits_longer_when_it_does_no
         waited, probe = until_probe(run)
         seen.append((waited, *probe))
         assert learn(run, -0.1, drafting=probe) is None
-    assert seen == [(FIRST_PROBE, "a"), (16, "b"), (32, "a"), (LONGEST_WAIT, "b"), (LONGEST_WAIT, "a")]
+    assert seen == [(FIRST_WAIT, "a"), (16, "b"), (32, "a"), (LONGEST_WAIT, "b"), (LONGEST_WAIT, "a")]
     _, probe = until_probe(run)
     assert "saved 20%" in learn(run, 0.2, drafting=probe)
     assert not run.cause and run.drafting(ACCEPTANCE) == REPLICAS

@@ -179,7 +179,7 @@ def test_every_metric_is_documented():
         publish=Publish(t=0.0, step=4, version=3, decision="kept", tau=TAU, gain=0.1, gain_low=0.0),
         published_version=3, served_version=2,
         reloads=[Reload(t=0.0, step=4, replica="a", version=2, fingerprint="f", ok=True, full_graphs=(0, 3))],
-        spot_failures=0, errors={"end of sampling": 2},
+        spot_failures=0, spot_off_replicas=1, errors={"end of sampling": 2},
         saved_s=1.0, speculation_disabled=False,
     )  # fmt: skip
     names = {

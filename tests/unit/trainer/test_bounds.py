@@ -171,7 +171,7 @@ def test_who_fails_again_and_again_is_left_alone(run, clock):
         run_._arriving = {"b": FakeCall(clock)}
         run_.sample_begin(step)
         run_.sample_end(step, last=True)
-    assert "b" in run_._budget.off
+    assert rest_of_step(run_, fleet, 4)["tlt/spot_off_replicas"] == 1
 
 
 def test_who_ends_with_the_run_or_was_replaced_meanwhile_has_not_failed(run, clock, caplog):

@@ -5,7 +5,7 @@ from fake_fleet import FakeFleet
 from rl_steps import LOOKS_S, STOP_S, called, fill_buffers, rest_of_step, sampling
 
 from verl_tlt.config import TOKENS_PER_STEP
-from verl_tlt.idle.cold_start import PORTIONS, STEPS
+from verl_tlt.idle.cold_start import FLAT, PORTIONS, STEPS
 from verl_tlt.messages.training import SessionResult
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.types import OFF
@@ -245,10 +245,51 @@ def test_a_merge_that_is_late_ends_it_and_is_published_with_the_weight_sync(begi
     assert controller._merging is None and controller.guard.counts == {}
 
 
-def test_a_merge_that_fails_ends_it_and_is_counted(begin, took):
+@pytest.mark.parametrize("method", ["merge", "stage", "export"])
+def test_what_fails_once_costs_itself_and_the_cold_start_goes_on(begin, took, method):
+    controller, fleet = begin(acceptance=[0.1 * i for i in range(1, 9)], costs_known=False)
+    works, failed = getattr(fleet, method), []
+
+    def fail_once(*args):
+        if not failed:
+            failed.append(method)
+            raise CallFailed("RayActorError: gone", died=True)
+        return works(*args)
+
+    setattr(fleet, method, fail_once)
+    assert took(controller) == pytest.approx(SECONDS, abs=0.5)
+    assert len(called(fleet, "merge")) >= PORTIONS - 1 and len(fleet.staged) >= PORTIONS - 2
+    metrics = rest_of_step(controller, fleet, STEPS + 1)
+    assert controller.guard.counts == {"publish": 1} and metrics["tlt/drafter_version"] == len(fleet.staged)
+
+
+def test_merges_that_go_on_failing_end_it_and_are_counted(begin, took):
     controller, fleet = begin()
     fleet.broken["merge"] = CallFailed("no answer within 120 s")
-    took(controller)
-    assert len(called(fleet, "train")) == 2, "one portion"
+    assert took(controller) == pytest.approx(FLAT * PORTION_S, abs=0.3)
+    assert rest_of_step(controller, fleet, STEPS + 1)["tlt/errors_publish"] == FLAT
+
+
+def test_one_in_which_no_worker_comes_as_far_as_a_step_ends_as_soon_as_that_is_seen(begin, took):
+    """As on a machine with much else to do: its time is charged, and no merge is tried."""
+    controller, fleet = begin()
+    fleet._end = lambda name: (fleet.on_device.discard(name), fleet.sessions[name].end(SessionResult("stopped")))
+    seconds = took(controller)
+    assert seconds == pytest.approx(FLAT * PORTION_S, abs=0.3) and called(fleet, "merge") == []
     metrics = rest_of_step(controller, fleet, STEPS + 1)
-    assert metrics["tlt/errors_cold_start"] == metrics["tlt/errors"] == 1
+    assert metrics["tlt/overhead_cold_start_s"] == pytest.approx(seconds) and metrics["tlt/errors"] == 0
+
+
+def test_one_whose_workers_may_not_train_any_more_ends_at_once(begin, took):
+    """They all died in the portion before, and pause."""
+    controller, fleet = begin(acceptance=[0.1 * i for i in range(1, 9)])
+    train = fleet.train
+
+    def dies_in_the_second(name):
+        if called(fleet, "train").count((name,)) == 1:
+            fleet.broken[f"session of {name}"] = CallFailed("RayActorError: gone", died=True)
+        return train(name)
+
+    fleet.train = dies_in_the_second
+    assert took(controller) <= PORTION_S + LOOKS_S
+    assert rest_of_step(controller, fleet, STEPS + 1)["tlt/spot_failures"] == 2

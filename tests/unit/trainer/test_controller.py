@@ -19,6 +19,14 @@ from verl_tlt.trainer.fleet import CallFailed
 from verl_tlt.trainer.runtime_switch import write_switch
 
 
+@pytest.fixture
+def said(monkeypatch, caplog):
+    """What is logged from here on."""
+    monkeypatch.setattr(logging.getLogger("verl_tlt"), "propagate", True)
+    caplog.set_level(logging.WARNING, logger="verl_tlt")
+    return caplog
+
+
 def test_an_idle_replica_trains_and_what_it_learned_is_served_after_the_sync(run):
     controller, fleet = run()
     fill_buffers(controller, fleet)
@@ -101,26 +109,54 @@ def test_a_candidate_that_is_worse_or_no_engine_would_take_is_not_served(run, ac
     assert metrics["tlt/drafter_version"] == 0 and metrics["tlt/publish_skipped"] == 1 and metrics["tlt/errors"] == 0
 
 
-@pytest.mark.parametrize(("method", "recovers"), [("stage", 3), ("merge", 4), ("export", 4)])
-def test_a_publication_that_fails_costs_itself_and_nothing_else(run, method, recovers):
-    """Where the scores have gone with it, what is merged next is judged a step later."""
+@pytest.mark.parametrize("method", ["stage", "export"])
+def test_a_publication_that_fails_costs_itself_and_nothing_else(run, method):
     controller, fleet = run()
     fill_buffers(controller, fleet)
     fleet.broken[method] = CallFailed("no answer within 120 s")
     train(controller, fleet, 2)
     metrics = rest_of_step(controller, fleet, 2)
     assert metrics["tlt/errors"] == 1 and controller.guard.counts == {"publish": 1}
-    assert metrics["tlt/drafter_version"] == 0
+    assert metrics["tlt/drafter_version"] == 0 and called(fleet, "merge") == [(("b",),)]
     fleet.broken.clear()
-    for step in range(3, recovers + 1):
-        train(controller, fleet, step)
-        assert rest_of_step(controller, fleet, step)["tlt/drafter_version"] == (step == recovers)
+    train(controller, fleet, 3)
+    assert rest_of_step(controller, fleet, 3)["tlt/drafter_version"] == 1
     assert controller.guard.counts == {"publish": 1}
 
 
-def test_a_worker_that_never_stops_is_killed_after_the_bound(run, monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("verl_tlt"), "propagate", True)
-    caplog.set_level(logging.WARNING, logger="verl_tlt")
+def test_a_merge_that_fails_costs_neither_the_verdict_nor_what_was_exported(run):
+    controller, fleet = run()
+    fill_buffers(controller, fleet)
+    fleet.broken["merge"] = CallFailed("no answer within 120 s")
+    train(controller, fleet, 2)
+    metrics = rest_of_step(controller, fleet, 2)
+    assert metrics["tlt/drafter_version"] == 1 == len(fleet.staged) and controller.guard.counts == {"publish": 1}
+    assert controller.served.acceptance == pytest.approx((0.6,) * 3, abs=0.01)
+    fleet.broken.clear()
+    for step in (3, 4):  # merged in the third step, judged in the fourth
+        train(controller, fleet, step)
+        assert rest_of_step(controller, fleet, step)["tlt/drafter_version"] == step - 2
+    assert controller.guard.counts == {"publish": 1}
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async"])
+def test_one_that_does_not_answer_whether_it_sleeps_gets_no_requests_before_the_weight_sync(run, mode):
+    controller, fleet = run(mode=mode)
+    fill_buffers(controller, fleet)
+    fleet.broken["try_sleep"] = CallFailed("no answer within 30 s", silent=True)
+    with sampling(controller, fleet, 2):
+        fleet.clock.until(lambda: called(fleet, "try_sleep"))
+        for _ in range(3):
+            fleet.clock.sleep(LOOKS_S)
+            controller.more_prompts()
+            assert fleet.balancer == {"a"}, "what is sent there may be rejected"
+    fleet.broken.clear()
+    assert rest_of_step(controller, fleet, 2)["tlt/spot_failures"] == 1 and called(fleet, "wake_up") == []
+    assert called(fleet, "train") == [] and fleet.balancer == {"a", "b"}
+    train(controller, fleet, 3)
+
+
+def test_a_worker_that_never_stops_is_killed_after_the_bound(run, said):
     controller, fleet = run(names=("a", "b", "c"))
     fill_buffers(controller, fleet)
     fleet.deaf = {"b"}
@@ -130,26 +166,73 @@ def test_a_worker_that_never_stops_is_killed_after_the_bound(run, monkeypatch, c
         began = fleet.clock.now
     assert fleet.clock.now - began == pytest.approx(STOP_S, abs=0.01)
     assert fleet.restarts == ["b"]
-    assert f"spot training on b failed: it did not stop within {STOP_S} s" in caplog.text
+    assert f"spot training on b failed: it did not stop within {STOP_S} s" in said.text
     metrics = rest_of_step(controller, fleet, 2)
     assert called(fleet, "merge") == [(("c",),)], "what c learned is merged without b"
     assert metrics["tlt/spot_failures"] == 1 and metrics["tlt/drafter_version"] == 1
     assert metrics["tlt/overhead_stop_s"] == pytest.approx(STOP_S, abs=0.01)
 
 
-def test_a_replica_whose_sessions_keep_failing_is_left_alone(run):
-    controller, fleet = run()
-    fill_buffers(controller, fleet)
-    fleet.broken["session of b"] = CallFailed("RayTaskError: out of luck")
-    for step in range(2, 14):
-        tried, allowed = len(called(fleet, "train")), controller._budget.allows("b", step)
+def keep_failing(controller, fleet, steps, error="RayTaskError: out of luck"):
+    """Steps in each of which `b` is idle, and fails where it may train; returns `tlt/spot_off_replicas` of each."""
+    fleet.broken["session of b"], off = CallFailed(error), []
+    for step in steps:
         with sampling(controller, fleet, step):
             fleet.clock.sleep(LOOKS_S)
-            assert len(called(fleet, "train")) == tried + allowed and not controller._watch.running
-        rest_of_step(controller, fleet, step)
-    assert len(called(fleet, "train")) == MAX_FAILURES
-    assert "b" in controller._budget.off
+            assert not controller._watch.running
+        off.append(rest_of_step(controller, fleet, step)["tlt/spot_off_replicas"])
+    return off
+
+
+def test_a_replica_whose_sessions_keep_failing_is_given_up_and_tried_again(run, said):
+    controller, fleet = run()
+    assert fill_buffers(controller, fleet)["tlt/spot_off_replicas"] == 0
+    off = keep_failing(controller, fleet, range(2, 16))
+    assert len(called(fleet, "train")) == MAX_FAILURES and off == [0] * 5 + [1] * 9
+    assert said.text.count("spot training on b is given up for 8 steps") == 1
+    assert "the last one: RayTaskError: out of luck" in said.text
     assert fleet.restarts == [], "it raised, it did not die"
+    assert keep_failing(controller, fleet, [16], "RayTaskError: again")[0] == 1
+    assert "spot training on b is given up for 16 steps" in said.text and "RayTaskError: again" in said.text
+    fleet.broken.clear()
+    for step in range(17, 33):
+        with sampling(controller, fleet, step):
+            fleet.clock.sleep(LOOKS_S)
+        rest_of_step(controller, fleet, step)
+    assert len(called(fleet, "train")) == MAX_FAILURES + 1
+    train(controller, fleet, 33)
+    assert rest_of_step(controller, fleet, 33)["tlt/spot_off_replicas"] == 0
+    assert "spot training on b, which was given up, works again" in said.text
+
+
+def test_a_run_for_which_tlt_does_nothing_any_more_says_so_once(run, said, clock):
+    fleet = FakeFleet("b", "c", standalone={"c"}, clock=clock)
+    controller, fleet = run(fleet=fleet, untrained=True, cold_start_s=0.0)
+    fill_buffers(controller, fleet)
+    keep_failing(controller, fleet, range(2, 12))
+    line = "any more: spot training is given up on every replica, and the drafter is a random one"
+    assert said.text.count(line) == said.text.count("TLT does nothing") == 1
+
+
+def test_one_that_still_drafts_or_trains_says_nothing_of_the_kind(run, said):
+    controller, fleet = run()  # with a trained drafter
+    fill_buffers(controller, fleet)
+    keep_failing(controller, fleet, range(2, 12))
+    assert "TLT does nothing" not in said.text
+
+
+@pytest.mark.parametrize(
+    ("untapped", "drafts", "expected"),
+    [("it has no tap.", False, True), ("it has no tap.", True, False), (None, False, False)],
+)
+def test_engines_without_a_drafter_and_no_tap_are_said_together(run, said, clock, untapped, drafts, expected):
+    fleet = FakeFleet("a", "b", clock=clock)
+    fleet.untapped = untapped
+    fleet.drafter_statuses = lambda: dict.fromkeys("ab", DrafterStatus(gave_up=not drafts))
+    controller, fleet = run(fleet=fleet)
+    for step in (1, 2):
+        controller.metrics(step, {})
+    assert said.text.count("TLT does nothing for this run any more: it has no tap., and no engine") == expected
 
 
 def test_a_worker_that_died_in_its_session_is_restarted(run):

@@ -7,7 +7,8 @@ import pytest
 from verl_tlt.config import SpeculationConfig
 from verl_tlt.messages.rollout import EngineStats, LoadInterval, Work
 from verl_tlt.speculation.costs.tables import LatencyTable
-from verl_tlt.speculation.decision import FIRST_PROBE, IN_A_ROW
+from verl_tlt.speculation.decision import IN_A_ROW
+from verl_tlt.speculation.retry import FIRST_WAIT
 from verl_tlt.speculation.types import OFF
 from verl_tlt.trainer.runtime_switch import SWITCH_FILE, RuntimeSwitch, write_switch
 from verl_tlt.trainer.speculation_control import SpeculationControl
@@ -75,7 +76,7 @@ def test_speculation_is_disabled_where_it_loses_and_enabled_by_a_probe(tmp_path,
             assert live.undrafted(step, UNKNOWN) == []
             assert live.rollout_ended(rollout(10.0 * step, 2.0, REPLICAS)) == pytest.approx(-1.0)
         assert live.disabled and caplog.text.count("Speculation is disabled") == 1
-        for step in range(3, 3 + FIRST_PROBE):
+        for step in range(3, 3 + FIRST_WAIT):
             assert live.undrafted(step, UNKNOWN) == REPLICAS
             assert live.rollout_ended(rollout(10.0 * step, 1.0, [])) == 0.0
         assert live.undrafted(20, UNKNOWN) == ["b"]
