@@ -5,6 +5,9 @@ is there. What lies below such a directory is trusted only if this user or root 
 file that all may write to is not trusted. Directories that only their owner's group may write to are trusted. Standard
 library only.
 
+A mount may show every file as everybody's and refuse `chmod` (gcsfuse, blobfuse, CIFS). What this user wrote there is
+known by its seal (`seal`), and a user may say that such a mount is trusted (`TRUSTED_MOUNT`).
+
 Two runs on one machine may have the same Ray job id and replica ranks, and a run that is killed cannot clean up. So a
 process's own directory has a temporary name and a file lock, which ends with the process (`make_private_dir`).
 """
@@ -12,6 +15,9 @@ process's own directory has a temporary name and a file lock, which ends with th
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import hmac
+import json
 import logging
 import os
 import secrets
@@ -28,7 +34,17 @@ from verl_tlt.errors import TLTError
 logger = logging.getLogger(__name__)
 
 OWNER = "owner.lock"
+SEAL, KEY = "seal", "~/.config/verl-tlt/seal.key"
+"""A file in a sealed directory, and the secret it is made with, which only this user can read."""
+TRUSTED_MOUNT = "TLT_TRUSTED_MOUNT"
+"""Environment variable: a directory below which every file is believed, whatever its permissions."""
 _ROOT = 0
+
+
+def _is_trusted(path: str | os.PathLike[str]) -> bool:
+    """Whether the user says of a path, without links, that nobody else can write there."""
+    mount = os.environ.get(TRUSTED_MOUNT)
+    return bool(mount) and Path(path).is_relative_to(os.path.realpath(str(mount)))
 
 
 def other_owner(path: str | os.PathLike[str], also: int | None = None) -> str | None:
@@ -38,6 +54,8 @@ def other_owner(path: str | os.PathLike[str], also: int | None = None) -> str | 
     """
     owners = {_ROOT, os.geteuid(), also}
     for entry in _entries(Path(path)):
+        if _is_trusted(entry.parent):
+            continue
         try:
             found, above = os.lstat(entry), os.stat(entry.parent)
         except (FileNotFoundError, NotADirectoryError):
@@ -56,7 +74,56 @@ def other_owner(path: str | os.PathLike[str], also: int | None = None) -> str | 
         return None
     if not stat.S_ISREG(mode):
         return f"{path} is no ordinary file"
-    return f"everybody may write to {path}" if mode & stat.S_IWOTH else None
+    return f"everybody may write to {path}" if mode & stat.S_IWOTH and not _is_trusted(os.path.realpath(path)) else None
+
+
+def seal(directory: Path) -> None:
+    """Note what this user wrote to a directory, where permissions cannot show it, as on a mount of fixed ones.
+
+    Names and digests of all files, with a code that only who has the key of this user can compute. Nothing is noted
+    where permissions show it, nor where the key cannot be kept in private.
+    """
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    if any(other_owner(file) for file in files) and (key := _seal_key(make=True)) is not None:
+        (directory / SEAL).write_text(_code(key, directory))
+
+
+def sealed(directory: Path) -> bool:
+    """Whether all files of a directory are as this user wrote and sealed them, whoever might have changed them."""
+    try:
+        said = (directory / SEAL).read_text()[:100] if (directory / SEAL).is_file() else None
+        key = None if said is None else _seal_key(make=False)
+        return key is not None and hmac.compare_digest(str(said), _code(key, directory))
+    except (OSError, UnicodeDecodeError, TypeError):
+        return False
+
+
+def _code(key: bytes, directory: Path) -> str:
+    digests = {}
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+        if path != directory / SEAL:
+            with path.open("rb") as file:
+                digests[str(path.relative_to(directory))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return hmac.new(key, json.dumps(digests).encode(), "sha256").hexdigest()
+
+
+def _seal_key(make: bool) -> bytes | None:
+    """The secret of this user, made if asked for; None: there is none, or none that is only this user's."""
+    try:
+        path = expanded(KEY)
+        if make and not path.exists():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with replacing(path) as file:
+                os.fchmod(file.fileno(), 0o600)
+                file.write(secrets.token_bytes(32))
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            found, key = os.fstat(descriptor), file.read(64)
+        private = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+        return key if private and len(key) == 32 and other_owner(path) is None else None
+    except (OSError, TLTError) as error:
+        logger.info("No key to seal files with (%s): %s", KEY, error)
+        return None
 
 
 def _entries(path: Path) -> Iterator[Path]:

@@ -2,13 +2,25 @@
 
 import logging
 import os
+import shutil
 
 import pytest
 
+from verl_tlt.drafter.checkpoint import replaced
 from verl_tlt.drafter.staging import DIRECTORY, stage, staged_weights
 from verl_tlt.engine_core.steps import StepTrace
 from verl_tlt.errors import TLTError
-from verl_tlt.ownership import OWNER, check_private, make_private_dir, open_to_append, other_owner, replacing
+from verl_tlt.ownership import (
+    OWNER,
+    SEAL,
+    TRUSTED_MOUNT,
+    check_private,
+    make_private_dir,
+    open_to_append,
+    other_owner,
+    replacing,
+    sealed,
+)
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable, TableKey, load_table, save_table, table_path
 from verl_tlt.speculation.types import StepRecord
 from verl_tlt.trace.events import TraceWriter
@@ -132,6 +144,70 @@ def test_a_checkpoint_is_believed_if_it_is_its_owners(tmp_path, give_away):
     first = tmp_path / "global_step_1"
     give_away(first / CHECKPOINT)
     assert saved_drafter(first) is None
+
+
+@pytest.fixture
+def fixed_mount(tmp_path, monkeypatch):
+    """A directory as on a mount of fixed permissions: every file is everybody's, and chmod is refused."""
+
+    def refuse(path, mode, **_):
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "mount" / "global_step_1").mkdir(parents=True)
+    mask = os.umask(0)
+    monkeypatch.setattr(os, "chmod", refuse)
+    yield tmp_path / "mount"
+    os.umask(mask)
+
+
+def write_drafter(step):
+    with replaced(step / CHECKPOINT) as draft:
+        for name in ("config.json", "model.safetensors"):
+            (draft / name).write_text(name)
+    return step / CHECKPOINT
+
+
+def test_on_a_mount_of_fixed_permissions_ones_own_checkpoint_is_resumed_and_a_forged_one_is_not(fixed_mount, tmp_path):
+    step = fixed_mount / "global_step_1"
+    place = write_drafter(step)
+    assert other_owner(place / "config.json"), "the mount says that everybody may have written it"
+    assert saved_drafter(step) == place and sealed(place)
+    key = tmp_path / "home" / ".config" / "verl-tlt" / "seal.key"
+    assert oct(key.stat().st_mode & 0o777) == "0o600" and key.read_bytes() not in (place / SEAL).read_bytes()
+    for change in (
+        lambda: (place / "config.json").write_text("forged"),
+        lambda: (place / "more.safetensors").write_text("added"),
+        lambda: (place / "model.safetensors").unlink(),
+        lambda: (place / SEAL).write_text("f" * 64),
+        lambda: (place / SEAL).unlink(),
+    ):
+        change()
+        assert not sealed(place) and saved_drafter(step) is None
+        shutil.rmtree(place)
+        assert write_drafter(step) == saved_drafter(step)
+    key.write_bytes(b"k" * 32)  # whoever has another key has another's seal
+    assert saved_drafter(step) is None
+    key.unlink()
+    key.touch(mode=0o644)
+    key.write_bytes(b"k" * 32)
+    assert not sealed(write_drafter(step)), "a key that others can read proves nothing"
+
+
+def test_a_mount_that_the_user_trusts_is_believed_and_nothing_beside_it(fixed_mount, tmp_path, monkeypatch):
+    step = fixed_mount / "global_step_1"
+    place = write_drafter(step)
+    (place / SEAL).unlink()
+    assert saved_drafter(step) is None
+    monkeypatch.setenv(TRUSTED_MOUNT, str(fixed_mount))
+    assert saved_drafter(step) == place
+    (tmp_path / "beside").touch(mode=0o666)
+    (fixed_mount / "link").symlink_to(tmp_path / "beside")
+    assert other_owner(tmp_path / "beside") and other_owner(fixed_mount / "link")
+
+
+def test_where_permissions_tell_nothing_is_sealed(tmp_path):
+    assert not (write_drafter(tmp_path) / SEAL).exists()
 
 
 # ---------------------------------------------------------------------- what is staged

@@ -37,7 +37,7 @@ from verl_tlt.drafter.policy import (
 )
 from verl_tlt.drafter.schema import Layer, as_served, check_rows, checked
 from verl_tlt.drafter.tensors import check_tensors
-from verl_tlt.ownership import other_owner
+from verl_tlt.ownership import TRUSTED_MOUNT, other_owner, sealed
 
 PROVENANCE = "provenance.json"
 TOKENIZER = "tokenizer_sha256"
@@ -99,8 +99,11 @@ def check_owner(drafter: Model, also: int | None = None) -> None:
     names = [CONFIG, PROVENANCE, WEIGHTS, INDEX]
     if (reason := _other(path, names, also)) is None and (path / INDEX).is_file():
         reason = _other(path, sorted(set(tensor_files(path)[1].values())), also)
-    if reason:
-        raise DrafterError(f"{path} may be another user's drafter: {reason}; copy it to a place of your own.")
+    if reason and not sealed(path):
+        raise DrafterError(
+            f"{path} may be another user's drafter: {reason}; copy it to a place of your own, or see "
+            f"{TRUSTED_MOUNT} in docs/security.md."
+        )
 
 
 def _other(path: Path, names: Iterable[str], also: int | None) -> str | None:

@@ -51,6 +51,7 @@ from verl_tlt.drafter.policy import (
 )
 from verl_tlt.drafter.tensor_file import TensorFile
 from verl_tlt.drafter.tensors import not_finite, read_tensors
+from verl_tlt.ownership import seal
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
@@ -158,7 +159,8 @@ def save_drafter(
             (draft / STATE).parent.mkdir()
             write_state(training_state, draft / STATE)
         for file in draft.rglob("*.safetensors"):  # safetensors writes for its owner alone
-            shutil.copymode(draft / CONFIG, file)
+            with suppress(OSError):  # a mount may refuse it (`ownership.seal`)
+                shutil.copymode(draft / CONFIG, file)
         (draft / PROVENANCE).write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
         (draft / "README.md").write_text(_card(model, target.name, facts))
     return target
@@ -365,7 +367,10 @@ def replaced(target: Path) -> Iterator[Path]:
     try:
         yield draft
         for path in (*draft.rglob("*"), draft):
-            path.chmod(path.stat().st_mode & ~0o002)  # what everybody may write to is not read again (`ownership`)
+            with suppress(OSError):  # a mount may refuse it
+                path.chmod(path.stat().st_mode & ~0o002)  # what everybody may write to is not read again (`ownership`)
+        seal(draft)
+        for path in (*draft.rglob("*"), draft):
             _flush(path)
         _rename_over(draft, target)
         _flush(target.parent)

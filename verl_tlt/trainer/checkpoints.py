@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from verl_tlt.ownership import other_owner
+from verl_tlt.ownership import other_owner, sealed
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,8 @@ def _holds_drafter(step: Path) -> bool:
     if not place.is_dir():
         return False
     files = (file for file in place.rglob("*") if file.is_file())
-    if reason := next((why for file in files if (why := other_owner(file, also=step.stat().st_uid))), None):
+    reason = next((why for file in files if (why := other_owner(file, also=step.stat().st_uid))), None)
+    if reason and not sealed(place):
         logger.warning("%s is left out: %s", place, reason)
         return False
     return True
