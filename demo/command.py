@@ -14,7 +14,7 @@ from demo.screen import Screen
 from verl_tlt.compare.command import CompareOptions, compare
 from verl_tlt.compare.processes import interruptible
 from verl_tlt.console import make_console
-from verl_tlt.doctor.recipe import read_script
+from verl_tlt.doctor.script import read_script
 from verl_tlt.errors import TLTError
 from verl_tlt.report.figures import save_picture
 from verl_tlt.report.page import serve_command, write_page

@@ -147,7 +147,7 @@ RECIPES = {
 
 def captured(recipe: Recipe, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> list[str]:
     """The overrides with which an unchanged recipe, given `arguments`, calls `verl.trainer.main_ppo`."""
-    from verl_tlt.doctor.recipe import read_script
+    from verl_tlt.doctor.script import read_script
 
     return list(read_script(HERE / recipe.script, arguments, environment).overrides)
 

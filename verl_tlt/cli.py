@@ -40,6 +40,9 @@ app = typer.Typer(
     cls=Commands, no_args_is_help=True, add_completion=False,
     help="Speculative rollout for verl, trained in idle time.",
 )  # fmt: skip
+RunScript = Annotated[
+    bool, typer.Option("--run-script", help="Run a script that cannot be read, with a stand-in for every program.")
+]
 ConfigName = Annotated[str, typer.Option(help="verl's top-level config.")]
 
 
@@ -73,12 +76,13 @@ def doctor(
         bool, typer.Option("--gpu", help="Also start the recipe's engine here and measure; takes minutes.")
     ] = False,
     cpu: Annotated[bool, typer.Option("--cpu", help="With --gpu: on this machine's CPU.")] = False,
+    run_script: RunScript = False,
 ) -> None:
     """Say whether TLT can run here: packages and their insides, and with a recipe's overrides that recipe too."""
+    from verl_tlt.doctor.arguments import read_arguments
     from verl_tlt.doctor.command import diagnose, findings_table, measure_engine, symbol_table
-    from verl_tlt.doctor.recipe import read_arguments
 
-    recipe = read_arguments(overrides or [], config_name)
+    recipe = read_arguments(overrides or [], config_name, run_script)
     findings = diagnose(recipe)
     if gpu and not any(finding.level == "refuse" for finding in findings):
         findings += measure_engine(recipe, cpu)
@@ -99,13 +103,14 @@ def calibrate(
         float, typer.Option(min=1, callback=finite, help="How long to measure, the engine's start apart.")
     ] = 60.0,
     cpu: Annotated[bool, typer.Option("--cpu", help="On this machine's CPU, even where there is a GPU.")] = False,
+    run_script: RunScript = False,
 ) -> None:
     """Measure what an engine step costs here by batch and draft length, and keep the table for later runs."""
+    from verl_tlt.doctor.arguments import read_arguments
     from verl_tlt.doctor.command import calibrate as run
     from verl_tlt.doctor.command import cost_table
-    from verl_tlt.doctor.recipe import read_arguments
 
-    path, costs = run(read_arguments(overrides, config_name), out, seconds, cpu)
+    path, costs = run(read_arguments(overrides, config_name, run_script), out, seconds, cpu)
     make_console().print(cost_table(costs))
     typer.echo(printable(f"Kept in {path}"))
 
@@ -173,18 +178,19 @@ def compare(
     stall_minutes: Annotated[
         float, typer.Option(min=LEAST, callback=finite, help="A job that logs nothing for so long is ended.")
     ] = 60.0,
+    run_script: RunScript = False,
 ) -> None:
     """Run the recipe with stock verl and with TLT in turns, and say which was faster. It goes on after a kill."""
     _need("compare", "verl", "vllm", "psutil")
     from verl_tlt.compare.command import CompareOptions
     from verl_tlt.compare.command import compare as run
-    from verl_tlt.doctor.recipe import read_arguments
+    from verl_tlt.doctor.arguments import read_arguments
 
     options = CompareOptions(
         arms=[name.strip() for name in arms.split(",") if name.strip()],
         rounds=rounds, steps=steps, out=out, drafter=drafter, stall_s=60.0 * stall_minutes,
     )  # fmt: skip
-    run(read_arguments(overrides, config_name), options, make_console())
+    run(read_arguments(overrides, config_name, run_script), options, make_console())
 
 
 @app.command()

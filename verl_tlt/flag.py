@@ -44,6 +44,16 @@ def refusal(config: Mapping[str, object]) -> str | None:
     return None
 
 
+def joined(words: Sequence[str]) -> list[str]:
+    """A command line in which both forms of the flag, or one of them twice, are as good as one.
+
+    `+tlt=default` sets `trainer.plugin` too, and Hydra refuses to add what is there already.
+    """
+    switch, plugin = f"+{NAME}=default", f"+trainer.{KEY}="
+    once = [word for i, word in enumerate(words) if word != switch or word not in words[:i]]
+    return [f"+{word}" if word.startswith(plugin) else word for word in once]
+
+
 def misspelt(overrides: Sequence[str]) -> str | None:
     """What to write in place of an override by which a user means TLT and which verl's own config does not take.
 

@@ -112,6 +112,7 @@ def _wrap_get_trainer_cls(module: ModuleType) -> None:
 
 def arm() -> None:
     """Install both hooks, unless verl needs none; calling it again changes nothing that is already wrapped."""
+    sys.argv[1:] = flag.joined(sys.argv[1:])  # Hydra reads it after this
     if native():
         return
     from verl_tlt.compat.import_hooks import when_imported

@@ -47,7 +47,8 @@ from verl_tlt.compare.processes import interruptible
 from verl_tlt.compare.result import found_of
 from verl_tlt.compare.turns import Record
 from verl_tlt.console import make_console
-from verl_tlt.doctor.recipe import Recipe, read_script
+from verl_tlt.doctor.recipe import Recipe
+from verl_tlt.doctor.script import read_script
 from verl_tlt.errors import TLTError
 from verl_tlt.speculation.costs.tables import LatencyTable
 

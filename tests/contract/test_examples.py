@@ -19,7 +19,10 @@ import pytest
 from verl_tlt.compat.versions import installed
 from verl_tlt.config import TLTConfigError
 from verl_tlt.doctor import rules
-from verl_tlt.doctor.recipe import MAIN, compose, read_script, read_settings
+from verl_tlt.doctor.recipe import compose, read_settings
+from verl_tlt.doctor.run_script import run_script
+from verl_tlt.doctor.script import read_script
+from verl_tlt.doctor.shell.syntax import MAIN
 
 CACHE = os.environ.get("TLT_CONTRACT_CACHE")
 REPOSITORY = "https://github.com/verl-project/verl"
@@ -139,6 +142,46 @@ def verdict(script, place):
         return f"refused: {refused[0].what}", [f.sentence for f in refused]
     warned = [f for f in findings if f.level == "warn"]
     return ("warned" if warned else "accepted"), [f.sentence for f in warned]
+
+
+def _own(script):
+    """What verl's fine-tuning scripts are given."""
+    return ["8", "/out"] * ("/sft/" in str(script))
+
+
+def _same_as_run(script, found):
+    """Whether bash could be asked too; it must say the same, names apart: what a program prints is empty in a run."""
+    if "$(dirname" in script.read_text():  # answered by the reader, and not in a run
+        return False
+    try:
+        run = run_script(str(script), _own(script))
+    except TLTConfigError:
+        return False
+    named = [re.sub(r"not-run.*", "", o) for o in found.overrides]
+    assert all(there.startswith(here) for here, there in zip(named, run.overrides, strict=True)), script
+    assert (run.config, run.directory) == (found.config, found.directory)
+    return True
+
+
+def test_nearly_all_examples_are_read_and_none_is_run(examples, place, monkeypatch, capsys):
+    """A script that starts something else is read too: that is its sentence."""
+    monkeypatch.chdir(place)
+    for name, value in {**AROUND, "HOME": str(place)}.items():
+        monkeypatch.setenv(name, value)
+    scripts, found, refused, otherwise = sorted(examples.rglob("*.sh")), {}, {}, {}
+    for script in scripts:
+        try:
+            found[script] = read_script(script, _own(script))
+        except TLTConfigError as error:
+            (otherwise if re.search(r"here: it (starts|ends)", str(error)) else refused)[script] = str(error)
+    assert sorted(path.name for path in place.iterdir()) == ["bin", "data.parquet", "shell"], "something was written"
+    as_run = sum(_same_as_run(script, recipe) for script, recipe in found.items())
+    read = len(scripts) - len(refused) - len(otherwise)
+    with capsys.disabled():
+        print(f"\n{len(scripts)} examples of verl: {read} are read, {as_run} compared with a run, {len(otherwise)}")
+        print(f"start something else, {len(refused)} are refused:", *refused.values(), sep="\n  ")
+    assert read + len(otherwise) >= len(scripts) * 100 // 109 and as_run >= read // 2
+    assert all(sentence.endswith(".") and "\n" not in sentence for sentence in refused.values())
 
 
 def test_every_example_is_judged(examples, place, monkeypatch, capsys):

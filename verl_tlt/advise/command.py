@@ -15,7 +15,8 @@ from verl_tlt.advise.run_metrics import check_same, read_metrics, read_run
 from verl_tlt.advise.scenario import SETTINGS, Estimate, Scenario, estimate
 from verl_tlt.advise.simulation import SMALL_BATCH
 from verl_tlt.advise.workload import read_workload
-from verl_tlt.doctor.recipe import ROLLOUT, compose, read_arguments, read_mapping, read_settings
+from verl_tlt.doctor.arguments import read_arguments
+from verl_tlt.doctor.recipe import ROLLOUT, compose, read_mapping, read_settings
 from verl_tlt.errors import TLTError
 from verl_tlt.server.engine_arguments import engine_arms, graph_mode
 
@@ -37,7 +38,7 @@ def read_scenario(given: AdviseOptions) -> tuple[Scenario, dict[str, str]]:
         raise TLTError("--trace and --metrics are two ways to show the same run: give one of them.")
     if given.response_length is not None and (shown := given.trace or given.metrics):
         raise TLTError(f"--response-length is read from the run in {shown}: leave it out.")
-    recipe = read_arguments(given.recipe, given.config_name)
+    recipe = read_arguments(given.recipe, given.config_name, given.run_script)
     config = compose(recipe.overrides, recipe.config)
     settings, work = read_settings(config), read_workload(config)
     assumed: dict[str, str] = {}

@@ -29,6 +29,9 @@ class AdviseOptions:
         str | None, Option(help="Of your drafter, by position: 0.8,0.75,0.7 as verl-tlt evaluate says it.")
     ] = None
     config_name: Annotated[str, Option(help="verl's top-level config.")] = "ppo_trainer"
+    run_script: Annotated[
+        bool, Option("--run-script", help="Run a script that cannot be read, with a stand-in for every program.")
+    ] = False
     seed: Annotated[int, Option(min=0, help="Seeds the simulation.")] = 0
 
     def acceptance_by_position(self) -> tuple[float, ...]:

@@ -18,7 +18,9 @@ from verl_tlt.compare.arms import TLT, Arm, CompareError, quoted
 from verl_tlt.config import TLTConfigError
 from verl_tlt.doctor.command import diagnose
 from verl_tlt.doctor.models import DRAFTER, POLICY, located
-from verl_tlt.doctor.recipe import MAIN, Recipe, compose, read_run_dir, select
+from verl_tlt.doctor.recipe import Recipe, compose, read_run_dir, select
+from verl_tlt.doctor.script import NAMES
+from verl_tlt.doctor.shell.syntax import MAIN
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -30,10 +32,6 @@ FLAG = "+tlt=default"
 NEVER = 10**9
 BYTES_PER_PARAMETER = 12
 """Of verl's checkpoint: weights and Adam's two moments, all in fp32."""
-OWN = re.compile(
-    r"trainer\.(default_local_dir|experiment_name|project_name|logger)|tlt\.(trace\.dir|drafter\.save_dir)|hydra\..*"
-)
-"""Settings that every turn is given anew, so that two calls may differ in them: many a script writes the date there."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +81,12 @@ class Plan:
         ]  # fmt: skip
 
     def asked(self, arms: Sequence[Arm]) -> dict[str, object]:
-        """What must stay the same for turns to be comparable."""
+        """What must stay the same for turns to be comparable; names may differ, many a script writes the date there."""
         found: dict[str, object] = {"--steps": self.steps, "starting checkpoint": str(self.start or "")}
-        found["recipe"] = [word for word in self.stock.overrides if not OWN.fullmatch(key_of(word))]
+        found["recipe"] = [word for word in self.stock.overrides if not NAMES.fullmatch(key_of(word))]
         for arm in arms:
             words = [
-                word for word in (*(self.tlt if arm.tlt else ()), *arm.overrides) if not OWN.fullmatch(key_of(word))
+                word for word in (*(self.tlt if arm.tlt else ()), *arm.overrides) if not NAMES.fullmatch(key_of(word))
             ]
             found[f"arm {arm.name}"] = [*words, *(f"{name}={value}" for name, value in sorted(arm.environment.items()))]
         return found
@@ -102,6 +100,9 @@ def make_plan(recipe: Recipe, steps: int, folder: Path) -> Plan:
     """
     if not recipe.overrides:
         raise CompareError("There is no recipe: give the overrides of verl.trainer.main_ppo, or a script.")
+    if recipe.unread:
+        what = f"The script sets {', '.join(recipe.unread)} to what a program prints, and no line of it is run"
+        raise CompareError(f"{what}: set that in the script, or add --run-script.")
     tlt = tuple(word for word in recipe.overrides if is_tlts(word))
     config = compose(recipe.overrides, recipe.config)
     stock = dataclasses.replace(recipe, overrides=tuple(word for word in recipe.overrides if not is_tlts(word)))

@@ -6,16 +6,12 @@ and omegaconf and hydra only once there is a recipe: `verl-tlt doctor` has to wo
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import math
 import os
-import signal
-import subprocess
-import tempfile
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verl_tlt import MODE_PREFIX, flag
@@ -30,24 +26,9 @@ from verl_tlt.speculation.graph_rules import FULL_GRAPHS, longest_draft, plain_a
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-MAIN = "verl.trainer.main_ppo"
 CONFIG = "ppo_trainer"
 """The top-level config of `main_ppo`."""
 ROLLOUT = "actor_rollout_ref.rollout"
-STAND_INS = ("python", "python3", "torchrun")
-_STAND_IN = """#!/bin/sh
-case "$1" in
-  -c|-|-V|--version|'')
-    for folder in $(printf %s "$PATH" | tr : ' '); do
-      [ "$folder" != "{own}" ] && [ -x "$folder/{name}" ] && exec "$folder/{name}" "$@"
-    done
-    exit 127 ;;
-esac
-printf '%s\\0' {name} "$@" >> "{record}" && printf '\\n\\0' >> "{record}"
-[ "$1 $2" = "-m {main}" ] && pwd > "{record}.directory" && env -0 > "{record}.environment"
-"""
-"""Writes down what would be started instead of starting it; a line of Python goes to the real one, since scripts ask it
-which device there is."""
 
 
 @dataclass(frozen=True)
@@ -61,81 +42,8 @@ class Recipe:
     """What its script had set in the environment."""
     directory: str | None = field(default=None, compare=False)
     """Where its script was when it started `main_ppo`; None: here."""
-
-
-# ---------------------------------------------------------------------- from a command line to a config
-
-
-def read_arguments(arguments: Sequence[str], config_name: str) -> Recipe:
-    """A recipe as a command is given it: overrides, or a script and what is given to that."""
-    if arguments and arguments[0].endswith(".sh") and "=" not in arguments[0]:
-        return read_script(arguments[0], arguments[1:])
-    return Recipe(tuple(arguments), config_name)
-
-
-def read_script(
-    script: str | os.PathLike[str],
-    arguments: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
-    timeout_s: float = 60.0,
-) -> Recipe:
-    """Run a shell script with a stand-in for Python, and return how it would have started `main_ppo`.
-
-    Other programs in the script run as it is written; other Python programs do not. `environment` is added to this
-    process's.
-    """
-    if not os.path.isfile(script):
-        raise TLTConfigError(f"{script} does not exist.")
-    with tempfile.TemporaryDirectory(prefix="tlt-recipe-") as folder:
-        record, errors = Path(folder) / "called", Path(folder) / "errors"
-        record.touch()
-        for name in STAND_INS:
-            stand_in = Path(folder) / name
-            stand_in.write_text(_STAND_IN.format(record=record, own=folder, name=name, main=MAIN))
-            stand_in.chmod(0o755)
-        inherited = {**os.environ, **(environment or {})}
-        inherited["PATH"] = f"{folder}{os.pathsep}{inherited['PATH']}"
-        status = _run([os.path.abspath(script), *arguments], inherited, errors, timeout_s)
-        calls = [call.split("\0")[:-1] for call in record.read_text().split("\n\0")[:-1]]
-        found = next((call for call in calls if call[1:3] == ["-m", MAIN]), None)
-        if found is None:
-            said = errors.read_text(errors="replace").strip().splitlines()
-            instead = f"it starts `{' '.join(calls[-1][:3])}`" if calls else (said or [f"exit status {status}"])[-1]
-            raise TLTConfigError(f"{script} does not start `python -m {MAIN}` here: {instead.rstrip('.')}.")
-        at = Path(f"{record}.directory").read_text().rstrip("\n")
-        return replace(_parsed(found[3:]), environment=_set_by_script(Path(f"{record}.environment")), directory=at)
-
-
-def _set_by_script(record: Path) -> dict[str, str]:
-    """What differs from this process's environment, the shell's own and the way to the stand-ins apart."""
-    pairs = (pair.partition("=") for pair in record.read_text(errors="surrogateescape").split("\0") if pair)
-    own = ("PATH", "PWD", "OLDPWD", "SHLVL", "_")
-    return {name: value for name, _, value in pairs if os.environ.get(name) != value and name not in own}
-
-
-def _run(script: Sequence[str], environment: Mapping[str, str], errors: Path, timeout_s: float) -> int:
-    """Exit status of a script and its arguments, whose processes are ended if it takes longer."""
-    with errors.open("w") as stream:
-        running = subprocess.Popen(
-            ["bash", *script], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stream,
-            process_group=0,
-        )  # fmt: skip
-        try:
-            return running.wait(timeout_s)
-        except subprocess.TimeoutExpired as error:
-            os.killpg(running.pid, signal.SIGKILL)
-            running.wait()
-            raise TLTConfigError(f"{script[0]} did not come to {MAIN} within {timeout_s:.0f} s.") from error
-
-
-def _parsed(words: Sequence[str]) -> Recipe:
-    """Hydra's own options, and the rest."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config-name", "-cn", nargs="?", default=CONFIG, const="")
-    parser.add_argument("--config-path", "-cp", nargs="?", default="", const="")
-    options, rest = parser.parse_known_args(words)
-    overrides = tuple(word for word in rest if not word.startswith("-"))
-    return Recipe(overrides, os.path.join(options.config_path, options.config_name))
+    unread: tuple[str, ...] = field(default=(), compare=False)
+    """Variables of the environment that its script sets to what a program prints, so that they are not known."""
 
 
 def compose(overrides: Sequence[str], config_name: str) -> DictConfig:
@@ -148,11 +56,13 @@ def compose(overrides: Sequence[str], config_name: str) -> DictConfig:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
+    if empty := next((override for override in overrides if re.fullmatch(r"[^={}\[\]]+=", override)), None):
+        raise TLTConfigError(f"{empty} has no value; {empty}null and {empty}'' say so on purpose.")
     folder, name = os.path.split(config_name)
     directory = os.path.join(next(iter(spec.submodule_search_locations)), "trainer", folder or "config")
     try:
         with initialize_config_dir(os.path.abspath(directory), version_base=None):
-            return hydra_compose(name, overrides=list(overrides))
+            return hydra_compose(name, overrides=flag.joined(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         if meant := flag.misspelt(overrides):
             raise TLTConfigError(meant) from error

@@ -1,5 +1,6 @@
 """A recipe composed from verl's own files or read from its script, and the settings it gives."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,8 @@ import transformers
 from omegaconf import open_dict
 
 from verl_tlt.config import TLTConfig, TLTConfigError
-from verl_tlt.doctor.recipe import compose, read_script, read_settings
+from verl_tlt.doctor.recipe import compose, read_settings
+from verl_tlt.doctor.script import read_script
 
 FLAG = ("+tlt=default", "actor_rollout_ref.rollout.name=vllm")
 
@@ -29,7 +31,7 @@ def test_a_misspelt_flag_is_answered_with_the_right_one(wrong):
     assert said.startswith(wrong) and ("+tlt=default" in said or "+trainer.plugin=tlt" in said) and "Hydra" not in said
 
 
-def test_a_script_is_read_by_running_it_with_a_stand_in_for_python(script):
+def test_a_script_is_read(script):
     found = read_script(script, ["/policy with space", "+tlt=default"], {"FILES": "it's here.parquet"})
     assert found.config == "config/ppo_trainer.yaml"
     assert found.overrides == (
@@ -38,26 +40,35 @@ def test_a_script_is_read_by_running_it_with_a_stand_in_for_python(script):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (None, "does not exist."),
-        ("echo hello", "does not start `python -m verl.trainer.main_ppo` here: exit status 0."),
-        ("set -u\npython -m verl.trainer.main_ppo $NOWHERE", "NOWHERE: unbound variable"),
-        (
-            "python prepare.py\ntorchrun -m verl.trainer.sft_trainer x=1",
-            "starts `torchrun -m verl.trainer.sft_trainer`.",
-        ),
-        ("sleep 5; python -m verl.trainer.main_ppo", "did not come to verl.trainer.main_ppo within 0 s."),
-    ],
-)
-def test_a_script_that_does_not_come_to_it_is_one_sentence(tmp_path, text, said):
-    script = tmp_path / "recipe.sh"
-    if text is not None:
-        script.write_text(text)
-    with pytest.raises(TLTConfigError) as error:
-        read_script(script, timeout_s=0.2 if "sleep" in str(text) else 60)
-    assert str(script) in str(error.value) and said in str(error.value) and "\n" not in str(error.value)
+@pytest.mark.parametrize("empty", ["trainer.n_gpus_per_node=", "+trainer.x=", "data.train_files="])
+def test_an_override_without_a_value_is_an_error(empty):
+    with pytest.raises(TLTConfigError, match=re.escape(f"{empty} has no value")):
+        compose([*FLAG, empty], "ppo_trainer")
+    assert compose([*FLAG, "trainer.project_name=''"], "ppo_trainer").trainer.project_name == ""
+
+
+def test_another_folder_of_configs_is_searched(tmp_path):
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {nnodes: 7}\n")
+    (script := tmp_path / "recipe.sh").write_text(
+        f'cd {tmp_path}\npython -m verl.trainer.main_ppo --config-dir more --config-name=mine "$@"\n'
+    )
+    recipe = read_script(script, FLAG)
+    config = compose(recipe.overrides, recipe.config)
+    assert config.trainer.nnodes == 7 and config.trainer.plugin == "tlt"
+
+
+@pytest.mark.parametrize("flag", [
+    ["+tlt=default", "+trainer.plugin=tlt"], ["+trainer.plugin=tlt", "+tlt=default"], ["+tlt=default", "+tlt=default"],
+    ["+trainer.plugin=tlt", "+trainer.plugin=tlt"], ["+tlt=default", "++trainer.plugin=tlt", "trainer.plugin=tlt"],
+])  # fmt: skip
+def test_both_forms_of_the_flag_are_as_good_as_one(flag):
+    config = compose(["actor_rollout_ref.rollout.name=vllm", *flag], "ppo_trainer")
+    assert config.trainer.plugin == "tlt" and ("+tlt=default" in flag) == ("tlt" in config)
+
+
+def test_a_recipe_with_the_flag_runs_as_stock_verl_where_that_is_said():
+    assert compose([*FLAG, "+trainer.plugin=null"], "ppo_trainer").trainer.plugin is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,75 @@
+"""`--run-script`: bash carries a script out, and no program of it is started."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_tlt.config import TLTConfigError
+from verl_tlt.doctor import run_script as module
+from verl_tlt.doctor.run_script import run_script
+
+START = "python3 -u -m verl.trainer.main_ppo"
+
+
+def test_what_only_a_run_can_tell_is_found_out_and_no_program_is_started(tmp_path, monkeypatch, capfd):
+    touched = tmp_path / "touched"
+    (folder := tmp_path / f"$(touch {touched.name})").mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.chdir(tmp_path)
+    (script := tmp_path / "recipe.sh").write_text(
+        f"set -e\nexport PATH=/usr/bin:$PATH MINE='two\nlines'\ntouch {touched}\n/usr/bin/touch {touched}\n"
+        f"command touch {touched}\nkill -9 1\nX=$(touch {touched})\n"
+        "while read -r line; do A+=(\"a.$line=1\"); done <<< $'b\\nc'\n"
+        "python -c 'import no_such_module' && D=npu || D=gpu\nray stop --force\n"
+        f'cd {folder.parent.parent}\nsleep 100; nohup {START} "${{A[@]}}" d=$D \'it=s a\' "$@" > /dev/null 2>&1 &\n'
+    )
+    found = run_script(str(script), ["+trainer.plugin=tlt"])
+    assert found.overrides == ("a.b=1", "a.c=1", "d=gpu", "it=s a", "+trainer.plugin=tlt")
+    assert found.directory == str(folder.parent.parent) and found.environment["MINE"] == "two\nlines"
+    assert not touched.exists() and "TLT_RECORD" not in found.environment
+    said = capfd.readouterr().err
+    assert all(name in said for name in ("touch", "ray", "files is written")) and "kill" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("$PYTHON -m verl.trainer.main_ppo", "line 1, names a program by what is only known when it runs"),
+        ("eval \"rm x\"", "has `eval`, which may start what has no stand-in"),
+        ("source x.sh", "has `source`, which may start what has no stand-in"),
+        ("echo hello", "does not start `python -m verl.trainer.main_ppo` here: it ends before."),
+        (f"set -u\n{START} $NOWHERE", "NOWHERE: unbound variable."),
+        (f"{START} a=1", "does not hand +tlt=default on to"),
+    ],
+)  # fmt: skip
+def test_what_it_cannot_stand_in_for_is_refused(tmp_path, text, said):
+    (script := tmp_path / "recipe.sh").write_text(text)
+    with pytest.raises(TLTConfigError) as error:
+        run_script(str(script), ["+tlt=default"])
+    assert str(script) in str(error.value) and said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_a_script_prints_takes_neither_disk_nor_memory(tmp_path, monkeypatch):
+    """Two seconds of printing as fast as bash can, in a process whose memory is counted."""
+    (script := tmp_path / "recipe.sh").write_text("while :; do printf '%09000d' 1; printf '%09000d' 1 >&2; done\n")
+    code = (
+        "import resource, sys\nfrom verl_tlt.doctor import run_script as module\nmodule.SECONDS = 2.0\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "try:\n    module.run_script(sys.argv[1])\nexcept module.TLTConfigError as error:\n    print(error)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code, script], capture_output=True, text=True, check=True, timeout=120)
+    said, grown_kib = done.stdout.splitlines()
+    assert said == f"{script} did not end within 2 s." and int(grown_kib) < 50_000
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.sh"] and module.SECONDS == 60.0
+
+
+def test_a_process_that_it_leaves_behind_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SECONDS", 1.0)
+    (script := tmp_path / "recipe.sh").write_text(f"echo $BASHPID > {tmp_path}/pid\n(while :; do :; done) &\n")
+    with pytest.raises(TLTConfigError, match="did not end within 1 s"):
+        run_script(str(script))
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()

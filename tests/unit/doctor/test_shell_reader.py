@@ -1,0 +1,180 @@
+"""Scripts are read as bash would carry them out: each is also run here, by bash with a Python that notes its words."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_tlt.config import TLTConfigError
+from verl_tlt.doctor.script import NOT_RUN, read_script
+
+RUN = 'python3 -m verl.trainer.main_ppo "$@"'
+START = "python3 -m verl.trainer.main_ppo"
+SCRIPTS = Path(__file__).parents[2] / "data" / "scripts.txt"
+"""A small script for each construct, after its name."""
+CONSTRUCTS = dict(part.split("\n", 1) for part in SCRIPTS.read_text().split("### ")[1:])
+
+
+def told(script, words, environment):
+    """What bash gives to a Python that only notes it."""
+    place = script.parent / "bin"
+    place.mkdir()
+    for name in ("python", "python3", "tee"):
+        noted = 'printf \'%s\\0\' "$@" >> "$NOTED"' if name != "tee" else "cat > /dev/null"
+        (place / name).write_text(f'#!/bin/bash\n[ "$1" = -c ] && exit 1\n{noted}\n')
+        (place / name).chmod(stat.S_IRWXU)
+    noted = script.parent / "noted"
+    env = {**os.environ, **environment, "PATH": f"{place}:/usr/bin:/bin", "NOTED": str(noted)}
+    subprocess.run(["bash", str(script), *words], env=env, cwd=script.parent, check=True, timeout=60)
+    return tuple(noted.read_text().split("\0")[2:-1])
+
+
+@pytest.mark.parametrize("name", CONSTRUCTS)
+def test_what_is_read_is_what_bash_would_do(tmp_path, monkeypatch, name):
+    (script := tmp_path / "recipe.sh").write_text(CONSTRUCTS[name])
+    monkeypatch.chdir(tmp_path)
+    environment = {"SET": "1", "HOME": "/home/some one"}
+    own = {"options of its own": ["--n=1", "--m", "2", "a=1"], "positional": ["8", "/m", "x=1", "y=2"], "set --": []}
+    words = own.get(name, ["x.y=1", "it's=here"])
+    found = read_script(script, words, environment)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["recipe.sh"], "something was run"
+    assert found.overrides == told(script, words, environment)
+
+
+PYTHONS = (
+    "python3 -u -m verl.trainer.main_ppo",
+    "python -X faulthandler -m verl.trainer.main_ppo", "$PYTHON -m verl.trainer.main_ppo",
+    "'/an env/bin/python' -m verl.trainer.main_ppo", "/opt/v/bin/python3.11 -um verl.trainer.main_ppo",
+    "torchrun --nproc-per-node 1 -m verl.trainer.main_ppo", "uv run --active python -m verl.trainer.main_ppo",
+    "conda run -n verl --live-stream python -m verl.trainer.main_ppo", "nohup python -m verl.trainer.main_ppo",
+    "env A=1 python -m verl.trainer.main_ppo", "exec python -m verl.trainer.main_ppo",
+    "ray job submit --address http://x:8265 -- python3 -m verl.trainer.main_ppo",
+    "srun -N 1 python -m verl.trainer.main_ppo",
+    "if nvidia-smi; then pip install x; fi; sleep 5; CUDA_VISIBLE_DEVICES=0 python -m verl.trainer.main_ppo",
+    "hf download x || exit 1; ray stop --force && python -m verl.trainer.main_ppo",
+    "bash -c 'python -m verl.trainer.main_ppo \"$@\"' name",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize("behind", ["", " &", " > log 2>&1 &", " 2>&1 | tee log"])
+def test_however_it_is_started(tmp_path, python, behind):
+    (script := tmp_path / "run me.sh").write_text(f'PYTHON=/v/bin/python\n{python} a=1 "$@"{behind}\nwait\necho done')
+    found = read_script(script, ["+trainer.plugin=tlt"])
+    assert found.overrides == ("a=1", "+trainer.plugin=tlt")
+
+
+def test_nothing_of_a_script_is_run_whatever_it_names(tmp_path, monkeypatch):
+    touched = tmp_path / "touched"
+    (program := tmp_path / "program").write_text(f"#!/bin/sh\ntouch {touched}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("TMPDIR", f"/tmp/$(touch {touched})")
+    monkeypatch.chdir(tmp_path)
+    lines = [
+        f"touch {touched}", f"/usr/bin/touch {touched}", f"echo x > {touched}", f"X=$(touch {touched})",
+        f"`touch {touched}`",
+        f"eval 'touch {touched}'", str(program), "./program", f"python -c \"open('{touched}', 'w')\"",
+        f"trap 'touch {touched}' EXIT",
+        f"(touch {touched}) &", f"cat <(touch {touched})", f"{sys.executable} -c \"open('{touched}', 'w')\"",
+        f"bash -c 'touch {touched}'",
+        f"f() {{ touch {touched}; }}; f", f"[ -n \"$(touch {touched})\" ] && true", f": > {touched}",
+        f"A=$((`touch {touched}`1))",
+    ]  # fmt: skip
+    (script := tmp_path / "recipe.sh").write_text("\n".join([*lines, RUN]))
+    assert read_script(script, ["a=$(touch touched)"]).overrides == ("a=$(touch touched)",)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["program", "recipe.sh"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "does not exist."),
+        ("echo hello", "does not start `python -m verl.trainer.main_ppo` here: it ends before."),
+        (f"set -u\n{START} $NOWHERE", "NOWHERE: unbound variable"),
+        (f": ${{DATA:?say where}}\n{START}", "DATA: say where"),
+        (f"set -e\ncd /no/such/place\n{START}", "`cd /no/such/place` in line 2 fails."),
+        ("python prepare.py\ntorchrun -m verl.trainer.sft_trainer x=1",
+        "starts `torchrun -m verl.trainer.sft_trainer`."),
+        (f"N=$(nvidia-smi -L | wc -l)\n{START} trainer.n_gpus_per_node=$N",
+        "takes trainer.n_gpus_per_node from `$(nvidia-smi -L | wc -l)` (line 1)"),
+        (f"read -r N < file\n{START} trainer.nnodes=$N", "takes trainer.nnodes from `read N` (line 1)"),
+        (f"if grep -q x y; then N=8; fi\n{START} trainer.nnodes=$N",
+        "takes trainer.nnodes from `grep -q x y` (line 1)"),
+        (f"for f in $(ls); do N=$f; done\n{START} data.train_files=$N", "takes data.train_files from `$(ls)` (line 1)"),
+        (f"while read -r l; do A+=($l); done < x\n{START} ${{A[@]}}", "from `read -r l` (line 1)"),
+        (f"if nvidia-smi; then {START} a=1; else {START} a=2; fi",
+        "depends on `nvidia-smi` (line 1), which decides how it starts"),
+        (f"source env.sh\n{START} a=1", "env.sh (line 1), which is not here"),
+        (f"for lr in 1 2; do {START} lr=$lr; done",
+        "starts verl.trainer.main_ppo 2 times, each time otherwise (line 1)."),
+        (f"if true; then\n{START} a=1", "is no bash that can be read"),
+        (f"f() {{ f; }}; f\n{START}", "which calls itself"),
+        (f"while true; do :; done\n{START}", "more than 20000 commands"),
+        (f"cd $(mktemp -d)\n{START} a=1", "in a directory that is not known"),
+        ("X=xxxxxxxxxx" + ";X=$X$X$X" * 30 + f"\n{START} a=$X", "a value of over 1000000 characters (line 1)"),
+    ],
+)  # fmt: skip
+def test_a_script_that_does_not_come_to_it_or_cannot_be_read_is_one_sentence(tmp_path, monkeypatch, text, said):
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "recipe.sh"
+    if text is not None:
+        script.write_text(text)
+    with pytest.raises(TLTConfigError) as error:
+        read_script(script)
+    assert str(script) in str(error.value) and said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_a_program_prints_stays_open_where_it_decides_nothing(tmp_path):
+    (script := tmp_path / "recipe.sh").write_text(
+        f"D=$(date +%Y%m%d)\nexport KEY=$(cat ~/.key) NAME=x\nif ray status; then Z=1; fi\n"
+        f"{START} trainer.experiment_name=grpo_${{D}} trainer.default_local_dir=/c/$D/x a=1"
+    )
+    found = read_script(script, (), {"Z": "0"})
+    assert found.overrides == (
+        f"trainer.experiment_name=grpo_{NOT_RUN}",
+        f"trainer.default_local_dir=/c/{NOT_RUN}/x",
+        "a=1",
+    )
+    assert found.unread == ("KEY", "Z") and found.environment["NAME"] == "x" and "KEY" not in found.environment
+
+
+def test_a_file_that_it_sources_or_calls_is_read_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "env.sh").write_text("export N=4\nreturn 0\nexport N=5\n")
+    (tmp_path / "inner.sh").write_text(f'{START} n=$N m=${{M:-none}} "$@"\n')
+    (script := tmp_path / "recipe.sh").write_text('. "$(dirname "$0")/env.sh"\nM=3\nbash inner.sh "$@"\n')
+    found = read_script(script, ["a=1"])
+    assert found.overrides == ("n=4", "m=none", "a=1") and found.environment["N"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "lost"),
+    [
+        (f"{START} a=1", ["+trainer.plugin=tlt"], "+trainer.plugin=tlt"),
+        (f"{START} a=1 $1", ["+tlt=default", "trainer.nnodes=2"], "trainer.nnodes=2"),
+        (f"echo \"$@\"; {START} a=1", ["a.b=1"], "a.b=1"),
+        (f"set -- x=1\n{START} \"$@\"", ["8"], "8"),
+        (f"N=$1\n{START} n=$N", ["8"], None),
+        (f"case $1 in --big) N=8 ;; esac\nshift\n{START} n=$N $@", ["--big", "a=1"], None),
+    ],
+)  # fmt: skip
+def test_an_argument_that_does_not_arrive_is_refused(tmp_path, script, words, lost):
+    (file := tmp_path / "recipe.sh").write_text(script)
+    if lost is None:
+        assert read_script(file, words).overrides
+        return
+    with pytest.raises(TLTConfigError) as error:
+        read_script(file, words)
+    assert str(error.value).startswith(f"{file} does not hand {lost} on to verl.trainer.main_ppo")
+
+
+def test_hydras_own_options_are_understood(tmp_path):
+    (script := tmp_path / "recipe.sh").write_text(
+        f"cd {tmp_path}\n{START} --config-path=conf --config-name mine --config-dir more a=1 -cn mine2"
+    )
+    found = read_script(script)
+    assert found.config == "conf/mine2" and found.overrides == ("a=1", f"hydra.searchpath=[file://{tmp_path}/more]")
+    assert read_script(script, [], {"HOME": "/"}) == found

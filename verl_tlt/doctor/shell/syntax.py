@@ -1,0 +1,98 @@
+"""A shell script as a syntax tree: parsed, walked, its words and commands picked out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from verl_tlt.errors import TLTError
+
+if TYPE_CHECKING:
+    from tree_sitter import Node
+
+MAIN = "verl.trainer.main_ppo"
+LONGEST = 1_000_000
+"""Characters of a script or of a value in it."""
+WORDS = {"command_name", "concatenation", "expansion", "simple_expansion", "string", "arithmetic_expansion", "word"}
+WORDS |= {"command_substitution", "raw_string", "ansi_c_string", "number", "brace_expression", "process_substitution"}
+"""Nodes that are words, or parts of them."""
+
+
+def words_of_start(words: Sequence[str]) -> tuple[str, ...] | None:
+    """What `main_ppo` is given by a command of these words, whatever program starts it; None: it does not start it."""
+    for i, word in enumerate(words):
+        if word == MAIN and i and re.fullmatch(r"-[A-Za-z]*m", words[i - 1]):
+            return tuple(words[i + 1 :])
+        if re.fullmatch(rf"-[A-Za-z]*m{re.escape(MAIN)}", word):
+            return tuple(words[i + 1 :])
+    return None
+
+
+def parse(text: str, name: str) -> Node:
+    """The syntax tree of a script; a `TLTError` where it is none, or the parser is not installed."""
+    try:
+        import tree_sitter_bash
+        from tree_sitter import Language, Parser
+    except ImportError:
+        raise TLTError("Scripts are read with tree-sitter: pip install tree-sitter tree-sitter-bash.") from None
+    if len(text) > LONGEST or re.search("[\0\ue000\ue001]", text):
+        raise TLTError(f"{name} is no shell script: it is over {LONGEST} characters long, or has odd ones.")
+    root = Parser(Language(tree_sitter_bash.language())).parse(text.encode()).root_node
+    for node in walk(root, below=lambda node: node.type not in WORDS - {"command_name", "command_substitution"}):
+        if node.is_error or node.is_missing:
+            said = shorten(text_of(node)) or node.type
+            raise TLTError(f"{name}, line {node.start_point.row + 1}, is no bash that can be read: `{said}`.")
+    return root
+
+
+def walk(node: Node, below: Callable[[Node], bool] = lambda node: True) -> Iterator[Node]:
+    """A node and all within it, those above first; nothing within a node for which `below` is false."""
+    left = [node]
+    while left:
+        node = left.pop()
+        yield node
+        if below(node):
+            left.extend(reversed(node.children))
+
+
+def text_of(node: Node) -> str:
+    return (node.text or b"").decode(errors="replace")
+
+
+def plain_name(node: Node) -> str | None:
+    """The name of a command as it is written; None where a variable or a substitution names it."""
+    spans = spans_of(node)
+    name = next((text for first, text in spans if first.type != "variable_assignment"), "")
+    return None if re.search(r"[$`*?\[\\]", name) and name != "[" else re.sub("['\"]", "", name)
+
+
+def spans_of(node: Node) -> list[tuple[Node, str]]:
+    """The words of a command or array: the first node of each, and its text, which the parser may have cut up."""
+    spans: list[tuple[Node, Node]] = []
+    whole, begin = node.text or b"", node.start_byte
+    for child in node.children:
+        if child.type.endswith("_redirect") or child.type == "comment" or (node.type == "array" and child.type in "()"):
+            continue
+        gap = whole[spans[-1][1].end_byte - begin : child.start_byte - begin] if spans else b" "
+        if gap.replace(b"\\\n", b""):
+            spans.append((child, child))
+        else:
+            spans[-1] = (spans[-1][0], child)
+    return [(a, whole[a.start_byte - begin : b.end_byte - begin].decode(errors="replace")) for a, b in spans]
+
+
+def shorten(text: str) -> str:
+    """A piece of a script for a sentence."""
+    text = " ".join(text.split())
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def gives_up(body: Sequence[Node]) -> bool:
+    """Whether a branch ends the script or a function."""
+    last = next((node for node in reversed(body) if node.is_named and node.type != "comment"), None)
+    if last is None:
+        return False
+    if last.type in ("compound_statement", "redirected_statement", "list"):
+        return gives_up(last.named_children[:1] if last.type == "redirected_statement" else last.named_children)
+    return last.type == "command" and text_of(last).split()[0] in ("exit", "return", "continue", "break")
