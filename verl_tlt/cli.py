@@ -78,9 +78,9 @@ def doctor(
     cpu: Annotated[bool, typer.Option("--cpu", help="With --gpu: on this machine's CPU.")] = False,
     run_script: RunScript = False,
 ) -> None:
-    """Say whether TLT can run here: packages and their insides, and with a recipe's overrides that recipe too."""
+    """Say whether TLT can run here: packages and their insides, and a recipe. Exits 0 if so, 1 if not, 3 if perhaps."""
     from verl_tlt.doctor.arguments import read_arguments
-    from verl_tlt.doctor.command import diagnose, findings_table, measure_engine, symbol_table
+    from verl_tlt.doctor.command import conclude, diagnose, findings_table, measure_engine, symbol_table
 
     recipe = read_arguments(overrides or [], config_name, run_script)
     findings = diagnose(recipe)
@@ -89,7 +89,9 @@ def doctor(
     make_console().print(findings_table(findings))
     if symbols:
         make_console().print(symbol_table())
-    raise typer.Exit(1 if any(finding.level == "refuse" for finding in findings) else 0)
+    answer, status = conclude(findings, recipe)
+    typer.echo(printable(answer))
+    raise typer.Exit(status)
 
 
 @app.command()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from one_row import one_row
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "unit"))
@@ -125,7 +126,7 @@ def placeholders(tmp_path_factory):
     policy = root / "toy"  # what the run's trace calls it
     policy.mkdir()
     (policy / "config.json").write_text(json.dumps(POLICY | {"max_position_embeddings": 2048}))
-    (root / "train.parquet").touch()
+    one_row(root / "train.parquet")
     recipe = [
         "actor_rollout_ref.rollout.name=vllm",
         f"actor_rollout_ref.model.path={policy}",

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from one_row import one_row
 from policy_config import POLICY
 
 BROKEN_PLUGIN = """
@@ -83,7 +84,7 @@ def place(tmp_path_factory):
     path = tmp_path_factory.mktemp("activation")
     (path / "policy").mkdir()
     (path / "policy" / "config.json").write_text(json.dumps(POLICY))
-    (path / "data.parquet").touch()
+    one_row(path / "data.parquet")
     (path / "broken").mkdir()
     (path / "broken" / "sitecustomize.py").write_text(BROKEN_PLUGIN)
     return path

@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from one_row import one_row
 
 from verl_tlt.compat.versions import installed
 from verl_tlt.config import TLTConfigError
@@ -98,7 +99,7 @@ def place(tmp_path_factory):
         (home / "bin" / name).write_text("#!/bin/sh\nexit 0\n")
         (home / "bin" / name).chmod(0o755)
     (home / "shell").write_text("ulimit() { :; }\n")  # a container may not raise its limits
-    (home / "data.parquet").touch()
+    one_row(home / "data.parquet")
     return home
 
 

@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+from one_row import one_row
 from typer.testing import CliRunner
 
 from verl_tlt.cli import app
@@ -18,11 +19,12 @@ pytestmark = pytest.mark.engine
 def overrides(models, tmp_path_factory):
     """A recipe's overrides for the tiny policy."""
     tmp_path = tmp_path_factory.mktemp("recipe")
-    (tmp_path / "data.parquet").touch()
+    one_row(tmp_path / "data.parquet")
     rollout = "actor_rollout_ref.rollout"
     return [
         f"data.train_files={tmp_path / 'data.parquet'}", f"data.val_files={tmp_path / 'data.parquet'}",
         f"actor_rollout_ref.model.path={models['target']}", f"{rollout}.name=vllm", f"{rollout}.dtype=float32",
+        "trainer.device=cpu",
         f"{rollout}.enforce_eager=True", f"{rollout}.max_model_len=256", f"{rollout}.max_num_seqs=4",
         f"{rollout}.max_num_batched_tokens=512", f"{rollout}.tensor_model_parallel_size=1",
         f"++{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",

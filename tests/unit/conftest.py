@@ -6,6 +6,7 @@ import os
 import pytest
 from made_run import MadeRun, make_run
 from omegaconf import OmegaConf
+from one_row import one_row
 from policy_config import POLICY
 
 
@@ -15,7 +16,7 @@ def recipe(tmp_path):
     policy = tmp_path / "policy"
     policy.mkdir()
     (policy / "config.json").write_text(json.dumps(POLICY))
-    (tmp_path / "train.parquet").touch()
+    one_row(tmp_path / "train.parquet")
     config = OmegaConf.create(
         {
             "data": {

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from verl_tlt.compat.upstream_api import SYMBOLS, Symbol
+from verl_tlt.compat.versions import location
 
 VLLM_MODELS = "vllm.model_executor.models"
 
@@ -145,13 +145,8 @@ def _bound(node: ast.AST) -> Iterator[str]:
 
 def source_root(package: str) -> Path | None:
     """Where an installed package's directory lies; None where it is not installed."""
-    try:
-        spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        return None
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return Path(next(iter(spec.submodule_search_locations))).parent
+    folder = location(package)
+    return None if folder is None else folder.parent
 
 
 def check_symbols(root: Path, package: str, symbols: Sequence[Symbol] = SYMBOLS) -> list[tuple[Symbol, str | None]]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 Release = tuple[int, int, int]
 
@@ -37,19 +40,42 @@ def release(version: str) -> Release | None:
     return (int(match[1]), int(match[2]), int(match[3] or 0)) if match else None
 
 
+_first: list[str] = []
+"""Folders in which packages are looked for before all others."""
+
+
+def look_first_in(folders: Iterable[str]) -> None:
+    """From now on find packages as `python -m` does that is started in the first of these folders."""
+    _first[:] = [folder for folder in folders if folder]
+
+
+def _found(name: str) -> importlib.machinery.ModuleSpec | None:
+    try:
+        spec = importlib.machinery.PathFinder.find_spec(name, _first) if _first and name not in sys.modules else None
+        if spec is not None and spec.origin is not None:  # or else a folder of that name that is no package
+            return spec
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+
+
+def location(name: str) -> Path | None:
+    """The directory of an importable top-level package; None where it is not there."""
+    spec = _found(name)
+    return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
+
+
 def installed(name: str) -> str | None:
     """Version of an importable top-level package; None if it is not there, "unknown" if it does not say.
 
     Metadata alone does not count: a distribution called `vllm` without modules cannot serve.
     """
     module = sys.modules.get(name)
-    if module is None:
-        try:
-            spec = importlib.util.find_spec(name)
-        except (ImportError, ValueError):
-            spec = None
-        if spec is None:
-            return None
+    folder = location(name)
+    if module is None and _found(name) is None:
+        return None
+    if folder is not None and (own := folder / "version" / "version").is_file():  # verl's, also in a clone
+        return own.read_text().strip()
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

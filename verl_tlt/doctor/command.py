@@ -5,6 +5,9 @@ Judging imports neither verl nor torch. Measuring starts the recipe's engine in 
 
 from __future__ import annotations
 
+import importlib.util
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,9 +16,10 @@ from rich.text import Text
 
 from verl_tlt.compat.sources import check_symbols, source_root
 from verl_tlt.compat.upstream_api import Symbol
-from verl_tlt.compat.versions import installed
+from verl_tlt.compat.versions import installed, location
 from verl_tlt.config import COSTS_DIR, TLTConfigError
 from verl_tlt.doctor import rules
+from verl_tlt.doctor.gpus import NO_GPU, examine_gpus, visible_gpus
 from verl_tlt.doctor.models import Finding
 from verl_tlt.doctor.recipe import Recipe, compose, read_settings
 from verl_tlt.errors import TLTError, printable
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
 
 def diagnose(recipe: Recipe) -> list[Finding]:
     """Findings for this environment, and for a recipe if its overrides are given."""
-    findings = examine_recipe(recipe)
+    findings = [*examine_recipe(recipe), *which_verl()]
     for package, checked in installed_symbols().items():
         what, wrong = f"{package} symbols", [(symbol, problem) for symbol, problem in checked if problem]
         for symbol, problem in wrong:
@@ -36,6 +40,29 @@ def diagnose(recipe: Recipe) -> list[Finding]:
         if not wrong:
             findings.append(Finding("ok", what, f"all {len(checked)} that verl-tlt relies on are as expected"))
     return findings
+
+
+def which_verl() -> list[Finding]:
+    """Where verl was looked at: as `python -m` finds it, a clone in the working directory hides the installed one."""
+    if (found := location("verl")) is None:
+        return []
+    spec = importlib.util.find_spec("verl")
+    other = next(iter(spec.submodule_search_locations or ()), None) if spec else None
+    hidden = f", which hides that in {other}" if other and os.path.realpath(other) != os.path.realpath(found) else ""
+    return [Finding("warn" if hidden else "ok", "verl's folder", f"verl is read in {found}{hidden}")]
+
+
+def conclude(findings: Sequence[Finding], recipe: Recipe) -> tuple[str, int]:
+    """The doctor's answer in a sentence, and the command's exit status: 0 can run, 1 cannot run, 3 can run if."""
+    refused, open_ = ([f.sentence for f in findings if f.level == level] for level in ("refuse", "if"))
+    if refused:
+        more = f" ({len(refused) - 1} more above)" if len(refused) > 1 else ""
+        return f"TLT cannot run here: {refused[0]}{more}", 1
+    if open_:
+        return f"TLT can run, if this is put right or holds where it runs: {' '.join(open_)}", 3
+    if not recipe.overrides:
+        return "TLT can run with what is installed here; give your recipe to know whether that can, too.", 0
+    return "TLT can run here.", 0
 
 
 def installed_symbols() -> dict[str, list[tuple[Symbol, str | None]]]:
@@ -52,7 +79,8 @@ def examine_recipe(recipe: Recipe) -> list[Finding]:
     try:
         config = compose(recipe.overrides, recipe.config)
         first.insert(0, rules.switched_on(config))
-        return rules.examine(config, read_settings(config))
+        environment = {**os.environ, **recipe.environment}
+        return [*rules.examine(config, read_settings(config)), *examine_gpus(config, environment)]
     except TLTConfigError as error:
         return [*first, Finding("refuse", "settings", str(error))]
 
@@ -60,7 +88,7 @@ def examine_recipe(recipe: Recipe) -> list[Finding]:
 def findings_table(findings: list[Finding]) -> Table:
     """The findings, a row each."""
     rows = Table("", Column("what", overflow="fold"), Column("finding", overflow="fold"), title="verl-tlt doctor")
-    style = {"ok": "green", "warn": "yellow", "refuse": "bold red"}
+    style = {"ok": "green", "warn": "yellow", "if": "bold yellow", "refuse": "bold red"}
     for finding in findings:
         rows.add_row(
             Text(finding.level, style=style[finding.level]), Text(finding.what), Text(printable(finding.sentence))
@@ -83,6 +111,7 @@ def measure_engine(recipe: Recipe, cpu: bool) -> list[Finding]:
     from verl_tlt.doctor.engine_check import EngineJob, judge, keep_costs, run_job
 
     try:
+        _needs_gpu(recipe, cpu)
         found = run_job(EngineJob(recipe, cpu))
     except TLTError as error:
         return [Finding("refuse", "engine", str(error))]
@@ -93,6 +122,11 @@ def measure_engine(recipe: Recipe, cpu: bool) -> list[Finding]:
     return [*judge(found), kept]
 
 
+def _needs_gpu(recipe: Recipe, cpu: bool) -> None:
+    if not cpu and not visible_gpus({**os.environ, **recipe.environment}):
+        raise TLTError(NO_GPU)
+
+
 def calibrate(recipe: Recipe, out: Path | None, seconds: float, cpu: bool) -> tuple[Path, LatencyTable]:
     """Measure the costs of a recipe's engine for so many seconds and keep them; returns the file and its table.
 
@@ -101,6 +135,7 @@ def calibrate(recipe: Recipe, out: Path | None, seconds: float, cpu: bool) -> tu
     """
     from verl_tlt.doctor.engine_check import EngineJob, keep_costs, run_job
 
+    _needs_gpu(recipe, cpu)
     # Data need not be there: nothing is trained.
     refusals = [f.sentence for f in examine_recipe(recipe) if f.level == "refuse" and not f.what.startswith("data.")]
     if refusals:

@@ -40,7 +40,8 @@ POLICY, DRAFTER, METHOD = "actor_rollout_ref.model.path", "tlt.drafter.path", "t
 class Finding:
     """What one rule of the doctor says about one thing."""
 
-    level: Literal["ok", "warn", "refuse"]
+    level: Literal["ok", "warn", "if", "refuse"]
+    """`if`: TLT can run if something holds that cannot be seen from here, or is done first."""
     what: str
     """The key, package or file in question."""
     sentence: str

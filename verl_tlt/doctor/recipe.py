@@ -6,7 +6,6 @@ and omegaconf and hydra only once there is a recipe: `verl-tlt doctor` has to wo
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import re
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verl_tlt import MODE_PREFIX, flag
-from verl_tlt.compat.versions import installed, release
+from verl_tlt.compat.versions import installed, location, release
 from verl_tlt.config import TLTConfig, TLTConfigError
 from verl_tlt.doctor.models import POLICY
 from verl_tlt.drafter.policy import read_model_config
@@ -48,8 +47,7 @@ class Recipe:
 
 def compose(overrides: Sequence[str], config_name: str) -> DictConfig:
     """The verl config `config_name` with `overrides`; a relative folder in the name is one beside verl's `main_ppo`."""
-    spec = importlib.util.find_spec("verl")
-    if spec is None or not spec.submodule_search_locations:
+    if (verl := location("verl")) is None:
         raise TLTConfigError("verl is not installed here, so its configuration cannot be composed.")
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -59,7 +57,7 @@ def compose(overrides: Sequence[str], config_name: str) -> DictConfig:
     if empty := next((override for override in overrides if re.fullmatch(r"[^={}\[\]]+=", override)), None):
         raise TLTConfigError(f"{empty} has no value; {empty}null and {empty}'' say so on purpose.")
     folder, name = os.path.split(config_name)
-    directory = os.path.join(next(iter(spec.submodule_search_locations)), "trainer", folder or "config")
+    directory = os.path.join(verl, "trainer", folder or "config")
     try:
         with initialize_config_dir(os.path.abspath(directory), version_base=None):
             return hydra_compose(name, overrides=flag.joined(overrides))

@@ -69,7 +69,7 @@ def switched_on(config: DictConfig) -> Finding:
     if flag.wanted(config):
         return Finding("ok", "trainer.plugin", "TLT is on")
     stock = "this recipe trains with stock verl until +trainer.plugin=tlt or +tlt=default is added"
-    return Finding("warn", "trainer.plugin", f"TLT is off: {stock}.")
+    return Finding("if", "trainer.plugin", f"TLT is off: {stock}.")
 
 
 # ---------------------------------------------------------------------- installed packages
@@ -253,9 +253,9 @@ def files(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
         unchecked = "Ray is reached through a client, so paths on the cluster were not checked from here."
         yield Finding("warn", "ray_init.address", unchecked)
         return
-    missing = [*_missing_data(config)]
-    yield from (Finding("refuse", key, f"{key}={path} does not exist on this machine.") for key, path in missing)
-    if not missing:
+    wrong = [*_unusable_data(config)]
+    yield from (Finding("refuse", key, f"{key}={path} {why}.") for key, path, why in wrong)
+    if not wrong:
         yield Finding("ok", "data.train_files", "data files found")
     policy = str(select(config, POLICY, ""))
     yield check_policy(policy, settings.drafter.method)
@@ -277,8 +277,8 @@ def places(_config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
             yield Finding("refuse", key, str(error))
 
 
-def _missing_data(config: DictConfig) -> Iterator[tuple[str, str]]:
-    """(key, path) of data files that verl's own dataset would look for here and not find.
+def _unusable_data(config: DictConfig) -> Iterator[tuple[str, str, str]]:
+    """(key, path, end of a sentence) of data files that verl's own dataset would look for here and not find or read.
 
     A custom dataset reads what it likes.
     """
@@ -289,7 +289,28 @@ def _missing_data(config: DictConfig) -> Iterator[tuple[str, str]]:
         paths = [value] if isinstance(value, str) else value
         if not isinstance(paths, list):
             raise TLTConfigError(f"{key} must be a file or a list of files, not {value!r}.")
-        yield from ((key, str(p)) for p in paths if "://" not in str(p) and not glob.glob(os.path.expanduser(str(p))))
+        for path in (str(path) for path in paths if "://" not in str(path)):
+            found = sorted(glob.glob(os.path.expanduser(path)))
+            if not found:
+                yield key, path, "does not exist on this machine"
+            elif why := next(filter(None, map(_unreadable, found)), None):
+                yield key, path, why
+
+
+def _unreadable(path: str) -> str | None:
+    """What is wrong with a parquet file, as the end of a sentence; None for any other file, and without pyarrow."""
+    if not path.endswith(".parquet") or not os.path.isfile(path):
+        return None
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import read_metadata
+    except ImportError:
+        return None
+    try:
+        return "has no rows" if read_metadata(path).num_rows == 0 else None
+    except (OSError, ArrowException) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        return f"cannot be read as parquet: {said}"
 
 
 def bubble(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:

@@ -1,5 +1,6 @@
 """`verl-tlt doctor` on verl's real config files."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from verl_tlt.cli import app
+from verl_tlt.compat.sources import source_root
+from verl_tlt.compat.versions import look_first_in
 from verl_tlt.config import COSTS_DIR
-from verl_tlt.doctor.command import costs_directory, diagnose
+from verl_tlt.doctor.command import conclude, costs_directory, diagnose
+from verl_tlt.doctor.gpus import visible_gpus
+from verl_tlt.doctor.models import Finding
 from verl_tlt.doctor.recipe import Recipe
 
 FLAG = ("+tlt=default", "actor_rollout_ref.rollout.name=vllm")
@@ -20,6 +25,7 @@ def test_a_recipe_is_judged_with_the_environment(recipe):
         f"data.train_files={recipe.data.train_files}",
         f"data.val_files={recipe.data.train_files}",
         f"actor_rollout_ref.model.path={recipe.actor_rollout_ref.model.path}",
+        "trainer.device=cpu",
     )
     assert {f.level for f in diagnose(Recipe((*FLAG, *files)))} == {"ok"}
     refused = [f.what for f in diagnose(Recipe((*FLAG, *files, "+tlt.spot.typo=1"))) if f.level == "refuse"]
@@ -30,7 +36,7 @@ def test_the_doctor_takes_a_script_and_says_first_whether_tlt_is_on(script, reci
     policy, wide = str(recipe.actor_rollout_ref.model.path), {"COLUMNS": "300"}
     for flag, exit_code, first in (
         (["+trainer.plugin=tlt"], 0, "TLT is on"),
-        ([], 0, "TLT is off: this recipe trains with stock verl until"),
+        ([], 3, "TLT is off: this recipe trains with stock verl until"),
         (["+trainer.plugin=tlt2"], 1, "TLT is off: trainer.plugin=tlt2 names no trainer plugin"),
         (["+tlt.spot.enable=false"], 1, "TLT is off: the tlt node does nothing without trainer.plugin"),
         (["+tlt=default", "+tlt.spot.typo=1"], 1, "TLT is on"),
@@ -80,3 +86,70 @@ def test_where_nothing_is_installed_the_doctor_says_so():
         "assert [f.level for f in diagnose(Recipe(('+tlt=default',)))][:2] == ['refuse', 'refuse']"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+EIGHT = (*FLAG, "trainer.n_gpus_per_node=8")
+
+
+@pytest.mark.parametrize(
+    ("levels", "overrides", "status", "answer"),
+    [
+        (["ok", "warn"], FLAG, 0, "TLT can run here."),
+        (["ok", "if"], FLAG, 3, "TLT can run, if this is put right or holds where it runs: Sentence 1."),
+        (["refuse", "if", "refuse"], FLAG, 1, "TLT cannot run here: Sentence 0. (1 more above)"),
+        (["ok"], (), 0, "TLT can run with what is installed here; give your recipe to know whether that can, too."),
+    ],
+)
+def test_the_last_line_answers_and_the_exit_status_means_it(levels, overrides, status, answer):
+    findings = [Finding(level, "x", f"Sentence {i}.") for i, level in enumerate(levels)]
+    assert conclude(findings, Recipe(overrides)) == (answer, status)
+
+
+def test_without_the_gpus_that_a_recipe_asks_for_it_is_not_ok(recipe, monkeypatch):
+    """On a node without a GPU, where others may have them; `--cpu` says what to do."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    files = [f"data.train_files={recipe.data.train_files}", f"data.val_files={recipe.data.train_files}"]
+    words = [*EIGHT, *files, f"actor_rollout_ref.model.path={recipe.actor_rollout_ref.model.path}"]
+    done = CliRunner().invoke(app, ["doctor", *words], env={"COLUMNS": "300"})
+    assert done.exit_code == 3, done.output
+    assert done.output.splitlines()[-1].endswith("trainer.n_gpus_per_node=8 ask for 8 GPUs, and none are seen here.")
+    for command in (["doctor", "--gpu"], ["calibrate"]):
+        said = CliRunner().invoke(app, [*command, *words], env={"COLUMNS": "300"})
+        assert said.exit_code == 1 and "No GPU found; --cpu measures on the CPU." in said.output
+
+
+@pytest.mark.parametrize(
+    ("files", "environment", "found"),
+    [
+        ([], {}, 0),
+        (["dev/nvidia0", "dev/nvidia1", "dev/nvidiactl"], {}, 2),
+        (["dev/nvidia0", "dev/nvidia1"], {"CUDA_VISIBLE_DEVICES": "1"}, 1),
+        (["dev/nvidia0"], {"CUDA_VISIBLE_DEVICES": "0,1,2"}, 1),
+        (["dev/nvidia0"], {"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+        (["dev/nvidia0"], {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, 2),
+        (["sys/class/kfd/kfd/topology/nodes/0/gpu_id", "sys/class/kfd/kfd/topology/nodes/1/gpu_id"], {}, 1),
+    ],
+)
+def test_gpus_are_counted_by_their_devices(tmp_path, files, environment, found):
+    for i, name in enumerate(files):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(str(1000 * i))
+    assert visible_gpus(environment, str(tmp_path)) == found
+
+
+def test_a_clone_where_the_run_starts_hides_the_installed_verl(script, recipe, tmp_path):
+    """As `python -m` finds it: its release is judged, and its configuration composed."""
+    policy, wide = str(recipe.actor_rollout_ref.model.path), {"COLUMNS": "400"}
+    there = CliRunner().invoke(app, ["doctor", str(script), policy, "+trainer.plugin=tlt"], env=wide)
+    assert there.exit_code == 0 and f"verl is read in {source_root('verl') / 'verl'}" in there.output
+    shutil.copytree(source_root("verl") / "verl" / "trainer" / "config", tmp_path / "verl" / "trainer" / "config")
+    (tmp_path / "verl" / "__init__.py").touch()
+    (tmp_path / "verl" / "version").mkdir()
+    (tmp_path / "verl" / "version" / "version").write_text("0.8.0\n")
+    try:
+        done = CliRunner().invoke(app, ["doctor", str(script), policy, "+trainer.plugin=tlt"], env=wide)
+    finally:
+        look_first_in([])
+    assert done.exit_code == 1 and "verl 0.8.0 is installed, and verl-tlt needs" in done.output
+    assert f"verl is read in {tmp_path / 'verl'}, which hides that in" in done.output
+    assert done.output.splitlines()[-1].startswith("TLT cannot run here: verl 0.8.0")

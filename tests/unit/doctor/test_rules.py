@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 from omegaconf import OmegaConf, open_dict
 from policy_config import POLICY
+from pyarrow import parquet
 from safetensors.numpy import save_file
 
 from verl_tlt import activation
@@ -257,6 +259,24 @@ def test_data_files_may_be_one_several_a_glob_or_remote(findings, tmp_path):
     assert levels(found) == {"data.train_files": "refuse", "data.val_files": "refuse"}
     assert found["data.train_files"].sentence == f"data.train_files={files[2]} does not exist on this machine."
     assert levels(findings({"data.custom_cls.path": "mine.py"})) == {}, "a custom dataset reads what it likes"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "cannot be read as parquet: "),
+        (b"PAR1 and something else", "cannot be read as parquet: "),
+        (None, "has no rows"),
+    ],
+    ids=["empty", "damaged", "no rows"],
+)
+def test_a_parquet_file_that_is_unreadable_or_empty_is_named(findings, tmp_path, content, said):
+    (file := tmp_path / "x.parquet").write_bytes(content or b"")
+    if content is None:
+        parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), file)
+    found = findings({"data.train_files": str(file)})
+    assert levels(found) == {"data.train_files": "refuse"}
+    assert found["data.train_files"].sentence.startswith(f"data.train_files={file} {said}")
 
 
 def test_a_ray_client_driver_looks_at_no_file(findings, monkeypatch):
