@@ -8,6 +8,7 @@ from pathlib import Path
 
 from verl_tlt.drafter.policy import PolicyShape, draft_vocab_size, policy_shape, read_model_config
 from verl_tlt.errors import DrafterError, TLTError
+from verl_tlt.speculation.costs.roofline import weights_read
 from verl_tlt.speculation.types import OFF
 
 BYTES = 2
@@ -55,6 +56,11 @@ class Shape:
     head: float
     """Parameters of a new drafter's output head, which has a part of a large vocabulary."""
 
+    @property
+    def active_share(self) -> float:
+        """Share of the parameters that one token uses."""
+        return min(1.0, self.active / self.parameters)
+
 
 KNOWN = (
     Shape(0.6e9, 0.6e9, 28, 115e3, 0.03e9),
@@ -95,17 +101,9 @@ def shape_of_size(parameters: float, active: float | None = None) -> Shape:
 
 def shape_of(policy: PolicyShape) -> Shape:
     """The sizes of a policy whose config is known."""
-    attention = policy.hidden_size * policy.head_dim * 2 * (policy.num_heads + policy.num_kv_heads)
-    mlp = used = 3 * policy.hidden_size * policy.intermediate_size
-    if policy.num_experts:
-        expert = 3 * policy.hidden_size * policy.expert_width
-        mlp, used = policy.num_experts * expert, policy.experts_per_token * expert
-    table = policy.hidden_size * policy.vocab_size
     head = policy.hidden_size * draft_vocab_size(None, policy.vocab_size, "")
-    ends = table if policy.tied else 2 * table
     kv_bytes = 2 * policy.num_layers * policy.num_kv_heads * policy.head_dim * BYTES
-    whole, active = (policy.num_layers * (attention + width) + ends for width in (mlp, used))
-    return Shape(whole, active, policy.num_layers, kv_bytes, head)
+    return Shape(*policy.parameters, policy.num_layers, kv_bytes, head)
 
 
 @dataclass(frozen=True)
@@ -146,8 +144,7 @@ class RooflineCost:
 
     def pass_over(self, tokens: int, computed: int, kv_tokens: int) -> float:
         """Seconds of reading KV cache and the weights that `tokens` tokens use, and of computing `computed` tokens."""
-        share = 1.0 if self.active_share >= 1.0 else 1.0 - (1.0 - self.active_share) ** tokens
-        memory = self.weights_s * share + self.kv_token_s * kv_tokens
+        memory = self.weights_s * weights_read(self.active_share, tokens) + self.kv_token_s * kv_tokens
         return float((memory**self.sharpness + (self.token_s * computed) ** self.sharpness) ** (1.0 / self.sharpness))
 
     def draft_s(self, batch: int, drafted: int) -> float:
@@ -172,7 +169,7 @@ def step_cost(shape: Shape, gpu: Gpu, devices: int, eager: bool, sharpness: floa
         first_s=head_s,
         pass_s=DRAFT_LAUNCH_S + layer_s + head_s,
         request_pass_s=2 * (shape.active / shape.layers + shape.head) / computes,
-        active_share=min(1.0, shape.active / shape.parameters),
+        active_share=shape.active_share,
     )
 
 

@@ -229,7 +229,7 @@ def _engine(scenario: Scenario, setting: str, assumed: dict[str, str]) -> Engine
     if measured := costs.arms():
         longest = measured[-1]
         if measured[0] <= 0 and longest >= arms[1]:
-            model = LatencyModel(range(longest + 1), table=costs)
+            model = LatencyModel(range(longest + 1), table=costs, active_share=scenario.shape.active_share)
             known = tuple(k for k in arms if k <= longest)
             return EngineSpec(model.seconds, known, work.max_num_seqs, spread=SPREAD[setting])
         assumed["cost of drafts"] = "from the data sheet: the run has not drafted so"

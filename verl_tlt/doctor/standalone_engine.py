@@ -16,7 +16,7 @@ from uuid import uuid4
 from verl_tlt.config import TLTConfig, TLTConfigError, dtype_name
 from verl_tlt.doctor.models import check_policy, located
 from verl_tlt.doctor.recipe import Recipe, compose, context_tokens, read_settings
-from verl_tlt.drafter.policy import read_model_config
+from verl_tlt.drafter.policy import active_share, read_model_config
 from verl_tlt.server import calibration, engine_arguments
 from verl_tlt.server.engine_calls import answered, fail_calls_when_dead
 from verl_tlt.server.scheduler_client import SchedulerClient
@@ -126,8 +126,9 @@ async def start(setup: Setup, directory: Path, drafting: bool = True) -> AsyncIt
     drafter = None
     if drafting:
         drafter = write_drafter(setup, directory / "drafter")
-        hybrid = is_hybrid(read_model_config(setup.policy))
-        arguments |= engine_arguments.engine_kwargs(setup.tlt, str(drafter), rollout, user, hybrid=hybrid)
+        policy = read_model_config(setup.policy)
+        about = {"hybrid": is_hybrid(policy), "active_share": active_share(policy)}
+        arguments |= engine_arguments.engine_kwargs(setup.tlt, str(drafter), rollout, user, **about)
         arguments["worker_extension_cls"] = "verl_tlt.vllm_worker.extension.TLTWorkerExtension"
         source, method = setup.tlt.speculation.source, setup.tlt.drafter.method
         os.environ.update(TLT_REPLICA="0", **engine_arguments.engine_environment(source, method))

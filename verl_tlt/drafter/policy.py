@@ -111,6 +111,17 @@ class PolicyShape:
     """Whether the language model is a part of a larger one, with a config inside its config."""
 
     @property
+    def parameters(self) -> tuple[int, int]:
+        """(All of them, those that one token uses), from its matrices: fewer for a mixture of experts."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        mlp = used = 3 * self.hidden_size * self.intermediate_size
+        if self.num_experts:
+            expert = 3 * self.hidden_size * self.expert_width
+            mlp, used = self.num_experts * expert, self.experts_per_token * expert
+        ends = self.hidden_size * self.vocab_size * (1 if self.tied else 2)
+        return self.num_layers * (attention + mlp) + ends, self.num_layers * (attention + used) + ends
+
+    @property
     def norm_offset(self) -> float:
         """What the final RMSNorm adds to its weight before it multiplies by it."""
         return 1.0 if self.model_type.startswith(_ADDS_ONE) else 0.0
@@ -124,6 +135,15 @@ class Header(NamedTuple):
     shape: list[int]
     kind: str
     """Its dtype, such as "BF16"."""
+
+
+def active_share(policy: PolicyLike) -> float:
+    """Share of a policy's parameters that one token uses; 1 where its config does not tell."""
+    try:
+        whole, active = policy_shape(policy).parameters
+    except DrafterError:
+        return 1.0
+    return min(1.0, active / whole)
 
 
 class NotHereError(DrafterError):

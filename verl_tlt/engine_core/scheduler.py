@@ -60,7 +60,8 @@ def load_policy(settings: Mapping[str, Any]) -> Policy:
 
     Args:
         settings: `speculation` (dict of `SpeculationConfig`), `arms` (ascending K), `seed`, and optionally
-            `policy_factory`: "module:function" taking these three, for a policy of one's own.
+            `policy_factory`: "module:function" taking these three, for a policy of one's own, and `active_share` (of
+            the target's weights, `drafter.policy.active_share`).
 
     Raises:
         ValueError: the factory cannot be found; or (`ControlError`) the policy's name or settings cannot be right.
@@ -68,7 +69,7 @@ def load_policy(settings: Mapping[str, Any]) -> Policy:
     speculation, arms, seed = settings["speculation"], tuple(settings["arms"]), settings.get("seed", 0)
     own = settings.get("policy_factory")
     if own is None:
-        return make_policy(speculation["policy"], arms, speculation["fixed"])
+        return make_policy(speculation["policy"], arms, speculation["fixed"], settings.get("active_share", 1.0))
     module, _, name = own.partition(":")
     try:
         factory = getattr(importlib.import_module(module), name)

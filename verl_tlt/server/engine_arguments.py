@@ -98,10 +98,12 @@ def engine_kwargs(
     user: Mapping[str, Any],
     on_cpu: bool | None = None,
     hybrid: bool = False,
+    active_share: float = 1.0,
 ) -> dict[str, Any]:
     """Keyword arguments for vLLM on top of verl's own and the user's (`rollout.engine_kwargs.vllm`).
 
-    `on_cpu` is whether vLLM runs on its CPU backend; None: ask vLLM. `hybrid`: `graph_rules.is_hybrid` of the policy.
+    `on_cpu` is whether vLLM runs on its CPU backend; None: ask vLLM. `hybrid`: `graph_rules.is_hybrid` of the policy;
+    `active_share`: `drafter.policy.active_share` of it.
 
     Raises:
         TLTConfigError: `user` asks for something that cannot run together with a drafter.
@@ -133,7 +135,12 @@ def engine_kwargs(
         # Part of vLLM's compile-cache key: static values only, the same on every replica.
         "additional_config": {
             **(user.get("additional_config") or {}),
-            "tlt": {"speculation": tlt.to_dict()["speculation"], "arms": list(arms), "seed": tlt.drafter.seed},
+            "tlt": {
+                "speculation": tlt.to_dict()["speculation"],
+                "arms": list(arms),
+                "seed": tlt.drafter.seed,
+                "active_share": active_share,
+            },
         },
     }
 

@@ -26,7 +26,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.digest import combined
-from verl_tlt.drafter.policy import read_model_config
+from verl_tlt.drafter.policy import active_share, read_model_config
 from verl_tlt.drafter.staging import DIRECTORY, stage
 from verl_tlt.errors import TLTError
 from verl_tlt.messages import from_plain
@@ -113,8 +113,9 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         store = ray.get_actor(store_name(ray.get_runtime_context().get_job_id()))
         self.tlt_stage(ray.get(store.latest.remote(), timeout=STORE_S))
         drafter = str(self._tlt_dir / "drafter")
-        hybrid = is_hybrid(read_model_config(self.model_config.local_path))
-        kwargs.update(engine_kwargs(self.tlt, drafter, self.config, kwargs, hybrid=hybrid))
+        policy = read_model_config(self.model_config.local_path)
+        about = {"hybrid": is_hybrid(policy), "active_share": active_share(policy)}
+        kwargs.update(engine_kwargs(self.tlt, drafter, self.config, kwargs, **about))
         end_at_stop_strings(OutputProcessor)
         # The engine core and its workers are children of this process and inherit these; they differ per replica and
         # node, so they cannot travel in vLLM's config, which is part of its compile-cache key.

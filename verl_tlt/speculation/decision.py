@@ -111,9 +111,11 @@ class RolloutDecision:
     """Judges a drafter by held-out acceptance, step costs, the last rollout's batches, and what the last try lost.
 
     `tlt.speculation.policy` "fixed" is an order; n-grams (`source`) draft whatever a drafter is worth.
+    `active_share` as in `Roofline`.
     """
 
-    def __init__(self, policy: str, source: str = "eagle") -> None:
+    def __init__(self, policy: str, source: str = "eagle", active_share: float = 1.0) -> None:
+        self._active_share = active_share
         self._never, self._always = policy == "off", policy == "fixed" or source != "eagle"
         self._costs: LatencyModel | None = None
         self._longest = 0  # draft length that was measured; 0: none
@@ -129,7 +131,8 @@ class RolloutDecision:
         self._longest = max(0, *arms) if arms else 0
         self._costs = None
         if OFF in arms and arms[-1] >= 0:
-            self._costs = LatencyModel([k for k in arms if k >= 0], table=table)
+            drafting = [k for k in arms if k >= 0]
+            self._costs = LatencyModel(drafting, table=table, active_share=self._active_share)
             batches = [batch for batch, _ in table.by_batch(OFF)]
             self._even = {b: b / self._costs.seconds(b, b * CONTEXT_TOKENS, OFF) for b in batches}
 
@@ -186,12 +189,15 @@ class RunDecision:
         replicas: all replicas, in a fixed order.
         policy: `tlt.speculation.policy`; with "fixed" drafting is an order, and goes on.
         source: `tlt.speculation.source`; n-grams that match nothing cost nothing.
+        active_share: of the policy's weights, as `Roofline` has it.
     """
 
-    def __init__(self, replicas: Sequence[str], policy: str = "goodput", source: str = "eagle") -> None:
+    def __init__(
+        self, replicas: Sequence[str], policy: str = "goodput", source: str = "eagle", active_share: float = 1.0
+    ) -> None:
         self.cause = ""
         """Why speculation is disabled for the run; empty: it is not."""
-        self.rollout = RolloutDecision(policy, source)
+        self.rollout = RolloutDecision(policy, source, active_share)
         self._replicas, self._has_drafter, self._ordered = list(replicas), source == "eagle", policy == "fixed"
         self._useless = self._losing = 0
         self._wait = self._until = self._probes = 0  # rollouts between two probes, and to the next one

@@ -39,13 +39,13 @@ _SAME_LOAD = 1.0 / 32.0
 
 
 class GoodputPolicy(BasePolicy):
-    """Maximises expected tokens per second at the load at hand."""
+    """Maximises expected tokens per second at the load at hand; `active_share` as in `Roofline`."""
 
-    def __init__(self, arms: Sequence[int]) -> None:
+    def __init__(self, arms: Sequence[int], active_share: float = 1.0) -> None:
         super().__init__()
         self._arms = tuple(arms)
         self.acceptance = AcceptanceEstimate(self._arms[-1])
-        self.latency = LatencyModel(self._arms)
+        self.latency = LatencyModel(self._arms, active_share=active_share)
         self._current = 0
         self._held = 0
         self._lost = 0.0

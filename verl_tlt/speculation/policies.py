@@ -30,12 +30,13 @@ class FixedPolicy(BasePolicy):
 class TablePolicy(BasePolicy):
     """argmax τ(K) / T(batch, kv, K) over a measured table and a given acceptance; learns nothing from steps.
 
-    Until both are given it drafts nothing. Draft lengths that the table does not hold are not used.
+    Until both are given it drafts nothing. Draft lengths that the table does not hold are not used. `active_share` as
+    in `Roofline`.
     """
 
-    def __init__(self, arms: Sequence[int]) -> None:
+    def __init__(self, arms: Sequence[int], active_share: float = 1.0) -> None:
         super().__init__()
-        self._arms = tuple(arms)
+        self._arms, self._active_share = tuple(arms), active_share
         self._usable: tuple[int, ...] = (0,)
         self._latency: LatencyModel | None = None
         self._tau: Sequence[float] | None = None
@@ -55,18 +56,20 @@ class TablePolicy(BasePolicy):
         """Replace the latency table."""
         measured = set(table.arms())
         self._usable = tuple(k for k in self._arms if k in measured)
-        self._latency = LatencyModel(self._usable, table=table) if 0 in self._usable else None
+        known = LatencyModel(self._usable, table=table, active_share=self._active_share) if 0 in self._usable else None
+        self._latency = known
 
 
-def make_policy(name: str, arms: tuple[int, ...], fixed: int | None = None) -> BasePolicy:
+def make_policy(name: str, arms: tuple[int, ...], fixed: int | None = None, active_share: float = 1.0) -> BasePolicy:
     """Build one of `POLICIES`; ControlError for an unknown name, or a `fixed` that is not among the arms.
 
-    `arms` are ascending from 0; `fixed` is the K of policy "fixed", None: the longest arm.
+    `arms` are ascending from 0; `fixed` is the K of policy "fixed", None: the longest arm; `active_share` as in
+    `Roofline`.
     """
     if name == "goodput":
-        return GoodputPolicy(arms)
+        return GoodputPolicy(arms, active_share)
     if name == "table":
-        return TablePolicy(arms)
+        return TablePolicy(arms, active_share)
     if name == "off":
         return FixedPolicy(0)
     if name != "fixed":

@@ -76,7 +76,9 @@ class Controller:
         self.tlt, self.facts, self.fleet, self.clock = tlt, facts, fleet, clock
         self.guard = Guard()
         self.log = StepLog(trace, clock)
-        self.speculation = SpeculationControl(str(tlt.trace.dir), fleet.replicas, tlt.speculation, facts.shared)
+        self.speculation = SpeculationControl(
+            str(tlt.trace.dir), fleet.replicas, tlt.speculation, facts.shared, facts.active_share
+        )
         self.served = replace(facts.provenance, version=start.served.version, acceptance=start.served.acceptance)
         """The drafter that engines should serve."""
         self._published_at = self._updated = 0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from omegaconf import OmegaConf, open_dict
 
 from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, HELD_OUT, BufferConfig, TLTConfig, dtype_name
-from verl_tlt.drafter.policy import LONGEST_DRAFT, MTP, DrafterError, Fields, draft_vocab_size
+from verl_tlt.drafter.policy import LONGEST_DRAFT, MTP, DrafterError, Fields, active_share, draft_vocab_size
 from verl_tlt.idle.modes import MODE_RULES, ModeRule
 from verl_tlt.idle.tap_budget import STEP_SHARE
 from verl_tlt.messages.rollout import DrafterFile
@@ -83,6 +83,8 @@ class RunFacts:
     """Of the trainer."""
     shared: bool = False
     """The replicas share a machine's processors, so that one's work slows the others' down."""
+    active_share: float = 1.0
+    """Of the policy's weights, those that one token uses."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,8 @@ def prepare(config: DictConfig, tlt: TLTConfig, base_mode: str) -> RunSetup:
         sampling=RolloutSampling(rollout.temperature, rollout.top_p, rollout.top_k),
         device="cuda" if accelerator else "cpu",
     )
-    return RunSetup(_facts(config, tlt, MODE_RULES[base_mode]), start, spot)
+    facts = replace(_facts(config, tlt, MODE_RULES[base_mode]), active_share=active_share(policy_dir))
+    return RunSetup(facts, start, spot)
 
 
 def _facts(config: DictConfig, tlt: TLTConfig, rule: ModeRule) -> RunFacts:

@@ -25,13 +25,19 @@ class SpeculationControl:
     """Asked before every rollout, told after it.
 
     `directory` is the switch's (`tlt.trace.dir`), `replicas` are in a fixed order; `shared`: on one machine.
+    `active_share` is the policy's (`drafter.policy.active_share`).
     """
 
     def __init__(
-        self, directory: str, replicas: Iterable[str], config: SpeculationConfig, shared: bool = False
+        self,
+        directory: str,
+        replicas: Iterable[str],
+        config: SpeculationConfig,
+        shared: bool = False,
+        active_share: float = 1.0,
     ) -> None:
         self.directory, self.replicas = directory, list(replicas)
-        self.decision = RunDecision(self.replicas, config.policy, config.source)
+        self.decision = RunDecision(self.replicas, config.policy, config.source, active_share)
         self.account = SavingsAccount(shared)
         self._controls = ControlRollouts(self.replicas, config.control_every, shared)
         self.switch = RuntimeSwitch()

@@ -190,3 +190,8 @@ def test_an_old_vllm_and_a_fixed_length_without_an_arm_are_refused(vllm_is):
 def test_the_runner_that_drafts_what_it_is_asked_for(vllm_is, version, runner):
     vllm_is(version)
     assert engine_environment().get("VLLM_USE_V2_MODEL_RUNNER") == runner
+
+
+def test_engines_are_told_how_much_of_a_mixture_a_token_uses():
+    assert kwargs(active_share=0.1)["additional_config"]["tlt"]["active_share"] == 0.1
+    assert kwargs()["additional_config"]["tlt"]["active_share"] == 1.0

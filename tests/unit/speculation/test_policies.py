@@ -1,8 +1,13 @@
 """`make_policy`: every policy by name, hooks tolerated by all, and one sentence for what cannot be right."""
 
+from dataclasses import replace
+
 import pytest
 
+from benchmarks.simulate.hardware import QWEN3_8B_H100, calibration_of
+from verl_tlt.messages.rollout import EngineStats, Work
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
+from verl_tlt.speculation.decision import RolloutDecision
 from verl_tlt.speculation.policies import POLICIES, make_policy
 from verl_tlt.speculation.types import OFF, ControlError, Load, StepRecord
 
@@ -79,3 +84,20 @@ def test_what_cannot_be_right_is_refused_in_one_sentence(name, arms, fixed, says
     with pytest.raises(ControlError) as error:
         make_policy(name, arms, fixed)
     assert says in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("known", "chosen", "drafts"), [(0.07, 3, True), (1.0, 1, False)])
+def test_all_experts_of_a_mixture_are_awake_at_large_batches(known, chosen, drafts):
+    """A token uses 7 % of its weights. Costs beyond a calibrated batch of 32 were those of a dense policy, which stops
+    drafting there, in engine and trainer.
+    """
+    truth, arms, acceptance = replace(QWEN3_8B_H100, active_share=0.07), (0, 1, 3), [0.8, 0.75, 0.7]
+    calibration = calibration_of(replace(truth, token_s=0.07 * truth.token_s), arms)
+    engine = make_policy("table", arms, active_share=known)
+    engine.set_latency(calibration)
+    engine.set_acceptance(acceptance)
+    assert engine.choose(Load(128, 128 * 32)) == chosen
+    trainer = RolloutDecision("goodput", active_share=known)
+    trainer.calibrated(calibration)
+    trainer.learn([EngineStats(work=(Work(128, 1.0, 1e5),))], None)
+    assert trainer.drafts(acceptance) == drafts

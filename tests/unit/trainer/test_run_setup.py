@@ -38,6 +38,7 @@ def test_controller_and_spot_workers_get_sizes_that_fit(recipe, device, given, s
     settings = setup.spot.config
     assert (settings.drafter.batch_tokens, settings.buffer.max_mb) == sizes
     assert (setup.facts.requests, setup.spot.device, setup.start.checkpoint) == (8, device, None)
+    assert setup.facts.active_share == 1.0, "a dense policy"
     context = config.data.max_prompt_length + config.data.max_response_length
     assert (settings.buffer.held_out, settings.buffer.window) == (MOST_HELD_OUT, min(4096, context))
 

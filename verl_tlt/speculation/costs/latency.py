@@ -70,11 +70,12 @@ class LatencyModel:
     Args:
         arms: draft lengths it will be asked about, ascending; OFF is always known as well.
         table: measurements of an earlier run or a calibration; each counts as a few samples.
+        active_share: of the policy's weights, as `Roofline` has it.
     """
 
-    def __init__(self, arms: Sequence[int], *, table: LatencyTable | None = None) -> None:
+    def __init__(self, arms: Sequence[int], *, table: LatencyTable | None = None, active_share: float = 1.0) -> None:
         self.lengths = (OFF, *arms)
-        self._shape = Roofline()
+        self._shape = Roofline(active_share)
         self._cells: dict[_Key, Cell] = {}
         self._pace = 0.0
         self._pace_variance = 0.0

@@ -1,19 +1,22 @@
 """A fitted roofline of an engine step's seconds, with the drafter's passes added.
 
-    T = overhead + ((weights + kv·KV tokens)^p + (token·batch·(K+1))^p)^(1/p)
+    T = overhead + ((weights·read + kv·KV tokens)^p + (token·batch·(K+1))^p)^(1/p)
         + sync + first + pass·(K-1) + request·batch·K
 
 A decoding step reads weights and KV cache or computes over the verified tokens, whichever takes longer (p is the
 sharpness of that maximum), and runs the drafter: one pass that keeps its KV cache complete (also at K=0, not when OFF),
-one output head for the first draft token, one pass more for each further one. Every coefficient is positive, so the
-roofline rises with batch, KV tokens and K; every coefficient starts from a usual value, so that two measurements
-already extrapolate. The fit is a few damped Gauss-Newton steps on the logarithms.
+one output head for the first draft token, one pass more for each further one. A mixture of experts reads the part of
+its weights that the step's batch·(K+1) tokens use together (`weights_read`); a dense policy reads all.
+
+Every coefficient is positive, so the roofline rises with batch, KV tokens and K; every coefficient starts from a usual
+value, so that two measurements already extrapolate. The fit is a few damped Gauss-Newton steps on the logarithms.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,10 +42,22 @@ _NOISE = 0.03
 Params = npt.NDArray[np.float64]
 
 
-class Roofline:
-    """Nine positive coefficients and the seconds that follow from them."""
+def weights_read(active_share: float, tokens: Any) -> Any:
+    """Share of a policy's weights that so many tokens use together, where one uses `active_share` of them.
 
-    def __init__(self) -> None:
+    1 for a dense policy. Experts are taken to be chosen independently; `tokens` is a number or an array.
+    """
+    return 1.0 - (1.0 - active_share) ** tokens
+
+
+class Roofline:
+    """Nine positive coefficients and the seconds that follow from them.
+
+    `active_share`: the part of the weights that one token uses, below 1 for a mixture of experts.
+    """
+
+    def __init__(self, active_share: float = 1.0) -> None:
+        self._active_share = active_share
         self._prior: Params | None = None
         self._log: Params = np.zeros(9)
         self._unpack()
@@ -56,8 +71,10 @@ class Roofline:
         """Set the usual coefficients from one measured step."""
         usual = np.empty(9)
         usual[:8] = _SHARE * seconds
+        read = weights_read(self._active_share, max(batch, 1.0))
+        usual[1] /= read
         usual[2] /= max(kv_tokens, _USUAL_KV)
-        usual[3] /= max(batch, _USUAL_KNEE * _SHARE[3])
+        usual[3] /= max(batch, _USUAL_KNEE * _SHARE[3]) * read / self._active_share
         usual[7] /= max(batch, 1.0)
         usual[8] = 2.0
         self._prior = np.log(usual)
@@ -71,10 +88,14 @@ class Roofline:
     def by_length(self, batch: float, kv_tokens: float, lengths: Sequence[int]) -> list[float]:
         """`seconds` for several draft lengths at one load, which share what does not depend on K."""
         p, root, token = self._p, 1.0 / self._p, self._token * batch
-        memory = (self._weights + self._kv * kv_tokens) ** p
+        memory = (self._weights + self._kv * kv_tokens) ** p  # of a dense policy
         found = []
         for k in lengths:
-            seconds = self._overhead + (memory + (token * (max(k, 0) + 1)) ** p) ** root
+            width = max(k, 0) + 1
+            if self._active_share < 1.0:
+                read = weights_read(self._active_share, batch * width)
+                memory = (self._weights * read + self._kv * kv_tokens) ** p
+            seconds = self._overhead + (memory + (token * width) ** p) ** root
             drafter = self._sync if k >= 0 else 0.0
             if k > 0:
                 drafter += self._first + self._pass * (k - 1) + self._request * batch * k
@@ -98,10 +119,11 @@ class Roofline:
         weight = np.asarray(votes) / _NOISE**2
         contexts = np.maximum(table[:, 1] / table[:, 0], 1.0)
         pull = 1.0 / _SPREAD**2
+        read = weights_read(self._active_share, table[:, 0] * (np.maximum(table[:, 2], 0.0) + 1.0))  # [n]
         if contexts.max() < _CONTEXTS * contexts.min():
             pull[2] = _FIXED
         for _ in range(iterations):
-            self._log = _step(self._log, self._prior, table, target, weight, pull)
+            self._log = _step(self._log, self._prior, table, read, target, weight, pull)
         self._unpack()
 
     def _unpack(self) -> None:
@@ -110,13 +132,16 @@ class Roofline:
         self._sync, self._first, self._pass, self._request, self._p = values[4:]
 
 
-def _step(log: Params, prior: Params | None, table: Params, target: Params, weight: Params, pull: Params) -> Params:
+def _step(
+    log: Params, prior: Params | None, table: Params, read: Params, target: Params, weight: Params, pull: Params
+) -> Params:
     """One damped, robust Gauss-Newton step towards the most probable coefficients."""
-    value = _log_seconds(log, table)  # [n]
+    value = _log_seconds(log, table, read)  # [n]
     slope = np.empty((len(table), 9))
     for column in range(9):
         aside = _ASIDE * (np.arange(9) == column)
-        slope[:, column] = (_log_seconds(log + aside, table) - _log_seconds(log - aside, table)) / (2.0 * _ASIDE)
+        above, below = _log_seconds(log + aside, table, read), _log_seconds(log - aside, table, read)
+        slope[:, column] = (above - below) / (2.0 * _ASIDE)
     error = target - value  # [n]
     robust = weight / (1.0 + (error / 0.15) ** 2)
     gram = slope.T @ (slope * robust[:, None])
@@ -127,12 +152,12 @@ def _step(log: Params, prior: Params | None, table: Params, target: Params, weig
     return new
 
 
-def _log_seconds(log: Params, table: Params) -> Params:
-    """Log seconds of each row (batch, KV tokens, K), [n]; the formula at the top of this file."""
+def _log_seconds(log: Params, table: Params, read: Params) -> Params:
+    """Log seconds of each row (batch, KV tokens, K), [n], with its `weights_read`; see the top of this file."""
     overhead, weights, kv, token, sync, first, further, request, p = np.exp(log)
     batch, kv_tokens, k = table[:, 0], table[:, 1], table[:, 2]
     drafts = np.maximum(k, 0.0)
-    memory, compute = weights + kv * kv_tokens, token * batch * (drafts + 1.0)
+    memory, compute = weights * read + kv * kv_tokens, token * batch * (drafts + 1.0)
     roof = (memory**p + compute**p) ** (1.0 / p)
     drafter = sync * (k >= 0) + first * (k > 0) + further * np.maximum(k - 1.0, 0.0) + request * batch * drafts
     return np.log(overhead + roof + drafter)
