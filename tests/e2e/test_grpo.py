@@ -1,6 +1,7 @@
 """What the whole loop promises, read off a real run (see conftest.py)."""
 
 import json
+import re
 
 import pytest
 from struck import STRUCK
@@ -13,6 +14,13 @@ from verl_tlt.idle.cold_start import PORTIONS, STEPS
 from verl_tlt.report.steps import rl_steps
 
 pytestmark = pytest.mark.e2e
+
+
+LITTLE_TIME = (
+    "its time is over", "no spot worker could train", "a merge is late",
+    "nothing was trained and merged in two portions",
+)  # fmt: skip
+"""How a cold start ends that did not come as far as a verdict."""
 
 
 def cold_starts(run):
@@ -45,11 +53,11 @@ def test_a_run_without_a_drafter_trains_one_once_on_all_devices_before_rl_goes_o
     assert max(s.end for s in sessions) <= cold.end
     charged, late_s = run.steps[cold.step]["tlt/overhead_cold_start_s"], 20 / PORTIONS + 5
     assert charged == pytest.approx(cold.end - cold.start, abs=0.5) and charged <= 20 + 2 * late_s, "its bounds"
-    assert "the cold start is over" in run.log
     served = {r.version for r in run.trace.reloads if r.step == cold.step}
     assert served == {max([p.version for p in run.trace.publishes if p.step <= cold.step], default=0)}
     judged = [p for p in run.trace.publishes if cold.start <= p.t <= cold.end and p.tau]
-    assert judged or not any(s.steps for s in sessions) or "nothing was trained and merged" in run.log
+    (why,) = re.findall(r"the cold start is over: (.*)", run.log)
+    assert judged or why in LITTLE_TIME, "where it is said to have learned something, the gate has seen it"
     better = [p for p in judged if p.decision == "published" and p.tau["candidate"] > 1.3]
     assert not better or run.steps[cold.step + 1]["tlt/accept_length"] > run.steps[cold.step]["tlt/accept_length"]
 
