@@ -34,6 +34,13 @@ def fail(original: Original, *args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("a fault was injected")
 
 
+def sicken(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """What CUDA says of every further call of a process once an assertion failed on its device."""
+    import torch
+
+    raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+
 def hang(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Does not come back, whatever lock it holds."""
     time.sleep(3600)

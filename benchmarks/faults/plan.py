@@ -116,6 +116,8 @@ FAULTS = (
           "tlt/spot_failures", "did not stop within", "trains"),
     Fault("an idle spot worker is stopped (SIGSTOP)", 31, (f"{LEARNER}:SpotLearner.add",), "stop",
           "tlt/spot_failures", "the spot worker of", "trains", waits=(1.5, 4.0)),
+    Fault("a process with a sick device", 33, (MICRO_BATCH,), "sicken",
+          "tlt/spot_failures", "can use its device no more", "trains", first=3),
     Fault("a drafter file truncated while it is read", 34, ("verl_tlt.vllm_worker.live_drafter:_read",),
           "truncate_in_read", "tlt/reload_failures", "it became shorter while it was read", "serves",
           fallback="tlt/drafter_off_frac"),

@@ -1,12 +1,14 @@
 """What a GPU changes for the drafter's training: its numbers, its speed, what a stop waits for. No engine is needed.
 
-    python -m benchmarks.gpu.drafter --out FILE --budget 540
+    python -m benchmarks.gpu.drafter --out FILE --budget 480
 
 * numerics: is the loss, and the gradient of every parameter, what the CPU computes in float32?
-* speed: tokens a second at a 7B policy's shape, and does any step after the first trace a graph?
+* speed: tokens a second and memory by a 7B run's default, with the attention that CUDA gets and with the one that it
+  does not; and does any step after the first trace a graph?
 * residency_7b, residency_32b: bytes and seconds from the host to the device and, at a stop, back.
 * stop: how long the real learner goes on after it was told to stop.
 * scoring: how much memory the gate's scores take.
+* successor: how soon a session stops in a process that takes the place of a killed one.
 
 Without a GPU: `--tiny`, which says of no figure that it is one of a GPU.
 """
@@ -18,9 +20,9 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.gpu.learner import scoring, stop
-from benchmarks.gpu.parts import NEEDS_CUDA, Bench, Part, clock, main, peak_gib, seconds
-from benchmarks.gpu.shapes import Shape, drafter, rows_of, shape_of, texts
+from benchmarks.gpu.learner import scoring, stop, successor
+from benchmarks.gpu.parts import NEEDS_CUDA, Bench, Part, clock, main, peak_gib, planned_gib, seconds
+from benchmarks.gpu.shapes import Shape, draft_vocab_of, drafter, rows_of, shape_of, texts
 from verl_tlt.drafter import (
     Batch,
     DeviceResidency,
@@ -32,8 +34,11 @@ from verl_tlt.drafter import (
     pack,
 )
 from verl_tlt.spot_worker.device import TrainingDevice
+from verl_tlt.spot_worker.worker import KEEP_TUNED
 
 PASSES = 3
+TUNED = {KEEP_TUNED: "1"}
+"""As in a spot worker."""
 
 
 # ---------------------------------------------------------------------- numerics
@@ -81,28 +86,43 @@ def _gradients(shape: Shape, device: str, attention: str, batch: Batch) -> tuple
 
 
 def speed(bench: Bench) -> dict[str, Any]:
-    """Steps at varied row counts, then four times as long ones; the graphs that dynamo has traced after each."""
+    """Steps of a 7B run's default at varied row counts, with one pass and with all; the graphs that dynamo has traced
+    after each; and full steps with each attention that the drafter could have here.
+    """
+    shape, rows = shape_of(bench, "7b"), rows_of(bench)
+    parts = [[8] * 4] * 3 + [[28], [24], [16, 8], [20]] + [[8] * 4] * 2  # documents of a batch, in rows / 32
+    batches = {str(p): pack(texts(shape, [1 + n * rows // 32 for n in p])) for p in parts}
+    trainer = DrafterTrainer(_default_drafter(bench, shape), ttt_steps=PASSES)
+    with TrainingDevice(bench.device).resident(trainer, rows):
+        rehearsal = seconds(bench.device, [lambda: trainer.rehearse(rows)])[0]
+        steps = []
+        for passes in (1, PASSES):
+            trainer.passes = passes
+            steps += [_timed(bench, trainer, batches[str(p)]) for p in parts]
+        planned = planned_gib(trainer.model, rows, PASSES)
+    full, by_attention = batches[str(parts[0])], {}
+    for attention in (default_attention("cuda"), default_attention("cpu")):
+        other = DrafterTrainer(_default_drafter(bench, shape, attention), ttt_steps=PASSES)
+        with TrainingDevice(bench.device).resident(other, rows):
+            other.passes = PASSES
+            by_attention[attention] = [_timed(bench, other, full) for _ in range(3)]
+    return {"rehearsal_s": rehearsal, "planned_gib": planned, "steps": steps, "by_attention": by_attention}
+
+
+def _default_drafter(bench: Bench, shape: Shape, attention: str | None = None) -> Any:
+    return drafter(shape, bench.device, attention, draft_vocab=draft_vocab_of(bench))
+
+
+def _timed(bench: Bench, trainer: DrafterTrainer, batch: Batch) -> dict[str, Any]:
+    """One step: its seconds, the most memory it took, and the graphs that dynamo has traced so far."""
     from torch._dynamo.utils import counters
 
-    shape, rows = shape_of(bench, "7b"), rows_of(bench)
-    eighths = [[8]] * 4 + [[7], [6], [4, 2], [5]] + [[8]] * 4 + [[8] * 4] * 4  # documents of a batch, in rows / 8
-    batches = {str(e): pack(texts(shape, [1 + n * rows // 8 for n in e])) for e in eighths}
-    trainer = DrafterTrainer(drafter(shape, bench.device), ttt_steps=PASSES)
-    steps: list[dict[str, Any]] = []
-
-    def step(batch: Batch) -> None:
-        start = clock(bench.device)
-        result = trainer.step(batch)
-        took = clock(bench.device) - start
-        graphs = counters["stats"]["unique_graphs"]
-        steps.append({"rows": batch.rows, "seconds": took, "graphs": graphs, "skipped": result.skipped})
-        steps[-1] |= {"tokens_per_s": round(result.tokens / took), "peak_gib": peak_gib(bench.device)}
-
-    with TrainingDevice(bench.device).resident(trainer, 4 * rows):
-        rehearsal = seconds(bench.device, [trainer.rehearse])[0]
-        for documents in eighths:
-            step(batches[str(documents)])
-    return {"rehearsal_s": rehearsal, "steps": steps}
+    passes, start = trainer.passes, clock(bench.device)
+    result = trainer.step(batch)
+    took = clock(bench.device) - start
+    graphs = counters["stats"]["unique_graphs"]
+    found = {"rows": batch.rows, "passes": passes, "seconds": took, "graphs": graphs, "skipped": result.skipped}
+    return found | {"tokens_per_s": round(result.tokens / took), "peak_gib": peak_gib(bench.device)}
 
 
 # ---------------------------------------------------------------------- residency
@@ -137,9 +157,10 @@ def residency(bench: Bench, name: str) -> dict[str, Any]:
 
 PARTS = {
     "numerics": Part(numerics, 30),
-    "speed": Part(speed, 60),
+    "speed": Part(speed, 60, environment=TUNED),
     "residency_7b": Part(lambda bench: residency(bench, "7b"), 40),
-    "stop": Part(stop, 90),
+    "stop": Part(stop, 90, environment=TUNED),
+    "successor": Part(successor, 90, environment=TUNED),
     "scoring": Part(scoring, 40),
     "residency_32b": Part(lambda bench: residency(bench, "32b"), 90),
 }

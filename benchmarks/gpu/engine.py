@@ -1,10 +1,11 @@
 """What a GPU changes for an engine with a drafter: sleep, sampling, and what a step costs.
 
-    python -m benchmarks.gpu.engine --out FILE --budget 580
+    python -m benchmarks.gpu.engine --out FILE --budget 880
 
 * sleep: after verl's deepest sleep (level 2) and a reload, does the drafter accept as before?
 * nan: does a worker notice a drafter that computes NaN, and are the tokens still the policy's?
-* distribution: are tokens sampled at temperature 1 distributed alike with drafts and without?
+* distribution: are tokens sampled at temperature 1 distributed alike with drafts and without, however long they are?
+* lora: does an engine that serves an adapter draft, reload its drafter, and draft on?
 * costs_stock_v1, costs_stock_v2: what a step of a 7B policy's shape takes by batch, with each of vLLM's model runners.
 * costs_tlt, costs_tlt_longest_graphs: the same of an engine with a drafter, off and at each draft length, with FULL
   graphs for all of them and (`TLT_FULL_GRAPHS=0`) for the longest alone.
@@ -23,6 +24,8 @@ from benchmarks.gpu.engines import (
     ENVIRONMENT,
     K_MAX,
     accepted,
+    adapter,
+    any_length,
     hold,
     in_worker,
     overwrite,
@@ -89,7 +92,8 @@ def _share(outputs: list[list[int]], token: int) -> float:
 
 
 async def distribution(bench: Bench) -> dict[str, Any]:
-    """Chi-square of outputs after one prompt, drafted against not drafted; and of two halves without drafts.
+    """Chi-square of outputs after one prompt, not drafted against drafted: with the longest drafts, and with lengths
+    drawn anew in every step; and of two halves without drafts.
 
     The first token comes with the prompt, the others are drafted. The halves show what the test says of equals.
     """
@@ -102,14 +106,40 @@ async def distribution(bench: Bench) -> dict[str, Any]:
         await stats(engine)
         drafted = await sample(engine, prompts, tokens)
         done = await stats(engine)
+        async with any_length(engine):
+            drawn = await sample(engine, prompts, tokens)
+        varied = await stats(engine)
     return {
         "draws": draws,
         "tokens": tokens,
         "drafts": done.num_drafts,
         "accepted": list(done.num_accepted_tokens_per_pos),
+        "steps_by_drawn_length": dict(varied.steps_by_draft_length),
         "drafted_against_plain": compare(drafted, plain),
+        "drawn_against_plain": compare(drawn, plain),
         "plain_against_plain": compare(plain[::2], plain[1::2]),
     }
+
+
+async def lora(bench: Bench) -> dict[str, Any]:
+    """An engine that serves the policy with an adapter: acceptance before and after a sleep and a reload, in the order
+    of verl, which leaves such a policy's weights on the host; and what it samples with drafts and without.
+    """
+    draws, tokens = (300, 4) if bench.tiny else (4000, 4)
+    async with toy_engine(bench, enable_lora=True, max_lora_rank=8, max_loras=1) as engine:
+        assert engine.drafter is not None
+        with_it, prompts = adapter(bench), [BEGINNING] * draws
+        await hold(engine, OFF)
+        plain = await sample(engine, prompts, tokens, with_it)
+        await hold(engine, K_MAX)
+        found: dict[str, Any] = {"accepted_before": await accepted(engine, with_it)}
+        await engine.llm.sleep(level=1)
+        await engine.llm.wake_up(tags=["weights"])
+        reply = from_plain(LoadReply, await engine.rpc("tlt_load_drafter", str(engine.drafter / "model.safetensors")))
+        await engine.llm.wake_up(tags=["kv_cache"])
+        found |= {"reload_error": reply.error, "accepted_after": await accepted(engine, with_it)}
+        drafted = await sample(engine, prompts, tokens, with_it)
+    return {**found, "drafted_against_plain": compare(drafted, plain)}
 
 
 def _runner(version: int) -> dict[str, str]:
@@ -120,6 +150,7 @@ PARTS = {
     "sleep": Part(sleep, 60, environment=ENVIRONMENT),
     "nan": Part(nan, 60, environment=ENVIRONMENT),
     "distribution": Part(distribution, 60, environment=ENVIRONMENT),
+    "lora": Part(lora, 60, environment=ENVIRONMENT),
     "costs_stock_v1": Part(lambda bench: step_costs(bench, drafting=False), 90, environment=_runner(1)),
     "costs_stock_v2": Part(lambda bench: step_costs(bench, drafting=False), 90, cuda_only=True, environment=_runner(2)),
     "costs_tlt": Part(step_costs, 90, environment=ENVIRONMENT),

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
 from omegaconf import OmegaConf
 
-from benchmarks.control.toy import STEPS, prepare
+from benchmarks.control.toy import STEPS, Toy, prepare
 from benchmarks.gpu.parts import Bench
 from benchmarks.gpu.shapes import shape_of
 from verl_tlt.config import TLTConfig
@@ -21,6 +22,9 @@ from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.types import OFF
 
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
 K_MAX = 3
 TINY_STEPS = 30
 """Of the toy's drafter, for a dry run: enough to be right now and then."""
@@ -28,13 +32,31 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 """The latter lets functions of this file be sent to vLLM's workers (`in_worker`)."""
 
 
-def toy_engine(bench: Bench) -> AbstractAsyncContextManager[StandaloneEngine]:
+def toy_engine(bench: Bench, **vllm: Any) -> AbstractAsyncContextManager[StandaloneEngine]:
     """The toy's policy with a drafter that was trained for it: what it samples and accepts can be judged.
 
-    The drafter's longest context is not the policy's, so it has a table of rotary positions of its own.
+    The drafter's longest context is not the policy's, so it has a table of rotary positions of its own. `vllm` are
+    further arguments of the engine.
     """
-    toy = prepare(bench.directory.parent / "toy", TINY_STEPS if bench.tiny else STEPS)
-    return start(_setup(bench, toy.policy, toy.drafter, context=256, batch=64), bench.directory)
+    toy = _toy(bench)
+    return start(_setup(bench, toy.policy, toy.drafter, context=256, batch=64, **vllm), bench.directory)
+
+
+def _toy(bench: Bench) -> Toy:
+    return prepare(bench.directory.parent / "toy", TINY_STEPS if bench.tiny else STEPS)
+
+
+def adapter(bench: Bench) -> LoRARequest:
+    """A LoRA adapter of the toy's policy, as verl makes a new one: it changes no token yet."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+    from vllm.lora.request import LoRARequest
+
+    model = AutoModelForCausalLM.from_pretrained(_toy(bench).policy)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    path = str(bench.directory / "adapter")
+    get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=8, target_modules=targets)).save_pretrained(path)
+    return LoRARequest("policy", 1, path)
 
 
 def shaped_engine(bench: Bench, *, drafting: bool = True) -> AbstractAsyncContextManager[StandaloneEngine]:
@@ -71,7 +93,29 @@ async def stats(engine: StandaloneEngine) -> EngineStats:
     return from_plain(EngineStats, await engine.scheduler.call("stats", reset=True))
 
 
-async def sample(engine: StandaloneEngine, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
+@asynccontextmanager
+async def any_length(engine: StandaloneEngine) -> AsyncIterator[None]:
+    """Inside, how much is drafted is drawn anew from 0 to `K_MAX` between any two steps, at which the engine looks up
+    what it is told.
+    """
+
+    async def draw() -> None:
+        draws = random.Random(0)
+        while True:
+            await engine.scheduler.call("control", force_k=draws.randint(0, K_MAX))
+
+    drawing = asyncio.create_task(draw())
+    try:
+        yield
+    finally:
+        drawing.cancel()
+        with suppress(asyncio.CancelledError):
+            await drawing
+
+
+async def sample(
+    engine: StandaloneEngine, prompts: Sequence[list[int]], tokens: int, lora: LoRARequest | None = None
+) -> list[list[int]]:
     """So many tokens after each prompt, sampled at temperature 1, all of them in flight together."""
     from vllm import SamplingParams
 
@@ -79,7 +123,8 @@ async def sample(engine: StandaloneEngine, prompts: Sequence[list[int]], tokens:
 
     async def one(prompt: list[int]) -> list[int]:
         found: list[int] = []
-        async for output in engine.llm.generate({"prompt_token_ids": prompt}, params, request_id=uuid4().hex):
+        asked: dict[str, Any] = {"prompt_token_ids": prompt}
+        async for output in engine.llm.generate(asked, params, request_id=uuid4().hex, lora_request=lora):
             found = list(output.outputs[0].token_ids)
         return found
 
@@ -88,18 +133,16 @@ async def sample(engine: StandaloneEngine, prompts: Sequence[list[int]], tokens:
 
 def task_prompts(count: int) -> list[list[int]]:
     """Of the toy's own task, the same in every call."""
-    import random
-
     from demo.toy import task
 
     rng = random.Random(0)
     return [[task.TOKEN_ID[w] for w in task.prompt_tokens(task.sample_problem(rng))] for _ in range(count)]
 
 
-async def accepted(engine: StandaloneEngine) -> list[float]:
+async def accepted(engine: StandaloneEngine, lora: LoRARequest | None = None) -> list[float]:
     """Share of the drafts whose first 1, 2, ... tokens are accepted, on the toy's own task."""
     await stats(engine)
-    await sample(engine, task_prompts(16), 64)
+    await sample(engine, task_prompts(16), 64, lora)
     found = await stats(engine)
     return [round(n / max(1, found.num_drafts), 4) for n in found.num_accepted_tokens_per_pos]
 

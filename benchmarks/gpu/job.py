@@ -1,12 +1,13 @@
 """Whole verl jobs of the toy on GPUs: what only Ray, CUDA IPC and several processes on one device can show.
 
-    python -m benchmarks.gpu.job --out FILE --budget 1500
+    python -m benchmarks.gpu.job --out FILE --budget 700
 
 * sync: two GRPO steps with engines two GPUs wide, the policy sent to them by CUDA IPC, replicas that sleep while it
   is trained, and spot workers beside them; of four GPUs two replicas are made, of which one may train while the other
   decodes.
 * nan: three steps, on one GPU to a replica. What one engine has loaded after the first becomes NaN, and so does its KV
   cache, which verl unmaps before the next drafter is loaded. The third rollout should draft again.
+* cold_start: four steps, on one GPU to a replica. In the third all GPUs train a drafter before RL goes on.
 
 Without a GPU: `--tiny`, where the CPU platform's shared memory and sleep stand in (`verl_cpu`).
 """
@@ -28,12 +29,13 @@ from verl_tlt.compare.processes import interruptible
 from verl_tlt.report.reader import read_trace
 
 BATCH, LONG, SHORT = 4, 200, 40
+COLD_START_S = 20
 QUIET_S = 600.0
 """Without a line in the trace a job hangs."""
 SHOWN = (
     "timing_s/step", "timing_s/update_weights", "training/rollout_probs_diff_max", "tlt/accept_length",
     "tlt/broken_drafts", "tlt/drafter_off_frac", "tlt/drafter_version", "tlt/drafter_version_published",
-    "tlt/reload_failures", "tlt/overhead_s",
+    "tlt/reload_failures", "tlt/overhead_s", "tlt/overhead_cold_start_s",
 )  # fmt: skip
 """verl's own metrics that the report holds, of every step."""
 
@@ -52,8 +54,16 @@ def nan(bench: Bench) -> dict[str, Any]:
     return job(bench, steps=3, replicas=min(2, len(device_memory())) if bench.cuda else 1, wide=1, **faults)
 
 
+def cold_start(bench: Bench) -> dict[str, Any]:
+    """Four steps; in the third a cold start of so many seconds, whatever share of the run that is."""
+    replicas, limit = min(2, len(device_memory())) if bench.cuda else 1, f"tlt.spot.cold_start_s={COLD_START_S}"
+    return job(bench, 4, replicas, 1, overrides=(limit,))
+
+
 @interruptible()  # a time limit ends the job's processes, too
-def job(bench: Bench, steps: int, replicas: int, wide: int, **environment: str) -> dict[str, Any]:
+def job(
+    bench: Bench, steps: int, replicas: int, wide: int, overrides: Sequence[str] = (), **environment: str
+) -> dict[str, Any]:
     """What a job of so many replicas, each so many devices wide, wrote of its steps.
 
     Raises:
@@ -65,7 +75,7 @@ def job(bench: Bench, steps: int, replicas: int, wide: int, **environment: str) 
         bench.directory / "job",
         assets,
         steps,
-        [*_sizes(), *TLT],
+        [*_sizes(), *TLT, *overrides],
         **shape,
         DTYPE="bfloat16" if bench.cuda else "float32",
         **environment,
@@ -109,7 +119,7 @@ def _chosen(facts: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: facts[name] for name in names if name in facts}
 
 
-PARTS = {"sync": Part(sync, 240), "nan": Part(nan, 240)}
+PARTS = {"sync": Part(sync, 220), "nan": Part(nan, 220), "cold_start": Part(cold_start, 220)}
 """In the order of what a user meets first."""
 
 if __name__ == "__main__":

@@ -18,11 +18,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.child_engine import ChildEngineError, run_job
 from verl_tlt.compat.versions import installed
+
+if TYPE_CHECKING:
+    from speculators.models.eagle3 import Eagle3DraftModel
 
 NEEDS_CUDA = "needs CUDA"
 """Stands for a figure, or for a whole part, that no other device can give."""
@@ -187,3 +190,10 @@ def peak_gib(device: str) -> float | str:
     peak = torch.cuda.max_memory_allocated() / 2**30
     torch.cuda.reset_peak_memory_stats()
     return round(peak, 2)
+
+
+def planned_gib(model: Eagle3DraftModel, rows: int, passes: int, scored: int = 0) -> float:
+    """What a session plans with (`verl_tlt.drafter.session_bytes`): the peak must not be above it."""
+    from verl_tlt.drafter import session_bytes
+
+    return round(session_bytes(model, rows, passes, scored) / 2**30, 2)

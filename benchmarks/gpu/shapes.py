@@ -58,8 +58,13 @@ def shape_of(bench: Bench, name: str) -> Shape:
 
 
 def rows_of(bench: Bench) -> int:
-    """Rows of a batch."""
-    return 64 if bench.tiny else 1024
+    """Rows of a micro-batch, by default with a policy of 7B."""
+    return 64 if bench.tiny else 4096
+
+
+def draft_vocab_of(bench: Bench) -> int:
+    """Tokens that a drafter can draft, by default with a policy of 7B."""
+    return 128 if bench.tiny else 32_768
 
 
 def verifier_weights(shape: Shape, seed: int = 0) -> VerifierWeights:
@@ -69,11 +74,14 @@ def verifier_weights(shape: Shape, seed: int = 0) -> VerifierWeights:
     return VerifierWeights(matrix, matrix, torch.ones(shape.hidden))
 
 
-def drafter(shape: Shape, device: str, attention: str | None = None) -> Eagle3DraftModel:
-    """On the host, as a learner that trains on `device` holds it."""
+def drafter(
+    shape: Shape, device: str, attention: str | None = None, draft_vocab: int | None = None
+) -> Eagle3DraftModel:
+    """On the host, as a learner that trains on `device` holds it; it drafts the first `draft_vocab` tokens, or all."""
     from verl_tlt.drafter import default_attention
 
-    model = build_drafter(shape.config(), attention=attention or default_attention(device))
+    ids = None if draft_vocab is None else torch.arange(draft_vocab)
+    model = build_drafter(shape.config(), attention=attention or default_attention(device), draft_ids=ids)
     refresh_verifier_weights(model, verifier_weights(shape))
     if device != "cpu":
         halve_frozen(model)

@@ -27,17 +27,24 @@ def run(name, tmp_path):
 
 def test_the_drafters_parts(tmp_path):
     report = run("drafter", tmp_path)
-    assert list(report["parts"]) == ["numerics", "speed", "residency_7b", "stop", "scoring", "residency_32b"]
+    parts = ["numerics", "speed", "residency_7b", "stop", "successor", "scoring", "residency_32b"]
+    assert list(report["parts"]) == parts
     numerics = found(report, "numerics")
     assert 0 < numerics["largest_error"] < 1e-4 and numerics["fingerprint_is_the_same"]
-    assert all(s["graphs"] == 0 and not s["skipped"] for s in found(report, "speed")["steps"])
+    speed = found(report, "speed")
+    assert all(s["graphs"] == 0 and not s["skipped"] for s in speed["steps"])
+    assert {s["passes"] for s in speed["steps"]} == {1, 3} and len(speed["by_attention"]) == 2
     for part in ("residency_7b", "residency_32b"):
         stay = found(report, part)
         for turn in stay["turns"]:
             assert {"there": turn["there_bytes"], "back": turn["back_bytes"]} == stay["planned"]
             assert turn["times"] == "needs CUDA"
     assert all(s["outcome"] == "stopped" and s["steps"] for s in found(report, "stop")["sessions"])
-    assert found(report, "scoring")["peak_gib"] == "needs CUDA"
+    successor = found(report, "successor")
+    assert successor["killed_with"] == -9 and successor["first_session"]["outcome"] == "stopped"
+    for part in ("speed", "stop", "scoring"):
+        assert found(report, part)["planned_gib"] > 0
+    assert found(report, "scoring")["peak_gib"] == found(report, "stop")["peak_gib"] == "needs CUDA"
 
 
 def test_the_engines_parts(tmp_path):
@@ -49,7 +56,12 @@ def test_the_engines_parts(tmp_path):
     assert nan["broken_drafts"] > 0
     assert nan["token_0_share_with_nan_drafter"] == pytest.approx(nan["token_0_share_without_drafter"], abs=0.1)
     distribution = found(report, "distribution")
-    assert all(distribution[which]["p"] > 1e-5 for which in ("drafted_against_plain", "plain_against_plain"))
+    samples = ("drafted_against_plain", "drawn_against_plain", "plain_against_plain")
+    assert all(distribution[which]["p"] > 1e-5 for which in samples)
+    assert len(distribution["steps_by_drawn_length"]) > 2, "lengths were to vary"
+    lora = found(report, "lora")
+    assert lora["reload_error"] is None and lora["drafted_against_plain"]["p"] > 1e-5
+    assert lora["accepted_after"][0] == pytest.approx(lora["accepted_before"][0], abs=0.1) and lora["accepted_after"][0]
     tlt = found(report, "costs_tlt")
     assert set(tlt["wall_ms"]) == {"off", "K=0"} and set(tlt["engine_ms"]) == {"off", "K=0", "K=1", "K=2", "K=3"}
     assert set(found(report, "costs_stock_v1")["wall_ms"]["stock"]) == {"1", "2"}
@@ -62,11 +74,13 @@ def test_the_engines_parts(tmp_path):
 def test_the_jobs_parts(tmp_path):
     """On the CPU the wide engine has two workers that share two cores."""
     report = run("job", tmp_path)
-    sync, nan = found(report, "sync"), found(report, "nan")
+    sync, nan, cold = (found(report, part) for part in ("sync", "nan", "cold_start"))
     assert (sync["replicas"], sync["tensor_parallel"], sync["memory_gib"]) == (1, 2, "needs CUDA")
-    for part, steps in ((sync, ["1", "2"]), (nan, ["1", "2", "3"])):
+    for part, steps in ((sync, ["1", "2"]), (nan, ["1", "2", "3"]), (cold, ["1", "2", "3", "4"])):
         assert list(part["steps"]) == steps
         assert all(reload["ok"] for reload in part["reloads"])
         assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in part["steps"].values())
     assert [step["tlt/broken_drafts"] > 0 for step in nan["steps"].values()] == [False, True, False]
     assert nan["steps"]["2"]["tlt/drafter_off_frac"] > 0 and nan["steps"]["3"]["tlt/drafter_off_frac"] == 0
+    waited = [step.get("tlt/overhead_cold_start_s", 0.0) for step in cold["steps"].values()]
+    assert waited[2] > 0.0 == waited[0] and any(session["step"] == 3 for session in cold["sessions"])

@@ -1,8 +1,11 @@
 """The GPU benchmark's frame: parts that fail cost nothing but themselves; and its test of two samples can fail."""
 
 import argparse
+import importlib
 import json
 import random
+import re
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +59,18 @@ def test_what_a_part_does_stays_with_it(module, tmp_path, capsys):
 
 def test_a_part_that_hangs_is_ended_with_the_budget(module, tmp_path):
     assert "not done after 2 s" in attempt(module, "hangs", named(), True, tmp_path, 2.0)["error"]
+
+
+def test_a_persons_first_hour_is_35_minutes_at_most_and_every_part_has_its_time():
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    budgets = {name: int(s) for name, s in re.findall(r"python -m benchmarks\.gpu\.(\w+) .*--budget (\d+)", page)}
+    assert budgets.keys() == {"drafter", "engine", "job"} and sum(budgets.values()) < 35 * 60
+    for name, budget in budgets.items():
+        module = importlib.import_module(f"benchmarks.gpu.{name}")
+        assert sum(part.least_s for part in module.PARTS.values()) <= budget, name
+        assert f"--budget {budget}" in module.__doc__
+        for part in module.PARTS:
+            assert f"`{part}`" in page, f"the page says nothing of {part}"
 
 
 def drawn(count, weights, seed):

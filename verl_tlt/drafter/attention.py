@@ -39,27 +39,31 @@ def attend_by_document(
     of each further S; padding attends to itself alone. Returns [1, S, heads, head_dim], and no weights.
     """
     heads, rows, width = query.shape[1:]
-    passes, groups = key.shape[2] // rows, heads // key.shape[1]
-    q = query[0] * (width**-0.5 if scaling is None else scaling)  # [heads, S, head_dim]
-    k, v = (
-        x[0].repeat_interleave(groups, dim=0).view(heads, passes, rows, width) for x in (key, value)
-    )  # [heads, P, S, .]
-    later = (q[:, None] * k[:, 1:]).sum(-1).transpose(1, 2)  # [heads, S, P-1] scores of each position's own later keys
+    kv, passes = key.shape[1], key.shape[2] // rows
+    groups = heads // kv  # query heads that share keys and values, which are not repeated for each
+    q = (query[0] * (width**-0.5 if scaling is None else scaling)).view(kv, groups, rows, width)
+    k, v = (x[0].view(kv, 1, passes, rows, width) for x in (key, value))
+    later = (q[:, :, None] * k[:, :, 1:]).sum(-1).transpose(2, 3)  # [kv, G, S, P-1] each position's own later keys
     parts = []
     for begin, end, length in _documents(attention_mask[0, 0, :, :rows]):
         here, count = slice(begin, end), (end - begin) // length
         # Documents of one token (padding) are handled side by side; each attends to itself.
-        q_own, k_own, v_own = (
-            x[:, here].reshape(heads, count, length, width) for x in (q, k[:, 0], v[:, 0])
-        )  # [heads, n, L, .]
-        scores = q_own @ k_own.transpose(2, 3)  # [heads, n, L, L]
+        q_own, after = (_by_document(x[:, :, here], count) for x in (q, later))  # [kv, n, G, L, .]
+        k_own, v_own = (x[:, 0, 0, here].reshape(kv, count, length, width) for x in (k, v))
+        scores = (q_own.flatten(2, 3) @ k_own.transpose(2, 3)).view(kv, count, groups, length, length)
         future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-        after = later[:, here].reshape(heads, count, length, passes - 1)  # [heads, n, L, P-1]
         weights = torch.cat([scores.masked_fill(future, -torch.inf), after], dim=-1).softmax(-1)
-        first = (weights[..., :length] @ v_own).flatten(1, 2)  # [heads, n * L, head_dim]
-        others = weights[..., length:].flatten(1, 2).transpose(1, 2)  # [heads, P-1, n * L]
-        parts.append(first + (others[..., None] * v[:, 1:, here]).sum(1))
-    return torch.cat(parts, dim=1).transpose(0, 1)[None], None
+        first = (weights[..., :length].flatten(2, 3) @ v_own).view(q_own.shape)
+        others = weights[..., length:].transpose(1, 2).flatten(2, 3)  # [kv, G, n * L, P-1]
+        own = first.transpose(1, 2).flatten(2, 3)  # [kv, G, n * L, head_dim]
+        parts.append(own + (others.transpose(2, 3)[..., None] * v[:, :, 1:, here]).sum(2))
+    return torch.cat(parts, dim=2).flatten(0, 1).transpose(0, 1)[None], None
+
+
+def _by_document(values: torch.Tensor, count: int) -> torch.Tensor:
+    """[kv, G, n * L, .] as [kv, n, G, L, .]: each of `count` documents apart, with all heads that share its keys."""
+    kv, groups, rows, width = values.shape
+    return values.reshape(kv, groups, count, rows // count, width).transpose(1, 2)
 
 
 def _documents(mask: torch.Tensor) -> list[tuple[int, int, int]]:

@@ -199,15 +199,26 @@ def align(sequence: TrainingSequence) -> Batch:
     )
 
 
-def pack(sequences: Iterable[TrainingSequence]) -> Batch:
-    """One batch of whole sequences, at least one: document ids count up, positions restart with each."""
+def pack(sequences: Iterable[TrainingSequence], *, pinned: bool = False) -> Batch:
+    """One batch of whole sequences, at least one: document ids count up, positions restart with each.
+
+    `pinned`: in page-locked memory, from which a CUDA device copies it by itself; torch keeps that for later batches.
+    """
     parts = [align(sequence) for sequence in sequences]
     if not parts:
         raise DrafterError("There is no sequence to pack.")
-    columns = {f.name: torch.cat([getattr(part, f.name) for part in parts], dim=1) for f in fields(Batch)}
+    columns = {f.name: _joined([getattr(part, f.name) for part in parts], pinned) for f in fields(Batch)}
     owner = [torch.full((1, part.rows), i, dtype=torch.int64) for i, part in enumerate(parts)]
-    columns["document_ids"] = torch.cat(owner, dim=1)
+    columns["document_ids"] = _joined(owner, pinned)
     return Batch(**columns)
+
+
+def _joined(parts: list[torch.Tensor], pinned: bool) -> torch.Tensor:
+    """Tensors of one dtype side by side along dimension 1: one copy, wherever they come to lie."""
+    if not pinned:
+        return torch.cat(parts, dim=1)
+    shape = (1, sum(part.shape[1] for part in parts), *parts[0].shape[2:])
+    return torch.cat(parts, dim=1, out=torch.empty(shape, dtype=parts[0].dtype, pin_memory=True))
 
 
 def batches(sequences: Iterable[TrainingSequence], budget: int) -> Iterator[Batch]:

@@ -268,7 +268,7 @@ class SpotLearner:
                 epochs.append(self.buffer.epochs)
             if not drawn:
                 return
-            yield pack(drawn)
+            yield pack(drawn, pinned=True) if self.training_device.device.type == "cuda" else pack(drawn)
 
     def warm_up(self) -> None:
         """Have the device do once what a session does, so that no session waits for its kernels; nothing is learned."""

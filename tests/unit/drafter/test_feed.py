@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from tiny_policy import drafter_of, same_state
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_tlt.drafter import DrafterTrainer, TrainingSequence, acceptance, batches, pack, train_until
@@ -82,6 +83,49 @@ def test_a_session_that_is_fed_learns_what_steps_one_by_one_do(policy, sequences
     results = [other.step(batch) for batch in batches(sequences, 24)]
     assert same_state(one.state(), other.state())
     assert (done.steps, done.batches, done.tokens) == (len(results), len(results), sum(r.tokens for r in results))
+
+
+class PageLocked(TorchFunctionMode):
+    """Ordinary memory in the place of page-locked; notes where it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        pinned = kwargs.pop("pin_memory", False)
+        made = func(*args, **kwargs)
+        if pinned:
+            self.places.add(made.untyped_storage().data_ptr())
+        return made
+
+
+class Written(TorchDispatchMode):
+    """Bytes of all storages that operators have made."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.made[made.untyped_storage().data_ptr()] = made.untyped_storage().nbytes()
+        return made
+
+
+def test_states_are_copied_once_into_the_memory_that_a_device_reads(sequences):
+    plain = pack(sequences)
+    with PageLocked() as locked, Written() as written:
+        batch = pack(sequences, pinned=True)
+    for name, column in vars(plain).items():
+        there = getattr(batch, name)
+        assert there.dtype == column.dtype and torch.equal(there, column)
+        assert there.untyped_storage().data_ptr() in locked.places
+    held = {t.untyped_storage().data_ptr() for s in sequences for t in (s.tokens, s.aux, s.last)}
+    elsewhere = sum(n for place, n in written.made.items() if place not in locked.places | held)
+    assert elsewhere < batch.hidden_states.nbytes / 4, "states were copied on the way"
 
 
 class Waits(TorchDispatchMode):
