@@ -210,12 +210,15 @@ CHANGES = (
         changes=(
             "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_spec_decode_draft_probs",
             "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens",
+            "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
+            "vllm.v1.worker.gpu.spec_decode.eagle.speculator:EagleSpeculator.propose",
         ),
         symptom="Weights that are NaN, infinite or huge make the rejection sampler emit token 0.",
         cause="`vllm/v1/sample/rejection_sampler.py:829` `accepted = draft_prob > 0 and target_prob / "
-        "draft_prob` rejects at NaN, and what is drawn in its place is compared with NaN too.",
+        "draft_prob` rejects at NaN, and what is drawn in its place is compared with NaN too. In V2's "
+        "`rejection_sampler_utils.py` `ratio < 1.0` is false for every token then.",
         applied_by="verl_tlt.vllm_worker.draft_probabilities:BrokenDrafts.__init__",
-        releases="vllm 0.24 to 0.33 with the V1 model runner",
+        releases="vllm 0.24 to 0.33 with the V1 model runner, 0.32 and 0.33 with V2",
         removed_by="A rejection sampler that treats a draft without numbers as one without a chance.",
     ),
     UpstreamChange(
@@ -250,8 +253,8 @@ CHANGES = (
         symptom="A draft step fails in an engine with LoRA.",
         cause="`vllm/lora/layers/vocal_parallel_embedding.py:103` `indices_1 = "
         "self.punica_wrapper._embeddings_indices` belongs to the policy's batch, and a draft step has another.",
-        applied_by="verl_tlt.vllm_worker.live_drafter:LiveDrafter.load",
-        releases="vllm 0.24 to 0.33 with LoRA on the policy",
+        applied_by="verl_tlt.vllm_worker.live_drafter:unwrap_embedding",
+        releases="vllm 0.24 to 0.33 with the V1 model runner and LoRA on the policy; V2 shares the embedding so itself",
         removed_by="A vLLM that shares the embedding below its LoRA wrapper with a drafter.",
     ),
 )

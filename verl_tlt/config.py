@@ -115,7 +115,8 @@ class SpeculationConfig:
     policy: Policy = "goodput"
     """Who chooses the draft length K: measured goodput, a table measured at start, one K, or nobody."""
     max_draft_length: Annotated[int, Field(ge=1, le=16)] | None = None
-    """K_max: the longest draft; null: 7 on engines with FULL CUDA graphs for every draft length, else 3."""
+    """K_max: the longest draft; null: 7 on engines with FULL CUDA graphs for every draft length, else 3. With vLLM's V2
+    model runner it is shorter (3 or 1) where draft logits would take more than a gibibyte of each GPU."""
     arms: Annotated[tuple[DraftLength, ...], Strict(False)] | None = None
     """Draft lengths the policy may use, ascending, starting with 0; null: 0..K_max on engines without FULL CUDA graphs,
     else those that have them (0, 1, 3 and 7), up to K_max."""

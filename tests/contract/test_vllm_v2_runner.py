@@ -53,6 +53,10 @@ def said(node, kind):
     return [ast.unparse(n) for n in ast.walk(node) if isinstance(n, kind)]
 
 
+def is_set(node, target):
+    return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == target
+
+
 def calls_of(node, function):
     return [n for n in ast.walk(node) if isinstance(n, ast.Call) and ast.unparse(n.func) == function]
 
@@ -105,6 +109,18 @@ def test_drafts_are_read_by_what_the_scheduler_asks_to_verify(release):
     assert "draft_tokens = scheduler_output.scheduled_spec_decode_tokens" in prepared
     kernel = (release.root / V2 / "input_batch.py").read_text()
     assert "num_draft_tokens = num_logits - NUM_NEW_SAMPLED_TOKENS" in kernel and "if num_draft_tokens > 0:" in kernel
+
+
+def test_they_are_verified_with_the_logits_of_their_slot_and_step(release):
+    """What `BrokenDrafts` replaces: a buffer of all slots, which the kernels index by slot and step."""
+    if release.version and tuple(map(int, release.version.split(".")[:2])) < DRAFTS_WHAT_IS_ASKED:
+        pytest.skip("verl-tlt leaves this release's V2 runner off")
+    speculator = release.tree(f"{V2}/spec_decode/speculator.py")
+    buffers = [said(n.value, ast.Tuple) for n in ast.walk(speculator) if is_set(n, "self.draft_logits")]
+    assert any("(self.max_num_reqs, self.num_speculative_steps, self.vocab_size)" in shapes for shapes in buffers)
+    kernels = ast.unparse(release.tree(f"{V2}/spec_decode/rejection_sampler_utils.py"))
+    row = "draft_logits_ptr + req_state_idx * draft_logits_stride_0 + {} * draft_logits_stride_1"
+    assert row.format("draft_step_idx") in kernels and row.format("resample_idx") in kernels
 
 
 # ---------------------------------------------------------------------- what it returns

@@ -70,6 +70,7 @@ def engine_of(models, pytestconfig) -> SharedEngines:
 
 LONG = (
     "test_leaving",
+    "test_compiled",
     "test_without_drafter",
     "test_standalone_engine",
     "test_warmup",

@@ -1,7 +1,8 @@
 """Run by a test, once for each of two ranks: a drafter's head is cut from a policy's, in vLLM's tensor parallelism.
 
-Prints as JSON {"same": whether this rank holds its part of the wanted rows, "refused": what it says of a file that the
-second rank does not have}. Arguments: rank, port.
+Prints as JSON {"same": whether this rank holds its part of the wanted rows after each load that succeeded, "refused":
+what it says of a file that the second rank does not have, and of one that the second rank cannot write}. Arguments:
+rank, port.
 """
 
 import json
@@ -41,13 +42,20 @@ if __name__ == "__main__":
         live = LiveDrafter.__new__(LiveDrafter)
         live.model, live._policy, live._shards, live._config = drafter, policy, 2, VllmConfig()
         live._kept_buffers, live._own_buffers, live._finite = {}, (), None
+        write, same, refused = drafter.load_weights, [], []
+
+        def full(tensors):
+            raise RuntimeError("out of memory")
+
         with tempfile.TemporaryDirectory() as directory:
             file = Path(directory) / "model.safetensors"
             save_file({"d2t": offsets}, file)
-            live.load(file)
-            same, refused = torch.equal(own.weight, wanted.weight), ""
-            try:
-                live.load(file if rank == 0 else Path(directory) / "nowhere")
-            except DrafterRefused as error:
-                refused = str(error).removeprefix(directory)
+            for second, writes in ((file, write), (Path(directory) / "nowhere", write), (file, full), (file, write)):
+                own.weight.data.zero_()
+                drafter.load_weights = writes if rank == 1 else write
+                try:
+                    live.load(file if rank == 0 else second)
+                    same.append(torch.equal(own.weight, wanted.weight))
+                except (DrafterRefused, RuntimeError) as error:
+                    refused.append(str(error).removeprefix(directory))
         print(json.dumps({"same": same, "refused": refused}), flush=True)

@@ -46,8 +46,9 @@ class Engine:
         self.patch = pytest.MonkeyPatch()
         """For what a test changes inside; undone before the next test has the engine."""
 
-        worker = self.core.model_executor.driver_worker.worker
-        self.runner, self.live_drafter = worker.model_runner, getattr(worker, "tlt_drafter", None)
+        driver = getattr(self.core.model_executor, "driver_worker", None)  # None: ranks are other processes
+        self.runner = driver and driver.worker.model_runner
+        self.live_drafter = getattr(driver and driver.worker, "tlt_drafter", None)
 
     def rpc(self, method: str, *args: Any) -> Any:
         """One worker's answer to `collective_rpc`."""

@@ -309,7 +309,7 @@ VLLM = {
         Symbol("vllm.config.scheduler:SchedulerConfig", has="async_scheduling"),
         Symbol("vllm.v1.core.sched.output:SchedulerOutput", has="num_scheduled_tokens finished_req_ids"),
     ),
-    "vllm_worker/empty_rows.py": (Symbol("vllm.triton_utils:", has="tl triton"),),
+    "vllm_worker/draft_rows.py": (Symbol("vllm.triton_utils:", has="tl triton"),),
     "vllm_worker/draft_probabilities.py": (
         Symbol(
             f"{_RUNNER}._get_spec_decode_draft_probs",
@@ -325,6 +325,14 @@ VLLM = {
         Symbol("vllm.v1.worker.gpu_model_runner:AsyncGPUModelRunnerOutput", has="_model_runner_output"),
         Symbol("vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer", has="_draft_attn_layer_names"),
         Symbol("vllm.config.compilation:CompilationConfig", has="static_forward_context"),
+        Symbol("vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens", "grammar_output"),
+        Symbol("vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample", says=("self.speculator.draft_logits,",)),
+        Symbol(
+            "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator",
+            has="draft_attn_layer_names draft_logits",
+        ),
+        Symbol("vllm.v1.worker.gpu.input_batch:InputBatch", has="idx_mapping"),
+        Symbol("vllm.v1.worker.gpu.async_utils:AsyncOutput", has="model_runner_output"),
     ),
     "engine_core/grammar_drafts.py": (
         Symbol(f"{_SCHEDULER}.update_draft_token_ids", says=("validate_tokens(",)),  # what cuts drafts

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from verl_tlt import MODE_PREFIX, flag
 from verl_tlt.compat.versions import installed, location, release
@@ -20,7 +20,13 @@ from verl_tlt.doctor.models import POLICY
 from verl_tlt.drafter.policy import read_model_config
 from verl_tlt.errors import DrafterError
 from verl_tlt.server.engine_arguments import graph_mode
-from verl_tlt.speculation.graph_rules import FULL_GRAPHS, longest_draft, plain_attention, runner_for
+from verl_tlt.speculation.graph_rules import (
+    FULL_GRAPHS,
+    draft_logits_bytes,
+    longest_draft,
+    plain_attention,
+    runner_for,
+)
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -114,18 +120,39 @@ def read_settings(config: DictConfig) -> TLTConfig:
     """The `tlt` node as checked settings; all defaults where it is absent, K_max the one for this recipe's engines."""
     node = read_mapping(config, "tlt")
     speculation = node.get("speculation", {})
-    found = release(installed("vllm") or "")
-    if found and isinstance(speculation, dict) and speculation.get("max_draft_length") is None:
+    runner = engine_runner(config)
+    if runner is not None and isinstance(speculation, dict) and speculation.get("max_draft_length") is None:
         on_gpu = select(config, "trainer.device", "cuda") == "cuda"
         user = read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm")
         from_ray = f"ray_kwargs.ray_init.runtime_env.env_vars.{FULL_GRAPHS}"  # what Ray hands to engines wins
         may_capture = str(select(config, from_ray, os.environ.get(FULL_GRAPHS))) != "0"
-        method = str(select(config, "tlt.drafter.method") or "eagle3")
-        runner = runner_for(found[:2], str(speculation.get("source") or "eagle"), method)
         mode = graph_mode(user, not on_gpu or enforce_eager(config))
-        longest = longest_draft(runner, mode, plain_attention(policy_fields(config)), may_capture)
+        named = any(speculation.get(key) is not None for key in ("arms", "fixed"))
+        logits = 0 if named else draft_logits(config, 1)
+        longest = longest_draft(runner, mode, plain_attention(policy_fields(config)), may_capture, logits)
         node["speculation"] = {**speculation, "max_draft_length": longest}
     return TLTConfig.from_dict(node)
+
+
+def engine_runner(config: DictConfig) -> Literal["V1", "V2"] | None:
+    """The model runner of the recipe's engines; None: there is no vLLM here whose release would tell."""
+    found = release(installed("vllm") or "")
+    source, method = (select(config, key) for key in ("tlt.speculation.source", "tlt.drafter.method"))
+    return runner_for(found[:2], str(source or "eagle"), str(method or "eagle3")) if found else None
+
+
+def draft_logits(config: DictConfig, longest: int) -> int:
+    """`draft_logits_bytes` of the recipe's engines at this K_max; 0 where the policy cannot be read."""
+    user, fields = read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm"), policy_fields(config)
+    vocab = (fields.get("text_config") or fields).get("vocab_size")
+    size = 4 if "32" in str(user.get("dtype") or select(config, f"{ROLLOUT}.dtype", "bfloat16")) else 2
+    runner, vocab = engine_runner(config) or "V1", vocab if isinstance(vocab, int) else 0
+    return draft_logits_bytes(runner, longest, most_requests(config), vocab, size)
+
+
+def most_requests(config: DictConfig) -> int:
+    """Requests that an engine decodes at once; what is said to vLLM itself wins."""
+    return number(config, f"{ROLLOUT}.engine_kwargs.vllm.max_num_seqs", number(config, f"{ROLLOUT}.max_num_seqs", 256))
 
 
 def policy_fields(config: DictConfig) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from verl_tlt.doctor.recipe import (
     ROLLOUT,
     context_tokens,
     devices,
+    draft_logits,
     enforce_eager,
     number,
     policy_fields,
@@ -32,7 +33,7 @@ from verl_tlt.errors import TLTError
 from verl_tlt.idle.modes import MODE_RULES
 from verl_tlt.ownership import check_writable
 from verl_tlt.server.engine_arguments import problems
-from verl_tlt.speculation.graph_rules import is_hybrid, runner_for
+from verl_tlt.speculation.graph_rules import DRAFT_LOGITS_LIMIT, is_hybrid, runner_for
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -57,7 +58,7 @@ def examine(config: DictConfig, settings: TLTConfig) -> list[Finding]:
     A `TLTConfigError` where a key of the config cannot be resolved.
     """
     found = [switched_on(config), *examine_packages()]
-    for rule in (trainer, actor, rollout, files, places, bubble):
+    for rule in (trainer, actor, rollout, logits, files, places, bubble):
         found += rule(config, settings)
     return found
 
@@ -200,6 +201,18 @@ def rollout(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     if select(config, key, False) and settings.speculation.enable:
         other = "draft lengths follow measured times, so two runs draw other tokens of the same distribution"
         yield Finding("warn", key, f"{key}=True does not hold: {other}; tlt.speculation.enable=False decodes as stock.")
+
+
+def logits(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
+    """What vLLM's V2 model runner keeps a drafter's logits in, while the trainer has the GPU too."""
+    key, longest = "tlt.speculation.max_draft_length", settings.speculation.longest
+    if not settings.speculation.enable or not (held := draft_logits(config, longest)):
+        return
+    said = f"engines keep {held / 1e9:.1f} GB of draft logits on each GPU, also while they sleep ({key}={longest})"
+    if held > DRAFT_LOGITS_LIMIT:
+        yield Finding("warn", key, f"{said}: a smaller one, or a smaller {ROLLOUT}.max_num_seqs, keeps less.")
+    else:
+        yield Finding("ok", key, said)
 
 
 def _engine(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]]:

@@ -21,6 +21,9 @@ GRAPH_ARMS = (0, 1, 3, 7)
 """Draft lengths offered where there are graphs: 1, 2 and 4 tokens a request divide every captured size."""
 LONGEST, LONGEST_WITHOUT_GRAPHS = 7, 3
 """K_max by default, where every arm has FULL graphs and where not: a longer one would have shorter drafts padded."""
+DRAFT_LOGITS_LIMIT = 2**30
+"""Most bytes of draft logits (`draft_logits_bytes`) on each GPU by default: 1.3 % of 80 GB. An engine keeps them while
+it sleeps, so the trainer goes without them."""
 OLDEST = (0, 24)
 """The first vLLM release, (major, minor), that can change the draft length from step to step."""
 V2_DRAFTS_FROM = (0, 32)
@@ -42,7 +45,18 @@ def has_full_graphs(mode: str) -> bool:
     return mode.startswith("FULL")
 
 
-def longest_draft(runner: Literal["V1", "V2"], mode: str, plain: bool, every_arm: bool = True) -> int:
+def draft_logits_bytes(runner: Literal["V1", "V2"], longest: int, max_num_seqs: int, vocab: int, number: int) -> int:
+    """Bytes on each GPU, through sleep too, in which a model runner keeps the drafter's logits for the next step.
+
+    V2 allocates [max_num_seqs, K_max, vocab] outside the memory that sleep takes away; V1 has none between two steps.
+    `number` is the bytes of one logit, which has the policy's data type.
+    """
+    return max_num_seqs * longest * vocab * number if runner == "V2" else 0
+
+
+def longest_draft(
+    runner: Literal["V1", "V2"], mode: str, plain: bool, every_arm: bool = True, logits_bytes: int = 0
+) -> int:
     """K_max where the user names none.
 
     Args:
@@ -50,8 +64,11 @@ def longest_draft(runner: Literal["V1", "V2"], mode: str, plain: bool, every_arm
         mode: the `cudagraph_mode` it will have (`server.engine_arguments.graph_mode`).
         plain: `plain_attention` of the policy; of others V1 has a FULL graph for the longest draft alone.
         every_arm: graphs may be captured for every arm (`FULL_GRAPHS`).
+        logits_bytes: `draft_logits_bytes` of one draft token; K_max is a shorter arm where they would pass the limit.
     """
-    return LONGEST if has_full_graphs(mode) and every_arm and (plain or runner == "V2") else LONGEST_WITHOUT_GRAPHS
+    longest = LONGEST if has_full_graphs(mode) and every_arm and (plain or runner == "V2") else LONGEST_WITHOUT_GRAPHS
+    arms = [k for k in GRAPH_ARMS if 0 < k <= longest]
+    return max((k for k in arms if k * logits_bytes <= DRAFT_LOGITS_LIMIT), default=arms[0])
 
 
 def plain_attention(config: Mapping[str, Any]) -> bool:

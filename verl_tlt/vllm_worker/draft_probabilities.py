@@ -1,24 +1,27 @@
-"""The probabilities that vLLM's rejection sampler verifies drafts with: 1 for n-grams, 0 for a broken drafter's.
+"""The probabilities that vLLM's rejection sampler verifies drafts with: those of n-grams, and of a broken drafter.
 
-Both functions wrap `GPUModelRunner._get_spec_decode_draft_probs` (V1), which gives the probabilities that the drafter
-drew its tokens with, [draft tokens of the step, vocab], or None where every draft counts as certain.
+The V1 model runner takes them from `_get_spec_decode_draft_probs`: the probabilities that the drafter drew its tokens
+with, [draft tokens of the step, vocab], or None where every draft counts as certain. V2 keeps the drafter's logits in
+`speculator.draft_logits`, [max_num_seqs, K_max, vocab], where `propose` writes them.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from verl_tlt.messages.rollout import BROKEN_MARK, NGRAM_MARK
+from verl_tlt.vllm_worker.drafter_pass import unknown_v2
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
-    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2ModelRunner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 logger = logging.getLogger(__name__)
@@ -60,42 +63,86 @@ def verify_as_certain(runner: GPUModelRunner) -> None:
 class BrokenDrafts:
     """Drops the drafts of a drafter whose probabilities are NaN, and counts them (why: `patches/README.md`).
 
-    Rows of zeros instead are exact: a draft that had no chance is rejected, and what takes its place is drawn from the
-    policy. The count is copied to the host behind the step's other work, without a wait. The drafter's
-    KV cache holds NaN too then, which attention may meet even where it is masked (0 times NaN is NaN), so it is cleared
-    before another drafter fills it: in the first step after `drafter_loaded`, since verl reloads between waking the
-    weights and waking the KV cache, which is not mapped then.
+    With V1 such a row becomes zeros: a draft that had no chance is rejected, and what takes its place is drawn from the
+    policy. With V2 it becomes a certain draft of the token that was drafted. Either is exact, because such a token does
+    not depend on what the policy's tokens are drawn with. The count is copied to the host behind the step's other work,
+    without a wait. The drafter's KV cache holds NaN too then, which attention may meet even where it is masked (0 times
+    NaN is NaN), so it is cleared before another drafter fills it: in the first step after `drafter_loaded`, since verl
+    reloads between waking the weights and waking the KV cache, which is not mapped then.
+
+    A `RuntimeError` where this vLLM keeps a drafter's probabilities elsewhere: it would emit token 0 for such a draft.
 
     Args:
-        runner: vLLM's V1 model runner.
+        runner: vLLM's V1 or V2 model runner.
         switch_off: called in the worker when drafts were dropped.
     """
 
-    def __init__(self, runner: GPUModelRunner, switch_off: Callable[[], object]) -> None:
+    def __init__(self, runner: GPUModelRunner | V2ModelRunner, switch_off: Callable[[], object]) -> None:
         self._runner = runner
+        self._proposer = runner.speculator if hasattr(runner, "speculator") else runner.drafter
         self._dropped = torch.zeros((), dtype=torch.int64, device=runner.device)
         on_host = self._dropped.device.type == "cpu"
         self._on_host = self._dropped if on_host else torch.zeros((), dtype=torch.int64, pin_memory=True)
         self._reported = self._cleared = 0
         self._clears_next = False
-        probabilities, sample = runner._get_spec_decode_draft_probs, runner.sample_tokens
+        if hasattr(runner, "speculator"):
+            self._guard_logits()
+        else:
+            self._guard_probabilities()
+        sample = runner.sample_tokens
+
+        def sample_tokens(*args: object, **kwargs: object) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+            if self._clears_next:
+                self._clear_cache()
+            output = sample(*args, **kwargs)
+            if newly_dropped := int(self._on_host) - self._reported:
+                self._reported += newly_dropped
+                switch_off()
+                # Under async scheduling what the scheduler will see is inside: V1's name and V2's.
+                inner = getattr(output, "_model_runner_output", getattr(output, "model_runner_output", output))
+                setattr(inner, BROKEN_MARK, newly_dropped)
+            return output
+
+        runner.sample_tokens = sample_tokens
+
+    def _guard_probabilities(self) -> None:
+        """V1: empty broken rows where drafts are verified."""
+        probabilities = getattr(self._runner, "_get_spec_decode_draft_probs", None)
+        if probabilities is None:
+            raise RuntimeError("This vLLM keeps no draft probabilities where verl-tlt expects them.")
 
         def sound_probabilities(metadata: SpecDecodeMetadata) -> torch.Tensor | None:
             probs: torch.Tensor | None = probabilities(metadata)
             return probs if probs is None else self._drop(probs)
 
-        def sample_tokens(*args: object, **kwargs: object) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-            if self._clears_next:
-                self._clear_cache(runner.drafter)
-            output = sample(*args, **kwargs)
-            if newly_dropped := int(self._on_host) - self._reported:
-                self._reported += newly_dropped
-                switch_off()
-                # Under async scheduling what the scheduler will see is inside.
-                setattr(getattr(output, "_model_runner_output", output), BROKEN_MARK, newly_dropped)
-            return output
+        self._runner._get_spec_decode_draft_probs = sound_probabilities
 
-        runner._get_spec_decode_draft_probs, runner.sample_tokens = sound_probabilities, sample_tokens
+    def _guard_logits(self) -> None:
+        """V2: make broken rows certain where they were drafted, before the next step verifies them."""
+        speculator = self._proposer
+        reason = unknown_v2(type(self._runner), type(speculator))
+        if reason is None and getattr(speculator, "draft_logits", None) is None:
+            reason = "This vLLM keeps no draft logits where verl-tlt expects them"
+        if reason is not None:
+            raise RuntimeError(f"{reason}; set VLLM_USE_V2_MODEL_RUNNER=0.")
+        from verl_tlt.vllm_worker.draft_rows import make_certain
+
+        propose = speculator.propose
+
+        def sound_logits(input_batch: InputBatch, *args: Any, **kwargs: Any) -> torch.Tensor:
+            drafts: torch.Tensor = propose(input_batch, *args, **kwargs)
+            drafted = drafts[:, : kwargs.get("num_speculative_tokens")]  # before 0.32 all of them
+            if drafted.numel() and not kwargs.get("dummy_run"):
+                self._count(make_certain(speculator.draft_logits, input_batch.idx_mapping, drafted))
+            return drafts
+
+        speculator.propose = sound_logits
+
+    def _count(self, broken: torch.Tensor) -> None:
+        """Add up drafts that are dropped, bool or int of any shape."""
+        self._dropped += broken.sum()
+        if self._on_host is not self._dropped:
+            self._on_host.copy_(self._dropped, non_blocking=True)
 
     def _drop(self, probs: torch.Tensor) -> torch.Tensor:
         """Zeros for rows without numbers, in place; a softmax has NaN everywhere in a row, or nowhere.
@@ -103,11 +150,9 @@ class BrokenDrafts:
         So one column is looked at, and broken rows alone are written: all of them are half a gigabyte for 64 requests.
         """
         broken = probs[:, 0].isnan()  # [draft tokens]
-        self._dropped += broken.sum()
-        if self._on_host is not self._dropped:
-            self._on_host.copy_(self._dropped, non_blocking=True)
+        self._count(broken)
         if probs.is_cuda:
-            from verl_tlt.vllm_worker.empty_rows import empty_rows
+            from verl_tlt.vllm_worker.draft_rows import empty_rows
 
             empty_rows(probs, broken)
         elif broken.any():
@@ -120,11 +165,12 @@ class BrokenDrafts:
         self._clears_next |= dropped != self._cleared
         self._cleared = dropped
 
-    def _clear_cache(self, proposer: SpecDecodeBaseProposer) -> None:
+    def _clear_cache(self) -> None:
         """Zero the drafter's KV cache; never memory that is the policy's."""
         self._clears_next = False
         layers = self._runner.vllm_config.compilation_config.static_forward_context  # by name
-        own = set(proposer._draft_attn_layer_names)
+        v2 = hasattr(self._proposer, "draft_attn_layer_names")
+        own = set(self._proposer.draft_attn_layer_names if v2 else self._proposer._draft_attn_layer_names)
         policys = {kv.data_ptr() for name, layer in layers.items() if name not in own for kv in kv_caches(layer)}
         for name in own:
             for cache in kv_caches(layers[name]):

@@ -56,8 +56,7 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
         keep_states_right(runner, vllm_config)
         if find_drafter(runner) is not None:
             self.tlt_drafter = LiveDrafter(runner, vllm_config)
-            if hasattr(runner, "_get_spec_decode_draft_probs"):
-                self.tlt_broken = BrokenDrafts(runner, partial(self.tlt_set_drafting, False))
+            self.tlt_broken = BrokenDrafts(runner, partial(self.tlt_set_drafting, False))
         if "arms" in tlt:
             self.tlt_arms = tuple(tlt["arms"])
             prepare_capture(runner, vllm_config, self.tlt_arms)

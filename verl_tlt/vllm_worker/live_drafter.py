@@ -6,7 +6,8 @@ An EAGLE-3 head, or the policy's own MTP head: of both vLLM's `load_weights` tak
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,7 @@ class LiveDrafter:
 
     def __init__(self, runner: GPUModelRunner, vllm_config: VllmConfig) -> None:
         self.model: Eagle3LlamaForCausalLM = find_drafter(runner)
+        unwrap_embedding(self.model)
         self._policy, self._config = runner.get_model(), vllm_config
         self._shards: int = vllm_config.parallel_config.tensor_parallel_size
         self._kept_buffers = {name: buffer.to("cpu", copy=True) for name, buffer in self._buffers().items()}
@@ -68,26 +70,22 @@ class LiveDrafter:
             this rank's part of the fingerprint of what is now live.
 
         Raises:
-            DrafterRefused: the file does not fit, here or on another rank of the engine; no weight was written.
+            DrafterRefused: the file does not fit, or could not be written, here or on another rank of the engine. It
+                says which: a drafter that was not written whole must not draft before it is loaded again.
         """
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
         rank = get_tensor_model_parallel_rank() if self._shards > 1 else 0
-        # vLLM's LoRA wrapper around the policy's embedding expects the policy's batch, and a draft step has another.
-        inner = self.model.model
-        inner.embed_tokens = getattr(inner.embed_tokens, "base_layer", inner.embed_tokens)
-        try:
+        with self._together("refuses the drafter's file"):
             file = file or staged_weights()
             tensors = self._accepted(file, rank)
-        except Exception:
-            self._all_accept(False)
-            raise
-        if not self._all_accept(True):
-            raise DrafterRefused(f"{file}: another rank of this engine refuses it.")
-        self._copy(tensors)
-        self._own_head = _has_own_head(file.parent)
-        if _is_cut(tensors):
-            self._cut_head()
+        with self._together("could not write the drafter"):
+            self._copy(tensors)
+            own_head = _has_own_head(file.parent)
+            rows = self._policys_rows() if _is_cut(tensors) else None
+        self._own_head = own_head
+        if rows is not None:
+            self._write_head(rows)
         return partial_sums(own_shards(self._own_parameters(), tensors, rank, self._shards), own_head=self._own_head)
 
     def _accepted(self, file: Path, rank: int) -> dict[str, torch.Tensor]:
@@ -103,14 +101,25 @@ class LiveDrafter:
         self._restore_buffers()
         return tensors
 
-    def _all_accept(self, accepts: bool) -> bool:
-        """Whether every rank of this engine accepts: a rank alone would wait in `_cut_head` for one that refused."""
+    @contextmanager
+    def _together(self, failure: str) -> Iterator[None]:
+        """Run a part of a load that fails on every rank if it fails on one, whose peers would wait in a collective."""
+        try:
+            yield
+        except Exception:
+            self._all_succeed(False)
+            raise
+        if not self._all_succeed(True):
+            raise DrafterRefused(f"Another rank of this engine {failure}.")
+
+    def _all_succeed(self, here: bool) -> bool:
+        """Whether every rank of this engine succeeded; each one calls it, and waits for the others."""
         if self._shards == 1:
-            return accepts
+            return here
         from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
 
         device = next(self.model.parameters()).device
-        return not tensor_model_parallel_all_reduce(torch.full((1,), float(not accepts), device=device)).any()
+        return not tensor_model_parallel_all_reduce(torch.full((1,), float(not here), device=device)).any()
 
     def fingerprint(self, weights: Sums | None = None) -> str:
         """Fingerprint of all that is live on this rank, weights and buffers.
@@ -191,11 +200,8 @@ class LiveDrafter:
                 offsets.zero_()  # sleep level 2 leaves garbage here, and the file has nothing to put in its place
             self.model.load_weights(iter(tensors.items()))
 
-    def _cut_head(self) -> None:
-        """Copy the rows of the policy's present head that a pruned draft vocabulary keeps.
-
-        Under tensor parallelism ranks hold different rows of the two: they sum what they have, and each takes its part.
-        """
+    def _policys_rows(self) -> torch.Tensor:
+        """Rows of the policy's present head that a pruned draft vocabulary keeps, [DV, H]; other ranks' are zeros."""
         offsets = dict(self.model.named_parameters())[OFFSETS]  # [DV]
         ids = torch.arange(len(offsets), device=offsets.device) + offsets
         whole = self._policy
@@ -206,6 +212,13 @@ class LiveDrafter:
         here = (ids >= first) & (ids < last)  # [DV]
         rows = head.weight.new_zeros(len(ids), head.weight.shape[1])  # [DV, H]
         rows[here] = head.weight[ids[here] - first]
+        return rows
+
+    def _write_head(self, rows: torch.Tensor) -> None:
+        """Write `_policys_rows` into the drafter's head.
+
+        Under tensor parallelism ranks hold different rows of the two: they sum what they have, and each takes its part.
+        """
         if self._shards > 1:
             from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
 
@@ -221,6 +234,16 @@ def find_drafter(runner: GPUModelRunner) -> Eagle3LlamaForCausalLM | None:
     while drafter is not None and not isinstance(drafter, torch.nn.Module) and hasattr(drafter, "unwrap"):
         drafter = drafter.unwrap()
     return drafter
+
+
+def unwrap_embedding(drafter: Eagle3LlamaForCausalLM) -> None:
+    """Give the drafter the policy's embedding without vLLM's LoRA wrapper, which expects the policy's batch.
+
+    A draft step has another batch. Call it before vLLM compiles the drafter: a module that is replaced later is not the
+    one that was compiled.
+    """
+    embedding = drafter.model.embed_tokens
+    drafter.model.embed_tokens = getattr(embedding, "base_layer", embedding)
 
 
 def own_buffers(drafter: Eagle3LlamaForCausalLM, policy: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ import transformers
 from omegaconf import open_dict
 
 from verl_tlt.config import TLTConfig, TLTConfigError
+from verl_tlt.doctor import rules
 from verl_tlt.doctor.recipe import compose, read_settings
 from verl_tlt.doctor.script import read_script
 
@@ -106,6 +107,33 @@ def test_a_policy_with_other_layers_than_attention_has_a_shorter_longest_draft(r
     getattr(transformers, f"{name}Config")().save_pretrained(tmp_path)
     recipe.actor_rollout_ref.model.path = str(tmp_path)
     assert read_settings(recipe).speculation.longest == 3
+
+
+@pytest.mark.parametrize(
+    ("release", "requests", "speculation", "longest", "said"),
+    [
+        ("0.31.0", 1024, {}, 7, []),  # the V1 runner keeps none
+        ("0.32.0", 256, {}, 7, ["ok 0.5 GB"]),
+        ("0.32.0", 1024, {}, 3, ["ok 0.9 GB"]),
+        ("0.32.0", 1024, {"max_draft_length": 7}, 7, ["warn 2.2 GB"]),
+        ("0.32.0", 1024, {"arms": [0, 7]}, 7, ["warn 2.2 GB"]),
+        ("0.32.0", 1024, {"source": "ngram"}, 7, []),
+    ],
+)
+def test_draft_logits_that_an_engine_keeps_in_sleep_are_told_and_bound_the_longest_draft(
+    recipe, tmp_path, monkeypatch, release, requests, speculation, longest, said
+):
+    transformers.Qwen3Config(vocab_size=151_936).save_pretrained(tmp_path)
+    monkeypatch.setattr("verl_tlt.doctor.recipe.installed", lambda _: release)
+    with open_dict(recipe):
+        recipe.actor_rollout_ref.model.path = str(tmp_path)
+        recipe.actor_rollout_ref.rollout.engine_kwargs = {"vllm": {"max_num_seqs": requests}}
+        recipe.tlt = {"speculation": speculation}
+    settings = read_settings(recipe)
+    assert settings.speculation.longest == longest
+    found = list(rules.logits(recipe, settings))
+    assert [f"{f.level} {f.sentence.split(' keep ')[1].split(' of ')[0]}" for f in found] == said
+    assert all(f"tlt.speculation.max_draft_length={longest}" in f.sentence for f in found)
 
 
 def test_settings_default_without_a_tlt_node(recipe):

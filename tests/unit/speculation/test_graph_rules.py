@@ -9,6 +9,7 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from verl_tlt.speculation.graph_rules import (
     GRAPH_ARMS,
     draft_length_table,
+    draft_logits_bytes,
     is_hybrid,
     longest_draft,
     plain_attention,
@@ -37,6 +38,23 @@ def test_the_runner_is_one_that_drafts_what_it_is_asked_for(release, runner):
 )
 def test_the_longest_draft_is_longer_where_every_arm_has_its_graph(runner, mode, plain, every_arm, longest):
     assert longest_draft(runner, mode, plain, every_arm) == longest
+
+
+@pytest.mark.parametrize(
+    ("runner", "requests", "gigabytes", "longest"),
+    [
+        ("V2", 256, 0.5, 7),
+        ("V2", 1024, 2.2, 3),  # so much would be kept through sleep with 7
+        ("V2", 2048, 4.4, 1),
+        ("V2", 16384, 34.9, 1),
+        ("V1", 16384, 0.0, 7),
+    ],
+)
+def test_where_draft_logits_would_take_much_the_longest_draft_is_shorter(runner, requests, gigabytes, longest):
+    vocab, bfloat16 = 151_936, 2
+    assert round(draft_logits_bytes(runner, 7, requests, vocab, bfloat16) / 1e9, 1) == gigabytes
+    each = draft_logits_bytes(runner, 1, requests, vocab, bfloat16)
+    assert longest_draft(runner, "FULL_AND_PIECEWISE", True, logits_bytes=each) == longest
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rows of NaN become rows of zeros, once told and once cleared; sound ones stay as they are."""
+"""Rows of NaN become rows that are verified exactly, once told and once cleared; sound ones stay as they are."""
 
 from types import SimpleNamespace
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from verl_tlt.messages.rollout import BROKEN_MARK
+from verl_tlt.vllm_worker import draft_probabilities
 from verl_tlt.vllm_worker.draft_probabilities import BrokenDrafts
 
 NAN = float("nan")
@@ -90,3 +91,78 @@ def test_the_drafters_cache_is_cleared_once_and_never_the_policys(shared):
     guard.drafter_loaded()
     runner.sample_tokens(None)
     assert drafters.all(), "once is enough"
+
+
+class Speculator:
+    """Writes `drafted` [2, 2, V] as its drafter's logits, and drafts [[3, 1], [2, 2]]."""
+
+    def __init__(self, drafted):
+        self.drafted, self.draft_logits = drafted, torch.zeros(3, 2, drafted.shape[-1])
+        self.draft_attn_layer_names = {"drafter.0"}
+
+    def propose(self, input_batch, *_args, num_speculative_tokens=2, dummy_run=False):
+        self.draft_logits[input_batch.idx_mapping, :num_speculative_tokens] = self.drafted[:, :num_speculative_tokens]
+        return torch.tensor([[3, 1], [2, 2]])
+
+
+class V2Runner(Runner):
+    """What of vLLM's V2 model runner is looked at; its two requests are in slots 2 and 0."""
+
+    def __init__(self, drafted):
+        super().__init__(None)
+        self.speculator = Speculator(drafted)
+        del self.drafter
+
+    def sample_tokens(self, draft_length, **how):
+        batch = SimpleNamespace(idx_mapping=torch.tensor([2, 0]), num_reqs=2)
+        self.speculator.propose(input_batch=batch, num_speculative_tokens=draft_length, **how)
+        return SimpleNamespace(model_runner_output=SimpleNamespace())
+
+
+@pytest.fixture
+def v2(monkeypatch, draft_rows):
+    """A guarded V2 runner whose drafter computes these logits, its guard, and a list that tells of switching off."""
+
+    def of(drafted):
+        monkeypatch.setattr(draft_probabilities, "unknown_v2", lambda *_: None)  # the two classes are stand-ins
+        runner, off = V2Runner(drafted), []
+        return runner, BrokenDrafts(runner, lambda: off.append(1)), off
+
+    return of
+
+
+LOGITS = torch.randn(2, 2, 4, generator=torch.Generator().manual_seed(0))
+
+
+def test_v2_sound_logits_pass_and_nothing_is_said(v2):
+    runner, _, off = v2(LOGITS)
+    assert not vars(runner.sample_tokens(2).model_runner_output) and not off
+    assert torch.equal(runner.speculator.draft_logits[[2, 0]], LOGITS)
+
+
+def test_v2_a_broken_draft_becomes_certain_and_is_told_once(v2):
+    broken = LOGITS.clone()
+    broken[0, 0, 2] = NAN
+    broken[1] = NAN
+    runner, guard, off = v2(broken)
+    assert vars(runner.sample_tokens(2).model_runner_output) == {BROKEN_MARK: 3} and off == [1]
+    assert runner.speculator.draft_logits.softmax(-1)[[2, 0, 0], [0, 0, 1], [3, 2, 2]].tolist() == [1.0] * 3
+    assert torch.equal(runner.speculator.draft_logits[2, 1], LOGITS[0, 1]), "of a sound draft"
+    runner.sample_tokens(2, dummy_run=True)
+    runner.sample_tokens(0)
+    assert off == [1], "nothing was drafted"
+    runner.speculator.drafted = LOGITS
+    guard.drafter_loaded()
+    runner.sample_tokens(2)
+    assert not runner.layers["drafter.0"].kv_cache[0].any() and runner.layers["policy.0"].kv_cache.all() and off == [1]
+
+
+@pytest.mark.parametrize("why", ["unknown", "no logits"])
+def test_v2_another_runner_is_refused_with_one_sentence(v2, why):
+    runner, _, _ = v2(LOGITS)
+    if why == "unknown":
+        draft_probabilities.unknown_v2 = lambda *_: "It is another one"
+    else:
+        runner.speculator.draft_logits = None
+    with pytest.raises(RuntimeError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
+        BrokenDrafts(runner, lambda: None)

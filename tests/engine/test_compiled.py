@@ -1,0 +1,111 @@
+"""Engines that vLLM compiles: what it traced once, without guards, goes on to be what drafter and policy are.
+
+vLLM compiles both models in its profiling run and drops Dynamo's guards: a module, shape or attribute that is another
+one later goes unnoticed, or fails. Its CPU backend does so too where it is let, and with VLLM_CPU_CI_ENV runs Dynamo's
+graphs without inductor, which takes seconds. What of a GPU that stands for is in docs/gpu.md.
+"""
+
+import shutil
+
+import pytest
+import torch
+from test_lora_rollout import LORA, adapter, generate  # noqa: F401
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++, which is not installed here"),
+]
+TOKENS = 48
+
+
+@pytest.fixture
+def compiles(monkeypatch, tmp_path):
+    """Engines that are started meanwhile compile; by default without inductor."""
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE")
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
+    monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    torch._dynamo.reset()
+    return monkeypatch
+
+
+@pytest.fixture
+def start(engine_of, compiles):
+    """An engine that has compiled both of its models, and sleeps."""
+
+    def of(drafter, **more):
+        return engine_of(drafter, policy="policies:longest", enforce_eager=False, enable_sleep_mode=True, **more)
+
+    return of
+
+
+def compiled(worker):
+    """Which models of a worker were compiled, policy and drafter."""
+    models = worker.model_runner.get_model(), worker.model_runner.drafter.model
+    return [any(getattr(part, "compiled", False) for part in model.modules()) for model in models]
+
+
+def rollout(engine):
+    """(tokens of greedy requests, how many drafts were accepted by position)."""
+    engine.scheduler.tlt.stats(reset=True)
+    tokens = engine.generate(8, TOKENS)
+    return tokens, engine.scheduler.tlt.stats(reset=True).num_accepted_tokens_per_pos
+
+
+def sync(engine, file, level):
+    """A weight sync in verl's order, of the same policy and of a drafter, on every rank."""
+    engine.llm.sleep(level=level)
+    engine.llm.wake_up(tags=["weights"])
+    if level == 2:
+        engine.llm.collective_rpc("reload_weights")
+    answers = engine.llm.collective_rpc("tlt_load_drafter", args=(str(file),))
+    assert all(answer["ok"] for answer in answers), answers
+    engine.llm.wake_up(tags=["kv_cache"])
+    assert engine.llm.reset_prefix_cache()
+
+
+def serves_through_reloads(engine, models, good, bad=None, levels=(1, 2)):
+    """Whether it drafts and decodes the same after each sync, another drafter's between two; returns the tokens."""
+    assert all(all(of) for of in engine.llm.collective_rpc(compiled)), "nothing here is about compiled models"
+    file = models[good] / "model.safetensors"
+    sync(engine, file, levels[0])
+    first = rollout(engine)
+    assert sum(first[1]) > 20
+    for level in levels:
+        if bad is not None:
+            sync(engine, models[bad] / "model.safetensors", level)
+            tokens, accepted = rollout(engine)
+            assert tokens == first[0] and sum(accepted) < 0.2 * sum(first[1])
+        sync(engine, file, level)
+        assert rollout(engine) == first
+    return first[0]
+
+
+@pytest.fixture
+def stock(engine_of):
+    """What an engine without a drafter decodes, not compiled."""
+    with engine_of(drafter=None) as engine:
+        return engine.generate(8, TOKENS)
+
+
+def with_lora(patch):
+    """Have vLLM's CPU backend compile with LoRA too, as its GPU backend does."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def check_without_lora(vllm_config):
+        lora, vllm_config.lora_config = vllm_config.lora_config, None
+        check(vllm_config)
+        vllm_config.lora_config = lora
+
+    patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(check_without_lora))
+
+
+def test_lora(stock, start, compiles, models, adapter):  # noqa: F811
+    with_lora(compiles)
+    with start("good", **LORA) as engine:
+        assert serves_through_reloads(engine, models, "good", levels=(1,)) == stock
+        adapted = generate(engine, adapter)
+        sync(engine, models["good"] / "model.safetensors", 1)
+        assert generate(engine, adapter) == adapted != stock
