@@ -49,6 +49,10 @@ def read_script(
             raise TLTConfigError(f"{script} depends on {error}, and {REMEDY}") from None
     except RecursionError:
         raise TLTConfigError(f"{script} is nested too deep to be read.") from None
+    except (AssertionError, LookupError, OSError, TypeError, ValueError) as error:  # no valid bash, most likely
+        raise TLTConfigError(
+            f"{script}, line {shell.line}, cannot be read ({type(error).__name__}: {error})."
+        ) from None
     except TLTError as error:
         raise TLTConfigError(str(error)) from None
     start = only_start(str(script), shell.starts, shell.others, stopped)

@@ -216,7 +216,7 @@ class Reader(Shell):
             return self._found(words[1:])
         return self.call([word for i, word in enumerate(words) if i or word != "-p"])
 
-    _run_builtin = _run_command
+    _run_builtin = _run_time = _run_command
 
     def _run_eval(self, words: list[str]) -> int | None:
         return self._within_here(self.known(" ".join(words)))

@@ -103,9 +103,7 @@ class Shell(Variables):
             raise Unreadable(f"more than {MOST_STEPS} commands")
         self.line = node.start_point.row + 1
         handler = getattr(self, f"_{node.type}", None)
-        if handler is None:
-            raise Unreadable(f"`{shorten(text_of(node))}` (line {self.line})")
-        return handler(node)
+        return handler(node) if handler is not None else self._undecided([[node], []], self._cause(node), unknown=True)
 
     def _program(self, node: Node) -> int | None:
         return self.sequence(node.children)
@@ -147,7 +145,9 @@ class Shell(Variables):
 
     def _redirected_statement(self, node: Node) -> int | None:
         body = node.child_by_field_name("body")
-        if body is None:
+        if body is None:  # `$(< file)`
+            if self.printed is not None:
+                self.printed.append(None)
             return 0
         kept, printed = self.printed, False
         for redirect in node.children_by_field_name("redirect"):
@@ -291,13 +291,13 @@ class Shell(Variables):
         """What decides a branch, for a sentence."""
         return f"`{shorten(' '.join(map(text_of, tests)))}` (line {tests[0].start_point.row + 1})"
 
-    def _undecided(self, bodies: Sequence[Sequence[Node]], reason: str) -> int | None:
-        """Go on after a branch of which it is not known whether it is taken, for this reason."""
+    def _undecided(self, bodies: Sequence[Sequence[Node]], reason: str, unknown: bool = False) -> int | None:
+        """Go on after a branch of which it is not known, for this reason, whether it is taken, or what it is."""
         starting = [body for body in bodies if self._starts_main(body)]
-        if len(starting) > 1:
+        if len(starting) > 1 or (starting and unknown):
             raise Unreadable(f"{reason}, which decides how it starts {MAIN}")
         going_on = starting or [body for body in bodies if not gives_up(body)]
-        if len(going_on) == 1:
+        if len(going_on) == 1 and not unknown:
             return self.sequence(going_on[0])
         for inner in (inner for body in going_on for node in body for inner in walk(node)):
             self._forget(inner, reason)

@@ -25,7 +25,7 @@ class Variables(Numbers):
 
     def _assign(self, node: Node, text: str) -> str:
         """Carry out an assignment, whose whole text may be longer than its node; returns the name."""
-        match = re.fullmatch(r"(\w+)(?:\[([^\]]*)\])?(\+?)=(.*)", text, re.DOTALL)
+        match = re.fullmatch(r"(\w+)(?:\[(.*?)\])?(\+?)=(.*)", text, re.DOTALL)
         if match is None:
             raise Unreadable(f"`{shorten(text)}` (line {self.line})")
         name, index, adds, value = match[1], match[2], bool(match[3]), node.child_by_field_name("value")
@@ -87,6 +87,7 @@ class Variables(Numbers):
     def _declare(self, word: str) -> str:
         """`name` or `name=value` given to `export` and its like, already expanded; returns the name."""
         name, equals, value = word.partition("=")
+        name = self.known(name)
         if not re.fullmatch(r"\w+", name):
             raise Unreadable(f"`{shorten(word)}` (line {self.line})")
         if equals:
