@@ -72,6 +72,7 @@ LONG = (
     "test_leaving",
     "test_compiled",
     "test_without_drafter",
+    "test_dead_engine",
     "test_standalone_engine",
     "test_warmup",
     "test_tap_fsdp",
