@@ -199,7 +199,7 @@ def compare(
 @takes_options(WarmupOptions)
 def warmup(options: WarmupOptions) -> None:
     """Make a drafter for a policy from its own responses to prompts. The same command goes on after a kill."""
-    _need("warmup", "torch", "transformers", "vllm")
+    _need("warmup", "torch", "transformers", "verl", "vllm")
     from verl_tlt.warmup.command import warmup as run
 
     run(options, make_console())
@@ -209,7 +209,7 @@ def warmup(options: WarmupOptions) -> None:
 @takes_options(EvaluateOptions)
 def evaluate(options: EvaluateOptions) -> None:
     """Accept length of a drafter: predicted from text, and counted by stock vLLM. Exits 1 if they disagree by 5 %."""
-    _need("evaluate", "torch", "transformers", "vllm")
+    _need("evaluate", "torch", "transformers", "verl", "vllm")
     from verl_tlt.warmup.evaluate import evaluate as run
     from verl_tlt.warmup.evaluate import report as show
 

@@ -162,7 +162,7 @@ def _served(home: Path, policy: Path) -> float:
     from verl_tlt.warmup.options import EvaluateOptions
 
     options = EvaluateOptions(
-        drafter=home / "drafter", prompts=home / "prompts.parquet", model=policy, draft_length=LONGEST,
+        drafter=home / "drafter", prompts=[home / "prompts.parquet"], model=policy, draft_length=LONGEST,
         response_length=1400, device="cpu",
     )  # fmt: skip
     return round(evaluate(options, Console()).served.accept_length, 4)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
-from omegaconf import OmegaConf
 
 from benchmarks.control.toy import STEPS, Toy, prepare
 from benchmarks.gpu.parts import Bench
 from benchmarks.gpu.shapes import shape_of
-from verl_tlt.config import TLTConfig
-from verl_tlt.doctor.standalone_engine import Setup, StandaloneEngine, start
+from verl_tlt.doctor.recipe import Recipe
+from verl_tlt.doctor.standalone_engine import Setup, StandaloneEngine, set_up, start
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.types import OFF
@@ -39,7 +38,7 @@ def toy_engine(bench: Bench, **vllm: Any) -> AbstractAsyncContextManager[Standal
     further arguments of the engine.
     """
     toy = _toy(bench)
-    return start(_setup(bench, toy.policy, toy.drafter, context=256, batch=64, **vllm), bench.directory)
+    return start(_setup(bench, toy.policy, toy.drafter, context=256, batch=64, more=vllm), bench.directory)
 
 
 def _toy(bench: Bench) -> Toy:
@@ -63,18 +62,28 @@ def shaped_engine(bench: Bench, *, drafting: bool = True) -> AbstractAsyncContex
     """A 7B policy's shape with made-up weights and a random drafter: what it costs is real, what it writes is noise."""
     policy = shape_of(bench, "7b").write(bench.directory.parent / "policy-7b")
     context, batch = (256, 4) if bench.tiny else (4096, 256)
-    return start(_setup(bench, policy, None, context, batch, load_format="dummy"), bench.directory, drafting)
+    return start(_setup(bench, policy, None, context, batch, more={"load_format": "dummy"}), bench.directory, drafting)
 
 
-def _setup(bench: Bench, policy: Path, drafter: Path | None, context: int, batch: int, **vllm: Any) -> Setup:
-    rollout = OmegaConf.create({
+def _setup(
+    bench: Bench, policy: Path, drafter: Path | None, context: int, batch: int, more: Mapping[str, Any] | None = None
+) -> Setup:
+    """`more` are further arguments of vLLM's."""
+    rollout = {
         "dtype": "float32" if bench.tiny else "bfloat16", "max_num_seqs": batch, "enforce_eager": bench.tiny,
         "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.6, "tensor_model_parallel_size": 1,
-        "enable_sleep_mode": True, "engine_kwargs": {"vllm": {"seed": 0, "enable_prefix_caching": False, **vllm}},
-    })  # fmt: skip
+        "max_model_len": context, "name": "vllm", "seed": 0, "enable_prefix_caching": False,
+        **{f"engine_kwargs.vllm.{key}": value for key, value in (more or {}).items()},
+    }  # fmt: skip
     speculation = {"max_draft_length": K_MAX, "policy": "fixed"}
-    settings = {"speculation": speculation, "drafter": {"path": None if drafter is None else str(drafter)}}
-    return Setup(str(policy), TLTConfig.from_dict(settings), rollout, context)
+    changes: dict[str, Any] = {f"actor_rollout_ref.rollout.{key}": value for key, value in rollout.items()}
+    changes |= {"actor_rollout_ref.model.path": str(policy), "tlt": {"speculation": speculation}}
+    if drafter is not None:
+        changes["tlt"]["drafter"] = {"path": str(drafter)}
+    if not (policy / "tokenizer.json").exists():
+        changes |= {"actor_rollout_ref.model.load_tokenizer": False}
+        changes |= {"actor_rollout_ref.rollout.engine_kwargs.vllm.skip_tokenizer_init": True}
+    return set_up(Recipe(()), changes)
 
 
 # ---------------------------------------------------------------------- what is done to them

@@ -75,6 +75,7 @@ LONG = (
     "test_dead_engine",
     "test_standalone_engine",
     "test_warmup",
+    "test_hostile_policy",
     "test_tap_fsdp",
     "test_tap_megatron",
 )

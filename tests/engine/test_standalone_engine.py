@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 
 import pytest
 from one_row import one_row
 from typer.testing import CliRunner
+from word_tokenizer import save_tokenizer
 
 from verl_tlt.cli import app
 from verl_tlt.doctor import engine_check
@@ -17,16 +19,20 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def overrides(models, tmp_path_factory):
-    """A recipe's overrides for the tiny policy."""
+    """A recipe's overrides for the tiny policy, which says that it has a million positions."""
     tmp_path = tmp_path_factory.mktemp("recipe")
     one_row(tmp_path / "data.parquet")
+    policy = shutil.copytree(models["target"], tmp_path / "policy")
+    config = json.loads((policy / "config.json").read_text())
+    (policy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 20}))
+    save_tokenizer(policy, config["vocab_size"])
     rollout = "actor_rollout_ref.rollout"
     return [
         f"data.train_files={tmp_path / 'data.parquet'}", f"data.val_files={tmp_path / 'data.parquet'}",
-        f"actor_rollout_ref.model.path={models['target']}", f"{rollout}.name=vllm", f"{rollout}.dtype=float32",
-        "trainer.device=cpu",
-        f"{rollout}.enforce_eager=True", f"{rollout}.max_model_len=256", f"{rollout}.max_num_seqs=4",
-        f"{rollout}.max_num_batched_tokens=512", f"{rollout}.tensor_model_parallel_size=1",
+        f"actor_rollout_ref.model.path={policy}", f"{rollout}.name=vllm", f"{rollout}.dtype=float32",
+        "trainer.device=cpu", f"{rollout}.enforce_eager=True",
+        "data.max_prompt_length=64", "data.max_response_length=192",
+        f"{rollout}.max_num_seqs=4", f"{rollout}.max_num_batched_tokens=512", f"{rollout}.tensor_model_parallel_size=1",
         f"++{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",
         "+tlt=default", "tlt.speculation.max_draft_length=2", f"tlt.drafter.path={models['good']}",
     ]  # fmt: skip

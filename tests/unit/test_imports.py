@@ -47,8 +47,8 @@ MAY_IMPORT = {
     # commands
     "console": set(),
     "report": {"console", "errors", "json_files", "ownership", "trace"},
-    "warmup": SHARED | {"child_engine", "drafter"},
     "doctor": SHARED | {"child_engine", "compat", "drafter", "flag", "idle", "server", "speculation", "trainer"},
+    "warmup": SHARED | {"child_engine", "doctor", "drafter", "server"},
     "advise": {"config", "console", "doctor", "drafter", "errors", "json_files", "report", "server", "speculation"},
     "compare": {"bootstrap", "config", "console", "doctor", "errors", "flag", "json_files", "ownership", "report"},
     # what a run and a shell begin with

@@ -154,6 +154,16 @@ VERL = {
             says=('spec.method == "mtp"',),
         ),
     ),
+    "server/launch.py": (
+        Symbol(
+            _SERVER,
+            has="_init_config _init_model_config _validate_configs _should_profile _preprocess_engine_kwargs config "
+            "_get_worker_extension_cls model_config nnodes node_rank replica_rank _disaggregation_role",
+        ),
+        Symbol(f"{_SERVER}.launch_server", says=("self._preprocess_engine_kwargs(", "await self.run_server(")),
+        Symbol(f"{_SERVER}.run_server", "args", says=("from_cli_args(args)", 'method="monkey_patch_model"')),
+        Symbol("verl.workers.rollout.utils:get_vision_placeholder_token_ids", "processor"),
+    ),
     "vllm_worker/extension.py": (Symbol("verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension"),),
     "actor/worker.py": (
         Symbol("verl.workers.engine_workers:ActorRolloutRefWorker", has="actor_worker_cls actor"),
@@ -396,12 +406,7 @@ VLLM = {
         Symbol("vllm.v1.engine.async_llm:AsyncLLM.sleep", "level"),
         Symbol("vllm.v1.engine.output_processor:OutputProcessor", has="request_states"),
     ),
-    "warmup/engine.py": (
-        Symbol(
-            "vllm.v1.engine.llm_engine:LLMEngine",
-            has="from_engine_args add_request step has_unfinished_requests get_metrics",
-        ),
-    ),
+    "warmup/engine.py": (Symbol("vllm.v1.metrics.reader:get_metrics_snapshot"),),
 }
 
 SYMBOLS = (*by_file(VERL), *by_file(VLLM))

@@ -22,7 +22,14 @@ from verl_tlt import child_engine
 from verl_tlt.config import TLTConfigError
 from verl_tlt.doctor.models import Finding
 from verl_tlt.doctor.recipe import Recipe
-from verl_tlt.doctor.standalone_engine import StandaloneEngine, graph_memory_gib, read_setup, start
+from verl_tlt.doctor.standalone_engine import (
+    StandaloneEngine,
+    fetch_policy,
+    graph_memory_gib,
+    read_setup,
+    run_environment,
+    start,
+)
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.server.calibration import cost_key
@@ -161,13 +168,15 @@ async def check_waking(engine: StandaloneEngine, found: Measured) -> None:
 
 
 def run_job(job: EngineJob, timeout_s: float = 1800.0) -> Measured:
-    """Have a child process do `job`; raises `ChildEngineError` where it cannot."""
+    """Have a child process do `job`; raises `TLTConfigError` or `ChildEngineError` where it cannot."""
     import torch
 
     if job.cpu or not torch.cuda.is_available():
         child_engine.require_cpu_platform()
+    fetch_policy(read_setup(job.recipe).policy)
     with tempfile.TemporaryDirectory(prefix="tlt-check-") as directory:  # of its drafter and its log
-        answer = child_engine.run_job("verl_tlt.doctor.engine_check", asdict(job), Path(directory), {}, timeout_s)
+        module, environment = "verl_tlt.doctor.engine_check", run_environment(job.recipe)
+        answer = child_engine.run_job(module, asdict(job), Path(directory), environment, timeout_s)
     return from_plain(Measured, answer)
 
 

@@ -1,4 +1,4 @@
-"""One vLLM engine as a recipe would start it, without Ray and the trainer: what the doctor and `calibrate` measure."""
+"""One vLLM engine as a recipe's run would start it, without Ray and the trainer: what every command measures with."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 from verl_tlt.config import TLTConfig, TLTConfigError, dtype_name
-from verl_tlt.doctor.models import check_policy, located
-from verl_tlt.doctor.recipe import Recipe, compose, context_tokens, read_settings
-from verl_tlt.drafter.policy import active_share, read_model_config
+from verl_tlt.doctor.models import POLICY, check_policy, located
+from verl_tlt.doctor.recipe import Recipe, compose, context_tokens, read_settings, select
+from verl_tlt.drafter.policy import NotHereError, active_share, is_name, read_model_config, tensor_files
 from verl_tlt.server import calibration, engine_arguments
 from verl_tlt.server.engine_calls import answered, fail_calls_when_dead
 from verl_tlt.server.scheduler_client import SchedulerClient
@@ -28,6 +27,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 PROMPT_TOKENS = 16
+_READ = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
+_TWICE = ("original/*", "consolidated*", "onnx/*")
+"""Files of a model on the hub that an engine reads, and copies of its weights that it does not."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +41,60 @@ class Setup:
     tlt: TLTConfig
     rollout: DictConfig
     """verl's `actor_rollout_ref.rollout` node."""
+    model: DictConfig
+    """verl's `actor_rollout_ref.model` node."""
     context: int
     """Longest sequence, in tokens."""
 
 
+def set_up(recipe: Recipe, changes: Mapping[str, Any] | None = None) -> Setup:
+    """What a recipe's engine is made of, with other values at the dotted keys of `changes`."""
+    from omegaconf import OmegaConf, open_dict
+
+    config = compose(recipe.overrides, recipe.config)
+    with open_dict(config):
+        for key, value in (changes or {}).items():
+            OmegaConf.update(config, key, value, force_add=True)
+        policy = config.actor_rollout_ref.model.path = located(str(select(config, POLICY, "")))
+        context = config.actor_rollout_ref.rollout.max_model_len = context_tokens(config)
+        if config.actor_rollout_ref.rollout.load_format == "dummy":  # no trainer sends it weights
+            config.actor_rollout_ref.rollout.load_format = "auto"
+    return Setup(
+        policy, read_settings(config), config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, context
+    )
+
+
 def read_setup(recipe: Recipe) -> Setup:
     """What a recipe's engine is made of; raises `TLTConfigError` where its policy is not on this machine."""
-    config = compose(recipe.overrides, recipe.config)
-    path = str(config.actor_rollout_ref.model.path)
-    tlt = read_settings(config)
-    model = check_policy(path, tlt.drafter.method)
-    if model.level != "ok":
-        raise TLTConfigError(model.sentence)
-    return Setup(located(path), tlt, config.actor_rollout_ref.rollout, context_tokens(config))
+    setup = set_up(recipe)
+    found = check_policy(setup.policy, setup.tlt.drafter.method)
+    if found.level != "ok":
+        raise TLTConfigError(found.sentence)
+    return setup
+
+
+def run_environment(recipe: Recipe) -> dict[str, str]:
+    """Variables that a recipe's engines have beside this process's: its script's, and those that Ray hands on."""
+    handed = select(compose(recipe.overrides, recipe.config), "ray_kwargs.ray_init.runtime_env.env_vars", {})
+    return {**recipe.environment, **{str(k): str(v) for k, v in (handed if isinstance(handed, dict) else {}).items()}}
+
+
+def fetch_policy(policy: str | os.PathLike[str]) -> None:
+    """Download what an engine reads of a policy on the hub and the cache has not; a `NotHereError` says why not."""
+    from huggingface_hub import snapshot_download
+
+    if not is_name(policy):
+        return
+    name = os.fspath(policy)
+    try:  # without a hub this is the cached folder, of which any part may be missing
+        there = Path(snapshot_download(name, allow_patterns=list(_READ), ignore_patterns=list(_TWICE)))
+    except (OSError, ValueError) as error:
+        raise NotHereError(
+            f"{name} is no folder here and could not be fetched: {str(error).splitlines()[0]}"
+        ) from error
+    _, owners = tensor_files(there, fetch=False)
+    if missing := sorted(file for file in set(owners.values()) if not (there / file).is_file()):
+        raise NotHereError(f"{name}: {missing[0]} is not in the local cache, and could not be fetched.")
 
 
 class StandaloneEngine:
@@ -64,11 +107,7 @@ class StandaloneEngine:
 
     async def generate(self, prompt: Sequence[int], tokens: int) -> None:
         """Decode `prompt` to exactly so many new tokens."""
-        from vllm import SamplingParams
-
-        params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        async for _ in self.llm.generate({"prompt_token_ids": list(prompt)}, params, request_id=uuid4().hex):
-            pass
+        await calibration.decode(self.llm, prompt, temperature=1.0, max_tokens=tokens, ignore_eos=True)
 
     async def rpc(self, method: str, *args: object) -> Any:
         """Call every worker; the first one's answer."""
@@ -107,32 +146,30 @@ class StandaloneEngine:
 
 
 @asynccontextmanager
-async def start(setup: Setup, directory: Path, drafting: bool = True) -> AsyncIterator[StandaloneEngine]:
-    """An engine as the recipe would have it; without `drafting` as stock verl would start it."""
-    from vllm import AsyncEngineArgs
-    from vllm.platforms import current_platform
-    from vllm.v1.engine.async_llm import AsyncLLM
+async def start(
+    setup: Setup, directory: Path, drafting: bool = True, more: Mapping[str, Any] | None = None
+) -> AsyncIterator[StandaloneEngine]:
+    """An engine as the recipe would have it; without `drafting` as stock verl would start it.
 
-    rollout = setup.rollout
-    sleeps = bool(rollout.get("enable_sleep_mode", True)) and current_platform.is_sleep_mode_available()
-    user = {k: v for k, v in dict((rollout.engine_kwargs or {}).get("vllm") or {}).items() if v is not None}
-    arguments: dict[str, Any] = {
-        "model": setup.policy, "dtype": rollout.dtype, "max_model_len": setup.context,
-        "skip_tokenizer_init": True, "max_num_seqs": rollout.max_num_seqs, "enforce_eager": rollout.enforce_eager,
-        "max_num_batched_tokens": max(int(rollout.max_num_batched_tokens), setup.context),
-        "gpu_memory_utilization": rollout.gpu_memory_utilization, "tensor_parallel_size":
-        rollout.tensor_model_parallel_size, "enable_sleep_mode": sleeps, "distributed_executor_backend": "mp", **user,
-    }  # fmt: skip
-    drafter = None
-    if drafting:
-        drafter = write_drafter(setup, directory / "drafter")
+    The only place where a command starts an engine. `more` are further arguments of vLLM's.
+    """
+    from verl_tlt.server.launch import Launch
+
+    drafter = write_drafter(setup, directory / "drafter") if drafting else None
+
+    def arguments(user: Mapping[str, Any]) -> dict[str, Any]:
+        if drafter is None:
+            return dict(more or {})
         policy = read_model_config(setup.policy)
-        about = {"hybrid": is_hybrid(policy), "active_share": active_share(policy)}
-        arguments |= engine_arguments.engine_kwargs(setup.tlt, str(drafter), rollout, user, **about)
-        arguments["worker_extension_cls"] = "verl_tlt.vllm_worker.extension.TLTWorkerExtension"
+        about: dict[str, Any] = {"hybrid": is_hybrid(policy), "active_share": active_share(policy)}
+        ours = engine_arguments.engine_kwargs(setup.tlt, str(drafter), setup.rollout, user, **about)
+        return {**ours, **(more or {})}
+
+    if drafting:
         source, method = setup.tlt.speculation.source, setup.tlt.drafter.method
         os.environ.update(TLT_REPLICA="0", **engine_arguments.engine_environment(source, method))
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    extension = "verl_tlt.vllm_worker.extension.TLTWorkerExtension" if drafting else None
+    llm = await Launch(setup.rollout, setup.model, arguments, extension).launched()
     watch = asyncio.create_task(fail_calls_when_dead(llm))
     try:
         yield StandaloneEngine(llm, drafter, setup)

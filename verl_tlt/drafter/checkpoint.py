@@ -280,7 +280,10 @@ def _with_tensors(value: Any, reader: TensorFile) -> Any:
     return value
 
 
-_FACTS = {"version": int, "tokens_trained": int, "prompts": str, "prompts_limit": int, "prompts_sha256": str}
+_FACTS = {
+    "version": int, "tokens_trained": int, "prompts": str | list, "prompts_limit": int, "prompts_sha256": str,
+    "prompt_form": dict,
+}  # fmt: skip
 """Kinds of the facts that are read again."""
 
 

@@ -15,7 +15,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from verl_tlt.compat.versions import installed
@@ -167,6 +167,16 @@ async def draft_once(engine: AsyncLLM, arm: int, vocab_size: int) -> None:
         await probe.release()
 
 
+async def decode(engine: AsyncLLM, prompt: Sequence[int], **sampling: Any) -> list[int]:
+    """The tokens of one response to `prompt`; `sampling` are fields of vLLM's `SamplingParams`."""
+    from vllm import SamplingParams
+
+    params, last = SamplingParams(detokenize=False, **sampling), None
+    async for output in engine.generate({"prompt_token_ids": list(prompt)}, params, request_id=uuid4().hex):
+        last = output
+    return list(last.outputs[0].token_ids) if last and last.outputs else []
+
+
 def _table(measured: Mapping[tuple[int, int], float], arms: Sequence[int]) -> LatencyTable:
     """Seconds by (arm, batch) as a table."""
     rows: dict[int, list[tuple[int, float]]] = {}
@@ -228,10 +238,5 @@ class _Prober:
         await answered(self._engine, "decode", decoding)
 
     async def _generate(self, tokens: int) -> None:
-        from vllm import SamplingParams
-
         prompt = [self._rng.randrange(self._vocab_size) for _ in range(PROMPT_TOKENS)]
-        params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        name = f"calibrate-{uuid4().hex}"
-        async for _ in self._engine.generate({"prompt_token_ids": prompt}, params, request_id=name):
-            pass
+        await decode(self._engine, prompt, temperature=1.0, max_tokens=tokens, ignore_eos=True)

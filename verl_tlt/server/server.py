@@ -114,7 +114,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self.tlt_stage(ray.get(store.latest.remote(), timeout=STORE_S))
         drafter = str(self._tlt_dir / "drafter")
         policy = read_model_config(self.model_config.local_path)
-        about = {"hybrid": is_hybrid(policy), "active_share": active_share(policy)}
+        about: dict[str, Any] = {"hybrid": is_hybrid(policy), "active_share": active_share(policy)}
         kwargs.update(engine_kwargs(self.tlt, drafter, self.config, kwargs, **about))
         end_at_stop_strings(OutputProcessor)
         # The engine core and its workers are children of this process and inherit these; they differ per replica and

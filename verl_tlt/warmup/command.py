@@ -8,6 +8,7 @@ Work in progress is in `OUT.warmup` beside `OUT`; the same command goes on after
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import time
 from dataclasses import asdict
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from verl_tlt.config import OBJECTIVES
+from verl_tlt.doctor.standalone_engine import fetch_policy
 from verl_tlt.drafter import (
     DrafterTrainer,
     build_drafter,
@@ -30,15 +32,15 @@ from verl_tlt.drafter import (
     save_drafter,
 )
 from verl_tlt.drafter.check import drafter_folder, drafter_method
-from verl_tlt.drafter.evaluate import combined_score
 from verl_tlt.drafter.mtp_tensors import head_files
 from verl_tlt.drafter.policy import MTP, DrafterError, check_aux_layers, draft_vocab_size, read_json, unsupported
 from verl_tlt.drafter.rehearsal import rehearse
 from verl_tlt.ownership import check_writable, other_owner
-from verl_tlt.warmup.engine import GenerationJob, Response, as_texts, find_device, generate
+from verl_tlt.warmup.engine import Response, as_texts, context_of, find_device, generate, generation_job
 from verl_tlt.warmup.options import WarmupOptions
-from verl_tlt.warmup.progress import Lines
-from verl_tlt.warmup.prompts import Prompts, load_tokenizer, read_prompts
+from verl_tlt.warmup.progress import Stage, make_bars
+from verl_tlt.warmup.prompts import Prompts
+from verl_tlt.warmup.recipe import read_for
 from verl_tlt.warmup.train import TrainingRun, policy_library
 
 if TYPE_CHECKING:
@@ -48,27 +50,33 @@ STATE = "state.safetensors"
 """In the working directory: the training run's."""
 MIN_RESPONSE = 8
 """Mean tokens of a response below which there is nothing to draft."""
-_MAY_CHANGE = {
-    "out", "device", "cache_gb", "tensor_parallel", "epochs", "max_steps", "max_tokens", "max_minutes",
-}  # fmt: skip
-"""Options that may differ when a run goes on."""
+_OF_RESPONSES = ("model", "recipe", "response_length", "temperature", "top_p", "top_k", "samples", "seed")
+"""Options that responses depend on: with others they are of no use."""
+_OF_TRAINING = (
+    "draft_length", "method", "drafter", "aux_layers", "intermediate_size", "draft_vocab", "objective", "loss",
+    "batch_tokens", "learning_rate",
+)  # fmt: skip
+"""Options with others of which training begins anew, on the same responses."""
 
 
 def warmup(options: WarmupOptions, console: Console) -> Path:
     """Run all stages and return the drafter's directory; a `DrafterError` leaves nothing under the final name."""
     _check(options)
     prompts, device = read(options), find_device(options.device)
-    begin(options, prompts)
-    columns = (TextColumn("{task.description:10}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bars:
-        responses = _responses(options, prompts, device, bars)
+    fetch_policy(options.model)
+    if said := begin(options, prompts):
+        console.print(said, highlight=False, soft_wrap=True)
+    with make_bars(console) as bars:
+        responses = _responses(options, prompts, bars)
+        stage = Stage(bars, "train", "loading the policy")
         run = _prepare(options, prompts, responses, device)
-        _train(run, bars)
+        _train(run, stage)
     directory = _save(options, prompts, responses, run)
     shutil.rmtree(options.work)
+    of_run = " ".join(f"--recipe {shlex.quote(word)}" for word in options.recipe or ()) or f"--model {options.model}"
     console.print(
         f"Wrote {directory}: accept length {max(run.taus):.2f} on held-out prompts, drafting {options.draft_length}."
-        f"\nNext: verl-tlt evaluate {directory} --model {options.model}",
+        f"\nNext: verl-tlt evaluate {directory} {of_run}",
         highlight=False,
         soft_wrap=True,
     )
@@ -117,69 +125,53 @@ def _parse_layers(text: str | None) -> tuple[int, ...] | None:
 
 def read(options: WarmupOptions) -> Prompts:
     """The prompts that leave room for a response."""
-    longest = policy_shape(options.model).max_position_embeddings - options.response_length
-    if longest < 1:
-        raise DrafterError(
-            f"--response-length {options.response_length} leaves no room for a prompt in the policy's "
-            f"max_position_embeddings={longest + options.response_length}."
-        )
-    return read_prompts([options.prompts], load_tokenizer(options.model), longest, options.limit)
+    return read_for(options, options.prompts, options.limit)
 
 
-def begin(options: WarmupOptions, prompts: Prompts) -> None:
-    """Make the working directory; refuse one of a run with other options, or of another user."""
-    work, file = options.work, options.work / "run.json"
+def begin(options: WarmupOptions, prompts: Prompts) -> str | None:
+    """Make the working directory, or go on with it; a sentence where an earlier run's training is given up.
+
+    One with other responses, or of another user, is refused.
+    """
+    work, file, state = options.work, options.work / "run.json", options.work / STATE
     for name in (file.name, STATE, "responses"):
         if reason := other_owner(work / name):
             raise DrafterError(f"{work} may be another user's work: {reason}; give an --out in a place of your own.")
     given = json.loads(json.dumps(asdict(options), default=str))
-    wanted = {key: value for key, value in given.items() if key not in _MAY_CHANGE}
-    wanted["prompts_sha256"] = prompts.digest
-    if not file.is_file():
-        work.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(wanted))
-        return
-    begun = read_json(file)
-    if key := next((key for key in wanted if begun.get(key) != wanted[key]), None):
-        raise DrafterError(
-            f"{work} belongs to a run with {key}={begun.get(key)!r}, not {wanted[key]!r}; remove it to start again."
-        )
+    wanted = {key: given[key] for key in (*_OF_RESPONSES, *_OF_TRAINING)} | {"prompts": prompts.ids_digest}
+    begun = read_json(file) if file.is_file() else wanted
+    changed = [f"{key}={begun.get(key)!r}, not {wanted[key]!r}" for key in wanted if begun.get(key) != wanted[key]]
+    if other := next((text for text in changed if not text.startswith(tuple(f"{key}=" for key in _OF_TRAINING))), None):
+        raise DrafterError(f"{work} belongs to a run with {other}; remove it to start again.")
+    work.mkdir(parents=True, exist_ok=True)
+    if changed:
+        state.unlink(missing_ok=True)
+    file.write_text(json.dumps(wanted))
+    return f"{work} was begun with {changed[0]}: its responses are kept, and training begins anew." if changed else None
 
 
-def _responses(options: WarmupOptions, prompts: Prompts, device: str, bars: Progress) -> list[Response]:
-    task = bars.add_task("generate", total=1, note="starting vLLM")
-    job = GenerationJob(
-        model=str(options.model),
-        prompts=[list(prompt) for prompt in prompts.tokens],
-        samples=options.samples,
-        sampling=options.sampling(),
-        device=device,
-        tensor_parallel=options.tensor_parallel,
-    )
-
-    began = time.monotonic()
-    lines = Lines(began)
+def _responses(options: WarmupOptions, prompts: Prompts, bars: Progress) -> list[Response]:
+    stage, count = Stage(bars, "generate", "starting vLLM"), len(prompts.tokens)
+    longest = f"of up to {options.response_length} tokens"
+    stage.say(f"{count} prompts x {options.samples} samples = {count * options.samples} responses {longest}")
+    job = generation_job(options, prompts.tokens, samples=options.samples)
 
     def tell(done: int, total: int) -> None:
-        note, now = f"{done} of {total} responses", time.monotonic()
-        if done:
-            bars.update(task, completed=done, total=total, note=note)
-        if not bars.console.is_terminal and lines.due(done / total, now):
-            bars.console.print(f"generate: {note} after {now - began:.0f} s", highlight=False)
+        stage.tell(done / total, f"{done} of {total} responses" if done else "starting vLLM")
 
     responses, _ = generate(job, options.work / "responses", tell)
     mean = sum(len(r.tokens) for r in responses) / len(responses)
     if mean < MIN_RESPONSE:
         raise DrafterError(
             f"The policy's responses have {mean:.1f} tokens on average, too few to learn from: is --prompts "
-            f"{options.prompts} what this policy is asked in training?"
+            f"{' '.join(map(str, options.prompts))} what this policy is asked in training?"
         )
     return responses
 
 
 def _prepare(options: WarmupOptions, prompts: Prompts, responses: list[Response], device: str) -> TrainingRun:
     """Drafter, policy and texts as a training run, where it was left if it was begun before."""
-    drafter, texts = _drafter(options, responses, device), as_texts(prompts.tokens, responses)
+    drafter, texts = _drafter(options, prompts, responses, device), as_texts(prompts.tokens, responses)
     library, head = policy_library(drafter, options, texts, device, int(options.cache_gb * 1e9))
     passes, rate = OBJECTIVES[options.objective], options.learning_rate
     run = TrainingRun(
@@ -195,9 +187,10 @@ def _prepare(options: WarmupOptions, prompts: Prompts, responses: list[Response]
     return run
 
 
-def _drafter(options: WarmupOptions, responses: list[Response], device: str) -> Eagle3DraftModel:
+def _drafter(options: WarmupOptions, prompts: Prompts, responses: list[Response], device: str) -> Eagle3DraftModel:
     if options.drafter is not None:
-        return load_drafter(options.drafter, options.model, device=device)
+        longest = context_of(options, prompts.tokens) + options.draft_length
+        return load_drafter(options.drafter, options.model, min_context=longest, device=device)
     if options.method == MTP:
         return load_own_head(options.model, options.model, device=device)
     draft_ids, whole = None, policy_shape(options.model).vocab_size
@@ -214,26 +207,27 @@ def _drafter(options: WarmupOptions, responses: list[Response], device: str) -> 
     )
 
 
-def _train(run: TrainingRun, bars: Progress) -> None:
-    task = bars.add_task("train", total=1.0, note="")
+def _train(run: TrainingRun, stage: Stage) -> None:
     checks = len(run.taus)
 
     def tell(run: TrainingRun) -> None:
         nonlocal checks
         p = run.progress
-        note = f"step {run.trainer.steps}, {p.tokens} tokens, loss {p.loss:.3f}, accept length {run.taus[-1]:.2f}"
-        bars.update(task, completed=run.spent, note=note)
+        length = f", accept length {run.taus[-1]:.2f}" if run.taus else ""
+        note = f"step {run.trainer.steps}, {p.tokens} tokens, loss {p.loss:.3f}{length}"
         if len(run.taus) > checks:
             checks = len(run.taus)
-            bars.console.print(f"{100 * run.spent:3.0f} %  {note}", highlight=False)
+            stage.say(f"{100 * run.spent:3.0f} %  {note}")
+        stage.tell(run.spent, note)
 
+    run.tell_scored = lambda done, total: stage.tell(run.spent, f"{done} of {total} held-out tokens scored")
     run(tell)
 
 
 def _save(options: WarmupOptions, prompts: Prompts, responses: list[Response], run: TrainingRun) -> Path:
     if not run.progress.tokens:
         raise DrafterError(f"{options.out} was not written: the drafter did not learn from a single token.")
-    best, score = max(run.taus), combined_score(run.score())
+    best = max(run.taus)
     facts: dict[str, Any] = {
         "policy": str(options.model),
         "started from": str(options.drafter or ("its release" if options.method == MTP else "a random head")),
@@ -242,14 +236,15 @@ def _save(options: WarmupOptions, prompts: Prompts, responses: list[Response], r
         "steps_in_all": run.trainer.steps,
         "tokens": run.progress.tokens,
         "training_seconds": round(run.progress.seconds, 1),
-        "prompts": str(options.prompts),
+        "prompts": list(map(str, options.prompts)),
+        "prompt_form": asdict(prompts.form),
         "prompts_sha256": prompts.digest,
         "prompts_used": len(prompts.tokens),
         "prompts_limit": options.limit,
         "responses": len(responses),
         "response_tokens": sum(len(r.tokens) for r in responses),
         "tau_sim": round(best, 4),
-        "acceptance": [round(float(a), 4) for a in score.accept],
+        "acceptance": [round(a, 4) for a in run.progress.acceptance],
         "date": time.strftime("%Y-%m-%d"),
     }
     return save_drafter(run.trainer.model, options.out, facts, policy=options.model)

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from verl_tlt.doctor.standalone_engine import fetch_policy
 from verl_tlt.drafter import (
     acceptance,
+    check_owner,
     load_drafter,
-    policy_shape,
     provenance,
     to_drafter_file,
     write_back,
@@ -28,10 +29,16 @@ from verl_tlt.drafter.check import drafter_folder, drafter_method
 from verl_tlt.drafter.evaluate import DraftCounts, SequenceScore, combined_score
 from verl_tlt.drafter.policy import CONFIG, MTP, DrafterError, Model, folder, tensor_files
 from verl_tlt.drafter.staging import stage
-from verl_tlt.warmup.engine import GenerationJob, Response, as_texts, find_device, generate
+from verl_tlt.messages import from_plain
+from verl_tlt.warmup.engine import Response, as_texts, context_of, find_device, generate, generation_job
 from verl_tlt.warmup.options import EvaluateOptions
-from verl_tlt.warmup.prompts import load_tokenizer, read_prompts
+from verl_tlt.warmup.progress import Stage, make_bars
+from verl_tlt.warmup.prompts import AS_IS, PromptForm
+from verl_tlt.warmup.recipe import read_for
 from verl_tlt.warmup.train import policy_library
+
+if TYPE_CHECKING:
+    from speculators.models.eagle3 import Eagle3DraftModel
 
 AGREE = 0.05
 """Largest relative difference between predicted and served accept length that counts as agreement."""
@@ -59,37 +66,28 @@ class Verdict:
 
 def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
     """Serve, count, and score the same answers."""
-    # As a run serves it: what is in the file besides does not reach vLLM. It casts to the policy's dtype.
-    config, weights, _ = to_drafter_file(load_drafter(options.drafter, options.model), "float32")
+    check_owner(options.drafter)
     prompts = choose_prompts(options)
+    fetch_policy(options.model)
+    # As a run serves it: what is in the file besides does not reach vLLM. It casts to the policy's dtype.
+    config, weights, _ = to_drafter_file(_load(options, prompts), "float32")
     scratch = tempfile.TemporaryDirectory()
     staged, method = Path(scratch.name) / "drafter", drafter_method(drafter_folder(options.drafter))
     stage(config, weights, staged)
-    model = str(options.model)
+    engine = options
     if method == MTP:
-        model = str(linked(options.model, Path(scratch.name) / "policy"))
-        write_back(staged, model)
-    job = GenerationJob(
-        model=model,
-        method=method,
-        prompts=[list(tokens) for tokens in prompts],
-        sampling=options.sampling(),
-        device=find_device(options.device),
-        drafter=str(staged),
-        draft_length=options.draft_length,
-        tensor_parallel=options.tensor_parallel,
-    )
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar, scratch:
-        task = bar.add_task("starting vLLM", total=None)
+        engine = replace(options, model=linked(options.model, Path(scratch.name) / "policy"))
+        write_back(staged, engine.model)
+    job = generation_job(engine, prompts, method=method, drafter=str(staged), draft_length=options.draft_length)
+    with make_bars(console) as bars, scratch:
+        serving = Stage(bars, "serve", "starting vLLM")
         responses, served = generate(
             job,
             Path(scratch.name),
-            lambda done, total: bar.update(task, description=f"serving: {done} of {total} responses"),
+            lambda done, total: serving.tell(done / total, f"{done} of {total} responses" if done else "starting vLLM"),
         )
         assert served is not None
-        bar.update(task, description="scoring the same responses")
-        simulated = score(options, prompts, responses)
+        simulated = score(options, prompts, responses, Stage(bars, "score", "loading the policy"))
     return Verdict(simulated, served, len(responses), sum(len(r.tokens) for r in responses))
 
 
@@ -106,25 +104,39 @@ def linked(policy: Model, directory: Path) -> Path:
 
 def choose_prompts(options: EvaluateOptions) -> list[tuple[int, ...]]:
     """Token ids of the prompts to answer: of the file that the drafter was warmed up with only those held out."""
-    facts, file = provenance(options.drafter), options.prompts
-    if file is None:
+    facts, sources, form = provenance(options.drafter), options.prompts, AS_IS
+    if sources is None:
         if "prompts" not in facts:
             raise DrafterError(f"{options.drafter} does not say which prompts it was warmed up with; give --prompts.")
-        file = Path(facts["prompts"])
-    longest = policy_shape(options.model).max_position_embeddings - options.response_length
-    found = read_prompts([file], load_tokenizer(options.model), longest, facts.get("prompts_limit"), least=1)
+        named = facts["prompts"]
+        sources = [Path(str(file)) for file in (named if isinstance(named, list) else [named])]
+    if "prompt_form" in facts:  # held out are prompts as they were then
+        try:
+            form = from_plain(PromptForm, facts["prompt_form"])
+        except ValueError as error:
+            raise DrafterError(f"{options.drafter}: provenance.json has a `prompt_form` of another kind.") from error
+    found = read_for(options, sources, facts.get("prompts_limit"), least=1, form=form)
     warmed_up_with = facts.get("prompts_sha256") == found.digest
     chosen = [p for i, p in enumerate(found.tokens) if not warmed_up_with or i in found.held_out]
     return chosen[: options.limit]
 
 
-def score(options: EvaluateOptions, prompts: Sequence[Sequence[int]], responses: Sequence[Response]) -> SequenceScore:
+def _load(options: EvaluateOptions, prompts: Sequence[Sequence[int]], device: str = "cpu") -> Eagle3DraftModel:
+    """The drafter, with positions for the longest sequence that is served, as a run loads it."""
+    longest = context_of(options, prompts) + options.draft_length
+    return load_drafter(options.drafter, options.model, min_context=longest, device=device)
+
+
+def score(
+    options: EvaluateOptions, prompts: Sequence[Sequence[int]], responses: Sequence[Response], stage: Stage
+) -> SequenceScore:
     """Predict acceptance on what vLLM answered to `prompts`, given as token ids."""
     device = find_device(options.device)
-    drafter = load_drafter(options.drafter, options.model, device=device)
+    drafter = _load(options, prompts, device)
     library, head = policy_library(drafter, options, as_texts(prompts, responses), device, max_bytes=0)
     scores = []
     for number in range(len(responses)):
+        stage.tell(number / len(responses), f"{number} of {len(responses)} responses")
         scores += acceptance(
             drafter,
             library.get([number]),

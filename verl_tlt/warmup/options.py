@@ -9,9 +9,10 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from typer import Argument, BadParameter, Option
+from typer import Argument, BadParameter, Context, Option
+from typer.models import OptionInfo
 
 LEAST = 1e-9
 """Of a number above 0, which typer can only say as a minimum."""
@@ -32,19 +33,34 @@ class SamplingOptions:
         int, Option(min=0, max=MOST_SEED, help="Seeds sampling, and a new drafter's weights and training order.")
     ] = 0
 
-    def sampling(self) -> SamplingOptions:
-        """These fields alone."""
-        return SamplingOptions(**{f.name: getattr(self, f.name) for f in dataclasses.fields(SamplingOptions)})
-
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(SamplingOptions):
     """The policy, and where it computes."""
 
     model: Annotated[Path, Option(help="The policy's Hugging Face directory, or its name on the hub.")]
+    recipe: Annotated[
+        list[str] | None,
+        Option(
+            help="Script of the run it is for, which says policy, prompts, sampling and engine; again: an override."
+        ),
+    ] = None
     draft_length: Annotated[int, Option(min=1, max=16, help="Tokens per draft that the accept length is for.")] = 3
     device: Annotated[str, Option(help="auto, cuda or cpu.")] = "auto"
     tensor_parallel: Annotated[int, Option(min=1, help="GPUs of vLLM's engine.")] = 1
+
+    @classmethod
+    def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """The values given by name, and where they name a recipe also those that it decides."""
+        from verl_tlt.warmup.recipe import read_run
+
+        if (run := read_run(given.get("recipe"))) is not None:
+            names = {f.name for f in dataclasses.fields(cls)}
+            given = {name: value for name, value in run.options().items() if name in names} | given
+        needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+        if missing := next((name for name in needed if given.get(name) is None), None):
+            raise BadParameter(f"--{missing} is missing; a --recipe says model and prompts too.")
+        return given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +81,7 @@ class TrainingOptions(EngineOptions):
 class WarmupOptions(TrainingOptions):
     """Of `verl-tlt warmup`."""
 
-    prompts: Annotated[Path, Option(help="Prompts: verl's .parquet or a folder of them, .jsonl or .json, .txt.")]
+    prompts: Annotated[list[Path], Option(help="Prompts: verl's .parquet or a folder of them, .jsonl or .json, .txt.")]
     out: Annotated[Path, Option(help="Where the drafter goes; work in progress is in OUT.warmup beside it.")]
     method: Annotated[str, Option(help="eagle3: a new head; mtp: the MTP head in the policy's files.")] = "eagle3"
     drafter: Annotated[
@@ -93,9 +109,9 @@ class EvaluateOptions(EngineOptions):
     """Of `verl-tlt evaluate`."""
 
     drafter: Annotated[Path, Argument(help="The drafter's directory, or its name on the hub.")]
-    prompts: Annotated[Path | None, Option(help="Prompts; if not given those of its warm-up, held-out ones only.")] = (
-        None
-    )
+    prompts: Annotated[
+        list[Path] | None, Option(help="Prompts; if not given those of its warm-up, held-out ones only.")
+    ] = None
     limit: Annotated[int, Option(min=1, help="Most prompts.")] = 64
 
 
@@ -114,27 +130,35 @@ def finite(value: float | None) -> float | None:
 
 
 def takes_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Make a command for typer out of a function of one `options`: every field is an option, or an argument."""
+    """Make a command for typer out of a function of one `options`: every field is an option, or an argument.
+
+    Where the class has a method `completed`, it gets what was given by name, and may fill in what was not.
+    """
     hints = typing.get_type_hints(options, include_extras=True)
+    completed = getattr(options, "completed", None)
+    parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=Context)]
     for f in dataclasses.fields(options):  # type: ignore[arg-type]
         kind, info = typing.get_args(hints[f.name])[:2]
         if float in (kind, *typing.get_args(kind)):
             info.callback = number if f.default == UNLIMITED else finite
-    parameters = [
-        inspect.Parameter(
-            f.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if f.default is dataclasses.MISSING else f.default,
-            annotation=hints[f.name],
+        default = inspect.Parameter.empty if f.default is dataclasses.MISSING else f.default
+        if completed and default is inspect.Parameter.empty and isinstance(info, OptionInfo):
+            default = None
+        parameters.append(
+            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[f.name])
         )
-        for f in dataclasses.fields(options)  # type: ignore[arg-type]
-    ]
 
     def decorate(function: Callable[[T], None]) -> Callable[..., None]:
-        def command(**given: object) -> None:
+        def command(context: Context, **given: Any) -> None:
+            if completed:
+                default = [
+                    name for name in given if getattr(context.get_parameter_source(name), "name", "") == "DEFAULT"
+                ]
+                given = completed({name: value for name, value in given.items() if name not in default})
             function(options(**given))
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
+        command.__annotations__ = {}
         required_first = sorted(parameters, key=lambda p: p.default is not p.empty)
         command.__signature__ = inspect.Signature(required_first)  # type: ignore[attr-defined]
         return command

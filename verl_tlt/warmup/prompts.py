@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl_tlt.drafter import DrafterError, files_digest
+from verl_tlt.drafter.policy import Model
 from verl_tlt.json_files import parse, read_lines
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ class PromptForm:
     """Further arguments of the chat template; verl's `data.apply_chat_template_kwargs`."""
 
 
+AS_IS = PromptForm()
+
+
 @dataclass(frozen=True)
 class Prompts:
     """What a file held, and which part of it is for judging."""
@@ -49,6 +53,13 @@ class Prompts:
     """Sixteen hex digits of the file's content, for provenance."""
     held_out: frozenset[int]
     """Numbers of the prompts that are for judging only."""
+    form: PromptForm = AS_IS
+    """How they were made of the file's rows."""
+
+    @property
+    def ids_digest(self) -> str:
+        """Sixteen hex digits of the token ids: what responses depend on."""
+        return hashlib.sha256(repr(self.tokens).encode()).hexdigest()[:16]
 
 
 def read_prompts(
@@ -57,7 +68,7 @@ def read_prompts(
     longest: int,
     limit: int | None = None,
     least: int = MIN_PROMPTS,
-    form: PromptForm = PromptForm(),
+    form: PromptForm = AS_IS,
 ) -> Prompts:
     """The first `limit` prompts as token ids, without those over `longest` tokens.
 
@@ -85,15 +96,15 @@ def read_prompts(
         )
     marks = [_fraction(prompt) for prompt in kept]
     held_out = frozenset(i for i, mark in enumerate(marks) if mark < HELD_OUT) or frozenset({marks.index(min(marks))})
-    return Prompts(tuple(kept), files_digest(files), held_out)
+    return Prompts(tuple(kept), files_digest(files), held_out, form)
 
 
-def load_tokenizer(policy: Path) -> PreTrainedTokenizerBase:
-    """The policy's tokenizer."""
+def load_tokenizer(policy: Model, trusted: bool = False) -> PreTrainedTokenizerBase:
+    """The policy's tokenizer; code in its files runs where it is `trusted`."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(policy)
+        return AutoTokenizer.from_pretrained(policy, trust_remote_code=trusted)
     except (OSError, ValueError) as error:
         raise DrafterError(f"--model {policy} holds no tokenizer: {str(error).splitlines()[0]}") from error
 
@@ -167,7 +178,7 @@ def _encode(row: Any, tokenizer: PreTrainedTokenizerBase, where: str, form: Prom
         return tuple(tokenizer(row)["input_ids"])
     if not _is_chat(row):
         raise DrafterError(f"{where} is neither text nor a list of messages with `role` and `content`.")
-    if not tokenizer.chat_template:
+    if not tokenizer.chat_template and not form.template.get("chat_template"):
         raise DrafterError(f"{where} is a chat, but the policy's tokenizer has no chat template.")
     asked = {**form.template, "add_generation_prompt": True, "tokenize": False}
     try:

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_tlt.child_engine import ChildEngineError
 from verl_tlt.config import TLTConfigError
 from verl_tlt.doctor.command import cost_table
 from verl_tlt.doctor.engine_check import EngineJob, Measured, check_sleep, judge, keep_costs, run_job
@@ -147,7 +146,7 @@ def test_the_key_of_a_calibration_is_what_costs_depend_on(tmp_path, monkeypatch)
 def test_a_policy_that_is_not_here_is_one_sentence():
     job = EngineJob(Recipe(("actor_rollout_ref.model.path=/nowhere/policy", "+tlt=default")), cpu=True)
     said = r"actor_rollout_ref.model.path=/nowhere/policy is not a directory on this machine"
-    with pytest.raises(ChildEngineError, match=said):
+    with pytest.raises(TLTConfigError, match=said):
         run_job(job)
 
 

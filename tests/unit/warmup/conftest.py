@@ -9,24 +9,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "drafter"))  # tiny_policy.py
 
-WORDS = ["<eos>", *(f"w{i}" for i in range(1, 48))]
-
 
 @pytest.fixture(scope="session")
 def policy_dir(tmp_path_factory):
     from tiny_policy import make_policy
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import PreTrainedTokenizerFast
+    from word_tokenizer import save_tokenizer
 
     path = tmp_path_factory.mktemp("warmup") / "policy"
     make_policy().save_pretrained(path)
-    inner = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<eos>"))
-    inner.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}w47"
-    tokenizer.save_pretrained(path)
+    save_tokenizer(path, 48, template="{% for m in messages %}{{ m['content'] }} {% endfor %}w47")
     return path
 
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from verl_tlt.cli import app
 from verl_tlt.drafter import check_drafter, load_drafter, provenance
+from verl_tlt.drafter.evaluate import SequenceScore
 from verl_tlt.warmup import command, train
 from verl_tlt.warmup.command import warmup
 from verl_tlt.warmup.options import WarmupOptions
@@ -24,7 +26,7 @@ QUIET = Console(quiet=True)
 def settings(policy_dir, prompts_file, tmp_path):
     def make(**changes):
         defaults = dict(
-            model=policy_dir, prompts=prompts_file, out=tmp_path / "drafter", response_length=24,
+            model=policy_dir, prompts=[prompts_file], out=tmp_path / "drafter", response_length=24,
             epochs=3, batch_tokens=128, learning_rate=3e-3, device="cpu", objective="eagle",
         )  # fmt: skip
         return WarmupOptions(**{**defaults, **changes})
@@ -38,6 +40,7 @@ def test_from_prompts_to_a_drafter(settings, answered, tmp_path):
     said = io.StringIO()
     assert warmup(wanted, Console(file=said, width=200)) == wanted.out
     assert f"verl-tlt evaluate {wanted.out}" in said.getvalue()
+    assert "40 prompts x 1 samples = 40 responses of up to 24 tokens" in said.getvalue()
     assert "generate: 40 of 40 responses" in said.getvalue()
     check_drafter(wanted.out, wanted.model)
     facts = provenance(wanted.out)
@@ -82,10 +85,31 @@ def test_killed_and_run_again_it_ends_where_it_would_have(settings, answered, mo
 def test_other_settings_do_not_go_on_from_it(settings, answered):
     wanted = settings()
     command.begin(wanted, command.read(wanted))
-    with pytest.raises(command.DrafterError, match=r"drafter\.warmup belongs to a run with seed=0, not 1"):
-        warmup(settings(seed=1), QUIET)
+    for other in (settings(seed=1), settings(samples=2), settings(response_length=23)):
+        with pytest.raises(
+            command.DrafterError, match=r"drafter\.warmup belongs to a run with \w+=\d+, not \d+; remove"
+        ):
+            warmup(other, QUIET)
     answered(wanted.work)
     warmup(settings(epochs=1), QUIET)  # a longer or shorter budget is no other run
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"batch_tokens": 64}, {"learning_rate": 1e-3}, {"objective": "hass"}, {"draft_vocab": 12}, {"draft_length": 2}],
+    ids=str,
+)
+def test_with_another_option_of_training_the_responses_are_kept(settings, answered, change):
+    """No engine can run in this test: a response that was given up would end it."""
+    first, said = settings(epochs=1), io.StringIO()
+    answered(first.work)
+    command.begin(first, command.read(first))
+    (first.work / command.STATE).write_bytes(b"of the other training")
+    (name,) = change
+    second = settings(epochs=1, **change)
+    warmup(second, Console(file=said, width=300))
+    assert f"was begun with {name}={getattr(first, name)!r}, not {change[name]!r}" in said.getvalue()
+    assert provenance(second.out)["responses"] == 40
 
 
 def test_another_users_work_is_not_gone_on_with(settings, everybodys, give_away):
@@ -107,8 +131,9 @@ def test_every_budget_ends_it(settings, answered, budget):
 
 
 def test_the_best_weights_are_saved_not_the_last(settings, answered, monkeypatch):
-    taus = iter([1.1, 1.4, *[1.2] * 20])
-    monkeypatch.setattr(train, "accept_length", lambda scores: next(taus))
+    accepted = iter([0.1, 0.4, *[0.2] * 20])
+    scored = lambda scores, longest: SequenceScore(1.0, np.array([next(accepted), 0.0, 0.0]), 1)  # noqa: E731
+    monkeypatch.setattr(train, "combined_score", scored)
     wanted = settings()
     answered(wanted.work)
     warmup(wanted, QUIET)

@@ -2,7 +2,7 @@
 
 import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ from verl_tlt.drafter.evaluate import DraftCounts
 from verl_tlt.warmup.command import _save
 from verl_tlt.warmup.evaluate import Verdict, choose_prompts, evaluate, report
 from verl_tlt.warmup.options import EvaluateOptions, WarmupOptions
-from verl_tlt.warmup.prompts import load_tokenizer, read_prompts
+from verl_tlt.warmup.prompts import PromptForm, load_tokenizer, read_prompts
 
 
 @pytest.fixture
@@ -59,8 +59,25 @@ def test_of_its_own_prompts_only_held_out_ones_judge_it(policy_dir, prompts_file
     assert choose_prompts(options) == held
     other = tmp_path / "other.txt"
     other.write_text(prompts_file.read_text() + "\nw1 w2")
-    assert len(choose_prompts(replace(options, prompts=other))) == 41
-    assert len(choose_prompts(replace(options, prompts=other, limit=7))) == 7
+    assert len(choose_prompts(replace(options, prompts=[other]))) == 41
+    assert len(choose_prompts(replace(options, prompts=[other], limit=7))) == 7
+
+
+def test_held_out_are_prompts_in_the_form_of_the_warm_up(policy_dir, tmp_path, prompt_lines):
+    rows = [json.dumps({"question": [{"role": "user", "content": line}]}) for line in prompt_lines]
+    (tmp_path / "p.jsonl").write_text("\n".join(rows))
+    form = PromptForm(
+        "question", {"chat_template": "{{ messages[0].content }} {{ 'w46' if thinking }}", "thinking": True}
+    )
+    known = read_prompts([tmp_path / "p.jsonl"], load_tokenizer(policy_dir), 100, form=form)
+    facts = {"prompts": [str(tmp_path / "p.jsonl")], "prompts_sha256": known.digest, "prompt_form": asdict(form)}
+    own = save_drafter(build_drafter(policy_dir), tmp_path / "own", facts)
+    options = EvaluateOptions(drafter=own, model=policy_dir, response_length=24)
+    assert choose_prompts(options) == [known.tokens[i] for i in sorted(known.held_out)]
+    assert {prompt[-1] for prompt in choose_prompts(options)} == {46}
+    (own / "provenance.json").write_text(json.dumps(facts | {"prompt_form": {"key": ["question"]}}))
+    with pytest.raises(DrafterError, match=r"own: provenance\.json has a `prompt_form` of another kind"):
+        choose_prompts(options)
 
 
 def test_without_prompts_it_asks_for_them(drafter, policy_dir):
@@ -81,12 +98,12 @@ def test_the_engine_is_given_what_the_checks_let_through(drafter, policy_dir, pr
     monkeypatch.setattr("verl_tlt.warmup.evaluate.generate", engine)
     with pytest.raises(InterruptedError):
         evaluate(
-            EvaluateOptions(drafter=drafter, model=policy_dir, prompts=prompts_file, response_length=24), Console()
+            EvaluateOptions(drafter=drafter, model=policy_dir, prompts=[prompts_file], response_length=24), Console()
         )
 
 
 def test_a_drafter_that_learned_nothing_is_not_written(policy_dir, prompts_file, tmp_path):
-    options = WarmupOptions(model=policy_dir, prompts=prompts_file, out=tmp_path / "out")
+    options = WarmupOptions(model=policy_dir, prompts=[prompts_file], out=tmp_path / "out")
     untrained = SimpleNamespace(progress=SimpleNamespace(tokens=0))
     with pytest.raises(DrafterError, match=r"out was not written: .* not learn"):
         _save(options, None, [], untrained)

@@ -33,7 +33,7 @@ def run(*words):
 
 def test_from_the_policys_own_head_to_one_that_goes_back(mtp_dir, prompts_file, answered, tmp_path):
     options = WarmupOptions(
-        model=mtp_dir, prompts=prompts_file, out=tmp_path / "head", response_length=24, epochs=2, batch_tokens=128,
+        model=mtp_dir, prompts=[prompts_file], out=tmp_path / "head", response_length=24, epochs=2, batch_tokens=128,
         learning_rate=3e-3, device="cpu", method="mtp",
     )  # fmt: skip
     answered(options.work)

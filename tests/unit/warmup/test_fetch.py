@@ -1,0 +1,123 @@
+"""A policy named on the hub: all that an engine without the hub reads is fetched before it starts."""
+
+import hashlib
+import http.server
+import json
+import shutil
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from verl_tlt.doctor.standalone_engine import fetch_policy
+from verl_tlt.drafter.policy import NotHereError
+
+COMMIT = "c" * 40
+NAME = "Org/policy"
+FETCH = """
+from verl_tlt.doctor.standalone_engine import fetch_policy
+from verl_tlt.drafter import policy_shape
+policy_shape("Org/policy")  # as a command's first check, which fetches the config alone
+fetch_policy("Org/policy")
+"""
+READ = """
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from verl_tlt.doctor.standalone_engine import fetch_policy
+fetch_policy("Org/policy")
+assert GenerationConfig.from_pretrained("Org/policy").eos_token_id == [7, 8]
+AutoTokenizer.from_pretrained("Org/policy"), AutoModelForCausalLM.from_pretrained("Org/policy")
+"""
+
+
+@pytest.fixture
+def hub(policy_dir, tmp_path):
+    """Serves the policy as the hub would; returns its address and the paths that it was asked for."""
+    folder = shutil.copytree(policy_dir, tmp_path / "policy")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    for useless in ("pytorch_model.bin", "original/consolidated.00.pth", "consolidated.safetensors"):
+        (folder / useless).parent.mkdir(exist_ok=True)
+        (folder / useless).write_bytes(b"x")
+    asked = []
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.do_GET()
+
+        def do_GET(self):
+            asked.append(self.path)
+            file = folder / self.path.partition("?")[0].split("/resolve/")[-1].partition("/")[2]
+            if "/tree/" in self.path:
+                there = [f for f in folder.rglob("*") if f.is_file()]
+                rows = [{"type": "file", "path": str(f.relative_to(folder)), "size": f.stat().st_size,
+                         "oid": hashlib.sha256(f.read_bytes()).hexdigest()} for f in there]  # fmt: skip
+                self.reply(json.dumps(rows).encode())
+            elif "/api/models/" in self.path:
+                files = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
+                body = {"id": NAME, "sha": COMMIT, "private": False, "tags": [], "downloads": 0, "likes": 0,
+                        "siblings": [{"rfilename": name} for name in files]}  # fmt: skip
+                self.reply(json.dumps(body).encode())
+            elif "/resolve/" in self.path and file.is_file():
+                self.reply(file.read_bytes())
+            else:
+                self.send_error(404)
+
+        def reply(self, content):
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+            self.send_header("X-Repo-Commit", COMMIT)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+
+
+def test_an_engine_without_the_hub_finds_all_that_it_reads(hub, tmp_path, monkeypatch):
+    address, asked = hub
+    cache = tmp_path / "cache"
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "all_proxy", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+
+    def python(code):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+
+    python(FETCH)
+    there = {path.name for path in cache.rglob("snapshots/*/*")}
+    assert {"generation_config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= there
+    assert not there & {"pytorch_model.bin", "consolidated.safetensors", "original"}
+    before = len(asked)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    python(READ)
+    assert len(asked) == before
+
+
+def test_without_a_hub_what_is_missing_is_one_sentence(tmp_path, monkeypatch, policy_dir):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(NotHereError, match=r"^Org/policy is no folder here and could not be fetched: "):
+        fetch_policy(NAME)
+    model = tmp_path / "hub" / "models--Org--policy"
+    snapshot = model / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(COMMIT)
+    shutil.copy(policy_dir / "config.json", snapshot)
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copy(policy_dir / "model.safetensors", snapshot / "model-1.safetensors")
+    with pytest.raises(NotHereError, match=r"^Org/policy: model-2\.safetensors is not in the local cache"):
+        fetch_policy(NAME)
+    fetch_policy(policy_dir)  # a folder is what it is

@@ -1,0 +1,62 @@
+"""vLLM's engine as verl's rollout server starts it, but without Ray, trainer and HTTP: for the commands."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from verl.workers.rollout.utils import get_vision_placeholder_token_ids
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+from vllm import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+class Launch(vLLMHttpServer):
+    """verl's server up to the moment at which it starts its engine: its own code makes the engine's arguments.
+
+    Args:
+        rollout: verl's `actor_rollout_ref.rollout`.
+        model: verl's `actor_rollout_ref.model`.
+        more: further arguments of vLLM's, by the user's (`rollout.engine_kwargs.vllm`), which they overrule.
+        extension: the class that vLLM mixes into its workers; None: verl's.
+    """
+
+    def __init__(
+        self,
+        rollout: DictConfig,
+        model: DictConfig,
+        more: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        extension: str | None = None,
+    ) -> None:
+        self.config, self.model_config = self._init_config(rollout), self._init_model_config(model)
+        self._validate_configs()
+        self.nnodes, self.node_rank, self.replica_rank = 1, 0, 0
+        self._disaggregation_role, self._more, self._extension = "null", more, extension
+
+    def _should_profile(self) -> bool:
+        return False
+
+    def _preprocess_engine_kwargs(self, kwargs: dict[str, Any]) -> None:
+        super()._preprocess_engine_kwargs(kwargs)
+        kwargs.update(self._more(kwargs))
+
+    def _get_worker_extension_cls(self) -> str:
+        return self._extension or super()._get_worker_extension_cls()
+
+    async def run_server(self, args: argparse.Namespace) -> None:
+        """Keep what `launch_server` would start the engine with."""
+        self.arguments = AsyncEngineArgs.from_cli_args(args)
+
+    async def launched(self) -> AsyncLLM:
+        """The engine of one replica on this machine."""
+        await self.launch_server()
+        engine = AsyncLLM.from_engine_args(self.arguments)
+        if (tokenizer := self.model_config.tokenizer) is not None:  # verl's, too: what may not be sampled
+            banned = get_vision_placeholder_token_ids(self.model_config.processor)
+            limits = {"vocab_size": len(tokenizer), "banned_token_ids": banned}
+            await engine.collective_rpc("monkey_patch_model", kwargs=limits)
+        return engine
