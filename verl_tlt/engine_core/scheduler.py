@@ -143,6 +143,7 @@ class TLTScheduler(Scheduler):
         EngineCore.tlt_call = lambda core, operation, arguments: core.scheduler.tlt_call(operation, arguments)
         self._tlt_load = DecodeLoad(limits.context_limit)
         self._tlt_boundary = StopBoundary()
+        self._tlt_undrafted: set[str] = set()  # unfinished requests with `logprob_token_ids`
         # Of the step that is being scheduled.
         self._tlt_arm = 0
         self._tlt_known = 0  # requests that were running before it admitted new ones
@@ -176,11 +177,21 @@ class TLTScheduler(Scheduler):
 
     # ------------------------------------------------------------------ before the step
 
+    def add_request(self, request: Request) -> None:
+        """As vLLM's; K is 0 while one with `logprob_token_ids` is unfinished: steps that verify drafts return few."""
+        if getattr(request.sampling_params, "logprob_token_ids", None) is not None:
+            self._tlt_undrafted.add(request.request_id)
+        super().add_request(request)
+
     def schedule(self, *args: object, **kwargs: object) -> SchedulerOutput:
         """As vLLM's, with K chosen by the policy on the way (`_tlt_choose`)."""
         started = time.perf_counter()
         previous = self._tlt_arm
         self._tlt_known = len(self.running)
+        if self._tlt_undrafted:  # drafted before the first of them came
+            previous = min(previous, 0)
+            for request in self.running:
+                request.spec_token_ids = []
         output: SchedulerOutput = super().schedule(*args, **kwargs)
         waiting = time.perf_counter()
         scheduled = output.num_scheduled_tokens
@@ -220,7 +231,7 @@ class TLTScheduler(Scheduler):
         longest = self._tlt_load.longest
         self._tlt_blocked = self.tlt.limits.outgrown(longest)
         room = self._tlt_boundary.room(self.running[self._tlt_known :], max(self._tlt_arm, 0))
-        self._tlt_arm = self.tlt.choose(load, longest, room)
+        self._tlt_arm = self.tlt.choose(load, longest, 0 if self._tlt_undrafted else room)
         self._tlt_waited_s += time.perf_counter() - waiting
         return max(self._tlt_arm, 0)
 
@@ -296,6 +307,7 @@ class TLTScheduler(Scheduler):
     def _free_request(self, request: Request, *args: object, **kwargs: object) -> object:
         """As vLLM's, which calls it once for each request that ends; only its length is noted."""
         self._tlt_freed.append((request.request_id, request.num_output_tokens))
+        self._tlt_undrafted.discard(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
     def _tlt_gone(self, scheduled: dict[str, int]) -> Collection[str]:

@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 
 WHERE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 OWN_ARGUMENTS = ("speculative_config", "scheduler_cls", "worker_extension_cls")
+_BUDGET = "lets requests ask for thinking_token_budget, for which every engine that speculates forces other tokens"
+WITHOUT_A_DRAFTER = {
+    "reasoning_config": _BUDGET, "reasoning_parser": _BUDGET,
+    **dict.fromkeys(("logits_processors", "return_sampling_mask"), "cannot be used with a drafter (vLLM refuses it)"),
+}  # fmt: skip
+"""Engine arguments that go with no drafter, and why, as the middle of a sentence."""
 
 
 def graph_mode(user: Mapping[str, Any], enforce_eager: bool) -> str:
@@ -166,11 +172,9 @@ def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, hybri
             f"{WHERE}.data_parallel_size must be 1: data-parallel ranks inside one engine would choose different draft "
             "lengths and wait for each other forever; use more replicas."
         )
-    if user.get("logits_processors"):
-        yield (
-            f"{WHERE}.logits_processors cannot be used with a drafter (vLLM refuses them); remove them or set "
-            "tlt.speculation.enable=false."
-        )
+    for key, why in WITHOUT_A_DRAFTER.items():
+        if user.get(key):
+            yield f"{WHERE}.{key} {why}; remove it, or set tlt.speculation.enable=false."
     if user.get("kv_transfer_config"):
         yield f"{WHERE}.kv_transfer_config (disaggregated prefill) is not supported with a drafter by verl-tlt."
     if plugins := entry_points(group="vllm.logits_processors"):

@@ -113,6 +113,9 @@ def test_the_scheduler_base_is_the_one_vllm_will_use(user, on_cpu, is_async):
     [
         ({"data_parallel_size": 2}, "vllm.data_parallel_size must be 1"),
         ({"logits_processors": ["a:B"]}, "vllm.logits_processors cannot be used with a drafter"),
+        ({"reasoning_parser": "qwen3"}, "vllm.reasoning_parser lets requests ask for thinking_token_budget"),
+        ({"reasoning_config": {"reasoning_start_str": "<t>"}}, "vllm.reasoning_config lets requests ask for"),
+        ({"return_sampling_mask": True}, "vllm.return_sampling_mask cannot be used with a drafter"),
         ({"kv_transfer_config": {"kv_role": "kv_both"}}, "vllm.kv_transfer_config"),
         ({"scheduler_cls": "a.B"}, "vllm.scheduler_cls is set by verl-tlt itself"),
         ({"speculative_config": {}}, "vllm.speculative_config is set by verl-tlt itself"),
