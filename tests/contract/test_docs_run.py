@@ -135,7 +135,7 @@ def placeholders(tmp_path_factory):
     ]
     traced = [str(root / "run" / "tlt_trace")]
     small = [*recipe, "data.train_batch_size=16", "trainer.n_gpus_per_node=4", "data.max_response_length=2048"]
-    return {"advise": small, "doctor": recipe, "report": traced, "switch": traced}
+    return {"advise": small, "doctor": [*recipe, "trainer.device=cpu"], "report": traced, "switch": traced}
 
 
 @pytest.fixture(scope="module")
