@@ -129,13 +129,15 @@ async def lora(bench: Bench) -> dict[str, Any]:
     async with toy_engine(bench, enable_lora=True, max_lora_rank=8, max_loras=1) as engine:
         assert engine.drafter is not None
         with_it, prompts = adapter(bench), [BEGINNING] * draws
+        file = str(engine.drafter / "model.safetensors")
+        await engine.rpc("tlt_load_drafter", file)  # as with a run's first weight sync
         await hold(engine, OFF)
         plain = await sample(engine, prompts, tokens, with_it)
         await hold(engine, K_MAX)
         found: dict[str, Any] = {"accepted_before": await accepted(engine, with_it)}
         await engine.llm.sleep(level=1)
         await engine.llm.wake_up(tags=["weights"])
-        reply = from_plain(LoadReply, await engine.rpc("tlt_load_drafter", str(engine.drafter / "model.safetensors")))
+        reply = from_plain(LoadReply, await engine.rpc("tlt_load_drafter", file))
         await engine.llm.wake_up(tags=["kv_cache"])
         found |= {"reload_error": reply.error, "accepted_after": await accepted(engine, with_it)}
         drafted = await sample(engine, prompts, tokens, with_it)
