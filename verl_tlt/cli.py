@@ -10,6 +10,7 @@ import verl_tlt
 from verl_tlt.errors import TLTError, needs, printable
 
 try:
+    import pydantic  # noqa: F401  # typer's newer releases read parameters with it
     import typer
     from typer.core import TyperGroup
 

@@ -22,11 +22,12 @@ TOKENS = 48
 def compiles(monkeypatch, tmp_path):
     """Engines that are started meanwhile compile; by default without inductor."""
     monkeypatch.delenv("TORCH_COMPILE_DISABLE")
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)
     monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     torch._dynamo.reset()
-    return monkeypatch
+    with torch._dynamo.config.patch(disable=False):  # monkeypatch would leave the setting removed
+        yield monkeypatch
+    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ async def test_what_a_run_learned_spares_the_next_one_its_calibration(live, mode
     await asyncio.gather(*(live.prompt([7, 8, 9], 40) for _ in range(4)))
     await first.tlt_stats()
     (kept,) = (tmp_path / "tables").iterdir()
-    assert kept.suffix == ".json" and "float32_eager" in kept.name
+    assert kept.suffix == ".json" and "dtype float32" in kept.read_text() and "graphs NONE" in kept.read_text()
 
     live.sizes.clear()
     second = server_of(live, models, tmp_path)

@@ -29,10 +29,13 @@ ANSWERS = {
 """Where answers of other processes are taken: `Waits` counts and replaces who fails, but for a session and a merge."""
 HIT_IN = {
     "actor/verifier_capture.py:PUT_S": "unit/actor/test_verifier_capture.py",
+    "server/engine_calls.py:ANSWER_S": "unit/server/test_server_bounds.py",
+    "server/engine_calls.py:LOOK_S": "unit/server/test_server_bounds.py",
     "server/scheduler_client.py:ANSWER_S": "unit/server/test_server_bounds.py",
     "server/server.py:ADMISSION_TIMEOUT_S": "unit/server/test_server_bounds.py",
     "server/server.py:STORE_S": "unit/server/test_server_bounds.py",
     "trainer/controller.py:SAVE_S": "unit/trainer/test_bounds.py",
+    "trainer/controller.py:WARM_AGAIN_S": "unit/trainer/test_controller.py",
     "trainer/controller.py:WARM_UP_S": "unit/trainer/test_controller.py",
     "trainer/ray_calls.py:ASK_S": "engine/test_fleet_bounds.py",
     "trainer/ray_fleet.py:CALIBRATION_S": "engine/test_fleet_bounds.py",

@@ -294,6 +294,9 @@ def provenance(directory: Model) -> Fields:
     rates = facts.get("acceptance")
     if not (isinstance(rates, list) and len(rates) <= LONGEST_DRAFT and all(_is_share(rate) for rate in rates)):
         facts.pop("acceptance", None)
+    files = facts.get("prompts")
+    if isinstance(files, list) and not (files and all(isinstance(file, str) for file in files)):
+        del facts["prompts"]
     return {key: value for key, value in facts.items() if isinstance(value, _FACTS.get(key, object))}
 
 

@@ -137,9 +137,10 @@ def test_gpus_are_counted_by_their_devices(tmp_path, files, environment, found):
     assert visible_gpus(environment, str(tmp_path)) == found
 
 
-def test_a_clone_where_the_run_starts_hides_the_installed_verl(script, recipe, tmp_path):
+def test_a_clone_where_the_run_starts_hides_the_installed_verl(script, recipe, tmp_path, monkeypatch):
     """As `python -m` finds it: its release is judged, and its configuration composed."""
     policy, wide = str(recipe.actor_rollout_ref.model.path), {"COLUMNS": "400"}
+    monkeypatch.delitem(sys.modules, "verl", raising=False)  # a command has not imported it
     there = CliRunner().invoke(app, ["doctor", str(script), policy, "+trainer.plugin=tlt"], env=wide)
     assert there.exit_code == 0 and f"verl is read in {source_root('verl') / 'verl'}" in there.output
     shutil.copytree(source_root("verl") / "verl" / "trainer" / "config", tmp_path / "verl" / "trainer" / "config")

@@ -201,7 +201,7 @@ def test_an_index_of_another_kind_is_a_sentence(saved, policy_dir, tmp_path, tab
 
 
 @pytest.mark.parametrize("key", ["version", "tokens_trained", "prompts", "prompts_limit", "acceptance", "policy"])
-@pytest.mark.parametrize("value", ["many", [], {"a": 1}, None, 1e300])
+@pytest.mark.parametrize("value", ["many", [], [1], {"a": 1}, None, 1e300])
 def test_facts_of_another_kind_are_left_out(saved, policy_dir, key, value):
     (saved / "provenance.json").write_text(json.dumps({key: value}))
     kept = provenance(saved)

@@ -1,6 +1,7 @@
 """Page-locked memory: a call that CUDA refuses costs speed, and no kernel that anybody launches later."""
 
 import gc
+import logging
 
 import pytest
 import torch
@@ -48,7 +49,8 @@ def runtime(monkeypatch, request):
 
 
 @pytest.mark.parametrize("runtime", [(), ("register",), ("unregister",)], indirect=True)
-def test_a_refusal_is_no_error_of_the_next_kernel(runtime, caplog):
+def test_a_refusal_is_no_error_of_the_next_kernel(runtime, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("verl_tlt"), "propagate", True)
     block = page_locked(1 << 20)
     torch.zeros(4, device="cuda")
     block.fill_(7)

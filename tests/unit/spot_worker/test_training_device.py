@@ -3,6 +3,7 @@
 The device is other memory of the host, and counts what is on it.
 """
 
+import logging
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -126,6 +127,7 @@ def test_a_device_that_others_fill_is_not_touched(learner):
 
 
 def test_micro_batches_are_as_large_as_the_free_memory_allows(learner, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("verl_tlt"), "propagate", True)
     drawn, sample = [], learner.buffer.sample_batch
     monkeypatch.setattr(learner.buffer, "sample_batch", lambda rng, rows: drawn.append(rows) or sample(rng, rows))
     learner.config = replace(learner.config, drafter=replace(learner.config.drafter, batch_tokens=8192))
