@@ -21,7 +21,7 @@ from verl_tlt.report.reader import RunTrace, read_trace
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "demo" / "demo_grpo.sh"
-BATCH, LONG, SHORT = 4, 600, 80
+BATCH, LONG, SHORT = 8, 600, 80  # prompts a step, of two responses each
 LIMIT_S = 1500.0
 """Six times what a run takes on a slow machine: a hang ends here, with everybody's stack in the log."""
 
@@ -111,6 +111,7 @@ def grpo(
         "data.max_response_length=640",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}",
         "actor_rollout_ref.actor.optim.lr=1e-5",
+        "actor_rollout_ref.rollout.n=2",
         "actor_rollout_ref.rollout.max_model_len=720",
         "actor_rollout_ref.rollout.max_num_seqs=16",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={built.agent_loop}",
@@ -135,8 +136,10 @@ TLT = (
     "tlt.buffer.min_tokens=100",
     "tlt.spot.max_epochs=24",
     "tlt.spot.min_merge_steps=2",
-    # Four prompts a step are too few for the gate to judge by. The first drafter that was trained replaces the random
-    # one, which is hardly ever accepted; a later one is served where it is far better.
-    "tlt.buffer.held_out=0.4",
+    # By two steps' held-out prompts the gate judges. Three steps of a toy hold out few positions, so it asks for fewer
+    # than in a run, and has a wide margin.
+    "tlt.buffer.held_out=0.45",
     "tlt.buffer.window=256",
+    "tlt.gate.margin=0.1",
+    "tlt.gate.min_tokens=256",
 )

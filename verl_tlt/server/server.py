@@ -59,6 +59,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self._tlt_served = DrafterStatus()
         self._tlt_key: TableKey | None = None
         self._tlt_left = self._tlt_keeps_weights = False
+        self._tlt_moves = asyncio.Lock()  # the engine falls asleep or wakes up: one after the other
         self._tlt_drafting_disabled = False
 
     @property
@@ -149,7 +150,8 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """As verl's; a server that left early opens its gate again once it holds weights and cache."""
-        await super().wake_up(tags=tags)
+        async with self._tlt_moves:  # or an engine that is just being put to sleep would be after this
+            await super().wake_up(tags=tags)
         if self._tlt_left and (tags is None or "kv_cache" in tags):
             await self._tlt_return()
 
@@ -168,20 +170,21 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         """
         if self.node_rank != 0:
             return False
-        self._submission_paused, self._rejecting = True, True
-        self._resume_event.clear()
-        self._tlt_left, self._tlt_keeps_weights = True, False
-        deadline = time.monotonic() + ADMISSION_TIMEOUT_S
-        while self._tlt_left and self._admitting > 0 and time.monotonic() < deadline:
-            await asyncio.sleep(0.005)
-        if not self._tlt_left:  # verl has taken the gate over meanwhile
-            return False
-        if self._tlt_has_requests:
-            await self._tlt_return()
-            return False
-        await answered(self.engine, "sleep", self._tlt_sleep_with_weights() if recall else self.sleep())
-        self._tlt_keeps_weights = recall
-        return True
+        async with self._tlt_moves:
+            self._submission_paused, self._rejecting = True, True
+            self._resume_event.clear()
+            self._tlt_left, self._tlt_keeps_weights = True, False
+            deadline = time.monotonic() + ADMISSION_TIMEOUT_S
+            while self._tlt_left and self._admitting > 0 and time.monotonic() < deadline:
+                await asyncio.sleep(0.005)
+            if not self._tlt_left:  # verl has taken the gate over meanwhile
+                return False
+            if self._tlt_has_requests:
+                await self._tlt_return()
+                return False
+            await answered(self.engine, "sleep", self._tlt_sleep_with_weights() if recall else self.sleep())
+            self._tlt_keeps_weights = recall
+            return True
 
     async def _tlt_sleep_with_weights(self) -> None:
         if self.config.free_cache_engine:
@@ -202,8 +205,9 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             return
         if not self._tlt_keeps_weights:
             raise RuntimeError(f"replica {self.replica_rank} sleeps without its weights")
-        if self.config.free_cache_engine:
-            await answered(self.engine, "wake up", super().wake_up())
+        async with self._tlt_moves:
+            if self.config.free_cache_engine:
+                await answered(self.engine, "wake up", super().wake_up())
         if self._tlt_left:  # else verl has taken the gate over meanwhile, and may have the engine asleep again
             await self._tlt_reload()  # the drafter slept too: compare its fingerprint
         if self._tlt_left:

@@ -45,6 +45,7 @@ def server():
     server.tlt = TLTConfig.from_dict({"speculation": {"source": "both", "costs_dir": None}})
     server.node_rank, server.replica_rank, server.engine = 0, 0, Engine()
     server._resume_event = asyncio.Event()
+    server._tlt_moves = asyncio.Lock()
     server._tlt_key, server._tlt_served = None, DrafterStatus()
     return server
 
