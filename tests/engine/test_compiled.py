@@ -110,3 +110,10 @@ def test_lora(stock, start, compiles, models, adapter):  # noqa: F811
         adapted = generate(engine, adapter)
         sync(engine, models["good"] / "model.safetensors", 1)
         assert generate(engine, adapter) == adapted != stock
+
+
+@pytest.mark.heavy
+def test_plain_with_inductor(stock, start, compiles, models):
+    compiles.setenv("VLLM_CPU_CI_ENV", "0")
+    with start("good") as engine:
+        assert serves_through_reloads(engine, models, "good", "bad") == stock
