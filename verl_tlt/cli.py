@@ -10,7 +10,6 @@ import verl_tlt
 from verl_tlt.errors import TLTError, needs, printable
 
 try:
-    import pydantic  # noqa: F401  # typer's newer releases read parameters with it
     import typer
     from typer.core import TyperGroup
 
@@ -30,11 +29,15 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except (TLTError, OSError) as error:
-            said = str(error)
-        except ModuleNotFoundError as error:
-            said = needs(error)
-        typer.secho(printable(said), fg="red", err=True)
+            typer.secho(printable(str(error)), fg="red", err=True)
         raise typer.Exit(1)
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Read the command line, too: newer releases of typer need pydantic for it."""
+        try:
+            return super().main(*args, **kwargs)
+        except ModuleNotFoundError as error:
+            raise SystemExit(needs(error)) from None
 
 
 app = typer.Typer(

@@ -1,6 +1,7 @@
 """A verl config as `main_ppo` would compose it, reduced to what verl-tlt reads, with its files on disk; other users."""
 
 import json
+import logging
 import os
 
 import pytest
@@ -8,6 +9,14 @@ from made_run import MadeRun, make_run
 from omegaconf import OmegaConf
 from one_row import one_row
 from policy_config import POLICY
+
+
+@pytest.fixture
+def said(monkeypatch, caplog):
+    """What TLT logs from here on, whatever was done to this process's loggers before."""
+    monkeypatch.setattr(logging.getLogger("verl_tlt"), "propagate", True)
+    caplog.set_level(logging.WARNING, logger="verl_tlt")
+    return caplog
 
 
 @pytest.fixture

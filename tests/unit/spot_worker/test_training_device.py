@@ -3,7 +3,6 @@
 The device is other memory of the host, and counts what is on it.
 """
 
-import logging
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -126,8 +125,7 @@ def test_a_device_that_others_fill_is_not_touched(learner):
     assert learner.train(lambda: False).steps > 0
 
 
-def test_micro_batches_are_as_large_as_the_free_memory_allows(learner, monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("verl_tlt"), "propagate", True)
+def test_micro_batches_are_as_large_as_the_free_memory_allows(learner, monkeypatch, said):
     drawn, sample = [], learner.buffer.sample_batch
     monkeypatch.setattr(learner.buffer, "sample_batch", lambda rng, rows: drawn.append(rows) or sample(rng, rows))
     learner.config = replace(learner.config, drafter=replace(learner.config.drafter, batch_tokens=8192))
@@ -136,7 +134,7 @@ def test_micro_batches_are_as_large_as_the_free_memory_allows(learner, monkeypat
         drawn.clear()
         assert learner.train(lambda: False).steps > 0
         assert set(drawn) == {rows}
-    assert "batches have 2048 rows, not 8192" in caplog.text
+    assert "batches have 2048 rows, not 8192" in said.text
     learner.training_device.total = needs(learner, FEWEST_ROWS) // 2
     with pytest.raises(TLTError, match="a session needs"):
         learner.train(lambda: False)

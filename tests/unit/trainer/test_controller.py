@@ -1,6 +1,5 @@
 """Whole RL steps with a fleet of plain objects: what the controller does at verl's hooks, and what failures cost."""
 
-import logging
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +16,6 @@ from verl_tlt.speculation.types import OFF
 from verl_tlt.trainer.controller import WARM_AGAIN_S, WARM_UP_S
 from verl_tlt.trainer.fleet import CallFailed
 from verl_tlt.trainer.runtime_switch import write_switch
-
-
-@pytest.fixture
-def said(monkeypatch, caplog):
-    """What is logged from here on."""
-    monkeypatch.setattr(logging.getLogger("verl_tlt"), "propagate", True)
-    caplog.set_level(logging.WARNING, logger="verl_tlt")
-    return caplog
 
 
 def test_an_idle_replica_trains_and_what_it_learned_is_served_after_the_sync(run):

@@ -1,7 +1,5 @@
 """Who decodes the coming rollout without drafts, live: switch, control rollouts, speculation disabled and enabled."""
 
-import logging
-
 import pytest
 
 from verl_tlt.config import SpeculationConfig
@@ -66,20 +64,18 @@ def rollout(begin, seconds, drafting):
     return stats
 
 
-def test_speculation_is_disabled_where_it_loses_and_enabled_by_a_probe(tmp_path, caplog, monkeypatch):
+def test_speculation_is_disabled_where_it_loses_and_enabled_by_a_probe(tmp_path, said):
     """Rollouts that decode at half the speed of decoding without drafts, then a probe at twice that speed."""
-    monkeypatch.setattr(logging.getLogger("verl_tlt"), "propagate", True)  # a trainer's set-up turns it off
     live = control(tmp_path, source="both")  # drafts whatever a drafter is worth
     live.calibrated(LatencyTable.calibrated({OFF: [(1, 0.01), (8, 0.01)]}))
-    with caplog.at_level(logging.WARNING, logger="verl_tlt"):
-        for step in range(IN_A_ROW):
-            assert live.undrafted(step, UNKNOWN) == []
-            assert live.rollout_ended(rollout(10.0 * step, 2.0, REPLICAS)) == pytest.approx(-1.0)
-        assert live.disabled and caplog.text.count("Speculation is disabled") == 1
-        for step in range(3, 3 + FIRST_WAIT):
-            assert live.undrafted(step, UNKNOWN) == REPLICAS
-            assert live.rollout_ended(rollout(10.0 * step, 1.0, [])) == 0.0
-        assert live.undrafted(20, UNKNOWN) == ["b"]
-        assert live.rollout_ended(rollout(200.0, 0.5, ["a"])) == 0.0, "the other one ends when it would have"
-    assert "Speculation is enabled again" in caplog.text
+    for step in range(IN_A_ROW):
+        assert live.undrafted(step, UNKNOWN) == []
+        assert live.rollout_ended(rollout(10.0 * step, 2.0, REPLICAS)) == pytest.approx(-1.0)
+    assert live.disabled and said.text.count("Speculation is disabled") == 1
+    for step in range(3, 3 + FIRST_WAIT):
+        assert live.undrafted(step, UNKNOWN) == REPLICAS
+        assert live.rollout_ended(rollout(10.0 * step, 1.0, [])) == 0.0
+    assert live.undrafted(20, UNKNOWN) == ["b"]
+    assert live.rollout_ended(rollout(200.0, 0.5, ["a"])) == 0.0, "the other one ends when it would have"
+    assert "Speculation is enabled again" in said.text
     assert live.undrafted(21, UNKNOWN) == []
