@@ -33,8 +33,8 @@ from benchmarks.process_sizes import ObjectStore, SharedMemory, role, sizes, slo
 from benchmarks.stored import store
 from benchmarks.toy_job import FORCED, SAMPLES, Job, make_assets
 from demo.follow import Tail
-from verl_tlt.compare.processes import interruptible
-from verl_tlt.report.reader import RunTrace, read_trace
+from verl_tlt.commands.compare.processes import interruptible
+from verl_tlt.commands.report.reader import RunTrace, read_trace
 from verl_tlt.trace.events import Session
 
 TOLERANCE = {"memory": 0.1, "threads": 0.01, "files": 0.01, "shared_memory": 0.01, "objects": 0.02}

@@ -30,11 +30,11 @@ from safetensors.torch import load_file
 from benchmarks.stored import store
 from benchmarks.toy_job import FORCED, Job, make_assets
 from demo.toy.assets import Assets
-from verl_tlt.compare.processes import interruptible
+from verl_tlt.commands.compare.processes import interruptible
+from verl_tlt.commands.report.reader import RunTrace, read_trace
 from verl_tlt.drafter import fingerprint, load_training_state
 from verl_tlt.drafter.train import AVERAGE
 from verl_tlt.messages.training import Resumed
-from verl_tlt.report.reader import RunTrace, read_trace
 from verl_tlt.spot_worker.versions import INITIAL, checksum, moments
 from verl_tlt.trace.events import Event, LoadSample, Phase, Publish, Reload, RunStarted
 from verl_tlt.trainer.checkpoints import CHECKPOINT

@@ -11,15 +11,15 @@ from rich.console import Console
 from demo.machine import DemoError, Dtype, check_packages, find_dtype, find_machine, say_dtype
 from demo.run import STALL_S, DemoRun, run_recipe
 from demo.screen import Screen
-from verl_tlt.compare.command import CompareOptions, compare
-from verl_tlt.compare.processes import interruptible
-from verl_tlt.console import make_console
-from verl_tlt.doctor.script import read_script
+from verl_tlt.commands.compare.command import CompareOptions, compare
+from verl_tlt.commands.compare.processes import interruptible
+from verl_tlt.commands.console import make_console
+from verl_tlt.commands.report.figures import save_picture
+from verl_tlt.commands.report.page import serve_command, write_page
+from verl_tlt.commands.report.reader import RunTrace, read_trace
+from verl_tlt.commands.report.rows import initial_lengths, rich_table, rows_of_trace
+from verl_tlt.commands.script.reader import read_script
 from verl_tlt.errors import TLTError
-from verl_tlt.report.figures import save_picture
-from verl_tlt.report.page import serve_command, write_page
-from verl_tlt.report.reader import RunTrace, read_trace
-from verl_tlt.report.rows import initial_lengths, rich_table, rows_of_trace
 
 INTERRUPTED = 130
 RECIPE = Path(__file__).with_name("demo_grpo.sh")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from verl_tlt.report.reader import parse_event
+from verl_tlt.commands.report.reader import parse_event
 from verl_tlt.trace.events import ENGINE_PREFIX, Event
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
-    from verl_tlt.report.reader import RunTrace
+    from verl_tlt.commands.report.reader import RunTrace
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
@@ -127,7 +127,7 @@ def draw(name: str, folder: Path) -> Path:
 
 def numbers_of(trace: RunTrace, number: int) -> dict[str, Any]:
     """What `bubble` and `chosen-k` show of one RL step, in seconds since the rollout began; OFF counts as K=0."""
-    from verl_tlt.report.steps import rl_steps, sampled
+    from verl_tlt.commands.report.steps import rl_steps, sampled
 
     step = rl_steps(trace)[number]
     at = np.linspace(step.start, step.end, 240)
@@ -158,7 +158,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.record:
         from benchmarks.stored import store
-        from verl_tlt.report.reader import read_trace
+        from verl_tlt.commands.report.reader import read_trace
 
         file = RESULTS / "rollout.json"
         known = json.loads(file.read_text()) if file.exists() else {}

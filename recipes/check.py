@@ -147,7 +147,7 @@ RECIPES = {
 
 def captured(recipe: Recipe, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> list[str]:
     """The overrides with which an unchanged recipe, given `arguments`, calls `verl.trainer.main_ppo`."""
-    from verl_tlt.doctor.script import read_script
+    from verl_tlt.commands.script.reader import read_script
 
     return list(read_script(HERE / recipe.script, arguments, environment).overrides)
 
@@ -169,9 +169,9 @@ def problems(recipe: Recipe, data: Path) -> list[str]:
     from verl.utils.config import validate_config
 
     from demo.toy.assets import SHIPPED_POLICY
+    from verl_tlt.checks import rules
+    from verl_tlt.checks.recipe import compose, read_settings
     from verl_tlt.config import TLTConfigError
-    from verl_tlt.doctor import rules
-    from verl_tlt.doctor.recipe import compose, read_settings
 
     try:
         config = compose(captured(recipe, {"DATA": str(data)}), "ppo_trainer")
@@ -198,7 +198,7 @@ def same_run(first: Recipe, second: Recipe) -> bool:
     """Whether two recipes, scaled down, are one and the same run: they differ in sizes only."""
     from omegaconf import OmegaConf
 
-    from verl_tlt.doctor.recipe import compose
+    from verl_tlt.checks.recipe import compose
 
     if (first.policy, first.expect) != (second.policy, second.expect):
         return False

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes import check, memory
-from verl_tlt.doctor.recipe import compose, select
+from verl_tlt.checks.recipe import compose, select
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

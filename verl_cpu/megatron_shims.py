@@ -21,7 +21,7 @@ from verl_cpu.megatron_cuda import (
     rng_state,
     set_rng_state,
 )
-from verl_tlt.compat.import_hooks import when_imported
+from verl_tlt.upstream.import_hooks import when_imported
 
 METHODS = (
     "initialize", "forward_backward_batch", "optimizer_step", "optimizer_zero_grad", "to", "save_checkpoint",

@@ -10,7 +10,7 @@ import functools
 import inspect
 from typing import Any
 
-from verl_tlt.compat.import_hooks import when_imported
+from verl_tlt.upstream.import_hooks import when_imported
 
 
 def dedupe_backend(backend: str) -> str:

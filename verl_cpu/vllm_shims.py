@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from verl_tlt.compat.import_hooks import when_imported
+from verl_tlt.upstream.import_hooks import when_imported
 
 if TYPE_CHECKING:
     import torch

@@ -16,10 +16,10 @@ from omegaconf import DictConfig, open_dict
 
 import verl_tlt
 from verl_tlt import MODE_PREFIX
+from verl_tlt.checks import rules
+from verl_tlt.checks.models import absolute, located
+from verl_tlt.checks.recipe import read_mapping, read_run_dir, read_settings
 from verl_tlt.config import TLTConfig, TLTConfigError
-from verl_tlt.doctor import rules
-from verl_tlt.doctor.models import absolute, located
-from verl_tlt.doctor.recipe import read_mapping, read_run_dir, read_settings
 from verl_tlt.errors import printable
 
 

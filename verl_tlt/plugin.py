@@ -115,7 +115,7 @@ def arm() -> None:
     sys.argv[1:] = flag.joined(sys.argv[1:])  # Hydra reads it after this
     if native():
         return
-    from verl_tlt.compat.import_hooks import when_imported
+    from verl_tlt.upstream.import_hooks import when_imported
 
     when_imported(CONFIG_MODULE, _wrap_validate_config)
     when_imported(TRAINER_MODULE, _wrap_get_trainer_cls)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verl_tlt.compare.pooled import ratio
+from verl_tlt.commands.compare.pooled import ratio
 
 
 def over(theirs: Sequence[float], ours: Sequence[float]) -> list[float]:

@@ -40,15 +40,15 @@ from benchmarks.toy_job import FORCED, NO_CLUSTER, RECIPE, recipe_environment, t
 from demo.machine import find_dtype, say_dtype
 from demo.toy.assets import Assets, build_assets, demo_width
 from verl_cpu.environment import CPU_ENGINE
-from verl_tlt.compare.arms import STOCK, Arm, CompareError
-from verl_tlt.compare.command import report, say, take_turns
-from verl_tlt.compare.plan import Plan, make_plan
-from verl_tlt.compare.processes import interruptible
-from verl_tlt.compare.result import found_of
-from verl_tlt.compare.turns import Record
-from verl_tlt.console import make_console
-from verl_tlt.doctor.recipe import Recipe
-from verl_tlt.doctor.script import read_script
+from verl_tlt.checks.recipe import Recipe
+from verl_tlt.commands.compare.arms import STOCK, Arm, CompareError
+from verl_tlt.commands.compare.command import report, say, take_turns
+from verl_tlt.commands.compare.plan import Plan, make_plan
+from verl_tlt.commands.compare.processes import interruptible
+from verl_tlt.commands.compare.result import found_of
+from verl_tlt.commands.compare.turns import Record
+from verl_tlt.commands.console import make_console
+from verl_tlt.commands.script.reader import read_script
 from verl_tlt.errors import TLTError
 from verl_tlt.speculation.costs.tables import LatencyTable
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from verl_tlt.compare.arms import NO_SLEEP, NO_SPOT, STOCK, TLT, Arm, vllm_arm
+from verl_tlt.commands.compare.arms import NO_SLEEP, NO_SPOT, STOCK, TLT, Arm, vllm_arm
 
 VLLM_LENGTHS = (1, 3, 7)
 LONGEST = VLLM_LENGTHS[-1]

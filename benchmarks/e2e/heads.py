@@ -158,8 +158,8 @@ def _served(home: Path, policy: Path) -> float:
     """Accept length that stock vLLM counts with this policy, on the prompts that the warm-up held out."""
     from rich.console import Console
 
-    from verl_tlt.warmup.evaluate import evaluate
-    from verl_tlt.warmup.options import EvaluateOptions
+    from verl_tlt.commands.warmup.evaluate import evaluate
+    from verl_tlt.commands.warmup.options import EvaluateOptions
 
     options = EvaluateOptions(
         drafter=home / "drafter", prompts=[home / "prompts.parquet"], model=policy, draft_length=LONGEST,

@@ -25,7 +25,7 @@ from benchmarks.faults.judge import Evidence, row, wrong
 from benchmarks.faults.plan import ENGINE_KILLED, FAULTS, SAVE_EVERY, SERVER_KILLED, STEPS, Fault
 from benchmarks.faults.run import ROOT, FaultRun, run
 from benchmarks.stored import store
-from verl_tlt.report.reader import read_trace
+from verl_tlt.commands.report.reader import read_trace
 
 RESULTS = ROOT / "benchmarks" / "results" / "faults.json"
 KILLED_STEPS = 4

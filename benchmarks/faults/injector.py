@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.faults import actions
 from benchmarks.faults.plan import BOUNDS, ENGINE_KILLED, FAULTS, NAN_LIVE, SERVER_KILLED, Fault
-from verl_tlt.compat.import_hooks import when_imported
+from verl_tlt.upstream.import_hooks import when_imported
 
 DIRECTORY = "TLT_FAULTS"
 EVERY = (*FAULTS, SERVER_KILLED, ENGINE_KILLED, NAN_LIVE)

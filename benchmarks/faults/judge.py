@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.faults.plan import FAULTS, Fault
-from verl_tlt.report.reader import RunTrace
+from verl_tlt.commands.report.reader import RunTrace
 
 Steps = Mapping[int, Mapping[str, float]]
 

@@ -16,7 +16,7 @@ import psutil
 
 from benchmarks.faults.plan import Fault
 from demo.toy.assets import build_assets
-from verl_tlt.compare.processes import ProcessTree, interruptible
+from verl_tlt.commands.compare.processes import ProcessTree, interruptible
 
 ROOT = Path(__file__).parents[2]
 BATCH, SAMPLES, LONG, SHORT = 4, 4, 400, 40

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.parts import Bench, Part
-from verl_tlt.child_engine import serve_job
+from verl_tlt.commands.child_engine import serve_job
 
 
 def _work(asked: dict[str, Any], directory: Path) -> dict[str, Any]:

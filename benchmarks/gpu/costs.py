@@ -11,8 +11,8 @@ from typing import Any
 
 from benchmarks.gpu.engines import hold, shaped_engine, stats
 from benchmarks.gpu.parts import NEEDS_CUDA, Bench, device_memory
-from verl_tlt.child_engine import LOG
-from verl_tlt.doctor.standalone_engine import StandaloneEngine, graph_memory_gib
+from verl_tlt.commands.child_engine import LOG
+from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine, graph_memory_gib
 from verl_tlt.server.engine_arguments import started_arms
 from verl_tlt.speculation.types import OFF
 

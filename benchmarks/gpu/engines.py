@@ -15,8 +15,8 @@ import torch
 from benchmarks.control.toy import STEPS, Toy, prepare
 from benchmarks.gpu.parts import Bench
 from benchmarks.gpu.shapes import shape_of
-from verl_tlt.doctor.recipe import Recipe
-from verl_tlt.doctor.standalone_engine import Setup, StandaloneEngine, set_up, start
+from verl_tlt.checks.recipe import Recipe
+from verl_tlt.commands.doctor.standalone_engine import Setup, StandaloneEngine, set_up, start
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.types import OFF

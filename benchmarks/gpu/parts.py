@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_cpu.environment import CPU_ENGINE
-from verl_tlt.child_engine import ChildEngineError, run_job
-from verl_tlt.compat.versions import installed
+from verl_tlt.commands.child_engine import ChildEngineError, run_job
+from verl_tlt.upstream.versions import installed
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel

@@ -25,7 +25,7 @@ from benchmarks.lossless.judged import FAILS, Judged
 from benchmarks.lossless.tiny_policy import SMALL, build_drafter_dir, build_target
 from benchmarks.stored import store
 from verl_cpu.environment import CPU_ENGINE
-from verl_tlt.child_engine import run_job
+from verl_tlt.commands.child_engine import run_job
 
 SETTINGS = {
     "T=1": Sampling(),

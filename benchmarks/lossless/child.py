@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.lossless.drawing import draw, parameters
 from benchmarks.lossless.exact import Sampling
-from verl_tlt.child_engine import serve_job
+from verl_tlt.commands.child_engine import serve_job
 from verl_tlt.speculation.types import Load, StepRecord
 
 if TYPE_CHECKING:

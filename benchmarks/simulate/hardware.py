@@ -9,8 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
-from verl_tlt.advise.hardware import RooflineCost
-from verl_tlt.advise.simulation import StepSeconds
+from verl_tlt.commands.advise.hardware import RooflineCost
+from verl_tlt.commands.advise.simulation import StepSeconds
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable, interpolate
 from verl_tlt.speculation.types import OFF, ControlError
 

@@ -17,8 +17,8 @@ from made_run import make_run  # noqa: E402
 from policy_config import POLICY  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
-from verl_tlt.cli import app  # noqa: E402
-from verl_tlt.doctor import command as doctor_command  # noqa: E402
+from verl_tlt.commands.cli import app  # noqa: E402
+from verl_tlt.commands.doctor import command as doctor_command  # noqa: E402
 
 STOCK = {
     "timing_s/gen": 80.0, "timing_s/step": 100.0, "response_length/mean": 300.0, "response_length/max": 1500.0,

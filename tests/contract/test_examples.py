@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 from one_row import one_row
 
-from verl_tlt.compat.versions import installed
+from verl_tlt.checks import rules
+from verl_tlt.checks.recipe import compose, read_settings
+from verl_tlt.commands.script.reader import read_script
+from verl_tlt.commands.script.run import run_script
+from verl_tlt.commands.script.shell.syntax import MAIN
 from verl_tlt.config import TLTConfigError
-from verl_tlt.doctor import rules
-from verl_tlt.doctor.recipe import compose, read_settings
-from verl_tlt.doctor.run_script import run_script
-from verl_tlt.doctor.script import read_script
-from verl_tlt.doctor.shell.syntax import MAIN
+from verl_tlt.upstream.versions import installed
 
 CACHE = os.environ.get("TLT_CONTRACT_CACHE")
 REPOSITORY = "https://github.com/verl-project/verl"

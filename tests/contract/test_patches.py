@@ -21,8 +21,8 @@ import pytest
 
 from patches import cpu_changes, upstream_changes
 from verl_cpu import megatron_shims, verl_shims, vllm_shims
-from verl_tlt.compat.sources import SourceTree, source_root
-from verl_tlt.compat.upstream_api import Symbol
+from verl_tlt.upstream.sources import SourceTree, source_root
+from verl_tlt.upstream.upstream_api import Symbol
 
 ROOT = Path(__file__).parents[2]
 PATCHES = sorted((ROOT / "patches").rglob("*.patch"))
@@ -154,7 +154,7 @@ def test_stock_verl_finds_no_drafter_of_the_v2_runner():
 
 def test_the_plugin_hooks_nothing_in_a_verl_that_knows_the_key(tmp_path, monkeypatch):
     from verl_tlt import plugin
-    from verl_tlt.compat import import_hooks as hooks
+    from verl_tlt.upstream import import_hooks as hooks
 
     patched("plugin", tmp_path)
     stand_in = types.ModuleType("verl")

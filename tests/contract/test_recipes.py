@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipes import check, memory, tables
-from verl_tlt.doctor.recipe import select
+from verl_tlt.checks.recipe import select
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 FILES = sorted(path for path in RECIPES.glob("*.sh"))

@@ -16,8 +16,8 @@ import verl_cpu
 import verl_tlt
 from demo.upstream_api import DEMO
 from verl_cpu.upstream_api import CPU
-from verl_tlt.compat.sources import SourceTree, check_symbols, source_root
-from verl_tlt.compat.upstream_api import SYMBOLS, Symbol
+from verl_tlt.upstream.sources import SourceTree, check_symbols, source_root
+from verl_tlt.upstream.upstream_api import SYMBOLS, Symbol
 
 OURS = [
     (Path(verl_tlt.__file__).parent, SYMBOLS),

@@ -19,8 +19,8 @@ from vllm.config import CUDAGraphMode
 from vllm.v1 import cudagraph_dispatcher
 from vllm.v1.worker import gpu_model_runner
 
-from verl_tlt.compat.sources import source_root
 from verl_tlt.speculation.graph_rules import FULL_GRAPHS, GRAPH_ARMS
+from verl_tlt.upstream.sources import source_root
 from verl_tlt.vllm_worker.cuda_graphs import KNOWN, SAYS, capture_every_arm, captured_arms, digest, prepare_capture
 
 SEQUENCES = 64

@@ -14,7 +14,7 @@ from releases import VLLM, sources
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
-from verl_tlt.compat.sources import source_root
+from verl_tlt.upstream.sources import source_root
 from verl_tlt.vllm_worker import drafter_pass
 from verl_tlt.vllm_worker.drafter_pass import set_drafting
 

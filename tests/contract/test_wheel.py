@@ -75,7 +75,7 @@ def test_it_holds_the_plugin_and_nothing_else(wheel):
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"verl_tlt", "hydra_plugins"}
     assert {
         "verl_tlt/py.typed",
-        "verl_tlt/report/page.html",
+        "verl_tlt/commands/report/page.html",
         "verl_tlt/conf/tlt/default.yaml",
         "hydra_plugins/verl_tlt_search.py",
     } <= set(names)
@@ -91,7 +91,7 @@ def test_what_it_says_of_itself(wheel):
     info = next(name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name)
     points = archive.read(f"{info}/entry_points.txt").decode()
     for line in (
-        "verl-tlt = verl_tlt.cli:app", "tlt = verl_tlt.plugin", "tlt = verl_tlt.activation",
+        "verl-tlt = verl_tlt.commands.cli:app", "tlt = verl_tlt.plugin", "tlt = verl_tlt.activation",
     ):  # fmt: skip
         assert line in points.splitlines()
     said = Parser().parsestr(archive.read(f"{info}/METADATA").decode())

@@ -16,8 +16,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from demo.toy.assets import build_assets
-from verl_tlt.compare.processes import ProcessTree, interruptible
-from verl_tlt.report.reader import RunTrace, read_trace
+from verl_tlt.commands.compare.processes import ProcessTree, interruptible
+from verl_tlt.commands.report.reader import RunTrace, read_trace
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "demo" / "demo_grpo.sh"

@@ -45,8 +45,8 @@ def command(tmp_path):
     out = tmp_path / "compared"
     loop = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={built.agent_loop}"
     costs = f"tlt.speculation.costs_dir={tmp_path}/costs"
-    words = ["-c", "from verl_tlt.cli import app; app()", "compare", str(RECIPE), *RECIPE_SETTINGS, loop, costs]
-    return [sys.executable, *words, "--steps", "2", "--out", str(out)], env, out
+    words = ["compare", str(RECIPE), *RECIPE_SETTINGS, loop, costs, "--steps", "2", "--out", str(out)]
+    return [sys.executable, "-c", "from verl_tlt.commands.cli import app; app()", *words], env, out
 
 
 def taken(out: Path):

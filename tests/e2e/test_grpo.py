@@ -10,8 +10,8 @@ from benchmarks.faults import judge
 from benchmarks.faults.plan import Fault
 from benchmarks.faults.run import fired
 from benchmarks.resume import held_by, saved
+from verl_tlt.commands.report.steps import rl_steps
 from verl_tlt.idle.cold_start import PORTIONS, STEPS
-from verl_tlt.report.steps import rl_steps
 
 pytestmark = pytest.mark.e2e
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from demo.toy.assets import Assets, build_reward_model
 from recipes import check
-from verl_tlt.report.reader import read_trace
-from verl_tlt.report.steps import rl_steps
+from verl_tlt.commands.report.reader import read_trace
+from verl_tlt.commands.report.steps import rl_steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 

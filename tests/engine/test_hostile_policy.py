@@ -15,12 +15,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from verl_tlt.cli import app
-from verl_tlt.doctor.standalone_engine import set_up
+from verl_tlt.commands.cli import app
+from verl_tlt.commands.doctor.standalone_engine import set_up
+from verl_tlt.commands.warmup import engine
+from verl_tlt.commands.warmup.options import EvaluateOptions, WarmupOptions
+from verl_tlt.commands.warmup.recipe import read_for
 from verl_tlt.drafter import provenance
-from verl_tlt.warmup import engine
-from verl_tlt.warmup.options import EvaluateOptions, WarmupOptions
-from verl_tlt.warmup.recipe import read_for
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "drafter"))  # tiny_policy.py
 

@@ -11,8 +11,8 @@ import torch
 from tiny_engine import sampled
 
 from benchmarks.lossless.tiny_policy import build_drafter_dir
-from verl_tlt.doctor.engine_check import Measured, check_sleep, judge
-from verl_tlt.doctor.standalone_engine import StandaloneEngine
+from verl_tlt.commands.doctor.engine_check import Measured, check_sleep, judge
+from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine
 
 pytestmark = pytest.mark.engine
 

@@ -9,9 +9,9 @@ from one_row import one_row
 from typer.testing import CliRunner
 from word_tokenizer import save_tokenizer
 
-from verl_tlt.cli import app
-from verl_tlt.doctor import engine_check
-from verl_tlt.doctor.engine_check import run_job
+from verl_tlt.commands.cli import app
+from verl_tlt.commands.doctor import engine_check
+from verl_tlt.commands.doctor.engine_check import run_job
 from verl_tlt.speculation.types import OFF
 
 pytestmark = pytest.mark.engine

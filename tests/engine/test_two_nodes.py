@@ -8,8 +8,8 @@ import pytest
 from recorded import ENVIRONMENT, end_ray
 
 from verl_tlt.drafter.staging import stage
+from verl_tlt.files.ownership import make_private_dir
 from verl_tlt.messages.rollout import DrafterFile
-from verl_tlt.ownership import make_private_dir
 
 pytestmark = [pytest.mark.engine, pytest.mark.heavy]
 

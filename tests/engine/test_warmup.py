@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from demo.toy.assets import build_assets
-from verl_tlt.cli import app
+from verl_tlt.commands.cli import app
 from verl_tlt.drafter import (
     VerifierWeights,
     build_drafter,

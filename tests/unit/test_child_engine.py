@@ -11,12 +11,12 @@ import pytest
 
 import verl_cpu
 from verl_cpu.environment import CPU_ENGINE
-from verl_tlt import child_engine
-from verl_tlt.child_engine import ChildEngineError, require_cpu_platform, run_job
+from verl_tlt.commands import child_engine
+from verl_tlt.commands.child_engine import ChildEngineError, require_cpu_platform, run_job
 
 CHILD = """
 import os, sys, time
-from verl_tlt.child_engine import serve_job
+from verl_tlt.commands.child_engine import serve_job
 from verl_tlt.errors import TLTError
 
 def work(job, directory):
@@ -100,7 +100,7 @@ def test_one_that_hangs_is_ended(tmp_path):
 
 def test_it_ends_with_its_parent(tmp_path):
     code = (
-        "from pathlib import Path; from verl_tlt.child_engine import run_job;"
+        "from pathlib import Path; from verl_tlt.commands.child_engine import run_job;"
         f"run_job('simple_child', {{'do': 'hang'}}, Path({str(tmp_path)!r}), {{}})"
     )
     parent = subprocess.Popen([sys.executable, "-c", code])

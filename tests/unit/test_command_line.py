@@ -6,7 +6,7 @@ import sys
 import pytest
 from typer.main import get_command
 
-from verl_tlt.cli import app
+from verl_tlt.commands.cli import app
 
 COMMANDS = get_command(app).commands
 MAY_BE_ZERO = {"temperature", "top_k", "seed", "cache_gb", "reward_seconds", "rounds"}
@@ -55,7 +55,7 @@ def test_a_number_is_a_number_within_bounds(name, option):
 
 @pytest.mark.parametrize("package", ["typer", "pydantic", "rich"])
 def test_a_package_that_is_missing_is_named_with_what_to_install(package):
-    code = f"import sys; sys.modules[{package!r}] = None; from verl_tlt.cli import app; app(['doctor', 'a=1'])"
+    code = f"import sys; sys.modules[{package!r}] = None; from verl_tlt.commands.cli import app; app(['doctor', 'a=1'])"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 1 and "Traceback" not in ended.stderr
     assert f"verl-tlt needs {package}, which is not installed here: pip install {package}" in ended.stderr

@@ -14,9 +14,9 @@ import pytest
 import typer
 from doc_commands import ROOT, blocks, commands, overrides
 
-from verl_tlt.cli import app
-from verl_tlt.compat.sources import source_root
-from verl_tlt.doctor.recipe import compose
+from verl_tlt.checks.recipe import compose
+from verl_tlt.commands.cli import app
+from verl_tlt.upstream.sources import source_root
 
 COMMANDS = commands()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

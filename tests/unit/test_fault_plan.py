@@ -14,7 +14,7 @@ import pytest
 from benchmarks.faults import actions, judge
 from benchmarks.faults.plan import BOUNDS, ENGINE_KILLED, FAULTS, NAN_LIVE, SERVER_KILLED, STEPS, Fault
 from benchmarks.faults.run import arm
-from verl_tlt.report.reader import RunTrace
+from verl_tlt.commands.report.reader import RunTrace
 from verl_tlt.trace.events import Session
 
 ROOT = Path(__file__).parents[2]
@@ -181,7 +181,7 @@ def test_a_fault_of_several_sessions_strikes_one_replicas_workers_one_after_the_
 
 def test_every_fault_of_a_plan_is_armed_as_python_starts(tmp_path):
     faults = (*FAULTS, SERVER_KILLED, ENGINE_KILLED)
-    modules = "from verl_tlt.compat.import_hooks import _FINDER; print(*_FINDER.callbacks)"
+    modules = "from verl_tlt.upstream.import_hooks import _FINDER; print(*_FINDER.callbacks)"
     env = {**os.environ, "PYTHONPATH": str(ROOT)} | arm(tmp_path, faults)
     done = subprocess.run([sys.executable, "-c", modules], env=env, capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) >= {t.partition(":")[0] for fault in faults for t in fault.targets}

@@ -2,7 +2,8 @@
 
 A folder of `verl_tlt` says which process runs its files. Rooms of different processes do not import each other; what
 passes between them is in `messages`. The trainer is the exception that its job asks for: it starts
-the others' actors, so it imports their classes. Commands (doctor, warmup, report, cli) stand above everything.
+the others' actors, so it imports their classes. There are three floors, and imports go downwards only: commands, the
+run, the core.
 """
 
 import ast
@@ -13,83 +14,60 @@ import pytest
 
 import verl_tlt
 from patches import cpu_changes, upstream_changes
-from verl_tlt.compat.sources import SourceTree
-from verl_tlt.compat.upstream_api import Symbol
+from verl_tlt.upstream.sources import SourceTree
+from verl_tlt.upstream.upstream_api import Symbol
 
 ROOT = Path(verl_tlt.__file__).parent
 FRAMEWORKS = {"verl", "vllm", "ray", "torch", "megatron", "transformers", "speculators"}
 
-SHARED = {"config", "errors", "json_files", "messages", "ownership"}
-MAY_IMPORT = {
-    # PURE: decisions over numbers
+SHARED = {"config", "errors", "files", "messages"}
+CORE = {
+    # decisions over numbers, records, files; torch at most
     "errors": set(),
     "messages": set(),
-    "ownership": {"errors"},
-    "json_files": {"errors"},
     "bootstrap": set(),
-    "speculation": {"errors", "json_files", "messages", "ownership"},
+    "files": {"errors"},
+    "speculation": {"errors", "files", "messages"},
     "idle": {"speculation"},
-    # what every process may carry
     "flag": set(),
     "config": {"errors", "speculation"},
-    "compat": {"errors"},
-    "child_engine": {"errors"},
-    "drafter": {"errors", "json_files", "ownership"},
-    "trace": {"messages", "ownership"},
-    # one process each
-    "engine_core": SHARED | {"compat", "speculation"},
-    "vllm_worker": SHARED | {"compat", "drafter", "speculation"},
-    "server": SHARED | {"compat", "drafter", "speculation"},
-    "actor": SHARED | {"compat", "drafter"},
-    "spot_worker": SHARED | {"compat", "drafter"},
+    "upstream": {"errors"},
+    "drafter": {"errors", "files"},
+    "trace": {"files", "messages"},
+}
+RUN = {
+    # a folder a process, and what a run begins with
+    "engine_core": SHARED | {"speculation", "upstream"},
+    "vllm_worker": SHARED | {"drafter", "speculation", "upstream"},
+    "server": SHARED | {"drafter", "speculation", "upstream"},
+    "actor": SHARED | {"drafter", "upstream"},
+    "spot_worker": SHARED | {"drafter", "upstream"},
     "trainer": SHARED
-    | {"actor", "bootstrap", "compat", "drafter", "idle", "server", "speculation", "spot_worker", "trace"},
-    # commands
-    "console": set(),
-    "report": {"console", "errors", "json_files", "ownership", "trace"},
-    "doctor": SHARED | {"child_engine", "compat", "drafter", "flag", "idle", "server", "speculation", "trainer"},
-    "warmup": SHARED | {"child_engine", "doctor", "drafter", "server"},
-    "advise": {"config", "console", "doctor", "drafter", "errors", "json_files", "report", "server", "speculation"},
-    "compare": {"bootstrap", "config", "console", "doctor", "errors", "flag", "json_files", "ownership", "report"},
-    # what a run and a shell begin with
-    "activation": SHARED | {"compat", "doctor", "trainer"},
-    "plugin": {"activation", "compat", "flag", "trainer"},
-    "cli": SHARED | {"advise", "compare", "compat", "console", "doctor", "drafter", "report", "trainer", "warmup"},
+    | {"actor", "bootstrap", "drafter", "idle", "server", "speculation", "spot_worker", "trace", "upstream"},
+    "checks": SHARED | {"drafter", "flag", "idle", "server", "speculation", "upstream"},
+    "activation": SHARED | {"checks", "trainer", "upstream"},
+    "plugin": {"activation", "flag", "trainer", "upstream"},
     "conf": set(),
 }
-FRAMEWORKS_OF = {
-    **{
-        room: set()
-        for room in ("errors", "ownership", "json_files", "bootstrap", "speculation", "idle", "messages", "config")
-    },
-    "trace": set(),
-    **{
-        room: set()
-        for room in (
-            "child_engine",
-            "compare",
-            "console",
-            "report",
-            "plugin",
-            "activation",
-            "advise",
-            "cli",
-            "conf",
-            "flag",
-        )
-    },
+COMMANDS = {
+    "commands": SHARED
+    | {"bootstrap", "checks", "drafter", "flag", "server", "speculation", "trace", "trainer", "upstream"},
+}
+MAY_IMPORT = CORE | RUN | COMMANDS
+FRAMEWORKS_OF = dict.fromkeys(MAY_IMPORT, frozenset()) | {
     "drafter": {"torch", "transformers", "speculators"},
-    "compat": set(),
     "engine_core": {"vllm"},
     "vllm_worker": {"torch", "verl", "vllm"},
     "server": {"ray", "torch", "verl", "vllm"},
     "actor": {"megatron", "ray", "torch", "verl"},
     "spot_worker": {"ray", "torch"},
     "trainer": {"ray", "verl"},
-    "warmup": {"torch", "transformers", "vllm"},
-    "doctor": {"torch", "transformers", "verl", "vllm"},
+    "checks": {"torch", "transformers"},
+    "commands": {"torch", "transformers", "verl", "vllm"},
 }
-STANDARD = ("__init__.py", "plugin.py", "compat/import_hooks.py", "flag.py", "speculation/types.py")
+WITHOUT_FRAMEWORKS = ("advise", "cli", "compare", "console", "report", "script")
+"""Commands that work where no framework is installed."""
+STANDARD = ("__init__.py", "plugin.py", "upstream/import_hooks.py", "flag.py", "speculation/types.py")
 """What every process loads, TLT or not."""
 
 
@@ -149,6 +127,18 @@ def test_rooms_have_an_order():
         assert all(order.index(other) < order.index(room) for other in below), room
 
 
+def test_the_floors():
+    """Commands import the run and the core, the run imports the core; no run imports a command."""
+    assert all(below <= CORE.keys() for below in CORE.values())
+    assert all(below <= CORE.keys() | RUN.keys() for below in RUN.values())
+
+
+@pytest.mark.parametrize("name", WITHOUT_FRAMEWORKS)
+def test_a_command_needs_no_framework(name):
+    for path in files(f"commands/{name}"):
+        assert not roots(path) & FRAMEWORKS, f"{path} imports {roots(path) & FRAMEWORKS}"
+
+
 def test_no_two_files_import_each_other():
     """No circle among files either, however late the imports run."""
     modules = {".".join(p.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): p
@@ -168,10 +158,10 @@ def test_what_every_process_loads_is_standard_library(name):
 
 
 def test_the_cpu_platform_is_no_part_of_the_package():
-    """`verl_cpu` uses verl-tlt's `compat`, never the other way round."""
+    """`verl_cpu` uses verl-tlt's `upstream`, never the other way round."""
     assert all("verl_cpu" not in roots(path) for path in ROOT.rglob("*.py"))
     used = {room_of(name) for path in (ROOT.parent / "verl_cpu").glob("*.py") for name in imported(path)}
-    assert used == {"compat", None}
+    assert used == {"upstream", None}
 
 
 @pytest.mark.parametrize("change", (*upstream_changes.CHANGES, *cpu_changes.CHANGES), ids=lambda c: c.applied_by)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from verl_tlt.json_files import MOST_BYTES, MOST_LEVELS, JSONFileError, parse, read_lines, read_object
+from verl_tlt.files.json_files import MOST_BYTES, MOST_LEVELS, JSONFileError, parse, read_lines, read_object
 
 
 def refusal(path):

@@ -10,7 +10,7 @@ from verl_tlt.drafter.checkpoint import replaced
 from verl_tlt.drafter.staging import DIRECTORY, stage, staged_weights
 from verl_tlt.engine_core.steps import StepTrace
 from verl_tlt.errors import TLTError
-from verl_tlt.ownership import (
+from verl_tlt.files.ownership import (
     OWNER,
     SEAL,
     TRUSTED_MOUNT,

@@ -36,7 +36,7 @@ def test_importing_the_plugin_loads_the_standard_library_only():
 
 def test_a_plugin_that_cannot_arm_does_not_raise_and_says_it_is_not_armed():
     code = (
-        "import sys; sys.modules['verl_tlt.compat.import_hooks'] = None; "
+        "import sys; sys.modules['verl_tlt.upstream.import_hooks'] = None; "
         "import verl_tlt.plugin; assert not verl_tlt.plugin.armed()"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, timeout=300, capture_output=True, text=True)

@@ -27,7 +27,7 @@ ALLOWED = {
     "verl_tlt/engine_core/scheduler.py": {"importlib.import_module"},
     "hydra_plugins/verl_tlt_search.py": {"importlib.import_module"},
     "demo/toy/widen.py": {"load_file"},  # of a policy that the demo has just written
-    "verl_tlt/warmup/prompts.py": {"trust_remote_code=trusted"},  # as the recipe or the command line says
+    "verl_tlt/commands/warmup/prompts.py": {"trust_remote_code=trusted"},  # as the recipe or the command line says
     # Passed on as verl's own loader has it.
     "verl_cpu/verl_shims.py": {"trust_remote_code=trust_remote_code"},
 }

@@ -37,7 +37,7 @@ from verl_tlt.drafter.policy import (
 )
 from verl_tlt.drafter.schema import Layer, as_served, check_rows, checked
 from verl_tlt.drafter.tensors import check_tensors
-from verl_tlt.ownership import TRUSTED_MOUNT, other_owner, sealed
+from verl_tlt.files.ownership import TRUSTED_MOUNT, other_owner, sealed
 
 PROVENANCE = "provenance.json"
 TOKENIZER = "tokenizer_sha256"

@@ -51,7 +51,7 @@ from verl_tlt.drafter.policy import (
 )
 from verl_tlt.drafter.tensor_file import TensorFile
 from verl_tlt.drafter.tensors import not_finite, read_tensors
-from verl_tlt.ownership import seal
+from verl_tlt.files.ownership import seal
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig

@@ -22,7 +22,7 @@ from verl_tlt.drafter.policy import (
     tensor_files,
 )
 from verl_tlt.drafter.tensor_file import TensorFile
-from verl_tlt.ownership import check_writable, replacing
+from verl_tlt.files.ownership import check_writable, replacing
 
 SHARD = "model-mtp.safetensors"
 """The file that `write_back` adds to a policy."""

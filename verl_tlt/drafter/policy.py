@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from verl_tlt.drafter.tensor_file import TensorFile
 from verl_tlt.errors import DrafterError as DrafterError
-from verl_tlt.json_files import JSONFileError, read_object
+from verl_tlt.files.json_files import JSONFileError, read_object
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

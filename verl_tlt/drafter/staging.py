@@ -9,7 +9,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from verl_tlt.ownership import check_private
+from verl_tlt.files.ownership import check_private
 
 DIRECTORY = "TLT_DRAFTER_DIR"
 """Environment variable of a server and its children: where this node's drafter is staged."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 import numpy as np
 
 from verl_tlt.errors import DrafterError
-from verl_tlt.json_files import open_ordinary, parse
+from verl_tlt.files.json_files import open_ordinary, parse
 
 if TYPE_CHECKING:
     import torch

@@ -28,18 +28,18 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from verl_tlt.engine_core.decode_load import DecodeLoad, StopBoundary
 from verl_tlt.engine_core.grammar_drafts import GrammarDrafts
 from verl_tlt.engine_core.ngram_drafts import NgramDrafts
 from verl_tlt.engine_core.steps import EngineStep, StepTrace
+from verl_tlt.engine_core.verified import Verified, count_verified
 from verl_tlt.messages.rollout import BROKEN_MARK, EngineStats
 from verl_tlt.speculation.decision import Limits
-from verl_tlt.speculation.decode_load import DecodeLoad, StopBoundary
 from verl_tlt.speculation.graph_rules import token_limit
 from verl_tlt.speculation.ngram_index import NgramIndex
 from verl_tlt.speculation.policies import make_policy
 from verl_tlt.speculation.step_control import StepControl
 from verl_tlt.speculation.types import Policy
-from verl_tlt.speculation.verified import Verified, count_verified
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig

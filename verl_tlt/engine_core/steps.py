@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_tlt.ownership import open_to_append
+from verl_tlt.engine_core.verified import NOTHING, Verified
+from verl_tlt.files.ownership import open_to_append
 from verl_tlt.speculation.step_control import StepControl
 from verl_tlt.speculation.step_statistics import StepTotals
 from verl_tlt.speculation.types import StepRecord
-from verl_tlt.speculation.verified import NOTHING, Verified
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from verl_tlt.compat.versions import installed
 from verl_tlt.drafter.policy import folder
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
@@ -27,6 +26,7 @@ from verl_tlt.server.scheduler_client import SchedulerClient
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey
 from verl_tlt.speculation.graph_rules import FULL_GRAPHS
 from verl_tlt.speculation.types import OFF
+from verl_tlt.upstream.versions import installed
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig

@@ -9,7 +9,6 @@ from contextlib import suppress
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from verl_tlt.compat.versions import installed, release
 from verl_tlt.config import TLTConfig, TLTConfigError
 from verl_tlt.speculation.graph_rules import (
     FULL_GRAPHS,
@@ -20,6 +19,7 @@ from verl_tlt.speculation.graph_rules import (
     has_full_graphs,
     runner_for,
 )
+from verl_tlt.upstream.versions import installed, release
 
 if TYPE_CHECKING:
     from verl.workers.config import RolloutConfig
@@ -159,7 +159,7 @@ def engine_environment(source: str = "eagle", method: str = "eagle3") -> dict[st
 def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, hybrid: bool = False) -> Iterator[str]:
     """One sentence for each reason why `user` (`rollout.engine_kwargs.vllm`) cannot be combined with speculation.
 
-    The doctor asks before Ray starts (`verl_tlt.doctor.rules`), and each engine once more when it is launched.
+    The doctor asks before Ray starts (`verl_tlt.checks.rules`), and each engine once more when it is launched.
     """
     if _release() < OLDEST:
         yield f"vLLM {installed('vllm')} cannot change the draft length per step: install 0.24 or later."

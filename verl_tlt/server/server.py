@@ -29,9 +29,9 @@ from verl_tlt.drafter.digest import combined
 from verl_tlt.drafter.policy import active_share, read_model_config
 from verl_tlt.drafter.staging import DIRECTORY, stage
 from verl_tlt.errors import TLTError
+from verl_tlt.files.ownership import make_private_dir
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadReply, store_name
-from verl_tlt.ownership import make_private_dir
 from verl_tlt.server.calibration import calibrate, cost_key, draft_once, plan_batches
 from verl_tlt.server.engine_arguments import engine_environment, engine_kwargs, started_arms
 from verl_tlt.server.engine_calls import EngineGone, answered, fail_calls_when_dead
@@ -69,7 +69,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     @property
     def _tlt_verl_trains(self) -> bool:
-        """Whether verl trains the MTP head that drafts, and sends it with the policy (`doctor.rules`)."""
+        """Whether verl trains the MTP head that drafts, and sends it with the policy (`checks.rules`)."""
         mtp = self.config.mtp if self.tlt.drafter.method == "mtp" else None
         return mtp is not None and bool(mtp.enable and mtp.enable_train)
 

@@ -18,9 +18,9 @@ from typing import Any, ClassVar, Literal, get_args
 
 from pydantic_core import to_json
 
+from verl_tlt.files.ownership import open_to_append
 from verl_tlt.messages.rollout import DrafterStatus
 from verl_tlt.messages.training import MergeVerdict, SessionResult
-from verl_tlt.ownership import open_to_append
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from verl_tlt.ownership import other_owner, sealed
+from verl_tlt.files.ownership import other_owner, sealed
 
 logger = logging.getLogger(__name__)
 

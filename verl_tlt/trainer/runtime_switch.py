@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from verl_tlt.errors import TLTError
-from verl_tlt.ownership import other_owner, replacing
+from verl_tlt.files.ownership import other_owner, replacing
 
 SWITCH_FILE = "tlt_control.yaml"
 TRACE_FILE = "trainer.jsonl"

@@ -9,13 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 import verl_tlt
-from verl_tlt.advise.command import read_scenario
-from verl_tlt.advise.hardware import GPUS, find_shape, step_cost
-from verl_tlt.advise.options import AdviseOptions
-from verl_tlt.advise.scenario import estimate
-from verl_tlt.advise.workload import read_workload
-from verl_tlt.cli import app
-from verl_tlt.doctor.recipe import compose
+from verl_tlt.checks.recipe import compose
+from verl_tlt.commands.advise.command import read_scenario
+from verl_tlt.commands.advise.hardware import GPUS, find_shape, step_cost
+from verl_tlt.commands.advise.options import AdviseOptions
+from verl_tlt.commands.advise.scenario import estimate
+from verl_tlt.commands.advise.workload import read_workload
+from verl_tlt.commands.cli import app
 from verl_tlt.errors import TLTError
 
 ROLLOUT = "actor_rollout_ref.rollout"

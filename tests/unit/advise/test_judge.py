@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from verl_tlt.advise.judge import Numbers, judge
+from verl_tlt.commands.advise.judge import Numbers, judge
 
 GOOD = Numbers(
     gen_s=100.0, rest_s=25.0, overhead_s=0.5, rollout={"low": 1.4, "likely": 1.8, "high": 2.2}, tail_share=0.8,

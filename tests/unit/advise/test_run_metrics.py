@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from verl_tlt.advise.run_metrics import read_metrics, read_run
+from verl_tlt.commands.advise.run_metrics import read_metrics, read_run
 from verl_tlt.errors import TLTError
 from verl_tlt.speculation.types import OFF
 

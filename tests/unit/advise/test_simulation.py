@@ -9,8 +9,8 @@ import pytest
 from benchmarks.simulate.engine import Noise, SimulatedEngine
 from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, calibration_of, steady
 from benchmarks.simulate.workload import Workload, geometric
-from verl_tlt.advise.hardware import GPUS, find_shape, step_cost
-from verl_tlt.advise.simulation import (
+from verl_tlt.commands.advise.hardware import GPUS, find_shape, step_cost
+from verl_tlt.commands.advise.simulation import (
     EngineSpec,
     LogNormal,
     SimulatedRun,

@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 
 from benchmarks.resume import PHASES, Saved, Target, draw, held_by, history, judge
+from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.messages.training import Resumed
-from verl_tlt.report.reader import read_trace
 from verl_tlt.trace.events import LoadSample, Phase, Publish, Reload, RunStarted, TraceWriter
 
 HELD = Resumed(40, "aa", "bb", "cc", "dd")

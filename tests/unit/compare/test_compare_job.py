@@ -5,10 +5,10 @@ import tempfile
 
 import pytest
 
-from verl_tlt.compare.arms import STOCK, Arm, CompareError
-from verl_tlt.compare.job import job_environment, keep_only, read_rows, take_turn
-from verl_tlt.compare.plan import Plan
-from verl_tlt.doctor.recipe import Recipe
+from verl_tlt.checks.recipe import Recipe
+from verl_tlt.commands.compare.arms import STOCK, Arm, CompareError
+from verl_tlt.commands.compare.job import job_environment, keep_only, read_rows, take_turn
+from verl_tlt.commands.compare.plan import Plan
 
 ARM = Arm(STOCK, "", False)
 

@@ -7,10 +7,10 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from verl_tlt import flag
-from verl_tlt.compare.arms import STOCK, TLT, Arm, CompareError, named_arms, quoted, vllm_arm
-from verl_tlt.compare.plan import check_arms, given_drafter, make_plan
-from verl_tlt.doctor.recipe import Recipe, compose
-from verl_tlt.doctor.script import read_script
+from verl_tlt.checks.recipe import Recipe, compose
+from verl_tlt.commands.compare.arms import STOCK, TLT, Arm, CompareError, named_arms, quoted, vllm_arm
+from verl_tlt.commands.compare.plan import check_arms, given_drafter, make_plan
+from verl_tlt.commands.script.reader import read_script
 from verl_tlt.errors import TLTError
 
 BASE = ("actor_rollout_ref.rollout.name=vllm", "trainer.device=cpu", "trainer.resume_mode=disable")

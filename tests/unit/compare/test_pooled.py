@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from verl_tlt.compare.pooled import MetricsError, Step, ratios, read_step, summary
+from verl_tlt.commands.compare.pooled import MetricsError, Step, ratios, read_step, summary
 
 
 def step(turn, number, rollout_s, rest_s=5.0, tokens=1000.0):

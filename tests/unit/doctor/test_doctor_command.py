@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from verl_tlt.cli import app
-from verl_tlt.compat.sources import source_root
-from verl_tlt.compat.versions import look_first_in
+from verl_tlt.checks.models import Finding
+from verl_tlt.checks.recipe import Recipe
+from verl_tlt.commands.cli import app
+from verl_tlt.commands.doctor.command import conclude, costs_directory, diagnose
+from verl_tlt.commands.doctor.gpus import visible_gpus
 from verl_tlt.config import COSTS_DIR
-from verl_tlt.doctor.command import conclude, costs_directory, diagnose
-from verl_tlt.doctor.gpus import visible_gpus
-from verl_tlt.doctor.models import Finding
-from verl_tlt.doctor.recipe import Recipe
+from verl_tlt.upstream.sources import source_root
+from verl_tlt.upstream.versions import look_first_in
 
 FLAG = ("+tlt=default", "actor_rollout_ref.rollout.name=vllm")
 
@@ -81,8 +81,8 @@ def test_asking_for_help_imports_no_framework():
 def test_where_nothing_is_installed_the_doctor_says_so():
     code = (
         "import sys; sys.modules.update(dict.fromkeys(['omegaconf', 'hydra', 'verl', 'vllm', 'torch']))\n"
-        "from verl_tlt.doctor.command import diagnose\n"
-        "from verl_tlt.doctor.recipe import Recipe\n"
+        "from verl_tlt.commands.doctor.command import diagnose\n"
+        "from verl_tlt.checks.recipe import Recipe\n"
         "assert [f.level for f in diagnose(Recipe(('+tlt=default',)))][:2] == ['refuse', 'refuse']"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

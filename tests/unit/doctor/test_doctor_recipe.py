@@ -7,10 +7,10 @@ import pytest
 import transformers
 from omegaconf import open_dict
 
+from verl_tlt.checks import rules
+from verl_tlt.checks.recipe import compose, read_settings
+from verl_tlt.commands.script.reader import read_script
 from verl_tlt.config import TLTConfig, TLTConfigError
-from verl_tlt.doctor import rules
-from verl_tlt.doctor.recipe import compose, read_settings
-from verl_tlt.doctor.script import read_script
 
 FLAG = ("+tlt=default", "actor_rollout_ref.rollout.name=vllm")
 
@@ -124,7 +124,7 @@ def test_draft_logits_that_an_engine_keeps_in_sleep_are_told_and_bound_the_longe
     recipe, tmp_path, monkeypatch, release, requests, speculation, longest, said
 ):
     transformers.Qwen3Config(vocab_size=151_936).save_pretrained(tmp_path)
-    monkeypatch.setattr("verl_tlt.doctor.recipe.installed", lambda _: release)
+    monkeypatch.setattr("verl_tlt.checks.recipe.installed", lambda _: release)
     with open_dict(recipe):
         recipe.actor_rollout_ref.model.path = str(tmp_path)
         recipe.actor_rollout_ref.rollout.engine_kwargs = {"vllm": {"max_num_seqs": requests}}

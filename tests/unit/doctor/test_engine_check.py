@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from verl_tlt.checks.recipe import Recipe
+from verl_tlt.commands.doctor.command import cost_table
+from verl_tlt.commands.doctor.engine_check import EngineJob, Measured, check_sleep, judge, keep_costs, run_job
+from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine, graph_memory_gib
 from verl_tlt.config import TLTConfigError
-from verl_tlt.doctor.command import cost_table
-from verl_tlt.doctor.engine_check import EngineJob, Measured, check_sleep, judge, keep_costs, run_job
-from verl_tlt.doctor.recipe import Recipe
-from verl_tlt.doctor.standalone_engine import StandaloneEngine, graph_memory_gib
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.server.calibration import cost_key

@@ -12,14 +12,14 @@ from pyarrow import parquet
 from safetensors.numpy import save_file
 
 from verl_tlt import activation
-from verl_tlt.compat.versions import SUPPORTED, installed
+from verl_tlt.checks.rules import UNTAPPED_LAYOUTS, examine, judge_version
 from verl_tlt.config import DrafterConfig, SpeculationConfig, SpotConfig, TLTConfig, TLTConfigError
-from verl_tlt.doctor.rules import UNTAPPED_LAYOUTS, examine, judge_version
 from verl_tlt.drafter.mtp_tensors import head_shapes
 from verl_tlt.drafter.policy import policy_shape
 from verl_tlt.errors import TLTError
 from verl_tlt.idle.modes import MODE_RULES
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, save_table
+from verl_tlt.upstream.versions import SUPPORTED, installed
 
 DEFAULTS = TLTConfig()
 UNTRAINED = TLTConfig(spot=SpotConfig(enable=False))
@@ -214,7 +214,7 @@ def test_what_the_engines_would_refuse_is_known_before_ray_starts(findings):
 @pytest.mark.parametrize("vllm", ["0.30.0", "0.31.0", "0.32.0"])
 @pytest.mark.parametrize("key", ["enable_rollout_routing_replay", "engine_kwargs.vllm.enable_return_routed_experts"])
 def test_routes_of_experts_are_refused_where_vllm_has_them_on_the_other_runner(findings, monkeypatch, vllm, key):
-    monkeypatch.setattr("verl_tlt.doctor.rules.installed", lambda name: vllm if name == "vllm" else installed(name))
+    monkeypatch.setattr("verl_tlt.checks.rules.installed", lambda name: vllm if name == "vllm" else installed(name))
     wanted = {f"{ROLLOUT}.enable_rollout_routing_replay": "refuse"} if vllm == "0.31.0" else {}
     assert levels(findings({f"{ROLLOUT}.{key}": True})) == wanted
     assert not findings({}, TLTConfig(speculation=SpeculationConfig(enable=False)))

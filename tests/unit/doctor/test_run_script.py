@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from verl_tlt.commands.script import run_script as module
+from verl_tlt.commands.script.run import run_script
 from verl_tlt.config import TLTConfigError
-from verl_tlt.doctor import run_script as module
-from verl_tlt.doctor.run_script import run_script
 
 START = "python3 -u -m verl.trainer.main_ppo"
 
@@ -55,7 +55,7 @@ def test_what_a_script_prints_takes_neither_disk_nor_memory(tmp_path, monkeypatc
     """Two seconds of printing as fast as bash can, in a process whose memory is counted."""
     (script := tmp_path / "recipe.sh").write_text("while :; do printf '%09000d' 1; printf '%09000d' 1 >&2; done\n")
     code = (
-        "import resource, sys\nfrom verl_tlt.doctor import run_script as module\nmodule.SECONDS = 2.0\n"
+        "import resource, sys\nfrom verl_tlt.commands.script import run as module\nmodule.SECONDS = 2.0\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "try:\n    module.run_script(sys.argv[1])\nexcept module.TLTConfigError as error:\n    print(error)\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from verl_tlt.commands.script.reader import NOT_RUN, read_script
 from verl_tlt.config import TLTConfigError
-from verl_tlt.doctor.script import NOT_RUN, read_script
 
 RUN = 'python3 -m verl.trainer.main_ppo "$@"'
 START = "python3 -m verl.trainer.main_ppo"

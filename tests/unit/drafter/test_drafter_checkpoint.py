@@ -32,7 +32,7 @@ from verl_tlt.drafter import (
     to_drafter_file,
 )
 from verl_tlt.drafter.checkpoint import read_state, write_state
-from verl_tlt.ownership import other_owner
+from verl_tlt.files.ownership import other_owner
 from verl_tlt.trainer.run_setup import first_drafter
 
 

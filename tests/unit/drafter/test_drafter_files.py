@@ -10,9 +10,11 @@ from test_other_layouts import DV, tensors_of, written
 from tiny_policy import VOCAB, verifier_weights
 from typer.testing import CliRunner
 
-from verl_tlt.cli import app
+from verl_tlt.checks.models import check_recipe_drafter
+from verl_tlt.commands.cli import app
+from verl_tlt.commands.warmup.command import _check as check_warmup
+from verl_tlt.commands.warmup.options import WarmupOptions
 from verl_tlt.config import TLTConfig
-from verl_tlt.doctor.models import check_recipe_drafter
 from verl_tlt.drafter import (
     DrafterError,
     VerifierWeights,
@@ -29,8 +31,6 @@ from verl_tlt.drafter.check import tokenizer_hash
 from verl_tlt.drafter.policy import tensor_files
 from verl_tlt.errors import TLTError
 from verl_tlt.trainer.run_setup import first_drafter
-from verl_tlt.warmup.command import _check as check_warmup
-from verl_tlt.warmup.options import WarmupOptions
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -10,7 +10,7 @@ from tiny_policy import VOCAB, verifier_weights
 from typer.testing import CliRunner
 from vllm_by_hand import Reference, passes
 
-from verl_tlt.cli import app
+from verl_tlt.commands.cli import app
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import (
     DrafterError,

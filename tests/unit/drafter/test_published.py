@@ -9,7 +9,7 @@ import transformers
 from published import PUBLISHED
 from transformers import CONFIG_MAPPING
 
-from verl_tlt.doctor.models import check_policy
+from verl_tlt.checks.models import check_policy
 from verl_tlt.drafter import (
     DrafterError,
     DrafterTrainer,

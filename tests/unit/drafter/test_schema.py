@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_policy import VOCAB, drafter_of
 
+from verl_tlt.checks.models import check_recipe_drafter
 from verl_tlt.config import TLTConfig
-from verl_tlt.doctor.models import check_recipe_drafter
 from verl_tlt.drafter import (
     DrafterError,
     check_drafter,

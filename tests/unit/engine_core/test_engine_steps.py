@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from verl_tlt.engine_core.steps import EngineStep
+from verl_tlt.engine_core.verified import count_verified
 from verl_tlt.speculation.types import OFF
-from verl_tlt.speculation.verified import count_verified
 
 BATCH = 4
 

@@ -5,9 +5,9 @@ from collections import defaultdict
 
 import pytest
 
-from verl_tlt.report import chrome_trace
-from verl_tlt.report.reader import read_trace
-from verl_tlt.report.steps import rl_steps
+from verl_tlt.commands.report import chrome_trace
+from verl_tlt.commands.report.reader import read_trace
+from verl_tlt.commands.report.steps import rl_steps
 
 
 class Timeline:

@@ -8,9 +8,9 @@ from made_run import make_run
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from verl_tlt.report import figures
-from verl_tlt.report.reader import read_trace
-from verl_tlt.report.steps import rl_steps
+from verl_tlt.commands.report import figures
+from verl_tlt.commands.report.reader import read_trace
+from verl_tlt.commands.report.steps import rl_steps
 from verl_tlt.trace.events import TraceWriter
 
 

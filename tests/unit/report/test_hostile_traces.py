@@ -11,8 +11,8 @@ import pytest
 from made_run import make_run
 from typer.testing import CliRunner
 
-from verl_tlt.cli import app
-from verl_tlt.report.reader import MOST_EVENT_BYTES, TraceError, read_trace
+from verl_tlt.commands.cli import app
+from verl_tlt.commands.report.reader import MOST_EVENT_BYTES, TraceError, read_trace
 
 SOON_S, MEMORY = 30.0, 6 << 30
 ROLLOUT = {"kind": "phase", "t": 2.0, "step": 1, "name": "rollout", "start": 1.0, "end": 2.0}
@@ -64,7 +64,7 @@ def test_bounded_in_memory(tmp_path):
     directory = put(tmp_path / "trace", [ROLLOUT, LOAD])
     step = {"t": 1.5, "batch": 1, "k": 1, "accepted": [1]}
     put(directory, [step] * 50_000 + [step | {"accepted": [1] * 200_000}], "engine-a.jsonl")
-    code = f"from verl_tlt.report.reader import read_trace; print(read_trace({str(directory)!r}).skipped)"
+    code = f"from verl_tlt.commands.report.reader import read_trace; print(read_trace({str(directory)!r}).skipped)"
 
     def limited():
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))

@@ -3,8 +3,8 @@
 import pytest
 from rich.console import Console
 
-from verl_tlt.report.reader import read_trace
-from verl_tlt.report.rows import own_work_s, rich_table, rows_of_trace, step_row
+from verl_tlt.commands.report.reader import read_trace
+from verl_tlt.commands.report.rows import own_work_s, rich_table, rows_of_trace, step_row
 
 VERL = {
     "critic/score/mean": 0.25, "timing_s/step": 37.0, "timing_s/gen": 26.0, "timing_s/old_log_prob": 0.5,

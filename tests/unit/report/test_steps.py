@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from verl_tlt.report.reader import read_trace
-from verl_tlt.report.steps import NO_STEP, Bubble, most_trained, rl_steps, sampled
+from verl_tlt.commands.report.reader import read_trace
+from verl_tlt.commands.report.steps import NO_STEP, Bubble, most_trained, rl_steps, sampled
 from verl_tlt.trace.events import TraceWriter
 
 

@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
-from verl_tlt.doctor.recipe import Recipe
-from verl_tlt.doctor.standalone_engine import set_up
+from verl_tlt.checks.recipe import Recipe
+from verl_tlt.commands.doctor.standalone_engine import set_up
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "drafter"))  # tiny_policy.py
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_tlt.speculation.decision import Limits, draft_length
-from verl_tlt.speculation.decode_load import (
+from verl_tlt.engine_core.decode_load import (
     OVERDUE,
     RECOUNT_EVERY,
     STEPS_IN_FLIGHT,
@@ -17,6 +16,7 @@ from verl_tlt.speculation.decode_load import (
     StopBoundary,
     room_before_stop,
 )
+from verl_tlt.speculation.decision import Limits, draft_length
 from verl_tlt.speculation.policies import FixedPolicy
 from verl_tlt.speculation.types import Load
 

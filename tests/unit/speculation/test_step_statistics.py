@@ -3,13 +3,13 @@
 import json
 from dataclasses import asdict
 
+from verl_tlt.engine_core.verified import Verified
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats, ResponseDrafts
 from verl_tlt.speculation.decision import Limits
 from verl_tlt.speculation.policies import FixedPolicy
 from verl_tlt.speculation.step_control import StepControl
 from verl_tlt.speculation.step_statistics import DraftsByLength
-from verl_tlt.speculation.verified import Verified
 
 
 def test_drafts_count_for_the_length_their_response_reached():

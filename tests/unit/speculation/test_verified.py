@@ -1,4 +1,4 @@
-from verl_tlt.speculation.verified import NOTHING, count_verified
+from verl_tlt.engine_core.verified import NOTHING, count_verified
 
 ROWS = {"a": 0, "b": 1, "c": 2}
 

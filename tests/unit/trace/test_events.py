@@ -8,10 +8,10 @@ from typing import get_type_hints
 import numpy as np
 import pytest
 
+from verl_tlt.commands.report import reader
+from verl_tlt.commands.report.reader import TraceError, parse_event, read_trace
 from verl_tlt.messages.rollout import DrafterStatus
 from verl_tlt.messages.training import SessionResult
-from verl_tlt.report import reader
-from verl_tlt.report.reader import TraceError, parse_event, read_trace
 from verl_tlt.trace.events import EVENT_TYPES, Reload, Session, TraceWriter
 
 PHASE = {"step": 1, "name": "rollout", "start": 1.0, "end": 2.0}

@@ -3,8 +3,8 @@
 import pytest
 
 from verl_tlt.activation import apply
+from verl_tlt.checks.recipe import compose, read_settings
 from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, TLTConfig
-from verl_tlt.doctor.recipe import compose, read_settings
 from verl_tlt.trainer.run_setup import MOST_HELD_OUT, claim, held_out_share, prepare, with_sizes
 
 GIB = 2**30

@@ -56,7 +56,7 @@ def test_a_file_that_cannot_be_understood_names_itself(tmp_path, text, said):
 
 
 def test_the_command_switches_and_says_what_is_on(run_dir, tmp_path):
-    from verl_tlt.cli import app
+    from verl_tlt.commands.cli import app
 
     runner = CliRunner()
     assert "speculation on, spot training on" in runner.invoke(app, ["switch", str(run_dir)]).output

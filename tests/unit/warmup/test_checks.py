@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from verl_tlt.commands.warmup import command, progress, train
+from verl_tlt.commands.warmup.command import warmup
+from verl_tlt.commands.warmup.options import WarmupOptions
+from verl_tlt.commands.warmup.train import CHECK_SHARE, CHECKS, FEW_TOKENS, FREE_TOKENS, JUDGED_TOKENS, plan_checks
 from verl_tlt.drafter import acceptance
 from verl_tlt.drafter.train import DrafterTrainer
-from verl_tlt.warmup import command, progress, train
-from verl_tlt.warmup.command import warmup
-from verl_tlt.warmup.options import WarmupOptions
-from verl_tlt.warmup.train import CHECK_SHARE, CHECKS, FEW_TOKENS, FREE_TOKENS, JUDGED_TOKENS, plan_checks
 
 
 @pytest.mark.parametrize("run_s", [10.0, 600.0, 36_000.0])

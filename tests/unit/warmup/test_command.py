@@ -12,12 +12,12 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from verl_tlt.cli import app
+from verl_tlt.commands.cli import app
+from verl_tlt.commands.warmup import command, train
+from verl_tlt.commands.warmup.command import warmup
+from verl_tlt.commands.warmup.options import WarmupOptions
 from verl_tlt.drafter import check_drafter, load_drafter, provenance
 from verl_tlt.drafter.evaluate import SequenceScore
-from verl_tlt.warmup import command, train
-from verl_tlt.warmup.command import warmup
-from verl_tlt.warmup.options import WarmupOptions
 
 QUIET = Console(quiet=True)
 
@@ -196,7 +196,7 @@ def test_a_number_out_of_bounds_names_its_option(option):
 
 
 def test_without_vllm_the_command_ends_in_one_sentence(tmp_path):
-    code = f"import sys; sys.modules['vllm'] = None\nfrom verl_tlt.cli import app\napp({NEEDED!r})"
+    code = f"import sys; sys.modules['vllm'] = None\nfrom verl_tlt.commands.cli import app\napp({NEEDED!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "verl-tlt warmup needs vllm, not installed here.\n"

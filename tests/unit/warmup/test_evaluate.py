@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from verl_tlt.commands.warmup.command import _save
+from verl_tlt.commands.warmup.evaluate import Verdict, choose_prompts, evaluate, report
+from verl_tlt.commands.warmup.options import EvaluateOptions, WarmupOptions
+from verl_tlt.commands.warmup.prompts import PromptForm, load_tokenizer, read_prompts
 from verl_tlt.drafter import (
     DrafterError,
     build_drafter,
@@ -19,10 +23,6 @@ from verl_tlt.drafter import (
     serving_tensors,
 )
 from verl_tlt.drafter.evaluate import DraftCounts
-from verl_tlt.warmup.command import _save
-from verl_tlt.warmup.evaluate import Verdict, choose_prompts, evaluate, report
-from verl_tlt.warmup.options import EvaluateOptions, WarmupOptions
-from verl_tlt.warmup.prompts import PromptForm, load_tokenizer, read_prompts
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_the_engine_is_given_what_the_checks_let_through(drafter, policy_dir, pr
         assert "elsewhere" not in Path(job.drafter, "config.json").read_text()
         raise InterruptedError
 
-    monkeypatch.setattr("verl_tlt.warmup.evaluate.generate", engine)
+    monkeypatch.setattr("verl_tlt.commands.warmup.evaluate.generate", engine)
     with pytest.raises(InterruptedError):
         evaluate(
             EvaluateOptions(drafter=drafter, model=policy_dir, prompts=[prompts_file], response_length=24), Console()

@@ -10,20 +10,20 @@ import threading
 
 import pytest
 
-from verl_tlt.doctor.standalone_engine import fetch_policy
+from verl_tlt.commands.doctor.standalone_engine import fetch_policy
 from verl_tlt.drafter.policy import NotHereError
 
 COMMIT = "c" * 40
 NAME = "Org/policy"
 FETCH = """
-from verl_tlt.doctor.standalone_engine import fetch_policy
+from verl_tlt.commands.doctor.standalone_engine import fetch_policy
 from verl_tlt.drafter import policy_shape
 policy_shape("Org/policy")  # as a command's first check, which fetches the config alone
 fetch_policy("Org/policy")
 """
 READ = """
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from verl_tlt.doctor.standalone_engine import fetch_policy
+from verl_tlt.commands.doctor.standalone_engine import fetch_policy
 fetch_policy("Org/policy")
 assert GenerationConfig.from_pretrained("Org/policy").eos_token_id == [7, 8]
 AutoTokenizer.from_pretrained("Org/policy"), AutoModelForCausalLM.from_pretrained("Org/policy")

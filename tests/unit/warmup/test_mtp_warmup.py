@@ -8,12 +8,12 @@ from mtp_policy import make_mtp_policy
 from rich.console import Console
 from typer.testing import CliRunner
 
-from verl_tlt.cli import app
+from verl_tlt.commands.cli import app
+from verl_tlt.commands.warmup.command import warmup
+from verl_tlt.commands.warmup.evaluate import linked
+from verl_tlt.commands.warmup.options import WarmupOptions
 from verl_tlt.drafter import check_drafter, load_own_head, provenance
 from verl_tlt.drafter.mtp_tensors import mtp_tensors
-from verl_tlt.warmup.command import warmup
-from verl_tlt.warmup.evaluate import linked
-from verl_tlt.warmup.options import WarmupOptions
 
 
 @pytest.fixture(scope="module")

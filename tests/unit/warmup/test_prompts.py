@@ -6,8 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from verl_tlt.commands.warmup.prompts import PromptForm, load_tokenizer, read_prompts
 from verl_tlt.drafter import DrafterError
-from verl_tlt.warmup.prompts import PromptForm, load_tokenizer, read_prompts
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from verl_tlt.cli import app
-from verl_tlt.doctor.standalone_engine import run_environment, set_up
-from verl_tlt.warmup import command
-from verl_tlt.warmup.engine import generation_job
-from verl_tlt.warmup.options import EvaluateOptions
-from verl_tlt.warmup.recipe import read_run
+from verl_tlt.commands.cli import app
+from verl_tlt.commands.doctor.standalone_engine import run_environment, set_up
+from verl_tlt.commands.warmup import command
+from verl_tlt.commands.warmup.engine import generation_job
+from verl_tlt.commands.warmup.options import EvaluateOptions
+from verl_tlt.commands.warmup.recipe import read_run
 
 pytest.importorskip("verl")
 

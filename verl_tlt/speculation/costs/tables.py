@@ -19,9 +19,9 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from verl_tlt.errors import TLTError
-from verl_tlt.json_files import read_object
+from verl_tlt.files.json_files import read_object
+from verl_tlt.files.ownership import expanded, other_owner, replacing
 from verl_tlt.messages import from_plain
-from verl_tlt.ownership import expanded, other_owner, replacing
 from verl_tlt.speculation.types import OFF, ControlError
 
 SCHEMA = 2

@@ -1,0 +1,164 @@
+"""Whether a recipe's policy and drafter can be used: looked up on this disk, in the Hugging Face cache, or on the hub.
+
+Of a name on the hub only the config is fetched. What cannot be looked up is said and stops no run: another node may
+have it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from verl_tlt.config import TLTConfig
+from verl_tlt.drafter.check import check_config, check_drafter, read_config
+from verl_tlt.drafter.mtp_tensors import mtp_tensors
+from verl_tlt.drafter.policy import (
+    CONFIG,
+    UNTESTABLE,
+    WITHOUT_STATES,
+    NotHereError,
+    PolicyShape,
+    aux_layers_for,
+    check_aux_layers,
+    draft_vocab_size,
+    folder,
+    is_name,
+    policy_shape,
+    read_model_config,
+    tensor_files,
+    unsupported,
+)
+from verl_tlt.errors import DrafterError
+from verl_tlt.upstream.sources import serves_eagle3
+from verl_tlt.upstream.versions import installed
+
+POLICY, DRAFTER, METHOD = "actor_rollout_ref.model.path", "tlt.drafter.path", "tlt.drafter.method"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one rule of the doctor says about one thing."""
+
+    level: Literal["ok", "warn", "if", "refuse"]
+    """`if`: TLT can run if something holds that cannot be seen from here, or is done first."""
+    what: str
+    """The key, package or file in question."""
+    sentence: str
+
+
+def check_policy(path: str, method: str = "eagle3") -> Finding:
+    """Whether the model at `path`, a folder or a name on the hub, can be drafted for by a head of this method."""
+    key = f"{POLICY}={path}"
+    if not path:
+        return Finding("refuse", POLICY, f"{POLICY} is not set.")
+    if "://" in path:
+        return Finding("warn", POLICY, f"{key} is on another file system, so its family was not checked from here.")
+    if not is_name(path) and not os.path.isdir(absolute(path)):
+        return Finding("refuse", POLICY, f"{key} is not a directory on this machine.")
+    try:
+        fields = read_model_config(path)
+        family = str(fields.get("model_type"))
+        if method == "eagle3" and (why := _no_head(family, next(iter(fields.get("architectures") or ()), ""))):
+            return Finding("refuse", POLICY, f"{key} is a {family} model, and {why}.")
+        from verl_tlt.drafter.rehearsal import rehearse
+
+        unread = "" if rehearse(located(path), method, fetch=False) else "; its weights are not here to be looked at"
+    except NotHereError as error:
+        return Finding("warn", POLICY, f"{str(error).rstrip('.')}, so the family of {POLICY} was not checked.")
+    except DrafterError as error:
+        return Finding("refuse", POLICY, f"{POLICY}: {error}")
+    return Finding("ok", POLICY, f"{POLICY} is a {family} model, which drafters are made for{unread}")
+
+
+def _no_head(family: str, architecture: str) -> str | None:
+    """Why no drafter can be served beside such a policy, as the end of a sentence; None: one can."""
+    served = serves_eagle3(architecture) if architecture else None
+    by_vllm = f"vLLM {installed('vllm')} serves no EAGLE-3 head beside {architecture}"
+    why = unsupported(family, [architecture])
+    if why is None:
+        return by_vllm if served is False else None
+    if family in UNTESTABLE or architecture in WITHOUT_STATES or served is None:
+        return why
+    untested = f"vLLM would serve a head beside {architecture}, but none was made and tested yet"
+    return f"{why}: {untested if served else by_vllm}"
+
+
+def check_recipe_drafter(settings: TLTConfig, policy: str, context: int) -> Finding:
+    """Whether the drafter of the recipe's settings can draft for its policy; `context`: longest sequence, in tokens."""
+    if settings.drafter.method == "mtp":
+        own = _mtp_head(policy)  # engines start with it, whichever is published then
+        if settings.drafter.path is None or own.level == "refuse":
+            return own
+    path, positions = settings.drafter.path, context + settings.speculation.longest
+    if path is not None and not is_name(path) and not os.path.isdir(absolute(path)):
+        return Finding("refuse", DRAFTER, f"{DRAFTER}={path} is not a directory on this machine.")
+    try:
+        shape: PolicyShape | None = policy_shape(located(policy))
+    except DrafterError:
+        shape = None  # `check_policy` says so; the trainer checks again once the policy is there
+    try:
+        return _new_drafter(settings, shape) if path is None else _drafter(path, policy, shape, positions)
+    except NotHereError as error:
+        return Finding("warn", DRAFTER, f"{str(error).rstrip('.')}, so whether {DRAFTER} fits was not checked.")
+    except DrafterError as error:
+        return Finding("refuse", DRAFTER, str(error) if path is None else f"{DRAFTER}: {error}")
+
+
+def _mtp_head(policy: str) -> Finding:
+    """Whether the policy's files hold its MTP head, as far as they are here."""
+    unknown = f"whether {POLICY} holds an MTP head was not checked."
+    if not is_name(policy) and not os.path.isdir(absolute(policy)):
+        return Finding("warn", METHOD, f"{POLICY} is not here, so {unknown}")
+    try:
+        tensors = mtp_tensors(located(policy), fetch=False)
+    except NotHereError as error:
+        return Finding("warn", METHOD, f"{str(error).rstrip('.')}, so {unknown}")
+    except DrafterError as error:
+        return Finding("refuse", METHOD, f"{METHOD}=mtp: {error}")
+    return Finding("ok", METHOD, f"the policy's own MTP head drafts ({len(tensors)} tensors)")
+
+
+def _new_drafter(settings: TLTConfig, shape: PolicyShape | None) -> Finding:
+    """Whether a random head can be made as the settings want it; a `DrafterError` where it cannot."""
+    if shape is not None:
+        draft_vocab_size(settings.drafter.vocab, shape.vocab_size, "tlt.drafter.vocab")
+        if settings.drafter.aux_layers is None:
+            aux_layers_for(shape.num_layers)
+        else:
+            check_aux_layers(settings.drafter.aux_layers, shape.num_layers, "tlt.drafter.aux_layers")
+    return Finding("ok", DRAFTER, "no drafter given: it starts from a random head and drafts once that pays")
+
+
+def _drafter(path: str, policy: str, shape: PolicyShape | None, positions: int) -> Finding:
+    """Whether the drafter at `path` fits, as far as files are here; a `DrafterError` where it does not."""
+    if shape is None:
+        check_config(folder(located(path), (CONFIG,)))
+        apart = f"whether it fits was not checked, since the config of {POLICY} cannot be read here"
+        return Finding("warn", DRAFTER, f"{DRAFTER}={path} is an EAGLE-3 drafter; {apart}.")
+    if is_name(path) and not _has_weights(path):
+        read_config(folder(path, (CONFIG,)), shape, positions)
+        later = "fits by its config; its weights are fetched when the run starts, and were not checked"
+        return Finding("warn", DRAFTER, f"{DRAFTER}={path} {later}.")
+    check_drafter(located(path), located(policy), positions)
+    return Finding("ok", DRAFTER, f"{DRAFTER} is usable")
+
+
+def _has_weights(drafter: str) -> bool:
+    """Whether the weights of a drafter on the hub are in the local cache."""
+    try:
+        for file in tensor_files(drafter, fetch=False)[1].values():
+            folder(drafter, (file,), fetch=False)
+    except NotHereError:
+        return False
+    return True
+
+
+def located(path: str) -> str:
+    """A model's folder as any process finds it; a hub's name as it is."""
+    return path if is_name(path) else absolute(path)
+
+
+def absolute(path: str) -> str:
+    """`path` with `~` and the working directory filled in."""
+    return os.path.abspath(os.path.expanduser(path))

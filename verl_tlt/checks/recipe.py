@@ -1,0 +1,202 @@
+"""A recipe composed as `main_ppo` would compose it, from its overrides or its script, and its keys read with checks.
+
+Whatever cannot be read is a `TLTConfigError` that names the script or the key. Imports neither verl nor vLLM nor torch,
+and omegaconf and hydra only once there is a recipe: `verl-tlt doctor` has to work where nothing is installed yet.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from verl_tlt import MODE_PREFIX, flag
+from verl_tlt.checks.models import POLICY
+from verl_tlt.config import TLTConfig, TLTConfigError
+from verl_tlt.drafter.policy import read_model_config
+from verl_tlt.errors import DrafterError
+from verl_tlt.server.engine_arguments import graph_mode
+from verl_tlt.speculation.graph_rules import (
+    FULL_GRAPHS,
+    draft_logits_bytes,
+    longest_draft,
+    plain_attention,
+    runner_for,
+)
+from verl_tlt.upstream.versions import installed, location, release
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+CONFIG = "ppo_trainer"
+"""The top-level config of `main_ppo`."""
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How `main_ppo` is started."""
+
+    overrides: tuple[str, ...]
+    config: str = CONFIG
+    """Name of the top-level config, after its folder where that is not verl's own."""
+    environment: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """What its script had set in the environment."""
+    directory: str | None = field(default=None, compare=False)
+    """Where its script was when it started `main_ppo`; None: here."""
+    unread: tuple[str, ...] = field(default=(), compare=False)
+    """Variables of the environment that its script sets to what a program prints, so that they are not known."""
+
+
+def compose(overrides: Sequence[str], config_name: str) -> DictConfig:
+    """The verl config `config_name` with `overrides`; a relative folder in the name is one beside verl's `main_ppo`."""
+    if (verl := location("verl")) is None:
+        raise TLTConfigError("verl is not installed here, so its configuration cannot be composed.")
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    if empty := next((override for override in overrides if re.fullmatch(r"[^={}\[\]]+=", override)), None):
+        raise TLTConfigError(f"{empty} has no value; {empty}null and {empty}'' say so on purpose.")
+    folder, name = os.path.split(config_name)
+    directory = os.path.join(verl, "trainer", folder or "config")
+    try:
+        with initialize_config_dir(os.path.abspath(directory), version_base=None):
+            return hydra_compose(name, overrides=flag.joined(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        if meant := flag.misspelt(overrides):
+            raise TLTConfigError(meant) from error
+        reason = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        raise TLTConfigError(f"Hydra cannot compose {config_name} from these overrides: {reason}") from error
+
+
+# ---------------------------------------------------------------------- reading keys
+
+
+def select(config: DictConfig, key: str, default: object = None) -> object:
+    """The value at a dotted key, in plain Python; `default` where it is absent, null or still `???`."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        value = OmegaConf.select(config, key)
+        value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    except OmegaConfBaseException as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        where = error.full_key or key
+        raise TLTConfigError(f"{where} cannot be read from the configuration: {reason}.") from error
+    return default if value is None else value
+
+
+def number(config: DictConfig, key: str, default: int) -> int:
+    """The whole number of 0 or more at a dotted key."""
+    value = select(config, key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise TLTConfigError(f"{key} must be a whole number of 0 or more, not {value!r}.")
+    return value
+
+
+def read_mapping(config: DictConfig, key: str) -> dict[str, object]:
+    """The mapping at a dotted key, in plain Python; empty where it is absent."""
+    plain = select(config, key, {})
+    if not isinstance(plain, dict):
+        raise TLTConfigError(f"{key} must be a mapping, not {plain!r}.")
+    return plain
+
+
+def read_run_dir(config: DictConfig) -> str:
+    """Where the run keeps its checkpoints, and TLT its own files where nothing else is said."""
+    key = "trainer.default_local_dir"
+    if not isinstance(directory := select(config, key), str):
+        raise TLTConfigError(f"{key} must be a directory, not {directory!r}.")
+    return directory
+
+
+def read_settings(config: DictConfig) -> TLTConfig:
+    """The `tlt` node as checked settings; all defaults where it is absent, K_max the one for this recipe's engines."""
+    node = read_mapping(config, "tlt")
+    speculation = node.get("speculation", {})
+    runner = engine_runner(config)
+    if runner is not None and isinstance(speculation, dict) and speculation.get("max_draft_length") is None:
+        on_gpu = select(config, "trainer.device", "cuda") == "cuda"
+        user = read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm")
+        from_ray = f"ray_kwargs.ray_init.runtime_env.env_vars.{FULL_GRAPHS}"  # what Ray hands to engines wins
+        may_capture = str(select(config, from_ray, os.environ.get(FULL_GRAPHS))) != "0"
+        mode = graph_mode(user, not on_gpu or enforce_eager(config))
+        named = any(speculation.get(key) is not None for key in ("arms", "fixed"))
+        logits = 0 if named else draft_logits(config, 1)
+        longest = longest_draft(runner, mode, plain_attention(policy_fields(config)), may_capture, logits)
+        node["speculation"] = {**speculation, "max_draft_length": longest}
+    return TLTConfig.from_dict(node)
+
+
+def engine_runner(config: DictConfig) -> Literal["V1", "V2"] | None:
+    """The model runner of the recipe's engines; None: there is no vLLM here whose release would tell."""
+    found = release(installed("vllm") or "")
+    source, method = (select(config, key) for key in ("tlt.speculation.source", "tlt.drafter.method"))
+    return runner_for(found[:2], str(source or "eagle"), str(method or "eagle3")) if found else None
+
+
+def draft_logits(config: DictConfig, longest: int) -> int:
+    """`draft_logits_bytes` of the recipe's engines at this K_max; 0 where the policy cannot be read."""
+    user, fields = read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm"), policy_fields(config)
+    vocab = (fields.get("text_config") or fields).get("vocab_size")
+    size = 4 if "32" in str(user.get("dtype") or select(config, f"{ROLLOUT}.dtype", "bfloat16")) else 2
+    runner, vocab = engine_runner(config) or "V1", vocab if isinstance(vocab, int) else 0
+    return draft_logits_bytes(runner, longest, most_requests(config), vocab, size)
+
+
+def most_requests(config: DictConfig) -> int:
+    """Requests that an engine decodes at once; what is said to vLLM itself wins."""
+    return number(config, f"{ROLLOUT}.engine_kwargs.vllm.max_num_seqs", number(config, f"{ROLLOUT}.max_num_seqs", 256))
+
+
+def policy_fields(config: DictConfig) -> dict[str, Any]:
+    """The config of the recipe's policy; empty where it cannot be read, which another rule says."""
+    try:
+        return read_model_config(os.path.expanduser(str(select(config, POLICY, ""))))
+    except DrafterError:
+        return {}
+
+
+def enforce_eager(config: DictConfig) -> bool:
+    """Whether engines capture no CUDA graphs; what is said to vLLM itself wins."""
+    user = read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm")
+    return bool(user.get("enforce_eager", select(config, f"{ROLLOUT}.enforce_eager", False)))
+
+
+def trainer_mode(config: DictConfig) -> str:
+    """`trainer.v1.trainer_mode` as the user wrote it, before and after activation."""
+    return str(select(config, "trainer.v1.trainer_mode", "")).removeprefix(MODE_PREFIX)
+
+
+def devices(config: DictConfig, node: str) -> int:
+    """Devices that `node` asks for, `trainer` or `actor_rollout_ref.rollout`."""
+    return number(config, f"{node}.nnodes", 1) * number(config, f"{node}.n_gpus_per_node", 1)
+
+
+def devices_per_replica(config: DictConfig) -> int:
+    """Devices of one rollout replica, as verl's `LLMServerManager` counts them; 1 at least."""
+    kinds = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+    return math.prod(max(1, number(config, f"{ROLLOUT}.{kind}", 1)) for kind in kinds)
+
+
+def replicas_on(config: DictConfig, node: str) -> int:
+    """Rollout replicas on the devices of `node`; a `TLTConfigError` where there are too few for one."""
+    there, each = devices(config, node), devices_per_replica(config)
+    if there < each:
+        raise TLTConfigError(
+            f"{ROLLOUT}.tensor_model_parallel_size and its like ask for {each} GPUs a replica, and {node}.nnodes and "
+            f"{node}.n_gpus_per_node give {there}."
+        )
+    return there // each
+
+
+def context_tokens(config: DictConfig) -> int:
+    """Longest sequence of an engine, in tokens."""
+    parts = (number(config, f"{ROLLOUT}.{part}", 0) for part in ("prompt_length", "response_length"))
+    return number(config, f"{ROLLOUT}.max_model_len", sum(parts))

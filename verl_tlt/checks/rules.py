@@ -1,0 +1,344 @@
+"""Can TLT run here? Rules over a composed verl config, the disk and what is installed, each with its findings.
+
+`trainer.plugin=tlt` runs them in the driver before Ray starts and refuses on the first bad one; `verl-tlt doctor`
+prints them as a table. Imports neither verl nor vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from verl_tlt import flag
+from verl_tlt.checks.models import METHOD, POLICY, Finding, check_policy, check_recipe_drafter
+from verl_tlt.checks.recipe import (
+    ROLLOUT,
+    context_tokens,
+    devices,
+    draft_logits,
+    enforce_eager,
+    number,
+    policy_fields,
+    read_mapping,
+    read_run_dir,
+    replicas_on,
+    select,
+    trainer_mode,
+)
+from verl_tlt.config import TLTConfig, TLTConfigError
+from verl_tlt.errors import TLTError
+from verl_tlt.files.ownership import check_writable
+from verl_tlt.idle.modes import MODE_RULES
+from verl_tlt.server.engine_arguments import problems
+from verl_tlt.speculation.graph_rules import DRAFT_LOGITS_LIMIT, is_hybrid, runner_for
+from verl_tlt.upstream.versions import SUPPORTED, Release, Supported, installed, release
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+ACTOR, MTP = "actor_rollout_ref.actor", "actor_rollout_ref.model.mtp"
+REFUSED_SAMPLING = ("min_p", "logit_bias")
+"""Sampling settings vLLM rejects while a drafter is configured (`SamplingParams._validate_spec_decode`)."""
+TAPPED = ("fsdp", "fsdp2", "megatron")
+"""Actor strategies whose engine has a hidden-state tap; the others can speculate, but not train the drafter."""
+ROUTES_NEED_V2 = (0, 31, 0)
+"""From this vLLM on routes of experts (`enable_return_routed_experts`) come from the V2 model runner alone."""
+UNTAPPED_LAYOUTS = {
+    "dynamic_context_parallel": "deals sequences out to ranks anew in every step, which the tap cannot follow",
+    "use_megatron_fsdp": "shards layers in a way that the tap was never tried with",
+}
+"""Switches of `actor.megatron` with which the tap does not work."""
+
+
+def examine(config: DictConfig, settings: TLTConfig) -> list[Finding]:
+    """All findings about a recipe: whether TLT is on, the installed packages, and every rule.
+
+    A `TLTConfigError` where a key of the config cannot be resolved.
+    """
+    found = [switched_on(config), *examine_packages()]
+    for rule in (trainer, actor, rollout, logits, files, places, bubble):
+        found += rule(config, settings)
+    return found
+
+
+def switched_on(config: DictConfig) -> Finding:
+    """Whether this recipe trains with TLT at all."""
+    if sentence := flag.refusal(config):
+        return Finding("refuse", "trainer.plugin", f"TLT is off: {sentence}")
+    if flag.wanted(config):
+        return Finding("ok", "trainer.plugin", "TLT is on")
+    stock = "this recipe trains with stock verl until +trainer.plugin=tlt or +tlt=default is added"
+    return Finding("if", "trainer.plugin", f"TLT is off: {stock}.")
+
+
+# ---------------------------------------------------------------------- installed packages
+
+
+def examine_packages() -> list[Finding]:
+    """The releases of the packages that verl-tlt relies on."""
+    return [judge_version(s, installed(s.name)) for s in SUPPORTED]
+
+
+def judge_version(supported: Supported, version: str | None) -> Finding:
+    """A package against the releases verl-tlt works with."""
+    name = supported.name
+    wanted = f"{name} {_text(supported.lowest)} or later"
+    if supported.below:
+        wanted += f" and below {_text(supported.below)}"
+    if version is None:
+        sentence = f"{name} is not installed here, and verl-tlt needs {wanted}: {supported.remedy}."
+        return Finding("refuse", name, sentence)
+    found = release(version)
+    if found is None:
+        return Finding("warn", name, f"{name} does not say its version here; verl-tlt needs {wanted}.")
+    if found < supported.lowest or (supported.below and found >= supported.below):
+        sentence = f"{name} {version} is installed, and verl-tlt needs {wanted}: {supported.remedy}."
+        return Finding("refuse", name, sentence)
+    if found[:2] > supported.newest_tested[:2]:
+        newest = f"{_text(supported.newest_tested)}, the newest that verl-tlt was tested with"
+        return Finding("warn", name, f"{name} {version} is newer than {newest}.")
+    return Finding("ok", name, f"{name} {version}")
+
+
+def _text(wanted: Release) -> str:
+    return ".".join(map(str, wanted)).removesuffix(".0")
+
+
+# ---------------------------------------------------------------------- the recipe
+
+
+def trainer(config: DictConfig, _settings: TLTConfig) -> Iterator[Finding]:
+    """The trainer must be verl's v1 trainer in a mode that has a TLT form."""
+    what, mode = "trainer.v1.trainer_mode", trainer_mode(config) or "null"
+    if node := next((node for node in ("async_training", "rollout") if node in config), None):
+        other = f"the config has a top-level `{node}` node, as verl's experimental trainers do"
+        yield Finding("refuse", node, f"{other}, and trainer.plugin=tlt works with verl.trainer.main_ppo only.")
+    if not select(config, "trainer.use_v1", True):
+        yield Finding("refuse", "trainer.use_v1", "trainer.use_v1=False selects the legacy trainer, and TLT needs v1.")
+    key = "actor_rollout_ref.hybrid_engine"
+    if mode == "separate_async" and not select(config, key, True):
+        alone = f"{key}=False leaves no replica on the trainer's devices"
+        yield Finding("refuse", key, f"{alone}, and TLT needs one with {what}=separate_async.")
+    yield from (
+        Finding("refuse", key, f"{key}=0 leaves the trainer without a device; it must be 1 or more.")
+        for key in ("trainer.nnodes", "trainer.n_gpus_per_node")
+        if number(config, key, 1) == 0
+    )
+    if mode in MODE_RULES:
+        yield Finding("ok", what, f"{what}={mode}")
+    else:
+        yield Finding(
+            "refuse", what, f"{what}={mode} has no TLT trainer in this release; it has {', '.join(MODE_RULES)}."
+        )
+
+
+def actor(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
+    """What the actor's engine lets the drafter learn from."""
+    what, strategy = f"{ACTOR}.strategy", select(config, f"{ACTOR}.strategy", "")
+    bypass = "algorithm.rollout_correction.bypass_mode"
+    if verl_trains_the_head(config, settings):
+        alone = "verl trains the MTP head and sends it with every weight sync; TLT chooses draft lengths"
+        yield Finding("warn", f"{MTP}.enable_train", f"{MTP}.enable_train=True: {alone}, and trains nothing.")
+    elif not settings.spot.enable:
+        yield Finding("ok", what, f"{what}={strategy}; tlt.spot.enable=False, so the drafter stays as it is loaded")
+    elif why := untapped(config):
+        random = ", which without tlt.drafter.path is random and will not speed up anything"
+        useless = "" if settings.drafter.path or settings.drafter.method == "mtp" else random
+        yield Finding("warn", why[0], f"{why[1]}, so this run speculates with the drafter as it is loaded{useless}.")
+    elif select(config, bypass, False):
+        skipped = f"{bypass}=True skips the old-log-prob forward that feeds the drafter"
+        yield Finding("warn", bypass, f"{skipped}, so the drafter is not trained.")
+    else:
+        yield Finding("ok", what, f"{what}={strategy}")
+
+
+def verl_trains_the_head(config: DictConfig, settings: TLTConfig) -> bool:
+    """Whether the MTP head that drafts is trained by verl, with the policy."""
+    on = select(config, f"{MTP}.enable", False) and select(config, f"{MTP}.enable_train", False)
+    return settings.drafter.method == "mtp" and bool(on)
+
+
+def _verls_mtp(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]]:
+    """(key, sentence) for what verl's own use of an MTP head does not go with."""
+    serves = select(config, f"{MTP}.enable", False) and select(config, f"{MTP}.enable_rollout", False)
+    key, strategy = f"{MTP}.enable_rollout", select(config, f"{ACTOR}.strategy", "")
+    if serves and settings.drafter.method != "mtp":
+        yield key, f"{key}=True drafts with the policy's own MTP head: set {METHOD}=mtp, and TLT chooses K for it."
+    elif verl_trains_the_head(config, settings) and strategy != "megatron":
+        trains = f"{MTP}.enable_train"
+        yield trains, f"{trains}=True trains with Megatron only; without it TLT trains the MTP head under {strategy}."
+    elif verl_trains_the_head(config, settings) and not serves:
+        kept = "only then does verl keep the MTP head while engines sleep"
+        yield key, f"{key} must be True beside {MTP}.enable_train=True: {kept}."
+
+
+def untapped(config: DictConfig) -> tuple[str, str] | None:
+    """Why the drafter cannot learn from the actor, as (key, beginning of a sentence); None where it can."""
+    key, strategy = f"{ACTOR}.strategy", select(config, f"{ACTOR}.strategy", "")
+    if strategy not in TAPPED:
+        return key, f"{key}={strategy} has no hidden-state tap (only {', '.join(TAPPED)} have)"
+    for name, why in UNTAPPED_LAYOUTS.items() if strategy == "megatron" else ():
+        if select(config, key := f"{ACTOR}.megatron.{name}", False):
+            return key, f"{key}=True {why}"
+    return None
+
+
+def rollout(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
+    """The engine must be vLLM, in a form that can speculate, and not configured twice."""
+    read_mapping(config, f"{ROLLOUT}.custom")  # TLT's settings are added to it, so it must be a mapping
+    served = _with_a_drafter(config, settings) if settings.speculation.enable else ()
+    wrong = [*_engine(config, settings), *_weights_and_sampling(config), *served, *_verls_mtp(config, settings)]
+    yield from (Finding("refuse", what, sentence) for what, sentence in wrong)
+    if not wrong:
+        yield Finding("ok", f"{ROLLOUT}.name", f"{ROLLOUT}.name=vllm")
+    key = f"{ROLLOUT}.enable_prefix_caching"
+    if select(config, key, False) and settings.speculation.enable and is_hybrid(policy_fields(config)):
+        off = f"{key} is turned off, because it was not tested with drafts for a hybrid policy (linear attention)"
+        yield Finding("warn", key, f"{off}: each response of a prompt computes the prompt again.")
+    key = f"{ROLLOUT}.full_determinism"
+    if select(config, key, False) and settings.speculation.enable:
+        other = "draft lengths follow measured times, so two runs draw other tokens of the same distribution"
+        yield Finding("warn", key, f"{key}=True does not hold: {other}; tlt.speculation.enable=False decodes as stock.")
+
+
+def logits(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
+    """What vLLM's V2 model runner keeps a drafter's logits in, while the trainer has the GPU too."""
+    key, longest = "tlt.speculation.max_draft_length", settings.speculation.longest
+    if not settings.speculation.enable or not (held := draft_logits(config, longest)):
+        return
+    said = f"engines keep {held / 1e9:.1f} GB of draft logits on each GPU, also while they sleep ({key}={longest})"
+    if held > DRAFT_LOGITS_LIMIT:
+        yield Finding("warn", key, f"{said}: a smaller one, or a smaller {ROLLOUT}.max_num_seqs, keeps less.")
+    else:
+        yield Finding("ok", key, said)
+
+
+def _engine(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]]:
+    """(key, sentence) for each reason why the rollout engine cannot speculate."""
+    key = f"{ROLLOUT}.name"
+    if (name := select(config, key, "")) != "vllm":
+        named = f"{key}={name} is not supported" if name else f"{key} is not set"
+        yield key, f"{named}; verl-tlt works with vllm only."
+    key = f"{ROLLOUT}.disaggregation"
+    if select(config, f"{key}.enabled", False):
+        yield key, f"{key}.enabled=True is not supported; verl-tlt needs engines that prefill and decode."
+    key = f"{ROLLOUT}.data_parallel_size"
+    if (ranks := number(config, key, 1)) > 1:
+        why = "data parallelism inside one engine would need all its ranks to agree on every draft length"
+        yield key, f"{key}={ranks} is not supported: {why}; use more replicas."
+    if settings.speculation.enable and installed("vllm") is not None:
+        user = read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm")
+        for sentence in problems(settings, user, enforce_eager(config), is_hybrid(policy_fields(config))):
+            yield f"{ROLLOUT}.engine_kwargs", sentence
+
+
+def _weights_and_sampling(config: DictConfig) -> Iterator[tuple[str, str]]:
+    """(key, sentence) for what the rollout computes and samples in a way that drafts do not go with."""
+    for key in (f"{node}.{name}" for node in (ROLLOUT, f"{ROLLOUT}.val_kwargs") for name in REFUSED_SAMPLING):
+        if select(config, key):
+            yield key, f"{key} is set, and vLLM rejects it together with speculative decoding."
+    for key in (f"{ROLLOUT}.quantization", f"{ACTOR}.fsdp_config.qat.enable", f"{ACTOR}.megatron.qat.enable"):
+        if kind := select(config, key):
+            why = "lets the rollout compute with other weights than the actor, whose hidden states teach the drafter"
+            yield key, f"{key}={kind} {why}, and drafters beside a quantized policy were not tested."
+
+
+def _with_a_drafter(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]]:
+    """(key, sentence) for what engines refuse at their start because they speculate."""
+    key = f"{ROLLOUT}.checkpoint_engine.backend"
+    if select(config, key) == "delta_sharded":
+        yield key, f"{key}=delta_sharded refuses engines that speculate; take another, or tlt.speculation.enable=False."
+    key, user = f"{ROLLOUT}.enable_rollout_routing_replay", read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm")
+    if select(config, key, False) or user.get("enable_return_routed_experts"):
+        vllm, source = release(installed("vllm") or "") or (0, 0, 0), settings.speculation.source
+        if vllm >= ROUTES_NEED_V2 and runner_for(vllm[:2], source, settings.drafter.method) == "V1":
+            why = f"vLLM {installed('vllm')} returns routes of experts from its V2 runner alone, and drafts on V1 here"
+            yield key, f"{key}=True: {why}; set tlt.speculation.enable=False, or take vLLM 0.30."
+
+
+def files(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
+    """The run's folder must be named, and policy, drafter and data be there before workers start."""
+    read_run_dir(config)
+    address = select(config, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS", "")
+    if str(address).startswith("ray://"):  # the driver's disk is not the cluster's
+        unchecked = "Ray is reached through a client, so paths on the cluster were not checked from here."
+        yield Finding("warn", "ray_init.address", unchecked)
+        return
+    wrong = [*_unusable_data(config)]
+    yield from (Finding("refuse", key, f"{key}={path} {why}.") for key, path, why in wrong)
+    if not wrong:
+        yield Finding("ok", "data.train_files", "data files found")
+    policy = str(select(config, POLICY, ""))
+    yield check_policy(policy, settings.drafter.method)
+    yield check_recipe_drafter(settings, policy, context_tokens(config))
+
+
+def places(_config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
+    """What the recipe says where to write must be a place that can be written to; without a default a run goes on."""
+    asked = settings.speculation.costs_dir != TLTConfig().speculation.costs_dir
+    for key, directory in (
+        ("tlt.trace.dir", settings.trace.dir),
+        ("tlt.speculation.costs_dir", settings.speculation.costs_dir if asked else None),
+        ("tlt.drafter.save_dir", settings.drafter.save_dir),
+    ):
+        try:
+            if directory is not None:
+                check_writable(directory, key)
+        except TLTError as error:
+            yield Finding("refuse", key, str(error))
+
+
+def _unusable_data(config: DictConfig) -> Iterator[tuple[str, str, str]]:
+    """(key, path, end of a sentence) of data files that verl's own dataset would look for here and not find or read.
+
+    A custom dataset reads what it likes.
+    """
+    if select(config, "data.custom_cls.path"):
+        return
+    for key in ("data.train_files", "data.val_files"):
+        value = select(config, key, [])
+        paths = [value] if isinstance(value, str) else value
+        if not isinstance(paths, list):
+            raise TLTConfigError(f"{key} must be a file or a list of files, not {value!r}.")
+        for path in (str(path) for path in paths if "://" not in str(path)):
+            found = sorted(glob.glob(os.path.expanduser(path)))
+            if not found:
+                yield key, path, "does not exist on this machine"
+            elif why := next(filter(None, map(_unreadable, found)), None):
+                yield key, path, why
+
+
+def _unreadable(path: str) -> str | None:
+    """What is wrong with a parquet file, as the end of a sentence; None for any other file, and without pyarrow."""
+    if not path.endswith(".parquet") or not os.path.isfile(path):
+        return None
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import read_metadata
+    except ImportError:
+        return None
+    try:
+        return "has no rows" if read_metadata(path).num_rows == 0 else None
+    except (OSError, ArrowException) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        return f"cannot be read as parquet: {said}"
+
+
+def bubble(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
+    """The drafter is trained while one replica waits for another, so there must be another."""
+    what, rule = "trainer.n_gpus_per_node", MODE_RULES.get(trainer_mode(config))
+    if rule is None or rule.idle != "replicas" or not settings.spot.enable or not devices(config, "trainer"):
+        return
+    try:
+        replicas = replicas_on(config, "trainer")
+    except TLTConfigError as error:
+        yield Finding("refuse", what, str(error))
+        return
+    if replicas > 1:
+        yield Finding("ok", what, f"{replicas} replicas, so that some can train while others decode")
+    else:
+        alone = f"{what} and trainer.nnodes make one replica alone, which never waits for another"
+        remedy = f"use more devices, or a smaller {ROLLOUT}.tensor_model_parallel_size"
+        yield Finding("warn", what, f"{alone}, so the drafter is trained in a cold start at most: {remedy}.")

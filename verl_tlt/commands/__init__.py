@@ -1,0 +1,1 @@
+"""The commands of `verl-tlt`: no run imports them."""

@@ -1,0 +1,147 @@
+"""`verl-tlt advise`: reads a recipe and what a run of it showed, simulates, judges, and prints what decides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+from verl_tlt.checks.recipe import ROLLOUT, compose, read_mapping, read_settings
+from verl_tlt.commands.advise.hardware import GPUS, find_shape, shape_of_size
+from verl_tlt.commands.advise.judge import Numbers, Verdict, judge, never_trained
+from verl_tlt.commands.advise.kv_cache import decoding_requests, kv_needed
+from verl_tlt.commands.advise.options import AdviseOptions
+from verl_tlt.commands.advise.run_metrics import check_same, read_metrics, read_run
+from verl_tlt.commands.advise.scenario import SETTINGS, Estimate, Scenario, estimate
+from verl_tlt.commands.advise.simulation import SMALL_BATCH
+from verl_tlt.commands.advise.workload import read_workload
+from verl_tlt.commands.script.arguments import read_arguments
+from verl_tlt.errors import TLTError
+from verl_tlt.server.engine_arguments import engine_arms, graph_mode
+
+DEFAULT_GPU = "H100"
+
+
+def advise(options: AdviseOptions, console: Console) -> Verdict:
+    """Print the advice, and return the answer; raises `TLTError` as `read_scenario` and `estimate` do."""
+    scenario, assumed = read_scenario(options)
+    found = estimate(scenario, assumed)
+    verdict = judge(found.numbers)
+    _print(console, scenario, assumed, found, verdict)
+    return verdict
+
+
+def read_scenario(given: AdviseOptions) -> tuple[Scenario, dict[str, str]]:
+    """The recipe, the run and what the user says; and what had to be assumed, value and why."""
+    if given.trace is not None and given.metrics is not None:
+        raise TLTError("--trace and --metrics are two ways to show the same run: give one of them.")
+    if given.response_length is not None and (shown := given.trace or given.metrics):
+        raise TLTError(f"--response-length is read from the run in {shown}: leave it out.")
+    recipe = read_arguments(given.recipe, given.config_name, given.run_script)
+    config = compose(recipe.overrides, recipe.config)
+    settings, work = read_settings(config), read_workload(config)
+    assumed: dict[str, str] = {}
+    if given.gpu is None:
+        assumed["GPU"] = f"{DEFAULT_GPU}; --gpu names another ({', '.join(sorted(GPUS))})"
+    elif given.gpu.upper() not in GPUS:
+        raise TLTError(f"--gpu {given.gpu} is not one of {', '.join(sorted(GPUS))}.")
+    if given.parameters is None:
+        shape, source = find_shape(work.policy)
+        assumed["policy's shape"] = f"{shape.parameters / 1e9:.1f}B parameters, from {source}"
+    else:
+        shape = shape_of_size(given.parameters * 1e9)
+    arms = engine_arms(settings, graph_mode(read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm"), work.eager))
+    if len(arms) < 2:
+        raise TLTError(f"tlt.speculation.arms={list(arms)} never drafts, so there is nothing to advise on.")
+    metrics = read_run(given.trace) if given.trace else read_metrics(given.metrics) if given.metrics else None
+    if metrics is not None:
+        check_same(metrics, work)
+        if not metrics.policy:
+            assumed["the run's policy"] = f"that of the recipe, which {metrics.source} does not name"
+    scenario = Scenario(
+        work, shape, GPUS[(given.gpu or DEFAULT_GPU).upper()], arms, settings.spot.enable,
+        settings.drafter.path is not None, metrics, given.acceptance_by_position(), given.response_length,
+        given.reward_seconds, given.seed,
+    )  # fmt: skip
+    return scenario, assumed
+
+
+def suggestions(scenario: Scenario, n: Numbers, kv_tokens: int) -> list[str]:
+    """What to change, one sentence each."""
+    work, said = scenario.work, []
+    if not n.has_drafter:
+        said.append("verl-tlt warmup, then tlt.drafter.path: a random head drafts nothing in its first steps.")
+    if scenario.spot and (why := never_trained(n)):
+        said.append(f"Set tlt.spot.enable=false, or change what keeps sessions from beginning: {why}.")
+    if n.accept["likely"] > 2.3 and scenario.arms[-1] <= 3 and n.tail_share > 0.3:
+        said.append("Try tlt.speculation.max_draft_length=7: small batches bear longer drafts.")
+    if work.refills:
+        said.append("algorithm.filter_groups.enable=True keeps replicas in until the batch is complete: only the last "
+                    "round has a bubble.")  # fmt: skip
+    if kv_needed(work) > kv_tokens:
+        said.append("The KV cache may not hold all requests, and some then wait: a larger gpu_memory_utilization or "
+                    f"tensor_model_parallel_size, or a smaller max_num_seqs, of {ROLLOUT}.")  # fmt: skip
+    if work.response <= 512:
+        said.append("data.max_response_length is short: acceptance and bubbles both grow with responses.")
+    said.append("tlt.speculation.control_every=20 measures in the run what TLT saves.")
+    return said
+
+
+def _print(console: Console, scenario: Scenario, assumed: Mapping[str, str], found: Estimate, verdict: Verdict) -> None:
+    rows = Table("", "", "from", title="verl-tlt advise", show_header=True, title_justify="left")
+    for row in _rows(scenario, found):
+        rows.add_row(*row)
+    console.print(rows)
+
+    def say(text: str, style: str | None = None) -> None:
+        console.print(text, style=style, highlight=False, markup=False, soft_wrap=style is None)
+
+    if scenario.metrics is not None:
+        say(f"Run: {scenario.metrics.source}, {scenario.metrics.steps} steps")
+    if assumed:
+        say("Assumed:", "bold")
+        for what, why in assumed.items():
+            say(f"  {what}: {why}")
+    say("What to change:", "bold")
+    for sentence in suggestions(scenario, found.numbers, found.kv_tokens):
+        say(f"  {sentence}")
+    style = {"no": "bold red", "it depends": "bold yellow"}.get(verdict.answer, "bold green")
+    say(f"Does it pay? {verdict.answer}: {verdict.because}", style)
+
+
+def _rows(scenario: Scenario, found: Estimate) -> list[tuple[str, str, str]]:
+    """(what, figure, where it is from) of each line of the table."""
+    work, run, n = scenario.work, scenario.metrics, found.numbers
+    measured = "run" if run else "simulated"
+    fleet = f"{work.replicas} replicas, each of {work.tensor_parallel} GPUs; {work.gpus} GPUs train"
+    share = f"{n.share:.0%} ({n.gen_s:.1f} of {n.gen_s + n.rest_s:.1f} s)"
+    rows = [
+        ("the run", f"{work.requests} responses on {fleet}", "recipe"),
+        ("KV cache of an engine", f"{found.kv_tokens:,} tokens; its {decoding_requests(work)} requests need up to "
+         f"{kv_needed(work):,}", "data sheet"),
+        ("rollout's share of a step", share, measured),
+        ("a step with a rollout of 0 s (Amdahl)", f"{n.bound:.2f}x", "1 / (1 - share)"),
+        (f"tail: engine time at batches below {SMALL_BATCH}", f"{n.tail_share:.0%}",
+         "run" if run and run.seconds_by_batch else "simulated"),
+        ("bubble, mean of the replicas", f"{n.bubble_s:.1f} s; a session needs {n.bubble_needed_s:.1f} s",
+         "run" if run and run.bubble_s is not None else "simulated"),
+    ]  # fmt: skip
+    if n.tool_share:
+        rows.append(("waiting for tools", f"{n.tool_share:.0%} of a response's time", measured))
+    for batch, lengths in found.break_even.items():
+        cells = ", ".join(f"K={k} {tau:.2f}" for k, tau in lengths.items())
+        source = f"step costs, {found.context} tokens of context"
+        rows.append((f"break-even accept length, batch {batch}", cells, source))
+    source = "given" if scenario.acceptance else "run" if run and run.acceptance else "assumed"
+    steps = {name: n.step(name) for name in SETTINGS}
+    return [
+        *rows,
+        ("accept length at K of up to 3", _range(n.accept), source),
+        ("rollout, times as fast as stock", _range(n.rollout), "simulated"),
+        ("step, times as fast as stock", _range(steps), "Amdahl with the above"),
+    ]
+
+
+def _range(by_setting: Mapping[str, float]) -> str:
+    return f"{by_setting['likely']:.2f} ({by_setting['low']:.2f} to {by_setting['high']:.2f})"

@@ -1,0 +1,228 @@
+"""What a run showed: means over its steps from verl's metrics or TLT's trace, and what its engines did from the trace.
+
+Metrics are read from verl's `file` logger (`{"step": ..., "data": {...}}` a line) or from its console lines
+(`step:3 - timing_s/gen:12.5 - ...`), whatever else the log holds. The first step and steps with validation or a
+checkpoint are left out where there are others: they take longer than those that follow.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePath
+
+import numpy as np
+
+from verl_tlt.commands.advise.workload import Workload
+from verl_tlt.commands.report.reader import LONGEST_LINE, EngineSteps, RunTrace, read_trace
+from verl_tlt.errors import TLTError
+from verl_tlt.files.json_files import parse, read_lines
+from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
+from verl_tlt.speculation.types import OFF
+
+Metrics = Mapping[str, float]
+
+NEEDED = ("timing_s/gen", "timing_s/step", "response_length/mean", "response_length/max")
+"""Metrics without which a step is not finished."""
+MOST_LOG_BYTES = 1 << 30
+_CONSOLE = re.compile(r"step:(\d+) - (\S.*)")
+_ENTRY = re.compile(r"(\S+):(?:np\.float\d+\()?([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\)?$")
+_POLICY = re.compile(r"\bactor_rollout_ref\.model\.path=['\"]?([^\s'\"]+)")
+"""How a console log names the policy: the command itself, where its shell shows commands (`set -x`)."""
+_FEWEST_STEPS, _FEWEST_DRAFTS = 8, 200
+"""Engine steps behind a figure of the table of costs; drafts behind an acceptance."""
+
+
+@dataclass(frozen=True)
+class RunMetrics:
+    """Means over a run's steps; None: not logged. Seconds are wall clock."""
+
+    source: str
+    steps: int
+    gen_s: float
+    step_s: float
+    response_mean: float
+    response_max: float
+    """Mean over steps of each step's longest."""
+    clipped: float
+    """Share of responses as long as their step's longest (`response_length/clip_ratio`)."""
+    longest: float
+    """The longest response of all steps."""
+    policy: str = ""
+    """Where its policy was loaded from; empty: it does not say."""
+    prompt_mean: float | None = None
+    reward_s: float | None = None
+    tool_share: float | None = None
+    """Share of a response's time in which it waits for tools."""
+    saved_s: float | None = None
+    """Seconds that TLT saved in a rollout, by its own account; below 0: lost."""
+    overhead_s: float | None = None
+    bubble_s: float | None = None
+    """Seconds in which replicas had nothing to decode, summed over the replicas."""
+    accept_length: float | None = None
+    busy_share: float | None = None
+    """Share of a rollout in which the busiest engine computed."""
+    seconds_by_batch: Mapping[int, float] = field(default_factory=dict)
+    """Seconds of engine steps by batch, rounded down to a power of two."""
+    acceptance: tuple[float, ...] = ()
+    """Conditional acceptance by draft position."""
+    costs: LatencyTable = field(default_factory=LatencyTable)
+    """Seconds of engine steps."""
+
+    @property
+    def stock_gen_s(self) -> float:
+        """Seconds that stock's rollout would have taken: what TLT saved is added, what it lost is taken away."""
+        return max(0.0, self.gen_s + (self.saved_s or 0.0))
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds of a step outside rollout, TLT's own work left out."""
+        return max(0.0, self.step_s - self.gen_s - (self.overhead_s or 0.0))
+
+
+def read_metrics(path: Path) -> RunMetrics:
+    """A run from verl's metrics file or console log; raises `TLTError` where neither shows a finished step."""
+    steps: dict[int, dict[str, float]] = {}
+    policy = ""
+    try:
+        if (size := os.stat(path).st_size) > MOST_LOG_BYTES:
+            raise TLTError(f"--metrics {path} has {size >> 20} MiB, more than any run's metrics.")
+        for line in read_lines(path, LONGEST_LINE):
+            text = line.decode(errors="replace")
+            if (found := _of_line(text)) is not None:
+                steps.setdefault(found[0], {}).update(found[1])
+            elif not policy and (named := _POLICY.search(text)):
+                policy = named[1]
+    except OSError as error:
+        raise TLTError(f"--metrics {path} cannot be read: {error.strerror or error}.") from error
+    return replace(_summary(steps, f"--metrics {path}"), policy=policy)
+
+
+def _of_line(line: str) -> tuple[int, dict[str, float]] | None:
+    if line.lstrip().startswith("{"):
+        try:
+            record = parse(line)
+            data = {k: float(v) for k, v in record["data"].items() if isinstance(v, int | float) and abs(v) < 1e100}
+            return int(record["step"]), data
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            return None
+    match = _CONSOLE.search(line)
+    if match is None:
+        return None
+    entries = (_ENTRY.match(entry) for entry in match[2].split(" - "))
+    return int(match[1][:18]), {e[1]: v for e in entries if e is not None and abs(v := float(e[2])) < 1e100}
+
+
+def read_run(directory: Path) -> RunMetrics:
+    """A run from TLT's trace; raises `TLTError` where it shows no finished step."""
+    trace = read_trace(directory)
+    found = replace(
+        _summary(trace.steps, f"--trace {directory}"), policy=trace.run.policy if trace.run is not None else ""
+    )
+    engines = [engine for replica in trace.replicas if (engine := trace.engine(replica)) is not None and engine.t.size]
+    if not engines:
+        return found
+    return replace(
+        found, busy_share=_busy_share(trace, engines), seconds_by_batch=_seconds_by_batch(engines),
+        acceptance=_acceptance(engines), costs=_costs(engines),
+    )  # fmt: skip
+
+
+def _summary(steps: Mapping[int, Metrics], source: str) -> RunMetrics:
+    finished = {step: m for step, m in steps.items() if all(name in m for name in NEEDED) and m["timing_s/step"] > 0}
+    if not finished:
+        raise TLTError(f"{source} holds no finished training step with {', '.join(NEEDED)}.")
+    slow = ("timing_s/testing", "timing_s/save_checkpoint")
+    plain = [m for step, m in finished.items() if step != min(finished) and not any(name in m for name in slow)]
+    rows = plain or list(finished.values())
+
+    def mean(name: str) -> float | None:
+        values = [row[name] for row in rows if name in row]
+        return statistics.fmean(values) if values else None
+
+    gen_s, step_s, response_mean, response_max = (mean(name) or 0.0 for name in NEEDED)
+    tools, generate = (mean(f"timing_s/agent_loop/{part}/mean") for part in ("tool_calls", "generate_sequences"))
+    return RunMetrics(
+        source, len(rows), gen_s, step_s, response_mean, response_max,
+        clipped=mean("response_length/clip_ratio") or 0.0,
+        longest=max(row["response_length/max"] for row in rows),
+        prompt_mean=mean("prompt_length/mean"),
+        reward_s=mean("timing_s/reward"),
+        tool_share=tools / (tools + generate) if tools is not None and generate else None,
+        saved_s=mean("tlt/saved_s"),
+        overhead_s=mean("tlt/overhead_s"),
+        bubble_s=mean("tlt/bubble_s"),
+        accept_length=mean("tlt/accept_length"),
+    )  # fmt: skip
+
+
+def check_same(run: RunMetrics, work: Workload) -> None:
+    """Raise a `TLTError` where a run shows that it had another policy or response limit than the recipe.
+
+    Policies are compared by the last part of their names: another machine keeps them in another folder.
+    """
+    there, here = (PurePath(name).name.casefold() for name in (run.policy, work.policy))
+    if there and there != here:
+        raise TLTError(f"{run.source} is a run of {run.policy}, and the recipe is of {work.policy}: give that run's.")
+    limit = f"data.max_response_length={work.response}"
+    if run.longest > work.response:
+        raise TLTError(f"{run.source} has responses of {run.longest:.0f} tokens, and the recipe {limit}.")
+    # Several in each step, and in all steps of one length, which is shorter than the recipe's limit.
+    if run.steps > 1 and run.response_max == run.longest < work.response and run.clipped * work.requests >= 2:
+        raise TLTError(f"{run.source} cut its responses at {run.longest:.0f} tokens, and the recipe has {limit}.")
+
+
+def _seconds_by_batch(engines: Sequence[EngineSteps]) -> dict[int, float]:
+    found: dict[int, float] = defaultdict(float)
+    for e in engines:
+        for batch, seconds in zip(e.batch.tolist(), e.latency_s.tolist(), strict=True):
+            if batch > 0:
+                found[1 << (batch.bit_length() - 1)] += seconds
+    return found
+
+
+def _acceptance(engines: Sequence[EngineSteps]) -> tuple[float, ...]:
+    """Conditional acceptance over all drafts that reached a position; it ends where too few did."""
+    found: list[float] = []
+    for i in range(max(e.accepted.shape[1] for e in engines)):
+        trials = hits = 0
+        for e in engines:
+            here = e.accepted[:, i] if e.accepted.shape[1] > i else np.zeros(e.t.size, dtype=np.int64)
+            before = e.drafts if i == 0 else e.accepted[:, i - 1]
+            verified = np.concatenate(([0], np.maximum(e.k[:-1], 0)))  # what a step verifies, the one before drafted
+            reached = (verified > i) & (e.drafts > 0)
+            trials, hits = trials + int(before[reached].sum()), hits + int(here[reached].sum())
+        if trials < _FEWEST_DRAFTS:
+            break
+        found.append(min(1.0, hits / trials))
+    return tuple(found)
+
+
+def _costs(engines: Sequence[EngineSteps]) -> LatencyTable:
+    """Median seconds by half-octave of batch and draft length, of steps whose draft length did not just change."""
+    kinds: dict[tuple[int, int], list[tuple[int, int, float]]] = defaultdict(list)
+    for e in engines:
+        steady = np.concatenate(([False], (e.k[1:] == e.k[:-1]) & (e.batch[1:] <= e.batch[:-1])))
+        for batch, kv, k, seconds in zip(*(column[steady].tolist() for column in (e.batch, e.kv, e.k, e.latency_s)),
+                                         strict=True):  # fmt: skip
+            if batch > 0 and seconds > 0:
+                kinds[round(2 * np.log2(batch)), k].append((batch, kv, seconds))
+    points = []
+    for (_, k), rows in kinds.items():
+        if len(rows) >= _FEWEST_STEPS:
+            batch, kv, seconds = (float(np.median([row[i] for row in rows])) for i in range(3))
+            points.append(LatencyPoint(max(1, round(batch)), round(kv), max(k, OFF), seconds, len(rows)))
+    return LatencyTable(tuple(points))
+
+
+def _busy_share(trace: RunTrace, engines: Sequence[EngineSteps]) -> float | None:
+    """Seconds that the busiest engine computed in a rollout, over the rollout's; summed over all rollouts."""
+    busy = whole = 0.0
+    for phase in (p for p in trace.phases if p.name == "rollout"):
+        busy += max(float(e.between(phase.start, phase.end).latency_s.sum()) for e in engines)
+        whole += phase.end - phase.start
+    return min(1.0, busy / whole) if whole > 0 else None

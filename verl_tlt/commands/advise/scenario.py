@@ -1,0 +1,268 @@
+"""What a run would do: from its recipe, and what a run of it showed, to simulated rollouts at three settings.
+
+The settings are the likely one and both ends of the range. They differ in what is known least: how often drafts are
+accepted, and how soon a step computes instead of reading weights. What neither recipe nor run says is assumed, and
+every assumption is listed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from verl_tlt.commands.advise.hardware import Gpu, Shape, drafter_tokens_s, step_cost, update_token_s
+from verl_tlt.commands.advise.judge import Numbers
+from verl_tlt.commands.advise.kv_cache import BESIDE_BYTES, kv_capacity
+from verl_tlt.commands.advise.run_metrics import RunMetrics
+from verl_tlt.commands.advise.simulation import (
+    EngineSpec,
+    LogNormal,
+    SimulatedRollout,
+    SimulatedRun,
+    from_mean,
+    from_moments,
+    simulate,
+    tail_share,
+)
+from verl_tlt.commands.advise.workload import Workload
+from verl_tlt.errors import TLTError
+from verl_tlt.speculation.costs.latency import LatencyModel
+from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.types import OFF
+
+SETTINGS = ("low", "likely", "high")
+BATCHES = (1, 8, 32, 128)
+"""At which the break-even accept length is shown."""
+ACCEPTANCE = {
+    "low": (0.55, 0.50, 0.46, 0.43, 0.40, 0.38, 0.36),
+    "likely": (0.72, 0.67, 0.63, 0.60, 0.57, 0.55, 0.53),
+    "high": (0.88, 0.83, 0.79, 0.75, 0.72, 0.70, 0.68),
+}
+"""Conditional acceptance by position of a drafter that is trained along: accept lengths of 1.95, 2.5 and 3.2 at K=3.
+The TLT paper's adapted drafter is at 3.5 (Fig. 16), the one that this project's toy ends with at 2.0 to 2.9."""
+AROUND_MEASURED = {"low": 0.9, "likely": 1.0, "high": 1.05}
+"""Factors on an acceptance that a run showed: policy and drafter go on changing."""
+SHARPNESS = {"low": 1.065, "likely": 2.0, "high": 4.0}
+"""Of the roofline; the lowest is what the paper's Table 4 fits."""
+SPREAD = {"low": 0.15, "likely": 0.1, "high": 0.0}
+"""Relative standard deviation of acceptance between responses: a rollout waits for the response with the lowest."""
+MEDIAN_SHARE, SIGMA = 1 / 10, 1.0
+"""Median response over the longest allowed, and the spread of the logarithm: one response in a hundred is cut."""
+OVERHEAD_S = 0.5
+"""TLT's own work on the critical path of a step; the toy's steps have 0.1 to 0.4 s."""
+FIXED_S = 5.0
+"""Weight sync, and reward that rollout does not hide."""
+SESSION_BEGINS_S = 2.1
+"""From a replica's last response to the first micro-batch: it falls asleep, and the drafter moves to the device."""
+LEAST_TOKENS = 8 * 1024
+"""Tokens of the shortest session whose result is merged (`min_merge_steps` micro-batches)."""
+ENOUGH_RESPONSES = 1024
+"""Responses over which a rollout's luck evens out; a step with fewer is simulated up to four times."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Everything known about a run: its recipe, what a run of it showed, and what the user says."""
+
+    work: Workload
+    shape: Shape
+    gpu: Gpu
+    arms: tuple[int, ...]
+    """Draft lengths that the policy may choose."""
+    spot: bool
+    """Idle time trains the drafter."""
+    has_drafter: bool
+    """The recipe names a drafter to start from."""
+    metrics: RunMetrics | None = None
+    acceptance: tuple[float, ...] = ()
+    """Given by the user; empty: measured or assumed."""
+    response: float | None = None
+    """Mean response in tokens, given by the user."""
+    reward_s: float = 0.0
+    """Seconds that reward adds to a step, given by the user."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What decides in a scenario, and from which accept length on drafts pay in it."""
+
+    numbers: Numbers
+    context: int
+    """Tokens of context of a request in the tail: a mean response, and its prompt."""
+    break_even: Mapping[int, Mapping[int, float]]
+    """By batch and K: the accept length above which a draft pays."""
+    kv_tokens: int
+    """Tokens of context that an engine's KV cache holds."""
+
+
+def estimate(scenario: Scenario, assumed: dict[str, str]) -> Estimate:
+    """Simulate rollouts at every setting, with a drafter that has been trained already; what is assumed is added.
+
+    Raises:
+        TLTError: the recipe asks for no work, or what was logged contradicts it.
+    """
+    work, metrics = scenario.work, scenario.metrics
+    if min(work.requests, work.replicas, work.response) < 1:
+        keys = "data.train_batch_size, data.max_response_length, trainer.nnodes and trainer.n_gpus_per_node"
+        raise TLTError(f"{keys} must ask for some work.")
+    if not (kv_tokens := kv_capacity(work, scenario.shape, scenario.gpu)):
+        size = f"{scenario.shape.parameters / 1e9:.1f}B parameters leave no room for a KV cache"
+        key = "actor_rollout_ref.rollout.gpu_memory_utilization"
+        raise TLTError(f"{size} on {work.tensor_parallel} such GPUs at {key}={work.memory_utilization:g}.")
+    assumed["KV cache"] = f"what the weights and {BESIDE_BYTES / 1e9:g} GB of each GPU for all else leave of its memory"
+    lengths, prompt = _lengths(scenario, assumed), max(1, work.prompt // 4)
+    if metrics is not None and metrics.prompt_mean:
+        prompt = round(metrics.prompt_mean)
+    else:
+        assumed["mean prompt"] = f"{prompt} tokens, a quarter of data.max_prompt_length"
+    steps = min(4, math.ceil(ENOUGH_RESPONSES / work.requests))
+    engines = {setting: replace(_engine(scenario, setting, assumed), kv_tokens=kv_tokens) for setting in SETTINGS}
+    acceptance = {setting: _acceptance(scenario, setting, assumed) for setting in SETTINGS}
+    requests, rollouts = max(work.requests, work.replicas), {}
+    for setting, engine in engines.items():
+        run = SimulatedRun(engine, work.replicas, requests, lengths, acceptance[setting], prompt, steps, scenario.seed)
+        rollouts[setting] = simulate(run)
+    context = round(rollouts["likely"].tokens / work.requests) + work.prompt // 4
+    batches = [b for b in BATCHES if b <= max(work.max_num_seqs, 8)]
+    even = {batch: break_even(engines["likely"], batch, context) for batch in batches}
+    outside_s = _outside_rollout(scenario, lengths, assumed)
+    return Estimate(_numbers(scenario, rollouts, acceptance, even[8], *outside_s), context, even, kv_tokens)
+
+
+def _numbers(
+    scenario: Scenario,
+    rollouts: Mapping[str, SimulatedRollout],
+    acceptance: Mapping[str, tuple[float, ...]],
+    tail_break_even: Mapping[int, float],
+    rest_s: float,
+    overhead_s: float,
+) -> Numbers:
+    """What decides: measured where the run showed it, simulated elsewhere."""
+    work, metrics, likely = scenario.work, scenario.metrics, rollouts["likely"]
+    k = max(k for k in tail_break_even if k <= max(3, min(tail_break_even)))
+    session_s = SESSION_BEGINS_S
+    if scenario.spot:
+        session_s += LEAST_TOKENS / drafter_tokens_s(scenario.shape, scenario.gpu, work.tensor_parallel)
+    # A few simulated steps have luck of their own, by which a worse drafter may come out ahead.
+    speeds = [rollout.speed for rollout in rollouts.values()]
+    numbers = Numbers(
+        gen_s=likely.stock_s,
+        rest_s=rest_s,
+        overhead_s=overhead_s,
+        rollout={"low": min(speeds), "likely": likely.speed, "high": max(speeds)},
+        tail_share=likely.tail_share,
+        bubble_s=likely.bubble_share * likely.stock_s,
+        bubble_needed_s=session_s,
+        replicas=work.replicas,
+        has_drafter=scenario.has_drafter or bool(scenario.acceptance),
+        trains=scenario.spot,
+        mode=work.mode,
+        reward_s=scenario.reward_s,
+        response_mean=likely.tokens / work.requests,
+        tail_break_even=tail_break_even[k],
+        accept_known=bool(_known_acceptance(scenario)),
+        accept={name: accept_length(acceptance[name], k) for name in SETTINGS},
+        measured=metrics is not None,
+    )
+    return numbers if metrics is None else _as_measured(numbers, work, metrics)
+
+
+def _as_measured(n: Numbers, work: Workload, metrics: RunMetrics) -> Numbers:
+    """The numbers with what a run showed in place of what was simulated."""
+    gen_s, tail, waiting = metrics.stock_gen_s, n.tail_share, metrics.tool_share or 0.0
+    bubble_s = n.bubble_s / n.gen_s * gen_s if metrics.bubble_s is None else metrics.bubble_s / work.replicas
+    if metrics.seconds_by_batch:
+        tail = tail_share([metrics.seconds_by_batch])
+    if work.multi_turn and metrics.tool_share is None and metrics.busy_share is not None:
+        waiting = 1.0 - metrics.busy_share  # verl's v1 trainer does not log how long tools take
+    return replace(
+        n, gen_s=gen_s, tail_share=tail, bubble_s=bubble_s, tool_share=waiting,
+        reward_s=max(n.reward_s, metrics.reward_s or 0.0),
+        has_drafter=n.has_drafter or (metrics.accept_length or 0.0) > 1.2,
+    )  # fmt: skip
+
+
+def _lengths(scenario: Scenario, assumed: dict[str, str]) -> LogNormal:
+    """Response lengths as a run's metrics, the user, or the recipe's limit suggest them."""
+    work, metrics, mean = scenario.work, scenario.metrics, scenario.response
+    if metrics is not None:
+        # verl's share of clipped responses is of those as long as the step's longest, whether the limit cut it or not.
+        clipped = metrics.clipped if metrics.longest >= work.response else 0.0
+        return from_moments(metrics.response_mean, metrics.response_max, clipped, work.requests, work.response)
+    if mean is not None:
+        assumed["spread of lengths"] = f"log-normal, sigma {SIGMA}, around the mean that was given"
+        if not 1 <= mean <= work.response:
+            limit = f"data.max_response_length={work.response}"
+            raise TLTError(f"--response-length must be between 1 and {limit}, not {mean:g}.")
+        return from_mean(mean, SIGMA, work.response)
+    median = work.response * MEDIAN_SHARE
+    assumed["response lengths"] = (
+        f"log-normal, median {median:.0f} (a tenth of data.max_response_length), sigma {SIGMA}: one in a hundred is "
+        "cut; --metrics or --response-length is better"
+    )
+    return LogNormal(median, SIGMA, work.response)
+
+
+def _outside_rollout(scenario: Scenario, lengths: LogNormal, assumed: dict[str, str]) -> tuple[float, float]:
+    """Seconds of a step outside rollout, measured or from the policy's size; and TLT's own on its critical path."""
+    work, metrics, fixed_s = scenario.work, scenario.metrics, FIXED_S + scenario.reward_s
+    if metrics is None or metrics.overhead_s is None:
+        assumed["TLT's own work in a step"] = f"{OVERHEAD_S} s"
+    if metrics is not None:
+        return metrics.rest_s, OVERHEAD_S if metrics.overhead_s is None else metrics.overhead_s
+    token_s = update_token_s(scenario.shape, scenario.gpu, work.gpus, work.critic, work.reference)
+    assumed["outside rollout"] = (
+        f"log-probs and update at 30 % of the data sheet's FLOP/s on {work.gpus} GPUs, and {fixed_s:g} s for weight "
+        "sync and reward; --metrics or --reward-seconds says better"
+    )
+    return fixed_s + token_s * work.requests * lengths.mean(), OVERHEAD_S
+
+
+def _engine(scenario: Scenario, setting: str, assumed: dict[str, str]) -> EngineSpec:
+    """The engine with a run's own step costs where it drafted, which know no longer drafts; else the data sheet's."""
+    work, arms = scenario.work, scenario.arms
+    costs = scenario.metrics.costs if scenario.metrics is not None else LatencyTable()
+    if measured := costs.arms():
+        longest = measured[-1]
+        if measured[0] <= 0 and longest >= arms[1]:
+            model = LatencyModel(range(longest + 1), table=costs, active_share=scenario.shape.active_share)
+            known = tuple(k for k in arms if k <= longest)
+            return EngineSpec(model.seconds, known, work.max_num_seqs, spread=SPREAD[setting])
+        assumed["cost of drafts"] = "from the data sheet: the run has not drafted so"
+    assumed["step costs"] = "the GPU's data sheet: 90 % of its bandwidth, 40 % of its FLOP/s"
+    sheet = step_cost(scenario.shape, scenario.gpu, work.tensor_parallel, work.eager, SHARPNESS[setting])
+    return EngineSpec(sheet.step_s, arms, work.max_num_seqs, prefill_token_s=sheet.token_s, spread=SPREAD[setting])
+
+
+def _known_acceptance(scenario: Scenario) -> tuple[float, ...]:
+    """Given by the user, or shown by a run; empty: neither."""
+    return scenario.acceptance or (scenario.metrics.acceptance if scenario.metrics else ())
+
+
+def _acceptance(scenario: Scenario, setting: str, assumed: dict[str, str]) -> tuple[float, ...]:
+    """Conditional acceptance by position, for every draft length that may be chosen."""
+    known = _known_acceptance(scenario)
+    if not known:
+        assumed["acceptance"] = (
+            "accept length 1.95 to 3.2 at K=3, of a drafter that is trained along or made by verl-tlt warmup; "
+            "verl-tlt evaluate measures one"
+        )
+    factor = AROUND_MEASURED[setting] if known else 1.0
+    values, longest = known or ACCEPTANCE[setting], scenario.arms[-1]
+    extended = (*values[:longest], *(values[-1] for _ in range(longest - len(values))))
+    return tuple(float(np.clip(a * factor, 0.0, 1.0)) for a in extended)
+
+
+def accept_length(acceptance: Sequence[float], k: int) -> float:
+    """Tokens of a step that verifies k drafted tokens."""
+    return float(1.0 + np.cumprod(acceptance[:k]).sum())
+
+
+def break_even(engine: EngineSpec, batch: int, context: int) -> dict[int, float]:
+    """By K: the accept length above which a draft pays at this batch, with `context` tokens in each request."""
+    off_s = engine.step_seconds(batch, batch * context, OFF)
+    return {k: engine.step_seconds(batch, batch * context, k) / off_s for k in engine.arms if k > 0}

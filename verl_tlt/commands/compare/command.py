@@ -1,0 +1,164 @@
+"""`verl-tlt compare`: takes the turns that are left, and says what all of them together tell."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from verl_tlt.checks.models import located
+from verl_tlt.checks.recipe import Recipe
+from verl_tlt.commands.compare.arms import Arm, named_arms
+from verl_tlt.commands.compare.job import take_turn
+from verl_tlt.commands.compare.plan import Plan, check_arms, checkpoint_bytes, given_drafter, make_plan
+from verl_tlt.commands.compare.processes import interruptible
+from verl_tlt.commands.compare.result import RATIOS, found_of, spell
+from verl_tlt.commands.compare.turns import Record, schedule
+from verl_tlt.commands.compare.verdict import reward
+from verl_tlt.errors import printable
+from verl_tlt.files.ownership import check_writable, replacing
+
+SAY_EVERY_S = 600.0
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """Of `verl-tlt compare`, besides the recipe."""
+
+    arms: Sequence[str]
+    rounds: int
+    """Turns of every arm; 0: report what was measured."""
+    steps: int
+    """Of a turn."""
+    out: Path
+    drafter: str | None
+    stall_s: float
+
+
+def compare(recipe: Recipe, options: CompareOptions, console: Console) -> None:
+    """Compare the recipe with stock verl and with TLT, and print what it says; the pages are written to `options.out`.
+
+    Raises:
+        TLTError: it cannot be compared, or a job failed. What was measured is kept and reported.
+    """
+    check_writable(options.out, "--out")
+    plan = make_plan(recipe, options.steps, options.out.resolve())
+    drafter = located(options.drafter) if options.drafter else given_drafter(plan)
+    arms = named_arms(options.arms, drafter)
+    check_arms(plan, arms, drafter)
+    record = Record(plan.folder, plan.asked(arms))
+    _announce(plan, arms, options, record, console)
+    try:
+        with interruptible():
+            take_turns(plan, arms, options.rounds, record, console, options.stall_s, lambda: write(plan, arms, record))
+    finally:
+        report(plan, arms, record, console)
+
+
+def take_turns(
+    plan: Plan,
+    arms: Sequence[Arm],
+    rounds: int,
+    record: Record,
+    console: Console,
+    stall_s: float,
+    keep: Callable[[], object],
+) -> None:
+    """Take the turns that `record` lacks, and add each to it; `keep` is called after each."""
+    names, by_name = [arm.name for arm in arms], {arm.name: arm for arm in arms}
+    for name, turn in schedule(names, rounds):
+        if record.done(name, turn):
+            continue
+        began, shown = time.monotonic(), (-1, 0.0)
+
+        def tell(done: int, name: str = name, turn: int = turn, began: float = began) -> None:
+            nonlocal shown
+            now = time.monotonic()
+            if done != shown[0] or now - shown[1] >= SAY_EVERY_S:
+                shown = (done, now)
+                left = record.seconds_left(names, rounds)
+                until = f", about {clock(max(0.0, left - (now - began)))} left" if left is not None else ""
+                say(console, f"{name}, turn {turn + 1} of {rounds}: {done} of {plan.steps} steps{until}")
+
+        record.add(take_turn(plan, by_name[name], turn, stall_s, tell))
+        taken = record.turns[-1]
+        pace = ", ".join(f"{step.rollout_s:.1f}/{step.step_s:.1f}" for step in taken.steps)
+        say(console, f"{name}, turn {turn + 1} of {rounds} took {clock(taken.seconds)}; rollout/step s: {pace}")
+        keep()
+
+
+def clock(seconds: float) -> str:
+    """A duration for people."""
+    minutes = round(seconds / 60)
+    return f"{seconds:.0f} s" if seconds < 100 else f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else (
+        f"{minutes} min"
+    )  # fmt: skip
+
+
+def say(console: Console, text: str) -> None:
+    """A line as it is, whatever characters are in it."""
+    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def report(plan: Plan, arms: Sequence[Arm], record: Record, console: Console) -> None:
+    """Print what the turns taken so far say, and write it down."""
+    found = found_of(arms, record)
+    if not found["ratios"]:
+        say(console, "No arm has steps to compare with stock's yet.")
+        return
+    console.print(arms_table(found))
+    for line in found["sentences"]:
+        say(console, line)
+    say(console, f"Rows:    {write(plan, arms, record)}")
+    if missing := [package for package in ("matplotlib", "jinja2") if find_spec(package) is None]:
+        install = "pip install matplotlib jinja2, and --rounds 0 to write them"
+        say(console, f"Page and picture need {' and '.join(missing)}: {install}.")
+        return
+    from verl_tlt.commands.compare.page import save_compare_picture, write_compare_page
+
+    say(console, f"Picture: {save_compare_picture(plan.folder / 'compare.png', found, record.turns)}")
+    say(console, f"Page:    {write_compare_page(plan.folder / 'compare.html', found, record.turns)}")
+
+
+def write(plan: Plan, arms: Sequence[Arm], record: Record) -> Path:
+    """The raw rows and what is concluded from them, in the comparison's folder."""
+    path = plan.folder / "compare.json"
+    with replacing(path) as file:
+        file.write(json.dumps(found_of(arms, record), indent=1).encode())
+    return path
+
+
+def arms_table(found: Mapping[str, Any]) -> Table:
+    """A row for each arm."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("arm", "rollout, per token", "step, per token", "accept length", "reward"):
+        table.add_column(heading, justify="left" if heading == "arm" else "right")
+    for name, arm in found["arms"].items():
+        of = found["ratios"].get(name)
+        cells = [spell(of[what]) if of else "1" for what in RATIOS]
+        length = "-" if arm["accept_length"] is None else f"{arm['accept_length']:.2f}"
+        table.add_row(name, *cells, length, reward(arm["reward"]))
+    return table
+
+
+def _announce(plan: Plan, arms: Sequence[Arm], options: CompareOptions, record: Record, console: Console) -> None:
+    """What is about to happen, and what it needs."""
+    for arm in arms:
+        say(console, f"{arm.name}: {arm.label}")
+    left = [name for name, turn in schedule([arm.name for arm in arms], options.rounds) if not record.done(name, turn)]
+    say(console, f"All begin with {plan.start or 'the policy of the recipe'}.")
+    seconds = record.seconds_left([arm.name for arm in arms], options.rounds)
+    time_left = "the time is known after the first" if seconds is None else f"about {clock(seconds)}"
+    say(console, f"{len(left)} jobs of {plan.steps} steps are left, one at a time; {time_left}.")
+    size, free = checkpoint_bytes(plan), shutil.disk_usage(plan.folder).free
+    needs = f"about {(len(arms) + 1) * size / 1e9:.1f} GB" if size else "a checkpoint for each arm and one more"
+    say(console, f"Disk: {needs} in {plan.folder}, where {free / 1e9:.0f} GB are free.")

@@ -1,0 +1,116 @@
+"""One turn of one arm: its job goes on from its last checkpoint for some steps, and ends, with all it started."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from verl_tlt.commands.compare.arms import Arm, CompareError, quoted
+from verl_tlt.commands.compare.log import accepted, failure
+from verl_tlt.commands.compare.plan import STEP, Plan
+from verl_tlt.commands.compare.pooled import read_step
+from verl_tlt.commands.compare.processes import ProcessTree, deferred_interrupts
+from verl_tlt.commands.compare.turns import Turn
+from verl_tlt.files.json_files import open_ordinary, parse
+
+LOOK_S = 1.0
+FILE_LOGGER = "VERL_FILE_LOGGER_PATH"
+RAY_CLUSTER = "ray/ray_current_cluster"
+"""File in the temporary folder by which Ray finds a cluster that was started here."""
+
+
+def take_turn(plan: Plan, arm: Arm, turn: int, stall_s: float, tell: Callable[[int], None]) -> Turn:
+    """Run turn number `turn` (from 0 on) of `arm`.
+
+    Args:
+        plan: what all turns share.
+        arm: whose turn it is.
+        turn: its number.
+        stall_s: so many seconds without a line in its log count as hung.
+        tell: called about once a second with the number of finished steps.
+
+    Raises:
+        CompareError: the job failed, hung or stopped early; its log is named.
+    """
+    home, begin = plan.folder / arm.name, plan.checkpoint(arm, turn)
+    if begin is not None and not begin.is_dir():
+        raise CompareError(f"{begin}, from which {arm.name} is to go on, is gone: give another --out to begin anew.")
+    home.mkdir(parents=True, exist_ok=True)
+    keep_only(home, begin)
+    log, metrics = home / f"turn-{turn + 1}.log", home / f"turn-{turn + 1}.jsonl"
+    for old in (log, metrics):
+        old.unlink(missing_ok=True)
+    began = time.monotonic()
+    code = _run(plan, arm, turn, (log, metrics), stall_s, tell)
+    seconds, rows = time.monotonic() - began, read_rows(metrics)
+    if code or len(rows) != plan.steps:
+        what = f"failed with exit status {code}" if code else f"ended after {len(rows)} of {plan.steps} steps"
+        raise CompareError(failure(f"{arm.name} {what}.", log))
+    keep_only(home, home / f"{STEP}{plan.last_step(turn)}")
+    steps = [read_step(turn, row["step"], row["data"]) for row in rows]
+    saved = sum(row["data"].get("timing_s/save_checkpoint", 0.0) for row in rows)
+    logged = accepted(log.read_text(errors="replace").splitlines()) if arm.own_speculation else None
+    return Turn(arm.name, turn, steps[1:], seconds, steps[0].step_s, saved, logged)
+
+
+def _run(plan: Plan, arm: Arm, turn: int, files: tuple[Path, Path], stall_s: float, tell: Callable[[int], None]) -> int:
+    """Exit status of the job; on any way out no process of it is left."""
+    log, metrics = files
+    own = {**arm.environment, FILE_LOGGER: str(metrics)}
+    ours = [f"++ray_kwargs.ray_init.runtime_env.env_vars.{name}={quoted(value)}" for name, value in own.items()]
+    command = [sys.executable, *plan.command(arm, turn), *ours]
+    tree: ProcessTree | None = None
+    try:
+        with deferred_interrupts():
+            tree = ProcessTree(
+                command,
+                env=job_environment(plan.stock.environment, own),
+                log=log,
+                cwd=Path(plan.stock.directory or "."),
+            )
+        size, changed = 0, time.monotonic()
+        while (code := tree.process.poll()) is None:
+            tree.alive()
+            if log.stat().st_size != size:
+                size, changed = log.stat().st_size, time.monotonic()
+            if time.monotonic() - changed > stall_s:
+                raise CompareError(failure(f"{arm.name} has written nothing for {stall_s:.0f} s.", log))
+            tell(len(read_rows(metrics)))
+            time.sleep(LOOK_S)
+        return code
+    finally:
+        if tree is not None and (left := tree.stop()):
+            raise CompareError(f"These processes of {arm.name} could not be ended: {', '.join(map(str, left))}.")
+
+
+def job_environment(script: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
+    """The environment of this process, with what the recipe's script has set, and a turn's own."""
+    env = {**os.environ, **script, **own}
+    if (Path(tempfile.gettempdir()) / RAY_CLUSTER).exists():
+        env.setdefault("RAY_TMPDIR", tempfile.gettempdir())  # the job's own temporary folder would hide the cluster
+    return env
+
+
+def keep_only(home: Path, checkpoint: Path | None) -> None:
+    """Remove an arm's other checkpoints: those before, and what a turn that was killed left."""
+    for path in home.glob(f"{STEP}*"):
+        if path != checkpoint:
+            shutil.rmtree(path)
+
+
+def read_rows(metrics: Path) -> list[dict[str, Any]]:
+    """Rows of verl's `file` logger that are RL steps; {"step": number, "data": metrics}."""
+    if not metrics.exists():
+        return []
+    with open_ordinary(metrics) as file:
+        lines = file.read().split(b"\n")[:-1]  # the last one is not whole; no other character ends a line
+    try:
+        return [row for line in lines if "timing_s/step" in (row := parse(line))["data"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CompareError(f"{metrics} holds a line that is no row of metrics: {error!r}.") from error

@@ -1,0 +1,178 @@
+"""A comparison before anything starts: the recipe with and without TLT, where all arms begin, what each turn is given.
+
+Whatever cannot be compared is refused here, in one sentence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verl_tlt import flag
+from verl_tlt.checks.models import DRAFTER, POLICY, located
+from verl_tlt.checks.recipe import Recipe, compose, read_run_dir, select
+from verl_tlt.commands.compare.arms import TLT, Arm, CompareError, quoted
+from verl_tlt.commands.doctor.command import diagnose
+from verl_tlt.commands.script.reader import NAMES
+from verl_tlt.commands.script.shell.syntax import MAIN
+from verl_tlt.config import TLTConfigError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+STEP = "global_step_"
+"""How verl names the folder of a checkpoint."""
+LATEST = "latest_checkpointed_iteration.txt"
+FLAG = "+tlt=default"
+NEVER = 10**9
+BYTES_PER_PARAMETER = 12
+"""Of verl's checkpoint: weights and Adam's two moments, all in fp32."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every turn of every arm shares."""
+
+    stock: Recipe
+    """The recipe without anything of TLT's."""
+    tlt: tuple[str, ...]
+    """What makes it a recipe with TLT."""
+    start: Path | None
+    """The checkpoint in which all arms begin; None: the policy of the recipe."""
+    steps: int
+    """Of a turn."""
+    folder: Path
+    """Where each arm has a folder of its own."""
+
+    def recipe(self, arm: Arm) -> Recipe:
+        """An arm as a recipe of its own."""
+        overrides = (*self.stock.overrides, *(self.tlt if arm.tlt else ()), *arm.overrides)
+        return dataclasses.replace(self.stock, overrides=overrides)
+
+    def last_step(self, turn: int) -> int:
+        """The RL step that turn number `turn` ends with; -1: the step before the first."""
+        return (_step_of(self.start) if self.start else 0) + self.steps * (turn + 1)
+
+    def checkpoint(self, arm: Arm, turn: int) -> Path | None:
+        """What an arm's turn begins with; None: the policy of the recipe."""
+        return self.folder / arm.name / f"{STEP}{self.last_step(turn - 1)}" if turn else self.start
+
+    def command(self, arm: Arm, turn: int) -> list[str]:
+        """Words for the shell after the name of the Python interpreter."""
+        home, begin = self.folder / arm.name, self.checkpoint(arm, turn)
+        path, name = os.path.split(self.stock.config)
+        where = [f"--config-path={path}", f"--config-name={name}"] if path else [f"--config-name={name}"]
+        resume = [f"trainer.resume_mode={'resume_path' if begin else 'disable'}"]
+        resume += [f"trainer.resume_from_path={quoted(begin)}"] if begin else []
+        own = [f"++tlt.trace.dir={quoted(home / 'trace')}", f"++tlt.drafter.save_dir={quoted(home / 'drafter')}"]
+        return [
+            "-m", MAIN, *where, *self.recipe(arm).overrides, *resume, *(own if arm.tlt else ()),
+            f"trainer.default_local_dir={quoted(home)}", f"hydra.run.dir={quoted(home / 'hydra')}",
+            f"trainer.total_training_steps={self.last_step(turn)}", f"trainer.total_epochs={NEVER}",
+            f"trainer.save_freq={NEVER}",  # so that only the last step is saved
+            "trainer.test_freq=-1", "trainer.val_before_train=False", "trainer.logger=[console,file]",
+            "trainer.project_name=verl-tlt-compare", f"trainer.experiment_name={arm.name}",
+            "trainer.default_hdfs_dir=null", "trainer.del_local_ckpt_after_load=False",
+        ]  # fmt: skip
+
+    def asked(self, arms: Sequence[Arm]) -> dict[str, object]:
+        """What must stay the same for turns to be comparable; names may differ, many a script writes the date there."""
+        found: dict[str, object] = {"--steps": self.steps, "starting checkpoint": str(self.start or "")}
+        found["recipe"] = [word for word in self.stock.overrides if not NAMES.fullmatch(key_of(word))]
+        for arm in arms:
+            words = [
+                word for word in (*(self.tlt if arm.tlt else ()), *arm.overrides) if not NAMES.fullmatch(key_of(word))
+            ]
+            found[f"arm {arm.name}"] = [*words, *(f"{name}={value}" for name, value in sorted(arm.environment.items()))]
+        return found
+
+
+def make_plan(recipe: Recipe, steps: int, folder: Path) -> Plan:
+    """Take a recipe apart, with TLT or without.
+
+    Raises:
+        CompareError, TLTConfigError: it cannot be composed, or resumes from what is not there.
+    """
+    if not recipe.overrides:
+        raise CompareError("There is no recipe: give the overrides of verl.trainer.main_ppo, or a script.")
+    if recipe.unread:
+        what = f"The script sets {', '.join(recipe.unread)} to what a program prints, and no line of it is run"
+        raise CompareError(f"{what}: set that in the script, or add --run-script.")
+    tlt = tuple(word for word in recipe.overrides if is_tlts(word))
+    config = compose(recipe.overrides, recipe.config)
+    stock = dataclasses.replace(recipe, overrides=tuple(word for word in recipe.overrides if not is_tlts(word)))
+    without = compose(stock.overrides, stock.config) if tlt else config
+    tlt = tlt if flag.wanted(config) else (*tlt, FLAG)
+    if flag.wanted(without) or without.get(flag.NAME) is not None:  # the top-level config itself has it
+        stock = dataclasses.replace(stock, overrides=(*stock.overrides, f"++trainer.{flag.KEY}=null"))
+        tlt = (*tlt, f"++trainer.{flag.KEY}={flag.NAME}")
+    return Plan(stock, tlt, _start(recipe, config), steps, folder)
+
+
+def key_of(override: str) -> str:
+    """The key that an override sets, without Hydra's signs."""
+    return override.lstrip("+~").partition("=")[0]
+
+
+def is_tlts(override: str) -> bool:
+    """Whether an override asks for TLT or sets something of it."""
+    key = key_of(override).partition("@")[0]
+    return key in (flag.NAME, f"trainer.{flag.KEY}") or key.startswith(f"{flag.NAME}.")
+
+
+def given_drafter(plan: Plan) -> str | None:
+    """The drafter that the recipe names, as any process finds it."""
+    path = select(compose((*plan.stock.overrides, *plan.tlt), plan.stock.config), DRAFTER)
+    return located(str(path)) if path else None
+
+
+def check_arms(plan: Plan, arms: Sequence[Arm], drafter: str | None = None) -> None:
+    """Raise a CompareError where the doctor refuses the recipe or the drafter, or Hydra an arm."""
+    for arm in arms:
+        recipe = plan.recipe(arm)
+        try:
+            compose([word for word in plan.command(arm, 0)[2:] if not word.startswith("--config-")], recipe.config)
+        except TLTConfigError as error:
+            raise CompareError(f"Arm {arm.name}: {error}") from error
+    for arm in (arm for arm in arms if arm.tlt):
+        refused = [finding.sentence for finding in diagnose(plan.recipe(arm)) if finding.level == "refuse"]
+        if refused:
+            raise CompareError("\n".join(f"Arm {arm.name}: {sentence}" for sentence in refused))
+    if drafter is not None and not any(arm.tlt for arm in arms):
+        drafting = plan.recipe(Arm(TLT, "", True, (f"++{DRAFTER}={quoted(drafter)}",)))
+        for finding in diagnose(drafting):
+            if finding.level == "refuse" and finding.what == DRAFTER:
+                raise CompareError(finding.sentence)
+
+
+def checkpoint_bytes(plan: Plan) -> int | None:
+    """About what a checkpoint of an arm takes; None: neither a checkpoint nor the policy's weights are here."""
+    if plan.start:
+        return sum(path.stat().st_size for path in plan.start.rglob("*") if path.is_file())
+    config = compose(plan.stock.overrides, plan.stock.config)
+    policy = Path(located(str(select(config, POLICY, ""))))
+    weights = sum(path.stat().st_size for path in policy.glob("*.safetensors"))
+    return weights // 2 * BYTES_PER_PARAMETER if weights else None  # two bytes a weight, as models are published
+
+
+def _start(recipe: Recipe, config: DictConfig) -> Path | None:
+    """The checkpoint that the recipe would resume from."""
+    mode, here = select(config, "trainer.resume_mode", "auto"), Path(recipe.directory or ".").absolute()
+    if mode == "resume_path":
+        path = here / os.path.expanduser(str(select(config, "trainer.resume_from_path", "")))
+    elif mode == "auto" and (latest := here / read_run_dir(config) / LATEST).is_file():
+        path = latest.with_name(f"{STEP}{latest.read_text().strip()}")
+    else:
+        return None
+    if not path.is_dir() or not re.fullmatch(rf"{STEP}\d+", path.name):
+        raise CompareError(f"The recipe resumes from {path}, which is no checkpoint: a folder {STEP}N of verl's.")
+    return path
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(STEP))

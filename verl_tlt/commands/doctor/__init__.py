@@ -1,0 +1,1 @@
+"""`verl-tlt doctor` and `verl-tlt calibrate`."""

@@ -1,0 +1,161 @@
+"""`verl-tlt doctor` and `calibrate`: what is wrong with a recipe here, and what its engine's steps cost, as tables.
+
+Judging imports neither verl nor torch. Measuring starts the recipe's engine in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Column, Table
+from rich.text import Text
+
+from verl_tlt.checks import rules
+from verl_tlt.checks.models import Finding
+from verl_tlt.checks.recipe import Recipe, compose, read_settings
+from verl_tlt.commands.doctor.gpus import NO_GPU, examine_gpus, visible_gpus
+from verl_tlt.config import COSTS_DIR, TLTConfigError
+from verl_tlt.errors import TLTError, printable
+from verl_tlt.files.ownership import check_writable
+from verl_tlt.upstream.sources import check_symbols, source_root
+from verl_tlt.upstream.upstream_api import Symbol
+from verl_tlt.upstream.versions import installed, location
+
+if TYPE_CHECKING:
+    from verl_tlt.speculation.costs.tables import LatencyTable
+
+
+def diagnose(recipe: Recipe) -> list[Finding]:
+    """Findings for this environment, and for a recipe if its overrides are given."""
+    findings = [*examine_recipe(recipe), *which_verl()]
+    for package, checked in installed_symbols().items():
+        what, wrong = f"{package} symbols", [(symbol, problem) for symbol, problem in checked if problem]
+        for symbol, problem in wrong:
+            sentence = f"{symbol.name}, which verl_tlt/{symbol.used_by} relies on: {problem}."
+            findings.append(Finding("refuse", what, sentence))
+        if not wrong:
+            findings.append(Finding("ok", what, f"all {len(checked)} that verl-tlt relies on are as expected"))
+    return findings
+
+
+def which_verl() -> list[Finding]:
+    """Where verl was looked at: as `python -m` finds it, a clone in the working directory hides the installed one."""
+    if (found := location("verl")) is None:
+        return []
+    spec = importlib.util.find_spec("verl")
+    other = next(iter(spec.submodule_search_locations or ()), None) if spec else None
+    hidden = f", which hides that in {other}" if other and os.path.realpath(other) != os.path.realpath(found) else ""
+    return [Finding("warn" if hidden else "ok", "verl's folder", f"verl is read in {found}{hidden}")]
+
+
+def conclude(findings: Sequence[Finding], recipe: Recipe) -> tuple[str, int]:
+    """The doctor's answer in a sentence, and the command's exit status: 0 can run, 1 cannot run, 3 can run if."""
+    refused, open_ = ([f.sentence for f in findings if f.level == level] for level in ("refuse", "if"))
+    if refused:
+        more = f" ({len(refused) - 1} more above)" if len(refused) > 1 else ""
+        return f"TLT cannot run here: {refused[0]}{more}", 1
+    if open_:
+        return f"TLT can run, if this is put right or holds where it runs: {' '.join(open_)}", 3
+    if not recipe.overrides:
+        return "TLT can run with what is installed here; give your recipe to know whether that can, too.", 0
+    return "TLT can run here.", 0
+
+
+def installed_symbols() -> dict[str, list[tuple[Symbol, str | None]]]:
+    """Every symbol with what is wrong with it, by package; packages that are not installed are left out."""
+    roots = {package: source_root(package) for package in ("verl", "vllm")}
+    return {package: check_symbols(root, package) for package, root in roots.items() if root is not None}
+
+
+def examine_recipe(recipe: Recipe) -> list[Finding]:
+    """Releases, and a recipe if its overrides are given."""
+    if not recipe.overrides or installed("verl") is None:
+        return rules.examine_packages()
+    first = rules.examine_packages()
+    try:
+        config = compose(recipe.overrides, recipe.config)
+        first.insert(0, rules.switched_on(config))
+        environment = {**os.environ, **recipe.environment}
+        return [*rules.examine(config, read_settings(config)), *examine_gpus(config, environment)]
+    except TLTConfigError as error:
+        return [*first, Finding("refuse", "settings", str(error))]
+
+
+def findings_table(findings: list[Finding]) -> Table:
+    """The findings, a row each."""
+    rows = Table("", Column("what", overflow="fold"), Column("finding", overflow="fold"), title="verl-tlt doctor")
+    style = {"ok": "green", "warn": "yellow", "if": "bold yellow", "refuse": "bold red"}
+    for finding in findings:
+        rows.add_row(
+            Text(finding.level, style=style[finding.level]), Text(finding.what), Text(printable(finding.sentence))
+        )
+    return rows
+
+
+def symbol_table() -> Table:
+    """Every symbol verl-tlt relies on, whether the installed release has it so, and which file needs it."""
+    rows = Table("", Column("symbol", overflow="fold"), "needed by", title="what verl-tlt relies on")
+    for checked in installed_symbols().values():
+        for symbol, problem in checked:
+            verdict = Text("ok", style="green") if problem is None else Text("no", style="bold red")
+            rows.add_row(verdict, Text(symbol.name + (f"\n{problem}" if problem else "")), Text(symbol.used_by))
+    return rows
+
+
+def measure_engine(recipe: Recipe, cpu: bool) -> list[Finding]:
+    """What only a real engine on this machine can tell (`commands.doctor.engine_check`), as findings."""
+    from verl_tlt.commands.doctor.engine_check import EngineJob, judge, keep_costs, run_job
+
+    try:
+        _needs_gpu(recipe, cpu)
+        found = run_job(EngineJob(recipe, cpu))
+    except TLTError as error:
+        return [Finding("refuse", "engine", str(error))]
+    try:
+        kept = Finding("ok", "cost table", f"kept for runs in {keep_costs(found, costs_directory(recipe))[0]}")
+    except TLTConfigError as error:
+        kept = Finding("warn", "cost table", str(error))
+    return [*judge(found), kept]
+
+
+def _needs_gpu(recipe: Recipe, cpu: bool) -> None:
+    if not cpu and not visible_gpus({**os.environ, **recipe.environment}):
+        raise TLTError(NO_GPU)
+
+
+def calibrate(recipe: Recipe, out: Path | None, seconds: float, cpu: bool) -> tuple[Path, LatencyTable]:
+    """Measure the costs of a recipe's engine for so many seconds and keep them; returns the file and its table.
+
+    `out` is the directory of the table; None: where the recipe's run looks for it. A `TLTError` says that the doctor
+    refuses the recipe, or that the engine could not be started or measured.
+    """
+    from verl_tlt.commands.doctor.engine_check import EngineJob, keep_costs, run_job
+
+    _needs_gpu(recipe, cpu)
+    # Data need not be there: nothing is trained.
+    refusals = [f.sentence for f in examine_recipe(recipe) if f.level == "refuse" and not f.what.startswith("data.")]
+    if refusals:
+        raise TLTConfigError("\n".join(refusals))
+    directory = out or costs_directory(recipe)
+    check_writable(directory, "--out" if out else "tlt.speculation.costs_dir")
+    return keep_costs(run_job(EngineJob(recipe, cpu, budget_s=seconds, costs_only=True)), directory)
+
+
+def costs_directory(recipe: Recipe) -> Path:
+    """Where a run of the recipe looks for step costs; where runs do by default, if this one looks nowhere."""
+    asked = read_settings(compose(recipe.overrides, recipe.config)).speculation.costs_dir
+    return Path(asked or COSTS_DIR)
+
+
+def cost_table(costs: LatencyTable) -> Table:
+    """Milliseconds per engine step, a column per batch."""
+    rows_of = {k: dict(costs.by_batch(k)) for k in costs.arms()}
+    batches = sorted({batch for row in rows_of.values() for batch in row})
+    table = Table("draft length", *(f"batch {b}" for b in batches), title="milliseconds per engine step")
+    for k, row in rows_of.items():
+        table.add_row("no drafter" if k < 0 else str(k), *(f"{1e3 * row[b]:.2f}" if b in row else "" for b in batches))
+    return table

@@ -1,0 +1,243 @@
+"""`verl-tlt doctor --gpu`: what only the machine itself can answer, found out with a real engine in a few minutes.
+
+* Does a drafter survive the sleep that verl puts engines into, and is it the published one again after a reload?
+* What does a step cost at K=0 and K>0, by batch, against an engine without any drafter?
+* How much memory do CUDA graphs take, with and without a drafter?
+* Does the engine still wake up while a spot worker's context stays on the device, and how much is then free?
+
+`verl-tlt calibrate` asks for the costs alone. The engines run in a child process, for which this module is the main
+program (`child_engine`). A CPU (`--cpu`) has no graph and no device context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from verl_tlt.checks.models import Finding
+from verl_tlt.checks.recipe import Recipe
+from verl_tlt.commands import child_engine
+from verl_tlt.commands.doctor.standalone_engine import (
+    StandaloneEngine,
+    fetch_policy,
+    graph_memory_gib,
+    read_setup,
+    run_environment,
+    start,
+)
+from verl_tlt.config import TLTConfigError
+from verl_tlt.messages import from_plain
+from verl_tlt.messages.rollout import LoadReply
+from verl_tlt.server.calibration import cost_key
+from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, interpolate, save_table
+from verl_tlt.speculation.types import OFF
+
+BATCHES = (1, 4, 16, 64)
+"""At which stock's engine is timed, and ours in OFF."""
+DEAR = 1.10
+"""Ratio to stock's step above which a step without the drafter's pass costs too much."""
+_CONTEXT = """
+import sys, torch
+kept = torch.zeros(1, device="cuda")
+torch.cuda.synchronize()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+"""A spot worker between two sessions: nothing but its CUDA context on the device."""
+
+
+@dataclass(frozen=True)
+class EngineJob:
+    """What the child process is asked: the step costs of a recipe's engine, and unless `costs_only` all else."""
+
+    recipe: Recipe
+    cpu: bool
+    budget_s: float = 60.0
+    """Seconds of measuring, engine starts apart."""
+    costs_only: bool = False
+
+
+@dataclass
+class Measured:
+    """What the child process answers; a field stays None where the device has no such thing."""
+
+    key: TableKey | None = None
+    """What the costs hold for."""
+    fingerprint: str = ""
+    """Of the drafter, its buffers included, before sleep; one for each rank."""
+    lost_in_sleep: bool | None = None
+    """Weights or buffers of the drafter were others after waking up."""
+    reloaded: str = ""
+    """The same after a reload, or why it could not be reloaded."""
+    reload_s: float = 0.0
+    costs: LatencyTable = field(default_factory=LatencyTable)
+    """Of every draft length, OFF included."""
+    stock: dict[int, float] | None = None
+    """Seconds between tokens by batch, without a drafter."""
+    off: dict[int, float] | None = None
+    """The same of the engine with a drafter whose pass is skipped, on the same clock."""
+    graph_gib: list[float] | None = None
+    """With a drafter, without."""
+    context_gib: float | None = None
+    """What another process's CUDA context takes."""
+    free_after_wake_gib: float | None = None
+    wake_error: str | None = None
+
+
+# ---------------------------------------------------------------------- in the child process
+
+
+async def check(job: EngineJob, directory: Path) -> Measured:
+    """Start the recipe's engines and measure all that `job` asks for; `directory` is for drafter and log."""
+    import torch
+
+    setup, found = read_setup(job.recipe), Measured()
+    on_gpu = not job.cpu and torch.cuda.is_available()
+    batches = [b for b in BATCHES if b <= int(setup.rollout.max_num_seqs)]
+    if not job.costs_only:
+        # Stock's engine comes first: it must not inherit the environment by which ours chooses its model runner.
+        async with start(setup, directory, drafting=False) as engine:
+            found.stock = await engine.wall_seconds(batches)
+    async with start(setup, directory) as engine:
+        if not job.costs_only:
+            await check_sleep(engine, found)
+            if on_gpu:
+                await check_waking(engine, found)
+        found.costs = await engine.measure_costs(job.budget_s)
+        if not job.costs_only and await engine.rpc("tlt_set_drafting", False) is None:
+            await engine.scheduler.call("control", drafting=False)
+            found.off = await engine.wall_seconds(batches)
+        drafter = None if setup.tlt.speculation.source == "ngram" else engine.drafter
+        found.key = cost_key(engine.llm.vllm_config, setup.policy, drafter)
+    if on_gpu:
+        log = (directory / child_engine.LOG).read_text(errors="replace")
+        found.graph_gib = graph_memory_gib(log)[::-1]
+    return found
+
+
+async def check_sleep(engine: StandaloneEngine, found: Measured) -> None:
+    """Fingerprint the drafter, put the engine to verl's deepest sleep where it has one, and load the drafter again.
+
+    The order is verl's: the drafter is loaded while the KV cache is not mapped yet.
+    """
+    assert engine.drafter is not None
+    sleeps = engine.llm.model_config.enable_sleep_mode
+    found.fingerprint = await engine.fingerprint()
+    if sleeps:
+        await engine.llm.sleep(level=2)
+        await engine.llm.wake_up(tags=["weights"])
+        await engine.llm.collective_rpc("reload_weights")  # verl would send the policy's
+        found.lost_in_sleep = await engine.fingerprint() != found.fingerprint
+    answers = await engine.every("tlt_load_drafter", str(engine.drafter / "model.safetensors"))
+    replies = [from_plain(LoadReply, answer) for answer in answers]
+    if sleeps:
+        await engine.llm.wake_up(tags=["kv_cache"])
+    error = next((reply.error for reply in replies if reply.error), None)
+    found.reloaded = error or " ".join(reply.fingerprint for reply in replies if reply.fingerprint)
+    found.reload_s = max(reply.seconds for reply in replies)
+
+
+async def check_waking(engine: StandaloneEngine, found: Measured) -> None:
+    """Let the engine sleep, open another process's CUDA context on its device, and wake it up again."""
+    import torch
+
+    await engine.llm.sleep(level=1)
+    before = torch.cuda.mem_get_info()[0]
+    other = subprocess.Popen(
+        [sys.executable, "-c", _CONTEXT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sys.stderr
+    )
+    try:
+        assert other.stdout is not None
+        other.stdout.readline()
+        found.context_gib = (before - torch.cuda.mem_get_info()[0]) / 2**30
+        try:
+            await engine.llm.wake_up()
+            await engine.generate(range(1, 9), 4)
+        except Exception as error:  # whatever vLLM raises here is the finding
+            found.wake_error = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        found.free_after_wake_gib = torch.cuda.mem_get_info()[0] / 2**30
+    finally:
+        other.communicate(timeout=60)  # closes its input, which ends it
+
+
+# ---------------------------------------------------------------------- in the command
+
+
+def run_job(job: EngineJob, timeout_s: float = 1800.0) -> Measured:
+    """Have a child process do `job`; raises `TLTConfigError` or `ChildEngineError` where it cannot."""
+    import torch
+
+    if job.cpu or not torch.cuda.is_available():
+        child_engine.require_cpu_platform()
+    fetch_policy(read_setup(job.recipe).policy)
+    with tempfile.TemporaryDirectory(prefix="tlt-check-") as directory:  # of its drafter and its log
+        module, environment = "verl_tlt.commands.doctor.engine_check", run_environment(job.recipe)
+        answer = child_engine.run_job(module, asdict(job), Path(directory), environment, timeout_s)
+    return from_plain(Measured, answer)
+
+
+def keep_costs(found: Measured, directory: Path) -> tuple[Path, LatencyTable]:
+    """Store the measured costs under their key; returns file and table. `TLTConfigError`: too few, or not writable."""
+    arms = found.costs.arms()
+    if found.key is None or OFF not in arms or not any(arm > 0 for arm in arms):
+        raise TLTConfigError("Steps with and without a drafter are needed, and not all were measured; raise --seconds.")
+    try:
+        return save_table(directory, found.key, found.costs), found.costs
+    except OSError as error:
+        raise TLTConfigError(f"The cost table cannot be kept: {error}") from error
+
+
+def judge(found: Measured) -> list[Finding]:
+    """One finding per question; of step costs, one per draft length."""
+    return [_sleep(found), *_costs(found), _graphs(found), _waking(found)]
+
+
+def _sleep(f: Measured) -> Finding:
+    what = "drafter after sleep"
+    if f.reloaded != f.fingerprint or not f.fingerprint:
+        return Finding("refuse", what, f"The drafter was not the same after a reload: {f.reloaded or 'unknown'}.")
+    slept = {None: "the engine has no sleep mode", True: "sleep discarded it", False: "sleep kept it"}
+    reload = f"after a reload ({f.reload_s:.2f} s) its weights and buffers are as before"
+    return Finding("ok", what, f"{slept[f.lost_in_sleep]}; {reload}")
+
+
+def _costs(f: Measured) -> list[Finding]:
+    off_s = f.costs.by_batch(OFF)
+    if not off_s or not f.stock or not f.off:
+        return [Finding("warn", "step cost", "The costs of a step could not be measured here; see the engine's log.")]
+    ratio = sum(f.off[b] / f.stock[b] for b in f.stock) / len(f.stock)
+    said = ", ".join(f"batch {b}: {1e3 * f.off[b]:.2f} against {1e3 * f.stock[b]:.2f} ms" for b in f.stock)
+    sentence = f"{ratio:.2f} times stock's step ({said})."
+    findings = [Finding("ok" if ratio <= DEAR else "warn", "drafter off against stock", sentence)]
+    for k in (k for k in f.costs.arms() if k >= 0):
+        seconds = f.costs.by_batch(k)
+        ratios = ", ".join(f"{batch}: {interpolate(seconds, batch) / off:.2f}x" for batch, off in off_s)
+        meaning = "the drafter's own pass" if k == 0 else "pays above this accept length"
+        findings.append(Finding("ok", f"K={k} against off", f"by batch {ratios}; {meaning}"))
+    return findings
+
+
+def _graphs(f: Measured) -> Finding:
+    if not f.graph_gib:
+        return Finding("ok", "CUDA graphs", "no graphs are captured here (enforce_eager, or no such device)")
+    cases = zip(f.graph_gib, ("with a drafter", "without"), strict=False)
+    return Finding("ok", "CUDA graphs", ", ".join(f"{gib:.2f} GiB {case}" for gib, case in cases))
+
+
+def _waking(f: Measured) -> Finding:
+    what = "waking beside a spot worker"
+    if f.context_gib is None:
+        return Finding("ok", what, "no device context on this device")
+    if f.wake_error:
+        asleep = f"With another context of {f.context_gib:.2f} GiB on the device the engine did not wake"
+        remedy = "lower actor_rollout_ref.rollout.gpu_memory_utilization"
+        return Finding("refuse", what, f"{asleep}: {f.wake_error}; {remedy}.")
+    return Finding("ok", what, f"context {f.context_gib:.2f} GiB, {f.free_after_wake_gib:.2f} GiB free after waking")
+
+
+if __name__ == "__main__":
+    child_engine.serve_job(lambda job, folder: asdict(asyncio.run(check(from_plain(EngineJob, job), folder))))

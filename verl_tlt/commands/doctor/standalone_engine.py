@@ -1,0 +1,194 @@
+"""One vLLM engine as a recipe's run would start it, without Ray and the trainer: what every command measures with."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_tlt.checks.models import POLICY, check_policy, located
+from verl_tlt.checks.recipe import Recipe, compose, context_tokens, read_settings, select
+from verl_tlt.config import TLTConfig, TLTConfigError, dtype_name
+from verl_tlt.drafter.policy import NotHereError, active_share, is_name, read_model_config, tensor_files
+from verl_tlt.server import calibration, engine_arguments
+from verl_tlt.server.engine_calls import answered, fail_calls_when_dead
+from verl_tlt.server.scheduler_client import SchedulerClient
+from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.graph_rules import is_hybrid
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+PROMPT_TOKENS = 16
+_READ = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
+_TWICE = ("original/*", "consolidated*", "onnx/*")
+"""Files of a model on the hub that an engine reads, and copies of its weights that it does not."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The parts of a recipe that its engine is made of."""
+
+    policy: str
+    """Local directory, or name on the hub."""
+    tlt: TLTConfig
+    rollout: DictConfig
+    """verl's `actor_rollout_ref.rollout` node."""
+    model: DictConfig
+    """verl's `actor_rollout_ref.model` node."""
+    context: int
+    """Longest sequence, in tokens."""
+
+
+def set_up(recipe: Recipe, changes: Mapping[str, Any] | None = None) -> Setup:
+    """What a recipe's engine is made of, with other values at the dotted keys of `changes`."""
+    from omegaconf import OmegaConf, open_dict
+
+    config = compose(recipe.overrides, recipe.config)
+    with open_dict(config):
+        for key, value in (changes or {}).items():
+            OmegaConf.update(config, key, value, force_add=True)
+        policy = config.actor_rollout_ref.model.path = located(str(select(config, POLICY, "")))
+        context = config.actor_rollout_ref.rollout.max_model_len = context_tokens(config)
+        if config.actor_rollout_ref.rollout.load_format == "dummy":  # no trainer sends it weights
+            config.actor_rollout_ref.rollout.load_format = "auto"
+    return Setup(
+        policy, read_settings(config), config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, context
+    )
+
+
+def read_setup(recipe: Recipe) -> Setup:
+    """What a recipe's engine is made of; raises `TLTConfigError` where its policy is not on this machine."""
+    setup = set_up(recipe)
+    found = check_policy(setup.policy, setup.tlt.drafter.method)
+    if found.level != "ok":
+        raise TLTConfigError(found.sentence)
+    return setup
+
+
+def run_environment(recipe: Recipe) -> dict[str, str]:
+    """Variables that a recipe's engines have beside this process's: its script's, and those that Ray hands on."""
+    handed = select(compose(recipe.overrides, recipe.config), "ray_kwargs.ray_init.runtime_env.env_vars", {})
+    return {**recipe.environment, **{str(k): str(v) for k, v in (handed if isinstance(handed, dict) else {}).items()}}
+
+
+def fetch_policy(policy: str | os.PathLike[str]) -> None:
+    """Download what an engine reads of a policy on the hub and the cache has not; a `NotHereError` says why not."""
+    from huggingface_hub import snapshot_download
+
+    if not is_name(policy):
+        return
+    name = os.fspath(policy)
+    try:  # without a hub this is the cached folder, of which any part may be missing
+        there = Path(snapshot_download(name, allow_patterns=list(_READ), ignore_patterns=list(_TWICE)))
+    except (OSError, ValueError) as error:
+        raise NotHereError(
+            f"{name} is no folder here and could not be fetched: {str(error).splitlines()[0]}"
+        ) from error
+    _, owners = tensor_files(there, fetch=False)
+    if missing := sorted(file for file in set(owners.values()) if not (there / file).is_file()):
+        raise NotHereError(f"{name}: {missing[0]} is not in the local cache, and could not be fetched.")
+
+
+class StandaloneEngine:
+    """A running engine; the scheduler of one without a drafter is vLLM's, which answers no calls."""
+
+    def __init__(self, llm: AsyncLLM, drafter: Path | None, setup: Setup) -> None:
+        self.llm, self.drafter, self.setup = llm, drafter, setup
+        self.scheduler = SchedulerClient(llm)
+        self.vocab_size = int(llm.model_config.get_vocab_size())
+
+    async def generate(self, prompt: Sequence[int], tokens: int) -> None:
+        """Decode `prompt` to exactly so many new tokens."""
+        await calibration.decode(self.llm, prompt, temperature=1.0, max_tokens=tokens, ignore_eos=True)
+
+    async def rpc(self, method: str, *args: object) -> Any:
+        """Call every worker; the first one's answer."""
+        return (await self.every(method, *args))[0]
+
+    async def every(self, method: str, *args: object) -> list[Any]:
+        """Call every worker; all answers, in the order of ranks."""
+        return list(await answered(self.llm, f"answer {method}", self.llm.collective_rpc(method, args=args)))
+
+    async def fingerprint(self) -> str:
+        """Of the drafter that is live: each rank's, where it has one."""
+        return " ".join(filter(None, await self.every("tlt_fingerprint")))
+
+    async def step_seconds(self, batch: int, tokens: int = 24) -> float:
+        """Seconds on the wall clock from a token of `batch` requests to the next: of a long decode less a short one."""
+        prompts = [[(7 * i + 13 * j) % (self.vocab_size - 1) + 1 for j in range(PROMPT_TOKENS)] for i in range(batch)]
+
+        async def timed(new: int) -> float:
+            await self.llm.reset_prefix_cache()
+            start = time.perf_counter()
+            await asyncio.gather(*(self.generate(prompt, new) for prompt in prompts))
+            return time.perf_counter() - start
+
+        short, long = await timed(2), await timed(2 + tokens)
+        return max(long - short, 1e-9) / tokens
+
+    async def wall_seconds(self, batches: Sequence[int]) -> dict[int, float]:
+        """`step_seconds` by batch, the lower of two: a busy machine only ever adds."""
+        turns = [{batch: await self.step_seconds(batch) for batch in batches} for _ in range(2)]
+        return {batch: min(turn[batch] for turn in turns) for batch in batches}
+
+    async def measure_costs(self, budget_s: float) -> LatencyTable:
+        """Seconds per engine step by draft length (OFF included) and batch, as the trainer measures them at start."""
+        arms, most = engine_arguments.started_arms(self.llm), int(self.setup.rollout.max_num_seqs)
+        return await calibration.calibrate(self.llm, arms, most, self.vocab_size, budget_s=budget_s)
+
+
+@asynccontextmanager
+async def start(
+    setup: Setup, directory: Path, drafting: bool = True, more: Mapping[str, Any] | None = None
+) -> AsyncIterator[StandaloneEngine]:
+    """An engine as the recipe would have it; without `drafting` as stock verl would start it.
+
+    The only place where a command starts an engine. `more` are further arguments of vLLM's.
+    """
+    from verl_tlt.server.launch import Launch
+
+    drafter = write_drafter(setup, directory / "drafter") if drafting else None
+
+    def arguments(user: Mapping[str, Any]) -> dict[str, Any]:
+        if drafter is None:
+            return dict(more or {})
+        policy = read_model_config(setup.policy)
+        about: dict[str, Any] = {"hybrid": is_hybrid(policy), "active_share": active_share(policy)}
+        ours = engine_arguments.engine_kwargs(setup.tlt, str(drafter), setup.rollout, user, **about)
+        return {**ours, **(more or {})}
+
+    if drafting:
+        source, method = setup.tlt.speculation.source, setup.tlt.drafter.method
+        os.environ.update(TLT_REPLICA="0", **engine_arguments.engine_environment(source, method))
+    extension = "verl_tlt.vllm_worker.extension.TLTWorkerExtension" if drafting else None
+    llm = await Launch(setup.rollout, setup.model, arguments, extension).launched()
+    watch = asyncio.create_task(fail_calls_when_dead(llm))
+    try:
+        yield StandaloneEngine(llm, drafter, setup)
+    finally:
+        llm.shutdown()
+        await watch
+
+
+def write_drafter(setup: Setup, directory: Path) -> Path:
+    """The recipe's drafter, or a random head of its shape: for costs it does not matter what a drafter knows."""
+    from verl_tlt.drafter.staging import stage
+    from verl_tlt.trainer.run_setup import first_drafter
+
+    longest = setup.context + setup.tlt.speculation.longest
+    served = first_drafter(setup.tlt, setup.policy, dtype_name(setup.rollout.dtype), longest, None).served
+    stage(served.config, served.weights, directory)
+    return directory
+
+
+def graph_memory_gib(log: str) -> list[float]:
+    """What vLLM says in its log that captured CUDA graphs take, one figure for each engine started."""
+    return [float(x) for x in re.findall(r"Graph capturing finished in \d+ secs, took ([\d.]+) GiB", log)]

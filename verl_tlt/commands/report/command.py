@@ -1,0 +1,60 @@
+"""`verl-tlt report`: the page and the picture of a traced run, and its timeline for a trace viewer."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from verl_tlt.commands.console import make_console
+from verl_tlt.commands.report.chrome_trace import write_chrome_trace
+from verl_tlt.commands.report.reader import TraceError, read_trace
+from verl_tlt.commands.report.rows import given_up, rich_table, rows_of_trace
+from verl_tlt.errors import TLTError, printable
+
+
+def report(trace_dir: Path, out: Path | None, perfetto: Path | None = None) -> None:
+    """Print the steps as a table, and write `report.html` and `picture.png` to `out`; None: beside the trace.
+
+    `perfetto` is the file of a Chrome trace; None: none is written.
+    """
+    console = make_console()
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    folder = out or _beside(trace_dir)
+    trace = read_trace(trace_dir)
+    console.print(rich_table(rows_of_trace(trace), printable(str(trace_dir))))
+    if off := given_up(trace):
+        say(printable(off))
+    if trace.skipped:
+        say(f"{trace.skipped} lines of the trace could not be read.")
+    try:
+        if perfetto is not None:
+            perfetto.parent.mkdir(parents=True, exist_ok=True)
+            write_chrome_trace(perfetto, trace)
+            say(f"Trace:   {printable(str(perfetto))} (open it in ui.perfetto.dev or chrome://tracing)")
+        for package in ("matplotlib", "jinja2"):
+            if find_spec(package) is None:
+                install = "pip install matplotlib jinja2"
+                raise TLTError(f"verl-tlt report needs {package}, which is not installed: {install}.")
+        from verl_tlt.commands.report.figures import save_picture
+        from verl_tlt.commands.report.page import write_page
+
+        folder.mkdir(parents=True, exist_ok=True)
+        picture = save_picture(folder / "picture.png", trace)
+        page = write_page(folder / "report.html", trace)
+    except OSError as error:
+        raise TraceError(str(error)) from error
+    say(printable(f"Picture: {picture}\nReport:  {page}"))
+
+
+def _beside(trace_dir: Path) -> Path:
+    """The folder that the trace lies in, where that is this user's or root's."""
+    folder = Path(os.path.realpath(trace_dir)).parent
+    try:
+        owner = folder.stat().st_uid
+    except OSError as error:
+        raise TraceError(f"{folder} cannot be written to: {error.strerror}.") from error
+    if owner not in (0, os.geteuid()):
+        raise TraceError(f"{folder} belongs to user {owner}; say with --out where page and picture are to go.")
+    return folder

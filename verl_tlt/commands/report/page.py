@@ -1,0 +1,146 @@
+"""Writes a traced run as one HTML page that loads nothing and runs no script.
+
+The template escapes whatever a trace says; charts are images, in which a browser runs nothing either.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+
+from verl_tlt.commands.report.figures import Chart, run_charts, step_charts
+from verl_tlt.commands.report.reader import RunTrace
+from verl_tlt.commands.report.rows import given_up, own_work_s, rows_of_trace, table
+from verl_tlt.commands.report.steps import rl_steps
+from verl_tlt.errors import printable
+from verl_tlt.files.ownership import replacing
+
+MAX_DRAFT_LENGTH = 3
+"""Draft length in the serve command where the trace does not say the run's."""
+LONGEST_TEXT = 2000
+"""Characters of a text from the trace that the page shows."""
+
+
+@dataclass(frozen=True)
+class PageContent:
+    """What a page shows, from top to bottom; any text may be somebody else's."""
+
+    heading: str
+    facts: Sequence[tuple[str, str]]
+    """Figures, each with what it is."""
+    sentences: Sequence[str]
+    charts: Sequence[Chart]
+    tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]]
+    """Title, headings and cells of each; one without rows is left out."""
+    command: str = ""
+    """How the drafter is served; empty: there is none."""
+
+
+def write_page(path: Path, trace: RunTrace) -> Path:
+    """Write the page and return its path; a `TraceError` says that the trace holds no finished rollout."""
+    content = PageContent(
+        heading="one run",
+        facts=list(_facts(trace)),
+        sentences=list(_sentences(trace)),
+        charts=[*run_charts(trace), *step_charts(trace, rl_steps(trace))],
+        tables=list(_tables(trace)),
+        command=serve_command(trace),
+    )
+    return render_page(path, content)
+
+
+def render_page(path: Path, content: PageContent) -> Path:
+    """Write a page of such content and return its path."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters["plain"] = plain
+    template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
+    page = template.render(vars(content))
+    with replacing(path) as file:
+        file.write(page.encode("utf-8", "backslashreplace"))
+    return path
+
+
+def serve_command(trace: RunTrace) -> str:
+    """The shell command that serves the policy with the run's drafter; empty where it kept none.
+
+    Drafts are sampled, since greedy ones are accepted less often at temperature 1. An MTP head is put into the policy's
+    directory first, where vLLM looks for it.
+    """
+    run = trace.run
+    if run is None or not run.policy or not run.drafter:
+        return ""
+    speculation = run.config.get("speculation")
+    length = speculation.get("max_draft_length") if isinstance(speculation, Mapping) else None
+    drafter, policy = shlex.quote(run.drafter), shlex.quote(run.policy)
+    settings = run.config.get("drafter")
+    own = isinstance(settings, Mapping) and settings.get("method") == "mtp"
+    config = {
+        **({"method": "mtp"} if own else {"method": "eagle3", "model": run.drafter}),
+        "num_speculative_tokens": length or MAX_DRAFT_LENGTH,
+        "draft_sample_method": "probabilistic",
+    }
+    serve = f"vllm serve {policy} --speculative-config {shlex.quote(json.dumps(config))}"
+    return f"verl-tlt write-back {drafter} {policy} && {serve}" if own else serve
+
+
+def plain(text: str) -> str:
+    """The text without control characters, shortened where it is very long."""
+    return printable(text[:LONGEST_TEXT]) + "…" * (len(text) > LONGEST_TEXT)
+
+
+def _facts(trace: RunTrace) -> Iterator[tuple[str, str]]:
+    """The numbers that matter most; what was not measured is left out."""
+    rows = list(rows_of_trace(trace).values())
+    known = [saved for row in rows if (saved := row["saved_s"]) is not None]
+    work, rollouts = sum(map(own_work_s, rows)), sum(row["rollout_s"] or 0.0 for row in rows)
+    if known:
+        share = f", {(sum(known) - work) / rollouts:+.1%} of {rollouts:.0f} s of rollouts" if rollouts else ""
+        counted = f"saved in {len(known)} of {len(rows)} rollouts: those with drafts and known savings"
+        yield f"{sum(known):.1f} s", counted
+        yield f"{sum(known) - work:+.1f} s", f"savings less TLT's own work{share}"
+    if work:
+        yield f"{work:.1f} s", "TLT's own work on the critical path"
+    if lengths := [length for row in rows if (length := row["accept_length"]) is not None]:
+        yield f"{lengths[0]:.2f} → {lengths[-1]:.2f}", "accept length in the first and the last step"
+    if bubble := sum(row["bubble_s"] or 0.0 for row in rows):
+        trained = sum(row["bubble_trained_s"] or 0.0 for row in rows)
+        yield f"{trained / bubble:.0%}", f"of {bubble:.0f} s of bubbles trained the drafter"
+    if trace.publishes:
+        decisions = [p.decision for p in trace.publishes]
+        counts = ", ".join(f"{decisions.count(d)} {d}" for d in dict.fromkeys(decisions))
+        yield f"v{max(p.version for p in trace.publishes)}", f"drafter version; verdicts: {counts}"
+    if failures := [metrics["tlt/errors"] for metrics in trace.steps.values() if "tlt/errors" in metrics]:
+        yield f"{max(failures):.0f}", "failures of TLT that did not end the run"
+
+
+def _sentences(trace: RunTrace) -> Iterator[str]:
+    if off := given_up(trace):
+        yield off
+    if all(row["saved_s"] is None for row in rows_of_trace(trace).values()):
+        yield "Savings are unknown: nothing was drafted, or what a step costs without drafts was not measured."
+    for stop in (stop for stop in trace.stops if not stop.replica):
+        yield f"After step {stop.step} speculation was {f'disabled: {stop.cause}' if stop.cause else 'enabled again'}."
+    if trace.skipped:
+        yield f"{trace.skipped} lines of the trace could not be read."
+
+
+def _tables(trace: RunTrace) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Title, headings and cells of each table."""
+    yield "Steps", *table(rows_of_trace(trace))
+    drafters = ("candidate", "served", "initial")
+    verdicts = [
+        [str(p.step), f"v{p.version}", p.decision, "" if p.gain is None else f"{p.gain:+.1%}",
+         *("" if (tau := p.tau.get(name)) is None else f"{tau:.2f}" for name in drafters), p.reason]
+        for p in trace.publishes
+    ]  # fmt: skip
+    yield "Drafter versions", ["step", "version", "verdict", "gain", *drafters, "reason"], verdicts
+    failed = [[str(s.step), trace.label(s.replica), s.error] for s in trace.sessions if s.error]
+    failed += [[str(r.step), trace.label(r.replica), r.error or f"v{r.version} was loaded instead"]
+               for r in trace.reloads if not r.ok]  # fmt: skip
+    yield "Failures", ["step", "replica", "error"], failed

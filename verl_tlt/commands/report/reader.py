@@ -1,0 +1,296 @@
+"""Reads a trace directory back into typed records; the run that writes it may still be going.
+
+Lines that cannot be read are counted and skipped. Files may be anybody's: what is no trace, or larger than a run's can
+be, ends in a sentence before it fills time or memory. A resumed run repeats the steps after its checkpoint; of a step
+that was written twice, the records of the later run count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import sys
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import TypeAdapter, ValidationError
+
+from verl_tlt.errors import TLTError
+from verl_tlt.files.json_files import parse, read_lines
+from verl_tlt.trace.events import (
+    ENGINE_PREFIX,
+    EVENT_TYPES,
+    Event,
+    Idle,
+    LoadSample,
+    Phase,
+    Publish,
+    Reload,
+    RunStarted,
+    Session,
+    Step,
+    Stopped,
+)
+
+LONGEST_LINE = 1 << 20
+"""Bytes; a longer line is read in pieces, so that it cannot fill the memory."""
+MOST_BYTES, MOST_EVENT_BYTES = 8 << 30, 1 << 30
+"""Of all files, and of those that hold other lines than engine steps, which take some times their size of memory."""
+MOST_REPLICAS, MOST_STEPS, MOST_STARTS = 4096, 50_000, 1000
+MOST_UNREADABLE, MOST_UNREADABLE_BYTES = 1000, 16 << 20
+"""Of a file: if so much cannot be read, and less could, it is no trace."""
+_MOST_POSITIONS = 64
+"""Of a draft."""
+_LARGEST, _LATEST = 1e100, 1e11
+"""Of a metric, and of a time in unix seconds; what is computed from them stays finite."""
+
+E = TypeVar("E", bound=Event)
+_ADAPTERS: dict[str, TypeAdapter[Event]] = {kind: TypeAdapter(cls) for kind, cls in EVENT_TYPES.items()}
+_RENAMED = {"loss_last": "loss"}
+"""Key in traces of verl-tlt 0.1 -> the field it is now."""
+
+
+class TraceError(TLTError, ValueError):
+    """The directory or file holds nothing that can be read; the message names it."""
+
+
+@dataclass(frozen=True)
+class EngineSteps:
+    """The n steps of one engine as columns, in the order of time; drafts have up to `kmax` tokens."""
+
+    t: npt.NDArray[np.float64]
+    """[n] unix seconds at which the step finished."""
+    batch: npt.NDArray[np.int64]
+    """[n] decode-phase requests."""
+    kv: npt.NDArray[np.int64]
+    """[n] tokens of context they held."""
+    k: npt.NDArray[np.int64]
+    """[n] tokens drafted per request; -1 where the drafter did not run."""
+    drafts: npt.NDArray[np.int64]
+    """[n] requests that had a draft verified."""
+    accepted: npt.NDArray[np.int64]
+    """[n, kmax] how many of those drafts had their first i+1 tokens accepted."""
+    produced: npt.NDArray[np.int64]
+    """[n] tokens produced."""
+    latency_s: npt.NDArray[np.float64]
+    """[n] seconds."""
+
+    def between(self, start: float, end: float) -> EngineSteps:
+        """The steps that finished in [start, end]."""
+        keep = slice(*np.searchsorted(self.t, (start, np.nextafter(end, np.inf))))
+        return EngineSteps(**{f.name: getattr(self, f.name)[keep] for f in dataclasses.fields(self)})
+
+
+@dataclass(frozen=True)
+class RunTrace:
+    """What a run wrote, without the steps that a later run repeated; each list is in the order of time."""
+
+    directory: Path
+    runs: list[RunStarted] = field(default_factory=list)
+    steps: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    """RL step -> its metrics, ascending; only finished steps."""
+    phases: list[Phase] = field(default_factory=list)
+    loads: list[LoadSample] = field(default_factory=list)
+    idles: list[Idle] = field(default_factory=list)
+    sessions: list[Session] = field(default_factory=list)
+    publishes: list[Publish] = field(default_factory=list)
+    reloads: list[Reload] = field(default_factory=list)
+    stops: list[Stopped] = field(default_factory=list)
+    engines: dict[str, EngineSteps] = field(default_factory=dict)
+    """Replica -> the steps of its engine; empty where `tlt.trace.engine_steps` was off."""
+    skipped: int = 0
+    """Lines that could not be read."""
+
+    @property
+    def run(self) -> RunStarted | None:
+        """The latest start of the run."""
+        return self.runs[-1] if self.runs else None
+
+    @cached_property
+    def replicas(self) -> list[str]:
+        """Names of all replicas: those of the `run` event in its order, then others by name."""
+        named = list(self.run.replicas) if self.run else []
+        others = {name for load in self.loads for name in load.inflight} - set(named)
+        return named + sorted(others)
+
+    def label(self, replica: str) -> str:
+        """What pictures call a replica, whose name may be an address."""
+        return f"replica {self.replicas.index(replica)}" if replica in self.replicas else replica
+
+    def engine(self, replica: str) -> EngineSteps | None:
+        """The steps of the replica's engine, whose file has the name or the number of the replica; None: no file."""
+        return self.engines.get(replica) or self.engines.get(str(self.replicas.index(replica)))
+
+
+def read_trace(directory: str | Path) -> RunTrace:
+    """Read every `*.jsonl` file of a trace directory; a `TraceError` says that there is none with an event."""
+    path = Path(directory)
+    if not path.is_dir():
+        raise TraceError(f"{path} is not a directory; give the trace directory of a run (tlt.trace.dir).")
+    found: list[Event] = []
+    engines: defaultdict[str, _Columns] = defaultdict(_Columns)
+    skipped = 0
+    for file in _files(path):
+        good = bad = bad_bytes = 0
+        for size, record in _records(file):
+            known = good
+            if (event := parse_event(record)) is not None:
+                found.append(event)
+                good += 1
+            elif record and file.name.startswith(ENGINE_PREFIX):
+                good += engines[file.stem.removeprefix(ENGINE_PREFIX)].add(record)
+            if good > known:
+                continue
+            bad, bad_bytes = bad + 1, bad_bytes + size
+            if bad > good and (bad > MOST_UNREADABLE or bad_bytes > MOST_UNREADABLE_BYTES):
+                raise TraceError(f"{file} is no trace: of its first {good + bad} lines {bad} cannot be read.")
+        skipped += bad
+    if not found and not engines:
+        raise TraceError(f"{path} holds no trace: no *.jsonl file in it has a readable event.")
+    events, repeated = _without_repeated(sorted(found, key=lambda e: e.t))
+    steps = {e.step: e.metrics for e in _of(events, Step)}
+    trace = RunTrace(
+        path,
+        runs=_of(events, RunStarted),
+        steps={step: steps[step] for step in sorted(steps)},
+        phases=_of(events, Phase),
+        loads=_of(events, LoadSample),
+        idles=_of(events, Idle),
+        sessions=_of(events, Session),
+        publishes=_of(events, Publish),
+        reloads=_of(events, Reload),
+        stops=_of(events, Stopped),
+        engines={name: columns.engine_steps(repeated) for name, columns in engines.items()},
+        skipped=skipped,
+    )
+    for count, most, what in (
+        (len(trace.replicas), MOST_REPLICAS, "replicas"),
+        (len({getattr(event, "step", 0) for event in events}), MOST_STEPS, "RL steps"),
+    ):
+        if count > most:
+            raise TraceError(f"{path} names {count} {what}, and verl-tlt reads traces of up to {most}.")
+    return trace
+
+
+def _files(path: Path) -> list[Path]:
+    """The files of a trace; a `TraceError` where they are more or larger than a run's."""
+    files = sorted(file for file in path.glob("*.jsonl") if file.is_file())
+    if len(files) > 2 * MOST_REPLICAS:
+        raise TraceError(f"{path} holds {len(files)} files, and verl-tlt reads traces of up to {2 * MOST_REPLICAS}.")
+    sizes = {file: file.stat().st_size for file in files}
+    others = sum(size for file, size in sizes.items() if not file.name.startswith(ENGINE_PREFIX))
+    for size, most, what in (
+        (sum(sizes.values()), MOST_BYTES, "files"),
+        (others, MOST_EVENT_BYTES, f"files other than {ENGINE_PREFIX}*.jsonl"),
+    ):
+        if size > most:
+            held = f"{size / 2**30:.1f} GiB of {what}"
+            raise TraceError(f"{path} holds {held}, and verl-tlt reads traces of up to {most >> 30} GiB of them.")
+    return files
+
+
+def parse_event(record: Mapping[str, Any]) -> Event | None:
+    """The event of one line; None where the kind is unknown, a key is missing or a value is of the wrong type."""
+    adapter = _ADAPTERS.get(str(record.get("kind")))
+    if adapter is None:
+        return None
+    known = {_RENAMED.get(key, key): value for key, value in record.items() if value is not None}
+    for key in ("metrics", "tau"):
+        if isinstance(numbers := known.get(key), dict):
+            known[key] = {n: v for n, v in numbers.items() if isinstance(v, int | float) and abs(v) < _LARGEST}
+    if isinstance(counts := known.get("inflight"), dict):  # every line repeats the names
+        known["inflight"] = {sys.intern(name): count for name, count in counts.items()}
+    try:
+        event = adapter.validate_python(known)
+    except ValidationError:
+        return None
+    times = (getattr(event, name, 0.0) for name in ("t", "start", "end"))
+    return event if all(abs(time) < _LATEST for time in times) else None  # NaN is not
+
+
+def _records(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Size and content of each line; the latter is empty where it is not a JSON object."""
+    for line in read_lines(file, LONGEST_LINE):
+        if not line.strip():
+            continue
+        try:
+            record = parse(line)
+        except ValueError:
+            record = None
+        yield len(line), record if isinstance(record, dict) else {}
+
+
+def _of(events: Sequence[Event], cls: type[E]) -> list[E]:
+    return [event for event in events if isinstance(event, cls)]
+
+
+def _without_repeated(events: list[Event]) -> tuple[list[Event], list[tuple[float, float]]]:
+    """The events without those of steps that a later run repeated, and the times in which these steps ran."""
+    if len(starts := _of(events, RunStarted)) > MOST_STARTS:
+        raise TraceError(f"The trace has {len(starts)} starts of a run, and up to {MOST_STARTS} can be told apart.")
+    repeated: list[tuple[float, float]] = []
+    kept: list[tuple[int, int]] = []  # a heap: the latest step first, and the event's place
+    dropped: set[int] = set()
+    for i, event in enumerate(events):
+        if not isinstance(event, RunStarted):
+            heapq.heappush(kept, (-event.step, i))
+            continue
+        again = []
+        while kept and -kept[0][0] >= event.step0:
+            again.append(heapq.heappop(kept)[1])
+        if again:
+            repeated.append((min(getattr(events[j], "start", events[j].t) for j in again), event.t))
+        dropped |= set(again)
+    return [event for i, event in enumerate(events) if i not in dropped], repeated
+
+
+class _Columns:
+    """Collects the steps of one engine; takes about 100 bytes for each."""
+
+    NAMES = tuple(f.name for f in dataclasses.fields(EngineSteps) if f.name != "accepted")
+
+    def __init__(self) -> None:
+        self._numbers = array("d")  # len(NAMES) for each step
+        self._accepted = array("d")
+        self._lengths = array("q")  # numbers in `_accepted` for each step
+
+    def add(self, record: Mapping[str, Any]) -> bool:
+        """Append one line; False: it is malformed."""
+        try:
+            required = [float(record[name]) for name in ("t", "batch", "k")]
+            numbers = [float(record.get(name) or 0) for name in self.NAMES]
+            accepted = [float(count) for count in record.get("accepted") or ()]
+        except (KeyError, TypeError, ValueError, OverflowError):
+            return False
+        if len(accepted) > _MOST_POSITIONS:
+            return False
+        if not all(abs(number) < 2**53 for number in (*required, *numbers, *accepted)):  # NaN is not
+            return False
+        self._numbers.extend(numbers)
+        self._accepted.extend(accepted)
+        self._lengths.append(len(accepted))
+        return True
+
+    def engine_steps(self, repeated: Sequence[tuple[float, float]]) -> EngineSteps:
+        """All steps but those that ended within `repeated`."""
+        numbers = np.array(self._numbers).reshape(-1, len(self.NAMES))  # [n, columns]
+        lengths = np.array(self._lengths)
+        accepted = np.zeros((len(lengths), lengths.max(initial=0)), dtype=np.int64)  # [n, kmax]
+        accepted[np.arange(accepted.shape[1]) < lengths[:, None]] = self._accepted
+        t = numbers[:, 0]
+        again = np.zeros_like(t, bool)
+        for start, end in repeated:
+            again |= (start <= t) & (t < end)
+        keep = np.flatnonzero(~again)
+        keep = keep[np.argsort(t[keep], kind="stable")]
+        seconds = ("t", "latency_s")
+        columns = {name: column if name in seconds else column.astype(np.int64)
+                   for name, column in zip(self.NAMES, numbers[keep].T, strict=True)}  # fmt: skip
+        return EngineSteps(accepted=accepted[keep], **columns)

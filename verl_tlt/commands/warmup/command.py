@@ -1,0 +1,250 @@
+"""`verl-tlt warmup`: a drafter for a policy, from the policy's own responses to a file of prompts.
+
+Four stages: vLLM answers the prompts; the policy's hidden states at every position of the answers are captured as
+they are needed; the drafter trains on them until its budget is used up; it is judged on held-out prompts and saved.
+Work in progress is in `OUT.warmup` beside `OUT`; the same command goes on after a kill; `OUT` appears whole.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from verl_tlt.commands.doctor.standalone_engine import fetch_policy
+from verl_tlt.commands.warmup.engine import Response, as_texts, context_of, find_device, generate, generation_job
+from verl_tlt.commands.warmup.options import WarmupOptions
+from verl_tlt.commands.warmup.progress import Stage, make_bars
+from verl_tlt.commands.warmup.prompts import Prompts
+from verl_tlt.commands.warmup.recipe import read_for
+from verl_tlt.commands.warmup.train import TrainingRun, policy_library
+from verl_tlt.config import OBJECTIVES
+from verl_tlt.drafter import (
+    DrafterTrainer,
+    build_drafter,
+    check_drafter,
+    load_drafter,
+    load_own_head,
+    most_frequent,
+    policy_shape,
+    save_drafter,
+)
+from verl_tlt.drafter.check import drafter_folder, drafter_method
+from verl_tlt.drafter.mtp_tensors import head_files
+from verl_tlt.drafter.policy import MTP, DrafterError, check_aux_layers, draft_vocab_size, read_json, unsupported
+from verl_tlt.drafter.rehearsal import rehearse
+from verl_tlt.files.ownership import check_writable, other_owner
+
+if TYPE_CHECKING:
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+STATE = "state.safetensors"
+"""In the working directory: the training run's."""
+MIN_RESPONSE = 8
+"""Mean tokens of a response below which there is nothing to draft."""
+_OF_RESPONSES = ("model", "recipe", "response_length", "temperature", "top_p", "top_k", "samples", "seed")
+"""Options that responses depend on: with others they are of no use."""
+_OF_TRAINING = (
+    "draft_length", "method", "drafter", "aux_layers", "intermediate_size", "draft_vocab", "objective", "loss",
+    "batch_tokens", "learning_rate",
+)  # fmt: skip
+"""Options with others of which training begins anew, on the same responses."""
+
+
+def warmup(options: WarmupOptions, console: Console) -> Path:
+    """Run all stages and return the drafter's directory; a `DrafterError` leaves nothing under the final name."""
+    _check(options)
+    prompts, device = read(options), find_device(options.device)
+    fetch_policy(options.model)
+    if said := begin(options, prompts):
+        console.print(said, highlight=False, soft_wrap=True)
+    with make_bars(console) as bars:
+        responses = _responses(options, prompts, bars)
+        stage = Stage(bars, "train", "loading the policy")
+        run = _prepare(options, prompts, responses, device)
+        _train(run, stage)
+    directory = _save(options, prompts, responses, run)
+    shutil.rmtree(options.work)
+    of_run = " ".join(f"--recipe {shlex.quote(word)}" for word in options.recipe or ()) or f"--model {options.model}"
+    console.print(
+        f"Wrote {directory}: accept length {max(run.taus):.2f} on held-out prompts, drafting {options.draft_length}."
+        f"\nNext: verl-tlt evaluate {directory} {of_run}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return directory
+
+
+def _check(options: WarmupOptions) -> None:
+    """Raise a `DrafterError` for the first option that can be known to be wrong before any work."""
+    shape = policy_shape(options.model)
+    own = options.method == MTP
+    if not own and (why := unsupported(shape.model_type, shape.architectures)):
+        raise DrafterError(f"--model {options.model} is a {shape.model_type} model; {why}.")
+    if options.out.exists():
+        raise DrafterError(f"--out {options.out} exists; give another name, or remove it.")
+    check_writable(options.out.parent, "the directory of --out")
+    if options.objective not in OBJECTIVES:
+        raise DrafterError(f"--objective must be {', '.join(OBJECTIVES)}, not {options.objective!r}.")
+    find_device(options.device)
+    if (layers := _parse_layers(options.aux_layers)) is not None:
+        check_aux_layers(layers, shape.num_layers, "--aux-layers")
+    draft_vocab_size(options.draft_vocab, shape.vocab_size, "--draft-vocab")
+    if options.method not in (MTP, "eagle3"):
+        raise DrafterError(f"--method must be eagle3 or mtp, not {options.method!r}.")
+    shaped = (options.aux_layers, options.draft_vocab, options.intermediate_size) != (None, None, None)
+    if shaped and (own or options.drafter is not None):
+        raise DrafterError(
+            f"{'--method mtp' if own else '--drafter'} brings its own shape: leave out --aux-layers, --draft-vocab and "
+            "--intermediate-size."
+        )
+    rehearse(options.model, options.method)
+    if options.drafter is not None:
+        check_drafter(options.drafter, options.model)
+        if (kind := drafter_method(drafter_folder(options.drafter))) != options.method:
+            raise DrafterError(f"--drafter {options.drafter} is for --method {kind}, not {options.method}.")
+    elif own:
+        head_files(options.model, shape)
+
+
+def _parse_layers(text: str | None) -> tuple[int, ...] | None:
+    """Text like "2,18,33" as numbers."""
+    try:
+        return None if text is None else tuple(map(int, text.split(",")))
+    except ValueError:
+        raise DrafterError(f"--aux-layers must be numbers like 2,18,33, not {text!r}.") from None
+
+
+def read(options: WarmupOptions) -> Prompts:
+    """The prompts that leave room for a response."""
+    return read_for(options, options.prompts, options.limit)
+
+
+def begin(options: WarmupOptions, prompts: Prompts) -> str | None:
+    """Make the working directory, or go on with it; a sentence where an earlier run's training is given up.
+
+    One with other responses, or of another user, is refused.
+    """
+    work, file, state = options.work, options.work / "run.json", options.work / STATE
+    for name in (file.name, STATE, "responses"):
+        if reason := other_owner(work / name):
+            raise DrafterError(f"{work} may be another user's work: {reason}; give an --out in a place of your own.")
+    given = json.loads(json.dumps(asdict(options), default=str))
+    wanted = {key: given[key] for key in (*_OF_RESPONSES, *_OF_TRAINING)} | {"prompts": prompts.ids_digest}
+    begun = read_json(file) if file.is_file() else wanted
+    changed = [f"{key}={begun.get(key)!r}, not {wanted[key]!r}" for key in wanted if begun.get(key) != wanted[key]]
+    if other := next((text for text in changed if not text.startswith(tuple(f"{key}=" for key in _OF_TRAINING))), None):
+        raise DrafterError(f"{work} belongs to a run with {other}; remove it to start again.")
+    work.mkdir(parents=True, exist_ok=True)
+    if changed:
+        state.unlink(missing_ok=True)
+    file.write_text(json.dumps(wanted))
+    return f"{work} was begun with {changed[0]}: its responses are kept, and training begins anew." if changed else None
+
+
+def _responses(options: WarmupOptions, prompts: Prompts, bars: Progress) -> list[Response]:
+    stage, count = Stage(bars, "generate", "starting vLLM"), len(prompts.tokens)
+    longest = f"of up to {options.response_length} tokens"
+    stage.say(f"{count} prompts x {options.samples} samples = {count * options.samples} responses {longest}")
+    job = generation_job(options, prompts.tokens, samples=options.samples)
+
+    def tell(done: int, total: int) -> None:
+        stage.tell(done / total, f"{done} of {total} responses" if done else "starting vLLM")
+
+    responses, _ = generate(job, options.work / "responses", tell)
+    mean = sum(len(r.tokens) for r in responses) / len(responses)
+    if mean < MIN_RESPONSE:
+        raise DrafterError(
+            f"The policy's responses have {mean:.1f} tokens on average, too few to learn from: is --prompts "
+            f"{' '.join(map(str, options.prompts))} what this policy is asked in training?"
+        )
+    return responses
+
+
+def _prepare(options: WarmupOptions, prompts: Prompts, responses: list[Response], device: str) -> TrainingRun:
+    """Drafter, policy and texts as a training run, where it was left if it was begun before."""
+    drafter, texts = _drafter(options, prompts, responses, device), as_texts(prompts.tokens, responses)
+    library, head = policy_library(drafter, options, texts, device, int(options.cache_gb * 1e9))
+    passes, rate = OBJECTIVES[options.objective], options.learning_rate
+    run = TrainingRun(
+        DrafterTrainer(drafter, learning_rate=rate, ttt_steps=passes, loss=options.loss),
+        library,
+        train=[i for i, r in enumerate(responses) if r.prompt not in prompts.held_out],
+        judged=[i for i, r in enumerate(responses) if r.prompt in prompts.held_out],
+        options=options,
+        state_file=options.work / STATE,
+        whole_head=head,
+    )
+    run.resume()
+    return run
+
+
+def _drafter(options: WarmupOptions, prompts: Prompts, responses: list[Response], device: str) -> Eagle3DraftModel:
+    if options.drafter is not None:
+        longest = context_of(options, prompts.tokens) + options.draft_length
+        return load_drafter(options.drafter, options.model, min_context=longest, device=device)
+    if options.method == MTP:
+        return load_own_head(options.model, options.model, device=device)
+    draft_ids, whole = None, policy_shape(options.model).vocab_size
+    if (size := draft_vocab_size(options.draft_vocab, whole, "--draft-vocab")) < whole:
+        said = torch.tensor([t for r in responses for t in r.tokens])
+        draft_ids = most_frequent(torch.bincount(said, minlength=whole), size)
+    return build_drafter(
+        options.model,
+        aux_layers=_parse_layers(options.aux_layers),
+        intermediate_size=options.intermediate_size,
+        seed=options.seed,
+        device=device,
+        draft_ids=draft_ids,
+    )
+
+
+def _train(run: TrainingRun, stage: Stage) -> None:
+    checks = len(run.taus)
+
+    def tell(run: TrainingRun) -> None:
+        nonlocal checks
+        p = run.progress
+        length = f", accept length {run.taus[-1]:.2f}" if run.taus else ""
+        note = f"step {run.trainer.steps}, {p.tokens} tokens, loss {p.loss:.3f}{length}"
+        if len(run.taus) > checks:
+            checks = len(run.taus)
+            stage.say(f"{100 * run.spent:3.0f} %  {note}")
+        stage.tell(run.spent, note)
+
+    run.tell_scored = lambda done, total: stage.tell(run.spent, f"{done} of {total} held-out tokens scored")
+    run(tell)
+
+
+def _save(options: WarmupOptions, prompts: Prompts, responses: list[Response], run: TrainingRun) -> Path:
+    if not run.progress.tokens:
+        raise DrafterError(f"{options.out} was not written: the drafter did not learn from a single token.")
+    best = max(run.taus)
+    facts: dict[str, Any] = {
+        "policy": str(options.model),
+        "started from": str(options.drafter or ("its release" if options.method == MTP else "a random head")),
+        **{name: getattr(options, name) for name in ("objective", "loss", "temperature", "top_p", "top_k", "seed")},
+        "steps": next(check["step"] for check in run.progress.checks if check["tau"] == best),
+        "steps_in_all": run.trainer.steps,
+        "tokens": run.progress.tokens,
+        "training_seconds": round(run.progress.seconds, 1),
+        "prompts": list(map(str, options.prompts)),
+        "prompt_form": asdict(prompts.form),
+        "prompts_sha256": prompts.digest,
+        "prompts_used": len(prompts.tokens),
+        "prompts_limit": options.limit,
+        "responses": len(responses),
+        "response_tokens": sum(len(r.tokens) for r in responses),
+        "tau_sim": round(best, 4),
+        "acceptance": [round(a, 4) for a in run.progress.acceptance],
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    return save_drafter(run.trainer.model, options.out, facts, policy=options.model)

@@ -1,0 +1,200 @@
+"""Responses to prompts from stock vLLM in a process of its own, and how many drafted tokens it accepted.
+
+The engine is started as a run of verl's starts it (`commands.doctor.standalone_engine`), without a plugin of ours.
+Responses are written one by one as they finish, so that a killed run keeps what it has. The parent calls `generate`;
+the child is this module run as a program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+
+from verl_tlt.checks.recipe import ROLLOUT, Recipe
+from verl_tlt.commands.child_engine import require_cpu_platform, run_job, serve_job
+from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine, run_environment, set_up, start
+from verl_tlt.commands.warmup.options import EngineOptions
+from verl_tlt.commands.warmup.recipe import MODEL, read_run
+from verl_tlt.drafter import Text
+from verl_tlt.drafter.evaluate import DraftCounts
+from verl_tlt.drafter.policy import DrafterError
+from verl_tlt.files.json_files import read_lines
+from verl_tlt.messages import from_plain
+from verl_tlt.server.calibration import decode
+from verl_tlt.server.engine_arguments import speculative_config
+
+RESPONSES = "responses.jsonl"
+ON_CPU = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # otherwise an engine's worker is one more process there
+QUIET = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}  # all is here
+GPU_MEMORY = 0.85
+"""Share of each GPU's memory that an engine takes where no recipe says one."""
+
+
+@dataclass(frozen=True)
+class GenerationJob:
+    """What the engine is asked."""
+
+    recipe: Recipe
+    changes: Mapping[str, Any]
+    """Values of verl's config that are other than the recipe's, by their dotted keys."""
+    prompts: list[list[int]]
+    samples: int = 1
+    """Responses per prompt."""
+    drafter: str | None = None
+    """Directory of what drafts; an MTP head is in the model's own."""
+    method: str = "eagle3"
+    draft_length: int = 3
+    on_cpu: bool = False
+
+
+def generation_job(options: EngineOptions, prompts: Sequence[Sequence[int]], **more: Any) -> GenerationJob:
+    """A job for the engine of the options' recipe, or without one for an engine with verl's defaults."""
+    run, on_cpu = read_run(options.recipe), find_device(options.device) == "cpu"
+    changes: dict[str, Any] = {
+        f"{MODEL}.path": str(options.model),
+        f"{MODEL}.mtp.enable_rollout": False,  # what drafts is said by the job
+        f"{ROLLOUT}.name": "vllm",
+        f"{ROLLOUT}.temperature": options.temperature,
+        f"{ROLLOUT}.top_p": options.top_p,
+        f"{ROLLOUT}.top_k": options.top_k or -1,
+        f"{ROLLOUT}.seed": options.seed,
+        f"{ROLLOUT}.response_length": options.response_length,
+        f"{ROLLOUT}.tensor_model_parallel_size": options.tensor_parallel,
+        f"{ROLLOUT}.max_model_len": context_of(options, prompts),
+    }
+    if run is None:
+        changes |= {f"{ROLLOUT}.dtype": "auto", f"{ROLLOUT}.gpu_memory_utilization": GPU_MEMORY}
+        changes |= {f"{ROLLOUT}.enforce_eager": on_cpu}
+        if options.tensor_parallel == 1:
+            changes[f"{ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend"] = "uni"
+    recipe = run.recipe if run else Recipe(())
+    return GenerationJob(recipe, changes, [list(prompt) for prompt in prompts], on_cpu=on_cpu, **more)
+
+
+def context_of(options: EngineOptions, prompts: Sequence[Sequence[int]]) -> int:
+    """Longest sequence of the engine: the recipe's, else what these prompts and their responses need."""
+    run = read_run(options.recipe)
+    return (run and run.max_model_len) or max(map(len, prompts)) + options.response_length
+
+
+@dataclass(frozen=True)
+class Response:
+    """One response of the prompt with that number."""
+
+    prompt: int
+    sample: int
+    tokens: tuple[int, ...]
+
+
+def find_device(wanted: str) -> str:
+    """Where to compute, "cuda" or "cpu", by the option `--device`."""
+    if wanted not in ("auto", "cuda", "cpu"):
+        raise DrafterError(f"--device must be auto, cuda or cpu, not {wanted!r}.")
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise DrafterError("--device cuda, but torch finds no CUDA device.")
+    return wanted if wanted != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def generate(
+    job: GenerationJob, directory: Path, progress: Callable[[int, int], None] = lambda done, total: None
+) -> tuple[list[Response], DraftCounts | None]:
+    """Run `job`, or what is left of it where `directory` holds responses of an earlier try of the same job.
+
+    `progress` is told (responses done, responses wanted) every second. Returns all responses, ordered by prompt and
+    sample, and vLLM's counters where a drafter was given; a `ChildEngineError` says why the engine ended early.
+    """
+    out, answer = directory / RESPONSES, directory / "answer.json"
+    total = len(job.prompts) * job.samples
+    if len(_read_responses(out)) < total or (job.drafter and not answer.is_file()):
+        if job.on_cpu:
+            require_cpu_platform()
+        run_job(
+            "verl_tlt.commands.warmup.engine",
+            asdict(job),
+            directory,
+            {**run_environment(job.recipe), **(ON_CPU if job.on_cpu else {}), **QUIET},
+            tell=lambda: progress(out.read_bytes().count(b"\n") if out.is_file() else 0, total),
+        )
+    responses = sorted(_read_responses(out).values(), key=lambda r: (r.prompt, r.sample))
+    progress(len(responses), total)
+    if not job.drafter:
+        return responses, None
+    counted = json.loads(answer.read_text())
+    return responses, DraftCounts(counted["drafts"], np.array(counted["accepted"]))
+
+
+def _read_responses(file: Path) -> dict[tuple[int, int], Response]:
+    """What was generated so far, by (prompt, sample); a line that a kill cut short is left out."""
+    found = {}
+    for line in read_lines(file) if file.is_file() else ():
+        try:
+            response = from_plain(Response, json.loads(line))
+        except ValueError:
+            continue
+        found[response.prompt, response.sample] = response
+    return found
+
+
+def as_texts(prompts: Sequence[Sequence[int]], responses: Sequence[Response]) -> list[Text]:
+    """Each response behind its prompt."""
+    return [Text((*prompts[r.prompt], *r.tokens), len(prompts[r.prompt])) for r in responses]
+
+
+# ------------------------------------------------------------------ in the child
+
+
+async def _work(job: GenerationJob, directory: Path) -> dict[str, Any]:
+    """Generate what is asked and not there yet; what vLLM counted is the answer, where a drafter was given."""
+    out, setup = directory / RESPONSES, set_up(job.recipe, job.changes)
+    done = _read_responses(out)
+    more: dict[str, Any] = {"disable_log_stats": False}
+    if job.drafter:
+        more["speculative_config"] = speculative_config(job.drafter, job.draft_length, method=job.method)
+    async with start(setup, directory, drafting=False, more=more) as engine:
+        with out.open("a") as stream:
+            if done or out.stat().st_size:
+                stream.write("\n")  # after a line that a kill cut short
+            wanted = ((prompt, sample) for prompt in range(len(job.prompts)) for sample in range(job.samples))
+            await asyncio.gather(*(_answer(engine, job, place, stream) for place in wanted if place not in done))
+        return _counted() if job.drafter else {}
+
+
+async def _answer(engine: StandaloneEngine, job: GenerationJob, place: tuple[int, int], stream: TextIO) -> None:
+    """Write down one response, sampled as verl's agent loops ask for it."""
+    from vllm.sampling_params import RequestOutputKind
+
+    prompt, rollout = job.prompts[place[0]], engine.setup.rollout
+    tokens = await decode(
+        engine.llm,
+        prompt,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_tokens=min(rollout.response_length, engine.setup.context - len(prompt)),
+        ignore_eos=bool(rollout.get("ignore_eos", False)),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    stream.write(json.dumps(asdict(Response(*place, tuple(tokens)))) + "\n")
+    stream.flush()
+
+
+def _counted() -> dict[str, Any]:
+    """What vLLM counted of drafts in this process."""
+    from vllm.v1.metrics.reader import get_metrics_snapshot
+
+    counters: dict[str, Any] = {metric.name: metric for metric in get_metrics_snapshot()}
+    return {
+        "drafts": int(counters["vllm:spec_decode_num_drafts"].value),
+        "accepted": [int(n) for n in counters["vllm:spec_decode_num_accepted_tokens_per_pos"].values],
+    }
+
+
+if __name__ == "__main__":
+    serve_job(lambda job, folder: asyncio.run(_work(from_plain(GenerationJob, job), folder)))

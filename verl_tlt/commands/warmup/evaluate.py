@@ -1,0 +1,166 @@
+"""`verl-tlt evaluate`: the accept length of a drafter, predicted from recorded text and counted by stock vLLM.
+
+vLLM answers prompts with the drafter at work and counts what it accepts. The same answers are then scored without an
+engine (`verl_tlt.drafter.acceptance`). The two numbers come from the same text, so they differ by the randomness of
+speculative sampling alone; more than 5 % apart means that one of the two feeds the drafter something else.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from verl_tlt.commands.doctor.standalone_engine import fetch_policy
+from verl_tlt.commands.warmup.engine import Response, as_texts, context_of, find_device, generate, generation_job
+from verl_tlt.commands.warmup.options import EvaluateOptions
+from verl_tlt.commands.warmup.progress import Stage, make_bars
+from verl_tlt.commands.warmup.prompts import AS_IS, PromptForm
+from verl_tlt.commands.warmup.recipe import read_for
+from verl_tlt.commands.warmup.train import policy_library
+from verl_tlt.drafter import (
+    acceptance,
+    check_owner,
+    load_drafter,
+    provenance,
+    to_drafter_file,
+    write_back,
+)
+from verl_tlt.drafter.check import drafter_folder, drafter_method
+from verl_tlt.drafter.evaluate import DraftCounts, SequenceScore, combined_score
+from verl_tlt.drafter.policy import CONFIG, MTP, DrafterError, Model, folder, tensor_files
+from verl_tlt.drafter.staging import stage
+from verl_tlt.messages import from_plain
+
+if TYPE_CHECKING:
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+AGREE = 0.05
+"""Largest relative difference between predicted and served accept length that counts as agreement."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Prediction and count side by side."""
+
+    simulated: DraftCounts
+    served: DraftCounts
+    sequences: int
+    tokens: int
+
+    @property
+    def difference(self) -> float:
+        """Relative difference of the predicted accept length from the served one."""
+        return self.simulated.accept_length / self.served.accept_length - 1.0
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the two are within `AGREE`."""
+        return abs(self.difference) <= AGREE
+
+
+def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
+    """Serve, count, and score the same answers."""
+    check_owner(options.drafter)
+    prompts = choose_prompts(options)
+    fetch_policy(options.model)
+    # As a run serves it: what is in the file besides does not reach vLLM. It casts to the policy's dtype.
+    config, weights, _ = to_drafter_file(_load(options, prompts), "float32")
+    scratch = tempfile.TemporaryDirectory()
+    staged, method = Path(scratch.name) / "drafter", drafter_method(drafter_folder(options.drafter))
+    stage(config, weights, staged)
+    engine = options
+    if method == MTP:
+        engine = replace(options, model=linked(options.model, Path(scratch.name) / "policy"))
+        write_back(staged, engine.model)
+    job = generation_job(engine, prompts, method=method, drafter=str(staged), draft_length=options.draft_length)
+    with make_bars(console) as bars, scratch:
+        serving = Stage(bars, "serve", "starting vLLM")
+        responses, served = generate(
+            job,
+            Path(scratch.name),
+            lambda done, total: serving.tell(done / total, f"{done} of {total} responses" if done else "starting vLLM"),
+        )
+        assert served is not None
+        simulated = score(options, prompts, responses, Stage(bars, "score", "loading the policy"))
+    return Verdict(simulated, served, len(responses), sum(len(r.tokens) for r in responses))
+
+
+def linked(policy: Model, directory: Path) -> Path:
+    """Make a directory of links to a policy's files: one that can be changed without the policy."""
+    directory.mkdir()
+    _, owners = tensor_files(policy)
+    for file in (CONFIG, *set(owners.values())):
+        source = folder(policy, (file,))  # fetched, where it is on the hub
+    for path in (path for path in source.resolve().iterdir() if path.is_file()):
+        (directory / path.name).symlink_to(path)
+    return directory
+
+
+def choose_prompts(options: EvaluateOptions) -> list[tuple[int, ...]]:
+    """Token ids of the prompts to answer: of the file that the drafter was warmed up with only those held out."""
+    facts, sources, form = provenance(options.drafter), options.prompts, AS_IS
+    if sources is None:
+        if "prompts" not in facts:
+            raise DrafterError(f"{options.drafter} does not say which prompts it was warmed up with; give --prompts.")
+        named = facts["prompts"]
+        sources = [Path(str(file)) for file in (named if isinstance(named, list) else [named])]
+    if "prompt_form" in facts:  # held out are prompts as they were then
+        try:
+            form = from_plain(PromptForm, facts["prompt_form"])
+        except ValueError as error:
+            raise DrafterError(f"{options.drafter}: provenance.json has a `prompt_form` of another kind.") from error
+    found = read_for(options, sources, facts.get("prompts_limit"), least=1, form=form)
+    warmed_up_with = facts.get("prompts_sha256") == found.digest
+    chosen = [p for i, p in enumerate(found.tokens) if not warmed_up_with or i in found.held_out]
+    return chosen[: options.limit]
+
+
+def _load(options: EvaluateOptions, prompts: Sequence[Sequence[int]], device: str = "cpu") -> Eagle3DraftModel:
+    """The drafter, with positions for the longest sequence that is served, as a run loads it."""
+    longest = context_of(options, prompts) + options.draft_length
+    return load_drafter(options.drafter, options.model, min_context=longest, device=device)
+
+
+def score(
+    options: EvaluateOptions, prompts: Sequence[Sequence[int]], responses: Sequence[Response], stage: Stage
+) -> SequenceScore:
+    """Predict acceptance on what vLLM answered to `prompts`, given as token ids."""
+    device = find_device(options.device)
+    drafter = _load(options, prompts, device)
+    library, head = policy_library(drafter, options, as_texts(prompts, responses), device, max_bytes=0)
+    scores = []
+    for number in range(len(responses)):
+        stage.tell(number / len(responses), f"{number} of {len(responses)} responses")
+        scores += acceptance(
+            drafter,
+            library.get([number]),
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            max_draft=options.draft_length,
+            lm_head=head,
+        )
+    return combined_score(scores, options.draft_length)
+
+
+def report(verdict: Verdict, console: Console) -> None:
+    """Print both accept lengths and acceptance rates by position."""
+    table = Table(title=f"{verdict.sequences} responses, {verdict.tokens} tokens, {verdict.served.drafts} drafts")
+    for column in ("", "simulated", "served by vLLM"):
+        table.add_column(column, justify="left" if not column else "right")
+    for k, (a, b) in enumerate(zip(verdict.simulated.accept, verdict.served.accept, strict=True)):
+        table.add_row(f"acceptance at position {k + 1}", f"{a:.3f}", f"{b:.3f}")
+    lengths = (verdict.simulated.accept_length, verdict.served.accept_length)
+    table.add_row("accept length", *(f"{length:.3f}" for length in lengths))
+    console.print(table)
+    sentence = f"They differ by {100 * verdict.difference:+.1f} %"
+    if verdict.agrees:
+        console.print(f"{sentence}: within {100 * AGREE:.0f} %.", highlight=False)
+    else:
+        console.print(f"{sentence}, more than {100 * AGREE:.0f} %: see docs/drafter.md.", style="red", highlight=False)

@@ -1,0 +1,166 @@
+"""Options of `verl-tlt warmup` and `verl-tlt evaluate`: fields of dataclasses, from which the command line is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from typer import Argument, BadParameter, Context, Option
+from typer.models import OptionInfo
+
+LEAST = 1e-9
+"""Of a number above 0, which typer can only say as a minimum."""
+UNLIMITED = float("inf")
+MOST_SEED = (1 << 32) - 1
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How responses are sampled."""
+
+    response_length: Annotated[int, Option(min=1, help="Longest response, in tokens.")] = 1024
+    temperature: Annotated[float, Option(min=0, help="Of the rollout this drafter is for.")] = 1.0
+    top_p: Annotated[float, Option(min=1e-6, max=1, help="Of the rollout.")] = 1.0
+    top_k: Annotated[int, Option(min=0, help="Of the rollout; 0: off.")] = 0
+    seed: Annotated[
+        int, Option(min=0, max=MOST_SEED, help="Seeds sampling, and a new drafter's weights and training order.")
+    ] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(SamplingOptions):
+    """The policy, and where it computes."""
+
+    model: Annotated[Path, Option(help="The policy's Hugging Face directory, or its name on the hub.")]
+    recipe: Annotated[
+        list[str] | None,
+        Option(
+            help="Script of the run it is for, which says policy, prompts, sampling and engine; again: an override."
+        ),
+    ] = None
+    draft_length: Annotated[int, Option(min=1, max=16, help="Tokens per draft that the accept length is for.")] = 3
+    device: Annotated[str, Option(help="auto, cuda or cpu.")] = "auto"
+    tensor_parallel: Annotated[int, Option(min=1, help="GPUs of vLLM's engine.")] = 1
+
+    @classmethod
+    def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """The values given by name, and where they name a recipe also those that it decides."""
+        from verl_tlt.commands.warmup.recipe import read_run
+
+        if (run := read_run(given.get("recipe"))) is not None:
+            names = {f.name for f in dataclasses.fields(cls)}
+            given = {name: value for name, value in run.options().items() if name in names} | given
+        needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+        if missing := next((name for name in needed if given.get(name) is None), None):
+            raise BadParameter(f"--{missing} is missing; a --recipe says model and prompts too.")
+        return given
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(EngineOptions):
+    """How a drafter is trained on responses; training ends with whichever part of its budget is used up first."""
+
+    objective: Annotated[str, Option(help="eagle, hass or eagle3: 1, 3 or 7 draft positions unrolled.")] = "hass"
+    loss: Annotated[str, Option(help="Loss of speculators: kl_div, ce, tv, nla, lk_hybrid.")] = "kl_div"
+    epochs: Annotated[float, Option(min=LEAST, help="Budget: passes over the responses.")] = 4.0
+    max_steps: Annotated[float, Option(min=1, help="Budget: optimizer steps.")] = UNLIMITED
+    max_tokens: Annotated[float, Option(min=1, help="Budget: response tokens learned from.")] = UNLIMITED
+    max_minutes: Annotated[float, Option(min=LEAST, help="Budget: minutes of training.")] = UNLIMITED
+    batch_tokens: Annotated[int, Option(min=1, help="Tokens of a packed batch.")] = 2048
+    learning_rate: Annotated[float, Option(min=LEAST, help="AdamW's, at its peak.")] = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupOptions(TrainingOptions):
+    """Of `verl-tlt warmup`."""
+
+    prompts: Annotated[list[Path], Option(help="Prompts: verl's .parquet or a folder of them, .jsonl or .json, .txt.")]
+    out: Annotated[Path, Option(help="Where the drafter goes; work in progress is in OUT.warmup beside it.")]
+    method: Annotated[str, Option(help="eagle3: a new head; mtp: the MTP head in the policy's files.")] = "eagle3"
+    drafter: Annotated[
+        Path | None, Option(help="A drafter of that method to go on from; a directory or a name on the hub.")
+    ] = None
+    aux_layers: Annotated[str | None, Option(help="Policy layers to read, e.g. 2,18,33.")] = None
+    intermediate_size: Annotated[
+        int | None, Option(min=1, help="Width of the drafter's MLP; the policy's if not given.")
+    ] = None
+    draft_vocab: Annotated[
+        int | None, Option(min=2, help="Draft so many most frequent tokens; by default all of up to 65536, else 32768.")
+    ] = None
+    samples: Annotated[int, Option(min=1, help="Responses per prompt.")] = 1
+    limit: Annotated[int | None, Option(min=1, help="Use the first so many prompts.")] = None
+    cache_gb: Annotated[float, Option(min=0, help="Host memory for hidden states; the rest is computed again.")] = 8.0
+
+    @property
+    def work(self) -> Path:
+        """Where the run keeps what it has done so far."""
+        return self.out.with_name(self.out.name + ".warmup")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(EngineOptions):
+    """Of `verl-tlt evaluate`."""
+
+    drafter: Annotated[Path, Argument(help="The drafter's directory, or its name on the hub.")]
+    prompts: Annotated[
+        list[Path] | None, Option(help="Prompts; if not given those of its warm-up, held-out ones only.")
+    ] = None
+    limit: Annotated[int, Option(min=1, help="Most prompts.")] = 64
+
+
+def number(value: float | None) -> float | None:
+    """Callback of an option: typer's limits let NaN pass."""
+    if value is not None and math.isnan(value):
+        raise BadParameter(f"{value} is no number.")
+    return value
+
+
+def finite(value: float | None) -> float | None:
+    """Callback of an option that cannot be unlimited."""
+    if value is not None and math.isinf(value):
+        raise BadParameter(f"{value} is not a finite number.")
+    return number(value)
+
+
+def takes_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+    """Make a command for typer out of a function of one `options`: every field is an option, or an argument.
+
+    Where the class has a method `completed`, it gets what was given by name, and may fill in what was not.
+    """
+    hints = typing.get_type_hints(options, include_extras=True)
+    completed = getattr(options, "completed", None)
+    parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=Context)]
+    for f in dataclasses.fields(options):  # type: ignore[arg-type]
+        kind, info = typing.get_args(hints[f.name])[:2]
+        if float in (kind, *typing.get_args(kind)):
+            info.callback = number if f.default == UNLIMITED else finite
+        default = inspect.Parameter.empty if f.default is dataclasses.MISSING else f.default
+        if completed and default is inspect.Parameter.empty and isinstance(info, OptionInfo):
+            default = None
+        parameters.append(
+            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[f.name])
+        )
+
+    def decorate(function: Callable[[T], None]) -> Callable[..., None]:
+        def command(context: Context, **given: Any) -> None:
+            if completed:
+                default = [
+                    name for name in given if getattr(context.get_parameter_source(name), "name", "") == "DEFAULT"
+                ]
+                given = completed({name: value for name, value in given.items() if name not in default})
+            function(options(**given))
+
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        command.__annotations__ = {}
+        required_first = sorted(parameters, key=lambda p: p.default is not p.empty)
+        command.__signature__ = inspect.Signature(required_first)  # type: ignore[attr-defined]
+        return command
+
+    return decorate

@@ -1,0 +1,282 @@
+"""Trains a drafter on recorded responses of its policy until a budget is used up; a killed run can go on.
+
+Everything random follows from the seed and the place in the run, and the state is written often, so a run that was
+killed ends as it would have without. Held-out responses are scored along the way and the best weights are kept: a
+small set of prompts is learnt by heart sooner or later.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from verl_tlt.commands.warmup.options import EngineOptions, TrainingOptions
+from verl_tlt.drafter import (
+    Batch,
+    DrafterTrainer,
+    Library,
+    PolicyStates,
+    SequenceScore,
+    Text,
+    VerifierWeights,
+    acceptance,
+    load_policy,
+    pack,
+    plan_epoch,
+    refresh_verifier_weights,
+)
+from verl_tlt.drafter.capture import Span
+from verl_tlt.drafter.checkpoint import read_state, write_state
+from verl_tlt.drafter.data import grouped
+from verl_tlt.drafter.evaluate import combined_score
+from verl_tlt.drafter.feed import FedBatch, ahead
+
+if TYPE_CHECKING:
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+CHECKS = 10
+"""Most times that weights which have trained are scored on the held-out responses."""
+CHECK_SHARE = 0.1
+"""Most of a run's time that scoring takes, as a share."""
+JUDGED_TOKENS, FEW_TOKENS, PROBE_TOKENS = 8_192, 1_024, 512
+"""Tokens of held-out responses: most in a check; in one that is still worth more than another check; timed before the
+first check."""
+FREE_TOKENS = 2_048
+"""Most tokens scored in a whole run, however long that takes: with fewer nothing can be judged."""
+SAVE_EVERY_S = 60.0
+LAST_LR = 0.1
+"""Learning rate at the end of the budget, as a share of the first: it falls along a line."""
+
+
+@dataclass(frozen=True)
+class CheckPlan:
+    """How the held-out responses are scored in a run."""
+
+    scores: int
+    """Times: of the first weights, and of later ones, the last of them at the end."""
+    tokens: int
+    """Of responses, each time the same."""
+
+
+def plan_checks(run_s: float, token_s: float, held_out: int) -> CheckPlan:
+    """As many checks as fit into their share of a run of `run_s` seconds, of as many tokens as fit.
+
+    Args:
+        run_s: all of the run, by what the first part of it took.
+        token_s: to score a token.
+        held_out: tokens of responses that there are.
+    """
+    whole, affordable = min(held_out, JUDGED_TOKENS), max(FREE_TOKENS, int(CHECK_SHARE * run_s / token_s))
+    scores = max(2, min(CHECKS + 1, affordable // max(1, min(whole, FEW_TOKENS))))
+    return CheckPlan(scores, min(whole, affordable // scores))
+
+
+def policy_library(
+    drafter: Eagle3DraftModel, options: EngineOptions, texts: Sequence[Text], device: str, max_bytes: int
+) -> tuple[Library, torch.Tensor | None]:
+    """The policy's states for texts and, for a pruned draft vocabulary, its whole head [V, H].
+
+    Fills the drafter's verifier weights from the policy.
+    """
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # the commands show their own
+    parts = VerifierWeights.from_policy_dir(options.model)
+    refresh_verifier_weights(drafter, parts)
+    states = PolicyStates(load_policy(options.model, device), drafter.target_layer_ids)
+    return Library(states, texts, max_bytes), parts.lm_head.to(device) if drafter.use_draft_vocab else None
+
+
+@dataclass
+class TrainingProgress:
+    """Where the run is; all of it survives a kill."""
+
+    epoch: int = 0
+    batch: int = 0
+    """Batches done in this epoch."""
+    tokens: int = 0
+    """Rows with a loss that were learned from."""
+    seconds: float = 0.0
+    """Of training, without the checks."""
+    check_seconds: float = 0.0
+    loss: float = math.nan  # moving average
+    checks: list[dict[str, float]] = field(default_factory=list)
+    """{"step", "tokens", "seconds", "tau"} of each check of the held-out responses."""
+    acceptance: list[float] = field(default_factory=list)
+    """By draft position, of the best weights."""
+    plan: dict[str, int] = field(default_factory=dict)
+    """The `CheckPlan`, once it is made."""
+
+
+class TrainingRun:
+    """One training run on the library's texts: those numbered `train` to learn from, `judged` held out.
+
+    The trainer's verifier weights are filled; `whole_head` [V, H] is needed for a pruned draft vocabulary.
+    """
+
+    def __init__(
+        self,
+        trainer: DrafterTrainer,
+        library: Library,
+        train: Sequence[int],
+        judged: Sequence[int],
+        options: TrainingOptions,
+        *,
+        state_file: Path,
+        whole_head: torch.Tensor | None = None,
+    ) -> None:
+        self.trainer, self.library, self.options = trainer, library, options
+        self.train = list(train)
+        self.judged = list(judged)
+        self.state_file, self.whole_head = state_file, whole_head
+        self.progress = TrainingProgress()
+        self.best = trainer.parameters_numpy()
+        self.tell_scored: Callable[[int, int], None] = lambda done, total: None
+        """Called while held-out responses are scored, with tokens."""
+        self._peak_lr = trainer.learning_rate
+        self._turn = threading.Lock()  # of policy and drafter: both at once would need more of the device's memory
+        self._lengths = [len(library.texts[n].tokens) for n in self.train]
+        self._plan = self._plan_of(0)
+
+    @property
+    def spent(self) -> float:
+        """Share of the budget used: 1 is all of it."""
+        p, most = self.progress, self.options
+        epochs = p.epoch + p.batch / max(1, len(self._plan))
+        parts = (epochs / most.epochs, self.trainer.steps / most.max_steps, p.tokens / most.max_tokens,
+                 (p.seconds + p.check_seconds) / 60 / most.max_minutes)  # fmt: skip
+        return min(1.0, max(parts))
+
+    @property
+    def taus(self) -> list[float]:
+        """Simulated accept length at each check."""
+        return [check["tau"] for check in self.progress.checks]
+
+    def resume(self) -> None:
+        """Go on from the state file, if there is one."""
+        if not self.state_file.is_file():
+            return
+        state = read_state(self.state_file)
+        self.trainer.load_state(state["trainer"])
+        self.progress = TrainingProgress(**state["progress"])
+        self.best = {name: value.numpy() for name, value in state["best"].items()}
+        self._plan = self._plan_of(self.progress.epoch)
+
+    def __call__(self, tell: Callable[[TrainingRun], None] = lambda run: None) -> None:
+        """Train to the end of the budget, then take the best weights; `tell` is called after every step."""
+        saved = time.perf_counter()
+        with ahead(self._batches(), self.trainer.feed()) as source:
+            while self.spent < 1.0:
+                started = time.perf_counter()
+                fed = next(source)
+                with self._turn:
+                    self._step(fed)
+                    self.progress.seconds += time.perf_counter() - started
+                    self._check_if_due()
+                tell(self)
+                if time.perf_counter() - saved > SAVE_EVERY_S:
+                    self.save()
+                    saved = time.perf_counter()
+        self.trainer.load_parameters(self.best)
+        self.save()
+
+    def _check_if_due(self) -> None:
+        """Score the weights at evenly spread places of the run; the first ones, and how often, after a tenth of it."""
+        p = self.progress
+        if not p.plan and self.spent >= 1.0 / CHECKS:
+            p.plan = asdict(self._plan_checks())
+        if p.plan and not p.checks:
+            with self.trainer.holding(self.best):  # those before training
+                self._check(step=0, tokens=0)
+        if p.plan and self.spent >= len(p.checks) / (p.plan["scores"] - 1):
+            self._check(self.trainer.steps, p.tokens)
+
+    def _plan_checks(self) -> CheckPlan:
+        begun, p = time.perf_counter(), self.progress
+        probe = self._within(PROBE_TOKENS)
+        self._score(probe)  # the first use allocates and compiles
+        warm = time.perf_counter()
+        self._score(probe)
+        token_s = (time.perf_counter() - warm) / max(1, self._tokens(probe))
+        p.check_seconds += time.perf_counter() - begun
+        return plan_checks(p.seconds / self.spent, max(token_s, 1e-9), self._tokens(self.judged))
+
+    def _check(self, step: int, tokens: int) -> None:
+        """Score the drafter on the held-out responses and remember its weights if they are the best so far."""
+        begun, p = time.perf_counter(), self.progress
+        score = combined_score(self._score(self._within(p.plan["tokens"])), self.options.draft_length)
+        if not self.taus or score.accept_length > max(self.taus):
+            self.best, p.acceptance = self.trainer.parameters_numpy(), score.accept.tolist()
+        p.check_seconds += time.perf_counter() - begun
+        p.checks.append({"step": step, "tokens": tokens, "seconds": p.seconds, "tau": score.accept_length})
+
+    def _within(self, tokens: int) -> list[int]:
+        """The first held-out responses of so many tokens together; one at least."""
+        return next(grouped(self.judged, lambda n: len(self.library.texts[n].tokens), tokens), [])
+
+    def _tokens(self, texts: Sequence[int]) -> int:
+        return sum(len(self.library.texts[n].tokens) for n in texts)
+
+    def _score(self, texts: Sequence[int]) -> list[SequenceScore]:
+        """Scores of responses under the present weights."""
+        scores, done, total = list[SequenceScore](), 0, self._tokens(texts)
+        budget = self.options.batch_tokens
+        for group in grouped(texts, lambda n: len(self.library.texts[n].tokens), budget):
+            self.tell_scored(done, total)
+            scores += acceptance(
+                self.trainer.model,
+                self.library.get(group),
+                temperature=self.options.temperature,
+                top_p=self.options.top_p,
+                top_k=self.options.top_k,
+                max_draft=self.options.draft_length,
+                budget=budget,
+                lm_head=self.whole_head,
+            )
+            done += self._tokens(group)
+        return scores
+
+    def save(self) -> None:
+        """Write the state in one piece."""
+        state = {
+            "trainer": self.trainer.state(),
+            "progress": dict(vars(self.progress)),
+            "best": {name: torch.from_numpy(value) for name, value in self.best.items()},
+        }
+        draft = self.state_file.with_suffix(".new")
+        write_state(state, draft)
+        os.replace(draft, self.state_file)
+
+    def _batches(self) -> Iterator[Batch]:
+        """All that is left to train on, epoch after epoch; drawn in a thread of its own, one ahead of the step."""
+        epoch, left = self.progress.epoch, self._plan[self.progress.batch :]
+        while left:
+            for spans in left:
+                with self._turn:
+                    texts = self.library.get([self.train[span.number] for span in spans])
+                yield pack([text.window(span.begin, span.end) for text, span in zip(texts, spans, strict=True)])
+            epoch += 1
+            left = self._plan_of(epoch)
+
+    def _step(self, fed: FedBatch) -> None:
+        p = self.progress
+        if fed.tokens:
+            self.trainer.learning_rate = self._peak_lr * (1 - (1 - LAST_LR) * self.spent)
+            result = self.trainer.step_on(fed)
+            p.tokens += 0 if result.skipped else result.tokens
+            p.loss = result.loss if math.isnan(p.loss) else 0.95 * p.loss + 0.05 * result.loss
+        p.batch += 1
+        if p.batch == len(self._plan):
+            p.epoch, p.batch = p.epoch + 1, 0
+            self._plan = self._plan_of(p.epoch)
+
+    def _plan_of(self, epoch: int) -> list[list[Span]]:
+        return plan_epoch(self._lengths, self.options.batch_tokens, (self.options.seed, epoch))

@@ -1,1 +1,0 @@
-"""Runs in commands: can TLT run here, and what does a real engine on this machine show."""
