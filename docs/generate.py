@@ -1,8 +1,7 @@
-"""`python docs/generate.py` writes configuration.md, api.md, patches/README.md, and tables of figures.
+"""`python docs/generate.py` writes settings.md, patches/README.md, and the tables of figures.
 
-The settings come from the dataclasses in verl_tlt/config.py, and the interface from the docstrings of what
-verl_tlt/drafter exports, so that no page can differ from the code (tests/unit/test_docs.py compares). What concerns
-several keys at once is in `NOTES`. Tables of figures are made by tables/.
+The settings come from the dataclasses in verl_tlt/config.py, so that the page cannot differ from the code
+(tests/unit/test_docs.py compares). What concerns several keys at once is in `NOTES`. tables/ makes the figures.
 
 mkdocs loads this file too, as a hook (mkdocs.yml): pages link to source files, which a built site does not hold.
 """
@@ -16,7 +15,6 @@ import itertools
 import re
 import runpy
 import sys
-import textwrap
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +23,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter
 
-from verl_tlt import config, drafter
+from verl_tlt import config
 from verl_tlt.config import TLTConfig
 
 sys.path.append(str(Path(__file__).parents[1]))  # patches/ is no installed package
@@ -33,8 +31,7 @@ from patches import cpu_changes, upstream_changes
 from patches.upstream_changes import UpstreamChange
 
 ROOT = Path(__file__).parents[1]
-PAGE = Path(__file__).parent / "configuration.md"
-API_PAGE = Path(__file__).parent / "api.md"
+PAGE = Path(__file__).parent / "settings.md"
 PATCHES_PAGE = ROOT / "patches" / "README.md"
 
 INTRO = """# Settings
@@ -78,85 +75,6 @@ made while they run is listed, with its cause in {_RELEASES}. A diff is
 what upstream would do instead; with it applied, the change steps aside.
 [test_patches.py](../tests/contract/test_patches.py) holds both to that;
 [test_shims.py](../tests/contract/test_shims.py) fails once the CPU platform needs a change no more.
-"""
-
-API_INTRO = """# The drafter in your own code
-
-<!-- Written by docs/generate.py from the docstrings in verl_tlt/drafter: edit those. -->
-
-`verl_tlt.drafter` is everything about the drafter without verl, vLLM or Ray. In
-[custom_worker.py](../examples/custom_worker.py) a verl worker trains one with it, in
-[custom_megatron_worker.py](../examples/custom_megatron_worker.py) verl's own Megatron actor does.
-
-```python
-from verl_tlt.drafter import DrafterTrainer, build_drafter, refresh_verifier_weights, save_drafter
-```
-
-* **What is here** can be imported from `verl_tlt.drafter`, and from nowhere else: files below it may move. Names load
-  on first use, so importing the package alone is quick.
-* **Stability.** verl-tlt is 0.x: a name or argument here may change with a minor version, not with a patch version.
-  Drafters that an earlier version wrote stay loadable, by vLLM and here.
-* **Errors.** What a caller did wrong (a model of another family, a file that is missing or does not fit) raises
-  `DrafterError`, a `TLTError` and `ValueError` whose sentence names it. Anything else is a bug.
-* **Letters** in shapes: B sequences, L tokens of one, T of a packed batch, H the policy's hidden size, V its
-  vocabulary.
-* **Types** in signatures: `Model` is a folder as text or path, or a name on the hub such as "Qwen/Qwen3-8B".
-  `PolicyLike` is a `Model`, a `transformers` config, a mapping of its fields, or a `PolicyShape`. `Fields` is a JSON
-  object as a dict. `Span` is some tokens of a text, as `plan_epoch` makes them. `Feed` and `FedBatch` are what
-  `DrafterTrainer.feed` returns and what that makes of a `Batch`.
-  `Eagle3DraftModel` and `Eagle3SpeculatorConfig` are `speculators`' own, `PreTrainedModel` is `transformers`'.
-
-## A complete example
-
-From a policy to a drafter that `vllm serve` loads. It runs as it is, in a few seconds on a CPU; put the path of your
-policy and your own texts in place of the tiny ones.
-
-```python
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
-
-from verl_tlt.drafter import (
-    DrafterTrainer,
-    PolicyStates,
-    Text,
-    VerifierWeights,
-    accept_length,
-    acceptance,
-    batches,
-    build_drafter,
-    load_policy,
-    refresh_verifier_weights,
-    save_drafter,
-    train_until,
-)
-
-policy = "policy"  # yours: a folder, or a name on the hub
-tiny = Qwen3Config(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-)
-Qwen3ForCausalLM(tiny).save_pretrained(policy)
-texts = [Text(tokens=tuple(torch.randint(64, (32,)).tolist()), prompt_len=8) for _ in range(16)]
-
-drafter = build_drafter(policy)
-refresh_verifier_weights(drafter, VerifierWeights.from_policy_dir(policy))  # again after each update of the policy
-states = PolicyStates(load_policy(policy, "cpu"), drafter.target_layer_ids)
-sequences = states(texts)  # tokens with the policy's hidden states
-
-trainer = DrafterTrainer(drafter, learning_rate=1e-3, ttt_steps=3)
-for epoch in range(3):
-    summary = train_until(trainer, batches(sequences, budget=512), should_stop=lambda: False)
-    print(f"epoch {epoch}: loss {summary.loss:.2f} over {summary.tokens} tokens")
-
-scores = acceptance(drafter, sequences, max_draft=3)
-print(f"accept length at K=3: {accept_length(scores):.2f}")
-print(save_drafter(drafter, "drafter", {"policy": policy}, policy=policy))
-```
 """
 
 NOTES = {
@@ -225,18 +143,6 @@ def _first_sentence(meaning: str) -> tuple[str, str]:
     return f"{meaning[: end.start()] if end else meaning}.", rest[:1].upper() + rest[1:]
 
 
-def render_api() -> str:
-    """The text of the page about `verl_tlt.drafter`."""
-    parts = [API_INTRO]
-    for module, names in itertools.groupby(drafter._HOME, drafter._HOME.__getitem__):
-        tree = ast.parse((Path(drafter.__file__).parent / f"{module}.py").read_text())
-        about = ast.get_docstring(tree).partition("\n\n")[0]
-        parts.append(f"## {module}\n\n{about}\n")
-        defined = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-        parts += [_entry(defined[name]) for name in names if name in defined]  # the error is in the introduction
-    return "\n".join(parts)
-
-
 def render_patches() -> str:
     """patches/README.md, from the two lists of upstream changes."""
     parts = [PATCHES_INTRO, "## On every machine\n", *map(_change, upstream_changes.CHANGES)]
@@ -265,57 +171,6 @@ def _change(change: UpstreamChange) -> str:
 def on_page_markdown(markdown: str, *, config: Mapping[str, Any], **_: Any) -> str:
     """A page for the built site: links that leave docs/ lead to `repo_url`, or become the file's name without one."""
     return str(runpy.run_path(str(ROOT / "setup.py"))["linked"](markdown, config.get("repo_url"), "../"))
-
-
-def _entry(node: ast.FunctionDef | ast.ClassDef) -> str:
-    """One exported function or class: how it is called, what its docstring says, and a class's fields and methods."""
-    parts = [f"### {node.name}\n"]
-    if isinstance(node, ast.FunctionDef):
-        parts.append(_call(node))
-    elif start := next((n for n in node.body if getattr(n, "name", "") == "__init__"), None):
-        parts.append(_call(start, node.name))
-    parts.append(_prose(ast.get_docstring(node) or "") + "\n")
-    rows = [f"* `{ast.unparse(field)}`{_about(text)}" for field, text in itertools.pairwise([*node.body, None])
-            if isinstance(node, ast.ClassDef) and isinstance(field, ast.AnnAssign)]  # fmt: skip
-    for method in node.body if isinstance(node, ast.ClassDef) else ():
-        if isinstance(method, ast.FunctionDef) and not method.name.startswith("_"):
-            said = (ast.get_docstring(method) or "").partition("\n\n")[0]
-            own = [arg for arg in ast.unparse(method.args).split(", ") if arg not in ("self", "cls")]
-            shown = method.name if _is_property(method) else f"{method.name}({', '.join(own)})"
-            rows.append(f"* `{shown}`: {' '.join(said.split())}")
-    return "\n".join([*parts, *rows, ""] if rows else parts)
-
-
-def _call(function: ast.FunctionDef, name: str = "") -> str:
-    """A signature as a block of code."""
-    given = [arg for arg in ast.unparse(function.args).split(", ") if arg != "self"]
-    returns = f" -> {ast.unparse(function.returns)}" if function.returns and not name else ""
-    line = f"{name or function.name}({', '.join(given)}){returns}"
-    return f"```python\n{line}\n```\n"
-
-
-def _is_property(method: ast.FunctionDef) -> bool:
-    return any(ast.unparse(decorator).endswith("property") for decorator in method.decorator_list)
-
-
-def _about(text: ast.stmt | None) -> str:
-    """The docstring below a field, if that is what follows it."""
-    said = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and " ".join(text.value.value.split())
-    return f": {said}" if said else ""
-
-
-def _prose(docstring: str) -> str:
-    """A docstring in Markdown: its sections become lists."""
-    text, *sections = re.split(r"^(Args|Returns|Yields|Raises):\n", docstring, flags=re.MULTILINE)
-    parts = [text.strip()]
-    for title, body in zip(sections[::2], sections[1::2], strict=True):
-        entries = [" ".join(entry.split()) for entry in re.split(r"\n(?=\S)", textwrap.dedent(body).strip())]
-        if title in ("Returns", "Yields"):
-            parts.append(f"{title}: {' '.join(entries)}")
-        else:
-            named = [re.sub(r"^(\**\w+): ", r"`\1`: ", entry) for entry in entries]
-            parts.append(f"{title}:\n\n" + "\n".join(f"* {entry}" for entry in named))
-    return "\n\n".join(parts)
 
 
 def _fields(class_name: str) -> list[tuple[str, str, str]]:
@@ -366,6 +221,6 @@ if __name__ == "__main__":
     if picture.drawn() != picture.digest(rows):  # another matplotlib would draw the same rows a little differently
         picture.draw(rows)
     filled = [(page, tables.render(page.read_text())) for page in tables.PAGES]
-    for page, text in ((PAGE, render()), (API_PAGE, render_api()), (PATCHES_PAGE, render_patches()), *filled):
+    for page, text in ((PAGE, render()), (PATCHES_PAGE, render_patches()), *filled):
         page.write_text(text)
-        print(f"{page.name} written")
+        print(f"{page.relative_to(ROOT)} written")

@@ -251,7 +251,7 @@ class TLTConfig:
 
 GONE = {
     "tlt.speculation.audit_every": "it is called tlt.speculation.control_every now",
-    "tlt.speculation.policy_options": "the policies' constants are part of the code (docs/adaptive-speculation.md)",
+    "tlt.speculation.policy_options": "the policies' constants are part of the code (docs/draft-length.md)",
     "tlt.speculation.ngram_keep": "a prompt's responses always outlive a weight sync, for its next epoch",
     "tlt.gate.revert": "a candidate that is surely more than 1 % worse is always given up",
     "tlt.spot.max_failures": "three failed sessions in a row end a replica's spot training for the run",

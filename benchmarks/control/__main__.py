@@ -11,7 +11,7 @@ a quarter of an hour; the first time it trains a drafter, some minutes more), `-
 warmed-up drafter (an hour at most; the first time it makes one, a quarter of an hour more), `--overhead` counts what
 control adds to an engine step, `--steady` compares steps without drafts with stock's. A part that is not run keeps its
 figures of the last time.
-The drain also draws K against batch over one rollout for docs/adaptive-speculation.md; with `--record` its step times
+The drain also draws K against batch over one rollout (docs/k-against-batch.svg); with `--record` its step times
 become the ones that the replay replays as "CPU engine". Wall-clock timings mean something only on an idle machine;
 `--clock cpu` counts CPU seconds of the engine's process instead.
 """

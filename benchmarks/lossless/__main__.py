@@ -1,7 +1,7 @@
 """Does a vLLM engine with speculation draw what the policy would? `python -m benchmarks.lossless`, on a CPU or a GPU.
 
 Responses are drawn under each setting, and every token is judged by Hugging Face's forward pass of the same policy,
-which knows nothing of vLLM, drafts or TLT. One row per engine and setting. See docs/lossless.md.
+which knows nothing of vLLM, drafts or TLT. One row per engine and setting. See README.md here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tables of docs/results*.md and README, made from the files in benchmarks/results/ by `python docs/generate.py`.
+"""The tables of README, docs and benchmarks/results, made from the files there by `python docs/generate.py`.
 
 A table stands in its page between `<!-- table: NAME -->` and `<!-- end -->`, NAME being a function of this package.
 What is in between is replaced, so that no figure in a table can differ from its file (tests/unit/test_docs.py).
@@ -31,9 +31,10 @@ from tables.runs import (
 )
 from tables.system import lossless, mutation, residuals
 
+ROOT = Path(__file__).parents[2]
 __all__ = ["BLOCK", "FILES", "PAGES", "TABLES", "render"]
 
-PAGES = [Path(__file__).parents[2] / "README.md", *sorted(Path(__file__).parents[1].glob("results*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "results.md", *sorted(FILES.glob("*.md"))]
 """Pages with tables."""
 BLOCK = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 

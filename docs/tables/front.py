@@ -43,7 +43,7 @@ def fastest(ratios: dict[str, Any], what: str, pattern: str) -> str:
 def headlines() -> str:
     """The ten rows of docs/results.md: what was asked, what came out, and the page that has the rest."""
     body = [
-        [f"[{what}](results-{page})", found]
+        [f"[{what}](../benchmarks/results/{page})", found]
         for what, page, found in (
             ("TLT with a trained drafter, against stock verl", "runs.md#end-to-end", _speed("tlt")),
             ("vLLM's own speculation at its best fixed K, likewise", "runs.md#end-to-end", _best_fixed()),

@@ -34,7 +34,7 @@ def _further(name: str) -> str:
         return "Not recorded yet.\n"
     found = load(name)
     beside = next(said for said in found["sentences"] if "the fastest of the others" in said)
-    file = f"[{name}.json](../benchmarks/results/{name}.json), {found['machine']['date'][:10]}"
+    file = f"[{name}.json]({name}.json), {found['machine']['date'][:10]}"
     return f"{file}:\n\n{_end_to_end(name)}\n{beside}\n"
 
 
@@ -120,7 +120,7 @@ def _cold_start(file: str) -> str:
         stop, behind = f"{cold:.1f} s in step {at}" if cold else "", f"{-low:.0f} s, step {low_at}" if low < 0 else ""
         ahead = f"step {of['lead']['from_step']}" if of["lead"]["from_step"] else "not yet"
         body.append([f"`{name}`", stop, lengths, faster(of["e2e"]), behind, ahead, f"{end:+.0f} s, step {last}"])
-    on = f"[{file}.json](../benchmarks/results/{file}.json), {found['machine']['date'][:10]}:\n\n"
+    on = f"[{file}.json]({file}.json), {found['machine']['date'][:10]}:\n\n"
     head = ("", "cold start", "accept length", "step", "furthest behind stock", "ahead from", "ahead at the end")
     return on + rows(head, body)
 

@@ -18,7 +18,7 @@ def residuals() -> str:
         of = tokens[name]
         body.append([what, fitted, f"{of['ratio']:.2f} ({of['lowest']:.2f} to {of['highest']:.2f})"])
     body.append(
-        ["[the drain](results-draft-length.md#draft-length-on-a-real-engine): K=1 to 7 and goodput, told the held-out"
+        ["[the drain](draft-length.md#draft-length-on-a-real-engine): K=1 to 7 and goodput, told the held-out"
          " acceptance",
          "its arm without drafts, for the machine's pace",
          f"{min(fixed):.2f} to {max(fixed):.2f}; goodput {drained['goodput']['ratio']:.2f}"]
@@ -28,7 +28,7 @@ def residuals() -> str:
 
 ROLLOUTS = {
     "stock": (
-        "seven stock rollouts [on the same tokens](results-runs.md#on-the-same-tokens)",
+        "seven stock rollouts [on the same tokens](runs.md#on-the-same-tokens)",
         "these: a step beside a busy engine, one beside an idle one, a request",
     ),
     "stock, second pair": ("the seven of the second pair", "nothing else"),

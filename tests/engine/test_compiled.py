@@ -2,7 +2,7 @@
 
 vLLM compiles both models in its profiling run and drops Dynamo's guards: a module, shape or attribute that is another
 one later goes unnoticed, or fails. Its CPU backend does so too where it is let, and with VLLM_CPU_CI_ENV runs Dynamo's
-graphs without inductor, which takes seconds. What of a GPU that stands for is in docs/gpu.md.
+graphs without inductor, which takes seconds. What of a GPU that stands for is in benchmarks/gpu/README.md.
 """
 
 import shutil

@@ -15,7 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md", "recipes/README.md")),
-    *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "migration.md"),  # of what has gone
+    *sorted((ROOT / "benchmarks").glob("**/*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
 ]
 PLACEHOLDER = "PLACEHOLDER"
 PROGRAMS = ("verl-tlt ", "make ", "python ", "pytest ", "mkdocs ", "vllm serve ", "pip install ", "hf ")

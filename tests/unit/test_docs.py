@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from doc_commands import PAGES
 from test_imports import FRAMEWORKS, FRAMEWORKS_OF, MAY_IMPORT, SHARED
 
 import verl_tlt
-from verl_tlt import drafter
 from verl_tlt.config import TLTConfig
 from verl_tlt.trace.events import EVENT_TYPES
 
@@ -28,15 +28,9 @@ EARLIER = {
     "resume", "same_tokens",
 }  # fmt: skip
 """Results that were recorded before files kept their machine; a new recording leaves this set."""
-PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md", "recipes/README.md")),
-    *sorted(DOCS.glob("*.md")),
-]
-OF_TODAY = [page for page in PAGES if page.name != "migration.md"]
-"""The other page names what has gone."""
 METRICS = set(re.findall(r"^\| `(tlt/[^`]+)` \|", (DOCS / "metrics.md").read_text(), flags=re.MULTILINE))
 """Rows of the metrics page; tests/unit/trace/test_step_metrics.py compares them with what a step logs."""
-each_page = pytest.mark.parametrize("page", OF_TODAY, ids=lambda p: p.name)
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 @pytest.fixture
@@ -60,12 +54,8 @@ def keys(tree, prefix="tlt"):
 
 
 def test_generated_pages_are_what_is_generated(generate):
-    pages = {generate.PAGE: generate.render, generate.API_PAGE: generate.render_api,
-             generate.PATCHES_PAGE: generate.render_patches}  # fmt: skip
-    for page, render in pages.items():
+    for page, render in {generate.PAGE: generate.render, generate.PATCHES_PAGE: generate.render_patches}.items():
         assert page.read_text() == render(), "run `python docs/generate.py`"
-    named = re.findall(r"^### (\w+)$", generate.API_PAGE.read_text(), re.MULTILINE)
-    assert set(named) == set(drafter.__all__) - {"DrafterError"}
 
 
 def test_tables_of_settings_fit_a_phone(generate):
@@ -139,7 +129,7 @@ def test_every_file_of_results_is_listed_and_says_what_it_was_measured_on(tables
     page = "".join(page.read_text() for page in tables.PAGES)
     assert {name for name, on in told.items() if not {"commit", "cpu", "cpu_flags", "versions"} <= set(on)} == EARLIER
     assert set(re.findall(r"`([\w ]+)`", re.search(r"do not say it: ([^.]*)\.", page)[1])) == EARLIER
-    named = set(re.findall(r"benchmarks/results/(\w+)\.json\)", page))
+    named = set(re.findall(r"[(/](\w+)\.json\)", page))
     assert {path.stem for path in tables.FILES.glob("*.json")} - {"drafter_study_costs"} == named
 
 
@@ -160,7 +150,7 @@ def test_settings_and_metrics_named_in_a_page_exist(page):
         assert name in METRICS or any(pattern.fullmatch(name) for pattern in known), f"{page.name} names {name}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@each_page
 def test_links_lead_to_a_file_and_a_heading(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         file, _, anchor = target.partition("#")
@@ -174,8 +164,8 @@ def test_links_lead_to_a_file_and_a_heading(page):
 
 
 def test_each_sentence_about_security_points_to_tests_that_exist():
-    page = (DOCS / "security.md").read_text()
-    _, _, places, holds, listed = page.split("\n## ")
+    page = (DOCS / "design.md").read_text().partition("\n## Security\n")[2]
+    _, _, places, holds, listed = page.split("\n### ")
     tests = re.findall(r"^(\d+)\. \[[\w.]+\]\(\.\./(tests/[\w/.]+)\): `(\w+)`$", listed, re.MULTILINE)
     for _, file, name in tests:
         assert f"def {name}(" in (ROOT / file).read_text(), f"{file} has no {name}"

@@ -1,11 +1,13 @@
 """The figures of the pages can be drawn again from the files of results, and a page shows each of them."""
 
 import importlib
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
 import matplotlib
 import pytest
+from doc_commands import PAGES
 from matplotlib.figure import Figure
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -29,9 +31,8 @@ def test_a_figure_can_be_drawn_again(figures, name, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_shows_it_and_says_what_it_shows(figures, name):
-    pages = [page.read_text() for page in DOCS.glob("*.md")]
-    assert any(f"]({name}.svg)" in page for page in pages)
-    assert not any(f"![]({name}.svg)" in page for page in pages)
+    shown = [text for page in PAGES for text in re.findall(rf"!\[([^]]*)\]\([^)]*\b{name}\.svg\)", page.read_text())]
+    assert shown and all(shown)
     assert set(figures.FIGURES) == set(NAMES)
 
 

@@ -3,6 +3,13 @@
     from verl_tlt.drafter import build_drafter, refresh_verifier_weights, DrafterTrainer, save_drafter
 
 Names load on first use: `speculators` takes seconds to import, and the driver's checks need none of it.
+examples/train_drafter.py goes from a policy to a drafter that `vllm serve` loads.
+
+What can be imported from here is the interface; files below may move. A name or argument may change with a minor
+version of verl-tlt 0.x, not with a patch version, and drafters that an earlier version wrote stay loadable. What a
+caller did wrong raises `DrafterError`, a `TLTError` and `ValueError` that names it.
+
+Letters in shapes: B sequences, L tokens of one, T of a packed batch, H the policy's hidden size, V its vocabulary.
 """
 
 from __future__ import annotations
@@ -29,7 +36,7 @@ _PUBLIC = {
         "serving_tensors", "to_drafter_file",
     ),
 }  # fmt: skip
-"""By module, in the order of docs/api.md."""
+"""By module."""
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __all__ = sorted(_HOME)

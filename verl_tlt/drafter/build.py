@@ -151,7 +151,7 @@ def begin_at_the_token(model: Eagle3DraftModel) -> None:
 
     That stream holds the policy's state alone, so the token drawn after it is known through attention only, and a layer
     that begins with random keys spends most of its first steps on finding its own position
-    (docs/results-drafter.md#what-makes-a-head-learn-fast).
+    (benchmarks/results/drafter.md#what-makes-a-head-learn-fast).
     """
     attention, hidden = model.layers[0].self_attn, model.hidden_size
     size = attention.head_dim

@@ -102,7 +102,7 @@ def check_owner(drafter: Model, also: int | None = None) -> None:
     if reason and not sealed(path):
         raise DrafterError(
             f"{path} may be another user's drafter: {reason}; copy it to a place of your own, or see "
-            f"{TRUSTED_MOUNT} in docs/security.md."
+            f"{TRUSTED_MOUNT} in docs/design.md."
         )
 
 
