@@ -64,10 +64,19 @@ def exhaust_memory(original: Original, *args: Any, **kwargs: Any) -> Any:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def nan_gradient(original: Original, trainer: Any, batch: Any) -> Any:
-    """A loss whose gradients are NaN."""
-    loss, metrics = original(trainer, batch)
-    return loss * float("nan"), metrics
+def nan_gradient(original: Original, trainer: Any, fed: Any) -> Any:
+    """A step whose loss and gradients are NaN."""
+    forward = trainer._forward
+
+    def broken(*args: Any) -> Any:
+        loss, metrics = forward(*args)
+        return loss * float("nan"), metrics
+
+    trainer._forward = broken
+    try:
+        return original(trainer, fed)
+    finally:
+        del trainer._forward
 
 
 def nan_parameter(original: Original, learner: Any, *args: Any, **kwargs: Any) -> Any:

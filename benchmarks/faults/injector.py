@@ -2,8 +2,8 @@
 
 Every process of a run arms this when Python starts (`inject/sitecustomize.py`). A fault names a function; once its
 module is imported the function is wrapped. A call of it in the fault's step, or in the first later step that has any,
-does what the fault says instead; where an earlier fault struck late, all later ones do, so that each has the steps by
-which it is judged. The directory `TLT_FAULTS` holds what processes have to know of each other: `plan`
+does what the fault says instead; where an earlier fault struck late, later ones do (`plan.waits_for`), so that each has
+the steps by which it is judged. The directory `TLT_FAULTS` holds what processes have to know of each other: `plan`
 (the step of each fault), `step` (the RL step that is going on), and `fired-NAME` (step and pid of what it has struck).
 """
 
@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks.faults import actions
-from benchmarks.faults.plan import BOUNDS, ENGINE_KILLED, FAULTS, NAN_LIVE, SERVER_KILLED, Fault
+from benchmarks.faults.plan import BOUNDS, ENGINE_KILLED, FAULTS, NAN_LIVE, SERVER_KILLED, Fault, waits_for
 from verl_tlt.upstream.import_hooks import when_imported
 
 DIRECTORY = "TLT_FAULTS"
@@ -36,9 +36,7 @@ def arm() -> None:
     for fault in EVERY:
         if fault.name in planned:
             for target in fault.targets:
-                due = replace(fault, step=planned[fault.name])
-                gaps = {f: due.step - planned.get(f.name, due.step) for f in EVERY}
-                before = {f.note(t): gap for f, gap in gaps.items() if gap > 0 for t in f.targets}
+                due, before = replace(fault, step=planned[fault.name]), waits_for(fault, planned, EVERY)
                 when_imported(target.partition(":")[0], functools.partial(_wrap, folder, due, target, before))
     for bound, seconds in BOUNDS.items():
         name, _, attribute = bound.partition(":")

@@ -6,10 +6,11 @@ even steps, the second in odd ones. A spot worker that failed pauses for a step:
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-STEPS = 60
-"""Of the long run; the last fault costs more than half a dozen of them."""
+STEPS = 72
+"""Of the long run: the last fault is judged over more than a dozen of them, and on a busy machine all strike late."""
 SAVE_EVERY = 10
 BOUNDS = {
     "verl_tlt.trainer.ray_fleet:CALL_S": 30.0,
@@ -30,7 +31,7 @@ class Fault:
     """As `faults.json` calls it."""
     step: int
     """RL step in which it strikes, or the first later one in which its functions are called, as many steps after the
-    faults before it as planned; 0: while the run starts."""
+    faults before it as planned (`waits_for`); 0: while the run starts."""
     targets: tuple[str, ...]
     """Functions that fail, `module:attribute`; each once."""
     action: str
@@ -53,6 +54,9 @@ class Fault:
     """RL steps until it can be judged."""
     fallback: str = ""
     """Metric that is above 0 in the next rollout: engines draft nothing there."""
+    holds_up: bool = True
+    """Where it strikes late, so do those after it. A checkpoint's does not: the next checkpoint is `SAVE_EVERY` steps
+    away."""
     waits: tuple[float, float] | None = None
     """Seconds that the step, or the next, waits at least and at most; `tlt/overhead_s` has them."""
 
@@ -69,7 +73,7 @@ FAULTS = (
           "tlt/spot_failures", "spot training on", "trains", first=3),
     Fault("drafter file truncated between staging and load", 4, (f"{SERVER}._tlt_load",), "truncate",
           "tlt/reload_failures", "is no complete safetensors file", "serves", fallback="tlt/drafter_off_frac"),
-    Fault("NaN in the gradient", 5, ("verl_tlt.drafter.train:DrafterTrainer._forward",), "nan_gradient",
+    Fault("NaN in the gradient", 5, (MICRO_BATCH,), "nan_gradient",
           "tlt/spot_skipped_steps", "were left out: not finite", "trains", times=2),
     Fault("spot worker raising", 6, (MICRO_BATCH,), "fail",
           "tlt/spot_failures", "a fault was injected", "trains", first=3),
@@ -82,7 +86,7 @@ FAULTS = (
     Fault("object store full when a drafter is published", 10, ("verl_tlt.trainer.ray_fleet:RayFleet.stage",),
           "full_store", "tlt/errors_publish", "ObjectStoreFullError", "publishes"),
     Fault("disk full while checkpointing", 10, ("verl_tlt.spot_worker.learner:save_drafter",), "full_disk",
-          "tlt/errors_save", "No space left on device", "saves"),
+          "tlt/errors_save", "No space left on device", "saves", holds_up=False),
     Fault("a request acquired between the idle reading and the removal", 11,
           ("verl_tlt.trainer.ray_fleet:RayFleet.leave",), "late_request", "", "", "served_late"),
     Fault("spot worker exhausting its memory", 12, (MICRO_BATCH,), "exhaust_memory",
@@ -94,7 +98,7 @@ FAULTS = (
     Fault("NaN in the published weights", 19, (f"{SERVER}.tlt_stage",), "nan_weights",
           "tlt/reload_failures", "holds numbers that are not finite", "serves", fallback="tlt/drafter_off_frac"),
     Fault("a disk with room for the policy alone", 20, (f"{LEARNER}:check_room",), "room_for_the_policy",
-          "tlt/errors_save", "gets no drafter", "saves"),
+          "tlt/errors_save", "gets no drafter", "saves", holds_up=False),
     Fault("object store full when hidden states are handed over", 20,
           ("verl_tlt.actor.worker:TLTActorWorker.tlt_take",), "full_store",
           "tlt/errors_tap", "ObjectStoreFullError", "trains"),
@@ -143,3 +147,19 @@ NAN_LIVE = Fault(
     "nan_live", "tlt/broken_drafts", "are not finite", "serves", fallback="tlt/drafter_off_frac",
 )  # fmt: skip
 """Leaves NaN in the drafter's KV cache over the next sleep; for runs that are shorter than the long one."""
+
+
+def waits_for(fault: Fault, planned: Mapping[str, int], faults: Iterable[Fault]) -> dict[str, int]:
+    """Notes of the faults that this one follows, with the steps between them; what one metric counts is kept apart.
+
+    Args:
+        fault: of the run.
+        planned: the step of each fault of the run, by name.
+        faults: all that there are.
+    """
+    gaps = {}
+    for other in faults:
+        gap = planned[fault.name] - planned.get(other.name, planned[fault.name])
+        if gap > 0 and (other.holds_up or other.counter == fault.counter):
+            gaps.update((other.note(target), gap) for target in other.targets)
+    return gaps

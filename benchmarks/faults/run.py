@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.faults.plan import Fault
+from benchmarks.faults.plan import STEPS, Fault
 from demo.toy.assets import build_assets
 from verl_tlt.commands.compare.processes import ProcessTree, interruptible
 
@@ -122,7 +122,7 @@ def fired(folder: Path) -> dict[str, int]:
 
 
 def _command(out: Path, target: Path, steps: int, tlt: bool, save_every: int) -> tuple[dict[str, str], list[str]]:
-    built = build_assets(out / "assets", width="small", train_rows=BATCH * 64, val_rows=8)
+    built = build_assets(out / "assets", width="small", train_rows=BATCH * STEPS, val_rows=8)
     _take_turns(built.train)
     env = {
         **os.environ,

@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults import actions, judge
-from benchmarks.faults.plan import BOUNDS, ENGINE_KILLED, FAULTS, NAN_LIVE, SERVER_KILLED, STEPS, Fault
+from benchmarks.faults.plan import (
+    BOUNDS,
+    ENGINE_KILLED,
+    FAULTS,
+    NAN_LIVE,
+    SAVE_EVERY,
+    SERVER_KILLED,
+    STEPS,
+    Fault,
+    waits_for,
+)
 from benchmarks.faults.run import arm
 from verl_tlt.commands.report.reader import RunTrace
 from verl_tlt.trace.events import Session
@@ -41,6 +51,19 @@ def test_what_a_fault_names_exists(target):
     assert found is not None
 
 
+@pytest.mark.parametrize(("action", "target"), sorted({(f.action, t) for f in EVERY for t in f.targets}))
+def test_an_action_takes_whatever_its_function_takes(action, target):
+    pytest.importorskip("vllm")
+    module, _, path = target.partition(":")
+    found = importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name)
+    takes, kinds = inspect.signature(found).parameters.values(), inspect.Parameter
+    plain = [p.name for p in takes if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    named = {p.name: None for p in takes if p.kind is kinds.KEYWORD_ONLY}
+    inspect.signature(getattr(actions, action)).bind("original", *plain, **named)
+
+
 def test_every_fault_does_something_that_can_be_judged():
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     for fault in FAULTS:
@@ -52,6 +75,19 @@ def test_the_page_has_every_fault_and_its_counter():
     assert page.keys() == {fault.name for fault in (*FAULTS, SERVER_KILLED, ENGINE_KILLED)}
     for fault in FAULTS:
         assert page[fault.name][0] == fault.counter, fault.name
+
+
+def test_where_steps_are_slow_every_fault_still_strikes_early_enough_to_be_judged():
+    """Each second one is called a step late, and a checkpoint's with the checkpoint: with slow sessions it was so."""
+    planned, struck = {fault.name: fault.step for fault in FAULTS}, {}
+    for number, fault in enumerate(FAULTS):
+        late = [struck[note] + gap for note, gap in waits_for(fault, planned, FAULTS).items()]
+        step = max([fault.step, *late]) + (number % 2 if fault.step else 0)
+        if fault.recovers == "saves":
+            step = -(-step // SAVE_EVERY) * SAVE_EVERY
+        struck |= {fault.note(target): step for target in fault.targets}
+        assert step + fault.takes <= STEPS, fault.name
+    assert step <= FAULTS[-1].step + len(FAULTS) // 2, "a checkpoint's fault holds up no other"
 
 
 FAULT = Fault("spot worker raising", 2, ("m:f",), "fail", "tlt/spot_failures", "out of luck", "trains")
