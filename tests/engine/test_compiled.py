@@ -7,9 +7,12 @@ graphs without inductor, which takes seconds. What of a GPU that stands for is i
 
 import shutil
 
+import families
 import pytest
 import torch
 from test_lora_rollout import LORA, adapter, generate  # noqa: F401
+
+from benchmarks.lossless.tiny_policy import V, build_drafter_dir
 
 pytestmark = [
     pytest.mark.engine,
@@ -117,3 +120,32 @@ def test_plain_with_inductor(stock, start, compiles, models):
     compiles.setenv("VLLM_CPU_CI_ENV", "0")
     with start("good") as engine:
         assert serves_through_reloads(engine, models, "good", "bad") == stock
+
+
+@pytest.mark.heavy
+def test_two_ranks(stock, start, compiles, models):
+    compiles.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # `compiled` is called in other processes
+    with start("good", tensor_parallel_size=2, distributed_executor_backend="mp") as engine:
+        assert serves_through_reloads(engine, models, "good", "bad") == stock
+
+
+@pytest.mark.heavy
+def test_a_pruned_head(stock, start, models, tmp_path):
+    """Half of the tokens can be drafted; the head's rows are those of the policy that is live at each reload."""
+    for name, informed in (("half", True), ("half-bad", False)):
+        models[name] = tmp_path / name
+        build_drafter_dir(models[name], models["target"], informed=informed, draft_ids=torch.arange(0, V, 2))
+    with start("half") as engine:
+        assert serves_through_reloads(engine, models, "half", "half-bad") == stock
+
+
+@pytest.mark.heavy
+def test_a_hybrid(engine_of, start, models, tmp_path):
+    """A policy with linear attention, in 16 bits: vLLM's CPU backend has its kernels in no other precision."""
+    names = {part: f"compiled-qwen3_next-{part}" for part in ("target", "good", "bad")}
+    models.update({name: tmp_path / name for name in names.values()})
+    families.build_family(models[names["target"]], "qwen3_next")
+    for part in ("good", "bad"):
+        build_drafter_dir(models[names[part]], models[names["target"]], informed=part == "good")
+    with start("good", family="compiled-qwen3_next", dtype="bfloat16", mamba_ssm_cache_dtype="float32") as engine:
+        serves_through_reloads(engine, models, names["good"], names["bad"])
