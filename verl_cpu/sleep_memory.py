@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -71,13 +72,16 @@ class SleepMemory:
         Args:
             tag: vLLM's, by which it is woken.
             chosen: called at the end, gives those tensors that are to be moved; None: all new ones. The host and the
-                device are one here, so what a GPU would have on its host has to be left out by name.
+                device are one here, so what a GPU would have on its host has to be left out by name; but for what NumPy
+                looks at, which cannot be on a device.
         """
         before = _storages()  # which stay alive, so that no new one gets the address of an old one
-        yield
+        with _seen_by_numpy() as on_host:
+            yield
         wanted = _storages().keys() - before.keys()
         if chosen is not None:
             wanted = {tensor.untyped_storage().data_ptr() for tensor in chosen()}
+        wanted -= {address for storage, address in on_host if not storage.expired()}
         del before
         for address, tensors in _storages().items():
             if address in wanted:
@@ -155,6 +159,22 @@ class SleepMemory:
 def _check(result: int) -> None:
     if result:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+@contextmanager
+def _seen_by_numpy() -> Iterator[list[tuple[Any, int]]]:
+    """Collects the storages, and their addresses, of tensors that become NumPy arrays: these do not follow a move."""
+    found: list[tuple[Any, int]] = []
+    numpy = torch.Tensor.numpy
+
+    def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        array = numpy(tensor, *args, **kwargs)
+        storage: Any = tensor.untyped_storage()
+        found.append((StorageWeakRef(storage), storage.data_ptr()))  # type: ignore[no-untyped-call]
+        return array
+
+    with mock.patch.object(torch.Tensor, "numpy", noted):
+        yield found
 
 
 def _storages() -> dict[int, list[torch.Tensor]]:

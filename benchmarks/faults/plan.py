@@ -157,7 +157,7 @@ def waits_for(fault: Fault, planned: Mapping[str, int], faults: Iterable[Fault])
         planned: the step of each fault of the run, by name.
         faults: all that there are.
     """
-    gaps = {}
+    gaps: dict[str, int] = {}
     for other in faults:
         gap = planned[fault.name] - planned.get(other.name, planned[fault.name])
         if gap > 0 and (other.holds_up or other.counter == fault.counter):

@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -94,6 +95,21 @@ def test_only_the_chosen_ones_and_only_while_somebody_holds_them(memory):
     del raw, cache
     gc.collect()
     assert memory.get_current_usage() == 0
+
+
+def test_what_numpy_looks_at_would_be_on_a_gpus_host_and_stays_where_it_is(memory):
+    """As the buffers of vLLM's V2 model runner that are written through NumPy."""
+    with memory.use_memory_pool("weights"):
+        weight, host, other = torch.ones(4), torch.zeros(4), torch.zeros(4)
+        seen, also = host.numpy(), np.asarray(other[1:])
+        for _ in range(10):
+            np.asarray(torch.ones(4))  # gone before the end, and its address may be another's
+        later = torch.ones(4)
+    seen[:] = also[:] = 3
+    memory.sleep(())
+    assert host.tolist() == [3, 3, 3, 3] and other.tolist() == [0, 3, 3, 3]
+    memory.wake_up()
+    assert weight.isnan().all() and later.isnan().all()
 
 
 def test_a_discarded_tag_is_gone_and_the_others_stay(memory):
