@@ -12,7 +12,6 @@ import ast
 import dataclasses
 import inspect
 import itertools
-import re
 import runpy
 import sys
 import typing
@@ -49,20 +48,19 @@ python -m verl.trainer.main_ppo <your recipe> +trainer.plugin=tlt \\
 the plus), and fails where verl-tlt is not installed; there verl ignores the flag.
 
 An unknown key, a value of the wrong type, or values that contradict each other stop the run before Ray starts, with a
-sentence that names the key. Try it without a run: `verl-tlt doctor <your recipe> +trainer.plugin=tlt ...`.
+sentence that names the key. `verl-tlt doctor <your recipe> +trainer.plugin=tlt ...` says so without a run.
 
 Most runs need only these:
 
 | You want | Set |
 |---|---|
-| to start with a trained drafter | `tlt.drafter.path` |
-| a larger or smaller longest draft | `tlt.speculation.max_draft_length` |
-| training in smaller buffers or shorter bubbles | `tlt.buffer.min_tokens`, `tlt.spot.min_merge_steps` |
-| a quicker stop at the end of sampling | a smaller `tlt.drafter.batch_tokens` |
-| less host memory | `tlt.buffer.max_mb`, `tlt.buffer.keep_steps` |
-| a run without a drafter never to wait for one, or longer | `tlt.spot.cold_start_s` |
-| speculation without training | `tlt.spot.enable=false` |
-| training without speculation | `tlt.speculation.enable=false` |
+| to start with a trained drafter | `path` in [tlt.drafter](#tltdrafter) |
+| a larger or smaller longest draft | `max_draft_length` in [tlt.speculation](#tltspeculation) |
+| to train in shorter bubbles | `min_tokens` in [tlt.buffer](#tltbuffer), `min_merge_steps` in [tlt.spot](#tltspot) |
+| a quicker stop at the end of sampling | a smaller `batch_tokens` in [tlt.drafter](#tltdrafter) |
+| less host memory | `max_mb`, `keep_steps` in [tlt.buffer](#tltbuffer) |
+| never to wait for a first drafter, or longer | `cold_start_s` in [tlt.spot](#tltspot) |
+| speculation alone, or training alone | `enable=false` in [tlt.spot](#tltspot) or [tlt.speculation](#tltspeculation) |
 """
 
 _RELEASES = ", ".join(f"{name} {version}" for name, version in upstream_changes.CAUSES_IN.items())
@@ -86,61 +84,45 @@ NOTES = {
     ],
     "speculation": [
         "`arms` must ascend, start with 0 and end at `max_draft_length` or below.",
-        "With the environment variable `TLT_FULL_GRAPHS=0`, K_max is 3 on engines with CUDA graphs too, where none is"
-        " given.",
+        "With the environment variable `TLT_FULL_GRAPHS=0`, K_max is 3 where none is given.",
         "`enable=false` starts engines without a drafter; `policy=off` starts them with one that never runs.",
         "`policy=fixed` drafts in every step, however little is accepted: for tests and comparisons.",
     ],
     "spot": [
-        "The steps of a session below `min_merge_steps` are kept: its worker continues from them in the next session.",
-        "`cold_start_s` counts with everything: training, scores, merges, publication. A resumed run that has a drafter"
-        " never has [a cold start](how-it-works.md#a-cold-start), nor one in `separate_async`.",
+        "Steps below `min_merge_steps` are kept: the worker continues from them in its next session.",
+        "`cold_start_s` counts training, scores, merges and publication. A resumed run with a drafter has no"
+        " [cold start](how-it-works.md#a-cold-start), nor has `separate_async`.",
         "After a failed session its replica pauses for 1, 2, ... RL steps; after three in a row it trains no more.",
     ],
     "buffer": [
-        "One token takes 8 bytes per unit of the policy's hidden size: 32 KiB at 4096; with `tlt.drafter.method=mtp` 2"
-        " bytes: 8 KiB.",
+        "One token takes 8 bytes per unit of the policy's hidden size, 32 KiB at 4096; an MTP head's takes 2 bytes.",
         "`max_mb`, `min_tokens` and `tokens_per_step` are per spot worker. `min_tokens` leaves out what is held out.",
-        "`tlt/tap_tokens` is what `tokens_per_step` has become; other sizes of a run are in its trace's first event.",
-        "`held_out` is one share for the whole run, and a prompt's responses are held out on all workers or on none. "
-        "Null is the share with which two steps hold out 12 prompts, from a tenth to a quarter.",
+        "`tlt/tap_tokens` logs what `tokens_per_step` has become.",
+        "A prompt's responses are held out on all workers or on none.",
     ],
     "gate": [
-        "*Surely* means at a level of 1 %, because a candidate is judged after every session. In doubt the served"
-        " drafter stays, and the candidate trains on.",
+        "*Surely* means at a level of 1 %. In doubt the served drafter stays, and the candidate trains on.",
         "With fewer than `min_tokens` positions, or fewer than 7 sequences, it is held, unless what is served is"
         " useless or the candidate is far better.",
     ],
-    "trace": [
-        "The trainer writes `trainer.jsonl`, each engine `engine-<replica>.jsonl`; `verl-tlt report DIR` reads both."
-        " What they hold: [metrics](metrics.md).",
-    ],
+    "trace": ["What the files hold: [metrics](metrics.md). `verl-tlt report DIR` reads them."],
 }
 """What a single key's line cannot say, by section."""
 
 
 def render() -> str:
-    """The page's text: for each section a table of what most readers ask, and below it types, bounds and the rest."""
+    """The page of settings: for each section its keys, each once, and what concerns several."""
     defaults = TLTConfig().to_dict()
     parts = [INTRO]
     for section in dataclasses.fields(TLTConfig):
         cls = typing.get_type_hints(TLTConfig)[section.name]
-        table, more = ["| Key | Default | Meaning |", "|---|---|---|"], []
-        for key, kind, meaning in _fields(cls.__name__):
-            first, rest = _first_sentence(meaning)
-            table.append(f"| `{key}` | `{_yaml(defaults[section.name][key])}` | {_cell(first)} |")
-            more.append(f"* `tlt.{section.name}.{key}`: {kind}. {rest}".rstrip())
-        notes = [f"* {note}" for note in NOTES[section.name]]
-        text = "\n".join([*table, "", "Types and details:", "", *more, *notes])
-        parts.append(f"## tlt.{section.name}\n\n{inspect.cleandoc(cls.__doc__)}\n\n{text}\n")
+        lines = [
+            f"* `tlt.{section.name}.{key}` = `{_yaml(defaults[section.name][key])}` ({kind}): {meaning}"
+            for key, kind, meaning in _fields(cls.__name__)
+        ]
+        lines += ["", *(f"* {note}" for note in NOTES[section.name])]
+        parts.append(f"## tlt.{section.name}\n\n{inspect.cleandoc(cls.__doc__)}\n\n" + "\n".join(lines) + "\n")
     return "\n".join(parts)
-
-
-def _first_sentence(meaning: str) -> tuple[str, str]:
-    """A docstring's first sentence, or what it says before a semicolon, and the rest as sentences."""
-    end = re.search(r"[.;](?= |$)(?![^(]*\))", meaning)
-    rest = meaning[end.end() :].strip() if end else ""
-    return f"{meaning[: end.start()] if end else meaning}.", rest[:1].upper() + rest[1:]
 
 
 def render_patches() -> str:
@@ -202,10 +184,6 @@ def _kind(schema: Mapping[str, Any]) -> str:
         f" above {above} and below {below}": below is not None, f" above {above}": above is not None,
     }  # fmt: skip
     return name[schema["type"]] + next((words for words, holds in bounds.items() if holds), "")
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def _yaml(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What a reader sees first: the README's table, and the ten headline rows of docs/results.md."""
+"""What a reader sees first: the README's table, and the headline rows of docs/results.md."""
 
 from __future__ import annotations
 
@@ -11,27 +11,54 @@ from tables.page import faster, load, percent, recorded, rows
 ROLLOUT, STEP = "rollout_per_token", "e2e_per_token"
 FIXED = r"vllm-(\d+)"
 """Names of arms with vLLM's own speculation at one K and a drafter that keeps its weights."""
-REGIMES = (
-    ("both with a trained drafter: rollout", "e2e", ROLLOUT, "tlt", FIXED),
-    ("the same: whole step", "e2e", STEP, "tlt", FIXED),
-    ("the same with four times as many responses a step: rollout", "e2e_large", ROLLOUT, "tlt", FIXED),
-    ("fixed K loses its drafter in sleep, as by verl's defaults: rollout", "e2e", ROLLOUT, "tlt", FIXED + "-lost"),
-    ("fixed K with a drafter of an earlier policy: rollout", "e2e_stale", ROLLOUT, "tlt", FIXED + "-stale"),
-    ("both from a random drafter, first steps: rollout", "e2e", ROLLOUT, "tlt-fresh", FIXED + "-random"),
-)
-"""What a row says, its file and ratio, TLT's arm, and the arms of which the fastest stands for a fixed K."""
+RESPONSES = {"small": 24, "large": 96}
+"""Responses of an RL step, by the load that a file names (benchmarks/e2e/loads.py: prompts x samples)."""
+PAPER = "1.21x to 2.12x"
+"""Whole steps of 7B to 70B policies (arXiv 2511.16665, figure 11 and table 3, read in readers' transcriptions)."""
 
 
 def expectations() -> str:
-    """TLT beside the fastest fixed K in every regime that was measured; a random drafter may have no fixed K."""
-    body = []
-    for regime, file, what, own, pattern in REGIMES:
-        ratios = load(file)["ratios"] if recorded(file) else {}
-        arm = fastest(ratios, what, pattern)
-        if arm or (ratios and own == "tlt-fresh"):
-            fixed = f"{faster(ratios[arm][what])}, K={re.findall(FIXED, arm)[0]}" if arm else "not measured"
-            body.append([regime, faster(ratios[own][what]), fixed, "1x"])
-    return rows(("Regime", "TLT", "Best fixed K", "Stock verl"), body)
+    """Whole steps against stock verl by what a run starts with, vLLM's best fixed K beside it."""
+    best, lost = _best("e2e"), _best("e2e", FIXED + "-lost")
+    body = [
+        ["a trained drafter", f"**{_step('e2e', 'tlt')}**{_large('tlt')}", ""],
+        ["the same drafter in vLLM alone: its best fixed K, engines that never sleep",
+         f"{_step('e2e', best)}{_large(_best('e2e_large'))}", f"**TLT was {_verdict(STEP)}**"],
+        ["the same in vLLM alone, as verl runs it: sleep drops the drafter", _step("e2e", lost), ""],
+    ]  # fmt: skip
+    for file in ("cold_start", "cold_start_small"):
+        found = load(file)
+        lead = found["ratios"]["tlt-fresh"]["lead"]
+        last, seconds = lead["seconds"][-1]
+        ahead = (
+            f"ahead from step {lead['from_step']}"
+            if lead["from_step"]
+            else f"{-seconds:.0f} s behind after step {last}"
+        )
+        start = f"no drafter, {RESPONSES[found['load']]} responses a step"
+        body.append([start, _step(file, "tlt-fresh"), f"{ahead}; one turn"])
+    body.append(["the paper's own code on 8 to 64 H100", PAPER, "not ours; [two](https://github.com/mit-han-lab/"
+                 "fastrl/issues/5) [users](https://github.com/mit-han-lab/fastrl/issues/7) saw no gain"])  # fmt: skip
+    return rows(("Start", "Whole step, times as fast as stock verl", ""), body)
+
+
+def _verdict(what: str) -> str:
+    """Whether TLT's interval leaves out the best fixed K, in words."""
+    ratios = load("e2e")["ratios"]
+    of, fixed = ratios["tlt"][what], ratios[_best("e2e", what=what)][what]["pooled"]
+    return "slower" if of["high"] < fixed else "faster" if of["low"] > fixed else "not seen to be faster"
+
+
+def _step(file: str, arm: str) -> str:
+    return faster(load(file)["ratios"][arm][STEP])
+
+
+def _large(arm: str) -> str:
+    return f"; with four times as many responses {_step('e2e_large', arm)}" if recorded("e2e_large") else ""
+
+
+def _best(file: str, pattern: str = FIXED, what: str = STEP) -> str:
+    return fastest(load(file)["ratios"], what, pattern)
 
 
 def fastest(ratios: dict[str, Any], what: str, pattern: str) -> str:
@@ -41,23 +68,36 @@ def fastest(ratios: dict[str, Any], what: str, pattern: str) -> str:
 
 
 def headlines() -> str:
-    """The ten rows of docs/results.md: what was asked, what came out, and the page that has the rest."""
+    """The rows of docs/results.md, what TLT does not win first: question, answer, and the page that has the rest."""
+    drafter, k = "drafter.md#training-along", "draft-length.md#when-everything-changes"
     body = [
         [f"[{what}](../benchmarks/results/{page})", found]
         for what, page, found in (
-            ("TLT with a trained drafter, against stock verl", "runs.md#end-to-end", _speed("tlt")),
-            ("vLLM's own speculation at its best fixed K, likewise", "runs.md#end-to-end", _best_fixed()),
-            ("TLT from a random drafter, in its first steps", "runs.md#end-to-end", _speed("tlt-fresh")),
+            ("TLT against vLLM's best fixed K that keeps its drafter", "runs.md#end-to-end", _over_fixed()),
+            ("TLT without a drafter and with few responses", "runs.md#what-a-cold-start-costs-and-when-it-has-paid",
+             f"whole step {_step('cold_start_small', 'tlt-fresh')} as fast as stock verl's, one turn"),
+            ("K chosen with a trained drafter, against the best fixed K", k, _changing("trained")),
+            ("Training an in-domain drafter along", drafter, _along(("in_domain",))),
             ("Seconds saved, as TLT estimates them", "runs.md#is-tltsaved_s-right", _saved()),
+            ("TLT with a trained drafter, against stock verl", "runs.md#end-to-end", _speed("tlt")),
+            ("vLLM's best fixed K that keeps its drafter, likewise", "runs.md#end-to-end", _best_fixed()),
             ("Is it lossless?", "lossless.md#is-it-lossless", _lossless()),
-            ("Training the drafter along, against leaving it", "drafter.md#training-along", _along()),
+            ("Training a random or a generic drafter along", drafter, _along(("random", "generic"))),
             ("K chosen, against an oracle", "draft-length.md#draft-length-against-oracles", _oracle()),
-            ("K chosen while drafter, policy and load change", "draft-length.md#when-everything-changes", _changing()),
+            ("K chosen from an untrained drafter to a trained one", k, _changing("all")),
             ("What an engine step waits for K", "draft-length.md#what-control-costs", _wait()),
             ("Jobs killed at a random moment and resumed", "robustness.md#when-the-whole-job-is-killed", _resumed()),
         )
-    ]
+    ]  # fmt: skip
     return rows(("Question", "Found"), body)
+
+
+def _over_fixed() -> str:
+    ratios, shown = load("e2e")["ratios"], []
+    for name, what in (("rollout", ROLLOUT), ("whole step", STEP)):
+        of = ratios["tlt"][what]["pooled"] / ratios[_best("e2e", what=what)][what]["pooled"]
+        shown.append(f"{name} {of:.2f}x, {_verdict(what)}")
+    return "; ".join(shown)
 
 
 def _speed(arm: str) -> str:
@@ -69,7 +109,7 @@ def _best_fixed() -> str:
     ratios = load("e2e")["ratios"]
     best = {what: fastest(ratios, what, FIXED) for what in (ROLLOUT, STEP)}
     shown = [f"{faster(ratios[arm][what])} with K={re.findall(FIXED, arm)[0]}" for what, arm in best.items()]
-    return f"rollout {shown[0]}, whole step {shown[1]}, per token; its drafter keeps its weights here"
+    return f"rollout {shown[0]}, whole step {shown[1]}, per token"
 
 
 def _saved() -> str:
@@ -88,12 +128,13 @@ def _lossless() -> str:
     return f"{tokens:,} tokens judged: lowest p of {2 * len(found)} tests {lowest:.2g}, {wrong} wrong ends of responses"
 
 
-def _along() -> str:
-    summary, gains = load("drafter_study")["summary"], []
-    for start, name in {"random": "random", "generic": "generic", "in_domain": "in-domain"}.items():
-        gain = summary[start]["online_vs_frozen_accept_length_late"]["mean"]
-        gains.append(f"{percent(gain, int(abs(gain) < 0.1))} % ({name} drafter)")
-    return f"accept length late in a run: {', '.join(gains)}"
+def _along(starts: tuple[str, ...]) -> str:
+    gains = []
+    for start in starts:
+        gain = load("drafter_study")["summary"][start]["online_vs_frozen_accept_length_late"]
+        shown = [percent(gain[key], int(abs(gain["mean"]) < 0.1)) for key in ("mean", "low", "high")]
+        gains.append("{} % ({} to {} %)".format(*shown) + f" ({start})" * (len(starts) > 1))
+    return f"accept length late in a run: {', '.join(gains)} against leaving it"
 
 
 def _oracle() -> str:
@@ -109,11 +150,12 @@ def _oracle() -> str:
     return f"simulated: {shown[0]} in {len(formula)} runs; {shown[1]} in {len(odd)} whose costs follow no formula"
 
 
-def _changing() -> str:
-    over = {name: stages["all"] for name, stages in load("control")["changing"]["goodput_is_faster_than"].items()}
+def _changing(stage: str) -> str:
+    over = {name: stages[stage] for name, stages in load("control")["changing"]["goodput_is_faster_than"].items()}
     fixed = min((of for name, of in over.items() if name.startswith("fixed-")), key=lambda of: float(of[0]))
     shown = ["{:.2f}x ({:.2f} to {:.2f})".format(*of) for of in (fixed, over["table"])]
-    return f"{shown[0]} as fast as the best fixed K, {shown[1]} as vLLM's table"
+    lead = "; the lead is made while the drafter is weak and OFF" if stage == "all" else ""
+    return f"{shown[0]} as fast as the best fixed K, {shown[1]} as vLLM's table{lead}"
 
 
 def _wait() -> str:

@@ -58,12 +58,10 @@ def test_generated_pages_are_what_is_generated(generate):
         assert page.read_text() == render(), "run `python docs/generate.py`"
 
 
-def test_tables_of_settings_fit_a_phone(generate):
-    """A key, its default and a short sentence; what is longer stands below the table."""
-    rows = [line.split(" | ") for line in generate.render().splitlines() if re.match(r"\| `\w+` \|", line)]
-    named = {name.rpartition(".")[2] for name in keys(TLTConfig().to_dict()) if name.count(".") == 2}
-    assert {row[0].strip("|` ") for row in rows} == named
-    assert {len(row) for row in rows} == {3} and max(len(row[-1]) for row in rows) < 125
+def test_each_setting_has_one_line_that_begins_with_a_short_sentence(generate):
+    found = re.findall(r"^\* `(tlt\.\w+\.\w+)` = `[^`]+` \(.*?\): (.*?[.;:])(?: |$)", generate.render(), re.MULTILINE)
+    assert [key for key, _ in found] == [name for name in keys(TLTConfig().to_dict()) if name.count(".") == 2]
+    assert max(len(sentence) for _, sentence in found) < 125
 
 
 def test_the_tables_of_results_are_those_of_the_files(tables):
@@ -93,9 +91,8 @@ def test_tables_follow_the_benchmark_when_it_records_more(tables, monkeypatch, t
     for file in ("e2e", "e2e_large", "e2e_stale"):
         (tmp_path / f"{file}.json").write_text(json.dumps(found))
     monkeypatch.setattr(page, "FILES", tmp_path)
-    rows = [row.split(" | ") for row in front.expectations().splitlines()[2:]]
-    assert len(rows) == 6 and not [row for row in rows if "not measured" in row]
-    assert rows[3][2] < rows[0][2] and front.headlines().count("\n") == 12
+    shown = [row.split(" | ") for row in front.expectations().splitlines()[2:]]
+    assert len(shown) == 6 and shown[2][1] < shown[0][1].strip("*") and front.headlines().count("\n") == 15
     assert runs.arms().count("a label") == len(names) and "9 minutes" in runs.drafters() and "5.80" in runs.drafters()
     told = (runs.end_to_end, runs.end_to_end_large, runs.end_to_end_stale)
     assert all(f"`{name}`" in table() for table in told for name in names) and runs.readings()
@@ -111,7 +108,7 @@ def test_tables_follow_the_benchmark_when_it_records_more(tables, monkeypatch, t
 
 def test_the_readme_is_short_and_has_one_form_of_the_flag():
     page = (ROOT / "README.md").read_text()
-    assert len(page.splitlines()) <= 120
+    assert len(page.splitlines()) <= 100
     assert "+trainer.plugin=tlt" in page and "+tlt=default" not in page
 
 
@@ -240,7 +237,7 @@ def test_links_in_the_readme_of_a_package_work_outside_the_repository(repository
     assert links and all(link.startswith("https://") for link in links)
     if repository:
         inside = {link for link in links if link.startswith(repository)}
-        assert len(inside) > 20 and f"Project-URL: Repository, {repository}" in metadata.read_text()
+        assert len(inside) > 15 and f"Project-URL: Repository, {repository}" in metadata.read_text()
         assert all((ROOT / re.sub(r"^.*/main/|#.*$", "", link)).exists() for link in inside)
 
 
