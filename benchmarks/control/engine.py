@@ -1,8 +1,7 @@
-"""Real vLLM engines for the benchmarks, each in a process of its own, driven one at a time over a pipe.
+"""A real vLLM engine for the benchmarks, in a process of its own, driven over a pipe.
 
-Two kinds share one machine, so that they can be compared within one run: `tlt` is vLLM under our scheduler, `stock` is
-vLLM without any drafter. vLLM with the drafter and its own static table that says K=0 is an arm of `tlt`, since two
-processes with the same engine may differ by more than what is looked for.
+It decodes under one arm at a time: a draft-length policy under our scheduler, or a fixed K under vLLM's own. All arms
+share the engine, since two processes with the same engine may differ by more than what is looked for.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
-from benchmarks.control.policies import RIVALS, named
+from benchmarks.control.policies import named
 from benchmarks.control.toy import LONGEST_DRAFT, Toy
 from demo.machine import find_dtype
 from verl_cpu.environment import CPU_ENGINE
@@ -40,12 +37,11 @@ CONTEXT = 1536
 """Tokens of a prompt with its response, as in the demo's recipe."""
 VLLM = "vllm-k"
 """Before a draft length: an arm under vLLM's own scheduler."""
-VLLM_ZERO = f"{VLLM}0"
 START_TIMEOUT_S = 3600.0
 CALL_TIMEOUT_S = 3600.0
 
 
-def problems(seed: int, batch: int = BATCH) -> list[tuple[list[int], int]]:
+def problems(seed: int, batch: int) -> list[tuple[list[int], int]]:
     """Prompts of the toy's task and how long a response to each is, as long-tailed as in the demo: [(token ids, n)]."""
     from demo.toy import task
 
@@ -57,10 +53,10 @@ def problems(seed: int, batch: int = BATCH) -> list[tuple[list[int], int]]:
 class EngineProcess:
     """One engine in a child process; `call` runs a method of `_Engine` there."""
 
-    def __init__(self, kind: str, toy: Toy, scratch: Path, clock: str = "wall") -> None:
+    def __init__(self, toy: Toy) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, kind, toy, scratch, clock), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, toy), daemon=True)
         self._process.start()
         self._answer(START_TIMEOUT_S)
 
@@ -85,10 +81,10 @@ class EngineProcess:
         return value
 
 
-def _serve(pipe: Connection, kind: str, toy: Toy, scratch: Path, clock: str) -> None:
+def _serve(pipe: Connection, toy: Toy) -> None:
     os.environ.update(ENVIRONMENT)
     try:
-        engine = _Engine(kind, toy, scratch, clock)
+        engine = _Engine(toy)
         pipe.send((None, None))
         while (message := pipe.recv())[0] != "stop":
             pipe.send((None, getattr(engine, message[0])(**message[1])))
@@ -155,7 +151,7 @@ class _AsyncView:
 class _Engine:
     """An in-process vLLM engine over the toy, and what can be asked of it."""
 
-    def __init__(self, kind: str, toy: Toy, scratch: Path, clock: str) -> None:
+    def __init__(self, toy: Toy) -> None:
         from verl.workers.rollout.vllm_rollout import utils
         from vllm import LLM
 
@@ -163,39 +159,25 @@ class _Engine:
         from verl_tlt.server.engine_arguments import engine_kwargs
 
         utils.set_death_signal = lambda: None
-        self.kind, self.toy, self.scratch = kind, toy, scratch
-        self.now = time.process_time if clock == "cpu" else time.perf_counter
-        if clock == "cpu":  # the policies see what the result is measured in
-            from verl_tlt.engine_core import scheduler
-
-            vars(scheduler)["time"] = SimpleNamespace(perf_counter=time.process_time, time=time.time)
-        arguments: dict[str, Any] = dict(
+        self.toy = toy
+        tlt = TLTConfig.from_dict({"speculation": {"max_draft_length": LONGEST_DRAFT, "policy": "goodput"}})
+        self.llm = LLM(
             model=str(toy.policy), skip_tokenizer_init=True, dtype=find_dtype(), enforce_eager=True, seed=0,
             max_model_len=CONTEXT, max_num_seqs=BATCH, enable_prefix_caching=False, distributed_executor_backend="uni",
+            worker_extension_cls="verl_tlt.vllm_worker.extension.TLTWorkerExtension",
+            **engine_kwargs(tlt, str(toy.drafter), SimpleNamespace(enforce_eager=True), {}),
         )  # fmt: skip
-        if kind == "tlt":
-            settings = {"max_draft_length": LONGEST_DRAFT, "policy": "goodput"}
-            tlt = TLTConfig.from_dict({"speculation": settings})
-            arguments |= engine_kwargs(tlt, str(toy.drafter), SimpleNamespace(enforce_eager=True), {})
-            arguments["worker_extension_cls"] = "verl_tlt.vllm_worker.extension.TLTWorkerExtension"
-        self.llm = LLM(**arguments)
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self._ours, self._lookup = type(self.scheduler), self.scheduler.dynamic_sd_lookup
         self.arms: dict[str, Any] = {}
         self._decisions: dict[str, RolloutDecision] = {}
-        self._loaded: dict[str, torch.Tensor] = {}
-        """The policy's projections, once it has moved."""
         self.drain(seed=10**6, batch=2)
 
     # ------------------------------------------------------------------ decoding
 
-    def drain(self, seed: int, batch: int = BATCH, share: float = 1.0) -> dict[str, Any]:
-        """Decode one long-tailed batch to its end, responses of `share` of their lengths: seconds and tokens."""
-        return self._generate([(prompt, max(1, round(n * share))) for prompt, n in problems(seed, batch)])
-
-    def steady(self, batch: int, tokens: int, seed: int) -> dict[str, Any]:
-        """Decode `batch` requests of equal length: seconds and tokens."""
-        return self._generate([(prompt, tokens) for prompt, _ in problems(seed, batch)])
+    def drain(self, seed: int, batch: int) -> dict[str, Any]:
+        """Decode one long-tailed batch to its end: seconds and tokens."""
+        return self._generate(problems(seed, batch))
 
     def respond(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         """Decode one response to each prompt to its own end, or to `tokens`: seconds and tokens."""
@@ -209,12 +191,12 @@ class _Engine:
         prompts = [{"prompt_token_ids": prompt} for prompt, _ in work]
         common = {"temperature": 1.0, "ignore_eos": True, "stop_token_ids": list(stop), "detokenize": False}
         params = [SamplingParams(max_tokens=n, **common) for _, n in work]
-        start = self.now()
+        start = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        seconds = self.now() - start
+        seconds = time.perf_counter() - start
         return {"seconds": seconds, "tokens": sum(len(o.outputs[0].token_ids) for o in outputs)}
 
-    # ------------------------------------------------------------------ control (kind `tlt`)
+    # ------------------------------------------------------------------ control
 
     def set_drafting(self, enabled: bool) -> bool:
         """Switch the drafter's own pass."""
@@ -227,27 +209,20 @@ class _Engine:
         engine: Any = _AsyncView(self)
         return asyncio.run(calibrate(engine, ARMS, BATCH, 60, budget_s)).to_list()
 
-    def add_arm(self, name: str, table: list[dict[str, Any]], trace: bool = False) -> None:
-        """An arm of the benchmark: `off`, `fixed-K`, `zero` or a policy, told what a run would tell it.
+    def add_arm(self, name: str, table: list[dict[str, Any]]) -> None:
+        """An arm of the benchmark: `off` or a policy, told what a run would tell it.
 
         `goodput/OF` is one that decodes with drafters of its own: what another learned of its own is no matter to it.
         """
-        from verl_tlt.engine_core.steps import StepTrace
         from verl_tlt.speculation.step_control import StepControl
 
         known, kind = LatencyTable.from_list(table), name.partition("/")[0]
-        if name == "table":
-            policy: Any = VllmTable(known, self.toy.acceptance, ARMS, BATCH)
-        else:
-            policy = named(kind if kind in ("goodput", *RIVALS) else "off", ARMS)
-        written = StepTrace(self.scratch / f"{name}.jsonl") if trace else None
+        policy = VllmTable(known, self.toy.acceptance, ARMS, BATCH) if name == "table" else named(kind, ARMS)
         decision = self._decisions[name] = RolloutDecision(kind)
         decision.calibrated(known)
-        control = self.arms[name] = StepControl(policy, Limits(ARMS), written)
+        control = self.arms[name] = StepControl(policy, Limits(ARMS))
         control.control(points=table, acceptance=self.toy.acceptance)
         control.drafting = name != "off"
-        if name.startswith("fixed-"):
-            control.force_k = int(name.removeprefix("fixed-"))
 
     def use(self, name: str) -> None:
         """Decode under this arm from here on; `vllm-kN`: under vLLM's own scheduler with K=N in its table."""
@@ -269,33 +244,13 @@ class _Engine:
         if not loaded["ok"]:
             raise ValueError(loaded["error"])
 
-    def move_policy(self, noise: float) -> None:
-        """The policy as it was loaded, its projections with so many standard deviations of noise: the same each time.
-
-        Embedding, head and norms stay, which the drafter shares.
-        """
-        policy = self._policy()
-        projections = {name: weight for name, weight in policy.named_parameters() if "_proj" in name}
-        if not self._loaded:
-            self._loaded = {name: weight.detach().clone() for name, weight in projections.items()}
-        drawn = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for name, weight in projections.items():
-                as_loaded = self._loaded[name]
-                spread = noise * as_loaded.float().std()
-                weight.copy_(as_loaded + (spread * torch.randn(weight.shape, generator=drawn)).to(weight.dtype))
-
     def load_policy(self, directory: str) -> None:
         """Other weights for the policy: those in a directory of the same shapes."""
         from safetensors.torch import load_file
 
-        self._policy().load_weights(load_file(Path(directory) / "model.safetensors").items())
-        self._loaded = {}
-
-    def _policy(self) -> Any:
-        """vLLM's model, a module that also loads weights."""
         core = self.llm.llm_engine.engine_core.engine_core
-        return core.model_executor.driver_worker.worker.model_runner.get_model()
+        policy = core.model_executor.driver_worker.worker.model_runner.get_model()
+        policy.load_weights(load_file(Path(directory) / "model.safetensors").items())
 
     def sync(self, name: str, acceptance: Sequence[float]) -> bool:
         """What a weight sync decides and tells an arm: whether the drafter runs, and how often it is accepted."""
@@ -309,5 +264,4 @@ class _Engine:
 
     def stats(self, name: str) -> dict[str, Any]:
         """An arm's sums since the last call."""
-        self.arms[name].flush()
         return asdict(self.arms[name].stats(reset=True))

@@ -9,19 +9,18 @@ calibration anew, and what `goodput` learns it keeps for the load.
 from __future__ import annotations
 
 import random
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.control.engine import VLLM, EngineProcess
-from benchmarks.control.pairs import over
 from benchmarks.control.toy import Toy
 from benchmarks.e2e.heads import WARM, prepare
 from benchmarks.e2e.loads import LOADS
 from demo.machine import find_dtype
 from demo.toy.assets import build_assets, demo_width
+from verl_tlt.commands.compare.pooled import ratio
 
 FIXED = tuple(f"{VLLM}{k}" for k in (3, 4, 5, 6, 7))
 POLICIES = ("table", "goodput")
@@ -49,21 +48,26 @@ def against_fixed(toy: Toy, repetitions: int, seconds: float, say: Callable[[str
         `loads`, by name: `requests`; `seconds` by arm and repetition; `goodput_over`, [ratio, low, high] (95 %) by arm.
     """
     loads: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        engine = EngineProcess("tlt", toy, Path(scratch))
-        try:
-            table = engine.call("calibrate")
-            for name, load in LOADS.items():
-                for policy in POLICIES:
-                    engine.call("add_arm", name=policy, table=table)
-                requests = load.responses // ENGINES
-                spent = _race(engine, requests, repetitions, time.monotonic() + seconds, say)
-                ratios = {arm: over(spent[arm], spent["goodput"]) for arm in (*FIXED, "table")}
-                loads[name] = {"requests": requests, "seconds": spent, "goodput_over": ratios}
-                say(f"{requests} requests: {ratios}")
-        finally:
-            engine.close()
+    engine = EngineProcess(toy)
+    try:
+        table = engine.call("calibrate")
+        for name, load in LOADS.items():
+            for policy in POLICIES:
+                engine.call("add_arm", name=policy, table=table)
+            requests = load.responses // ENGINES
+            spent = _race(engine, requests, repetitions, time.monotonic() + seconds, say)
+            ratios = {arm: _over(spent[arm], spent["goodput"]) for arm in (*FIXED, "table")}
+            loads[name] = {"requests": requests, "seconds": spent, "goodput_over": ratios}
+            say(f"{requests} requests: {ratios}")
+    finally:
+        engine.close()
     return {"dtype": find_dtype(), "acceptance": toy.acceptance, "loads": loads}
+
+
+def _over(theirs: Sequence[float], ours: Sequence[float]) -> list[float]:
+    """All their seconds over all of ours, drain by drain, as `verl-tlt compare` pools them: [ratio, low, high]."""
+    found = ratio(list(zip(theirs, ours, strict=True)), float, lambda _: 1.0)
+    return [found["pooled"], found["low"], found["high"]]
 
 
 def _race(

@@ -84,7 +84,7 @@ def serve(out: Path, seeds: list[int], every: int) -> None:
     """Measure the runs that have not been measured whole; a row of `served-SEED.jsonl` per arm and step."""
     width = HALF_MLP_WIDTH if demo_width(find_dtype()) == "half" else MLP_WIDTH
     with tempfile.TemporaryDirectory() as scratch:
-        engine = EngineProcess("tlt", engine_toy(Path(scratch)), Path(scratch))
+        engine = EngineProcess(engine_toy(Path(scratch)))
         try:
             table = engine.call("calibrate")
             for seed in seeds:

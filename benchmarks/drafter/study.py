@@ -38,9 +38,9 @@ from benchmarks.drafter.trajectory import (
     MAX_RESPONSE,
     Taught,
     Text,
-    TorchSampler,
     capture,
     load_step,
+    sample,
     start_policy,
 )
 from demo.toy import task
@@ -101,7 +101,7 @@ def own_texts(out: Path, count: int, seed: int) -> list[Text]:
     rng = random.Random(f"warm-up {seed}")
     problems = [task.sample_problem(rng, MAX_DIGITS) for _ in range(count)]
     prompts = [[task.TOKEN_ID[t] for t in task.prompt_tokens(problem)] for problem in problems]
-    return TorchSampler().generate(Taught(start_policy(out)).model, prompts, 1, seed=10**6 + seed)
+    return sample(Taught(start_policy(out)).model, prompts, 1, seed=10**6 + seed)
 
 
 def other_texts(out: Path, count: int, seed: int) -> list[Text]:

@@ -4,7 +4,7 @@
 
 Speculative decoding is lossless: which drafter is served changes how fast a rollout is and not what is in it. So the
 arms of the study share one trajectory per seed, and it is made only once. It is a plain GRPO loop in one process: the
-policy's current weights write the responses (in plain torch or in stock vLLM), the toy's own reward judges them, one
+policy's current weights write the responses, the toy's own reward judges them, one
 on-policy update follows (group-normalised advantages, token-mean loss, no KL term). The forward pass of the update
 also yields the hidden states that a tap would have kept. It may be interrupted at any time; the same command goes on.
 """
@@ -36,91 +36,49 @@ from verl_tlt.messages.training import VerifierArrays
 PROMPTS, SAMPLES = 8, 8
 """Groups a step and responses in each: small, because two cores carry the study."""
 MAX_RESPONSE, MAX_DIGITS = 384, 8
+END = task.TOKEN_ID[task.EOS]
 LEARNING_RATE = 1e-4
 UNTIDY = TrainConfig(steps=200, learning_rate=5e-4, seed=1, slip=0.2)
 """What makes a start policy of the toy's: demonstrations that get every fifth digit wrong. RL has it to unlearn."""
 MICRO_BATCH = 1536
 """Padded tokens a forward."""
 DTYPE = find_dtype()
-"""Of vLLM's weights and of the update's products: whichever is the faster one here."""
+"""Of the update's products: whichever is the faster one here."""
 Text = tuple[list[int], int]
 """Token ids of a prompt and its response, and the prompt's length."""
 SAVE_STATE, KEEP_POLICY = 5, 8
 """Steps between states to resume from, and between policies kept for a real engine."""
 
 
-class VLLMSampler:
-    """Stock vLLM in this process."""
-
-    def __init__(self) -> None:
-        from benchmarks.control.engine import ENVIRONMENT
-
-        os.environ.update(ENVIRONMENT)  # read when vLLM is imported
-        from vllm import LLM
-
-        self.llm = LLM(
-            model=str(SHIPPED_POLICY),
-            skip_tokenizer_init=True,
-            dtype=DTYPE,
-            enforce_eager=True,
-            seed=0,
-            max_model_len=512,
-            max_num_seqs=PROMPTS * SAMPLES,
-            enable_prefix_caching=False,
-            distributed_executor_backend="uni",
-        )
-
-    def generate(self, model: torch.nn.Module, prompts: list[list[int]], samples: int, seed: int) -> list[Text]:
-        """`samples` responses to each prompt at temperature 1, by group, from `model`'s present weights."""
-        from vllm import SamplingParams
-
-        weights = [(name, value.detach().to(getattr(torch, DTYPE))) for name, value in model.state_dict().items()]
-        self.llm.apply_model(lambda served: len(served.load_weights(weights)))
-        end = task.TOKEN_ID[task.EOS]
-        common = {"n": samples, "temperature": 1.0, "max_tokens": MAX_RESPONSE, "stop_token_ids": [end]}
-        requests = [SamplingParams(**common, seed=seed + i, detokenize=False) for i in range(len(prompts))]
-        outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], requests, use_tqdm=False)
-        return [(p + list(o.token_ids), len(p)) for p, out in zip(prompts, outputs, strict=True) for o in out.outputs]
-
-
-@dataclasses.dataclass(frozen=True)
-class TorchSampler:
-    """A small Qwen3 decoded token by token in plain torch: a third of vLLM's CPU time at this size.
+def sample(model: Any, prompts: list[list[int]], samples: int, seed: int) -> list[Text]:
+    """`samples` responses to each prompt at temperature 1, by group: a third of vLLM's CPU time at this size.
 
     Weights are rounded to bfloat16 as an engine's are, products are float32. All rows are at the same position; a row
     whose prompt is longer is fed from its prompt for longer.
     """
-
-    end: int | None = task.TOKEN_ID[task.EOS]
-    """Token that ends a response; None: they all have the full length."""
-    longest: int = MAX_RESPONSE
-    """Tokens of a response at most."""
-
-    def generate(self, model: Any, prompts: list[list[int]], samples: int, seed: int) -> list[Text]:
-        """See `VLLMSampler.generate`."""
-        generator = torch.Generator().manual_seed(seed)
-        texts = [list(p) for p in prompts for _ in range(samples)]
-        starts = [len(p) for p in prompts for _ in range(samples)]
-        weights = {n: v.detach().bfloat16().float() for n, v in model.state_dict().items()}
-        decoder = _Decoder(model.config, weights, len(texts), max(starts) + self.longest)
-        rows = list(range(len(texts)))  # those that are not done
-        position = 0
-        while rows:
-            ids = torch.tensor([texts[i][position] for i in rows])
-            drawn = torch.multinomial(decoder.step(ids, position).softmax(-1), 1, generator=generator)[:, 0].tolist()
-            position += 1
-            for i, token in zip(rows, drawn, strict=True):
-                if position >= starts[i]:
-                    texts[i].append(token)
-            kept = [
-                r
-                for r, i in enumerate(rows)
-                if position < starts[i] or (texts[i][-1] != self.end and len(texts[i]) < starts[i] + self.longest)
-            ]
-            if len(kept) < len(rows):
-                decoder.keep(kept)
-                rows = [rows[r] for r in kept]
-        return list(zip(texts, starts, strict=True))
+    generator = torch.Generator().manual_seed(seed)
+    texts = [list(p) for p in prompts for _ in range(samples)]
+    starts = [len(p) for p in prompts for _ in range(samples)]
+    weights = {n: v.detach().bfloat16().float() for n, v in model.state_dict().items()}
+    decoder = _Decoder(model.config, weights, len(texts), max(starts) + MAX_RESPONSE)
+    rows = list(range(len(texts)))  # those that are not done
+    position = 0
+    while rows:
+        ids = torch.tensor([texts[i][position] for i in rows])
+        drawn = torch.multinomial(decoder.step(ids, position).softmax(-1), 1, generator=generator)[:, 0].tolist()
+        position += 1
+        for i, token in zip(rows, drawn, strict=True):
+            if position >= starts[i]:
+                texts[i].append(token)
+        kept = [
+            r
+            for r, i in enumerate(rows)
+            if position < starts[i] or (texts[i][-1] != END and len(texts[i]) < starts[i] + MAX_RESPONSE)
+        ]
+        if len(kept) < len(rows):
+            decoder.keep(kept)
+            rows = [rows[r] for r in kept]
+    return list(zip(texts, starts, strict=True))
 
 
 class _Decoder:
@@ -299,7 +257,7 @@ def judge(problem: task.Problem, text: Text) -> float:
     return compute_score("toy_addition", " ".join(words), " ".join(task.answer_tokens(problem)))
 
 
-def record(sampler: VLLMSampler | TorchSampler, directory: Path, seed: int, steps: int) -> None:
+def record(directory: Path, seed: int, steps: int) -> None:
     """One run of `steps` GRPO steps, from wherever an earlier call was interrupted."""
     directory.mkdir(parents=True, exist_ok=True)
     policy, state = Taught(start_policy(directory.parent)), directory / "state.pt"
@@ -320,7 +278,7 @@ def record(sampler: VLLMSampler | TorchSampler, directory: Path, seed: int, step
         rng = random.Random(f"{seed} {step}")
         problems = [task.sample_problem(rng, MAX_DIGITS) for _ in range(PROMPTS)]
         prompts = [[task.TOKEN_ID[t] for t in task.prompt_tokens(p)] for p in problems]
-        texts = sampler.generate(policy.model, prompts, SAMPLES, rng.randrange(2**31))
+        texts = sample(policy.model, prompts, SAMPLES, rng.randrange(2**31))
         written = time.perf_counter()
         rewards = np.array([judge(problems[i // SAMPLES], text) for i, text in enumerate(texts)])
         weights = policy.verifier_weights()  # before the update: those of the policy that wrote the responses
@@ -353,13 +311,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory of the study")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=65)
-    parser.add_argument("--sampler", choices=("torch", "vllm"), default="torch", help="what writes the responses")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(say_dtype(DTYPE))
-    sampler = TorchSampler() if options.sampler == "torch" else VLLMSampler()
     for seed in options.seeds:
-        record(sampler, options.out / f"seed-{seed}", seed, options.steps)
+        record(options.out / f"seed-{seed}", seed, options.steps)
 
 
 if __name__ == "__main__":

@@ -199,14 +199,14 @@ def distance(policy: Path, other: Path, texts: int = 48) -> float:
     import torch
     from transformers import Qwen3ForCausalLM
 
-    from benchmarks.drafter.trajectory import TorchSampler
+    from benchmarks.drafter.trajectory import sample
     from demo.toy import task
 
     models = [Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (policy, other)]
     rng, total, count = random.Random(0), 0.0, 0
     prompts = [[task.TOKEN_ID[w] for w in task.prompt_tokens(task.sample_problem(rng))] for _ in range(texts)]
     with torch.no_grad():
-        for tokens, begin in TorchSampler().generate(models[0], prompts, 1, seed=0):
+        for tokens, begin in sample(models[0], prompts, 1, seed=0):
             mine, theirs = (model(torch.tensor([tokens])).logits[0, begin - 1 : -1].log_softmax(-1) for model in models)
             total += float((mine.exp() * (mine - theirs)).sum())
             count += len(mine)
