@@ -15,7 +15,7 @@ from demo.follow import Tail, TraceTail
 from demo.machine import DemoError
 from demo.progress import Progress
 from demo.screen import Screen
-from verl_tlt.commands.compare.log import failure
+from verl_tlt.commands.compare.job import failure
 from verl_tlt.commands.compare.processes import ProcessTree, deferred_interrupts
 
 POLL_S = 1.0

@@ -20,7 +20,7 @@ from benchmarks.e2e.heads import WARM, prepare
 from benchmarks.e2e.loads import LOADS
 from demo.machine import find_dtype
 from demo.toy.assets import build_assets, demo_width
-from verl_tlt.commands.compare.pooled import ratio
+from verl_tlt.commands.compare.result import ratio
 
 FIXED = tuple(f"{VLLM}{k}" for k in (3, 4, 5, 6, 7))
 POLICIES = ("table", "goodput")

@@ -17,10 +17,10 @@ cache would stay in its memory during training. A drafter is also kept by vLLM 0
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from verl_tlt.commands.compare.arms import NO_SLEEP, NO_SPOT, STOCK, TLT, Arm, vllm_arm
+from verl_tlt.commands.compare.plan import NO_SPOT, STOCK, TLT, Arm, vllm_arm
 
 VLLM_LENGTHS = (1, 3, 7)
 LONGEST = VLLM_LENGTHS[-1]
@@ -61,15 +61,12 @@ def _of_vllm(heads: Heads, schedule: Sequence[Sequence[int]]) -> list[Arm]:
         "every sleep and not sent again (vLLM issue 52479)"
     )
     by_batch = KEPT.format("by batch from a table of measured costs", WARMED)
-    kept = [
+    return [
         *(vllm_arm(f"vllm-{k}", KEPT.format(k, WARMED), str(heads.warm), k) for k in VLLM_LENGTHS),
         vllm_arm("vllm-table", by_batch, str(heads.warm), LONGEST, schedule),
         vllm_arm("vllm-3-stale", KEPT.format(3, "a drafter made for an earlier policy"), str(heads.stale), 3),
         vllm_arm("vllm-3-random", KEPT.format(3, "a drafter of random weights"), str(heads.random), 3),
-    ]
-    return [
-        *(replace(arm, overrides=(*arm.overrides, NO_SLEEP)) for arm in kept),
-        vllm_arm("vllm-3-lost", lost, str(heads.warm), 3, sampled=False),
+        vllm_arm("vllm-3-lost", lost, str(heads.warm), 3, lost=True),
     ]
 
 

@@ -12,7 +12,7 @@ from benchmarks.e2e.__main__ import drafters, portable
 from benchmarks.e2e.arms import NO_SLEEP, Heads, arms
 from benchmarks.e2e.loads import LOADS
 from demo.toy.assets import build_assets
-from verl_tlt.commands.compare.arms import SPECULATIVE, STOCK
+from verl_tlt.commands.compare.plan import SPECULATIVE, STOCK
 
 PLACES = Heads(Path("/warm"), Path("/stale"), Path("/random"))
 REPLICAS = 2

@@ -6,9 +6,9 @@ import tempfile
 import pytest
 
 from verl_tlt.checks.recipe import Recipe
-from verl_tlt.commands.compare.arms import STOCK, Arm, CompareError
 from verl_tlt.commands.compare.job import job_environment, keep_only, read_rows, take_turn
-from verl_tlt.commands.compare.plan import Plan
+from verl_tlt.commands.compare.plan import STOCK, Arm, Plan
+from verl_tlt.commands.compare.record import CompareError
 
 ARM = Arm(STOCK, "", False)
 

@@ -1,6 +1,6 @@
 """What a job's log says."""
 
-from verl_tlt.commands.compare.log import accepted, cause, failure
+from verl_tlt.commands.compare.job import accepted, cause, failure
 
 
 def test_what_vllm_logs_of_accept_lengths_is_weighed_by_drafts():

@@ -8,8 +8,18 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from verl_tlt import flag
 from verl_tlt.checks.recipe import Recipe, compose
-from verl_tlt.commands.compare.arms import STOCK, TLT, Arm, CompareError, named_arms, quoted, vllm_arm
-from verl_tlt.commands.compare.plan import check_arms, given_drafter, make_plan
+from verl_tlt.commands.compare.plan import (
+    STOCK,
+    TLT,
+    Arm,
+    check_arms,
+    given_drafter,
+    make_plan,
+    named_arms,
+    quoted,
+    vllm_arm,
+)
+from verl_tlt.commands.compare.record import CompareError
 from verl_tlt.commands.script.reader import read_script
 from verl_tlt.errors import TLTError
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from verl_tlt.commands.compare.interval import FEWEST, interval
+from verl_tlt.commands.compare.result import FEWEST, interval
 
 TRUE = 1.5
 

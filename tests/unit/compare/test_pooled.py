@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from verl_tlt.commands.compare.pooled import MetricsError, Step, ratios, read_step, summary
+from verl_tlt.commands.compare.record import CompareError, Step, read_step
+from verl_tlt.commands.compare.result import ratios, summary
 
 
 def step(turn, number, rollout_s, rest_s=5.0, tokens=1000.0):
@@ -73,5 +74,5 @@ def test_the_checkpoint_of_a_turn_is_no_part_of_its_steps():
 
 
 def test_a_step_without_what_is_compared_is_refused_by_name():
-    with pytest.raises(MetricsError, match="no rollout_s and no tokens and no reward for step 7"):
+    with pytest.raises(CompareError, match="no rollout_s and no tokens and no reward for step 7"):
         read_step(0, 7, {"timing_s/step": 9.0})

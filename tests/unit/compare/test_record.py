@@ -4,9 +4,7 @@ import json
 
 import pytest
 
-from verl_tlt.commands.compare.arms import CompareError
-from verl_tlt.commands.compare.pooled import Step
-from verl_tlt.commands.compare.turns import Record, Turn, schedule
+from verl_tlt.commands.compare.record import CompareError, Record, Step, Turn, schedule
 
 ASKED = {"--steps": 4, "recipe": ["a=1"], "arm tlt": ["+tlt=default"]}
 

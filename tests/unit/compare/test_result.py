@@ -6,11 +6,10 @@ import re
 
 import pytest
 
-from verl_tlt.commands.compare.arms import named_arms
 from verl_tlt.commands.compare.page import save_compare_picture, write_compare_page
-from verl_tlt.commands.compare.pooled import Step
+from verl_tlt.commands.compare.plan import named_arms
+from verl_tlt.commands.compare.record import Record, Step, Turn, schedule
 from verl_tlt.commands.compare.result import found_of
-from verl_tlt.commands.compare.turns import Record, Turn, schedule
 
 ARMS = named_arms(["tlt", "vllm-3", "vllm-7"], "/a/drafter")
 FASTER = {"stock": 1.0, "tlt": 1.6, "vllm-3": 1.3, "vllm-7": 1.5}

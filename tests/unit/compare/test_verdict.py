@@ -5,9 +5,8 @@ import re
 
 import pytest
 
-from verl_tlt.commands.compare.pooled import Step, pairs, ratio
-from verl_tlt.commands.compare.turns import Turn
-from verl_tlt.commands.compare.verdict import left_out, other_prompts, paid_back, rounds_to_tell, verdict
+from verl_tlt.commands.compare.record import Step, Turn
+from verl_tlt.commands.compare.result import left_out, other_prompts, paid_back, pairs, ratio, rounds_to_tell, verdict
 
 
 def step(turn, number, step_s, prompt=20.0):

@@ -17,13 +17,11 @@ from rich.table import Table
 
 from verl_tlt.checks.models import located
 from verl_tlt.checks.recipe import Recipe
-from verl_tlt.commands.compare.arms import Arm, named_arms
 from verl_tlt.commands.compare.job import take_turn
-from verl_tlt.commands.compare.plan import Plan, check_arms, checkpoint_bytes, given_drafter, make_plan
+from verl_tlt.commands.compare.plan import Arm, Plan, check_arms, checkpoint_bytes, given_drafter, make_plan, named_arms
 from verl_tlt.commands.compare.processes import interruptible
-from verl_tlt.commands.compare.result import RATIOS, found_of, spell
-from verl_tlt.commands.compare.turns import Record, schedule
-from verl_tlt.commands.compare.verdict import reward
+from verl_tlt.commands.compare.record import Record, schedule
+from verl_tlt.commands.compare.result import arm_rows, found_of
 from verl_tlt.errors import printable
 from verl_tlt.files.ownership import check_writable, replacing
 
@@ -142,11 +140,8 @@ def arms_table(found: Mapping[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("arm", "rollout, per token", "step, per token", "accept length", "reward"):
         table.add_column(heading, justify="left" if heading == "arm" else "right")
-    for name, arm in found["arms"].items():
-        of = found["ratios"].get(name)
-        cells = [spell(of[what]) if of else "1" for what in RATIOS]
-        length = "-" if arm["accept_length"] is None else f"{arm['accept_length']:.2f}"
-        table.add_row(name, *cells, length, reward(arm["reward"]))
+    for row in arm_rows(found):
+        table.add_row(*row)
     return table
 
 

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_tlt.commands.compare.arms import Arm, CompareError, quoted
-from verl_tlt.commands.compare.log import accepted, failure
-from verl_tlt.commands.compare.plan import STEP, Plan
-from verl_tlt.commands.compare.pooled import read_step
+from verl_tlt.commands.compare.plan import STEP, Arm, Plan, quoted
 from verl_tlt.commands.compare.processes import ProcessTree, deferred_interrupts
-from verl_tlt.commands.compare.turns import Turn
+from verl_tlt.commands.compare.record import CompareError, Turn, read_step
 from verl_tlt.files.json_files import open_ordinary, parse
 
 LOOK_S = 1.0
 FILE_LOGGER = "VERL_FILE_LOGGER_PATH"
 RAY_CLUSTER = "ray/ray_current_cluster"
 """File in the temporary folder by which Ray finds a cluster that was started here."""
+ACCEPTED = re.compile(r"Mean acceptance length: ([\d.]+), .*?Accepted: (\d+) tokens, Drafted: (\d+) tokens")
+ERROR = re.compile(r"(?:^|\s)((?:[\w.]+)?(?:Error|Exception|Refused)\b: .+|verl-tlt: .+)")
+LAST_LINES = 15
+LONGEST_LINE = 300
 
 
 def take_turn(plan: Plan, arm: Arm, turn: int, stall_s: float, tell: Callable[[int], None]) -> Turn:
@@ -60,20 +62,16 @@ def take_turn(plan: Plan, arm: Arm, turn: int, stall_s: float, tell: Callable[[i
 
 
 def _run(plan: Plan, arm: Arm, turn: int, files: tuple[Path, Path], stall_s: float, tell: Callable[[int], None]) -> int:
-    """Exit status of the job; on any way out no process of it is left."""
+    """Run the job and return its exit status; its whole process tree is ended in any case."""
     log, metrics = files
     own = {**arm.environment, FILE_LOGGER: str(metrics)}
     ours = [f"++ray_kwargs.ray_init.runtime_env.env_vars.{name}={quoted(value)}" for name, value in own.items()]
     command = [sys.executable, *plan.command(arm, turn), *ours]
+    env, folder = job_environment(plan.stock.environment, own), Path(plan.stock.directory or ".")
     tree: ProcessTree | None = None
     try:
         with deferred_interrupts():
-            tree = ProcessTree(
-                command,
-                env=job_environment(plan.stock.environment, own),
-                log=log,
-                cwd=Path(plan.stock.directory or "."),
-            )
+            tree = ProcessTree(command, env=env, log=log, cwd=folder)
         size, changed = 0, time.monotonic()
         while (code := tree.process.poll()) is None:
             tree.alive()
@@ -114,3 +112,39 @@ def read_rows(metrics: Path) -> list[dict[str, Any]]:
         return [row for line in lines if "timing_s/step" in (row := parse(line))["data"]]
     except (ValueError, KeyError, TypeError) as error:
         raise CompareError(f"{metrics} holds a line that is no row of metrics: {error!r}.") from error
+
+
+def accepted(lines: Iterable[str]) -> float | None:
+    """The accept length that vLLM logged for intervals, as one; None: nothing was drafted.
+
+    How many drafts an interval had follows from its accept length, unless nothing was accepted in it: then it is taken
+    to have had drafts as long as those of the others.
+    """
+    found = [(float(m[1]), int(m[2]), int(m[3])) for line in lines if (m := ACCEPTED.search(line))]
+    told = [(tokens, tokens / (length - 1), drafted) for length, tokens, drafted in found if length > 1]
+    if not told:
+        return 1.0 if any(drafted for _, _, drafted in found) else None
+    tokens, drafts, drafted = map(sum, zip(*told, strict=True))
+    of_none = sum(drafted for length, _, drafted in found if length <= 1)
+    return 1 + tokens / (drafts * (1 + of_none / drafted))
+
+
+def failure(what: str, log: Path) -> str:
+    """What happened to a job, the cause that its log names, and its last lines."""
+    lines = log.read_text(errors="replace").splitlines()
+    last = "\n".join(f"    {strip_colors(line)[:LONGEST_LINE]}" for line in lines[-LAST_LINES:])
+    reason = cause(lines)
+    return f"{what}{f' Cause: {reason}' if reason else ''}\nThe last lines of {log}:\n{last}"
+
+
+def cause(lines: Sequence[str]) -> str | None:
+    """The last line of a log that names an error, without the prefix Ray puts before it."""
+    for line in reversed(lines):
+        if (match := ERROR.search(strip_colors(line))) is not None:
+            return match[1].strip()
+    return None
+
+
+def strip_colors(line: str) -> str:
+    """Without terminal colour codes."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", line)

@@ -11,10 +11,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from verl_tlt.commands.compare.pooled import Step
-from verl_tlt.commands.compare.result import RATIOS, spell
-from verl_tlt.commands.compare.turns import Turn
-from verl_tlt.commands.compare.verdict import reward
+from verl_tlt.commands.compare.record import Step, Turn
+from verl_tlt.commands.compare.result import RATIOS, arm_rows
 from verl_tlt.commands.report.figures import (
     BLUE,
     GREEN,
@@ -117,11 +115,7 @@ def _lines(turns: Sequence[Turn]) -> list[tuple[str, str, str, dict[str, tuple[s
 
 
 def _tables(found: Mapping[str, Any], turns: Sequence[Turn]) -> list[tuple[str, list[str], list[list[str]]]]:
-    arms = [
-        [name, arm["label"], *(spell(found["ratios"][name][key]) if name in found["ratios"] else "1" for key in RATIOS),
-         "-" if arm["accept_length"] is None else f"{arm['accept_length']:.2f}", reward(arm["reward"])]
-        for name, arm in found["arms"].items()
-    ]  # fmt: skip
+    arms = [[row[0], found["arms"][row[0]]["label"], *row[1:]] for row in arm_rows(found)]
     jobs = [
         [turn.arm, str(turn.turn + 1), *(f"{value:.1f}" for value in (turn.seconds, turn.start_s, turn.first_s,
                                                                        turn.checkpoint_s))]

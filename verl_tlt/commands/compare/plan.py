@@ -1,6 +1,7 @@
-"""A comparison before anything starts: the recipe with and without TLT, where all arms begin, what each turn is given.
+"""A comparison before anything starts: its arms, where all of them begin, and what each turn is given.
 
-Whatever cannot be compared is refused here, in one sentence.
+An arm is one way to run the recipe: with stock verl, with vLLM's own speculation, with TLT. Whatever cannot be compared
+is refused here, in one sentence.
 """
 
 from __future__ import annotations
@@ -8,15 +9,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_tlt import flag
 from verl_tlt.checks.models import DRAFTER, POLICY, located
 from verl_tlt.checks.recipe import Recipe, compose, read_run_dir, select
-from verl_tlt.commands.compare.arms import TLT, Arm, CompareError, quoted
+from verl_tlt.commands.compare.record import CompareError
 from verl_tlt.commands.doctor.command import diagnose
 from verl_tlt.commands.script.reader import NAMES
 from verl_tlt.commands.script.shell.syntax import MAIN
@@ -25,6 +26,13 @@ from verl_tlt.config import TLTConfigError
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+STOCK, TLT, NO_SPOT = "stock", "tlt", "tlt-no-spot"
+LONGEST_DRAFT = 16
+ENGINE = "actor_rollout_ref.rollout"
+SPECULATIVE = f"++{ENGINE}.engine_kwargs.vllm.speculative_config"
+NO_SLEEP = f"{ENGINE}.free_cache_engine=False"
+OWN_LOG = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOG_STATS_INTERVAL": "5"}
+"""verl keeps vLLM's log, which has the accept length of its own speculation, at warnings unless told otherwise."""
 STEP = "global_step_"
 """How verl names the folder of a checkpoint."""
 LATEST = "latest_checkpointed_iteration.txt"
@@ -32,6 +40,89 @@ FLAG = "+tlt=default"
 NEVER = 10**9
 BYTES_PER_PARAMETER = 12
 """Of verl's checkpoint: weights and Adam's two moments, all in fp32."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to run the recipe."""
+
+    name: str
+    label: str
+    """What it is, in words that stand in a table."""
+    tlt: bool
+    """Whether it has the flag, and the recipe's settings of TLT."""
+    overrides: tuple[str, ...] = ()
+    """After those of the recipe."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of every process of its jobs, besides the recipe's."""
+
+    @property
+    def own_speculation(self) -> bool:
+        """Whether vLLM's own speculation is on, whose accept length only its log has."""
+        return any(override.startswith(SPECULATIVE) for override in self.overrides)
+
+
+def quoted(value: object) -> str:
+    """A value as Hydra reads it, whatever characters it has."""
+    text = re.sub(r"(\\+)(?='|$)", r"\1\1", str(value)).replace("'", r"\'")
+    return f"'{text}'"
+
+
+def vllm_arm(
+    name: str, label: str, drafter: str, longest: int, schedule: Sequence[Sequence[int]] = (), *, lost: bool = False
+) -> Arm:
+    """Stock verl whose engines have vLLM's own speculation.
+
+    Args:
+        name: of the arm.
+        label: what it is.
+        drafter: an EAGLE-3 drafter; its weights are read from its file, though verl fills in the policy's later.
+        longest: `num_speculative_tokens`, K.
+        schedule: rows of `num_speculative_tokens_per_batch_size`; none: always `longest`.
+        lost: verl's defaults, by which engines lose the drafter in sleep: they never sleep otherwise. What is left in a
+            GPU's memory may be NaN, which drawn drafts would bring into the tokens: drafts are the likeliest tokens.
+    """
+    table = f",num_speculative_tokens_per_batch_size:{[list(row) for row in schedule]}" if schedule else ""
+    config = (
+        f"{SPECULATIVE}={{method:eagle3,model:{quoted(drafter)},num_speculative_tokens:{longest},"
+        f"draft_sample_method:{'greedy' if lost else 'probabilistic'},draft_load_config:{{load_format:auto}}{table}}}"
+    )
+    overrides = (config, f"{ENGINE}.disable_log_stats=False", *(() if lost else (NO_SLEEP,)))
+    return Arm(name, label, False, overrides, OWN_LOG)
+
+
+def named_arms(names: Sequence[str], drafter: str | None) -> list[Arm]:
+    """Stock verl and the arms of these names; a CompareError where there is none, or one has no drafter and needs it.
+
+    Args:
+        names: `tlt`, `tlt-no-spot`, or `vllm-K` and `vllm-K-lost` for any K.
+        drafter: what TLT and vLLM draft with; None: TLT starts from a random head.
+    """
+    given = () if drafter is None else (f"++tlt.drafter.path={quoted(drafter)}",)
+    known = {
+        STOCK: Arm(STOCK, "the recipe with stock verl", False),
+        TLT: Arm(TLT, "the recipe with verl-tlt", True, given),
+        NO_SPOT: Arm(NO_SPOT, "verl-tlt whose drafter is not trained", True, (*given, "++tlt.spot.enable=false")),
+    }
+    found = {STOCK: known[STOCK]}
+    for name in names:
+        match = re.fullmatch(r"vllm-([1-9][0-9]?)(-lost)?", name)
+        if name not in known and (match is None or int(match[1]) > LONGEST_DRAFT):
+            vllm = f"vllm-1 to vllm-{LONGEST_DRAFT} and vllm-1-lost to vllm-{LONGEST_DRAFT}-lost"
+            raise CompareError(f"There is no arm {name!r}; there are {', '.join(known)}, {vllm}.")
+        if match is None:
+            found[name] = known[name]
+            continue
+        if drafter is None:
+            raise CompareError(f"The arm {name} needs a drafter: name one with --drafter or tlt.drafter.path.")
+        sleeps = "with verl's defaults, which lose the drafter in sleep" if match[2] else (
+            "its engines never sleep, since verl's defaults lose the drafter"
+        )  # fmt: skip
+        label = f"vLLM's own speculation, K={match[1]}; {sleeps}"
+        found[name] = vllm_arm(name, label, drafter, int(match[1]), lost=bool(match[2]))
+    if len(found) == 1:
+        raise CompareError(f"Stock verl is compared with nothing: give another arm, such as --arms {TLT}.")
+    return list(found.values())
 
 
 @dataclass(frozen=True)
@@ -56,7 +147,8 @@ class Plan:
 
     def last_step(self, turn: int) -> int:
         """The RL step that turn number `turn` ends with; -1: the step before the first."""
-        return (_step_of(self.start) if self.start else 0) + self.steps * (turn + 1)
+        first = int(self.start.name.removeprefix(STEP)) if self.start else 0
+        return first + self.steps * (turn + 1)
 
     def checkpoint(self, arm: Arm, turn: int) -> Path | None:
         """What an arm's turn begins with; None: the policy of the recipe."""
@@ -85,10 +177,9 @@ class Plan:
         found: dict[str, object] = {"--steps": self.steps, "starting checkpoint": str(self.start or "")}
         found["recipe"] = [word for word in self.stock.overrides if not NAMES.fullmatch(key_of(word))]
         for arm in arms:
-            words = [
-                word for word in (*(self.tlt if arm.tlt else ()), *arm.overrides) if not NAMES.fullmatch(key_of(word))
-            ]
-            found[f"arm {arm.name}"] = [*words, *(f"{name}={value}" for name, value in sorted(arm.environment.items()))]
+            words = (*(self.tlt if arm.tlt else ()), *arm.overrides)
+            kept = [word for word in words if not NAMES.fullmatch(key_of(word))]
+            found[f"arm {arm.name}"] = [*kept, *(f"{name}={value}" for name, value in sorted(arm.environment.items()))]
         return found
 
 
@@ -172,7 +263,3 @@ def _start(recipe: Recipe, config: DictConfig) -> Path | None:
     if not path.is_dir() or not re.fullmatch(rf"{STEP}\d+", path.name):
         raise CompareError(f"The recipe resumes from {path}, which is no checkpoint: a folder {STEP}N of verl's.")
     return path
-
-
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix(STEP))

@@ -1,8 +1,14 @@
-"""A command with all its descendants, however they detach themselves, so that nothing outlives it.
+"""Runs a command such that no process and no file of it is left when it is stopped, however its processes detach.
 
 Ray starts daemons in sessions of their own and vLLM starts engine processes; when their parent dies they are adopted by
 init and no process group names them any more. Two things catch them: while the command runs, its tree is listed again
 and again, and on Linux this process makes itself the one that adopts orphans (`PR_SET_CHILD_SUBREAPER`, prctl(2)).
+
+A command gets a temporary folder of its own (Ray's session, vLLM's sockets, everybody's `tempfile`), which is removed.
+Two kinds of names escape it: shared memory (`/dev/shm`: weights on their way to an engine, vLLM's queues, semaphores)
+and sockets whose place verl fixes. A process that is killed cannot remove its own, and their names do not say whose
+they are, so /proc is asked, while the processes live, what they have open. What somebody else has open, or what is
+older than the command, stays.
 """
 
 from __future__ import annotations
@@ -10,27 +16,35 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
-from verl_tlt.commands.compare.leftovers import ENDING_EVERY_S, EVERY_S, Leftovers
 from verl_tlt.files.ownership import open_to_append
 
 PR_SET_CHILD_SUBREAPER = 36
-
 TERM_S = 8.0
 """Seconds for the command itself to end after SIGTERM."""
 REST_S = 1.5
 """Seconds for its descendants to end with it, and again after a SIGTERM of their own."""
 KILL_S = 10.0
 """Seconds in which SIGKILL must have worked."""
+EVERY_S, ENDING_EVERY_S = 3.0, 0.1
+"""Seconds between two looks while the command runs, and while it ends: a look takes a few hundredths of a second."""
+LONGEST_BASE = 32
+"""Characters of a temporary folder in which Ray's sockets still have names that Linux takes (107)."""
+SHM = "/dev/shm"
+SOCKET_FIELDS = 8
+"""Of a line of /proc/net/unix that ends in a path."""
 
 
 class ProcessTree:
@@ -83,7 +97,7 @@ class ProcessTree:
         Returns:
             Process ids that survived even SIGKILL; empty in every healthy case.
         """
-        with _uninterrupted():
+        with deferred_interrupts():
             self._every_s = ENDING_EVERY_S
             self.alive()
             if self.process.poll() is None:
@@ -150,33 +164,22 @@ def _adopt_orphans(on: bool) -> None:
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ignore Ctrl-C and polite terminations for a while (in the main thread, where signals arrive)."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = [signal.signal(number, signal.SIG_IGN) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, handlers, strict=True):
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """What would interrupt the block does so at its end: around the making of what a `finally` has to know of."""
+    """Ctrl-C and polite terminations come at the end of the block: around what a `finally` needs, and around clean-up.
+
+    Signals arrive in the main thread; in another one there is nothing to defer.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
     came: list[int] = []
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if callable(signal.getsignal(n))]
-    handlers = [signal.signal(number, lambda number, _: came.append(number)) for number in numbers]
+    handlers = {n: signal.signal(n, lambda number, _: came.append(number)) for n in numbers} if main else {}
     try:
         yield
     finally:
-        for number, handler in zip(numbers, handlers, strict=True):
+        for number, handler in handlers.items():
             signal.signal(number, handler)
-    for first in came[:1]:
-        signal.raise_signal(first)
+    if came:
+        signal.raise_signal(came[0])
 
 
 @contextlib.contextmanager
@@ -196,3 +199,72 @@ def interruptible() -> Iterator[None]:
     finally:
         for number, handler in zip(numbers, handlers, strict=True):
             signal.signal(number, handler)
+
+
+class Leftovers:
+    """A command's temporary folder (`folder`, its `TMPDIR`), and the files outside it that its processes own."""
+
+    def __init__(self) -> None:
+        base = tempfile.gettempdir()
+        self.folder = Path(tempfile.mkdtemp(prefix="verl-tlt-", dir=base if len(base) <= LONGEST_BASE else "/tmp"))
+        self._since = time.time() - 1.0  # file systems round their times
+        self._noted_at = 0.0
+        self._owned: set[str] = set()
+
+    def note(self, pids: Iterable[int], every_s: float = EVERY_S) -> None:
+        """Remember what these processes have open, unless that was done less than `every_s` seconds ago."""
+        if time.monotonic() - self._noted_at >= every_s:
+            self._owned |= _open_files(pids)
+            self._noted_at = time.monotonic()
+
+    def found(self) -> list[Path]:
+        """What there is now: entries of the folder, and what was noted outside it."""
+        return [*self.folder.iterdir(), *(p for p in self._left_outside() if self.folder not in p.parents)]
+
+    def remove(self) -> None:
+        """Remove the folder and what was noted; call it when the processes have ended."""
+        outside = self._left_outside()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for path in outside:
+            path.unlink(missing_ok=True)
+
+    def _left_outside(self) -> list[Path]:
+        new = {path for path in self._owned if _changed(path) >= self._since}
+        others = _open_files(int(name) for name in os.listdir("/proc") if name.isdigit()) if new else set()
+        return [Path(path) for path in sorted(new - others)]
+
+
+def _open_files(pids: Iterable[int]) -> set[str]:
+    """Paths of the shared memory that these processes have open or mapped, and of the sockets that they have bound."""
+    names = {file.inode(): file.path for file in os.scandir(SHM)} if os.path.isdir(SHM) else {}
+    sockets, found = _sockets(), set[str]()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has just ended, or is another user's
+            # A semaphore is mapped under a name that it has only for a moment, so the inode counts.
+            mapped = re.findall(rf" (\d+) +{SHM}/", Path(f"/proc/{pid}/maps").read_text(errors="replace"))
+            found.update(names[inode] for inode in map(int, mapped) if inode in names)
+            for descriptor in os.scandir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):  # it has just been closed
+                    target = os.readlink(descriptor.path)
+                    if target.startswith(f"{SHM}/"):
+                        found.add(target.removesuffix(" (deleted)"))
+                    elif target in sockets:
+                        found.add(sockets[target])
+    return found
+
+
+def _sockets() -> dict[str, str]:
+    """Unix sockets in temporary folders, as descriptors name them -> path."""
+    with contextlib.suppress(OSError):  # no Linux
+        rows = [line.split() for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()]
+        below = tuple(f"{folder}/" for folder in {tempfile.gettempdir(), "/tmp"})
+        return {f"socket:[{r[6]}]": r[7] for r in rows if len(r) == SOCKET_FIELDS and r[7].startswith(below)}
+    return {}
+
+
+def _changed(path: str) -> float:
+    """When the file was last made or changed, unix seconds; -1 if it is gone."""
+    try:
+        return os.stat(path).st_ctime
+    except FileNotFoundError:
+        return -1.0

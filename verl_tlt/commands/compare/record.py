@@ -1,4 +1,4 @@
-"""Whose turn it is, what earlier turns measured, and how long the rest takes. Numbers and one file."""
+"""What the turns of a comparison measured, kept in a file that a comparison called again goes on with."""
 
 from __future__ import annotations
 
@@ -6,18 +6,51 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from verl_tlt.commands.compare.arms import CompareError
-from verl_tlt.commands.compare.pooled import Step
+from verl_tlt.commands.report.rows import step_row
 from verl_tlt.errors import TLTError
 from verl_tlt.files.json_files import read_object
 from verl_tlt.files.ownership import open_to_append, other_owner, replacing
+
+PHASES = ("reward", "old_log_prob", "adv", "update_actor", "update_weights")
+
+
+class CompareError(TLTError):
+    """What a comparison was asked for cannot be compared, or a job of it failed."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One RL step of one arm."""
+
+    turn: int
+    step: int
+    step_s: float
+    rollout_s: float
+    tokens: float
+    """Of all responses."""
+    longest: float
+    """Tokens of the longest response."""
+    reward: float
+    accept_length: float | None = None
+    accept_length_tail: float | None = None
+    """Of the longest tenth of the responses."""
+    saved_s: float | None = None
+    overhead_s: float | None = None
+    cold_start_s: float | None = None
+    """The part of `overhead_s` in which the drafter of a run without one was trained."""
+    off_frac: float | None = None
+    """Share of engine steps that drafted nothing; None: the run has no TLT."""
+    prompt: float | None = None
+    """Mean tokens of its prompts: other ones, other prompts."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of verl's phases outside rollout, by its name for them."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +79,30 @@ class Turn:
 _TURNS = TypeAdapter(list[Turn])
 
 
+def read_step(turn: int, step: int, metrics: Mapping[str, float]) -> Step:
+    """From verl's metrics of a step; what the checkpoint took is no part of its time."""
+    row = step_row(metrics)
+    needed = {name: row[name] for name in ("step_s", "rollout_s", "tokens", "reward")}
+    if missing := [name for name, value in needed.items() if value is None]:
+        raise CompareError(f"verl logged no {' and no '.join(missing)} for step {step}, which is what is compared.")
+    known = {name: float(value or 0.0) for name, value in needed.items()}
+    known["step_s"] -= metrics.get("timing_s/save_checkpoint", 0.0)
+    return Step(
+        turn=turn,
+        step=step,
+        **known,
+        longest=metrics.get("response_length/max", 0.0),
+        accept_length=metrics.get("tlt/accept_length"),
+        accept_length_tail=metrics.get("tlt/accept_length_tail"),
+        saved_s=metrics.get("tlt/saved_s"),
+        overhead_s=metrics.get("tlt/overhead_s"),
+        cold_start_s=metrics.get("tlt/overhead_cold_start_s"),
+        off_frac=metrics.get("tlt/spec_off_frac"),
+        prompt=metrics.get("prompt_length/mean"),
+        phases={name: metrics[key] for name in PHASES if (key := f"timing_s/{name}") in metrics},
+    )
+
+
 def schedule(names: Sequence[str], rounds: int) -> Iterator[tuple[str, int]]:
     """(arm, turn) in the order in which turns are taken: it rotates, so that no arm always follows the same one."""
     for turn in range(rounds):
@@ -67,24 +124,22 @@ class Record:
     def __init__(self, folder: Path, asked: Mapping[str, object]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.fdopen(open_to_append(folder / "turns.lock"), "ab")
+        self.file, self.turns = folder / "turns.json", list[Turn]()
+        self._asked: dict[str, object] = json.loads(json.dumps(dict(asked)))
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._go_on()
         except BlockingIOError:
             raise CompareError(f"Another comparison is writing to {folder}.") from None
-        self.file = folder / "turns.json"
-        if reason := other_owner(self.file):
-            self._lock.close()
-            raise CompareError(f"{self.file} may hold another user's turns: {reason}; give an --out of your own.")
-        self._asked: dict[str, object] = json.loads(json.dumps(dict(asked)))
-        self.turns: list[Turn] = []
-        try:
-            if self.file.exists():
-                self._go_on()
         except TLTError:
             self._lock.close()
             raise
 
     def _go_on(self) -> None:
+        if reason := other_owner(self.file):
+            raise CompareError(f"{self.file} may hold another user's turns: {reason}; give an --out of your own.")
+        if not self.file.exists():
+            return
         kept = read_object(self.file)
         try:
             asked, self.turns = dict(kept["asked"]), _TURNS.validate_json(json.dumps(kept["turns"]), strict=True)
