@@ -8,9 +8,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from verl_tlt.checks.recipe import select
-from verl_tlt.commands.advise.hardware import GPUS, Shape, find_shape
-from verl_tlt.commands.advise.kv_cache import BESIDE_BYTES, decoding_requests, kv_capacity, kv_needed
-from verl_tlt.commands.advise.workload import read_workload
+from verl_tlt.commands.advise.hardware import (
+    BESIDE_BYTES,
+    GPUS,
+    Shape,
+    decoding_requests,
+    find_shape,
+    kv_capacity,
+    kv_needed,
+    read_workload,
+)
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -1,4 +1,4 @@
-"""Step costs of simulated hardware: the advisor's roofline with CUDA graphs, measured tables, a price of changing K."""
+"""Step costs of simulated hardware: a roofline with CUDA graphs, measured tables, a price of changing K."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
-from verl_tlt.commands.advise.hardware import RooflineCost
 from verl_tlt.commands.advise.simulation import StepSeconds
+from verl_tlt.speculation.costs.roofline import weights_read
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable, interpolate
 from verl_tlt.speculation.types import OFF, ControlError
 
@@ -32,9 +32,29 @@ def steady(cost: CostModel) -> StepSeconds:
 
 
 @dataclass(frozen=True)
-class GraphCost(RooflineCost):
-    """A decoder whose steps are padded to the next CUDA graph."""
+class GraphCost:
+    """The roofline of `speculation.costs.roofline` for steps that may change K, with CUDA graphs."""
 
+    weights_s: float
+    """Reading all weights once."""
+    kv_token_s: float
+    """Reading one token of KV cache."""
+    token_s: float
+    """Computing one token."""
+    sharpness: float
+    """Exponent of the smooth maximum: 1 adds memory and compute time, a large one takes the larger."""
+    overhead_s: float
+    """Scheduling, launches and sampling of a step."""
+    sync_s: float
+    """The drafter's pass that keeps its KV cache in step with the policy's: paid at K=0, not at OFF."""
+    first_s: float
+    """The LM head, which turns that pass into the first draft token."""
+    pass_s: float
+    """Each further draft token."""
+    request_pass_s: float
+    """Each request's part of a drafter's pass."""
+    active_share: float = 1.0
+    """Share of the weights that one token uses: below 1 in a mixture of experts, whose tokens use different ones."""
     extra_s: Mapping[int, float] = field(default_factory=dict)
     """Penalty by verified K, for draft lengths without full CUDA graphs."""
     capture: tuple[int, ...] = ()
@@ -55,7 +75,16 @@ class GraphCost(RooflineCost):
             padded = self.capture[bisect_left(self.capture, count)]
         elif self.capture:
             eager_s = self.eager_s
-        return self.overhead_s + eager_s + self.pass_over(count, padded, kv_tokens)
+        memory = self.weights_s * weights_read(self.active_share, count) + self.kv_token_s * kv_tokens
+        roof = (memory**self.sharpness + (self.token_s * padded) ** self.sharpness) ** (1.0 / self.sharpness)
+        return float(self.overhead_s + eager_s + roof)
+
+    def draft_s(self, batch: int, drafted: int) -> float:
+        """The drafter's passes for `drafted` tokens per request."""
+        if drafted == OFF:
+            return 0.0
+        further = self.pass_s * (drafted - 1) + self.first_s if drafted > 0 else 0.0
+        return self.sync_s + further + self.request_pass_s * batch * max(drafted, 1)
 
 
 class TableCost:

@@ -11,10 +11,9 @@ from typer.testing import CliRunner
 import verl_tlt
 from verl_tlt.checks.recipe import compose
 from verl_tlt.commands.advise.command import read_scenario
-from verl_tlt.commands.advise.hardware import GPUS, find_shape, step_cost
+from verl_tlt.commands.advise.hardware import GPUS, find_shape, read_workload, step_cost
 from verl_tlt.commands.advise.options import AdviseOptions
 from verl_tlt.commands.advise.scenario import estimate
-from verl_tlt.commands.advise.workload import read_workload
 from verl_tlt.commands.cli import app
 from verl_tlt.errors import TLTError
 
@@ -94,8 +93,9 @@ def test_a_run_with_tlt_brings_its_own_costs_and_acceptance(made_run):
         "actor_rollout_ref.model.path=models/toy",
     ]  # fmt: skip
     scenario, assumed = read_scenario(AdviseOptions(recipe=recipe, trace=made_run.directory, parameters=8.0))
-    n = estimate(scenario, assumed).numbers
-    assert not assumed.keys() & {"acceptance", "step costs", "response lengths", "outside rollout"}
+    found = estimate(scenario)
+    n = found.numbers
+    assert not {*assumed, *found.assumed} & {"acceptance", "step costs", "response lengths", "outside rollout"}
     assert 1.0 < n.rollout["low"] <= n.rollout["likely"] <= n.rollout["high"] < 3.0
     assert n.has_drafter and n.replicas == 2 and n.bubble_s > 0
     code, said = advise(*recipe, "--trace", str(made_run.directory), "--parameters", "8")
@@ -200,8 +200,8 @@ def test_costs_of_a_policy_are_those_of_a_known_one():
     """An 8B policy on one H100 decodes one request in about the six milliseconds that it takes to read its weights."""
     shape, _ = find_shape("Qwen/Qwen3-8B")
     cost = step_cost(shape, GPUS["H100"], 1, eager=False, sharpness=4.0)
-    assert cost.step_s(1, 1000, -1) == pytest.approx(6e-3, rel=0.1)
-    assert cost.step_s(1, 1000, -1) < cost.step_s(1, 1000, 3) < 1.6 * cost.step_s(1, 1000, -1)
+    assert cost.seconds(1, 1000, -1) == pytest.approx(6e-3, rel=0.1)
+    assert cost.seconds(1, 1000, -1) < cost.seconds(1, 1000, 3) < 1.6 * cost.seconds(1, 1000, -1)
 
 
 def test_the_pages_example_is_what_the_command_prints():

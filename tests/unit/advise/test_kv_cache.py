@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from verl_tlt.checks.recipe import compose
-from verl_tlt.commands.advise.hardware import GPUS, find_shape
-from verl_tlt.commands.advise.kv_cache import decoding_requests, kv_capacity, kv_needed
-from verl_tlt.commands.advise.workload import read_workload
+from verl_tlt.commands.advise.hardware import GPUS, decoding_requests, find_shape, kv_capacity, kv_needed, read_workload
 from verl_tlt.errors import TLTError
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -95,7 +95,7 @@ def test_what_a_draft_of_seven_costs_a_request_alone(policy, devices, ratio):
     overhead and 1.0 ms of drafts; a dense 7B's 4.6 ms are read by one token and by eight, beside 0.6 ms and 1.9 ms.
     """
     cost = step_cost(find_shape(policy)[0], GPUS["H100"], devices, eager=False, sharpness=2.0)
-    assert cost.step_s(1, 0, 7) / cost.step_s(1, 0, OFF) == pytest.approx(ratio, abs=0.1)
+    assert cost.seconds(1, 0, 7) / cost.seconds(1, 0, OFF) == pytest.approx(ratio, abs=0.1)
 
 
 # ---------------------------------------------------------------------- whole runs

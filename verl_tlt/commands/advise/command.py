@@ -8,14 +8,19 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_tlt.checks.recipe import ROLLOUT, compose, read_mapping, read_settings
-from verl_tlt.commands.advise.hardware import GPUS, find_shape, shape_of_size
+from verl_tlt.commands.advise.hardware import (
+    GPUS,
+    decoding_requests,
+    find_shape,
+    kv_needed,
+    read_workload,
+    shape_of_size,
+)
 from verl_tlt.commands.advise.judge import Numbers, Verdict, judge, never_trained
-from verl_tlt.commands.advise.kv_cache import decoding_requests, kv_needed
 from verl_tlt.commands.advise.options import AdviseOptions
 from verl_tlt.commands.advise.run_metrics import check_same, read_metrics, read_run
 from verl_tlt.commands.advise.scenario import SETTINGS, Estimate, Scenario, estimate
 from verl_tlt.commands.advise.simulation import SMALL_BATCH
-from verl_tlt.commands.advise.workload import read_workload
 from verl_tlt.commands.script.arguments import read_arguments
 from verl_tlt.errors import TLTError
 from verl_tlt.server.engine_arguments import engine_arms, graph_mode
@@ -26,9 +31,9 @@ DEFAULT_GPU = "H100"
 def advise(options: AdviseOptions, console: Console) -> Verdict:
     """Print the advice, and return the answer; raises `TLTError` as `read_scenario` and `estimate` do."""
     scenario, assumed = read_scenario(options)
-    found = estimate(scenario, assumed)
+    found = estimate(scenario)
     verdict = judge(found.numbers)
-    _print(console, scenario, assumed, found, verdict)
+    _print(console, scenario, {**assumed, **found.assumed}, found, verdict)
     return verdict
 
 

@@ -1,15 +1,30 @@
-"""Costs on an accelerator that was not measured, from its data sheet and the policy's shape."""
+"""What a recipe asks for, and what that costs on an accelerator by its data sheet and the policy's shape."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from verl_tlt.checks.recipe import (
+    ROLLOUT,
+    devices,
+    devices_per_replica,
+    enforce_eager,
+    most_requests,
+    number,
+    replicas_on,
+    select,
+    trainer_mode,
+)
+from verl_tlt.config import TLTConfigError
 from verl_tlt.drafter.policy import PolicyShape, draft_vocab_size, policy_shape, read_model_config
 from verl_tlt.errors import DrafterError, TLTError
-from verl_tlt.speculation.costs.roofline import weights_read
-from verl_tlt.speculation.types import OFF
+from verl_tlt.speculation.costs.roofline import Roofline
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 BYTES = 2
 """Bytes of a weight or of a number in the KV cache."""
@@ -19,6 +34,9 @@ LAUNCH_S, PARALLEL_S, EAGER_S = 0.6e-3, 0.4e-3, 8e-3
 """Seconds that each step adds: scheduling and sampling; communication among devices; launches without graphs."""
 DRAFT_LAUNCH_S = 0.1e-3
 """Seconds of a drafter's pass apart from reading its weights."""
+BESIDE_BYTES = 3e9
+"""Taken on each device of an engine by what is neither weights nor KV cache: context, activations, graphs, drafter.
+An assumption."""
 
 
 @dataclass(frozen=True)
@@ -106,71 +124,27 @@ def shape_of(policy: PolicyShape) -> Shape:
     return Shape(*policy.parameters, policy.num_layers, kv_bytes, head)
 
 
-@dataclass(frozen=True)
-class RooflineCost:
-    """Step costs of a decoder from known coefficients; the shape is that which `speculation.costs.roofline` fits.
-
-    A step reads weights and KV cache or computes over the verified tokens, whichever takes longer; then it drafts.
-    """
-
-    weights_s: float
-    """Reading all weights once."""
-    kv_token_s: float
-    """Reading one token of KV cache."""
-    token_s: float
-    """Computing one token."""
-    sharpness: float
-    """Exponent of the smooth maximum: 1 adds memory and compute time, a large one takes the larger."""
-    overhead_s: float
-    """Scheduling, launches and sampling of a step."""
-    sync_s: float
-    """The drafter's pass that keeps its KV cache in step with the policy's: paid at K=0, not at OFF."""
-    first_s: float
-    """The LM head, which turns that pass into the first draft token."""
-    pass_s: float
-    """Each further draft token."""
-    request_pass_s: float
-    """Each request's part of a drafter's pass."""
-    active_share: float = 1.0
-    """Share of the weights that one token uses: below 1 in a mixture of experts, whose tokens use different ones."""
-
-    def step_s(self, batch: int, kv_tokens: int, draft_length: int) -> float:
-        """Seconds of a step that verifies a draft of this length and drafts as many tokens again; OFF: no drafter."""
-        return self.verify_s(batch, kv_tokens, 1 + max(draft_length, 0)) + self.draft_s(batch, draft_length)
-
-    def verify_s(self, batch: int, kv_tokens: int, tokens: int) -> float:
-        """Seconds of the target's pass over `tokens` tokens per request."""
-        return self.overhead_s + self.pass_over(batch * tokens, batch * tokens, kv_tokens)
-
-    def pass_over(self, tokens: int, computed: int, kv_tokens: int) -> float:
-        """Seconds of reading KV cache and the weights that `tokens` tokens use, and of computing `computed` tokens."""
-        memory = self.weights_s * weights_read(self.active_share, tokens) + self.kv_token_s * kv_tokens
-        return float((memory**self.sharpness + (self.token_s * computed) ** self.sharpness) ** (1.0 / self.sharpness))
-
-    def draft_s(self, batch: int, drafted: int) -> float:
-        """Seconds of the drafter's passes for `drafted` tokens per request."""
-        if drafted == OFF:
-            return 0.0
-        further = self.pass_s * (drafted - 1) + self.first_s if drafted > 0 else 0.0
-        return self.sync_s + further + self.request_pass_s * batch * max(drafted, 1)
-
-
-def step_cost(shape: Shape, gpu: Gpu, devices: int, eager: bool, sharpness: float) -> RooflineCost:
-    """Costs of an engine over so many devices; `sharpness` as in `RooflineCost`."""
+def step_cost(shape: Shape, gpu: Gpu, devices: int, eager: bool, sharpness: float) -> Roofline:
+    """Costs of an engine's steps over so many devices; `sharpness` is the roofline's p."""
     reads, computes = gpu.bytes_s * BANDWIDTH_REACHED * devices, gpu.flops * FLOPS_REACHED * devices
     layer_s, head_s = BYTES * shape.active / shape.layers / reads, BYTES * shape.head / reads
-    return RooflineCost(
-        weights_s=BYTES * shape.parameters / reads,
-        kv_token_s=shape.kv_bytes / reads,
-        token_s=2 * shape.active / computes,
-        sharpness=sharpness,
-        overhead_s=LAUNCH_S + (PARALLEL_S if devices > 1 else 0.0) + (EAGER_S if eager else 0.0),
-        sync_s=DRAFT_LAUNCH_S + layer_s,
-        first_s=head_s,
-        pass_s=DRAFT_LAUNCH_S + layer_s + head_s,
-        request_pass_s=2 * (shape.active / shape.layers + shape.head) / computes,
-        active_share=shape.active_share,
+    coefficients = (
+        LAUNCH_S + (PARALLEL_S if devices > 1 else 0.0) + (EAGER_S if eager else 0.0),
+        BYTES * shape.parameters / reads,
+        shape.kv_bytes / reads,
+        token_s(shape, gpu, devices),
+        DRAFT_LAUNCH_S + layer_s,
+        head_s,
+        DRAFT_LAUNCH_S + layer_s + head_s,
+        2 * (shape.active / shape.layers + shape.head) / computes,
+        sharpness,
     )
+    return Roofline.known(coefficients, shape.active_share)
+
+
+def token_s(shape: Shape, gpu: Gpu, devices: int) -> float:
+    """Seconds in which an engine over so many devices computes one token."""
+    return 2 * shape.active / (gpu.flops * FLOPS_REACHED * devices)
 
 
 def update_token_s(shape: Shape, gpu: Gpu, devices: int, critic: bool, reference: bool) -> float:
@@ -182,3 +156,93 @@ def update_token_s(shape: Shape, gpu: Gpu, devices: int, critic: bool, reference
 def drafter_tokens_s(shape: Shape, gpu: Gpu, devices: int) -> float:
     """Tokens a second that a replica's spot workers learn from, over three unrolled positions."""
     return gpu.flops * TRAINING_REACHED * devices / (3 * 6 * (shape.active / shape.layers + shape.head))
+
+
+# ---------------------------------------------------------------------- a recipe
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The numbers of a recipe that decide how long a step takes."""
+
+    policy: str
+    """`actor_rollout_ref.model.path`, as it is written."""
+    mode: str
+    gpus: int
+    """Of the trainer."""
+    replicas: int
+    """That decode."""
+    tensor_parallel: int
+    """Devices of a replica."""
+    requests: int
+    """Responses of a step: prompts times samples."""
+    prompt: int
+    """Longest prompt, in tokens."""
+    response: int
+    """Longest response, in tokens."""
+    max_num_seqs: int
+    memory_utilization: float
+    """Share of a device's memory that an engine takes."""
+    eager: bool
+    """Engines without CUDA graphs."""
+    critic: bool
+    reference: bool
+    """A reference policy's log-probs are computed too."""
+    multi_turn: bool
+    """Responses wait for tools or an environment."""
+    refills: bool
+    """More groups may be asked for while a batch is sampled, so no replica leaves before the batch is complete."""
+
+
+def read_workload(config: DictConfig) -> Workload:
+    """Look up what decides how long a step takes; raises `TLTConfigError` where a key cannot be read."""
+    mode = trainer_mode(config)
+    agent = str(select(config, f"{ROLLOUT}.agent.default_agent_loop", "single_turn_agent"))
+    kl_terms = ("actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward")
+    return Workload(
+        policy=str(select(config, "actor_rollout_ref.model.path", "")),
+        mode=mode,
+        gpus=devices(config, "trainer"),
+        replicas=replicas_on(config, ROLLOUT if mode == "separate_async" else "trainer"),
+        tensor_parallel=devices_per_replica(config),
+        requests=number(config, "data.train_batch_size", 0) * max(1, number(config, f"{ROLLOUT}.n", 1)),
+        prompt=number(config, "data.max_prompt_length", 512),
+        response=number(config, "data.max_response_length", 512),
+        max_num_seqs=max(1, most_requests(config)),
+        memory_utilization=_share(config, f"{ROLLOUT}.gpu_memory_utilization", 0.5),
+        eager=enforce_eager(config),
+        critic=str(select(config, "algorithm.adv_estimator", "")) == "gae",
+        reference=any(bool(select(config, key, False)) for key in kl_terms),
+        multi_turn=bool(select(config, f"{ROLLOUT}.multi_turn.enable", False)) or "tool" in agent,
+        refills=bool(select(config, "algorithm.filter_groups.enable", False)),
+    )
+
+
+def _share(config: DictConfig, key: str, default: float) -> float:
+    """The number above 0 and up to 1 at a dotted key."""
+    value = select(config, key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise TLTConfigError(f"{key} must be above 0 and at most 1, not {value!r}.")
+    return float(value)
+
+
+def kv_capacity(work: Workload, shape: Shape, gpu: Gpu) -> int:
+    """Tokens of context that one engine's KV cache holds, with the drafter's layer; 0: not even the weights fit."""
+    usable = work.tensor_parallel * (work.memory_utilization * gpu.memory - BESIDE_BYTES) - BYTES * shape.parameters
+    return max(0, int(usable / (shape.kv_bytes * (1.0 + 1.0 / shape.layers))))
+
+
+def decoding_requests(work: Workload) -> int:
+    """Requests that an engine decodes at once when a rollout begins; others wait."""
+    return min(work.max_num_seqs, -(-work.requests // work.replicas))
+
+
+def kv_needed(work: Workload) -> int:
+    """Tokens of context that these requests hold at one time at most, if every length up to the limit is as frequent.
+
+    After t tokens a share of `1 - t / response` still decodes, each request with prompt + t tokens; its maximum over t.
+    Prompts are taken to have a quarter of the longest. Lengths with more short ones need less.
+    """
+    prompt, response = work.prompt / 4, max(work.response, 1)
+    most = prompt if prompt >= response else (prompt + response) ** 2 / (4 * response)
+    return round(decoding_requests(work) * most)

@@ -17,7 +17,7 @@ from pathlib import Path, PurePath
 
 import numpy as np
 
-from verl_tlt.commands.advise.workload import Workload
+from verl_tlt.commands.advise.hardware import Workload
 from verl_tlt.commands.report.reader import LONGEST_LINE, EngineSteps, RunTrace, read_trace
 from verl_tlt.errors import TLTError
 from verl_tlt.files.json_files import parse, read_lines

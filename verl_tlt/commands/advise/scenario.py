@@ -13,9 +13,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from verl_tlt.commands.advise.hardware import Gpu, Shape, drafter_tokens_s, step_cost, update_token_s
+from verl_tlt.commands.advise.hardware import (
+    BESIDE_BYTES,
+    Gpu,
+    Shape,
+    Workload,
+    drafter_tokens_s,
+    kv_capacity,
+    step_cost,
+    token_s,
+    update_token_s,
+)
 from verl_tlt.commands.advise.judge import Numbers
-from verl_tlt.commands.advise.kv_cache import BESIDE_BYTES, kv_capacity
 from verl_tlt.commands.advise.run_metrics import RunMetrics
 from verl_tlt.commands.advise.simulation import (
     EngineSpec,
@@ -27,7 +36,6 @@ from verl_tlt.commands.advise.simulation import (
     simulate,
     tail_share,
 )
-from verl_tlt.commands.advise.workload import Workload
 from verl_tlt.errors import TLTError
 from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import LatencyTable
@@ -97,10 +105,12 @@ class Estimate:
     """By batch and K: the accept length above which a draft pays."""
     kv_tokens: int
     """Tokens of context that an engine's KV cache holds."""
+    assumed: Mapping[str, str]
+    """What neither recipe nor run nor user says: what is taken for it, and why."""
 
 
-def estimate(scenario: Scenario, assumed: dict[str, str]) -> Estimate:
-    """Simulate rollouts at every setting, with a drafter that has been trained already; what is assumed is added.
+def estimate(scenario: Scenario) -> Estimate:
+    """Simulate rollouts at every setting, with a drafter that has been trained already.
 
     Raises:
         TLTError: the recipe asks for no work, or what was logged contradicts it.
@@ -113,15 +123,11 @@ def estimate(scenario: Scenario, assumed: dict[str, str]) -> Estimate:
         size = f"{scenario.shape.parameters / 1e9:.1f}B parameters leave no room for a KV cache"
         key = "actor_rollout_ref.rollout.gpu_memory_utilization"
         raise TLTError(f"{size} on {work.tensor_parallel} such GPUs at {key}={work.memory_utilization:g}.")
-    assumed["KV cache"] = f"what the weights and {BESIDE_BYTES / 1e9:g} GB of each GPU for all else leave of its memory"
-    lengths, prompt = _lengths(scenario, assumed), max(1, work.prompt // 4)
-    if metrics is not None and metrics.prompt_mean:
-        prompt = round(metrics.prompt_mean)
-    else:
-        assumed["mean prompt"] = f"{prompt} tokens, a quarter of data.max_prompt_length"
+    prompt = round(metrics.prompt_mean) if metrics and metrics.prompt_mean else max(1, work.prompt // 4)
     steps = min(4, math.ceil(ENOUGH_RESPONSES / work.requests))
-    engines = {setting: replace(_engine(scenario, setting, assumed), kv_tokens=kv_tokens) for setting in SETTINGS}
-    acceptance = {setting: _acceptance(scenario, setting, assumed) for setting in SETTINGS}
+    lengths, assumed_lengths = _lengths(scenario)
+    engines, assumed_costs = _engines(scenario, kv_tokens)
+    acceptance = {setting: _acceptance(scenario, setting) for setting in SETTINGS}
     requests, rollouts = max(work.requests, work.replicas), {}
     for setting, engine in engines.items():
         run = SimulatedRun(engine, work.replicas, requests, lengths, acceptance[setting], prompt, steps, scenario.seed)
@@ -129,8 +135,19 @@ def estimate(scenario: Scenario, assumed: dict[str, str]) -> Estimate:
     context = round(rollouts["likely"].tokens / work.requests) + work.prompt // 4
     batches = [b for b in BATCHES if b <= max(work.max_num_seqs, 8)]
     even = {batch: break_even(engines["likely"], batch, context) for batch in batches}
-    outside_s = _outside_rollout(scenario, lengths, assumed)
-    return Estimate(_numbers(scenario, rollouts, acceptance, even[8], *outside_s), context, even, kv_tokens)
+    rest_s, overhead_s, assumed_rest = _outside_rollout(scenario, lengths)
+    beside = f"what the weights and {BESIDE_BYTES / 1e9:g} GB of each GPU for all else leave of its memory"
+    assumed = {"KV cache": beside} | assumed_lengths
+    if not (metrics and metrics.prompt_mean):
+        assumed["mean prompt"] = f"{prompt} tokens, a quarter of data.max_prompt_length"
+    assumed |= assumed_costs
+    if not _known_acceptance(scenario):
+        assumed["acceptance"] = (
+            "accept length 1.95 to 3.2 at K=3, of a drafter that is trained along or made by verl-tlt warmup; "
+            "verl-tlt evaluate measures one"
+        )
+    numbers = _numbers(scenario, rollouts, acceptance, even[8], rest_s, overhead_s)
+    return Estimate(numbers, context, even, kv_tokens, assumed | assumed_rest)
 
 
 def _numbers(
@@ -186,56 +203,67 @@ def _as_measured(n: Numbers, work: Workload, metrics: RunMetrics) -> Numbers:
     )  # fmt: skip
 
 
-def _lengths(scenario: Scenario, assumed: dict[str, str]) -> LogNormal:
-    """Response lengths as a run's metrics, the user, or the recipe's limit suggest them."""
+def _lengths(scenario: Scenario) -> tuple[LogNormal, dict[str, str]]:
+    """Response lengths as a run's metrics, the user, or the recipe's limit suggest them; and what is assumed."""
     work, metrics, mean = scenario.work, scenario.metrics, scenario.response
     if metrics is not None:
         # verl's share of clipped responses is of those as long as the step's longest, whether the limit cut it or not.
         clipped = metrics.clipped if metrics.longest >= work.response else 0.0
-        return from_moments(metrics.response_mean, metrics.response_max, clipped, work.requests, work.response)
+        return from_moments(metrics.response_mean, metrics.response_max, clipped, work.requests, work.response), {}
     if mean is not None:
-        assumed["spread of lengths"] = f"log-normal, sigma {SIGMA}, around the mean that was given"
         if not 1 <= mean <= work.response:
             limit = f"data.max_response_length={work.response}"
             raise TLTError(f"--response-length must be between 1 and {limit}, not {mean:g}.")
-        return from_mean(mean, SIGMA, work.response)
+        spread = f"log-normal, sigma {SIGMA}, around the mean that was given"
+        return from_mean(mean, SIGMA, work.response), {"spread of lengths": spread}
     median = work.response * MEDIAN_SHARE
-    assumed["response lengths"] = (
+    shape = (
         f"log-normal, median {median:.0f} (a tenth of data.max_response_length), sigma {SIGMA}: one in a hundred is "
         "cut; --metrics or --response-length is better"
     )
-    return LogNormal(median, SIGMA, work.response)
+    return LogNormal(median, SIGMA, work.response), {"response lengths": shape}
 
 
-def _outside_rollout(scenario: Scenario, lengths: LogNormal, assumed: dict[str, str]) -> tuple[float, float]:
-    """Seconds of a step outside rollout, measured or from the policy's size; and TLT's own on its critical path."""
+def _outside_rollout(scenario: Scenario, lengths: LogNormal) -> tuple[float, float, dict[str, str]]:
+    """Seconds of a step outside rollout, measured or by the policy's size; TLT's own work in it; assumptions."""
     work, metrics, fixed_s = scenario.work, scenario.metrics, FIXED_S + scenario.reward_s
-    if metrics is None or metrics.overhead_s is None:
-        assumed["TLT's own work in a step"] = f"{OVERHEAD_S} s"
+    if metrics is not None and metrics.overhead_s is not None:
+        return metrics.rest_s, metrics.overhead_s, {}
+    assumed = {"TLT's own work in a step": f"{OVERHEAD_S} s"}
     if metrics is not None:
-        return metrics.rest_s, OVERHEAD_S if metrics.overhead_s is None else metrics.overhead_s
-    token_s = update_token_s(scenario.shape, scenario.gpu, work.gpus, work.critic, work.reference)
+        return metrics.rest_s, OVERHEAD_S, assumed
+    update_s = update_token_s(scenario.shape, scenario.gpu, work.gpus, work.critic, work.reference)
     assumed["outside rollout"] = (
         f"log-probs and update at 30 % of the data sheet's FLOP/s on {work.gpus} GPUs, and {fixed_s:g} s for weight "
         "sync and reward; --metrics or --reward-seconds says better"
     )
-    return fixed_s + token_s * work.requests * lengths.mean(), OVERHEAD_S
+    return fixed_s + update_s * work.requests * lengths.mean(), OVERHEAD_S, assumed
 
 
-def _engine(scenario: Scenario, setting: str, assumed: dict[str, str]) -> EngineSpec:
-    """The engine with a run's own step costs where it drafted, which know no longer drafts; else the data sheet's."""
-    work, arms = scenario.work, scenario.arms
+def _engines(scenario: Scenario, kv_tokens: int) -> tuple[dict[str, EngineSpec], dict[str, str]]:
+    """An engine by setting, and what is assumed of its costs.
+
+    It has a run's own step costs where the run drafted, which know no longer drafts; else the data sheet's.
+    """
+    work, shape, arms = scenario.work, scenario.shape, scenario.arms
     costs = scenario.metrics.costs if scenario.metrics is not None else LatencyTable()
+    assumed = {}
     if measured := costs.arms():
         longest = measured[-1]
         if measured[0] <= 0 and longest >= arms[1]:
-            model = LatencyModel(range(longest + 1), table=costs, active_share=scenario.shape.active_share)
+            seconds = LatencyModel(range(longest + 1), table=costs, active_share=shape.active_share).seconds
             known = tuple(k for k in arms if k <= longest)
-            return EngineSpec(model.seconds, known, work.max_num_seqs, spread=SPREAD[setting])
+            return {
+                setting: EngineSpec(seconds, known, work.max_num_seqs, kv_tokens, spread=SPREAD[setting])
+                for setting in SETTINGS
+            }, {}
         assumed["cost of drafts"] = "from the data sheet: the run has not drafted so"
     assumed["step costs"] = "the GPU's data sheet: 90 % of its bandwidth, 40 % of its FLOP/s"
-    sheet = step_cost(scenario.shape, scenario.gpu, work.tensor_parallel, work.eager, SHARPNESS[setting])
-    return EngineSpec(sheet.step_s, arms, work.max_num_seqs, prefill_token_s=sheet.token_s, spread=SPREAD[setting])
+    prefill_s, engines = token_s(shape, scenario.gpu, work.tensor_parallel), {}
+    for setting in SETTINGS:
+        sheet = step_cost(shape, scenario.gpu, work.tensor_parallel, work.eager, SHARPNESS[setting])
+        engines[setting] = EngineSpec(sheet.seconds, arms, work.max_num_seqs, kv_tokens, prefill_s, SPREAD[setting])
+    return engines, assumed
 
 
 def _known_acceptance(scenario: Scenario) -> tuple[float, ...]:
@@ -243,14 +271,9 @@ def _known_acceptance(scenario: Scenario) -> tuple[float, ...]:
     return scenario.acceptance or (scenario.metrics.acceptance if scenario.metrics else ())
 
 
-def _acceptance(scenario: Scenario, setting: str, assumed: dict[str, str]) -> tuple[float, ...]:
+def _acceptance(scenario: Scenario, setting: str) -> tuple[float, ...]:
     """Conditional acceptance by position, for every draft length that may be chosen."""
     known = _known_acceptance(scenario)
-    if not known:
-        assumed["acceptance"] = (
-            "accept length 1.95 to 3.2 at K=3, of a drafter that is trained along or made by verl-tlt warmup; "
-            "verl-tlt evaluate measures one"
-        )
     factor = AROUND_MEASURED[setting] if known else 1.0
     values, longest = known or ACCEPTANCE[setting], scenario.arms[-1]
     extended = (*values[:longest], *(values[-1] for _ in range(longest - len(values))))

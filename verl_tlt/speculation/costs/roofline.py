@@ -62,6 +62,14 @@ class Roofline:
         self._log: Params = np.zeros(9)
         self._unpack()
 
+    @classmethod
+    def known(cls, coefficients: Sequence[float], active_share: float = 1.0) -> Roofline:
+        """A roofline whose coefficients are given, above 0: those of the formula above from left to right, then p."""
+        made = cls(active_share)
+        made._log = made._prior = np.log(np.asarray(coefficients))
+        made._unpack()
+        return made
+
     @property
     def ready(self) -> bool:
         """Whether `start` was called."""
