@@ -1,4 +1,4 @@
-"""Which draft-length policy is fastest, and what it costs: prints the tables, writes benchmarks/results/control.json.
+"""Which draft-length policy is fastest, and what it costs: writes benchmarks/results/control.json.
 
     python -m benchmarks.control [--replay] [--overhead]
     python -m benchmarks.control --fixed [--repetitions N]
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.gpu.parts import machine
 from demo.machine import find_dtype, say_dtype
@@ -30,29 +29,6 @@ RESULTS = ROOT / "benchmarks" / "results" / "control.json"
 TOY = ROOT / ".cache" / "toy"
 PARTS = ("replay", "fixed", "overhead")
 console = Console(width=150)
-
-
-def replay_table(results: list[dict[str, Any]], detail: dict[str, Any]) -> Table:
-    """Speed in percent of the oracle O3."""
-    table = Table(title="Replay: speed in % of O3 (the best K at every step, known in advance)")
-    numbers = ("O3, s", "off", "O1", "O2", "table", "ema", "bandit", "goodput", "of 5 seeds", "cold", "worst bucket")
-    for head in ("replay", *numbers, "O1 is", "misses"):
-        table.add_column(head, justify="right" if head in numbers else "left")
-    for result in results:
-        scores, more = result["policies"], detail[result["name"]]
-        row = [scores[n]["pct_of_oracle"] for n in ("off", more["O1"])] + [more["O2_pct"]]
-        row += [scores[n]["pct_of_oracle"] for n in ("table", "ema", "bandit", "goodput")]
-        row += [min(scores["goodput"]["pct_of_oracle"], *(s["pct_of_oracle"] for s in more["goodput_other_seeds"]))]
-        row += [more["cold_pct"]]
-        table.add_row(
-            result["name"],
-            f"{result['oracle_s']:.1f}",
-            *(f"{value:.2f}" for value in row),
-            f"{scores['goodput']['worst_bucket_vs_off']:.3f}",
-            more["O1"],
-            "; ".join(more["misses"]),
-        )
-    return table
 
 
 def main() -> None:
@@ -81,7 +57,6 @@ def main() -> None:
         from benchmarks.control.replay import run_all
 
         found |= run_all(console.print, options.jobs) | {"replay_on": machine()}
-        console.print(replay_table(found["replay"], found["replay_detail"]))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(found, indent=1) + "\n")
     console.print(f"written to {options.out}")

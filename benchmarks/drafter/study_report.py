@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy.stats
 
 from benchmarks.drafter.serve import NONE
 from benchmarks.drafter.study import CONFIG, SESSION_STEPS, STARTS
@@ -29,8 +29,6 @@ ARMS = ("frozen", "online", "extra")
 COMPARED = (("online", "frozen"), ("online", "extra"), ("extra", "frozen"), ("online", NONE), ("frozen", NONE))
 LATE = 0.7
 """The summary compares all served steps, and those in the last three tenths of the run."""
-T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-"""Student's t, two-sided 95 %, by degrees of freedom."""
 
 Row = dict[str, Any]
 
@@ -78,7 +76,8 @@ def compare(rows: list[Row], start: str, pair: tuple[str, str], figure: str, fir
 
 def spread(values: list[float]) -> tuple[float, float]:
     """Mean, and half of its 95 % interval."""
-    return float(np.mean(values)), T_95[len(values) - 1] * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    low, high = scipy.stats.t.interval(0.95, len(values) - 1, np.mean(values), scipy.stats.sem(values))
+    return float(np.mean(values)), float(high - low) / 2
 
 
 def summary(rows: list[Row], steps: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ also yields the hidden states that a tap would have kept. It may be interrupted 
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import json
 import os
@@ -36,7 +37,7 @@ from verl_tlt.messages.training import VerifierArrays
 PROMPTS, SAMPLES = 8, 8
 """Groups a step and responses in each: small, because two cores carry the study."""
 MAX_RESPONSE, MAX_DIGITS = 384, 8
-END = task.TOKEN_ID[task.EOS]
+END, PAD = task.TOKEN_ID[task.EOS], task.TOKEN_ID[task.PAD]
 LEARNING_RATE = 1e-4
 UNTIDY = TrainConfig(steps=200, learning_rate=5e-4, seed=1, slip=0.2)
 """What makes a start policy of the toy's: demonstrations that get every fifth digit wrong. RL has it to unlearn."""
@@ -50,83 +51,20 @@ SAVE_STATE, KEEP_POLICY = 5, 8
 """Steps between states to resume from, and between policies kept for a real engine."""
 
 
+@torch.no_grad()
 def sample(model: Any, prompts: list[list[int]], samples: int, seed: int) -> list[Text]:
-    """`samples` responses to each prompt at temperature 1, by group: a third of vLLM's CPU time at this size.
-
-    Weights are rounded to bfloat16 as an engine's are, products are float32. All rows are at the same position; a row
-    whose prompt is longer is fed from its prompt for longer.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    texts = [list(p) for p in prompts for _ in range(samples)]
-    starts = [len(p) for p in prompts for _ in range(samples)]
-    weights = {n: v.detach().bfloat16().float() for n, v in model.state_dict().items()}
-    decoder = _Decoder(model.config, weights, len(texts), max(starts) + MAX_RESPONSE)
-    rows = list(range(len(texts)))  # those that are not done
-    position = 0
-    while rows:
-        ids = torch.tensor([texts[i][position] for i in rows])
-        drawn = torch.multinomial(decoder.step(ids, position).softmax(-1), 1, generator=generator)[:, 0].tolist()
-        position += 1
-        for i, token in zip(rows, drawn, strict=True):
-            if position >= starts[i]:
-                texts[i].append(token)
-        kept = [
-            r
-            for r, i in enumerate(rows)
-            if position < starts[i] or (texts[i][-1] != END and len(texts[i]) < starts[i] + MAX_RESPONSE)
-        ]
-        if len(kept) < len(rows):
-            decoder.keep(kept)
-            rows = [rows[r] for r in kept]
-    return list(zip(texts, starts, strict=True))
-
-
-class _Decoder:
-    """One position of a Qwen3 at a time, for rows that are all at the same position."""
-
-    def __init__(self, config: Any, weights: dict[str, torch.Tensor], batch: int, longest: int) -> None:
-        self.config, self.weights = config, weights
-        heads, size = config.num_key_value_heads, config.head_dim
-        # [layers, key or value, B, heads, T, head size]
-        self.cache = torch.zeros(config.num_hidden_layers, 2, batch, heads, longest, size)
-        theta = config.rope_parameters["rope_theta"]
-        self.frequencies = theta ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)  # [size / 2]
-
-    def keep(self, rows: list[int]) -> None:
-        """Drop the others."""
-        self.cache = self.cache[:, :, rows]
-
-    @torch.no_grad()
-    def step(self, ids: torch.Tensor, position: int) -> torch.Tensor:
-        """Logits [B, V] after tokens `ids` [B] at `position`."""
-        w, eps = self.weights, self.config.rms_norm_eps
-        batch, size = len(ids), self.config.head_dim
-        angle = position * self.frequencies
-        cos, sin = angle.cos().repeat(2), angle.sin().repeat(2)  # [size]
-
-        def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-            return torch.nn.functional.rms_norm(x, (x.shape[-1],), w[name], eps)
-
-        def rotated(x: torch.Tensor) -> torch.Tensor:
-            first, second = x.chunk(2, dim=-1)
-            return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-        x = w["model.embed_tokens.weight"][ids]  # [B, H]
-        for layer in range(self.config.num_hidden_layers):
-            at = f"model.layers.{layer}."
-            h = norm(x, at + "input_layernorm.weight")
-            q, k, v = ((h @ w[f"{at}self_attn.{n}_proj.weight"].T).view(batch, -1, size) for n in "qkv")
-            self.cache[layer, 0, :, :, position] = rotated(norm(k, at + "self_attn.k_norm.weight"))
-            self.cache[layer, 1, :, :, position] = v
-            keys, values = self.cache[layer, :, :, :, : position + 1]  # [B, heads, t, size] each
-            q = rotated(norm(q, at + "self_attn.q_norm.weight"))[:, :, :, None]
-            seen = (keys @ q * size**-0.5).softmax(dim=2)  # [B, heads, t, 1]; the fused kernel is slow for one query
-            mixed = seen.mT @ values  # [B, heads, 1, size]
-            x = x + mixed.reshape(batch, -1) @ w[at + "self_attn.o_proj.weight"].T
-            h = norm(x, at + "post_attention_layernorm.weight")
-            gate, up = h @ w[at + "mlp.gate_proj.weight"].T, h @ w[at + "mlp.up_proj.weight"].T
-            x = x + (torch.nn.functional.silu(gate) * up) @ w[at + "mlp.down_proj.weight"].T
-        return norm(x, "model.norm.weight") @ w["lm_head.weight"].T
+    """`samples` responses to each prompt at temperature 1, by group; weights are rounded to 16 bits, as in engines."""
+    texts = [p for p in prompts for _ in range(samples)]
+    width = max(map(len, texts))
+    ids = torch.tensor([[PAD] * (width - len(p)) + p for p in texts])  # [B, T], padded on the left
+    rounded = copy.deepcopy(model).bfloat16().float()
+    torch.manual_seed(seed)
+    found = rounded.generate(
+        ids, attention_mask=ids != PAD, do_sample=True, top_k=0, max_new_tokens=MAX_RESPONSE, eos_token_id=END,
+        pad_token_id=PAD,
+    )[:, width:].tolist()  # fmt: skip
+    responses = (row[: row.index(END) + 1] if END in row else row for row in found)
+    return [(prompt + response, len(prompt)) for prompt, response in zip(texts, responses, strict=True)]
 
 
 def start_policy(out: Path) -> Path:
@@ -185,7 +123,7 @@ def micro_batches(texts: list[Text], rows: list[int]) -> list[list[int]]:
 def padded(texts: list[Text], rows: list[int]) -> torch.Tensor:
     """int64 [len(rows), T], padded on the right."""
     width = max(len(texts[i][0]) for i in rows)
-    return torch.tensor([texts[i][0] + [task.TOKEN_ID[task.PAD]] * (width - len(texts[i][0])) for i in rows])
+    return torch.tensor([texts[i][0] + [PAD] * (width - len(texts[i][0])) for i in rows])
 
 
 def capture(policy: Taught, texts: list[Text]) -> list[TrainingSequence]:

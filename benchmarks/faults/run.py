@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,11 +14,12 @@ from pathlib import Path
 import psutil
 
 from benchmarks.faults.plan import STEPS, Fault
-from demo.toy.assets import build_assets
+from benchmarks.toy_job import SAMPLES, Job, make_assets
 from verl_tlt.commands.compare.processes import ProcessTree, interruptible
 
 ROOT = Path(__file__).parents[2]
-BATCH, SAMPLES, LONG, SHORT = 4, 4, 400, 40
+ROLLOUT = "actor_rollout_ref.rollout"
+BATCH, LONG, SHORT = 4, 400, 40
 LIMIT_S = 3000.0
 """A run that takes longer hangs."""
 SETTLE_S = 20.0
@@ -37,6 +37,19 @@ TLT = (
     "tlt.spot.min_merge_steps=2",
     "tlt.spot.stop_timeout_s=10",  # sessions get what time engines leave, which on a busy machine is little
     "tlt.gate.enable=false",  # every merge is published, and so every step loads another drafter
+)
+REPLAYED = (
+    f"data.train_batch_size={BATCH}",
+    f"data.max_response_length={LONG + 40}",
+    f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}",
+    "actor_rollout_ref.actor.optim.lr=1e-5",
+    f"{ROLLOUT}.max_model_len={LONG + 120}",
+    f"{ROLLOUT}.max_num_seqs={BATCH * SAMPLES}",
+    f"{ROLLOUT}.agent.agent_loop_config_path={Path(__file__).with_name('agent_loop.yaml')}",
+    f"{ROLLOUT}.agent.default_agent_loop=replay",
+    "trainer.v1.sampler.custom_sampler.path=pkg://benchmarks.faults.replay",
+    "trainer.v1.sampler.custom_sampler.name=OrderedReplayBuffer",
+    'trainer.logger=["console","file"]',
 )
 
 
@@ -76,34 +89,44 @@ def run(
         shutil.rmtree(old, ignore_errors=True)
         old.mkdir(parents=True)
     (out / "recorded").mkdir(exist_ok=True)
-    log, env, command = out / f"{name}.log", *_command(out, target, steps, tlt, save_every)
-    env |= arm(armed, faults)
-    log.unlink(missing_ok=True)
-    begin = time.time()
-    tree = ProcessTree(command, env=env, log=log, cwd=target)
-    left: list[str] = []
+    assets = make_assets(out / "assets", lengths, rows=BATCH * STEPS)
+    own = (*TLT, f"tlt.speculation.costs_dir={target}/tables") if tlt else ()
+    environment = {
+        **arm(armed, faults),
+        "PYTHONFAULTHANDLER": "1",
+        "TLT_FAULTS_RECORDED": str(out / "recorded"),
+        "SAVE_FREQ": str(save_every),
+        "TLT": "1" if tlt else "0",
+    }
+    begin, left = time.time(), list[str]()
+    job = Job(target, assets, steps, (*REPLAYED, f"{ROLLOUT}.router_config_path={assets.router}", *own), **environment)
     try:
-        while tree.process.poll() is None and time.time() - begin < LIMIT_S:
-            tree.alive()
+        while job.tree.process.poll() is None and time.time() - begin < LIMIT_S:
+            job.processes()
             time.sleep(1)
-        seconds, status = time.time() - begin, tree.process.poll()
+        seconds, status = time.time() - begin, job.tree.process.poll()
         if status is None:
-            _ask_where_it_stands(tree)
+            _ask_where_it_stands(job.tree)
         else:
-            left = _left(tree)
+            left = _left(job.tree)
     finally:
-        tree.stop()
+        job.end()
     metrics = target / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    return FaultRun(
-        target,
-        -1 if status is None else status,
-        seconds,
-        {line["step"]: line["data"] for line in lines},
-        log.read_text(errors="replace"),
-        fired(armed),
-        left,
-    )
+    by_step = {line["step"]: line["data"] for line in lines}
+    return FaultRun(target, -1 if status is None else status, seconds, by_step, job.said(), fired(armed), left)
+
+
+def lengths(index: int) -> list[int]:
+    """Of the responses to a prompt: replicas take turns at having the step's long one, and the other is idle soon.
+
+    The router sends response 0 of prompt i to replica i modulo 2.
+    """
+    found = [SHORT + 3 * sample for sample in range(SAMPLES)]
+    step = index // BATCH + 1
+    if index % BATCH == (0 if step % 2 else 1):
+        found[0] = LONG
+    return found
 
 
 def arm(folder: Path, faults: Sequence[Fault]) -> dict[str, str]:
@@ -119,58 +142,6 @@ def arm(folder: Path, faults: Sequence[Fault]) -> dict[str, str]:
 def fired(folder: Path) -> dict[str, int]:
     """Notes of the faults that have struck -> the step."""
     return {p.name.removeprefix("fired-"): int(p.read_text().split()[0]) for p in folder.glob("fired-*")}
-
-
-def _command(out: Path, target: Path, steps: int, tlt: bool, save_every: int) -> tuple[dict[str, str], list[str]]:
-    built = build_assets(out / "assets", width="small", train_rows=BATCH * STEPS, val_rows=8)
-    _take_turns(built.train)
-    env = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONFAULTHANDLER": "1",
-        "TLT_FAULTS_RECORDED": str(out / "recorded"),
-        "OUT": str(target),
-        "ASSETS": str(out / "assets"),
-        "POLICY": str(built.policy),
-        "AUX_LAYERS": ",".join(map(str, built.aux_layers)),
-        "STEPS": str(steps),
-        "SAVE_FREQ": str(save_every),
-        "DTYPE": "float32",
-        "TLT": "1" if tlt else "0",
-    }
-    command = [
-        str(ROOT / "demo" / "demo_grpo.sh"),
-        f"data.train_batch_size={BATCH}",
-        "data.shuffle=False",
-        f"data.max_response_length={LONG + 40}",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}",
-        "actor_rollout_ref.actor.optim.lr=1e-5",
-        f"actor_rollout_ref.rollout.max_model_len={LONG + 120}",
-        f"actor_rollout_ref.rollout.max_num_seqs={BATCH * SAMPLES}",
-        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={Path(__file__).with_name('agent_loop.yaml')}",
-        "actor_rollout_ref.rollout.agent.default_agent_loop=replay",
-        f"actor_rollout_ref.rollout.router_config_path={built.router}",
-        "trainer.v1.sampler.custom_sampler.path=pkg://benchmarks.faults.replay",
-        "trainer.v1.sampler.custom_sampler.name=OrderedReplayBuffer",
-        'trainer.logger=["console","file"]',
-        *((*TLT, f"tlt.speculation.costs_dir={target}/tables") if tlt else ()),
-    ]
-    return env, command
-
-
-def _take_turns(path: Path) -> None:
-    """Force lengths so that replicas take turns at having the step's long response; the other one is idle soon."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    rows = pq.read_table(path).to_pylist()
-    for i, row in enumerate(rows):
-        lengths = [SHORT + 3 * k for k in range(len(row["extra_info"]["forced_lengths"]))]
-        step = i // BATCH + 1
-        if i % BATCH == (0 if step % 2 else 1):  # the router sends response 0 of prompt i to replica i modulo 2
-            lengths[0] = LONG
-        row["extra_info"]["forced_lengths"] = lengths
-    pq.write_table(pa.Table.from_pylist(rows), path)
 
 
 def _ask_where_it_stands(tree: ProcessTree) -> None:

@@ -80,8 +80,6 @@ class SimulationResult:
     switches: int = 0
     buckets: dict[int, Bucket] = field(default_factory=dict)
     """By floor(log2(batch))."""
-    lengths: list[tuple[int, int, int]] = field(default_factory=list)
-    """(rollout, batch, K) per step, if asked for."""
 
     def worst_bucket_vs_off(self) -> float:
         """Lowest speed relative to the engine's own K=0 over all octaves of batch size."""
@@ -97,20 +95,12 @@ class SimulatedEngine:
 
     Args:
         observe_lag: records reach the policy this many steps late (1: async scheduling).
-        keep_lengths: record (rollout, batch, K) of every step.
     """
 
     def __init__(
-        self,
-        workload: Workload,
-        cost: CostModel,
-        noise: Noise | None = None,
-        *,
-        observe_lag: int = 0,
-        keep_lengths: bool = False,
+        self, workload: Workload, cost: CostModel, noise: Noise | None = None, *, observe_lag: int = 0
     ) -> None:
-        self.workload, self.cost, self.noise = workload, cost, noise or Noise()
-        self.observe_lag, self.keep_lengths = observe_lag, keep_lengths
+        self.workload, self.cost, self.noise, self.observe_lag = workload, cost, noise or Noise(), observe_lag
 
     def run(self, policy: Policy) -> SimulationResult:
         """Drive `policy` through all rollouts; it keeps what it learned from one to the next."""
@@ -204,8 +194,6 @@ class _Drain:
         run.tokens += produced
         run.steps += 1
         run.switches += switched
-        if self.engine.keep_lengths:
-            run.lengths.append((self.index, batch, k))
 
     def _jitter(self) -> float:
         noise = self.engine.noise
