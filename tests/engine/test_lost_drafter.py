@@ -3,7 +3,8 @@
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from benchmarks.e2e.arms import NO_SLEEP, Heads, arms
+from benchmarks.e2e.arms import Heads, arms
+from verl_tlt.commands.compare.plan import NO_SLEEP
 
 pytestmark = pytest.mark.engine
 

@@ -9,10 +9,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from benchmarks.e2e import heads
 from benchmarks.e2e.__main__ import drafters, portable
-from benchmarks.e2e.arms import NO_SLEEP, Heads, arms
+from benchmarks.e2e.arms import Heads, arms
 from benchmarks.e2e.loads import LOADS
 from demo.toy.assets import build_assets
-from verl_tlt.commands.compare.plan import SPECULATIVE, STOCK
+from verl_tlt.commands.compare.plan import NO_SLEEP, SPECULATIVE, STOCK
 
 PLACES = Heads(Path("/warm"), Path("/stale"), Path("/random"))
 REPLICAS = 2
