@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from benchmarks.stored import store
 from benchmarks.toy_job import FORCED, Job, make_assets
 from demo.toy.assets import Assets
-from verl_tlt.commands.compare.processes import interruptible
+from verl_tlt.commands.processes import interruptible
 from verl_tlt.commands.report.reader import RunTrace, read_trace
 from verl_tlt.drafter import fingerprint, load_training_state
 from verl_tlt.drafter.train import AVERAGE

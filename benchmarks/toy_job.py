@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from demo.follow import TraceTail
 from demo.toy.assets import Assets, build_assets
-from verl_tlt.commands.compare.processes import ProcessTree
+from verl_tlt.commands.processes import ProcessTree
 from verl_tlt.trace.events import Event
 
 RECIPE = Path(__file__).parents[1] / "demo" / "demo_grpo.sh"

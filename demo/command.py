@@ -12,8 +12,8 @@ from demo.machine import DemoError, Dtype, check_packages, find_dtype, find_mach
 from demo.run import STALL_S, DemoRun, run_recipe
 from demo.screen import Screen
 from verl_tlt.commands.compare.command import CompareOptions, compare
-from verl_tlt.commands.compare.processes import interruptible
 from verl_tlt.commands.console import make_console
+from verl_tlt.commands.processes import interruptible
 from verl_tlt.commands.report.figures import save_picture
 from verl_tlt.commands.report.page import serve_command, write_page
 from verl_tlt.commands.report.reader import RunTrace, read_trace

@@ -16,7 +16,7 @@ from demo.machine import DemoError
 from demo.progress import Progress
 from demo.screen import Screen
 from verl_tlt.commands.compare.job import failure
-from verl_tlt.commands.compare.processes import ProcessTree, deferred_interrupts
+from verl_tlt.commands.processes import ProcessTree, deferred_interrupts
 
 POLL_S = 1.0
 STALL_S = 900.0

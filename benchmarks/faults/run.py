@@ -15,7 +15,7 @@ import psutil
 
 from benchmarks.faults.plan import STEPS, Fault
 from benchmarks.toy_job import SAMPLES, Job, make_assets
-from verl_tlt.commands.compare.processes import ProcessTree, interruptible
+from verl_tlt.commands.processes import ProcessTree, interruptible
 
 ROOT = Path(__file__).parents[2]
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -25,7 +25,7 @@ from benchmarks.faults.plan import NAN_LIVE
 from benchmarks.faults.run import TLT, arm
 from benchmarks.gpu.parts import NEEDS_CUDA, Bench, Part, device_memory, main
 from benchmarks.toy_job import FORCED, SAMPLES, Job, make_assets
-from verl_tlt.commands.compare.processes import interruptible
+from verl_tlt.commands.processes import interruptible
 from verl_tlt.commands.report.reader import read_trace
 
 BATCH, LONG, SHORT = 4, 200, 40

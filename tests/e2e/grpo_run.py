@@ -16,7 +16,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from demo.toy.assets import build_assets
-from verl_tlt.commands.compare.processes import ProcessTree, interruptible
+from verl_tlt.commands.processes import ProcessTree, interruptible
 from verl_tlt.commands.report.reader import RunTrace, read_trace
 
 ROOT = Path(__file__).parents[2]

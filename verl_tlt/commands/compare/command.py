@@ -19,9 +19,9 @@ from verl_tlt.checks.models import located
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.compare.job import take_turn
 from verl_tlt.commands.compare.plan import Arm, Plan, check_arms, checkpoint_bytes, given_drafter, make_plan, named_arms
-from verl_tlt.commands.compare.processes import interruptible
 from verl_tlt.commands.compare.record import Record, schedule
 from verl_tlt.commands.compare.result import arm_rows, found_of
+from verl_tlt.commands.processes import interruptible
 from verl_tlt.errors import printable
 from verl_tlt.files.ownership import check_writable, replacing
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from verl_tlt.commands.compare.plan import STEP, Arm, Plan, quoted
-from verl_tlt.commands.compare.processes import ProcessTree, deferred_interrupts
 from verl_tlt.commands.compare.record import CompareError, Turn, read_step
+from verl_tlt.commands.processes import ProcessTree, deferred_interrupts
 from verl_tlt.files.json_files import open_ordinary, parse
 
 LOOK_S = 1.0

@@ -10,8 +10,8 @@ import psutil
 import pytest
 from interrupted import interruptible_run
 
-from verl_tlt.commands.compare import processes
-from verl_tlt.commands.compare.processes import ProcessTree, interruptible
+from verl_tlt.commands import processes
+from verl_tlt.commands.processes import ProcessTree, interruptible
 
 FAMILY = """
 import os, signal, subprocess, sys, time

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from interrupted import interruptible_run
 
-from verl_tlt.commands.compare.processes import LONGEST_BASE, ProcessTree
+from verl_tlt.commands.processes import LONGEST_BASE, ProcessTree
 
 SHM = Path("/dev/shm")
 EVERYTHING = 10
