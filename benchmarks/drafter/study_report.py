@@ -76,8 +76,8 @@ def compare(rows: list[Row], start: str, pair: tuple[str, str], figure: str, fir
 
 def spread(values: list[float]) -> tuple[float, float]:
     """Mean, and half of its 95 % interval."""
-    low, high = scipy.stats.t.interval(0.95, len(values) - 1, np.mean(values), scipy.stats.sem(values))
-    return float(np.mean(values)), float(high - low) / 2
+    student = scipy.stats.t.ppf(0.975, len(values) - 1)
+    return float(np.mean(values)), float(student * scipy.stats.sem(values))
 
 
 def summary(rows: list[Row], steps: int) -> dict[str, Any]:
