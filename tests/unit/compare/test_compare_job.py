@@ -1,4 +1,4 @@
-"""Jobs that fail or hang, and what a turn keeps: real `main_ppo` processes that do not come to a step."""
+"""Jobs that fail or hang, what a turn keeps, what a job's log says; real `main_ppo` processes that come to no step."""
 
 import json
 import tempfile
@@ -6,7 +6,7 @@ import tempfile
 import pytest
 
 from verl_tlt.checks.recipe import Recipe
-from verl_tlt.commands.compare.job import job_environment, keep_only, read_rows, take_turn
+from verl_tlt.commands.compare.job import accepted, cause, failure, job_environment, keep_only, read_rows, take_turn
 from verl_tlt.commands.compare.plan import STOCK, Arm, Plan
 from verl_tlt.commands.compare.record import CompareError
 
@@ -64,3 +64,28 @@ def test_a_job_finds_the_ray_cluster_that_was_started_here(tmp_path, monkeypatch
     found = job_environment({"BY_SCRIPT": "1", "BOTH": "script"}, {"BOTH": "turn"})
     assert (found["RAY_TMPDIR"], found["BY_SCRIPT"], found["BOTH"]) == (str(tmp_path), "1", "turn")
     assert job_environment({"RAY_TMPDIR": "/scratch"}, {})["RAY_TMPDIR"] == "/scratch"
+
+
+def test_what_vllm_logs_of_accept_lengths_is_weighed_by_drafts():
+    line = "INFO SpecDecoding metrics: Mean acceptance length: {}, Accepted throughput: 1.00 tokens/s, Drafted throughput: 2.00 tokens/s, Accepted: {} tokens, Drafted: {} tokens, Per"  # noqa: E501
+    lines = [line.format("3.00", 200, 300), "another line", line.format("1.50", 150, 900)]
+    assert accepted(lines) == 1 + 350 / 400
+    assert accepted([*lines, line.format("1.00", 0, 1200)]) == 1 + 350 / 800, "400 more drafts of three tokens"
+    assert accepted([line.format("1.00", 0, 300)]) == 1.0, "a drafter of which nothing is accepted drafts nevertheless"
+    assert accepted(["another line"]) is None
+
+
+def test_the_cause_is_the_last_error_without_rays_prefix():
+    last = "\x1b[36m(TaskRunnerV1 pid=9)\x1b[0m torch.OutOfMemoryError: no memory left"
+    lines = ["ValueError: first", last, "  File somewhere", "Error executing job with overrides: []"]
+    assert cause(lines) == "torch.OutOfMemoryError: no memory left"
+    assert cause(["all is well"]) is None
+
+
+def test_a_failure_names_cause_and_log_and_shows_its_end(tmp_path):
+    (log := tmp_path / "turn-1.log").write_text(
+        "\n".join([*map(str, range(30)), "ValueError: x", "\x1b[31mbye" + "!" * 999])
+    )
+    what, where, *lines = failure("It failed.", log).splitlines()
+    assert what == "It failed. Cause: ValueError: x" and str(log) in where
+    assert lines[0] == "    17" and lines[-1].startswith("    bye!") and len(lines[-1]) < 320

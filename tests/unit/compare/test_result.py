@@ -1,15 +1,203 @@
-"""What is concluded from a comparison's turns, its page and its picture."""
+"""What is concluded from the steps of a comparison: ratios with intervals, sentences, the page and the picture."""
 
 import html
+import math
 import random
 import re
+from dataclasses import replace
 
 import pytest
 
 from verl_tlt.commands.compare.page import save_compare_picture, write_compare_page
 from verl_tlt.commands.compare.plan import named_arms
-from verl_tlt.commands.compare.record import Record, Step, Turn, schedule
-from verl_tlt.commands.compare.result import found_of
+from verl_tlt.commands.compare.record import CompareError, Record, Step, Turn, read_step, schedule
+from verl_tlt.commands.compare.result import (
+    FEWEST,
+    found_of,
+    interval,
+    left_out,
+    other_prompts,
+    paid_back,
+    pairs,
+    ratio,
+    ratios,
+    rounds_to_tell,
+    summary,
+    verdict,
+)
+
+TRUE = 1.5
+
+
+def over(pairs):
+    return sum(a for a, _ in pairs) / sum(b for _, b in pairs)
+
+
+def seconds(seed, count):
+    """Seconds of two arms, the second 1.5 times as fast, on a machine whose pace changes."""
+    rng = random.Random(seed)
+    paces = [20 * rng.uniform(0.5, 2) for _ in range(count)]
+    return [(pace, pace / TRUE * rng.uniform(0.8, 1.2)) for pace in paces]
+
+
+@pytest.mark.parametrize("count", [FEWEST, 9, 24])
+def test_nineteen_of_twenty_intervals_hold_the_truth(count):
+    found = [interval(seconds(seed, count), over) for seed in range(100)]
+    assert 89 <= sum(low < TRUE < high for _, low, high in found) <= 99
+    assert all(low <= pooled <= high for pooled, low, high in found)
+
+
+def test_more_measurements_narrow_it():
+    widths = [math.log(high / low) for _, low, high in (interval(seconds(1, n), over) for n in (6, 24, 96))]
+    assert widths[0] > 1.5 * widths[1] > 2 * widths[2]
+
+
+def test_one_measurement_is_all_there_is():
+    assert interval([(3.0, 2.0)], over) == (1.5, 1.5, 1.5)
+
+
+# ---------------------------------------------------------------------- pooled
+
+
+def step(turn, number, rollout_s, rest_s=5.0, tokens=1000.0):
+    return Step(turn, number, rollout_s + rest_s, rollout_s, tokens, tokens / 4, reward=0.5)
+
+
+def race(seed):
+    """Stock's steps and those of an arm that is 1.5 times as fast on a noisy machine."""
+    rng = random.Random(seed)
+    stock = [step(t, n, 20 * rng.uniform(0.5, 2)) for t in range(8) for n in range(3)]
+    return stock, [step(s.turn, s.step, s.rollout_s / 1.5 * rng.uniform(0.8, 1.2)) for s in stock]
+
+
+def test_a_ratio_is_of_sums():
+    stock, arm = race(0)
+    found = ratios(stock, arm)
+    pooled = sum(s.rollout_s for s in stock) / sum(s.rollout_s for s in arm)
+    assert found["rollout"]["pooled"] == pytest.approx(pooled, abs=1e-4) and len(found["rollout"]["each"]) == 24
+    assert 1.0 < found["e2e"]["pooled"] < found["rollout"]["pooled"], "Amdahl"
+
+
+def test_an_arm_that_had_twice_as_much_to_write_is_as_fast_per_token():
+    stock = [step(0, n, 10.0) for n in range(4)]
+    arm = [step(0, n, 20.0, tokens=2000.0) for n in (1, 2, 3, 4)]
+    found = ratios(stock, arm)
+    assert found["rollout"]["pooled"] == 0.5 and found["rollout_per_token"]["pooled"] == 1.0
+    assert found["rollout"]["each"] == [0.5] * 3, "of the steps that both have"
+
+
+def test_what_was_claimed_to_be_saved_is_compared_where_something_was_claimed():
+    stock, arm = [step(0, n, 10.0) for n in range(3)], [step(0, n, 6.0) for n in range(3)]
+    assert ratios(stock, arm)["saved"] is None
+    told = [arm[0], replace(arm[1], saved_s=5.0), replace(arm[2], saved_s=2.0)]
+    found = ratios(stock, told)["saved"]
+    assert (found["claimed_s"], found["measured_s"]) == (7.0, 8.0)
+    assert found["measured_low_s"] == found["measured_high_s"] == 8.0, "both steps were shorter by as much"
+    assert (found["error_low_s"], found["error_high_s"]) == (-4.0, 2.0), "1 s too much, 2 s too little"
+
+
+def test_what_an_arm_is_ahead_counts_all_seconds_up_to_a_step():
+    """Its second step has a wait of 12 s in it; the third is of another turn, and its texts are twice as long."""
+    stock = [step(turn, n, 10.0) for turn, n in ((0, 2), (0, 3), (1, 5), (1, 6))]
+    arm = [step(0, 2, 9.0), step(0, 3, 22.0), step(1, 5, 14.0, tokens=2000.0), step(1, 6, 9.0)]
+    found = ratios(stock, arm[::-1])["lead"]
+    assert found == {"seconds": [(2, 1.0), (3, -11.0), (5, 0.0), (6, 1.0)], "from_step": 6}
+    assert ratios(stock[:2], arm)["lead"]["from_step"] is None
+
+
+def test_rollouts_in_which_nothing_was_drafted_have_a_ratio_of_their_own():
+    stock, arm = [step(0, n, 10.0) for n in range(4)], [step(0, n, 5.0) for n in range(3)]
+    arm.append(replace(step(0, 3, 20.0, tokens=1600.0), off_frac=1.0))
+    assert ratios(stock, arm[:3])["rollout_off"] is None
+    assert ratios(stock, [replace(arm[0], off_frac=0.9), *arm[1:]])["rollout_off"]["each"] == [0.8]
+
+
+def test_the_checkpoint_of_a_turn_is_no_part_of_its_steps():
+    metrics = {"timing_s/step": 9.0, "timing_s/gen": 4.0, "timing_s/save_checkpoint": 2.0, "timing_s/update_actor": 2.5,
+               "response_length/mean": 10.0, "response_length/max": 30.0, "critic/score/mean": 0.25,
+               "prompt_length/mean": 5.0, "perf/total_num_tokens": 360.0}  # fmt: skip
+    found = read_step(2, 7, metrics)
+    assert (found.step_s, found.tokens, found.accept_length, found.off_frac) == (7.0, 240.0, None, None)
+    assert found.prompt == 5.0 and read_step(2, 7, metrics | {"tlt/spec_off_frac": 1.0}).off_frac == 1.0
+    assert summary([found])["train_s"]["median"] == 3.0 and summary([found])["accept_length"] is None
+    assert summary([found, found])["phases_s"]["update_actor"] == 2.5
+
+
+def test_a_step_without_what_is_compared_is_refused_by_name():
+    with pytest.raises(CompareError, match="no rollout_s and no tokens and no reward for step 7"):
+        read_step(0, 7, {"timing_s/step": 9.0})
+
+
+# ---------------------------------------------------------------------- sentences
+
+
+def even(turn, number, step_s, prompt=20.0):
+    return Step(turn, number, step_s, step_s / 2, 1000.0, 300.0, reward=0.5, prompt=prompt)
+
+
+def measured(faster, rounds, noise=0.2, seed=0):
+    """The ratio of an arm so many times as fast as stock, five steps a round."""
+    rng = random.Random(seed)
+    stock = [even(t, n, 10 * rng.uniform(1 - noise, 1 + noise)) for t in range(rounds) for n in range(5)]
+    arm = [even(s.turn, s.step, 10 / faster * rng.uniform(1 - noise, 1 + noise)) for s in stock]
+    return ratio(pairs(stock, arm), lambda s: s.step_s, lambda s: s.tokens)
+
+
+def test_an_arm_whose_interval_is_on_one_side_of_1_was_faster_or_slower():
+    assert verdict("tlt", "stock", measured(1.5, 4), 4).startswith("tlt was faster than stock: 1.5")
+    assert verdict("tlt", "stock", measured(0.6, 4), 4).startswith("tlt was slower than stock: 0.6")
+
+
+def test_an_arm_that_was_behind_says_since_when_it_no_longer_is():
+    rows = [(2, -0.5), (3, -21.6), (4, -3.0), (5, 8.2)]
+    said = paid_back("tlt", "stock", {"seconds": rows, "from_step": 5})
+    assert "22 s behind stock after step 3" in said and "ahead from step 5 on: +8 s after step 5" in said
+    assert "not ahead yet: -3 s after step 4" in paid_back("tlt", "stock", {"seconds": rows[:3], "from_step": None})
+    assert not paid_back("tlt", "stock", {"seconds": rows[3:], "from_step": 5})
+
+
+def test_no_difference_says_how_many_rounds_would_tell_and_those_tell():
+    few = measured(1.08, 2, seed=1)
+    said = verdict("tlt", "stock", few, 2)
+    assert "No difference seen" in said and f"{few['low']:.2f} to {few['high']:.2f}" in said
+    more = int(re.search(r"about (\d+) rounds? more", said)[1])
+    assert more == rounds_to_tell(few, 2) > 1
+    enough = [measured(few["pooled"], 2 + more, seed=seed) for seed in range(20)]
+    assert sum(r["low"] > 1 or r["high"] < 1 for r in enough) >= 8, "about half of the time, at the edge"
+    assert sum(r["low"] > 1 or r["high"] < 1 for r in (measured(1.0, 2, seed=s) for s in range(20))) <= 3
+
+
+def test_equal_arms_are_not_promised_a_verdict():
+    equal = {"pooled": 1.0, "low": 0.98, "high": 1.02, "each": [1.0] * 9}
+    assert "hardly tell" in verdict("tlt", "stock", equal, 3)
+    assert "hardly tell" in verdict("tlt", "stock", {**equal, "pooled": 1.0001}, 3)
+
+
+@pytest.mark.parametrize(("steps", "rounds", "more"), [(1, 1, "4 rounds"), (3, 1, "1 round "), (4, 2, "1 round ")])
+def test_few_steps_tell_nothing_however_far_apart(steps, rounds, more):
+    far = {"pooled": 3.0, "low": 2.9, "high": 3.1, "each": [3.0] * steps}
+    said = verdict("tlt", "stock", far, rounds)
+    assert said.startswith("Too few steps") and more in said
+
+
+def test_what_is_left_out_is_told_per_turn_and_beside_stock():
+    turns = {
+        "stock": [Turn("stock", 0, [even(0, 2, 10.0)], 50.0, 12.0, 3.0), Turn("stock", 1, [], 30.0, 8.0, 1.0)],
+        "tlt": [Turn("tlt", 0, [even(0, 2, 5.0)], 60.0, 20.0, 3.0)],
+    }
+    stock, tlt = left_out(turns, "stock")
+    assert "23 s a turn" in stock and "10 s for its first step" in stock and "2 s for the checkpoint" in stock
+    assert "32 s a turn" in tlt and "19 s more than stock's" in tlt
+
+
+def test_steps_with_other_prompts_are_counted():
+    stock = [even(0, 2, 10.0), even(0, 3, 10.0, prompt=31.0)]
+    assert other_prompts(stock, stock) == 0
+    assert other_prompts(stock, [even(0, 2, 9.0), even(0, 3, 9.0)]) == 1
+
+
+# ---------------------------------------------------------------------- all together
+
 
 ARMS = named_arms(["tlt", "vllm-3", "vllm-7"], "/a/drafter")
 FASTER = {"stock": 1.0, "tlt": 1.6, "vllm-3": 1.3, "vllm-7": 1.5}
