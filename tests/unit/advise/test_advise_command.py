@@ -210,3 +210,18 @@ def test_the_pages_example_is_what_the_command_prints():
     _, _, *words = shlex.split(command.replace("\\\n", " "))
     code, said = advise(*words)
     assert code == 0 and "".join(printed.split()) == "".join(said[said.index("Does it pay?") :].split())
+
+
+def test_the_table_beside_the_papers_clusters_is_what_the_command_prints():
+    page = (Path(verl_tlt.__file__).parents[1] / "docs" / "will-it-pay.md").read_text()
+    rows = re.findall(r"^\| ([\w-]+/[\w.-]+) \| (\d) \| [\d.]+ \| (.*?) \|$", page, re.MULTILINE)
+    assert len(rows) == 8
+    for policy, nodes, answer in rows:
+        recipe = [
+            "+tlt=default", f"{ROLLOUT}.name=vllm", f"actor_rollout_ref.model.path={policy}",
+            "algorithm.adv_estimator=grpo", "data.train_batch_size=64", f"{ROLLOUT}.n=8",
+            f"{ROLLOUT}.tensor_model_parallel_size={4 if '7B' in policy else 8}", "trainer.n_gpus_per_node=8",
+            f"trainer.nnodes={nodes}", "data.max_prompt_length=2048", "data.max_response_length=30720",
+        ]  # fmt: skip
+        _, said = advise(*recipe, "--gpu", "H100")
+        assert re.search(rf"step, times as fast as stock +│ {re.escape(answer)} ", said), f"{policy}, {nodes} nodes"
