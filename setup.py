@@ -27,6 +27,7 @@ def linked(markdown: str, repository: str | None, prefix: str = "") -> str:
             return f"{picture}[{label}]({repository.rstrip('/')}/{kind}/main/{path})"
         if picture:
             return ""
+        path = path.partition("#")[0]
         return f"`{path}`" if path.endswith(label.strip("`")) else f"{label}: `{path}`"
 
     return re.sub(rf"(!?)\[([^\]]*)\]\((?!\w+:|#){re.escape(prefix)}([^)\s]+)\)", lead, markdown)

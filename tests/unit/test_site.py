@@ -1,6 +1,6 @@
-"""The built site: nothing it loads comes from another host.
+"""The site: few pages and words, and nothing it loads comes from another host.
 
-Runs where mkdocs-material is installed (`pip install '.[docs]'`). It needs nothing else of this project's
+It is built where mkdocs-material is installed (`pip install '.[docs]'`). That needs nothing else of this project's
 environment: `pytest --noconftest tests/unit/test_site.py`.
 """
 
@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("material", reason="mkdocs-material is not installed: pip install '.[docs]'")
 ROOT = Path(__file__).parents[2]
-
-
+PAGES, WORDS = 14, 22_000
+"""Most that a reader is asked to read: pages of docs/ and words on them, generated text included."""
 REPOSITORY = "https://example.org/someone/verl-tlt"
 
 
 def build(out, **environment):
     """The site as `mkdocs build` makes it; a link or heading that does not exist fails it, which -q would hide."""
+    pytest.importorskip("material", reason="mkdocs-material is not installed: pip install '.[docs]'")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "-f", str(ROOT / "mkdocs.yml"), "-d", str(out)],
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
@@ -36,6 +36,11 @@ def build(out, **environment):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     return build(tmp_path_factory.mktemp("site"))
+
+
+def test_there_are_few_pages_and_few_words():
+    words = {page.name: len(page.read_text().split()) for page in (ROOT / "docs").glob("*.md")}
+    assert len(words) <= PAGES and sum(words.values()) <= WORDS, words
 
 
 class Loads(HTMLParser):
