@@ -8,7 +8,8 @@
 #
 # TLT=0 runs the same recipe without the flag. DEVICE=cuda runs it on GPUs, TP of them to a replica. DTYPE is that of rollout and of the update's products: bfloat16 or
 # float32; unset: the one that this processor is faster in. EXECUTOR=mp gives an engine's worker a process of its own,
-# as verl does otherwise: with one worker an engine that is another process to start.
+# as verl does otherwise: with one worker an engine that is another process to start. REPLICAS is 2, ASSETS (policy and
+# prompts) OUT/assets; SAVE_FREQ and RESUME are verl's.
 set -euo pipefail
 
 # Reward, sampler and agent loops are in the `demo` package of this clone: every process of the run imports them.
