@@ -68,11 +68,12 @@ PATCHES_INTRO = f"""# What is changed upstream at run time
 
 <!-- Written by docs/generate.py from upstream_changes.py and cpu_changes.py: edit those. -->
 
-verl-tlt works on released packages: nothing here has to be applied. Each change to verl, vLLM or megatron-core that is
-made while they run is listed, with its cause in {_RELEASES}. A diff is
-what upstream would do instead; with it applied, the change steps aside.
-[test_patches.py](../tests/contract/test_patches.py) holds both to that;
-[test_shims.py](../tests/contract/test_shims.py) fails once the CPU platform needs a change no more.
+verl-tlt works on released packages: nothing here has to be applied. This is each change to verl, vLLM or megatron-core
+that is made while they run, with its cause in {_RELEASES}. A diff is what
+upstream would do instead; with it applied, the change steps aside
+([test_patches.py](../tests/contract/test_patches.py)). With verl 0001 applied the flag is `++trainer.plugin=tlt`, since
+the key is then there; `+tlt=default` works on both. Changes of the CPU platform are in [verl_cpu](../verl_cpu/) and not
+in the wheel ([test_shims.py](../tests/contract/test_shims.py)).
 """
 
 NOTES = {
