@@ -181,8 +181,8 @@ def _kind(schema: Mapping[str, Any]) -> str:
     low, high = schema.get("minimum"), schema.get("maximum")
     above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
     bounds = {
-        f" from {low} to {high}": high is not None, f" of at least {low}": low is not None,
-        f" above {above} and below {below}": below is not None, f" above {above}": above is not None,
+        f" from {low} to {high}": high is not None, f" >= {low}": low is not None,
+        f" > {above} and < {below}": below is not None, f" > {above}": above is not None,
     }  # fmt: skip
     return name[schema["type"]] + next((words for words, holds in bounds.items() if holds), "")
 
