@@ -17,7 +17,7 @@ from verl_tlt.commands.processes import interruptible
 from verl_tlt.commands.report.figures import save_picture
 from verl_tlt.commands.report.page import serve_command, write_page
 from verl_tlt.commands.report.reader import RunTrace, read_trace
-from verl_tlt.commands.report.rows import initial_lengths, rich_table, rows_of_trace
+from verl_tlt.commands.report.steps import initial_lengths, rich_table, rows_of_trace
 from verl_tlt.commands.script.reader import read_script
 from verl_tlt.errors import TLTError
 

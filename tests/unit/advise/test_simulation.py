@@ -13,7 +13,6 @@ from verl_tlt.commands.advise.hardware import GPUS, find_shape, step_cost
 from verl_tlt.commands.advise.simulation import (
     EngineSpec,
     LogNormal,
-    SimulatedRun,
     decode,
     from_mean,
     from_moments,
@@ -100,26 +99,26 @@ def test_what_a_draft_of_seven_costs_a_request_alone(policy, devices, ratio):
 
 # ---------------------------------------------------------------------- whole runs
 
-RUN = SimulatedRun(
-    EngineSpec(steady(QWEN3_8B_H100)), replicas=4, requests=64, lengths=LogNormal(800, 1.0, 8192),
-    acceptance=(0.8, 0.75, 0.7), steps=2,
-)  # fmt: skip
+RUN = {
+    "engine": EngineSpec(steady(QWEN3_8B_H100)), "replicas": 4, "requests": 64, "lengths": LogNormal(800, 1.0, 8192),
+    "acceptance": (0.8, 0.75, 0.7), "steps": 2,
+}  # fmt: skip
 
 
 def test_the_same_seed_gives_the_same_result():
-    assert simulate(RUN) == simulate(RUN) != simulate(replace(RUN, seed=1))
+    assert simulate(**RUN) == simulate(**RUN) != simulate(**{**RUN, "seed": 1})
 
 
 def test_a_good_drafter_is_faster_and_a_useless_one_as_fast_as_stock():
-    good, useless = simulate(RUN), simulate(replace(RUN, acceptance=(0.02, 0.02, 0.02)))
+    good, useless = simulate(**RUN), simulate(**{**RUN, "acceptance": (0.02, 0.02, 0.02)})
     assert good.speed > 1.5 and useless.speed == pytest.approx(1.0)
     assert good.stock_s == useless.stock_s and good.tokens == useless.tokens
     assert 0.0 < good.tail_share <= 1.0
 
 
 def test_one_replica_alone_has_no_bubble():
-    assert simulate(RUN).bubble_share > 0.1
-    assert simulate(replace(RUN, replicas=1)).bubble_share == pytest.approx(0.0)
+    assert simulate(**RUN).bubble_share > 0.1
+    assert simulate(**{**RUN, "replicas": 1}).bubble_share == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize(("median", "sigma"), [(1000, 0.5), (2000, 1.1)])

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from verl_tlt.commands.cli import app
 from verl_tlt.commands.report.page import serve_command, write_page
 from verl_tlt.commands.report.reader import read_trace
-from verl_tlt.commands.report.rows import given_up
+from verl_tlt.commands.report.steps import given_up
 from verl_tlt.trace.events import TraceWriter
 
 EVIL = '"><script>alert(1)</script><img src=http://example.com/x onerror=alert(2)>$\\frac{1}$\x1b[31m'

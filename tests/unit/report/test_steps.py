@@ -1,11 +1,71 @@
-"""A trace by RL step: what belongs to it, and what ran when."""
+"""A run by RL step: its table, what belongs to a step, and what ran when."""
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from verl_tlt.commands.report.reader import read_trace
-from verl_tlt.commands.report.steps import NO_STEP, Bubble, most_trained, rl_steps, sampled
+from verl_tlt.commands.report.steps import (
+    NO_STEP,
+    Bubble,
+    most_trained,
+    own_work_s,
+    rich_table,
+    rl_steps,
+    rows_of_trace,
+    sampled,
+    step_row,
+)
 from verl_tlt.trace.events import TraceWriter
+
+VERL = {
+    "critic/score/mean": 0.25, "timing_s/step": 37.0, "timing_s/gen": 26.0, "timing_s/old_log_prob": 0.5,
+    "timing_s/adv": 0.02, "timing_s/update_actor": 0.58, "timing_s/update_weights": 0.13,
+    "response_length/mean": 60.5625, "prompt_length/mean": 27.25, "perf/total_num_tokens": 1405,
+    "training/rollout_probs_diff_max": 4e-9,
+}  # fmt: skip
+
+
+def printed(rows, path):
+    console = Console(width=80, record=True, file=path.open("w"))
+    console.print(rich_table(rows, "a run"))
+    return console.export_text()
+
+
+def test_a_row_of_a_stock_run():
+    row = step_row(VERL)
+    assert row["tokens"] == 969  # 16 responses of 60.5625
+    assert row["train_s"] == pytest.approx(1.10)
+    assert (row["reward"], row["rollout_s"], row["step_s"], row["probs_diff_max"]) == (0.25, 26.0, 37.0, 4e-9)
+    assert row["accept_length"] == 1.0
+    assert row["bubble_s"] is None and row["drafter_version_served"] is None
+
+
+@pytest.mark.parametrize(
+    ("saved", "k", "counted", "work"), [(5.0, 2.0, 5.0, 0.6), (1.2, 0.0, None, 1.0), (None, 2.0, None, 1.0)]
+)
+def test_savings_count_where_something_was_drafted_and_contain_the_waits_for_k(saved, k, counted, work):
+    metrics = {"tlt/draft_length_mean": k, "tlt/overhead_s": 1.0, "tlt/overhead_control_s": 0.4}
+    row = step_row(metrics if saved is None else metrics | {"tlt/saved_s": saved})
+    assert (row["saved_s"], own_work_s(row)) == (counted, pytest.approx(work))
+
+
+def test_rows_of_a_trace(made_run):
+    rows = rows_of_trace(read_trace(made_run.directory))
+    assert list(rows) == list(range(1, 7))
+    for step, r in rows.items():
+        assert r["bubble_s"] == pytest.approx(made_run.bubble_s[step])
+        assert r["accept_length"] == pytest.approx(made_run.accept_length[step])
+    assert rows[1]["bubble_trained_s"] == 0.0 and rows[1]["stop_latency_s"] is None
+    assert rows[6]["drafter_version_published"] == rows[6]["drafter_version_served"] == 5
+
+
+def test_the_table_fits_a_terminal_and_leaves_out_what_nothing_filled(made_run, tmp_path):
+    text = printed({1: step_row(VERL)}, tmp_path / "out")
+    assert "26.0" in text and "bubble" not in text and "served" not in text
+    text = printed(rows_of_trace(read_trace(made_run.directory)), tmp_path / "out")
+    assert "…" not in text and max(map(len, text.splitlines())) <= 80
+    assert all(wanted in text for wanted in ("reward", "rollout", "accept", "length", "bubble", "served", "13.3", "v5"))
 
 
 def test_every_step_holds_what_is_its_own(made_run):

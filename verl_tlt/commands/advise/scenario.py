@@ -30,7 +30,6 @@ from verl_tlt.commands.advise.simulation import (
     EngineSpec,
     LogNormal,
     SimulatedRollout,
-    SimulatedRun,
     from_mean,
     from_moments,
     simulate,
@@ -41,22 +40,31 @@ from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.types import OFF
 
-SETTINGS = ("low", "likely", "high")
 BATCHES = (1, 8, 32, 128)
 """At which the break-even accept length is shown."""
-ACCEPTANCE = {
-    "low": (0.55, 0.50, 0.46, 0.43, 0.40, 0.38, 0.36),
-    "likely": (0.72, 0.67, 0.63, 0.60, 0.57, 0.55, 0.53),
-    "high": (0.88, 0.83, 0.79, 0.75, 0.72, 0.70, 0.68),
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One guess at what is known least."""
+
+    acceptance: tuple[float, ...]
+    """Conditional acceptance by position of a drafter that is trained along."""
+    around_measured: float
+    """Factor on an acceptance that a run showed: policy and drafter go on changing."""
+    sharpness: float
+    """Of the roofline."""
+    spread: float
+    """Relative standard deviation of acceptance between responses: a rollout waits for the one with the lowest."""
+
+
+SETTINGS = {
+    "low": Setting((0.55, 0.50, 0.46, 0.43, 0.40, 0.38, 0.36), 0.9, 1.065, 0.15),
+    "likely": Setting((0.72, 0.67, 0.63, 0.60, 0.57, 0.55, 0.53), 1.0, 2.0, 0.1),
+    "high": Setting((0.88, 0.83, 0.79, 0.75, 0.72, 0.70, 0.68), 1.05, 4.0, 0.0),
 }
-"""Conditional acceptance by position of a drafter that is trained along: accept lengths of 1.95, 2.5 and 3.2 at K=3.
-The TLT paper's adapted drafter is at 3.5 (Fig. 16), the one that this project's toy ends with at 2.0 to 2.9."""
-AROUND_MEASURED = {"low": 0.9, "likely": 1.0, "high": 1.05}
-"""Factors on an acceptance that a run showed: policy and drafter go on changing."""
-SHARPNESS = {"low": 1.065, "likely": 2.0, "high": 4.0}
-"""Of the roofline; the lowest is what the paper's Table 4 fits."""
-SPREAD = {"low": 0.15, "likely": 0.1, "high": 0.0}
-"""Relative standard deviation of acceptance between responses: a rollout waits for the response with the lowest."""
+"""Accept lengths of 1.95, 2.5 and 3.2 at K=3: the TLT paper's adapted drafter is at 3.5 (Fig. 16), the one that this
+project's toy ends with at 2.0 to 2.9. The lowest sharpness is what the paper's Table 4 fits."""
 MEDIAN_SHARE, SIGMA = 1 / 10, 1.0
 """Median response over the longest allowed, and the spread of the logarithm: one response in a hundred is cut."""
 OVERHEAD_S = 0.5
@@ -127,11 +135,12 @@ def estimate(scenario: Scenario) -> Estimate:
     steps = min(4, math.ceil(ENOUGH_RESPONSES / work.requests))
     lengths, assumed_lengths = _lengths(scenario)
     engines, assumed_costs = _engines(scenario, kv_tokens)
-    acceptance = {setting: _acceptance(scenario, setting) for setting in SETTINGS}
+    acceptance = {name: _acceptance(scenario, setting) for name, setting in SETTINGS.items()}
     requests, rollouts = max(work.requests, work.replicas), {}
     for setting, engine in engines.items():
-        run = SimulatedRun(engine, work.replicas, requests, lengths, acceptance[setting], prompt, steps, scenario.seed)
-        rollouts[setting] = simulate(run)
+        rollouts[setting] = simulate(
+            engine, work.replicas, requests, lengths, acceptance[setting], prompt, steps, scenario.seed
+        )
     context = round(rollouts["likely"].tokens / work.requests) + work.prompt // 4
     batches = [b for b in BATCHES if b <= max(work.max_num_seqs, 8)]
     even = {batch: break_even(engines["likely"], batch, context) for batch in batches}
@@ -253,16 +262,14 @@ def _engines(scenario: Scenario, kv_tokens: int) -> tuple[dict[str, EngineSpec],
         if measured[0] <= 0 and longest >= arms[1]:
             seconds = LatencyModel(range(longest + 1), table=costs, active_share=shape.active_share).seconds
             known = tuple(k for k in arms if k <= longest)
-            return {
-                setting: EngineSpec(seconds, known, work.max_num_seqs, kv_tokens, spread=SPREAD[setting])
-                for setting in SETTINGS
-            }, {}
+            spec = EngineSpec(seconds, known, work.max_num_seqs, kv_tokens)
+            return {name: replace(spec, spread=setting.spread) for name, setting in SETTINGS.items()}, {}
         assumed["cost of drafts"] = "from the data sheet: the run has not drafted so"
     assumed["step costs"] = "the GPU's data sheet: 90 % of its bandwidth, 40 % of its FLOP/s"
     prefill_s, engines = token_s(shape, scenario.gpu, work.tensor_parallel), {}
-    for setting in SETTINGS:
-        sheet = step_cost(shape, scenario.gpu, work.tensor_parallel, work.eager, SHARPNESS[setting])
-        engines[setting] = EngineSpec(sheet.seconds, arms, work.max_num_seqs, kv_tokens, prefill_s, SPREAD[setting])
+    for name, setting in SETTINGS.items():
+        sheet = step_cost(shape, scenario.gpu, work.tensor_parallel, work.eager, setting.sharpness)
+        engines[name] = EngineSpec(sheet.seconds, arms, work.max_num_seqs, kv_tokens, prefill_s, setting.spread)
     return engines, assumed
 
 
@@ -271,11 +278,11 @@ def _known_acceptance(scenario: Scenario) -> tuple[float, ...]:
     return scenario.acceptance or (scenario.metrics.acceptance if scenario.metrics else ())
 
 
-def _acceptance(scenario: Scenario, setting: str) -> tuple[float, ...]:
+def _acceptance(scenario: Scenario, setting: Setting) -> tuple[float, ...]:
     """Conditional acceptance by position, for every draft length that may be chosen."""
     known = _known_acceptance(scenario)
-    factor = AROUND_MEASURED[setting] if known else 1.0
-    values, longest = known or ACCEPTANCE[setting], scenario.arms[-1]
+    factor = setting.around_measured if known else 1.0
+    values, longest = known or setting.acceptance, scenario.arms[-1]
     extended = (*values[:longest], *(values[-1] for _ in range(longest - len(values))))
     return tuple(float(np.clip(a * factor, 0.0, 1.0)) for a in extended)
 

@@ -43,7 +43,7 @@ class EngineSpec:
     arms: tuple[int, ...] = (0, 1, 3)
     """Draft lengths that the policy may choose."""
     max_batch: int = 256
-    """`max_num_seqs`: requests decoding at once; the others wait."""
+    """Requests decoding at once (`max_num_seqs`); the others wait."""
     kv_tokens: float = math.inf
     """Tokens of context that the KV cache holds: what does not fit waits."""
     prefill_token_s: float = 0.0
@@ -67,8 +67,7 @@ def rollout(
 ) -> tuple[Decoded, Decoded]:
     """One rollout of a replica, decoded by (stock, TLT); TLT does not run a drafter that does not pay.
 
-    Responses of `lengths` tokens, [requests], to prompts of `prompt` tokens; `rng` draws how requests differ in
-    acceptance.
+    `lengths`: tokens of the responses, [requests]; `prompt`: of each prompt.
     """
     stock = decode(spec, lengths, prompt)
     drafted = decode(spec, lengths, prompt, step_gains(spec, acceptance, lengths.size, rng))
@@ -86,7 +85,7 @@ def step_gains(
 
 
 def decode(spec: EngineSpec, lengths: Lengths, prompt: int, gains: Floats | None = None) -> Decoded:
-    """Decode all responses, see `rollout`: with the `step_gains` of a drafter that runs all the time, or as stock."""
+    """Decode all responses as stock, or with the `step_gains` of a drafter that runs all the time."""
     found = Decoded(seconds=lengths.size * prompt * spec.prefill_token_s)
     left = lengths.astype(np.float64)  # tokens to go, [requests]
     queue = np.arange(lengths.size)  # requests that are not done, those that decode first
@@ -113,33 +112,13 @@ def decode(spec: EngineSpec, lengths: Lengths, prompt: int, gains: Floats | None
 
 
 def _fitting(spec: EngineSpec, contexts: Floats) -> int:
-    """How many of these requests decode at once, one at least: those whose contexts fit, as they are mid-segment.
-
-    vLLM too has the last to come wait. What it computes again for them is left out.
-    """
+    """How many of these requests decode at once, one at least: the first whose contexts fit mid-segment."""
     return max(1, int((contexts.cumsum() * (1.0 + GROWTH / 2) <= spec.kv_tokens).sum()))
 
 
 def best_length(spec: EngineSpec, batch: int, kv_tokens: int, gains: Floats) -> int:
     """The draft length with the most tokens per second; `gains` are the requests' mean tokens a step, [K_max + 1]."""
     return max(spec.arms, key=lambda k: float(gains[k]) / spec.step_seconds(batch, kv_tokens, k))
-
-
-@dataclass(frozen=True)
-class SimulatedRun:
-    """What is simulated: `steps` rollouts on the same replicas, with a drafter that stays as it is."""
-
-    engine: EngineSpec
-    replicas: int
-    requests: int
-    """Responses of a rollout; one for each replica at least."""
-    lengths: LogNormal
-    acceptance: tuple[float, ...]
-    """Conditional acceptance of the drafter by draft position."""
-    prompt: int = 512
-    """Tokens of a prompt."""
-    steps: int = 1
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -162,19 +141,33 @@ class SimulatedRollout:
         return self.stock_s / self.rollout_s
 
 
-def simulate(run: SimulatedRun) -> SimulatedRollout:
-    """Simulate a run; the same seed gives the same result."""
+def simulate(
+    engine: EngineSpec, replicas: int, requests: int, lengths: LogNormal, acceptance: tuple[float, ...],
+    prompt: int = 512, steps: int = 1, seed: int = 0,
+) -> SimulatedRollout:  # fmt: skip
+    """Simulate `steps` rollouts with a drafter that stays as it is; the same seed gives the same result.
+
+    Args:
+        engine: what all replicas have in common.
+        replicas: that decode.
+        requests: responses of a rollout, one for each replica at least.
+        lengths: of responses.
+        acceptance: conditional acceptance of the drafter by draft position.
+        prompt: tokens of a prompt.
+        steps: rollouts.
+        seed: of lengths and of how requests differ in acceptance.
+    """
     rollouts = []
-    for step in range(1, run.steps + 1):
-        rng = np.random.default_rng([run.seed, step])
-        lengths = run.lengths.draw(rng, run.requests)
-        shares = [lengths[i :: run.replicas] for i in range(run.replicas)]  # as even as verl's balancer deals them out
-        pairs = [rollout(run.engine, share, run.prompt, run.acceptance, rng) for share in shares]
+    for step in range(1, steps + 1):
+        rng = np.random.default_rng([seed, step])
+        drawn = lengths.draw(rng, requests)
+        shares = [drawn[i::replicas] for i in range(replicas)]  # as even as verl's balancer deals them out
+        pairs = [rollout(engine, share, prompt, acceptance, rng) for share in shares]
         stock, tlt = zip(*pairs, strict=True)
         stock_s, rollout_s = (max(replica.seconds for replica in decoded) for decoded in (stock, tlt))
         bubble_share = 1.0 - sum(s.seconds for s in stock) / (stock_s * len(stock))
         tail = tail_share([s.seconds_by_batch for s in stock])
-        rollouts.append((lengths.sum(), stock_s, rollout_s, tail, bubble_share))
+        rollouts.append((drawn.sum(), stock_s, rollout_s, tail, bubble_share))
     return SimulatedRollout(*(float(mean) for mean in np.mean(rollouts, axis=0)))
 
 

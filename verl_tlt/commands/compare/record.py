@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from verl_tlt.commands.report.rows import step_row
+from verl_tlt.commands.report.steps import step_row
 from verl_tlt.errors import TLTError
 from verl_tlt.files.json_files import read_object
 from verl_tlt.files.ownership import open_to_append, other_owner, replacing

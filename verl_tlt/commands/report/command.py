@@ -10,7 +10,7 @@ from pathlib import Path
 from verl_tlt.commands.console import make_console
 from verl_tlt.commands.report.chrome_trace import write_chrome_trace
 from verl_tlt.commands.report.reader import TraceError, read_trace
-from verl_tlt.commands.report.rows import given_up, rich_table, rows_of_trace
+from verl_tlt.commands.report.steps import given_up, rich_table, rows_of_trace
 from verl_tlt.errors import TLTError, printable
 
 

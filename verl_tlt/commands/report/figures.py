@@ -23,8 +23,16 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from verl_tlt.commands.report.reader import RunTrace
-from verl_tlt.commands.report.rows import initial_lengths, own_work_s, rows_of_trace
-from verl_tlt.commands.report.steps import NO_STEP, RLStep, most_trained, rl_steps, sampled
+from verl_tlt.commands.report.steps import (
+    NO_STEP,
+    RLStep,
+    initial_lengths,
+    most_trained,
+    own_work_s,
+    rl_steps,
+    rows_of_trace,
+    sampled,
+)
 from verl_tlt.files.ownership import replacing
 
 BLUE, SKY, ORANGE, GREEN, PURPLE, RED = "#0072B2", "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#D55E00"

@@ -16,8 +16,7 @@ from jinja2 import Environment, StrictUndefined
 
 from verl_tlt.commands.report.figures import Chart, run_charts, step_charts
 from verl_tlt.commands.report.reader import RunTrace
-from verl_tlt.commands.report.rows import given_up, own_work_s, rows_of_trace, table
-from verl_tlt.commands.report.steps import rl_steps
+from verl_tlt.commands.report.steps import given_up, own_work_s, rl_steps, rows_of_trace, table
 from verl_tlt.errors import printable
 from verl_tlt.files.ownership import replacing
 

@@ -1,17 +1,140 @@
-"""Groups a trace by RL step."""
+"""A run by RL step: a table with a row per step, from its metrics, and the parts of each step, from its trace.
+
+Metrics have the same names in a run of stock verl.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
 from verl_tlt.commands.report.reader import RunTrace, TraceError
 from verl_tlt.trace.events import Idle, Phase, Session
+from verl_tlt.trace.metrics import counted_savings
+
+TRAIN_PHASES = ("reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+"""verl's timers between the rollout and the weight sync."""
+
+Row = Mapping[str, float | None]
+"""One RL step: a value for each of `COLUMNS`; None: not measured, or nothing of the kind in a stock run."""
+
+
+class Column(NamedTuple):
+    """A column of the table: its heading, the format of a value, and its metric; empty: computed by `step_row`."""
+
+    heading: str
+    form: str
+    metric: str = ""
+
+
+COLUMNS = {
+    "reward": Column("reward", "{:.2f}", "critic/score/mean"),
+    "step_s": Column("step s", "{:.1f}", "timing_s/step"),
+    "rollout_s": Column("rollout s", "{:.1f}", "timing_s/gen"),
+    "train_s": Column("train s", "{:.1f}"),
+    "tokens": Column("tokens", "{:.0f}"),
+    "accept_length": Column("accept length", "{:.2f}"),
+    "bubble_s": Column("bubble s", "{:.1f}", "tlt/bubble_s"),
+    "bubble_trained_s": Column("trained s", "{:.1f}", "tlt/bubble_trained_s"),
+    "overhead_s": Column("own work s", "{:.2f}", "tlt/overhead_s"),
+    "control_s": Column("choice of K s", "{:.2f}", "tlt/overhead_control_s"),
+    "saved_s": Column("saved s", "{:.1f}"),
+    "stop_latency_s": Column("stop s", "{:.3f}", "tlt/stop_latency_s"),
+    "drafter_version_published": Column("published", "v{:.0f}", "tlt/drafter_version_published"),
+    "drafter_version_served": Column("served", "v{:.0f}", "tlt/drafter_version"),
+    "probs_diff_max": Column("max prob diff", "{:.1e}", "training/rollout_probs_diff_max"),
+}
+IN_TERMINALS = (
+    "reward", "step_s", "rollout_s", "accept_length", "bubble_s", "bubble_trained_s", "saved_s",
+    "drafter_version_served",
+)  # fmt: skip
+"""Columns of the terminal's table, which fit in 80 characters."""
+
+
+def rows_of_trace(trace: RunTrace) -> dict[int, Row]:
+    """RL step -> its row, of the finished steps."""
+    return {step: step_row(metrics) for step, metrics in trace.steps.items()}
+
+
+def step_row(metrics: Mapping[str, float]) -> Row:
+    """The row of one step. A run without TLT has an accept length of 1: one token per pass of the target."""
+    train = [metrics[key] for name in TRAIN_PHASES if (key := f"timing_s/{name}") in metrics]
+    tlt = any(name.startswith("tlt/") for name in metrics)
+    return {
+        **{name: metrics.get(column.metric) for name, column in COLUMNS.items()},
+        "train_s": sum(train) if train else None,
+        "tokens": _response_tokens(metrics),
+        "accept_length": metrics.get("tlt/accept_length", None if tlt else 1.0),
+        "saved_s": counted_savings(metrics),
+    }
+
+
+def given_up(trace: RunTrace) -> str:
+    """A sentence about the replicas on which spot training was given up, as it stood in the end; empty: on none."""
+    last = {stop.replica: stop for stop in trace.stops if stop.replica}
+    off = [stop for stop in last.values() if stop.cause]
+    if not off:
+        return ""
+    names = ", ".join(trace.label(stop.replica) for stop in off)
+    latest = max(off, key=lambda stop: stop.t)
+    return (
+        f"Spot training was given up on {len(off)} of {len(trace.replicas)} replicas ({names}), last in step "
+        f"{latest.step}: {latest.cause}."
+    )
+
+
+def own_work_s(row: Row) -> float:
+    """TLT's own work that `saved_s` does not contain: known savings contain the waits for the choice of K."""
+    return (row["overhead_s"] or 0.0) - (0.0 if row["saved_s"] is None else row["control_s"] or 0.0)
+
+
+def initial_lengths(trace: RunTrace) -> dict[int, float]:
+    """By step, the accept length of the run's first drafter on held-out text; only steps with a verdict."""
+    judged = {p.step: p.tau.get("initial") for p in trace.publishes}
+    return {step: tau for step, tau in judged.items() if tau is not None}
+
+
+def table(rows: Mapping[int, Row], columns: Iterable[str] = COLUMNS) -> tuple[list[str], list[list[str]]]:
+    """Headings of those columns that a row fills, and the rows as text; "-" for what was not measured."""
+    names = [name for name in columns if any(row[name] is not None for row in rows.values())]
+    cells = [
+        [str(step), *("-" if (value := row[name]) is None else COLUMNS[name].form.format(value) for name in names)]
+        for step, row in rows.items()
+    ]
+    return ["step", *(COLUMNS[name].heading for name in names)], cells
+
+
+def rich_table(rows: Mapping[int, Row], title: str) -> Table:
+    """The rows for a terminal."""
+    headings, cells = table(rows, IN_TERMINALS)
+    shown = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)  # a path is no markup
+    for heading in headings:
+        shown.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
+    for row in cells:
+        shown.add_row(*row)
+    return shown
+
+
+def _response_tokens(metrics: Mapping[str, float]) -> int | None:
+    """From what verl logs: mean lengths of responses and prompts, and the total of all tokens."""
+    names = ("response_length/mean", "prompt_length/mean", "perf/total_num_tokens")
+    if any(name not in metrics for name in names):
+        return None
+    response, prompt, total = (metrics[name] for name in names)
+    responses = round(total / (response + prompt)) if response + prompt > 0 else 0
+    return round(response * responses)
+
+
+# ---------------------------------------------------------------------- the parts of a step
+
 
 E = TypeVar("E", Phase, Idle, Session)
 Ints = npt.NDArray[np.int64]
