@@ -207,7 +207,6 @@ class Chain:
 
     @property
     def checkpoints(self) -> Path:
-        """verl's."""
         return self.run / "checkpoints"
 
     def link(self, target: Target | None) -> None:

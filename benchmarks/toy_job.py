@@ -91,7 +91,6 @@ class Job:
         self._known = self.processes()
 
     def said(self) -> str:
-        """What this job has logged so far."""
         with self.log.open("rb") as file:
             file.seek(self._said)
             return file.read().decode(errors="replace")
@@ -130,7 +129,6 @@ class Job:
         self.end()
 
     def end(self) -> None:
-        """End what is left."""
         if left := self.tree.stop():
             raise RuntimeError(f"these processes could not be ended: {left}")
         with contextlib.suppress(ChildProcessError):  # orphans are this process's children, and zombies until then

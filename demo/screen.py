@@ -35,11 +35,9 @@ class Screen:
             self._live = None
 
     def line(self, text: str) -> None:
-        """Print a line that stays."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def status(self, text: str) -> None:
-        """Say what goes on."""
         if self._live is not None:
             self._live.update(escape(text))
         elif time.monotonic() - self._last >= LOG_EVERY_S:

@@ -32,7 +32,6 @@ console = Console(width=150)
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for part in PARTS:
         parser.add_argument(f"--{part}", action="store_true")

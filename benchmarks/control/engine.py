@@ -66,7 +66,6 @@ class EngineProcess:
         return self._answer(CALL_TIMEOUT_S)
 
     def close(self) -> None:
-        """End the process."""
         if self._process.is_alive():
             self._pipe.send(("stop", {}))
             self._process.join(30.0)
@@ -199,7 +198,6 @@ class _Engine:
     # ------------------------------------------------------------------ control
 
     def set_drafting(self, enabled: bool) -> bool:
-        """Switch the drafter's own pass."""
         return self.llm.collective_rpc("tlt_set_drafting", args=(enabled,))[0] is None
 
     def calibrate(self, budget_s: float = 40.0) -> list[dict[str, Any]]:
@@ -263,5 +261,4 @@ class _Engine:
         return drafting
 
     def stats(self, name: str) -> dict[str, Any]:
-        """An arm's sums since the last call."""
         return asdict(self.arms[name].stats(reset=True))

@@ -73,7 +73,6 @@ def _over(theirs: Sequence[float], ours: Sequence[float]) -> list[float]:
 def _race(
     engine: EngineProcess, requests: int, repetitions: int, until: float, say: Callable[[str], None]
 ) -> dict[str, list[float]]:
-    """Seconds of each arm's drains."""
     spent: dict[str, list[float]] = {arm: [] for arm in (*FIXED, *POLICIES)}
     order = list(spent)
     for turn in range(repetitions):

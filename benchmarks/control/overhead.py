@@ -45,7 +45,6 @@ class Clock:
         self.now = 0.0
 
     def perf_counter(self) -> float:
-        """The made time."""
         return self.now
 
     time = perf_counter
@@ -259,7 +258,6 @@ def _run(batch: int, steps: int, k: Sequence[int] | None = None) -> tuple[list[i
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--steps", type=int, default=1200)

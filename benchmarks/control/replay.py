@@ -149,7 +149,6 @@ def compare(replay: Replay) -> dict[str, Any]:
 
 
 def _goodput_again(replay: Replay, seed: int) -> dict[str, float]:
-    """Goodput's score under another seed."""
     workload = dataclasses.replace(replay.workload, seed=seed)
     engine = SimulatedEngine(workload, replay.cost, replay.noise, observe_lag=replay.lag)
     oracle = engine.run(TrueGoodput(replay.arms)).seconds

@@ -126,7 +126,6 @@ def observe(policy: Qwen3ForCausalLM, tokens: list[int], prompt_len: int) -> Tra
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps")

@@ -39,8 +39,6 @@ ANSWERS = 2
 
 @dataclass(frozen=True)
 class Arm:
-    """A drafter at one step."""
-
     start: str
     name: str
     """frozen, online, extra; or none, of no start."""
@@ -49,7 +47,6 @@ class Arm:
 
     @property
     def control(self) -> str:
-        """Name of its controller."""
         return "off" if self.drafter is None else f"goodput/{self.start}-{self.name}"
 
 
@@ -114,7 +111,6 @@ def recorded_steps(out: Path, seed: int, every: int) -> list[int]:
 
 
 def _step(engine: EngineProcess, out: Path, seed: int, step: int) -> Iterator[dict[str, Any]]:
-    """Every arm on one step's prompts."""
     prompts, order = prompts_of(out, seed, step), list(arms(out, seed, step))
     random.Random(f"{seed} {step}").shuffle(order)
     for arm in order:
@@ -142,7 +138,6 @@ def _step(engine: EngineProcess, out: Path, seed: int, step: int) -> Iterator[di
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the study")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])

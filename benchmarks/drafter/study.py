@@ -91,7 +91,6 @@ as many texts for the gate: judging is most of what a step of the study costs.""
 
 
 def new_drafter(seed: int) -> Any:
-    """A random head for the toy's policy."""
     return build_drafter(SHIPPED_POLICY, aux_layers=AUX_LAYERS["small"], seed=seed, max_position_embeddings=512)
 
 
@@ -182,7 +181,6 @@ def filled(model: Any, policy: Taught) -> Any:
 
 
 def start_file(out: Path, start: str, seed: int) -> DrafterFile:
-    """The drafter a run starts from."""
     model = load_drafter(make_start(out, start, seed), SHIPPED_POLICY)
     config, weights, fingerprint = to_drafter_file(model, "float32")
     return DrafterFile(0, config, weights, fingerprint, tuple(read_acceptance(make_start(out, start, seed))))
@@ -210,7 +208,6 @@ class Variant:
             self._resume()
 
     def available(self, steps: int) -> bool:
-        """Whether the next step has been recorded."""
         return self.step < steps and self._file(self.step).exists()
 
     def advance(self) -> dict[str, Any]:
@@ -336,7 +333,6 @@ def run(out: Path, seeds: list[int], starts: list[str], steps: int) -> None:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the study")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])

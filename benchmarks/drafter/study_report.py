@@ -45,7 +45,6 @@ def accept_length(rows: Iterable[Row]) -> float:
 
 
 def speed(rows: Iterable[Row]) -> float:
-    """Tokens per second, all rows pooled."""
     rows = list(rows)
     return sum(row["tokens"] for row in rows) / sum(row["seconds"] for row in rows)
 
@@ -121,7 +120,6 @@ def decisions(out: Path, seeds: list[int]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the study")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])

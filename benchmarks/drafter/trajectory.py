@@ -190,7 +190,6 @@ def load_step(file: Path) -> tuple[list[TrainingSequence], VerifierArrays, np.nd
 
 
 def judge(problem: task.Problem, text: Text) -> float:
-    """The toy's reward."""
     words = [task.TOKENS[i] for i in text[0][text[1] :]]
     return compute_score("toy_addition", " ".join(words), " ".join(task.answer_tokens(problem)))
 
@@ -244,7 +243,6 @@ def keep_policy(policy: Taught, directory: Path) -> None:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the study")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])

@@ -98,7 +98,6 @@ def drafters(folder: Path, chosen: Sequence[Arm]) -> dict[str, Any]:
 
 
 def result(arms: Sequence[Arm], record: Record, plan: Plan, forced: bool) -> dict[str, Any]:
-    """What was measured, and on what."""
     here = machine()
     return {
         "machine": here,
@@ -120,7 +119,6 @@ def portable(found: Mapping[str, Any], folders: Mapping[str, Path]) -> str:
 
 
 def read_options() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="turns of every arm; 0: report what was measured")
     parser.add_argument("--steps", type=int, default=4, help="of a turn, of which the first is left out")
@@ -139,7 +137,6 @@ def read_options() -> argparse.Namespace:
 
 @interruptible()
 def main() -> None:
-    """Command line."""
     options, console = read_options(), make_console()
     work = options.work.resolve()
     say(console, say_dtype(find_dtype()))

@@ -32,8 +32,6 @@ COLD_START_S = 60
 
 @dataclass(frozen=True)
 class Heads:
-    """Directories of drafters."""
-
     warm: Path
     """Made by `verl-tlt warmup` for the policy that every arm starts from."""
     stale: Path

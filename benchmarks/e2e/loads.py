@@ -9,8 +9,6 @@ from benchmarks.toy_job import SAMPLES
 
 @dataclass(frozen=True)
 class Load:
-    """The size of a step."""
-
     prompts: int
     """Of a step, each with `SAMPLES` responses; two replicas share them."""
     requests: int

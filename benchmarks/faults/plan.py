@@ -25,8 +25,6 @@ MICRO_BATCH = "verl_tlt.drafter.train:DrafterTrainer.step_on"
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault."""
-
     name: str
     """As `faults.json` calls it."""
     step: int

@@ -26,7 +26,6 @@ class ReplayAgentLoop(ForcedLengthAgentLoop):
     """Responses of forced length, made by the engines and replaced by the recorded ones."""
 
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> AgentLoopOutput:
-        """As the parent's."""
         output = await super().run(sampling_params, priority=priority, **kwargs)
         path = Path(os.environ[DIRECTORY]) / f"{kwargs['extra_info']['index']}-{kwargs['session_id']}.json"
         if not path.exists():
@@ -43,7 +42,6 @@ class OrderedReplayBuffer(FastPollReplayBuffer):
     """A batch in the order of its prompts; verl's own is that of random ids."""
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """As verl's."""
         batch, metrics = super().sample(global_steps, partition_id, batch_size)
         index = tq.kv_batch_get(keys=batch.keys, partition_id=partition_id, select_fields=["index"])["index"]
         sample = [key.split("_")[1:] for key in batch.keys]

@@ -45,7 +45,6 @@ class Bench:
 
     @property
     def device(self) -> str:
-        """As torch names it."""
         return "cpu" if self.tiny else "cuda"
 
     @property

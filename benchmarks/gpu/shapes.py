@@ -28,7 +28,6 @@ class Shape:
     layers: int
 
     def config(self) -> Qwen2Config:
-        """As transformers has it."""
         from transformers import Qwen2Config
 
         return Qwen2Config(

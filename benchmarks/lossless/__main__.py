@@ -109,7 +109,6 @@ def row_of(
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lossless", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--policy", type=Path, help="a Hugging Face directory; else a tiny policy is made, with a drafter")
@@ -151,7 +150,6 @@ def engines(asked: argparse.Namespace, policy: Path, drafter: Path | None, longe
 
 
 def main() -> None:
-    """Draw, judge, print."""
     from transformers import AutoTokenizer
 
     asked = options()
@@ -202,7 +200,6 @@ def _rows(
 
 
 def line(row: Row) -> str:
-    """As printed."""
     told = "" if row.passes else " **differs**"
     return (
         f"| {row.engine} | {row.setting}{told} | {row.tokens} | {row.accepted} | {row.p_places:.2g} | "

@@ -26,7 +26,6 @@ class AnyLength:
         self._arms, self._random = arms, random.Random(seed)
 
     def choose(self, load: Load) -> int:
-        """One of the arms."""
         return self._random.choice(self._arms)
 
     def observe(self, step: StepRecord) -> None:
@@ -34,7 +33,6 @@ class AnyLength:
 
 
 def any_length(speculation: Mapping[str, Any], arms: tuple[int, ...], seed: int) -> AnyLength:
-    """For `policy_factory`."""
     return AnyLength(arms, seed)
 
 
@@ -102,7 +100,6 @@ def _said(one: CompletionOutput) -> dict[str, Any]:
 
 
 def work(asked: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Start the engine and draw."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
     from vllm.v1.engine.output_processor import OutputProcessor

@@ -40,7 +40,6 @@ class Judged:
 
     @classmethod
     def of_all(cls, parts: Sequence[Judged]) -> Judged:
-        """All tokens of several."""
         return cls(*(np.concatenate(fields) for fields in zip(*map(astuple, parts), strict=True)))
 
     def only(self, rows: np.ndarray) -> Judged:
@@ -48,7 +47,6 @@ class Judged:
         return Judged(*(field[rows] for field in astuple(self)))
 
     def impossible(self) -> int:
-        """Tokens that cannot be."""
         return int((~np.isfinite(self.log_prob)).sum())
 
     def places(self) -> float:
@@ -74,7 +72,6 @@ class Judged:
         return math.erfc(abs(float(z)) / math.sqrt(2.0))
 
     def p(self) -> float:
-        """p-value of both tests together."""
         return min(1.0, 2.0 * min(self.places(), self.martingale()))
 
     def sabotaged(self, share: float, random: np.random.Generator) -> Judged:

@@ -52,9 +52,7 @@ class Truth:
 class SeesTruth(Protocol):
     """A policy that is shown the truth before each choice."""
 
-    def see(self, truth: Truth) -> None:
-        """Called before `choose`."""
-        ...
+    def see(self, truth: Truth) -> None: ...
 
 
 @dataclass
@@ -112,8 +110,6 @@ class SimulatedEngine:
 
 
 class _Drain:
-    """State of one rollout in progress."""
-
     def __init__(
         self, engine: SimulatedEngine, rollout: Rollout, index: int, rng: np.random.Generator, run: SimulationResult
     ) -> None:

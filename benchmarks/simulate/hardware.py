@@ -63,7 +63,6 @@ class GraphCost:
     """Penalty of a step beyond the last graph."""
 
     def seconds(self, batch: int, kv_tokens: int, verified: int, drafted: int) -> float:
-        """Seconds of one step."""
         verifying = self.verify_s(batch, kv_tokens, 1 + max(verified, 0))
         return verifying + self.draft_s(batch, drafted) + self.extra_s.get(verified, 0.0)
 
@@ -152,7 +151,6 @@ class SwitchCost:
     switch_s: float
 
     def seconds(self, batch: int, kv_tokens: int, verified: int, drafted: int) -> float:
-        """Seconds of one step."""
         change = self.switch_s if verified != max(drafted, 0) else 0.0
         return self.inner.seconds(batch, kv_tokens, verified, drafted) + change
 

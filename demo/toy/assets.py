@@ -203,7 +203,6 @@ def prompt_row(rng: random.Random, split: str, index: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(prog="python -m demo.toy.assets", description=__doc__)
     parser.add_argument("out", type=Path, help="directory to write to")
     parser.add_argument("--width", choices=get_args(Width), default=demo_width(find_dtype()))

@@ -33,5 +33,4 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(directory: Path) -> None:
-    """Write TOKENIZER_FILES into `directory`."""
     build_tokenizer().save_pretrained(directory)

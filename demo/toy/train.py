@@ -165,7 +165,6 @@ def _pad(group: list[tuple[list[int], int]]) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    """Command line."""
     defaults = TrainConfig()
     parser = argparse.ArgumentParser(prog="python -m demo.toy.train", description=__doc__)
     parser.add_argument("--out", type=Path, default=POLICY_DIR, help="directory for the policy (default: the package)")

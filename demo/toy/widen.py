@@ -32,8 +32,6 @@ HALF_MLP_WIDTH = 2304
 
 @dataclass(frozen=True)
 class Widened:
-    """What `widen` wrote."""
-
     parameters: int
     """Count of all parameters, the zero ones included."""
     aux_layers: tuple[int, int, int]

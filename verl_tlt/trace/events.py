@@ -184,7 +184,6 @@ class TraceWriter:
             self._fail(f"cannot write the trace {self.path}: {error}")
 
     def emit(self, kind: Kind, **fields: Any) -> None:
-        """Write one event now."""
         self.write({"t": self._clock(), "kind": kind, **fields})
 
     def add(self, event: Event) -> None:

@@ -154,7 +154,6 @@ def _bubble_metrics(observations: StepObservations) -> dict[str, float | None]:
 
 
 def _key(words: str) -> str:
-    """A part of a metric's name."""
     return re.sub("[ -]", "_", words)
 
 

@@ -21,8 +21,6 @@ from verl_tlt.speculation.types import Load, StepRecord
 
 @dataclass(frozen=True)
 class BanditSettings:
-    """Knobs of the bandit."""
-
     thresholds: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
     """First batch size of each bucket, ascending from 1."""
     arms_per_bucket: int | None = None

@@ -17,8 +17,6 @@ from verl_tlt.speculation.types import Load, StepRecord
 
 @dataclass(frozen=True)
 class EmaSettings:
-    """Knobs of the tiers."""
-
     thresholds: tuple[int, ...] = (1, 64, 128)
     """First batch size of each range, ascending from 1."""
     tiers: tuple[tuple[int, ...], ...] = ((1, 3, 7), (1, 2, 5), (1, 2, 3))

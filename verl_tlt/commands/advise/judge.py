@@ -86,7 +86,6 @@ class Verdict:
 
 
 def judge(n: Numbers) -> Verdict:
-    """Whether TLT pays."""
     best, worst = n.step("high"), n.step("low")
     if n.bound < BOUND:
         return _bound_by_the_rest(n)

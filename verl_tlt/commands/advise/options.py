@@ -14,8 +14,6 @@ from verl_tlt.errors import TLTError
 
 @dataclass(frozen=True, kw_only=True)
 class AdviseOptions:
-    """Of `verl-tlt advise`."""
-
     recipe: Annotated[list[str], Argument(help="Your recipe: its overrides, or its script.")]
     trace: Annotated[Path | None, Option(help="Trace directory of a run of it (tlt.trace.dir).")] = None
     metrics: Annotated[

@@ -30,8 +30,6 @@ SAY_EVERY_S = 600.0
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """Of `verl-tlt compare`, besides the recipe."""
-
     arms: Sequence[str]
     rounds: int
     """Turns of every arm; 0: report what was measured."""
@@ -136,7 +134,6 @@ def write(plan: Plan, arms: Sequence[Arm], record: Record) -> Path:
 
 
 def arms_table(found: Mapping[str, Any]) -> Table:
-    """A row for each arm."""
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("arm", "rollout, per token", "step, per token", "accept length", "reward"):
         table.add_column(heading, justify="left" if heading == "arm" else "right")

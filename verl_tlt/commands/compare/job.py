@@ -146,5 +146,4 @@ def cause(lines: Sequence[str]) -> str | None:
 
 
 def strip_colors(line: str) -> str:
-    """Without terminal colour codes."""
     return re.sub(r"\x1b\[[0-9;]*m", "", line)

@@ -155,7 +155,6 @@ class Record:
         self._asked = {**asked, **self._asked}
 
     def done(self, arm: str, turn: int) -> bool:
-        """Whether that turn was taken."""
         return any((taken.arm, taken.turn) == (arm, turn) for taken in self.turns)
 
     def add(self, turn: Turn) -> None:
@@ -165,7 +164,6 @@ class Record:
             file.write(json.dumps({"asked": self._asked, "turns": self.rows()}, indent=1).encode())
 
     def of(self, arm: str) -> list[Turn]:
-        """All of an arm."""
         return [turn for turn in self.turns if turn.arm == arm]
 
     def steps(self, arm: str) -> list[Step]:
@@ -173,7 +171,6 @@ class Record:
         return [step for turn in self.of(arm) for step in turn.steps]
 
     def rows(self) -> list[dict[str, Any]]:
-        """As they are written."""
         return [asdict(turn) for turn in self.turns]
 
     def seconds_left(self, names: Sequence[str], rounds: int) -> float | None:

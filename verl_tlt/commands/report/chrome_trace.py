@@ -128,5 +128,4 @@ def _counters(pid: int, engine: EngineSteps, steps: Sequence[RLStep]) -> Iterato
 
 
 def _slice(pid: int, tid: int, name: str, start: float, end: float, args: Mapping[str, Any]) -> ChromeEvent:
-    """An event with a duration."""
     return {"ph": "X", "ts": start, "dur": end, "pid": pid, "tid": tid, "name": name, "args": dict(args)}

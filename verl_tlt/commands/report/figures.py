@@ -292,6 +292,5 @@ def _lane_name(trace: RunTrace, step: RLStep, replica: str) -> str:
 
 
 def _lanes_height(trace: RunTrace) -> float:
-    """Inches."""
     count = max(1, min(MOST_LANES, len(trace.replicas)))
     return count * min(1.0, max(0.75 if count <= MOST_NAMED else 0.3, 5 / count))

@@ -130,7 +130,6 @@ def _sentences(trace: RunTrace) -> Iterator[str]:
 
 
 def _tables(trace: RunTrace) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """Title, headings and cells of each table."""
     yield "Steps", *table(rows_of_trace(trace))
     drafters = ("candidate", "served", "initial")
     verdicts = [
