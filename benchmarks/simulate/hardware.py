@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-
 from verl_tlt.commands.advise.simulation import StepSeconds
 from verl_tlt.speculation.costs.roofline import weights_read
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable, interpolate
-from verl_tlt.speculation.types import OFF, ControlError
+from verl_tlt.speculation.types import OFF
 
 VLLM_CAPTURE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 """CUDA-graph sizes vLLM captures by default."""
@@ -87,52 +85,19 @@ class GraphCost:
 
 
 class TableCost:
-    """Measured step costs, linear in batch and K; context costs what `kv_token_s` says beyond the table's own.
+    """Measured step costs, linear in the batch; context costs nothing beyond what it cost when they were measured.
 
     A step that changes K costs the mean of both draft lengths' steady steps: tables hold only steady steps.
-
-    Args:
-        table: points of one machine; of several at one batch and draft length the median counts.
-        kv_token_s: seconds per token of context more than the measured points had; 0: context costs nothing.
-
-    Raises:
-        ControlError: the table is empty, or holds neither OFF nor K=0.
     """
 
-    def __init__(self, table: LatencyTable, kv_token_s: float = 0.0) -> None:
-        found: dict[int, dict[int, list[tuple[float, int]]]] = {}
-        for p in table.points:
-            found.setdefault(p.draft_length, {}).setdefault(p.batch, []).append((p.seconds, p.kv_tokens))
-        if not {OFF, 0} & found.keys():
-            raise ControlError("A table of step costs must hold draft length -1 or 0: a step without drafts.")
-        curves: dict[int, list[tuple[int, float]]] = {
-            k: sorted((b, float(np.median([s for s, _ in v]))) for b, v in rows.items()) for k, rows in found.items()
-        }
-        curves.setdefault(OFF, curves.get(0, []))
-        curves.setdefault(0, curves[OFF])
-        self._curves = curves
-        self._kv_token_s = kv_token_s
-        self._context = float(np.median([p.kv_tokens / p.batch for p in table.points]))
-        self.longest = max(self._curves)
-        """Longest draft that was measured."""
+    def __init__(self, table: LatencyTable) -> None:
+        self._curves = {k: table.by_batch(k) for k in table.arms()}
 
     def seconds(self, batch: int, kv_tokens: int, verified: int, drafted: int) -> float:
-        """Seconds of one step; KeyError for a draft length beyond `longest`."""
-        context = self._kv_token_s * max(0.0, kv_tokens - batch * self._context)
-        steady = self._steady(batch, drafted)
-        if verified != max(drafted, 0):
-            steady = 0.5 * (steady + self._steady(batch, verified))
-        return steady + context
-
-    def _steady(self, batch: int, k: int) -> float:
-        """Between measured draft lengths linear in K: each token is one more pass and one more position."""
-        if k in self._curves:
-            return interpolate(self._curves[k], batch)
-        if k > self.longest:
-            raise KeyError(k)
-        below, above = max(x for x in self._curves if x < k), min(x for x in self._curves if x > k)
-        share = (k - below) / (above - below)
-        return (1.0 - share) * interpolate(self._curves[below], batch) + share * interpolate(self._curves[above], batch)
+        steady = interpolate(self._curves[drafted], batch)
+        if verified == max(drafted, 0):
+            return steady
+        return 0.5 * (steady + interpolate(self._curves[verified], batch))
 
 
 def calibration_of(cost: CostModel, arms: Sequence[int]) -> LatencyTable:

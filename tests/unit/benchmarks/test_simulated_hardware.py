@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, SwitchCost, TableCost
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
-from verl_tlt.speculation.types import OFF, ControlError
+from verl_tlt.speculation.types import OFF
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 SPEEDUP = {
@@ -66,13 +66,7 @@ def test_graphs_pad_and_end():
 def test_a_table_is_linear_between_its_points_and_beyond():
     measured = {(1, OFF): 0.01, (32, OFF): 0.04, (1, 0): 0.011, (32, 0): 0.044, (1, 4): 0.02, (32, 4): 0.08}
     points = [LatencyPoint(b, 32 * b, k, seconds) for (b, k), seconds in measured.items()]
-    cost = TableCost(LatencyTable(tuple(points)), kv_token_s=1e-6)
+    cost = TableCost(LatencyTable(tuple(points)))
     assert cost.seconds(1, 32, 0, OFF) == 0.01
-    assert cost.seconds(32, 1024, 2, 2) == pytest.approx(0.062)
     assert cost.seconds(63, 63 * 32, 0, OFF) == pytest.approx(0.07)
     assert cost.seconds(32, 1024, 0, 4) == pytest.approx(0.5 * (0.044 + 0.08))
-    assert cost.seconds(1, 10_032, 0, OFF) == pytest.approx(0.02)
-    with pytest.raises(ControlError, match="a step without drafts"):
-        TableCost(LatencyTable((LatencyPoint(1, 32, 3, 0.01),)))
-    own_zero = TableCost(LatencyTable(tuple(p for p in points if p.draft_length >= 0)))  # no step of stock's
-    assert own_zero.seconds(4, 128, 0, OFF) == own_zero.seconds(4, 128, 0, 0)
