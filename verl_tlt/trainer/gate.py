@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from verl_tlt.bootstrap import tail
+from verl_tlt.bootstrap import interval
 from verl_tlt.config import GateConfig
 from verl_tlt.messages.training import HeldOutScores
 
@@ -30,8 +30,6 @@ Action = Literal["publish", "hold", "revert_served", "revert_initial"]
 ERROR = 0.01
 """Chance of a wrong publication or reversion at the border. A candidate is judged anew after every session, and one
 lucky verdict publishes: at the usual level of 5 % a run of fifty sessions would have several."""
-RESAMPLES = 2000
-"""Bootstrap draws: the level is then off by half a percentage point at most, less than few sequences cost."""
 WORSE = 0.01
 """Share of the accept length by which a candidate must surely be worse to be given up; else it is trained on, and may
 become better."""
@@ -94,23 +92,13 @@ def relative_interval(scores: HeldOutScores, against: str, *, error: float, seed
     """Interval of (accept length of the candidate / of `against`) - 1, missed with a chance of `error` on each side."""
     judged = scores.positions > 0
     known, of = np.unique(scores.prompts[judged], return_inverse=True)  # [P]; [S]: each sequence's prompt in it
-    prompts = len(known)
-    drawn = np.random.default_rng(seed).integers(prompts, size=(RESAMPLES, prompts))  # numbers of prompts
-    cells = drawn + prompts * np.arange(RESAMPLES)[:, None]  # one histogram for all rows: far faster than multinomial
-    times = np.bincount(cells.ravel(), minlength=RESAMPLES * prompts)  # how often a prompt is in a resample
-    weights = times.reshape(RESAMPLES, prompts).astype(np.float64)
+    ours, theirs = scores.of("candidate")[judged], scores.of(against)[judged]  # [S, 1+K]
+    columns = (ours.sum(axis=1), ours[:, 0], theirs.sum(axis=1), theirs[:, 0], scores.positions[judged])
+    rows = np.zeros((len(known), len(columns)))  # sums of a prompt's sequences
+    np.add.at(rows, of, np.stack(columns, axis=1))
 
-    def by_prompt(rows: np.ndarray) -> np.ndarray:  # [S, ...] -> [P, ...]
-        sums = np.zeros((prompts, *rows.shape[1:]))
-        np.add.at(sums, of, rows)
-        return sums
+    def relative(sums: np.ndarray) -> np.ndarray:
+        return (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3]) - 1.0
 
-    def accept_lengths(which: str) -> np.ndarray:  # [RESAMPLES]
-        counts = by_prompt(scores.of(which)[judged])  # [P, 1+K]
-        return (weights @ counts.sum(axis=1)) / (weights @ counts[:, 0])
-
-    relative = accept_lengths("candidate") / accept_lengths(against) - 1.0
-    held = by_prompt(scores.positions[judged])
-    beyond = tail(float(held.sum() ** 2 / np.square(held).sum()), error)  # a few prompts can hold most positions
-    low, high = np.quantile(relative, [beyond, 1.0 - beyond])
-    return float(low), float(high)
+    held = rows[:, 4]  # a few prompts can hold most positions
+    return interval(rows, relative, error, seed, count=float(held.sum() ** 2 / np.square(held).sum()))

@@ -14,11 +14,11 @@ from verl_tlt.commands.compare.record import CompareError, Record, Step, Turn, r
 from verl_tlt.commands.compare.result import (
     FEWEST,
     found_of,
-    interval,
     left_out,
     other_prompts,
     paid_back,
     pairs,
+    pooled,
     ratio,
     ratios,
     rounds_to_tell,
@@ -29,8 +29,8 @@ from verl_tlt.commands.compare.result import (
 TRUE = 1.5
 
 
-def over(pairs):
-    return sum(a for a, _ in pairs) / sum(b for _, b in pairs)
+def over(sums):
+    return sums[:, 0] / sums[:, 1]
 
 
 def seconds(seed, count):
@@ -42,18 +42,18 @@ def seconds(seed, count):
 
 @pytest.mark.parametrize("count", [FEWEST, 9, 24])
 def test_nineteen_of_twenty_intervals_hold_the_truth(count):
-    found = [interval(seconds(seed, count), over) for seed in range(100)]
+    found = [pooled(seconds(seed, count), over) for seed in range(100)]
     assert 89 <= sum(low < TRUE < high for _, low, high in found) <= 99
-    assert all(low <= pooled <= high for pooled, low, high in found)
+    assert all(low <= of_all <= high for of_all, low, high in found)
 
 
 def test_more_measurements_narrow_it():
-    widths = [math.log(high / low) for _, low, high in (interval(seconds(1, n), over) for n in (6, 24, 96))]
+    widths = [math.log(high / low) for _, low, high in (pooled(seconds(1, n), over) for n in (6, 24, 96))]
     assert widths[0] > 1.5 * widths[1] > 2 * widths[2]
 
 
 def test_one_measurement_is_all_there_is():
-    assert interval([(3.0, 2.0)], over) == (1.5, 1.5, 1.5)
+    assert pooled([(3.0, 2.0)], over) == [1.5, 1.5, 1.5]
 
 
 # ---------------------------------------------------------------------- pooled

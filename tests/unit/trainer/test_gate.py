@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from verl_tlt import bootstrap
 from verl_tlt.config import GateConfig
 from verl_tlt.messages.training import HeldOutScores
 from verl_tlt.trainer import gate
@@ -60,7 +61,7 @@ def no_more_than(claimed, draws):
 @pytest.fixture
 def quick(monkeypatch):
     """Half of the resamples: thousands of decisions in seconds, at a slightly coarser percentile."""
-    monkeypatch.setattr(gate, "RESAMPLES", 1000)
+    monkeypatch.setattr(bootstrap, "DRAWS", 1000)
 
 
 @pytest.mark.parametrize("sequences", [8, 40])
