@@ -21,7 +21,7 @@ from verl_tlt.checks import rules
 from verl_tlt.checks.recipe import compose, read_settings
 from verl_tlt.commands.script.reader import read_script
 from verl_tlt.commands.script.run import run_script
-from verl_tlt.commands.script.shell.syntax import MAIN
+from verl_tlt.commands.script.syntax import MAIN
 from verl_tlt.config import TLTConfigError
 from verl_tlt.upstream.versions import installed
 

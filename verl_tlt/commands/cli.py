@@ -84,7 +84,7 @@ def doctor(
 ) -> None:
     """Say whether TLT can run here: packages and their insides, and a recipe. Exits 0 if so, 1 if not, 3 if perhaps."""
     from verl_tlt.commands.doctor.command import conclude, diagnose, findings_table, measure_engine, symbol_table
-    from verl_tlt.commands.script.arguments import read_arguments
+    from verl_tlt.commands.script.run import read_arguments
 
     recipe = read_arguments(overrides or [], config_name, run_script)
     findings = diagnose(recipe)
@@ -114,7 +114,7 @@ def calibrate(
     """Measure what an engine step costs here by batch and draft length, and keep the table for later runs."""
     from verl_tlt.commands.doctor.command import calibrate as run
     from verl_tlt.commands.doctor.command import cost_table
-    from verl_tlt.commands.script.arguments import read_arguments
+    from verl_tlt.commands.script.run import read_arguments
 
     path, costs = run(read_arguments(overrides, config_name, run_script), out, seconds, cpu)
     make_console().print(cost_table(costs))
@@ -190,7 +190,7 @@ def compare(
     _need("compare", "verl", "vllm", "psutil")
     from verl_tlt.commands.compare.command import CompareOptions
     from verl_tlt.commands.compare.command import compare as run
-    from verl_tlt.commands.script.arguments import read_arguments
+    from verl_tlt.commands.script.run import read_arguments
 
     options = CompareOptions(
         arms=[name.strip() for name in arms.split(",") if name.strip()],

@@ -5,10 +5,11 @@ import pytest
 SCRIPT = """#!/usr/bin/env bash
 set -xeuo pipefail
 DEVICE=$(python3 -c 'import nothing_of_that_name' 2>/dev/null && echo npu || echo {device})
+MODEL=$1; shift
 DATA=(data.train_files="$FILES" "data.val_files=['$FILES']")
 python3 -m verl.trainer.main_ppo --config-path=config \\
     --config-name='ppo_trainer.yaml' "${{DATA[@]}}" trainer.device=$DEVICE \\
-    actor_rollout_ref.rollout.name=vllm "actor_rollout_ref.model.path=$1" "${{@:2}}" 2>&1 | tee log.txt
+    actor_rollout_ref.rollout.name=vllm "actor_rollout_ref.model.path=$MODEL" "$@" 2>&1 | tee log.txt
 """
 
 

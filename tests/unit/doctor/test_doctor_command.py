@@ -72,7 +72,7 @@ def test_without_a_recipe_packages_alone_are_judged():
 
 def test_asking_for_help_imports_no_framework():
     code = (
-        "import sys; from verl_tlt import cli\n"
+        "import sys; from verl_tlt.commands import cli\n"
         "assert not {'torch', 'verl', 'vllm', 'ray', 'omegaconf', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -1,4 +1,7 @@
-"""Scripts are read as bash would carry them out: each is also run here, by bash with a Python that notes its words."""
+"""Scripts are read as bash would carry them out: each is also run here, by bash with a Python that notes its words.
+
+What the reader does not understand, `--run-script` finds out: the same sentence of bash is asked of it.
+"""
 
 import os
 import stat
@@ -8,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from verl_tlt.commands.script.reader import NOT_RUN, read_script
+from verl_tlt.commands.script.reader import NOT_RUN, REMEDY, read_script
+from verl_tlt.commands.script.run import run_script
 from verl_tlt.config import TLTConfigError
 
 RUN = 'python3 -m verl.trainer.main_ppo "$@"'
 START = "python3 -m verl.trainer.main_ppo"
 SCRIPTS = Path(__file__).parents[2] / "data" / "scripts.txt"
-"""A small script for each construct, after its name."""
+"""A small script for each construct, after its name; `run:` are those that need running."""
 CONSTRUCTS = dict(part.split("\n", 1) for part in SCRIPTS.read_text().split("### ")[1:])
 
 
@@ -33,13 +37,22 @@ def told(script, words, environment):
 
 
 @pytest.mark.parametrize("name", CONSTRUCTS)
-def test_what_is_read_is_what_bash_would_do(tmp_path, monkeypatch, name):
+def test_what_is_read_or_found_by_running_is_what_bash_would_do(tmp_path, monkeypatch, name):
     (script := tmp_path / "recipe.sh").write_text(CONSTRUCTS[name])
     monkeypatch.chdir(tmp_path)
     environment = {"SET": "1", "HOME": "/home/some one"}
-    own = {"options of its own": ["--n=1", "--m", "2", "a=1"], "positional": ["8", "/m", "x=1", "y=2"], "set --": []}
+    own = {
+        "run: options of its own": ["--n=1", "--m", "2", "a=1"], "positional": ["8", "/m", "x=1", "y=2"], "set --": []
+    }  # fmt: skip
     words = own.get(name, ["x.y=1", "it's=here"])
-    found = read_script(script, words, environment)
+    if name.startswith("run: "):
+        with pytest.raises(TLTConfigError, match=REMEDY):
+            read_script(script, words, environment)
+        for key, value in environment.items():
+            monkeypatch.setenv(key, value)
+        found = run_script(str(script), words)
+    else:
+        found = read_script(script, words, environment)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["recipe.sh"], "something was run"
     assert found.overrides == told(script, words, environment)
 
@@ -55,7 +68,6 @@ PYTHONS = (
     "srun -N 1 python -m verl.trainer.main_ppo",
     "if nvidia-smi; then pip install x; fi; sleep 5; CUDA_VISIBLE_DEVICES=0 python -m verl.trainer.main_ppo",
     "hf download x || exit 1; ray stop --force && python -m verl.trainer.main_ppo",
-    "bash -c 'python -m verl.trainer.main_ppo \"$@\"' name",
 )  # fmt: skip
 
 
@@ -76,11 +88,11 @@ def test_nothing_of_a_script_is_run_whatever_it_names(tmp_path, monkeypatch):
     lines = [
         f"touch {touched}", f"/usr/bin/touch {touched}", f"echo x > {touched}", f"X=$(touch {touched})",
         f"`touch {touched}`",
-        f"eval 'touch {touched}'", str(program), "./program", f"python -c \"open('{touched}', 'w')\"",
+        str(program), "./program", f"python -c \"open('{touched}', 'w')\"",
         f"trap 'touch {touched}' EXIT",
         f"(touch {touched}) &", f"cat <(touch {touched})", f"{sys.executable} -c \"open('{touched}', 'w')\"",
         f"bash -c 'touch {touched}'",
-        f"f() {{ touch {touched}; }}; f", f"[ -n \"$(touch {touched})\" ] && true", f": > {touched}",
+        f"f() {{ touch {touched}; }}", f"[ -n \"$(touch {touched})\" ] && true", f": > {touched}",
         f"A=$((`touch {touched}`1))",
     ]  # fmt: skip
     (script := tmp_path / "recipe.sh").write_text("\n".join([*lines, RUN]))
@@ -95,29 +107,34 @@ def test_nothing_of_a_script_is_run_whatever_it_names(tmp_path, monkeypatch):
         ("echo hello", "does not start `python -m verl.trainer.main_ppo` here: it ends before."),
         (f"set -u\n{START} $NOWHERE", "NOWHERE: unbound variable"),
         (f": ${{DATA:?say where}}\n{START}", "DATA: say where"),
-        (f"set -e\ncd /no/such/place\n{START}", "`cd /no/such/place` in line 2 fails."),
+        (f"cd /no/such/place\n{START}", "the directory /no/such/place (line 1), which is not here"),
+        (f"bash -c '{START} a=1'", "here: it starts `bash -c python3"),
+        ("bash inner.sh a=1", "here: it starts `bash inner.sh a=1`."),
         ("python prepare.py\ntorchrun -m verl.trainer.sft_trainer x=1",
         "starts `torchrun -m verl.trainer.sft_trainer`."),
         (f"N=$(nvidia-smi -L | wc -l)\n{START} trainer.n_gpus_per_node=$N",
         "takes trainer.n_gpus_per_node from `$(nvidia-smi -L | wc -l)` (line 1)"),
-        (f"read -r N < file\n{START} trainer.nnodes=$N", "takes trainer.nnodes from `read N` (line 1)"),
+        (f"read -r N < file\n{START} trainer.nnodes=$N", "depends on `read -r N` (line 1)"),
         (f"if grep -q x y; then N=8; fi\n{START} trainer.nnodes=$N",
-        "takes trainer.nnodes from `grep -q x y` (line 1)"),
-        (f"for f in $(ls); do N=$f; done\n{START} data.train_files=$N", "takes data.train_files from `$(ls)` (line 1)"),
-        (f"while read -r l; do A+=($l); done < x\n{START} ${{A[@]}}", "from `read -r l` (line 1)"),
+        "depends on `grep -q x y` (line 1), which decides whether `N=8` is carried out"),
+        (f"for f in $(ls); do N=$f; done\n{START} data.train_files=$N", "depends on `for f in $(ls); do N=$f; done`"),
+        (f"while read -r l; do A+=($l); done < x\n{START} ${{A[@]}}", "which decides whether `read -r l`"),
+        (f"X=$(cut x) && eval 'touch x'\n{START}", "which decides whether `eval 'touch x'` is carried out"),
+        (f"eval 'touch x'\n{START}", "depends on `eval touch x` (line 1)"),
+        (f"IFS=,\nA=(x $(echo b c))\n{START} ${{A[@]}}", "takes `...` from `IFS`"),
         (f"if nvidia-smi; then {START} a=1; else {START} a=2; fi",
         "depends on `nvidia-smi` (line 1), which decides how it starts"),
-        (f"source env.sh\n{START} a=1", "env.sh (line 1), which is not here"),
-        (f"for lr in 1 2; do {START} lr=$lr; done",
-        "starts verl.trainer.main_ppo 2 times, each time otherwise (line 1)."),
+        (f"source env.sh\n{START} a=1", "depends on `source env.sh` (line 1)"),
+        (f"for lr in 1 2; do {START} lr=$lr; done", "which decides how it starts"),
+        (f"{START} lr=1\n{START} lr=2", "starts verl.trainer.main_ppo 2 times, each time otherwise (line 1 and 2)."),
         (f"if true; then\n{START} a=1", "is no bash that can be read"),
-        (f"f() {{ f; }}; f\n{START}", "which calls itself"),
-        (f"while true; do :; done\n{START}", "more than 20000 commands"),
-        (f"export $(grep -v ^# .env | xargs)\n{START} a=1", "depends on `$(grep -v ^# .env | xargs)` (line 1)"),
+        (f"f() {{ f; }}; f\n{START}", "depends on `f` (line 1)"),
+        (f"A={'${A:-' * 9000}x{'}' * 9000}\n{START} a=$A", "line 1, cannot be read (RecursionError"),
+        (f"export $(grep -v ^# .env | xargs)\n{START} a=1", "depends on `export $(grep -v ^# .env | xargs)` (line 1)"),
         (f"N=$(< nodes)\n{START} trainer.nnodes=$N", "takes trainer.nnodes from `$(< nodes)` (line 1)"),
-        (f"for ((i=0; i<3; i++)); do N=$i; done\n{START} trainer.nnodes=$N", "takes trainer.nnodes from `for ((i=0;"),
+        (f"for ((i=0; i<3; i++)); do N=$i; done\n{START} trainer.nnodes=$N", "depends on `for ((i=0;"),
         (f"for ((i=0; i<3; i++)); do {START} a=$i; done", "which decides how it starts"),
-        (f"printf -v\n{START} a=1", "line 1, cannot be read"),
+        (f"printf -v\n{START} a=1", "depends on `printf -v` (line 1)"),
         (f"cd $(mktemp -d)\n{START} a=1", "in a directory that is not known"),
         ("X=xxxxxxxxxx" + ";X=$X$X$X" * 30 + f"\n{START} a=$X", "a value of over 1000000 characters (line 1)"),
     ],
@@ -134,25 +151,16 @@ def test_a_script_that_does_not_come_to_it_or_cannot_be_read_is_one_sentence(tmp
 
 def test_what_a_program_prints_stays_open_where_it_decides_nothing(tmp_path):
     (script := tmp_path / "recipe.sh").write_text(
-        f"D=$(date +%Y%m%d)\nexport KEY=$(cat ~/.key) NAME=x\nif ray status; then Z=1; fi\n"
+        f"D=$(date +%Y%m%d)\nexport KEY=$(cat ~/.key) NAME=x\nif ray status; then echo up; fi\n"
         f"{START} trainer.experiment_name=grpo_${{D}} trainer.default_local_dir=/c/$D/x a=1"
     )
-    found = read_script(script, (), {"Z": "0"})
+    found = read_script(script)
     assert found.overrides == (
         f"trainer.experiment_name=grpo_{NOT_RUN}",
         f"trainer.default_local_dir=/c/{NOT_RUN}/x",
         "a=1",
     )
-    assert found.unread == ("KEY", "Z") and found.environment["NAME"] == "x" and "KEY" not in found.environment
-
-
-def test_a_file_that_it_sources_or_calls_is_read_too(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "env.sh").write_text("export N=4\nreturn 0\nexport N=5\n")
-    (tmp_path / "inner.sh").write_text(f'{START} n=$N m=${{M:-none}} "$@"\n')
-    (script := tmp_path / "recipe.sh").write_text('. "$(dirname "$0")/env.sh"\nM=3\nbash inner.sh "$@"\n')
-    found = read_script(script, ["a=1"])
-    assert found.overrides == ("n=4", "m=none", "a=1") and found.environment["N"] == "4"
+    assert found.unread == ("KEY",) and found.environment["NAME"] == "x" and "KEY" not in found.environment
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from verl_tlt.commands.advise.options import AdviseOptions
 from verl_tlt.commands.advise.run_metrics import check_same, read_metrics, read_run
 from verl_tlt.commands.advise.scenario import SETTINGS, Estimate, Scenario, estimate
 from verl_tlt.commands.advise.simulation import SMALL_BATCH
-from verl_tlt.commands.script.arguments import read_arguments
+from verl_tlt.commands.script.run import read_arguments
 from verl_tlt.errors import TLTError
 from verl_tlt.server.engine_arguments import engine_arms, graph_mode
 

@@ -20,7 +20,7 @@ from verl_tlt.checks.recipe import Recipe, compose, read_run_dir, select
 from verl_tlt.commands.compare.record import CompareError
 from verl_tlt.commands.doctor.command import diagnose
 from verl_tlt.commands.script.reader import NAMES
-from verl_tlt.commands.script.shell.syntax import MAIN
+from verl_tlt.commands.script.syntax import MAIN
 from verl_tlt.config import TLTConfigError
 
 if TYPE_CHECKING:

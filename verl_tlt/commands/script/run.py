@@ -1,7 +1,7 @@
 """`--run-script`: a script that cannot be read is run by bash, with a stand-in for every program that it names.
 
-The stand-ins are functions of the shell, so no program is started: neither by its name nor by a path, whatever `PATH`
-says. What the script redirects into files is written, and what programs would print is empty.
+The stand-ins are functions of the shell. Other programs cannot start either: the environment holds a variable longer
+than the kernel lets a program have. What the script redirects into files is written, and programs print nothing.
 """
 
 from __future__ import annotations
@@ -10,83 +10,36 @@ import contextlib
 import importlib.util
 import os
 import re
-import selectors
+import select
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from typing import IO
 
 from verl_tlt.checks.recipe import Recipe
-from verl_tlt.commands.script.reader import arrived, contents, only_start, recipe_of
-from verl_tlt.commands.script.shell.flow import Start
-from verl_tlt.commands.script.shell.syntax import MAIN, parse, plain_name, walk, words_of_start
+from verl_tlt.commands.script.reader import contents, only_start, read_script, recipe_of
+from verl_tlt.commands.script.shell import Start
+from verl_tlt.commands.script.syntax import MAIN, parse, spans_of, walk, words_of_start
 from verl_tlt.config import TLTConfigError
 from verl_tlt.errors import printable
+from verl_tlt.upstream.versions import look_first_in
 
-KEPT = 2_000
-"""Characters that are kept of what a script prints; the rest is dropped as it comes."""
 SECONDS = 60.0
 """Longest time that a script may take."""
-_REFUSED = ("eval", "source", ".", "builtin", "enable", "coproc")
-"""The shell's own commands by which a script can name programs that are not seen in it."""
-_OWN = [
-    "alias",
-    "bg",
-    "bind",
-    "break",
-    "caller",
-    "cd",
-    "compgen",
-    "complete",
-    "compopt",
-    "continue",
-    "declare",
-    "dirs",
-    "disown",
-    "echo",
-    "exit",
-    "export",
-    "false",
-    "fc",
-    "fg",
-    "getopts",
-    "hash",
-    "help",
-    "history",
-    "jobs",
-    "let",
-    "local",
-    "logout",
-    "mapfile",
-    "popd",
-    "printf",
-    "pushd",
-    "pwd",
-    "read",
-    "readarray",
-    "readonly",
-    "return",
-    "set",
-    "shift",
-    "shopt",
-    "suspend",
-    "test",
-    "times",
-    "true",
-    "type",
-    "typeset",
-    "umask",
-    "unalias",
-    "unset",
-    "wait",
-    "[",
-    "[[",
-    ":",
-]
+LARGEST = 20_000
+"""KiB of a file that it writes, what it prints as errors among them."""
+_OWN = re.compile(
+    r"\.|:|\[|alias|bg|break|builtin|caller|cd|command|compgen|continue|declare|dirs|disown|echo|eval|exec|exit|export|"
+    r"false|fg|getopts|hash|help|history|jobs|let|local|mapfile|popd|printf|pushd|pwd|read|readarray|readonly|return|"
+    r"set|shift|shopt|source|test|times|true|type|typeset|umask|unalias|unset|wait"
+)
+"""Commands of the shell that touch nothing but the shell."""
+_ALWAYS = ("enable", "kill", "python", "python3", "suspend", "torchrun")
 _PRELUDE = """\
+ulimit -f $TLT_LARGEST
+printf -v TLT_FENCE '%0*d' "$TLT_FENCE" 0; readonly TLT_FENCE
 __called() {
   printf '%s\\0' "$@" >&$TLT_RECORD
   case "$*" in *"$TLT_MAIN"*)
@@ -98,84 +51,82 @@ __called() {
 }
 command_not_found_handle() { __called "$@"; }
 exec() { if [ $# -gt 0 ]; then "$@"; exit; fi; }
-command() { case "$1" in -v|-V) builtin command "$@" ;; -p) shift; "$@" ;; *) "$@" ;; esac; }
+command() { case "$1" in -v|-V) type -t "$2" ;; -p) shift; "$@" ;; *) "$@" ;; esac; }
 """
+
+
+def read_arguments(arguments: Sequence[str], config_name: str, run: bool = False) -> Recipe:
+    """The recipe that a command is given: overrides, or a script and what is given to that.
+
+    `run` runs the script. verl is found as the recipe finds it from here on.
+    """
+    first = arguments[0] if arguments else ""
+    if os.path.isfile(first) or (first.endswith(".sh") and "=" not in first):
+        recipe = (run_script if run else read_script)(first, arguments[1:])
+    else:
+        recipe = Recipe(tuple(arguments), config_name)
+    folders = recipe.environment.get("PYTHONPATH", "").split(os.pathsep)
+    look_first_in([recipe.directory or os.getcwd(), *folders])
+    return recipe
 
 
 def run_script(script: str, arguments: Sequence[str] = ()) -> Recipe:
     """How a script starts `main_ppo`, found out by running it; raises a `TLTConfigError` where it does not."""
     text = contents(script)
     names = _programs(text, script)
-    missing = [f"import {name}" for name in set(re.findall(r"import\s+([A-Za-z_]\w*)", text)) if not _importable(name)]
-    told = (
-        f"{script} is run by bash now, with stand-ins for {', '.join(sorted(names)) or 'no program'}; what it redirects"
-    )
-    print(printable(f"{told} into files is written."), file=sys.stderr, flush=True)
-    with tempfile.TemporaryFile() as record, tempfile.TemporaryFile() as prelude:
-        stubs = "".join(f'function {name} {{ __called {name} "$@"; }}\n' for name in sorted(names))
+    told = f"with stand-ins for {', '.join(sorted(names)) or 'no program'}; what it redirects into files is written."
+    print(printable(f"{script} is run by bash now, {told}"), file=sys.stderr, flush=True)
+    imports = {name for name in re.findall(r"import\s+([A-Za-z]\w*)", text) if importlib.util.find_spec(name) is None}
+    with tempfile.TemporaryFile() as record, tempfile.TemporaryFile() as prelude, tempfile.TemporaryFile() as said:
+        stubs = "".join(f'function {name} {{ __called {name} "$@"; }}\n' for name in {*names, *_ALWAYS})
         prelude.write((_PRELUDE + stubs).encode())
         prelude.flush()
         own = {
             "PATH": "/nonexistent", "BASH_ENV": f"/dev/fd/{prelude.fileno()}", "TLT_RECORD": str(record.fileno()),
-            "TLT_MAIN": MAIN, "TLT_MISSING": " ".join(missing),
+            "TLT_MAIN": MAIN, "TLT_MISSING": " ".join(f"import {name}" for name in imports),
+            "TLT_FENCE": str(32 * os.sysconf("SC_PAGE_SIZE")), "TLT_LARGEST": str(LARGEST),
         }  # fmt: skip
-        said = _run([script, *arguments], {**os.environ, **own}, (record, prelude))
+        _run([script, *arguments], {**os.environ, **own}, said, (record, prelude))
         record.seek(0)
-        starts, others = _recorded(record.read(50_000_000).decode(errors="surrogateescape"), own)
-    start = only_start(script, starts, others, said if not others else "")
-    arrived(
-        script, [a for a in arguments if a not in start.words and re.match(r"[+~]|[\w.@/]+=", a)], start.words, set()
-    )
-    return recipe_of(start.words, start.environment, (), start.directory)
-
-
-def _importable(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
+        starts, others = _recorded(record.read().decode(errors="surrogateescape"), own)
+        said.seek(max(0, os.fstat(said.fileno()).st_size - 200))
+        last = (said.read().decode(errors="replace").strip().splitlines() or [""])[-1]
+    start = only_start(script, starts, others, last if not others else "")
+    return recipe_of(script, arguments, start, start.words, None)
 
 
 def _programs(text: str, script: str) -> set[str]:
     """Names of all programs in a script; a `TLTConfigError` where one is not written out."""
     names = set()
     for node in (node for node in walk(parse(text, script)) if node.type == "command"):
-        where = f"{script}, line {node.start_point.row + 1},"
-        name = plain_name(node)
-        if name is None:
+        name = next((text for first, text in spans_of(node) if first.type != "variable_assignment"), "")
+        name = re.sub("['\"]", "", name)
+        if not re.fullmatch(r"\[|[\w.:/+@%-]*", name):
+            where = f"{script}, line {node.start_point.row + 1},"
             raise TLTConfigError(f"{where} names a program by what is only known when it runs, so it is not run.")
-        if name in _REFUSED:
-            raise TLTConfigError(f"{where} has `{name}`, which may start what has no stand-in, so it is not run.")
-        names.add(name)
-    functions = {match[1] for match in re.finditer(r"(?m)^\s*(?:function\s+)?([\w.-]+)\s*\(\)", text)}
-    return {name for name in names - functions - set(_OWN) if name and name not in ("exec", "command")}
+        if name and not _OWN.fullmatch(name):
+            names.add(name)
+    return names
 
 
-def _run(words: Sequence[str], environment: dict[str, str], files: Sequence[IO[bytes]]) -> str:
-    """Run bash until all its processes have ended; the last line that it printed as an error."""
+def _run(words: Sequence[str], environment: dict[str, str], said: IO[bytes], files: Sequence[IO[bytes]]) -> None:
+    """Run bash until all its processes have ended; `said` is for what it prints as errors."""
     bash = next(path for path in ("/bin/bash", "/usr/bin/bash", "/usr/local/bin/bash") if os.path.exists(path))
-    read, write = os.pipe()  # every process of the script holds the other end, also one that redirects what it prints
+    read, write = os.pipe()  # every process of the script holds the other end
     running = subprocess.Popen(
-        [bash, *words], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=write,
+        [bash, *words], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said,
         pass_fds=[write, *(file.fileno() for file in files)], process_group=0,
     )  # fmt: skip
     os.close(write)
-    end, kept, piece = time.monotonic() + SECONDS, b"", b"..."
     try:
-        with selectors.DefaultSelector() as selector:
-            selector.register(read, selectors.EVENT_READ)
-            while piece and (left := end - time.monotonic()) > 0:
-                if selector.select(left):
-                    piece = os.read(read, 65536)
-                    kept = (kept + piece)[-KEPT:]
+        ended, _, _ = select.select([read], [], [], SECONDS)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(running.pid, signal.SIGKILL)
         running.wait()
         os.close(read)
-    if piece:
+    if not ended:
         raise TLTConfigError(f"{words[0]} did not end within {SECONDS:.0f} s.")
-    return (kept.decode(errors="replace").strip().splitlines() or [""])[-1]
 
 
 def _recorded(record: str, own: dict[str, str]) -> tuple[list[Start], list[str]]:

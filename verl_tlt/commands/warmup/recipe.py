@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_tlt.checks.models import POLICY, located
 from verl_tlt.checks.recipe import CONFIG, ROLLOUT, Recipe, compose, number, read_mapping, select
-from verl_tlt.commands.script.arguments import read_arguments
+from verl_tlt.commands.script.run import read_arguments
 from verl_tlt.commands.warmup.prompts import AS_IS, MIN_PROMPTS, PromptForm, Prompts, load_tokenizer, read_prompts
 from verl_tlt.config import TLTConfigError
 from verl_tlt.drafter import DrafterError, policy_shape

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from verl_tlt.errors import TLTError
+from verl_tlt.config import TLTConfigError
 
 if TYPE_CHECKING:
     from tree_sitter import Node
@@ -14,35 +14,34 @@ if TYPE_CHECKING:
 MAIN = "verl.trainer.main_ppo"
 LONGEST = 1_000_000
 """Characters of a script or of a value in it."""
-WORDS = {"command_name", "concatenation", "expansion", "simple_expansion", "string", "arithmetic_expansion", "word"}
-WORDS |= {"command_substitution", "raw_string", "ansi_c_string", "number", "brace_expression", "process_substitution"}
-"""Nodes that are words, or parts of them."""
+_WORDS = {"concatenation", "expansion", "simple_expansion", "string", "arithmetic_expansion", "word", "raw_string"}
+_WORDS |= {"ansi_c_string", "number", "brace_expression", "process_substitution"}
+"""Nodes that are words, or parts of them: `words` reads their text, so the parser's faults in them do not count."""
 
 
 def words_of_start(words: Sequence[str]) -> tuple[str, ...] | None:
     """What `main_ppo` is given by a command of these words, whatever program starts it; None: it does not start it."""
     for i, word in enumerate(words):
-        if word == MAIN and i and re.fullmatch(r"-[A-Za-z]*m", words[i - 1]):
-            return tuple(words[i + 1 :])
-        if re.fullmatch(rf"-[A-Za-z]*m{re.escape(MAIN)}", word):
+        joined = re.fullmatch(rf"-[A-Za-z]*m{re.escape(MAIN)}", word)
+        if joined or (word == MAIN and i and re.fullmatch(r"-[A-Za-z]*m", words[i - 1])):
             return tuple(words[i + 1 :])
     return None
 
 
 def parse(text: str, name: str) -> Node:
-    """The syntax tree of a script; a `TLTError` where it is none, or the parser is not installed."""
+    """The syntax tree of a script; a `TLTConfigError` where it is none, or the parser is not installed."""
     try:
         import tree_sitter_bash
         from tree_sitter import Language, Parser
     except ImportError:
-        raise TLTError("Scripts are read with tree-sitter: pip install tree-sitter tree-sitter-bash.") from None
+        raise TLTConfigError("Scripts are read with tree-sitter: pip install tree-sitter tree-sitter-bash.") from None
     if len(text) > LONGEST or re.search("[\0\ue000\ue001]", text):
-        raise TLTError(f"{name} is no shell script: it is over {LONGEST} characters long, or has odd ones.")
+        raise TLTConfigError(f"{name} is no shell script: it is over {LONGEST} characters long, or has odd ones.")
     root = Parser(Language(tree_sitter_bash.language())).parse(text.encode()).root_node
-    for node in walk(root, below=lambda node: node.type not in WORDS - {"command_name", "command_substitution"}):
+    for node in walk(root, below=lambda node: node.type not in _WORDS):
         if node.is_error or node.is_missing:
             said = shorten(text_of(node)) or node.type
-            raise TLTError(f"{name}, line {node.start_point.row + 1}, is no bash that can be read: `{said}`.")
+            raise TLTConfigError(f"{name}, line {node.start_point.row + 1}, is no bash that can be read: `{said}`.")
     return root
 
 
@@ -58,13 +57,6 @@ def walk(node: Node, below: Callable[[Node], bool] = lambda node: True) -> Itera
 
 def text_of(node: Node) -> str:
     return (node.text or b"").decode(errors="replace")
-
-
-def plain_name(node: Node) -> str | None:
-    """The name of a command as it is written; None where a variable or a substitution names it."""
-    spans = spans_of(node)
-    name = next((text for first, text in spans if first.type != "variable_assignment"), "")
-    return None if re.search(r"[$`*?\[\\]", name) and name != "[" else re.sub("['\"]", "", name)
 
 
 def spans_of(node: Node) -> list[tuple[Node, str]]:
@@ -89,10 +81,6 @@ def shorten(text: str) -> str:
 
 
 def gives_up(body: Sequence[Node]) -> bool:
-    """Whether a branch ends the script or a function."""
-    last = next((node for node in reversed(body) if node.is_named and node.type != "comment"), None)
-    if last is None:
-        return False
-    if last.type in ("compound_statement", "redirected_statement", "list"):
-        return gives_up(last.named_children[:1] if last.type == "redirected_statement" else last.named_children)
-    return last.type == "command" and text_of(last).split()[0] in ("exit", "return", "continue", "break")
+    """Whether the last command of a branch ends the script."""
+    text = " ; ".join(text_of(node) for node in body if node.is_named and node.type != "comment")
+    return re.search(r"(^|[\s;{])exit\b[^;|&\n]*[;}\s]*$", text) is not None

@@ -1,0 +1,402 @@
+"""Reads a shell script as bash would carry it out, and notes how it starts `main_ppo`. No line of it is run.
+
+Assignments, tests and branches are followed; of programs only a few whose answer is known (`dirname`, `python -c
+'import x'`) are answered, and the others are passed over. What else changes something, such as a loop, a function or
+`source`, needs running, and so does a branch that hangs on something unknown, unless it changes nothing here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import fnmatch
+import importlib.util
+import operator
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verl_tlt.commands.script.syntax import MAIN, gives_up, parse, shorten, spans_of, text_of, walk, words_of_start
+from verl_tlt.commands.script.words import MARK, Stopped, Unreadable, Value, Words
+from verl_tlt.errors import TLTError
+
+if TYPE_CHECKING:
+    from tree_sitter import Node
+
+_SUCCEED = ("true", ":", "trap", "wait", "ulimit", "umask", "shopt", "sleep", "kill", "disown", "hash")
+"""Commands that change nothing in what the script goes on with."""
+_NEEDS_RUNNING = re.compile(
+    r"eval|source|\.|read|mapfile|readarray|getopts|let|pushd|popd|builtin|command|alias|coproc|local|unset|declare"
+)
+_CHANGING = ("variable_assignment", "declaration_command", "unset_command", "for_statement", "arithmetic_expansion")
+"""What a branch may not have in it of which it is not known whether it is taken."""
+_PROGRAMS = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed|bash|sh|zsh|.*\.sh")
+"""Programs that a script may start in place of `main_ppo`."""
+_IMPORT = re.compile(r"\s*import\s+([A-Za-z_]\w*)\s*;?\s*")
+_COMPARED: dict[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt,
+    "-ge": operator.ge,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Start:
+    """A command that starts `main_ppo`."""
+
+    words: tuple[str, ...]
+    """After the name of the module."""
+    environment: Mapping[str, str]
+    directory: str
+    line: int
+
+
+class Exit(Exception):
+    """The end of a script or of a subshell; its argument is the status it leaves."""
+
+
+class Shell(Words):
+    """A bash that follows a script; `starts` is what came of it. A status of None is one that is not known."""
+
+    def __init__(self, script: str, arguments: Sequence[str], environment: Mapping[str, str], directory: str) -> None:
+        own: dict[str, Value] = {"HOSTNAME": os.uname().nodename, "UID": str(os.getuid()), "BASH_SOURCE": [script]}
+        super().__init__(script, arguments, {**own, **environment}, directory)
+        self.exported = set(environment)
+        self.functions: set[str] = set()
+        self.starts: list[Start] = []
+        self.others: list[str] = []
+        """Python programs and scripts that it starts besides, their first words."""
+        self.printed: list[str | None] | None = None
+        """Within a substitution, what was printed; None in it: by a program, so not known."""
+        self.made: set[str] = set()
+        """Directories that the script makes."""
+
+    def forked(self) -> Shell:
+        """A shell that knows the same, and keeps to itself what it sets."""
+        other = copy.copy(self)
+        other.variables, other.exported, other.arguments = {**self.variables}, {*self.exported}, [*self.arguments]
+        return other
+
+    def apart(self, nodes: Iterable[Node], printed: list[str | None] | None) -> int | None:
+        """Carry out commands in a subshell."""
+        shell = self.forked()
+        shell.printed = printed
+        try:
+            return shell.sequence(nodes)
+        except Exit as end:
+            status: int | None = end.args[0]
+            return status
+
+    def substitute(self, command: str) -> str:
+        """What `$(command)` prints; a mark where a program would print it."""
+        reason = self.cause(f"$({command})")
+        printed: list[str | None] = []
+        try:
+            with contextlib.suppress(Stopped):
+                self.apart(parse(command, self.script).children, printed)
+        except (TLTError, Unreadable):
+            return self.mark(reason)
+        return "".join(self.mark(reason) if part is None else part for part in printed).rstrip("\n")
+
+    def _print(self, text: str | None) -> int | None:
+        """What a command prints, and its status: both are unknown where it is a program."""
+        if self.printed is not None:
+            self.printed.append(text)
+        return None if text is None else 0
+
+    # ------------------------------------------------------------------ structure
+
+    def sequence(self, nodes: Iterable[Node]) -> int | None:
+        """The status of the last of some commands."""
+        status: int | None = 0
+        for node in nodes:
+            if node.is_named and node.type != "comment":
+                self.line = node.start_point.row + 1
+                status = getattr(self, f"_{node.type}", self._unknown)(node)
+        return status
+
+    def _unknown(self, node: Node) -> int | None:
+        return self._undecided([[node], []], self.cause(text_of(node)), loop=True)
+
+    def _variable_assignments(self, node: Node) -> int | None:
+        return self.sequence(node.children)
+
+    def _compound_statement(self, node: Node) -> int | None:
+        text = text_of(node)
+        if not text.startswith("(("):
+            return self.sequence(node.children)
+        try:
+            return int(self.arithmetic(text[2:-2]) == 0)
+        except Unreadable:
+            return None
+
+    def _subshell(self, node: Node) -> int | None:
+        return self.apart(node.children, self.printed)
+
+    def _pipeline(self, node: Node) -> int | None:
+        for part in node.named_children:
+            self.apart([part], None)
+        return self._print(None)
+
+    def _redirected_statement(self, node: Node) -> int | None:
+        body, kept = node.child_by_field_name("body"), self.printed
+        if body is None:  # `$(< file)`
+            return self._print(None)
+        if any(re.match(r"(1|&)?>(?!&1)", text_of(one)) for one in node.children_by_field_name("redirect")):
+            self.printed = None
+        status = self.sequence([body])
+        self.printed = kept
+        return status
+
+    def _negated_command(self, node: Node) -> int | None:
+        status = self.sequence(node.named_children)
+        return None if status is None else int(not status)
+
+    def _list(self, node: Node) -> int | None:
+        left, right = node.named_children[0], node.named_children[-1]
+        status = self.sequence([left])
+        if status is None:
+            return self._undecided([[right], []], self.cause(text_of(left)))
+        wants_success = any(child.type == "&&" for child in node.children)
+        return self.sequence([right]) if (status == 0) == wants_success else status
+
+    def _if_statement(self, node: Node) -> int | None:
+        """`if` with its `elif` and `else`, the first of which whose test holds is taken."""
+        branches: list[tuple[list[Node], list[Node]]] = []
+        for clause in [node, *(c for c in node.named_children if c.type in ("elif_clause", "else_clause"))]:
+            own = [c for c in clause.children if c.type not in ("elif_clause", "else_clause", "comment")]
+            then = next((i for i, c in enumerate(own) if c.type == "then"), 0)
+            branches.append(([c for c in own[:then] if c.is_named], [c for c in own[then:] if c.is_named]))
+        for i, (tests, body) in enumerate(branches):
+            status = self.sequence(tests)
+            if status is None:
+                return self._undecided(
+                    [*(body for _, body in branches[i:]), []], self.cause(" ".join(map(text_of, tests)))
+                )
+            if status == 0:
+                return self.sequence(body)
+        return 0
+
+    def _case_statement(self, node: Node) -> int | None:
+        cases = []
+        for item in (c for c in node.named_children if c.type == "case_item"):
+            close = next(i for i, c in enumerate(item.children) if c.type == ")")
+            patterns = [text_of(c) for c in item.children[:close] if c.is_named]
+            cases.append((patterns, [c for c in item.children[close + 1 :] if c.is_named]))
+        try:
+            text = self.known(self.value(text_of(node.named_children[0])))
+            body = next((body for some, body in cases if any(self._matches(text, p) for p in some)), [])
+        except Unreadable as error:
+            return self._undecided([*(body for _, body in cases), []], str(error))
+        return self.sequence(body)
+
+    def _matches(self, text: str, pattern: str) -> bool:
+        return fnmatch.fnmatchcase(text, self.pattern(pattern))
+
+    def _function_definition(self, node: Node) -> int | None:
+        self.functions.add(text_of(node.named_children[0]))
+        return 0
+
+    # ------------------------------------------------------------------ what cannot be decided
+
+    def _undecided(self, bodies: Sequence[Sequence[Node]], reason: str, loop: bool = False) -> int | None:
+        """Go on after a branch of which it is not known, for this reason, whether it is taken, or how often."""
+        starting = [body for body in bodies if any(MAIN in text_of(node) for node in body)]
+        going_on = [body for body in bodies if not gives_up(body)]
+        if len(starting) == 1 and not loop:
+            return self.sequence(starting[0])
+        if len(going_on) == 1 and not loop:
+            return self.sequence(going_on[0])
+        if starting:
+            raise Unreadable(f"{reason}, which decides how it starts {MAIN}")
+        for node in (inner for body in going_on for one in body for inner in walk(one)):
+            text = text_of(node)
+            name = text.split()[0] if node.type == "command" else ""
+            changes = name in ("cd", "set", "shift", *self.functions) or _NEEDS_RUNNING.fullmatch(name)
+            if changes or node.type in _CHANGING or text.startswith("((") or (node.type == "expansion" and "=" in text):
+                raise Unreadable(f"{reason}, which decides whether `{shorten(text)}` is carried out")
+        return None
+
+    # ------------------------------------------------------------------ variables
+
+    def _variable_assignment(self, node: Node) -> int | None:
+        self._assign(node, text := text_of(node))
+        return None if "$(" in text or "`" in text else 0  # that of the command
+
+    def _assign(self, node: Node, text: str) -> str:
+        """Carry out an assignment, whose whole text may be longer than its node; returns the name."""
+        match, value = re.fullmatch(r"(\w+)(\+?)=(.*)", text, re.DOTALL), node.child_by_field_name("value")
+        before = self.variables.get(match[1]) if match else None
+        if match is None or (isinstance(before, list) and (value is None or value.type != "array")):  # `a[1]=x`
+            raise Unreadable(self.cause(text))
+        before = before if match[2] else None
+        if value is None or value.type != "array":
+            self.variables[match[1]] = str(before or "") + self.value(match[3])
+            return match[1]
+        texts = [text for _, text in spans_of(value)]
+        if any(text.startswith("[") and "]=" in text for text in texts):
+            raise Unreadable(self.cause(text))
+        old = before if isinstance(before, list) else [before] if before else []
+        self.variables[match[1]] = [*old, *(field for text in texts for field in self.fields(text))]
+        return match[1]
+
+    def _declaration_command(self, node: Node) -> int | None:
+        kind = node.children[0].type
+        for child, text in spans_of(node)[1:]:
+            name = text.partition("=")[0].rstrip("+")
+            if kind == "local" or not re.fullmatch(r"\w+", name):  # `export $(cat .env)`, `declare -A x`
+                raise Unreadable(self.cause(text_of(node)))
+            if child.type == "variable_assignment":
+                self._assign(child, text)
+            if kind == "export":
+                self.exported.add(name)
+        return 0
+
+    def _unset_command(self, node: Node) -> int | None:
+        for child in node.named_children:
+            for name in self.fields(text_of(child)):
+                self.variables.pop(self.known(name), None)
+        return 0
+
+    # ------------------------------------------------------------------ tests
+
+    def _test_command(self, node: Node) -> int | None:
+        inner = [child for child in node.children[1:-1] if child.is_named]
+        try:
+            return int(not self._holds(inner[0], strings=node.children[0].type == "[")) if inner else 1
+        except Unreadable:
+            return None
+
+    def _holds(self, node: Node, strings: bool) -> bool:
+        """Whether a test holds; `strings`: that of `[`, in which the right side is no pattern."""
+        if node.type in ("unary_expression", "binary_expression"):
+            left, sign, right = node.children[0], text_of(node.children[-2]), node.children[-1]
+        else:
+            left, sign, right = node, "-n", node
+        if sign == "!":
+            return not self._holds(right, strings)
+        if sign in ("&&", "||"):
+            return self._holds(right if self._holds(left, strings) == (sign == "&&") else left, strings)
+        text = self.known(self.value(text_of(right)))
+        if sign in ("-n", "-z"):
+            return bool(text) == (sign == "-n")
+        if sign in ("-e", "-f", "-d"):
+            asked = {"-e": os.path.exists, "-f": os.path.isfile, "-d": os.path.isdir}[sign]
+            return bool(text) and asked(os.path.join(self.known(self.directory), text))
+        first = self.known(self.value(text_of(left)))
+        if sign in ("=", "==", "!="):
+            return (first == text if strings else self._matches(first, text_of(right))) == (sign != "!=")
+        if sign in _COMPARED:
+            return _COMPARED[sign](self.arithmetic(first), self.arithmetic(text))
+        raise Unreadable(self.cause(text_of(node)))
+
+    # ------------------------------------------------------------------ commands
+
+    def _command(self, node: Node) -> int | None:
+        """A command with the assignments before it, which hold for it alone."""
+        spans = spans_of(node)
+        count = next((i for i, (first, _) in enumerate(spans) if first.type != "variable_assignment"), len(spans))
+        after = (node.text or b"")[: spans[count][0].start_byte - node.start_byte] if count < len(spans) else b""
+        if count == len(spans) or re.search(rb"(?<!\\)\n\s*$", after):  # the parser joins some to the next line
+            for first, text in spans[:count]:
+                self._assign(first, text)
+            return self.call([field for _, text in spans[count:] for field in self.fields(text)])
+        words = [field for _, text in spans[count:] for field in self.fields(text)]
+        if not count:
+            return self.call(words)
+        shell = self.forked()
+        shell.exported.update(shell._assign(first, text) for first, text in spans[:count])
+        return shell.call(words)
+
+    def call(self, words: Sequence[str]) -> int | None:
+        """Carry out a simple command, already expanded."""
+        if not words:
+            return 0
+        name, rest = words[0], list(words[1:])
+        if name in self.functions or _NEEDS_RUNNING.fullmatch(name) or words[:2] == ["printf", "-v"]:
+            raise Unreadable(self.cause(" ".join(words)))
+        if name in _SUCCEED or name == "false":
+            return int(name == "false")
+        own: Callable[[list[str]], int | None] | None = getattr(self, f"_run_{name}", None)
+        return own(rest) if own is not None else self._program_called(words)
+
+    def _program_called(self, words: Sequence[str]) -> int | None:
+        """A program: the start of `main_ppo` is noted, and the few that print what is known are answered."""
+        if (given := words_of_start(words)) is not None:
+            pairs = [word.partition("=") for word in words[1:] if re.match(r"[A-Za-z_]\w*=", word)]
+            own = {key: value for key, _, value in pairs} if os.path.basename(words[0]) == "env" else {}
+            values = {name: self.variables.get(name) for name in self.exported}
+            environment = {name: value for name, value in values.items() if isinstance(value, str)} | own
+            self.starts.append(Start(given, environment, self.directory, self.line))
+            return 0
+        names = [os.path.basename(word) for word in words]
+        at = next((i for i, name in enumerate(names) if _PROGRAMS.fullmatch(name)), None)
+        if at is not None and words[at + 1 : at + 2] == ["-c"] and names[at].startswith("python"):
+            if module := _IMPORT.fullmatch("".join(words[at + 2 : at + 3])):
+                return int(importlib.util.find_spec(module[1]) is None)
+        elif at is not None:
+            self.others.append(shorten(" ".join(words[at : at + 3])))
+        plain = [word for word in words[1:] if not word.startswith("-")]
+        if names[0] in ("dirname", "realpath") and len(plain) == 1:
+            path = self.known(plain[0])
+            whole = os.path.realpath(os.path.join(self.known(self.directory), path))
+            return self._print(
+                (whole if names[0] == "realpath" else os.path.dirname(path.rstrip("/") or "/") or ".") + "\n"
+            )
+        return self._print(None)
+
+    # ------------------------------------------------------------------ the shell's own commands
+
+    def _run_echo(self, words: list[str]) -> int | None:
+        plain = not re.fullmatch(r"-[neE]+", "".join(words[:1]))
+        return self._print(" ".join(words) + "\n" if plain else None)
+
+    def _run_pwd(self, _words: list[str]) -> int | None:
+        return self._print(f"{self.directory}\n")
+
+    def _run_cd(self, words: list[str]) -> int:
+        places = [word for word in words if word not in ("--", "-P", "-L")]
+        place = places[0] if places else str(self.variables.get("HOME", "/"))
+        if not MARK.search(place + self.directory):
+            place = os.path.normpath(os.path.join(self.directory, place))
+            if not os.path.isdir(place) and place not in self.made:
+                raise Unreadable(f"the directory {place} (line {self.line}), which is not here")
+        self.directory = place
+        return 0
+
+    def _run_mkdir(self, words: list[str]) -> int:
+        for path in (Path(os.path.normpath(os.path.join(self.directory, word))) for word in words):
+            self.made.update(map(str, (path, *path.parents)))
+        return 0
+
+    def _run_exec(self, words: list[str]) -> int:
+        if words:
+            raise Exit(self.call(words))
+        return 0
+
+    def _run_exit(self, words: list[str]) -> int:
+        raise Exit(int(words[0]) if words and words[0].isdecimal() else 0)
+
+    def _run_time(self, words: list[str]) -> int | None:
+        return self.call(words)
+
+    def _run_shift(self, words: list[str]) -> int:
+        count = self.arithmetic(words[0]) if words else 1
+        if count > len(self.arguments):
+            return 1
+        self.looked_at.update(self.arguments[:count])
+        self.arguments = self.arguments[count:]
+        return 0
+
+    def _run_set(self, words: list[str]) -> int:
+        while words:
+            word = words.pop(0)
+            if word == "--" or word[:1] not in ("-", "+"):
+                self.arguments = words if word == "--" else [word, *words]
+                break
+            option = words.pop(0) if word[1:].endswith("o") and words else ""
+            if "u" in word or option == "nounset":
+                self.strict = word[0] == "-"
+        return 0
