@@ -16,7 +16,7 @@ from demo.machine import DemoError
 from demo.progress import Progress
 from demo.screen import Screen
 from verl_tlt.commands.compare.job import failure
-from verl_tlt.commands.processes import ProcessTree, deferred_interrupts
+from verl_tlt.commands.processes import running
 
 POLL_S = 1.0
 STALL_S = 900.0
@@ -81,10 +81,7 @@ def run_recipe(run: DemoRun, recipe: Path, screen: Screen, stall_s: float = STAL
     started = time.time()
     progress = Progress(run.steps, started)
     screen.line(f"{run.title}: {run.steps} steps, output of verl in {run.log}")
-    tree: ProcessTree | None = None
-    try:
-        with deferred_interrupts():
-            tree = ProcessTree(["bash", str(recipe)], env=run.environment(), log=run.log)
+    with running(["bash", str(recipe)], env=run.environment(), log=run.log) as tree:
         watch = _Watch(run, progress, screen)
         while (code := tree.process.poll()) is None:
             if time.time() - watch.poll() > stall_s:
@@ -92,10 +89,6 @@ def run_recipe(run: DemoRun, recipe: Path, screen: Screen, stall_s: float = STAL
             tree.alive()
             time.sleep(POLL_S)
         watch.poll()
-    finally:
-        left = tree.stop() if tree is not None else []
-    if left:
-        raise DemoError(f"These processes of the run could not be ended: {', '.join(map(str, left))}.")
     if code:
         raise DemoError(failure(f"The run failed with exit status {code}.", run.log))
     if progress.done < run.steps:

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import psutil
 
+from verl_tlt.errors import TLTError
 from verl_tlt.files.ownership import open_to_append
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -45,6 +46,25 @@ LONGEST_BASE = 32
 SHM = "/dev/shm"
 SOCKET_FIELDS = 8
 """Of a line of /proc/net/unix that ends in a path."""
+
+
+@contextlib.contextmanager
+def running(
+    argv: Sequence[str], *, env: Mapping[str, str], log: Path, cwd: Path | None = None
+) -> Iterator[ProcessTree]:
+    """A command that runs while the block does: on any way out, Ctrl-C included, its whole tree is ended.
+
+    Raises:
+        TLTError: a process could not be ended.
+    """
+    tree: ProcessTree | None = None
+    try:
+        with deferred_interrupts():
+            tree = ProcessTree(argv, env=env, log=log, cwd=cwd)
+        yield tree
+    finally:
+        if tree is not None and (left := tree.stop()):
+            raise TLTError(f"These processes could not be ended: {', '.join(map(str, left))}. Their log is {log}.")
 
 
 class ProcessTree:

@@ -14,7 +14,7 @@ from typing import Any
 
 from verl_tlt.commands.compare.plan import STEP, Arm, Plan, quoted
 from verl_tlt.commands.compare.record import CompareError, Turn, read_step
-from verl_tlt.commands.processes import ProcessTree, deferred_interrupts
+from verl_tlt.commands.processes import running
 from verl_tlt.files.json_files import open_ordinary, parse
 
 LOOK_S = 1.0
@@ -68,10 +68,7 @@ def _run(plan: Plan, arm: Arm, turn: int, files: tuple[Path, Path], stall_s: flo
     ours = [f"++ray_kwargs.ray_init.runtime_env.env_vars.{name}={quoted(value)}" for name, value in own.items()]
     command = [sys.executable, *plan.command(arm, turn), *ours]
     env, folder = job_environment(plan.stock.environment, own), Path(plan.stock.directory or ".")
-    tree: ProcessTree | None = None
-    try:
-        with deferred_interrupts():
-            tree = ProcessTree(command, env=env, log=log, cwd=folder)
+    with running(command, env=env, log=log, cwd=folder) as tree:
         size, changed = 0, time.monotonic()
         while (code := tree.process.poll()) is None:
             tree.alive()
@@ -82,9 +79,6 @@ def _run(plan: Plan, arm: Arm, turn: int, files: tuple[Path, Path], stall_s: flo
             tell(len(read_rows(metrics)))
             time.sleep(LOOK_S)
         return code
-    finally:
-        if tree is not None and (left := tree.stop()):
-            raise CompareError(f"These processes of {arm.name} could not be ended: {', '.join(map(str, left))}.")
 
 
 def job_environment(script: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
